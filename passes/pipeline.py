@@ -214,7 +214,7 @@ def _place(graph: fx.Graph, mesh: Mesh, request: Request) -> tuple[fx.Graph, Pla
     slices, behind = slice_tokens(graph, mesh, placed)
     if slices:
         placed = propagate(graph, mesh, [*claims, *slices], gathered | behind)
-    partition = Partition(graph, mesh, placed, request.choices)
+    partition = Partition(graph, mesh, placed, request.choices, request.levels)
     typed = partition.run()
     lift_parameters(typed)
     fuse_bias(typed)

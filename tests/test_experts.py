@@ -50,6 +50,7 @@ BESIDE = {
     "zero 3": ("dp=2, ep=2", "zero 3 over dp\n"),
     "zero 1, bf16": ("dp=2, ep=2", "zero 1 over dp\nprecision bf16\n"),
     "microbatches": ("dp=1, ep=2", "schedule microbatches 2\n"),
+    "two levels": ("dp=1, ep=4", "node 2\nhierarchical over ep\nexpect 8 exchange in model.layers.*\n"),
     "a pipeline": ("pp=2, dp=1, ep=2", "stage before model.layers.1 over pp\nschedule 1f1b microbatches 2\n"),
     "experts split inside": (
         "dp=1, ep=2, tp=2",

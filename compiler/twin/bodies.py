@@ -6,14 +6,14 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
 
-from ..layout.collectives import COLLECTIVES
+from ..layout.collectives import COLLECTIVES, local_outer
 from ..layout.mesh import Mesh
 from ..layout.packed_rows import EXCHANGE
 from ..ops.precision import base_name
@@ -82,8 +82,18 @@ def lines_body(lines: Iterable[Line], names: Mapping[str, str], values: Mapping[
         rows.append(f"{line.op}({', '.join(args)}): {types}")
         read = (*(values[name] for name in line.uses()), *line.made)
         origin = f"{star(line.origin.module)} {line.origin.source}"
-        numbers.append(Numbers(line.op, origin, tuple(given), tuple(size for v in read for size in v.type.shape)))
+        dims = (*(size for v in read for size in v.type.shape), *_places(line, read, mesh))
+        numbers.append(Numbers(line.op, origin, tuple(given), dims))
     return Body(tuple(rows), tuple(numbers), known)
+
+
+def _places(line: Line, read: Iterable[Value], mesh: Mesh) -> Iterator[int]:
+    """Yield the places of splits in the dims of what an exchange reads and makes, as a rank counts them. Types say them
+    too, and the checker of lines holds the two together."""
+    if line.op in (EXCHANGE, "parc.all_to_all"):
+        placements = [value.type.placement for value in read]
+        places = (local_outer(one, mesh, axis) for one in placements for axis in one.split_axes())
+        yield from (place for place in places if isinstance(place, int))
 
 
 def star(text: str) -> str:
@@ -100,7 +110,7 @@ def sizeless(value: Value, mesh: Mesh) -> str:
 def _arguments(op: str) -> dict[str, tuple[str, str]]:
     """Return each argument's name and kind, by its position and by its name. The kind is ``size``, or ``dim`` for the
     number of a dim (which follows no size), or "" for a value to compute with."""
-    if op == EXCHANGE:  # whose rows are split between experts, of which a twin may have fewer
+    if op in (EXCHANGE, "parc.all_to_all"):  # rows are split between experts, of which a twin may have fewer
         return {str(at): (str(at), kind) for at, kind in enumerate(("", "", "dim", "size", "dim", "size"))}
     if op in COLLECTIVES or "." not in op:
         return {str(at): (str(at), "dim") for at in range(4)}

@@ -18,7 +18,10 @@ from ..program.program import Line, Program, Ref
 
 _Parts = tuple[tuple[int, tuple[str, ...]], ...]
 """The parts of a value along its only dim: the size of each, and the layers whose loads it is the sum of."""
-_SAME = ("parc.all_reduce", "parc.all_reduce_among", WAIT)
+_SAME = (
+    "parc.all_reduce", "parc.all_reduce_among", "parc.reduce_scatter", "parc.all_gather", WAIT,
+)  # fmt: skip
+"""Operators that keep what a value is as a whole. Types say how much of it a rank has, and what is yet to be summed."""
 
 
 def check_loads(programs: Mapping[str, Program], reference: Program) -> Iterator[Fault]:

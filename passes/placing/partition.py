@@ -27,7 +27,7 @@ from ...compiler.program.program import Origin
 from ..calls import ValueKey, computes, fake, key_of, operands_of, outputs, substitute_nodes, tensors_of
 from ..choices import Choices
 from .hoist import plan_hoist
-from .paths import Changes, cheapest_path
+from .paths import Changes, cheapest_path, in_levels
 from .propagate import Placed
 from .reshards import Reshard, UnevenTokens
 from .vocab_loss import EXPANSIONS
@@ -36,8 +36,9 @@ from .vocab_loss import EXPANSIONS
 class Partition:
     """The typed graph under construction. Each value is converted at most once to each placement, for all readers."""
 
-    def __init__(self, graph: fx.Graph, mesh: Mesh, placed: Placed, choices: Choices | None = None) -> None:
-        self.source, self.mesh, self.placed, self.choices = graph, mesh, placed, choices
+    def __init__(self, graph: fx.Graph, mesh: Mesh, placed: Placed, choices: Choices | None,
+                 levels: Mapping[str, int]) -> None:  # fmt: skip
+        self.source, self.mesh, self.placed, self.choices, self.levels = graph, mesh, placed, choices, levels
         self.graph = fx.Graph()
         self.forms: dict[ValueKey, dict[Placement, fx.Node]] = {}
         self.state: dict[ValueKey, Placement] = {}
@@ -82,7 +83,8 @@ class Partition:
             shape = tuple(fake(key).shape)
             lifts = key[0].op == "placeholder"
             path = cheapest_path(have, want, shape, self.mesh, self.grad[key], lifts)
-            for step in self._imposed(key, path, have, want):
+            levels = self.levels if self.with_rows or noted(key[0]).packed is not None else {}
+            for step in in_levels(self._imposed(key, path, have, want), have, self.mesh, levels):
                 have = self._step(key, have, dict(step))
         return self.forms[key][want]
 
@@ -92,7 +94,8 @@ class Partition:
         if self.choices is None:
             return path
         own = [[(axis, None if kind == want[axis] else kind) for axis, kind in step] for step in path]
-        what = (key[0].name, key[1], _sizeless(have), _sizeless(want))
+        kinds = (tuple(getattr(kind, "dim", kind) for _, kind in placement.items()) for placement in (have, want))
+        what = (key[0].name, key[1], *kinds)
         chosen = self.choices.make(what, own)
         steps = [tuple((axis, want[axis] if kind is None else kind) for axis, kind in step) for step in chosen]
         for step in steps:
@@ -343,7 +346,3 @@ class Partition:
         self.graph.eliminate_dead_code()
         self.graph.lint()
         return self.graph
-
-
-def _sizeless(placement: Placement) -> tuple[object, ...]:
-    return tuple(getattr(kind, "dim", kind) for _, kind in placement.items())

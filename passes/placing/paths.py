@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 
 from ...compiler.layout.collectives import TypeFault
@@ -52,6 +52,22 @@ def cheapest_path(
             price = cost + (0 if marked else _price(at, after, step, shape, mesh, flows))
             heapq.heappush(pending, (price, rank + order, counter, after, (*path, step)))
     raise TypeFault(f"there is no conversion from {have} to {want}")
+
+
+def in_levels(path: Iterable[Changes], have: Placement, mesh: Mesh, levels: Mapping[str, int]) -> Iterator[Changes]:
+    """Yield a path from ``have`` with every exchange over a whole axis of ``levels`` in two steps, inside nodes and
+    across them. To experts, which are the major part of rows, the step inside comes first; on the way back, the one
+    across: between the two, rows lie alike both ways."""
+    for step in path:
+        axes = tuple(axis for axis, _ in step)
+        old, new = have[axes[0]], step[0][1]
+        number = next((levels[axis] for axis in levels if mesh.parts(axis) == axes), 0)
+        if number and isinstance(old, Split) and isinstance(new, Split):
+            there = (new.dim, count(new.outer)) < (old.dim, count(old.outer))
+            yield from (step[number:], step[:number]) if there else (step[:number], step[number:])
+        else:
+            yield step
+        have = have.replace(dict(step))
 
 
 def _steps(at: Placement, want: Placement, mesh: Mesh, lifts: bool) -> Iterator[Changes]:

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from parc.compiler.layout.collectives import COLLECTIVES, axes_of, global_outer, lower
 from parc.compiler.layout.mesh import Mesh
-from parc.compiler.layout.placement import AxisType, Placement, Split, TensorType, along
+from parc.compiler.layout.packed_rows import EXCHANGE, chosen_placement
+from parc.compiler.layout.placement import AxisType, Placement, Split, TensorType, along, take
+from parc.passes.placing.paths import in_levels
 from parc.passes.programs.two_levels import Step, steps_of
 
 
@@ -97,3 +99,45 @@ def test_values_and_gradients_are_those_of_one_collective(
     for kind in (0, 1):
         for expected, value in zip(found[0][kind], found[1][kind], strict=True):
             torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12)
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_tokens_reach_their_experts_in_two_levels_and_come_back(data: st.DataObject) -> None:
+    """Rows are numbered, and every rank must have its own behind each step, which the step's type says."""
+    mesh = Mesh.parse(data.draw(st.sampled_from(["ep=2*2", "dp=2, ep=2*3", "ep=3*2, dp=2", "ep=2*2*2"])))
+    parts = mesh.parts("ep")
+    across = data.draw(st.integers(1, len(parts) - 1))
+    experts = math.prod(map(mesh.size, parts)) * data.draw(st.integers(1, 2))
+    tokens = mesh.world * data.draw(st.integers(1, 3))
+    chosen = torch.rand(experts, tokens, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 99)))) < 0.4
+    numbers = torch.arange(experts * tokens).view(experts, tokens)
+    others = {axis: Split(0, experts) for axis in mesh.names if axis not in parts}
+    first = math.prod(map(mesh.size, others))
+    by_token = Placement.of(mesh, {**others, **along(parts, Split(0, experts * first), mesh)})
+    by_expert = by_token.replace(along(parts, Split(0, 1), mesh))
+
+    def held(rows: Placement) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        place = chosen_placement(rows, (2, experts))
+        ranks = [mesh.coordinates(rank) for rank in range(mesh.world)]
+        masks = [take(chosen, place, mesh, at) for at in ranks]
+        return [(take(numbers, place, mesh, at)[mask], mask) for at, mask in zip(ranks, masks, strict=True)]
+
+    for have, want in ((by_token, by_expert), (by_expert, by_token)):
+        whole = tuple((axis, want[axis]) for axis in parts)
+        steps = list(in_levels([whole], have, mesh, {"ep": across}))
+        inside_first = set(dict(steps[0])) == set(parts[across:])
+        assert len(steps) == 2 and inside_first == (have is by_token)
+        for step in steps:
+            after = have.replace(dict(step))
+            assert after.nests((experts * tokens,), mesh)
+            axes = [axis for axis, _ in step]
+            lowered = lower(",".join(axes), have, after, mesh)
+            assert lowered is not None
+            pieces = [(rows, mask, new) for (rows, mask), (_, new) in zip(held(have), held(after), strict=True)]
+            for group in mesh.groups(axes):
+                made = COLLECTIVES[EXCHANGE].group([pieces[rank] for rank in group], lowered[1])  # type: ignore[misc]
+                for rank, rows in zip(group, made, strict=True):
+                    assert torch.equal(rows, held(after)[rank][0])
+            have = after
+        assert have == want

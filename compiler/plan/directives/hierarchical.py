@@ -14,11 +14,15 @@ from .node import check_levels
 
 @dataclass(frozen=True)
 class Hierarchical(Directive):
-    """Makes sums and gathers over an axis in two levels, inside nodes and across them; needs a `node` line.
+    """Makes sums, gathers and exchanges of tokens over an axis in two levels, inside nodes and across them; needs a
+    `node` line.
 
     An all-reduce over the whole axis becomes a reduce-scatter among the ranks of a node, an all-reduce of their parts
     across nodes and an all-gather inside; a reduce-scatter goes inside first, an all-gather across first. So every rank
     sends its own part to other nodes. Sums of values that no dim cuts evenly, such as single numbers, stay as they are.
+
+    Tokens go to their experts inside the node first, each to the rank with its expert's place there, and then across;
+    they come back the other way round. So a rank sends messages to one rank of each other node.
     """
 
     USAGE = "hierarchical over AXIS"
