@@ -23,7 +23,8 @@ NO_EXPERTS = Code(
     title="experts that packed rows do not follow",
     why="the code of one expert runs on the rows of all: where it reads a weight of its own, each row meets the weight"
     " of its expert. That is known for linear layers, matrix products, norms of rows, and functions of single entries."
-    " Experts in a list have one structure, and each token has as many of them as any other, [tokens, k].",
+    " Experts in a list have one structure, and each token has as many of them as any other, [tokens, k]. A loop over a"
+    " list gives each expert the tokens that chose it, and adds what it makes to their rows of one result.",
     example=_FORM.format(expert="rows * up.cumsum(0)", weights="weights"),
     instead=_FORM.format(expert="rows * up", weights="weights"),
     language="python",

@@ -52,6 +52,14 @@ REFUSED = {
         f"if len(token.shape) and token.numel() > 0:\\n                count[number] += 1\\n                {ADD}",
         "something else is written only if an expert has tokens",
     ),
+    "tokens that change": (
+        "rows = expert(tokens[token]); tokens *= 2; made[token] += rows",
+        "something is written between the look-up",
+    ),
+    "a view": ("view = made.view(-1, WIDTH); view[token] += expert(tokens[token])", "not read: add to the tensor"),
+    "experts that change": (
+        f"index += 1; {ADD}", "it does not do the same for every expert"
+    ),
     "many": (f"if token.numel() > 3: {ADD}", "compared with another number than 0"),
     "a value carried": (
         f"if token.numel() > 0:\\n                tokens = 2 * tokens\\n                {ADD}",

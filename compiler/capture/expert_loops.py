@@ -22,7 +22,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..ops.expert_ops import OPS
 from ..ops.rules import facts
 from .expert_lists import stacks_of
-from .expert_rows import ExpertRows, Mask, RowCount, Tree, alike, unfollowed
+from .expert_masks import Masks
+from .expert_rows import ExpertRows, RowCount, Tree, alike, unfollowed
 from .loop_code import carried
 from .one_expert import ThroughPacked, expert_of
 
@@ -42,7 +43,9 @@ def followed(layer: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
             within.enter_context(patch.object(expert, "forward", partial(loop.of_expert, number)))
         with loop:
             results = type(layer).forward(layer, *args, **kwargs)
-    return tree_map(loop.current, results)
+    results = tree_map(loop.current, results)
+    loop.finish()
+    return results
 
 
 @final
@@ -54,18 +57,13 @@ class ExpertLoop(TorchFunctionMode):
         self.experts, self._carried = experts, carried
         self._asked = False
         """True where the code has asked whether an expert has tokens, and the loop may go on."""
-        self._distinct: dict[int, Tensor] = {}
-        """The results of ``topk``, which name no expert twice for one token. Here and below tensors are kept, so that
-        no other one gets their number."""
-        self._parts: dict[int, dict[str, Tensor]] = defaultdict(dict)
-        """The parts of these, each taken once: ``index[:, 0]`` is one tensor in every turn of a loop."""
-        self._masks: dict[int, tuple[Tensor, Mask]] = {}
-        self._hot: dict[int, tuple[Tensor, Tensor, tuple[str, ...]]] = {}
-        """The results of ``one_hot``, with the experts of tokens that they were made of, and their dims."""
+        self._masks = Masks()
         self._added: dict[int, tuple[Tensor, list[ExpertRows]]] = {}
         """Rows that were added to a result, and are not computed yet."""
         self._made: dict[int, tuple[Tensor, Tensor]] = {}
         """The results with all that was added."""
+        self.writes = 0
+        """The number of writes to tensors so far: rows are read as they were before."""
         self._written: set[int] = set()
         """The results of which every row was written by the one expert of its token."""
 
@@ -82,6 +80,11 @@ class ExpertLoop(TorchFunctionMode):
             name = min(self._carried)
             raise unfollowed(f"`{name}` may be another value than before only if an expert has tokens")
         self._asked = True
+
+    def finish(self) -> None:
+        """Check that all that was added is read: a view of a result may have been written in place of it."""
+        if self._added:
+            raise unfollowed("what experts add is not read: add to the tensor that is returned, not to a view of it")
 
     def of_expert(self, number: int, *args: Any, **kwargs: Any) -> Any:
         """Stand for an expert's forward; of tensors, compute it."""
@@ -113,7 +116,7 @@ class ExpertLoop(TorchFunctionMode):
         """Compute a function of tensors and rows."""
         writes, name = name.endswith("_") and not name.startswith("_"), name.strip("_")
         rows = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, (ExpertRows, RowCount))]
-        mask = self._mask_of(args[0]) if args else None
+        mask = self._masks.of(args[0]) if args else None
         if name == "setitem" and (rows or self._picks(args[1])):
             return self._set(*args)
         if name == "index_add" and rows:
@@ -129,21 +132,19 @@ class ExpertLoop(TorchFunctionMode):
         if mask is not None and name in ("any", "sum") and len(args) == 1 and not kwargs:
             return RowCount(self)
         if writes or name == "setitem":
-            self._settle()
-        return self._noted(func, name, *tree_map(self.current, args), **tree_map(self.current, kwargs))
+            self._settle(args[0])
+        return self._masks.noted(func, name, *tree_map(self.current, args), **tree_map(self.current, kwargs))
 
-    def _settle(self) -> None:
-        """Compute all that was added, before something else is written: rows are read as they were."""
+    def _settle(self, target: Any) -> None:
+        """Compute all that was added, before a tensor is written otherwise: rows are read as they were. Of its numbers
+        nothing is known any more."""
         if self._asked and not self._added:
             raise unfollowed("something else is written only if an expert has tokens")
         for kept, _ in list(self._added.values()):
             self.current(kept)
         self._asked = False
-
-    # ---- masks
-
-    def _mask_of(self, value: Any) -> Mask | None:
-        return self._masks[id(value)][1] if id(value) in self._masks else None
+        self.writes += 1
+        self._masks.forget(target)
 
     @staticmethod
     def _one(places: tuple[ExpertRows, ...]) -> ExpertRows:
@@ -151,46 +152,11 @@ class ExpertLoop(TorchFunctionMode):
             raise unfollowed("`nonzero` gives the places of tokens as one tensor: take `as_tuple=True`")
         return places[0]
 
-    def _noted(self, func: Any, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a function of tensors, and note of its result which tokens it marks, if it does."""
-        first: Any = args[0] if args else None
-        if (
-            name == "getitem"
-            and id(first) in self._distinct
-            and isinstance(args[1], tuple)
-            and {*map(type, args[1])} == {slice, int}
-        ):
-            parts, key = self._parts[id(first)], str(args[1])
-            parts[key] = parts[key] if key in parts else func(*args)
-            return parts[key]
-        made: Any = func(*args, **kwargs)
-        mask, hot = self._mask_of(first), self._hot.get(id(first))
-        if name == "topk" and (kwargs.get("dim", -1) if len(args) < 3 else args[2]) in (-1, first.dim() - 1):
-            self._distinct[id(made[1])] = made[1]
-        elif id(first) in self._distinct and facts(f"aten.{name}.default").moves in ("copy", "shape"):
-            if made.shape[-1] == first.shape[-1]:
-                self._distinct[id(made)] = made
-        elif name == "eq" and type(args[1]) is int and first.dtype == torch.int64 and first.dim() in (1, 2):
-            self._masks[id(made)] = made, Mask(first, args[1], ("token", "slot")[: first.dim()])
-        elif name == "any" and mask is not None and mask.dims == ("token", "slot"):
-            if [*args[1:], *kwargs.values()] in ([-1], [1]):
-                self._masks[id(made)] = made, Mask(mask.index, mask.number, ("token",))
-        elif name == "one_hot" and first.dim() == 2:
-            self._hot[id(made)] = made, first, ("token", "slot", "expert")
-        elif name == "permute" and hot is not None:
-            order = args[1] if isinstance(args[1], (tuple, list)) else args[1:]
-            self._hot[id(made)] = made, hot[1], tuple(hot[2][dim] for dim in order)
-        elif name in ("to", "bool", "int", "long") and hot is not None:
-            self._hot[id(made)] = made, *hot[1:]
-        elif name == "getitem" and hot is not None and type(args[1]) is int and hot[2][0] == "expert":
-            self._masks[id(made)] = made, Mask(hot[1], args[1], hot[2][1:])
-        return made
-
     # ---- rows
 
     def _picks(self, key: Any) -> bool:
         keys = key if isinstance(key, tuple) else (key,)
-        return any(isinstance(one, ExpertRows) or self._mask_of(one) is not None for one in keys)
+        return any(isinstance(one, ExpertRows) or self._masks.of(one) is not None for one in keys)
 
     def _pick(self, x: Any, key: Any) -> ExpertRows:
         """Return the rows of a tensor that a mask names, or the places where it marks."""
@@ -200,7 +166,7 @@ class ExpertLoop(TorchFunctionMode):
         while keys and keys[0] is None:  # a dim of one before the rows, which a view takes away
             keys.pop(0)
         places = [one for one in keys if isinstance(one, ExpertRows)]
-        mask = places[0].mask if places else self._mask_of(keys[0])
+        mask = places[0].mask if places else self._masks.of(keys[0])
         dims = [place.of for place in places] if places else list(mask.dims if mask is not None else ())
         rest = keys[len(places) or 1 :]
         if mask is None or keys[: len(places)] != places or any(place.mask is not mask for place in places):
@@ -276,6 +242,8 @@ class ExpertLoop(TorchFunctionMode):
             raise unfollowed("what an expert makes is not added to the rows of its tokens, [tokens, width]")
         if any(read is out or id(read) in self._added for read in rows.reads()):
             raise unfollowed("an expert reads what others have added")
+        if rows.since() < self.writes:
+            raise unfollowed("something is written between the look-up of an expert's tokens and what it adds")
         self._added.setdefault(id(out), (out, []))[1].append(rows)
         return out
 
@@ -304,7 +272,7 @@ class ExpertLoop(TorchFunctionMode):
             same = all(rows.mask.index is index for rows in every)
             if set(turn) != set(range(len(self.experts))) or not same or not own:
                 raise unfollowed("it does not do the same for every expert")
-            if index.dim() == 2 and id(index) not in self._distinct:
+            if index.dim() == 2 and not self._masks.names_each_once(index):
                 raise unfollowed("a token's experts are not those of `topk`, so one may be named twice")
             total = total + self._packed(first, index if index.dim() == 2 else index[:, None], own[0])
         return total  # type: ignore[no-any-return]

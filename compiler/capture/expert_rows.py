@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, final
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from .expert_masks import Mask
 from .faults import CaptureError
 
 Tree = tuple[Any, ...]
@@ -19,6 +19,9 @@ Tree = tuple[Any, ...]
 
 class RowLoop(Protocol):
     """A loop that computes functions of rows."""
+
+    writes: int
+    """The number of writes to tensors so far."""
 
     def ask(self) -> None:
         """Note that the code asks whether an expert has tokens: what it does then is not always done."""
@@ -31,20 +34,6 @@ def unfollowed(what: str) -> CaptureError:
     """Return the error of a loop that does something else with the rows of an expert."""
     help_ = "write the layer's form with `parc.routed`, and name it by `@parc.register_experts`"
     return CaptureError("experts", f"a loop over experts is not followed where {what}", help=help_)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Mask:
-    """A mask of the tokens that chose expert ``number``, made of ``index``, [tokens] or [tokens, k]. ``dims`` are its
-    own."""
-
-    index: Tensor
-    number: int
-    dims: tuple[str, ...]
-
-    def same(self, other: Mask) -> bool:
-        """Return whether two masks mark the same tokens."""
-        return self.index is other.index and self.number == other.number
 
 
 def alike(one: Any, other: Any, own: bool = False) -> bool:
@@ -100,6 +89,7 @@ class ExpertRows:
 
     def __init__(self, loop: RowLoop, mask: Mask, tree: Tree, wide: bool, of: str = "") -> None:
         self.loop, self.mask, self.tree, self.wide, self.of = loop, mask, tree, wide, of
+        self._made_at = loop.writes
 
     def by(self, tree: Tree, wide: bool | None = None) -> ExpertRows:
         """Return other rows of the same tokens."""
@@ -112,6 +102,11 @@ class ExpertRows:
                 yield from leaf.reads()
             elif isinstance(leaf, Tensor):
                 yield leaf
+
+    def since(self) -> int:
+        """Return how many writes there were when the first of its tensors was looked up."""
+        inner = (leaf.since() for leaf in tree_leaves(self.tree) if isinstance(leaf, ExpertRows))
+        return min((self._made_at, *inner))
 
     @property
     def shape(self) -> tuple[RowCount, ...]:
