@@ -1,90 +1,113 @@
-"""The checker of LOADS: a step returns the loads of all layers, each once, and biases move by them alone.
+"""The checker of LOADS: it tells the tokens of each expert as F counts them, and moves a bias by them alone.
 
-A load that is cut off at some number shows in no test of few tokens.
+Types say that loads are whole sums. Here it is which loads they are, each in its place, and that nothing else is done
+to them: a number cut off at some size, or a bias moved by another layer's load, shows in no test of few tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-import torch
-
-from ..layout.collectives import WAIT
+from ..layout.collectives import COLLECTIVES, WAIT
 from ..ops.rules import facts
 from ..program.actions import LOADS
+from ..program.binding import Binding
 from ..program.faults import Fault
-from ..program.loads import LOAD
-from ..program.program import Line, Program, Ref
+from ..program.loads import LOAD, Bias
+from ..program.program import Line, Program, Ref, Value
 
-_Parts = tuple[tuple[int, tuple[str, ...]], ...]
-"""The parts of a value along its only dim: the size of each, and the layers whose loads it is the sum of."""
-_SAME = (
-    "parc.all_reduce", "parc.all_reduce_among", "parc.reduce_scatter", "parc.all_gather", WAIT,
-)  # fmt: skip
-"""Operators that keep what a value is as a whole. Types say how much of it a rank has, and what is yet to be summed."""
+_Made = tuple[object, ...]
+"""The meaning of a value: ``("load", layers)`` for the loads of layers, one behind the other; ``mean``, ``below``,
+``above``, ``lacks``, ``step`` and ``moved``, with a layer, on the way to a bias; () where it is not known."""
 
 
-def check_loads(programs: Mapping[str, Program], reference: Program) -> Iterator[Fault]:
-    """Find loads that are not all tokens of a step, and other operators where a bias moves."""
-    if LOADS not in programs:
+def check_loads(role: Mapping[str, Program], reference: Program, biases: Mapping[str, Bias]) -> Iterator[Fault]:
+    """Find loads that a role does not tell as they are counted, and biases that it does not move by them."""
+    if LOADS not in role:
         return
-    main = programs[LOADS].main
-    parts: dict[str, _Parts] = {
-        value.name: ((value.type.shape[0], (value.binding.name,)),)
-        for value in main.parameters if value.binding is not None and value.kind == "load"
-    }  # fmt: skip
-    rows: dict[str, list[_Parts]] = {}
-    for line in main.lines:
-        (result,) = line.made
-        made = _made(line, parts, rows)
-        if made is not None:
-            parts[result.name] = made
-        elif line.op == "aten.stack.default" and all(name in parts for name in line.uses()):
-            rows[result.name] = [parts[name] for name in line.uses()]
-        elif not _moves_bias(line, parts):
-            yield Fault("types", f"{LOADS} {result.name}", f"{line.op} is no step from loads to a sum, or to a bias")
+    program = role[LOADS]
+    known = followed(program)
+    own = program.main.bound("load")
+    sizes = {value.binding.name: value.type.shape[0] for value in program.main.parameters
+             if value.binding is not None and value.kind == "load"}  # fmt: skip
+    for key, name in program.main.returns:
+        if key == LOAD:
+            total = {n: v.type.shape[0] for n, v in _returned(reference).items()}
+            wanted = tuple((layer, size) if layer in own else ("", size) for layer, size in total.items())
+            if _flat(known[name]) != wanted or any(total.get(layer) != size for layer, size in sizes.items()):
+                yield Fault("types", f"LOADS {key}", "is not proved to be the loads of all layers in their order")
+        elif key.kind == "buffer":
+            by = [(layer, bias.rate) for layer, bias in biases.items() if bias.buffer == key.name]
+            if len(by) != 1 or known[name] != ("moved", key.name, *by[0]):
+                yield Fault("types", f"LOADS {key}", "is not proved to be moved by the load of its own layer")
+    moved = {key.name for key, _ in program.main.returns if key.kind == "buffer"}
+    for layer, bias in biases.items():
+        if layer in own and bias.buffer not in moved:
+            yield Fault("types", f"LOADS {layer}", f"the bias `{bias.buffer}` is not moved")
+
+
+def _returned(reference: Program) -> dict[str, Value]:
     values = reference.main.values()
-    wanted = tuple((values[n].type.shape[0], (key,)) for key, n in reference.main.returned("load").items())
-    for key, name in main.returns:
-        if key == LOAD and parts.get(name) != wanted:
-            yield Fault("types", f"{LOADS} {key}", "is not proved to be the loads of all layers, each once, in order")
+    return {layer: values[name] for layer, name in reference.main.returned("load").items()}
 
 
-def _moves_bias(line: Line, parts: Mapping[str, _Parts]) -> bool:
-    """Return whether a line makes the loads of one layer float64, or computes a bias from these: their mean, casts, and
-    arithmetic that cuts nothing off."""
-    loads, row = [parts[name] for name in line.uses() if name in parts], facts(line.op)
-    if loads:
-        one = all(len(found) == 1 and len(found[0][1]) == 1 for found in loads)
-        return one and row.casts and dict(line.kwargs) == {"dtype": torch.float64}
-    return bool(row.computes) or row.casts or line.op == "aten.mean.default"
+def followed(program: Program) -> dict[str, _Made]:
+    """Return what each value of LOADS is."""
+    known: dict[str, _Made] = {}
+    for value in program.main.parameters:
+        binding = value.binding or Binding("value")
+        size = value.type.shape[0] if value.type.shape else 0
+        known[value.name] = (
+            ("load", ((binding.name, size),)) if binding.kind == "load" else (binding.kind, binding.name)
+        )
+    for line in program.main.lines:
+        for made in line.made:
+            known[made.name] = _made(line, [known[name] for name in line.uses()])
+    return known
 
 
-def _made(line: Line, parts: Mapping[str, _Parts], rows: Mapping[str, list[_Parts]]) -> _Parts | None:
-    """Return the parts of a line's result, or None if it does not add up loads, join them, or take some out."""
-    source = line.args[0] if line.args else None
-    name = source.name if isinstance(source, Ref) else ""
-    if facts(line.op).makes_zeros(line.args):
-        return ((line.made[0].type.shape[0], ()),)
-    if line.op == "aten.cat.default" and line.args[1:] in ((), (0,)) and all(n in parts for n in line.uses()):
-        return tuple(part for n in line.uses() for part in parts[n])
-    if line.op == "aten.sum.dim_IntList" and name in rows and line.args[1] == [0]:
-        sizes = {tuple(size for size, _ in row) for row in rows[name]}
-        columns = zip(*rows[name], strict=True) if len(sizes) == 1 else ()
-        return tuple((column[0][0], tuple(layer for _, own in column for layer in own)) for column in columns)
-    if name not in parts:
-        return None
-    if line.op == "aten.slice.Tensor" and line.args[1] == 0 and line.args[4:] in ((), (1,)):
-        return _between(parts[name], *line.args[2:4])
-    return parts[name] if line.op in _SAME else None
+def _made(line: Line, given: list[_Made]) -> _Made:
+    row, first = facts(line.op), given[0] if given else ()
+    if row.makes_zeros(line.args):
+        return "load", (("", line.made[0].type.shape[0]),)
+    if (line.op in COLLECTIVES or line.op == WAIT) and len(given) == 1 and first[:1] == ("load",):
+        return first
+    if line.op == "aten.cat.default" and all(one[:1] == ("load",) for one in given) and len(line.args) == 1:
+        return "load", tuple(part for one in given for part in _flat(one))
+    if line.op == "aten.slice.Tensor" and first[:1] == ("load",):
+        return _sliced(_flat(first), line.args[1:])
+    return _moving(line, given, first)
 
 
-def _between(parts: _Parts, start: int, end: int) -> _Parts | None:
-    """Return the parts from one entry to another; None if these cut a part."""
-    at, found, ends = 0, list[tuple[int, tuple[str, ...]]](), {0}
-    for size, layers in parts:
-        if start <= at and at + size <= end:
-            found.append((size, layers))
-        at += size
-        ends.add(at)
-    return tuple(found) if {start, end} <= ends else None
+def _moving(line: Line, given: list[_Made], first: _Made) -> _Made:
+    """Return the meaning of a value on the way to a bias."""
+    layers, row, plain = _flat(first), facts(line.op), not line.kwargs
+    if row.casts:
+        wide = line.made[0].type.dtype.itemsize >= 8
+        return first if (layers and wide) or first[:1] in (("below",), ("above",)) else ()
+    if line.op == "aten.mean.default" and len(layers) == 1 and plain:
+        return "mean", layers[0][0]
+    if row.computes in ("below", "above") and len(layers) == 1 and given[1:] == [("mean", layers[0][0])]:
+        return row.computes, layers[0][0]
+    if row.computes == "difference" and plain and first and given == [("below", first[-1]), ("above", first[-1])]:
+        return "lacks", first[-1]
+    if row.computes == "multiple" and first[:1] == ("lacks",) and not isinstance(line.args[1], Ref):
+        return "step", first[1], line.args[1]
+    if row.computes == "total" and plain and first[:1] == ("buffer",) and [one[:1] for one in given[1:]] == [("step",)]:
+        return "moved", first[1], *given[1][1:]
+    return ()
+
+
+def _flat(made: _Made) -> tuple[tuple[str, int], ...]:
+    """Return the loads in a value with their sizes; none if it is something else."""
+    return made[1] if made[:1] == ("load",) else ()  # type: ignore[return-value]
+
+
+def _sliced(layers: tuple[tuple[str, int], ...], args: tuple[object, ...]) -> _Made:
+    """Return the layer whose whole load a slice cuts out."""
+    start = 0
+    for layer, size in layers:
+        if args == (0, start, start + size, 1):
+            return "load", ((layer, size),)
+        start += size
+    return ()

@@ -84,10 +84,11 @@ def faults_by_check(build: Build, summed: bool | None = None) -> Iterator[list[F
     yield check_reference(programs, reference, build.microbatches, build.pads, summed)
     yield [*check_reduce(programs[SCALING], programs[REDUCE], reference, build.microbatches)]
     yield [*check_rescale(programs, build.mesh)]
+    biases = biases_in(build.manifest)
+    yield [fault for role in roles.values() for fault in check_loads(role.programs, reference, biases)]
     yield [*check_integers(programs, reference)]
     yield [*check_bounds(programs, reference)]
     yield [*check_packed(programs, reference)]
-    yield [*check_loads(programs, reference)]
     yield [*check_compressed(programs, build.rounding.sent)]
     yield [*check_stored(programs, reference)]
     yield [*check_places(programs, build.manifest.get("offload", {}))]
