@@ -163,6 +163,10 @@ _PLANS = {
     "stack tp=2, fp16": ("tests", _STACK + "precision fp16 loss_scale dynamic\n"),
     "padded tp=4": ("tests", _PADDED),
     "experts ep=2": ("tests", _EXPERTS),
+    "experts with a capacity, ep=2": (
+        "tests",
+        _EXPERTS.replace("dropless", "capacity 1.5").replace("S=4", "S=8"),
+    ),
     "gpt with batch over dp and sequence over tp": (
         "examples",
         _GPT.replace("layers=2", "layers=1") + "shard tokens, targets [B/dp, S/tp]\n",
