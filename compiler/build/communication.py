@@ -21,7 +21,7 @@ from ..program.program import Function, Origin, Program, Ref
 from ..program.roles import Role, stage_key
 
 Carried = Literal["weights", "gradients", "activations", "numbers"]
-"""The use of what a message carries. Numbers are the count of targets, the loss, the norm and their like."""
+"""The use of what a message carries. Numbers are the count of targets, the loss, the norm, loads and their like."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +83,8 @@ def _carried(caller: Origin | None, source: Ref, type_: TensorType, weights: set
         return "numbers"
     if caller is not None:
         return "activations"
+    if not type_.dtype.is_floating_point:  # the loads of experts
+        return "numbers"
     return "weights" if source.name in weights else "gradients"
 
 
