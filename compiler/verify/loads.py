@@ -26,7 +26,7 @@ def check_loads(role: Mapping[str, Program], reference: Program, biases: Mapping
     if LOADS not in role:
         return
     program = role[LOADS]
-    known = followed(program)
+    known = _followed(program)
     own = program.main.bound("load")
     sizes = {value.binding.name: value.type.shape[0] for value in program.main.parameters
              if value.binding is not None and value.kind == "load"}  # fmt: skip
@@ -51,7 +51,7 @@ def _returned(reference: Program) -> dict[str, Value]:
     return {layer: values[name] for layer, name in reference.main.returned("load").items()}
 
 
-def followed(program: Program) -> dict[str, _Made]:
+def _followed(program: Program) -> dict[str, _Made]:
     """Return what each value of LOADS is."""
     known: dict[str, _Made] = {}
     for value in program.main.parameters:
