@@ -21,7 +21,7 @@ _HIDING = (EXCHANGE, "parc.all_to_all")
 
 
 def hide_exchanges(programs: Programs) -> Programs:
-    """Return the programs of a role with a start and an await for each all-to-all of blocks that have experts."""
+    """Return the programs of a role with a start and an await for each all-to-all of blocks."""
     return {
         key: replace(program, functions=(*map(_hidden, program.blocks), *program.mains))
         for key, program in programs.items()
@@ -29,7 +29,7 @@ def hide_exchanges(programs: Programs) -> Programs:
 
 
 def _hidden(block: Function) -> Function:
-    exchanges = any(line.op == EXCHANGE for line in block.lines)
+    exchanges = any(line.op in _HIDING for line in block.lines)
     return replace(block, lines=_Block(block).lines()) if exchanges else block
 
 
