@@ -40,6 +40,9 @@ class Experts(SplitWeights):
     by so much, and that of every expert with more falls, as DeepSeek-V3 is trained. The bias is a buffer of the model
     beside its experts, of one number an expert. This is more than the model's own code does in a step. A model without
     such a buffer adds an auxiliary loss to its `loss` line instead.
+
+    Metrics of a run have the tokens of every expert (`loads`), those of the busiest expert and rank over the mean
+    (`imbalance`, `rank_imbalance`), and with a capacity the share of choices that were left out (`drop_rate`).
     """
 
     USAGE = "experts WHERE over AXIS dropless [load X] [balance bias X] | WHERE over AXIS capacity X [balance bias X]"
