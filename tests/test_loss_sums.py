@@ -57,9 +57,11 @@ def batch() -> dict[str, torch.Tensor]:
 
 
 def train(path: str, steps: int) -> list[float]:
-    """Train on one batch; return the losses."""
+    """Train on one batch; return the losses. An evaluation before has that of the first step."""
     with parc.load(path) as session:
-        return [session.step(batch()).loss for _ in range(steps)]
+        evaluated, losses = session.evaluate(batch()), [session.step(batch()).loss for _ in range(steps)]
+        assert evaluated == pytest.approx(losses[0], rel=1e-6)
+        return losses
 
 
 def expected(model: Gated, given: Mapping[str, torch.Tensor]) -> float:
