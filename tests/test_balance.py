@@ -73,6 +73,27 @@ def test_a_wrong_balance_is_refused(old: str, new: str) -> None:
     assert static_faults(bad) or compare_structure(wrong, reference, programs, reference)
 
 
+def test_stages_of_chunks_tell_loads_in_the_order_of_layers() -> None:
+    lines = "".join(f"stage before model.layers.{layer} over pp\n" for layer in (1, 2, 3))
+    lines += "schedule interleaved chunks 2 microbatches 2\n"
+    made = compiled(plan("Mixtral", "pp=2, dp=1, ep=2", lines, num_hidden_layers=4), ROOT / "tests")
+    assert checked(made).report["checks"]["numbers"] == "tested"
+
+
+@pytest.mark.parametrize("words", ["dropless load 0.5", "dropless balance bias -0.1", "capacity 0"])
+def test_numbers_that_make_no_sense_are_refused(words: str) -> None:
+    with pytest.raises(PlanError) as refused:
+        compiled(plan().replace("dropless", words), ROOT / "tests")
+    assert "it must be" in refused.value.diagnostics[0].message
+
+
+def test_two_lines_may_not_give_one_layer_other_capacities() -> None:
+    more = "experts model.layers.0.mlp.experts over ep dropless\n"
+    with pytest.raises(PlanError) as refused:
+        compiled(plan(lines=more).replace("dropless", "capacity 2", 1), ROOT / "tests")
+    assert "two lines give `model.layers.0.mlp.experts` other capacities" in refused.value.diagnostics[0].message
+
+
 def balanced_ranks(path: str) -> tuple[list[float], list[list[int]], torch.Tensor]:
     """Train for three steps; return the losses, the loads, and the bias that is left."""
     with parc.load(path) as session:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -46,6 +47,22 @@ TWO = MESHES["dp=2, microbatches"]
 def test_a_sum_of_losses_composes_with(mesh: str) -> None:
     made = compiled(PLAN.format(terms=TERMS) + MESHES[mesh], ROOT / "tests")
     assert checked(made).report["checks"]["numbers"] == "tested" and not made.built.averaged
+
+
+@pytest.mark.parametrize("loss", ["0.5 output.aux_loss + {near}", "{near} + 0.5 {near}", "0.5 {near} + 0.5 {near}"])
+def test_terms_may_stand_in_any_order_and_share_a_mean(loss: str, tmp_path: Path) -> None:
+    """Terms that are one mean, as after common subexpressions, have one count each."""
+    near = "cross_entropy(output.logits, targets, ignore=0)"
+    text = re.sub(r"loss .*", f"loss {loss.format(near=near)}", PLAN.format(terms=TERMS)).replace("input later", "#")
+    made = compiled(text + TWO.replace(", later", ""), ROOT / "tests")
+    assert checked(made).report["checks"]["numbers"] == "tested" and not made.built.averaged
+    write_build(made.to_write(report_of(made)), tmp_path / "build")
+    plain, given = parc.reference(tmp_path / "build"), {key: batch()[key] for key in ("tokens", "targets")}
+    logits = plain.module(given["tokens"])["logits"].flatten(0, 1)
+    mean = F.cross_entropy(logits, given["targets"].flatten(), ignore_index=0)
+    aux = sum(plain.module(part)["aux_loss"] for part in given["tokens"].chunk(2)) / 2
+    wanted = 0.5 * aux + mean if "aux" in loss else mean * (1.5 if loss[0] == "{" else 1)
+    assert plain.step(given).loss == pytest.approx(float(wanted.detach()), rel=1e-6)
 
 
 def batch() -> dict[str, torch.Tensor]:

@@ -225,7 +225,7 @@ class ExpertLoop(TorchFunctionMode):
         has one expert."""
         old = self._pick(out, key)
         called = isinstance(rows, ExpertRows) and rows.tree[:1] == ("call",)
-        func, terms = rows.tree[1:3] if called else (None, ())
+        func, terms = rows.tree[1:3] if called and not rows.tree[3] else (None, ())
         there = [isinstance(term, ExpertRows) and alike(term, old) and term.mask.same(old.mask) for term in terms]
         if getattr(func, "__name__", "").strip("_") == "add" and sorted(there) == [False, True]:
             rows = terms[there.index(False)]
@@ -235,8 +235,10 @@ class ExpertLoop(TorchFunctionMode):
             raise unfollowed("what an expert makes is not added to the rows of its tokens")
         self._add(out, 0, old.by((), wide=False), rows)
 
-    def _add(self, out: Any, dim: int, at: Any, rows: Any) -> Any:
+    def _add(self, out: Any, dim: int, at: Any, rows: Any, **options: Any) -> Any:
         """Note rows that are added to those of a result."""
+        if options:
+            raise unfollowed(f"rows are added with `{next(iter(options))}=`")
         known = isinstance(at, ExpertRows) and isinstance(rows, ExpertRows) and rows.wide and rows.mask.same(at.mask)
         if not known or dim != 0 or at.of not in ("", "token") or not isinstance(out, Tensor) or out.dim() != 2:
             raise unfollowed("what an expert makes is not added to the rows of its tokens, [tokens, width]")

@@ -51,7 +51,7 @@ class Capacity:
             )
             least = float(1 / mean)
             raise CaptureError("capacity", what, help=f"write {least:.3g} or more, or take longer sequences")
-        return self.sequences, ceil(exact)
+        return self.sequences, min(ceil(exact), tokens // self.sequences)
 
 
 _SET: ContextVar[Capacity | None] = ContextVar("capacity", default=None)

@@ -25,14 +25,14 @@ class Routed(NamedTuple):
         return count
 
 
-def routed_layers(graph: fx.Graph) -> dict[str, Routed]:
-    """Return the layers of a graph that route tokens, by the module of their experts."""
-    layers: dict[str, Routed] = {}
+def routed_layers(graph: fx.Graph) -> dict[str, list[Routed]]:
+    """Return the layers of a graph that route tokens, by the module of their experts, with each routing of one."""
+    layers: dict[str, list[Routed]] = {}
     for node in graph.nodes:
         if node.target == OPS.pack.default:
             _, chosen, top = cast(tuple[fx.Node, fx.Node, int], node.args)
-            layers.setdefault(noted(node).origin.module, Routed(chosen, top))
+            layers.setdefault(noted(node).origin.module, []).append(Routed(chosen, top))
         elif node.target == OPS.slots.default:
             chosen, _, top = cast(tuple[fx.Node, int, int], node.args)
-            layers.setdefault(noted(node).origin.module, Routed(chosen, top, node))
+            layers.setdefault(noted(node).origin.module, []).append(Routed(chosen, top, node))
     return layers

@@ -80,6 +80,7 @@ class SplitWeights(Directive):
         return self.arguments.statement.verb.text
 
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
+        yield from super().check(scope)
         yield from scope.check_axis(self.axis)
         rows, errors = _rows(self.arguments)
         yield from errors

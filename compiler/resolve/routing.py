@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import fx, nn
 
 from ...grammar.codes_experts import NO_EXPERTS
+from ...grammar.codes_language import REPEATED
 from ...grammar.codes_placement import NO_BIAS
 from ...grammar.diagnostics import Diagnostic, Label, PlanError
 from ...grammar.syntax import Word
@@ -15,6 +16,7 @@ from ..capture.capture import Captured
 from ..capture.experts import Capacity, have_interface
 from ..capture.node_facts import noted
 from ..capture.routed import routed_layers
+from ..ops.rules import facts
 from ..plan.directives.experts import Experts
 from ..plan.plan import Plan
 from ..program.loads import Bias
@@ -44,16 +46,20 @@ def routing_of(plan: Plan, names: PlanNames, captured: Captured) -> dict[str, Ro
     """
     layers, errors = dict[str, RoutedLayer](), list[Diagnostic]()
     lines = [line for line in plan.placements if isinstance(line, Experts)]
-    for module, routed in routed_layers(captured.graph).items():
+    for module, (routed, *_) in routed_layers(captured.graph).items():
         layer = RoutedLayer(routed.experts, routed.top)
         for line in lines:
-            if not any(_within(module, found) for word in line.where for found in _found(word, names)):
+            found = [name for word in line.where for name in _found(word, names)]
+            if not any(_within(module, name) or _within(name, module) for name in found):
                 continue
-            layer = layer._replace(ranks=plan.mesh.size(line.axis.text), load=line.load, capacity=line.capacity)
+            layer = layer._replace(
+                ranks=plan.mesh.size(line.axis.text), load=max(layer.load, line.load), capacity=line.capacity
+            )
             if line.rate is not None:
                 buffers = _biases(module, layer.experts, captured)
                 layer = layer._replace(bias=Bias(buffers[0], line.rate) if len(buffers) == 1 else None)
-                errors += [] if layer.bias is not None else [_no_bias(line, module, layer.experts, buffers)]
+                if layer.bias is None or layer.bias.buffer in captured.updates:
+                    errors.append(_no_bias(line, module, layer, buffers))
         layers[module] = layer
     if errors:
         raise PlanError(errors[:1])
@@ -64,24 +70,27 @@ def capacities_of(plan: Plan, model: nn.Module) -> dict[str, Capacity]:
     """Return the capacity of each module of experts whose line has one, by the module's path.
 
     Raises:
-        PlanError: a line names no module of transformers' interface.
+        PlanError: a line names no module of transformers' interface, or two lines differ.
     """
-    capacities: dict[str, Capacity] = {}
+    lines: dict[str, Experts] = {}
     batched = next((line for line in plan.inputs if line.name not in plan.unbatched), None)
     sequences = plan.input_shape(batched)[0] if batched is not None else 1
     modules = dict(model.named_modules())
     for line in (line for line in plan.placements if isinstance(line, Experts)):
-        if line.capacity is None:
-            continue
         for word in line.where:
             outer = Pattern(word.text).of(modules)
             found = [path for path, module in modules.items() if have_interface(module)
                      and any(_within(path, name) for name in outer)]  # fmt: skip
-            if outer and not found:
+            if outer and not found and line.capacity is not None:
                 message = f"`{outer[0]}` holds no experts by transformers' interface, which alone can have a capacity"
                 raise PlanError([Diagnostic(NO_EXPERTS, message, Label(word.span), help="write `dropless`")])
-            capacities.update(dict.fromkeys(found, Capacity(line.capacity, sequences)))
-    return capacities
+            for path in found:
+                if (first := lines.setdefault(path, line)).capacity != line.capacity:
+                    related = (Label(first.span, "the first"),)
+                    help_ = "name each module of experts in one line"
+                    message = f"two lines give `{path}` other capacities"
+                    raise PlanError([Diagnostic(REPEATED, message, Label(line.span), related, help=help_)])
+    return {path: Capacity(line.capacity, sequences) for path, line in lines.items() if line.capacity is not None}
 
 
 def biases_of(layers: Mapping[str, RoutedLayer]) -> dict[str, Bias]:
@@ -111,19 +120,33 @@ def _within(module: str, outer: str) -> bool:
 
 def _biases(module: str, experts: int, captured: Captured) -> list[str]:
     """Return the buffers beside a module of experts that have one real number for each."""
-    beside = f"{module.rpartition('.')[0]}."
-    return [
-        name for name, node in captured.placeholders("buffer").items()
-        if name.startswith(beside) and node.users and noted(node).value.is_floating_point()
-        and noted(node).value.numel() == experts
-    ]  # fmt: skip
+    outer = module.rpartition(".")[0]
+    for beside in (f"{module}.", f"{outer}." if outer else ""):
+        found = [
+            name for name, node in captured.placeholders("buffer").items()
+            if name.startswith(beside) and noted(node).value.is_floating_point()
+            and noted(node).value.numel() == experts and _is_added(node)
+        ]  # fmt: skip
+        if found:
+            return found
+    return []
 
 
-def _no_bias(line: Experts, module: str, experts: int, found: list[str]) -> Diagnostic:
-    beside = module.rpartition(".")[0]
-    message = (
-        f"`{beside}` has {'no buffer' if not found else f'{len(found)} buffers'} of {experts} numbers, one an expert"
+def _is_added(node: fx.Node) -> bool:
+    """Return whether something is added to a value, seen in another shape or dtype or not."""
+    users = [(user, facts(user.target)) for user in node.users if user.op == "call_function"]
+    return any(
+        row.computes == "total" or ((row.moves in ("copy", "dims", "shape") or row.casts) and _is_added(user))
+        for user, row in users
     )
+
+
+def _no_bias(line: Experts, module: str, layer: RoutedLayer, found: list[str]) -> Diagnostic:
+    beside = f"`{module.rpartition('.')[0]}`" if "." in module else "the model"
+    many = "no buffer" if not found else f"{len(found)} buffers"
+    message = f"{beside} has {many} of {layer.experts} numbers, one an expert, that a router adds to something"
+    if layer.bias is not None:
+        message = f"the forward changes `{layer.bias.buffer}` itself, so a step cannot move it too"
     help_ = "a router adds such a buffer to its scores before it chooses; without one, balance by a term of the loss: "
     label = Label(line.arguments.span("balance bias"), f"the bias of `{module}`")
     return Diagnostic(NO_BIAS, message, label, help=f"{help_}`loss cross_entropy(…) + 0.01 output.aux_loss`")

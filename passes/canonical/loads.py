@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import fx
 
 from ...compiler.capture.node_facts import copy_facts, noted
@@ -17,24 +19,39 @@ def count_loads(graph: fx.Graph, updates: tuple[str, ...]) -> None:
     ``updates``; note the bindings of all outputs behind the loss."""
     loss, *buffers = outputs(graph)
     loads: dict[Binding, fx.Node] = {}
-    for module, layer in routed_layers(graph).items():
-        loads[Binding("load", module)] = _counted(graph, layer.chosen)
-        if layer.slots is not None:
-            with graph.inserting_after(layer.slots):
-                taken = graph.call_function(aten.ge.Scalar, (layer.slots, 0))
-            copy_facts(layer.slots, taken)
-            noted(taken).value = noted(layer.slots).value >= 0
-            loads[Binding("load", f"{module}{TAKEN}")] = _counted(graph, taken)
+    for module, routings in routed_layers(graph).items():
+        loads[Binding("load", module)] = _counted(graph, [routing.chosen for routing in routings])
+        slots = [routing.slots for routing in routings if routing.slots is not None]
+        if slots:
+            loads[Binding("load", f"{module}{TAKEN}")] = _counted(graph, [_taken(graph, node) for node in slots])
     output = graph.output_node()
     output.args = ((loss, *loads.values(), *buffers),)
     noted(output).results = (*loads, *(Binding("buffer", name) for name in updates))
 
 
-def _counted(graph: fx.Graph, marks: fx.Node) -> fx.Node:
-    """Add the number of marks of each expert, which is the first dim."""
-    dims = list(range(1, noted(marks).value.dim()))
-    with graph.inserting_after(marks):
-        count = graph.call_function(aten.sum.dim_IntList, (marks, dims, False))
-    copy_facts(marks, count)
-    noted(count).value = noted(marks).value.sum(dims)
-    return count
+def _taken(graph: fx.Graph, slots: fx.Node) -> fx.Node:
+    """Add the marks of slots that a token takes."""
+    with graph.inserting_after(slots):
+        taken = graph.call_function(aten.ge.Scalar, (slots, 0))
+    copy_facts(slots, taken)
+    noted(taken).value = noted(slots).value >= 0
+    return taken
+
+
+def _counted(graph: fx.Graph, every: Sequence[fx.Node]) -> fx.Node:
+    """Add the number of marks of each expert, which is the first dim, in all routings of a layer."""
+    total: fx.Node | None = None
+    for marks in every:
+        dims = list(range(1, noted(marks).value.dim()))
+        with graph.inserting_after(marks):
+            count = graph.call_function(aten.sum.dim_IntList, (marks, dims, False))
+        copy_facts(marks, count)
+        noted(count).value = noted(marks).value.sum(dims)
+        if total is not None:
+            with graph.inserting_before(graph.output_node()):
+                both = graph.call_function(aten.add.Tensor, (total, count))
+            copy_facts(count, both)
+            count = both
+        total = count
+    assert total is not None
+    return total

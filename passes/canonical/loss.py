@@ -37,19 +37,14 @@ def split_loss(graph: fx.Graph, terms: int = 1) -> SplitLoss:
     output = graph.output_node()
     loss, *updates = outputs(graph)
     roots = _terms(loss, terms)
-    means = [_unscaled(root) for root in roots]
-    found = {number: _denominator(mean) for number, mean in enumerate(means, 1)}
+    chains = [_scalings(root) for root in roots]
+    found = {number: _denominator(chain[-1]) for number, chain in enumerate(chains, 1)}
     denominators = {number: node for number, node in found.items() if node is not None}
     if not denominators:
         return SplitLoss(graph)
     base = min(denominators)
     for number in denominators:
-        mean = means[number - 1]
-        numerator: Any = mean.args[0]
-        if mean is roots[number - 1]:
-            roots[number - 1] = numerator
-        else:  # what scales the mean scales its numerator
-            mean.replace_all_uses_with(numerator)
+        roots[number - 1] = _numerator(graph, chains[number - 1])
     output.args = ((_sum_of(graph, loss, roots, base), *updates),)
     count = _graph_of(list(denominators.values()))
     graph.eliminate_dead_code()
@@ -114,13 +109,25 @@ def stop_gradients(graph: fx.Graph) -> None:
             node.replace_input_with(operand, stopped)
 
 
-def _unscaled(loss: fx.Node) -> fx.Node:
-    """Return the node of which the loss is a constant multiple, where nothing else reads the nodes between."""
-    while True:
-        inner: Any = _scaled(loss)
-        if inner is None or len(inner.users) > 1:
-            return loss
-        loss = inner
+def _scalings(loss: fx.Node) -> list[fx.Node]:
+    """Return a loss and the nodes of which it is a constant multiple, one after the other."""
+    chain = [loss]
+    while (inner := _scaled(chain[-1])) is not None:
+        chain.append(inner)
+    return chain
+
+
+def _numerator(graph: fx.Graph, chain: list[fx.Node]) -> fx.Node:
+    """Return the numerator of the mean at a chain's end, scaled as the mean is: others may read the mean itself."""
+    inner = chain[-1]
+    made: Any = inner.args[0]
+    for node in reversed(chain[:-1]):
+        renamed = {inner: made}
+        with graph.inserting_after(node):
+            made = graph.node_copy(node, lambda operand, renamed=renamed: renamed.get(operand, operand))  # type: ignore[misc]
+        copy_facts(node, made)
+        inner = node
+    return made  # type: ignore[no-any-return]
 
 
 def _scaled(node: fx.Node) -> fx.Node | None:

@@ -136,7 +136,8 @@ class Partition:
         node = self.call(OPS.convert.default, (form, *how), {}, [(key, want)])
         self.block, self.origin = block, origin
         cause = replace(origin, plan=self.placed.lines.get(key[0], origin.plan))
-        if (source, result) != ("I", "R") and not self.with_rows:
+        asked = computes(key[0]) and facts(key[0].target).reroutes  # by a line of `experts`
+        if (source, result) != ("I", "R") and not self.with_rows and not asked:
             local = self.type_of(key, have).local(self.mesh)
             size = math.prod(local) * fake(key).dtype.itemsize
             for name in self.mesh.joined(axes):

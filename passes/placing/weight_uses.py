@@ -22,7 +22,10 @@ def names_of(captured: Captured) -> PlanNames:
     shapes = {name: tuple(noted(node).value.shape) for name, node in parameters.items()}
     follower, canonicalized = Follower(captured.graph), cache(lambda: Follower(canonicalize(captured.graph)))
     uses: dict[str, WeightUse] = {}
-    slotted = {module: routed.experts for module, routed in routed_layers(captured.graph).items() if routed.slots}
+    slotted = {
+        module: routings[0].experts
+        for module, routings in routed_layers(captured.graph).items() if routings[0].slots
+    }  # fmt: skip
     for name, shape in shapes.items():
         if (
             shape and slotted.get(name.rpartition(".")[0]) == shape[0]

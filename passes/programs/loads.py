@@ -18,16 +18,18 @@ from .writer import Across, Writer, summed_type, whole_type
 
 
 def load_programs(
-    made: Sequence[Mapping[str, TensorType]], biases: Mapping[str, Bias], buffers: Mapping[str, TensorType], mesh: Mesh,
-    roles: Sequence[str], axis: str,
+    made: Sequence[Mapping[str, TensorType]], order: Sequence[str], biases: Mapping[str, Bias],
+    buffers: Mapping[str, TensorType], mesh: Mesh, roles: Sequence[str], axis: str,
 ) -> Sequence[Program]:  # fmt: skip
-    """Write LOADS of every role; ``made`` are the loads that each role's F makes, by the module of the experts.
+    """Write LOADS of every role; ``made`` are the loads that each role's F makes, by the module of the experts, of
+    which ``order`` is that of the model.
 
     Every role returns the loads of all layers, one behind the other, as a metric. The role of a layer with a bias adds
     its ``rate`` to the biases of experts with fewer tokens than the mean, and takes it from those with more (Wang et
     al., "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", 2024).
     """
-    layers = {module: type_ for own in made for module, type_ in own.items()}
+    types = {module: type_ for own in made for module, type_ in own.items()}
+    layers = {module: types[module] for module in order}
     if not layers:
         return []
     programs, everyone = [], range(len(roles))

@@ -119,7 +119,8 @@ def _loads(parts: StepParts) -> Sequence[Program]:
     nodes = parts.graph.find_nodes(op="placeholder")
     buffers = {noted(node).binding.name: node_type(node) for node in nodes if noted(node).binding.kind == "buffer"}
     axis = parts.pipeline.axis if parts.pipeline is not None else ""
-    return load_programs(made, parts.biases, buffers, parts.mesh, parts.roles, axis)
+    order = [key.name for key in noted(parts.graph.output_node()).results if key.kind == "load"]
+    return load_programs(made, order, parts.biases, buffers, parts.mesh, parts.roles, axis)
 
 
 MAKERS: dict[str, Maker] = {

@@ -11,7 +11,6 @@ from ...compiler.layout.placement import TensorType
 from ...compiler.program.actions import RESCALE, SCALING
 from ...compiler.program.binding import COUNT, GRAD_NORM, SCALE, UNSCALE, Binding
 from ...compiler.program.loss_scale import BACKOFF, GROWTH, INTERVAL, LOSS_SCALE, NEXT_SCALE, SCALER
-from ...compiler.program.loss_terms import term_count
 from ...compiler.program.program import Line, Program, Ref, Value
 from .writer import ORIGIN, Writer, whole_type
 
@@ -42,7 +41,7 @@ def scale_program(
         scale = write.emit("aten.reciprocal.default", (Ref(totals[COUNT].name),), whole)
     results = []
     for key, microbatches in terms.items():
-        own = totals.get(term_count(int(key.name)))
+        own = totals.get(Binding(COUNT.kind, key.name))
         by = microbatches if own is None else Ref(own.name)
         name = f"term_{key.name}"
         results.append((key, write.emit("aten.div.Tensor", (Ref(totals[COUNT].name), by), whole, name=name).name))

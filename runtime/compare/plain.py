@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from contextlib import ExitStack, nullcontext
 from fractions import Fraction
 from functools import partial
-from math import ceil
+from math import ceil, nan
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, final
@@ -21,6 +21,7 @@ from ...compiler.build.build import Build
 from ...compiler.capture.attributes import attribute_tensors
 from ...compiler.capture.complex_numbers import own_form, real_form
 from ...compiler.capture.expert_lists import as_made
+from ...compiler.capture.experts import have_interface
 from ...compiler.capture.model_calls import TaskLines, caller, model_builder, term_functions
 from ...compiler.initial.counter import dropped, keep_mask, random, stream
 from ...compiler.initial.recipes import initialize
@@ -31,9 +32,11 @@ from ...compiler.program.actions import COUNTING, FORWARD, SCALING
 from ...compiler.program.binding import COUNT, Binding
 from ...compiler.program.loads import Bias, biases_in, capacities_in
 from ...compiler.sizes.size_range import BATCH
+from ...grammar.codes_experts import NO_EXPERTS
 from ..backends.in_process import InProcess
 from ..data.feed import Feed
 from ..data.sizes import BySizes
+from ..faults import RunError
 from ..machine.execute import Machine
 from ..machine.kernels import REFERENCE_KERNELS
 from ..opening import check_source_of, open_build, task_of
@@ -174,6 +177,11 @@ class PlainBias:
 
     def __init__(self, model: nn.Module, module: str, bias: Bias) -> None:
         owner, _, leaf = bias.buffer.rpartition(".")
+        if not have_interface(model.get_submodule(module)):
+            message = (
+                f"the plain `{module}` does not say which experts its tokens choose, so its bias cannot follow them"
+            )
+            raise RunError(NO_EXPERTS, message, "compare with the build's own check: `parc verify BUILD`")
         self._value: Tensor = getattr(model.get_submodule(owner), leaf)
         self._rate, self._load = bias.rate, torch.zeros(self._value.numel(), dtype=torch.int64)
         model.get_submodule(module).register_forward_pre_hook(self._count, with_kwargs=True)
@@ -298,7 +306,8 @@ class Plain:
 
         def weight(number: int, own: Mapping[Binding, float]) -> float:
             key = COUNT if str(number) not in weighted else Binding("count", str(number))
-            return own[key] / sum(count[key] for count in counts) if key in own else 1 / len(parts)
+            total = sum(count.get(key, 0) for count in counts)
+            return (own[key] / total if total else nan) if key in own else 1 / len(parts)
 
         return [[weight(number, own) for number in numbers] for own in counts]
 
