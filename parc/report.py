@@ -52,9 +52,9 @@ def _expert_rows(build: Build, plan: Plan) -> dict[str, Any]:
             **{key: fact[key] for key in ("experts", "top", "ranks", "rate", "load", "capacity")},
         }
         rows.setdefault(str(row), row)["layers"] += 1
+    dropless = [row for row in rows.values() if row["capacity"] is None]
     most = max(
-        (row["ranks"] * min(row["top"], row["experts"] // row["ranks"]) / row["top"] for row in rows.values()),
-        default=1,
+        (row["ranks"] * min(row["top"], row["experts"] // row["ranks"]) / row["top"] for row in dropless), default=1
     )
     peaks = (memory_of(build, plan, role, most).peak_bytes for role in build.roles.values())
     return {"experts": list(rows.values()), "experts_peak_bytes": max(peaks)} if rows else {}

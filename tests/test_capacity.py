@@ -104,7 +104,7 @@ def test_a_capacity_of_less_than_a_token_is_refused_at_its_line() -> None:
     with pytest.raises(PlanError) as refused:
         compiled(limited(factor="0.4"), ROOT / "tests")
     text = render(refused.value.diagnostics[0])
-    assert "P0138" in text and "0.8 tokens of a sequence" in text and "write 0.5 or more" in text, text
+    assert "P0138" in text and "0.8 tokens of a sequence" in text and "`capacity 0.5` or more" in text, text
     assert "plan.parc:9" in text
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+from parc.checking.checks import case_of
 from parc.compiler.plan.plan import read_plan
 from parc.compiling.driver import Compiled, compile_plan
 from parc.grammar.diagnostics import PlanError, render
 from parc.grammar.source import Source
+from parc.runtime.compare.model_run import ReferenceRun
 from tests.checked_plans import checked, compiled
 from tests.moe_loops import LOOPS
 from tests.planted_builds import ROOT
@@ -108,3 +111,31 @@ def test_a_loop_in_which_every_expert_takes_all_tokens_is_as_it_was(tmp_path: Pa
     made = compile_plan(read_plan(Source("plan.parc", line.replace("experts layers", "# experts layers"))), tmp_path)
     assert checked(made).report["checks"]["numbers"] == "tested"
     assert "layers.0.experts.experts.3.up.weight" in made.built.programs["F"].main.bound("parameter")
+
+
+TWICE = """
+from types import SimpleNamespace
+from tests.moe_loops import LOOPS, Model
+
+class Twice(Model):
+    def forward(self, input_ids):
+        layer, x = self.layers[0].experts, self.embed(input_ids)
+        return SimpleNamespace(logits=self.head(x + layer(x + layer(x))))
+
+def twice():
+    return Twice("ByPlaces", layers=LOOPS)
+"""
+
+
+def test_a_layer_called_twice_counts_the_tokens_of_both_calls_and_a_line_may_name_its_list(tmp_path: Path) -> None:
+    (tmp_path / "twice.py").write_text(TWICE)
+    text = plan("twice", "dp=1, ep=2").replace('./moe_forms.py:Model" (name="twice")', './twice.py:twice"')
+    line = text.replace("layers.*.experts over ep dropless", "layers.*.experts.experts over ep dropless load 2")
+    made = compile_plan(read_plan(Source("plan.parc", line)), tmp_path)
+    (layer,) = made.build.manifest["experts"].values()
+    assert (layer["load"], layer["ranks"]) == (2, 2)
+    run, tokens = ReferenceRun(case_of(made)), torch.randint(32, (8, 4))
+    run.gradients([{"input_ids": tokens, "targets": tokens}], 1)
+    (counted,) = run.loads.values()
+    assert int(counted.sum()) == 2 * tokens.numel() * 2  # two calls, two experts a token
+    assert checked(made).report["checks"]["numbers"] == "tested"

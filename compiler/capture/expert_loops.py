@@ -31,7 +31,7 @@ _FACTS = frozenset(("shape", "dtype", "device", "ndim", "requires_grad", "is_cud
 _SIZES = frozenset(("size", "dim", "numel", "stride", "is_floating_point", "element_size", "__len__"))
 
 
-def followed(layer: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
+def followed(name: str, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Call the forward of a layer that loops over the experts in a list, and follow the loop.
 
     Raises:

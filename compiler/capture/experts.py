@@ -45,12 +45,19 @@ class Capacity:
         """
         mean = Fraction(tokens * top, self.sequences * experts)
         exact = Fraction(str(self.factor)) * mean
-        if exact < 1 or tokens % self.sequences:
+        if tokens % self.sequences:
+            what = f"a layer of experts gets {tokens} tokens of {self.sequences} sequences: not the same number of each"
+            raise CaptureError(
+                "capacity", what, help="`capacity` needs the tokens of whole sequences; write `dropless`"
+            )
+        if exact < 1:
             what = (
                 f"a capacity of {self.factor:g} gives each of {experts} experts {float(exact):.3g} tokens of a sequence"
             )
             least = float(1 / mean)
-            raise CaptureError("capacity", what, help=f"write {least:.3g} or more, or take longer sequences")
+            raise CaptureError(
+                "capacity", what, help=f"write `capacity {least:.3g}` or more, or make the sequences longer"
+            )
         return self.sequences, min(ceil(exact), tokens // self.sequences)
 
 
@@ -205,11 +212,6 @@ def _llama4(layer: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     return layer.shared_expert(tokens) + made, logits
 
 
-def _of_loop(name: str, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Compute what a layer does that loops over the experts in one of its lists."""
-    return followed(layer, name, *args, **kwargs)
-
-
 def _known() -> dict[Callable[..., Any], ExpertForm]:
     """Return the forms of users, and of the models that are imported."""
     llama4: Any = sys.modules.get("transformers.models.llama4.modeling_llama4")
@@ -287,7 +289,7 @@ def with_experts(model: nn.Module, capacities: Mapping[str, Capacity] = MappingP
         for module in model.modules():
             form = forms.get(type(module).forward)
             for name in _loops_of(module):
-                form = partial(_of_loop, name) if stacks_of(getattr(module, name)) is not None else form
+                form = partial(followed, name) if stacks_of(getattr(module, name)) is not None else form
             if form is not None:
                 stack.enter_context(patch.object(module, "forward", partial(_placed, form, module)))
         yield

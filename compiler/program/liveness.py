@@ -21,7 +21,7 @@ def local_bytes(type_: TensorType, program: Program, load: float = 1.0) -> int:
     if type_.packed is None:
         return size
     there, rows = type_.packed
-    by_experts = any(isinstance(kind, Split) and kind.outer == 1 for _, kind in type_.placement.items())
+    by_experts = any(kind == Split(0) for _, kind in type_.placement.items())
     return math.ceil(size * there // rows * (load if by_experts else 1.0))
 
 

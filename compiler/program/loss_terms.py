@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .binding import COUNT, Binding
+from .binding import Binding
 
 
 class LossTerm(NamedTuple):
@@ -18,16 +18,16 @@ class LossTerm(NamedTuple):
     factor: float = 1.0
 
 
-def term_count(number: int) -> Binding:
-    """Return the binding of the count that divides a term; terms are numbered from 1."""
-    return COUNT if number == 1 else Binding("count", str(number))
+def term_count(number: int | str) -> Binding:
+    """Return the binding of the count that divides a term that is not the base: of a cross entropy, its targets."""
+    return Binding("count", str(number))
 
 
 def term_weight(number: int) -> Binding:
-    """Return the binding of the number that multiplies a term.
+    """Return the binding of the number that multiplies a term; terms are numbered from 1.
 
-    A step multiplies the whole loss by one over the first term's count. A later term is multiplied by that count in F,
-    and divided by its own denominator: by its own count, or by the number of microbatches where it is averaged over
-    these.
+    A step multiplies the whole loss by one over the count of its *base*, the first term that has one. F therefore
+    multiplies every other term by that count over the term's own denominator: its own count, or the number of
+    microbatches where it is averaged over these.
     """
     return Binding("term", str(number))

@@ -148,5 +148,5 @@ def _no_bias(line: Experts, module: str, layer: RoutedLayer, found: list[str]) -
     if layer.bias is not None:
         message = f"the forward changes `{layer.bias.buffer}` itself, so a step cannot move it too"
     help_ = "a router adds such a buffer to its scores before it chooses; without one, balance by a term of the loss: "
-    label = Label(line.arguments.span("balance bias"), f"the bias of `{module}`")
+    label = Label(line.arguments.span("balance bias"), f"the bias is looked for in `{module}`, then in {beside}")
     return Diagnostic(NO_BIAS, message, label, help=f"{help_}`loss cross_entropy(…) + 0.01 output.aux_loss`")

@@ -17,6 +17,7 @@ from ..program.actions import SCALING
 from ..program.binding import COUNT, GRAD_NORM, LOSS, SCALE, UNSCALE, Binding
 from ..program.faults import Fault
 from ..program.loss_scale import LOSS_SCALE
+from ..program.loss_terms import term_count
 from ..program.program import Line, Program, Ref
 from ..program.residual import residual, residual_of
 
@@ -47,7 +48,7 @@ def check_reduce(scale: Program, reduce: Program, reference: Program, microbatch
     counts = {key for function in reference.functions[:-1] for key, _ in function.returns}
     for key, name in scale.main.returns:
         if key.kind == "term":
-            own = Binding(COUNT.kind, key.name)
+            own = term_count(key.name)
             if known[name] != _Made(COUNT, over=own if own in counts else float(microbatches)):
                 by = f"`{own}`" if own in counts else "the number of microbatches"
                 yield Fault("types", f"SCALE {key}", f"is not proved to be the count of targets over {by}")

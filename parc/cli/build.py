@@ -138,8 +138,9 @@ def _expert_texts(report: Mapping[str, Any]) -> Iterable[str]:
             moved += f"; capacity {row['capacity']:g} leaves out tokens that come late, beyond the model's own code"
         layers = f"{row['layers']} layer{'s' * (row['layers'] != 1)}"
         yield f"{row['modules']}: {layers} of {row['experts']}{each}, {row['top']} a token{moved}"
-    if any(row["ranks"] > 1 for row in report.get("experts", ())):
-        load = max(row["load"] for row in report["experts"])
+    split = [row for row in report.get("experts", ()) if row["ranks"] > 1 and row["capacity"] is None]
+    if split:
+        load = max(row["load"] for row in split)
         most = size_text(report["experts_peak_bytes"])
         yield f"memory is that of a rank with {load:g} times the mean of their rows, and {most} with all that can come"
 

@@ -84,10 +84,10 @@ def _scale(parts: StepParts) -> Sequence[Program]:
     made = outputs(parts.count) if parts.count is not None else []
     counts = {key: node_type(node) for key, node in zip(parts.counts, made, strict=True)}
     weights = [noted(node).binding for node in parts.graph.find_nodes(op="placeholder")]
-    terms = {key: parts.microbatches for key in weights if key.kind == "term"}
+    terms = [key for key in weights if key.kind == "term"]
     dtype: torch.dtype = node_type(outputs(parts.graph)[0]).dtype
     scaled = parts.loss_scale is not None
-    return [scale_program(counts, terms, dtype, parts.averaged, parts.mesh, SINGLE, scaled)]
+    return [scale_program(counts, terms, parts.microbatches, dtype, parts.averaged, parts.mesh, SINGLE, scaled)]
 
 
 def _rescale(parts: StepParts) -> Sequence[Program]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -11,13 +11,15 @@ from ...compiler.layout.placement import TensorType
 from ...compiler.program.actions import RESCALE, SCALING
 from ...compiler.program.binding import COUNT, GRAD_NORM, SCALE, UNSCALE, Binding
 from ...compiler.program.loss_scale import BACKOFF, GROWTH, INTERVAL, LOSS_SCALE, NEXT_SCALE, SCALER
+from ...compiler.program.loss_terms import term_count
 from ...compiler.program.program import Line, Program, Ref, Value
 from .writer import ORIGIN, Writer, whole_type
 
 
 def scale_program(
     counts: Mapping[Binding, TensorType],
-    terms: Mapping[Binding, int],
+    terms: Sequence[Binding],
+    microbatches: int,
     dtype: torch.dtype,
     parts: int,
     mesh: Mesh,
@@ -28,7 +30,7 @@ def scale_program(
     If the loss is ``scaled``, it is this times the loss scale, and one over the loss scale is a second result.
 
     ``terms`` are the weights of the loss's other terms: the denominator over a term's own, or over the number of
-    microbatches of which it is averaged.
+    ``microbatches``, of which it is averaged.
     """
     write, whole = Writer(mesh), whole_type(mesh, dtype)
     totals = {}
@@ -40,8 +42,8 @@ def scale_program(
     else:
         scale = write.emit("aten.reciprocal.default", (Ref(totals[COUNT].name),), whole)
     results = []
-    for key, microbatches in terms.items():
-        own = totals.get(Binding(COUNT.kind, key.name))
+    for key in terms:
+        own = totals.get(term_count(key.name))
         by = microbatches if own is None else Ref(own.name)
         name = f"term_{key.name}"
         results.append((key, write.emit("aten.div.Tensor", (Ref(totals[COUNT].name), by), whole, name=name).name))

@@ -12,8 +12,9 @@ import torch
 from ...compiler.layout.mesh import Mesh
 from ...compiler.padding.pads import Pads
 from ...compiler.program.actions import SCALING, Action
-from ...compiler.program.binding import BUFFERS, COUNT, LOSS, PARAMETERS, Binding, Kind
+from ...compiler.program.binding import BUFFERS, COUNT, LOSS, PARAMETERS, Kind
 from ...compiler.program.loads import LOAD, Bias
+from ...compiler.program.loss_terms import term_count
 from ...compiler.program.program import Line, Program
 from ...compiler.program.roles import Role
 from ..backends.in_process import InProcess
@@ -129,7 +130,7 @@ class ReferenceRun:
             totals = {key: sum(m[key].double() for m in counts) for key in counts[0]}
             scale = 1.0 / totals[COUNT]
             for number in self.case.reference.main.bound("term"):
-                own = totals.get(Binding("count", number), float(len(batches)))
+                own = totals.get(term_count(number), float(len(batches)))
                 weights[number] = totals[COUNT] / own
         total, self.loads = torch.zeros((), dtype=torch.float64), {}
         for index, batch in enumerate(batches):

@@ -31,6 +31,7 @@ from ...compiler.ops.torch_ops import aten
 from ...compiler.program.actions import COUNTING, FORWARD, SCALING
 from ...compiler.program.binding import COUNT, Binding
 from ...compiler.program.loads import Bias, biases_in, capacities_in
+from ...compiler.program.loss_terms import term_count
 from ...compiler.sizes.size_range import BATCH
 from ...grammar.codes_experts import NO_EXPERTS
 from ..backends.in_process import InProcess
@@ -305,7 +306,7 @@ class Plain:
         weighted = at.reference.main.bound("term")
 
         def weight(number: int, own: Mapping[Binding, float]) -> float:
-            key = COUNT if str(number) not in weighted else Binding("count", str(number))
+            key = term_count(number) if str(number) in weighted else COUNT
             total = sum(count.get(key, 0) for count in counts)
             return (own[key] / total if total else nan) if key in own else 1 / len(parts)
 

@@ -14,9 +14,9 @@ class Experts(SplitWeights):
     go where their experts are (expert parallelism).
 
     `WHERE` names the modules that hold experts, as `model.layers.*.mlp.experts` of a model of transformers; their
-    weights are stacked, [experts, ...]. A layer of your own loops over a list of experts, or
-    `parc.register_experts` says how it routes; the weights of
-    experts in a list are stacked under one name, as `layers.0.experts.*.up.weight`.
+    weights are stacked, [experts, ...]. A layer of your own loops over a list of experts, or `parc.register_experts`
+    says how it routes; the weights of experts in a list are stacked under one name, as
+    `layers.0.experts.*.up.weight`.
 
     The axis usually splits the batch too, as in `shard tokens [B/dp/ep, _]`: its ranks route different tokens. Where
     they have the same ones, as on an axis of tensor parallelism, each routes a slice of them, and results are gathered.
@@ -31,7 +31,7 @@ class Experts(SplitWeights):
     `capacity 1.25`: an expert takes at most 1.25 times the mean of the tokens that choose it in each sequence of a
     batch, those that come first; others go on without it, by the residual of the layer. Shapes are fixed, and the
     tokens left out are the same on any number of ranks. This is another model than the code says: it is held to the
-    plain module with the same rule. Modules of transformers may have a capacity.
+    plain module with the same rule. Only modules with transformers' interface of experts can have a capacity.
 
     Every other weight of such a layer (the router, shared experts) is placed as in dense layers. Without a line every
     rank has all experts, and routes its own tokens.

@@ -19,8 +19,9 @@ class Include(Directive):
     `data`, `init`) count from the plan's folder, wherever they stand.
 
     Families place a model's weights for tensor parallelism over `tp`: `parc:bert`, `parc:gemma3`, `parc:gpt2`,
-    `parc:llama`, `parc:olmo2`, `parc:phi3`, `parc:t5` and `parc:vit`; families.md lists the models that each serves.
-    `parc show PLAN --expand` shows the placements.
+    `parc:llama`, `parc:olmo2`, `parc:phi3`, `parc:t5` and `parc:vit`. Those of experts place these over `ep` too:
+    `parc:mixtral`, `parc:qwen3-moe`, `parc:deepseek-v3` and `parc:gpt-oss`. families.md lists the models that each
+    serves. `parc show PLAN --expand` shows the placements.
     """
 
     USAGE = "include FILE [ARGS]"
