@@ -14,6 +14,7 @@ from . import (
     codes_placement,
     codes_run,
     codes_stages,
+    codes_views,
 )
 from .code import Code
 
@@ -26,6 +27,7 @@ MODULES = (
     codes_numbers,
     codes_run,
     codes_stages,
+    codes_views,
 )
 
 CODES: dict[str, Code] = {

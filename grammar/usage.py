@@ -61,6 +61,7 @@ def _output(item: Item) -> bool:
 ARGUMENT_KINDS: dict[str, ArgumentKind] = {
     "NAME": ArgumentKind("a name", _name),
     "AXIS": ArgumentKind("a mesh axis", _name),
+    "AXES": ArgumentKind("mesh axes", _name, count=0),
     "TYPE": ArgumentKind("a type", _name),
     "PATH": ArgumentKind("a dotted name", lambda item: isinstance(item, Word)),
     "WHERE": ArgumentKind("names or patterns of modules or parameters", _where, count=0),

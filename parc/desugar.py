@@ -12,6 +12,7 @@ from parc.compiler.program.actions import COUNTING, FORWARD
 from parc.compiling.driver import Compiled
 from parc.grammar.format import VERB_WIDTH, format_statement
 from parc.grammar.source import Span
+from parc.report import seen_from
 
 PLACEMENTS = ("column", "replicate", "row", "shard", "vocab")
 
@@ -26,9 +27,10 @@ def desugar(compiled: Compiled) -> str:
     placed: dict[int, list[str]] = {}
     seen: set[str] = set()
     for seed in compiled.resolved.seeds:
-        if seed.value not in seen:
+        at = _statement(compiled, seed.span)
+        if seed.value not in seen and compiled.plan.statements[at].verb.text in PLACEMENTS:
             seen.add(seed.value)
-            placed.setdefault(_statement(compiled, seed.span), []).append(seed.value)
+            placed.setdefault(at, []).append(seed.value)
     lines: list[str] = []
     for index, statement in enumerate(compiled.plan.statements):
         if statement.verb.text not in PLACEMENTS:
@@ -36,7 +38,8 @@ def desugar(compiled: Compiled) -> str:
             continue
         layouts: dict[str, list[str]] = {}
         for name in placed.get(index, ()):
-            layouts.setdefault(layout(types[name], compiled.mesh, _padded(compiled, name)), []).append(name)
+            mesh = seen_from(name, compiled.plan, compiled.mesh)
+            layouts.setdefault(layout(types[name], mesh, _padded(compiled, name)), []).append(name)
         for text, names in layouts.items():
             lines.append(f"{'shard' if text else 'replicate':{VERB_WIDTH}} {', '.join(names)} {text}".rstrip())
     return "\n".join(lines) + "\n"
@@ -80,7 +83,7 @@ def _factors(size: int | None, splits: Sequence[tuple[int, str]], mesh: Mesh) ->
         if outer != inside:
             yield _factor(axes, outer // start)
             axes, start, inside = [], outer, outer
-        axes.append(mesh.owner(axis))
+        axes.append(next((name for name in mesh.seen if axis in mesh.parts(name)), mesh.owner(axis)))
         inside *= mesh.size(axis)
     yield _factor(axes, None if size is None else size // start)
 

@@ -13,6 +13,8 @@ from typing import Any
 from parc.compiler.build.build import Build, BuildError
 from parc.compiler.build.communication import communication_table
 from parc.compiler.build.directory import again, json_text
+from parc.compiler.build.plan_facts import view_facts
+from parc.compiler.layout.mesh import Mesh
 from parc.compiler.padding.pads import real_shape
 from parc.compiler.plan.directives.experts import Experts
 from parc.compiler.plan.plan import Plan, read_plan
@@ -22,6 +24,7 @@ from parc.compiler.program.cost import Memory, estimate_memory, state_bytes
 from parc.compiler.program.faults import Fault
 from parc.compiler.program.roles import Role
 from parc.compiler.program.room import room_bytes, room_of
+from parc.compiler.resolve.pattern import Pattern
 from parc.grammar.diagnostics import PlanError
 
 LINES = re.compile(r" plan:\d+|(?<=\.py):\d+\b")
@@ -30,16 +33,31 @@ LINES = re.compile(r" plan:\d+|(?<=\.py):\d+\b")
 
 def program_rows(build: Build, plan: Plan) -> dict[str, Any]:
     """Return mesh, sizes, roles, memory and communication in the report's form."""
+    rows = [row for role in build.roles.values() for row in communication_table(role)]
+    for row in rows:
+        seen = seen_from(row["module"], plan, build.mesh)
+        row["axis"] = ",".join(seen.joined(seen.spread(row["axis"].split(","))))
     return {
         "mesh": dict(build.mesh.declared.axes),
+        **view_facts(plan),
         "world": build.mesh.world,
         "sizes": {name: str(size) for name, size in plan.sizes.items()},
         "roles": list(build.roles),
         "parameters": sum(_count(build, name) for name in build.types),
         "memory": [_memory_row(build, plan, role) for role in build.roles.values()],
-        "communication": [row for role in build.roles.values() for row in communication_table(role)],
+        "communication": rows,
         **_expert_rows(build, plan),
     }
+
+
+def seen_from(name: str, plan: Plan, mesh: Mesh) -> Mesh:
+    """Return the mesh whose texts name axes as a module or a parameter sees them."""
+    path = name.split(".")
+    inside = [".".join(path[:depth]) for depth in range(1, len(path) + 1)]
+    for line in plan.views:
+        if any(Pattern(word.text).of(inside) for word in line.where):
+            return replace(mesh, seen=tuple(axis for axis, _ in line.view.axes if axis in dict(mesh.views)))
+    return mesh
 
 
 def _expert_rows(build: Build, plan: Plan) -> dict[str, Any]:

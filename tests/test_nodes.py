@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from parc.checking.twins import find_twin
 from parc.compiler.build.communication import communication_table
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.layout.nodes import UnevenNodes, node_levels
+from parc.compiler.layout.views import NoCommonParts
 from parc.compiler.plan.plan import read_plan
 from parc.compiling.driver import Compiled, compile_plan
 from parc.grammar.source import Source
@@ -91,18 +94,19 @@ def test_the_inner_part_of_each_axis_shares_a_node(sizes: list[int], ranks: int)
 def test_heads_and_nodes_factor_an_axis_together(sizes: tuple[int, ...], nodes: int) -> None:
     kept = {("k", "tp"): 1, ("v", "tp"): 0}
     before = Copies({"tp": sizes}, kept) if len(sizes) > 1 else Copies({}, {("k", "tp"): 1})
-    after = before.with_nodes("tp", nodes, 8 // nodes)
+    after = before.cut("tp", 8, [nodes])
     declared = Mesh.parse("tp=8")
     old, new = declared.factor(before.sizes), declared.factor(after.sizes)
     assert after.parts(new) == before.parts(old)
-    assert new.groups(new.parts("tp")[after.across["tp"] :]) == [
+    across = [1, *accumulate(map(new.size, new.parts("tp")), mul)].index(nodes)
+    assert new.groups(new.parts("tp")[across:]) == [
         list(range(first, first + 8 // nodes)) for first in range(0, 8, 8 // nodes)
     ]
 
 
 def test_nodes_that_cut_heads_unevenly_are_refused() -> None:
-    with pytest.raises(UnevenNodes, match="3 nodes of `tp` neither divide its 2 heads"):
-        Copies({"tp": (2, 3)}).with_nodes("tp", 3, 2)
+    with pytest.raises(NoCommonParts, match="2 and 3 parts cut each other"):
+        Copies({"tp": (2, 3)}).cut("tp", 6, [3])
 
 
 @pytest.mark.parametrize("level", [1, 2, 3])

@@ -18,7 +18,7 @@ from parc.compiler.plan.plan import read_plan
 from parc.compiler.program.program import Program
 from parc.compiler.program.roles import SINGLE
 from parc.compiler.program.text import parse_program
-from parc.compiling.axes import at_nodes
+from parc.compiling.axes import finer_axes
 from parc.compiling.driver import Compiled, compile_captured
 from parc.grammar.source import Source
 from parc.passes.placing.heads import Copies
@@ -99,7 +99,7 @@ def build(made: Subject, text: str) -> Compiled:
         PlanError: the plan asks for what cannot be.
     """
     plan = read_plan(Source("random.parc", text))
-    return compile_captured(plan, Path(), made.recorded, made.captured, at_nodes(plan, Copies()))
+    return compile_captured(plan, Path(), made.recorded, made.captured, finer_axes(plan, Copies()))
 
 
 def case_of(made: Subject, compiled: Compiled) -> Case:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..layout.mesh import Mesh
 from ..layout.placement import TensorType, parse_type
 from ..padding.pads import pads_from
 from ..program.actions import FORWARD, REDUCE, work_kinds
@@ -58,6 +59,7 @@ def fact_faults(
     wanted = {"mesh": dict(mesh.declared.axes), **program_facts(programs, reference)}
     return unlike(manifest, wanted, "programs say") or [
         *_schedule_faults(manifest["microbatches"], roles),
+        *_view_faults(manifest, mesh),
         *_input_faults(manifest, reference),
         *_state_faults(manifest, programs),
     ]
@@ -83,6 +85,20 @@ def _part(have: Any, wanted: Any) -> Any:
     if isinstance(have, Mapping) and isinstance(wanted, Mapping):
         return {key: value for key, value in have.items() if key in wanted}
     return have
+
+
+def _view_faults(manifest: Mapping[str, Any], mesh: Mesh) -> Iterator[Fault]:
+    """Find views whose axes are other ranks in the programs than in the plan: its axes are those of the mesh, in their
+    order."""
+    views = dict(mesh.views)
+    for view in manifest.get("views", ()):
+        over = [part for axis in view["over"] for part in mesh.parts(axis) if mesh.size(part) > 1]
+        own = {name: views.pop(name, ()) for name in view["axes"]}
+        sizes = [math.prod(map(mesh.size, parts)) for parts in own.values()]
+        if [part for parts in own.values() for part in parts] != over or sizes != view["sizes"]:
+            yield fact_fault(f"`views` has {view['axes']} of {view['sizes']} ranks, but the programs {own}")
+    if views:
+        yield fact_fault(f"`views` lacks {sorted(views)}, which the programs have")
 
 
 def _input_faults(manifest: Mapping[str, Any], reference: Program) -> Iterator[Fault]:

@@ -51,6 +51,8 @@ _NONE = type(None)
 _NUMBER = (int, float)
 _LITERALS = Each((str, int, float, bool, list, _NONE))
 
+_VIEWS = [{"over": [str], "axes": [str], "sizes": [int], "in": [str]}]
+
 MANIFEST_FORM: Form = {
     "parc": str,
     "torch": str,
@@ -65,6 +67,7 @@ MANIFEST_FORM: Form = {
     "offload?": Each((str, _NONE)),
     "loss": [{"kind": str, "target": str, "operands": [str], "ignore": (int, _NONE), "factor": _NUMBER}],
     "mesh": Each(int),
+    "views?": _VIEWS,
     "microbatches": int,
     "optimizer": {
         "name": str, "shape": str, "lr": _NUMBER, "warmup": int, "to": (int, float, _NONE), "over": (int, _NONE),
@@ -95,6 +98,7 @@ MANIFEST_FORM: Form = {
 
 REPORT_FORM: Form = {
     "mesh": Each(int),
+    "views?": _VIEWS,
     "world": int,
     "sizes": Each(str),
     "roles": [str],

@@ -35,6 +35,7 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
         "sizes": {name: size.high for name, size in plan.sizes.items()},
         "loss": [{**term._asdict(), "operands": list(term.operands)} for term in plan.loss.terms],
         "mesh": dict(plan.mesh.axes),
+        **view_facts(plan),
         "microbatches": plan.microbatches,
         "optimizer": _optimizer_facts(plan.optimizer, plan.steps),
         "accumulate": ACCUMULATE[plan.accumulate],
@@ -46,6 +47,16 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
         "state": initial_state(plan.loss_scale),
         "steps": plan.steps,
     }  # fmt: skip
+
+
+def view_facts(plan: Plan) -> dict[str, Any]:
+    """Return the facts of the ``view`` lines; nothing where there are none."""
+    views = [
+        {"over": list(line.view.over), "axes": [name for name, _ in line.view.axes],
+         "sizes": [size for _, size in line.view.axes], "in": [word.text for word in line.where]}
+        for line in plan.views
+    ]  # fmt: skip
+    return {"views": views} if views else {}
 
 
 def input_facts(plan: Plan) -> list[dict[str, Any]]:
@@ -85,7 +96,10 @@ def plan_faults(manifest: Mapping[str, Any], plan: Plan) -> list[Fault]:
     known = {key.removesuffix("?") for key in MANIFEST_FORM} | {"format"}
     faults = [fact_fault(f"`{key}` is no fact of a build") for key in sorted(manifest.keys() - known)]
     faults += unlike(
-        manifest, {"ranges": None, "budget": None, "offload": None, **plan_facts(plan)}, "plan says", _PARTS
+        manifest,
+        {"ranges": None, "budget": None, "offload": None, "views": None, **plan_facts(plan)},
+        "plan says",
+        _PARTS,
     )
     return faults or list(_name_faults(manifest, plan))
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 Shape = tuple[int, ...]
 """The sizes of a tensor's dims."""
+_NAME = r"[A-Za-z_]\w*"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,17 +29,30 @@ class Mesh:
     >>> mesh = Mesh.parse("dp=2, tp=2*2")
     >>> mesh.axes, mesh.joined(("dp", "tp_0", "tp_1")), str(mesh), str(mesh.declared)
     ((('dp', 2), ('tp_0', 2), ('tp_1', 2)), ('dp', 'tp'), 'dp=2, tp=2*2', 'dp=2, tp=4')
+
+    Part of a model may see the same ranks along other axes, which consist of these.
+
+    >>> mesh = Mesh.parse("dp=2*2, tp=2, edp=dp_0, ep=dp_1*tp")
+    >>> mesh.names, mesh.parts("ep"), mesh.size("ep"), mesh.joined(("dp_0", "tp")), mesh.joined(("dp_1", "tp"))
+    (('dp_0', 'dp_1', 'tp'), ('dp_1', 'tp'), 4, ('edp', 'tp'), ('ep',))
     """
 
     axes: tuple[tuple[str, int], ...] = ()
     factored: tuple[tuple[str, int], ...] = ()
     """The axes that are factored, with the number of their sub-axes."""
+    views: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """The axes of views that have several ranks, with the axes of which they consist, in order."""
+    seen: tuple[str, ...] = ()
+    """The axes of a view by which texts name what lies in it."""
 
     def __post_init__(self) -> None:
-        if len(set(self.names)) != len(self.axes):
-            raise ValueError(f"an axis is named twice: {self.names}")
+        named = [*self.names, *(name for name, _ in (*self.factored, *self.views))]
+        if len(set(named)) != len(named):
+            raise ValueError(f"an axis is named twice: {tuple(named)}")
         if any(size < 1 for _, size in self.axes):
             raise ValueError(f"an axis has a size below 1: {self.axes}")
+        if unknown := [name for name, parts in self.views if not parts or not {*parts} <= {*self.names}]:
+            raise ValueError(f"an axis consists of others that are none: {unknown}")
 
     @classmethod
     def parse(cls, text: str) -> Mesh:
@@ -48,11 +62,14 @@ class Mesh:
             ValueError: the text is not ``name=size, ...``.
         """
         parts = [part.strip() for part in text.split(",")] if text.strip() else []
-        matches = [re.fullmatch(r"([A-Za-z_]\w*)\s*=\s*([0-9]+(?:\*[0-9]+)*)", part) for part in parts]
+        matches = [re.fullmatch(rf"({_NAME})\s*=\s*([0-9]+(?:\*[0-9]+)*)", part) for part in parts]
         sizes = {match[1]: tuple(map(int, match[2].split("*"))) for match in matches if match}
-        if len(sizes) != len(parts):
+        others = [re.fullmatch(rf"({_NAME})\s*=\s*({_NAME}(?:\*{_NAME})*)", part) for part in parts[len(sizes) :]]
+        views = tuple((match[1], tuple(match[2].split("*"))) for match in others if match)
+        if len(sizes) + len(views) != len(parts):
             raise ValueError(f"not a mesh: {text!r}")
-        return cls(tuple((name, math.prod(found)) for name, found in sizes.items())).factor(sizes)
+        mesh = cls(tuple((name, math.prod(found)) for name, found in sizes.items())).factor(sizes)
+        return replace(mesh, views=views)
 
     def factor(self, sizes: Mapping[str, Sequence[int]]) -> Mesh:
         """Return a mesh of the same ranks, with axes factored into sub-axes ``NAME_0``, ``NAME_1``, … of these sizes,
@@ -67,7 +84,7 @@ class Mesh:
         sizes = (
             f"{name}={'*'.join(str(self.size(part)) for part in self.parts(name))}" for name in self.declared.names
         )
-        return ", ".join(sizes)
+        return ", ".join((*sizes, *(f"{name}={'*'.join(parts)}" for name, parts in self.views)))
 
     def __contains__(self, axis: object) -> bool:
         return axis in self.names
@@ -79,28 +96,39 @@ class Mesh:
 
     @property
     def declared(self) -> Mesh:
-        """The mesh with no axis factored: as the plan declares it."""
+        """The mesh with no axis factored, and no views: as the plan declares it."""
         axes: dict[str, int] = {}
         for name, size in self.axes:
             axes[self.owner(name)] = axes.get(self.owner(name), 1) * size
         return Mesh(tuple(axes.items()))
 
     def parts(self, axis: str) -> tuple[str, ...]:
-        """Return the sub-axes of a declared axis, major first; an axis that is not factored is its own only part."""
-        return tuple(f"{axis}_{i}" for i in range(dict(self.factored).get(axis, 0))) or (axis,)
+        """Return the sub-axes of a declared axis, or the axes of which a view's axis consists, major first; any other
+        axis is its own only part."""
+        sub_axes = tuple(f"{axis}_{i}" for i in range(dict(self.factored).get(axis, 0)))
+        return sub_axes or dict(self.views).get(axis, (axis,))
+
+    @property
+    def together(self) -> tuple[tuple[str, ...], ...]:
+        """The axes that may act as one: the parts of factored axes, and of axes of views."""
+        groups = (self.parts(name) for name, _ in (*self.factored, *self.views))
+        return tuple(dict.fromkeys(group for group in groups if len(group) > 1))
 
     def owner(self, axis: str) -> str:
         """The declared axis that an axis belongs to."""
         return next((name for name, _ in self.factored if axis in self.parts(name)), axis)
 
     def joined(self, axes: Iterable[str]) -> tuple[str, ...]:
-        """Return axes as texts name them: a factored axis by its own name where all its sub-axes are there, in
-        order."""
+        """Return axes as texts name them: those of the view that is ``seen``; a factored axis by its own name where all
+        its sub-axes are there, in order; and what is left of it by the name of a view's axis likewise."""
         result = list(axes)
-        for axis, count in self.factored:
-            for at in range(len(result) - count + 1):
-                if tuple(result[at : at + count]) == self.parts(axis):
-                    result[at : at + count] = [axis]
+        sub_axes = {part for axis, _ in self.factored for part in self.parts(axis)}
+        views = (name for name, parts in self.views if not sub_axes.isdisjoint(parts))
+        for axis in (*self.seen, *(axis for axis, _ in self.factored), *views):
+            parts = list(self.parts(axis))
+            for at in range(len(result) - len(parts) + 1):
+                if result[at : at + len(parts)] == parts:
+                    result[at : at + len(parts)] = [axis]
         return tuple(result)
 
     def spread(self, axes: Iterable[str]) -> tuple[str, ...]:
@@ -112,12 +140,13 @@ class Mesh:
         return math.prod(size for _, size in self.axes)
 
     def size(self, axis: str) -> int:
-        """The number of ranks along an axis.
+        """The number of ranks along an axis, which may be one of a view.
 
         Raises:
             KeyError: the mesh has no such axis.
         """
-        return dict(self.axes)[axis]
+        sizes = dict(self.axes)
+        return sizes[axis] if axis in sizes else math.prod(sizes[part] for part in dict(self.views)[axis])
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return the index of a rank on each axis.

@@ -93,14 +93,11 @@ class Placement:
         """The placement of the bytes alone: ``R`` and ``I`` hold the same value, so both read ``I``."""
         return Placement(tuple((axis, "I" if kind == "R" else kind) for axis, kind in self.types))
 
-    def joined(self, mesh: Mesh) -> dict[str, AxisType]:
-        """Return the types by axis. Sub-axes that together form one axis become that axis."""
+    def as_one(self, axes: Sequence[str], mesh: Mesh) -> AxisType | None:
+        """Return the type over axes that together act as one axis; None where they do not."""
         types = dict(self.types)
-        for axis, _ in mesh.factored:
-            parts = mesh.parts(axis)
-            if along(parts, types[parts[0]], mesh).items() <= types.items():
-                types = {axis if name == parts[0] else name: k for name, k in types.items() if name not in parts[1:]}
-        return types
+        kind = types[axes[0]]
+        return kind if along(axes, kind, mesh).items() <= types.items() else None
 
     @property
     def partial(self) -> tuple[str, ...]:

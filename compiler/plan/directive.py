@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Self, TypeAlias, TypeVar
 
 from ...grammar.codes_language import BAD_VALUE, REPEATED, WRONG_KIND
 from ...grammar.codes_placement import UNKNOWN_AXIS
+from ...grammar.codes_views import OUTSIDE_VIEW
 from ...grammar.diagnostics import Diagnostic, Label
 from ...grammar.nearest import did_you_mean, listed
 from ...grammar.source import Span
@@ -59,17 +60,24 @@ class Directive:
     def span(self) -> Span:
         return self.arguments.statement.span
 
+    @property
+    def axes(self) -> tuple[Word, ...]:
+        """The axes over which the line places or moves something."""
+        return self.arguments.words("over")
+
 
 D = TypeVar("D", bound=Directive)
 
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """The other directives of the plan; ``broken`` are the verbs of lines that could not be read."""
+    """The other directives of the plan; ``broken`` are the verbs of lines that could not be read. ``viewed`` are the
+    axes of views."""
 
     directives: tuple[Directive, ...]
     mesh: Mesh
     broken: frozenset[str]
+    viewed: frozenset[str] = frozenset()
 
     def all(self, kind: type[D]) -> tuple[D, ...]:
         """Every directive of a kind, in order."""
@@ -79,10 +87,15 @@ class Scope:
         """The first directive of a kind, if there is one."""
         return next((directive for directive in self.directives if isinstance(directive, kind)), None)
 
-    def check_axis(self, axis: Word) -> Iterator[Diagnostic]:
-        """An error if the mesh has no such axis."""
-        if axis.text not in self.mesh and "mesh" not in self.broken:
-            names = self.mesh.names
+    def check_axis(self, axis: Word, of_views: bool = False) -> Iterator[Diagnostic]:
+        """An error if the mesh has no such axis; that of a view is one where parameters are placed."""
+        if axis.text in self.viewed:
+            if not of_views:
+                message = f"`{axis.text}` is an axis of a view, which parts of the model alone see"
+                help_ = f"name one that all see: {listed(self.mesh.names, 'or')}"
+                yield Diagnostic(OUTSIDE_VIEW, message, Label(axis.span), help=help_)
+        elif axis.text not in self.mesh and self.broken.isdisjoint({"mesh", "view"}):
+            names = (*self.mesh.names, *sorted(self.viewed)) if of_views else self.mesh.names
             known = f"the mesh has {listed(names)}" if names else f"add a line `mesh {axis.text}=1`"
             message = f"the mesh has no axis `{axis.text}`"
             yield Diagnostic(UNKNOWN_AXIS, message, Label(axis.span), help=did_you_mean(axis.text, names, known))

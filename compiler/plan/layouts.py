@@ -55,12 +55,15 @@ class Fix(Directive):
     where: tuple[Word, ...] = argument(lambda given: given.words("values"))
     dims: tuple[DimLayout, ...] | None = argument(lambda given: _placed(given)[0])
 
+    @property
+    def axes(self) -> tuple[Word, ...]:
+        """The axes that split a dim."""
+        return tuple(axis for dim in self.dims or () for axis in dim.axes)
+
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
-        dims, errors = _placed(self.arguments)
-        yield from errors
-        for dim in dims or ():
-            for axis in dim.axes:
-                yield from scope.check_axis(axis)
+        yield from _placed(self.arguments)[1]
+        for axis in self.axes:
+            yield from scope.check_axis(axis, of_views=True)
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ class SplitWeights(Directive):
 
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
         yield from super().check(scope)
-        yield from scope.check_axis(self.axis)
+        yield from scope.check_axis(self.axis, of_views=True)
         rows, errors = _rows(self.arguments)
         yield from errors
         if rows is not None and not errors:

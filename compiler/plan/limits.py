@@ -51,7 +51,7 @@ class Promise(Directive):
             message = f"no collective is called `{self.op.text}`"
             yield Diagnostic(BAD_VALUE, message, Label(self.op.span), help=help_)
         if self.axis is not None:
-            yield from scope.check_axis(self.axis)
+            yield from scope.check_axis(self.axis, of_views=True)
         if self.phase is not None and self.phase.text not in PHASES:
             message = f"a step has no phase `{self.phase.text}`"
             yield Diagnostic(BAD_VALUE, message, Label(self.phase.span), help=f"phases are {listed(PHASES)}")

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 from ...grammar.codes_language import MISSING_STATEMENT, REPEATED, UNKNOWN_VERB, UNREADABLE
@@ -17,6 +18,7 @@ from ...grammar.substitute import IN_STRING, LET
 from ...grammar.syntax import Phrase, Setting, Statement, Word
 from ...grammar.usage import parse_usage
 from ..layout.mesh import Mesh
+from ..layout.views import view_cuts, viewed
 from ..program.loss_scale import LossScale
 from ..sizes.size_range import BATCH, SizeRange
 from .directive import Directive, Scope, check_unique
@@ -45,6 +47,7 @@ from .directives.sizes import Sizes
 from .directives.stage import Stage
 from .directives.steps import Steps
 from .directives.verify import Verify
+from .directives.view import ViewLine
 from .directives.zero import Zero
 from .include import NAME_A_PLAN, Expanded, has_plan_name, read_source
 from .layouts import Fix, SplitWeights
@@ -94,8 +97,21 @@ class Plan:
     compress: tuple[Compress, ...] = ()
     schedule: Schedule | None = None
     stages: tuple[Stage, ...] = ()
+    views: tuple[ViewLine, ...] = ()
     mesh_spans: dict[str, Span] = field(default_factory=dict, compare=False)  # where each axis is declared
     warnings: tuple[Diagnostic, ...] = field(default=(), compare=False)
+
+    @cached_property
+    def refined(self) -> Mesh:
+        """The mesh with the axes of views, and with axes factored where those begin or end inside them."""
+        views = [line.view for line in self.views]
+        return viewed(self.mesh, views, view_cuts(self.mesh, views))
+
+    def ranks(self, axis: str) -> int:
+        """The number of ranks along an axis of the mesh or of a view."""
+        return next((dict(line.view.axes)[axis] for line in self.views if axis in dict(line.view.axes)), None) or (
+            self.mesh.size(axis)
+        )
 
     @property
     def loss_scale(self) -> LossScale:
@@ -137,7 +153,9 @@ def read_plan(plan: Path | str | Source, defines: Mapping[str, str] | None = Non
         message = f"`{source.path}` is no plan: none of its lines is one of a plan"
         raise PlanError([Diagnostic(UNREADABLE, message, help=path_meant(source.path, has_plan_name, NAME_A_PLAN))])
     axes = merged([found for found in directives if isinstance(found, MeshLine)])
-    scope = Scope(directives, declared_mesh(axes), _broken(expanded, directives))
+    mesh, views = declared_mesh(axes), (line.view for line in directives if isinstance(line, ViewLine))
+    own = frozenset(name for view in views for name, _ in view.axes if name not in mesh)
+    scope = Scope(directives, mesh, _broken(expanded, directives), own)
     found = [_with_defines(diagnostic, defines) for diagnostic in (*wrong, *_few(_check(scope, source)))]
     found.sort(key=_position)
     if any(diagnostic.is_error for diagnostic in found):
@@ -278,7 +296,9 @@ def _assemble(
         compress=scope.all(Compress),
         schedule=schedule,
         stages=scope.all(Stage),
+        views=scope.all(ViewLine),
         placements=tuple(found for found in scope.directives if isinstance(found, Fix | SplitWeights)),
-        mesh_spans={binding.name.text: binding.span for binding in axes},
+        mesh_spans={binding.name.text: binding.span for binding in axes}
+        | {binding.name.text: binding.span for line in scope.all(ViewLine) for binding in line.settings},
         warnings=warnings,
     )

@@ -148,7 +148,7 @@ def _mesh(part: _Part, at: ast.AST, keywords: Sequence[ast.keyword]) -> Mesh:
     axes = []
     for item in keywords:
         match item:
-            case ast.keyword(arg=str() as axis, value=ast.Constant() | ast.BinOp() as size):
+            case ast.keyword(arg=str() as axis, value=ast.Constant() | ast.BinOp() | ast.Name() as size):
                 axes.append(f"{axis}={ast.unparse(size)}".replace(" ", ""))
             case _:
                 raise part.fail(at, "the mesh's axes are whole numbers")

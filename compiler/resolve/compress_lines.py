@@ -42,7 +42,7 @@ def compress_lines(plan: Plan, names: PlanNames) -> tuple[tuple[CompressLine, ..
         wrong = (_problem(line, name, early, said) for name in parameters)
         errors += [problem for problem in wrong if problem is not None][:1]
         said.update(dict.fromkeys(parameters, line))
-        if plan.mesh.size(line.axis.text) > 1:
+        if plan.ranks(line.axis.text) > 1:
             lines.append(CompressLine(line.axis.text, line.format, tuple(parameters), bool(line.where), line.span))
     return tuple(lines), errors
 

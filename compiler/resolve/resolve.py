@@ -9,7 +9,6 @@ from functools import partial
 from types import MappingProxyType
 
 from ...grammar.codes_placement import (
-    IDLE_AXIS,
     NOT_PADDED,
     REPEATED_PLACEMENT,
     UNEVEN_SHARD,
@@ -27,9 +26,11 @@ from ..plan.plan import Plan
 from ..plan.sub_dims import DimSplit, cut_dims, multiples
 from ..sizes.size_range import BATCH, SizeRange
 from .compress_lines import CompressLine, compress_lines
+from .idle_axes import idle_axes
 from .names import PlanNames, WeightUse, find_modules, find_parameters, find_values, find_weights, split_dim
 from .seeds import PlacementSeed, Seeds
 from .stage_lines import find_cuts
+from .view_lines import Views
 from .zero_lines import ZeroLine, zero_lines
 
 __all__ = ["PlanNames", "Resolved", "WeightUse", "ZeroLine", "input_faults", "resolve"]
@@ -50,6 +51,7 @@ class Resolved:
     precision: tuple[tuple[str, tuple[str, ...], int], ...] = ()
     zero: tuple[ZeroLine, ...] = ()
     compress: tuple[CompressLine, ...] = ()
+    views: Views | None = None
 
     def line_of(self, value: str, dim: int) -> int:
         """Return the first line of the plan that splits a dim, for the computation or where it is stored."""
@@ -78,7 +80,7 @@ def resolve(
     for line in sorted(plan.placements, key=lambda line: not isinstance(line, Experts)):
         resolver.apply(line)
     precision = tuple(resolver.precision(line) for line in plan.precision)
-    zero, errors = zero_lines(plan, names, resolver.seeds)
+    zero, errors = zero_lines(plan, names, resolver.seeds, resolver.views)
     compress, wrong = compress_lines(plan, names)
     resolver.diagnostics += [*errors, *wrong]
     resolver.diagnostics += find_cuts(plan, names)[1]
@@ -87,11 +89,11 @@ def resolve(
     )
     if any(diagnostic.is_error for diagnostic in resolver.diagnostics):
         raise PlanError(resolver.diagnostics)
-    resolver.diagnostics += _idle_axes(plan, resolver.seeds.found.values())
+    resolver.diagnostics += idle_axes(plan, resolver.seeds.found.values())
     return Resolved(
-        tuple(seed for seed in resolver.seeds.found.values() if plan.mesh.size(seed.axis) > 1),
+        tuple(seed for seed in resolver.seeds.found.values() if plan.ranks(seed.axis) > 1),
         tuple(resolver.diagnostics), frozen, no_decay, pads_by_value(resolver.seeds.pads.items()), precision, zero,
-        compress,
+        compress, resolver.views,
     )  # fmt: skip
 
 
@@ -115,30 +117,6 @@ def _one_cause(first: Diagnostic, other: Diagnostic) -> bool:
     return uneven and bool(first.related) and (first.help, first.related) == (other.help, other.related)
 
 
-def _idle_axes(plan: Plan, seeds: Iterable[PlacementSeed]) -> Iterator[Diagnostic]:
-    """Return a warning for every axis of several ranks that splits nothing, or experts alone, and has no stages."""
-    seeds = tuple(seeds)
-    lines = {(line.span.source, line.span.line) for line in plan.placements if isinstance(line, Experts)}
-    by_experts = {seed: (seed.span.source, seed.span.line) in lines for seed in seeds}
-    experts = {seed.axis for seed, by in by_experts.items() if by}
-    used = {seed.axis for seed, by in by_experts.items() if seed.dim is not None and not by}
-    used |= {line.axis.text for line in plan.stages}
-    batch = next((line for line in plan.inputs if BATCH in line.dims), None)
-    placed = {seed.value for seed in seeds}
-    for axis, size in plan.mesh.axes:
-        if size == 1 or axis in used:
-            continue
-        help_ = "name it in a line that places weights or inputs"
-        if batch is not None and batch.name not in placed:
-            dims = ", ".join(f"{BATCH}/{axis}" if dim == BATCH else "_" for dim in batch.dims)
-            help_ = f"write `shard {batch.name} [{dims}]`"
-        message = f"the axis `{axis}` splits nothing: its {size} ranks do the same work"
-        if axis in experts:
-            message = f"the axis `{axis}` splits experts alone: its {size} ranks do all other work alike"
-        label = Label(plan.mesh_spans[axis])
-        yield Diagnostic(IDLE_AXIS, message, label, help=f"{help_}, or leave the axis out", severity=Severity.WARNING)
-
-
 class _Resolver:
     """The lines applied so far, in order, with all that they said."""
 
@@ -146,11 +124,10 @@ class _Resolver:
         self, plan: Plan, names: PlanNames, longer: Collection[tuple[str, int]], parts: PartCounts | None
     ) -> None:
         self._plan = plan
-        self._mesh = plan.mesh
         self._names = names
+        self.views, self.diagnostics = Views.of(plan, names)
         self._parts, self._loose = parts or {}, parts is None
         self.seeds = Seeds(names, self._mesh_of, longer, self._loose)
-        self.diagnostics: list[Diagnostic] = []
 
     def apply(self, line: Fix | SplitWeights) -> None:
         """Add the seeds of one line, or its errors. Of like errors of one word only the first is kept."""
@@ -194,7 +171,8 @@ class _Resolver:
 
     def _mesh_of(self, value: str) -> Mesh:
         """Return the mesh in which an axis counts as many ranks as hold different parts of a value."""
-        return Mesh(tuple((axis, self._parts.get((value, axis), size)) for axis, size in self._mesh.axes))
+        axes = self.views.mesh_of(value).axes
+        return Mesh(tuple((axis, self._parts.get((value, axis), size)) for axis, size in axes))
 
     def _report(self, errors: list[Diagnostic]) -> None:
         alike: dict[tuple[object, ...], list[Diagnostic]] = {}
@@ -226,7 +204,7 @@ class _Resolver:
                     yield result
                 else:
                     cuts[result[1].axis] = result
-            for axis in self._mesh.names if not failed else ():
+            for axis in self.views.mesh_of(value).names if not failed else ():
                 if axis in cuts:
                     yield _seed(value, *cuts[axis], word.span, fixed=True)
                 else:
@@ -244,6 +222,9 @@ class _Resolver:
             label = Label(line.dims[0].span.to(last.span) if line.dims else line.span, f"`{value}` is {shape}")
             help_ = "write one entry for each dim: `_` is a whole dim, `...` stands for the rest"
             yield Diagnostic(WRONG_DIM, message, label, help=help_)
+            return
+        if outside := [*self.views.check(value, line.axes)]:
+            yield from outside
             return
         declared = next((found.dims for found in self._plan.inputs if found.name == value), ())
         for at, (layout, size) in enumerate(zip(dims, sizes, strict=False)):
@@ -300,7 +281,7 @@ class _Resolver:
         parts = self._plan.microbatches
         if error.code is not UNEVEN_SHARD or parts == 1:
             return error
-        unit = parts * math.prod(self._mesh.size(axis.text) for axis in layout.axes)
+        unit = parts * math.prod(map(self._plan.ranks, (axis.text for axis in layout.axes)))
         size = self._plan.sizes[BATCH]
         which = f"`B` as a multiple of {unit}" if size.fixed else f"a step of `B` that is a multiple of {unit}"
         near = " or ".join(map(str, multiples(size.low if size.fixed else size.step, unit)))
@@ -329,6 +310,9 @@ class _Resolver:
         rows = line.rows or DimLayout((Factor(None, None, (line.axis,), line.axis.span),), line.axis.span)
         for name, at in targets:
             value = self._names.canonical(name)
+            if outside := [*self.views.check(value, (line.axis,))]:
+                yield from outside
+                return
             shape = self._names.shape(name)
             label = None if line.rows is not None else Label(word.span, f"`{name}` is {list(shape)}")
             pieces = partial(self._names.pieces, value, at)

@@ -53,7 +53,7 @@ def routing_of(plan: Plan, names: PlanNames, captured: Captured) -> dict[str, Ro
             if not any(_within(module, name) or _within(name, module) for name in found):
                 continue
             layer = layer._replace(
-                ranks=plan.mesh.size(line.axis.text), load=max(layer.load, line.load), capacity=line.capacity
+                ranks=plan.ranks(line.axis.text), load=max(layer.load, line.load), capacity=line.capacity
             )
             if line.rate is not None:
                 buffers = _biases(module, layer.experts, captured)

@@ -39,7 +39,7 @@ def units_of(plan: Plan, names: PlanNames, captured: Captured) -> frozenset[str]
                 errors.append(found)
                 continue
             words.update(dict.fromkeys(found, word))
-            if line.level and plan.mesh.size(line.axis.text) > 1:
+            if line.level and plan.ranks(line.axis.text) > 1:
                 active.update(found)
     errors = errors or [*_shared(words, captured)]
     if errors:

@@ -72,8 +72,8 @@ def _meeting_faults(roles: Mapping[str, Programs], axis: str) -> Iterator[Fault]
             for function in program.functions:
                 for line in function.lines:
                     row = COLLECTIVES.get(line.op)
-                    axes = program.mesh.joined(row.axes(line.args[1:])) if row is not None else ()
-                    may = line.op == AMONG and list(axes) == [axis] and key in _together(programs)
+                    axes = {program.mesh.owner(one) for one in row.axes(line.args[1:])} if row is not None else set()
+                    may = line.op == AMONG and axes == {axis} and key in _together(programs)
                     if (axis in axes or line.op == AMONG) and not may:
                         yield Fault("communication", f"{program.role}.{key}", f"has `{line.op}` over `{axis}`")
 

@@ -64,9 +64,6 @@ def _collectives(compiled: Compiled) -> Iterator[Diagnostic]:
     ran += among.elements()
     names = names_of(compiled.captured)
 
-    def owners(message: Communication) -> tuple[str, ...]:
-        return tuple(map(compiled.mesh.owner, message.axes))
-
     for promise in compiled.plan.promises:
         modules: list[str] = []
         for word in promise.where:
@@ -75,7 +72,7 @@ def _collectives(compiled: Compiled) -> Iterator[Diagnostic]:
                 yield result
             else:
                 modules += result
-        meant = [message for message in ran if promise.means(message.op, owners(message), message.phase)]
+        meant = [message for message in ran if promise.means(message.op, _over(compiled, message), message.phase)]
         inside = {module: [m for m in meant if _within(m.origin.module, module)] for module in modules}
         if promise.count == 0:
             yield from _forbidden(compiled, promise, [m for part in inside.values() for m in part])
@@ -145,10 +142,17 @@ def _cause(message: Communication) -> str:
     return f"{place}{message.phase}, {size_text(message.bytes)} a rank of {message.dtype}"
 
 
+def _over(compiled: Compiled, message: Communication) -> tuple[str, ...]:
+    """Return the axes over which a collective is: those of the mesh, and those of views with all their parts."""
+    mesh = compiled.mesh
+    parts = mesh.spread(message.axes)
+    return (*map(mesh.owner, parts), *(name for name, own in mesh.views if {*own} <= {*parts}))
+
+
 def _related(compiled: Compiled, message: Communication) -> tuple[Label, ...]:
     """Return the line that asked for a collective: one that places a weight of the module over the axis, else the line
     that the program names."""
-    axes = tuple(map(compiled.mesh.owner, message.axes))
+    axes = _over(compiled, message)
     seeds = (seed for seed in compiled.resolved.seeds if seed.axis in axes and message.origin.module)
     near = next((seed.span for seed in seeds if _within(seed.value, message.origin.module)), None)
     span = near if near is not None else line_span(compiled.plan, message.origin.plan)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.plan.directive import Literal
 from parc.compiler.plan.directives.stage import Stage
+from parc.compiler.plan.directives.view import ViewLine
 from parc.compiler.plan.plan import Plan
 from parc.compiler.program.blocks import block_of, innermost
 from parc.compiler.program.faults import Fault
@@ -196,7 +197,7 @@ def _compiled(compiled: Compiled, mesh: Mesh, sizes: Mapping[str, int], given: M
         ranges[name] = SizeRange(chosen, chosen) if plan.sizes[name].fixed else SizeRange(step, 2 * step, step)
     factors = {axis: tuple(map(mesh.size, mesh.parts(axis))) for axis, _ in mesh.factored}
     copies, pads = replace(compiled.copies, sizes=factors), compiled.resolved.pads
-    small = replace(plan, sizes=ranges, mesh=mesh.declared, stages=_stages(plan, mesh))
+    small = replace(plan, sizes=ranges, mesh=mesh.declared, stages=_stages(plan, mesh), views=_views(plan, mesh))
     return compile_plan(small, compiled.folder, overrides={**compiled.overrides, **given}, copies=copies, longer=pads,
                         dims=compiled.built.dims)  # fmt: skip
 
@@ -208,6 +209,15 @@ def _small_enough(twin: Compiled) -> Compiled:
         help_ = "a `verify` line names smaller arguments of the model, e.g. `verify layers=2, width=64`"
         raise PlanError([Diagnostic(NO_TWIN, message, Label(line.span), help=help_)])
     return twin
+
+
+def _views(plan: Plan, mesh: Mesh) -> tuple[ViewLine, ...]:
+    """Return the plan's views of a mesh that may have fewer ranks."""
+    sizes = {name: mesh.size(name) for name, _ in mesh.views}
+    return tuple(
+        replace(line, view=replace(line.view, axes=tuple((name, sizes.get(name, 1)) for name, _ in line.view.axes)))
+        for line in plan.views
+    )
 
 
 def _stages(plan: Plan, mesh: Mesh) -> tuple[Stage, ...]:

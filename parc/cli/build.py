@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,13 +62,20 @@ def make(given: argparse.Namespace, plan: Path, out: Path) -> tuple[dict[str, An
     return checked.report, seconds
 
 
+def _view_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the rows of other axes that parts of the model see."""
+    for view in report.get("views", ()):
+        axes = ", ".join(f"{axis}={size}" for axis, size in zip(view["axes"], view["sizes"], strict=True))
+        yield "", f"{', '.join(view['over'])} as {axes} in {', '.join(view['in'])}"
+
+
 def report_text(report: Mapping[str, Any]) -> str:
     """Return a build's report for a reader."""
     from parc.compiler.program.cost import MEMORY_KINDS
     from parc.compiler.sizes.template import sizes_text
 
     mesh = ", ".join(f"{axis}={size}" for axis, size in report["mesh"].items()) or "one rank"
-    rows = [("mesh", f"{mesh} ({report['world']} rank{'s' * (report['world'] != 1)})"),
+    rows = [("mesh", f"{mesh} ({report['world']} rank{'s' * (report['world'] != 1)})"), *_view_rows(report),
             ("roles", ", ".join(report["roles"])), ("parameters", f"{report['parameters']:,}")]  # fmt: skip
     if any(".." in size for size in report["sizes"].values()):
         rows.append(("sizes", f"{sizes_text(report['sizes'])}; bytes are those of the largest"))

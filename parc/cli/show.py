@@ -164,15 +164,26 @@ def _show_programs(given: argparse.Namespace, build: Build) -> int:
 def _parameters(build: Build) -> list[dict[str, Any]]:
     """Print each parameter with its global shape, its placement, and the bytes that a rank holds of it."""
     from parc.compiler.layout.placement import parse_type
+    from parc.report import plan_of, seen_from
 
-    mesh = build.programs[FORWARD].mesh
-    rows = []
+    plan, rows = plan_of(build), []
     for name, text in build.manifest["parameters"].items():
-        type_ = parse_type(text, mesh)
-        placement = {axis: str(kind) for axis, kind in type_.placement.joined(mesh).items()}
+        type_, mesh = parse_type(text, build.mesh), seen_from(name, plan, build.mesh)
+        placement: dict[str, str] = {}
+        for axis in mesh.joined(mesh.names):
+            parts = mesh.parts(axis)
+            whole = type_.placement.as_one(parts, mesh)
+            kinds = {axis: whole} if whole is not None else {part: type_.placement[part] for part in parts}
+            placement |= {name: str(kind) for name, kind in kinds.items()}
         size = math.prod(type_.local(mesh)) * type_.dtype.itemsize
         rows.append(
-            {"name": name, "type": text, "shape": list(type_.shape), "placement": placement, "local_bytes": size}
+            {
+                "name": name,
+                "type": type_.text(mesh),
+                "shape": list(type_.shape),
+                "placement": placement,
+                "local_bytes": size,
+            }
         )
     return rows
 

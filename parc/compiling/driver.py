@@ -22,6 +22,7 @@ from parc.compiler.capture.model_calls import TaskLines
 from parc.compiler.capture.model_code import target_hashes
 from parc.compiler.initial.recipes import Recorded
 from parc.compiler.layout.mesh import Mesh
+from parc.compiler.layout.views import viewed
 from parc.compiler.ops.precision import regions
 from parc.compiler.padding.pads import Pads, facts_of
 from parc.compiler.plan.directives.experts import Experts
@@ -35,7 +36,7 @@ from parc.compiler.resolve.routing import RoutedLayer, biases_of, routing_facts,
 from parc.compiler.resolve.units import units_of
 from parc.compiler.sizes.polynomials import check_points, moving
 from parc.compiler.sizes.template import Template
-from parc.compiling.axes import at_nodes, compressions_of, levels_of, shardings_of
+from parc.compiling.axes import compressions_of, finer_axes, levels_of, shardings_of
 from parc.compiling.initial_weights import init_facts
 from parc.compiling.pipelines import pipeline_of, timelines_of
 from parc.compiling.plan_capture import capture_plan
@@ -194,7 +195,7 @@ def compile_captured(
         help_ = f"name other parameters by `on`, or an axis over which `{error.name}` is whole"
         raise PlanError([Diagnostic(SPLIT_ALREADY, str(error), Label(span), help=help_)]) from None
     except UnevenTokens as error:
-        raise PlanError([_uneven_tokens(plan, error)]) from None
+        raise PlanError([_uneven_tokens(plan, asked.mesh, error)]) from None
     except MixedRows as error:
         help_ = "compute each row by itself; put dropout and statistics before the experts, or behind them"
         notes = (f"at {error.origin.source}",) if error.origin.source else ()
@@ -215,12 +216,14 @@ def compile_captured(
     )  # fmt: skip
 
 
-def _uneven_tokens(plan: Plan, error: UnevenTokens) -> Diagnostic:
+def _uneven_tokens(plan: Plan, mesh: Mesh, error: UnevenTokens) -> Diagnostic:
     """Return the error of tokens that do not divide among the ranks of their experts, at the line that splits these."""
-    lines = (line for line in plan.placements if isinstance(line, Experts) and line.axis.text == error.axis)
-    span = next((line.span for line in lines), plan.model.span)
-    help_ = f"choose sizes that divide by {plan.mesh.size(error.axis)} on each rank, or split experts over another axis"
-    return Diagnostic(UNEVEN_TOKENS, str(error), Label(span), help=help_)
+    lines = (line for line in plan.placements if isinstance(line, Experts))
+    line = next((line for line in lines if not error.axes.isdisjoint(mesh.parts(line.axis.text))), None)
+    axis = line.axis.text if line is not None else ",".join(error.axes)
+    help_ = f"choose sizes that divide by {error.ranks} on each rank, or split experts over another axis"
+    label = Label(line.span if line is not None else plan.model.span)
+    return Diagnostic(UNEVEN_TOKENS, f"{error} over `{axis}`", label, help=help_)
 
 
 @dataclass(frozen=True)
@@ -248,8 +251,8 @@ def ask(
     pipeline = choices.make("stages", pipeline) if choices is not None else pipeline
     if copies is None:  # what must divide depends on what several ranks keep
         asked = resolve(plan, names, longer, None)
-        copies = at_nodes(plan, find_copies(captured, plan, asked.seeds, asked.pads))
-    mesh = plan.mesh.factor(copies.sizes)
+        copies = finer_axes(plan, find_copies(captured, plan, asked.seeds, asked.pads))
+    mesh = viewed(plan.mesh, (line.view for line in plan.views), copies.sizes)
     if declared is not None:  # of a range, the step must divide
         resolve(declared, names, longer, copies.parts(mesh))
     resolved = resolve(plan, names, longer, copies.parts(mesh))
@@ -270,7 +273,7 @@ def ask(
         shardings_of(resolved, mesh, copies), plan.loss_scale, plan.unbatched, choices,
         OverlapChoices(plan.bucket, plan.prefetch),
         {word: line.span.root.line for word, line in plan.offloaded.items()}, levels_of(plan, mesh, copies),
-        compressions_of(resolved, mesh, captured, frozen), units=units_of(plan, names, captured),
+        compressions_of(resolved, mesh, copies, captured, frozen), units=units_of(plan, names, captured),
         terms=len(plan.loss.terms), biases=biases_of(routing),
     ), routing)  # fmt: skip
 

@@ -13,9 +13,9 @@ from torch import fx
 from ...compiler.capture.capture import Captured
 from ...compiler.capture.node_facts import noted
 from ...compiler.layout.mesh import Mesh
-from ...compiler.layout.nodes import UnevenNodes
 from ...compiler.layout.placement import Split, along
 from ...compiler.layout.stretches import Outer
+from ...compiler.layout.views import finer
 from ...compiler.ops.rules import facts
 from ...compiler.ops.splits import to_factor
 from ...compiler.padding.pads import Pads
@@ -33,41 +33,37 @@ from .follow import Follower, factor_places
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """The heads that several ranks of an axis keep. ``sizes`` are the sub-axes that an axis is factored into, for heads
-    or at nodes. ``kept`` says by value and axis how many of the sub-axes, major first, split the value; it is whole on
-    the others. ``fused`` says the same for values in which these heads are fused with more; on the other sub-axes they
-    are gathered."""
+    """The heads that several ranks of an axis keep. ``sizes`` are the sub-axes into which an axis is factored: for
+    heads, for views, at nodes. ``kept`` says by value and axis how many of the sub-axes, major first, split the value;
+    it is whole on the others. ``fused`` says the same for values in which these heads are fused with more; on the other
+    sub-axes they are gathered."""
 
     sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     kept: Mapping[tuple[str, str], int] = field(default_factory=dict)
     fused: Mapping[tuple[str, str], int] = field(default_factory=dict)
     notes: tuple[Diagnostic, ...] = ()
     across: Mapping[str, int] = field(default_factory=dict)
-    """The number of sub-axes, major first, along which the ranks of an axis are on different nodes, for axes of which
-    lines mean the nodes."""
+    """The number of parts, major first, along which the ranks of an axis are on different nodes, for axes of the mesh
+    or of views of which lines mean the nodes."""
 
-    def with_nodes(self, axis: str, nodes: int, ranks: int) -> Copies:
-        """Return these with an axis factored at its nodes too: so many, each with so many of its ranks.
+    def cut(self, axis: str, ranks: int, cuts: Iterable[int]) -> Copies:
+        """Return these with an axis of so many ranks factored at other places too: after so many parts of it.
 
         Raises:
-            UnevenNodes: nodes cut through what the axis is factored into already.
+            NoCommonParts: one cuts through what the axis is factored into already.
         """
-        before = [*accumulate(self.sizes.get(axis, (nodes * ranks,)), mul)]
-        ends = sorted({nodes, *before} - {1})
-        if any(more % less for less, more in pairwise(ends)):
-            heads = " and ".join(map(str, before[:-1]))
-            raise UnevenNodes(f"{nodes} nodes of `{axis}` neither divide its {heads} heads nor are a multiple of them")
+        before = [*accumulate(self.sizes.get(axis, (ranks,)), mul)]
+        made = finer(self.sizes.get(axis, (ranks,)), cuts)
+        ends = [*accumulate(made, mul)]
 
-        def finer(counts: Mapping[tuple[str, str], int]) -> dict[tuple[str, str], int]:
+        def moved(counts: Mapping[tuple[str, str], int]) -> dict[tuple[str, str], int]:
             return {
                 key: ends.index(before[number - 1]) + 1 if key[1] == axis and number else number
                 for key, number in counts.items()
             }
 
-        sizes = {axis: tuple(more // less for less, more in pairwise([1, *ends]))} if len(ends) > 1 else {}
-        across = ends.index(nodes) + 1 if nodes > 1 else 0
-        return replace(self, sizes={**self.sizes, **sizes}, kept=finer(self.kept), fused=finer(self.fused),
-                       across={**self.across, axis: across})  # fmt: skip
+        sizes = {axis: made} if len(ends) > 1 else {}
+        return replace(self, sizes={**self.sizes, **sizes}, kept=moved(self.kept), fused=moved(self.fused))
 
     def parts(self, mesh: Mesh) -> dict[tuple[str, str], int]:
         """Return the number of parts into which a value is split, by value and axis."""

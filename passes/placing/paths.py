@@ -99,11 +99,11 @@ def _steps(at: Placement, want: Placement, mesh: Mesh, lifts: bool) -> Iterator[
 
 
 def _as_one(at: Placement, want: Placement, mesh: Mesh) -> Iterator[tuple[tuple[str, ...], AxisType, AxisType]]:
-    """Yield factored axes whose sub-axes act as one axis both before and after: they move in one message."""
-    before, after = at.joined(mesh), want.joined(mesh)
-    for axis, _ in mesh.factored:
-        if axis in before and axis in after and before[axis] != after[axis]:
-            yield mesh.parts(axis), before[axis], after[axis]
+    """Yield axes that act as one both before and after: they move in one message."""
+    for axes in mesh.together:
+        before, after = at.as_one(axes, mesh), want.as_one(axes, mesh)
+        if before is not None and after is not None and before != after:
+            yield axes, before, after
 
 
 def _price(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from ...compiler.layout.mesh import Mesh
@@ -28,6 +29,7 @@ class UnevenTokens(ValueError):
     """The error of tokens that do not divide among the ranks of an axis, which share the experts of a module."""
 
     def __init__(self, axes: str, chosen: TensorType, mesh: Mesh, origin: Origin) -> None:
-        self.axis = mesh.owner(axes.split(",")[0])
+        self.axes = frozenset(axes.split(","))
+        self.ranks = math.prod(map(mesh.size, self.axes))
         tokens = chosen.local(mesh)[1]
-        super().__init__(f"the {tokens} tokens of a rank that go to `{origin.module}` do not divide over `{self.axis}`")
+        super().__init__(f"the {tokens} tokens of a rank that go to `{origin.module}` do not divide")

@@ -32,11 +32,13 @@ _MOST_PADDING = 8
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """The demand of a ``zero`` line on one parameter: its level over an axis, and the line's number."""
+    """The demand of a ``zero`` line on one parameter: its level over an axis, and the line's number. ``spare``: over
+    the axis only where it does not split the parameter for the computation."""
 
     axis: str
     level: int
     line: int
+    spare: bool = False
 
 
 class AlreadySplit(ValueError):
@@ -73,6 +75,7 @@ def store_parameters(
             continue
         wanted = [one for one in shardings.get(name, ()) if kind == "parameter" or one.level >= WEIGHTS]
         own = node_type(node)
+        wanted = [one for one in wanted if not one.spare or not isinstance(own.placement[one.axis], Split)]
         for one in wanted:
             if isinstance(own.placement[one.axis], Split):
                 raise AlreadySplit(name, one)

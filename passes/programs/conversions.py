@@ -57,9 +57,12 @@ def _with_size(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
 def _order(before: Placement, after: Placement, mesh: Mesh) -> list[tuple[str, ...]]:
     """Return the axes whose type changes, gathers of the innermost parts first, cuts into the outermost parts first.
     Sub-axes that act as one axis before and after move in one message."""
-    old, new = before.joined(mesh), after.joined(mesh)
-    units = [mesh.parts(axis) for axis in mesh.declared.names if axis in old and axis in new]
-    units += [(axis,) for axis in mesh.names if not any(axis in unit for unit in units)]
+    units: list[tuple[str, ...]] = []
+    for axes in (*mesh.together, *((axis,) for axis in mesh.names)):
+        one = before.as_one(axes, mesh) is not None and after.as_one(axes, mesh) is not None
+        if one and not any(axis in unit for unit in units for axis in axes):
+            units.append(axes)
+    units.sort(key=lambda unit: mesh.names.index(unit[0]))
 
     def turn(axes: tuple[str, ...]) -> int:
         kind, target = before[axes[0]], after[axes[0]]

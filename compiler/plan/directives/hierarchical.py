@@ -31,7 +31,7 @@ class Hierarchical(Directive):
     axis: Word = argument(lambda given: given.word("over"))
 
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
-        yield from scope.check_axis(self.axis)
+        yield from scope.check_axis(self.axis, of_views=True)
         yield from check_levels(scope, self.axis, Label(self.axis.span), both=True)
         for line in scope.all(Hierarchical):
             if line is self:

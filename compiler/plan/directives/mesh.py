@@ -39,14 +39,7 @@ class MeshLine(Directive):
             return
         yield from self._check_others(scope)
         yield from check_unique(tuple(binding.name for binding in bindings), "axis")
-        for binding in bindings:
-            value, label = binding.value, Label(binding.value.span)
-            if not isinstance(value, Number) or not value.is_integer:
-                message = f"the size of `{binding.name.text}` is not a whole number"
-                yield Diagnostic(WRONG_KIND, message, label, help=f"write `{binding.name.text}=2`")
-            elif value.value < 1:
-                message = f"the axis `{binding.name.text}` has size {value.text}"
-                yield Diagnostic(BAD_VALUE, message, label, help="sizes are 1 or more; 1 turns an axis off")
+        yield from check_sizes(bindings)
         if scope.mesh.world > MOST_RANKS or len(bindings) > MOST_AXES:
             message = f"a mesh of {scope.mesh.world:,} ranks along {len(bindings)} axes"
             help_ = f"at most {MOST_RANKS:,} ranks along {MOST_AXES} axes are read"
@@ -78,6 +71,18 @@ class MeshLine(Directive):
                 message = f"the axis `{name}` has size {own} in one file and {size} in another"
                 help_ = f"give the size as the include's argument: `({name}={size})`"
                 yield Diagnostic(MESH_DIFFERS, message, Label(self.span.root), related, help=help_)
+
+
+def check_sizes(bindings: Sequence[Setting]) -> Iterator[Diagnostic]:
+    """Find axes whose sizes are no whole numbers of 1 or more."""
+    for binding in bindings:
+        value, label = binding.value, Label(binding.value.span)
+        if not isinstance(value, Number) or not value.is_integer:
+            message = f"the size of `{binding.name.text}` is not a whole number"
+            yield Diagnostic(WRONG_KIND, message, label, help=f"write `{binding.name.text}=2`")
+        elif value.value < 1:
+            message = f"the axis `{binding.name.text}` has size {value.text}"
+            yield Diagnostic(BAD_VALUE, message, label, help="sizes are 1 or more; 1 turns an axis off")
 
 
 def declared_mesh(bindings: Sequence[Setting]) -> Mesh:

@@ -63,12 +63,7 @@ class Stage(Directive):
     def _check_placements(self, scope: Scope) -> Iterator[Diagnostic]:
         """Find placements of other lines on the axis of stages."""
         for other in scope.directives:
-            words: tuple[Word, ...] = ()
-            if isinstance(other, SplitWeights):
-                words = (other.axis,)
-            elif isinstance(other, Fix):
-                words = tuple(axis for dim in other.dims or () for axis in dim.axes)
-            for word in words:
+            for word in other.axes if isinstance(other, SplitWeights | Fix) else ():
                 if word.text == self.axis.text:
                     related = (Label(self.axis.span, "stages lie over it"),)
                     message = f"`{word.text}` is the axis of stages: nothing is split over it"

@@ -44,7 +44,7 @@ class Zero(Directive):
     where: tuple[Word, ...] = argument(lambda given: given.words("on"))
 
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
-        yield from scope.check_axis(self.axis)
+        yield from scope.check_axis(self.axis, of_views=True)
         if self.arguments.number("level", 0) not in LEVELS:
             label = Label(self.arguments.span("level"))
             help_ = "write `zero 1`, `zero 2` or `zero 3`; `zero 0` is none"
