@@ -36,7 +36,7 @@ def program_rows(build: Build, plan: Plan) -> dict[str, Any]:
     rows = [row for role in build.roles.values() for row in communication_table(role)]
     for row in rows:
         seen = seen_from(row["module"], plan, build.mesh)
-        row["axis"] = ",".join(seen.joined(seen.spread(row["axis"].split(","))))
+        row["axis"] = ",".join(seen.joined(build.mesh.spread(row["axis"].split(","))))
     return {
         "mesh": dict(build.mesh.declared.axes),
         **view_facts(plan),
@@ -51,13 +51,13 @@ def program_rows(build: Build, plan: Plan) -> dict[str, Any]:
 
 
 def seen_from(name: str, plan: Plan, mesh: Mesh) -> Mesh:
-    """Return the mesh whose texts name axes as a module or a parameter sees them."""
+    """Return the mesh whose texts name axes as a module or a parameter sees them; "" is no module."""
     path = name.split(".")
     inside = [".".join(path[:depth]) for depth in range(1, len(path) + 1)]
     for line in plan.views:
         if any(Pattern(word.text).of(inside) for word in line.where):
             return replace(mesh, seen=tuple(axis for axis, _ in line.view.axes if axis in dict(mesh.views)))
-    return mesh
+    return replace(mesh, views=()) if name else mesh
 
 
 def _expert_rows(build: Build, plan: Plan) -> dict[str, Any]:

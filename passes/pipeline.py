@@ -95,6 +95,8 @@ class Request:
     """The number of the loss's terms."""
     biases: Mapping[str, Bias] = field(default_factory=dict)
     """The biases that balance experts, by the module of these."""
+    replicas: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """The axes of views along which ranks hold the same experts, by the module of these."""
 
 
 @dataclass(frozen=True)
@@ -211,7 +213,7 @@ def _place(graph: fx.Graph, mesh: Mesh, request: Request) -> tuple[fx.Graph, Pla
     claims = [Claim((nodes[key], 0), axis, split, line) for key, axis, split, line in request.claims if key in nodes]
     gathered = few_heads(graph, request.fused)
     placed = propagate(graph, mesh, claims, gathered)
-    slices, behind = slice_tokens(graph, mesh, placed)
+    slices, behind = slice_tokens(graph, mesh, placed, request.replicas)
     if slices:
         placed = propagate(graph, mesh, [*claims, *slices], gathered | behind)
     partition = Partition(graph, mesh, placed, request.choices, request.levels)

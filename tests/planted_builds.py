@@ -185,9 +185,30 @@ _PLANS = {
 COMPRESSED_BUILD = "stack dp=2, compressed"
 _PLANS[COMPRESSED_BUILD] = ("tests", _STACK[: _STACK.index("mesh")] + _COMPRESSED)
 BUILDS = tuple(_PLANS)
-EXPERT_BUILDS = ("experts dp=2, ep=2", "experts ep=2, tp=2")
+EXPERT_BUILDS = (
+    "experts dp=2, ep=2",
+    "experts ep=2, tp=2",
+    "experts dp=4 as ep=2, edp=2",
+    "experts dp=2, tp=2 as ep=4",
+)
 _PLANS[EXPERT_BUILDS[0]] = ("tests", _EXPERTS.replace("mesh ep=2", "mesh dp=2, ep=2").replace("B/ep", "B/dp/ep"))
 _PLANS[EXPERT_BUILDS[1]] = ("tests", _EXPERTS.replace("mesh ep=2", "mesh ep=2, tp=2") + _INSIDE)
+_VIEW, _ATTENTION = (
+    "view {} in model.layers.*.mlp.experts\n",
+    """\
+column model.layers.*.self_attn.{q,k,v}_proj over tp
+row model.layers.*.self_attn.o_proj over tp
+""",
+)
+_PLANS[EXPERT_BUILDS[2]] = (
+    "tests", _EXPERTS.replace("mesh ep=2", "mesh dp=4").replace("B/ep", "B/dp") + _VIEW.format("dp as ep=2, edp=2")
+)  # fmt: skip
+_PLANS[EXPERT_BUILDS[3]] = (
+    "tests",
+    _EXPERTS.replace("mesh ep=2", "mesh dp=2, tp=2").replace("B/ep", "B/dp")
+    + _VIEW.format("dp, tp as ep=4")
+    + _ATTENTION,
+)
 AUXILIARY_BUILD = "experts dp=2, ep=2, auxiliary loss"
 _PLANS[AUXILIARY_BUILD] = (
     "tests",

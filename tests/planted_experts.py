@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from parc.compiler.layout.collectives import COLLECTIVES
+from parc.compiler.layout.mesh import Mesh
 from parc.compiler.layout.packed_rows import EXCHANGE
-from parc.compiler.layout.placement import Split, TensorType
+from parc.compiler.layout.placement import Split, TensorType, along
 from parc.compiler.ops.rules.experts import EXPERTS_RULES
 from parc.compiler.program.program import Function, Line, Ref, Value
 from tests.planted_builds import AUXILIARY_BUILD, EXPERT_BUILDS, GoodBuild, good_build, judge
@@ -129,30 +130,36 @@ def of_other_ranks(build: GoodBuild) -> Iterator[Mutant]:
                 if _chosen(value) and line.op not in COLLECTIVES:
                     further = through(function, value.name, [("aten.roll.default", ([half], [0]), torch.bool)])
                     yield Mutant(kind, f"{value.name}, a rank further", with_function(programs, "F", further))
-    others = [axis for axis in mesh.names if axis != "ep"]
+    others = [axis for axis in mesh.names if axis not in mesh.parts("ep")]
     for site in collectives(programs):
         chosen = any(_chosen(site.function.values()[name]) for name in site.line.uses())
         for axes in (*others, ",".join(mesh.names)) if chosen else ():
+            if axes == site.line.args[1]:
+                continue
             yield from swapped_in(kind, "put", site, site.line.op, (axes, *site.line.args[2:]))
     for value in programs["F"].main.parameters:
-        if _of_experts(value.type):
-            moved = replace(value.type, placement=value.type.placement.replace({"ep": Split(0, 2)}))
+        if _of_experts(value.type, mesh):
+            placement = value.type.placement.replace(along(mesh.parts("ep"), Split(0, 2), mesh))
+            moved = replace(value.type, placement=placement)
+            if not placement.nests(moved.shape, mesh):  # a rank has one expert or two
+                continue
             here = with_binding(programs, ("F",), value.binding, moved)
             yield from both(kind, f"F takes {value.binding} two by two", here, programs)
             everywhere = carried(with_binding(programs, tuple(programs), value.binding, moved), programs)
             yield Mutant(kind, f"all take {value.binding} two by two", everywhere)
 
 
-def _of_experts(type_: TensorType) -> bool:
+def _of_experts(type_: TensorType, mesh: Mesh) -> bool:
     """Return whether a type is that of weights of experts, or their gradients."""
-    return len(type_.shape) == 3 and type_.shape[0] == _EXPERTS and type_.placement["ep"] == Split(0)
+    split = type_.placement.as_one(mesh.parts("ep"), mesh) == Split(0)
+    return len(type_.shape) == 3 and type_.shape[0] == _EXPERTS and split
 
 
 def wrong_replicas(build: GoodBuild) -> Iterator[Mutant]:
     """Sum the gradients of experts over ranks that hold other experts or the same sum, or not over all replicas."""
     kind, programs, mesh = "sum experts' gradients over wrong ranks", build.case.programs, build.case.mesh
     for site in collectives(programs):
-        if site.action not in ("B", "REDUCE") or site.operand.packed is not None or not _of_experts(site.operand):
+        if site.action not in ("B", "REDUCE") or site.operand.packed is not None or not _of_experts(site.operand, mesh):
             continue
         yield from both(kind, site.named("leave out"), site.replaced(read=site.source.name), programs)
         for axes in (*mesh.names, ",".join(mesh.names)):

@@ -115,11 +115,16 @@ def test_an_exchange_over_a_view_is_one_message_of_the_bytes_that_travel() -> No
     assert not [row for row in rows if row["carries"] == "gradients" and "experts" in row["module"]]
 
 
-def test_gradients_of_experts_are_summed_over_their_replicas_alone() -> None:
-    made = compiled(folded("Mixtral", "dp=4", "dp as ep=2, edp=2"), ROOT / "tests")
-    rows = [row for row in report_of(made)["communication"] if row["carries"] == "gradients"]
-    assert {row["axis"] for row in rows if "experts" in row["module"]} == {"edp"}
-    assert {row["axis"] for row in rows if "gate.weight" in row["module"]} == {"dp"}
+@pytest.mark.parametrize(("mesh", "view"), [("dp=4", "dp as ep=2, edp=2"), ("dp=2, tp=4", "dp, tp as edp=4, ep=2")])
+def test_replicas_of_experts_route_different_tokens_and_sum_their_gradients(mesh: str, view: str) -> None:
+    """Each of four replicas over dp and a part of tp has a slice of the tokens that are alike on tp."""
+    rows = report_of(compiled(folded("Mixtral", mesh, view, num_attention_heads=4), ROOT / "tests"))["communication"]
+    sums = [row for row in rows if row["carries"] == "gradients"]
+    assert {row["axis"] for row in sums if "experts" in row["module"]} == {"edp"}
+    assert {row["axis"] for row in sums if "gate.weight" in row["module"]} == {"dp"}
+    ranks, k, width, ep = math.prod(map(int, re.findall(r"\d", mesh))), 2, 16, 2
+    sent = {row["wire_bytes"] for row in rows if row["op"] == "exchange"}
+    assert sent == {8 * 4 // ranks * k * width * 4 * (ep - 1) // ep}
 
 
 def test_zero_over_the_mesh_s_axis_stores_experts_over_their_replicas() -> None:

@@ -119,16 +119,17 @@ class Mesh:
         return next((name for name, _ in self.factored if axis in self.parts(name)), axis)
 
     def joined(self, axes: Iterable[str]) -> tuple[str, ...]:
-        """Return axes as texts name them: those of the view that is ``seen``; a factored axis by its own name where all
-        its sub-axes are there, in order; and what is left of it by the name of a view's axis likewise."""
-        result = list(axes)
+        """Return axes as texts name them: parts that are there in order by the name of the longest axis that they make,
+        which is one of the view that is ``seen``, a factored one, or, for parts of this, one of any view."""
         sub_axes = {part for axis, _ in self.factored for part in self.parts(axis)}
         views = (name for name, parts in self.views if not sub_axes.isdisjoint(parts))
-        for axis in (*self.seen, *(axis for axis, _ in self.factored), *views):
-            parts = list(self.parts(axis))
-            for at in range(len(result) - len(parts) + 1):
-                if result[at : at + len(parts)] == parts:
-                    result[at : at + len(parts)] = [axis]
+        known = [(name, self.parts(name)) for name in (*self.seen, *(axis for axis, _ in self.factored), *views)]
+        result, rest = list[str](), tuple(axes)
+        while rest:
+            fitting = (one for one in known if rest[: len(one[1])] == one[1])
+            name, parts = max(fitting, key=lambda one: len(one[1]), default=(rest[0], rest[:1]))
+            result.append(name)
+            rest = rest[len(parts) :]
         return tuple(result)
 
     def spread(self, axes: Iterable[str]) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from operator import mul
@@ -12,12 +12,14 @@ from parc.compiler.capture.node_facts import noted
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.layout.nodes import node_levels
 from parc.compiler.layout.views import NoCommonParts, viewed
+from parc.compiler.plan.directives.experts import Experts
 from parc.compiler.plan.plan import Plan
 from parc.compiler.resolve.resolve import Resolved
-from parc.grammar.codes_placement import NOT_COMPRESSED, UNEVEN_NODES
+from parc.grammar.codes_placement import NOT_COMPRESSED, UNEVEN_NODES, UNEVEN_TOKENS
 from parc.grammar.codes_views import BAD_VIEW
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.passes.placing.heads import Copies
+from parc.passes.placing.reshards import UnevenTokens
 from parc.passes.placing.stored import Sharding
 from parc.passes.programs.compress import Compression
 from parc.passes.programs.two_levels import Levels
@@ -87,6 +89,20 @@ def levels_of(plan: Plan, mesh: Mesh, copies: Copies) -> Levels:
     return {axis: across for axis, across in axes.items() if 0 < across < len(mesh.parts(axis))}
 
 
+def replicas_of(routing: Iterable[str], resolved: Resolved, mesh: Mesh, copies: Copies) -> dict[str, frozenset[str]]:
+    """Return the axes of a view over which the experts of a module are whole, by the module: those of its replicas."""
+    found: dict[str, frozenset[str]] = {}
+    views = resolved.views.lines if resolved.views is not None else {}
+    for module in routing:
+        inside = {name: line for name, line in views.items() if name.startswith(f"{module}.")}
+        axes = {part for line in inside.values() for part in mesh.spread(line.view.over)}
+        placed = [copies.splits(seed, mesh) for seed in resolved.seeds if seed.value in inside]
+        split = {axis for one in placed for axis, kind in one.items() if kind is not None}
+        if placed:
+            found[module] = frozenset(axes - split)
+    return found
+
+
 def compressions_of(
     resolved: Resolved, mesh: Mesh, copies: Copies, captured: Captured, frozen: Collection[str]
 ) -> dict[str, Compression]:
@@ -110,3 +126,13 @@ def compressions_of(
             if axes := tuple(axis for axis in mesh.parts(line.axis) if axis not in split):
                 found[name] = Compression(axes, line.format, line.span.root.line)
     return found
+
+
+def uneven_tokens(plan: Plan, mesh: Mesh, error: UnevenTokens) -> Diagnostic:
+    """Return the error of tokens that do not divide among the ranks of their experts, at the line that splits these."""
+    lines = (line for line in plan.placements if isinstance(line, Experts))
+    line = next((line for line in lines if not error.axes.isdisjoint(mesh.parts(line.axis.text))), None)
+    axis = line.axis.text if line is not None else ",".join(error.axes)
+    help_ = f"choose sizes that divide by {error.ranks} on each rank, or split experts over another axis"
+    label = Label(line.span if line is not None else plan.model.span)
+    return Diagnostic(UNEVEN_TOKENS, f"{error} over `{axis}`", label, help=help_)

@@ -25,7 +25,6 @@ from parc.compiler.layout.mesh import Mesh
 from parc.compiler.layout.views import viewed
 from parc.compiler.ops.precision import regions
 from parc.compiler.padding.pads import Pads, facts_of
-from parc.compiler.plan.directives.experts import Experts
 from parc.compiler.plan.directives.schedule import ACCUMULATE
 from parc.compiler.plan.plan import Plan
 from parc.compiler.program.actions import Action, schedule_text
@@ -36,14 +35,14 @@ from parc.compiler.resolve.routing import RoutedLayer, biases_of, routing_facts,
 from parc.compiler.resolve.units import units_of
 from parc.compiler.sizes.polynomials import check_points, moving
 from parc.compiler.sizes.template import Template
-from parc.compiling.axes import compressions_of, finer_axes, levels_of, shardings_of
+from parc.compiling.axes import compressions_of, finer_axes, levels_of, replicas_of, shardings_of, uneven_tokens
 from parc.compiling.initial_weights import init_facts
 from parc.compiling.pipelines import pipeline_of, timelines_of
 from parc.compiling.plan_capture import capture_plan
 from parc.compiling.size_ranges import compile_range, fixed
 from parc.grammar.codes_build import BAD_RULE, NOTHING_TRAINED
 from parc.grammar.codes_experts import MIXED_ROWS
-from parc.grammar.codes_placement import SPLIT_ALREADY, UNEVEN_TOKENS
+from parc.grammar.codes_placement import SPLIT_ALREADY
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.passes.calls import MixedRows
 from parc.passes.choices import ShardDims
@@ -195,7 +194,7 @@ def compile_captured(
         help_ = f"name other parameters by `on`, or an axis over which `{error.name}` is whole"
         raise PlanError([Diagnostic(SPLIT_ALREADY, str(error), Label(span), help=help_)]) from None
     except UnevenTokens as error:
-        raise PlanError([_uneven_tokens(plan, asked.mesh, error)]) from None
+        raise PlanError([uneven_tokens(plan, asked.mesh, error)]) from None
     except MixedRows as error:
         help_ = "compute each row by itself; put dropout and statistics before the experts, or behind them"
         notes = (f"at {error.origin.source}",) if error.origin.source else ()
@@ -214,16 +213,6 @@ def compile_captured(
         plan, folder, asked.mesh, task_lines(plan), recorded, captured, asked.resolved, built, timelines, pipeline,
         sizes, frozen=asked.request.frozen, copies=asked.copies, routing=asked.routing,
     )  # fmt: skip
-
-
-def _uneven_tokens(plan: Plan, mesh: Mesh, error: UnevenTokens) -> Diagnostic:
-    """Return the error of tokens that do not divide among the ranks of their experts, at the line that splits these."""
-    lines = (line for line in plan.placements if isinstance(line, Experts))
-    line = next((line for line in lines if not error.axes.isdisjoint(mesh.parts(line.axis.text))), None)
-    axis = line.axis.text if line is not None else ",".join(error.axes)
-    help_ = f"choose sizes that divide by {error.ranks} on each rank, or split experts over another axis"
-    label = Label(line.span if line is not None else plan.model.span)
-    return Diagnostic(UNEVEN_TOKENS, f"{error} over `{axis}`", label, help=help_)
 
 
 @dataclass(frozen=True)
@@ -274,7 +263,7 @@ def ask(
         OverlapChoices(plan.bucket, plan.prefetch),
         {word: line.span.root.line for word, line in plan.offloaded.items()}, levels_of(plan, mesh, copies),
         compressions_of(resolved, mesh, copies, captured, frozen), units=units_of(plan, names, captured),
-        terms=len(plan.loss.terms), biases=biases_of(routing),
+        terms=len(plan.loss.terms), biases=biases_of(routing), replicas=replicas_of(routing, resolved, mesh, copies),
     ), routing)  # fmt: skip
 
 

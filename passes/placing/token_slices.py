@@ -1,12 +1,13 @@
 """Slices of tokens: where ranks that share experts have the same tokens, each routes a part of them.
 
-An ``experts`` line may name an axis whose ranks have their tokens alike, as tensor parallelism leaves them. Each rank
-then cuts its slice of the tokens where they are packed, and the slices are gathered behind the sum over experts.
+An ``experts`` line may name an axis whose ranks have their tokens alike, as tensor parallelism leaves them; a view may
+have replicas of experts on such ranks. Each rank then cuts its slice of the tokens where they are packed, and the
+slices are gathered behind the sum over experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from torch import fx
 
@@ -22,9 +23,12 @@ from .propagate import Claim, Placed
 _Gathers = frozenset[tuple[ValueKey, str]]
 
 
-def slice_tokens(graph: fx.Graph, mesh: Mesh, placed: Placed) -> tuple[list[Claim], _Gathers]:
-    """Return the claims that cut tokens where they are packed for experts, over axes that split these experts but not
-    yet the tokens, and the sums over experts that are gathered over such an axis. Tokens that do not divide stay."""
+def slice_tokens(
+    graph: fx.Graph, mesh: Mesh, placed: Placed, replicas: Mapping[str, Collection[str]]
+) -> tuple[list[Claim], _Gathers]:
+    """Return the claims that cut tokens where they are packed for experts, over axes that do not split them yet, and
+    the sums over experts that are gathered over such an axis. The axes are those that split these experts, and those
+    along which a view has ``replicas`` of them. Tokens that do not divide stay."""
     claims: list[Claim] = []
     gathered: set[tuple[ValueKey, str]] = set()
     for route in graph.nodes:
@@ -32,9 +36,11 @@ def slice_tokens(graph: fx.Graph, mesh: Mesh, placed: Placed) -> tuple[list[Clai
             continue
         chosen = key_of(operands_of(route)[0])  # [experts, tokens]
         tokens = {axis: split.outer for axis, split in placed.splits[chosen].items() if split.dim == 1}
-        for axis, split in placed.splits[route, 0].items():
+        routed, alike = placed.splits[route, 0], replicas.get(noted(route).origin.module, ())
+        for axis in (axis for axis in mesh.names if mesh.size(axis) > 1 and axis not in placed.splits[chosen]):
             outer = _inmost(tokens, fake(chosen).shape[1], axis, mesh)
-            if split.dim == 0 and axis not in placed.splits[chosen] and outer is not None:
+            split = routed.get(axis)
+            if outer is not None and (axis in alike if split is None else split.dim == 0):
                 tokens[axis] = outer
                 line = placed.lines.get(route, 0)
                 for key, place in _readers(chosen, axis, outer, mesh, placed):
