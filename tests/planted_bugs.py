@@ -19,6 +19,7 @@ from tests.planted_integers import bounded, shortened
 from tests.planted_large import refusals
 from tests.planted_norms import wrong_norms
 from tests.planted_places import PLACES
+from tests.planted_remade import wrong_keys, wrong_lines
 from tests.planted_rows import Row, table_text
 from tests.planted_scales import SCALES
 from tests.planted_sites import Mutant
@@ -33,12 +34,12 @@ COLLECTIVE_CLASSES = (
 )  # fmt: skip
 
 
-_MANY = (wrong_norms, shortened, bounded)
+_MANY = (wrong_norms, shortened, bounded, wrong_lines)
 
 
 def plant(build: GoodBuild, share: int = 1) -> Iterator[Mutant]:
     """Yield every mutant of a build; of classes with many similar mutants, one of ``share`` in each class."""
-    for make in (*CONVERSIONS, *SLIPS, *STORED, *SCALES):
+    for make in (*CONVERSIONS, *SLIPS, *STORED, *SCALES, wrong_keys):
         yield from make(build)
     for make in _MANY:
         seen: Counter[str] = Counter()

@@ -73,6 +73,12 @@ def test_what_is_wrong_with_a_placement_is_seen_before_anything_runs(kind: str) 
     assert row.first["communication"] == 0
 
 
+def test_what_backward_makes_again_otherwise_than_forward_is_refused_by_its_text() -> None:
+    row = rows()["make something else again"]
+    assert row.mutants >= 20
+    assert row.first["numbers"] == 0
+
+
 def test_types_alone_refuse_almost_every_wrong_collective() -> None:
     mutants, by_types = type_share(rows())
     assert by_types >= 0.95 * mutants, f"{by_types} of {mutants}"

@@ -99,6 +99,8 @@ class OpFacts:
     limits: tuple[float, ...] = ()
     """Bounds of that kind that no argument has."""
 
+    takes: Callable[[int], int] | None = None
+    """The bytes that a call takes and gives back, for a first operand of so many; None where they are not known."""
     packs: Packs = ""
     """The part of the operator in packed rows of tokens; "" computes each row by itself, or takes none."""
     reroutes: bool = False
@@ -130,6 +132,14 @@ class OpFacts:
     def creates(self) -> bool:
         """True where the result holds one number that is no operand's."""
         return self.number is not None or self.number_at is not None
+
+    @property
+    def cheap(self) -> bool:
+        """True where the results cost little beside their operands' bytes: entries that are moved, rounded, counted, or
+        computed one by one, but not drawn."""
+        moved = self.storage == "view" or self.moves in ("copy", "shape", "dims", "place", "join")
+        made = self.creates or (self.by_number and self.key_at is None)
+        return moved or made or self.casts or (self.elementwise and not self.law)
 
     def number_in(self, args: Sequence[Any]) -> Any:
         """Return the one number that the result of a call with these arguments holds."""

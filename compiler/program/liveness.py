@@ -263,6 +263,8 @@ class _Run:
             return
         for value in made:
             self.alive.add(value.name, self.storages.size[value.name], self._share(value.name))
+        if (takes := facts(line.op).takes) is not None:
+            self.alive.note(takes(self.liveness.bytes_of(self.function, next(line.uses()))))
 
     def _share(self, name: str, otherwise: Share = "values") -> Share:
         return "gradients" if name in self.gradients else otherwise

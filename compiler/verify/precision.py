@@ -3,14 +3,15 @@
 Numbers are tested in float64, where a cast is nothing, so it is here that a rounding too many is refused. What is
 proved: weights, their gradients as they are summed, and the loss have the model's own types; an operator that is
 sensitive to rounding, a loss, what is made of a loss, and a single number are never narrow; a value becomes narrow only
-in a module that computes so, and in a backward only as the gradient of what a forward widens there. What is made of
+in a module that computes so, and in a backward only as forward does it, or as the gradient of what a forward widens
+there. What is made of
 positions, buffers and constants alone (angles, tables, masks) is rounded once, for a line that reads it with narrow
 activations: whatever reads it before, or not with these, reads it as the model computes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from enum import Enum
 
 import torch
@@ -24,6 +25,7 @@ from ..program.binding import BUFFERS, LOSS, Binding
 from ..program.faults import Fault
 from ..program.program import Function, Line, Program, Value
 from .lines import Question, follow
+from .remade import forward_lines
 
 
 def check_precision(programs: Mapping[str, Program], reference: Program, rounding: Rounding) -> list[Fault]:
@@ -34,7 +36,8 @@ def check_precision(programs: Mapping[str, Program], reference: Program, roundin
     widened = _widened(programs[FORWARD])
     for action, program in programs.items():
         for function in program.functions:
-            for line, fault in _line_faults(function, action, rounding, own, widened):
+            remade = forward_lines(programs[FORWARD], function) if action == BACKWARD else {}
+            for line, fault in _line_faults(function, action, rounding, own, widened, remade):
                 names = ", ".join(value.name for value in line.made)
                 faults.append(Fault("types", f"{action} {function.name}: {names}", fault))
     return [*faults, *_loss_faults(programs[FORWARD], own), *_table_faults(programs, own)]
@@ -128,8 +131,10 @@ def _widened(forward: Program) -> set[_Widened]:
 
 
 def _line_faults(
-    function: Function, action: str, rounding: Rounding, own: _Own, widened: set[_Widened]
+    function: Function, action: str, rounding: Rounding, own: _Own, widened: set[_Widened], remade: Collection[str]
 ) -> Iterator[tuple[Line, str]]:
+    """Yield the lines that round what they may not, with the fault. ``remade`` are the values of a backward that are
+    forward's, which `check_remade` proves."""
     returned = {name for _, name in function.returns}
     for line in reversed(function.lines):  # parts of several stages are added up like those of microbatches
         if facts(line.op).computes == "total" and any(value.name in returned for value in line.made):
@@ -138,7 +143,8 @@ def _line_faults(
         narrow = [value for value in (*makes, *reads) if is_narrow(value.type.dtype)]
         if line.calls_function:
             continue
-        sensitive = is_sensitive(line.op, backward=action == BACKWARD) and base_name(line.op) not in own.ops
+        undoes = action == BACKWARD and not any(value.name in remade for value in line.made)
+        sensitive = is_sensitive(line.op, backward=undoes) and base_name(line.op) not in own.ops
         if sensitive and narrow and narrow[0].type.dtype not in own.types:
             yield line, f"{line.op} is sensitive to rounding, but takes or gives {_text(narrow[0].type.dtype)}"
             continue
@@ -151,7 +157,7 @@ def _line_faults(
             if action == REDUCE and dtype == torch.float16 and shape and "fp16" in dict(rounding.sent):
                 continue  # a gradient's: `check_compressed`
             allowed = may_narrow(rounding.lines, module, dtype) or own.mixes(module, dtype)
-            if action == BACKWARD:  # the gradient of what was made wide there
+            if undoes:  # the gradient of what was made wide there
                 allowed = (module, shape, dtype) in widened
             single = is_narrow(dtype) and not shape
             if action not in (*work_kinds(), UNSHARD) or single or not allowed:

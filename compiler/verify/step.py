@@ -163,6 +163,7 @@ def check_reference(
         *_outside_faults(programs, reference, pads),
         *_stream_faults(programs[FORWARD], captured),
         *_position_faults(programs[FORWARD], captured),
+        *_position_faults(programs[BACKWARD], captured),
         *_gradient_faults(programs[BACKWARD], captured),
         *_average_faults(programs[SCALING], reference, microbatches, summed),
     ]
@@ -204,7 +205,7 @@ def _stream_faults(forward: Program, captured: Function) -> Iterator[Fault]:
         yield Fault("types", FORWARD, f"the random stream {stream} is drawn twice")
 
 
-def _position_faults(forward: Program, captured: Function) -> Iterator[Fault]:
+def _position_faults(program: Program, captured: Function) -> Iterator[Fault]:
     """Find positions that are counted in another way than in the model. A constant offset could hide behind an
     attention that only sees differences of positions."""
 
@@ -213,9 +214,9 @@ def _position_faults(forward: Program, captured: Function) -> Iterator[Fault]:
         return {str([item.size if isinstance(item, LocalSize) else item for item in args]) for args in arguments}
 
     known = counted(captured)
-    for function in forward.functions:
+    for function in program.functions:
         for line in sorted(counted(function) - known):
-            yield Fault("types", f"F {function.name}", f"the model counts no positions {line}")
+            yield Fault("types", f"{program.action} {function.name}", f"the model counts no positions {line}")
 
 
 def trained(captured: Function) -> list[str]:

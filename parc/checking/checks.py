@@ -35,6 +35,7 @@ from parc.compiler.verify.padding import check_padding
 from parc.compiler.verify.places import check_places
 from parc.compiler.verify.precision import check_precision
 from parc.compiler.verify.reduce import check_reduce
+from parc.compiler.verify.remade import check_remade
 from parc.compiler.verify.rescale import check_rescale
 from parc.compiler.verify.samples import combination
 from parc.compiler.verify.schedule import check_timelines
@@ -94,6 +95,7 @@ def faults_by_check(build: Build, summed: bool | None = None) -> Iterator[list[F
     yield [*check_places(programs, build.manifest.get("offload", {}))]
     yield check_precision(programs, reference, build.rounding)
     yield [*check_padding(programs, build.pads, build.types)]
+    yield [*check_remade(programs)]
     yield check_schedule(roles, build.microbatches)
     for role in roles.values():
         yield [*check_messages(role.programs, build.microbatches)]

@@ -97,16 +97,18 @@ class Emitter:
     mesh: Mesh
     names: FreshNames = field(default_factory=FreshNames)
     value_of: dict[fx.Node, Value] = field(default_factory=dict)
+    results: dict[fx.Node, tuple[Value | None, ...]] = field(default_factory=dict)
     titles: dict[fx.Node, str] = field(default_factory=dict)
     """Names for the values of some nodes, where the operator's own name would not do."""
     differentiated: bool = False
     """True where autograd will run over the lines, so that ``detach`` means something."""
 
     def define(self, node: fx.Node, base: str, binding: Binding | None = None) -> Value:
-        """Name the value of a node with one tensor, and return it."""
-        name = self.names.fresh(self.titles.get(node, base))
-        value = self.value_of[node] = Value(name, node_type(node), binding)
-        return value
+        """Name the value of a node with one tensor, and return it. What backward makes again keeps its name."""
+        if node not in self.value_of:
+            name = self.names.fresh(self.titles.get(node, base))
+            self.value_of[node] = Value(name, node_type(node), binding)
+        return self.value_of[node]
 
     def lines(self, nodes: Sequence[fx.Node]) -> list[Line]:
         """The lines of nodes in order."""
@@ -138,6 +140,11 @@ class Emitter:
         return [Line(self._results(node), op, args, kwargs, origin)]
 
     def _results(self, node: fx.Node) -> tuple[Value | None, ...]:
+        if node not in self.results:
+            self.results[node] = self._named(node)
+        return self.results[node]
+
+    def _named(self, node: fx.Node) -> tuple[Value | None, ...]:
         base = str(node.target).split(".")[1].strip("_") or "value"
         types = noted(node).types
         if not isinstance(noted(node).value, (tuple, list)):

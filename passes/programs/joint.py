@@ -24,6 +24,7 @@ from ...compiler.program.program import Origin
 from ...compiler.torch_private import quiet
 from ..calls import ancestors, call_of, operands_of, substitute_nodes, tensors_of
 from .backward_forms import fold_zeros, free_creations, is_zero, simplify, write_functional
+from .kept import kept_values, may_remake
 from .recorder import GraphRecorder, RecordedTensor
 from .segments import Segment, node_type
 
@@ -199,7 +200,7 @@ def _read(graph: fx.Graph, segment: Segment, record: _Record, flows: Sequence[bo
         dict(zip(flowing, tangents, strict=True)),
         {index: node for index, node in zip(flow_index, gradients, strict=True) if node is not None},
     )
-    _split(joint, graph)
+    _split(joint, graph, segment, mesh)
     return joint
 
 
@@ -248,26 +249,20 @@ def _type_node(node: Any, known: Mapping[fx.Node, Placement], mesh: Mesh) -> Non
     noted(node).types = [next(all_types) if isinstance(v, torch.Tensor) else None for v in tensors_of(node)]
 
 
-def _split(joint: Joint, graph: fx.Graph) -> None:
-    """Split a joint trace: forward is all that outputs need, backward the rest of what gradients need. Views and wider
-    types are made again in backward, so that values are saved in one form only."""
-    inputs = set(joint.inputs)
-    forward = ancestors(joint.outputs, inputs)
-    forward |= {node for node in graph.nodes if node.target is operator.getitem and node.args[0] in forward}
-    kept = inputs | {node for node in forward if node.op != "placeholder" and not _free(node)}
-    needed = ancestors(joint.gradients.values(), kept)
+def _split(joint: Joint, graph: fx.Graph, segment: Segment, mesh: Mesh) -> None:
+    """Split a joint trace: forward is all that outputs need, backward the rest of what gradients need. What backward
+    makes again stands just before its first reader."""
+    inputs = {node: bool(noted(source).binding.name) for node, source in zip(joint.inputs, segment.inputs, strict=True)}
     order = {node: index for index, node in enumerate(graph.nodes)}
-    joint.forward = sorted(forward - inputs, key=order.__getitem__)
-    joint.backward = sorted((n for n in needed - kept if n.op != "placeholder"), key=order.__getitem__)
-    joint.saved = sorted(needed & kept, key=order.__getitem__)
-
-
-def _free(node: Any) -> bool:
-    """Return whether the node is its operand's storage in another shape, or its operand in a wider type."""
-    if facts(node.target).casts:
-        before, after = noted(node.args[0]).value.dtype, noted(node).value.dtype
-        return bool(before.is_floating_point and before.itemsize < after.itemsize)
-    row = facts(node.args[0].target if node.target is operator.getitem else node.target)
-    if row.moves == "shape":
-        return node.args[0].target is not aten.clone.default
-    return row.storage == "view"
+    made = ancestors(joint.outputs, inputs)
+    made |= inputs.keys() | {node for node in graph.nodes if node.target is operator.getitem and node.args[0] in made}
+    joint.forward = sorted(made - inputs.keys(), key=order.__getitem__)
+    needed = sorted(ancestors(joint.gradients.values(), made), key=order.__getitem__)
+    read = [node for node in needed if node in made]
+    kept = kept_values(read, inputs, lambda node: may_remake(node, mesh), mesh)
+    there = kept | set(joint.tangents.values())
+    for node in dict.fromkeys([*(node for node in needed if node not in made), *joint.gradients.values()]):
+        added = ancestors([node], there) - there
+        joint.backward.extend(sorted(added, key=order.__getitem__))
+        there |= added
+    joint.saved = sorted(kept, key=order.__getitem__)

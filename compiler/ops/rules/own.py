@@ -50,7 +50,7 @@ OWN_RULES: dict[str, OpRow] = {
     "parc.row_max.default": OpRow(precision="sensitive", reduces="max"),
     "parc.loss_parts.default": OpRow(
         rule("t v, t 1, t -> c! t"), precision="loss", reduces="exponentials", counted=(0, 1), named_at=2,
-        storage="fresh",
+        storage="fresh", takes=lambda size: min(size, 1 << 20),  # rows that stay in a CPU's cache
     ),
     "parc.loss_parts_backward.default": OpRow(
         rule("c! t, t v, t 1, t -> t v", linear="0"), precision="loss", backward=True, counted=(1, 1), named_at=3,

@@ -1,0 +1,114 @@
+"""Kept values: those of a block whose bytes wait from forward to backward, as few as may be.
+
+    up = mm(x, w); h = gelu(up); y = mm(h, v)        backward reads x, up and h: x and up are kept, h is made again
+
+``may_remake`` is the one place that says which operators backward may make again. A minimum cut of the block's graph
+then finds the values to keep: of all sets from which the others can be made, one with the fewest bytes.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import fx
+
+from ...compiler.capture.node_facts import noted
+from ...compiler.layout.collectives import COLLECTIVES, lower
+from ...compiler.layout.mesh import Mesh
+from ...compiler.ops.rules import facts
+from ...compiler.ops.torch_ops import OPS
+from ..calls import ancestors
+from .segments import node_type
+
+_Place = tuple[fx.Node | None, bool]
+"""A value as it is made (``False``) and as it is read (``True``); without a node, the start and the end of the cut."""
+_Room = dict[_Place, dict[_Place, int]]
+_START: _Place = None, False
+_END: _Place = None, True
+_WITHOUT_END = 1 << 62
+
+
+def may_remake(node: Any, mesh: Mesh) -> bool:
+    """Return whether backward may make the result of a node of forward again: what costs little, and sends nothing."""
+    if node.target is OPS.convert.default:
+        lowered = lower(str(node.args[1]), node_type(node.args[0]).placement, node_type(node).placement, mesh)
+        return lowered is None or not COLLECTIVES[lowered[0]].communicates
+    return facts(node.args[0].target if node.target is operator.getitem else node.target).cheap
+
+
+def kept_values(
+    read: Iterable[fx.Node], inputs: Mapping[fx.Node, bool], remake: Callable[[fx.Node], bool], mesh: Mesh
+) -> set[fx.Node]:
+    """Return the values of forward to keep, so that backward has those that it will ``read``. It may make a node again
+    if ``remake`` says so. ``inputs`` says of each input whether it is there in backward without being kept. Of equal
+    choices, this is the one that leaves least to be made again."""
+    room: _Room = {}
+
+    def edge(source: _Place, target: _Place, size: int) -> None:
+        room.setdefault(source, {})[target] = size
+        room.setdefault(target, {}).setdefault(source, 0)
+
+    wanted = dict.fromkeys(read)
+    for node in ancestors(wanted, inputs):
+        there = inputs.get(node)
+        edge((node, False), (node, True), _WITHOUT_END if there is None and _shares(node) else
+             0 if there else _bytes(node, mesh))  # fmt: skip
+        if there is not None or not remake(node):
+            edge(_START, (node, False), _WITHOUT_END)
+        for operand in node.all_input_nodes if there is None else ():
+            edge((operand, True), (node, False), _WITHOUT_END)
+    for node in wanted:
+        edge((node, True), _END, _WITHOUT_END)
+    behind = _behind_cut(room)
+    return {node for node, is_read in behind if node is not None and is_read and (node, False) not in behind}
+
+
+def _shares(node: Any) -> bool:
+    """Return whether a node has no storage of its own to keep: several results together, or a view of an operand,
+    which would keep the whole of it."""
+    source = node.args[0] if node.target is operator.getitem else node
+    return isinstance(noted(node).value, (tuple, list)) or facts(source.target).storage == "view"
+
+
+def _bytes(node: fx.Node, mesh: Mesh) -> int:
+    type_ = node_type(node)
+    return math.prod(type_.local(mesh)) * type_.dtype.itemsize
+
+
+def _behind_cut(room: _Room) -> set[_Place]:
+    """Return the end's side of that minimum cut which lies nearest to the end. ``room`` is used up."""
+    while (way := _way(room)) is not None:
+        least = min(room[one][other] for one, other in way)
+        for one, other in way:
+            room[one][other] -= least
+            room[other][one] += least
+    behind, pending = {_END}, [_END]
+    while pending:
+        at = pending.pop()
+        for before in room.get(at, ()):
+            if before not in behind and room[before][at]:
+                behind.add(before)
+                pending.append(before)
+    return behind
+
+
+def _way(room: _Room) -> list[tuple[_Place, _Place]] | None:
+    """Return the edges of a shortest way with room from the start to the end; None if there is none."""
+    reached, pending = {_START: _START}, deque([_START])
+    while pending and _END not in reached:
+        at = pending.popleft()
+        for after, left in room.get(at, {}).items():
+            if left and after not in reached:
+                reached[after] = at
+                pending.append(after)
+    if _END not in reached:
+        return None
+    way, at = list[tuple[_Place, _Place]](), _END
+    while at != _START:
+        way.append((reached[at], at))
+        at = reached[at]
+    return way
