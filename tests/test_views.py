@@ -63,6 +63,7 @@ BESIDE = {
         "dp, tp as edp=1, ep=4",
         f"node 2\nhierarchical over ep\nexpect 8 exchange in {EXPERTS}\n",
     ),
+    "sizes in a range": ("Mixtral", "dp=4", "dp as edp=2, ep=2", ""),
     "few heads": ("Mixtral", "dp=1, tp=4", "tp as edp=2, ep=2", ""),
     "compressed gradients": ("Mixtral", "dp=4", "dp as edp=2, ep=2", "compress gradients over dp using int8\n"),
     "a capacity": ("Mixtral", "dp=2, tp=2", "dp, tp as edp=1, ep=4", ""),
@@ -81,7 +82,8 @@ def folded_beside(beside: str) -> Compiled:
     family, mesh, view, lines = BESIDE[beside]
     sizes = {"num_attention_heads": 4} if "tp=4" in mesh else {"num_hidden_layers": 2} if "pp" in mesh else {}
     text = folded(family, mesh, view, lines, **sizes)
-    return compiled(text.replace("dropless", "capacity 1.25") if "capacity" in beside else text, ROOT / "tests")
+    text = text.replace("dropless", "capacity 1.25") if "capacity" in beside else text
+    return compiled(text.replace("B=8", "B=8..16 by 8") if "range" in beside else text, ROOT / "tests")
 
 
 @pytest.mark.parametrize("beside", BESIDE)

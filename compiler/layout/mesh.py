@@ -141,13 +141,13 @@ class Mesh:
         return math.prod(size for _, size in self.axes)
 
     def size(self, axis: str) -> int:
-        """The number of ranks along an axis, which may be one of a view.
+        """The number of ranks along an axis, which may be factored, or one of a view.
 
         Raises:
             KeyError: the mesh has no such axis.
         """
         sizes = dict(self.axes)
-        return sizes[axis] if axis in sizes else math.prod(sizes[part] for part in dict(self.views)[axis])
+        return math.prod(sizes[part] for part in self.parts(axis))
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return the index of a rank on each axis.

@@ -21,6 +21,8 @@ class Views:
 
     plan: Plan
     lines: dict[str, ViewLine] = field(default_factory=dict)
+    wrong: list[str] = field(default_factory=list)
+    """The axes of views whose names are wrong: no other line is at fault for these."""
 
     @classmethod
     def of(cls, plan: Plan, names: PlanNames) -> tuple[Views, list[Diagnostic]]:
@@ -31,6 +33,7 @@ class Views:
                 found = find_parameters(word, names)
                 if isinstance(found, Diagnostic):
                     errors.append(found)
+                    views.wrong.extend(name for name, _ in line.view.axes)
                     continue
                 twice = [name for name in found if views.lines.setdefault(name, line) is not line]
                 if twice:
@@ -44,7 +47,7 @@ class Views:
         """Return the mesh along whose axes a parameter or an input lies."""
         line, mesh = self.lines.get(value), self.plan.mesh
         if line is None:
-            return mesh
+            return Mesh((*mesh.axes, *((axis, 1) for axis in dict.fromkeys(self.wrong))))
         at = mesh.names.index(line.view.over[0])
         return Mesh((*mesh.axes[:at], *line.view.axes, *mesh.axes[at + len(line.view.over) :]))
 

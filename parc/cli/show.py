@@ -173,7 +173,11 @@ def _parameters(build: Build) -> list[dict[str, Any]]:
         for axis in mesh.joined(mesh.names):
             parts = mesh.parts(axis)
             whole = type_.placement.as_one(parts, mesh)
-            kinds = {axis: whole} if whole is not None else {part: type_.placement[part] for part in parts}
+            kinds = (
+                {axis: whole}
+                if whole is not None
+                else {name: type_.placement[part] for part in parts for name in mesh.joined((part,))}
+            )
             placement |= {name: str(kind) for name, kind in kinds.items()}
         size = math.prod(type_.local(mesh)) * type_.dtype.itemsize
         rows.append(
