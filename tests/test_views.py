@@ -202,14 +202,25 @@ def test_a_view_s_ranks_are_those_of_the_mesh_in_its_order(data: st.DataObject) 
             View(over, tuple((name, size) for (name, _), size in zip(empty.axes, other, strict=True))).cuts(mesh)
 
 
+def ranks_train_all(folders: list[str]) -> list[tuple[list[float], dict[str, torch.Tensor]]]:
+    """Train builds of one mesh, one after the other."""
+    return [ranks_train(folder) for folder in folders]
+
+
 def test_the_ranks_of_a_view_train_as_one(tmp_path: Path) -> None:
-    """Four processes over gloo: tp for attention, with tokens in slices and one exchange over dp and tp for experts."""
-    text = folded("Mixtral", "dp=2, tp=2", "dp, tp as edp=1, ep=4", "zero 1 over dp\ndata synthetic\n")
-    made = compiled(text, ROOT / "tests")
-    write_build(made.to_write(report_of(made)), tmp_path / "built")
-    plain = parc.reference(tmp_path / "built")
-    expected = [plain.step().loss for _ in range(3)]
-    for losses, state in run_ranks(ranks_train, 4, str(tmp_path / "built"), wait_s=200):
-        assert losses == pytest.approx(expected, rel=1e-5)
-        for name, value in plain.module.state_dict().items():
-            torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5)
+    """Four processes over gloo: tp for attention, with tokens in slices, and experts over dp and tp, to which tokens go
+    in one exchange, or in one over each."""
+    wanted: list[tuple[list[float], dict[str, torch.Tensor]]] = []
+    for lines, over in (("zero 1 over dp\n", {"ep"}), ("node 2\nhierarchical over ep\n", {"dp", "tp"})):
+        text = folded("Mixtral", "dp=2, tp=2", "dp, tp as edp=1, ep=4", f"{lines}data synthetic\n")
+        made, folder = compiled(text, ROOT / "tests"), tmp_path / str(len(wanted))
+        assert {row["axis"] for row in report_of(made)["communication"] if row["op"] == "exchange"} == over
+        write_build(made.to_write(report_of(made)), folder)
+        plain = parc.reference(folder)
+        wanted.append(([plain.step().loss for _ in range(3)], plain.module.state_dict()))
+    folders = [str(tmp_path / str(at)) for at in range(len(wanted))]
+    for trained in run_ranks(ranks_train_all, 4, folders, wait_s=200):
+        for (losses, state), (expected, weights) in zip(trained, wanted, strict=True):
+            assert losses == pytest.approx(expected, rel=1e-5)
+            for name, value in weights.items():
+                torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5)
