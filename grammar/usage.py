@@ -10,91 +10,22 @@ names its kind in ``ARGUMENT_KINDS``. ``[+ ...]`` at the end: further terms of t
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import TypeVar
 
+from .argument_kinds import ARGUMENT_KINDS, ArgumentKind
 from .code import Code
 from .codes_language import MISSING_ARGUMENT, REPEATED, UNEXPECTED_ARGUMENT, WRONG_KIND
 from .diagnostics import Diagnostic, Label
 from .nearest import did_you_mean
 from .source import Span
-from .syntax import KIND_NAMES, Call, Group, Item, Layout, Number, Phrase, Setting, Statement, String, Word
+from .syntax import KIND_NAMES, Group, Item, Number, Phrase, Setting, Statement, String, Word
 
 T = TypeVar("T")
 SUM = " [+ ...]"
 """The end of a usage line whose statements may be sums."""
-
-
-@dataclass(frozen=True, slots=True)
-class ArgumentKind:
-    """A placeholder of a usage line: it stands for ``count`` items (0: one or more) that ``accepts`` takes."""
-
-    text: str
-    accepts: Callable[[Item], bool]
-    count: int = 1
-    rest: bool = False  # takes every remaining phrase, as one
-    leads: frozenset[str] = frozenset()  # words that may stand before the items, as a phrase of their own
-
-
-def _name(item: Item) -> bool:
-    return isinstance(item, Word) and item.text.isidentifier()
-
-
-def _where(item: Item) -> bool:
-    return isinstance(item, Word) or (isinstance(item, Number) and not item.unit and not item.text.startswith("-"))
-
-
-def _number(item: Item) -> bool:
-    return isinstance(item, Number) and not item.unit
-
-
-def _size(item: Item) -> bool:
-    return isinstance(item, Number) and item.unit == "B" and item.value > 0
-
-
-def _output(item: Item) -> bool:
-    return isinstance(item, Call) and item.name == "out" and bool(item.arguments) and all(map(_where, item.arguments))
-
-
-ARGUMENT_KINDS: dict[str, ArgumentKind] = {
-    "NAME": ArgumentKind("a name", _name),
-    "AXIS": ArgumentKind("a mesh axis", _name),
-    "AXES": ArgumentKind("mesh axes", _name, count=0),
-    "TYPE": ArgumentKind("a type", _name),
-    "PATH": ArgumentKind("a dotted name", lambda item: isinstance(item, Word)),
-    "WHERE": ArgumentKind("names or patterns of modules or parameters", _where, count=0),
-    "VALUES": ArgumentKind("names or patterns of parameters or inputs", _where, count=0),
-    "OUTPUTS": ArgumentKind("outputs of modules, such as `out(blocks.3)`", _output, count=0),
-    "SCHEDULE": ArgumentKind("a schedule", lambda item: isinstance(item, Word)),
-    "STATES": ArgumentKind("`optimizer`, `parameters` or `activations`", _name, count=0),
-    "LEVEL": ArgumentKind("a level from 0 to 3", lambda item: isinstance(item, Number) and item.is_integer),
-    "N": ArgumentKind("a whole number", lambda item: isinstance(item, Number) and item.is_integer),
-    "X": ArgumentKind("a number", _number),
-    "RATE": ArgumentKind(
-        "a number, or `cosine` or `linear` and a number", _number, leads=frozenset({"cosine", "linear"})
-    ),
-    "SCALE": ArgumentKind(
-        "a number, or `dynamic`", lambda item: _number(item) or (isinstance(item, Word) and item.text == "dynamic")
-    ),
-    "SIZE": ArgumentKind("a size such as `20GB`", _size),
-    "OP": ArgumentKind("a collective such as `all_gather`", _name),
-    "PAIR": ArgumentKind("two numbers", _number, count=2),
-    "LAYOUT": ArgumentKind("a layout such as `[B/dp, _]`", lambda item: isinstance(item, Layout)),
-    "DIMS": ArgumentKind("sub-dims such as `(3 h/tp d)`", lambda item: isinstance(item, Group)),
-    "CALL": ArgumentKind("a call such as `cross_entropy(output, targets)`", lambda item: isinstance(item, Call)),
-    "CALLABLE": ArgumentKind('a callable such as `"file.py:fn"`', lambda item: isinstance(item, String)),
-    "ARGS": ArgumentKind("arguments in parentheses", lambda item: isinstance(item, Group) and len(item.terms) <= 1),
-    "FILE": ArgumentKind("a name in double quotes", lambda item: isinstance(item, String)),
-    # a word is a mistake that the directive explains
-    "TABLE": ArgumentKind("a file's name in double quotes", lambda item: isinstance(item, String | Word)),
-    "GLOBS": ArgumentKind("strings", lambda item: isinstance(item, String), count=0),
-    "NAME=VALUE,...": ArgumentKind(
-        "`name=value` pairs", lambda item: isinstance(item, Setting) and _name(item.name), count=0
-    ),
-    "NAME=SIZE,...": ArgumentKind("`NAME=SIZE` pairs", lambda item: True, count=0, rest=True),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +36,11 @@ class Slot:
     placeholder: str | None
     keyword: bool
     required: bool
+
+    @property
+    def text(self) -> str:
+        """The clause as a usage line has it."""
+        return self.name if self.placeholder is None else f"{self.name} {self.placeholder}"
 
 
 @dataclass(frozen=True)
@@ -190,8 +126,35 @@ class Usage:
         return (None if diagnostics else arguments), diagnostics
 
     def _closest(self, statement: Statement) -> tuple[Arguments, tuple[Diagnostic, ...]]:
-        tried = [_Match(self, form, statement).run() for form in self.forms]
-        return min(tried, key=lambda result: (len(result[1]), -len(result[0].phrases)))
+        tried = [(form, *_Match(self, form, statement).run()) for form in self.forms]
+
+        def distance(one: tuple[tuple[Slot, ...], Arguments, tuple[Diagnostic, ...]]) -> tuple[int, int, int]:
+            form, found, faults = one
+            return len(faults), sum(slot.required and slot.name not in found for slot in form), -len(found.phrases)
+
+        form, found, faults = min(tried, key=distance)
+        if [fault.code for fault in faults] == [MISSING_ARGUMENT]:  # of equally close forms, each may lack another one
+            alike = [one[0] for one in tried if distance(one) == distance((form, found, faults))]
+            lacked = [slot for other in alike for slot in other if slot.required and slot.name not in found]
+            if len(lacked) == len(alike) > 1:
+                names = " or ".join(f"`{slot.text}`" for slot in dict.fromkeys(lacked))
+                return found, (replace(faults[0], message=f"`{self.verb}` needs {names}"),)
+        return found, tuple(self._beside(form, found, fault) for fault in faults)
+
+    def _beside(self, form: tuple[Slot, ...], found: Arguments, fault: Diagnostic) -> Diagnostic:
+        """Return a fault; where a clause is that of another form, say beside which one it cannot stand."""
+        if fault.code is not UNEXPECTED_ARGUMENT or fault.primary is None:
+            return fault
+        word = fault.primary.span.text
+        others = [{slot.name for slot in other} for other in self.forms if any(
+            slot.keyword and slot.name.split(" ")[0] == word for slot in other)]  # fmt: skip
+        rivals = [slot.name for slot in form if slot.keyword and slot.name in found]
+        rival = next((name for name in rivals if others and not any(name in names for names in others)), None)
+        if rival is None:
+            return fault
+        message = f"`{self.verb}` takes `{rival}` or `{word}`, not both"
+        related = (Label(found.span(rival), f"`{rival}`"),)
+        return replace(fault, message=message, related=related, help=f"remove one of them; usage: {self.text}")
 
 
 @cache
@@ -243,8 +206,7 @@ class _Match:
             self._take_clause()
         missing = [slot for slot in self._clauses.values() if slot.required and slot.name not in self._phrases]
         for slot in missing:
-            what = slot.name if slot.placeholder is None else f"{slot.name} {slot.placeholder}"
-            self._error(MISSING_ARGUMENT, f"`{self._usage.verb}` needs `{what}`", self._statement.verb.span)
+            self._error(MISSING_ARGUMENT, f"`{self._usage.verb}` needs `{slot.text}`", self._statement.verb.span)
         unknown = [diagnostic for diagnostic in self._diagnostics if diagnostic.code is UNEXPECTED_ARGUMENT]
         if len(missing) == 1 and unknown:  # one mistake, not two: the clause is there under another word
             help_ = f"did you mean `{missing[0].name}`? usage: {self._usage.text}"
