@@ -10,11 +10,14 @@ _OURS = str(Path(__file__).parents[2])
 
 class CaptureError(Exception):
     """The error of a model that cannot be captured. ``kind`` is ``control``, ``cache``, ``output``, ``field``,
-    ``checkpoint``, ``complex``, ``experts`` or ``other``; ``help`` is advice that the kind alone does not give."""
+    ``checkpoint``, ``complex``, ``experts`` or ``other``; ``help`` is advice that the kind alone does not give;
+    ``named`` is the name in the loss that is at fault."""
 
-    def __init__(self, kind: str, message: str, source: str = "", in_loss: bool = False, help: str = "") -> None:
+    def __init__(
+        self, kind: str, message: str, source: str = "", in_loss: bool = False, help: str = "", named: str = ""
+    ) -> None:
         super().__init__(message)
-        self.kind, self.help = kind, help
+        self.kind, self.help, self.named = kind, help, named
         self.source = source
         self.in_loss = in_loss
 

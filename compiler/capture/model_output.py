@@ -23,7 +23,7 @@ def tensor_at(name: str, output: Any) -> torch.Tensor:
     """
     value = value_at(name, output)
     if not isinstance(value, torch.Tensor):
-        raise _misnamed(f"`{name}` is {_described(value)}, not a tensor", name, value)
+        raise _misnamed(f"`{name}` is {_described(value)}, not a tensor", name, name, value)
     return value
 
 
@@ -40,8 +40,8 @@ def value_at(name: str, output: Any) -> Any:
         if entry is None or entry is _ABSENT:
             if entry is _ABSENT:
                 message = f"the model's `{so_far}` has no `{part}`: it is {_described(value)}"
-                raise _misnamed(message, so_far, value, part)
-            raise _misnamed(f"the model's `{so_far}.{part}` is None", so_far, value)
+                raise _misnamed(message, name, so_far, value, part)
+            raise _misnamed(f"the model's `{so_far}.{part}` is None", name, so_far, value)
         value, so_far = entry, f"{so_far}.{part}"
     return value
 
@@ -60,7 +60,7 @@ def _entry(value: Any, part: str) -> Any:
     return getattr(value, part, _ABSENT)
 
 
-def _misnamed(message: str, name: str, value: Any, part: str = "") -> CaptureError:
+def _misnamed(message: str, whole: str, name: str, value: Any, part: str = "") -> CaptureError:
     held = _held(value)
     near = [f"`{name}.{field}`" for field in nearest(part, held)]
     has = [f"`{name}.{field}` ({_described(inner, shapes=True)})" for field, inner in held.items()]
@@ -73,7 +73,7 @@ def _misnamed(message: str, name: str, value: Any, part: str = "") -> CaptureErr
         help_ = f"it has {', '.join(has[:_MOST])}{more}"
     else:
         help_ = "choose the tensor in a loss of your own"
-    return CaptureError("field", message, in_loss=True, help=help_)
+    return CaptureError("field", message, in_loss=True, help=help_, named=whole)
 
 
 def _described(value: Any, shapes: bool = False) -> str:

@@ -113,7 +113,8 @@ def _capture_diagnostic(plan: Plan, error: CaptureError) -> Diagnostic:
     notes = [f"at {error.source}"] if error.source else []
     if error.__cause__ is not None and error.kind == "other":
         notes += own_trace(error.__cause__)
-    return Diagnostic(code, str(error), Label(line.arguments.statement.span), tuple(related), help_, tuple(notes))
+    span = plan.loss.span_of(error.named) if error.named else line.span
+    return Diagnostic(code, str(error), Label(span), tuple(related), help_, tuple(notes))
 
 
 def failure(plan: Plan, error: Exception) -> Diagnostic:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ....grammar.codes_language import BAD_VALUE, NOT_SUPPORTED, UNKNOWN_INPUT, WRONG_KIND
 from ....grammar.diagnostics import Diagnostic, Label
 from ....grammar.nearest import did_you_mean, listed
+from ....grammar.source import Span
 from ....grammar.syntax import Call, Item, Number, Setting, Word
 from ....grammar.usage import Arguments
 from ...program.loss_terms import LossTerm
@@ -49,6 +50,12 @@ class Loss(Directive):
     def callables(self) -> tuple[str, ...]:
         """The callables that terms name."""
         return tuple(term.target for term in self.terms if term.kind == LOSS_KINDS["callable"])
+
+    def span_of(self, name: str) -> Span:
+        """Return the place of a name in the line, or the line's."""
+        given = (self.arguments, *self.arguments.added)
+        items = (item for term in given for item in (*_operands(term), *term.items("path")))
+        return next((item.span for item in items if isinstance(item, Word) and item.text == name), self.span)
 
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
         for term, given in zip(self.terms, (self.arguments, *self.arguments.added), strict=True):
