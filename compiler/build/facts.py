@@ -92,6 +92,9 @@ def _view_faults(manifest: Mapping[str, Any], mesh: Mesh) -> Iterator[Fault]:
     order."""
     views = dict(mesh.views)
     for view in manifest.get("views", ()):
+        if unknown := [axis for axis in view["over"] if axis not in mesh.declared]:
+            yield fact_fault(f"`views` is over `{unknown[0]}`, which the mesh does not have")
+            continue
         over = [part for axis in view["over"] for part in mesh.parts(axis) if mesh.size(part) > 1]
         own = {name: views.pop(name, ()) for name in view["axes"]}
         sizes = [math.prod(map(mesh.size, parts)) for parts in own.values()]

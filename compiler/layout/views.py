@@ -43,6 +43,16 @@ class View:
             for axis, start, end in zip(self.over, starts, ends, strict=True)
         }
 
+    def fits(self, mesh: Mesh) -> bool:
+        """Return whether the view's axes are the ranks of axes of the mesh, and cut these into equal parts."""
+        if not {*self.over} <= {*mesh.names}:
+            return False
+        try:
+            self.cuts(mesh)
+        except NoCommonParts:
+            return False
+        return math.prod(map(mesh.size, self.over)) == math.prod(size for _, size in self.axes)
+
     def fitting(self, mesh: Mesh, others: Sequence[View]) -> Iterator[tuple[int, ...]]:
         """Yield the sizes of the view's axes, in order, with which it would fit the mesh beside other views."""
         names, ranks = [name for name, _ in self.axes], math.prod(mesh.size(axis) for axis in self.over)

@@ -94,7 +94,7 @@ class Scope:
                 message = f"`{axis.text}` is an axis of a view, which parts of the model alone see"
                 help_ = f"name one that all see: {listed(self.mesh.names, 'or')}"
                 yield Diagnostic(OUTSIDE_VIEW, message, Label(axis.span), help=help_)
-        elif axis.text not in self.mesh and self.broken.isdisjoint({"mesh", "view"}):
+        elif axis.text not in self.mesh and self.broken.isdisjoint({"mesh", "view"} if of_views else {"mesh"}):
             names = (*self.mesh.names, *sorted(self.viewed)) if of_views else self.mesh.names
             known = f"the mesh has {listed(names)}" if names else f"add a line `mesh {axis.text}=1`"
             message = f"the mesh has no axis `{axis.text}`"

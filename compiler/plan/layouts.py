@@ -133,6 +133,8 @@ def read_dim(dim: Dim) -> tuple[DimLayout, tuple[Diagnostic, ...]]:
         factor = _factor(first)
         if factor is None:
             errors.append(_not_a_dim(first))
+        elif factor.size is not None and factor.size < 1:
+            errors.append(_no_size(factor))
         read = DimLayout((factor,) if factor else (), dim.span, pad=pad)
     if pad and not read.axes and not errors:
         message = "`pad` on a dim that nothing splits"
@@ -155,8 +157,7 @@ def read_sub_dims(group: Group) -> tuple[DimLayout, tuple[Diagnostic, ...]]:
         errors.append(Diagnostic(WRONG_KIND, "the parentheses are empty", Label(group.span), help=help_))
     for factor in (factor for term in terms for factor in term):
         if factor.size is not None and factor.size < 1:
-            message = f"a sub-dim of size {factor.size}"
-            errors.append(Diagnostic(BAD_VALUE, message, Label(factor.span), help="sizes are 1 or more"))
+            errors.append(_no_size(factor))
     layout = DimLayout(terms[0] if terms else (), group.span, more=tuple(terms[1:]))
     axes = [[axis.text for factor in term for axis in factor.axes] for term in terms]
     for part, part_axes in zip(terms[1:], axes[1:], strict=True):
@@ -166,6 +167,11 @@ def read_sub_dims(group: Group) -> tuple[DimLayout, tuple[Diagnostic, ...]]:
             help_ = "every part is split over the same axes, as in `(h/tp d + g/tp d)`"
             errors.append(Diagnostic(PARTS_UNKNOWN, message, Label(part[0].span.to(part[-1].span)), help=help_))
     return layout, tuple(errors)
+
+
+def _no_size(factor: Factor) -> Diagnostic:
+    message = f"a sub-dim of size {factor.size}"
+    return Diagnostic(BAD_VALUE, message, Label(factor.span), help="sizes are 1 or more")
 
 
 def _check_rows(rows: DimLayout, axis: Word) -> Iterator[Diagnostic]:

@@ -55,7 +55,7 @@ class ViewLine(Directive):
         errors = [error for axis in over for error in scope.check_axis(axis)]
         errors += [*check_unique(over, "axis"), *self._check_names(scope)]
         errors += check_sizes(self.settings)
-        if not errors and "mesh" not in scope.broken:
+        if not errors and {*self.view.over} <= {*scope.mesh.names}:
             errors += self._check_fit(scope)
         yield from errors
         used, own = {word.text for line in scope.directives for word in line.axes}, dict(self.view.axes)
@@ -95,7 +95,8 @@ class ViewLine(Directive):
             return
         ranks, own = (math.prod(sizes) for sizes in (map(mesh.size, over), (size for _, size in self.view.axes)))
         lines = scope.all(ViewLine)
-        others = [line.view for line in lines[: next(at for at, line in enumerate(lines) if line is self)]]
+        earlier = lines[: next(at for at, line in enumerate(lines) if line is self)]
+        others = [line.view for line in earlier if line.view.fits(mesh)]
         fitting = "; ".join(
             ", ".join(f"{name}={size}" for (name, _), size in zip(self.view.axes, sizes, strict=True))
             for sizes in islice(self.view.fitting(mesh, others), _SHOWN)
