@@ -60,6 +60,7 @@ ARGUMENT_KINDS: dict[str, ArgumentKind] = {
         "a number, or `dynamic`", lambda item: _number(item) or (isinstance(item, Word) and item.text == "dynamic")
     ),
     "SIZE": ArgumentKind("a size such as `20GB`", _size),
+    "OPS": ArgumentKind("operators, such as `products` or `attention`", _name, count=0),
     "OP": ArgumentKind("a collective such as `all_gather`", _name),
     "PAIR": ArgumentKind("two numbers", _number, count=2),
     "LAYOUT": ArgumentKind("a layout such as `[B/dp, _]`", lambda item: isinstance(item, Layout)),

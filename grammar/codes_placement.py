@@ -179,6 +179,22 @@ NO_BIAS = shown(
     instead="experts model.layers.*.mlp.experts over ep dropless\n"
     "loss cross_entropy(output.logits, targets) + 0.01 output.aux_loss",
 )
+NO_OPERATOR = Code(
+    name="P0150",
+    title="results to keep of an operator that is not there",
+    why="`keep` names operators of the model's code as torch calls them, or families of them: `products`, `attention`,"
+    " `random`, `collectives`. One that a module does not have has no results to keep.",
+    example="recompute blocks.*.mlp keep attention",
+    instead="recompute blocks.*.mlp keep gelu",
+)
+NOTHING_REMADE = Code(
+    name="P0151",
+    title="a line of recomputation that changes nothing",
+    why="backward makes cheap values again without a line: views, casts, copies, operators on single entries. A line"
+    " counts where a module has more than these, and does not keep all of it.",
+    example="recompute blocks.*.mlp.up keep products",
+    instead="recompute blocks.*.mlp.up",
+)
 IDLE_AXIS = Code(
     name="P0248",
     title="an axis that splits nothing",

@@ -13,6 +13,7 @@ from ..compiler.capture.node_facts import noted
 from ..compiler.layout.mesh import Mesh
 from ..compiler.layout.placement import Split
 from ..compiler.ops.precision import PrecisionRegions
+from ..compiler.ops.recompute import RecomputeLine
 from ..compiler.program.binding import Binding
 from ..compiler.program.blocks import block_of
 from ..compiler.program.loads import Bias
@@ -47,6 +48,7 @@ from .programs.compress import Compression, Compressor
 from .programs.cut import Pipeline, in_stages
 from .programs.early import sum_early
 from .programs.hide import hide_exchanges
+from .programs.kept import mark_recomputed
 from .programs.makers import StepParts, make_roles
 from .programs.model_program import reference_program
 from .programs.offload import offload
@@ -95,6 +97,8 @@ class Request:
     """The number of the loss's terms."""
     biases: Mapping[str, Bias] = field(default_factory=dict)
     """The biases that balance experts, by the module of these."""
+    recompute: Sequence[RecomputeLine] = ()
+    """The modules whose values backward makes again."""
     replicas: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """The axes of views along which ranks hold the same experts, by the module of these."""
 
@@ -178,6 +182,7 @@ def _build(captured: Captured, mesh: Mesh, request: Request) -> Built:
     parts = 1 if adds == "sum" else request.microbatches
     sums = request.accumulate if request.microbatches > 1 else None
     stored = store_parameters(typed, mesh, request.shardings, request.shard_dims)
+    mark_recomputed(typed, request.recompute)
     if request.pipeline is not None:
         results = noted(typed.output_node()).results
         typed = in_stages(typed, request.pipeline)

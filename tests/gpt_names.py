@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from parc.compiler.layout.mesh import Shape
-from parc.compiler.resolve.names import PlanNames, WeightUse
+from parc.compiler.resolve.names import ModelOperator, PlanNames, WeightUse
 
 LAYERS, WIDTH, VOCAB = 2, 8, 50258
 
@@ -28,4 +28,13 @@ def gpt_names(vocab: int = VOCAB) -> PlanNames:
             shapes[f"{block}.{name}.bias"] = (out,)
             uses[f"{block}.{name}.weight"] = WeightUse("linear", 0, 1)
     inputs: dict[str, Shape] = {"tokens": (4, 8), "targets": (4, 8)}
-    return PlanNames(shapes, inputs, frozenset(modules), uses, {"head.weight": "embed.weight"})
+    operators = {
+        name.rpartition(".")[0]: (ModelOperator(frozenset({"linear", "products"}), False),)
+        for name in uses
+        if name != "embed.weight"
+    }
+    for layer in range(LAYERS):
+        operators[f"blocks.{layer}.attn"] = (ModelOperator(frozenset({"attention"}), False),)
+        operators[f"blocks.{layer}.mlp"] = (ModelOperator(frozenset({"gelu"}), True),)
+    tied = {"head.weight": "embed.weight"}
+    return PlanNames(shapes, inputs, frozenset(modules), uses, tied, operators=operators)

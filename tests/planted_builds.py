@@ -173,7 +173,7 @@ _PLANS = {
     ),
     "gpt dp=2, zero 3": (
         "examples",
-        _GPT.replace("tp=2", "tp=1") + "shard tokens, targets [B/dp, _]\nzero 3 over dp\n",
+        _GPT.replace("tp=2", "tp=1") + "shard tokens, targets [B/dp, _]\nzero 3 over dp\nrecompute blocks.*\n",
     ),
     "stack dp=2, zero 2, bf16": ("tests", _STACK[: _STACK.index("mesh")] + _ZERO_2),
     "stack dp=4, two levels": ("tests", _STACK[: _STACK.index("mesh")] + _NODES + "hierarchical over dp\n"),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import combinations
 
 from parc.compiler.program.actions import BACKWARD, FORWARD
-from parc.compiler.program.program import Ref
+from parc.compiler.program.program import Line, Ref, map_references
 from parc.compiler.verify.remade import forward_lines
 from tests.planted_builds import GoodBuild
 from tests.planted_sites import Mutant, Site, sites, with_argument, with_main
@@ -50,16 +51,15 @@ def _other_operands(site: Site, kind: str) -> Iterator[Mutant]:
 
 
 def wrong_keys(build: GoodBuild) -> Iterator[Mutant]:
-    """Give a call of B the key of another stream than its call of F had."""
+    """Exchange the keys of two streams: in one call of B, and between two calls."""
     kind, programs = "replay another stream", build.case.programs
     main = programs[BACKWARD].main
-    values = main.values()
-    keys = [name for name, value in values.items() if value.kind == "saved" and name.startswith("key_")]
-    for index, line in enumerate(main.lines):
-        for name in line.uses() if line.calls_function else ():
-            if name in keys:
-                other = keys[keys.index(name) - 1]
-                if other != name:
-                    args = tuple(Ref(other) if item == Ref(name) else item for item in line.args)
-                    lines = (*main.lines[:index], replace(line, args=args), *main.lines[index + 1 :])
-                    yield Mutant(kind, f"{line.op}: {other} for {name}", with_main(programs, BACKWARD, lines=lines))
+    keys = [name for name, value in main.values().items() if value.kind == "saved" and name.startswith("key_")]
+    for one, other in combinations(keys, 2):
+        swapped = {one: other, other: one}
+        lines = tuple(_renamed(line, swapped) if line.calls_function else line for line in main.lines)
+        yield Mutant(kind, f"{one} and {other}", with_main(programs, BACKWARD, lines=lines))
+
+
+def _renamed(line: Line, names: Mapping[str, str]) -> Line:
+    return replace(line, args=map_references(line.args, lambda name: Ref(names.get(name, name))))

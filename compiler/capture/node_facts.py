@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 from torch import fx
 
 from ..layout.placement import Packed, TensorType
+from ..ops.recompute import RecomputeLine
 from ..program.binding import Binding
 from ..program.program import Origin
 
@@ -93,6 +94,8 @@ class NodeFacts:
     """The node that says which they are."""
     block = Fact[str | None](None)
     """The block of the model that the node belongs to."""
+    recompute = Fact[RecomputeLine | None](None)
+    """The plan's line by which backward makes its results again."""
     stage = Fact(0)
     """The pipeline stage that computes the node."""
 

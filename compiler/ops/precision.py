@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .modules import in_modules
 from .rules import facts
 
 
@@ -37,13 +38,7 @@ class PrecisionLine:
 
     def holds(self, module: str) -> bool:
         """Return whether a module is one of the line's, or inside one; ``*`` in its path is any number."""
-        path = module.split(".") if module else []
-        return any(_begins(path, name.split(".") if name else []) for name in self.modules)
-
-
-def _begins(path: list[str], head: list[str]) -> bool:
-    alike = (at == name or (at == "*" and name.isdigit()) for at, name in zip(path, head, strict=False))
-    return len(path) >= len(head) and all(alike)
+        return in_modules(module, self.modules)
 
 
 PrecisionRegions = tuple[PrecisionLine, ...]

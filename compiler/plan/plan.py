@@ -41,6 +41,7 @@ from .directives.optimizer import Optimizer
 from .directives.precision import Precision
 from .directives.prefetch import DEFAULT as PREFETCH
 from .directives.prefetch import Prefetch
+from .directives.recompute import Recompute
 from .directives.schedule import Schedule
 from .directives.seed import Seed as SeedLine
 from .directives.sizes import Sizes
@@ -83,6 +84,7 @@ class Plan:
     microbatches: int
     accumulate: str
     precision: tuple[Precision, ...]
+    recompute: tuple[Recompute, ...]
     zero: tuple[Zero, ...]
     bucket: int
     prefetch: int
@@ -284,6 +286,7 @@ def _assemble(
         accumulate=schedule.accumulate if schedule is not None else "fp32",
         frozen=tuple(word for line in scope.all(Freeze) for word in line.where),
         precision=scope.all(Precision),
+        recompute=scope.all(Recompute),
         zero=scope.all(Zero),
         bucket=bucket.size if (bucket := one(Bucket)) is not None else BUCKET,
         prefetch=prefetch.units if (prefetch := one(Prefetch)) is not None else PREFETCH,

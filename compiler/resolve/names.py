@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -29,6 +29,14 @@ class WeightUse:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelOperator:
+    """An operator that a module's code calls: the words by which a line may mean it, and whether it is cheap."""
+
+    words: frozenset[str]
+    cheap: bool
+
+
+@dataclass(frozen=True, slots=True)
 class PlanNames:
     """The names of a captured model; shapes are global. ``tied`` maps other names of a parameter to its name."""
 
@@ -40,6 +48,8 @@ class PlanNames:
     pieces: Callable[[str, int], tuple[int, ...]] = lambda name, dim: ()
     """A function of a parameter's name and dim. It returns the sizes of the pieces into which the model cuts the dim
     that this one becomes, if it does."""
+    operators: Mapping[str, Collection[ModelOperator]] = field(default_factory=dict)
+    """The operators of the captured graph in each module."""
     smaller: bool = False
     """True where the model is a twin, which may lack layers of the plan's own model: patterns may then match
     nothing."""

@@ -18,6 +18,7 @@ from ...grammar.diagnostics import Diagnostic, Label, PlanError, Severity
 from ...grammar.source import Span
 from ...grammar.syntax import Word
 from ..layout.mesh import Mesh
+from ..ops.recompute import RecomputeLine
 from ..padding.pads import Pads, pads_by_value
 from ..plan.directives.experts import Experts
 from ..plan.directives.precision import TYPES, Precision
@@ -28,6 +29,7 @@ from ..sizes.size_range import BATCH, SizeRange
 from .compress_lines import CompressLine, compress_lines
 from .idle_axes import idle_axes
 from .names import PlanNames, WeightUse, find_modules, find_parameters, find_values, find_weights, split_dim
+from .recompute_lines import recompute_lines
 from .seeds import PlacementSeed, Seeds
 from .stage_lines import find_cuts
 from .view_lines import Views
@@ -52,6 +54,7 @@ class Resolved:
     zero: tuple[ZeroLine, ...] = ()
     compress: tuple[CompressLine, ...] = ()
     views: Views | None = None
+    recompute: tuple[RecomputeLine, ...] = ()
 
     def line_of(self, value: str, dim: int) -> int:
         """Return the first line of the plan that splits a dim, for the computation or where it is stored."""
@@ -82,7 +85,8 @@ def resolve(
     precision = tuple(resolver.precision(line) for line in plan.precision)
     zero, errors = zero_lines(plan, names, resolver.seeds, resolver.views)
     compress, wrong = compress_lines(plan, names)
-    resolver.diagnostics += [*errors, *wrong]
+    recompute, unkept = recompute_lines(plan, names)
+    resolver.diagnostics += [*errors, *wrong, *unkept]
     resolver.diagnostics += find_cuts(plan, names)[1]
     frozen, no_decay = (
         frozenset(resolver.found(words, find_parameters)) for words in (plan.frozen, plan.optimizer.no_decay)
@@ -93,7 +97,7 @@ def resolve(
     return Resolved(
         tuple(seed for seed in resolver.seeds.found.values() if plan.ranks(seed.axis) > 1),
         tuple(resolver.diagnostics), frozen, no_decay, pads_by_value(resolver.seeds.pads.items()), precision, zero,
-        compress, resolver.views,
+        compress, resolver.views, recompute,
     )  # fmt: skip
 
 

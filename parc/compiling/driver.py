@@ -264,6 +264,7 @@ def ask(
         {word: line.span.root.line for word, line in plan.offloaded.items()}, levels_of(plan, mesh, copies),
         compressions_of(resolved, mesh, copies, captured, frozen), units=units_of(plan, names, captured),
         terms=len(plan.loss.terms), biases=biases_of(routing), replicas=replicas_of(routing, resolved, mesh, copies),
+        recompute=resolved.recompute,
     ), routing)  # fmt: skip
 
 

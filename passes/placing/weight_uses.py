@@ -11,7 +11,9 @@ from ...compiler.capture.capture import Captured
 from ...compiler.capture.node_facts import noted
 from ...compiler.capture.routed import routed_layers
 from ...compiler.ops.rules import facts
-from ...compiler.resolve.names import PlanNames, WeightUse
+from ...compiler.ops.words import words_for
+from ...compiler.resolve.names import ModelOperator, PlanNames, WeightUse
+from ..calls import computes
 from ..canonical.canonicalize import canonicalize
 from .follow import Follower, factor_places
 
@@ -39,6 +41,11 @@ def names_of(captured: Captured) -> PlanNames:
                 if candidate.rpartition(".")[0] == module:
                     uses.setdefault(candidate, use)
             uses.setdefault(name, use)
+    operators: dict[str, set[ModelOperator]] = {}
+    for node in captured.graph.nodes:
+        if computes(node):
+            operator = ModelOperator(words_for(str(node.target)), facts(node.target).cheap)
+            operators.setdefault(noted(node).origin.module, set()).add(operator)
     return PlanNames(
         shapes,
         {name: tuple(noted(node).value.shape) for name, node in captured.placeholders("input").items()},
@@ -46,6 +53,7 @@ def names_of(captured: Captured) -> PlanNames:
         uses,
         dict(captured.aliases),
         lambda name, dim: _pieces(canonicalized(), name, dim),
+        operators,
     )
 
 

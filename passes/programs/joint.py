@@ -52,15 +52,19 @@ class _Record:
     """The notes that are taken while a segment is traced."""
 
     owner: dict[fx.Node, Origin] = field(default_factory=dict)
+    maker: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    """The segment's node that each of forward's nodes is a part of."""
     known: dict[fx.Node, Placement] = field(default_factory=dict)
     last: fx.Node | None = None
     forward_end: fx.Node | None = None
     """The last node that forward made, once it has run."""
 
-    def claim(self, graph: fx.Graph, origin: Origin) -> None:
-        """Note ``origin`` as that of all nodes since the last claim."""
+    def claim(self, graph: fx.Graph, origin: Origin, maker: fx.Node | None = None) -> None:
+        """Note ``origin``, and the ``maker``, as those of all nodes since the last claim."""
         new = list(takewhile(lambda node: node is not self.last, reversed(graph.nodes)))
         self.owner.update(dict.fromkeys(new, origin))
+        if maker is not None:
+            self.maker.update(dict.fromkeys(new, maker))
         self.last = new[0] if new else self.last
 
 
@@ -96,7 +100,7 @@ def _execute(segment: Segment, env: dict[fx.Node, Any], record: _Record, graph: 
         args, kwargs = substitute_nodes((node.args, dict(node.kwargs)), uses.__getitem__)
         target: Any = FORMS.get(node.target, node.target)
         value = env[node] = target(*args, **kwargs)
-        record.claim(graph, noted(node).origin)
+        record.claim(graph, noted(node).origin, node)
         if not isinstance(value, RecordedTensor):
             continue
         record.known[value.node] = node_type(node).placement.data()
@@ -200,7 +204,7 @@ def _read(graph: fx.Graph, segment: Segment, record: _Record, flows: Sequence[bo
         dict(zip(flowing, tangents, strict=True)),
         {index: node for index, node in zip(flow_index, gradients, strict=True) if node is not None},
     )
-    _split(joint, graph, segment, mesh)
+    _split(joint, graph, segment, record.maker, mesh)
     return joint
 
 
@@ -249,7 +253,9 @@ def _type_node(node: Any, known: Mapping[fx.Node, Placement], mesh: Mesh) -> Non
     noted(node).types = [next(all_types) if isinstance(v, torch.Tensor) else None for v in tensors_of(node)]
 
 
-def _split(joint: Joint, graph: fx.Graph, segment: Segment, mesh: Mesh) -> None:
+def _split(
+    joint: Joint, graph: fx.Graph, segment: Segment, makers: Mapping[fx.Node, fx.Node], mesh: Mesh
+) -> None:  # fmt: skip
     """Split a joint trace: forward is all that outputs need, backward the rest of what gradients need. What backward
     makes again stands just before its first reader."""
     inputs = {node: bool(noted(source).binding.name) for node, source in zip(joint.inputs, segment.inputs, strict=True)}
@@ -259,7 +265,7 @@ def _split(joint: Joint, graph: fx.Graph, segment: Segment, mesh: Mesh) -> None:
     joint.forward = sorted(made - inputs.keys(), key=order.__getitem__)
     needed = sorted(ancestors(joint.gradients.values(), made), key=order.__getitem__)
     read = [node for node in needed if node in made]
-    kept = kept_values(read, inputs, lambda node: may_remake(node, mesh), mesh)
+    kept = kept_values(read, inputs, lambda node: may_remake(node, makers.get(node), mesh), mesh)
     there = kept | set(joint.tangents.values())
     for node in dict.fromkeys([*(node for node in needed if node not in made), *joint.gradients.values()]):
         added = ancestors([node], there) - there

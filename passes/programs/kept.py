@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import operator
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import fx
@@ -19,8 +19,10 @@ from torch import fx
 from ...compiler.capture.node_facts import noted
 from ...compiler.layout.collectives import COLLECTIVES, lower
 from ...compiler.layout.mesh import Mesh
+from ...compiler.ops.recompute import SENT_WORD, RecomputeLine, line_for
 from ...compiler.ops.rules import facts
 from ...compiler.ops.torch_ops import OPS
+from ...compiler.ops.words import words_for
 from ..calls import ancestors
 from .segments import node_type
 
@@ -32,12 +34,25 @@ _END: _Place = None, True
 _WITHOUT_END = 1 << 62
 
 
-def may_remake(node: Any, mesh: Mesh) -> bool:
-    """Return whether backward may make the result of a node of forward again: what costs little, and sends nothing."""
-    if node.target is OPS.convert.default:
+def mark_recomputed(graph: fx.Graph, lines: Sequence[RecomputeLine]) -> None:
+    """Note on every operator the plan's line by which backward makes it again."""
+    for node in graph.nodes if lines else ():
+        if node.op == "call_function":
+            noted(node).recompute = line_for(lines, noted(node).origin.module)
+
+
+def may_remake(node: Any, maker: fx.Node | None, mesh: Mesh) -> bool:
+    """Return whether backward may make the result of a traced node again: without a line of the plan what costs little
+    and sends nothing, with one all but what the line keeps. ``maker`` is the model's operator that it is a part of."""
+    traced = node.args[0] if node.target is operator.getitem else node
+    line = noted(maker).recompute if maker is not None else None
+    if traced.target is OPS.convert.default:
         lowered = lower(str(node.args[1]), node_type(node.args[0]).placement, node_type(node).placement, mesh)
-        return lowered is None or not COLLECTIVES[lowered[0]].communicates
-    return facts(node.args[0].target if node.target is operator.getitem else node.target).cheap
+        sends = lowered is not None and COLLECTIVES[lowered[0]].communicates
+        return not sends or (line is not None and SENT_WORD not in line.keep)
+    if line is None or maker is None:
+        return facts(traced.target).cheap
+    return line.keep.isdisjoint(words_for(str(traced.target)) | words_for(str(maker.target)))
 
 
 def kept_values(
@@ -55,9 +70,9 @@ def kept_values(
     wanted = dict.fromkeys(read)
     for node in ancestors(wanted, inputs):
         there = inputs.get(node)
-        edge((node, False), (node, True), _WITHOUT_END if there is None and _shares(node) else
-             0 if there else _bytes(node, mesh))  # fmt: skip
-        if there is not None or not remake(node):
+        shares = there is None and _shares(node)
+        edge((node, False), (node, True), _WITHOUT_END if shares else 0 if there else _bytes(node, mesh))
+        if not shares and (there is not None or not remake(node)):
             edge(_START, (node, False), _WITHOUT_END)
         for operand in node.all_input_nodes if there is None else ():
             edge((operand, True), (node, False), _WITHOUT_END)

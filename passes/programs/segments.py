@@ -79,7 +79,9 @@ def _signature(nodes: Sequence[fx.Node], inputs: Sequence[fx.Node] | dict[fx.Nod
     rows = [f"{names[n]}:{typed_text(n, mesh)}:{n in flow}" for n in inputs]
     for node in nodes:
         args = substitute_nodes((node.args, dict(node.kwargs)), names.__getitem__)
-        rows.append(f"{names[node]}={node.target}{args}:{typed_text(node, mesh)}")
+        line = noted(node).recompute
+        again = f":{sorted(line.keep)}" if line is not None else ""
+        rows.append(f"{names[node]}={node.target}{args}:{typed_text(node, mesh)}{again}")
     return "\n".join([*rows, ",".join(names[node] for node in outputs)])
 
 

@@ -1,0 +1,36 @@
+"""Recomputation: the modules whose values backward makes again, and the operators whose results it keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from .modules import in_modules
+
+SENT_WORD = "collectives"
+FAMILIES = {
+    "products": "products of matrices and convolutions",
+    "attention": "attention",
+    "random": "random numbers, such as the masks of dropout",
+    SENT_WORD: "what ranks send each other",
+}
+"""The words for several operators in a `keep` of the language, with their meanings."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecomputeLine:
+    """One ``recompute`` line, its pattern resolved: the modules, with all inside them, the words of operators whose
+    results are kept all the same, and the line's number."""
+
+    modules: tuple[str, ...]
+    keep: frozenset[str]
+    line: int = 0
+
+    def holds(self, module: str) -> bool:
+        """Return whether a module is one of the line's, or inside one."""
+        return in_modules(module, self.modules)
+
+
+def line_for(lines: Iterable[RecomputeLine], module: str) -> RecomputeLine | None:
+    """Return the line that counts for a module: the last that holds for it."""
+    return next((line for line in reversed([*lines]) if line.holds(module)), None)

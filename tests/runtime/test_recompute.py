@@ -1,0 +1,105 @@
+"""Recomputation: the same gradients to the bit, in one process and on gloo ranks, and fewer values kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import parc
+from benchmarks.kept import GPT, LLAMA, kept_by_parc, plan_of
+from parc.compiler.program.actions import BACKWARD
+from parc.grammar.diagnostics import PlanError
+from tests.runtime.ranks import run_ranks
+from tests.runtime.tiny import PLAN, batch, build
+
+TENSOR = """\
+column blocks.*.attn.qkv over tp rows (3 h/tp d)
+row blocks.*.attn.out over tp
+column blocks.*.mlp.up over tp
+row blocks.*.mlp.down over tp
+"""
+STAGES = "stage before blocks.1 over pp\n"
+DROPS = PLAN.replace("dropout=0.1", "dropout=0.3")
+
+
+def trained(folder: str) -> dict[str, torch.Tensor]:
+    """Return the parameters after two steps."""
+    session = parc.load(folder)
+    for step in range(2):
+        session.step(batch(step))
+    return session.state_dict()
+
+
+def same_bits(tmp_path: Path, plan: str, plain: str, recompute: str, ranks: int = 1) -> None:
+    """Hold training with and without a line to each other."""
+    plan = plan.replace("schedule  microbatches 2", "schedule 1f1b microbatches 4") if "stage" in plain else plan
+    folders = [str(build(tmp_path / name, plain + line, plan)) for name, line in (("a", ""), ("b", recompute))]
+    ways = [run_ranks(trained, ranks, folder) if ranks > 1 else [trained(folder)] for folder in folders]
+    for one, other in zip(*ways, strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("keep", ["", " keep products, attention", " keep products", " keep random, gelu"])
+@pytest.mark.parametrize("lines", ["", "precision bf16\n"])
+def test_dropout_is_replayed_to_the_bit(tmp_path: Path, lines: str, keep: str) -> None:
+    same_bits(tmp_path, DROPS, lines, f"recompute blocks.*{keep}\n")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "lines", "recompute"),
+    [
+        (4, "mesh pp=2, tp=2\n" + TENSOR + STAGES, "recompute blocks.*\n"),
+        (2, "mesh dp=2\nshard tokens, targets [B/dp, _]\nzero 3 over dp\nprecision bf16\n", "recompute blocks.0\n"),
+    ],
+)
+def test_ranks_train_to_the_bit_as_without_it(tmp_path: Path, ranks: int, lines: str, recompute: str) -> None:
+    same_bits(tmp_path, DROPS, lines, recompute, ranks)
+
+
+def kept(model: str, lines: str) -> list[str]:
+    return [name for name, *_ in kept_by_parc(plan_of(model, lines)) if not name.startswith("key_")]
+
+
+def test_a_block_keeps_what_its_line_says() -> None:
+    assert kept(LLAMA, "recompute model.layers.*\n") == ["x"]
+    assert kept(GPT, "recompute blocks.[0..2:2]\n") == kept(GPT, "")
+    assert kept(GPT, "recompute blocks.[1..2:2]\n") == ["x"]
+    assert kept(GPT, "recompute blocks.* keep products\n") == [
+        "x", "attn_qkv_addmm", "add", "mlp_up_addmm",
+    ]  # fmt: skip
+    assert "attn_attention" in kept(GPT, "recompute blocks.* keep products, attention\n")
+    with_tensors = "mesh tp=2\n" + TENSOR
+    both = [plan_of(GPT, f"{with_tensors}recompute blocks.*{keep}\n") for keep in ("", " keep collectives")]
+    functions = [made.built.programs[BACKWARD].blocks for made in both]
+    sums = [sum("reduce" in line.op for function in own for line in function.lines) for own in functions]
+    assert sums[0] - sums[1] == 1  # the sum of the attention; that at the end of a block is not needed
+
+
+def test_weights_are_gathered_once_for_a_backward_that_recomputes() -> None:
+    def gathers(line: str) -> int:
+        lines = "mesh dp=2\nshard tokens, targets [B/dp, _]\nzero 3 over dp\n" + line
+        main = plan_of(GPT, lines).built.programs[BACKWARD].main
+        names = [value for line in main.lines if line.op == "parc.all_gather" for value in line.uses()]
+        assert len(names) == len(set(names))
+        return len(names)
+
+    assert gathers("recompute blocks.*\n") - gathers("") == 3 * 3  # biases of products; nobody needs the last product's
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "words"),
+    [
+        ("recompute blocks.*.mlp keep attention\n", "P0150", "the operators `gelu`, `linear`"),
+        ("recompute blocks.*.mlp.up keep products\n", "P0151", ""),
+        ("recompute blocks.*.mlp.act\n", "P0104", ""),
+    ],
+)
+def test_lines_without_a_meaning_are_refused(line: str, code: str, words: str) -> None:
+    try:
+        found = plan_of(GPT, line).resolved.warnings
+    except PlanError as error:
+        found = tuple(error.diagnostics)
+    (said,) = (one for one in found if one.code.name == code)
+    assert words in said.help
