@@ -62,6 +62,22 @@ def listed(layer: Listed, x: Tensor) -> Tensor:
     return parc.routed(tokens, index, weights, layer.experts).view_as(x)
 
 
+class Balanced(Listed):
+    """The same, chosen by scores and a bias, as DeepSeek-V3's are; it has the form of what it inherits from."""
+
+    def __init__(self, top: int = TOP) -> None:
+        super().__init__(top)
+        self.register_buffer("choice_bias", torch.zeros(EXPERTS))
+        self.choice_bias: Tensor
+
+    def route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the weights and the numbers of each token's experts."""
+        scores = self.router(tokens).sigmoid()
+        index = (scores + self.choice_bias).topk(self.top, dim=-1)[1]
+        weights = scores.gather(1, index)
+        return weights / weights.sum(-1, keepdim=True), index
+
+
 class Stacked(nn.Module):
     """Experts with stacked weights, each token gathering those of its own."""
 
@@ -93,6 +109,7 @@ def stacked(layer: Stacked, x: Tensor) -> Tensor:
 
 Layers = Mapping[str, Callable[[int], nn.Module]]
 LAYERS: dict[str, Callable[[int], nn.Module]] = {"listed": Listed, "stacked": Stacked}
+MORE: Layers = {"balanced": Balanced}
 
 
 class Model(nn.Module):
@@ -101,7 +118,7 @@ class Model(nn.Module):
     def __init__(self, name: str, top: int = TOP, to: int | None = None, layers: Layers = LAYERS) -> None:
         super().__init__()
         self.embed = nn.Embedding(WORDS, WIDTH)
-        layer = layers[name](top)
+        layer = {**layers, **MORE}[name](top)
         self.layers = nn.ModuleList([nn.ModuleDict({"experts": layer})])
         if to is not None:
             with torch.no_grad():

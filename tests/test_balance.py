@@ -23,6 +23,7 @@ from parc.runtime.state.loads import LoadWatch
 from tests.checked_plans import checked, compiled
 from tests.planted_builds import ROOT
 from tests.runtime.ranks import run_ranks
+from tests.test_expert_forms import plan as own_plan
 from tests.test_experts import plan
 
 
@@ -120,6 +121,20 @@ def test_real_ranks_balance_as_the_plain_module_with_the_published_update(tmp_pa
     for found, loads, moved in run_ranks(balanced_ranks, 2, str(tmp_path / "build")):
         assert found == pytest.approx(losses, rel=1e-5) and torch.equal(moved, bias)
         assert [sum(load) for load in loads] == [8 * 4 * 2] * 3
+
+
+def test_the_bias_of_an_own_layer_follows_its_form_in_the_plain_module(tmp_path: Path) -> None:
+    text = own_plan("balanced", "dp=1, ep={}", "schedule microbatches 2\n").replace("over ep dropless", BALANCED)
+    assert checked(compiled(text.replace("ep={}", "ep=2"), ROOT / "tests")).report["checks"]["numbers"] == "tested"
+    made = compiled(text.replace("ep={}", "ep=1"), ROOT / "tests")
+    write_build(made.to_write(report_of(made)), tmp_path / "build")
+    plain = parc.reference(tmp_path / "build")
+    losses = [plain.step().loss for _ in range(3)]
+    bias = plain.module.get_buffer("layers.0.experts.choice_bias")
+    assert bias.abs().max() > 0.005
+    with parc.load(tmp_path / "build") as session:
+        assert [session.step().loss for _ in range(3)] == pytest.approx(losses, rel=1e-5)
+        assert torch.equal(session.state_dict()["layers.0.experts.choice_bias"], bias)
 
 
 def test_a_router_without_a_bias_cannot_be_balanced_by_one() -> None:

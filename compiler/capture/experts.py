@@ -63,6 +63,8 @@ class Capacity:
 
 _SET: ContextVar[Capacity | None] = ContextVar("capacity", default=None)
 """The capacity of the experts that are captured now."""
+_ASKED: ContextVar[bool] = ContextVar("asked", default=False)
+"""True while a form is only asked to which experts it sends tokens."""
 ExpertForm = Callable[..., Any]
 """A function that is called as a module's forward, and computes what it does."""
 _FORMS: dict[Callable[..., Any], ExpertForm] = {}
@@ -144,6 +146,8 @@ def _packed(
 ) -> torch.Tensor:
     """Return the weighted sum of what ``compute`` makes of each token's rows: packed ones, or, where a capacity is set,
     those that have a slot."""
+    if _ASKED.get():
+        raise _Told(chosen)
     if (capacity := _SET.get()) is not None:
         return _slotted(
             hidden, chosen, scores, (*capacity.of(hidden.shape[0], chosen.shape[0], top), top), compute, on_input
@@ -216,6 +220,32 @@ def _known() -> dict[Callable[..., Any], ExpertForm]:
     """Return the forms of users, and of the models that are imported."""
     llama4: Any = sys.modules.get("transformers.models.llama4.modeling_llama4")
     return {llama4.Llama4TextMoe.forward: _llama4, **_FORMS} if llama4 is not None else _FORMS
+
+
+class _Told(Exception):
+    """The answer of a form that is asked: which experts each token goes to, [experts, tokens]."""
+
+    def __init__(self, chosen: torch.Tensor) -> None:
+        super().__init__()
+        self.chosen = chosen
+
+
+def has_form(layer: nn.Module) -> bool:
+    """Return whether a layer of experts has a form."""
+    return type(layer).forward in _known()
+
+
+def chosen_by(layer: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Return which experts the form of a layer sends each token to, [experts, tokens], called as the layer is."""
+    before = _ASKED.set(True)
+    try:
+        with torch.no_grad():
+            _known()[type(layer).forward](layer, *args, **kwargs)
+    except _Told as told:
+        return told.chosen
+    finally:
+        _ASKED.reset(before)
+    raise ValueError(f"the form of {type(layer).__name__} sends no tokens to experts")
 
 
 def have_interface(module: nn.Module) -> bool:

@@ -21,7 +21,7 @@ from ...compiler.build.build import Build
 from ...compiler.capture.attributes import attribute_tensors
 from ...compiler.capture.complex_numbers import own_form, real_form
 from ...compiler.capture.expert_lists import as_made
-from ...compiler.capture.experts import have_interface
+from ...compiler.capture.experts import chosen_by, has_form, have_interface
 from ...compiler.capture.model_calls import TaskLines, caller, model_builder, term_functions
 from ...compiler.initial.counter import dropped, keep_mask, random, stream
 from ...compiler.initial.recipes import initialize
@@ -178,19 +178,35 @@ class PlainBias:
 
     def __init__(self, model: nn.Module, module: str, bias: Bias) -> None:
         owner, _, leaf = bias.buffer.rpartition(".")
-        if not have_interface(model.get_submodule(module)):
+        around = (model.get_submodule(path) for path in (module, module.rpartition(".")[0]))
+        layer = next((one for one in around if have_interface(one) or has_form(one)), None)
+        if layer is None:
             message = (
                 f"the plain `{module}` does not say which experts its tokens choose, so its bias cannot follow them"
             )
             raise RunError(NO_EXPERTS, message, "compare with the build's own check: `parc verify BUILD`")
+        self._module = module
         self._value: Tensor = getattr(model.get_submodule(owner), leaf)
         self._rate, self._load = bias.rate, torch.zeros(self._value.numel(), dtype=torch.int64)
-        model.get_submodule(module).register_forward_pre_hook(self._count, with_kwargs=True)
+        layer.register_forward_pre_hook(self._count if have_interface(layer) else self._ask, with_kwargs=True)
 
     def _count(self, module: nn.Module, given: tuple[Tensor, ...], named: Mapping[str, Tensor]) -> None:
         """Count the experts that the second argument names, [tokens, k]."""
         chosen = given[1] if len(given) > 1 else named["top_k_index"]
         self._load += torch.bincount(chosen.flatten().cpu(), minlength=self._load.numel())
+
+    def _ask(self, layer: nn.Module, given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        """Count the experts that the layer's form sends its tokens to.
+
+        Raises:
+            RunError: random numbers have a part in that, so the layer itself will choose others.
+        """
+        before = torch.get_rng_state()
+        chosen = chosen_by(layer, *given, **named)
+        if not before.equal(torch.get_rng_state()):
+            message = f"the router of `{self._module}` draws random numbers, so the plain module's choice is not known"
+            raise RunError(NO_EXPERTS, message, "compare with the build's own check: `parc verify BUILD`")
+        self._load += chosen.sum(1).cpu()
 
     def move(self) -> None:
         """Add the rate for experts with fewer tokens than the mean, and take it from those with more."""
