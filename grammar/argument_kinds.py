@@ -39,6 +39,14 @@ def _output(item: Item) -> bool:
     return isinstance(item, Call) and item.name == "out" and bool(item.arguments) and all(map(_where, item.arguments))
 
 
+def _value(item: Item) -> bool:
+    if not isinstance(item, Call) or item.name not in ("in", "out"):
+        return _where(item)
+    name, *number = item.arguments or (None,)
+    whole = all(isinstance(one, Number) and one.text.isdecimal() for one in number)
+    return name is not None and _where(name) and len(number) < 2 and whole
+
+
 ARGUMENT_KINDS: dict[str, ArgumentKind] = {
     "NAME": ArgumentKind("a name", _name),
     "AXIS": ArgumentKind("a mesh axis", _name),
@@ -46,7 +54,7 @@ ARGUMENT_KINDS: dict[str, ArgumentKind] = {
     "TYPE": ArgumentKind("a type", _name),
     "PATH": ArgumentKind("a dotted name", lambda item: isinstance(item, Word)),
     "WHERE": ArgumentKind("names or patterns of modules or parameters", _where, count=0),
-    "VALUES": ArgumentKind("names or patterns of parameters or inputs", _where, count=0),
+    "VALUES": ArgumentKind("names or patterns of parameters or inputs, or `out(MODULE)`", _value, count=0),
     "OUTPUTS": ArgumentKind("outputs of modules, such as `out(blocks.3)`", _output, count=0),
     "SCHEDULE": ArgumentKind("a schedule", lambda item: isinstance(item, Word)),
     "STATES": ArgumentKind("`optimizer`, `parameters` or `activations`", _name, count=0),

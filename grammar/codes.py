@@ -13,6 +13,7 @@ from . import (
     codes_numbers,
     codes_placement,
     codes_run,
+    codes_sequence,
     codes_stages,
     codes_views,
 )
@@ -26,6 +27,7 @@ MODULES = (
     codes_experts,
     codes_numbers,
     codes_run,
+    codes_sequence,
     codes_stages,
     codes_views,
 )

@@ -8,13 +8,15 @@ from types import MappingProxyType
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.layout.placement import TensorType
 from parc.compiler.layout.stretches import terms
+from parc.compiler.plan.layouts import KEEP_GATHERED
 from parc.compiler.program.actions import COUNTING, FORWARD
 from parc.compiling.driver import Compiled
+from parc.compiling.sites import keeping_lines
 from parc.grammar.format import VERB_WIDTH, format_statement
 from parc.grammar.source import Span
 from parc.report import seen_from
 
-PLACEMENTS = ("column", "replicate", "row", "shard", "vocab")
+PLACEMENTS = ("column", "replicate", "row", "sequence", "shard", "vocab")
 
 
 def desugar(compiled: Compiled) -> str:
@@ -40,8 +42,10 @@ def desugar(compiled: Compiled) -> str:
         for name in placed.get(index, ()):
             mesh = seen_from(name, compiled.plan, compiled.mesh)
             layouts.setdefault(layout(types[name], mesh, _padded(compiled, name)), []).append(name)
+        keeps = statement.span.root.line in keeping_lines(compiled.plan)
         for text, names in layouts.items():
-            lines.append(f"{'shard' if text else 'replicate':{VERB_WIDTH}} {', '.join(names)} {text}".rstrip())
+            shared = f"{'shard' if text else 'replicate':{VERB_WIDTH}} {', '.join(names)} {text}".rstrip()
+            lines.append(f"{shared} {KEEP_GATHERED}" if keeps and text else shared)
     return "\n".join(lines) + "\n"
 
 
@@ -95,8 +99,8 @@ def _factor(axes: list[str], size: int | None) -> str:
 
 
 def _types(compiled: Compiled) -> dict[str, TensorType]:
-    """Return the type of every parameter and input, which says how it lies on the mesh."""
-    types = dict(compiled.build.types)
+    """Return the type of every parameter, input and placed value inside the model, which says how it lies."""
+    types = {**compiled.build.types, **compiled.built.sites}
     for action in (COUNTING, FORWARD):
         if action in compiled.build.programs:
             inputs = compiled.build.programs[action].main.bound("input")

@@ -41,7 +41,7 @@ class Meant:
 
 def is_gather(reshard: Reshard) -> bool:
     """Return whether a conversion moves parts of a value between ranks though no line asks for it."""
-    return isinstance(reshard.source, Split) and not reshard.heads
+    return isinstance(reshard.source, Split) and not reshard.asked
 
 
 def find_meant(compiled: Compiled) -> Meant | None:

@@ -11,7 +11,7 @@ from torch import fx
 from ..compiler.capture.capture import Captured
 from ..compiler.capture.node_facts import noted
 from ..compiler.layout.mesh import Mesh
-from ..compiler.layout.placement import Split
+from ..compiler.layout.placement import Split, TensorType
 from ..compiler.ops.precision import PrecisionRegions
 from ..compiler.ops.recompute import RecomputeLine
 from ..compiler.program.binding import Binding
@@ -37,9 +37,10 @@ from .placing.fuse import fuse_bias
 from .placing.heads import few_heads
 from .placing.lift import lift_parameters
 from .placing.partition import Partition
-from .placing.propagate import Claim, Placed, propagate
+from .placing.propagate import Claim, Placed, check_sites, propagate
 from .placing.registered import check_registered, explained
 from .placing.reshards import Reshard
+from .placing.sites import site_types, site_values
 from .placing.stored import Sharding, Stored, store_parameters
 from .placing.token_slices import slice_tokens
 from .placing.weight_uses import names_of
@@ -99,6 +100,10 @@ class Request:
     """The biases that balance experts, by the module of these."""
     recompute: Sequence[RecomputeLine] = ()
     """The modules whose values backward makes again."""
+    sites: tuple[tuple[str, str, Split | None, int], ...] = ()
+    """The claims on values inside the model, by their names."""
+    gathered: frozenset[int] = frozenset()
+    """The lines whose values inside the model are kept gathered for backward, where products gather them."""
     replicas: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """The axes of views along which ranks hold the same experts, by the module of these."""
 
@@ -116,6 +121,8 @@ class Built:
     stored: Stored = field(default_factory=Stored)
     levels: TwoLevels | None = None
     compressor: Compressor = field(default_factory=Compressor)
+    sites: Mapping[str, TensorType] = field(default_factory=dict)
+    """The values inside the model that lines place, by their names."""
     averaged: bool = False
     """True where microbatches are averaged though their mean may not be the whole batch's loss."""
 
@@ -209,18 +216,33 @@ def _build(captured: Captured, mesh: Mesh, request: Request) -> Built:
     roles = offload(roles, request.offload)
     missing = tuple(sorted({str(node.target) for node in placed.without_rule}))
     return Built(
-        reference, join_roles(roles), roles, tuple(reshards), missing, stored, levels, compressor, adds is None
+        reference,
+        join_roles(roles),
+        roles,
+        tuple(reshards),
+        missing,
+        stored,
+        levels,
+        compressor,
+        site_types(loss.graph, mesh, placed, {name for name, *_ in request.sites}),
+        adds is None,
     )
 
 
 def _place(graph: fx.Graph, mesh: Mesh, request: Request) -> tuple[fx.Graph, Placed, Sequence[Reshard]]:
     nodes = {noted(node).binding: node for node in graph.nodes if node.op == "placeholder"}
     claims = [Claim((nodes[key], 0), axis, split, line) for key, axis, split, line in request.claims if key in nodes]
+    sites = site_values(graph) if request.sites else {}
+    claims += [
+        Claim(sites[name], axis, split, line, name) for name, axis, split, line in request.sites if name in sites
+    ]
     gathered = few_heads(graph, request.fused)
     placed = propagate(graph, mesh, claims, gathered)
     slices, behind = slice_tokens(graph, mesh, placed, request.replicas)
     if slices:
         placed = propagate(graph, mesh, [*claims, *slices], gathered | behind)
+    check_sites(claims, placed, mesh)
+    placed.keeps = request.gathered
     partition = Partition(graph, mesh, placed, request.choices, request.levels)
     typed = partition.run()
     lift_parameters(typed)

@@ -86,6 +86,8 @@ class NodeFacts:
     """The types of its results on the mesh."""
     line = Fact(0)
     """The plan's line that placed a placeholder."""
+    again = Fact(False)
+    """True where backward makes the node's result again, though that sends messages."""
     storage = Fact[StoredAs | None](None)
     """The types of a parameter before it is as its readers compute with it, where these differ."""
     packed = Fact[Packed](None)

@@ -9,9 +9,11 @@ from ...grammar.codes_language import BAD_VALUE, WRONG_KIND
 from ...grammar.codes_placement import AXIS_TWICE, NOT_PADDED, PARTS_UNKNOWN, WRONG_DIM
 from ...grammar.diagnostics import Diagnostic, Label
 from ...grammar.source import Span
-from ...grammar.syntax import KIND_NAMES, Dim, Ellipsis, Group, Item, Layout, Number, Setting, SplitItem, Word
+from ...grammar.syntax import KIND_NAMES, Call, Dim, Ellipsis, Group, Item, Layout, Number, Setting, SplitItem, Word
 from ...grammar.usage import Arguments
 from .directive import Directive, Scope, argument
+
+KEEP_GATHERED = "keep gathered"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +54,12 @@ class Fix(Directive):
 
     ONCE = False
 
-    where: tuple[Word, ...] = argument(lambda given: given.words("values"))
+    where: tuple[Word, ...] = argument(lambda given: tuple(_values(given)))
+    """The names; a value inside the model is a word of its own, as ``out(blocks.*)``."""
     dims: tuple[DimLayout, ...] | None = argument(lambda given: _placed(given)[0])
+
+    gathered: bool = argument(lambda given: KEEP_GATHERED in given)
+    """True where backward keeps what products gather of values inside the model."""
 
     @property
     def axes(self) -> tuple[Word, ...]:
@@ -62,6 +68,11 @@ class Fix(Directive):
 
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
         yield from _placed(self.arguments)[1]
+        tensors = [word for word in self.where if not word.text.endswith(")")]
+        if self.gathered and tensors:
+            message = f"`{KEEP_GATHERED}` speaks of values inside the model, and `{tensors[0].text}` is none"
+            help_ = "leave it out: what is stored is there in backward"
+            yield Diagnostic(BAD_VALUE, message, Label(tensors[0].span), help=help_)
         for axis in self.axes:
             yield from scope.check_axis(axis, of_views=True)
 
@@ -89,6 +100,16 @@ class SplitWeights(Directive):
         yield from errors
         if rows is not None and not errors:
             yield from _check_rows(rows, self.axis)
+
+
+def _values(given: Arguments) -> Iterator[Word]:
+    """Yield the names of a line, with calls written as words without spaces."""
+    for item in given.items("values"):
+        if isinstance(item, Call):
+            names = (part.text for part in item.arguments if isinstance(part, Word | Number))
+            yield Word(f"{item.name}({','.join(names)})", item.span)
+        elif isinstance(item, Word | Number):
+            yield Word(item.text, item.span)
 
 
 def _placed(given: Arguments) -> tuple[tuple[DimLayout, ...] | None, tuple[Diagnostic, ...]]:

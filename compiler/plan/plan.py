@@ -44,6 +44,7 @@ from .directives.prefetch import Prefetch
 from .directives.recompute import Recompute
 from .directives.schedule import Schedule
 from .directives.seed import Seed as SeedLine
+from .directives.sequence import Sequence as SequenceLine
 from .directives.sizes import Sizes
 from .directives.stage import Stage
 from .directives.steps import Steps
@@ -100,6 +101,7 @@ class Plan:
     schedule: Schedule | None = None
     stages: tuple[Stage, ...] = ()
     views: tuple[ViewLine, ...] = ()
+    sequence: tuple[SequenceLine, ...] = ()
     mesh_spans: dict[str, Span] = field(default_factory=dict, compare=False)  # where each axis is declared
     warnings: tuple[Diagnostic, ...] = field(default=(), compare=False)
 
@@ -300,6 +302,7 @@ def _assemble(
         schedule=schedule,
         stages=scope.all(Stage),
         views=scope.all(ViewLine),
+        sequence=scope.all(SequenceLine),
         placements=tuple(found for found in scope.directives if isinstance(found, Fix | SplitWeights)),
         mesh_spans={binding.name.text: binding.span for binding in axes}
         | {binding.name.text: binding.span for line in scope.all(ViewLine) for binding in line.settings},

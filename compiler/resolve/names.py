@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ...grammar.codes_placement import NO_WEIGHT, NOTHING_MATCHED
+from ...grammar.codes_sequence import NO_SITE
 from ...grammar.diagnostics import Diagnostic, Label
 from ...grammar.nearest import listed
 from ...grammar.syntax import Word
@@ -14,6 +16,7 @@ from ..layout.mesh import Shape
 from ..plan.layouts import SplitWeights
 from ..program.stacked import EACH
 from .pattern import ANY_DEPTH, Pattern
+from .sites import InnerValue, InnerValues
 
 OPTIONAL = "a `?` at the end lets a pattern match nothing"
 
@@ -53,15 +56,23 @@ class PlanNames:
     smaller: bool = False
     """True where the model is a twin, which may lack layers of the plan's own model: patterns may then match
     nothing."""
+    sites: Callable[[], InnerValues] = InnerValues
+    """A function that returns the values inside the model, by their names."""
 
     def canonical(self, name: str) -> str:
         """The one name of a parameter or input."""
         return self.tied.get(name, name)
 
     def shape(self, name: str) -> Shape:
-        """Return the global shape of a parameter, by any of its names, or of an input."""
+        """Return the global shape of a parameter, by any of its names, of an input, or of a value inside the model."""
         name = self.canonical(name)
+        if (site := self.site(name)) is not None:
+            return site.shape
         return self.parameters[name] if name in self.parameters else self.inputs[name]
+
+    def site(self, name: str) -> InnerValue | None:
+        """Return the value inside the model that has this name, if one has."""
+        return self.sites().get(name) if name.endswith(")") else None
 
     def use(self, name: str) -> WeightUse:
         """Return the use of the parameter that has this name."""
@@ -79,6 +90,8 @@ Weight = tuple[str, str | None]
 
 def find_values(word: Word, names: PlanNames) -> tuple[str, ...] | Diagnostic:
     """Return the parameters and inputs that a word means, each under its one name."""
+    if word.text.endswith(")"):
+        return _find_sites(word, names)
     pattern = Pattern(word.text)
     known = (*names.all_parameters, *names.inputs)
     matches = pattern.of(known)
@@ -89,6 +102,44 @@ def find_values(word: Word, names: PlanNames) -> tuple[str, ...] | Diagnostic:
     inside = [name for name in known if modules and name.startswith(f"{modules[0]}.")]
     help_ = f"it is a module: name its parameters, as {listed(inside[:3], 'or')}" if inside else ""
     return _nothing(word, "parameter or input", pattern, known, help_)
+
+
+def _find_sites(word: Word, names: PlanNames) -> tuple[str, ...] | Diagnostic:
+    """Return the values that ``out(PATTERN)``, ``in(PATTERN)`` or ``out(PATTERN,1)`` means, each under its one name."""
+    kind, _, inside = word.text[:-1].partition("(")
+    text, number = (inside[: -len(at[0])], at[1]) if (at := _NUMBER.search(inside)) else (inside, None)
+    named = Word(text, word.span)
+    pattern, known = Pattern(text), sorted(names.modules, key=_natural)
+    modules = pattern.of(known)
+    if not modules and not pattern.optional and not names.smaller:
+        return _nothing(named, "module", pattern, known, "")
+    if (idle := _idle(named, "module", pattern, modules, known, names)) is not None:
+        return idle
+    found: dict[str, None] = {}
+    for module in modules:
+        sites = names.sites().named.get(f"{kind}({module})", ())
+        if number is not None:
+            sites = sites[int(number) : int(number) + 1]
+        if len(sites) == 1:
+            found[sites[0].name] = None
+        elif not names.smaller:
+            return _no_site(word, kind, module, names.sites().named.get(f"{kind}({module})", ()))
+    return tuple(found)
+
+
+_NUMBER = re.compile(r",(\d+)$")
+
+
+def _no_site(word: Word, kind: str, module: str, sites: Sequence[InnerValue]) -> Diagnostic:
+    """Return the error of a module that reads or gives no value, or several of which none is chosen."""
+    verb = "gives to" if kind == "out" else "reads of"
+    message = f"`{module}` {verb} other modules no value that depends on weights"
+    help_ = f"name a module around it, as `{kind}({module.rpartition('.')[0] or 'blocks.0'})`, or behind it"
+    if sites:
+        shapes = listed([str(list(site.shape)) for site in sites])
+        message = f"`{module}` {verb} other modules {len(sites)} value{'s' * (len(sites) > 1)}: {shapes}"
+        help_ = f"choose one by its number from 0: `{kind}({module}, {len(sites) - 1})`"
+    return Diagnostic(NO_SITE, message, Label(word.span), help=help_)
 
 
 def find_parameters(word: Word, names: PlanNames) -> tuple[str, ...] | Diagnostic:

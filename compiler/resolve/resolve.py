@@ -22,6 +22,7 @@ from ..ops.recompute import RecomputeLine
 from ..padding.pads import Pads, pads_by_value
 from ..plan.directives.experts import Experts
 from ..plan.directives.precision import TYPES, Precision
+from ..plan.directives.sequence import Sequence
 from ..plan.layouts import DimLayout, Factor, Fix, SplitWeights
 from ..plan.plan import Plan
 from ..plan.sub_dims import DimSplit, cut_dims, multiples
@@ -31,6 +32,7 @@ from .idle_axes import idle_axes
 from .names import PlanNames, WeightUse, find_modules, find_parameters, find_values, find_weights, split_dim
 from .recompute_lines import recompute_lines
 from .seeds import PlacementSeed, Seeds
+from .sequence_lines import sequence_seeds
 from .stage_lines import find_cuts
 from .view_lines import Views
 from .zero_lines import ZeroLine, zero_lines
@@ -82,6 +84,8 @@ def resolve(
     # experts first: lines that split tokens reach their weights too, where these are whole
     for line in sorted(plan.placements, key=lambda line: not isinstance(line, Experts)):
         resolver.apply(line)
+    for sequence in plan.sequence:
+        resolver.split_sequences(sequence)
     precision = tuple(resolver.precision(line) for line in plan.precision)
     zero, errors = zero_lines(plan, names, resolver.seeds, resolver.views)
     compress, wrong = compress_lines(plan, names)
@@ -154,6 +158,13 @@ class _Resolver:
             self.diagnostics.append(
                 Diagnostic(REPEATED_PLACEMENT, message, label, related, help="remove it", severity=Severity.WARNING)
             )
+
+    def split_sequences(self, line: Sequence) -> None:
+        """Add the seeds of a `sequence` line, or its errors."""
+        split = tuple(self.seeds.found.values())
+        added = ((seed if isinstance(seed, Diagnostic) else self.seeds.add(seed))
+                 for seed in sequence_seeds(line, self._plan, self._names, split))  # fmt: skip
+        self._report([error for error in added if error is not None])
 
     def found(
         self, words: Iterable[Word], find: Callable[[Word, PlanNames], tuple[str, ...] | Diagnostic]
@@ -231,6 +242,8 @@ class _Resolver:
             yield from outside
             return
         declared = next((found.dims for found in self._plan.inputs if found.name == value), ())
+        if (site := self._names.site(value)) is not None:
+            declared = site.dims(self._plan, BATCH)
         for at, (layout, size) in enumerate(zip(dims, sizes, strict=False)):
             name = layout.factors[0].name if len(layout.factors) == 1 and not layout.more else None
             called = declared[at] if at < len(declared) else None
@@ -267,11 +280,12 @@ class _Resolver:
 
         An input's batch is that of one microbatch.
         """
+        site = self._names.site(value)
         line = next((line for line in self._plan.inputs if line.name == value), None)
-        if line is None or value in self._names.parameters:
+        if site is None and (line is None or value in self._names.parameters):
             return self._names.shape(value)
         sizes: list[int] = []
-        for dim in line.dims:
+        for dim in site.dims(self._plan, BATCH) if site is not None else line.dims if line is not None else ():
             if isinstance(dim, int):
                 sizes.append(dim)
                 continue

@@ -39,6 +39,7 @@ from parc.compiling.axes import compressions_of, finer_axes, levels_of, replicas
 from parc.compiling.initial_weights import init_facts
 from parc.compiling.pipelines import pipeline_of, timelines_of
 from parc.compiling.plan_capture import capture_plan
+from parc.compiling.sites import keeping_lines, not_placed, site_claims
 from parc.compiling.size_ranges import compile_range, fixed
 from parc.grammar.codes_build import BAD_RULE, NOTHING_TRAINED
 from parc.grammar.codes_experts import MIXED_ROWS
@@ -48,6 +49,7 @@ from parc.passes.calls import MixedRows
 from parc.passes.choices import ShardDims
 from parc.passes.pipeline import Built, Choices, Request, build_programs, names_of
 from parc.passes.placing.heads import Copies, find_copies
+from parc.passes.placing.propagate import NotPlaced
 from parc.passes.placing.registered import RuleMisfit
 from parc.passes.placing.reshards import UnevenTokens
 from parc.passes.placing.stored import AlreadySplit
@@ -193,6 +195,8 @@ def compile_captured(
         span = next(line.span for line in plan.zero if line.span.root.line == error.sharding.line)
         help_ = f"name other parameters by `on`, or an axis over which `{error.name}` is whole"
         raise PlanError([Diagnostic(SPLIT_ALREADY, str(error), Label(span), help=help_)]) from None
+    except NotPlaced as error:
+        raise PlanError([not_placed(plan, asked.resolved, error)]) from None
     except UnevenTokens as error:
         raise PlanError([uneven_tokens(plan, asked.mesh, error)]) from None
     except MixedRows as error:
@@ -263,7 +267,8 @@ def ask(
         OverlapChoices(plan.bucket, plan.prefetch),
         {word: line.span.root.line for word, line in plan.offloaded.items()}, levels_of(plan, mesh, copies),
         compressions_of(resolved, mesh, copies, captured, frozen), units=units_of(plan, names, captured),
-        terms=len(plan.loss.terms), biases=biases_of(routing), replicas=replicas_of(routing, resolved, mesh, copies),
+        terms=len(plan.loss.terms), sites=site_claims(claims, names), gathered=keeping_lines(plan),
+        biases=biases_of(routing), replicas=replicas_of(routing, resolved, mesh, copies),
         recompute=resolved.recompute,
     ), routing)  # fmt: skip
 

@@ -134,6 +134,7 @@ class Partition:
         if (chosen := noted(key[0]).chosen) is not None and any(rows):
             return self._exchange(key, key_of(chosen), have, want, how, all(rows))
         node = self.call(OPS.convert.default, (form, *how), {}, [(key, want)])
+        noted(node).again = self.placed.again(key, axes, source, result)
         self.block, self.origin = block, origin
         cause = replace(origin, plan=self.placed.lines.get(key[0], origin.plan))
         asked = computes(key[0]) and facts(key[0].target).reroutes  # by a line of `experts`
@@ -142,9 +143,9 @@ class Partition:
             size = math.prod(local) * fake(key).dtype.itemsize
             for name in self.mesh.joined(axes):
                 axis = self.mesh.parts(name)[0]
-                heads = (key, axis) in self.placed.gathered
+                asked = self.placed.asks(key, axis, want[axis], self.reader)
                 named = noted(key[0]).binding.name if key[0].op == "placeholder" else key[0].name
-                self.reshards.append(Reshard(named, have[axis], want[axis], name, cause, size, self.reader, heads))
+                self.reshards.append(Reshard(named, have[axis], want[axis], name, cause, size, self.reader, asked))
         return node
 
     def _exchange(self, key: ValueKey, mask: ValueKey, have: Placement, want: Placement, how: tuple[str, ...],

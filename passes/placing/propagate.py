@@ -7,12 +7,15 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from ...compiler.capture.node_facts import noted
 from ...compiler.layout.mesh import Mesh
-from ...compiler.layout.placement import Split
+from ...compiler.layout.placement import AxisType, Split
 from ...compiler.layout.stretches import Outer, nest
 from ...compiler.ops.factors import Dims, OpRule
 from ...compiler.ops.infer import Part
+from ...compiler.ops.rules import facts
 from ...compiler.ops.splits import from_factor, to_factors
+from ...compiler.program.binding import BUFFERS
 from ..calls import ValueKey, computes, key_of, operands_of, rule_of, tensors_of
 
 
@@ -24,6 +27,8 @@ class Claim:
     axis: str
     split: Split | None
     line: int
+    site: str = ""
+    """The name of a value inside the model: claims on these come after all others."""
 
 
 @dataclass(slots=True)
@@ -38,6 +43,22 @@ class Placed:
     gathered: frozenset[tuple[ValueKey, str]] = frozenset()
     """The values that are gathered over an axis before anyone reads them."""
     without_rule: list[fx.Node] = field(default_factory=list)
+    sites: dict[tuple[ValueKey, str], int] = field(default_factory=dict)
+    """The values that lines split inside the model, and that follow from these, with the line on each axis."""
+    keeps: frozenset[int] = frozenset()
+    """The lines among those that keep such values gathered for backward, where a product gathers them."""
+
+    def asks(self, key: ValueKey, axis: str, result: AxisType, reader: str) -> bool:
+        """Return whether a line, or a note, speaks of a conversion: the gather of few heads, or of a value that is
+        split between products."""
+        gathers = not isinstance(result, Split) and facts(reader).precision == "product"
+        return (key, axis) in self.gathered or (gathers and (key, axis) in self.sites)
+
+    def again(self, key: ValueKey, axes: Iterable[str], source: AxisType, result: AxisType) -> bool:
+        """Return whether backward makes a conversion again: the gather of a value that lines split inside the model."""
+        lines = [self.sites.get((key, axis)) for axis in axes]
+        gathers = isinstance(source, Split) and not isinstance(result, Split)
+        return gathers and not any(line is None or line in self.keeps for line in lines)
 
 
 class _Propagation:
@@ -45,6 +66,8 @@ class _Propagation:
         self.mesh = mesh
         self.placed = Placed(gathered=gathered)
         self.whole: set[tuple[ValueKey, str]] = set()
+        self.inside = False
+        self.closed: set[tuple[fx.Node, str]] = set()
         self.claimed: dict[tuple[ValueKey, str], Split] = {}
         self.order = [node for node in graph.nodes if computes(node)]
         self.terms: dict[fx.Node, list[tuple[ValueKey, Dims, bool]]] = {}
@@ -71,8 +94,12 @@ class _Propagation:
             return []
         if self.claimed.get((key, axis), split) != split:  # a later line has its own word on this value
             return []
+        if self.inside and noted(key[0]).binding.kind in BUFFERS:  # whole, any part of what is made of it is there
+            return []
         splits[axis] = split
         self.placed.lines[key[0]] = line
+        if self.inside:
+            self.placed.sites[key, axis] = line
         return self.readers.get(key, [])
 
     def confirm(self, claim: Claim, line: int) -> None:
@@ -135,7 +162,7 @@ class _Propagation:
         again: list[fx.Node] = []
         for axis in self.mesh.names:
             if axis not in parts:
-                part = self.choose(node, axis)
+                part = self.choose(node, axis) if (node, axis) not in self.closed else None
                 if part is None:
                     continue
                 parts[axis] = part
@@ -145,6 +172,13 @@ class _Propagation:
                 if at is not None:
                     again += self.place(key, axis, Split(*at), line)
         return again
+
+    def go_inside(self) -> None:
+        """Begin with values inside the model. Operators that are split over a part of a mesh axis stay as they are on
+        its other parts: few heads of keys, say, which several ranks keep."""
+        self.inside = True
+        for node, parts in self.placed.parts.items():
+            self.closed.update((node, other) for axis in parts for other in self.mesh.parts(self.mesh.owner(axis)))
 
     def settle(self, start: Iterable[fx.Node], line: int) -> None:
         """Sweep forward and backward over changed operators until nothing changes."""
@@ -156,6 +190,26 @@ class _Propagation:
                 dirty.discard(node)
                 dirty.update(self.visit(node, line))
             forward = not forward
+
+
+class NotPlaced(ValueError):
+    """The error of a claim on a value inside the model that another line splits otherwise."""
+
+    def __init__(self, claim: Claim, other: int) -> None:
+        super().__init__(f"`{claim.site}` is not placed as line {claim.line} says")
+        self.name, self.line, self.other = claim.site, claim.line, other
+
+
+def check_sites(claims: Sequence[Claim], placed: Placed, mesh: Mesh) -> None:
+    """Compare the claims on values inside the model with the placements that were found.
+
+    Raises:
+        NotPlaced: another line had its way.
+    """
+    for claim in claims:
+        found = placed.splits[claim.value].get(claim.axis)
+        if claim.site and mesh.size(claim.axis) > 1 and found != claim.split:
+            raise NotPlaced(claim, placed.lines.get(claim.value[0], 0))
 
 
 def propagate(
@@ -174,11 +228,13 @@ def propagate(
             state.whole.add((claim.value, claim.axis))
         else:
             state.claimed[claim.value, claim.axis] = claim.split
-    by_line: dict[int, list[Claim]] = {}
-    for claim in real:
-        by_line.setdefault(claim.line, []).append(claim)
-    for line, group in by_line.items():
+    by_line: dict[tuple[bool, int], list[Claim]] = {}
+    for claim in sorted(real, key=lambda claim: bool(claim.site)):
+        by_line.setdefault((bool(claim.site), claim.line), []).append(claim)
+    for (site, line), group in by_line.items():
         start: list[fx.Node] = []
+        if site:
+            state.go_inside()
         for claim in group:
             if claim.split is not None:
                 start += state.place(claim.value, claim.axis, claim.split, line)

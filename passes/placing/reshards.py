@@ -13,7 +13,7 @@ from ...compiler.program.program import Origin
 @dataclass(frozen=True, slots=True)
 class Reshard:
     """A conversion that no line asked for explicitly: what it moves, and the operator ``reader`` that needed it.
-    ``heads``: it gathers few heads, about which there is a note of its own."""
+    ``asked``: it gathers few heads, about which there is a note of its own, or what a line splits between products."""
 
     value: str
     source: AxisType
@@ -22,7 +22,7 @@ class Reshard:
     cause: Origin
     bytes: int
     reader: str
-    heads: bool
+    asked: bool
 
 
 class UnevenTokens(ValueError):

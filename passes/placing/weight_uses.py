@@ -16,13 +16,15 @@ from ...compiler.resolve.names import ModelOperator, PlanNames, WeightUse
 from ..calls import computes
 from ..canonical.canonicalize import canonicalize
 from .follow import Follower, factor_places
+from .sites import sites_of
 
 
 def names_of(captured: Captured) -> PlanNames:
     """Return the names that a plan's lines can use, with the use of each weight in the graph."""
     parameters = captured.placeholders("parameter")
     shapes = {name: tuple(noted(node).value.shape) for name, node in parameters.items()}
-    follower, canonicalized = Follower(captured.graph), cache(lambda: Follower(canonicalize(captured.graph)))
+    follower, canonical = Follower(captured.graph), cache(lambda: canonicalize(captured.graph))
+    canonicalized = cache(lambda: Follower(canonical()))
     uses: dict[str, WeightUse] = {}
     slotted = {
         module: routings[0].experts
@@ -54,6 +56,7 @@ def names_of(captured: Captured) -> PlanNames:
         dict(captured.aliases),
         lambda name, dim: _pieces(canonicalized(), name, dim),
         operators,
+        sites=cache(lambda: sites_of(canonical())),
     )
 
 

@@ -81,7 +81,7 @@ def _signature(nodes: Sequence[fx.Node], inputs: Sequence[fx.Node] | dict[fx.Nod
         args = substitute_nodes((node.args, dict(node.kwargs)), names.__getitem__)
         line = noted(node).recompute
         again = f":{sorted(line.keep)}" if line is not None else ""
-        rows.append(f"{names[node]}={node.target}{args}:{typed_text(node, mesh)}{again}")
+        rows.append(f"{names[node]}={node.target}{args}:{typed_text(node, mesh)}{again}{noted(node).again}")
     return "\n".join([*rows, ",".join(names[node] for node in outputs)])
 
 

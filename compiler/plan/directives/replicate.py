@@ -6,6 +6,6 @@ from ..layouts import Fix
 
 
 class Replicate(Fix):
-    """Places parameters or inputs whole on every rank: `shard V [...]` of all whole dims."""
+    """Places values whole on every rank: `shard V [...]` of all whole dims."""
 
     USAGE = "replicate VALUES"

@@ -1,0 +1,57 @@
+"""``sequence``: activations between the split layers of tensor parallelism split along the sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ....grammar.codes_language import BAD_VALUE
+from ....grammar.diagnostics import Diagnostic, Label
+from ....grammar.nearest import did_you_mean, listed
+from ....grammar.syntax import Word
+from ..directive import Directive, Scope, argument
+from ..layouts import KEEP_GATHERED
+from .input import Input
+
+NO_AXIS = "none"
+
+
+@dataclass(frozen=True)
+class Sequence(Directive):
+    """Splits what modules read and return along the sequence, over an axis of tensor parallelism (Megatron's sequence
+    parallelism): norms, dropout and residuals between split layers work on a part of each sequence.
+
+    `WHERE` names blocks, as `model.layers.*`: it stands for `shard out(M) [...]` and `shard in(M) [...]` of each, and
+    values before and behind them follow. An all-reduce behind a layer becomes a reduce-scatter, and an all-gather
+    before the next one: the same bytes. Gradients of the norms' weights and of biases are summed over the axis once a
+    step.
+
+    The sequence is the dim that comes from a dim of the inputs other than `B`; where there are several, `dim` names
+    one. Ranks must divide it.
+
+    Backward gathers the inputs of split layers again, so that a rank keeps its part alone: 1.25 times the bytes that
+    are sent. With `keep gathered` it keeps them gathered, and sends no more than without the line.
+
+    `over none` does nothing: a family is included with `(tp=8, sequence=tp)`.
+    """
+
+    USAGE = "sequence WHERE over AXIS [dim NAME] [keep gathered]"
+    ONCE = False
+
+    where: tuple[Word, ...] = argument(lambda given: given.words("where"))
+    axis: Word = argument(lambda given: given.word("over"))
+    dim: Word | None = argument(lambda given: given.word("dim"))
+    gathered: bool = argument(lambda given: KEEP_GATHERED in given)
+
+    @property
+    def idle(self) -> bool:
+        """True where the line is `over none`."""
+        return self.axis.text == NO_AXIS
+
+    def check(self, scope: Scope) -> Iterator[Diagnostic]:
+        if not self.idle:
+            yield from scope.check_axis(self.axis)
+        dims = {dim: None for line in scope.all(Input) for dim in line.dims if isinstance(dim, str)}
+        if self.dim is not None and self.dim.text not in dims:
+            help_ = did_you_mean(self.dim.text, [*dims], f"inputs have {listed([*dims])}")
+            yield Diagnostic(BAD_VALUE, f"no input has a dim `{self.dim.text}`", Label(self.dim.span), help=help_)
