@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
+from ..layout.collectives import MESSAGE, WAIT
 from ..program.actions import BACKWARD, FORWARD
 from ..program.faults import Fault
 from ..program.program import Function, Line, Program
@@ -20,9 +22,8 @@ def forward_lines(forward: Program, function: Function) -> dict[str, Line | None
     parameter there."""
     if (own := _undone(forward, function)) is None:
         return {}
-    makers: dict[str, Line | None] = dict.fromkeys(value.name for value in own.parameters)
-    makers.update((value.name, line) for line in own.lines for value in line.made)
-    return {value.name: makers[value.name] for line in function.lines for value in line.made if value.name in makers}
+    makers: dict[str, Line | None] = {**dict.fromkeys(value.name for value in own.parameters), **_makers(own)}
+    return {name: makers[name] for name in _makers(function) if name in makers}
 
 
 def check_remade(programs: Mapping[str, Program]) -> Iterator[Fault]:
@@ -30,20 +31,29 @@ def check_remade(programs: Mapping[str, Program]) -> Iterator[Fault]:
     that mix the values of several calls of F."""
     forward, backward = programs[FORWARD], programs[BACKWARD]
     for function in backward.functions:
-        makers = forward_lines(forward, function)
-        for line in function.lines:
-            where = f"B {function.name}: {', '.join(value.name for value in line.made)}"
-            own = [makers[value.name] for value in line.made if value.name in makers]
-            if own and (own[0] is None or _work(own[0]) != _work(line)):
-                yield Fault("types", where, "is not made as F makes it")
+        own = forward_lines(forward, function)
+        for name, line in _makers(function).items():
+            if name in own and _work(own[name]) != _work(line):
+                yield Fault("types", f"B {function.name}: {name}", "is not made as F makes it")
             if line.op == "parc.stream_key.default":
-                yield Fault("types", where, "draws from a stream that is not F's")
+                yield Fault("types", f"B {function.name}: {name}", "draws from a stream that is not F's")
     yield from _call_faults(forward, backward)
 
 
-def _work(line: Line) -> tuple[object, ...]:
+def _makers(function: Function) -> dict[str, Line]:
+    """Return the line that makes each value; of one that is awaited, the collective as if it were not on its way."""
+    makers = {value.name: line for line in function.lines for value in line.made}
+    started = {name: line for name, line in makers.items() if MESSAGE in dict(line.kwargs)}
+    for name, line in makers.items():
+        if line.op == WAIT and (start := started.get(next(line.uses()))) is not None:
+            kwargs = tuple((key, item) for key, item in start.kwargs if key != MESSAGE)
+            makers[name] = replace(start, results=line.results, kwargs=kwargs)
+    return {name: line for name, line in makers.items() if name not in started}
+
+
+def _work(line: Line | None) -> tuple[object, ...] | None:
     """Return all that a line computes, without the place in the model that it comes from."""
-    return line.results, line.op, line.args, line.kwargs
+    return None if line is None else (line.results, line.op, line.args, line.kwargs)
 
 
 def _undone(forward: Program, function: Function) -> Function | None:

@@ -11,7 +11,7 @@ from parc.compiler.plan.directive import Literal
 from parc.compiler.plan.directives.stage import Stage
 from parc.compiler.plan.directives.view import ViewLine
 from parc.compiler.plan.plan import Plan
-from parc.compiler.program.blocks import block_of, innermost
+from parc.compiler.program.blocks import block_of, innermost, starred
 from parc.compiler.program.faults import Fault
 from parc.compiler.program.program import Program
 from parc.compiler.resolve.balance import numbers_of, products_of
@@ -107,8 +107,9 @@ def find_twin(compiled: Compiled, programs: Mapping[str, Program]) -> tuple[Comp
             first = first or (twin, differences)
     if first is None:
         raise problem or _many_axes(compiled)
-    if (wide := _wide_unit(compiled)) is not None:
-        raise PlanError([wide])
+    for problem_of in (_wide_unit, _uneven_blocks):
+        if (found := problem_of(compiled)) is not None:
+            raise PlanError([found])
     return first
 
 
@@ -125,6 +126,20 @@ def _wide_unit(compiled: Compiled) -> Diagnostic | None:
                 message = f"`{word.text}` is one unit of {len(inside)} blocks, such as `{inside[0]}`"
                 help_ = "name blocks as units, or parts of them: numbers are tested on a model of fewer blocks"
                 return Diagnostic(NO_TWIN, message, Label(word.span), help=help_)
+    return None
+
+
+def _uneven_blocks(compiled: Compiled) -> Diagnostic | None:
+    """Return the error of a line of recomputation that means some of a model's equal blocks: a twin must have blocks of
+    both kinds, first ones and further ones."""
+    for line, resolved in zip(compiled.plan.recompute, compiled.resolved.recompute, strict=True):
+        blocks = {name for name in compiled.captured.modules if block_of(name) == name}
+        meant = {name for name in blocks if resolved.holds(name)}
+        alike = {name for name in blocks if starred(name) in set(map(starred, meant))}
+        if meant and meant != alike:
+            message = f"the line means {len(meant)} of {len(alike)} blocks, and the smaller model has too few of them"
+            help_ = "a `verify` line with more layers, twice as many as its pattern repeats, has blocks of each kind"
+            return Diagnostic(NO_TWIN, message, Label(line.span), help=help_)
     return None
 
 

@@ -9,10 +9,13 @@ import torch
 
 import parc
 from benchmarks.kept import GPT, LLAMA, kept_by_parc, plan_of
+from parc.checking.checks import prove
+from parc.checking.twins import find_twin
 from parc.compiler.program.actions import BACKWARD
 from parc.grammar.diagnostics import PlanError
+from tests.checked_plans import compiled
 from tests.runtime.ranks import run_ranks
-from tests.runtime.tiny import PLAN, batch, build
+from tests.runtime.tiny import EXAMPLES, PLAN, batch, build
 
 TENSOR = """\
 column blocks.*.attn.qkv over tp rows (3 h/tp d)
@@ -103,3 +106,21 @@ def test_lines_without_a_meaning_are_refused(line: str, code: str, words: str) -
         found = tuple(error.diagnostics)
     (said,) = (one for one in found if one.code.name == code)
     assert words in said.help
+
+
+@pytest.mark.parametrize("keep", ["", " keep collectives"])
+def test_exchanges_of_tokens_run_again(keep: str) -> None:
+    made = compiled(f"{(EXAMPLES / 'moe.parc').read_text()}recompute model.layers.*{keep}\n")
+    assert not prove(made)
+    lines = [line for function in made.built.programs[BACKWARD].blocks for line in function.lines]
+    assert sum(line.op == "parc.exchange" for line in lines) == (2 if keep else 4)
+
+
+def test_a_twin_without_blocks_of_each_kind_says_how_to_get_them() -> None:
+    model = PLAN.replace("layers=2", "layers=4").replace("dropout=0.1", "dropout=0.0")
+    plan = f"{model}verify layers=2\nrecompute blocks.[0..3:2]\n"
+    made = compiled(plan)
+    with pytest.raises(PlanError, match="2 of 4 blocks"):
+        find_twin(made, made.build.programs)
+    made = compiled(plan.replace("verify layers=2", "verify layers=4, width=8"))
+    assert not find_twin(made, made.build.programs)[1]
