@@ -63,6 +63,7 @@ BESIDE = {
         "dp, tp as edp=1, ep=4",
         f"node 2\nhierarchical over ep\nexpect 8 exchange in {EXPERTS}\n",
     ),
+    "rounded weights": ("Mixtral", "dp=2, tp=2", "dp, tp as edp=1, ep=4", "precision bf16\n"),
     "sizes in a range": ("Mixtral", "dp=4", "dp as edp=2, ep=2", ""),
     "few heads": ("Mixtral", "dp=1, tp=4", "tp as edp=2, ep=2", ""),
     "compressed gradients": ("Mixtral", "dp=4", "dp as edp=2, ep=2", "compress gradients over dp using int8\n"),

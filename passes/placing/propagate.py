@@ -120,8 +120,8 @@ class _Propagation:
         return nest(size, [(outer, self.mesh.size(axis)) for outer, axis in parts])
 
     def choose(self, node: fx.Node, axis: str) -> Part | None:
-        """Return the factor that an operand or result already splits over the axis; parameters count first, then others
-        in order."""
+        """Return the factor that an operand or result already splits over the axis; parameters count first, also where
+        they are rounded, then others in order."""
         rule = self.placed.rules[node]
         ranks = self.mesh.size(axis)
         best: tuple[int, Part] | None = None
@@ -134,7 +134,7 @@ class _Propagation:
         for (key, _, _), part in zip(splits, parts, strict=True):
             if part is None or part[0] in rule.whole or not self.fits(node, axis, part):
                 continue
-            rank = 0 if key[0].op == "placeholder" else 1
+            rank = 0 if key[0].op == "placeholder" or _rounds_placeholder(key[0]) else 1
             if best is None or rank < best[0]:
                 best = rank, part
         return best[1] if best else None
@@ -212,6 +212,12 @@ def check_sites(claims: Sequence[Claim], placed: Placed, mesh: Mesh) -> None:
             raise NotPlaced(claim, placed.lines.get(claim.value[0], 0))
 
 
+def _rounds_placeholder(node: fx.Node) -> bool:
+    """Return whether an operator only gives a parameter or an input another dtype."""
+    casts = node.op == "call_function" and facts(node.target).casts
+    return casts and operands_of(node)[0].op == "placeholder"
+
+
 def propagate(
     graph: fx.Graph, mesh: Mesh, claims: Sequence[Claim], gathered: frozenset[tuple[ValueKey, str]] = frozenset()
 ) -> Placed:
@@ -239,5 +245,7 @@ def propagate(
             if claim.split is not None:
                 start += state.place(claim.value, claim.axis, claim.split, line)
                 state.confirm(claim, line)
+        for node in [node for node in start if _rounds_placeholder(node)]:  # before others: as what they round
+            start += state.visit(node, line)
         state.settle(start, line)
     return state.placed
