@@ -102,6 +102,8 @@ class Request:
     """The modules whose values backward makes again."""
     sites: tuple[tuple[str, str, Split | None, int], ...] = ()
     """The claims on values inside the model, by their names."""
+    few: frozenset[tuple[str, str]] = frozenset()
+    """The parameters of which ranks along an axis keep the same heads, though a line splits them."""
     gathered: frozenset[int] = frozenset()
     """The lines whose values inside the model are kept gathered for backward, where products gather them."""
     replicas: Mapping[str, frozenset[str]] = field(default_factory=dict)
@@ -231,7 +233,8 @@ def _build(captured: Captured, mesh: Mesh, request: Request) -> Built:
 
 def _place(graph: fx.Graph, mesh: Mesh, request: Request) -> tuple[fx.Graph, Placed, Sequence[Reshard]]:
     nodes = {noted(node).binding: node for node in graph.nodes if node.op == "placeholder"}
-    claims = [Claim((nodes[key], 0), axis, split, line) for key, axis, split, line in request.claims if key in nodes]
+    claims = [Claim((nodes[key], 0), axis, split, line, few=(key.name, axis) in request.few)
+              for key, axis, split, line in request.claims if key in nodes]  # fmt: skip
     sites = site_values(graph) if request.sites else {}
     claims += [
         Claim(sites[name], axis, split, line, name) for name, axis, split, line in request.sites if name in sites

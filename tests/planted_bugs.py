@@ -22,6 +22,7 @@ from tests.planted_places import PLACES
 from tests.planted_remade import wrong_keys, wrong_lines
 from tests.planted_rows import Row, table_text
 from tests.planted_scales import SCALES
+from tests.planted_sequences import sequence_rows
 from tests.planted_sites import Mutant
 from tests.planted_sizes import size_refusals
 from tests.planted_slips import SLIPS
@@ -112,5 +113,6 @@ if __name__ == "__main__":
     print(table_text(compressed_rows(), "compressed gradients, by texts alone"))
     print(table_text(early_rows(), "sums that backward starts"))
     print(table_text(expert_rows(), "experts over ranks"))
+    print(table_text(sequence_rows(), "split sequences"))
     print(table_text(refusals(60), "large builds, by texts alone"))
     print(table_text(size_refusals(60), "ranges of sizes, by texts alone"))

@@ -158,7 +158,7 @@ shard model.layers.*.mlp.experts.down_proj [_/ep, _, _/tp]
 
 _PLANS = {
     "gpt dp=2, tp=2, two microbatches": ("examples", _GPT + _GPT_LINES),
-    "llama dp=2, tp=2": ("examples", _LLAMA),
+    "llama dp=2, tp=2, split sequences": ("examples", _LLAMA + "sequence model.layers.* over tp\n"),
     "stack tp=2, two microbatches": ("tests", _STACK),
     "stack tp=2, fp16": ("tests", _STACK + "precision fp16 loss_scale dynamic\n"),
     "padded tp=4": ("tests", _PADDED),

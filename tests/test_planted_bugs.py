@@ -14,6 +14,7 @@ from tests.planted_experts import expert_rows
 from tests.planted_integers import shortened
 from tests.planted_norms import wrong_norms
 from tests.planted_rows import Row, table_text
+from tests.planted_sequences import sequence_rows
 
 PLACEMENT = ("drop a collective", "double a collective", "retype a collective", "re-group a collective",
              "swap a shard's dim", "take a partial sum as whole")  # fmt: skip
@@ -63,6 +64,13 @@ def test_experts_that_are_not_the_model_s_are_refused() -> None:
     assert len(found) == 7 and all(row.mutants > 2 and not row.accepted for row in found.values()), found
     seen = {kind for kind, row in found.items() if not row.first["numbers"]}
     assert seen >= {kind for kind in found if kind.startswith(("be off", "sum", "split"))}  # before anything runs
+
+
+def test_sequences_split_otherwise_are_refused() -> None:
+    found = sequence_rows()
+    assert len(found) == 4 and all(row.mutants >= 6 and not row.accepted for row in found.values()), found
+    seen = {kind for kind, row in found.items() if not row.first["numbers"]}
+    assert found.keys() - seen == {"take the next rank's part"}  # with types that are right
 
 
 @pytest.mark.parametrize("kind", [*PLACEMENT, "split a tied weight's gradient", "leave out a gradient"])

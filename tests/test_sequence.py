@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 
 import parc
 from parc.advice import warnings_of
@@ -67,6 +69,7 @@ def test_a_family_splits_its_sequences(name: str) -> None:
 
 BESIDE = {
     "few heads": ("dp=1, tp=4", ""),
+    "one head of keys": ("dp=1, tp=2", ""),
     "zero 3 in bf16": ("dp=2, tp=2", "zero 3 over dp\nprecision bf16\n"),
     "zero 1 and dropout": ("dp=2, tp=2", "zero 1 over dp\n"),
     "a pipeline": ("dp=1, pp=2, tp=2", "stage before model.layers.1 over pp\n"),
@@ -77,7 +80,7 @@ BESIDE = {
 @pytest.mark.parametrize("beside", BESIDE)
 def test_sequences_are_split_beside(beside: str) -> None:
     mesh, lines = BESIDE[beside]
-    more = ", attention_dropout=0.1" if "dropout" in beside else ""
+    more = ", attention_dropout=0.1" if "dropout" in beside else ", kv_heads=1" * ("one head" in beside)
     where = "model.layers.0" if "part" in beside else "model.layers.*"
     text = split(more=more, lines=f"sequence {where} over tp\n{lines}")
     text = re.sub(r"mesh .*", f"mesh {mesh}", text).replace("dp = 1, tp = 2", mesh[mesh.index("tp") :])
@@ -161,3 +164,14 @@ def test_four_processes_train_llama_with_split_sequences_as_without(tmp_path: Pa
         assert losses == pytest.approx(expected, rel=1e-6)
         for name, value in others.items():
             torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-6)
+
+
+@settings(max_examples=4, phases=[Phase.generate])  # to shrink takes minutes
+@given(st.data())
+def test_any_lengths_and_heads_have_the_model_s_numbers(data: st.DataObject) -> None:
+    heads, ranks = data.draw(st.sampled_from([(2, 2), (4, 2), (4, 4)]))
+    kv_heads = data.draw(st.sampled_from([count for count in (1, 2, 4) if count <= heads]))
+    length = ranks * data.draw(st.integers(1, 4))
+    gathered = " keep gathered" * data.draw(st.booleans())
+    text = split(more=f", heads={heads}, kv_heads={kv_heads}", lines=f"sequence model.layers.* over tp{gathered}\n")
+    build(text.replace("S=8", f"S={length}"), dp=1, tp=ranks)

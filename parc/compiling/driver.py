@@ -39,7 +39,7 @@ from parc.compiling.axes import compressions_of, finer_axes, levels_of, replicas
 from parc.compiling.initial_weights import init_facts
 from parc.compiling.pipelines import pipeline_of, timelines_of
 from parc.compiling.plan_capture import capture_plan
-from parc.compiling.sites import keeping_lines, not_placed, site_claims
+from parc.compiling.sites import few_kept, keeping_lines, not_placed, site_claims
 from parc.compiling.size_ranges import compile_range, fixed
 from parc.grammar.codes_build import BAD_RULE, NOTHING_TRAINED
 from parc.grammar.codes_experts import MIXED_ROWS
@@ -268,6 +268,7 @@ def ask(
         {word: line.span.root.line for word, line in plan.offloaded.items()}, levels_of(plan, mesh, copies),
         compressions_of(resolved, mesh, copies, captured, frozen), units=units_of(plan, names, captured),
         terms=len(plan.loss.terms), sites=site_claims(claims, names), gathered=keeping_lines(plan),
+        few=few_kept(resolved, copies, mesh),
         biases=biases_of(routing), replicas=replicas_of(routing, resolved, mesh, copies),
         recompute=resolved.recompute,
     ), routing)  # fmt: skip

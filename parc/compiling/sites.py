@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from parc.compiler.layout.mesh import Mesh
 from parc.compiler.layout.placement import Split
 from parc.compiler.plan.layouts import Fix
 from parc.compiler.plan.plan import Plan
@@ -13,6 +14,7 @@ from parc.compiler.resolve.resolve import Resolved
 from parc.compiling.size_ranges import line_span
 from parc.grammar.codes_sequence import NOT_PLACED
 from parc.grammar.diagnostics import Diagnostic, Label
+from parc.passes.placing.heads import Copies
 from parc.passes.placing.propagate import NotPlaced
 
 
@@ -22,6 +24,12 @@ def site_claims(
     """Return the claims on values inside the model, by their names."""
     return tuple((value.name, axis, split, line) for value, axis, split, line in claims
                  if names.site(value.name) is not None)  # fmt: skip
+
+
+def few_kept(resolved: Resolved, copies: Copies, mesh: Mesh) -> frozenset[tuple[str, str]]:
+    """Return the split parameters of which ranks along an axis keep the same heads."""
+    return frozenset((seed.value, axis) for seed in resolved.seeds if seed.dim is not None
+                     for axis, split in copies.splits(seed, mesh).items() if split is None)  # fmt: skip
 
 
 def keeping_lines(plan: Plan) -> frozenset[int]:

@@ -29,6 +29,8 @@ class Claim:
     line: int
     site: str = ""
     """The name of a value inside the model: claims on these come after all others."""
+    few: bool = False
+    """True where ranks keep the same heads of a weight that a line splits, because there are fewer heads."""
 
 
 @dataclass(slots=True)
@@ -67,6 +69,7 @@ class _Propagation:
         self.placed = Placed(gathered=gathered)
         self.whole: set[tuple[ValueKey, str]] = set()
         self.inside = False
+        self.few: set[tuple[ValueKey, str]] = set()
         self.closed: set[tuple[fx.Node, str]] = set()
         self.claimed: dict[tuple[ValueKey, str], Split] = {}
         self.order = [node for node in graph.nodes if computes(node)]
@@ -174,11 +177,9 @@ class _Propagation:
         return again
 
     def go_inside(self) -> None:
-        """Begin with values inside the model. Operators that are split over a part of a mesh axis stay as they are on
-        its other parts: few heads of keys, say, which several ranks keep."""
+        """Begin with values inside the model. Operators on heads that several ranks keep stay as they are."""
         self.inside = True
-        for node, parts in self.placed.parts.items():
-            self.closed.update((node, other) for axis in parts for other in self.mesh.parts(self.mesh.owner(axis)))
+        self.closed = {(node, axis) for key, axis in self.few for node in self.readers.get(key, ())}
 
     def settle(self, start: Iterable[fx.Node], line: int) -> None:
         """Sweep forward and backward over changed operators until nothing changes."""
@@ -232,6 +233,8 @@ def propagate(
     for claim in real:
         if claim.split is None:
             state.whole.add((claim.value, claim.axis))
+            if claim.few:
+                state.few.add((claim.value, claim.axis))
         else:
             state.claimed[claim.value, claim.axis] = claim.split
     by_line: dict[tuple[bool, int], list[Claim]] = {}
