@@ -28,6 +28,8 @@ from tests.family_plans import plan_text
 from tests.runtime.ranks import run_ranks
 from tests.runtime.tiny import EXAMPLES
 from tests.test_desugar import messages
+from tests.test_experts import plan
+from tests.test_views import ATTENTION
 
 ROOT = Path(__file__).parent.parent
 GATHERED = {"gpt2": 5, "llama": 5, "bert": 5, "t5": 12}
@@ -65,6 +67,23 @@ def test_a_family_splits_its_sequences(name: str) -> None:
     assert counts["backward", "reduce_scatter"] == places
     assert counts["backward", "all_gather"] == 2 * places  # a half of them gather inputs of split layers again
     assert ("backward", "all_reduce") not in counts
+
+
+INSIDE = """\
+shard model.layers.*.mlp.experts.gate_up_proj [_/ep, (2 _/tp), _]
+shard model.layers.*.mlp.experts.down_proj [_/ep, _, _/tp]
+"""
+
+
+@pytest.mark.parametrize("inside", ["", INSIDE], ids=["whole experts", "experts split inside"])
+def test_experts_get_parts_of_sequences_or_gather_them(inside: str) -> None:
+    text = plan("Mixtral", "dp=1, tp=2, ep=2", f"{ATTENTION}{inside}sequence model.layers.* over tp\n")
+    made = compiled(text, ROOT / "tests")
+    report = checked(made).report
+    assert report["checks"]["numbers"] == "tested"
+    assert not [found for found in warnings_of(made) if found.severity is not Severity.NOTE]
+    exchanged = {row["wire_bytes"] for row in report["communication"] if row["op"] == "exchange"}
+    assert exchanged == {1024 if inside else 512}
 
 
 BESIDE = {

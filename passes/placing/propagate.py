@@ -53,7 +53,8 @@ class Placed:
     def asks(self, key: ValueKey, axis: str, result: AxisType, reader: str) -> bool:
         """Return whether a line, or a note, speaks of a conversion: the gather of few heads, or of a value that is
         split between products."""
-        gathers = not isinstance(result, Split) and facts(reader).precision == "product"
+        row = facts(reader)
+        gathers = not isinstance(result, Split) and (row.precision == "product" or row.moves == "shape")
         return (key, axis) in self.gathered or (gathers and (key, axis) in self.sites)
 
     def again(self, key: ValueKey, axes: Iterable[str], source: AxisType, result: AxisType) -> bool:

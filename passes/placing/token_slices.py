@@ -28,7 +28,8 @@ def slice_tokens(
 ) -> tuple[list[Claim], _Gathers]:
     """Return the claims that cut tokens where they are packed for experts, over axes that do not split them yet, and
     the sums over experts that are gathered over such an axis. The axes are those that split these experts, and those
-    along which a view has ``replicas`` of them. Tokens that do not divide stay."""
+    along which a view has ``replicas`` of them. Tokens that do not divide stay. Over axes that split each expert, as
+    tensor parallelism does, tokens are claimed whole."""
     claims: list[Claim] = []
     gathered: set[tuple[ValueKey, str]] = set()
     for route in graph.nodes:
@@ -36,6 +37,11 @@ def slice_tokens(
             continue
         chosen = key_of(operands_of(route)[0])  # [experts, tokens]
         tokens = {axis: split.outer for axis, split in placed.splits[chosen].items() if split.dim == 1}
+        for axis in [axis for axis in tokens if _splits_inside(route, axis, placed)]:
+            line = placed.lines.get(route, 0)
+            claims.append(Claim(chosen, axis, None, line))
+            claims += [Claim(key, axis, None, line) for key, _ in _readers(chosen, axis, tokens[axis], mesh, placed)
+                       if key[0].op != "placeholder"]  # fmt: skip
         routed, alike = placed.splits[route, 0], replicas.get(noted(route).origin.module, ())
         for axis in (axis for axis in mesh.names if mesh.size(axis) > 1 and axis not in placed.splits[chosen]):
             outer = _inmost(tokens, fake(chosen).shape[1], axis, mesh)
@@ -48,6 +54,17 @@ def slice_tokens(
                     if place is not None and noted(key[0]).packed is None:
                         gathered.add((key, axis))
     return claims, frozenset(gathered)
+
+
+def _splits_inside(route: fx.Node, axis: str, placed: Placed) -> bool:
+    """Return whether an axis splits experts' weights otherwise than by experts: its ranks then need the same rows."""
+    return any(
+        axis in placed.parts[reader]
+        and all(from_factor(placed.rules[reader], dims, *placed.parts[reader][axis]) is None
+                for operand, dims in zip(operands_of(reader), placed.rules[reader].operands, strict=True)
+                if key_of(operand) == (route, 0))
+        for reader in route.users if computes(reader)
+    )  # fmt: skip
 
 
 def _inmost(tokens: Mapping[str, Outer], size: int, axis: str, mesh: Mesh) -> Outer | None:
