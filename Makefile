@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-torch check fuzz bench bench-pipelines bench-batches bench-checkpoints bench-memory bench-peaks bench-experts bench-kept bench-sequence build-time families outside wheel planted-bugs soak clean
+.PHONY: help demo test test-torch check fuzz bench bench-pipelines bench-batches bench-checkpoints bench-memory bench-peaks bench-experts bench-context bench-kept bench-sequence build-time families outside wheel planted-bugs soak clean
 
 # The first Python of at least 3.11; choose another with `make test PYTHON=…`.
 PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13 python3.14; do \
@@ -27,6 +27,7 @@ help:
 	@echo "make bench-checkpoints  seconds and memory of saving and restoring 1.1 B parameters in parts, beside torch's own"
 	@echo "make bench-memory   the largest model that trains inside a memory limit: plain, ZeRO 3, out of files"
 	@echo "make bench-experts  a mixture of experts on two ranks: all on each, half on each, beside one rank, messages and DDP"
+	@echo "make bench-context  sequences that two ranks share, beside one rank; the longest that fit into a limit of memory"
 	@echo "make bench-peaks    peak memory of a rank by tensors: ZeRO 3 beside FSDP2, and 13 builds beside their estimates"
 	@echo "make bench-kept     bytes that a block keeps for backward, value by value, beside torch's AOTAutograd"
 	@echo "make bench-sequence split sequences beside tensor parallelism: bytes sent, and bytes kept beside the closed form"
@@ -101,6 +102,9 @@ bench-peaks: $(READY)
 
 bench-experts: $(READY)
 	$(PY) -m benchmarks.experts
+
+bench-context: $(READY)
+	$(PY) -m benchmarks.context
 
 bench-kept: $(READY)
 	$(PY) -m benchmarks.kept

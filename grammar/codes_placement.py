@@ -195,6 +195,30 @@ NOTHING_REMADE = Code(
     example="recompute blocks.*.mlp.up keep products",
     instead="recompute blocks.*.mlp.up",
 )
+NO_ATTENTION = shown(
+    name="P0144",
+    title="a context line for modules without attention",
+    why="a `context` line says how attention works where ranks have parts of a sequence. It is looked for as a call of"
+    " torch's `scaled_dot_product_attention` in the modules that the line names.",
+    example="context blocks.*.mlp dim S over cp using ring",
+    instead="context blocks.*.attn dim S over cp using ring",
+)
+FEW_HEADS_EACH = shown(
+    name="P0145",
+    title="heads that do not divide among the ranks of a sequence",
+    why="`using ulysses` gives every rank the whole sequence of some heads. Heads that other axes split stay so, and a"
+    " head of keys goes to one rank.",
+    example="mesh cp=4   # and a model of 2 heads of keys\ncontext ** dim S over cp using ulysses",
+    instead="mesh cp=4\ncontext ** dim S over cp using zigzag",
+)
+WHOLE_SEQUENCE = shown(
+    name="P0146",
+    title="an operator that needs a whole sequence",
+    why="under a `context` line a rank has a part of each sequence. Attention gets other parts as the line says; a"
+    " recurrence, a convolution or a shift along the sequence would gather all of it on every rank.",
+    example="return self.head(x)[:, :-1]   # the model shifts its outputs itself",
+    instead="return self.head(x)   # the targets are shifted instead",
+)
 IDLE_AXIS = Code(
     name="P0248",
     title="an axis that splits nothing",

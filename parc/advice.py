@@ -34,8 +34,9 @@ def _reshards(compiled: Compiled) -> Iterator[Diagnostic]:
     """Warn of gathers and exchanges, equal ones of repeated blocks together. A warning is at the lines that cause all
     of them, if these are found."""
     groups: dict[tuple[str, str, str, int], list[Reshard]] = {}
+    split = {line.axis.text for line in compiled.plan.context}
     for reshard in compiled.built.reshards:
-        if is_gather(reshard):
+        if is_gather(reshard) and not (reshard.attends and reshard.axis in split):  # a line asked for these
             key = (reshard.cause.source, str(reshard.source), str(reshard.result), reshard.cause.plan)
             groups.setdefault(key, []).append(reshard)
     texts = [_gather_text(group) for group in groups.values()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 
 from parc.compiler.layout.mesh import Mesh
@@ -30,7 +31,7 @@ def desugar(compiled: Compiled) -> str:
     seen: set[str] = set()
     for seed in compiled.resolved.seeds:
         at = _statement(compiled, seed.span)
-        if seed.value not in seen and compiled.plan.statements[at].verb.text in PLACEMENTS:
+        if seed.value not in seen and compiled.plan.statements[at].verb.text != "context":
             seen.add(seed.value)
             placed.setdefault(at, []).append(seed.value)
     lines: list[str] = []
@@ -39,7 +40,7 @@ def desugar(compiled: Compiled) -> str:
             lines.append(format_statement(statement))
             continue
         layouts: dict[str, list[str]] = {}
-        for name in placed.get(index, ()):
+        for name in (name for name in placed.get(index, ()) if name in types):  # programs read it
             mesh = seen_from(name, compiled.plan, compiled.mesh)
             layouts.setdefault(layout(types[name], mesh, _padded(compiled, name)), []).append(name)
         keeps = statement.span.root.line in keeping_lines(compiled.plan)
@@ -101,11 +102,17 @@ def _factor(axes: list[str], size: int | None) -> str:
 def _types(compiled: Compiled) -> dict[str, TensorType]:
     """Return the type of every parameter, input and placed value inside the model, which says how it lies."""
     types = {**compiled.build.types, **compiled.built.sites}
+    sequences = [part for line in compiled.plan.context for part in compiled.mesh.parts(line.axis.text)]
     for action in (COUNTING, FORWARD):
         if action in compiled.build.programs:
             inputs = compiled.build.programs[action].main.bound("input")
-            types |= {name: value.type for name, value in inputs.items()}
+            types |= {name: _without(value.type, sequences) for name, value in inputs.items()}
     return types
+
+
+def _without(type_: TensorType, axes: Sequence[str]) -> TensorType:
+    """Return a type that is whole over axes that other lines split it over."""
+    return replace(type_, placement=type_.placement.replace(dict.fromkeys(axes, "I")))
 
 
 def _statement(compiled: Compiled, span: Span) -> int:

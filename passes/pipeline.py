@@ -21,6 +21,7 @@ from ..compiler.program.loss_scale import LossScale
 from ..compiler.program.program import Program
 from ..compiler.program.roles import SINGLE as ROLE
 from ..compiler.program.roles import Programs, join_roles
+from ..compiler.resolve.context_lines import ContextLine
 from ..compiler.resolve.seeds import PlacementSeed
 from ..compiler.verify.samples import combination
 from .calls import computes, mark_packed
@@ -33,6 +34,7 @@ from .canonical.unruled import expand_unruled
 from .choices import Choices, ShardDims
 from .narrow import narrow
 from .pad import BoundPads, pad
+from .placing.contexts import heads_over
 from .placing.fuse import fuse_bias
 from .placing.heads import few_heads
 from .placing.lift import lift_parameters
@@ -54,6 +56,7 @@ from .programs.makers import StepParts, make_roles
 from .programs.model_program import reference_program
 from .programs.offload import offload
 from .programs.overlap import OverlapChoices, overlapped
+from .programs.rings import ring_attention
 from .programs.two_levels import Levels, TwoLevels
 
 __all__ = ["ROLE", "Built", "Choices", "Request", "build_programs", "mark_blocks", "names_of", "prepare", "reshards_of"]
@@ -108,6 +111,8 @@ class Request:
     """The lines whose values inside the model are kept gathered for backward, where products gather them."""
     replicas: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """The axes of views along which ranks hold the same experts, by the module of these."""
+    context: tuple[ContextLine, ...] = ()
+    """The axes that split sequences, and how attention works across them."""
 
 
 @dataclass(frozen=True)
@@ -216,6 +221,7 @@ def _build(captured: Captured, mesh: Mesh, request: Request) -> Built:
     roles = {role: hide_exchanges(overlapped(sum_early(programs, request.microbatches), request.overlap))
              for role, programs in roles.items()}  # fmt: skip
     roles = offload(roles, request.offload)
+    roles = {role: ring_attention(programs, request.context) for role, programs in roles.items()}
     missing = tuple(sorted({str(node.target) for node in placed.without_rule}))
     return Built(
         reference,
@@ -239,11 +245,11 @@ def _place(graph: fx.Graph, mesh: Mesh, request: Request) -> tuple[fx.Graph, Pla
     claims += [
         Claim(sites[name], axis, split, line, name) for name, axis, split, line in request.sites if name in sites
     ]
-    gathered = few_heads(graph, request.fused)
-    placed = propagate(graph, mesh, claims, gathered)
+    gathered, heads = few_heads(graph, request.fused), heads_over(graph, request.context)
+    placed = propagate(graph, mesh, claims, gathered, heads)
     slices, behind = slice_tokens(graph, mesh, placed, request.replicas)
     if slices:
-        placed = propagate(graph, mesh, [*claims, *slices], gathered | behind)
+        placed = propagate(graph, mesh, [*claims, *slices], gathered | behind, heads)
     check_sites(claims, placed, mesh)
     placed.keeps = request.gathered
     partition = Partition(graph, mesh, placed, request.choices, request.levels)

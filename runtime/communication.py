@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,8 +16,20 @@ Environment = dict[str, Any]
 """The values of a running program by name: tensors, and totals to which something is added."""
 Arrival = Callable[[], object]
 """A function that waits until a value that is on its way is there."""
+RingPart = Generator[list[torch.Tensor], Callable[[], list[torch.Tensor]], list[torch.Tensor]]
+"""A rank's part of a ring of ranks. It yields tensors for the next rank, and gets a function that waits for those of
+the rank before it and returns them; it may compute between. It returns its results."""
 BoundTensors = dict[Binding, Any]
 """Tensors by their binding: the inputs and the results of a program."""
+
+
+def arrival_name(name: str) -> str:
+    """Return the name under which an environment has the function that waits for a value."""
+    return f"arrival of {name}"
+
+
+def wait_for_nothing() -> None:
+    """Wait for a value that has arrived."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +106,9 @@ class Backend(Protocol):
         """Start one message of several tensors, each with its own arguments of the collective. Return the results of
         each, and a function to call before they are read, or None. ``spare`` says of each tensor whether it may be
         written over."""
+
+    def around(self, op: str, axes: tuple[str, ...], parts: Sequence[RingPart]) -> list[list[torch.Tensor]]:
+        """Run the parts of this process's ranks in rings over some axes, and return their results."""
 
     def send(self, message: Message, pieces: Sequence[Sequence[torch.Tensor]]) -> Sending:
         """Start to send the tensors of each rank, without waiting for the receivers."""

@@ -7,7 +7,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import torch
 
 from ..compiler.layout.mesh import Mesh
-from ..compiler.layout.placement import Placement, put_together
+from ..compiler.layout.pieces import put_together
+from ..compiler.layout.placement import Placement
 from ..compiler.program.binding import PARAMETERS, Binding, Kind
 from ..compiler.program.roles import Role
 

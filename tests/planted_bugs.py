@@ -12,6 +12,7 @@ from parc.compiler.program.actions import BACKWARD
 from parc.compiler.verify.precision import check_precision
 from tests.planted_builds import BUILDS, OFFLOADED, GoodBuild, good_build, judge
 from tests.planted_compressed import compressed_rows
+from tests.planted_context import context_rows
 from tests.planted_conversions import CONVERSIONS
 from tests.planted_early import EARLY
 from tests.planted_experts import expert_rows
@@ -114,5 +115,6 @@ if __name__ == "__main__":
     print(table_text(early_rows(), "sums that backward starts"))
     print(table_text(expert_rows(), "experts over ranks"))
     print(table_text(sequence_rows(), "split sequences"))
+    print(table_text(context_rows(), "sequences over ranks"))
     print(table_text(refusals(60), "large builds, by texts alone"))
     print(table_text(size_refusals(60), "ranges of sizes, by texts alone"))

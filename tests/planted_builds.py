@@ -216,6 +216,21 @@ _PLANS[AUXILIARY_BUILD] = (
     .replace('name="Mixtral"', 'name="Mixtral", output_router_logits=true')
     .replace("(output.logits, targets)", "(output.logits, targets) + 0.01 output.aux_loss"),
 )
+CONTEXT_BUILDS = ("window, cp=3 in zigzag", "causal, dp=2, cp=2 in a ring")
+_CONTEXT = """\
+model "./context_models.py:Net" (mask="{}", groups=2)
+input tokens int64 [B, S]
+input document int64 [B, S]
+input targets int64 [B, S]
+sizes B=2, S=12
+loss cross_entropy(output, targets)
+optimizer sgd lr 0.1
+mesh {}
+shard tokens, document, targets [B/dp, _]
+context blocks.* dim S over cp using {}
+"""
+_PLANS[CONTEXT_BUILDS[0]] = ("tests", _CONTEXT.format("window", "dp=1, cp=3", "zigzag"))
+_PLANS[CONTEXT_BUILDS[1]] = ("tests", _CONTEXT.format("causal", "dp=2, cp=2", "ring"))
 OFFLOADED = "gpt dp=2, zero 3, bf16, offloaded"
 _PLANS[OFFLOADED] = (
     "examples",

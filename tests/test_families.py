@@ -11,7 +11,7 @@ import torch
 from parc.advice import warnings_of
 from parc.build import build as write
 from parc.checking.checks import case_of
-from parc.compiler.layout.placement import take
+from parc.compiler.layout.pieces import take
 from parc.compiler.plan.include import families
 from parc.compiling.driver import Compiled
 from parc.grammar.diagnostics import PlanError, Severity, render

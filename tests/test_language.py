@@ -13,7 +13,7 @@ from parc.compiler.plan.directives import language_page
 from parc.compiler.plan.plan import read_plan
 from parc.compiler.resolve.resolve import Resolved, resolve
 from parc.grammar.code import Code
-from parc.grammar.codes import CODES, errors_page
+from parc.grammar.codes import CODES, MODULES, errors_page
 from parc.grammar.codes_language import MISSING_STATEMENT
 from parc.grammar.diagnostics import Diagnostic, PlanError, render
 from parc.grammar.source import Source
@@ -105,6 +105,11 @@ def test_every_message_has_a_way_out() -> None:
             assert found.help
             assert found.primary is not None or found.code is MISSING_STATEMENT
             assert not found.message.endswith(".")
+
+
+def test_no_two_messages_have_one_code() -> None:
+    codes = {id(code): code.name for module in MODULES for code in vars(module).values() if isinstance(code, Code)}
+    assert len(codes) == len(CODES)
 
 
 def test_the_specs_cover_every_code_of_the_language() -> None:

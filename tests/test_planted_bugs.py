@@ -9,7 +9,8 @@ import pytest
 
 from parc.runtime.compare.simulate import TOLERANCE, compare
 from tests.planted_bugs import early_rows, place_rows, table, type_share
-from tests.planted_builds import AUXILIARY_BUILD, BUILDS, EXPERT_BUILDS, OFFLOADED, good_build, judge
+from tests.planted_builds import AUXILIARY_BUILD, BUILDS, CONTEXT_BUILDS, EXPERT_BUILDS, OFFLOADED, good_build, judge
+from tests.planted_context import context_rows
 from tests.planted_experts import expert_rows
 from tests.planted_integers import shortened
 from tests.planted_norms import wrong_norms
@@ -71,6 +72,15 @@ def test_sequences_split_otherwise_are_refused() -> None:
     assert len(found) == 4 and all(row.mutants >= 6 and not row.accepted for row in found.values()), found
     seen = {kind for kind, row in found.items() if not row.first["numbers"]}
     assert found.keys() - seen == {"take the next rank's part"}  # with types that are right
+
+
+def test_sequences_whose_parts_meet_wrongly_are_refused() -> None:
+    for name in CONTEXT_BUILDS:
+        assert not (verdict := judge(build := good_build(name, early=True), build.case.programs)).check, verdict.reason
+    found = context_rows(share=3)
+    assert len(found) == 6 and all(row.mutants > 1 and not row.accepted for row in found.values()), found
+    seen = {kind for kind, row in found.items() if not row.first["numbers"]}
+    assert seen >= {kind for kind in found if kind.startswith(("take parts", "leave", "send keys around"))}
 
 
 @pytest.mark.parametrize("kind", [*PLACEMENT, "split a tied weight's gradient", "leave out a gradient"])

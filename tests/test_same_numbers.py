@@ -12,8 +12,10 @@ from torch import nn
 
 from parc.compiler.initial.recipes import record
 from parc.compiler.layout.mesh import Mesh
-from parc.compiler.layout.placement import Placement, Split, TensorType, put_together, take
-from parc.runtime.machine.kernels import KERNELS, Site
+from parc.compiler.layout.pieces import put_together, take
+from parc.compiler.layout.placement import Placement, Split, TensorType
+from parc.runtime.machine.kernels import KERNELS
+from parc.runtime.machine.site import Site
 
 CPU = torch.device("cpu")
 

@@ -12,6 +12,7 @@ import torch
 from ..layout.collectives import COLLECTIVES, MESSAGE, SUMS, payload_bytes
 from ..layout.mesh import Mesh
 from ..layout.placement import TensorType
+from ..layout.rings import RINGS
 from ..ops.rules import facts
 from ..program.actions import ACTIONS, PHASES, REDUCE, step_kinds
 from ..program.binding import PARAMETERS
@@ -64,7 +65,8 @@ def _walk(program: Program, function: Function, caller: Origin | None) -> Iterat
         type_ = values[source.name].type
         ranks = len(row.members(options) or ()) or math.prod(program.mesh.size(axis) for axis in axes)
         there, rows = type_.packed or (1, 1)
-        size = payload_bytes(line.op, type_.local(program.mesh), type_.dtype.itemsize, ranks) * there // rows
+        sent = row.travelling([values[name].type for name in line.uses()])
+        size = sum(payload_bytes(line.op, t.local(program.mesh), t.dtype.itemsize, ranks) for t in sent) * there // rows
         origin = line.origin
         if caller is not None:
             origin = replace(origin, module=complete(origin.module, caller.module))
@@ -111,6 +113,8 @@ def _hidden(program: Program, function: Function) -> set[str]:
             travelling = dict.fromkeys(travelling, True)
         if line.op in SUMS or MESSAGE in dict(line.kwargs):  # others are done where they stand
             travelling[line.made[0].name] = False
+        if line.op in RINGS and not RINGS[line.op].carries_gradients:  # keys travel beside the attention of others
+            hidden.add(line.made[0].name)
     return hidden.union(name for name, worked in travelling.items() if worked)
 
 

@@ -13,8 +13,10 @@ from .buffers import Buffers, exchange_buffers, gather_buffers, rows_buffers, sc
 from .int8 import packed_bytes, round_int8
 from .mesh import Mesh, Shape
 from .packed_rows import EXCHANGE, chosen_types, exchange_rows
+from .pieces import join_dim, round_parts, slice_dim
 from .placement import AxisType, Placement, Split, TensorType, along
-from .stretches import Outer, joined_stretches, sizes_of, terms
+from .rings import RINGS, travelling_types
+from .stretches import Outer, count, joined_stretches, terms
 
 
 class TypeFault(ValueError):
@@ -41,6 +43,8 @@ class Collective:
     beside: Callable[[TensorType, TensorType], tuple[TensorType, ...]] = lambda before, after: ()
     """Return the types of the values at the end of the arguments, for an operand and its result; each rank's pieces
     are then tuples of the operand and these."""
+    travelling: Callable[[Sequence[TensorType]], Sequence[TensorType]] = lambda operands: operands[:1]
+    """Return the types of what a rank sends, for those of the operands."""
     members: Callable[[Sequence[Any]], tuple[int, ...] | None] = lambda args: None
     """Return the places of a group that take part, if not all do: the other ranks do not run the line."""
 
@@ -67,7 +71,7 @@ def local_outer(placement: Placement, mesh: Mesh, axis: str) -> Outer:
 
 def _local_count(splits: Sequence[tuple[int, str]], mesh: Mesh, axis: str) -> int:
     own = next(outer for outer, name in splits if name == axis)
-    return own // math.prod(mesh.size(name) for outer, name in splits if outer < own and name != axis)
+    return own // math.prod(mesh.size(name) for outer, name in splits if abs(outer) < abs(own) and name != axis)
 
 
 def global_outer(placement: Placement, mesh: Mesh, dim: int, outer: Outer) -> Outer:
@@ -84,7 +88,7 @@ def global_outer(placement: Placement, mesh: Mesh, dim: int, outer: Outer) -> Ou
         inner = number
         for position, name in others:
             # an axis major to the cut multiplies what lies before it
-            if _local_count(others, mesh, name) <= number and position <= inner:
+            if count(_local_count(others, mesh, name)) <= count(number) and count(position) <= count(inner):
                 inner *= mesh.size(name)
         stretches.append((stretch, inner))
     return joined_stretches(stretches)
@@ -173,28 +177,6 @@ def _row_max(type_: TensorType, mesh: Mesh, args: Sequence[Any]) -> TensorType:
     return TensorType(type_.dtype, (*type_.shape[:-1], 1), result.placement)
 
 
-def slice_dim(x: torch.Tensor, ranks: int, index: int, dim: int, outer: Outer) -> torch.Tensor:
-    """Return part ``index`` of ``ranks`` along ``dim``, seen as ``(outer, ranks, rest)``. Where parts are unequal, each
-    is cut so."""
-    size = x.shape[dim]
-    if not isinstance(outer, int):
-        parts = x.split(sizes_of(outer, size), dim)
-        return torch.cat([slice_dim(part, ranks, index, dim, 1) for part in parts], dim)
-    view: torch.Tensor = x.unflatten(dim, (outer, ranks, size // outer // ranks)).select(dim + 1, index)
-    return view.flatten(dim, dim + 1).contiguous()
-
-
-def join_dim(pieces: Sequence[torch.Tensor], dim: int, outer: Outer) -> torch.Tensor:
-    """The inverse of ``slice_dim`` over all parts."""
-    if not isinstance(outer, int):
-        parts = zip(*(piece.split(sizes_of(outer, piece.shape[dim]), dim) for piece in pieces), strict=True)
-        return torch.cat([part for ranks in parts for part in ranks], dim)
-    if outer == 1:
-        return torch.cat(list(pieces), dim)
-    views = [piece.unflatten(dim, (outer, 1, piece.shape[dim] // outer)) for piece in pieces]
-    return torch.cat(views, dim + 1).flatten(dim, dim + 2)
-
-
 def _sum(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
     total = pieces[0].clone()
     for piece in pieces[1:]:
@@ -233,17 +215,25 @@ def _group_round_int8(pieces: Sequence[torch.Tensor], args: Sequence[Any]) -> li
     return [round_parts(piece, len(pieces) if args[0] else 1, *args[1:]) for piece in pieces]
 
 
-def round_parts(x: torch.Tensor, ranks: int, dim: int, outer: Outer) -> torch.Tensor:
-    """Return a value whose parts along a dim are each rounded to int8."""
-    return join_dim([round_int8(slice_dim(x, ranks, index, dim, outer)) for index in range(ranks)], dim, outer)
-
-
 def _some_axes(args: Sequence[Any]) -> tuple[str, ...]:
     return axes_of(args) if args[0] else ()
 
 
 def _around_twice(payload: int, ranks: int) -> int:
     return 2 * payload * (ranks - 1) // ranks
+
+
+def _ring(op: str) -> Collective:
+    """Return the row of a ring, of which checks read the lines that it stands for (`program/rings.py`)."""
+
+    def unread(*given: Any) -> Any:
+        raise TypeFault(f"{op} stands for several lines: these are checked")
+
+    keys = RINGS[op].keys
+    return Collective(
+        axes_of, unread, unread, sent=lambda payload, ranks: payload * (ranks - 1),
+        travelling=lambda operands: travelling_types(op, operands[keys : keys + 2]),
+    )  # fmt: skip
 
 
 COLLECTIVES: dict[str, Collective] = {
@@ -307,6 +297,7 @@ COLLECTIVES: dict[str, Collective] = {
         sent=lambda payload, ranks: payload * (ranks - 1),
         packed=lambda ranks: 1,
     ),
+    **{op: _ring(op) for op in RINGS},
 }
 """``op(x, axes, …)`` as programs spell them; dims and ``outer`` of their arguments count *local* entries."""
 WAIT = "parc.wait"

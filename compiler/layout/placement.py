@@ -22,7 +22,8 @@ class Split:
 
     ``outer`` counts *global* entries, so the types of different axes do not depend on each other; of two axes on one
     dim the minor one has ``outer`` = the size of the major one. Fused rows ``(3 h d)`` have ``outer`` = 3; parts that
-    are not equal have their proportions there: rows of 64 + 32 + 32 have ``outer`` = (2, 1, 1).
+    are not equal have their proportions there: rows of 64 + 32 + 32 have ``outer`` = (2, 1, 1). ``outer`` = -2 splits
+    two parts, the second in reverse: ``(2 64/~cp)`` in text.
     """
 
     dim: int
@@ -159,75 +160,6 @@ def _local_shape(shape: Shape, placement: Placement, mesh: Mesh) -> Shape:
     return tuple(result)
 
 
-def take(tensor: torch.Tensor, placement: Placement, mesh: Mesh, coordinates: Mapping[str, int]) -> torch.Tensor:
-    """The piece of a whole tensor that the rank at ``coordinates`` holds (a copy)."""
-    for dim in range(tensor.dim()):
-        if splits := placement.splits(dim):
-            stretches = terms(tensor.shape[dim], splits)
-            pieces = tensor.split([size for size, _ in stretches], dim)
-            taken = [
-                _take(piece, dim, equal, mesh, coordinates) for piece, (_, equal) in zip(pieces, stretches, strict=True)
-            ]
-            tensor = taken[0] if len(taken) == 1 else torch.cat(taken, dim)
-    return tensor.clone(memory_format=torch.contiguous_format)
-
-
-def _take(
-    tensor: torch.Tensor, dim: int, splits: Sequence[tuple[int, str]], mesh: Mesh, coordinates: Mapping[str, int]
-) -> torch.Tensor:
-    """A rank's part of a dim that is split into equal parts."""
-    stretches = atoms(tensor.shape[dim], splits, mesh.size)
-    tensor = tensor.unflatten(dim, [atom.size for atom in stretches])
-    for offset, atom in reversed(list(enumerate(stretches))):
-        if atom.axis is not None:
-            tensor = tensor.select(dim + offset, coordinates[atom.axis])
-    kept = sum(atom.axis is None for atom in stretches)
-    return tensor.flatten(dim, dim + kept - 1) if kept else tensor.unsqueeze(dim)
-
-
-def put_together(pieces: Sequence[torch.Tensor], placement: Placement, mesh: Mesh) -> torch.Tensor:
-    """The whole tensor from every rank's piece (in rank order); partials are summed, replicas taken from rank 0 of
-    their axis."""
-    skipped = [a for a, kind in placement.items() if not isinstance(kind, Split) and kind != "P"]
-    places = ((mesh.coordinates(rank), piece) for rank, piece in enumerate(pieces))
-    kept = [(coordinates, piece) for coordinates, piece in places if not any(coordinates[axis] for axis in skipped)]
-    if len(kept) == 1:
-        return pieces[0].clone(memory_format=torch.contiguous_format)
-    whole = pieces[0].new_zeros([size * parts(placement, mesh, dim) for dim, size in enumerate(pieces[0].shape)])
-    index = torch.arange(whole.numel()).reshape(whole.shape)
-    flat = whole.view(-1)
-    for coordinates, piece in kept:
-        flat[take(index, placement, mesh, coordinates).reshape(-1)] += piece.reshape(-1)
-    return whole
-
-
-def dim_index(
-    size: int, dim: int, placement: Placement, mesh: Mesh, coordinates: Mapping[str, int], device: torch.device | None
-) -> torch.Tensor:
-    """Return the global coordinates (int64, one per local entry) of a rank's entries along ``dim``, which has ``size``
-    entries globally."""
-    indices, start = [], 0
-    for stretch, splits in terms(size, placement.splits(dim)):
-        index = torch.zeros(1, dtype=torch.int64, device=device)
-        for atom in atoms(stretch, splits, mesh.size):
-            if atom.axis is None:
-                steps = torch.arange(atom.size, dtype=torch.int64, device=device)
-                index = (index[:, None] * atom.size + steps).reshape(-1)
-            else:
-                index = index * atom.size + coordinates[atom.axis]
-        indices.append(index + start)
-        start += stretch
-    return indices[0] if len(indices) == 1 else torch.cat(indices)
-
-
-def row_major(shape: Sequence[int], places: Iterable[torch.Tensor], device: torch.device | None) -> torch.Tensor:
-    """Return the numbers, in a tensor of ``shape``, of the entries with these coordinates along each dim."""
-    index = torch.zeros((), dtype=torch.int64, device=device)
-    for size, place in zip(shape, places, strict=True):
-        index = index[..., None] * size + place
-    return index
-
-
 DTYPES = {
     "f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16,
     "i64": torch.int64, "i32": torch.int32, "i16": torch.int16, "i8": torch.int8, "u8": torch.uint8, "bool": torch.bool,
@@ -287,14 +219,20 @@ def _sub_dims(size: int, splits: Sequence[tuple[int, str]], mesh: Mesh) -> list[
     pieces: list[tuple[int, list[str]]] = []
     start, end = 1, 1
     axes: list[str] = []
-    for outer, axis in splits:
+    for parts, axis in splits:
+        outer = abs(parts)
         if outer != end:
             pieces.append((outer // start, axes))
             start, axes = outer, []
         axes.append(axis)
         end = outer * mesh.size(axis)
     pieces.append((size // start, axes))
-    return ["/".join([str(number), *mesh.joined(names)]) for number, names in pieces]
+    reverse = {axis for outer, axis in splits if outer < 0}
+    texts = []
+    for number, names in pieces:
+        dealt = [f"~{axis}" if axis in reverse else axis for axis in names]
+        texts.append("/".join([str(number), *(mesh.joined(names) if reverse.isdisjoint(names) else dealt)]))
+    return texts
 
 
 _TYPE = re.compile(r"(\w+)\[([^\]]*)\]((?: \+\w+)*)(?: ([1-9]\d*) of ([1-9]\d*))?")
@@ -319,8 +257,8 @@ def parse_type(text: str, mesh: Mesh) -> TensorType:
             for word in term.split(" "):
                 number, *axes = word.split("/")
                 outer = size
-                for axis in mesh.spread(axes):
-                    outers.setdefault(axis, []).append(outer)
+                for axis in mesh.spread(name.removeprefix("~") for name in axes):
+                    outers.setdefault(axis, []).append(-outer if f"~{axis}" in axes else outer)
                     outer *= mesh.size(axis) if axis in mesh else 1
                 size *= int(number)
             sizes.append(size)

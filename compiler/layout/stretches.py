@@ -7,10 +7,12 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 Outer = int | tuple[int, ...]
 """The parts of a dim: their number where they are equal, else their proportions. ``(2, 1, 1)`` of 128 is 64, 32 and
-32."""
+32. A negative number says that every second part is dealt out in reverse: of ``-2`` parts over 3 ranks these have 0 and
+5, 1 and 4, 2 and 3 of six (zigzag)."""
 
 
 def outer_of(sizes: Sequence[int]) -> Outer:
@@ -21,12 +23,12 @@ def outer_of(sizes: Sequence[int]) -> Outer:
 
 def count(outer: Outer) -> int:
     """The number of parts."""
-    return outer if isinstance(outer, int) else len(outer)
+    return abs(outer) if isinstance(outer, int) else len(outer)
 
 
 def inside(outer: Outer, ranks: int) -> Outer:
     """Return the parts after each is cut into ``ranks``: the parts that a more minor axis splits."""
-    return outer * ranks if isinstance(outer, int) else tuple(part for part in outer for _ in range(ranks))
+    return abs(outer) * ranks if isinstance(outer, int) else tuple(part for part in outer for _ in range(ranks))
 
 
 def sizes_of(outer: Outer, size: int) -> list[int]:
@@ -35,7 +37,7 @@ def sizes_of(outer: Outer, size: int) -> list[int]:
     Raises:
         ValueError: they are no whole numbers.
     """
-    proportions = (1,) * outer if isinstance(outer, int) else outer
+    proportions = (1,) * abs(outer) if isinstance(outer, int) else outer
     if size % sum(proportions):
         what = f"{outer} parts" if isinstance(outer, int) else f"parts of {' + '.join(map(str, outer))}"
         raise ValueError(f"{size} does not divide into {what}")
@@ -112,11 +114,18 @@ def nest(size: int, splits: Iterable[tuple[Outer, int]]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Atom:
-    """A factor of a dim, major to minor: ``size`` entries that an axis splits or (``axis`` None) that the rank
-    keeps."""
+    """A factor of a dim, major to minor: ``size`` entries that an axis splits or (``axis`` None) that the rank keeps.
+    ``mirrored``: the axis takes them in reverse at every second entry of the factors before."""
 
     size: int
     axis: str | None
+    mirrored: bool = False
+
+    def entry(self, before: Any, coordinate: int) -> Any:
+        """Return the entry that a rank has at these numbers (or this tensor of them) of the factors before."""
+        if not self.mirrored:
+            return coordinate
+        return coordinate + before % 2 * (self.size - 1 - 2 * coordinate)
 
 
 def atoms(size: int, splits: Sequence[tuple[int, str]], ranks: Callable[[str], int]) -> tuple[Atom, ...]:
@@ -128,12 +137,15 @@ def atoms(size: int, splits: Sequence[tuple[int, str]], ranks: Callable[[str], i
     """
     result: list[Atom] = []
     position = 1
-    for outer, axis in splits:
+    for parts, axis in splits:
+        outer = abs(parts)
         if outer % position:
             raise ValueError(f"a split at {outer} falls inside another that ends at {position}")
         if outer != position:
             result.append(Atom(outer // position, None))
-        result.append(Atom(ranks(axis), axis))
+        if parts < 0 and outer // position % 2:
+            raise ValueError(f"a split in reverse at {outer} needs pairs of parts on a rank, after {position}")
+        result.append(Atom(ranks(axis), axis, parts < 0))
         position = outer * ranks(axis)
     if size % position:
         raise ValueError(f"{size} does not divide by {position}")

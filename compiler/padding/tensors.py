@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from ..layout.mesh import Mesh
-from ..layout.placement import TensorType, dim_index
+from ..layout.pieces import dim_index
+from ..layout.placement import TensorType
 from .pads import Pad
 
 

@@ -19,6 +19,7 @@ COLLECTIVE_WORDS: dict[str, tuple[str, ...]] = {
     "reduce_scatter": ("reduce_scatter", "reduce_scatter_int8"),
     "all_to_all": ("all_to_all",),
     "exchange": ("exchange",),
+    "ring": ("ring_attention", "ring_attention_backward"),
 }
 """The words of a line for collectives, and the collectives of programs that each means. A row's maximum is an
 all-reduce too, and so is a sum among some stages."""

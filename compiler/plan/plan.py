@@ -27,6 +27,7 @@ from .directives.bucket import DEFAULT as BUCKET
 from .directives.bucket import Bucket
 from .directives.budget import Budget
 from .directives.compress import Compress
+from .directives.context import Context
 from .directives.data import Data
 from .directives.freeze import Freeze
 from .directives.hierarchical import Hierarchical
@@ -98,6 +99,7 @@ class Plan:
     node: Node | None = None
     hierarchical: tuple[Hierarchical, ...] = ()
     compress: tuple[Compress, ...] = ()
+    context: tuple[Context, ...] = ()
     schedule: Schedule | None = None
     stages: tuple[Stage, ...] = ()
     views: tuple[ViewLine, ...] = ()
@@ -299,6 +301,7 @@ def _assemble(
         node=one(Node),
         hierarchical=scope.all(Hierarchical),
         compress=scope.all(Compress),
+        context=scope.all(Context),
         schedule=schedule,
         stages=scope.all(Stage),
         views=scope.all(ViewLine),

@@ -9,6 +9,7 @@ from typing import Literal
 
 from ..layout.collectives import COLLECTIVES, SUMS, WAIT
 from ..layout.placement import Split, TensorType
+from ..layout.rings import RINGS
 from ..ops.rules import facts
 from .program import Function, Line, Program, Ref
 from .totals import adds_up
@@ -255,7 +256,7 @@ class _Run:
     def _line(self, index: int, line: Line) -> None:
         own = [value for value in line.made if self.storages.root[value.name] == value.name]
         made = [value for value in own if not self._elsewhere(value.name)]
-        if line.op in COLLECTIVES:
+        if line.op in COLLECTIVES and line.op not in RINGS:
             self._collective(index, line)
             return
         if len(made) == 1 and (over := self._written_over(index, line)):
@@ -265,6 +266,10 @@ class _Run:
             self.alive.add(value.name, self.storages.size[value.name], self._share(value.name))
         if (takes := facts(line.op).takes) is not None:
             self.alive.note(takes(self.liveness.bytes_of(self.function, next(line.uses()))))
+        if line.op in RINGS:  # what is computed with, and what arrives meanwhile; of gradients what is added, too
+            operands = [self.function.values()[name].type for name in line.uses()]
+            travelling = COLLECTIVES[line.op].travelling(operands)
+            self.alive.note(2 * sum(local_bytes(type_, self.liveness.program) for type_ in travelling))
 
     def _share(self, name: str, otherwise: Share = "values") -> Share:
         return "gradients" if name in self.gradients else otherwise

@@ -13,6 +13,7 @@ from .actions import ACTIONS, FORWARD, REDUCE, Action, StageRanks, step_kinds
 from .binding import Binding
 from .early import EarlyFault, in_reduce
 from .program import Function, Line, Program, Ref, Value, map_references
+from .rings import RingFault, without_rings
 
 Programs = Mapping[str, Program]
 """The programs of one role: ``COUNT``, ``SCALE``, ``REDUCE``, and for work ``F`` and ``B``, or ``2F`` and ``2B`` where
@@ -97,9 +98,18 @@ def ranks_of(roles: Mapping[str, Programs]) -> StageRanks:
     return tuple(rank_of[stage] for stage in work_programs(roles))
 
 
-def join_roles(roles: Mapping[str, Programs]) -> dict[str, Program]:
-    """Return the programs of a step as if one role ran it: stages one after the other, with nothing sent, and all sums
-    of gradients over ranks in REDUCE.
+def as_checked(programs: Programs) -> Programs:
+    """Return programs of a role as checks read them, with the lines that their rings stand for.
+
+    Raises:
+        RingFault: a line is no ring.
+    """
+    return {key: without_rings(program) for key, program in programs.items()}
+
+
+def join_roles(roles: Mapping[str, Programs], rings: bool = False) -> dict[str, Program]:
+    """Return the programs of a step as checks read them, as if one role ran it: stages one after the other, with
+    nothing sent, and all sums of gradients over ranks in REDUCE. With ``rings`` these stay as they are.
 
     A gradient of several stages is their sum, and what roles sum among themselves once a step is a sum there. What is
     wrong with what stages hand one another is not seen here.
@@ -108,8 +118,9 @@ def join_roles(roles: Mapping[str, Programs]) -> dict[str, Program]:
         JoinFault: the programs are no pieces of one step.
     """
     try:
-        roles = {name: in_reduce(programs) for name, programs in roles.items()}
-    except EarlyFault as fault:
+        read = roles if rings else {name: as_checked(programs) for name, programs in roles.items()}
+        roles = {name: in_reduce(programs) for name, programs in read.items()}
+    except (EarlyFault, RingFault) as fault:
         raise JoinFault(str(fault)) from None
     if len(roles) == 1:
         return dict(next(iter(roles.values())))

@@ -158,6 +158,11 @@ def find_parameters(word: Word, names: PlanNames) -> tuple[str, ...] | Diagnosti
     return _nothing(word, "module or parameter", pattern, known, "")
 
 
+def is_within(module: str, outer: str) -> bool:
+    """Return whether a module is another one, or lies inside it; the whole model's name is empty."""
+    return not outer or module == outer or module.startswith(f"{outer}.")
+
+
 def find_modules(word: Word, names: PlanNames) -> tuple[str, ...] | Diagnostic:
     """The outermost modules that a word means; `**` is the whole model, whose name is empty."""
     if word.text == ANY_DEPTH:

@@ -33,6 +33,7 @@ from .names import PlanNames, WeightUse, find_modules, find_parameters, find_val
 from .recompute_lines import recompute_lines
 from .seeds import PlacementSeed, Seeds
 from .sequence_lines import sequence_seeds
+from .sequences import split_inputs
 from .stage_lines import find_cuts
 from .view_lines import Views
 from .zero_lines import ZeroLine, zero_lines
@@ -136,6 +137,8 @@ class _Resolver:
         self.views, self.diagnostics = Views.of(plan, names)
         self._parts, self._loose = parts or {}, parts is None
         self.seeds = Seeds(names, self._mesh_of, longer, self._loose)
+        self._sequences, uneven = split_inputs(plan, self.seeds)
+        self._report(uneven)
 
     def apply(self, line: Fix | SplitWeights) -> None:
         """Add the seeds of one line, or its errors. Of like errors of one word only the first is kept."""
@@ -222,7 +225,7 @@ class _Resolver:
             for axis in self.views.mesh_of(value).names if not failed else ():
                 if axis in cuts:
                     yield _seed(value, *cuts[axis], word.span, fixed=True)
-                else:
+                elif axis not in self._sequences.get(value, ()):
                     yield PlacementSeed(value, axis, None, 1, word.span, fixed=True)
 
     def _cuts(self, line: Fix, value: str) -> Iterator[tuple[int, DimSplit] | Diagnostic]:
@@ -322,9 +325,7 @@ class _Resolver:
     ) -> Iterator[PlacementSeed | Diagnostic]:
         dim = split_dim(line.style, self._names.use(weight))
         assert dim is not None  # find_weights checked the style
-        targets = [(weight, dim)]
-        if bias is not None and line.style != "row":
-            targets.append((bias, 0))
+        targets = [(weight, dim), *([(bias, 0)] if bias is not None and line.style != "row" else [])]
         rows = line.rows or DimLayout((Factor(None, None, (line.axis,), line.axis.span),), line.axis.span)
         for name, at in targets:
             value = self._names.canonical(name)

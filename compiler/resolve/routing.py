@@ -20,7 +20,7 @@ from ..ops.rules import facts
 from ..plan.directives.experts import Experts
 from ..plan.plan import Plan
 from ..program.loads import Bias
-from .names import PlanNames, find_modules
+from .names import PlanNames, find_modules, is_within
 from .pattern import Pattern
 
 
@@ -50,7 +50,7 @@ def routing_of(plan: Plan, names: PlanNames, captured: Captured) -> dict[str, Ro
         layer = RoutedLayer(routed.experts, routed.top)
         for line in lines:
             found = [name for word in line.where for name in _found(word, names)]
-            if not any(_within(module, name) or _within(name, module) for name in found):
+            if not any(is_within(module, name) or is_within(name, module) for name in found):
                 continue
             layer = layer._replace(
                 ranks=plan.ranks(line.axis.text), load=max(layer.load, line.load), capacity=line.capacity
@@ -80,7 +80,7 @@ def capacities_of(plan: Plan, model: nn.Module) -> dict[str, Capacity]:
         for word in line.where:
             outer = Pattern(word.text).of(modules)
             found = [path for path, module in modules.items() if have_interface(module)
-                     and any(_within(path, name) for name in outer)]  # fmt: skip
+                     and any(is_within(path, name) for name in outer)]  # fmt: skip
             if outer and not found and line.capacity is not None:
                 message = f"`{outer[0]}` holds no experts by transformers' interface, which alone can have a capacity"
                 raise PlanError([Diagnostic(NO_EXPERTS, message, Label(word.span), help="write `dropless`")])
@@ -112,10 +112,6 @@ def routing_facts(routing: Mapping[str, RoutedLayer]) -> dict[str, Any]:
 def _found(word: Word, names: PlanNames) -> tuple[str, ...]:
     found = find_modules(word, names)
     return () if isinstance(found, Diagnostic) else found  # the placement of its weights has the error
-
-
-def _within(module: str, outer: str) -> bool:
-    return not outer or module == outer or module.startswith(f"{outer}.")
 
 
 def _biases(module: str, experts: int, captured: Captured) -> list[str]:

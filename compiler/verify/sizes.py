@@ -21,6 +21,7 @@ from ..layout.mesh import Mesh
 from ..layout.placement import TensorType
 from ..ops.factors import fill_operands
 from ..program.program import Line, LocalSize, Program, operator
+from ..program.rings import without_rings
 from ..program.text import parse_program
 from ..sizes.polynomials import Polynomial
 from ..sizes.template import ShapeFault, Template
@@ -44,7 +45,7 @@ def size_faults(template: Template, mesh: Mesh) -> list[ShapeFault]:
     """
     sizes, numbers = _generic(template, mesh)
     proof = _Proof(template, numbers)
-    programs = {file: parse_program(text, file) for file, text in template.at(sizes).items()}
+    programs = {file: without_rings(parse_program(text, file)) for file, text in template.at(sizes).items()}
     found = (*number_faults(template, programs, sizes, numbers), *binding_faults(programs))
     faults = {fault.message: fault for fault in found}
     for file, program in programs.items():
@@ -197,8 +198,8 @@ class _Proof:
 
     def stretch(self, text: str, mesh: Mesh, local: bool) -> sympy.Expr:
         length = sympy.Integer(1)
-        for number, axes in re.findall(r"(-?\d+)((?:/\w+)*)", text):
-            ways = math.prod(mesh.size(axis) for name in axes.split("/")[1:] for axis in mesh.parts(name))
+        for number, axes in re.findall(r"(-?\d+)((?:/~?\w+)*)", text):
+            ways = math.prod(mesh.size(axis) for name in axes.split("/")[1:] for axis in mesh.parts(name.lstrip("~")))
             length *= self.expression(int(number)) / (ways if local else 1)
         return length
 

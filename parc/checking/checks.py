@@ -22,7 +22,7 @@ from parc.compiler.program.binding import BUFFERS
 from parc.compiler.program.faults import Fault
 from parc.compiler.program.loads import biases_in
 from parc.compiler.program.program import REFERENCE_FILE
-from parc.compiler.program.roles import SINGLE, Role, ranks_of
+from parc.compiler.program.roles import SINGLE, Role, as_checked, ranks_of
 from parc.compiler.sizes.template import ShapeFault, sizes_text
 from parc.compiler.verify.bounds import check_bounds
 from parc.compiler.verify.compressed import check_compressed
@@ -71,9 +71,11 @@ def static_faults(build: Build, summed: bool | None = None) -> list[Fault]:
 
 def faults_by_check(build: Build, summed: bool | None = None) -> Iterator[list[Fault]]:
     """Yield the same faults, of one check after the other: who wants the first alone need not wait for the last."""
-    programs, roles, reference = build.programs, build.roles, build.reference
+    programs, reference = build.programs, build.reference
+    roles = {name: replace(role, programs=as_checked(role.programs)) for name, role in build.roles.items()}
+    files = (program for role in roles.values() for program in role.programs.values())
     faults = mesh_faults(programs, build.mesh)
-    for program in {id(program): program for program in (*programs.values(), *build.files())}.values():
+    for program in {id(program): program for program in (*programs.values(), *files)}.values():
         faults += check_program(program)
     axis = "" if faults else build.axis
     if axis:

@@ -15,7 +15,8 @@ from parc.compiler.plan.limits import Promise
 from parc.compiler.program.actions import ACTIONS, BACKWARD, FORWARD, step_kinds
 from parc.compiler.program.cost import MEMORY_KINDS
 from parc.compiler.program.liveness import local_bytes
-from parc.compiler.resolve.names import find_modules
+from parc.compiler.program.roles import join_roles
+from parc.compiler.resolve.names import find_modules, is_within
 from parc.compiler.schedules import EARLY, problem
 from parc.compiler.sizes.size_range import BATCH
 from parc.compiling.driver import Compiled
@@ -52,7 +53,7 @@ def hold_promises(compiled: Compiled) -> None:
 
 
 def _collectives(compiled: Compiled) -> Iterator[Diagnostic]:
-    programs = compiled.build.programs
+    programs = join_roles({name: role.programs for name, role in compiled.build.roles.items()}, rings=True)
     kinds = [row.kind for row in step_kinds() if row.kind in programs]
     ran = [message for kind in kinds for message in messages(programs[kind])]
     among: Counter[Communication] = (
@@ -73,15 +74,11 @@ def _collectives(compiled: Compiled) -> Iterator[Diagnostic]:
             else:
                 modules += result
         meant = [message for message in ran if promise.means(message.op, _over(compiled, message), message.phase)]
-        inside = {module: [m for m in meant if _within(m.origin.module, module)] for module in modules}
+        inside = {module: [m for m in meant if is_within(m.origin.module, module)] for module in modules}
         if promise.count == 0:
             yield from _forbidden(compiled, promise, [m for part in inside.values() for m in part])
         else:
             yield from _unexpected(compiled, promise, inside)
-
-
-def _within(module: str, outer: str) -> bool:
-    return not outer or module == outer or module.startswith(f"{outer}.")
 
 
 def _forbidden(compiled: Compiled, promise: Promise, found: list[Communication]) -> Iterator[Diagnostic]:
@@ -154,7 +151,7 @@ def _related(compiled: Compiled, message: Communication) -> tuple[Label, ...]:
     that the program names."""
     axes = _over(compiled, message)
     seeds = (seed for seed in compiled.resolved.seeds if seed.axis in axes and message.origin.module)
-    near = next((seed.span for seed in seeds if _within(seed.value, message.origin.module)), None)
+    near = next((seed.span for seed in seeds if is_within(seed.value, message.origin.module)), None)
     span = near if near is not None else line_span(compiled.plan, message.origin.plan)
     return (Label(span, "placed by this line"),) if span is not None else ()
 

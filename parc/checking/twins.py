@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from parc.compiler.layout.mesh import Mesh
@@ -15,6 +15,7 @@ from parc.compiler.program.blocks import block_of, innermost, starred
 from parc.compiler.program.faults import Fault
 from parc.compiler.program.program import Program
 from parc.compiler.resolve.balance import numbers_of, products_of
+from parc.compiler.resolve.context_lines import RING_METHODS
 from parc.compiler.resolve.names import find_modules
 from parc.compiler.sizes.size_range import BATCH, SizeRange
 from parc.compiler.sizes.template import sizes_text
@@ -91,7 +92,7 @@ def find_twin(compiled: Compiled, programs: Mapping[str, Program]) -> tuple[Comp
     """
     first: tuple[Compiled, list[Fault]] | None = None
     problem: PlanError | None = None
-    for mesh in _meshes(compiled.mesh):
+    for mesh in _meshes(compiled.mesh, rings_of(compiled.plan)):
         arguments = _arguments(compiled.plan)
         chosen = {name: int(arguments.pop(name)) for name in compiled.plan.sizes if name in arguments}  # type: ignore[arg-type]
         for sizes in _smaller_sizes(compiled, mesh, chosen):
@@ -158,10 +159,15 @@ def _differences(compiled: Compiled, twin: Compiled, programs: Mapping[str, Prog
     return compare_structure(programs, compiled.build.reference, twin.build.programs, twin.build.reference)
 
 
-def _meshes(mesh: Mesh) -> Iterator[Mesh]:
-    """Yield the mesh with axes cut to 2; then with one axis after the other as it is, because something may divide by 2
-    and not by more."""
-    small = {axis: min(size, 2) for axis, size in mesh.axes}
+def rings_of(plan: Plan) -> frozenset[str]:
+    """Return the axes around which keys go: with two ranks those before and behind one would be the same."""
+    return frozenset(line.axis.text for line in plan.context if line.method in RING_METHODS)
+
+
+def _meshes(mesh: Mesh, rings: Collection[str]) -> Iterator[Mesh]:
+    """Yield the mesh with axes cut to 2, ``rings`` to 3; then with one axis after the other as it is, because
+    something may divide by 2 and not by more."""
+    small = {axis: min(size, 3 if axis in rings else 2) for axis, size in mesh.axes}
     choices = [small]
     choices += [{**small, axis: size} for axis, size in mesh.axes if size > 2]
     choices += [{axis: min(size, 4) for axis, size in mesh.axes}, dict(mesh.axes)]
@@ -192,7 +198,9 @@ def _smaller_sizes(compiled: Compiled, mesh: Mesh, given: Mapping[str, int]) -> 
         batch = name == BATCH
         unit = 2 * pieces[name] * (plan.microbatches if batch else 1)
         twos = 1 if batch else math.gcd(size.high, 32)
-        fits = (n for n in range(unit, size.high, unit) if not (size.high % n or n % twos) and (batch or n >= 16))
+        thirds = unit % 3 == 0 and size.high % 3 > 0  # a ring of three ranks
+        whole = (n for n in range(unit, size.high, unit) if (thirds or size.high % n == 0) and n % twos == 0)
+        fits = (n for n in whole if batch or n >= 16)
         small[name] = given.get(name, next(fits, size.high))
     yield small
     others = {name: given.get(name, size.high) for name, size in plan.sizes.items() if name != BATCH}

@@ -12,14 +12,12 @@ from parc.compiler.capture.node_facts import noted
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.layout.nodes import node_levels
 from parc.compiler.layout.views import NoCommonParts, viewed
-from parc.compiler.plan.directives.experts import Experts
 from parc.compiler.plan.plan import Plan
 from parc.compiler.resolve.resolve import Resolved
-from parc.grammar.codes_placement import NOT_COMPRESSED, UNEVEN_NODES, UNEVEN_TOKENS
+from parc.grammar.codes_placement import NOT_COMPRESSED, UNEVEN_NODES
 from parc.grammar.codes_views import BAD_VIEW
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.passes.placing.heads import Copies
-from parc.passes.placing.reshards import UnevenTokens
 from parc.passes.placing.stored import Sharding
 from parc.passes.programs.compress import Compression
 from parc.passes.programs.two_levels import Levels
@@ -126,13 +124,3 @@ def compressions_of(
             if axes := tuple(axis for axis in mesh.parts(line.axis) if axis not in split):
                 found[name] = Compression(axes, line.format, line.span.root.line)
     return found
-
-
-def uneven_tokens(plan: Plan, mesh: Mesh, error: UnevenTokens) -> Diagnostic:
-    """Return the error of tokens that do not divide among the ranks of their experts, at the line that splits these."""
-    lines = (line for line in plan.placements if isinstance(line, Experts))
-    line = next((line for line in lines if not error.axes.isdisjoint(mesh.parts(line.axis.text))), None)
-    axis = line.axis.text if line is not None else ",".join(error.axes)
-    help_ = f"choose sizes that divide by {error.ranks} on each rank, or split experts over another axis"
-    label = Label(line.span if line is not None else plan.model.span)
-    return Diagnostic(UNEVEN_TOKENS, f"{error} over `{axis}`", label, help=help_)

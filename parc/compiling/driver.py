@@ -30,29 +30,24 @@ from parc.compiler.plan.plan import Plan
 from parc.compiler.program.actions import Action, schedule_text
 from parc.compiler.program.binding import Binding
 from parc.compiler.program.program import REFERENCE_FILE
+from parc.compiler.resolve.context_lines import context_lines
 from parc.compiler.resolve.resolve import Resolved, resolve
 from parc.compiler.resolve.routing import RoutedLayer, biases_of, routing_facts, routing_of
 from parc.compiler.resolve.units import units_of
 from parc.compiler.sizes.polynomials import check_points, moving
 from parc.compiler.sizes.template import Template
-from parc.compiling.axes import compressions_of, finer_axes, levels_of, replicas_of, shardings_of, uneven_tokens
+from parc.compiling.axes import compressions_of, finer_axes, levels_of, replicas_of, shardings_of
 from parc.compiling.initial_weights import init_facts
 from parc.compiling.pipelines import pipeline_of, timelines_of
 from parc.compiling.plan_capture import capture_plan
-from parc.compiling.sites import few_kept, keeping_lines, not_placed, site_claims
+from parc.compiling.refusals import REFUSALS, refusal, whole_sequences
+from parc.compiling.sites import few_kept, keeping_lines, site_claims
 from parc.compiling.size_ranges import compile_range, fixed
-from parc.grammar.codes_build import BAD_RULE, NOTHING_TRAINED
-from parc.grammar.codes_experts import MIXED_ROWS
-from parc.grammar.codes_placement import SPLIT_ALREADY
+from parc.grammar.codes_build import NOTHING_TRAINED
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
-from parc.passes.calls import MixedRows
 from parc.passes.choices import ShardDims
 from parc.passes.pipeline import Built, Choices, Request, build_programs, names_of
 from parc.passes.placing.heads import Copies, find_copies
-from parc.passes.placing.propagate import NotPlaced
-from parc.passes.placing.registered import RuleMisfit
-from parc.passes.placing.reshards import UnevenTokens
-from parc.passes.placing.stored import AlreadySplit
 from parc.passes.programs.cut import Pipeline
 from parc.passes.programs.overlap import OverlapChoices
 
@@ -191,25 +186,10 @@ def compile_captured(
     asked = ask(plan, folder, recorded, captured, copies, longer, declared, choices, smaller)
     try:
         built = build_programs(captured, asked.mesh, replace(asked.request, shard_dims=dims))
-    except AlreadySplit as error:
-        span = next(line.span for line in plan.zero if line.span.root.line == error.sharding.line)
-        help_ = f"name other parameters by `on`, or an axis over which `{error.name}` is whole"
-        raise PlanError([Diagnostic(SPLIT_ALREADY, str(error), Label(span), help=help_)]) from None
-    except NotPlaced as error:
-        raise PlanError([not_placed(plan, asked.resolved, error)]) from None
-    except UnevenTokens as error:
-        raise PlanError([uneven_tokens(plan, asked.mesh, error)]) from None
-    except MixedRows as error:
-        help_ = "compute each row by itself; put dropout and statistics before the experts, or behind them"
-        notes = (f"at {error.origin.source}",) if error.origin.source else ()
-        raise PlanError(
-            [Diagnostic(MIXED_ROWS, str(error), Label(plan.model.arguments.statement.span), help=help_, notes=notes)]
-        ) from None
-    except RuleMisfit as error:
-        source = [f"at {error.origin.source}"] if error.origin.source else []
-        span = plan.model.arguments.statement.span
-        misfit = Diagnostic(BAD_RULE, str(error), Label(span), help=error.hint, notes=tuple(source))
-        raise PlanError([misfit]) from error
+    except REFUSALS as error:
+        raise PlanError([refusal(plan, asked.mesh, asked.resolved, error)]) from error
+    if errors := whole_sequences(plan, built.reshards):
+        raise PlanError(errors)
     pipeline = asked.request.pipeline
     timelines = timelines_of(plan, built.programs, pipeline, folder)
     sizes = {name: size.high for name, size in plan.sizes.items()}
@@ -271,6 +251,7 @@ def ask(
         few=few_kept(resolved, copies, mesh),
         biases=biases_of(routing), replicas=replicas_of(routing, resolved, mesh, copies),
         recompute=resolved.recompute,
+        context=context_lines(plan, names, captured),
     ), routing)  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from torch import fx
 
 from ...compiler.capture.node_facts import noted
 from ...compiler.capture.reach import GradientFlow
+from ...compiler.ops.rules import facts
 from ...compiler.ops.torch_ops import OPS, aten
 from .decompose import shape_of
 from .rewriter import Canonicalizer, rewrites
@@ -34,9 +35,30 @@ def _attention(c: Canonicalizer, node: Any) -> None:
             _written_out(c, node, {**arguments, "attn_mask": mask}, key)
             return
     options = (bool(arguments.get("is_causal") or False), arguments.get("scale"), p)
-    pair = c.emit(node, OPS.attention.default, q, arguments["k"], arguments["v"], mask, key, *options)
+    k, v = arguments["k"], arguments["v"]
+    grouped = [_before_repeat(x) for x in (k, v)]
+    if None not in grouped:
+        k, v = grouped
+    pair = c.emit(node, OPS.attention.default, q, k, v, mask, key, *options)
     out = c.emit(node, operator.getitem, pair, 0, val=noted(pair).value[0])
     c.replace(node, out)
+
+
+def _before_repeat(x: Any) -> fx.Node | None:
+    """Return keys or values [b, g, t, d] of which a model repeated each head for several query heads: attention reads
+    them as they are."""
+    if x.target is not aten.reshape.default:
+        return None
+    repeated = x.args[0]
+    while facts(repeated.target).moves == "copy":
+        repeated = repeated.args[0]
+    if repeated.target is not aten.expand.default or repeated.args[0].target is not aten.unsqueeze.default:
+        return None
+    apart = repeated.args[0]
+    groups: fx.Node = apart.args[0]
+    batch, heads, times, length, size = (*shape_of(repeated), *[0] * 5)[:5]
+    fits = shape_of(groups) == (batch, heads, length, size) and shape_of(x) == (batch, heads * times, length, size)
+    return groups if fits and apart.args[1] in (2, -3) and noted(repeated).value.dim() == 5 else None
 
 
 def _of_one_head(c: Canonicalizer, node: Any, given: Mapping[str, Any]) -> None:

@@ -32,10 +32,11 @@ def fold_constants(graph: fx.Graph, choices: Choices | None = None) -> None:
     """Fold constants in the canonical graph, in place. It is exact on every device, since no floating number is
     touched. ``choices`` has it decide as at other sizes of a range, as far as that is true at these sizes."""
     known: dict[fx.Node, torch.Tensor] = {}
+    causal: dict[fx.Node, bool] = {}  # whether a mask hides exactly what is later; layers share one
     for node in list(graph.nodes):
         if node.op != "call_function" or not isinstance(noted(node).value, torch.Tensor):
             if node.target is OPS.attention.default:
-                _name_mask(node, known, choices)
+                _name_mask(node, known, causal, choices)
             continue
         if noted(node).value.dtype.is_floating_point and node.target is not aten.full.default:
             continue
@@ -162,7 +163,9 @@ def _drop_neutral(graph: fx.Graph, node: fx.Node, known: dict[fx.Node, torch.Ten
         return
 
 
-def _name_mask(node: fx.Node, known: dict[fx.Node, torch.Tensor], choices: Choices | None) -> None:
+def _name_mask(
+    node: fx.Node, known: dict[fx.Node, torch.Tensor], hides_later: dict[fx.Node, bool], choices: Choices | None
+) -> None:
     """Drop the mask of an attention where it hides nothing, and replace one that hides later positions by
     ``causal``."""
     q, k, v, mask, key, causal, *rest = node.args
@@ -171,8 +174,10 @@ def _name_mask(node: fx.Node, known: dict[fx.Node, torch.Tensor], choices: Choic
     value, name = known.get(mask), ""
     if value is not None and _uniform(value) and bool(_first(value)):
         name = "none"
-    elif not causal and _square(mask) and (_is_causal(value) if value is not None else _compares(mask, known)):
-        name = "causal"
+    elif not causal:
+        if mask not in hides_later:
+            hides_later[mask] = _square(mask) and (_is_causal(value) if value is not None else _compares(mask, known))
+        name = "causal" if hides_later[mask] else ""
     name = agreed(choices, ("mask", node.name), name)
     if name:
         node.args = (q, k, v, None, key, causal or name == "causal", *rest)

@@ -139,13 +139,13 @@ class Partition:
         cause = replace(origin, plan=self.placed.lines.get(key[0], origin.plan))
         asked = computes(key[0]) and facts(key[0].target).reroutes  # by a line of `experts`
         if (source, result) != ("I", "R") and not self.with_rows and not asked:
-            local = self.type_of(key, have).local(self.mesh)
-            size = math.prod(local) * fake(key).dtype.itemsize
+            size = math.prod(self.type_of(key, have).local(self.mesh)) * fake(key).dtype.itemsize
+            attends = str(OPS.attention.default) in (str(key[0].target), self.reader)
             for name in self.mesh.joined(axes):
                 axis = self.mesh.parts(name)[0]
-                asked = self.placed.asks(key, axis, want[axis], self.reader)
                 named = noted(key[0]).binding.name if key[0].op == "placeholder" else key[0].name
-                self.reshards.append(Reshard(named, have[axis], want[axis], name, cause, size, self.reader, asked))
+                about = self.placed.asks(key, axis, want[axis], self.reader), attends, self.grad[key]
+                self.reshards.append(Reshard(named, have[axis], want[axis], name, cause, size, self.reader, *about))
         return node
 
     def _exchange(self, key: ValueKey, mask: ValueKey, have: Placement, want: Placement, how: tuple[str, ...],

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from torch import fx
 
 from ...compiler.capture.node_facts import noted
 from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.placement import AxisType, Split
-from ...compiler.layout.stretches import Outer, nest
+from ...compiler.layout.stretches import Outer, count, inside, nest
 from ...compiler.ops.factors import Dims, OpRule
 from ...compiler.ops.infer import Part
 from ...compiler.ops.rules import facts
+from ...compiler.ops.rules.attention import HEADS
 from ...compiler.ops.splits import from_factor, to_factors
 from ...compiler.program.binding import BUFFERS
+from ...compiler.program.program import Origin
 from ..calls import ValueKey, computes, key_of, operands_of, rule_of, tensors_of
 
 
@@ -31,6 +34,10 @@ class Claim:
     """The name of a value inside the model: claims on these come after all others."""
     few: bool = False
     """True where ranks keep the same heads of a weight that a line splits, because there are fewer heads."""
+
+
+HeadAxes = Mapping[fx.Node, Sequence[str]]
+"""The axes that split the heads of each attention."""
 
 
 @dataclass(slots=True)
@@ -64,9 +71,18 @@ class Placed:
         return gathers and not any(line is None or line in self.keeps for line in lines)
 
 
+class FewHeads(ValueError):
+    """The error of an attention whose heads do not divide among the ranks that have parts of its sequence."""
+
+    def __init__(self, axis: str, heads: int, ranks: int, origin: Origin) -> None:
+        where = f"in `{origin.module}`" if origin.module else "of the model itself"
+        super().__init__(f"the attention {where} has {heads} heads of keys, for {ranks} ranks")
+        self.axis, self.origin = axis, origin
+
+
 class _Propagation:
-    def __init__(self, graph: fx.Graph, mesh: Mesh, gathered: frozenset[tuple[ValueKey, str]]) -> None:
-        self.mesh = mesh
+    def __init__(self, graph: fx.Graph, mesh: Mesh, gathered: frozenset[tuple[ValueKey, str]], heads: HeadAxes) -> None:
+        self.mesh, self.heads = mesh, heads
         self.placed = Placed(gathered=gathered)
         self.whole: set[tuple[ValueKey, str]] = set()
         self.inside = False
@@ -166,7 +182,8 @@ class _Propagation:
         again: list[fx.Node] = []
         for axis in self.mesh.names:
             if axis not in parts:
-                part = self.choose(node, axis) if (node, axis) not in self.closed else None
+                closed = (node, axis) in self.closed or axis in self.heads.get(node, ())
+                part = None if closed else self.choose(node, axis)
                 if part is None:
                     continue
                 parts[axis] = part
@@ -181,6 +198,22 @@ class _Propagation:
         """Begin with values inside the model. Operators on heads that several ranks keep stay as they are."""
         self.inside = True
         self.closed = {(node, axis) for key, axis in self.few for node in self.readers.get(key, ())}
+
+    def split_heads(self, node: fx.Node) -> None:
+        """Split an attention over heads, inside what other axes split of these.
+
+        Raises:
+            FewHeads: the ranks do not divide the heads.
+        """
+        rule, parts = self.placed.rules[node], self.placed.parts[node]
+        for axis in self.heads[node]:
+            others = [(outer, name) for name, (factor, outer) in parts.items() if factor == HEADS]
+            places: list[Outer] = [1, *(inside(outer, self.mesh.size(name)) for outer, name in others)]
+            last = max(places, key=count)
+            if HEADS not in rule.sizes or not self.disjoint([*others, (last, axis)], rule.sizes[HEADS]):
+                ranks = count(last) * self.mesh.size(axis)
+                raise FewHeads(axis, rule.sizes.get(HEADS, 1), ranks, noted(node).origin)
+            parts[axis] = HEADS, last
 
     def settle(self, start: Iterable[fx.Node], line: int) -> None:
         """Sweep forward and backward over changed operators until nothing changes."""
@@ -221,15 +254,20 @@ def _rounds_placeholder(node: fx.Node) -> bool:
 
 
 def propagate(
-    graph: fx.Graph, mesh: Mesh, claims: Sequence[Claim], gathered: frozenset[tuple[ValueKey, str]] = frozenset()
+    graph: fx.Graph,
+    mesh: Mesh,
+    claims: Sequence[Claim],
+    gathered: frozenset[tuple[ValueKey, str]] = frozenset(),
+    heads: HeadAxes = MappingProxyType({}),
 ) -> Placed:
     """Return the placements of all values that follow from the plan's claims.
 
     Both directions to a fixed point, one claim's line after the other: an earlier line has its way where two would
     split one value or operator differently. Claims over axes of size 1 hold trivially. What is ``gathered`` over an
-    axis splits none of its readers there.
+    axis splits none of its readers there. ``heads`` are axes that split heads of an attention, whatever else they split
+    of its operands.
     """
-    state = _Propagation(graph, mesh, gathered)
+    state = _Propagation(graph, mesh, gathered, heads)
     real = [claim for claim in claims if mesh.size(claim.axis) > 1]
     for claim in real:
         if claim.split is None:
@@ -252,4 +290,6 @@ def propagate(
         for node in [node for node in start if _rounds_placeholder(node)]:  # before others: as what they round
             start += state.visit(node, line)
         state.settle(start, line)
+    for node in heads:
+        state.split_heads(node)
     return state.placed

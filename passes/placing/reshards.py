@@ -13,7 +13,8 @@ from ...compiler.program.program import Origin
 @dataclass(frozen=True, slots=True)
 class Reshard:
     """A conversion that no line asked for explicitly: what it moves, and the operator ``reader`` that needed it.
-    ``asked``: it gathers few heads, about which there is a note of its own, or what a line splits between products."""
+    ``asked``: it gathers few heads, about which there is a note of its own, or what a line splits between products.
+    ``attends``: attention makes or reads the value. ``learns``: gradients flow through it."""
 
     value: str
     source: AxisType
@@ -23,6 +24,8 @@ class Reshard:
     bytes: int
     reader: str
     asked: bool
+    attends: bool
+    learns: bool
 
 
 class UnevenTokens(ValueError):

@@ -43,19 +43,31 @@ def mark_recomputed(graph: fx.Graph, lines: Sequence[RecomputeLine]) -> None:
 
 def may_remake(node: Any, maker: fx.Node | None, mesh: Mesh) -> bool:
     """Return whether backward may make the result of a traced node again: without a line of the plan what costs little
-    and sends nothing, and gathers of what lines split between products; with one all but what the line keeps. ``maker``
-    is the model's operator that it is a part of."""
+    and sends nothing, gathers of what lines split between products, and keys that attention gathers; with one all but
+    what the line keeps. ``maker`` is the model's operator that it is a part of."""
     traced = node.args[0] if node.target is operator.getitem else node
     line = noted(maker).recompute if maker is not None else None
     if traced.target is OPS.convert.default:
         lowered = lower(str(node.args[1]), node_type(node.args[0]).placement, node_type(node).placement, mesh)
         sends = lowered is not None and COLLECTIVES[lowered[0]].communicates
         if line is None:
-            return not sends or (maker is not None and noted(maker).again)
+            return not sends or gathers_keys(node) or (maker is not None and noted(maker).again)
         return not sends or SENT_WORD not in line.keep
     if line is None or maker is None:
         return facts(traced.target).cheap
     return line.keep.isdisjoint(words_for(str(traced.target)) | words_for(str(maker.target)))
+
+
+def gathers_keys(node: Any) -> bool:
+    """Return whether a node gathers keys or values along the sequence for an attention: they are as long as the
+    sequence, of which a rank has a part."""
+    if node.target is not OPS.convert.default or not str(node.args[2]).startswith("S(2") or node.args[3][0] == "S":
+        return False
+    value, readers = node, list(node.users)
+    while [facts(reader.target).moves for reader in readers] == ["copy"]:  # the alias for its reader
+        (value,) = readers
+        readers = list(value.users)
+    return any(reader.target is OPS.attention.default and value in reader.args[1:3] for reader in readers)
 
 
 def kept_values(

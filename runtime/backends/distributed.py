@@ -18,7 +18,7 @@ from ...compiler.layout.collectives import COLLECTIVES, SUMS
 from ...compiler.layout.mesh import Mesh, Shape
 from ...compiler.program.actions import ACTIONS, StageRanks, step_kinds
 from ...compiler.program.program import Program
-from ..communication import Message, PeerLost, Sending
+from ..communication import Message, PeerLost, RingPart, Sending
 from ..processes import HOLDERS, new_group
 from .moves import RUN
 from .started import START
@@ -190,6 +190,28 @@ class Distributed:
 
         return [[piece] for piece in made], arrival
 
+    def around(self, op: str, axes: tuple[str, ...], parts: Sequence[RingPart]) -> list[list[torch.Tensor]]:
+        """Run this rank's part of a ring: what it yields is on its way while it goes on."""
+        (part,) = parts
+        group = next(ranks for ranks in self.mesh.groups(axes) if self.rank in ranks)
+        place = group.index(self.rank)
+        before, after = group[place - 1], group[(place + 1) % len(group)]
+        what = f"rank {self.rank} waited for rank {before} before it in `{op}` over `{','.join(axes)}`"
+        arrival: Any = None
+        while True:
+            try:
+                sent = [tensor.contiguous() for tensor in part.send(arrival)]
+            except StopIteration as end:
+                return [end.value]
+            arrived = [torch.empty_like(tensor) for tensor in sent]
+            hops = [(dist.isend, tensor, after) for tensor in sent] + [(dist.irecv, into, before) for into in arrived]
+            tags = [self.tag(axes) for _ in sent] * 2
+            moves = [dist.P2POp(run, tensor, peer, self.group(axes), tag)
+                     for tag, (run, tensor, peer) in zip(tags, hops, strict=True)]  # fmt: skip
+            with _naming(what):
+                works = dist.batch_isend_irecv(moves)
+            arrival = _taken(_wait_for(works, what), arrived)
+
     def meet(
         self, run: Callable[..., Any], *args: Any, axes: tuple[str, ...], members: tuple[int, ...] | None = None,
         **options: Any,
@@ -253,6 +275,16 @@ def _wait_for(works: Sequence[Any], what: str) -> Callable[[], None]:
                 work.wait()
 
     return wait
+
+
+def _taken(wait: Callable[[], None], tensors: list[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
+    """Return a function that waits and returns tensors."""
+
+    def take() -> list[torch.Tensor]:
+        wait()
+        return tensors
+
+    return take
 
 
 @contextmanager

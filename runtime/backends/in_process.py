@@ -6,13 +6,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar, final
 
 import torch
 
 from ...compiler.layout.collectives import COLLECTIVES, SUMS
 from ...compiler.layout.mesh import Mesh, Shape
-from ..communication import Message, PeerLost, Sending
+from ..communication import Message, PeerLost, RingPart, Sending
 
 _Made = TypeVar("_Made")
 
@@ -154,6 +155,14 @@ class InProcess:
         over = spare or [False] * len(pieces)
         return [self.collective(op, *one)[0] for one in zip(args, pieces, over, strict=True)], None
 
+    def around(self, op: str, axes: tuple[str, ...], parts: Sequence[RingPart]) -> list[list[torch.Tensor]]:
+        """Run all parts of each ring in turns."""
+        part_of, results = dict(zip(self._ranks, parts, strict=True)), dict[int, list[torch.Tensor]]()
+        for group in self.mesh.groups(axes):
+            if group[0] in part_of:
+                results.update(zip(group, _in_turns([part_of[rank] for rank in group]), strict=True))
+        return [results[rank] for rank in self._ranks]
+
     def _results(self, op: str, args: Sequence[Any], pieces: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Return the results of a collective in the groups whose ranks are in ``pieces``. A rank in no group keeps its
         piece."""
@@ -213,3 +222,25 @@ class InProcess:
             return pieces
 
         return take
+
+
+def _in_turns(parts: Sequence[RingPart]) -> list[list[torch.Tensor]]:
+    """Run the parts of one ring, each up to what it sends, then all of them on.
+
+    Raises:
+        ValueError: they make different numbers of hops.
+    """
+    arrivals: list[Any] = [None] * len(parts)
+    results: dict[int, list[torch.Tensor]] = {}
+    while True:
+        sent: list[list[torch.Tensor]] = []
+        for place, part in enumerate(parts):
+            try:
+                sent.append([tensor.clone() for tensor in part.send(arrivals[place])])
+            except StopIteration as end:
+                results[place] = end.value
+        if len(results) == len(parts):
+            return [results[place] for place in range(len(parts))]
+        if results:
+            raise ValueError(f"ranks {sorted(results)} of a ring make fewer hops than others")
+        arrivals = [partial(list, sent[place - 1]) for place in range(len(parts))]

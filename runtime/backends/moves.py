@@ -9,10 +9,11 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from ...compiler.layout.collectives import WAIT, join_dim, round_parts, slice_dim
+from ...compiler.layout.collectives import WAIT
 from ...compiler.layout.int8 import pack, unpack
 from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.packed_rows import RankOrder, Rows, orders
+from ...compiler.layout.pieces import join_dim, round_parts, slice_dim
 
 
 class Peers(Protocol):

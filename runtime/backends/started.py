@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from ...compiler.layout.buffers import parts_in_order
-from ...compiler.layout.collectives import join_dim, slice_dim
 from ...compiler.layout.mesh import Shape
 from ...compiler.layout.packed_rows import Rows
+from ...compiler.layout.pieces import join_dim, slice_dim
 from .moves import Peers, all_to_all, group_size, send_rows
 
 _SMALL = 1 << 16

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from ...compiler.layout.mesh import Mesh
-from ...compiler.layout.placement import TensorType, parse_type, take
+from ...compiler.layout.pieces import take
+from ...compiler.layout.placement import TensorType, parse_type
 from ...compiler.padding.pads import Pad
 from ...compiler.padding.tensors import grow, shrink
 from ...compiler.program.actions import COUNTING, FORWARD

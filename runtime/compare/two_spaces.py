@@ -11,7 +11,8 @@ from ...compiler.ops.rules import facts
 from ...compiler.program.binding import PARAMETERS
 from ...compiler.program.places import CARRIERS
 from ...compiler.program.program import Program
-from ..machine.kernels import KERNELS, Site
+from ..machine.kernels import KERNELS
+from ..machine.site import Site
 from ..machine.ways import Kernel
 from ..work import RankState
 

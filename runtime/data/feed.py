@@ -16,7 +16,8 @@ import torch
 from ...compiler.build.build import Build
 from ...compiler.initial.counter import digest
 from ...compiler.layout.mesh import Mesh
-from ...compiler.layout.placement import TensorType, dim_index, take
+from ...compiler.layout.pieces import dim_index, take
+from ...compiler.layout.placement import TensorType
 from ...compiler.program.actions import COUNTING, FORWARD
 from ...compiler.program.program import Program
 from ...compiler.sizes.size_range import BATCH, SizeRange

@@ -32,8 +32,8 @@ from ...grammar.codes_build import NO_COMPILER, NOT_COMPILED
 from ..communication import Backend, Environment
 from ..faults import RunError
 from .execute import Machine, _Step
-from .kernels import Site
 from .reuse import last_uses, made_by, summed
+from .site import Site
 from .ways import code_for
 
 _NOTHING_SPARE = frozenset[str]()

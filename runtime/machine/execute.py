@@ -10,16 +10,18 @@ from typing import Any
 
 import torch
 
-from ...compiler.layout.collectives import COLLECTIVES, MESSAGE, SUMS
+from ...compiler.layout.collectives import COLLECTIVES, MESSAGE, SUMS, axes_of
 from ...compiler.layout.mesh import Mesh
+from ...compiler.layout.rings import RINGS
 from ...compiler.program.binding import Binding
 from ...compiler.program.early import on_their_way
-from ...compiler.program.program import Function, Line, LocalSize, Program, Ref, map_references, operator
+from ...compiler.program.program import Function, Line, LocalSize, Program, Ref, map_references, operator, references
 from ...compiler.program.totals import addable, adds_up, lasting, uses_of
-from ..communication import Arrival, Backend, BoundTensors, Environment
+from ..communication import Arrival, Backend, BoundTensors, Environment, arrival_name, wait_for_nothing
 from .fusion import fused
-from .kernels import KERNELS, Site
+from .kernels import KERNELS
 from .reuse import in_place, last_uses, own_in_main, spare_operands, summed
+from .site import Site
 from .ways import Kernel, binding, code_for
 
 
@@ -113,17 +115,17 @@ class Machine:
         sums = {} if arriving is None else arriving
         for value in main.parameters:
             if value.binding in sums:
-                environments[0][_arrival(value.name)] = sums.pop(value.binding)
+                environments[0][arrival_name(value.name)] = sums.pop(value.binding)
         results = self._call(main, environments)
         for key, name in main.returns:
-            if (arrival := environments[0].pop(_arrival(name), None)) is not None:
+            if (arrival := environments[0].pop(arrival_name(name), None)) is not None:
                 sums[key] = arrival
         return results
 
     def _call(self, function: Function, environments: list[Environment]) -> list[BoundTensors]:
         for step in self._steps[function.name]:
             for name in step.awaited:
-                environments[0].pop(_arrival(name), _here)()
+                environments[0].pop(arrival_name(name), wait_for_nothing)()
             step.run(environments)
             if self.watch is not None and MESSAGE not in dict(step.line.kwargs):  # it may not be there yet
                 self.watch(step.line, environments)
@@ -133,7 +135,7 @@ class Machine:
         left = self._on_their_way if function is self.program.last else ()
         for _, name in function.returns:
             if name not in left:
-                environments[0].pop(_arrival(name), _here)()
+                environments[0].pop(arrival_name(name), wait_for_nothing)()
         return [{key: environment[name] for key, name in function.returns} for environment in environments]
 
     def _prepare(self, function: Function) -> list[_Step]:
@@ -164,6 +166,8 @@ class Machine:
             return self._message(function, line)
         if adds_up(function, line):
             return self._added_up(line)
+        if line.op in RINGS:
+            return self._ring(line, function)
         if line.op in COLLECTIVES:
             return self._collective(line, bool(spare))
         call = self._kernel(line, function) if line.op in self.kernels else self._aten(line)
@@ -220,7 +224,17 @@ class Machine:
             for environment, piece in zip(environments, results, strict=True):
                 environment[result] = piece
             if arrival is not None:
-                environments[0][_arrival(result)] = arrival
+                environments[0][arrival_name(result)] = arrival
+
+        return run
+
+    def _ring(self, line: Line, function: Function) -> Callable[[Sequence[Environment]], None]:
+        part, axes = self._kernel(line, function), axes_of(line.args[1:])
+
+        def run(environments: Sequence[Environment]) -> None:
+            parts = [part(lane, environment) for lane, environment in enumerate(environments)]
+            for environment, made in zip(environments, self.backend.around(line.op, axes, parts), strict=True):
+                environment.update((v.name, x) for v, x in zip(line.results, made, strict=True) if v is not None)
 
         return run
 
@@ -239,7 +253,7 @@ class Machine:
             for name, of_ranks in zip(takes, made, strict=True):
                 for environment, piece in zip(environments, of_ranks, strict=True):
                     environment[name] = piece
-                environments[0][_arrival(name)] = arrival or _here
+                environments[0][arrival_name(name)] = arrival or wait_for_nothing
 
         return run
 
@@ -270,7 +284,7 @@ class Machine:
 
     def _arguments(self, line: Line) -> Callable[[Environment], list[Any]]:
         args = [self._literal(item) for item in line.args]
-        if all(not isinstance(item, (list, tuple)) or not any(True for _ in _refs(item)) for item in args):
+        if not any(isinstance(item, (list, tuple)) and any(references(item)) for item in args):
             plan = [(item.name, True) if isinstance(item, Ref) else (item, False) for item in args]
             return lambda environment: [environment[item] if named else item for item, named in plan]
         return lambda environment: [map_references(item, environment.__getitem__) for item in args]
@@ -331,20 +345,3 @@ class Machine:
         results = [value.type for value in line.results if value is not None]
         sites = [self.site(self.mesh, at, operands, results, self.device) for at in self.coordinates]
         return lambda lane, environment: kernel(sites[lane], *arguments(environment))
-
-
-def _arrival(name: str) -> str:
-    """Return the name under which an environment has the function that waits for a value."""
-    return f"arrival of {name}"
-
-
-def _here() -> None:
-    """Wait for nothing: the value has arrived."""
-
-
-def _refs(item: Any) -> Any:
-    if isinstance(item, Ref):
-        yield item
-    elif isinstance(item, (list, tuple)):
-        for inner in item:
-            yield from _refs(inner)

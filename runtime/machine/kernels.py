@@ -2,167 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from ...compiler.initial.counter import keep_mask, random, stream
-from ...compiler.layout.mesh import Mesh
-from ...compiler.layout.placement import TensorType, dim_index, row_major
-from ...compiler.layout.stretches import atoms, terms
+from ...compiler.layout.placement import TensorType
 from ...compiler.ops.torch_ops import aten
+from .site import Site
 from .ways import Kernel, code_for, runs
 
 ADD_PRODUCT = "parc.add_product.default"
 """``x + a @ b`` in the shape of ``x``: an operator that the machine makes of two lines."""
-
-
-@dataclass(frozen=True, slots=True)
-class Site:
-    """One line on one rank: the mesh, the rank's coordinates, the types of tensor operands and results, the device."""
-
-    mesh: Mesh
-    coordinates: Mapping[str, int]
-    operands: Sequence[TensorType]
-    results: Sequence[TensorType]
-    device: torch.device
-
-    @property
-    def traced(self) -> bool:
-        """True where a compiler traces the kernel: it fuses several passes into one by itself."""
-        return False
-
-    def index(self, type_: TensorType, dim: int) -> torch.Tensor:
-        """Return the global coordinates of the rank's entries along a dim."""
-        return dim_index(type_.shape[dim], dim, type_.placement, self.mesh, self.coordinates, self.device)
-
-    def numbers(self, type_: TensorType) -> torch.Tensor:
-        """Return the row-major global numbers of the piece's elements."""
-        return row_major(type_.shape, (self.index(type_, dim) for dim in range(len(type_.shape))), self.device)
-
-    def consecutive(self, type_: TensorType, dim: int) -> bool:
-        """Return whether the rank's entries along a dim are consecutive: above the part that is split, no part of the
-        dim is whole."""
-        (size, splits), *more = terms(type_.shape[dim], type_.placement.splits(dim))
-        whole = [atom.axis is None for atom in atoms(size, splits, self.mesh.size) if atom.size > 1]
-        return not more and whole == sorted(whole)
-
-    def key(self, key: torch.Tensor) -> Any:
-        """Return a stream's key, for ``keep_mask``."""
-        return int(key)
-
-
-def _scores_keep(site: Site, q: torch.Tensor, k: torch.Tensor, key: torch.Tensor, p: float, at: int) -> torch.Tensor:
-    """Return the mask of the attention weights that dropout keeps, [b, h, s, t], drawn by their global position."""
-    type_, keys = site.operands[at], site.operands[at + 1]
-    scores = TensorType(type_.dtype, (*type_.shape[:3], keys.shape[2]), type_.placement)
-    return keep_mask(site.key(key), site.numbers(scores), p)
-
-
-def _repeat_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
-    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
-
-
-def _fold_heads(grad: torch.Tensor, heads: int) -> torch.Tensor:
-    """Sum the gradients of repeated heads."""
-    return grad if grad.shape[1] == heads else grad.unflatten(1, (heads, -1)).sum(2)
-
-
-def _scores(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float) -> torch.Tensor:
-    scores = torch.matmul(q, k.transpose(-2, -1)) * scale
-    if causal:
-        above = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(above, float("-inf"))
-    if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
-    return scores
-
-
-def _scale(q: torch.Tensor, scale: float | None) -> float:
-    return float(q.shape[-1]) ** -0.5 if scale is None else scale
-
-
-def _flash(q: torch.Tensor, v: torch.Tensor, p: float) -> bool:
-    """Return whether torch's own CPU kernel, which keeps no scores, can do the work."""
-    return q.device.type == "cpu" and p == 0 and q.shape[-1] == v.shape[-1] > 0
-
-
-def _rows(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Return heads whose entries lie side by side in memory: the flash kernel relies on it without a check."""
-    return [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in tensors]
-
-
-def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    if mask is None or mask.dtype != torch.bool:
-        return mask
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
-
-
-@runs("parc.attention.default")
-def _attention(site: Site, q: Any, k: Any, v: Any, mask: Any, key: Any, causal: bool, scale: Any, p: float) -> Any:
-    heads = q.shape[1]
-    k, v = _repeat_heads(k, heads), _repeat_heads(v, heads)
-    if _flash(q, v, p):
-        bias = _additive(mask, q.dtype)
-        q, k, v = _rows(q, k, v)
-        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
-    scores = _scores(q.to(_wide(q)), k.to(_wide(q)), mask, causal, _scale(q, scale))
-    lse = torch.logsumexp(scores, -1)
-    weights = _weights(scores, lse)
-    if p:
-        weights = weights * _scores_keep(site, q, k, key, p, 0) / (1 - p)
-    return torch.matmul(weights, v.to(weights.dtype)).to(q.dtype), lse
-
-
-def _weights(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-    """Return the softmax of scores. A query that may see no key gets zeros, as in torch."""
-    return torch.exp(scores - lse.masked_fill(lse.isneginf(), 0.0)[..., None])
-
-
-def _wide(q: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(q.dtype, torch.float32)
-
-
-@runs("parc.attention_backward.default")
-def _attention_backward(
-    site: Site,
-    grad: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    mask: Any,
-    key: Any,
-    out: Any,
-    lse: Any,
-    causal: bool,
-    scale: Any,
-    p: float,
-) -> Any:
-    heads, groups = q.shape[1], k.shape[1]
-    k, v = _repeat_heads(k, heads), _repeat_heads(v, heads)
-    if _flash(q, v, p):
-        bias = _additive(mask, q.dtype)
-        grad, q, k, v, out = _rows(grad, q, k, v, out)
-        gq, gk, gv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale
-        )
-        return gq, _fold_heads(gk, groups), _fold_heads(gv, groups)
-    wide = _wide(q)
-    factor = _scale(q, scale)
-    weights = _weights(_scores(q.to(wide), k.to(wide), mask, causal, factor), lse)
-    grad, q_, k_, v_ = (x.to(wide) for x in (grad, q, k, v))
-    kept = _scores_keep(site, q, k, key, p, 1).to(wide) / (1 - p) if p else None
-    dropped = weights if kept is None else weights * kept
-    grad_weights = torch.matmul(grad, v_.transpose(-2, -1))
-    if kept is not None:
-        grad_weights = grad_weights * kept
-    delta = (grad * out.to(wide)).sum(-1, keepdim=True)
-    grad_scores = weights * (grad_weights - delta) * factor
-    gk = _fold_heads(torch.matmul(grad_scores.transpose(-2, -1), q_), groups)
-    gv = _fold_heads(torch.matmul(dropped.transpose(-2, -1), grad), groups)
-    return torch.matmul(grad_scores, k_).to(q.dtype), gk.to(k.dtype), gv.to(v.dtype)
 
 
 @runs("parc.stream_key.default")
@@ -317,21 +169,6 @@ def _dense(function: Any) -> Kernel:
 runs("aten.native_group_norm.default")(_dense(aten.native_group_norm.default))
 runs("aten.native_group_norm_backward.default")(_dense(aten.native_group_norm_backward.default))
 KERNELS = code_for("kernel")
-
-
-@runs("parc.attention.default", "reference")
-def _plain_attention(
-    site: Site, q: Any, k: Any, v: Any, mask: Any, key: Any, causal: bool, scale: Any, p: float
-) -> Any:
-    """Compute attention as the textbook has it, which autograd can follow; the other kernel is checked against it."""
-    heads = q.shape[1]
-    k, v = _repeat_heads(k, heads), _repeat_heads(v, heads)
-    scores = _scores(q, k, mask, causal, _scale(q, scale))
-    hidden = scores.isneginf().all(-1, keepdim=True)
-    weights = torch.softmax(scores.masked_fill(hidden, 0.0), -1).masked_fill(hidden, 0.0)
-    if p:
-        weights = weights * _scores_keep(site, q, k, key, p, 0) / (1 - p)
-    return torch.matmul(weights, v), q.new_zeros(q.shape[:-1])
 
 
 @runs("parc.token_loss.default", "reference")

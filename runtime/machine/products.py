@@ -14,7 +14,8 @@ import torch
 
 from ...compiler.torch_private import onednn_linear
 from ..processes import check_device
-from .kernels import KERNELS, Site
+from .kernels import KERNELS
+from .site import Site
 from .ways import Kernel, code_for, runs
 
 _LEAST = 1 << 21

@@ -13,7 +13,8 @@ from ...compiler.capture.model_calls import TaskLines, model_builder
 from ...compiler.initial.files import Expected, Weights, WeightsError, open_weights, shown_faults
 from ...compiler.initial.recipes import Recipe, record
 from ...compiler.layout.mesh import Mesh
-from ...compiler.layout.placement import TensorType, take
+from ...compiler.layout.pieces import take
+from ...compiler.layout.placement import TensorType
 from ...compiler.padding.pads import Pad, pads_from
 from ...compiler.padding.tensors import grow, real_entries, spread
 from ...compiler.program.stacked import is_stacked, part_names

@@ -26,7 +26,7 @@ from ...compiler.program.room import room_of
 from ...grammar.codes_run import OFFLOAD_FOLDER
 from ...grammar.syntax import size_text
 from ..faults import RunError
-from ..machine.kernels import Site
+from ..machine.site import Site
 from ..machine.ways import Kernel
 from .optimizer import fill_slots, make_optimizer, moments_of
 

@@ -128,8 +128,8 @@ def test_build_show_and_verify(capsys: Captured, plan: Path, tmp_path: Path) -> 
     assert code == 5 and "error[P0210]" in err and json.loads(out)["altered"] == ["programs/stage0.B.py"]
 
     program.write_text(good)
-    program = out_folder / "programs" / "stage0.F.py"
-    program.write_text(program.read_text().replace("aten.gelu.default(", "aten.silu.default("))
+    for program in (out_folder / "programs" / f"stage0.{action}.py" for action in "FB"):  # backward makes it again
+        program.write_text(program.read_text().replace("aten.gelu.default(", "aten.silu.default("))
     code, _, err = parc(capsys, "verify", out_folder, "--first-difference")
     assert code == 5 and "first difference: " in err and "in `blocks.0.mlp.down` at gpt.py:" in err
 

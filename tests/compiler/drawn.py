@@ -36,12 +36,12 @@ def placed(draw: Any, mesh: Mesh, kinds: Sequence[str] = ("I", "P"), max_dims: i
     for dim in range(rank):
         size = draw(st.integers(1, 2))
         outers: dict[str, int] = {}
-        while left and draw(st.booleans()):
-            axis = left.pop()
-            size *= draw(st.integers(1, 2))
-            outers[axis] = size
-            size *= mesh.size(axis)
         parts = draw(st.sampled_from([(1,), (1,), (2,), (2, 1, 1), (1, 3)]))  # each of them split alike
+        while left and draw(st.booleans()):
+            axis, kept = left.pop(), draw(st.integers(1, 2))
+            size *= kept
+            outers[axis] = -size if kept == 2 and parts == (1,) and draw(st.booleans()) else size
+            size *= mesh.size(axis)
         types |= {
             a: Split(dim, joined_stretches([(part * size, outer) for part in parts])) for a, outer in outers.items()
         }
@@ -62,9 +62,12 @@ def _piece(whole: torch.Tensor, type_: TensorType, mesh: Mesh, at: dict[str, int
     for axis, kind in type_.placement.items():
         ranks, here = mesh.size(axis), at[axis]
         if isinstance(kind, Split):
-            parts = (1,) * kind.outer if isinstance(kind.outer, int) else kind.outer
+            parts = (1,) * abs(kind.outer) if isinstance(kind.outer, int) else kind.outer
             unit = whole.shape[kind.dim] // sum(parts)
-            taken = [torch.arange(part * unit) // (part * unit // ranks) == here for part in parts]
+            turned = isinstance(kind.outer, int) and kind.outer < 0
+            places = [ranks - 1 - here if turned and number % 2 else here for number in range(len(parts))]
+            taken = [torch.arange(part * unit) // (part * unit // ranks) == place
+                     for part, place in zip(parts, places, strict=True)]  # fmt: skip
             keep[kind.dim] &= torch.cat(taken)
         elif kind == "P":
             share *= 1 - 0.25 * (ranks - 1) if here == 0 else 0.25

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from parc.checking.checks import static_faults
 from parc.checking.twins import find_twin
 from parc.compiler.layout.mesh import Mesh
-from parc.compiler.layout.placement import Placement, Split, TensorType, put_together, take
+from parc.compiler.layout.pieces import put_together, take
+from parc.compiler.layout.placement import Placement, Split, TensorType
 from parc.compiler.ops.factors import OpCall, Operand
 from parc.compiler.ops.infer import infer
 from parc.compiler.ops.neutral import is_neutral, reduction_of
@@ -26,7 +27,8 @@ from parc.compiler.padding.point import UNKNOWN
 from parc.compiler.padding.tensors import grow, real_entries, shrink, spread
 from parc.compiling.driver import Compiled
 from parc.desugar import desugar
-from parc.runtime.machine.kernels import KERNELS, Site
+from parc.runtime.machine.kernels import KERNELS
+from parc.runtime.machine.site import Site
 
 from .. import checked_plans
 from ..checked_plans import checked

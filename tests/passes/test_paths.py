@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from parc.compiler.layout.collectives import COLLECTIVES, lower
 from parc.compiler.layout.mesh import Mesh
-from parc.compiler.layout.placement import AxisType, Placement, Split, along, put_together, take
+from parc.compiler.layout.pieces import put_together, take
+from parc.compiler.layout.placement import AxisType, Placement, Split, along
 from parc.compiler.layout.stretches import Outer
 from parc.passes.placing.paths import Changes, cheapest_path
 from parc.runtime.backends.in_process import InProcess

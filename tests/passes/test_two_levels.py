@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from parc.compiler.layout.collectives import COLLECTIVES, axes_of, global_outer, lower
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.layout.packed_rows import EXCHANGE, chosen_placement
-from parc.compiler.layout.placement import AxisType, Placement, Split, TensorType, along, take
+from parc.compiler.layout.pieces import take
+from parc.compiler.layout.placement import AxisType, Placement, Split, TensorType, along
 from parc.passes.placing.paths import in_levels
 from parc.passes.programs.two_levels import Step, steps_of
 

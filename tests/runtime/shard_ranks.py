@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from parc.compiler.layout.mesh import Mesh
-from parc.compiler.layout.placement import take
+from parc.compiler.layout.pieces import take
 from parc.compiler.padding.tensors import grow
 from parc.runtime.lockstep import Together
 from parc.runtime.saving import StateFiles

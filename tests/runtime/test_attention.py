@@ -10,10 +10,15 @@ from torch.nn import functional as F
 
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.layout.placement import Placement, TensorType
-from parc.runtime.machine.kernels import KERNELS, REFERENCE_KERNELS, Site
+from parc.runtime.machine.kernels import KERNELS, REFERENCE_KERNELS
+from parc.runtime.machine.site import Site
 from parc.runtime.machine.ways import Kernel
 
-SITE = Site(Mesh(), {}, [], [], torch.device("cpu"))
+
+def site_of(*operands: torch.Tensor) -> Site:
+    """Return the site of a rank that has all of its operands."""
+    types = [TensorType(x.dtype, tuple(x.shape), Placement(())) for x in operands]
+    return Site(Mesh(), {}, types, [], torch.device("cpu"))
 
 
 def lying(tensor: torch.Tensor, strided: bool) -> torch.Tensor:
@@ -31,9 +36,11 @@ def test_heads_lie_as_they_may_and_values_have_a_size_of_their_own(strided: str,
     wanted = torch.autograd.grad(want, (q, k, v), grad)
     given = zip(shapes, (q, k, v, grad), strict=True)
     q, k, v, grad = (lying(tensor.detach(), name in strided.split()) for name, tensor in given)
-    out, lse = KERNELS["parc.attention.default"](SITE, q, k, v, None, None, True, None, 0.0)
+    out, lse = KERNELS["parc.attention.default"](site_of(q, k, v), q, k, v, None, None, True, None, 0.0)
     torch.testing.assert_close(out, want)
-    found = KERNELS["parc.attention_backward.default"](SITE, grad, q, k, v, None, None, out, lse, True, None, 0.0)
+    found = KERNELS["parc.attention_backward.default"](
+        site_of(grad, q, k, v), grad, q, k, v, None, None, out, lse, True, None, 0.0
+    )
     torch.testing.assert_close(found, wanted)
 
 

@@ -13,6 +13,7 @@ from parc.compiler.layout.collectives import COLLECTIVES
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.layout.packed_rows import EXCHANGE
 from parc.compiler.layout.placement import Placement, TensorType
+from parc.compiler.layout.rings import RINGS
 from parc.compiler.program.program import Function, Line, Program, Ref, Value
 from parc.runtime.backends.distributed import Distributed
 from parc.runtime.backends.in_process import InProcess
@@ -82,7 +83,7 @@ def real(axes: tuple[tuple[str, int], ...]) -> list[torch.Tensor]:
 
 
 def test_every_collective_has_its_cases() -> None:
-    assert {op for op, _ in cases(Mesh((("dp", 2),)))} | {EXCHANGE} == set(COLLECTIVES)
+    assert {op for op, _ in cases(Mesh((("dp", 2),)))} | {EXCHANGE, *RINGS} == set(COLLECTIVES)
 
 
 _THERE, _BACK = ("ep", 0, 8, 0, 1), ("ep", 0, 1, 0, 8)  # 8 experts

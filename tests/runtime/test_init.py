@@ -16,7 +16,8 @@ from parc.compiler.build.directory import read_build
 from parc.compiler.initial import files as weights_module
 from parc.compiler.initial.files import Expected, open_weights, shown_faults
 from parc.compiler.layout.mesh import Mesh
-from parc.compiler.layout.placement import Placement, Split, TensorType, parse_type, put_together
+from parc.compiler.layout.pieces import put_together
+from parc.compiler.layout.placement import Placement, Split, TensorType, parse_type
 from parc.grammar.diagnostics import PlanError
 from parc.runtime.faults import RunError
 from parc.runtime.opening import task_of

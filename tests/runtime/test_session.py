@@ -111,7 +111,7 @@ def test_two_real_ranks_are_bitwise_the_two_in_one_process(builds: dict[str, Pat
     weights = parc.reference(builds[plan]).module.state_dict()
     stepper = Stepper(made.programs, made.roles[SINGLE].actions, InProcess(mesh), torch.device("cpu"))
     types = {name: parse_type(text, mesh) for name, text in made.manifest["parameters"].items()}
-    from parc.compiler.layout.placement import take
+    from parc.compiler.layout.pieces import take
     from parc.runtime.data.feed import Feed
 
     at = [mesh.coordinates(rank) for rank in range(2)]

@@ -21,10 +21,10 @@ def _dims(rank: int, mask: list[int]) -> tuple[list[Dims], Dims]:
     return operands, (*queries, ("s",), ("e",))
 
 
-def _whole(names: str, causal: bool) -> frozenset[str]:
-    """Return the factors that must be whole. A causal mask counts positions from the first query, so it needs all of
-    them."""
-    return frozenset(names + "s" * causal)
+HEADS = "g"
+"""The factor of heads of keys, and of the groups of query heads that read one."""
+_KEYS = frozenset("tde")
+"""The factors that must be whole. parc's own attention knows the position of each query that it has."""
 
 
 def _composite(call: OpCall) -> OpRule:
@@ -34,7 +34,8 @@ def _composite(call: OpCall) -> OpRule:
     if not len(q) == len(k) == len(v) or (len(q) > 2 and quotient(q[-3], k[-3]) is None):
         return opaque(call)
     operands, out = _dims(len(q), list(map(len, mask)))
-    whole = _whole("td", bool(call.argument(5, "is_causal", False)))
+    # torch counts positions under a causal mask from the first query that it gets
+    whole = frozenset("tds" if call.argument(5, "is_causal", False) else "td")
     return apply_dims(call, operands, [out], whole=whole, linear=[frozenset({2})])
 
 
@@ -43,7 +44,7 @@ def _attention(call: OpCall) -> OpRule:
     mask = [len(call.operands[3])] if is_operand(call.args[3]) else []
     operands, out = _dims(4, mask)
     key: list[Dims] = [()] * is_operand(call.args[4])
-    return apply_dims(call, [*operands, *key], [out, out[:3]], whole=_whole("tde", call.args[5]))
+    return apply_dims(call, [*operands, *key], [out, out[:3]], whole=_KEYS)
 
 
 def _attention_backward(call: OpCall) -> OpRule:
@@ -52,8 +53,8 @@ def _attention_backward(call: OpCall) -> OpRule:
     operands, out = _dims(4, mask)
     key: list[Dims] = [()] * is_operand(call.args[5])
     # rows of the scores are independent given `lse`, so a part of them gives a part of the sum for k and v
-    given, whole = [out, *operands, *key, out, out[:3]], _whole("tde", call.args[8])
-    return apply_dims(call, given, operands[:3], whole=whole, linear=[frozenset({0})])
+    given = [out, *operands, *key, out, out[:3]]
+    return apply_dims(call, given, operands[:3], whole=_KEYS, linear=[frozenset({0})])
 
 
 def _flops(call: OpCall) -> int:

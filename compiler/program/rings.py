@@ -1,0 +1,81 @@
+"""Rings as checks read them: gathers of keys and values, attention, and sums of their gradients in parts.
+
+That is what the line of a ring means, so every check of a build knows rings without a word about them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from ..layout.collectives import local_outer
+from ..layout.mesh import Mesh
+from ..layout.placement import Split, TensorType
+from ..layout.rings import RINGS, SEQUENCE
+from .program import Function, Line, Program, Ref, Value
+
+
+class RingFault(ValueError):
+    """The error of a line that is no ring."""
+
+
+def without_rings(program: Program) -> Program:
+    """Return a program with the lines that its rings stand for.
+
+    Raises:
+        RingFault: a ring's keys are not split along the sequence over its axis.
+    """
+    if not any(line.op in RINGS for function in program.functions for line in function.lines):
+        return program
+    functions = (
+        replace(function, lines=tuple(made for line in function.lines for made in _lines(line, function, program.mesh)))
+        for function in program.functions
+    )
+    return replace(program, functions=tuple(functions))
+
+
+def _lines(line: Line, function: Function, mesh: Mesh) -> Iterator[Line]:
+    if line.op not in RINGS:
+        yield line
+        return
+    row = RINGS[line.op]
+    if len(line.args) < row.keys + 3 or not isinstance(line.args[1], str) or line.kwargs:
+        raise RingFault(f"{line.op} takes a value, axes, and what attention takes")
+    axes, args, values = line.args[1], row.inner(line.args), function.values()
+    first = line.made[0].name
+    gathered = []
+    for at, what in ((row.keys, "keys"), (row.keys + 1, "values")):
+        if not isinstance(args[at], Ref) or args[at].name not in values:
+            raise RingFault(f"{line.op} reads no {what}")
+        type_ = values[args[at].name].type
+        value = Value(f"{first}_whole_{what}", _changed(type_, axes, "I", line))
+        yield Line(
+            (value,), "parc.all_gather", (args[at], axes, SEQUENCE, _outer(type_, axes, mesh, line)), (), line.origin
+        )
+        gathered.append(value)
+    args[row.keys : row.keys + 2] = (Ref(value.name) for value in gathered)
+    if not row.carries_gradients:
+        yield Line(line.results, row.attention, tuple(args), (), line.origin)
+        return
+    if len(line.results) != 3:
+        raise RingFault(f"{line.op} makes three gradients")
+    partial: dict[Value, Value] = {}
+    for result in filter(None, line.results[1:]):
+        partial[result] = Value(f"{result.name}_in_parts", _changed(result.type, axes, "P", line))
+    results = (line.results[0], *(result and partial[result] for result in line.results[1:]))
+    yield Line(results, row.attention, tuple(args), (), line.origin)
+    for result, part in partial.items():
+        outer = _outer(result.type, axes, mesh, line)
+        yield Line((result,), "parc.reduce_scatter", (Ref(part.name), axes, SEQUENCE, outer), (), line.origin)
+
+
+def _changed(type_: TensorType, axes: str, kind: str, line: Line) -> TensorType:
+    """Return a type that is whole, or to be summed, over the axes of a ring."""
+    changes: Mapping[str, object] = dict.fromkeys(axes.split(","), kind)
+    if any(not isinstance(at := type_.placement[axis], Split) or at.dim != SEQUENCE for axis in changes):
+        raise RingFault(f"{line.op} over `{axes}`: its keys, values and their gradients are not split over it")
+    return replace(type_, placement=type_.placement.replace(changes))  # type: ignore[arg-type]
+
+
+def _outer(type_: TensorType, axes: str, mesh: Mesh, line: Line) -> object:
+    return local_outer(type_.placement, mesh, axes.split(",")[0])

@@ -1,0 +1,77 @@
+"""Refusals of passes, as errors at lines of the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from parc.compiler.layout.mesh import Mesh
+from parc.compiler.layout.placement import Split
+from parc.compiler.plan.directives.experts import Experts
+from parc.compiler.plan.plan import Plan
+from parc.compiler.resolve.resolve import Resolved
+from parc.compiling.sites import not_placed
+from parc.grammar.codes_build import BAD_RULE
+from parc.grammar.codes_experts import MIXED_ROWS
+from parc.grammar.codes_placement import FEW_HEADS_EACH, SPLIT_ALREADY, UNEVEN_TOKENS, WHOLE_SEQUENCE
+from parc.grammar.diagnostics import Diagnostic, Label
+from parc.grammar.syntax import size_text
+from parc.passes.calls import MixedRows
+from parc.passes.placing.propagate import FewHeads, NotPlaced
+from parc.passes.placing.registered import RuleMisfit
+from parc.passes.placing.reshards import Reshard, UnevenTokens
+from parc.passes.placing.stored import AlreadySplit
+
+PassError = AlreadySplit | UnevenTokens | MixedRows | RuleMisfit | FewHeads | NotPlaced
+REFUSALS = (AlreadySplit, UnevenTokens, MixedRows, RuleMisfit, FewHeads, NotPlaced)
+"""The errors of passes that are the plan's or the model's fault."""
+
+
+def whole_sequences(plan: Plan, reshards: Sequence[Reshard]) -> list[Diagnostic]:
+    """Return the errors of activations that are gathered along a sequence that a ``context`` line splits."""
+    errors: dict[str, Diagnostic] = {}
+    for line in plan.context:
+        for found in reshards:
+            gathers = isinstance(found.source, Split) and not isinstance(found.result, Split)
+            if found.axis != line.axis.text or not gathers or found.attends or not found.learns:
+                continue
+            where = f"`{found.cause.module}`" if found.cause.module else "the model"
+            message = (
+                f"`{found.reader}` in {where} needs `{found.value}` whole, {size_text(found.bytes)} from each rank"
+            )
+            notes = (f"at {found.cause.source}",) if found.cause.source else ()
+            help_ = "do without it along the sequence: shift targets, not outputs; or leave the line out"
+            error = Diagnostic(WHOLE_SEQUENCE, message, Label(line.span), help=help_, notes=notes)
+            errors.setdefault(found.cause.source, error)
+    return list(errors.values())
+
+
+def refusal(plan: Plan, mesh: Mesh, resolved: Resolved, error: PassError) -> Diagnostic:
+    """Return the error of a plan for one of a pass."""
+    model = Label(plan.model.arguments.statement.span)
+    if isinstance(error, AlreadySplit):
+        span = next(line.span for line in plan.zero if line.span.root.line == error.sharding.line)
+        help_ = f"name other parameters by `on`, or an axis over which `{error.name}` is whole"
+        return Diagnostic(SPLIT_ALREADY, str(error), Label(span), help=help_)
+    if isinstance(error, NotPlaced):
+        return not_placed(plan, resolved, error)
+    if isinstance(error, UnevenTokens):
+        return _uneven_tokens(plan, mesh, error)
+    notes = (f"at {error.origin.source}",) if error.origin.source else ()
+    if isinstance(error, FewHeads):
+        span = next(line.span for line in plan.context if line.axis.text == error.axis)
+        help_ = "take fewer ranks, or `using zigzag`, which splits no heads"
+        return Diagnostic(FEW_HEADS_EACH, str(error), Label(span), help=help_, notes=notes)
+    if isinstance(error, MixedRows):
+        help_ = "compute each row by itself; put dropout and statistics before the experts, or behind them"
+        return Diagnostic(MIXED_ROWS, str(error), model, help=help_, notes=notes)
+    return Diagnostic(BAD_RULE, str(error), model, help=error.hint, notes=notes)
+
+
+def _uneven_tokens(plan: Plan, mesh: Mesh, error: UnevenTokens) -> Diagnostic:
+    """Return the error of tokens that do not divide among the ranks of their experts, at the line that splits these."""
+    lines = (line for line in plan.placements if isinstance(line, Experts))
+    line = next((line for line in lines if not error.axes.isdisjoint(mesh.parts(line.axis.text))), None)
+    axis = line.axis.text if line is not None else ",".join(error.axes)
+    help_ = f"choose sizes that divide by {error.ranks} on each rank, or split experts over another axis"
+    label = Label(line.span if line is not None else plan.model.span)
+    return Diagnostic(UNEVEN_TOKENS, f"{error} over `{axis}`", label, help=help_)

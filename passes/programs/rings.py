@@ -1,0 +1,95 @@
+"""Rings: attention whose keys and values are gathered becomes attention in a ring of ranks.
+
+    k1 = all_gather(k, 'cp', 2, 1); v1 = all_gather(v, 'cp', 2, 1); out, lse = attention(q, k1, v1, …)
+    out, lse = ring_attention(q, 'cp', k, v, …)
+
+Placements have put the gathers where they belong. Here they and the attention between become one line, and in backward
+the sums of gradients behind it too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ...compiler.layout.mesh import Mesh
+from ...compiler.layout.rings import RINGS, SEQUENCE
+from ...compiler.program.blocks import starred
+from ...compiler.program.program import Function, Line
+from ...compiler.program.roles import Programs
+from ...compiler.resolve.context_lines import RING_METHODS, ContextLine
+from ...compiler.resolve.names import is_within
+
+_SPREAD = {row.attention: (op, row) for op, row in RINGS.items()}
+_ENDS = ("parc.all_gather", "parc.reduce_scatter")
+"""The lines before and behind an attention that become part of a ring."""
+
+
+def ring_attention(programs: Programs, lines: Sequence[ContextLine]) -> Programs:
+    """Return the programs of a role in which attention is a ring where lines say so."""
+    rings = [line for line in lines if line.method in RING_METHODS]
+    if not rings:
+        return programs
+    return {
+        key: replace(
+            program, functions=tuple(_in_rings(function, program.mesh, rings) for function in program.functions)
+        )
+        for key, program in programs.items()
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Ring:
+    """An attention that can be a ring: the gathers of its keys and values, the sums of their gradients in backward, and
+    the line in its place."""
+
+    gathers: tuple[Line, ...]
+    sums: tuple[Line, ...]
+    line: Line
+
+
+def _in_rings(function: Function, mesh: Mesh, lines: Sequence[ContextLine]) -> Function:
+    """Return a function with a ring for each attention of which no other line reads the gathered keys."""
+    maker = {value.name: line for line in function.lines for value in line.made}
+    found = {
+        at: _ring(line, function, maker, mesh, lines) for at, line in enumerate(function.lines) if line.op in _SPREAD
+    }
+    rings = {at: ring for at, ring in found.items() if ring is not None}
+    returned = {name for _, name in function.returns}
+    while True:
+        read = {name for at, line in enumerate(function.lines) if at not in rings for name in line.uses()} | returned
+        whole = [at for at, ring in rings.items() if any(one.made[0].name in read for one in ring.gathers)]
+        if not whole:
+            break
+        rings = {at: ring for at, ring in rings.items() if at not in whole}
+    dropped = {id(line) for ring in rings.values() for line in (*ring.gathers, *ring.sums)}
+    made = (
+        rings[at].line if at in rings else line for at, line in enumerate(function.lines) if id(line) not in dropped
+    )
+    return replace(function, lines=tuple(made))
+
+
+def _ring(
+    line: Line, function: Function, maker: Mapping[str, Line], mesh: Mesh, lines: Sequence[ContextLine]
+) -> _Ring | None:
+    """Return the ring that an attention can be; None where its keys are not gathered over the axis of a line."""
+    op, row = _SPREAD[line.op]
+    names = [item.name for item in line.args[row.keys : row.keys + 2]]
+    gathers = tuple(maker[name] for name in names if name in maker)
+    gradients = [value for value in line.results[1:] if row.carries_gradients and value is not None]
+    sums = tuple(next(one for one in function.lines if value.name in one.uses()) for value in gradients)
+    over = {one.args[1] for one in (*gathers, *sums) if one.op in _ENDS and one.args[2] == SEQUENCE}
+    axes = {",".join(mesh.parts(ring.axis)) for ring in lines if _names(ring, line)}
+    if len(gathers) < 2 or len(gradients) != 2 * row.carries_gradients or len(over) != 1 or not over <= axes:
+        return None
+    if any(one.op not in _ENDS for one in (*gathers, *sums)):
+        return None
+    args = list(line.args)
+    args[row.keys : row.keys + 2] = (one.args[0] for one in gathers)
+    results = (line.results[0], *(one.results[0] for one in sums)) if row.carries_gradients else line.results
+    return _Ring(gathers, sums, replace(line, results=results, op=op, args=row.line(over.pop(), args)))
+
+
+def _names(ring: ContextLine, line: Line) -> bool:
+    """Return whether a ring's line of the plan names the module of a program's line, which stands for equal blocks."""
+    return any(is_within(line.origin.module, starred(module)) for module in ring.modules)
