@@ -85,7 +85,10 @@ def test_a_budget_is_exact_and_names_what_is_large() -> None:
     text = render(found)
     assert "error[P0401]: a rank needs" in text and "1 B more than the budget" in text
     assert "note: parameters " in text and "note: `embed.weight` f32[256/tp, 16], 8.0 KiB" in text
-    assert "`microbatches 4`" in found.help
+    assert "add ranks to an axis that splits the largest" in found.help
+    large = compiled(PLAN.replace("B=8", "B=64") + BOTH + "budget memory 1KB\n")
+    with pytest.raises(PlanError, match="`microbatches 4`: activations are the largest part"):
+        hold_promises(large)
     full = PLAN.replace("microbatches 2", "microbatches 8")
     whole = compiled(full + "mesh tp=2\nbudget memory 1KB\n")
     with pytest.raises(PlanError, match="write `vocab embed over tp`"):
