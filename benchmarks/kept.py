@@ -8,6 +8,7 @@ that all blocks share, are counted on neither side.
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -100,12 +101,11 @@ def _saved(backward: fx.GraphModule, block: nn.Module) -> Iterator[tuple[str, st
 def blocks(narrow: bool) -> Iterator[tuple[str, str, nn.Module, tuple[Any, dict[str, Any]]]]:
     """Yield each block by name, with its plan's model and with torch's module and the arguments of a call."""
     sys.path.insert(0, str(ROOT / "examples"))
-    from gpt import Block
-    from llama import llama
+    gpt, llama = importlib.import_module("gpt"), importlib.import_module("llama")
 
     x = torch.randn(BATCH, LENGTH, WIDTH, dtype=torch.bfloat16 if narrow else torch.float32, requires_grad=True)
-    yield "GPT", GPT, Block(WIDTH, 4, 0.1), (x, {})
-    model: Any = llama(layers=1, width=WIDTH, heads=4, kv_heads=2, ffn=352).model
+    yield "GPT", GPT, gpt.Block(WIDTH, 4, 0.1), (x, {})
+    model: Any = llama.llama(layers=1, width=WIDTH, heads=4, kv_heads=2, ffn=352).model
     places = torch.arange(LENGTH)[None]
     more = {"position_embeddings": model.rotary_emb(x, places), "attention_mask": None, "position_ids": places}
     yield "Llama", LLAMA, model.layers[0], (x, more)
