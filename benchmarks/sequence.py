@@ -29,7 +29,14 @@ include   "parc:llama" (tp={RANKS})
 """
 LINE = "sequence model.layers.* over tp"
 SPLIT, GATHERED = "tp, sequence", "tp, sequence, keep gathered"
-WAYS = {"tp": "", SPLIT: LINE, GATHERED: f"{LINE} keep gathered"}
+SELECTIVE, FULL = "selective", "full"
+WAYS = {
+    "tp": "",
+    SPLIT: LINE,
+    GATHERED: f"{LINE} keep gathered",
+    SELECTIVE: f"{LINE}\nrecompute model.layers.* keep products",
+    FULL: f"{LINE}\nrecompute model.layers.*",
+}
 UNIT = 2 * LENGTH * BATCH * WIDTH // RANKS
 SHARE = KV_HEADS / HEADS
 TERMS = {
@@ -53,6 +60,11 @@ TERMS = {
 """The terms of the form in units of a split activation; the names of the kept values; and why the two differ."""
 WHOLE = {"tp": ("inputs of norms", "outputs of norms"), GATHERED: ("outputs of norms",)}
 """The terms that are as often as large as there are ranks, where they are not split."""
+AGAIN = {
+    SELECTIVE: ("attention's result", "log-sum-exp"),
+    FULL: tuple(term for term in TERMS if term != "inputs of norms"),
+}
+"""The terms that a line of recomputation takes away. A block that is made again as a whole keeps one norm's input."""
 
 
 def compiled(line: str) -> Compiled:
@@ -68,7 +80,9 @@ def sent(made: Compiled) -> int:
 
 def term_sizes(way: str) -> dict[str, float]:
     """Return the terms of the closed form for a way."""
-    return {term: size * (RANKS if term in WHOLE.get(way, ()) else 1) for term, (size, *_) in TERMS.items()}
+    sizes = {term: size * (RANKS if term in WHOLE.get(way, ()) else 1) for term, (size, *_) in TERMS.items()}
+    sizes |= dict.fromkeys(AGAIN.get(way, ()), 0.0)
+    return sizes | ({"inputs of norms": 1.0} if way == FULL else {})
 
 
 def kept_sizes(kept: Kept) -> dict[str, float]:
@@ -97,9 +111,10 @@ def main() -> None:
         here, form, bytes_sent = sum(sizes[way].values()), sum(term_sizes(way).values()), sent(made)
         base = base or bytes_sent
         print(f"{way:<30}{bytes_sent:>14,}{bytes_sent / base:>8.2f}{here:>9.3f}{form:>9.3f}{here / form:>8.2f}")
-    print(f"\n{'term':<30}" + "".join(f"{way:>32}" for way in WAYS) + "\n" + " " * 30 + f"{'form':>21}{'kept':>11}" * 3)
+    print(f"\n{'term':<30}" + "".join(f"{way:>30}" for way in WAYS))
+    print(" " * 30 + f"{'form':>21}{'kept':>9}" * len(WAYS))
     for term, (_, _, reason) in TERMS.items():
-        pairs = "".join(f"{term_sizes(way)[term]:>21.3f}{sizes[way][term]:>11.3f}" for way in WAYS)
+        pairs = "".join(f"{term_sizes(way)[term]:>21.3f}{sizes[way][term]:>9.3f}" for way in WAYS)
         print(f"{term:<30}{pairs}   {reason}")
 
 

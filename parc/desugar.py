@@ -31,7 +31,7 @@ def desugar(compiled: Compiled) -> str:
     seen: set[str] = set()
     for seed in compiled.resolved.seeds:
         at = _statement(compiled, seed.span)
-        if seed.value not in seen and compiled.plan.statements[at].verb.text != "context":
+        if seed.value not in seen and compiled.plan.statements[at].verb.text in PLACEMENTS:
             seen.add(seed.value)
             placed.setdefault(at, []).append(seed.value)
     lines: list[str] = []

@@ -181,22 +181,17 @@ def _meshes(mesh: Mesh, rings: Collection[str]) -> Iterator[Mesh]:
 
 
 def _smaller_sizes(compiled: Compiled, mesh: Mesh, given: Mapping[str, int]) -> Iterator[dict[str, int]]:
-    """Yield sizes that are as small as shows everything: every rank has two entries of each split dim, and sizes stay
-    divisible by the same powers of two. First all sizes are small, then the batch alone, for a model that takes no
-    other pictures. A size that is ``given`` stays."""
+    """Yield sizes that are as small as shows everything: every rank has two entries of each split dim, or one sample
+    where it has one in the build, and sizes stay divisible by the same powers of two. First all sizes are small, then
+    the batch alone, for a model that takes no other pictures. A size that is ``given`` stays."""
     plan = compiled.plan
-    pieces = dict.fromkeys(plan.sizes, 1)
-    for program in compiled.build.programs.values():
-        placed = program.main.bound("input")
-        for line in plan.inputs:
-            for dim, name in enumerate(line.dims):
-                if line.name in placed and name in pieces:
-                    axes = [axis for _, axis in placed[line.name].type.placement.splits(dim)]
-                    pieces[str(name)] = math.lcm(pieces[str(name)], math.prod(map(mesh.size, axes)))
+    pieces, own_pieces = _pieces(compiled, mesh), _pieces(compiled, compiled.mesh)
     small = {}
     for name, size in plan.sizes.items():
         batch = name == BATCH
-        unit = 2 * pieces[name] * (plan.microbatches if batch else 1)
+        unit = pieces[name] * (plan.microbatches if batch else 1)
+        one_sample = batch and size.high == own_pieces[name] * plan.microbatches
+        unit *= 1 if one_sample else 2
         twos = 1 if batch else math.gcd(size.high, 32)
         thirds = unit % 3 == 0 and size.high % 3 > 0  # a ring of three ranks
         whole = (n for n in range(unit, size.high, unit) if (thirds or size.high % n == 0) and n % twos == 0)
@@ -206,6 +201,19 @@ def _smaller_sizes(compiled: Compiled, mesh: Mesh, given: Mapping[str, int]) -> 
     others = {name: given.get(name, size.high) for name, size in plan.sizes.items() if name != BATCH}
     if others != {name: size for name, size in small.items() if name != BATCH}:
         yield {**small, **others}
+
+
+def _pieces(compiled: Compiled, mesh: Mesh) -> dict[str, int]:
+    """Return how many pieces a mesh makes of the dim of each of the plan's sizes."""
+    pieces = dict.fromkeys(compiled.plan.sizes, 1)
+    for program in compiled.build.programs.values():
+        placed = program.main.bound("input")
+        for line in compiled.plan.inputs:
+            for dim, name in enumerate(line.dims):
+                if line.name in placed and name in pieces:
+                    axes = [axis for _, axis in placed[line.name].type.placement.splits(dim)]
+                    pieces[str(name)] = math.lcm(pieces[str(name)], math.prod(map(mesh.size, axes)))
+    return pieces
 
 
 def _compiled(compiled: Compiled, mesh: Mesh, sizes: Mapping[str, int], given: Mapping[str, Literal]) -> Compiled:
