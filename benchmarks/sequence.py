@@ -51,11 +51,7 @@ TERMS = {
     "up": (FFN / WIDTH, ("mlp_up_proj_mm",), ""),
     "product of gate and up": (FFN / WIDTH, (), "made again of gate and up"),
     "one over the norms' roots": (0.0, ("input_layernorm_rsqrt", "post_attention_layernorm_rsqrt"), "a number a row"),
-    "rotary tables": (
-        0.0,
-        ("self_attn_to_copy", "self_attn_to_copy_1"),
-        "cosines and sines, on every rank",
-    ),
+    "rotary tables": (0.0, (), "in float32, kept once for all blocks"),
 }
 """The terms of the form in units of a split activation; the names of the kept values; and why the two differ."""
 WHOLE = {"tp": ("inputs of norms", "outputs of norms"), GATHERED: ("outputs of norms",)}

@@ -265,7 +265,8 @@ def _split(
     joint.forward = sorted(made - inputs.keys(), key=order.__getitem__)
     needed = sorted(ancestors(joint.gradients.values(), made), key=order.__getitem__)
     read = [node for node in needed if node in made]
-    kept = kept_values(read, inputs, lambda node: may_remake(node, makers.get(node), mesh), mesh)
+    shared = {node for node, source in zip(joint.inputs, segment.inputs, strict=True) if source in segment.shared}
+    kept = kept_values(read, inputs, shared, lambda node: may_remake(node, makers.get(node), mesh), mesh)
     there = kept | set(joint.tangents.values())
     for node in dict.fromkeys([*(node for node in needed if node not in made), *joint.gradients.values()]):
         added = ancestors([node], there) - there

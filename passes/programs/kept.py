@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import operator
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import fx
@@ -32,6 +32,9 @@ _Room = dict[_Place, dict[_Place, int]]
 _START: _Place = None, False
 _END: _Place = None, True
 _WITHOUT_END = 1 << 62
+_SHARED = 4
+"""The number of blocks that are taken to read a value which several read. A twin has fewer blocks than its build, and
+must keep the same values."""
 
 
 def mark_recomputed(graph: fx.Graph, lines: Sequence[RecomputeLine]) -> None:
@@ -71,11 +74,12 @@ def gathers_keys(node: Any) -> bool:
 
 
 def kept_values(
-    read: Iterable[fx.Node], inputs: Mapping[fx.Node, bool], remake: Callable[[fx.Node], bool], mesh: Mesh
-) -> set[fx.Node]:
+    read: Iterable[fx.Node], inputs: Mapping[fx.Node, bool], shared: Collection[fx.Node],
+    remake: Callable[[fx.Node], bool], mesh: Mesh,
+) -> set[fx.Node]:  # fmt: skip
     """Return the values of forward to keep, so that backward has those that it will ``read``. It may make a node again
-    if ``remake`` says so. ``inputs`` says of each input whether it is there in backward without being kept. Of equal
-    choices, this is the one that leaves least to be made again."""
+    if ``remake`` says so. ``inputs`` says of each input whether it is there in backward without being kept; other
+    blocks read the ``shared`` ones too. Of equal choices, this is the one that leaves least to be made again."""
     room: _Room = {}
 
     def edge(source: _Place, target: _Place, size: int) -> None:
@@ -86,7 +90,8 @@ def kept_values(
     for node in ancestors(wanted, inputs):
         there = inputs.get(node)
         shares = there is None and _shares(node)
-        edge((node, False), (node, True), _WITHOUT_END if shares else 0 if there else _bytes(node, mesh))
+        size = 0 if there else _bytes(node, mesh) // (_SHARED if node in shared else 1)
+        edge((node, False), (node, True), _WITHOUT_END if shares else size)
         if not shares and (there is not None or not remake(node)):
             edge(_START, (node, False), _WITHOUT_END)
         for operand in node.all_input_nodes if there is None else ():

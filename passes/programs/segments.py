@@ -4,7 +4,8 @@ structure."""
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -33,6 +34,8 @@ class Segment:
     nodes: tuple[fx.Node, ...]
     inputs: tuple[fx.Node, ...]
     outputs: tuple[fx.Node, ...]
+    shared: frozenset[fx.Node]
+    """The inputs that other segments read too: kept, they lie in memory once for all."""
     signature: str
     flow: GradientFlow
     """The flow of gradients in the graph that the segment is a run of."""
@@ -50,33 +53,41 @@ def cut_segments(graph: fx.Graph, mesh: Mesh) -> list[Segment]:
         else:
             runs.append((place, [node]))
     final, flow = set(graph.output_node().all_input_nodes), GradientFlow()
-    return [_segment(*place, nodes, final, flow, mesh) for place, nodes in runs]
+    read = [_read_before(nodes) for _, nodes in runs]
+    readers = Counter(node for inputs in read for node in inputs)
+    shared = frozenset(node for node, count in readers.items() if count > 1)
+    return [
+        _segment(*place, nodes, inputs, shared, final, flow, mesh)
+        for (place, nodes), inputs in zip(runs, read, strict=True)
+    ]
+
+
+def _read_before(nodes: Sequence[fx.Node]) -> dict[fx.Node, None]:
+    """Return the values that a run of nodes reads from before it, in order."""
+    inside = set(nodes)
+    return dict.fromkeys(operand for node in nodes for operand in node.all_input_nodes if operand not in inside)
 
 
 def _segment(
-    block: str | None, stage: int, nodes: Sequence[fx.Node], final: set[fx.Node], flow: GradientFlow, mesh: Mesh
-) -> Segment:
-    inside = set(nodes)
-    inputs: dict[fx.Node, None] = {}
-    for node in nodes:
-        for operand in node.all_input_nodes:
-            if operand not in inside:
-                inputs[operand] = None
+    block: str | None, stage: int, nodes: Sequence[fx.Node], inputs: dict[fx.Node, None], shared: frozenset[fx.Node],
+    final: set[fx.Node], flow: GradientFlow, mesh: Mesh,
+) -> Segment:  # fmt: skip
+    inside, shared = set(nodes), shared & inputs.keys()
     outputs = [
         node
         for node in nodes
         if len(noted(node).types) == 1
         and (node in final or any(user not in inside for user in node.users))
     ]  # fmt: skip
-    signature = _signature(nodes, inputs, outputs, flow, mesh)
-    return Segment(block, stage, tuple(nodes), tuple(inputs), tuple(outputs), signature, flow)
+    signature = _signature(nodes, inputs, shared, outputs, flow, mesh)
+    return Segment(block, stage, tuple(nodes), tuple(inputs), tuple(outputs), shared, signature, flow)
 
 
-def _signature(nodes: Sequence[fx.Node], inputs: Sequence[fx.Node] | dict[fx.Node, None],
+def _signature(nodes: Sequence[fx.Node], inputs: Collection[fx.Node], shared: Collection[fx.Node],
                outputs: Sequence[fx.Node], flow: GradientFlow, mesh: Mesh) -> str:  # fmt: skip
     names = {node: f"i{index}" for index, node in enumerate(inputs)}
     names.update((node, f"n{index}") for index, node in enumerate(nodes))
-    rows = [f"{names[n]}:{typed_text(n, mesh)}:{n in flow}" for n in inputs]
+    rows = [f"{names[n]}:{typed_text(n, mesh)}:{n in flow}:{n in shared}" for n in inputs]
     for node in nodes:
         args = substitute_nodes((node.args, dict(node.kwargs)), names.__getitem__)
         line = noted(node).recompute
