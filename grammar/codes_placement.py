@@ -195,6 +195,22 @@ NOTHING_REMADE = Code(
     example="recompute blocks.*.mlp.up keep products",
     instead="recompute blocks.*.mlp.up",
 )
+TWO_SIZES = Code(
+    name="P0152",
+    title="two lines that choose what to make again",
+    why="`recompute … fit` chooses until a rank needs no more memory than its size. A rank has one memory, so there is"
+    " one such line; other lines may say what blocks keep that it does not name.",
+    example="recompute encoder.* fit 10GB\nrecompute decoder.* fit 10GB",
+    instead="recompute encoder.*, decoder.* fit 10GB",
+)
+NO_FIT = Code(
+    name="P0153",
+    title="a size into which a step does not fit",
+    why="a rank holds parameters, gradients, the state of the optimizer and messages, whatever backward makes again,"
+    " and of every block what it reads. The least size is that of a step that makes all blocks of the line again.",
+    example="recompute blocks.* fit 1MB",
+    instead="recompute blocks.* fit 1GB\nzero 2 over dp",
+)
 NO_ATTENTION = shown(
     name="P0144",
     title="a context line for modules without attention",

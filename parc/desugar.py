@@ -12,6 +12,7 @@ from parc.compiler.layout.stretches import terms
 from parc.compiler.plan.layouts import KEEP_GATHERED
 from parc.compiler.program.actions import COUNTING, FORWARD
 from parc.compiling.driver import Compiled
+from parc.compiling.fit import Fitted
 from parc.compiling.sites import keeping_lines
 from parc.grammar.format import VERB_WIDTH, format_statement
 from parc.grammar.source import Span
@@ -35,9 +36,11 @@ def desugar(compiled: Compiled) -> str:
             seen.add(seed.value)
             placed.setdefault(at, []).append(seed.value)
     lines: list[str] = []
+    fit_line = compiled.fitted.line.line if compiled.fitted is not None else None
     for index, statement in enumerate(compiled.plan.statements):
         if statement.verb.text not in PLACEMENTS:
-            lines.append(format_statement(statement))
+            fitted = compiled.fitted if statement.span.root.line == fit_line else None
+            lines += [format_statement(statement)] if fitted is None else _chosen(compiled, fitted)
             continue
         layouts: dict[str, list[str]] = {}
         for name in (name for name in placed.get(index, ()) if name in types):  # programs read it
@@ -48,6 +51,14 @@ def desugar(compiled: Compiled) -> str:
             shared = f"{'shard' if text else 'replicate':{VERB_WIDTH}} {', '.join(names)} {text}".rstrip()
             lines.append(f"{shared} {KEEP_GATHERED}" if keeps and text else shared)
     return "\n".join(lines) + "\n"
+
+
+def _chosen(compiled: Compiled, fitted: Fitted) -> Iterator[str]:
+    """Yield the lines that a choice of what to make again stands for."""
+    for line in compiled.resolved.recompute:
+        if line.line == fitted.line.line:
+            keep = f" keep {', '.join(sorted(line.keep))}" if line.keep else ""
+            yield f"{'recompute':{VERB_WIDTH}} {', '.join(line.modules)}{keep}"
 
 
 def layout(type_: TensorType, mesh: Mesh, padded: Mapping[int, int] = MappingProxyType({})) -> str:

@@ -25,6 +25,8 @@ class RecomputeLine:
     modules: tuple[str, ...]
     keep: frozenset[str]
     line: int = 0
+    fit: int | None = None
+    """The bytes of a rank for which the line chooses among policies; then nothing is made again before it has."""
 
     def holds(self, module: str) -> bool:
         """Return whether a module is one of the line's, or inside one."""
@@ -32,5 +34,6 @@ class RecomputeLine:
 
 
 def line_for(lines: Iterable[RecomputeLine], module: str) -> RecomputeLine | None:
-    """Return the line that counts for a module: the last that holds for it."""
-    return next((line for line in reversed([*lines]) if line.holds(module)), None)
+    """Return the line that counts for a module: the last that holds for it; None too if that one has yet to choose."""
+    last = next((line for line in reversed([*lines]) if line.holds(module)), None)
+    return last if last is not None and last.fit is None else None

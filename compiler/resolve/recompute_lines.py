@@ -25,7 +25,8 @@ def recompute_lines(plan: Plan, names: PlanNames) -> tuple[tuple[RecomputeLine, 
         modules = tuple(dict.fromkeys(name for match in matches if isinstance(match, tuple) for name in match))
         if modules and not names.smaller:
             found += _problems(line, modules, names)
-        lines.append(RecomputeLine(modules, frozenset(word.text for word in line.keep), line.span.root.line))
+        keep = frozenset(word.text for word in line.keep)
+        lines.append(RecomputeLine(modules, keep, line.span.root.line, line.fit))
     return tuple(lines), found
 
 

@@ -9,6 +9,7 @@ from parc.compiler.build.communication import bytes_across, saved_bytes
 from parc.compiler.plan.directives.precision import WHOLE
 from parc.compiler.schedules.timeline import simulate
 from parc.compiling.driver import Compiled
+from parc.compiling.fit import report_rows
 from parc.grammar.format import format_statements
 from parc.grammar.source import Span
 from parc.grammar.syntax import Statement
@@ -37,6 +38,7 @@ def report_of(compiled: Compiled) -> dict[str, Any]:
         "numerics": _numerics(compiled),
         "sent_whole": compiled.built.compressor.whole,
         **_across_nodes(compiled),
+        **report_rows(compiled.fitted),
         "checks": {},
     }  # fmt: skip
 

@@ -133,13 +133,16 @@ def _wide_unit(compiled: Compiled) -> Diagnostic | None:
 def _uneven_blocks(compiled: Compiled) -> Diagnostic | None:
     """Return the error of a line of recomputation that means some of a model's equal blocks: a twin must have blocks of
     both kinds, first ones and further ones."""
-    for line, resolved in zip(compiled.plan.recompute, compiled.resolved.recompute, strict=True):
+    for resolved in compiled.resolved.recompute:
+        line = next(line for line in compiled.plan.recompute if line.span.root.line == resolved.line)
         blocks = {name for name in compiled.captured.modules if block_of(name) == name}
         meant = {name for name in blocks if resolved.holds(name)}
         alike = {name for name in blocks if starred(name) in set(map(starred, meant))}
         if meant and meant != alike:
             message = f"the line means {len(meant)} of {len(alike)} blocks, and the smaller model has too few of them"
             help_ = "a `verify` line with more layers, twice as many as its pattern repeats, has blocks of each kind"
+            if compiled.fitted is not None and compiled.fitted.line.line == resolved.line:
+                help_ = f"a `verify` line with {compiled.fitted.least_blocks} layers has blocks of each kind"
             return Diagnostic(NO_TWIN, message, Label(line.span), help=help_)
     return None
 
@@ -230,7 +233,7 @@ def _compiled(compiled: Compiled, mesh: Mesh, sizes: Mapping[str, int], given: M
     copies, pads = replace(compiled.copies, sizes=factors), compiled.resolved.pads
     small = replace(plan, sizes=ranges, mesh=mesh.declared, stages=_stages(plan, mesh), views=_views(plan, mesh))
     return compile_plan(small, compiled.folder, overrides={**compiled.overrides, **given}, copies=copies, longer=pads,
-                        dims=compiled.built.dims)  # fmt: skip
+                        dims=compiled.built.dims, fitted=compiled.fitted)  # fmt: skip
 
 
 def _small_enough(twin: Compiled) -> Compiled:

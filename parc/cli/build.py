@@ -85,6 +85,7 @@ def report_text(report: Mapping[str, Any]) -> str:
         if away := entry["offloaded"]:
             rows.append(("", "beside it " + ", ".join(f"{word} {size_text(size)}" for word, size in away.items())))
     rows += [("experts" if at == 0 else "", text) for at, text in enumerate(_expert_texts(report))]
+    rows += [("made again" if at == 0 else "", text) for at, text in enumerate(_again_texts(report.get("recompute")))]
     rows += [("a parameter" if at == 0 else "", text) for at, text in enumerate(_state_texts(report["memory"]))]
     rows += [("padding" if at == 0 else "", text) for at, text in enumerate(_padding_texts(report["padding"]))]
     if whole := report["stored_whole"]:
@@ -134,6 +135,25 @@ def _state_texts(entries: Iterable[Mapping[str, Any]]) -> Iterable[str]:
         text = f"{sum(parts.values()):.4g} bytes of state a rank ({words}), {sum(entry['state'].values()):,} in all"
         alike.setdefault(text, []).append(entry["role"])
     return [text if len(alike) == 1 else f"{', '.join(roles)}: {text}" for text, roles in alike.items()]
+
+
+def _again_texts(chosen: Mapping[str, Any] | None) -> Iterable[str]:
+    """Return lines about the blocks that a line has chosen to make again, and what that costs; roles that are alike
+    share a line."""
+    alike: dict[str, list[str]] = {}
+    for row in chosen["roles"] if chosen is not None else ():
+        blocks = row["kept"] + row["selective"] + row["full"]
+        words = [f"{row[key]} {what}" for key, what in (("full", "in full"), ("selective", "but for products"))
+                 if row[key]]  # fmt: skip
+        cost = f", {row['again']:+.1%} of a step's multiply-adds" if words else ""
+        text = f"{' and '.join(words) or 'none'} of {blocks} block{'s' * (blocks != 1)}{cost}"
+        if (more := row["next_peak_bytes"]) is not None:
+            text += f"; with less, a rank would need {size_text(more)}"
+        alike.setdefault(text, []).append(row["role"])
+    for text, roles in alike.items():
+        yield text if len(alike) == 1 else f"{', '.join(roles)}: {text}"
+    if chosen is not None:
+        yield f"so that a rank needs at most {size_text(chosen['fit'])} (line {chosen['line']})"
 
 
 def _expert_texts(report: Mapping[str, Any]) -> Iterable[str]:

@@ -24,6 +24,7 @@ from parc.compiler.initial.recipes import Recorded
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.layout.views import viewed
 from parc.compiler.ops.precision import regions
+from parc.compiler.ops.recompute import RecomputeLine
 from parc.compiler.padding.pads import Pads, facts_of
 from parc.compiler.plan.directives.schedule import ACCUMULATE
 from parc.compiler.plan.plan import Plan
@@ -37,6 +38,7 @@ from parc.compiler.resolve.units import units_of
 from parc.compiler.sizes.polynomials import check_points, moving
 from parc.compiler.sizes.template import Template
 from parc.compiling.axes import compressions_of, finer_axes, levels_of, replicas_of, shardings_of
+from parc.compiling.fit import Fitted, compile_fitted
 from parc.compiling.initial_weights import init_facts
 from parc.compiling.pipelines import pipeline_of, timelines_of
 from parc.compiling.plan_capture import capture_plan
@@ -76,6 +78,8 @@ class Compiled:
     copies: Copies = field(default_factory=Copies)
     routing: Mapping[str, RoutedLayer] = field(default_factory=dict)
     """The layers of experts, by their modules."""
+    fitted: Fitted | None = None
+    """What a line has chosen to make again, if one chooses."""
     template: Template | None = None
     """The programs for all sizes, where the plan declares ranges; ``built`` holds those of the largest."""
     written: Build | None = None
@@ -138,6 +142,7 @@ def compile_plan(
     copies: Copies | None = None,
     longer: Pads | None = None,
     dims: ShardDims | None = None,
+    fitted: Fitted | None = None,
     progress: Progress = lambda _: None,
 ) -> Compiled:
     """Capture the model and run every pass. Where sizes have ranges, this is done at a few of them, which make a
@@ -145,13 +150,14 @@ def compile_plan(
 
     ``overrides`` and ``copies`` make the plan's twin: other arguments of the model, and what its plan keeps on several
     ranks, where it is not to be found out; it is padded wherever the plan's own build is ``longer`` than its model, and
-    stores parameters in parts along the same ``dims``.
+    stores parameters in parts along the same ``dims``, and makes again what blocks like its own have ``fitted``.
 
     Raises:
         PlanError: the plan, the model or both are at fault.
     """
 
     def compile_at(sizes: Mapping[str, int] | None = None, choices: Choices | None = None) -> Compiled:
+        nonlocal fitted  # all sizes of a range make again what the largest do
         at, seconds = fixed(plan, sizes or {}), dict[str, float]()
         progress("capture")
         with _timed(seconds, "capture"):
@@ -160,8 +166,9 @@ def compile_plan(
         with _timed(seconds, "passes"):
             made = compile_captured(
                 at, folder, recorded, captured, copies, longer, plan if sizes else None, choices,
-                smaller=overrides is not None, dims=dims,
+                smaller=overrides is not None, dims=dims, fitted=fitted,
             )  # fmt: skip
+            fitted = made.fitted
         return replace(made, overrides=dict(overrides or {}), seconds=seconds)
 
     if not moving(plan.sizes):
@@ -175,7 +182,7 @@ def compile_plan(
 def compile_captured(
     plan: Plan, folder: Path, recorded: Recorded, captured: Captured, copies: Copies | None = None,
     longer: Pads | None = None, declared: Plan | None = None, choices: Choices | None = None, smaller: bool = False,
-    dims: ShardDims | None = None,
+    dims: ShardDims | None = None, fitted: Fitted | None = None,
 ) -> Compiled:  # fmt: skip
     """Run every pass on a captured model. ``declared`` is the plan with the ranges from which its sizes were chosen. A
     ``smaller`` model may lack names of the plan.
@@ -184,8 +191,18 @@ def compile_captured(
         PlanError: the plan, the model or both are at fault.
     """
     asked = ask(plan, folder, recorded, captured, copies, longer, declared, choices, smaller)
+
+    def make(lines: tuple[RecomputeLine, ...], units: frozenset[str]) -> Compiled:
+        request = replace(asked.request, recompute=lines, units=asked.request.units | units, shard_dims=dims)
+        resolved = replace(asked.resolved, recompute=lines)
+        return _made(plan, folder, recorded, captured, replace(asked, resolved=resolved, request=request))
+
+    return compile_fitted(asked.resolved.recompute, captured, fitted, make)
+
+
+def _made(plan: Plan, folder: Path, recorded: Recorded, captured: Captured, asked: Asked) -> Compiled:
     try:
-        built = build_programs(captured, asked.mesh, replace(asked.request, shard_dims=dims))
+        built = build_programs(captured, asked.mesh, asked.request)
     except REFUSALS as error:
         raise PlanError([refusal(plan, asked.mesh, asked.resolved, error)]) from error
     if errors := whole_sequences(plan, built.reshards):

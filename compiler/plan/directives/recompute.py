@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ....grammar.codes_placement import TWO_SIZES
+from ....grammar.diagnostics import Diagnostic, Label
 from ....grammar.syntax import Word
-from ..directive import Directive, argument
+from ..directive import Directive, Scope, argument
 
 
 @dataclass(frozen=True)
@@ -23,13 +26,32 @@ class Recompute(Directive):
     attention run again too, Megatron-LM's selective recomputation. `keep collectives` sends nothing twice: without it,
     the collectives inside run again where what they make is needed.
 
+    `fit 60GB` chooses for each block by itself: it keeps what it would without a line, it makes all but products again
+    (selective), or everything (full). Of all choices with which no rank needs more memory than the size, as estimated
+    from the programs, the line takes one that computes least twice. The first blocks of a stage are made again before
+    later ones. The report says what was chosen for the ranks of each stage, and what it costs.
+
     A block is the largest unit: it keeps what it reads, also where that came from another stage. A recomputed block
     reads its weights once for both, so that with `zero 3` its backward gathers them once. Without a line backward makes
     again what costs next to nothing: views, casts, copies, operators on single entries.
     """
 
-    USAGE = "recompute WHERE [keep OPS]"
+    USAGE = "recompute WHERE [keep OPS] | WHERE fit SIZE"
     ONCE = False
 
     where: tuple[Word, ...] = argument(lambda given: given.words("where"))
     keep: tuple[Word, ...] = argument(lambda given: given.words("keep"))
+
+    fit: int | None = argument(lambda given: given.number("fit", None))
+    """The bytes of a rank into which a step is to fit; None where the line is no choice."""
+
+    def check(self, scope: Scope) -> Iterator[Diagnostic]:
+        yield from super().check(scope)
+        first = next(line for line in scope.all(Recompute) if line.fit is not None or line is self)
+        if self.fit is not None and first is not self:
+            help_ = "name the modules of both in one line: it chooses among all of them"
+            message = "a second line of recomputation says what a rank should fit into"
+            yield Diagnostic(
+                TWO_SIZES, message, Label(self.arguments.span("fit")), (Label(first.span, "this is the first"),),
+                help=help_,
+            )  # fmt: skip

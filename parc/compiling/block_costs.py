@@ -1,0 +1,64 @@
+"""The costs of a block in programs: the bytes that it keeps for backward, and its multiply-adds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from parc.compiler.layout.mesh import Mesh
+from parc.compiler.ops.rules import facts
+from parc.compiler.program.actions import BACKWARD, FORWARD
+from parc.compiler.program.liveness import Liveness
+from parc.compiler.program.program import Function, Program
+from parc.compiler.program.rings import without_rings
+from parc.compiler.program.roles import Role
+from parc.compiler.verify.lines import line_call
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCost:
+    """The bytes that a microbatch keeps of a block, and the multiply-adds of its forward and backward, on a rank."""
+
+    kept: int = 0
+    work: int = 0
+
+    def __add__(self, other: BlockCost) -> BlockCost:
+        return BlockCost(self.kept + other.kept, self.work + other.work)
+
+
+def block_costs(role: Role) -> dict[str, BlockCost]:
+    """Return the costs of a role's blocks, by their modules; what lies outside blocks is under ""."""
+    costs: dict[str, BlockCost] = {}
+    for program in role.programs.values():
+        if program.action in (FORWARD, BACKWARD):
+            for module, cost in _call_costs(program):
+                costs[module] = costs.get(module, BlockCost()) + cost
+    return costs
+
+
+def _call_costs(program: Program) -> Iterator[tuple[str, BlockCost]]:
+    main, values, live = program.main, program.main.values(), Liveness(program)
+    work = {function.name: _work(function, program.mesh) for function in without_rings(program).functions}
+    root, counted = live.storages(main).root, set[str]()
+    for line in main.lines:
+        if not line.calls_function:
+            continue
+        kept = 0
+        for name in line.uses():
+            if values[name].kind == "saved" and root[name] not in counted:
+                counted.add(root[name])
+                kept += live.bytes_of(main, name)
+        yield line.origin.module, BlockCost(kept, work[line.op])
+
+
+def _work(function: Function, mesh: Mesh) -> int:
+    """Return the multiply-adds of a function on a rank."""
+    values, total = function.values(), 0
+    for line in function.lines:
+        if line.calls_function or (count := facts(line.op).flops) is None:
+            continue
+        read, made = [values[name].type for name in line.uses()], [value.type for value in line.made]
+        call = line_call(line, read, made, lambda size: size.local(mesh))
+        shapes = (tuple(type_.local(mesh) for type_ in types) for types in (read, made))
+        total += count(replace(call, operands=next(shapes), results=next(shapes)))
+    return total
