@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-torch check fuzz bench bench-pipelines bench-batches bench-checkpoints bench-memory bench-peaks bench-experts bench-context bench-kept bench-sequence build-time families outside wheel planted-bugs soak clean
+.PHONY: help demo test test-torch check fuzz bench bench-pipelines bench-batches bench-checkpoints bench-memory bench-peaks bench-experts bench-context bench-kept bench-fit bench-sequence build-time families outside wheel planted-bugs soak clean
 
 # The first Python of at least 3.11; choose another with `make test PYTHON=…`.
 PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13 python3.14; do \
@@ -30,6 +30,7 @@ help:
 	@echo "make bench-context  sequences that two ranks share, beside one rank; the longest that fit into a limit of memory"
 	@echo "make bench-peaks    peak memory of a rank by tensors: ZeRO 3 beside FSDP2, and 13 builds beside their estimates"
 	@echo "make bench-kept     bytes that a block keeps for backward, value by value, beside torch's AOTAutograd"
+	@echo "make bench-fit      what \`recompute … fit\` chooses for five sizes, its estimates beside peaks, and torch's own budget"
 	@echo "make bench-sequence split sequences beside tensor parallelism: bytes sent, and bytes kept beside the closed form"
 	@echo "make build-time     build Llama 3 8B of 2 to 32 layers on 1 to 16,384 ranks: seconds, memory, a plot"
 	@echo "make families       every family of models under every plan: verified, what it sends, how exact it is"
@@ -108,6 +109,9 @@ bench-context: $(READY)
 
 bench-kept: $(READY)
 	$(PY) -m benchmarks.kept
+
+bench-fit: $(READY)
+	$(PY) -m benchmarks.fit
 
 bench-sequence: $(READY)
 	$(PY) -m benchmarks.sequence

@@ -63,12 +63,21 @@ def kept_by_parc(compiled: Compiled, block: str = "1") -> Kept:
     return found
 
 
-def kept_by_torch(block: nn.Module, call: tuple[Any, dict[str, Any]], narrow: bool) -> Kept:
-    """Return what AOTAutograd keeps of a block."""
+def partitioned(compiler: Any) -> Any:
+    """Return a backend of torch's compiler that cuts a step into forward and backward as torch does for inductor, and
+    gives both graphs to a compiler."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table
 
+    return aot_autograd(
+        fw_compiler=compiler, bw_compiler=compiler, decompositions=select_decomp_table(),
+        partition_fn=partial(min_cut_rematerialization_partition, compiler="inductor"),
+    )  # fmt: skip
+
+
+def kept_by_torch(block: nn.Module, call: tuple[Any, dict[str, Any]], narrow: bool) -> Kept:
+    """Return what AOTAutograd keeps of a block."""
     graphs: list[fx.GraphModule] = []
 
     def compiler(graph: fx.GraphModule, _: Any) -> Any:
@@ -76,10 +85,7 @@ def kept_by_torch(block: nn.Module, call: tuple[Any, dict[str, Any]], narrow: bo
         return graph
 
     torch._dynamo.reset()
-    backend = aot_autograd(
-        fw_compiler=compiler, bw_compiler=compiler, decompositions=select_decomp_table(),
-        partition_fn=partial(min_cut_rematerialization_partition, compiler="inductor"),
-    )  # fmt: skip
+    backend = partitioned(compiler)
     with torch.autocast("cpu", torch.bfloat16, enabled=narrow):
         result: Any = torch.compile(block, backend=backend)(call[0], **call[1])
     (result[0] if isinstance(result, tuple) else result).sum().backward()
@@ -98,10 +104,15 @@ def _saved(backward: fx.GraphModule, block: nn.Module) -> Iterator[tuple[str, st
             seen.add(storage._cdata)
 
 
+def module_of_examples(name: str) -> Any:
+    """Import one of the examples' models, which lie in no package."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    return importlib.import_module(name)
+
+
 def blocks(narrow: bool) -> Iterator[tuple[str, str, nn.Module, tuple[Any, dict[str, Any]]]]:
     """Yield each block by name, with its plan's model and with torch's module and the arguments of a call."""
-    sys.path.insert(0, str(ROOT / "examples"))
-    gpt, llama = importlib.import_module("gpt"), importlib.import_module("llama")
+    gpt, llama = map(module_of_examples, ("gpt", "llama"))
 
     x = torch.randn(BATCH, LENGTH, WIDTH, dtype=torch.bfloat16 if narrow else torch.float32, requires_grad=True)
     yield "GPT", GPT, gpt.Block(WIDTH, 4, 0.1), (x, {})

@@ -203,7 +203,7 @@ TWO_SIZES = Code(
     example="recompute encoder.* fit 10GB\nrecompute decoder.* fit 10GB",
     instead="recompute encoder.*, decoder.* fit 10GB",
 )
-NO_FIT = Code(
+NO_FIT = shown(
     name="P0153",
     title="a size into which a step does not fit",
     why="a rank holds parameters, gradients, the state of the optimizer and messages, whatever backward makes again,"

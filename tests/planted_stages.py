@@ -103,7 +103,8 @@ def saved(programs: Programs) -> Mutants:
         yield f"{name} leaves out {key}", put()
     for name, value, put in _each(programs, "parameters", "saved"):
         for other in programs.values():
-            foreign = [key for key, _ in other.main.returns if key.kind == "saved" and other.action == "F"]
+            keys = [key for key, _ in other.main.returns if other.action == "F"]
+            foreign = [key for key in keys if key.kind == "saved" and key != value.binding]
             if other.role != programs[name].role and foreign:
                 yield f"{name} reads {foreign[0]} of {other.role}", put(replace(value, binding=foreign[0]))
 

@@ -87,6 +87,7 @@ COMMANDS = {
     "P0120": Case("plain", ("targets int64", "maks int64 [B, S]\ninput     targets int64"), ONE, of="Open"),
     "P0121": Case(lines=TENSOR.replace("(3 h", "(2 h")),
     "P0206": Case(change=("input     tokens", "input     words")),
+    "P0153": Case(lines="recompute blocks.* fit 20KB\n"),
     "P0207": Case("halves", SQUARES, ONE, ("build", "tiny.parc")),
     "P0208": Case("scale", lines="mesh dp=2\nshard tokens, targets [B/dp, _]\n"),
     "P0209": Case(lines="mesh tp=2\nshard tokens [_, S/tp]\ncolumn blocks.*.attn.qkv over tp\n"),

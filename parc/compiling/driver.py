@@ -38,7 +38,8 @@ from parc.compiler.resolve.units import units_of
 from parc.compiler.sizes.polynomials import check_points, moving
 from parc.compiler.sizes.template import Template
 from parc.compiling.axes import compressions_of, finer_axes, levels_of, replicas_of, shardings_of
-from parc.compiling.fit import Fitted, compile_fitted
+from parc.compiling.fit import compile_fitted
+from parc.compiling.fitted import Fitted
 from parc.compiling.initial_weights import init_facts
 from parc.compiling.pipelines import pipeline_of, timelines_of
 from parc.compiling.plan_capture import capture_plan
@@ -79,7 +80,7 @@ class Compiled:
     routing: Mapping[str, RoutedLayer] = field(default_factory=dict)
     """The layers of experts, by their modules."""
     fitted: Fitted | None = None
-    """What a line has chosen to make again, if one chooses."""
+    """The choice of blocks that are made again, where a line chooses."""
     template: Template | None = None
     """The programs for all sizes, where the plan declares ranges; ``built`` holds those of the largest."""
     written: Build | None = None
@@ -197,7 +198,8 @@ def compile_captured(
         resolved = replace(asked.resolved, recompute=lines)
         return _made(plan, folder, recorded, captured, replace(asked, resolved=resolved, request=request))
 
-    return compile_fitted(asked.resolved.recompute, captured, fitted, make)
+    compiled, chosen = compile_fitted(asked.resolved.recompute, captured, fitted, make)
+    return replace(compiled, fitted=chosen)
 
 
 def _made(plan: Plan, folder: Path, recorded: Recorded, captured: Captured, asked: Asked) -> Compiled:

@@ -9,119 +9,45 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Generic, Protocol, TypeVar
 
+from parc.compiler.build.build import Build
 from parc.compiler.capture.capture import Captured
 from parc.compiler.capture.node_facts import noted
 from parc.compiler.ops.modules import in_modules
 from parc.compiler.ops.recompute import RecomputeLine
+from parc.compiler.plan.plan import Plan
 from parc.compiler.program.actions import FORWARD
 from parc.compiler.program.blocks import block_of, starred
 from parc.compiler.program.cost import Memory
 from parc.compiler.program.roles import stage_key
 from parc.compiling.block_costs import BlockCost, block_costs
+from parc.compiling.fitted import POLICIES, Fitted, RoleFit
 from parc.grammar.codes_placement import NO_FIT
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.grammar.syntax import size_text
 from parc.report import memory_of
 
-if TYPE_CHECKING:
-    from parc.compiling.driver import Compiled
-
-POLICIES: tuple[frozenset[str] | None, ...] = (None, frozenset({"products"}), frozenset())
-"""The words of the ``keep`` of each policy for a block; None where no line counts for it."""
 Scopes = Mapping[str, tuple[str, ...]]
 """The modules that a line means inside each block, by blocks in the order in which they run."""
-Make = Callable[[tuple[RecomputeLine, ...]], "Compiled"]
 
 
-@dataclass(frozen=True, slots=True)
-class RoleFit:
-    """The choice for the blocks of one role: their number by policy, the peak, the share of the step's multiply-adds
-    that is computed twice, and the peak of the next choice, which computes less twice and does not fit."""
+class Compilation(Protocol):
+    """A compiled plan, as far as a choice looks at it."""
 
-    role: str
-    counts: tuple[int, ...]
-    peak_bytes: int
-    again: float
-    next_peak_bytes: int | None
+    plan: Plan
 
     @property
-    def facts(self) -> dict[str, Any]:
-        """The choice as a row of the report."""
-        kept, selective, full = self.counts
-        return {"role": self.role, "kept": kept, "selective": selective, "full": full, "peak_bytes": self.peak_bytes,
-                "again": self.again, "next_peak_bytes": self.next_peak_bytes}  # fmt: skip
+    def build(self) -> Build:
+        """The build that the plan compiles to."""
 
 
-_Place = tuple[int, bool]
-"""A block's policy, and whether it is behind the first stage: blocks of later ones read what was sent to them."""
+Made = TypeVar("Made", bound=Compilation)
 
 
-@dataclass(frozen=True, slots=True)
-class Fitted:
-    """The policies that a line has chosen, by blocks in the order in which they run, and the stages of the blocks."""
-
-    line: RecomputeLine
-    policies: Mapping[str, int]
-    stages: Mapping[str, int]
-    roles: tuple[RoleFit, ...] = ()
-
-    def smaller(self, stages: Mapping[str, int]) -> Fitted:
-        """Return the choice for a model with other numbers of these blocks, of which the stages are given. Every two
-        that follow one another are as two neighbours here, and every such pair is there, if there are blocks enough."""
-        policies: dict[str, int] = {}
-        for kind in dict.fromkeys(map(starred, stages)):
-            there = [block for block in stages if starred(block) == kind]
-            chosen = condensed(self._places(kind), [stages[block] > 0 for block in there])[0]
-            policies |= zip(there, chosen, strict=True)
-        return replace(self, policies=policies, stages=stages)
-
-    @property
-    def least_blocks(self) -> int:
-        """The least number of blocks of a kind with which a smaller model, in two stages if this has more than one, has
-        every pair of neighbours."""
-        parts = 2 if any(self.stages.values()) else 1
-        return max(self._least(self._places(kind), parts) for kind in map(starred, self.policies))
-
-    def _least(self, places: Sequence[_Place], parts: int) -> int:
-        sizes = range(parts, len(places) + parts, parts)
-        return next((n for n in sizes if condensed(places, [at * parts >= n for at in range(n)])[1]), len(places))
-
-    def _places(self, kind: str) -> list[_Place]:
-        return [(policy, self.stages[block] > 0) for block, policy in self.policies.items() if starred(block) == kind]
-
-
-def condensed(places: Sequence[_Place], behind: Sequence[bool]) -> tuple[Sequence[int], bool]:
-    """Return policies for fewer blocks, each in the first stage or ``behind`` it, with the same pairs of neighbours and
-    the same first and last block; and whether there are blocks enough for that.
-
-    >>> condensed([(2, False)] * 3 + [(0, False)] * 4, [False] * 4)
-    ((2, 2, 0, 0), True)
-    """
-    if [later for _, later in places] == list(behind):
-        return [policy for policy, _ in places], True
-    wanted = frozenset(pairwise(places))
-    ways: dict[tuple[_Place, frozenset[tuple[_Place, _Place]]], tuple[int, ...]] = {}
-    for at, later in enumerate(behind):
-        if at == 0:
-            ways = {(place, frozenset()): (place[0],) for place in places[:1] if place[1] == later}
-            continue
-        ways = {
-            (after, seen | {(before, after)}): (*way, after[0])
-            for (last, seen), way in ways.items()
-            for before, after in sorted(wanted) if before == last and after[1] == later
-        }  # fmt: skip
-    if not ways:
-        return [0] * len(behind), False
-    seen, ends, way = max((len(seen), last == places[-1], way) for (last, seen), way in ways.items())
-    return way, ends and seen == len(wanted)
-
-
-def stages_of(compiled: Compiled, scopes: Scopes) -> dict[str, int]:
+def stages_of(compiled: Compilation, scopes: Scopes) -> dict[str, int]:
     """Return the stage of each block, in the order of the scopes."""
     found = {
         line.origin.module: (stage_key(key) or (0, ""))[0]
@@ -244,14 +170,14 @@ def _mean(costs: Sequence[Sequence[BlockCost]]) -> list[BlockCost]:
     return [BlockCost(sum(cost.kept for cost in each) // len(each), each[0].work) for each in zip(*costs, strict=True)]
 
 
-class _Search:
+class _Search(Generic[Made]):
     """The search for every role at once: one compilation tries a choice for each."""
 
-    def __init__(self, line: RecomputeLine, scopes: Scopes, make: Make) -> None:
+    def __init__(self, line: RecomputeLine, scopes: Scopes, make: Callable[[tuple[RecomputeLine, ...]], Made]) -> None:
         self.line, self.scopes, self.make = line, scopes, make
-        self.tried: dict[tuple[tuple[str, int], ...], tuple[Compiled, dict[str, Memory]]] = {}
+        self.tried: dict[tuple[tuple[str, int], ...], tuple[Made, dict[str, Memory]]] = {}
 
-    def compiled(self, policies: Mapping[str, int]) -> tuple[Compiled, dict[str, Memory]]:
+    def compiled(self, policies: Mapping[str, int]) -> tuple[Made, dict[str, Memory]]:
         """Return the compilation under policies, and the memory of each role."""
         key = tuple((block, policies.get(block, 0)) for block in self.scopes)
         if key not in self.tried:
@@ -266,7 +192,7 @@ class _Search:
         every = (self.compiled(dict.fromkeys(self.scopes, policy))[0] for policy in range(len(POLICIES)))
         return [{name: block_costs(role) for name, role in made.build.roles.items()} for made in every]
 
-    def run(self) -> tuple[Compiled, Fitted]:
+    def run(self) -> tuple[Made, Fitted]:
         """Return the compilation and the choice with which every role fits.
 
         Raises:
@@ -303,21 +229,23 @@ class _Search:
         return RoleFit(name, tuple(counts[policy] for policy in range(len(POLICIES))), role.peaks[chosen],
                        round(again, 4), role.peaks.get(chosen - 1))  # fmt: skip
 
-    def _refusal(self, made: Compiled) -> Diagnostic:
+    def _refusal(self, made: Compilation) -> Diagnostic:
         memories = [max(memory.values(), key=lambda m: m.peak_bytes) for _, memory in self.tried.values()]
         least = min(memories, key=lambda memory: memory.peak_bytes)
         line = next(line for line in made.plan.recompute if line.fit is not None)
         shares = ", ".join(f"{name} {size_text(size)}" for name, size in least.shares.items() if size)
         message = f"a rank needs at least {size_text(least.peak_bytes)}, whichever blocks are made again"
-        help_ = f"write `fit {-(-least.peak_bytes // 10**6)}MB` or more, or split the largest of these over more ranks"
+        unit, word = (10**6, "MB") if least.peak_bytes > 10**9 else (10**3, "KB")
+        size = f"{-(-least.peak_bytes // unit)}{word}"
+        help_ = f"write `fit {size}` or more, or split the largest of these over more ranks"
         label = Label(line.arguments.span("fit"))
         return Diagnostic(NO_FIT, message, label, help=help_, notes=(f"it holds {shares}",))
 
 
 def compile_fitted(
     lines: Sequence[RecomputeLine], captured: Captured, given: Fitted | None,
-    make: Callable[[tuple[RecomputeLine, ...], frozenset[str]], Compiled],
-) -> Compiled:  # fmt: skip
+    make: Callable[[tuple[RecomputeLine, ...], frozenset[str]], Made],
+) -> tuple[Made, Fitted | None]:  # fmt: skip
     """Compile with the lines of a plan. One that has a size to fit into becomes the lines that it chooses, or those
     that a larger model, or the same one at larger sizes, was ``given``. ``make`` takes lines, and modules that are
     called as one because a choice is made for each.
@@ -327,24 +255,14 @@ def compile_fitted(
     """
     line = next((line for line in lines if line.fit is not None), None)
     if line is None:
-        return make(tuple(lines), frozenset())
+        return make(tuple(lines), frozenset()), None
     scopes, at = scopes_of(line, captured), lines.index(line)
     units = frozenset(block for block in scopes if block_of(block) is None)
 
-    def make_chosen(chosen: tuple[RecomputeLine, ...]) -> Compiled:
+    def make_chosen(chosen: tuple[RecomputeLine, ...]) -> Made:
         return make((*lines[:at], *chosen, *lines[at + 1 :]), units)
 
     if given is None:
-        compiled, fitted = _Search(line, scopes, make_chosen).run()
-    else:
-        fitted = given.smaller(stages_of(make_chosen(()), scopes))
-        compiled = make_chosen(lines_for(fitted.policies, line, scopes))
-    return replace(compiled, fitted=fitted)
-
-
-def report_rows(fitted: Fitted | None) -> dict[str, Any]:
-    """Return the choice in the report's form; nothing where no line chooses."""
-    if fitted is None:
-        return {}
-    roles = [role.facts for role in fitted.roles]
-    return {"recompute": {"line": fitted.line.line, "fit": fitted.line.fit, "roles": roles}}
+        return _Search(line, scopes, make_chosen).run()
+    fitted = given.smaller(stages_of(make_chosen(()), scopes))
+    return make_chosen(lines_for(fitted.policies, line, scopes)), fitted

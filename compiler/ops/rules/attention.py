@@ -62,12 +62,24 @@ def _flops(call: OpCall) -> int:
     return (math.prod(call.operands[0]) + math.prod(call.results[0])) * call.operands[1][-2]
 
 
+def _backward_flops(call: OpCall) -> int:
+    """Count the multiply-adds of the scores again, and of the gradients of weights, values, queries and keys."""
+    grad, queries, keys = call.operands[:3]
+    return (3 * math.prod(queries) + 2 * math.prod(grad)) * keys[-2]
+
+
 ATTENTION_RULES = {
     **rows_of("scaled_dot_product_attention", OpRow(_composite, precision="product", flops=_flops)),
     "parc.attention.default": OpRow(
         _attention, precision="product", flops=_flops, storage="fresh", key_at=4, chance_at=7
     ),
     "parc.attention_backward.default": OpRow(
-        _attention_backward, precision="product", backward=True, storage="fresh", key_at=5, chance_at=10
+        _attention_backward,
+        precision="product",
+        flops=_backward_flops,
+        backward=True,
+        storage="fresh",
+        key_at=5,
+        chance_at=10,
     ),
 }

@@ -1,0 +1,158 @@
+"""``recompute … fit``: the cheapest choice of what to make again with which a rank fits into a size."""
+
+from __future__ import annotations
+
+from itertools import combinations_with_replacement, pairwise, product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parc.checking.reports import report_of
+from parc.checking.twins import find_twin
+from parc.cli.build import report_text
+from parc.compiling.block_costs import BlockCost, block_costs
+from parc.compiling.driver import Compiled
+from parc.compiling.fit import options_of
+from parc.compiling.fitted import condensed
+from parc.desugar import desugar
+from parc.grammar.diagnostics import PlanError, render
+from parc.report import memory_of
+from tests.checked_plans import checked, compiled
+
+PLAN = """\
+model     "./gpt.py:GPT" (layers={layers}, width=16, heads=2, vocab=32, length=16, dropout=0.1)
+verify    layers=8, length=16
+input     tokens  int64 [B, S]
+input     targets int64 [B, S]
+sizes     B=8, S={length}
+loss      cross_entropy(output, targets)
+optimizer sgd lr 0.1
+"""
+STAGES = "mesh pp=2\nstage balanced over pp\nschedule 1f1b microbatches 4\n"
+
+
+def plan(lines: str, layers: int = 3, length: str = "16") -> Compiled:
+    return compiled(PLAN.format(layers=layers, length=length) + lines)
+
+
+def peaks(made: Compiled) -> dict[str, int]:
+    return {name: memory_of(made.build, made.plan, role).peak_bytes for name, role in made.build.roles.items()}
+
+
+def work(made: Compiled) -> int:
+    return sum(cost.work for role in made.build.roles.values() for cost in block_costs(role).values())
+
+
+def policies(made: Compiled) -> str:
+    assert made.fitted is not None
+    return "".join(map(str, made.fitted.policies.values()))
+
+
+costs = st.lists(st.builds(BlockCost, st.integers(0, 9), st.integers(0, 9)), min_size=3, max_size=3)
+
+
+@given(st.lists(st.tuples(st.integers(1, 3), costs), min_size=1, max_size=2))
+def test_no_other_choice_keeps_as_little_for_less_work(kinds: list[tuple[int, list[BlockCost]]]) -> None:
+    options = options_of(kinds)
+    for chosen in product(*(combinations_with_replacement(range(3), number) for number, _ in kinds)):
+        own = [cost[policy] for (_, cost), policies in zip(kinds, chosen, strict=True) for policy in policies]
+        total = sum(own, BlockCost())
+        assert any(option.kept <= total.kept and option.work <= total.work for option in options)
+    assert all(one.work < other.work and one.kept > other.kept for one, other in pairwise(options))
+
+
+places = st.lists(st.integers(0, 2), min_size=1, max_size=12)
+
+
+@given(places, places, st.integers(1, 16), st.integers(0, 16))
+def test_a_smaller_model_has_every_pair_of_neighbours_or_says_so(
+    first: list[int], later: list[int], count: int, behind: int
+) -> None:
+    here = [(policy, False) for policy in first] + [(policy, True) for policy in later]
+    wanted = set(pairwise(here))
+    labels = [False] * count + [True] * behind
+    chosen, enough = condensed(here, labels)
+    assert len(chosen) == len(labels)
+    there = [*zip(chosen, labels, strict=True)]
+    assert not enough or (set(pairwise(there)) == wanted and there[0] == here[0] and there[-1] == here[-1])
+
+
+def test_the_choice_is_the_cheapest_of_all_that_fit() -> None:
+    """Every number of blocks by policy is compiled, and each size that lies between two peaks is fitted into."""
+    keeps = {0: "", 1: " keep products", 2: ""}
+    found = {}
+    for chosen in combinations_with_replacement((2, 1, 0), 3):
+        lines = [f"recompute blocks.{block}{keeps[policy]}\n" for block, policy in enumerate(chosen) if policy]
+        made = plan("".join(lines))
+        found[chosen] = peaks(made)["stage0"], work(made)
+    sizes = sorted({peak for peak, _ in found.values()})
+    for size in [sizes[0], sizes[len(sizes) // 2] - 1, sizes[-2], sizes[-1]]:
+        made = plan(f"recompute blocks.* fit {size}B\n")
+        assert peaks(made)["stage0"] <= size
+        assert work(made) == min(work for peak, work in found.values() if peak <= size)
+
+
+@pytest.mark.parametrize("share", [0.3, 0.7])
+def test_every_stage_has_a_choice_of_its_own_and_a_twin_has_blocks_of_each_kind(share: float) -> None:
+    least, most = (max(peaks(plan(STAGES + line, 12)).values()) for line in ("recompute blocks.*\n", ""))
+    made = plan(f"{STAGES}recompute blocks.* fit {int(least + share * (most - least))}B\n", 12)
+    first, second = policies(made)[:6], policies(made)[6:]
+    assert sorted(first, reverse=True) == list(first)
+    assert sum(map(int, first)) > sum(map(int, second))  # of which a microbatch less waits for backward
+    twin, differences = find_twin(made, made.build.programs)
+    assert not differences and len(policies(twin)) == 8
+    assert checked(made).report["checks"]["numbers"] == "tested"
+
+
+def test_the_report_says_what_was_chosen_and_a_plan_in_primitives_has_it() -> None:
+    least, most = (peaks(plan(line))["stage0"] for line in ("recompute blocks.*\n", ""))
+    made = plan(f"recompute blocks.* fit {(least + most) // 2}B\n")
+    (row,) = report_of(made)["recompute"]["roles"]
+    assert row["peak_bytes"] == peaks(made)["stage0"] <= (least + most) // 2 < row["next_peak_bytes"]
+    assert row["again"] == round(work(made) / work(plan("")) - 1, 4)
+    assert f"of 3 blocks, {row['again']:+.1%} of a step's multiply-adds; with less, a rank would need" in report_text(
+        checked(made).report
+    )
+    again = compiled(desugar(made))
+    assert "fit" not in again.plan.text()
+    assert {name: text.replace("plan:8", "") for name, text in again.build.texts.items() if "programs" in name} == {
+        name: text.replace("plan:8", "") for name, text in made.build.texts.items() if "programs" in name
+    }
+
+
+def test_sizes_of_a_range_make_again_what_the_largest_do() -> None:
+    size = peaks(plan("recompute blocks.*\n"))["stage0"]
+    made = plan(f"recompute blocks.* fit {size + 2000}B\n", length="4..16 by 4")
+    assert "2" in policies(made)
+    assert checked(made).report["checks"]["numbers"] == "tested"
+
+
+def test_parts_of_blocks_are_made_again_where_a_line_names_these() -> None:
+    most, least = (peaks(plan(line))["stage0"] for line in ("", "recompute blocks.*.mlp\n"))
+    made = plan(f"recompute blocks.*.mlp fit {(most + least) // 2}B\n")
+    assert {name for line in made.resolved.recompute for name in line.modules} <= {f"blocks.{n}.mlp" for n in range(3)}
+    assert peaks(made)["stage0"] <= (most + least) // 2
+
+
+def test_a_size_that_nothing_fits_into_is_refused_with_the_least_that_would_do() -> None:
+    with pytest.raises(PlanError) as refused:
+        plan("recompute blocks.* fit 20KB\n")
+    text = render(refused.value.diagnostics[0])
+    assert "P0153" in text and "a rank needs at least" in text and "it holds parameters" in text
+    least = text.split("write `fit ")[1].split("`")[0]
+    assert plan(f"recompute blocks.* fit {least}\n").fitted is not None
+
+
+def test_a_twin_with_too_few_blocks_says_how_many_it_needs() -> None:
+    least, most = (max(peaks(plan(STAGES + line, 12)).values()) for line in ("recompute blocks.*\n", ""))
+    lines = f"{STAGES}recompute blocks.* fit {int(least + 0.3 * (most - least))}B\n"
+    with pytest.raises(PlanError) as refused:
+        made = compiled((PLAN.format(layers=12, length=16) + lines).replace("verify    layers=8", "verify    layers=2"))
+        find_twin(made, made.build.programs)
+    help_ = refused.value.diagnostics[0].help or ""
+    number = int(help_.split("`verify` line with ")[1].split()[0])
+    enough = compiled(
+        (PLAN.format(layers=12, length=16) + lines).replace("verify    layers=8", f"verify    layers={number}")
+    )
+    assert not find_twin(enough, enough.build.programs)[1]
