@@ -18,7 +18,7 @@ from parc.grammar.diagnostics import Diagnostic, Label, Severity
 from parc.grammar.nearest import did_you_mean, listed
 from parc.grammar.source import Span
 from parc.grammar.syntax import size_text
-from parc.meant import Meant, find_meant, is_gather
+from parc.meant import Meant, find_meant, unasked_gathers
 from parc.passes.placing.reshards import Reshard
 from parc.placement_words import in_words
 
@@ -34,11 +34,9 @@ def _reshards(compiled: Compiled) -> Iterator[Diagnostic]:
     """Warn of gathers and exchanges, equal ones of repeated blocks together. A warning is at the lines that cause all
     of them, if these are found."""
     groups: dict[tuple[str, str, str, int], list[Reshard]] = {}
-    split = {line.axis.text for line in compiled.plan.context}
-    for reshard in compiled.built.reshards:
-        if is_gather(reshard) and not (reshard.attends and reshard.axis in split):  # a line asked for these
-            key = (reshard.cause.source, str(reshard.source), str(reshard.result), reshard.cause.plan)
-            groups.setdefault(key, []).append(reshard)
+    for reshard in unasked_gathers(compiled.plan, compiled.built.reshards):
+        key = (reshard.cause.source, str(reshard.source), str(reshard.result), reshard.cause.plan)
+        groups.setdefault(key, []).append(reshard)
     texts = [_gather_text(group) for group in groups.values()]
     meant = find_meant(compiled)
     if meant is not None:

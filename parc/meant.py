@@ -39,20 +39,26 @@ class Meant:
     bytes: int
 
 
-def is_gather(reshard: Reshard) -> bool:
-    """Return whether a conversion moves parts of a value between ranks though no line asks for it."""
-    return isinstance(reshard.source, Split) and not reshard.asked
+def unasked_gathers(plan: Plan, reshards: Sequence[Reshard]) -> list[Reshard]:
+    """Return the conversions that move parts of a value between ranks though no line of the plan asks for them. A
+    ``context`` line asks for those of attention's keys."""
+    split = {line.axis.text for line in plan.context}
+    return [
+        reshard
+        for reshard in reshards
+        if isinstance(reshard.source, Split) and not reshard.asked and not (reshard.attends and reshard.axis in split)
+    ]
 
 
 def find_meant(compiled: Compiled) -> Meant | None:
     """Return the change of one or two lines after which no value is gathered or exchanged unasked. Return None if there
     is no such change, or if nothing is gathered as the plan is."""
-    cost = _gathered(compiled.built.reshards)
+    cost = _gathered(compiled.plan, compiled.built.reshards)
     if not cost or len(compiled.captured.graph.nodes) > _MOST_OPERATORS:
         return None
     plan = compiled.plan
     best, lines = _sent(compiled.built.reshards), list[tuple[Span, str]]()
-    groups = {group for reshard in compiled.built.reshards if is_gather(reshard)
+    groups = {group for reshard in unasked_gathers(plan, compiled.built.reshards)
               for kind in (reshard.source, reshard.result) for group in _groups(kind)}  # fmt: skip
     left = cost
     for _ in range(_TOGETHER):
@@ -61,7 +67,7 @@ def find_meant(compiled: Compiled) -> Meant | None:
         sent, line, text, changed, reshards = min(tries, key=lambda tried: tried[:2], default=(best, 0, "", plan, ()))
         if sent >= best * (1 if left else _WORTH):
             break
-        best, plan, left = sent, changed, _gathered(reshards)
+        best, plan, left = sent, changed, _gathered(changed, reshards)
         span = line_span(compiled.plan, line)
         assert span is not None
         lines.append((span, text))
@@ -73,8 +79,8 @@ def _groups(kind: AxisType) -> set[int]:
     return {kind.outer} - {1} if isinstance(kind, Split) and isinstance(kind.outer, int) else set()
 
 
-def _gathered(reshards: Sequence[Reshard]) -> int:
-    return sum(reshard.bytes for reshard in reshards if is_gather(reshard))
+def _gathered(plan: Plan, reshards: Sequence[Reshard]) -> int:
+    return sum(reshard.bytes for reshard in unasked_gathers(plan, reshards))
 
 
 def _sent(reshards: Sequence[Reshard]) -> int:
