@@ -235,6 +235,14 @@ WHOLE_SEQUENCE = shown(
     example="return self.head(x)[:, :-1]   # the model shifts its outputs itself",
     instead="return self.head(x)   # the targets are shifted instead",
 )
+WHOLE_KEYS = shown(
+    name="P0147",
+    title="an attention that holds the keys of a whole sequence",
+    why="keys go around a ring for one attention. Where two of them read the same keys, or another operator does, ranks"
+    " gather these instead, as with `using gather`: the numbers are the same, the memory is not.",
+    example="one, two = (F.scaled_dot_product_attention(q, k, v, is_causal=True) for q in queries)",
+    instead="one, two = F.scaled_dot_product_attention(torch.cat(queries, 1), k, v, is_causal=True).chunk(2, 1)",
+)
 IDLE_AXIS = Code(
     name="P0248",
     title="an axis that splits nothing",

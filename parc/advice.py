@@ -7,18 +7,22 @@ from collections.abc import Iterator, Sequence
 
 from parc.compiler.capture.model_calls import forward_text, passed_on
 from parc.compiler.layout.placement import Split
+from parc.compiler.layout.rings import RINGS
 from parc.compiler.ops.precision import is_narrow
+from parc.compiler.program.actions import FORWARD
 from parc.compiler.program.liveness import local_bytes
+from parc.compiler.resolve.context_lines import RING_METHODS, context_lines
 from parc.compiling.driver import Compiled
 from parc.compiling.size_ranges import line_span
 from parc.grammar.codes_build import AVERAGED, ROUNDED_UPDATES, UNASKED_RESHARD, WITHOUT_RULE
 from parc.grammar.codes_model import MEANT_OTHERWISE, NUMBER_CHANGED, PASSED_ON
-from parc.grammar.codes_placement import SMALL_BUCKET
+from parc.grammar.codes_placement import SMALL_BUCKET, WHOLE_KEYS
 from parc.grammar.diagnostics import Diagnostic, Label, Severity
 from parc.grammar.nearest import did_you_mean, listed
 from parc.grammar.source import Span
 from parc.grammar.syntax import size_text
 from parc.meant import Meant, find_meant, unasked_gathers
+from parc.passes.pipeline import names_of
 from parc.passes.placing.reshards import Reshard
 from parc.placement_words import in_words
 
@@ -26,6 +30,7 @@ from parc.placement_words import in_words
 def warnings_of(compiled: Compiled) -> tuple[Diagnostic, ...]:
     """Return every warning of a compiled plan: of its lines, reshards, operators without a rule, loss, and weights."""
     warnings = (*_reshards(compiled), *_rules(compiled), *_averaged(compiled), *_rounded(compiled), *_large(compiled))
+    warnings = (*_whole_keys(compiled), *warnings)
     warnings = (*compiled.copies.notes, *_passed_on(compiled), *_changed(compiled), *warnings)
     return (*compiled.plan.warnings, *compiled.resolved.warnings, *warnings)
 
@@ -150,6 +155,31 @@ def _rounded(compiled: Compiled) -> Iterator[Diagnostic]:
             Label(compiled.plan.optimizer.arguments.statement.span),
             help="`precision bf16` keeps a float32 copy of every weight, which is updated", severity=Severity.WARNING,
         )  # fmt: skip
+
+
+def _whole_keys(compiled: Compiled) -> Iterator[Diagnostic]:
+    """Warn of attentions that gather keys though a line wants these to go around."""
+    program = compiled.build.programs[FORWARD]
+    for ring in context_lines(compiled.plan, names_of(compiled.captured), compiled.captured):
+        found: dict[str, int] = {}
+        axes = ",".join(compiled.mesh.parts(ring.axis))
+        for function in program.functions if ring.method in RING_METHODS else ():
+            maker = {value.name: line for line in function.lines for value in line.made}
+            for line in (line for line in function.lines if line.op == RINGS["parc.ring_attention"].attention):
+                gathers = [maker[item.name] for item in line.args[1:3] if item.name in maker]
+                if ring.names(line) and any(one.op == "parc.all_gather" and one.args[1] == axes for one in gathers):
+                    size = sum(local_bytes(one.made[0].type, program) for one in gathers)
+                    found[line.origin.module] = size
+        if found:
+            module, size = max(found.items(), key=lambda item: item[1])
+            span = next(line.span for line in compiled.plan.context if line.span.root.line == ring.line)
+            where = f"`{module}`" if module else "the model itself"
+            yield Diagnostic(
+                WHOLE_KEYS, f"attention in {where} holds the keys of whole sequences, {size_text(size)} a rank",
+                Label(span), notes=("another attention or another operator reads them too",),
+                help="read keys in one attention, or write `using ulysses`; `using gather` says that it is meant",
+                severity=Severity.WARNING,
+            )  # fmt: skip
 
 
 def _large(compiled: Compiled) -> Iterator[Diagnostic]:

@@ -12,6 +12,8 @@ from ..capture.node_facts import noted
 from ..ops.precision import base_name
 from ..plan.directives.context import Context
 from ..plan.plan import Plan
+from ..program.blocks import starred
+from ..program.program import Line
 from .names import PlanNames, find_modules, is_within
 
 RING_METHODS = ("ring", "zigzag")
@@ -27,6 +29,10 @@ class ContextLine:
     method: str
     modules: tuple[str, ...]
     line: int
+
+    def names(self, line: Line) -> bool:
+        """Return whether the module of a program's line, which stands for equal blocks, is one of these or in one."""
+        return any(is_within(line.origin.module, starred(module)) for module in self.modules)
 
 
 def context_lines(plan: Plan, names: PlanNames, captured: Captured) -> tuple[ContextLine, ...]:

@@ -14,11 +14,9 @@ from dataclasses import dataclass, replace
 
 from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.rings import RINGS, SEQUENCE
-from ...compiler.program.blocks import starred
 from ...compiler.program.program import Function, Line
 from ...compiler.program.roles import Programs
 from ...compiler.resolve.context_lines import RING_METHODS, ContextLine
-from ...compiler.resolve.names import is_within
 
 _SPREAD = {row.attention: (op, row) for op, row in RINGS.items()}
 _ENDS = ("parc.all_gather", "parc.reduce_scatter")
@@ -79,7 +77,7 @@ def _ring(
     gradients = [value for value in line.results[1:] if row.carries_gradients and value is not None]
     sums = tuple(next(one for one in function.lines if value.name in one.uses()) for value in gradients)
     over = {one.args[1] for one in (*gathers, *sums) if one.op in _ENDS and one.args[2] == SEQUENCE}
-    axes = {",".join(mesh.parts(ring.axis)) for ring in lines if _names(ring, line)}
+    axes = {",".join(mesh.parts(ring.axis)) for ring in lines if ring.names(line)}
     if len(gathers) < 2 or len(gradients) != 2 * row.carries_gradients or len(over) != 1 or not over <= axes:
         return None
     if any(one.op not in _ENDS for one in (*gathers, *sums)):
@@ -88,8 +86,3 @@ def _ring(
     args[row.keys : row.keys + 2] = (one.args[0] for one in gathers)
     results = (line.results[0], *(one.results[0] for one in sums)) if row.carries_gradients else line.results
     return _Ring(gathers, sums, replace(line, results=results, op=op, args=row.line(over.pop(), args)))
-
-
-def _names(ring: ContextLine, line: Line) -> bool:
-    """Return whether a ring's line of the plan names the module of a program's line, which stands for equal blocks."""
-    return any(is_within(line.origin.module, starred(module)) for module in ring.modules)
