@@ -56,3 +56,29 @@ def test_slices_are_gathered_once_forward_and_once_backward() -> None:
         assert [row["wire_bytes"] for row in ops["exchange"]] == [tokens // tp * k * width * 4 * (tp - 1) // tp] * 2
         assert {row["wire_bytes"] for row in ops["all_gather"]} == {tokens * n * 4 * (tp - 1) // tp for n in gathered}
         assert not [row for row in rows if row["op"] == "all_to_all"]  # masks are cut where they are
+
+
+ATTENTION = "column model.layers.*.self_attn.{q,k,v}_proj over tp\nrow model.layers.*.self_attn.o_proj over tp\n"
+INSIDE = """\
+shard model.layers.*.mlp.experts.gate_up_proj [_/ep, (2 _/tp), _]
+shard model.layers.*.mlp.experts.down_proj [_/ep, _, _/tp]
+"""
+CONTEXT = "context model.layers.* dim S over cp using zigzag\n"
+SPLIT = {
+    "sequences between layers, tokens alike on tp": alike("Mixtral", "dp=2, tp=2", "sequence model.layers.* over tp\n"),
+    "sequences between layers, tp inside experts": plan(
+        "Mixtral", "dp=1, ep=2, tp=2", ATTENTION + INSIDE + "sequence model.layers.* over tp\n"
+    ),
+    "sequences everywhere": plan("DeepseekV3", "dp=1, ep=2, cp=2", CONTEXT),
+    "sequences over the axis of experts": plan("Mixtral", "dp=2, cp=2", CONTEXT)
+    .replace("B/dp/ep", "B/dp")
+    .replace("over ep dropless", "over cp dropless"),
+}
+
+
+@pytest.mark.parametrize("how", SPLIT)
+def test_parts_of_sequences_go_to_experts(how: str) -> None:
+    """In zigzag a rank has two parts of each sequence, whose rows are packed in that order."""
+    made = compiled(SPLIT[how].replace("S=4", "S=8"), ROOT / "tests")
+    assert checked(made).report["checks"]["numbers"] == "tested"
+    assert not [found for found in warnings_of(made) if found.severity is not Severity.NOTE]

@@ -23,9 +23,17 @@ def chosen_placement(rows: Placement, packed: Packed) -> Placement:
     experts = packed[1]
     kinds: dict[str, AxisType] = dict.fromkeys((axis for axis, _ in rows.items()), "I")
     for outer, axis in rows.splits(0):
-        within = count(outer) < experts
-        kinds[axis] = Split(0, outer) if within else Split(1, count(outer) // experts)
+        kinds[axis] = Split(*_of_chosen(outer, experts))
     return rows.replace(kinds)
+
+
+def _of_chosen(outer: Any, experts: int) -> tuple[int, Any]:
+    """Return the dim of what is chosen, experts (0) or tokens (1), that a split of packed rows splits, and its outer
+    part there; one that deals out every second part in reverse does so there too."""
+    if count(outer) < experts:
+        return 0, outer
+    within = count(outer) // experts
+    return 1, -within if isinstance(outer, int) and outer < 0 else within
 
 
 def chosen_type(rows: TensorType) -> TensorType:
@@ -63,8 +71,11 @@ def rows_by_rank(chosen: torch.Tensor, ranks: int, dim: int, outer: int) -> Rank
     experts (0) or tokens (1)."""
     if (dim, outer) == (0, 1):  # packed by expert
         return RankOrder(chosen.reshape(ranks, -1).sum(1).tolist(), None)
-    part = chosen.shape[dim] // outer // ranks
-    owners = chosen.nonzero()[:, dim].div(part, rounding_mode="floor") % ranks
+    part = chosen.shape[dim] // abs(outer) // ranks
+    parts = chosen.nonzero()[:, dim].div(part, rounding_mode="floor")
+    owners = parts % ranks
+    if outer < 0:
+        owners = torch.where(parts.div(ranks, rounding_mode="floor") % 2 == 1, ranks - 1 - owners, owners)
     return RankOrder(owners.bincount(minlength=ranks).tolist(), owners.sort(stable=True)[1])
 
 
@@ -72,7 +83,7 @@ def sides(args: Sequence[Any], experts: int) -> tuple[tuple[int, int], tuple[int
     """Return the dim of what is chosen and its outer part that are split before an exchange, and those after it.
     ``experts`` is how many are in what is chosen on the side that is split over tokens."""
     _, _, outer, _, to_outer = args[:5]
-    return tuple((0, at) if at < experts else (1, at // experts) for at in (outer, to_outer))  # type: ignore[return-value]
+    return _of_chosen(outer, experts), _of_chosen(to_outer, experts)
 
 
 def chosen_types(before: TensorType, after: TensorType) -> tuple[TensorType, ...]:

@@ -82,7 +82,7 @@ def resolve(
         PlanError: with every error of every line.
     """
     resolver = _Resolver(plan, names, {(name, pad.dim) for name, pads in (longer or {}).items() for pad in pads}, parts)
-    # experts first: lines that split tokens reach their weights too, where these are whole
+    # experts first: a line that splits tokens reaches their weights too, where these are whole
     for line in sorted(plan.placements, key=lambda line: not isinstance(line, Experts)):
         resolver.apply(line)
     for sequence in plan.sequence:
@@ -100,7 +100,7 @@ def resolve(
         raise PlanError(resolver.diagnostics)
     resolver.diagnostics += idle_axes(plan, resolver.seeds.found.values())
     return Resolved(
-        tuple(seed for seed in resolver.seeds.found.values() if plan.ranks(seed.axis) > 1),
+        resolver.seeds.in_order(plan),
         tuple(resolver.diagnostics), frozen, no_decay, pads_by_value(resolver.seeds.pads.items()), precision, zero,
         compress, resolver.views, recompute,
     )  # fmt: skip

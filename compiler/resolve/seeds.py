@@ -11,6 +11,8 @@ from ...grammar.source import Span
 from ..layout.mesh import Mesh
 from ..layout.stretches import Outer, count, inside, nest
 from ..padding.pads import Pad, padded_shape
+from ..plan.directives.experts import Experts
+from ..plan.plan import Plan
 from ..plan.sub_dims import uneven
 from .names import PlanNames
 
@@ -48,6 +50,13 @@ class Seeds:
         self.found: dict[tuple[str, str], PlacementSeed] = {}
         self.pads: dict[tuple[str, int], Pad] = {}
         self._asked: dict[tuple[str, str], tuple[int | None, Outer]] = {}  # dim and outer as the line had them
+
+    def in_order(self, plan: Plan) -> tuple[PlacementSeed, ...]:
+        """Return the seeds that split or keep something on several ranks. Those of experts come first: where tokens, or
+        sequences of them, are split over the same axis, they go to their experts."""
+        experts = {line.span.root.line for line in plan.placements if isinstance(line, Experts)}
+        real = (seed for seed in self.found.values() if plan.ranks(seed.axis) > 1)
+        return tuple(sorted(real, key=lambda seed: seed.span.root.line not in experts))
 
     def add(self, seed: PlacementSeed) -> Diagnostic | None:
         """Add a seed, or return the error that an earlier line contradicts it."""
