@@ -82,3 +82,17 @@ def test_parts_of_sequences_go_to_experts(how: str) -> None:
     made = compiled(SPLIT[how].replace("S=4", "S=8"), ROOT / "tests")
     assert checked(made).report["checks"]["numbers"] == "tested"
     assert not [found for found in warnings_of(made) if found.severity is not Severity.NOTE]
+
+
+def test_slots_of_a_capacity_are_filled_by_a_slice_of_the_sequences_each() -> None:
+    """The same two exchanges each way as of packed rows, and one gather of tokens."""
+    dp, tp, k, width, factor = 2, 2, 2, 16, 2
+    tokens = 8 * 4 // dp
+    text = alike("Mixtral", "dp=2, tp=2").replace("dropless", f"capacity {factor}")
+    made = compiled(text, ROOT / "tests")
+    assert checked(made).report["checks"]["numbers"] == "tested" and not warnings_of(made)
+    rows = [row for row in report_of(made)["communication"] if row["module"].endswith("experts")]
+    for phase in (FORWARD, BACKWARD):
+        sent = {row["op"]: row["wire_bytes"] for row in rows if row["phase"] == phase and row["axis"] == "tp"}
+        assert sent["all_to_all"] == tokens // tp * k * factor * width * 4 * (tp - 1) // tp
+        assert phase == BACKWARD or sent["all_gather"] == tokens * width * 4 * (tp - 1) // tp

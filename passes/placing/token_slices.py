@@ -17,7 +17,7 @@ from ...compiler.layout.placement import Split
 from ...compiler.layout.stretches import Outer, count, inside, nest
 from ...compiler.ops.rules import facts
 from ...compiler.ops.splits import from_factor, to_factor
-from ..calls import ValueKey, computes, fake, key_of, operands_of
+from ..calls import ValueKey, computes, fake, key_of, operands_of, tensors_of
 from .propagate import Claim, Placed
 
 _Gathers = frozenset[tuple[ValueKey, str]]
@@ -33,9 +33,13 @@ def slice_tokens(
     claims: list[Claim] = []
     gathered: set[tuple[ValueKey, str]] = set()
     for route in graph.nodes:
-        if not computes(route) or not facts(route.target).reroutes or len({*operands_of(route)}) > 1:
+        if not computes(route) or not facts(route.target).reroutes:
             continue
-        chosen = key_of(operands_of(route)[0])  # [experts, tokens]
+        operands = operands_of(route)
+        slots = len(tensors_of(operands[0])[0].shape) == 4
+        if not slots and len({*operands}) > 1:
+            continue
+        chosen = key_of(operands[1 if slots else 0])  # [experts, tokens], or [experts, sequences, slots]
         tokens = {axis: split.outer for axis, split in placed.splits[chosen].items() if split.dim == 1}
         for axis in [axis for axis in tokens if _splits_inside(route, axis, placed)]:
             line = placed.lines.get(route, 0)
@@ -51,8 +55,8 @@ def slice_tokens(
                 line = placed.lines.get(route, 0)
                 for key, place in _readers(chosen, axis, outer, mesh, placed):
                     claims.append(Claim(key, axis, place, line))
-                    if place is not None and noted(key[0]).packed is None:
-                        gathered.add((key, axis))
+                    if place is not None and noted(key[0]).packed is None and not (slots and place.dim):
+                        gathered.add((key, axis))  # of slots, what has an entry for each expert stays split
     return claims, frozenset(gathered)
 
 
@@ -81,6 +85,7 @@ def _readers(
 ) -> Iterator[tuple[ValueKey, Split | None]]:
     """Yield the values that operators on the tokens of a mask make, with their split, and those that they read, which
     stay whole."""
+    shape = fake(chosen).shape
     for reader in chosen[0].users:
         if not computes(reader) or facts(reader.target).reroutes:
             continue
@@ -89,7 +94,8 @@ def _readers(
         if part is None:
             continue
         for key, dims in zip(operands, rule.operands, strict=True):
-            if from_factor(rule, dims, *part) and noted(key[0]).packed is None:
+            in_slots = key != chosen and len(shape) == 3 and fake(key).shape[:3] == shape
+            if from_factor(rule, dims, *part) and noted(key[0]).packed is None and not in_slots:
                 yield key, None
         for index, dims in enumerate(rule.results):
             if at := from_factor(rule, dims, *part):
