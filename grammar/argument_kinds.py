@@ -62,7 +62,7 @@ ARGUMENT_KINDS: dict[str, ArgumentKind] = {
     "N": ArgumentKind("a whole number", lambda item: isinstance(item, Number) and item.is_integer),
     "X": ArgumentKind("a number", _number),
     "RATE": ArgumentKind(
-        "a number, or `cosine` or `linear` and a number", _number, leads=frozenset({"cosine", "linear"})
+        "a number, or `cosine`, `linear` or `wsd` and a number", _number, leads=frozenset({"cosine", "linear", "wsd"})
     ),
     "SCALE": ArgumentKind(
         "a number, or `dynamic`", lambda item: _number(item) or (isinstance(item, Word) and item.text == "dynamic")

@@ -22,12 +22,13 @@ from ..compiler.padding.pads import pads_from, real_shape
 from ..compiler.program.actions import FORWARD
 from ..compiler.program.binding import BUFFERS
 from ..compiler.program.loss_terms import LossTerm
+from ..compiler.program.optimizers import kept_slots
 from ..compiler.sizes.size_range import BATCH
 from ..grammar.codes_build import BAD_BUILD, MODEL_FAILED, OTHER_TORCH, WORLD_SIZE
 from ..grammar.nearest import listed
 from .faults import RunError
 from .state.checkpoint import Checkpoint, read_checkpoint
-from .state.optimizer import moments_of, restore_optimizer
+from .state.optimizer import restore_optimizer
 from .state.residuals import stored_residuals
 from .state.stacks import part_shapes
 
@@ -113,7 +114,9 @@ def checkpoint_bytes(build: Build) -> int:
     """Return the size of a build's checkpoint in bytes: parameters, the optimizer's state of each, buffers that steps
     change."""
     mesh, line, constants = build_mesh(build), build.manifest["optimizer"], constants_of(build)
-    parameters = [parse_type(text, mesh) for text in build.manifest["parameters"].values()] * (1 + moments_of(line))
+    parameters = [parse_type(text, mesh) for text in build.manifest["parameters"].values()] * (
+        1 + len(kept_slots(line))
+    )
     everything = [*parameters, *(constants[name] for name in build.manifest["updates"])]
     pads, roles = pads_from(build.manifest["padding"]), tuple(build.roles.values())
     everything += [stored.type for stored in stored_residuals(roles, mesh, pads).values()]
@@ -135,4 +138,4 @@ def open_checkpoint(build: Build, path: Path) -> tuple[Checkpoint, dict[str, lis
     checkpoint.check(shapes, {name: constants[name].shape for name in build.manifest["updates"]})
     dtypes = {part: type_.dtype for name, type_ in types.items() for part in part_shapes({name: type_.shape})}
     found = {name: (shape, dtypes[name]) for name, shape in shapes.items()}
-    return checkpoint, restore_optimizer(checkpoint, build.manifest["optimizer"]["name"], found)
+    return checkpoint, restore_optimizer(checkpoint, build.manifest["optimizer"], found)

@@ -19,6 +19,7 @@ from ..compiler.layout.mesh import Mesh, Shape
 from ..compiler.layout.placement import parse_type
 from ..compiler.padding.pads import pads_from
 from ..compiler.padding.runs import EntryRanges, ranges_of, runs_of
+from ..compiler.program.optimizers import NUMBERS
 from ..compiler.program.stacked import part_name
 from ..grammar.codes_build import BAD_STATE
 from .faults import RunError
@@ -271,7 +272,7 @@ class StateFiles:
                 had = optimizer.state.pop(piece.tensor, {})
                 for slot in slots.get(part_name(name, 0), ()):
                     full = f"optimizer.{slot}.{name}"
-                    if slot == "step":
+                    if slot in NUMBERS:
                         made = files.whole(full).to(piece.tensor.device)
                     else:
                         made = torch.zeros_like(piece.tensor) if had.get(slot) is None else had[slot]

@@ -72,7 +72,7 @@ MANIFEST_FORM: Form = {
     "optimizer": {
         "name": str, "shape": str, "lr": _NUMBER, "warmup": int, "to": (int, float, _NONE), "over": (int, _NONE),
         "no_decay": [str], "weight_decay": _NUMBER, "clip": (int, float, _NONE), "eps": _NUMBER,
-        "betas": FieldRow(_NUMBER, 2), "momentum": _NUMBER, "nesterov": bool,
+        "betas": FieldRow(_NUMBER, 2), "momentum": _NUMBER, "nesterov": bool, "arguments?": _LITERALS, "fall?": int,
     },
     "frozen": [str],
     "accumulate": str,

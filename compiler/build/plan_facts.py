@@ -88,6 +88,8 @@ def _optimizer_facts(line: Optimizer, steps: int | None) -> dict[str, Any]:
         "shape": line.shape, "warmup": line.warmup, "to": line.to, "over": None if line.shape == "constant" else over,
         "name": line.name, "lr": line.lr, "weight_decay": line.weight_decay, "clip": line.clip, "eps": line.eps,
         "betas": list(line.betas), "momentum": line.momentum, "nesterov": line.nesterov,
+        **({"arguments": dict(line.values)} if line.values else {}),
+        **({"fall": line.fall} if line.fall else {}),
     }  # fmt: skip
 
 

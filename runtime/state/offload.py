@@ -20,6 +20,7 @@ import torch
 from ...compiler.build.build import Build
 from ...compiler.build.folders import FolderError, FolderHeld, hold_folder
 from ...compiler.program.blocks import block_of
+from ...compiler.program.optimizers import kept_slots
 from ...compiler.program.places import CARRIERS
 from ...compiler.program.roles import Role
 from ...compiler.program.room import room_of
@@ -28,7 +29,7 @@ from ...grammar.syntax import size_text
 from ..faults import RunError
 from ..machine.site import Site
 from ..machine.ways import Kernel
-from .optimizer import fill_slots, make_optimizer, moments_of
+from .optimizer import fill_slots, make_optimizer
 
 _ALIGNMENT = 64
 """The boundary, in bytes, at which a buffer begins: that of the widest vectors of processors."""
@@ -198,7 +199,7 @@ class Offloaded:
         Raises:
             RunError: there is none.
         """
-        moments = dict.fromkeys(build.types.keys() - self._frozen, moments_of(self._line))
+        moments = dict.fromkeys(build.types.keys() - self._frozen, len(kept_slots(self._line)))
         role = next(role for role in build.roles.values() if role.name == self._role.name)
         for word, room in room_of(role.programs, role.actions, build.types, moments, self._places).items():
             self._places[word].reserve(room)

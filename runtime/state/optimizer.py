@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 
+from ...compiler.program.optimizers import OPTIMIZERS, kept_slots
 from ...grammar.codes_build import BAD_STATE
 from ..faults import RunError
 from .checkpoint import Checkpoint, refuse
-
-_SLOTS = {"adamw": ("step", "exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 
 
 def make_optimizer(parameters: Mapping[str, torch.Tensor], line: Mapping[str, Any]) -> torch.optim.Optimizer:
@@ -24,32 +23,36 @@ def make_optimizer(parameters: Mapping[str, torch.Tensor], line: Mapping[str, An
     groups: list[dict[str, Any]] = (
         [{"params": kept}, {"params": free, "weight_decay": 0.0}] if free else [{"params": kept}]
     )
-    if line["name"] == "sgd":
-        return torch.optim.SGD(
-            groups, lr=line["lr"], momentum=line["momentum"], weight_decay=line["weight_decay"],
-            nesterov=line["nesterov"], foreach=True,
-        )  # fmt: skip
-    return torch.optim.AdamW(
-        groups, lr=line["lr"], betas=tuple(line["betas"]), eps=line["eps"], weight_decay=line["weight_decay"],
-        fused=all(tensor.is_floating_point() for tensor in tensors) or None,
-    )  # fmt: skip
+    row = OPTIMIZERS[line["name"]]
+    arguments: dict[str, Any] = {name: line[name] for name in row.clauses} | line.get("arguments", {})
+    if row.fused:
+        arguments["fused"] = all(tensor.is_floating_point() for tensor in tensors) or None
+    else:
+        arguments["foreach"] = True
+    made: torch.optim.Optimizer = getattr(torch.optim, row.made)(
+        groups, lr=line["lr"], weight_decay=line["weight_decay"], **arguments
+    )
+    return made
 
 
 def rate(line: Mapping[str, Any], step: int) -> float:
     """Return the learning rate of a step, counted from 1. It rises in ``warmup`` steps, and then is constant, or falls
-    to ``to``, which it reaches at step ``over``.
+    to ``to``, which it reaches at step ``over``; if its shape is ``wsd``, in the last ``fall`` steps before.
 
     >>> line = {"shape": "linear", "lr": 1.0, "warmup": 2, "to": 0.5, "over": 6}
     >>> [rate(line, step) for step in range(1, 8)]
     [0.5, 1.0, 0.875, 0.75, 0.625, 0.5, 0.5]
+    >>> [rate({**line, "shape": "wsd", "fall": 2}, step) for step in range(1, 8)]
+    [0.5, 1.0, 1.0, 1.0, 0.75, 0.5, 0.5]
     """
     peak = float(line["lr"])
     if step <= line["warmup"]:
         return peak * step / int(line["warmup"])
     if line["shape"] == "constant":
         return peak
-    done = min(1.0, (step - line["warmup"]) / (line["over"] - line["warmup"]))
-    left = 1 - done if line["shape"] == "linear" else (1 + math.cos(math.pi * done)) / 2
+    begins = line["over"] - line["fall"] if line["shape"] == "wsd" else line["warmup"]
+    done = max(0.0, min(1.0, (step - begins) / (line["over"] - begins)))
+    left = (1 + math.cos(math.pi * done)) / 2 if line["shape"] == "cosine" else 1 - done
     return float(line["to"] + (peak - line["to"]) * left)
 
 
@@ -104,34 +107,29 @@ def _beside(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]
         state[slot] = value.copy_(state[slot])
 
 
-def moments_of(line: Mapping[str, Any]) -> int:
-    """Return the number of tensors like itself that an optimizer keeps of each parameter."""
-    return 2 if line["name"] == "adamw" else int(bool(line["momentum"]))
-
-
 def fill_slots(
     optimizer: torch.optim.Optimizer, line: Mapping[str, Any], parameter: torch.Tensor,
     zeros: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:  # fmt: skip
     """Give the optimizer the state of a parameter that it has before the first step. ``zeros`` makes a tensor like
     another, at the place where it is to stay."""
-    if moments_of(line):
-        slots = {slot: zeros(parameter) for slot in _SLOTS[line["name"]] if slot != "step"}
-        if "step" in _SLOTS[line["name"]]:
-            slots["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+    if slots := {slot: zeros(parameter) for slot in kept_slots(line)}:
+        for slot, number in OPTIMIZERS[line["name"]].numbers.items():
+            slots[slot] = torch.full((), number, dtype=torch.float32, device=parameter.device)
         optimizer.state[parameter] = slots
 
 
 def restore_optimizer(
-    checkpoint: Checkpoint, name: str, forms: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+    checkpoint: Checkpoint, line: Mapping[str, Any], forms: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 ) -> dict[str, list[str]]:
     """Return the slots of the optimizer's state that a checkpoint holds for each parameter; ``forms`` are the shapes
-    and dtypes of these.
+    and dtypes of these, ``line`` the facts of the plan's optimizer.
 
     Raises:
         RunError: they are another optimizer's, or not of the parameters' shapes and dtypes; these are named.
     """
-    saved = checkpoint.facts.get("optimizer")
+    saved, name = checkpoint.facts.get("optimizer"), line["name"]
+    wanted_slots = (*OPTIMIZERS[name].numbers, *(kept_slots(line) or OPTIMIZERS[name].optional))
     if saved != name:
         raise RunError(
             BAD_STATE, f"`{checkpoint.folder}` holds the state of `{saved}`, the plan's optimizer is `{name}`",
@@ -145,17 +143,17 @@ def restore_optimizer(
         if kind != "optimizer":
             continue
         slots.setdefault(owner, []).append(slot)
-        if owner not in forms or slot not in _SLOTS[name]:
+        if owner not in forms or slot not in wanted_slots:
             faults.append(f"`{key}` is no state of `{name}`")
-        elif slot == "step":
+        elif slot in OPTIMIZERS[name].numbers:
             is_number = shape == () and checkpoint.dtypes[key] == torch.float32
             faults += [] if is_number else [f"`{key}` is {_type_of(checkpoint, key)} there, not a number of float32"]
-            steps.append(key)
+            steps += [key] * (slot == "step")
         elif (shape, checkpoint.dtypes[key]) != forms[owner]:
             wanted = f"{forms[owner][1]} {list(forms[owner][0])}".removeprefix("torch.")
             faults.append(f"`{key}` is {_type_of(checkpoint, key)} there, its parameter {wanted}")
-    faults += [f"`{owner}` has {', '.join(f'`{slot}`' for slot in held)} alone, not all of {', '.join(_SLOTS[name])}"
-               for owner, held in slots.items() if len(held) < len(_SLOTS[name])]  # fmt: skip
+    faults += [f"`{owner}` has {', '.join(f'`{slot}`' for slot in held)} alone, not all of {', '.join(wanted_slots)}"
+               for owner, held in slots.items() if len(held) < len(wanted_slots)]  # fmt: skip
     if not faults:
         with checkpoint.tensors() as files:
             done = {key: float(files.whole(key)) for key in steps}

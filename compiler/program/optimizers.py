@@ -1,0 +1,83 @@
+"""Optimizers of ``torch.optim`` that update each entry of a parameter from the same entry of its gradient and of their
+state: so a rank updates its own part of a split parameter, and nothing is sent.
+
+One row says all that parc knows of an optimizer. Its defaults and its arithmetic are torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+_BETAS = ("betas", "eps")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerRow:
+    """An optimizer: its class in ``torch.optim``, the clauses of a line that it takes, and further arguments."""
+
+    made: str
+    clauses: tuple[str, ...] = _BETAS
+    arguments: Mapping[str, type] = field(default_factory=dict)
+    """The further arguments, with the types of their values."""
+    tensors: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+    """The names of its state that are tensors like the parameter."""
+    optional: Mapping[str, str] = field(default_factory=dict)
+    """More such names, each with the clause or the argument without which it is not kept."""
+    numbers: Mapping[str, float] = field(default_factory=lambda: {"step": 0.0})
+    """The names of its state that are one number, with their first values."""
+    fused: bool = False
+    """True where torch updates all parameters in one kernel, which parc then takes."""
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """All names of its state."""
+        return (*self.numbers, *self.tensors, *self.optional)
+
+
+OPTIMIZERS: dict[str, OptimizerRow] = {
+    "adamw": OptimizerRow(
+        made="AdamW", arguments={"amsgrad": bool}, optional={"max_exp_avg_sq": "amsgrad"}, fused=True,
+        weight_decay=0.01,
+    ),
+    "sgd": OptimizerRow(
+        made="SGD", clauses=("momentum", "nesterov"), arguments={"dampening": float}, tensors=(), numbers={},
+        optional={"momentum_buffer": "momentum"},
+    ),
+    "adam": OptimizerRow(
+        made="Adam", arguments={"amsgrad": bool}, optional={"max_exp_avg_sq": "amsgrad"}, fused=True
+    ),
+    "nadam": OptimizerRow(
+        made="NAdam", arguments={"momentum_decay": float, "decoupled_weight_decay": bool},
+        numbers={"step": 0.0, "mu_product": 1.0},
+    ),
+    "radam": OptimizerRow(made="RAdam", arguments={"decoupled_weight_decay": bool}),
+    "adamax": OptimizerRow(made="Adamax", tensors=("exp_avg", "exp_inf")),
+    "adagrad": OptimizerRow(
+        made="Adagrad", clauses=("eps",), arguments={"lr_decay": float}, tensors=("sum",), eps=1e-10
+    ),
+    "adadelta": OptimizerRow(
+        made="Adadelta", clauses=("eps",), arguments={"rho": float}, tensors=("square_avg", "acc_delta"), eps=1e-6
+    ),
+    "rmsprop": OptimizerRow(
+        made="RMSprop", clauses=("eps", "momentum"), arguments={"alpha": float, "centered": bool},
+        tensors=("square_avg",), optional={"momentum_buffer": "momentum", "grad_avg": "centered"},
+    ),
+}  # fmt: skip
+NOT_BY_ENTRY = {
+    "adafactor": "scales an entry by the means of its row and column",
+    "lbfgs": "takes the loss several times in a step",
+    "muon": "updates an entry of a matrix from all others",
+    "sparseadam": "reads sparse gradients",
+}
+"""Optimizers of torch that are not such, with the reason."""
+NUMBERS = frozenset(name for row in OPTIMIZERS.values() for name in row.numbers)
+
+
+def kept_slots(line: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of the state tensors that an optimizer keeps of each parameter, for its line's facts."""
+    row, given = OPTIMIZERS[line["name"]], {**line, **line.get("arguments", {})}
+    return (*row.tensors, *(name for name, argument in row.optional.items() if given.get(argument)))

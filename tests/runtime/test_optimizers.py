@@ -1,0 +1,77 @@
+"""Optimizers of torch by their names: the same updates on parts of parameters, and state that a run goes on from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import parc
+from parc.compiler.program.optimizers import NOT_BY_ENTRY, OPTIMIZERS, kept_slots
+from parc.grammar.diagnostics import PlanError, render
+from tests.checked_plans import checked, compiled
+from tests.runtime.ranks import run_ranks
+from tests.runtime.tiny import BOTH, EXAMPLES, PLAN, batch, build
+
+ARGUMENTS = {
+    "adamw": "(amsgrad=true)", "adam": "", "sgd": "(dampening=0.1)", "nadam": "(momentum_decay=0.01)", "radam": "",
+    "adamax": "", "adagrad": "(lr_decay=0.1)", "adadelta": "(rho=0.8)", "rmsprop": "(alpha=0.9, centered=true)",
+}  # fmt: skip
+LINE = "adamw lr 1e-2 eps 1e-5 weight_decay 0.1 clip 1.0"
+
+
+def plan(name: str) -> str:
+    assert ARGUMENTS.keys() == OPTIMIZERS.keys()
+    more = " momentum 0.9" if "momentum" in OPTIMIZERS[name].clauses else ""
+    more += " eps 1e-5" if "eps" in OPTIMIZERS[name].clauses else ""
+    return PLAN.replace(LINE, f"{name} {ARGUMENTS[name]} lr 1e-2{more} weight_decay 0.1 clip 1.0")
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_ranks_update_their_parts_as_one_device_updates_the_whole(name: str) -> None:
+    made = compiled(plan(name) + BOTH + "zero 1 over dp\n", EXAMPLES)
+    assert checked(made).report["checks"]["numbers"] == "tested"
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_run_goes_on_from_its_state(name: str, tmp_path: Path) -> None:
+    """Three steps, beside two, a checkpoint, and the third in another session; and the state is what a report says."""
+    folder = build(tmp_path, "", plan(name))
+    with parc.load(folder) as whole, parc.load(folder) as begun, parc.load(folder) as later:
+        for step in range(3):
+            whole.step(batch(step))
+        for step in range(2):
+            begun.step(batch(step))
+        begun.save(tmp_path / "saved")
+        later.restore(tmp_path / "saved")
+        later.step(batch(2))
+        wanted, found = whole.state_dict(), later.state_dict()
+    assert all(torch.equal(wanted[key], found[key]) for key in wanted)
+    report, line = (json.loads((folder / f"{file}.json").read_text()) for file in ("report", "manifest"))
+    state = report["memory"][0]["state"]
+    assert state["optimizer"] == len(kept_slots(line["optimizer"])) * state["parameters"]
+
+
+def parts(folder: str) -> dict[str, torch.Tensor]:
+    with parc.load(folder) as session:
+        for step in range(2):
+            session.step(batch(step))
+        return session.state_dict()
+
+
+def test_real_ranks_keep_state_of_their_parts(tmp_path: Path) -> None:
+    wanted = parts(str(build(tmp_path / "one", "", plan("rmsprop"))))
+    split = build(tmp_path / "four", "mesh dp=2\nshard tokens, targets [B/dp, _]\nzero 2 over dp\n", plan("rmsprop"))
+    for found in run_ranks(parts, 2, str(split)):
+        for name, value in wanted.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", NOT_BY_ENTRY)
+def test_what_is_no_update_of_each_entry_by_itself_is_refused(name: str) -> None:
+    with pytest.raises(PlanError) as refused:
+        compiled(PLAN.replace(LINE, f"{name} lr 1e-2"), EXAMPLES)
+    text = render(refused.value.diagnostics[0])
+    assert NOT_BY_ENTRY[name] in text and "P0010" in text and "a rank has parts of parameters" in text
