@@ -24,7 +24,7 @@ from parc.desugar import desugar
 from parc.grammar.diagnostics import PlanError, Severity, render
 from tests.captured_once import compile_once
 from tests.checked_plans import checked, compiled
-from tests.family_plans import plan_text
+from tests.family_plans import expert_plan_text, plan_text
 from tests.runtime.ranks import run_ranks
 from tests.runtime.tiny import EXAMPLES
 from tests.test_desugar import messages
@@ -84,6 +84,16 @@ def test_experts_get_parts_of_sequences_or_gather_them(inside: str) -> None:
     assert not [found for found in warnings_of(made) if found.severity is not Severity.NOTE]
     exchanged = {row["wire_bytes"] for row in report["communication"] if row["op"] == "exchange"}
     assert exchanged == {1024 if inside else 512}
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe", "DeepseekV3", "GptOss"])
+def test_a_family_of_experts_splits_its_sequences(name: str) -> None:
+    text = expert_plan_text(name).replace("ep=$ep)", "ep=$ep, sequence=tp)")
+    report = checked(compiled(text, ROOT, tp=2, ep=2)).report
+    assert report["checks"]["numbers"] == "tested"
+    counts = activations(report)
+    summed = 2 if name == "GptOss" else 0  # its experts add a bias to their rows, which are whole before
+    assert counts["forward", "reduce_scatter"] and counts["forward", "all_reduce"] == summed
 
 
 BESIDE = {
