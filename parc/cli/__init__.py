@@ -18,6 +18,7 @@ COMMANDS = {
     "check": "read a plan and say everything that is wrong with it; writes nothing",
     "build": "turn a plan into per-rank programs, checked",
     "run": "train a build, or a plan",
+    "export": "write the weights of a checkpoint for transformers, or for the plain module",
     "verify": "prove and test a build again, from its files and its plan",
     "show": "what a build holds: placements, programs, communication, memory",
     "fmt": "rewrite plan files in their one canonical text",

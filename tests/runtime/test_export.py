@@ -1,0 +1,141 @@
+"""Weights of a run for others: files that transformers and plain modules load, whatever the mesh was."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, load_model
+
+import parc
+from parc.checking.reports import report_of
+from parc.cli import main
+from parc.compiler.build.directory import write_build
+from parc.compiler.plan.plan import read_plan
+from parc.compiling.driver import compile_plan
+from parc.grammar.source import Source
+from tests.runtime.ranks import run_ranks
+
+MODELS = """
+import torch
+from torch import nn
+
+
+def llama(tied=False):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=16, tie_word_embeddings=tied, use_cache=False,
+    ))
+
+
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.norm, self.head = nn.Embedding(32, 6), nn.BatchNorm1d(6), nn.Linear(6, 32, bias=False)
+        self.head.weight = self.table.weight
+        self.register_buffer("scale", torch.arange(6.0))
+
+    def forward(self, input_ids):
+        return self.head(self.norm((self.table(input_ids) * self.scale).flatten(0, 1)).unflatten(0, input_ids.shape))
+"""
+PLAN = """\
+model "./models.py:{model}" ({arguments})
+input input_ids int64 [B, S]
+input targets int64 [B, S]
+sizes B=4, S=8
+loss cross_entropy({logits}, targets)
+optimizer adamw lr 1e-2
+data synthetic
+"""
+SPLIT = """\
+mesh dp=2, tp=2
+shard input_ids, targets [B/dp, _]
+include "parc:llama" (tp=2)
+zero 1 over dp
+"""
+
+
+def built(
+    folder: Path, lines: str = "", model: str = "llama", arguments: str = "", logits: str = "output.logits"
+) -> Path:
+    (folder / "models.py").write_text(MODELS)
+    text = PLAN.format(model=model, arguments=arguments, logits=logits) + lines
+    made = compile_plan(read_plan(Source("plan.parc", text)), folder)
+    write_build(made.to_write(report_of(made)), folder / "build")
+    return folder / "build"
+
+
+def trained(build: str, saved: str) -> dict[str, torch.Tensor]:
+    with parc.load(build) as session:
+        session.step()
+        session.save(saved)
+        return session.state_dict()
+
+
+def export(folder: Path, out: str, *words: str) -> int:
+    return main(["export", str(folder / "build"), str(folder / "saved"), "-o", str(folder / out), *words])
+
+
+def loaded(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    model, said = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not said["missing_keys"] and not said["unexpected_keys"] and not said["mismatched_keys"]
+    return model
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_transformers_loads_what_split_ranks_have_trained(tied: bool, tmp_path: Path) -> None:
+    build = built(tmp_path, SPLIT, arguments=f"tied={str(tied).lower()}")
+    wanted = run_ranks(trained, 4, str(build), str(tmp_path / "saved"))[0]
+    assert export(tmp_path, "out", "--shard-size", "6KB") == 0
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert ("lm_head.weight" in index["weight_map"]) != tied
+    assert all(file.stat().st_size < 9000 for file in (tmp_path / "out").glob("*.safetensors"))
+    model = loaded(tmp_path / "out")
+    assert model.config.tie_word_embeddings == tied and type(model).__name__ == "LlamaForCausalLM"
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in wanted.items())
+    assert export(tmp_path, "narrow", "--dtype", "bf16") == 0
+    assert loaded(tmp_path / "narrow").dtype == torch.bfloat16
+
+
+def test_a_plan_begins_with_what_another_has_trained(tmp_path: Path) -> None:
+    wanted = trained(str(built(tmp_path)), str(tmp_path / "saved"))
+    assert export(tmp_path, "out", "--shard-size", "6KB") == 0
+    with parc.load(built(tmp_path, 'init from "out"\n')) as session:
+        found = session.state_dict()
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+
+
+def test_a_plain_module_loads_one_file_with_its_buffers(tmp_path: Path) -> None:
+    wanted = trained(str(built(tmp_path, model="Own", logits="output")), str(tmp_path / "saved"))
+    assert export(tmp_path, "own.safetensors") == 0
+    assert load_file(tmp_path / "own.safetensors").keys() == wanted.keys() - {"head.weight"}
+    scope: dict[str, Any] = {"__name__": "models"}
+    exec(MODELS, scope)
+    module = scope["Own"]()
+    load_model(module, tmp_path / "own.safetensors")
+    assert all(torch.equal(module.state_dict()[name], value) for name, value in wanted.items())
+    assert int(module.norm.num_batches_tracked) == 1 and not torch.equal(module.norm.running_mean, torch.zeros(6))
+
+
+def test_what_cannot_be_exported_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trained(str(built(tmp_path)), str(tmp_path / "saved"))
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine.txt").write_text("mine")
+    assert export(tmp_path, "full") == 1
+    assert "exists; it is left as it is" in capsys.readouterr().err
+    assert export(tmp_path, "out", "--shard-size", "5") == 2
+    (tmp_path / "other").mkdir()
+    built(tmp_path / "other", model="Own", logits="output")
+    (tmp_path / "build").rename(tmp_path / "first")
+    (tmp_path / "other" / "build").rename(tmp_path / "build")
+    assert export(tmp_path, "out") == 1
+    assert "is a checkpoint of another model" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == []
+    assert not (tmp_path / "out").exists()
