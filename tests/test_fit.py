@@ -121,6 +121,12 @@ def test_the_report_says_what_was_chosen_and_a_plan_in_primitives_has_it() -> No
     }
 
 
+def test_nothing_is_made_again_where_all_fits() -> None:
+    """Norms and masks of dropout have no products, and take time all the same."""
+    size = peaks(plan(""))["stage0"]
+    assert policies(plan(f"recompute blocks.* fit {size}B\n")) == "000"
+
+
 def test_sizes_of_a_range_make_again_what_the_largest_do() -> None:
     size = peaks(plan("recompute blocks.*\n"))["stage0"]
     made = plan(f"recompute blocks.* fit {size + 2000}B\n", length="4..16 by 4")

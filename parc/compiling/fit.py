@@ -201,7 +201,9 @@ class _Search(Generic[Made]):
         assert self.line.fit is not None
         size = self.line.fit
         roles = {
-            name: _RoleSearch({block: [costs[name].get(block, BlockCost()) for costs in self.costs]
+            # of two policies with the same products, the one that makes less again comes first
+            name: _RoleSearch({block: [costs[name].get(block, BlockCost()) + BlockCost(0, policy)
+                                       for policy, costs in enumerate(self.costs)]
                                for block in self.scopes if block in own})
             for name, own in self.costs[0].items()
         }  # fmt: skip
@@ -223,9 +225,11 @@ class _Search(Generic[Made]):
         return made, Fitted(self.line, policies, stages_of(made, self.scopes), fits)
 
     def _role_fit(self, name: str, role: _RoleSearch, chosen: int) -> RoleFit:
-        counts = Counter(role.policies(chosen).values())
-        step = sum(cost.work for cost in self.costs[0][name].values())
-        again = (role.options[chosen].work - role.options[0].work) / step if step else 0.0
+        policies = role.policies(chosen)
+        counts, plain = Counter(policies.values()), self.costs[0][name]
+        step = sum(cost.work for cost in plain.values())
+        more = sum(self.costs[policy][name][block].work - plain[block].work for block, policy in policies.items())
+        again = more / step if step else 0.0
         return RoleFit(name, tuple(counts[policy] for policy in range(len(POLICIES))), role.peaks[chosen],
                        round(again, 4), role.peaks.get(chosen - 1))  # fmt: skip
 
