@@ -100,7 +100,7 @@ def worker(build: Path, limit: int) -> None:
         join_processes()
         dist.all_reduce(torch.zeros(1))  # starts gloo's threads
     check_source_of(open_build(build))  # imports the model's code
-    make_optimizer({"w": torch.zeros(1)}, {**open_build(build).manifest["optimizer"], "no_decay": []})
+    make_optimizer({"w": torch.zeros(1)}, {**open_build(build).manifest["optimizer"], "groups": []})
     with limited(limit) as said:
         session = parc.load(build)
         for _ in range(STEPS):

@@ -31,6 +31,10 @@ def _number(item: Item) -> bool:
     return isinstance(item, Number) and not item.unit
 
 
+def _rate(item: Item) -> bool:
+    return _number(item) or isinstance(item, String | Layout)
+
+
 def _size(item: Item) -> bool:
     return isinstance(item, Number) and item.unit == "B" and item.value > 0
 
@@ -62,7 +66,9 @@ ARGUMENT_KINDS: dict[str, ArgumentKind] = {
     "N": ArgumentKind("a whole number", lambda item: isinstance(item, Number) and item.is_integer),
     "X": ArgumentKind("a number", _number),
     "RATE": ArgumentKind(
-        "a number, or `cosine`, `linear` or `wsd` and a number", _number, leads=frozenset({"cosine", "linear", "wsd"})
+        "a number, `cosine`, `linear` or `wsd` and a number, or `table` and a file or rows",
+        _rate,
+        leads=frozenset({"cosine", "linear", "wsd", "table"}),
     ),
     "SCALE": ArgumentKind(
         "a number, or `dynamic`", lambda item: _number(item) or (isinstance(item, Word) and item.text == "dynamic")

@@ -148,12 +148,13 @@ class Usage:
         word = fault.primary.span.text
         others = [{slot.name for slot in other} for other in self.forms if any(
             slot.keyword and slot.name.split(" ")[0] == word for slot in other)]  # fmt: skip
-        rivals = [slot.name for slot in form if slot.keyword and slot.name in found]
-        rival = next((name for name in rivals if others and not any(name in names for names in others)), None)
+        rivals = [slot for slot in form if slot.name in found]
+        rival = next((slot for slot in rivals if others and not any(slot.name in names for names in others)), None)
         if rival is None:
             return fault
-        message = f"`{self.verb}` takes `{rival}` or `{word}`, not both"
-        related = (Label(found.span(rival), f"`{rival}`"),)
+        named = rival.name if rival.keyword else found.span(rival.name).text
+        message = f"`{self.verb}` takes `{named}` or `{word}`, not both"
+        related = (Label(found.span(rival.name), f"`{named}`"),)
         return replace(fault, message=message, related=related, help=f"remove one of them; usage: {self.text}")
 
 

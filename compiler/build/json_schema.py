@@ -71,8 +71,10 @@ MANIFEST_FORM: Form = {
     "microbatches": int,
     "optimizer": {
         "name": str, "shape": str, "lr": _NUMBER, "warmup": int, "to": (int, float, _NONE), "over": (int, _NONE),
-        "no_decay": [str], "weight_decay": _NUMBER, "clip": (int, float, _NONE), "eps": _NUMBER,
+        "groups": [{"parameters": [str], "set": _LITERALS}], "weight_decay": _NUMBER,
+        "clip": (int, float, _NONE), "eps": _NUMBER,
         "betas": FieldRow(_NUMBER, 2), "momentum": _NUMBER, "nesterov": bool, "arguments?": _LITERALS, "fall?": int,
+        "table?": [FieldRow(_NUMBER, 2)],
     },
     "frozen": [str],
     "accumulate": str,

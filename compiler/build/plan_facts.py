@@ -11,8 +11,10 @@ from ..plan.directives.optimizer import Optimizer
 from ..plan.directives.precision import TYPES
 from ..plan.directives.schedule import ACCUMULATE
 from ..plan.plan import Plan
+from ..plan.rates import RATE_TABLE
 from ..program.faults import Fault
 from ..program.loss_scale import initial_state
+from ..program.optimizers import grouped
 from ..resolve.names import PlanNames, find_parameters
 from ..resolve.pattern import ANY_DEPTH, Pattern
 from ..sizes.polynomials import moving
@@ -83,13 +85,14 @@ def data_facts(line: Data | None) -> dict[str, Any] | None:
 def _optimizer_facts(line: Optimizer, steps: int | None) -> dict[str, Any]:
     """Return the facts of the ``optimizer`` line in the manifest's form. A learning rate that falls gets its last
     step."""
-    over = line.over if line.over is not None else steps
+    over = None if line.shape in ("constant", RATE_TABLE) else line.over if line.over is not None else steps
     return {
-        "shape": line.shape, "warmup": line.warmup, "to": line.to, "over": None if line.shape == "constant" else over,
+        "shape": line.shape, "warmup": line.warmup, "to": line.to, "over": over,
         "name": line.name, "lr": line.lr, "weight_decay": line.weight_decay, "clip": line.clip, "eps": line.eps,
         "betas": list(line.betas), "momentum": line.momentum, "nesterov": line.nesterov,
         **({"arguments": dict(line.values)} if line.values else {}),
         **({"fall": line.fall} if line.fall else {}),
+        **({"table": [list(row) for row in line.table]} if line.table else {}),
     }  # fmt: skip
 
 
@@ -118,8 +121,8 @@ def _name_faults(manifest: Mapping[str, Any], plan: Plan) -> Iterator[Fault]:
         matches = (find_parameters(word, names) for word in words)
         return {name for each in matches if isinstance(each, tuple) for name in each}
 
-    if meant(plan.optimizer.no_decay) != set(manifest["optimizer"]["no_decay"]):
-        yield fact_fault("`optimizer.no_decay` is not what the plan's `decay off on` names")
+    if grouped((line.given, meant(line.where)) for line in plan.groups) != manifest["optimizer"]["groups"]:
+        yield fact_fault("`optimizer.groups` are not what the plan's `optimizer on` lines say")
     if not meant(plan.frozen) & stored.keys() <= set(manifest["frozen"]):
         yield fact_fault("`frozen` lacks what the plan freezes")
     for line, fact in zip(plan.precision, manifest["precision"], strict=True):

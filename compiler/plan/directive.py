@@ -42,6 +42,11 @@ class Directive:
     arguments: Arguments = field(compare=False, repr=False)
 
     @classmethod
+    def form(cls, arguments: Arguments) -> type[Directive]:
+        """Return the class of a statement with these arguments, where a verb's forms mean different things."""
+        return cls
+
+    @classmethod
     def read(cls, arguments: Arguments) -> Self:
         """Read the directive of a statement that matches ``USAGE``. Values that make no sense are left to ``check``."""
         readers = {one.name: one.metadata["read"] for one in fields(cls) if one.metadata}

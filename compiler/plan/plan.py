@@ -55,8 +55,10 @@ from .directives.zero import Zero
 from .include import NAME_A_PLAN, Expanded, has_plan_name, read_source
 from .layouts import Fix, SplitWeights
 from .limits import Promise
+from .optimizer_group import OptimizerGroup
+from .rates import with_table
 
-MESH = "mesh"
+MESH, OPTIMIZER = "mesh", "optimizer"
 MOST_ERRORS = 100
 REQUIRED: dict[str, str] = {
     "model": 'model "./model.py:Model" (width=64)',
@@ -80,6 +82,7 @@ class Plan:
     loss: Loss
     data: Data | None
     optimizer: Optimizer
+    groups: tuple[OptimizerGroup, ...]
     seed: int
     steps: int | None
     mesh: Mesh
@@ -181,7 +184,8 @@ def _with_defines(diagnostic: Diagnostic, defines: Mapping[str, str]) -> Diagnos
 
 
 def _kept(statements: Sequence[Statement], axes: tuple[Setting, ...]) -> tuple[Statement, ...]:
-    """The plan's text with nothing included: no ``let``, and one ``mesh`` line of all axes."""
+    """The plan's text with nothing included: no ``let``, one ``mesh`` line of all axes, and rates in place of the file
+    that has them."""
     kept: list[Statement] = []
     for statement in statements:
         if statement.verb.text == MESH:
@@ -189,7 +193,7 @@ def _kept(statements: Sequence[Statement], axes: tuple[Setting, ...]) -> tuple[S
                 continue
             statement = replace(statement, phrases=(Phrase(axes, statement.phrases[0].span),))
         if statement.verb.text != LET:
-            kept.append(statement)
+            kept.append(with_table(statement) if statement.verb.text == OPTIMIZER else statement)
     return tuple(kept)
 
 
@@ -207,7 +211,7 @@ def _read_directives(statements: Sequence[Statement]) -> tuple[tuple[Directive, 
         arguments, found = parse_usage(kind.USAGE).match(statement)
         errors.extend(found)
         if arguments is not None:
-            directives.append(kind.read(arguments))
+            directives.append(kind.form(arguments).read(arguments))
     return tuple(directives), tuple(errors)
 
 
@@ -244,7 +248,10 @@ def _check(scope: Scope, source: Source) -> Iterator[Diagnostic]:
         yield from line.check(scope)
     names = [line.arguments.words("name")[0] for line in scope.all(Input)]
     yield from check_unique(tuple(names), "input")
-    present = {line.arguments.statement.verb.text for line in scope.directives} | scope.broken
+    first_forms = {
+        line.arguments.statement.verb.text for line in scope.directives if not isinstance(line, OptimizerGroup)
+    }
+    present = first_forms | scope.broken
     for required, example in REQUIRED.items():
         if required not in present:
             message = f"`{source.name}` has no `{required}` line"
@@ -283,6 +290,7 @@ def _assemble(
         loss=loss,
         data=one(Data),
         optimizer=optimizer,
+        groups=scope.all(OptimizerGroup),
         seed=seed.value if seed is not None else 0,
         steps=steps.value if steps is not None else None,
         mesh=scope.mesh,

@@ -6,7 +6,7 @@ One row says all that parc knows of an optimizer. Its defaults and its arithmeti
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,3 +81,31 @@ def kept_slots(line: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of the state tensors that an optimizer keeps of each parameter, for its line's facts."""
     row, given = OPTIMIZERS[line["name"]], {**line, **line.get("arguments", {})}
     return (*row.tensors, *(name for name, argument in row.optional.items() if given.get(argument)))
+
+
+Groups = Sequence[Mapping[str, Any]]
+"""Groups of parameters, each with their names and what is set for them."""
+
+
+def grouped(lines: Iterable[tuple[Mapping[str, Any], Iterable[str]]]) -> Groups:
+    """Return the groups that lines make. A line gives arguments to parameters; each argument is that of the last line
+    that has it.
+
+    >>> for group in grouped([({"lr": 0.1}, ["a", "b"]), ({"weight_decay": 0.0}, ["b", "c"]), ({"lr": 0.2}, ["c"])]):
+    ...     print(group["parameters"], group["set"])
+    ['a'] {'lr': 0.1}
+    ['b'] {'lr': 0.1, 'weight_decay': 0.0}
+    ['c'] {'lr': 0.2, 'weight_decay': 0.0}
+    """
+    own: dict[str, dict[str, Any]] = {}
+    for given, names in lines:
+        for name in names:
+            own.setdefault(name, {}).update(given)
+    groups: list[dict[str, Any]] = []
+    for name, arguments in sorted(own.items()):
+        arguments = dict(sorted(arguments.items()))
+        group = next((group for group in groups if group["set"] == arguments), None)
+        if group is None:
+            groups.append(group := {"parameters": [], "set": arguments})
+        group["parameters"].append(name)
+    return groups

@@ -26,6 +26,7 @@ from ..plan.directives.sequence import Sequence
 from ..plan.layouts import DimLayout, Factor, Fix, SplitWeights
 from ..plan.plan import Plan
 from ..plan.sub_dims import DimSplit, cut_dims, multiples
+from ..program.optimizers import Groups, grouped
 from ..sizes.size_range import BATCH, SizeRange
 from .compress_lines import CompressLine, compress_lines
 from .idle_axes import idle_axes
@@ -44,13 +45,13 @@ __all__ = ["PlanNames", "Resolved", "WeightUse", "ZeroLine", "input_faults", "re
 @dataclass(frozen=True, slots=True)
 class Resolved:
     """The lines of a plan resolved: seeds in the order of the lines, at most one for a value and axis, none on axes of
-    size 1; warnings; parameters that are not trained, and those without weight decay; and the types in which modules
+    size 1; warnings; parameters that are not trained, and the optimizer's groups; and the types in which modules
     compute."""
 
     seeds: tuple[PlacementSeed, ...]
     warnings: tuple[Diagnostic, ...]
     frozen: frozenset[str] = frozenset()
-    no_decay: frozenset[str] = frozenset()
+    groups: Groups = ()
     pads: Pads = field(default_factory=dict)
     """The dims of parameters that are longer than the model's, so that their splits divide them."""
     precision: tuple[tuple[str, tuple[str, ...], int], ...] = ()
@@ -93,15 +94,14 @@ def resolve(
     recompute, unkept = recompute_lines(plan, names)
     resolver.diagnostics += [*errors, *wrong, *unkept]
     resolver.diagnostics += find_cuts(plan, names)[1]
-    frozen, no_decay = (
-        frozenset(resolver.found(words, find_parameters)) for words in (plan.frozen, plan.optimizer.no_decay)
-    )
+    frozen = frozenset(resolver.found(plan.frozen, find_parameters))
+    groups = grouped((line.given, resolver.found(line.where, find_parameters)) for line in plan.groups)
     if any(diagnostic.is_error for diagnostic in resolver.diagnostics):
         raise PlanError(resolver.diagnostics)
     resolver.diagnostics += idle_axes(plan, resolver.seeds.found.values())
     return Resolved(
         resolver.seeds.in_order(plan),
-        tuple(resolver.diagnostics), frozen, no_decay, pads_by_value(resolver.seeds.pads.items()), precision, zero,
+        tuple(resolver.diagnostics), frozen, groups, pads_by_value(resolver.seeds.pads.items()), precision, zero,
         compress, resolver.views, recompute,
     )  # fmt: skip
 

@@ -106,6 +106,8 @@ def _show(given: argparse.Namespace, path: Path) -> int:
     print(text_table(_folded(parameters, build.report.get("placed", {})), head, right=(1, 5)) + "\n")
     split = [kind for row in parameters for kind in row["placement"].values() if kind not in ("I", "R")]
     print("".join(f"{sentence}\n" for sentence in in_words(split)))
+    if groups := _groups(build):
+        print(text_table(groups, ("optimizer groups", "parameters", ""), right=(1,)) + "\n")
     print(_communication(build) + "\n")
     lines = [(p["role"], p["action"], p["file"], p["lines"], p["collectives"]) for p in programs]
     print(text_table(lines, ("role", "action", "program", "lines", "collectives"), right=(3, 4)))
@@ -224,6 +226,22 @@ def _folded(parameters: list[dict[str, Any]], lines: dict[str, str]) -> list[tup
     return [(pattern_of([row["name"] for row in rows], every), f"x{len(rows)}" if len(rows) > 1 else "", type_,
              placement, line, size_text(sum(row["local_bytes"] for row in rows)))
             for (_, type_, placement, line), rows in groups.items()]  # fmt: skip
+
+
+def _groups(build: Build) -> list[tuple[object, ...]]:
+    """Return rows of a table of the optimizer's groups: what is set for each, its parameters' number and patterns."""
+    line, frozen = build.manifest["optimizer"], {*build.manifest["frozen"]}
+    trained = [name for name in build.manifest["parameters"] if name not in frozen]
+    rows: list[tuple[object, ...]] = []
+    for group in line["groups"]:
+        alike: dict[str, list[str]] = {}
+        for name in sorted({*group["parameters"]} - frozen, key=natural):
+            alike.setdefault(starred(name), []).append(name)
+        given = ", ".join(f"{name} {value}" for name, value in group["set"].items())
+        names = ", ".join(pattern_of(names, trained) for names in alike.values())
+        rows.append((given, sum(map(len, alike.values())), names))
+    own = len(trained) - sum(int(str(row[1])) for row in rows)
+    return [(f"lr {line['lr']}, weight_decay {line['weight_decay']}", own, "all others"), *rows] if rows else []
 
 
 def pattern_of(names: Sequence[str], every: Sequence[str]) -> str:

@@ -324,7 +324,7 @@ def manifest_of(compiled: Compiled) -> dict[str, Any]:
         "parc": parc.__version__,
         "torch": torch.__version__.split("+")[0],
         "folder": ".",
-        "optimizer": {**facts["optimizer"], "no_decay": sorted(compiled.resolved.no_decay)},
+        "optimizer": {**facts["optimizer"], "groups": list(compiled.resolved.groups)},
         "frozen": sorted(compiled.frozen),
         "precision": [{**fact, "modules": list(line.modules), "line": line.line}
                       for fact, line in zip(facts["precision"], precision, strict=True)],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,22 +18,27 @@ from .checkpoint import Checkpoint, refuse
 
 def make_optimizer(parameters: Mapping[str, torch.Tensor], line: Mapping[str, Any]) -> torch.optim.Optimizer:
     """Return the plan's optimizer over tensors that require no autograd of their own."""
-    tensors = list(parameters.values())
-    kept = [value for name, value in parameters.items() if name not in line["no_decay"]]
-    free = [value for name, value in parameters.items() if name in line["no_decay"]]
-    groups: list[dict[str, Any]] = (
-        [{"params": kept}, {"params": free, "weight_decay": 0.0}] if free else [{"params": kept}]
-    )
+    own = {name for group in line["groups"] for name in group["parameters"]}
+    groups: list[dict[str, Any]] = [{"params": [value for name, value in parameters.items() if name not in own]}]
+    for group in line["groups"]:
+        members = [parameters[name] for name in group["parameters"] if name in parameters]
+        groups += [{**group["set"], "params": members}] if members else []
     row = OPTIMIZERS[line["name"]]
     arguments: dict[str, Any] = {name: line[name] for name in row.clauses} | line.get("arguments", {})
     if row.fused:
-        arguments["fused"] = all(tensor.is_floating_point() for tensor in tensors) or None
+        arguments["fused"] = all(tensor.is_floating_point() for tensor in parameters.values()) or None
     else:
         arguments["foreach"] = True
     made: torch.optim.Optimizer = getattr(torch.optim, row.made)(
         groups, lr=line["lr"], weight_decay=line["weight_decay"], **arguments
     )
+    for group in made.param_groups:
+        group[_RATIO] = group["lr"] / line["lr"] if line["lr"] else 1.0
     return made
+
+
+_RATIO = "parc_ratio"
+"""The key of a group's rate as a multiple of the line's."""
 
 
 def rate(line: Mapping[str, Any], step: int) -> float:
@@ -45,6 +51,8 @@ def rate(line: Mapping[str, Any], step: int) -> float:
     >>> [rate({**line, "shape": "wsd", "fall": 2}, step) for step in range(1, 8)]
     [0.5, 1.0, 1.0, 1.0, 0.75, 0.5, 0.5]
     """
+    if line["shape"] == "table":
+        return _between(line["table"], step)
     peak = float(line["lr"])
     if step <= line["warmup"]:
         return peak * step / int(line["warmup"])
@@ -54,6 +62,19 @@ def rate(line: Mapping[str, Any], step: int) -> float:
     done = max(0.0, min(1.0, (step - begins) / (line["over"] - begins)))
     left = (1 + math.cos(math.pi * done)) / 2 if line["shape"] == "cosine" else 1 - done
     return float(line["to"] + (peak - line["to"]) * left)
+
+
+def _between(table: Sequence[tuple[int, float]], step: int) -> float:
+    """Return the rate of a step from a table of steps and rates.
+
+    >>> [_between([(2, 1.0), (4, 0.0)], step) for step in range(1, 6)]
+    [1.0, 1.0, 0.5, 0.0, 0.0]
+    """
+    at = bisect_right(table, step, key=lambda row: row[0])
+    if at in (0, len(table)):
+        return float(table[max(at - 1, 0)][1])
+    (begin, first), (end, last) = table[at - 1 : at + 1]
+    return float(first + (last - first) * (step - begin) / (end - begin))
 
 
 def update(
@@ -69,7 +90,7 @@ def update(
     parameters, one is updated after the other: no more of the state than a unit's is at work at once."""
     for group in optimizer.param_groups:
         if lr is not None:
-            group["lr"] = lr
+            group["lr"] = lr * group[_RATIO]
     given = [gradients[name] for name in parameters if name in gradients]
     if clip is not None and grad_norm is not None and given:
         torch._foreach_mul_(given, torch.clamp(clip / (grad_norm + 1e-6), max=1.0))

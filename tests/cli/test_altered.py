@@ -71,7 +71,9 @@ MUTANTS: dict[str, Callable[[dict[str, Any]], None]] = {
     "mesh": lambda m: m["mesh"].update(dp=2),
     "microbatches": lambda m: m.update(microbatches=10**9),
     "optimizer": lambda m: m["optimizer"].update(clip=None),
-    "optimizer.no_decay": lambda m: m["optimizer"].update(no_decay=["norm.weight"]),
+    "optimizer.groups": lambda m: m["optimizer"].update(
+        groups=[{"parameters": ["norm.weight"], "set": {"weight_decay": 0.0}}]
+    ),
     "accumulate": lambda m: m.update(accumulate="bfloat16"),
     "precision": lambda m: m.update(precision=[{"type": "bfloat16", "modules": [""], "line": 1}]),
     "data": lambda m: m.update(data=None),

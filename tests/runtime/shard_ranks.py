@@ -21,7 +21,7 @@ from parc.runtime.state.shards import write_shard
 from parc.runtime.work import RankState
 
 CPU = torch.device("cpu")
-ADAMW = {"name": "adamw", "lr": 0.1, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1, "no_decay": []}
+ADAMW = {"name": "adamw", "lr": 0.1, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1, "groups": []}
 LIKE = ("exp_avg", "exp_avg_sq")
 
 

@@ -22,7 +22,7 @@ from parc.runtime.state.checkpoint import target_held
 from parc.runtime.state.optimizer import make_optimizer, update
 from tests.runtime.tiny import ONE, batch, build
 
-ADAMW = {"name": "adamw", "lr": 0.1, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1, "no_decay": []}
+ADAMW = {"name": "adamw", "lr": 0.1, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1, "groups": []}
 
 
 @pytest.fixture(scope="module")

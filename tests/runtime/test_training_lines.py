@@ -10,14 +10,14 @@ import torch
 
 import parc
 from parc.checking.checks import static_faults
-from parc.compiler.build.directory import read_build
 from parc.compiling.driver import Compiled
 from parc.grammar.diagnostics import PlanError
-from parc.runtime.state.optimizer import make_optimizer, rate
+from parc.runtime.state.optimizer import rate
 from tests.checked_plans import checked, compiled
 from tests.runtime.tiny import BOTH, DATA, PLAN, TENSOR, batch, build
 
 FROZEN = "freeze blocks.0, embed\n"
+GROUP = "optimizer on **.bias weight_decay 0\n"
 
 
 def gradients(made: Compiled) -> set[str]:
@@ -49,7 +49,7 @@ def test_a_gradient_of_what_is_frozen_is_refused() -> None:
 
 
 def test_a_run_leaves_frozen_weights_alone_and_is_the_plain_modules(tmp_path: Path) -> None:
-    plan = PLAN.replace("lr 1e-2", "lr cosine 1e-2 warmup 2 to 1e-3 decay off on **.bias") + FROZEN
+    plan = PLAN.replace("lr 1e-2", "lr cosine 1e-2 warmup 2 to 1e-3") + FROZEN + GROUP
     path = build(tmp_path, "", plan)
     session, plain = parc.load(path), parc.reference(path)
     before = {name: value.clone() for name, value in session.state_dict().items()}
@@ -64,19 +64,6 @@ def test_a_run_leaves_frozen_weights_alone_and_is_the_plain_modules(tmp_path: Pa
         frozen = name.startswith(("blocks.0.", "embed.", "head."))
         assert torch.equal(value, before[name]) == frozen, name
         torch.testing.assert_close(value, module[name], rtol=1e-3, atol=1e-5)
-
-
-def test_decay_is_off_where_the_plan_says(tmp_path: Path) -> None:
-    path = build(tmp_path, "", PLAN.replace("clip", "decay off on **.bias, norm clip"))
-    line = read_build(path).manifest["optimizer"]
-    off = set(line["no_decay"])
-    assert {"norm.weight", "blocks.0.mlp.up.bias"} <= off and "blocks.0.mlp.up.weight" not in off
-    for name in ("adamw", "sgd"):
-        kept, free = torch.ones(2), torch.ones(2)
-        optimizer = make_optimizer({"norm.weight": free, "embed.weight": kept}, {**line, "name": name})
-        kept.grad, free.grad = torch.zeros(2), torch.zeros(2)
-        optimizer.step()
-        assert torch.equal(free, torch.ones(2)) and bool((kept < 1).all())
 
 
 def test_gradients_are_added_up_in_the_plans_type(tmp_path: Path) -> None:

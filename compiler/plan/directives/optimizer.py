@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ....grammar.codes_language import BAD_VALUE, MISSING_STATEMENT, UNEXPECTED_ARGUMENT
-from ....grammar.diagnostics import Diagnostic, Label
+from ....grammar.diagnostics import Diagnostic, Label, PlanError
 from ....grammar.nearest import did_you_mean, listed
 from ....grammar.syntax import Word
 from ....grammar.usage import Arguments
 from ...program.optimizers import NOT_BY_ENTRY, OPTIMIZERS, OptimizerRow, kept_slots
-from ..directive import NOT_NEGATIVE, Directive, Literal, Scope, argument, check_unique, read_literals
+from ..directive import NOT_NEGATIVE, Directive, Literal, Scope, argument, read_literals
+from ..optimizer_group import LIMITS, OptimizerGroup, untaken
+from ..rates import RATE_TABLE, Rates, rates_of
 from .steps import Steps
-
-_CLAUSES = tuple(dict.fromkeys(clause for row in OPTIMIZERS.values() for clause in row.clauses))
-"""The clauses that not every optimizer takes."""
 
 
 @dataclass(frozen=True)
@@ -26,35 +26,43 @@ class Optimizer(Directive):
 
     `clip` bounds the global norm of the gradients. `betas`, `eps`, `momentum` and `nesterov` are those of optimizers
     that have them; further arguments stand in parentheses: `optimizer rmsprop (alpha=0.95, centered=true) lr 1e-3`.
-    `decay off on WHERE`: parameters, or modules with all of theirs, that `weight_decay` leaves alone.
+
+    `optimizer on WHERE`, a further line, gives other arguments to some parameters, or to modules with all of theirs:
+    `optimizer on head.* lr 1e-4`, `optimizer on **.bias, **.norm* weight_decay 0`. Each argument is that of the last
+    line that names the parameter and has it. The rate of a group keeps its ratio to the rate of the first line in every
+    step.
 
     `lr 3e-4` is the rate of every step. `lr cosine 3e-4` and `lr linear 3e-4` begin at it, fall by half a cosine or a
     line to the rate that `to` gives (else 0), and stay there. They reach it at step `over`, or without that at the last
     of the plan's `steps`, also if `parc run --steps` trains for another number. `lr wsd 3e-4 fall N` stays at it, and
     falls in a line in the last N of these steps (warmup, stable, decay). `warmup N` rises to the rate in the N
     steps before: step n of them has n/N of it.
+
+    `lr table [1 0, 100 3e-4, 1000 3e-5]` gives the rates of some steps, counted from 1. Between two of them the rate
+    moves in a line; before the first and after the last it stays. `lr table "rates.txt"` reads such rows from a file
+    beside the plan, one a line, as `100 3e-4`; a build keeps them. A group's ratio is that to the table's largest rate.
     """
 
     USAGE = (
-        "optimizer NAME [ARGS] lr RATE [warmup N] [to X] [over N] [fall N] [weight_decay X] [decay off on WHERE]"
-        " [clip X] [betas PAIR] [eps X] [momentum X] [nesterov]"
+        "optimizer NAME [ARGS] lr RATE [warmup N] [to X] [over N] [fall N] [weight_decay X] [clip X] [betas PAIR]"
+        " [eps X] [momentum X] [nesterov]"
+        " | [ARGS] on WHERE [lr RATE] [weight_decay X] [betas PAIR] [eps X] [momentum X] [nesterov]"
     )
 
     LIMITS = (
-        *((name, NOT_NEGATIVE) for name in ("lr", "weight_decay", "eps", "momentum", "warmup", "to", "fall")),
+        *LIMITS,
+        *((name, NOT_NEGATIVE) for name in ("warmup", "to", "fall")),
         ("clip", (lambda value: value > 0, "above 0")),
-        ("betas", (lambda value: 0 <= value < 1, "from 0 to below 1")),
     )
 
     name: str = argument(lambda given: given.text("name"))
     values: tuple[tuple[str, Literal], ...] = argument(lambda given: read_literals(given.bindings("args")))
-    lr: float = argument(lambda given: float(given.number("lr", 0)))
-    shape: str = argument(lambda given: given.text("lr", "constant"))  # or "cosine", "linear", "wsd"
+    table: Rates = argument(lambda given: _table(given))
+    shape: str = argument(lambda given: _shape(given))  # or "cosine", "linear", "wsd", "table"
     warmup: int = argument(lambda given: int(given.number("warmup", 0)))
     to: float = argument(lambda given: float(given.number("to", 0)))
     over: int | None = argument(lambda given: int(given.number("over", 0)) if "over" in given else None)
     fall: int = argument(lambda given: int(given.number("fall", 0)))
-    no_decay: tuple[Word, ...] = argument(lambda given: given.words("decay off on"))
     weight_decay: float = argument(lambda given: float(given.number("weight_decay", _row(given).weight_decay)))
     clip: float | None = argument(lambda given: float(given.number("clip", 0)) if "clip" in given else None)
     betas: tuple[float, ...] = argument(lambda given: tuple(map(float, given.numbers("betas"))) or (0.9, 0.999))
@@ -62,10 +70,22 @@ class Optimizer(Directive):
     momentum: float = argument(lambda given: float(given.number("momentum", 0)))
     nesterov: bool = argument(lambda given: "nesterov" in given)
 
+    @classmethod
+    def form(cls, arguments: Arguments) -> type[Directive]:
+        return OptimizerGroup if "on" in arguments else cls
+
+    @property
+    def lr(self) -> float:
+        """The rate from which others fall, the largest of a table."""
+        return max((rate for _, rate in self.table), default=float(self.arguments.number("lr", 0)))
+
     @property
     def moments(self) -> int:
         """The number of state tensors of each parameter."""
-        return len(kept_slots({"name": self.name, "momentum": self.momentum, "arguments": dict(self.values)}))
+        return len(self._kept(dict(self.values)))
+
+    def _kept(self, arguments: Mapping[str, Any]) -> tuple[str, ...]:
+        return kept_slots({"name": self.name, "momentum": self.momentum, "arguments": arguments})
 
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
         if self.name not in OPTIMIZERS:
@@ -75,43 +95,44 @@ class Optimizer(Directive):
                 message = f"`{self.name}` {reason}, and a rank has parts of parameters"
                 help_ = f"choose one that updates each entry by itself: {listed([*OPTIMIZERS])}"
             yield Diagnostic(BAD_VALUE, message, Label(self.arguments.span("name")), help=help_)
-        for clause in _CLAUSES if self.name in OPTIMIZERS else ():
-            if clause in self.arguments and clause not in OPTIMIZERS[self.name].clauses:
-                message = f"`{self.name}` has no `{clause}`"
-                owners = [f"`{name}`" for name, row in OPTIMIZERS.items() if clause in row.clauses]
-                help_ = f"remove it: `{clause}` is a clause of {', '.join(owners)}"
-                yield Diagnostic(UNEXPECTED_ARGUMENT, message, Label(self.arguments.span(clause)), help=help_)
-        yield from self._check_values()
+        else:
+            yield from untaken(self.arguments, self.name, self.values)
+            for group in scope.all(OptimizerGroup):
+                yield from untaken(group.arguments, self.name, group.values)
+                yield from self._check_group(group)
         yield from super().check(scope)
         yield from self._check_rate(scope)
         if self.nesterov and self.name == "sgd" and self.momentum <= 0:
             message = "`nesterov` needs a momentum"
             yield Diagnostic(BAD_VALUE, message, Label(self.arguments.span("nesterov")), help="add `momentum 0.9`")
 
-    def _check_values(self) -> Iterator[Diagnostic]:
-        """Find errors of the arguments in parentheses."""
-        known = OPTIMIZERS[self.name].arguments if self.name in OPTIMIZERS else {}
-        bindings = self.arguments.bindings("args")
-        yield from check_unique(tuple(binding.name for binding in bindings), "argument")
-        for binding, (name, value) in zip(bindings, self.values, strict=True):
-            label = Label(binding.span)
-            if self.name in OPTIMIZERS and name not in known:
-                own = f"in parentheses it takes {listed([*known])}" if known else "it takes none in parentheses"
-                help_ = f"write `{name} {value}` without parentheses" if name in _CLAUSES + _COMMON else own
-                message = f"`{self.name}` has no argument `{name}`"
-                yield Diagnostic(UNEXPECTED_ARGUMENT, message, label, help=help_)
-            elif name in known and not _fits(value, known[name]):
-                wanted = "`true` or `false`" if known[name] is bool else "a number, not below 0"
-                yield Diagnostic(BAD_VALUE, f"`{name}` is {wanted}", label, help=f"remove it, or write {wanted}")
+    def _check_group(self, group: OptimizerGroup) -> Iterator[Diagnostic]:
+        """Find arguments of a group that the optimizer cannot have beside those of its own line."""
+        own = dict(self.values)
+        for name, value in group.given.items():
+            if self._kept({**own, name: value}) != self._kept(own):
+                message = f"with another `{name}` the group would keep other state than the rest"
+                span = group.arguments.span(name if name in group.arguments else "args")
+                related = (Label(self.span, "the optimizer"),)
+                help_ = "all parameters keep the same tensors: give it on the optimizer's own line, or nowhere"
+                yield Diagnostic(BAD_VALUE, message, Label(span), related, help=help_)
+        if "lr" in group.arguments and not self.lr and (self.table or self.arguments.numbers("lr")):
+            message, label = "the group's rate has no ratio to a rate of 0", Label(group.arguments.span("lr"))
+            related = (Label(self.arguments.span("lr"), "the optimizer's"),)
+            yield Diagnostic(BAD_VALUE, message, label, related, help="give the optimizer's own line a rate above 0")
 
     def _check_rate(self, scope: Scope) -> Iterator[Diagnostic]:
         """Find errors of the learning rate's course over the steps."""
-        if self.shape == "constant":
-            for clause in ("to", "over", "fall"):
+        yield from self._check_table()
+        if self.shape in ("constant", RATE_TABLE):
+            what = "a constant rate" if self.shape == "constant" else "a table of rates"
+            help_ = (
+                "remove it: the table has every rate" if self.shape == RATE_TABLE else f"write `lr cosine {self.lr:g}`"
+            )
+            for clause in ("to", "over", "fall", "warmup")[: 4 if self.shape == RATE_TABLE else 3]:
                 if clause in self.arguments:
-                    message = f"a constant rate has no `{clause}`"
                     label = Label(self.arguments.span(clause))
-                    yield Diagnostic(UNEXPECTED_ARGUMENT, message, label, help=f"write `lr cosine {self.lr:g}`")
+                    yield Diagnostic(UNEXPECTED_ARGUMENT, f"{what} has no `{clause}`", label, help=help_)
             return
         steps = scope.one(Steps)
         over = self.over if self.over is not None else steps.value if steps is not None else None
@@ -133,15 +154,30 @@ class Optimizer(Directive):
             message = f"the rate's last step is {over}, and its warmup has {self.warmup}"
             yield Diagnostic(BAD_VALUE, message, Label(span), help="end the rate's fall after its warmup")
 
+    def _check_table(self) -> Iterator[Diagnostic]:
+        """Find errors of a table of rates; only behind `table` one stands."""
+        span = self.arguments.span("lr")
+        try:
+            if self.shape == RATE_TABLE and not rates_of(self.arguments.statement):
+                help_ = 'write `lr table [1 0, 100 3e-4]`, or `lr table "rates.txt"`'
+                yield Diagnostic(BAD_VALUE, "`lr table` has no table", Label(span), help=help_)
+        except PlanError as error:
+            yield from error.diagnostics
+        if self.shape != RATE_TABLE and not self.arguments.numbers("lr"):
+            message = f"`lr{f' {self.shape}' * (self.shape != 'constant')}` takes a number"
+            yield Diagnostic(BAD_VALUE, message, Label(span), help="a table of rates stands behind `lr table`")
 
-_COMMON = ("lr", "weight_decay", "clip")
+
+def _shape(given: Arguments) -> str:
+    return next((item.text for item in given.items("lr") if isinstance(item, Word)), "constant")
 
 
 def _row(given: Arguments) -> OptimizerRow:
     return OPTIMIZERS.get(given.text("name"), OPTIMIZERS["sgd"])
 
 
-def _fits(value: Literal, kind: type) -> bool:
-    if kind is bool:
-        return isinstance(value, bool)
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
+def _table(given: Arguments) -> Rates:
+    try:
+        return rates_of(given.statement)
+    except PlanError:  # `check` finds it again
+        return ()

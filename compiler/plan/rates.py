@@ -1,0 +1,117 @@
+"""Tables of learning rates: steps, and the rate of each; between two steps it moves in a line."""
+
+from __future__ import annotations
+
+import math
+import re
+from itertools import accumulate
+from pathlib import Path
+
+from ...grammar.codes_language import BAD_VALUE, UNREADABLE
+from ...grammar.diagnostics import Diagnostic, Label, PlanError
+from ...grammar.nearest import path_meant
+from ...grammar.source import Source, Span
+from ...grammar.syntax import Dim, Layout, Number, Phrase, Statement, String
+from .include import read_text
+
+Rates = tuple[tuple[int, float], ...]
+"""Steps, counted from 1, and their rates; steps rise."""
+RATE_TABLE = "table"
+_ROW = "a row is a step and its rate, as `100 3e-4`"
+_STEPS = "count steps from 1, each row a later one than the row before"
+
+
+def rates_of(statement: Statement) -> Rates:
+    """Return the rates that `lr table …` of a statement gives; none without that.
+
+    Raises:
+        PlanError: the file cannot be read, or a row is not a step and a rate; the row is named.
+    """
+    table = table_of(statement)
+    if table is None:
+        return ()
+    rows: list[tuple[int, float]] = []
+    for dim in table.dims:
+        numbers = [item for item in dim.items if isinstance(item, Number) and not item.unit]
+        if len(numbers) != 2 or len(dim.items) != 2:
+            raise _fault(f"`{dim.span.text}` is no step and its rate", dim.span, _ROW)
+        step, rate = numbers[0].value, float(numbers[1].value)
+        if not isinstance(step, int) or step < 1:
+            raise _fault(f"`{numbers[0].text}` is no step", numbers[0].span, _STEPS)
+        if rows and step <= rows[-1][0]:
+            raise _fault(f"step {step} does not come after step {rows[-1][0]}", numbers[0].span, _STEPS)
+        if not (math.isfinite(rate) and rate >= 0):
+            raise _fault(f"`{numbers[1].text}` is no rate", numbers[1].span, "write a number that is 0 or more")
+        rows.append((step, rate))
+    return tuple(rows)
+
+
+def table_of(statement: Statement) -> Layout | None:
+    """Return the table behind `lr table` of a statement, of a file's rows if it names one; None where there is none.
+
+    Raises:
+        PlanError: the file cannot be read, or has no rows.
+    """
+    at = _place(statement)
+    (item,) = statement.phrases[at].items if at is not None else (None,)
+    return _read(item) if isinstance(item, String) else item if isinstance(item, Layout) else None
+
+
+def with_table(statement: Statement) -> Statement:
+    """Return a statement with the rows of the file that its `lr table` names in place of the name.
+
+    Raises:
+        PlanError: the file cannot be read, or has no rows.
+    """
+    at, table = _place(statement), table_of(statement)
+    if at is None or table is None:
+        return statement
+    phrases = (*statement.phrases[:at], Phrase((table,), statement.phrases[at].span), *statement.phrases[at + 1 :])
+    return Statement(statement.verb, phrases, statement.span, statement.added)
+
+
+def _place(statement: Statement) -> int | None:
+    """Return the place of the phrase behind `lr table`."""
+    words = [phrase.span.text for phrase in statement.phrases]
+    at = next((at for at in range(2, len(words)) if words[at - 2 : at] == ["lr", RATE_TABLE]), None)
+    return at if at is not None and len(statement.phrases[at].items) == 1 else None
+
+
+def _read(file: String) -> Layout:
+    source = file.span.source
+    folder = source.path.parent if source.path is not None else Path()
+    text, reason = read_text(folder / file.text)
+    if text is None:
+        help_ = path_meant(
+            folder / file.text, lambda path: path.is_file(), f"{_ROW}; the name is relative to the plan's"
+        )
+        raise PlanError(
+            [Diagnostic(UNREADABLE, f"`{file.text}` cannot be read: {reason}", Label(file.span), help=help_)]
+        )
+    table = Source(file.text, text, file.span)
+    lines = text.split("\n")
+    starts = accumulate((len(line) + 1 for line in lines), initial=0)
+    rows = [row for line, start in zip(lines, starts, strict=False) if (row := _row(table, line, start)) is not None]
+    if not rows:
+        raise PlanError([Diagnostic(BAD_VALUE, f"`{file.text}` has no rows", Label(file.span), help=_ROW)])
+    return Layout(tuple(rows), file.span)
+
+
+def _row(table: Source, line: str, start: int) -> Dim | None:
+    """Return one line of a file as a row; None for an empty one or a comment."""
+    line = line.partition("#")[0]
+    words = [(match[0], Span(table, start + match.start(), start + match.end())) for match in _WORD.finditer(line)]
+    if not words:
+        return None
+    span = words[0][1].to(words[-1][1])
+    if len(words) != 2 or not all(_NUMBER.fullmatch(text) for text, _ in words):
+        raise _fault(f"`{span.text[:80]}` is no step and its rate", span, _ROW)
+    return Dim(tuple(Number(text, place) for text, place in words), span)
+
+
+_WORD = re.compile(r"[^\s,;]+")
+_NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
+
+
+def _fault(message: str, span: Span, help_: str) -> PlanError:
+    return PlanError([Diagnostic(BAD_VALUE, message, Label(span), help=help_)])
