@@ -38,3 +38,12 @@ BATCHES_DIFFER = Code(
     instead='session.step(local=next(own_samples))  # chosen by session.coordinates["dp"]',
     language="python",
 )
+NO_AVERAGES = Code(
+    name="P0415",
+    title="averages of weights that are not there, or in the place of weights",
+    why="averages are kept where the plan has an `ema` line, and a checkpoint holds them. They are no weights to train:"
+    " inside `session.averaged()` a session evaluates with them, and does no step.",
+    example="session.state_dict(ema=True)  # its plan has no `ema` line",
+    instead="session.state_dict()",
+    language="python",
+)

@@ -93,8 +93,8 @@ def memory_of(build: Build, plan: Plan, role: Role, load: float | None = None) -
 
 
 def _moments(build: Build, plan: Plan) -> dict[str, int]:
-    """Return the number of optimizer tensors of each parameter; frozen parameters have none."""
-    return dict.fromkeys(build.types.keys() - set(build.manifest["frozen"]), plan.optimizer.moments)
+    """Return the number of tensors that the update keeps of each parameter; frozen parameters have none."""
+    return dict.fromkeys(build.types.keys() - set(build.manifest["frozen"]), plan.moments)
 
 
 def _memory_row(build: Build, plan: Plan, role: Role) -> dict[str, Any]:

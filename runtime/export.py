@@ -20,13 +20,17 @@ from safetensors.torch import save_file
 from ..compiler.build.build import Build
 from ..compiler.capture.model_calls import model_builder
 from ..compiler.initial.recipes import record
+from ..compiler.program.optimizers import AVERAGE
 from ..grammar.codes_build import BAD_STATE
+from ..grammar.codes_run import NO_AVERAGES
 from .faults import RunError
 from .opening import build_mesh, open_checkpoint, task_of
 from .state.checkpoint import Checkpoint, CheckpointReader
 from .state.initial import Initial
 
 SUFFIX = ".safetensors"
+_AVERAGES = f"optimizer.{AVERAGE}."
+"""The beginning of the names that averages have in a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +43,23 @@ class Exported:
 
 
 def export_weights(
-    build: Build, folder: Path, out: Path, dtype: torch.dtype | None = None, shard_bytes: int = 5 * 10**9
-) -> Exported:
+    build: Build, folder: Path, out: Path, dtype: torch.dtype | None = None, shard_bytes: int = 5 * 10**9,
+    ema: bool = False,
+) -> Exported:  # fmt: skip
     """Write the weights of a build's checkpoint to ``out``: to one file if its name ends in ``.safetensors``, else to a
     new folder of files of at most ``shard_bytes``, with an index if there are several, and with ``config.json`` if the
     model has a configuration of transformers. Floating-point tensors get ``dtype`` if there is one. Of tied tensors
-    the first is written: transformers and ``safetensors.torch.load_model`` tie the others to it.
+    the first is written: transformers and ``safetensors.torch.load_model`` tie the others to it. With ``ema`` trained
+    weights are their averages.
 
     Raises:
-        RunError: the checkpoint is of another model or altered, or ``out`` exists or cannot be written.
+        RunError: the checkpoint is of another model, altered, or without averages, or ``out`` exists or cannot be
+            written.
     """
     checkpoint, _ = open_checkpoint(build, folder)
+    if ema and not any(key.startswith(_AVERAGES) for key in checkpoint.shapes):
+        help_ = "train with a line `ema 0.999` in the plan, or write the weights themselves, without `--ema`"
+        raise RunError(NO_AVERAGES, f"`{folder}` has no averages of weights", help_)
     checkpoint.check_shards([*checkpoint.index.shards])
     one_file = out.suffix == SUFFIX
     if out.exists() and (one_file or not out.is_dir() or any(out.iterdir())):
@@ -61,7 +71,7 @@ def export_weights(
         raise RunError(BAD_STATE, f"`{out}` cannot be written: {error.strerror}", "name another place") from None
     try:
         with checkpoint.tensors() as files:
-            tensors = _tensors(build, checkpoint, files, dtype)
+            tensors = _tensors(build, checkpoint, files, dtype, ema)
             held = _Shards(made, None if one_file else shard_bytes)
             held.write(tensors)
         if one_file:
@@ -80,7 +90,7 @@ def export_weights(
 
 
 def _tensors(
-    build: Build, checkpoint: Checkpoint, files: CheckpointReader, dtype: torch.dtype | None
+    build: Build, checkpoint: Checkpoint, files: CheckpointReader, dtype: torch.dtype | None, ema: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of the model's state by its own names, one after the other. Buffers that no step changes are as
     they were made."""
@@ -89,7 +99,8 @@ def _tensors(
     for name in initial.kept:
         if name in build.manifest["aliases"]:
             continue
-        keys = [key for key in (f"parameter.{name}", f"buffer.{name}") if key in checkpoint.shapes]
+        places = (*([f"{_AVERAGES}{name}"] if ema else []), f"parameter.{name}", f"buffer.{name}")
+        keys = [key for key in places if key in checkpoint.shapes]
         value = initial.own(name, files.whole(keys[0]) if keys else None)
         narrow = dtype is not None and value.is_floating_point()
         yield name, (value.to(dtype) if narrow else value).contiguous()

@@ -19,7 +19,7 @@ from ..compiler.layout.mesh import Mesh, Shape
 from ..compiler.layout.placement import parse_type
 from ..compiler.padding.pads import pads_from
 from ..compiler.padding.runs import EntryRanges, ranges_of, runs_of
-from ..compiler.program.optimizers import NUMBERS
+from ..compiler.program.optimizers import AVERAGE, NUMBERS
 from ..compiler.program.stacked import part_name
 from ..grammar.codes_build import BAD_STATE
 from .faults import RunError
@@ -30,6 +30,7 @@ from .state.checkpoint import Checkpoint, check_target
 from .state.gather import everywhere, of_every_role
 from .state.index import Index, shard_name, write_index
 from .state.layouts import FileLayout, StoredTensor, layouts_of
+from .state.optimizer import average_notes
 from .state.residuals import check_residuals, read_residual, stored_residuals
 from .state.scaler import read_state
 from .state.shards import Piece, ShardFile, write_shard
@@ -232,6 +233,7 @@ class StateFiles:
         checkpoint, slots = together.agreed(lambda: open_checkpoint(build, folder))
         steps = together.agreed(lambda: read_state(checkpoint, state.steps))
         notes = together.agreed(lambda: check_residuals(checkpoint, self._stored))
+        notes += average_notes(checkpoint, build.manifest["optimizer"])
         mine = range(self._rank, len(checkpoint.index.files), self._world)
         together.agreed(lambda: checkpoint.check_shards(mine))
         try:
@@ -278,10 +280,10 @@ class StateFiles:
                         made = torch.zeros_like(piece.tensor) if had.get(slot) is None else had[slot]
                         files.fill(full, made, piece.runs)
                     optimizer.state[piece.tensor][slot] = made
-                if had and keep_slots and part_name(name, 0) not in slots:  # as before the first step, where it lies
-                    optimizer.state[piece.tensor] = {
-                        slot: value.zero_() for slot, value in had.items() if value is not None
-                    }
+                for slot, value in had.items() if keep_slots else ():  # as before the first step, where it lies
+                    if value is not None and slot not in optimizer.state[piece.tensor]:
+                        first = piece.tensor if slot == AVERAGE else torch.tensor(NUMBERS.get(slot, 0.0))
+                        optimizer.state[piece.tensor][slot] = value.copy_(first)
 
 
 def _slots(parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> Slots:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import socket
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Self, overload
 
@@ -14,23 +16,23 @@ import torch.distributed as dist
 
 from ..compiler.build.build import Build
 from ..compiler.layout.placement import parse_type
-from ..compiler.padding.pads import pads_from
 from ..compiler.program.binding import BUFFERS
-from ..compiler.program.stacked import is_stacked, part_names
+from ..compiler.program.optimizers import AVERAGE
+from ..grammar.codes_run import NO_AVERAGES
 from .backends.distributed import Distributed
 from .backends.in_process import InProcess
 from .communication import Backend
 from .data.batches import Batches
 from .data.feed import Feed, LocalParts
 from .data.sizes import AtSizes, BySizes, bound_build
-from .faults import Bad, bad_number, writing
+from .faults import Bad, RunError, bad_number, writing
 from .first_bad import find_bad
 from .lockstep import Together
 from .machine.compiled import Regions
 from .machine.execute import Machine
 from .machine.products import agreed_kernels
 from .opening import build_mesh, check_fits, check_source_of, constants_of, open_build, task_of
-from .owners import held, keepers_of, owners_of
+from .owners import held
 from .processes import default_device, join_processes, launched
 from .saving import LocalPart, StateFiles, stored_of
 from .state.gather import Gatherer, everywhere, exchange
@@ -41,6 +43,7 @@ from .state.optimizer import rate, update
 from .state.scaler import changed_state, scale_figures, skips, state_after
 from .step import Stepper, StepReport, StepResult
 from .trace import Recorder, clock_offset, write_trace
+from .whole import WholeState
 from .work import Batch, RankState
 
 
@@ -74,14 +77,12 @@ class Session:
         self.coordinates = self.mesh.coordinates(self.rank)
         manifest = build.manifest
         self.types = {name: parse_type(text, self.mesh) for name, text in manifest["parameters"].items()}
-        self.pads = pads_from(manifest["padding"])
         self.role = build.role_at(self.coordinates)
         self._roles = tuple(build.roles.values())
         ranks = [build.role_at(self.mesh.coordinates(rank)) for rank in range(self.world)]
-        self._gatherer = Gatherer(self.mesh, self.rank, self.device, ranks)
-        self._owners = owners_of(self._roles, self.types)
+        self._whole = WholeState(build, Gatherer(self.mesh, self.rank, self.device, ranks), self.types)
         self.recorder = Recorder(self.device) if trace else None
-        self.step_number = 0
+        self.step_number, self._averaging = 0, False
         self.notes: tuple[str, ...] = ()  # for a person, on the last ``restore``
         self._together = Together(self.rank, self.world, self.device)
         self.last_step: int | None = manifest["steps"]  # no data is read ahead beyond it
@@ -127,11 +128,9 @@ class Session:
     def _initial_state(self) -> RankState:
         constants = constants_of(self.build)
         self._initial = Initial(self.build, task_of(self.build.manifest), self.mesh, self.coordinates, self.device)
-        self._updates = {name: constants[name] for name in self.build.manifest["updates"]}
-        self._keepers = keepers_of(self._roles, self._updates)
         buffered = held(self.role, BUFFERS) if self.role.axis else constants
         return self._initial.state(
-            {name: type_ for name, type_ in self.types.items() if self.role in self._owners[name]},
+            {name: type_ for name, type_ in self.types.items() if self.role in self._whole.owners[name]},
             {name: type_ for name, type_ in constants.items() if name in buffered},
             self.offloaded.parameter,
         )
@@ -147,6 +146,7 @@ class Session:
             RunError: on every rank: ranks gave no batch of the plan's, or not one, or the data cannot be read; or an
                 earlier error left a step.
         """
+        self._check_trains()
         begun = self._batches.begin(batch, local, self.state, self.step_number, self.last_step)
         with self._together.doing(f"step {self.step_number + 1}", self.state):
             self._given = begun.at, begun.parts, dict(self.state.buffers)
@@ -160,6 +160,7 @@ class Session:
         Raises:
             RunError: loss or norm is not finite; no parameter was changed. Every rank raises the same.
         """
+        self._check_trains()
         loss, norm = float(result.loss), float(result.grad_norm) if result.grad_norm is not None else 0.0
         skipped = skips(self.state.steps, result.state, norm)
         if not skipped and not (math.isfinite(loss) and math.isfinite(norm)):
@@ -172,8 +173,9 @@ class Session:
             if skipped:
                 self.state.buffers = dict(self._given[2])
             else:
-                units, clip = self.offloaded.units(self.state.parameters), line["clip"]
-                update(self.optimizer, self.state.parameters, result.gradients, result.grad_norm, clip, lr, units)
+                units, own = self.offloaded.units(self.state.parameters), self.state.parameters
+                done = self.step_number + 1
+                update(self.optimizer, line, done, own, result.gradients, result.grad_norm, lr, units)
         self.state.steps.update(state_after(result.state, skipped))
         self.step_number += 1
         loads = loads_in(result.metrics, self._layers)
@@ -194,6 +196,32 @@ class Session:
             (result,) = begun.at.stepper.finish_loss(begun.work, self.step_number)
         self.state.buffers = buffers
         return float(result.loss)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Enter a block in which the session has the averages of the plan's `ema` line in the place of its weights:
+        ``evaluate`` and ``state_dict`` read these. No step is done in it, and nothing is saved or restored.
+
+        Raises:
+            RunError: the plan has no such line.
+        """
+        if AVERAGE not in self.build.manifest["optimizer"]:
+            raise RunError(NO_AVERAGES, "the plan has no `ema` line", "add one, as `ema 0.999`, and build again")
+        trained, kept = self.state, self.optimizer.state
+        averages = {
+            name: kept[value].get(AVERAGE, value).to(value.device) if value in kept else value
+            for name, value in trained.parameters.items()
+        }
+        self.state, self._averaging = replace(trained, parameters=averages), True
+        try:
+            yield
+        finally:
+            self.state, self._averaging = trained, False
+
+    def _check_trains(self) -> None:
+        if self._averaging:
+            message = "inside `session.averaged()` the session has averages in the place of its weights"
+            raise RunError(NO_AVERAGES, message, "train, save and restore behind the block")
 
     def exchange(self, row: Sequence[int]) -> list[list[int]]:
         """Return every rank's row of numbers, in rank order, on every rank."""
@@ -226,44 +254,27 @@ class Session:
     # ---- state
 
     @overload
-    def state_dict(self, local: Literal[False] = False) -> dict[str, torch.Tensor]: ...
+    def state_dict(self, local: Literal[False] = False, ema: bool = False) -> dict[str, torch.Tensor]: ...
 
     @overload
-    def state_dict(self, local: Literal[True]) -> dict[str, LocalPart]: ...
+    def state_dict(self, local: Literal[True], ema: bool = False) -> dict[str, LocalPart]: ...
 
-    def state_dict(self, local: bool = False) -> dict[str, torch.Tensor] | dict[str, LocalPart]:
+    def state_dict(self, local: bool = False, ema: bool = False) -> dict[str, torch.Tensor] | dict[str, LocalPart]:
         """Return whole parameters and buffers on the CPU under the model's own names; they load into the plain module.
 
         Collective: every rank calls it, every rank gets it. With ``local`` it is not: it returns what this rank holds
-        of them, and of which entries of the whole tensors that is.
+        of them, and of which entries of the whole tensors that is. With ``ema`` weights are their averages.
+
+        Raises:
+            RunError: ``ema`` without a line `ema` in the plan.
         """
+        if ema:
+            with self.averaged():
+                return self.state_dict(True) if local else self.state_dict()
         if local:
             return self._files.local(self.state, self.build.manifest["aliases"], self._initial.kept)
         with self._together.doing("a gathering of weights", self.state):
-            whole = {**self._whole_parameters(), **self._whole_buffers()}
-        for alias, name in self.build.manifest["aliases"].items():
-            if name in whole:
-                whole[alias] = whole[name]
-        for name in filter(is_stacked, list(whole)):
-            stack = whole.pop(name)
-            whole |= dict(zip(part_names(name, len(stack)), stack, strict=True))
-        # What no line of the programs reads or changes is as it was made.
-        return {name: self._initial.own(name, whole.get(name)) for name in self._initial.kept}
-
-    def _whole_parameters(self) -> dict[str, torch.Tensor]:
-        return {
-            name: self._gatherer.whole(
-                self.state.parameters.get(name), type_, self._owners[name], self.pads.get(name, ())
-            )
-            for name, type_ in self.types.items()
-        }
-
-    def _whole_buffers(self) -> dict[str, torch.Tensor]:
-        """Gather the whole buffers that steps change, each from the role that changes it."""
-        return {
-            name: self._gatherer.whole(self.state.buffers.get(name), type_, self._keepers[name])
-            for name, type_ in self._updates.items()
-        }
+            return self._whole.gather(self.state, self._initial)
 
     def save(self, path: Path | str) -> None:
         """Write parameters, optimizer state and the step number by the model's names, each rank what it holds
@@ -279,6 +290,7 @@ class Session:
             "step": self.step_number, "optimizer": self.build.manifest["optimizer"]["name"],
             "state": changed_state(self.state.steps),
         }  # fmt: skip
+        self._check_trains()
         self._files.save(Path(path), self.state, self.optimizer, facts)
 
     def check_save(self, path: Path | str) -> None:
@@ -300,6 +312,7 @@ class Session:
             RunError: on every rank: it is of another model or optimizer, or not as it was written; every fault is
                 named, nothing was changed.
         """
+        self._check_trains()
         self.step_number, self.notes = self._files.restore(
             Path(path), self.build, self.state, self.optimizer, self.offloaded.holds_slots
         )

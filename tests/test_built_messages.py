@@ -174,6 +174,9 @@ def runs(folder: Path) -> list[str]:
     said.append(render(stopped.value.diagnostic()))
     with pytest.raises(RunError) as stopped:
         session.step({}, local={})
+    said.append(render(stopped.value.diagnostic()))
+    with pytest.raises(RunError) as stopped:
+        session.state_dict(ema=True)
     return [*said, render(stopped.value.diagnostic())]
 
 
@@ -193,7 +196,7 @@ def compiles(folder: Path) -> list[str]:
 
 
 SCENES: dict[str, Callable[[Path], list[str]]] = {
-    "P0210 P0211 P0212": altered, "P0301 P0304 P0307 P0412 P0222 P0411 P0413 P0302 P0303 P0230 P0410": runs,
+    "P0210 P0211 P0212": altered, "P0301 P0304 P0307 P0412 P0222 P0411 P0413 P0302 P0303 P0230 P0410 P0415": runs,
     "P0305 P0306": compiles,
 }  # fmt: skip
 GOLDEN = Path(__file__).parent / "golden" / "built_messages.txt"

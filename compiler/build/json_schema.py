@@ -74,7 +74,7 @@ MANIFEST_FORM: Form = {
         "groups": [{"parameters": [str], "set": _LITERALS}], "weight_decay": _NUMBER,
         "clip": (int, float, _NONE), "eps": _NUMBER,
         "betas": FieldRow(_NUMBER, 2), "momentum": _NUMBER, "nesterov": bool, "arguments?": _LITERALS, "fall?": int,
-        "table?": [FieldRow(_NUMBER, 2)],
+        "table?": [FieldRow(_NUMBER, 2)], "ema?": {"decay": _NUMBER, "every": int},
     },
     "frozen": [str],
     "accumulate": str,

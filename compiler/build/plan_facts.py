@@ -7,14 +7,13 @@ from typing import Any
 
 from ...grammar.syntax import Word
 from ..plan.directives.data import Data
-from ..plan.directives.optimizer import Optimizer
 from ..plan.directives.precision import TYPES
 from ..plan.directives.schedule import ACCUMULATE
 from ..plan.plan import Plan
 from ..plan.rates import RATE_TABLE
 from ..program.faults import Fault
 from ..program.loss_scale import initial_state
-from ..program.optimizers import grouped
+from ..program.optimizers import AVERAGE, grouped
 from ..resolve.names import PlanNames, find_parameters
 from ..resolve.pattern import ANY_DEPTH, Pattern
 from ..sizes.polynomials import moving
@@ -39,7 +38,7 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
         "mesh": dict(plan.mesh.axes),
         **view_facts(plan),
         "microbatches": plan.microbatches,
-        "optimizer": _optimizer_facts(plan.optimizer, plan.steps),
+        "optimizer": _optimizer_facts(plan),
         "accumulate": ACCUMULATE[plan.accumulate],
         "precision": [{"type": TYPES[line.type]} for line in plan.precision],
         "compress": [{"axis": line.axis.text, "format": line.format} for line in plan.compress],
@@ -82,9 +81,10 @@ def data_facts(line: Data | None) -> dict[str, Any] | None:
     }  # fmt: skip
 
 
-def _optimizer_facts(line: Optimizer, steps: int | None) -> dict[str, Any]:
-    """Return the facts of the ``optimizer`` line in the manifest's form. A learning rate that falls gets its last
-    step."""
+def _optimizer_facts(plan: Plan) -> dict[str, Any]:
+    """Return the facts of the ``optimizer`` and ``ema`` lines in the manifest's form. A learning rate that falls gets
+    its last step."""
+    line, steps, ema = plan.optimizer, plan.steps, plan.ema
     over = None if line.shape in ("constant", RATE_TABLE) else line.over if line.over is not None else steps
     return {
         "shape": line.shape, "warmup": line.warmup, "to": line.to, "over": over,
@@ -92,6 +92,7 @@ def _optimizer_facts(line: Optimizer, steps: int | None) -> dict[str, Any]:
         "betas": list(line.betas), "momentum": line.momentum, "nesterov": line.nesterov,
         **({"arguments": dict(line.values)} if line.values else {}),
         **({"fall": line.fall} if line.fall else {}),
+        **({AVERAGE: {"decay": ema.decay, "every": ema.every}} if ema is not None else {}),
         **({"table": [list(row) for row in line.table]} if line.table else {}),
     }  # fmt: skip
 

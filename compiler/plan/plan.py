@@ -29,6 +29,7 @@ from .directives.budget import Budget
 from .directives.compress import Compress
 from .directives.context import Context
 from .directives.data import Data
+from .directives.ema import Ema
 from .directives.freeze import Freeze
 from .directives.hierarchical import Hierarchical
 from .directives.init import Init
@@ -83,6 +84,7 @@ class Plan:
     data: Data | None
     optimizer: Optimizer
     groups: tuple[OptimizerGroup, ...]
+    ema: Ema | None
     seed: int
     steps: int | None
     mesh: Mesh
@@ -126,6 +128,11 @@ class Plan:
     def loss_scale(self) -> LossScale:
         """The loss scale of the `precision` lines."""
         return next((line.loss_scale for line in self.precision if line.loss_scale is not None), None)
+
+    @property
+    def moments(self) -> int:
+        """The number of tensors that the update keeps of each trained parameter."""
+        return self.optimizer.moments + (self.ema is not None)
 
     @property
     def unbatched(self) -> frozenset[str]:
@@ -291,6 +298,7 @@ def _assemble(
         data=one(Data),
         optimizer=optimizer,
         groups=scope.all(OptimizerGroup),
+        ema=one(Ema),
         seed=seed.value if seed is not None else 0,
         steps=steps.value if steps is not None else None,
         mesh=scope.mesh,

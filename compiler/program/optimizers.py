@@ -74,13 +74,17 @@ NOT_BY_ENTRY = {
     "sparseadam": "reads sparse gradients",
 }
 """Optimizers of torch that are not such, with the reason."""
-NUMBERS = frozenset(name for row in OPTIMIZERS.values() for name in row.numbers)
+NUMBERS = {name: first for row in OPTIMIZERS.values() for name, first in row.numbers.items()}
+"""The names of state that is one number, with their first values."""
+AVERAGE = "ema"
+"""The name of a parameter's average, which is kept beside the optimizer's state, and of its facts in a line's."""
 
 
 def kept_slots(line: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of the state tensors that an optimizer keeps of each parameter, for its line's facts."""
+    """Return the names of the tensors that an update keeps of each parameter, for its line's facts."""
     row, given = OPTIMIZERS[line["name"]], {**line, **line.get("arguments", {})}
-    return (*row.tensors, *(name for name, argument in row.optional.items() if given.get(argument)))
+    optional = (name for name, argument in row.optional.items() if given.get(argument))
+    return (*row.tensors, *optional, *([AVERAGE] if AVERAGE in line else []))
 
 
 Groups = Sequence[Mapping[str, Any]]

@@ -197,7 +197,7 @@ def _balanced(plan: Plan, captured: Captured, view: _View) -> tuple[StageCut, ..
         related = (Label(plan.mesh_spans[line.axis.text], "declared here"),)
         raise PlanError([Diagnostic(TOO_MANY_STAGES, message, Label(line.span), related, help=help_)])
     bounds = [0, *map(view.begin, cuts), len(view.nodes)]
-    states = 2 + plan.optimizer.moments
+    states = 2 + plan.moments
     pieces = [piece_of(view.nodes[start:stop], states) for start, stop in pairwise(bounds)]
 
     def in_flight(stage: int) -> int:

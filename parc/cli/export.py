@@ -24,6 +24,7 @@ def export_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shard-size", metavar="SIZE", type=_size, default=5 * 10**9, help="bytes of a file at most; default: 5GB"
     )
+    parser.add_argument("--ema", action="store_true", help="the averages of the plan's `ema` line, not the weights")
 
 
 def export_command(given: argparse.Namespace) -> int:
@@ -34,7 +35,7 @@ def export_command(given: argparse.Namespace) -> int:
     from parc.runtime.opening import open_build
 
     dtype = getattr(torch, _TYPES[given.dtype]) if given.dtype is not None else None
-    done = export_weights(open_build(given.build), given.checkpoint, given.out, dtype, given.shard_size)
+    done = export_weights(open_build(given.build), given.checkpoint, given.out, dtype, given.shard_size, given.ema)
     names = ", ".join(file.name for file in done.files[:3]) + (", …" if len(done.files) > 3 else "")
     say(f"written {given.out}: {done.tensors} tensors, {size_text(done.bytes)} ({names})")
     if given.out.suffix == ".safetensors":

@@ -20,7 +20,7 @@ from ...compiler.program.roles import Role
 from ..backends.in_process import InProcess
 from ..machine.execute import Machine
 from ..machine.kernels import REFERENCE_KERNELS
-from ..state.optimizer import make_optimizer, rate, update
+from ..state.optimizer import make_optimizer, update
 from .plain import CPU
 
 Microbatches = Sequence[Mapping[str, torch.Tensor]]
@@ -161,6 +161,5 @@ class ReferenceRun:
                 self.buffers[bias.buffer] = old + bias.rate * torch.sign(load.mean() - load)
             # clipping scales in place, and what is returned is compared before clipping
             own_gradients = {name: gradient.clone() for name, gradient in gradients.items()}
-            line = self.case.optimizer
-            update(self.optimizer, self.parameters, own_gradients, norm, line["clip"], rate(line, step + 1))
+            update(self.optimizer, self.case.optimizer, step + 1, self.parameters, own_gradients, norm)
         return total, gradients

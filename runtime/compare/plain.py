@@ -263,7 +263,7 @@ class Plain:
         total, gradients = self._gradients(at, parts)
         norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients.values()]))
         with torch.no_grad():
-            update(self._optimizer, self._plain.parameters, gradients, norm, line["clip"], lr)
+            update(self._optimizer, line, self.step_number + 1, self._plain.parameters, gradients, norm, lr)
             for bias in self._biases:
                 bias.move()
         self.step_number += 1

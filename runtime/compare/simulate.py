@@ -22,7 +22,7 @@ from ...compiler.program.roles import SINGLE, Role
 from ..backends.in_process import InProcess, Meeting
 from ..data.random_batch import random_batch
 from ..owners import held, owners_of, piece_place, whole_tensor
-from ..state.optimizer import make_optimizer, rate, update
+from ..state.optimizer import make_optimizer, update
 from ..state.scaler import first_state
 from ..step import Stepper, StepResult
 from ..work import RankState
@@ -150,8 +150,7 @@ class Simulation:
         for state, optimizer, result in zip(self.states, self.optimizers, results, strict=True):
             # ranks of one process share what a collective made, and clipping scales in place
             given = {name: gradient.clone() for name, gradient in result.gradients.items()}
-            line = self.case.optimizer
-            update(optimizer, state.parameters, given, result.grad_norm, line["clip"], rate(line, step + 1))
+            update(optimizer, self.case.optimizer, step + 1, state.parameters, given, result.grad_norm)
             state.steps.update(result.state)
         return [result.loss for result in results], whole
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ...compiler.program.optimizers import OPTIMIZERS, kept_slots
+from ...compiler.program.optimizers import AVERAGE, OPTIMIZERS, kept_slots
 from ...grammar.codes_build import BAD_STATE
 from ..faults import RunError
 from .checkpoint import Checkpoint, refuse
@@ -79,26 +79,37 @@ def _between(table: Sequence[tuple[int, float]], step: int) -> float:
 
 def update(
     optimizer: torch.optim.Optimizer,
+    line: Mapping[str, Any],
+    step: int,
     parameters: Mapping[str, torch.Tensor],
     gradients: Mapping[str, torch.Tensor],
     grad_norm: torch.Tensor | None,
-    clip: float | None,
     lr: float | None = None,
     units: Iterable[Sequence[str]] | None = None,
 ) -> None:
-    """Do one update; gradients are scaled so that their global norm is at most ``clip``. With ``units``, names of
-    parameters, one is updated after the other: no more of the state than a unit's is at work at once."""
+    """Do the update of a step, counted from 1, as the plan's ``line`` says, and average the weights. Gradients are
+    scaled so that their global norm is at most its ``clip``. ``lr`` is the rate if it is another than the line's. With
+    ``units``, names of parameters, one is updated after the other: no more of the state than a unit's is at work at
+    once."""
+    lr, clip, average = rate(line, step) if lr is None else lr, line["clip"], line.get(AVERAGE)
     for group in optimizer.param_groups:
-        if lr is not None:
-            group["lr"] = lr * group[_RATIO]
+        group["lr"] = lr * group[_RATIO]
     given = [gradients[name] for name in parameters if name in gradients]
     if clip is not None and grad_norm is not None and given:
         torch._foreach_mul_(given, torch.clamp(clip / (grad_norm + 1e-6), max=1.0))
     for names in [list(parameters)] if units is None else units:
         for name in names:
             parameters[name].grad = _as_stored(gradients.get(name), parameters[name])
+        changed = [parameters[name] for name in names if name in gradients] if average is not None else []
+        # torch makes the rest of a parameter's state only where there is none
+        begun = [(value, value.clone()) for value in changed if AVERAGE not in optimizer.state[value]]
         with _beside(optimizer, [parameters[name] for name in names]):
             optimizer.step()
+            for value, first in begun:
+                optimizer.state[value][AVERAGE] = first
+            if average is not None and changed and not step % average["every"]:
+                averages = [optimizer.state[value][AVERAGE] for value in changed]
+                torch._foreach_lerp_(averages, changed, 1 - average["decay"])
         for name in names:
             parameters[name].grad = None
 
@@ -135,6 +146,8 @@ def fill_slots(
     """Give the optimizer the state of a parameter that it has before the first step. ``zeros`` makes a tensor like
     another, at the place where it is to stay."""
     if slots := {slot: zeros(parameter) for slot in kept_slots(line)}:
+        if AVERAGE in slots:
+            slots[AVERAGE].copy_(parameter)
         for slot, number in OPTIMIZERS[line["name"]].numbers.items():
             slots[slot] = torch.full((), number, dtype=torch.float32, device=parameter.device)
         optimizer.state[parameter] = slots
@@ -150,7 +163,8 @@ def restore_optimizer(
         RunError: they are another optimizer's, or not of the parameters' shapes and dtypes; these are named.
     """
     saved, name = checkpoint.facts.get("optimizer"), line["name"]
-    wanted_slots = (*OPTIMIZERS[name].numbers, *(kept_slots(line) or OPTIMIZERS[name].optional))
+    own = kept_slots({key: value for key, value in line.items() if key != AVERAGE})
+    wanted_slots = (*OPTIMIZERS[name].numbers, *(own or OPTIMIZERS[name].optional))
     if saved != name:
         raise RunError(
             BAD_STATE, f"`{checkpoint.folder}` holds the state of `{saved}`, the plan's optimizer is `{name}`",
@@ -164,7 +178,7 @@ def restore_optimizer(
         if kind != "optimizer":
             continue
         slots.setdefault(owner, []).append(slot)
-        if owner not in forms or slot not in wanted_slots:
+        if owner not in forms or slot not in (*wanted_slots, AVERAGE):
             faults.append(f"`{key}` is no state of `{name}`")
         elif slot in OPTIMIZERS[name].numbers:
             is_number = shape == () and checkpoint.dtypes[key] == torch.float32
@@ -174,7 +188,7 @@ def restore_optimizer(
             wanted = f"{forms[owner][1]} {list(forms[owner][0])}".removeprefix("torch.")
             faults.append(f"`{key}` is {_type_of(checkpoint, key)} there, its parameter {wanted}")
     faults += [f"`{owner}` has {', '.join(f'`{slot}`' for slot in held)} alone, not all of {', '.join(wanted_slots)}"
-               for owner, held in slots.items() if len(held) < len(wanted_slots)]  # fmt: skip
+               for owner, held in slots.items() if {*held} - {AVERAGE} and not {*wanted_slots} <= {*held}]  # fmt: skip
     if not faults:
         with checkpoint.tensors() as files:
             done = {key: float(files.whole(key)) for key in steps}
@@ -182,7 +196,19 @@ def restore_optimizer(
             f"`{key}` is {value}, which is no number of steps" for key, value in done.items() if not 0 <= value < 2**53
         ]
     refuse(checkpoint.folder, "holds a state of the optimizer that does not fit the model", faults)
+    if AVERAGE not in line:
+        slots = {owner: [slot for slot in held if slot != AVERAGE] for owner, held in slots.items()}
     return slots
+
+
+def average_notes(checkpoint: Checkpoint, line: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return a note where a checkpoint has averages and the plan's ``line`` has none, or the other way round."""
+    there = any(name.startswith(f"optimizer.{AVERAGE}.") for name in checkpoint.shapes)
+    if there == (AVERAGE in line):
+        return ()
+    if there:
+        return ("the checkpoint's averages of weights are left behind: the plan has no `ema` line",)
+    return ("the checkpoint has no averages of weights: those of the plan's `ema` line begin as its weights",)
 
 
 def _type_of(checkpoint: Checkpoint, key: str) -> str:

@@ -22,7 +22,7 @@ from parc.runtime.state.checkpoint import target_held
 from parc.runtime.state.optimizer import make_optimizer, update
 from tests.runtime.tiny import ONE, batch, build
 
-ADAMW = {"name": "adamw", "lr": 0.1, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1, "groups": []}
+ADAMW = {"name": "adamw", "lr": 0.1, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1, "groups": [], "clip": None}
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def test_a_gradient_may_lie_otherwise_in_memory_than_its_parameter() -> None:
         given = gradient.t().contiguous().t() if transposed else gradient
         optimizer = make_optimizer(parameters, ADAMW)
         assert optimizer.defaults["fused"]
-        update(optimizer, parameters, {"w": given}, None, None)
+        update(optimizer, ADAMW, 1, parameters, {"w": given}, None, 0.1)
         assert torch.equal(given, gradient)
         wanted = parameters["w"] if wanted is None else wanted
         assert torch.equal(parameters["w"], wanted)

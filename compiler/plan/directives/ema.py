@@ -1,0 +1,34 @@
+"""``ema``: averages of the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ....grammar.codes_language import BAD_VALUE
+from ....grammar.diagnostics import Diagnostic, Label
+from ..directive import ONE_OR_MORE, Directive, Scope, argument
+
+
+@dataclass(frozen=True)
+class Ema(Directive):
+    """An exponential moving average of the weights: after a step, `average = X average + (1 - X) weight`.
+
+    It begins as the weights with which training begins. `every N` averages after each N-th step alone. Each rank keeps
+    the averages of its own parts of the trained weights beside the optimizer's state, in files or on the host where
+    `offload optimizer` says so, and a checkpoint holds them. `parc export --ema` writes them, `state_dict(ema=True)`
+    returns them, and inside `with session.averaged():` a session computes with them.
+    """
+
+    USAGE = "ema X [every N]"
+    LIMITS = (("every", ONE_OR_MORE),)
+
+    decay: float = argument(lambda given: float(given.number("x", 0)))
+    every: int = argument(lambda given: int(given.number("every", 1)))
+
+    def check(self, scope: Scope) -> Iterator[Diagnostic]:
+        yield from super().check(scope)
+        if not 0 < self.decay < 1:
+            message = f"an average keeps a part of itself, and {self.decay:g} is none"
+            help_ = "write a number between 0 and 1, as `ema 0.999`"
+            yield Diagnostic(BAD_VALUE, message, Label(self.arguments.span("x")), help=help_)

@@ -1,0 +1,119 @@
+"""Averages of the weights: torch's own formula, whatever ranks hold, and the state of a run that goes on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import parc
+from parc.cli import main
+from parc.runtime.faults import RunError
+from tests.runtime.ranks import run_ranks
+from tests.runtime.tiny import BOTH, batch, build
+
+EMA = "ema 0.9 every 2\n"
+FROZEN = "freeze blocks.0.mlp\n"
+
+
+def averaged(path: Path, steps: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return the weights of the plain module after some steps, and their averages by torch."""
+    plain = parc.reference(path)
+    averages = AveragedModel(plain.module, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    averages.update_parameters(plain.module)  # the first time it copies
+    for step in range(steps):
+        plain.step(batch(step))
+        if step % 2:
+            averages.update_parameters(plain.module)
+    kept: nn.Module = averages.module
+    return plain.module.state_dict(), kept.state_dict()
+
+
+Weights = dict[str, torch.Tensor]
+
+
+def trained(folder: str, steps: int, saved: str, restored: str = "") -> tuple[Weights, Weights, float]:
+    with parc.load(folder) as session:
+        if restored:
+            session.restore(restored)
+        for step in range(session.step_number, steps):
+            session.step(batch(step))
+        session.save(saved)
+        with session.averaged():
+            loss = session.evaluate(batch(9))
+            whole = session.state_dict()
+        assert all(torch.equal(whole[name], value) for name, value in session.state_dict(ema=True).items())
+        for name, part in session.state_dict(local=True, ema=True).items():
+            assert part.shape == whole[name].shape
+        assert session.evaluate(batch(9)) != loss
+        return session.state_dict(), whole, loss
+
+
+def close(found: Weights, wanted: Weights) -> None:
+    assert found.keys() == wanted.keys()
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=2e-5)
+
+
+def test_averages_are_those_of_torch_on_split_ranks_and_in_a_run_that_goes_on(tmp_path: Path) -> None:
+    """Three steps on four ranks, and two more on one rank that keeps the optimizer's state in files."""
+    split = build(tmp_path, BOTH + "zero 2 over dp\n" + EMA + FROZEN)
+    alone = build(tmp_path, 'offload optimizer to "state"\n' + EMA + FROZEN, name="alone")
+    weights, averages = averaged(alone, 3)
+    losses = set()
+    for found, kept, loss in run_ranks(trained, 4, str(split), 3, str(tmp_path / "saved")):
+        close(found, weights)
+        close(kept, averages)
+        losses.add(loss)
+    assert len(losses) == 1
+    moved = {name for name, value in averages.items() if not torch.equal(value, weights[name])}
+    assert moved and not any(name.startswith("blocks.0.mlp") for name in moved)
+    weights, averages = averaged(alone, 5)
+    found, kept, _ = trained(str(alone), 5, str(tmp_path / "last"), str(tmp_path / "saved"))
+    close(found, weights)
+    close(kept, averages)
+    state = json.loads((alone / "report.json").read_text())["memory"][0]["state"]
+    frozen = 4 * sum(value.numel() for name, value in weights.items() if name.startswith("blocks.0.mlp."))
+    assert state["optimizer"] == 3 * (state["parameters"] - frozen)
+
+
+def test_averages_begin_where_a_checkpoint_has_none_and_stay_behind_where_a_plan_has_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    without, ema = build(tmp_path, ""), build(tmp_path, EMA, name="ema")
+    with parc.load(without) as first, parc.load(ema) as second:
+        first.step(batch(0))
+        first.save(tmp_path / "plain")
+        second.restore(tmp_path / "plain")
+        (note,) = second.notes
+        assert "begin as its weights" in note
+        begun = second.state_dict(ema=True)
+        assert all(torch.equal(begun[name], value) for name, value in first.state_dict().items())
+        second.step(batch(1))
+        now, after = second.state_dict(), second.state_dict(ema=True)
+        for name, value in begun.items():
+            torch.testing.assert_close(after[name], 0.9 * value + 0.1 * now[name])
+        second.save(tmp_path / "averaged")
+        for build_, saved, code in ((ema, "averaged", 0), (without, "plain", 1)):
+            out = tmp_path / f"{saved}.safetensors"
+            assert main(["export", str(build_), str(tmp_path / saved), "-o", str(out), "--ema"]) == code
+        written = load_file(tmp_path / "averaged.safetensors")
+        assert all(torch.equal(written[name], after[name]) for name in written) and len(written) > 20
+        assert "`--ema`" in capsys.readouterr().err
+        first.restore(tmp_path / "averaged")
+        assert first.notes and "left behind" in first.notes[0]
+        assert first.step(batch(2)).loss == second.step(batch(2)).loss
+        second.restore(tmp_path / "averaged")
+        found = second.state_dict(ema=True)
+        assert all(torch.equal(found[name], value) for name, value in after.items())
+
+
+def test_averages_are_not_trained(tmp_path: Path) -> None:
+    with parc.load(build(tmp_path, EMA)) as session, session.averaged():
+        for do in (session.step, lambda: session.save(tmp_path / "x"), lambda: session.restore(tmp_path / "x")):
+            with pytest.raises(RunError, match="averages in the place of its weights"):
+                do()
