@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-torch check fuzz bench bench-pipelines bench-batches bench-checkpoints bench-memory bench-peaks bench-experts bench-context bench-kept bench-fit bench-sequence build-time families outside wheel planted-bugs soak clean
+.PHONY: help demo test test-torch check fuzz bench bench-pipelines bench-batches bench-checkpoints bench-memory bench-peaks bench-experts bench-context bench-kept bench-fit bench-sequence build-time families outside docs wheel planted-bugs soak clean
 
 # The first Python of at least 3.11; choose another with `make test PYTHON=…`.
 PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13 python3.14; do \
@@ -35,6 +35,7 @@ help:
 	@echo "make build-time     build Llama 3 8B of 2 to 32 layers on 1 to 16,384 ranks: seconds, memory, a plot"
 	@echo "make families       every family of models under every plan: verified, what it sends, how exact it is"
 	@echo "make outside        models of other packages (transformers, timm, diffusers, x-transformers): verified, refused or crashed"
+	@echo "make docs    the site of the documentation, built and checked: build/docs/site/index.html"
 	@echo "make wheel   dist/: source distribution and wheel, installed beside torch alone, used and measured"
 	@echo "make planted-bugs   break good builds in every way, and say which check refuses each"
 	@echo "make soak    fuzz with fresh seeds for SOAK_MINUTES (now $(SOAK_MINUTES)), a quarter of them hostile plans, builds, checkpoints"
@@ -140,6 +141,15 @@ $(OUTSIDE)/.parc-ready: $(READY) benchmarks/outside-requirements.txt
 
 outside: $(OUTSIDE)/.parc-ready
 	$(OUTSIDE)/bin/python -m benchmarks.outside
+
+# Another environment of its own: the site's generator is no part of what the tests need.
+.venv-docs/.parc-ready: website/requirements.txt
+	@test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check -r website/requirements.txt
+	@touch $@
+
+docs: .venv-docs/.parc-ready
+	.venv-docs/bin/python -m website build/docs
 
 wheel: $(READY)
 	$(PY) benchmarks/wheel.py

@@ -83,9 +83,9 @@ class Session:
         self._whole = WholeState(build, Gatherer(self.mesh, self.rank, self.device, ranks), self.types)
         self.recorder = Recorder(self.device) if trace else None
         self.step_number, self._averaging = 0, False
-        self.notes: tuple[str, ...] = ()  # for a person, on the last ``restore``
+        self.notes: tuple[str, ...] = ()
         self._together = Together(self.rank, self.world, self.device)
-        self.last_step: int | None = manifest["steps"]  # no data is read ahead beyond it
+        self.last_step: int | None = manifest["steps"]
         programs = [program for role in self._roles for program in role.programs.values()]
         self.backend: Backend = InProcess(self.mesh)
         if self.world > 1:
@@ -121,7 +121,7 @@ class Session:
         self.close()
 
     def close(self) -> None:
-        """Stop reading data, and let the folders of offloaded state go. Process groups stay: their maker ends them."""
+        """Stop reading data, and remove the files of offloaded state. Process groups stay: who made them ends them."""
         self.feed.close()
         self.offloaded.close()
 
@@ -138,9 +138,11 @@ class Session:
     # ---- training
 
     def gradients(self, batch: Batch | None = None, *, local: Batch | None = None) -> StepResult:
-        """Return loss, gradients (this rank's pieces) and their norm. They are of a whole batch, the same on every
-        rank; or of a rank's own samples (``local``), alike on ranks at one place of the axes that divide them; or of
-        the plan's data.
+        """Compute the loss, this rank's parts of the gradients, and the norm of all gradients. Nothing is updated.
+
+        ``batch`` is the whole batch of a step, the same on every rank. ``local`` is the samples of this rank instead;
+        ranks that differ only in axes that do not split the batch give the same ones. Without either, the batch is the
+        next of the plan's data.
 
         Raises:
             RunError: on every rank: ranks gave no batch of the plan's, or not one, or the data cannot be read; or an
@@ -154,8 +156,11 @@ class Session:
         return result
 
     def update(self, result: StepResult, lr: float | None = None) -> StepReport:
-        """Apply the optimizer to the result of ``gradients``, after a check of its numbers. A dynamic loss scale skips
-        a step whose norm is not finite: parameters, the optimizer's state and buffers are as before it.
+        """Clip the gradients that ``gradients`` returned, and let the optimizer apply them.
+
+        ``lr`` is the learning rate of this step; without it, the plan's ``optimizer`` line says it. A loss or norm that
+        is not finite is an error; but a dynamic loss scale skips such a step: parameters, the optimizer's state and
+        buffers are as before it.
 
         Raises:
             RunError: loss or norm is not finite; no parameter was changed. Every rank raises the same.
@@ -184,7 +189,7 @@ class Session:
         return StepReport(self.step_number, loss, norm, float(lr), metrics, skipped, loads)
 
     def step(self, batch: Batch | None = None, lr: float | None = None, *, local: Batch | None = None) -> StepReport:
-        """Do one step of training: ``gradients``, then ``update``."""
+        """Do one step of training: ``gradients`` of the batch, then ``update`` with the learning rate."""
         return self.update(self.gradients(batch, local=local), lr)
 
     def evaluate(self, batch: Batch | None = None, *, local: Batch | None = None) -> float:

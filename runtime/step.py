@@ -36,28 +36,29 @@ from .work import Batch, RankState, Work, bind, named
 
 @dataclass(slots=True)
 class StepResult:
-    """The results of a step on one rank: the loss and the gradients' global norm (the same on all ranks), and the
-    rank's pieces of the gradients."""
+    """The results of a step on one rank: the loss and the gradients' norm before clipping (the same on all ranks), this
+    rank's parts of the gradients, numbers of other actions, and the loss scale and the like as the step leaves them."""
 
     loss: torch.Tensor
     grad_norm: torch.Tensor | None
     gradients: dict[str, torch.Tensor]
     metrics: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Numbers that other actions return, by name, the same on all ranks."""
-    state: dict[str, torch.Tensor] = field(default_factory=dict)  # of steps, as this one leaves it
+    state: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """A finished step: its number (from 1), the global loss, the gradients' norm before clipping, the learning rate."""
+    """A finished step, the same on every rank: its number (from 1), the loss of the whole batch, the gradients' norm
+    before clipping, and the learning rate; then further numbers by name, such as the imbalance of experts, True for a
+    step that a dynamic loss scale skipped, and the tokens of each expert by module."""
 
     step: int
     loss: float
     grad_norm: float
     lr: float
     metrics: Mapping[str, float] = field(default_factory=dict)
-    skipped: bool = False  # nothing was updated but the loss scale
-    loads: Mapping[str, Sequence[int]] = field(default_factory=dict)  # the tokens of each expert, by module
+    skipped: bool = False
+    loads: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
 
 class Stepper:

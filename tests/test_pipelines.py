@@ -19,8 +19,8 @@ from parc.compiler.schedules.timeline import simulate
 from parc.compiling.driver import Compiled, compile_plan
 from parc.grammar.diagnostics import PlanError
 
+from .pages import ROOT
 from .runtime.ranks import run_ranks
-from .test_readme import ROOT
 
 EXAMPLES = ROOT / "examples"
 SMALL = {"layers": 4, "width": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab": 64, "length": 16}

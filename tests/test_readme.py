@@ -1,61 +1,47 @@
-"""The README's own commands, in its order, from a copy of the examples; and its links."""
+"""The pages that a newcomer follows, done as they say: their files written, their commands and their Python run."""
 
 from __future__ import annotations
 
 import re
-import shlex
 import shutil
 from pathlib import Path
 
 import pytest
 
-from parc.cli import main
+from tests.pages import ROOT, blocks_of, text_of, walk
 from tests.runtime.forked import forked_ranks
 
-ROOT = Path(__file__).resolve().parent.parent
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+FOLLOWED = {
+    "README.md": "the build has four ranks, and its loop wants torchrun: docs/loop.md has the same calls on one",
+    "docs/start.md": "",
+    "docs/loop.md": "",
+}
+"""Pages that are done in full, or all but their Python, for the reason that stands here."""
 
 
-def commands() -> list[list[str]]:
-    """Return every ``parc`` command of the shell blocks."""
-    blocks = re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
-    lines = [line.partition("  #")[0] for block in blocks for line in block.splitlines()]
-    return [shlex.split(line)[1:] for line in lines if line.startswith("parc ")]
-
-
-def test_every_command_of_the_readme_works_and_prints_what_it_shows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("page", FOLLOWED)
+def test_a_page_works_as_it_says_and_prints_what_it_shows(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks are processes of their own, forked from one that knows torch; commands run in this process."""
-    measured = re.compile(r"error \S+|^seconds.*", re.MULTILINE)  # another on every machine
-    shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
-    found = commands()
-    assert {words[0] for words in found} >= {"build", "run", "show", "verify", "explain"}
-    said: dict[str, str] = {}
+    examples = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=examples)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
     with forked_ranks():
-        monkeypatch.chdir(tmp_path)
-        for words in found:
-            ended = main(words)
-            printed = "".join(capfd.readouterr())
-            assert ended == 0, f"parc {' '.join(words)}\n{printed}"
-            said[" ".join(words)] = printed
-    (picture,) = re.findall(r"```\n(1f1b.*?)```", README, re.DOTALL)
-    assert picture in said["show build/gpt3d --pipeline"]
-    report, lines = re.findall(r"```\n((?:mesh|t_3) .*?)```", README, re.DOTALL)
-    assert measured.sub("", report) == measured.sub("", said["build examples/gpt.parc -o build/gpt"])
-    number = re.compile(r"(?<=[a-z])_\d+\b")  # of a value's name: torch's releases count otherwise
-    assert number.sub("", lines) in number.sub("", said["show build/gpt --action F"].replace("\n    ", "\n"))
+        wrong = list(walk(page, python=not FOLLOWED[page]))
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_readme_shows_the_commands_of_a_first_model() -> None:
+    commands = {words[1] for block in blocks_of("README.md") for words in block.commands() if words[0] == "parc"}
+    assert commands >= {"build", "run", "export", "show", "verify", "check", "explain"}
 
 
 def test_the_plan_in_the_readme_is_the_example() -> None:
-    (shown,) = re.findall(r"```parc\n(.*?)```", README, re.DOTALL)
+    (shown,) = re.findall(r"```parc\n(.*?)```", text_of("README.md"), re.DOTALL)
 
     def words(text: str) -> list[list[str]]:
         return [line.split("#")[0].split() for line in text.splitlines() if line.split("#")[0].strip()]
 
     assert words(shown) == words((ROOT / "examples/gpt.parc").read_text(encoding="utf-8"))
-
-
-def test_what_the_readme_links_to_is_there() -> None:
-    for target in re.findall(r"\]\(([^)#:]+)\)", README):
-        assert (ROOT / target).exists(), target

@@ -36,9 +36,8 @@ EXIT_CODES = """exit codes:
   143  stopped by SIGTERM, after saving where --save was given"""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command, and return the exit code."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+def parser_of(arguments: Sequence[str]) -> argparse.ArgumentParser:
+    """Return the parser of the command line, with the options of the command that these arguments name."""
     parser = argparse.ArgumentParser(
         prog="parc", description="Declarative plans that turn a PyTorch model into checked per-rank programs.",
         epilog=EXIT_CODES, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
@@ -50,6 +49,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         sub = commands.add_parser(name, help=text, description=f"{text[:1].upper()}{text[1:]}.", allow_abbrev=False)
         if name == chosen:
             getattr(importlib.import_module(f"parc.cli.{name}"), f"{name}_options")(sub)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command, and return the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = parser_of(arguments)
     try:
         given = parser.parse_args(arguments)
     except SystemExit as stop:  # argparse has said what is wrong, or printed its help

@@ -217,10 +217,12 @@ class PlainBias:
 
 @final
 class Plain:
-    """The plain module of a build, trained on one device as the build trains it: the same microbatches, one
-    denominator.
+    """The plain module of a build, trained on one device as the build trains it: the same weights to begin with, the
+    same batches, microbatches and dropout. Nothing of it is captured or compiled.
 
-    ``module`` is the user's own, in its own words; nothing of it is captured or compiled.
+    Attributes:
+        module: your own module.
+        step_number: the number of steps that are done.
     """
 
     def __init__(self, build: Build, device: torch.device = CPU) -> None:
