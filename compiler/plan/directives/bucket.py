@@ -11,11 +11,12 @@ DEFAULT = 25_000_000
 
 @dataclass(frozen=True)
 class Bucket(Directive):
-    """The most bytes of weights or gradients that travel in one message; `25MB` without a line.
+    """The largest message of weights or gradients, in bytes; `25MB` without this line.
 
-    Tensors that start together, in one direction and one type, share a message: those that a block reads, the gradients
-    of a block, or all that is gathered or summed once a step. A message never holds tensors of several blocks, so that
-    no block waits for another one's. A tensor that is larger than the bucket is a message of its own.
+    Several tensors share one message if they travel at the same moment, in the same direction and with the same type:
+    the weights that a block reads, the gradients of a block, or all that is gathered or summed once a step. A message
+    never holds tensors of two blocks, so that no block waits for another one. A tensor that is larger than the bucket
+    is a message of its own.
     """
 
     USAGE = "bucket SIZE"

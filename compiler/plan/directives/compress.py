@@ -16,18 +16,18 @@ FORMATS = ("fp16", "int8")
 
 @dataclass(frozen=True)
 class Compress(Directive):
-    """Sums gradients over an axis in fewer bytes, once a step. What rounding leaves of a gradient on a rank is kept
-    there and added to the next step's gradient (error feedback), so that nothing is lost for long.
+    """Sums gradients over an axis in fewer bytes, once a step. The rounding error of each gradient is kept on its rank
+    and added to the gradient of the next step (error feedback), so that it is not lost.
 
-    `fp16` sums them as float16. `int8` sends whole numbers of 7 bits and a sign, with one power of two for each block
-    of 256 entries: every rank gets its part of all ranks, adds in float32, rounds its sum again and sends it to all.
-    Gradients along no dim of which the ranks divide, and float64, stay as they are. `WHERE` names modules, with all
-    their parameters, or parameters; without it, all are meant.
+    `fp16` sums gradients as float16. `int8` sends whole numbers of 8 bits, with one power of two for each block of 256
+    entries. Each rank receives its part of the gradient from all ranks, adds these in float32, rounds the sum, and
+    sends it to all ranks. Two kinds of gradients are not compressed: those of which no dim is a multiple of the ranks,
+    and those in float64. `WHERE` names modules, with all their parameters, or parameters; without it, all are meant.
 
-    It needs gradients that are summed once a step: `zero 2` and `zero 3` over the axis sum in every backward. Where
-    `zero 1` shards within nodes, the sum inside a node stays as it is. Every rank keeps a float32 tensor of each
-    gradient's size. A checkpoint holds it for every rank; under another size of the axis it is divided equally over the
-    ranks.
+    `compress` needs gradients that are summed once a step; `zero 2` and `zero 3` over the same axis sum in every
+    backward instead, and are refused. With `zero 1 … within node` only the sum across nodes is compressed. Each rank
+    keeps a float32 tensor of the size of each gradient. A checkpoint holds these tensors for every rank. If a run
+    resumes with another size of the axis, they are shared out equally.
     """
 
     USAGE = "compress gradients over AXIS using TYPE [on WHERE]"

@@ -18,24 +18,26 @@ METHODS = ("gather", "ring", "zigzag", "ulysses")
 
 @dataclass(frozen=True)
 class Context(Directive):
-    """Splits a sequence over an axis (context parallelism): every input with the dim `NAME`, and by propagation every
-    activation. Weights are as without the line; their gradients are summed over the axis. Positions and masks are those
-    of the whole sequence, so a rank computes the same numbers as one device does for its part.
+    """Splits sequences over an axis (context parallelism): every input that has the dim `NAME`, and so every
+    activation. Weights are placed as without the line; their gradients are summed over the axis. Positions and masks
+    are those of the whole sequence, so each rank computes for its part the same numbers as one device does.
 
-    Only attention needs other parts. `using` says how the attention of the modules `WHERE` gets them:
+    Only attention needs the other parts of the sequence. `using` says how the attention in the modules `WHERE` gets
+    them:
 
-    `gather`: every rank gathers keys and values of the whole sequence, in backward again.
+    `gather`: every rank gathers the keys and values of the whole sequence, and again in backward.
 
-    `ring`: keys and values of one rank after the other come around while a rank computes with those that it has; in
-    backward their gradients follow them. No rank ever holds keys of the whole sequence.
+    `ring`: keys and values go from rank to rank, one part at a time, while each rank computes with the part that it
+    has. In backward their gradients travel with them. No rank ever holds the keys of the whole sequence.
 
-    `zigzag`: the same, and of 2 n parts of the sequence rank i has part i and part 2 n - 1 - i. Under a causal mask the
-    ranks of a plain ring have unequal work: here it is equal.
+    `zigzag`: a ring with equal work. The sequence is cut into 2 n parts for n ranks, and rank i gets part i and part 2
+    n - 1 - i. In a plain ring with a causal mask, the rank of the last part has most to compute.
 
-    `ulysses`: all-to-alls split heads in place of the sequence before attention, and back behind it. The ranks must
-    divide the heads of keys that a rank has.
+    `ulysses`: before attention an all-to-all gives each rank some heads of the whole sequence; after it, another one
+    gives each rank its part of the sequence back. The number of KV heads on a rank must be a multiple of the ranks.
 
-    Two lines for one dim split it over two axes, the first outermost: `ring` across nodes, `ulysses` inside.
+    Two lines for one dim split it over two axes, the first line outermost: `ring` across nodes, `ulysses` inside
+    them.
     """
 
     USAGE = "context WHERE dim NAME over AXIS using TYPE"

@@ -7,10 +7,10 @@ from ..limits import Promise
 
 
 class Expect(Promise):
-    """A promise that a build keeps or is refused: so many collectives in each of these modules.
+    """A promise that a build keeps or is refused: each of these modules has exactly so many collectives.
 
-    `expect 4 all_reduce in blocks.*`: four in every block with all that is inside it, counted over the forward and the
-    backward of one microbatch. Of modules inside each other that a pattern matches, the outermost counts; `**` is the
+    `expect 4 all_reduce in blocks.*`: four in every block, with all that is inside it, counted over the forward and the
+    backward of one microbatch. If a pattern matches a module and modules inside it, the outermost counts; `**` is the
     whole model. `OP`, `over` and `during` are those of `forbid`.
     """
 

@@ -10,39 +10,42 @@ from ..layouts import SplitWeights
 
 @dataclass(frozen=True)
 class Experts(SplitWeights):
-    """Splits the experts of mixture-of-experts layers over an axis: every rank has the same number of them, and tokens
-    go where their experts are (expert parallelism).
+    """Splits the experts of mixture-of-experts layers over an axis (expert parallelism): every rank holds the same
+    number of experts, and tokens are sent to the ranks of their experts.
 
-    `WHERE` names the modules that hold experts, as `model.layers.*.mlp.experts` of a model of transformers; their
-    weights are stacked, [experts, ...]. A layer of your own loops over a list of experts, or `parc.register_experts`
-    says how it routes; the weights of experts in a list are stacked under one name, as
+    `WHERE` names the modules that hold experts, such as `model.layers.*.mlp.experts` in a model of transformers, where
+    the weights of all experts are stacked: [experts, ...]. A layer of your own loops over a list of experts, or
+    `parc.register_experts` says how it routes. Weights of experts in a list are stacked under one name, as
     `layers.0.experts.*.up.weight`.
 
-    The axis usually splits the batch too, as in `shard tokens [B/dp/ep, _]`: its ranks route different tokens. Where
-    they have the same ones, as on an axis of tensor parallelism, each routes a slice of them, and results are gathered.
+    The axis usually splits the batch too, as in `shard tokens [B/dp/ep, _]`: each of its ranks routes other tokens. If
+    its ranks have the same tokens, as on an axis of tensor parallelism, each rank routes a slice of them, and the
+    results are gathered.
 
-    `dropless`: no token is left out. Each rank packs its own tokens by expert, an `exchange` (an all-to-all with the
-    counts of each pair of ranks) brings them to their experts and another one brings results back; backward does the
-    same. A result is the model's own, whatever tokens choose.
+    `dropless`: no token is left out. Each rank sorts its tokens by expert. An `exchange` (an all-to-all for which each
+    pair of ranks says how much it sends) brings them to their experts, and another one brings the results back;
+    backward does the same. The result is that of the model's own code, whatever experts the tokens choose.
 
-    `load 1.25`: memory is estimated for a rank that gets 1.25 times the mean of the rows, and a run warns of more. Rows
-    are never lost: the report gives the memory at the load, with which `budget` compares, and the most that can be.
+    `load 1.25`: memory is estimated for a rank that gets 1.25 times the mean number of tokens, and a run warns if a
+    rank gets more. No tokens are lost. The report gives the memory at this load, which `budget` looks at, and the
+    memory of the worst case.
 
-    `capacity 1.25`: an expert takes at most 1.25 times the mean of the tokens that choose it in each sequence of a
-    batch, those that come first; others go on without it, by the residual of the layer. Shapes are fixed, and the
-    tokens left out are the same on any number of ranks. This is another model than the code says: it is held to the
-    plain module with the same rule. Only modules with transformers' interface of experts can have a capacity.
+    `capacity 1.25`: of each sequence in a batch, an expert takes at most 1.25 times the mean number of tokens, those
+    that come first. The other tokens go on without this expert, through the residual of the layer. So shapes are fixed,
+    and the same tokens are left out on any number of ranks. This is not what the model's code says, so the build is
+    compared with the plain module under the same rule. Only modules with the experts' interface of transformers can
+    have a capacity.
 
-    Every other weight of such a layer (the router, shared experts) is placed as in dense layers. Without a line every
-    rank has all experts, and routes its own tokens.
+    All other weights of such a layer (router, shared experts) are placed as in dense layers. Without an `experts` line
+    every rank holds all experts, and routes its own tokens.
 
-    `balance bias 0.001`: after each step, the router's bias of every expert that got fewer tokens than the mean grows
-    by so much, and that of every expert with more falls, as DeepSeek-V3 is trained. The bias is a buffer of the model
-    beside its experts, of one number an expert. This is more than the model's own code does in a step. A model without
-    such a buffer adds an auxiliary loss to its `loss` line instead.
+    `balance bias 0.001` trains as DeepSeek-V3 was: after each step, the router's bias of every expert that got fewer
+    tokens than the mean grows by this number, and that of every expert with more shrinks by it. The bias is a buffer of
+    the model, beside the experts, with one number for each expert. The model's own code does not do this. A model
+    without such a buffer adds an auxiliary loss to its `loss` line instead.
 
-    Metrics of a run have the tokens of every expert (`loads`), those of the busiest expert and rank over the mean
-    (`imbalance`, `rank_imbalance`), and with a capacity the share of choices that were left out (`drop_rate`).
+    The metrics of a run have the tokens of every expert (`loads`), the busiest expert and the busiest rank over the
+    mean (`imbalance`, `rank_imbalance`), and with a capacity the share of choices that were left out (`drop_rate`).
     """
 
     USAGE = "experts WHERE over AXIS dropless [load X] [balance bias X] | WHERE over AXIS capacity X [balance bias X]"

@@ -6,10 +6,10 @@ from ..limits import Promise
 
 
 class Forbid(Promise):
-    """A promise that a build keeps or is refused: no such collective in these modules and what is inside them.
+    """A promise that a build keeps or is refused: no such collective in these modules, with all that is inside them.
 
-    `OP` is `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all`, `exchange` (of experts) or `any`; `over` counts
-    those over one axis alone. Looked at are forward and backward, or the one phase that `during` names: `forward`,
+    `OP` is `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all`, `exchange` (of experts) or `any`. With `over`
+    only collectives over that axis count. Without `during` forward and backward count; with it, one phase: `forward`,
     `backward`, or `step`, where gradients are summed once a step. `**` is the whole model.
     """
 

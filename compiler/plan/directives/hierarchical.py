@@ -14,15 +14,17 @@ from .node import check_levels
 
 @dataclass(frozen=True)
 class Hierarchical(Directive):
-    """Makes sums, gathers and exchanges of tokens over an axis in two levels, inside nodes and across them; needs a
+    """Does sums, gathers and exchanges of tokens over an axis in two levels, inside nodes and across them. It needs a
     `node` line.
 
-    An all-reduce over the whole axis becomes a reduce-scatter among the ranks of a node, an all-reduce of their parts
-    across nodes and an all-gather inside; a reduce-scatter goes inside first, an all-gather across first. So every rank
-    sends its own part to other nodes. Sums of values that no dim cuts evenly, such as single numbers, stay as they are.
+    An all-reduce over the whole axis becomes three collectives: a reduce-scatter among the ranks of a node, an
+    all-reduce of each part across nodes, and an all-gather inside the node. A reduce-scatter goes inside nodes first,
+    then across; an all-gather goes across first, then inside. So each rank sends only its own part to other nodes.
+    Values that no dim cuts into equal parts, such as single numbers, are summed in one level.
 
-    Tokens go to their experts inside the node first, each to the rank with its expert's place there, and then across;
-    they come back the other way round. So a rank sends messages to one rank of each other node.
+    Tokens on the way to their experts go inside the node first, to the rank that has the same place in its node as the
+    expert has in its own; then across. They come back the other way round. So each rank exchanges messages with one
+    rank of each other node.
     """
 
     USAGE = "hierarchical over AXIS"

@@ -11,17 +11,18 @@ from ..directive import Directive, Scope, argument, check_unique
 
 @dataclass(frozen=True)
 class Include(Directive):
-    """Stands for the lines of another file, relative to this one, or of a family that parc ships: `"parc:llama"`.
+    """Stands for the lines of another file: a path relative to this one, or a family that parc ships, such as
+    `"parc:llama"`.
 
-    The file has names of its own: arguments replace the values of its `let`s, and it sees none of this plan's names. A
-    line that a plan may have once stands in one of the files. Its `mesh` line names the axes that it needs, with their
-    sizes. The plan's own `mesh` must agree with it, and gets the axes that it lacks. Names of other files (`model`,
-    `data`, `init`) count from the plan's folder, wherever they stand.
+    The other file has names of its own. Arguments replace the values of its `let` lines, and it sees no names of this
+    plan. A line that a plan may have only once stands in one of the files. The file's `mesh` line names the axes that
+    it needs, with their sizes: sizes of axes that this plan has too must be the same, and other axes are added. Paths
+    in `model`, `data` and `init` lines count from the folder of the plan, whichever file they stand in.
 
     Families place a model's weights for tensor parallelism over `tp`: `parc:bert`, `parc:gemma3`, `parc:gpt2`,
-    `parc:llama`, `parc:olmo2`, `parc:phi3`, `parc:t5` and `parc:vit`. Those of experts place these over `ep` too:
-    `parc:mixtral`, `parc:qwen3-moe`, `parc:deepseek-v3` and `parc:gpt-oss`. families.md lists the models that each
-    serves. `parc show PLAN --expand` shows the placements.
+    `parc:llama`, `parc:olmo2`, `parc:phi3`, `parc:t5` and `parc:vit`. Families with experts place these over `ep` too:
+    `parc:mixtral`, `parc:qwen3-moe`, `parc:deepseek-v3` and `parc:gpt-oss`. families.md lists the models of each. `parc
+    show PLAN --expand` shows the placements.
     """
 
     USAGE = "include FILE [ARGS]"

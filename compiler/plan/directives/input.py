@@ -21,10 +21,10 @@ INPUT_DTYPES = ("bool", "uint8", "int32", "int64", "float16", "bfloat16", "float
 class Input(Directive):
     """A tensor of every batch: its name, its type, and its dims, each a name from `sizes` or a number.
 
-    An input goes to the parameter of the model's forward that has its name, or the name after `as`, wherever in the
-    plan its line stands. One that forward has no parameter for goes to the loss alone, if the loss names it, or into
-    forward's `**kwargs`, with a note. Where forward takes any number, as `*xs`, all inputs `as xs` go there in the
-    plan's order. Types are bool, uint8, int32, int64, float16, bfloat16, float32 and float64.
+    An input goes to the parameter of the model's forward that has its name, or the name after `as`; the order of
+    `input` lines does not matter. If forward has no such parameter, the input goes to the loss alone if the loss names
+    it; else into forward's `**kwargs`, with a note. If forward takes any number of tensors, as `*xs`, all inputs `as
+    xs` go there, in the plan's order. Types are bool, uint8, int32, int64, float16, bfloat16, float32 and float64.
     """
 
     USAGE = "input NAME [as NAME] TYPE LAYOUT"

@@ -22,19 +22,20 @@ LOSS_KINDS = {"call": CROSS_ENTROPY, "path": "output", "callable": "callable"}
 
 @dataclass(frozen=True)
 class Loss(Directive):
-    """The loss. A mean cross entropy, or a multiple of one, is the mean over all unmasked targets of a step's
-    whole batch, however it is split; a sum is added up over microbatches, and any other loss is averaged over them.
+    """The loss of a step. A mean cross entropy, or a multiple of one, is the mean over all targets of the whole batch
+    of a step that are not ignored, however the batch is split. A loss that is a sum is added up over microbatches. Any
+    other loss is averaged over microbatches.
 
-    `cross_entropy(output, targets, ignore=-100)`: cross entropy of the model's output (logits, classes last) with an
-    input of class numbers; targets equal to `ignore` do not count. `output.loss`: an attribute or entry of what the
-    model returns. `"package.module:name" (output, targets)` or `"./file.py:name" (…)`: a callable of the output, as the
-    model returns it, and of inputs, in its own order.
-    Everywhere `output.NAME` is an attribute or an entry of what the model returns, `output.1` its second entry, and
-    `output.hidden.0` an entry of an entry.
+    `cross_entropy(output, targets, ignore=-100)`: cross entropy of the model's output (logits, with classes in the last
+    dim) and an input of class numbers; targets equal to `ignore` do not count. `output.loss`: an attribute or entry of
+    what the model returns. `"package.module:name" (output, targets)` or `"./file.py:name" (…)`: your own function,
+    called with the model's output and with inputs, in the order that you write. Everywhere `output.NAME` is an
+    attribute or an entry of what the model returns, `output.1` its second entry, and `output.hidden.0` an entry of an
+    entry.
 
-    A loss may be a sum, as `cross_entropy(output.logits, targets) + 0.01 output.aux_loss`, and each term has its own
-    denominator: every mean cross entropy the number of its own targets in the step; other terms, such as a balance of
-    experts over all tokens of a microbatch, are averaged over microbatches.
+    A loss may be a sum of terms, as `cross_entropy(output.logits, targets) + 0.01 output.aux_loss`. Each term is
+    divided by a count of its own. A mean cross entropy is divided by the number of its own targets in the step. Other
+    terms, such as the balance of experts over all tokens of a microbatch, are averaged over microbatches.
     """
 
     USAGE = "loss [X] CALL | [X] PATH | [X] CALLABLE ARGS [+ ...]"

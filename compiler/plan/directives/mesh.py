@@ -18,10 +18,11 @@ MOST_AXES = 32
 
 @dataclass(frozen=True)
 class MeshLine(Directive):
-    """The ranks, arranged along named axes, outermost (slowest links) first.
+    """The ranks, arranged along named axes. The first axis is the outermost: its ranks are furthest apart, so give it
+    the slowest links.
 
-    The world size is the product of the sizes. Without this line there is one rank. An included file may have a `mesh`
-    line too: those of its axes that the plan has must have the same sizes, and the others come after the plan's.
+    The number of ranks is the product of the sizes. Without this line there is one rank. An included file may have a
+    `mesh` line too: axes that both have must have the same sizes, and the other axes follow those of the plan.
     """
 
     USAGE = "mesh NAME=VALUE, ..."

@@ -15,11 +15,12 @@ from ..directive import ONE_OR_MORE, Directive, Scope, argument
 
 @dataclass(frozen=True)
 class Node(Directive):
-    """The number of ranks that share a node, which has faster links inside than to other nodes.
+    """The number of ranks on one node. Links inside a node are faster than links to other nodes.
 
-    Ranks are numbered along the mesh, the last axis fastest: so inner axes lie inside nodes and outer ones across them.
-    An axis between them, such as `dp` of `mesh dp=4, tp=2` with `node 4`, has ranks on both sides: lines with `within
-    node` mean those that share a node. A mesh of fewer ranks lies on one node.
+    Ranks are numbered along the mesh, and the last axis counts fastest: so inner axes lie inside nodes, and outer ones
+    across them. An axis may lie partly inside: with `mesh dp=4, tp=2` and `node 4`, two of the four `dp` ranks share a
+    node. Lines with `within node` mean the ranks that share a node. A mesh with fewer ranks than `node` says lies on
+    one node.
     """
 
     USAGE = "node N"

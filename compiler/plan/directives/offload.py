@@ -15,16 +15,16 @@ from ..directive import Directive, Scope, argument
 
 @dataclass(frozen=True)
 class Offload(Directive):
-    """Keeps parts of the state of training outside the memory that computes (ZeRO-Offload, ZeRO-Infinity).
+    """Keeps parts of the training state outside the memory that computes (ZeRO-Offload, ZeRO-Infinity).
 
-    `optimizer`: the optimizer's state; the update works on it where it lies, a block after the other. `parameters`: the
-    stored parameters, and the narrow copies that a step makes of them; they are loaded before they are gathered or
-    read. `activations`: what forward saves for backward. Stores and loads are lines of the programs, and a load comes
-    one block ahead of its reader.
+    `optimizer`: the optimizer's state. The update works on it where it lies, one block after the other. `parameters`:
+    the stored parameters, and the bfloat16 or float16 copies that a step makes of them; they are loaded before they are
+    gathered or read. `activations`: the values that forward saves for backward. Stores and loads are lines of the
+    programs, and a load begins one block before the block that reads it.
 
-    A directory, relative to the plan's folder, holds memory-mapped files, in one folder for each rank. Their room is
-    reserved before the first step. They have no names while a run uses them, and end with it. `cpu` is the memory of
-    the host, for programs that compute on GPUs; where they compute on CPUs it changes nothing.
+    A directory, relative to the plan's folder, holds memory-mapped files, in a folder for each rank. Their space is
+    reserved before the first step. While a run uses these files they have no names, and they end with the run. `cpu` is
+    the memory of the host, for programs that compute on GPUs; on CPUs it changes nothing.
     """
 
     USAGE = "offload STATES to FILE | STATES to cpu"

@@ -21,26 +21,26 @@ _SCALES: Limit = (lambda value: _LEAST <= value <= _MOST, "from 2^-24 to 2^100")
 
 @dataclass(frozen=True)
 class Precision(Directive):
-    """The type in which modules compute: `bf16`, `fp16`, or `fp32`, the default. Of lines that name a module the last
-    counts.
+    """The type in which modules compute: `bf16`, `fp16`, or `fp32`, which is the default. If several lines name a
+    module, the last one counts.
 
-    `WHERE` names modules, with all inside them; without it, the whole model. Weights, their gradients as they are
-    summed over microbatches and ranks, the optimizer's state and the loss stay float32: every weight is rounded once a
-    step.
+    `WHERE` names modules, with all that is inside them; without it, the whole model is meant. These stay float32:
+    weights, sums of gradients over microbatches and ranks, the optimizer's state, and the loss. Each weight is rounded
+    once a step.
 
-    In a `bf16` module products, convolutions and attention take and give bfloat16. Sums, means, norms, softmax, losses,
-    and `exp`, `log`, `pow`, `rsqrt` and their like take and give float32. Every other operator takes the widest type of
-    the activations that it reads. Values computed from weights and constants alone keep their type, and adapt to the
-    activations that they meet. The results of a module are rounded to bfloat16, so values between modules, and
-    messages, are half as large. A value that the model itself casts from a narrower type to float32 stays float32. In a
-    model of float32 a cast to float32 does nothing and leaves no trace: name its module in a line `precision fp32 on
-    WHERE`.
+    In a `bf16` module, products, convolutions and attention take bfloat16 and give bfloat16. Sums, means, norms,
+    softmax, losses, and `exp`, `log`, `pow`, `rsqrt` and the like take float32 and give float32. Any other operator
+    takes the widest type of the activations that it reads. Values that are computed from weights and constants alone
+    keep their type, until they meet activations. The results of a module are rounded to bfloat16, so values between
+    modules, and messages, are half as large. If the model's code casts a narrow value to float32, the value stays
+    float32. But a cast of a float32 value to float32 does nothing, and cannot be seen: to keep such a module in
+    float32, write `precision fp32 on WHERE`.
 
-    `fp16` does the same with float16, whose range is short: gradients below 6e-8 become zero. `loss_scale 1024`
-    multiplies the loss by 1024 before backward, and divides gradients by it before norm, clipping and update. With
-    `loss_scale dynamic` a step whose gradients' norm is not finite is skipped, and halves the scale; 2000 steps in a
-    row without that double it. It begins at 65536. Weights, optimizer and buffers are then as before the step. These
-    are the numbers of `torch.amp.GradScaler`. There is one loss scale for the whole model.
+    `fp16` does the same with float16, which has a short range: gradients below 6e-8 become zero. `loss_scale 1024`
+    multiplies the loss by 1024 before backward, and divides gradients by 1024 before norm, clipping and update.
+    `loss_scale dynamic` begins at 65536. If the norm of the gradients is not finite, the step is skipped (weights,
+    optimizer and buffers stay as they were) and the scale is halved; after 2000 good steps in a row it is doubled.
+    `torch.amp.GradScaler` has the same numbers. There is one loss scale for the whole model.
     """
 
     USAGE = "precision TYPE [on WHERE] [loss_scale SCALE]"

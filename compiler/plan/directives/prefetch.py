@@ -11,10 +11,10 @@ DEFAULT = 1
 
 @dataclass(frozen=True)
 class Prefetch(Directive):
-    """The number of blocks ahead of its use at which a block's weights are gathered under `zero 3`; 1 without a line.
+    """The number of blocks by which `zero 3` gathers weights ahead of their use; 1 without this line.
 
-    While a block computes, the weights of the next N are on their way: each takes its memory that much longer. With
-    `prefetch 0` a block's weights are gathered when it is its turn. Where `zero` names units, it is these that count.
+    While a block computes, the weights of the next N blocks are on their way, and take memory for that long. With
+    `prefetch 0` the weights of a block are gathered when it is its turn. If `zero` names units, N counts units.
     """
 
     USAGE = "prefetch N"

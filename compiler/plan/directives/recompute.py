@@ -13,27 +13,27 @@ from ..directive import Directive, Scope, argument
 
 @dataclass(frozen=True)
 class Recompute(Directive):
-    """Makes the values inside modules again in backward, from what the modules read, instead of keeping them
-    (activation checkpointing). Gradients are the same to the bit: dropout draws the same numbers.
+    """Computes the values inside modules a second time in backward, from what the modules read, instead of keeping them
+    (activation checkpointing). Gradients are the same to the bit; dropout draws the same numbers.
 
-    `recompute blocks.*` keeps of every block only what it reads (full); `recompute blocks.[0..31:2]` does so in every
-    second block (strided). `recompute blocks.*.mlp` makes again what is inside the MLPs, from what is kept around them.
-    Of lines that name a module the last counts.
+    `recompute blocks.*` keeps only what each block reads (full recomputation). `recompute blocks.[0..31:2]` does so for
+    every second block. `recompute blocks.*.mlp` computes what is inside the MLPs again, from the values around them,
+    which are kept. If several lines name a module, the last one counts.
 
     `keep` names operators whose results are kept all the same: `products` (of matrices, and convolutions), `attention`,
-    `random` (masks of dropout), `collectives`, or an operator by its own name, as `linear`. With `keep products,
-    attention` only cheap operators run twice: norms, masks, what a module computes entry by entry. `keep products` has
-    attention run again too, Megatron-LM's selective recomputation. `keep collectives` sends nothing twice: without it,
-    the collectives inside run again where what they make is needed.
+    `random` (dropout masks), `collectives`, or an operator by its own name, as `linear`. With `keep products,
+    attention` only cheap operators run twice: norms, masks, and what a module computes entry by entry. With `keep
+    products` attention runs twice too; that is Megatron-LM's selective recomputation. With `keep collectives` nothing
+    is sent twice; without it, collectives inside the modules run again if backward needs their results.
 
-    `fit 60GB` chooses for each block by itself: it keeps what it would without a line, it makes all but products again
-    (selective), or everything (full). Of all choices with which no rank needs more memory than the size, as estimated
-    from the programs, the line takes one that computes least twice. The first blocks of a stage are made again before
-    later ones. The report says what was chosen for the ranks of each stage, and what it costs.
+    `fit 60GB` lets parc choose for each block: recompute nothing, everything but products (selective), or everything
+    (full). It takes a choice that computes least twice, among those with which no rank needs more memory than this
+    size, as estimated from the programs. The first blocks of a stage are recomputed before later ones. The report says
+    what was chosen for the ranks of each stage, and what it costs.
 
-    A block is the largest unit: it keeps what it reads, also where that came from another stage. A recomputed block
-    reads its weights once for both, so that with `zero 3` its backward gathers them once. Without a line backward makes
-    again what costs next to nothing: views, casts, copies, operators on single entries.
+    A block is the largest unit: it keeps what it reads, also values from another stage. With `zero 3` a recomputed
+    block gathers its weights once for its second forward and its backward together. Without a `recompute` line,
+    backward still recomputes what costs next to nothing: views, casts, copies, and operators on single entries.
     """
 
     USAGE = "recompute WHERE [keep OPS] | WHERE fit SIZE"

@@ -6,6 +6,6 @@ from ..layouts import Fix
 
 
 class Replicate(Fix):
-    """Places values whole on every rank: `shard V [...]` of all whole dims."""
+    """Places values whole on every rank, as `shard V [_, _]` does for a value of two dims."""
 
     USAGE = "replicate VALUES"

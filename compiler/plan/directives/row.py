@@ -6,9 +6,11 @@ from ..layouts import SplitWeights
 
 
 class Row(SplitWeights):
-    """Splits the inputs of linear layers over an axis: every rank has a part of the sum, added up after.
+    """Splits the inputs of linear layers over an axis: each rank multiplies its part of the inputs, and the results are
+    summed over the ranks.
 
-    The bias stays whole. With `pad` the inputs need not divide, as in `column`. `WHERE` names modules, or weights.
+    The bias stays whole. With `pad` the number of inputs need not be a multiple of the ranks, as in `column`. `WHERE`
+    names modules, or weights.
     """
 
     USAGE = "row WHERE over AXIS [pad]"

@@ -34,22 +34,23 @@ TABLE_WORD = "table"
 
 @dataclass(frozen=True)
 class Schedule(Directive):
-    """The order of a step's work: `microbatches N` runs the batch `B` in N parts and adds their gradients.
+    """The order of the work in a step. `microbatches N` runs the batch `B` in N equal parts, and adds up their
+    gradients.
 
     With `stage` lines the schedule has a name. `gpipe`: every stage runs the forwards of all microbatches, then their
-    backwards. `1f1b`: as soon as it can, a stage runs a backward after every forward, and so keeps the activations of
-    fewer microbatches; it wants at least as many microbatches as ranks. `interleaved`: as `1f1b`, but every rank has V
-    stages (`chunks V`). Ranks are idle for less time, and send more messages; it wants a multiple of the ranks. `gpipe`
-    and `looped` take any number of microbatches.
+    backwards. `1f1b`: a stage runs a backward after every forward as soon as it can, and so keeps the activations of
+    fewer microbatches; there must be at least as many microbatches as ranks. `interleaved`: as `1f1b`, but every rank
+    has V stages (`chunks V`): ranks are idle for less time, and send more messages; the number of microbatches must be
+    a multiple of the ranks. `gpipe` and `looped` take any number of microbatches.
 
-    `table "FILE"`: the order in a file, relative to the plan's folder. It has a line for each rank of the axis, with
-    `F` and `B` of every stage and microbatch, as `rank 0: 0F0 0F1 0B0 0B1`; lines stand in any order, and `#` begins a
-    comment. Of p ranks, rank r has stage r and every p-th after it, unless lines such as `stages of rank 0: 0 3` say
-    otherwise. `looped` (breadth first: a rank's chunks one after the other) is such a table that parc ships, `schedule
-    looped microbatches 8 chunks 2`.
+    `table "FILE"` reads the order from a file, relative to the plan's folder. It has a line for each rank of the axis,
+    with `F` and `B` of every stage and microbatch, as `rank 0: 0F0 0F1 0B0 0B1`. The lines may stand in any order, and
+    `#` begins a comment. With p ranks, rank r has stage r and every p-th stage after it; lines such as `stages of rank
+    0: 0 3` say otherwise. `looped` is a table that parc ships (breadth first: a rank's chunks one after the other):
+    `schedule looped microbatches 8 chunks 2`.
 
-    `accumulate bf16` adds the gradients of microbatches in bfloat16. They then take half the memory, and every sum is
-    rounded. `accumulate fp32` is the default. The sum over ranks, the norm and the update stay in float32.
+    `accumulate bf16` adds up the gradients of microbatches in bfloat16: they take half the memory, and every sum is
+    rounded. The default is `accumulate fp32`. The sum over ranks, the norm and the update stay in float32.
     """
 
     USAGE = (

@@ -9,10 +9,10 @@ from ..directive import Directive, argument
 
 @dataclass(frozen=True)
 class Seed(Directive):
-    """The number that initial weights and dropout masks are functions of: the same however a plan splits the model.
+    """The number from which initial weights and dropout masks are computed; 0 without this line. They are the same
+    however a plan splits the model.
 
-    Masks are drawn for each microbatch, so plans with another number of microbatches draw other masks. The default is
-    0.
+    Dropout masks are drawn for each microbatch, so a plan with another number of microbatches has other masks.
     """
 
     USAGE = "seed N"

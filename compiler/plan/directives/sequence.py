@@ -19,20 +19,21 @@ NO_AXIS = "none"
 @dataclass(frozen=True)
 class Sequence(Directive):
     """Splits what modules read and return along the sequence, over an axis of tensor parallelism (Megatron's sequence
-    parallelism): norms, dropout and residuals between split layers work on a part of each sequence.
+    parallelism). Norms, dropout and residuals between the split layers then work on a part of each sequence.
 
-    `WHERE` names blocks, as `model.layers.*`: it stands for `shard out(M) [...]` and `shard in(M) [...]` of each, and
-    values before and behind them follow. An all-reduce behind a layer becomes a reduce-scatter, and an all-gather
-    before the next one: the same bytes. Gradients of the norms' weights and of biases are summed over the axis once a
-    step.
+    `WHERE` names blocks, as `model.layers.*`. The line stands for `shard out(M) [...]` and `shard in(M) [...]` of each
+    of them; the values before and after them follow. An all-reduce after a layer becomes a reduce-scatter there and an
+    all-gather before the next layer: the same number of bytes. Gradients of the norms' weights and of biases are summed
+    over the axis once a step.
 
-    The sequence is the dim that comes from a dim of the inputs other than `B`; where there are several, `dim` names
-    one. Ranks must divide it.
+    The sequence is the dim that comes from a dim of the inputs other than `B`. If there are several such dims, `dim`
+    names one. Its size must be a multiple of the ranks.
 
-    Backward gathers the inputs of split layers again, so that a rank keeps its part alone: 1.25 times the bytes that
-    are sent. With `keep gathered` it keeps them gathered, and sends no more than without the line.
+    Backward gathers the inputs of split layers again, so that between forward and backward each rank keeps only its
+    part: 1.25 times as many bytes are sent. With `keep gathered` they are kept as gathered, and no more is sent than
+    without the line.
 
-    `over none` does nothing: a family is included with `(tp=8, sequence=tp)`.
+    `over none` does nothing; so a family can be included with or without it: `(tp=8, sequence=tp)`.
     """
 
     USAGE = "sequence WHERE over AXIS [dim NAME] [keep gathered]"

@@ -6,14 +6,15 @@ from ..layouts import Fix
 
 
 class Shard(Fix):
-    """Places values on every axis of the mesh: split where the layout says so, whole on the others.
+    """Places values on every axis of the mesh: split where the layout says so, whole on the other axes.
 
-    Values are parameters, inputs, and those inside the model: `out(M)` is what operators of the module `M` make for
-    others, `in(M)` what they read of others. Where there are several, a number chooses, as in `out(M, 1)`. Such lines
-    come after all others, wherever they stand: weights determine what split layers make.
+    Values are parameters, inputs, and values inside the model. `out(M)` is what the operators of module `M` make for
+    others, and `in(M)` what they read of others. If there are several such values, a number chooses, as in `out(M, 1)`.
+    Lines about values inside the model count after all other lines, wherever they stand: weights decide what split
+    layers make.
 
-    A split value that a product needs whole is gathered, and in backward again. With `keep gathered` backward keeps it
-    gathered: fewer messages, more memory.
+    If a product needs a split value whole, it is gathered, and gathered again in backward. With `keep gathered` it is
+    kept as gathered for backward: fewer messages, more memory.
     """
 
     USAGE = "shard VALUES LAYOUT [keep gathered]"

@@ -15,11 +15,11 @@ from ..directive import Directive, Scope, argument, check_unique
 
 @dataclass(frozen=True)
 class Sizes(Directive):
-    """The sizes of the inputs' dims: `B=32`, or a range `S=128..4096 by 128` that one build serves.
+    """The sizes of the inputs' dims: `B=32`, or a range, `S=128..4096 by 128`, that one build serves.
 
     `B` is the batch of one optimizer step, over all data ranks and microbatches. With a range, every batch may have its
     own size. `session.step(batch)` takes the size from the batch. `parc run --sizes B=16,S=512` reads the plan's data
-    at these sizes; without it, at the largest. The model must be one program at all sizes.
+    at these sizes; without it, at the largest. The model must be one program at all sizes: it must not branch on them.
     """
 
     USAGE = "sizes NAME=SIZE, ..."

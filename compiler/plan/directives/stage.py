@@ -17,15 +17,18 @@ BALANCED = "balanced over"
 
 @dataclass(frozen=True)
 class Stage(Directive):
-    """Cuts the model into stages, which run on the ranks along an axis: a pipeline. `schedule` says in which order.
+    """Cuts the model into the stages of a pipeline, which run on the ranks along an axis. The `schedule` line says in
+    which order.
 
-    `before M` begins a stage with the first operator of a module, `after out(M)` with the first operator behind its
-    last one. There is a cut at each module that a name or pattern means, in the order in which the model runs them.
-    Several lines add up, in any order. `balanced` chooses the cuts instead: the largest stage has as few operations as
-    possible; among such choices, the largest stage needs the least memory. Stages are numbered from 0. An axis of p
-    ranks with v chunks on each rank has p x v stages, so there is one cut fewer, and stage k runs on the ranks at k
-    modulo p. Stages may be uneven; an embedding or a head may be a stage of its own. Nothing else is placed on the
-    axis. Over an axis of size 1 there are no stages.
+    `before M` begins a stage at the first operator of module `M`; `after out(M)` begins one behind its last operator. A
+    name or pattern makes a cut at each module that it matches, in the order in which the model runs them. Several lines
+    add up, in any order. `balanced` chooses the cuts: the largest stage has as few operations as possible; among such
+    choices, the largest stage needs the least memory.
+
+    Stages are numbered from 0. An axis of p ranks with v chunks on each rank has p x v stages, so there is one cut
+    fewer than that; stage k runs on the ranks with number k modulo p. Stages may be of unequal size; an embedding or a
+    head may be a stage of its own. Nothing else can be placed over this axis. Over an axis of size 1 there are no
+    stages.
     """
 
     USAGE = "stage before WHERE over AXIS | after OUTPUTS over AXIS | balanced over AXIS"

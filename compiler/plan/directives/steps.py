@@ -9,7 +9,9 @@ from ..directive import ONE_OR_MORE, Directive, argument
 
 @dataclass(frozen=True)
 class Steps(Directive):
-    """The number of optimizer steps of a run; `parc run --steps` trains for others, with the same learning rates."""
+    """The number of optimizer steps of a run. `parc run --steps` trains for another number, with the same learning
+    rates.
+    """
 
     USAGE = "steps N"
     LIMITS = (("n", ONE_OR_MORE),)

@@ -11,9 +11,10 @@ from ..directive import Directive, Literal, Scope, argument, check_literals, rea
 
 @dataclass(frozen=True)
 class Verify(Directive):
-    """Arguments of the model that are replaced for the twin on which numbers are checked: the same code, smaller.
+    """Arguments of the model that are smaller on the twin: the same code, built a second time, on which numbers are
+    tested.
 
-    Names of sizes may be given too. A number that is smaller in the model or the plan already stays as it is.
+    Names of sizes may be given too. If the model or the plan already has a smaller number, it stays as it is.
     """
 
     USAGE = "verify NAME=VALUE, ..."

@@ -23,18 +23,18 @@ _SHOWN = 4
 
 @dataclass(frozen=True)
 class ViewLine(Directive):
-    """Lets a part of the model see the ranks along other axes than those of `mesh`: `view dp, tp as edp=2, ep=4 in
+    """Lets a part of the model see the same ranks along other axes than those of `mesh`: `view dp, tp as edp=2, ep=4 in
     model.layers.*.mlp.experts` (Megatron's parallel folding of experts).
 
-    `AXES` are axes that follow each other in `mesh`, outermost first; those of the view have as many ranks in all,
-    outermost first too, and ranks keep their order. Lines that place parameters of `WHERE` name the view's axes in
-    place of those; all other lines name those of `mesh`. Experts over `ep` then lie on ranks that are `dp` and `tp`
-    for attention, and their gradients are summed over `edp` alone. `zero 1 over dp` means, for a parameter in `WHERE`,
+    `AXES` are axes that stand next to each other in `mesh`. The axes of the view have as many ranks in all, in the same
+    order, the outermost first. Lines that place parameters of `WHERE` name the view's axes in place of these; all other
+    lines name those of `mesh`. In the example, experts are split over `ep`, whose ranks are `dp` and `tp` ranks for
+    attention; the experts' gradients are summed over `edp` alone. For a parameter in `WHERE`, `zero 1 over dp` means
     those ranks of `dp` that hold the same part of it.
 
-    Where an axis of the view begins or ends inside one of `mesh`, that one is seen as several, `tp_0` and `tp_1`: one
-    of the two numbers of ranks up to there must divide the other. `WHERE` names modules, with all their parameters, or
-    parameters. Ranks along the axis of `stage` hold different stages, so that no view has another one.
+    If an axis of the view begins or ends inside an axis of `mesh`, parc sees that axis as several, `tp_0` and `tp_1`;
+    of the numbers of ranks up to the two ends, one must divide the other. `WHERE` names modules, with all their
+    parameters, or parameters. The axis of `stage` cannot be in a view: its ranks hold different stages.
     """
 
     USAGE = "view AXES as NAME=VALUE, ... in WHERE"

@@ -16,22 +16,23 @@ LEVELS = (0, 1, 2, 3)
 
 @dataclass(frozen=True)
 class Zero(Directive):
-    """Stores the state of training in parts over an axis whose ranks each compute with whole weights (ZeRO, FSDP).
+    """Stores the training state in parts over an axis whose ranks all compute with the same weights (ZeRO, FSDP).
 
-    Level 1 splits the optimizer's state: every rank updates its part of each parameter, and once a step the ranks
-    gather them. Level 2 splits gradients too: every backward sums a block's gradients into the ranks' parts, as soon as
-    the block is done. Level 3 splits the parameters as well: forward and backward gather those of a block just before
-    they use them, and free them after. Level 0 is none of this, as is an axis of size 1.
+    Level 1 splits the optimizer's state: each rank updates its part of each parameter, and once a step all ranks gather
+    the new parameters. Level 2 splits gradients too: as soon as the backward of a block is done, its gradients are
+    summed into the ranks' parts. Level 3 splits the parameters as well: forward and backward gather the weights of a
+    block just before they use them, and free them after. Level 0 does nothing, and so does an axis of size 1.
 
-    `within node` splits only over those ranks of the axis that share a node (hybrid sharding, HSDP): gathers stay
-    inside nodes, and what crosses them are sums of the parts of gradients.
+    `within node` splits only over the ranks of the axis that share a node (hybrid sharding, HSDP): gathers stay inside
+    nodes, and across nodes only the parts of gradients are summed.
 
-    What is gathered and freed together is a unit: a numbered module (`layers.3`), or each module that `unit` names. A
-    module inside two units belongs to the inner one. `unit layers.*.attn, layers.*.mlp` gathers halves of a layer one
-    after the other, in less memory and more messages. A named unit has its parameters for itself.
+    Weights that are gathered and freed together are a unit: a numbered module (`layers.3`), or each module that `unit`
+    names. A module inside two units belongs to the inner one. `unit layers.*.attn, layers.*.mlp` gathers one half of a
+    layer after the other, in less memory and more messages. A named unit shares no parameter with the rest of the
+    model.
 
-    A parameter is split along its first dim that the ranks divide. `WHERE` names modules, with all their parameters, or
-    parameters; without it, all are meant. Losses, gradients and checkpoints are the same at every level.
+    A parameter is split along its first dim that is a multiple of the ranks. `WHERE` names modules, with all their
+    parameters, or parameters; without it, all are meant. Losses, gradients and checkpoints are the same at every level.
     """
 
     USAGE = "zero LEVEL over AXIS [within node] [unit WHERE] [on WHERE]"
