@@ -8,11 +8,11 @@ import pytest
 
 from parc.advice import warnings_of
 from parc.cli import main
-from parc.cli.show import pattern_of
 from parc.compiler.plan.plan import read_plan
 from parc.compiling.driver import compile_plan
 from parc.grammar.codes_model import MEANT_OTHERWISE
 from parc.grammar.diagnostics import Diagnostic
+from parc.tables import pattern_of
 from tests.runtime.tiny import PLAN, TENSOR, build
 
 QKV, OUT = "column    blocks.*.attn.qkv over tp rows (3 h/tp d)", "row       blocks.*.attn.out over tp"

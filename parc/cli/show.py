@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import math
-import re
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from parc.cli.plan_arguments import add_defines, is_plan, read
 from parc.cli.terminal import print_json, say, stages, text_table
 from parc.compiler.program.actions import FORWARD
-from parc.compiler.program.blocks import starred
 from parc.grammar.syntax import size_text
 from parc.placement_words import in_words
 
@@ -75,6 +71,7 @@ def _expand(given: argparse.Namespace) -> int:
 
 def _show(given: argparse.Namespace, path: Path) -> int:
     from parc.compiler.build.directory import read_build
+    from parc.tables import group_rows, module_rows, parameter_rows, parameter_table, program_table
 
     build = read_build(path)
     if moved := build.moved():
@@ -82,7 +79,7 @@ def _show(given: argparse.Namespace, path: Path) -> int:
     if given.role or given.action:
         return _show_programs(given, build)
     if given.list:
-        print(text_table(_modules(build), ("module", "", "weights"), right=(1,)))
+        print(text_table(module_rows(build), ("module", "", "weights"), right=(1,)))
         return 0
     if given.pipeline or given.svg:
         return _show_timeline(given, build)
@@ -90,8 +87,8 @@ def _show(given: argparse.Namespace, path: Path) -> int:
         **build.report,
         "mesh": dict(build.programs[FORWARD].mesh.declared.axes),
     }  # JSON's sorted keys lost their order
-    parameters = _parameters(build)
-    programs = _programs(build)
+    parameters = parameter_table(build)
+    programs = program_table(build)
     if given.json:
         actions = {name: [str(action) for action in role.actions] for name, role in build.roles.items()}
         print_json({**report, "parameter_table": parameters, "programs": programs, "actions": actions})
@@ -103,10 +100,10 @@ def _show(given: argparse.Namespace, path: Path) -> int:
         print(f"{'actions':13}{name}: {' '.join(map(str, role.actions))}")
     print()
     head = ("parameters", "", "type", "placement", "plan line", "a rank")
-    print(text_table(_folded(parameters, build.report.get("placed", {})), head, right=(1, 5)) + "\n")
+    print(text_table(parameter_rows(parameters, build.report.get("placed", {})), head, right=(1, 5)) + "\n")
     split = [kind for row in parameters for kind in row["placement"].values() if kind not in ("I", "R")]
     print("".join(f"{sentence}\n" for sentence in in_words(split)))
-    if groups := _groups(build):
+    if groups := group_rows(build):
         print(text_table(groups, ("optimizer groups", "parameters", ""), right=(1,)) + "\n")
     print(_communication(build) + "\n")
     lines = [(p["role"], p["action"], p["file"], p["lines"], p["collectives"]) for p in programs]
@@ -118,10 +115,10 @@ def _show_timeline(given: argparse.Namespace, build: Build) -> int:
     """Print a step's work, played with equal stages whose backward takes twice as long as their forward."""
     from rich.console import Console
 
-    from parc.cli.build import schedule_words
     from parc.compiler.build.build import BuildError
     from parc.compiler.schedules.drawing import draw, paint, svg
     from parc.compiler.schedules.timeline import simulate
+    from parc.report_words import schedule_words
     from parc.runtime.faults import writing
 
     try:
@@ -163,115 +160,6 @@ def _show_programs(given: argparse.Namespace, build: Build) -> int:
     return 0
 
 
-def _parameters(build: Build) -> list[dict[str, Any]]:
-    """Print each parameter with its global shape, its placement, and the bytes that a rank holds of it."""
-    from parc.compiler.layout.placement import parse_type
-    from parc.report import plan_of, seen_from
-
-    plan, rows = plan_of(build), []
-    for name, text in build.manifest["parameters"].items():
-        type_, mesh = parse_type(text, build.mesh), seen_from(name, plan, build.mesh)
-        placement: dict[str, str] = {}
-        for axis in mesh.joined(mesh.names):
-            parts = mesh.parts(axis)
-            whole = type_.placement.as_one(parts, mesh)
-            kinds = (
-                {axis: whole}
-                if whole is not None
-                else {name: type_.placement[part] for part in parts for name in mesh.joined((part,))}
-            )
-            placement |= {name: str(kind) for name, kind in kinds.items()}
-        size = math.prod(type_.local(mesh)) * type_.dtype.itemsize
-        rows.append(
-            {
-                "name": name,
-                "type": type_.text(mesh),
-                "shape": list(type_.shape),
-                "placement": placement,
-                "local_bytes": size,
-            }
-        )
-    return rows
-
-
-def _modules(build: Build) -> list[tuple[object, ...]]:
-    """Return rows of a table of the model's modules. Alike numbered modules share a row, with their count."""
-    weights: dict[str, list[str]] = {}
-    for program in build.files():
-        for module in (line.origin.module for function in program.functions for line in function.lines):
-            if "*" not in module and module not in build.manifest["parameters"]:
-                weights.setdefault(module, [])
-    for name, text in build.manifest["parameters"].items():
-        module, _, own = name.rpartition(".")
-        weights.setdefault(module, []).append(f"{own} {text}")
-    for module in list(weights):
-        parts = module.split(".")
-        for count in range(1, len(parts)):
-            weights.setdefault(".".join(parts[:count]), [])
-    rows: dict[tuple[str, ...], list[str]] = {}
-    modules = sorted(filter(None, weights), key=natural)
-    for module in modules:
-        rows.setdefault((starred(module), ", ".join(weights[module])), []).append(module)
-    return [(pattern_of(names, modules), f"x{len(names)}" if len(names) > 1 else "", text)
-            for (_, text), names in rows.items()]  # fmt: skip
-
-
-def _folded(parameters: list[dict[str, Any]], lines: dict[str, str]) -> list[tuple[object, ...]]:
-    """Return rows of a table. Alike parameters of numbered modules share a row, with their count."""
-    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-    for row in parameters:
-        key = starred(row["name"]), row["type"], _placement(row["placement"]), lines.get(row["name"], "-")
-        groups.setdefault(key, []).append(row)
-    every = [row["name"] for row in parameters]
-    return [(pattern_of([row["name"] for row in rows], every), f"x{len(rows)}" if len(rows) > 1 else "", type_,
-             placement, line, size_text(sum(row["local_bytes"] for row in rows)))
-            for (_, type_, placement, line), rows in groups.items()]  # fmt: skip
-
-
-def _groups(build: Build) -> list[tuple[object, ...]]:
-    """Return rows of a table of the optimizer's groups: what is set for each, its parameters' number and patterns."""
-    line, frozen = build.manifest["optimizer"], {*build.manifest["frozen"]}
-    trained = [name for name in build.manifest["parameters"] if name not in frozen]
-    rows: list[tuple[object, ...]] = []
-    for group in line["groups"]:
-        alike: dict[str, list[str]] = {}
-        for name in sorted({*group["parameters"]} - frozen, key=natural):
-            alike.setdefault(starred(name), []).append(name)
-        given = ", ".join(f"{name} {value}" for name, value in group["set"].items())
-        names = ", ".join(pattern_of(names, trained) for names in alike.values())
-        rows.append((given, sum(map(len, alike.values())), names))
-    own = len(trained) - sum(int(str(row[1])) for row in rows)
-    return [(f"lr {line['lr']}, weight_decay {line['weight_decay']}", own, "all others"), *rows] if rows else []
-
-
-def pattern_of(names: Sequence[str], every: Sequence[str]) -> str:
-    """Return the pattern of names that differ only in numbers, as a line of a plan may have it. It is `blocks.*.up` if
-    these are all of ``every`` that it means, else `stem.{0,3}`."""
-    columns = [sorted(set(words), key=natural) for words in zip(*(name.split(".") for name in names), strict=True)]
-    kept = [words[0] if len(words) == 1 else "*" for words in columns]
-    means = re.compile(r"\.".join(r"\d+" if word == "*" else re.escape(word) for word in kept))
-    if len(list(filter(means.fullmatch, every))) == len(names):
-        return ".".join(kept)
-    return ".".join(_any_of(words) for words in columns)
-
-
-def _any_of(words: Sequence[str]) -> str:
-    """Return the part of a pattern that means these words: `[0..3]`, `{0,2,5}`."""
-    if len(words) > 2 and [int(word) for word in words] == list(range(int(words[0]), int(words[-1]) + 1)):
-        return f"[{words[0]}..{words[-1]}]"
-    return words[0] if len(words) == 1 else "{" + ",".join(words) + "}"
-
-
-def natural(name: str) -> list[tuple[bool, int, str]]:
-    """Return a key that sorts numbers in dotted names by their size."""
-    return [(word.isdigit(), int(word) if word.isdigit() else 0, word) for word in name.split(".")]
-
-
-def _placement(kinds: dict[str, str]) -> str:
-    split = [f"{axis}: {kind}" for axis, kind in kinds.items() if kind not in ("I", "R")]
-    return ", ".join(split) or "whole"
-
-
 def _communication(build: Build) -> str:
     entries = build.report.get("communication", ())
     several = len(build.roles) > 1
@@ -283,16 +171,3 @@ def _communication(build: Build) -> str:
     ]  # fmt: skip
     head = ["no.", "collective", "axis", "phase", "a step", "bytes", "dtype", "of", "time", "module", "plan line"]
     return text_table(rows, ["role"] * several + head, right=[at + several for at in (0, 4, 5, 10)])
-
-
-def _programs(build: Build) -> list[dict[str, Any]]:
-    from parc.compiler.layout.collectives import COLLECTIVES
-
-    rows = []
-    for program in build.files():
-        lines = [line for function in program.functions for line in function.lines]
-        communicating = sum(line.op in COLLECTIVES and COLLECTIVES[line.op].communicates for line in lines)
-        file = f"programs/{program.role}.{program.action}.py"
-        rows.append({"role": program.role, "action": program.action, "file": file, "lines": len(lines),
-                     "collectives": communicating})  # fmt: skip
-    return rows

@@ -1,0 +1,179 @@
+"""A build's report in words."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from parc.compiler.program.actions import PHASES
+from parc.compiler.program.cost import MEMORY_KINDS
+from parc.compiler.sizes.template import sizes_text
+from parc.grammar.syntax import size_text
+
+
+def _view_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the rows of other axes that parts of the model see."""
+    for view in report.get("views", ()):
+        axes = ", ".join(f"{axis}={size}" for axis, size in zip(view["axes"], view["sizes"], strict=True))
+        yield "", f"{', '.join(view['over'])} as {axes} in {', '.join(view['in'])}"
+
+
+def report_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the facts of a build's report as names and sentences; a fact without a name goes on with the one before.
+    Communication and checks are not in it."""
+    mesh = ", ".join(f"{axis}={size}" for axis, size in report["mesh"].items()) or "one rank"
+    rows = [("mesh", f"{mesh} ({report['world']} rank{'s' * (report['world'] != 1)})"), *_view_rows(report),
+            ("roles", ", ".join(report["roles"])), ("parameters", f"{report['parameters']:,}")]  # fmt: skip
+    if any(".." in size for size in report["sizes"].values()):
+        rows.append(("sizes", f"{sizes_text(report['sizes'])}; bytes are those of the largest"))
+    for entry in report["memory"]:
+        held = ", ".join(f"{k} {size_text(entry[k])}" for k in MEMORY_KINDS if entry[k] or k in MEMORY_KINDS[:4])
+        rows.append(("memory", f"{entry['role']}: peak {size_text(entry['peak_bytes'])} a rank ({held})"))
+        if away := entry["offloaded"]:
+            rows.append(("", "beside it " + ", ".join(f"{word} {size_text(size)}" for word, size in away.items())))
+    rows += [("experts" if at == 0 else "", text) for at, text in enumerate(_expert_texts(report))]
+    rows += [("made again" if at == 0 else "", text) for at, text in enumerate(_again_texts(report.get("recompute")))]
+    rows += [("a parameter" if at == 0 else "", text) for at, text in enumerate(_state_texts(report["memory"]))]
+    rows += [("padding" if at == 0 else "", text) for at, text in enumerate(_padding_texts(report["padding"]))]
+    if whole := report["stored_whole"]:
+        names = f"{len(whole)} parameter{'s' * (len(whole) != 1)}"
+        rows.append(("stored whole", f"{names}, {size_text(sum(whole.values()))}: no dim divides without much padding"))
+    pipeline = report["pipeline"]
+    rows.append(("schedule", schedule_words(pipeline)))
+    for entry in report["numerics"]:
+        saved = f", at most {size_text(entry['saved_bytes'])} less a step from a rank" if "saved_bytes" in entry else ""
+        rows.append(("rounds", f"{entry['directive']} (line {entry['line']}{saved})"))
+    if sent := report["sent_whole"]:
+        names = f"{len(sent)} gradient{'s' * (len(sent) != 1)}"
+        rows.append(
+            (
+                "not rounded",
+                f"{names}, {size_text(sum(sent.values()))}: no dim divides, or of another type or several stages",
+            )
+        )
+    return rows
+
+
+def across_text(report: Mapping[str, Any]) -> str:
+    """Return what one rank sends to other nodes; "" where the plan names none."""
+    if (across := report.get("across_nodes")) is None:
+        return ""
+    saved = across["in_one_level"] - across["bytes"]
+    less = f", {size_text(saved)} less than in one level" if saved else ""
+    return f"at most {size_text(across['bytes'])} a step from one rank{less}"
+
+
+def check_texts(report: Mapping[str, Any]) -> list[str]:
+    """Return sentences about the checks of a build: their outcomes, and how exact its numbers are."""
+    texts = [", ".join(f"{name} {how}" for name, how in report["checks"].items())]
+    if "numbers" in report:
+        numbers = report["numbers"]
+        worst = max(numbers[kind] for kind in ("loss", "gradient", "parameter"))
+        texts.append(f"numbers: {numbers['steps']} steps of all ranks on {numbers['on']}, "
+                     f"largest relative error {worst:.1e} (at most {numbers['tolerance']:.0e})")  # fmt: skip
+        if margin := numbers.get("margin"):
+            texts.append(f"top-k: the closest scores that it tells apart differ by {margin['apart']:.1e} of the "
+                         f"largest, in {margin['at']}")  # fmt: skip
+    return texts
+
+
+def _state_texts(entries: Iterable[Mapping[str, Any]]) -> Iterable[str]:
+    """Return lines about the bytes of a rank's training state for each parameter that its role has; roles that are
+    alike share a line."""
+    alike: dict[str, list[str]] = {}
+    for entry in (entry for entry in entries if entry["of"]):
+        parts = {word: size / entry["of"] for word, size in entry["state"].items() if size}
+        words = ", ".join(f"{word} {share:.4g}" for word, share in parts.items())
+        text = f"{sum(parts.values()):.4g} bytes of state a rank ({words}), {sum(entry['state'].values()):,} in all"
+        alike.setdefault(text, []).append(entry["role"])
+    return [text if len(alike) == 1 else f"{', '.join(roles)}: {text}" for text, roles in alike.items()]
+
+
+def _again_texts(chosen: Mapping[str, Any] | None) -> Iterable[str]:
+    """Return lines about the blocks that a line has chosen to make again, and what that costs; roles that are alike
+    share a line."""
+    alike: dict[str, list[str]] = {}
+    for row in chosen["roles"] if chosen is not None else ():
+        blocks = row["kept"] + row["selective"] + row["full"]
+        words = [f"{row[key]} {what}" for key, what in (("full", "in full"), ("selective", "but for products"))
+                 if row[key]]  # fmt: skip
+        cost = f", {row['again']:+.1%} of a step's multiply-adds" if words else ""
+        text = f"{' and '.join(words) or 'none'} of {blocks} block{'s' * (blocks != 1)}{cost}"
+        if (more := row["next_peak_bytes"]) is not None:
+            text += f"; with less, a rank would need {size_text(more)}"
+        alike.setdefault(text, []).append(row["role"])
+    for text, roles in alike.items():
+        yield text if len(alike) == 1 else f"{', '.join(roles)}: {text}"
+    if chosen is not None:
+        yield f"so that a rank needs at most {size_text(chosen['fit'])} (line {chosen['line']})"
+
+
+def _expert_texts(report: Mapping[str, Any]) -> Iterable[str]:
+    """Return lines about layers of experts: how many a rank has, and what their loads do to its memory."""
+    for row in report.get("experts", ()):
+        each = f", {row['experts'] // row['ranks']} a rank" if row["ranks"] > 1 else ""
+        moved = f"; {row['rate']:g} a step moves the router's bias, beyond the model's own code" if row["rate"] else ""
+        if row["capacity"] is not None:
+            moved += f"; capacity {row['capacity']:g} leaves out tokens that come late, beyond the model's own code"
+        layers = f"{row['layers']} layer{'s' * (row['layers'] != 1)}"
+        yield f"{row['modules']}: {layers} of {row['experts']}{each}, {row['top']} a token{moved}"
+    split = [row for row in report.get("experts", ()) if row["ranks"] > 1 and row["capacity"] is None]
+    if split:
+        load = max(row["load"] for row in split)
+        most = size_text(report["experts_peak_bytes"])
+        yield f"memory is that of a rank with {load:g} times the mean of their rows, and {most} with all that can come"
+
+
+def schedule_words(pipeline: Mapping[str, Any]) -> str:
+    """Return the schedule in words."""
+    count, stages = pipeline["microbatches"], pipeline.get("stages", 1)
+    words = f"{pipeline['schedule']}, {count} microbatch{'es' * (count != 1)}"
+    return words if stages == 1 else f"{words}, {stages} stages, {pipeline['bubble']:.0%} idle"
+
+
+def _padding_texts(entries: Iterable[Mapping[str, Any]]) -> Iterable[str]:
+    """Return lines about values that are longer than in the model. Alike values of numbered modules share a line."""
+    alike: dict[str, int] = {}
+    for entry in entries:
+        name = ".".join("*" if word.isdigit() else word for word in entry["value"].split("."))
+        line = f", line {entry['line']}" if entry["line"] else ""
+        text = f"{name}: dim {entry['dim']} of {entry['from']:,} entries to {entry['to']:,}{line}"
+        alike[text] = alike.get(text, 0) + 1
+    return [text + (f" (x{count})" if count > 1 else "") for text, count in alike.items()]
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """The collectives of one rank in one step: their number, the bytes that it sends for them, and how many of these
+    travel while it works."""
+
+    count: int = 0
+    bytes: int = 0
+    hidden: int = 0
+
+    def __add__(self, other: Sent) -> Sent:
+        return Sent(self.count + other.count, self.bytes + other.bytes, self.hidden + other.hidden)
+
+
+def sent_by(entries: Iterable[Mapping[str, Any]], *keys: str) -> dict[tuple[str, ...], Sent]:
+    """Return what a rank sends in a step by some facts of its collectives, such as ``axis``; of several roles that of
+    the one that sends most."""
+    sums: dict[tuple[str, ...], dict[str, Sent]] = {}
+    for entry in entries:
+        roles = sums.setdefault(tuple(entry[key] for key in keys), {})
+        size = entry["count_per_step"] * entry["wire_bytes"]
+        own = Sent(entry["count_per_step"], size, size * entry["hidden"])
+        roles[entry["role"]] = roles.get(entry["role"], Sent()) + own
+    return {
+        key: max(roles.values(), key=lambda sent: (sent.bytes, sent.hidden, sent.count)) for key, roles in sums.items()
+    }
+
+
+def sent_rows(entries: Collection[Mapping[str, Any]]) -> list[tuple[str, str, str, str, Sent]]:
+    """Return axis, phase, operator and use of a rank's collectives, and what it sends for them in one step, by phase
+    and axis."""
+    axes = list(dict.fromkeys(entry["axis"] for entry in entries))
+    sent = sent_by(entries, "axis", "phase", "op", "carries")
+    order = sorted(sent, key=lambda key: (PHASES.index(key[1]), axes.index(key[0])))
+    return [(*key, sent[key]) for key in order]  # type: ignore[misc]
