@@ -20,7 +20,7 @@ from parc.compiler.plan.directives.experts import Experts
 from parc.compiler.plan.plan import Plan, read_plan
 from parc.compiler.program.binding import PARAMETERS
 from parc.compiler.program.blocks import starred
-from parc.compiler.program.cost import Memory, estimate_memory, state_bytes
+from parc.compiler.program.cost import Memory, estimate_memory, state_bytes, states
 from parc.compiler.program.faults import Fault
 from parc.compiler.program.roles import Role
 from parc.compiler.program.room import room_bytes, room_of
@@ -95,6 +95,11 @@ def memory_of(build: Build, plan: Plan, role: Role, load: float | None = None) -
 def _moments(build: Build, plan: Plan) -> dict[str, int]:
     """Return the number of tensors that the update keeps of each parameter; frozen parameters have none."""
     return dict.fromkeys(build.types.keys() - set(build.manifest["frozen"]), plan.moments)
+
+
+def states_of(build: Build, plan: Plan, role: Role) -> dict[str, dict[str, int]]:
+    """Return the bytes of a rank's training state by parameter of its role, and kind."""
+    return states(role.programs, build.types, _moments(build, plan))
 
 
 def _memory_row(build: Build, plan: Plan, role: Role) -> dict[str, Any]:

@@ -19,7 +19,7 @@ def _view_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "", f"{', '.join(view['over'])} as {axes} in {', '.join(view['in'])}"
 
 
-def report_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+def fact_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the facts of a build's report as names and sentences; a fact without a name goes on with the one before.
     Communication and checks are not in it."""
     mesh = ", ".join(f"{axis}={size}" for axis, size in report["mesh"].items()) or "one rank"
@@ -144,7 +144,7 @@ def _padding_texts(entries: Iterable[Mapping[str, Any]]) -> Iterable[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class Traffic:
     """The collectives of one rank in one step: their number, the bytes that it sends for them, and how many of these
     travel while it works."""
 
@@ -152,28 +152,28 @@ class Sent:
     bytes: int = 0
     hidden: int = 0
 
-    def __add__(self, other: Sent) -> Sent:
-        return Sent(self.count + other.count, self.bytes + other.bytes, self.hidden + other.hidden)
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.count + other.count, self.bytes + other.bytes, self.hidden + other.hidden)
 
 
-def sent_by(entries: Iterable[Mapping[str, Any]], *keys: str) -> dict[tuple[str, ...], Sent]:
+def traffic_by(entries: Iterable[Mapping[str, Any]], *keys: str) -> dict[tuple[Any, ...], Traffic]:
     """Return what a rank sends in a step by some facts of its collectives, such as ``axis``; of several roles that of
     the one that sends most."""
-    sums: dict[tuple[str, ...], dict[str, Sent]] = {}
+    sums: dict[tuple[Any, ...], dict[str, Traffic]] = {}
     for entry in entries:
         roles = sums.setdefault(tuple(entry[key] for key in keys), {})
         size = entry["count_per_step"] * entry["wire_bytes"]
-        own = Sent(entry["count_per_step"], size, size * entry["hidden"])
-        roles[entry["role"]] = roles.get(entry["role"], Sent()) + own
+        own = Traffic(entry["count_per_step"], size, size * entry["hidden"])
+        roles[entry["role"]] = roles.get(entry["role"], Traffic()) + own
     return {
         key: max(roles.values(), key=lambda sent: (sent.bytes, sent.hidden, sent.count)) for key, roles in sums.items()
     }
 
 
-def sent_rows(entries: Collection[Mapping[str, Any]]) -> list[tuple[str, str, str, str, Sent]]:
+def traffic_rows(entries: Collection[Mapping[str, Any]]) -> list[tuple[str, str, str, str, Traffic]]:
     """Return axis, phase, operator and use of a rank's collectives, and what it sends for them in one step, by phase
     and axis."""
     axes = list(dict.fromkeys(entry["axis"] for entry in entries))
-    sent = sent_by(entries, "axis", "phase", "op", "carries")
+    sent = traffic_by(entries, "axis", "phase", "op", "carries")
     order = sorted(sent, key=lambda key: (PHASES.index(key[1]), axes.index(key[0])))
-    return [(*key, sent[key]) for key in order]  # type: ignore[misc]
+    return [(*key, sent[key]) for key in order]

@@ -44,15 +44,26 @@ class Communication:
     """True where only the last microbatch has it: a sum of whole gradients."""
 
 
+@dataclass(frozen=True, slots=True)
+class PlacedMessage:
+    """A collective with the line of its program that says it, which is ``lines[index]`` of a function. What a stage
+    sends has no line: it is what its main function returns, and ``index`` is the number of that function's lines."""
+
+    message: Communication
+    program: Program
+    function: Function
+    index: int
+
+
 def messages(program: Program) -> list[Communication]:
     """The collectives of one run of a program, in order; for backward, of that of the last microbatch."""
-    return list(_walk(program, program.mains[0], None))
+    return [placed.message for placed in _walk(program, program.mains[0], None)]
 
 
-def _walk(program: Program, function: Function, caller: Origin | None) -> Iterator[Communication]:
+def _walk(program: Program, function: Function, caller: Origin | None) -> Iterator[PlacedMessage]:
     values = function.values()
     hidden, weights = _hidden(program, function), _weights(function)
-    for line in function.lines:
+    for index, line in enumerate(function.lines):
         if line.calls_function:
             yield from _walk(program, program.function(line.op), line.origin)
         row = COLLECTIVES.get(line.op)
@@ -72,11 +83,12 @@ def _walk(program: Program, function: Function, caller: Origin | None) -> Iterat
             origin = replace(origin, module=complete(origin.module, caller.module))
         dtype = "int8" if row.packed else str(type_.dtype).removeprefix("torch.")
         once = function is program.last and line.made[0].name not in program.main.values()
-        yield Communication(
+        message = Communication(
             line.op.removeprefix("parc."), program.mesh.joined(axes), dtype, size, row.sent(size, ranks),
             ACTIONS[REDUCE if once else program.action].phase, origin, _carried(caller, source, type_, weights),
             line.made[0].name in hidden, once,
         )  # fmt: skip
+        yield PlacedMessage(message, program, function, index)
 
 
 def _carried(caller: Origin | None, source: Ref, type_: TensorType, weights: set[str]) -> Carried:
@@ -118,15 +130,20 @@ def _hidden(program: Program, function: Function) -> set[str]:
     return hidden.union(name for name, worked in travelling.items() if worked)
 
 
-def communication_table(role: Role) -> list[dict[str, Any]]:
-    """The report's rows of a role, by phase: each collective once, with how often a step runs it."""
+def placed_messages(role: Role) -> list[tuple[int, PlacedMessage]]:
+    """Return the collectives of a role's step by phase, each once, with how often a step runs it."""
     times = {name: sum(a.program_in(role.programs) == name for a in role.actions) for name in role.programs}
     counted = [
-        (1 if message.once else times[name], message)
+        (1 if placed.message.once else times[name], placed)
         for name, program in sorted(role.programs.items(), key=_place)
-        for message in (*messages(program), *_sent(name, program, role))
+        for placed in (*_walk(program, program.mains[0], None), *_sent(name, program, role))
     ]
-    counted.sort(key=lambda row: PHASES.index(row[1].phase))
+    return sorted(counted, key=lambda row: PHASES.index(row[1].message.phase))
+
+
+def communication_table(role: Role) -> list[dict[str, Any]]:
+    """The report's rows of a role, in the order of its placed messages."""
+    counted = [(count, placed.message) for count, placed in placed_messages(role)]
     return [
         {
             "number": number, "op": message.op, "axis": ",".join(message.axes), "phase": message.phase,
@@ -146,7 +163,7 @@ def _place(item: tuple[str, Program]) -> tuple[int, int]:
     return order.index(program.action), int("".join(filter(str.isdigit, name)) or 0)
 
 
-def _sent(key: str, program: Program, role: Role) -> Iterator[Communication]:
+def _sent(key: str, program: Program, role: Role) -> Iterator[PlacedMessage]:
     """Yield the messages of a stage to its neighbour, where that lies on another role."""
     values, (stage, _) = program.main.values(), stage_key(key) or (0, "")
     if stage + ACTIONS[program.action].to in role.stages:
@@ -155,9 +172,10 @@ def _sent(key: str, program: Program, role: Role) -> Iterator[Communication]:
         type_ = values[name].type
         size = local_bytes(type_, program)
         dtype = str(type_.dtype).removeprefix("torch.")
-        yield Communication(
+        message = Communication(
             "send", (role.axis,), dtype, size, size, ACTIONS[program.action].phase, Origin(), "activations", True
         )
+        yield PlacedMessage(message, program, program.main, len(program.main.lines))
 
 
 def bytes_across(role: Role, mesh: Mesh, node: int) -> int:

@@ -120,6 +120,7 @@ REPORT_FORM: Form = {
         "capacity": (int, float, _NONE)
     }],
     "experts_peak_bytes?": _NUMBER,
+    "written": [{"line": int, "place": str}],
     "placed?": Each(str),
     "pipeline": {"schedule": str, "microbatches": int},
     "padding": [{"value": str, "dim": int, "from": int, "to": int, "line": int}],

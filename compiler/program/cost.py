@@ -66,9 +66,24 @@ def estimate_memory(
 def state_bytes(
     programs: Mapping[str, Program], stored: Mapping[str, TensorType], moments: Mapping[str, int]
 ) -> dict[str, int]:
-    """Return the bytes of a rank's training state, wherever they lie: its own parameters among ``stored`` that do not
-    lie in weights, the weights that a step makes of them once, their gradients between microbatches, and ``moments``
-    optimizer tensors of each."""
+    """Return the bytes of a rank's training state by kind, summed over parameters; see ``states``."""
+    sums = dict.fromkeys(STATE_KINDS, 0)
+    for sizes in states(programs, stored, moments).values():
+        for kind, size in sizes.items():
+            sums[kind] += size
+    return sums
+
+
+STATE_KINDS = ("parameters", "weights", "gradients", "optimizer")
+"""The parts of a rank's training state."""
+
+
+def states(
+    programs: Mapping[str, Program], stored: Mapping[str, TensorType], moments: Mapping[str, int]
+) -> dict[str, dict[str, int]]:
+    """Return the bytes of a rank's training state by parameter and kind, wherever they lie: its own parameters among
+    ``stored`` that do not lie in weights, the weights that a step makes of them once, their gradients between
+    microbatches, and ``moments`` optimizer tensors of each."""
     any_program = next(iter(programs.values()))
     own = {name for program in programs.values() for name in program.main.bound(*PARAMETERS)}
     gathers = parts_in_weights(programs[UNSHARD]) if UNSHARD in programs else {}
@@ -83,11 +98,13 @@ def state_bytes(
             )
             made = program.main.returned("gradient")
             gradients.update({name: local_bytes(values[value].type, program) for name, value in made.items()})
-    return {
-        "parameters": sum(size for name, size in sizes.items() if name not in inside),
-        "weights": sum(weights.values()), "gradients": sum(gradients.values()),
-        "optimizer": sum(moments.get(name, 0) * size for name, size in sizes.items()),
+    tables = {
+        "parameters": {name: size for name, size in sizes.items() if name not in inside},
+        "weights": weights, "gradients": gradients,
+        "optimizer": {name: moments.get(name, 0) * size for name, size in sizes.items()},
     }  # fmt: skip
+    names = dict.fromkeys(name for table in tables.values() for name in table)
+    return {name: {kind: tables[kind].get(name, 0) for kind in STATE_KINDS} for name in names}
 
 
 class _Step:

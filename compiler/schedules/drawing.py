@@ -105,7 +105,7 @@ _GREY = "#5f6b7a"
 
 def svg(timeline: Timeline, title: str = "", unit: str = "") -> str:
     """An SVG picture with a lane a role, a box for each ``F`` and ``B`` with its microbatch, and an axis of time in
-    ``unit``; a box says more under the pointer."""
+    ``unit``; a box says more under the pointer. A page can change colors by the classes of its parts."""
     work = [span for spans in timeline.spans.values() for span in spans if span.action.works]
     makespan, shades = timeline.makespan or 1, _shades(timeline)
     shortest = min((span.end - span.start for span in work if span.end > span.start), default=makespan)
@@ -115,24 +115,28 @@ def svg(timeline: Timeline, title: str = "", unit: str = "") -> str:
     for lane, role in enumerate(timeline.spans):
         y = _TOP + lane * (_ROW + _GAP)
         parts += [
-            f'<rect x="{_LEFT}" y="{y}" width="{makespan * scale:.1f}" height="{_ROW}" rx="3" fill="#eef1f5"/>',
+            f'<rect class="lane" x="{_LEFT}" y="{y}" width="{makespan * scale:.1f}" height="{_ROW}" rx="3"'
+            ' fill="#eef1f5"/>',
             _words(_LEFT - 10, y + _ROW / 2, role, "end", weight="600"),
             _words(right + 10, y + _ROW / 2, f"idle {_percent(timeline, role)}", "start", _GREY),
         ]
+        parts.append('<g class="work" text-anchor="middle" dominant-baseline="central" fill="#1f2933">')
         for span in timeline.spans[role]:
             if span.action.works:
                 parts += _box(span, _color(shades, span.action), scale, y, unit)
+        parts.append("</g>")
     width, height = f"{right + _RIGHT:.0f}", f"{bottom + _BOTTOM:.0f}"
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
         ' font-family="system-ui, sans-serif" font-size="13">\n'
-        f'<rect width="100%" height="100%" fill="white"/>\n{chr(10).join(parts)}\n</svg>\n'
+        f'<rect class="ground" width="100%" height="100%" fill="white"/>\n{chr(10).join(parts)}\n</svg>\n'
     )
 
 
 def _words(x: float, y: float, text: str, anchor: str, color: str = "#1f2933", weight: str = "400") -> str:
+    kind = ' class="quiet"' if color == _GREY else ""
     return (
-        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" dominant-baseline="central" fill="{color}"'
+        f'<text{kind} x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" dominant-baseline="central" fill="{color}"'
         f' font-weight="{weight}">{escape(text)}</text>'
     )
 
@@ -146,7 +150,7 @@ def _box(span: TimeSpan, color: str, scale: float, y: float, unit: str) -> Itera
         f"<title>{span.action}: {span.start:g} to {span.end:g} {escape(unit)}</title></rect>"
     )
     if width >= 9 * len(number):
-        yield _words(x + width / 2, y + _ROW / 2, number, "middle")
+        yield f'<text x="{x + width / 2:.1f}" y="{y + _ROW / 2:g}">{number}</text>'
 
 
 def _legend(timeline: Timeline, title: str, right: float) -> Iterator[str]:
@@ -171,6 +175,6 @@ def _axis(makespan: float, scale: float, bottom: float, unit: str) -> Iterator[s
     step = next(power * n for n in (1, 2, 5, 10) if power * n * scale >= 60)
     for tick in range(int(makespan / step + 1e-9) + 1):
         x = _LEFT + tick * step * scale
-        yield f'<path d="M{x:.1f} {_TOP} V{bottom}" stroke="#d5dbe3"/>'
+        yield f'<path d="M{x:.1f} {_TOP} V{bottom}" class="tick" stroke="#d5dbe3"/>'
         yield _words(x, bottom + 14, f"{tick * step:g}", "middle", _GREY)
     yield _words(_LEFT + makespan * scale + 24, bottom + 14, unit, "start", _GREY)

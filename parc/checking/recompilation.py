@@ -16,7 +16,7 @@ from parc.report import LINES, unlined
 
 _MOVING = ("files", "folder", "format", "model_lines", "model_source")
 """The facts about the places of files, and about the code in them, which other checks compare."""
-_MEASURED = ("checks", "numbers", "placed")
+_MEASURED = ("checks", "numbers", "placed", "written")
 
 
 def differences(build: Build, compiled: Compiled) -> list[Fault]:

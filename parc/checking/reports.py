@@ -22,6 +22,7 @@ def report_of(compiled: Compiled) -> dict[str, Any]:
     return {
         **program_rows(compiled.build, plan),
         "pipeline": _pipeline_row(compiled),
+        "written": [{"line": s.span.root.line, "place": place_text(s.span)} for s in plan.statements],
         "placed": {seed.value: place_text(seed.span) for seed in compiled.resolved.seeds},
         "padding": [
             {"value": name, "dim": pad.dim, "from": pad.outer * pad.real, "to": pad.outer * pad.padded,

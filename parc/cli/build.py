@@ -64,9 +64,9 @@ def make(given: argparse.Namespace, plan: Path, out: Path) -> tuple[dict[str, An
 
 def report_text(report: Mapping[str, Any]) -> str:
     """Return a build's report for a reader."""
-    from parc.report_words import across_text, check_texts, report_rows
+    from parc.report_words import across_text, check_texts, fact_rows
 
-    lines = [f"{name:13}{text}" for name, text in report_rows(report)]
+    lines = [f"{name:13}{text}" for name, text in fact_rows(report)]
     if report["communication"]:
         text = communication_text(report["communication"])
         lines += [f"{'' if at else 'collectives':13}{line}" for at, line in enumerate(text.splitlines())]
@@ -79,8 +79,8 @@ def report_text(report: Mapping[str, Any]) -> str:
 def communication_text(entries: Collection[Mapping[str, Any]]) -> str:
     """Return the collectives of one rank in one step, by phase, axis and operator; of several roles the one that sends
     most."""
-    from parc.report_words import sent_rows
+    from parc.report_words import traffic_rows
 
-    rows = [(*key, sent.count, size_text(sent.bytes), size_text(sent.hidden)) for *key, sent in sent_rows(entries)]
+    rows = [(*key, sent.count, size_text(sent.bytes), size_text(sent.hidden)) for *key, sent in traffic_rows(entries)]
     head = ("axis", "phase", "collective", "of", "a step", "sent by a rank", "beside work")
     return text_table(rows, head, right=(4, 5, 6))

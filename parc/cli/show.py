@@ -29,6 +29,7 @@ def show_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--pipeline", action="store_true", help="the timeline of a step: who does what when")
     parser.add_argument("--svg", metavar="FILE", type=Path, help="with --pipeline: draw it into a file")
+    parser.add_argument("--html", metavar="FILE", type=Path, help="everything as one page for a browser")
     parser.add_argument("--json", action="store_true", help="everything as JSON on stdout")
     add_defines(parser)
 
@@ -76,6 +77,8 @@ def _show(given: argparse.Namespace, path: Path) -> int:
     build = read_build(path)
     if moved := build.moved():
         say(f"note: {moved}")
+    if given.html:
+        return _write_page(given.html, build)
     if given.role or given.action:
         return _show_programs(given, build)
     if given.list:
@@ -108,6 +111,17 @@ def _show(given: argparse.Namespace, path: Path) -> int:
     print(_communication(build) + "\n")
     lines = [(p["role"], p["action"], p["file"], p["lines"], p["collectives"]) for p in programs]
     print(text_table(lines, ("role", "action", "program", "lines", "collectives"), right=(3, 4)))
+    return 0
+
+
+def _write_page(file: Path, build: Build) -> int:
+    from parc.page.page import page_of
+    from parc.runtime.faults import writing
+
+    text = page_of(build)
+    with writing(file):
+        file.write_text(text, encoding="utf-8")
+    say(f"wrote {file} ({size_text(len(text.encode()))})")
     return 0
 
 

@@ -1,0 +1,160 @@
+"""The facts of a build as a page shows them: what each module, axis and line of the plan has to do with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from parc.compiler.build.build import Build, BuildError
+from parc.compiler.build.communication import placed_messages
+from parc.compiler.build.directory import again
+from parc.compiler.program.actions import FORWARD, PHASES
+from parc.compiler.program.blocks import starred
+from parc.compiler.program.roles import Role
+from parc.compiler.program.saved import saved_bytes_by_module
+from parc.page.flow import ModuleRow, ModuleTree, module_tree
+from parc.page.listing import Listing
+from parc.report import plan_of, states_of
+from parc.report_words import Traffic, traffic_by
+from parc.tables import parameter_table, pattern_of
+
+Entry = Mapping[str, Any]
+STORED_KINDS = ("parameters", "gradients", "optimizer", "saved")
+"""The kinds of a rank's bytes that a module has: what it stores, and what one microbatch saves for backward."""
+
+
+@dataclass(frozen=True, slots=True)
+class EqualMessages:
+    """Equal collectives of a step: their row in the report, the row of the modules that have them, the anchor of the
+    first one's line, and what a rank sends for all of them."""
+
+    entry: Entry
+    row: str
+    anchor: str
+    sent: Traffic
+
+
+@dataclass(frozen=True, slots=True)
+class PlanLine:
+    """A line of the plan: its text, its place in the file that a person wrote, and the line of that file by which it
+    came into the plan."""
+
+    text: str
+    place: str
+    root: int
+
+
+class PageFacts:
+    """A build's facts.
+
+    Raises:
+        BuildError: its report is not of its programs or of its plan.
+    """
+
+    def __init__(self, build: Build) -> None:
+        self.build, self.report, self.plan = build, build.report, plan_of(build)
+        self.placed: Mapping[str, str] = self.report.get("placed", {})
+        self.listing = Listing(build)
+        self.parameters = parameter_table(build)
+        self.tree: ModuleTree = module_tree(build, self.placed)
+
+    @cached_property
+    def entries(self) -> list[dict[str, Any]]:
+        """The rows of the report's communication, each with the row of its module and the anchor of its line."""
+        found = [(role.name, placed) for role in self.build.roles.values() for _, placed in placed_messages(role)]
+        rows = self.report["communication"]
+        if [(row["role"], row["op"]) for row in rows] != [(role, placed.message.op) for role, placed in found]:
+            raise self._misfit("communication")
+        return [
+            {**row, "row": self.tree.row_of(row["module"]),
+             "anchor": self.listing.anchor(placed.program, placed.function, placed.index)}
+            for row, (_, placed) in zip(rows, found, strict=True)
+        ]  # fmt: skip
+
+    @cached_property
+    def messages(self) -> list[EqualMessages]:
+        """The collectives of a step; equal ones of folded modules, and of several roles, are one."""
+        keys = ("phase", "axis", "op", "carries", "dtype", "bytes", "hidden", "row", "line")
+        firsts: dict[tuple[Any, ...], Entry] = {}
+        for entry in self.entries:
+            firsts.setdefault(tuple(entry[key] for key in keys), entry)
+        sent = traffic_by(self.entries, *keys)
+        found = [EqualMessages(entry, entry["row"], entry["anchor"], sent[key]) for key, entry in firsts.items()]
+        return sorted(found, key=lambda one: PHASES.index(one.entry["phase"]))
+
+    @cached_property
+    def lines(self) -> list[PlanLine]:
+        """The lines of the plan."""
+        texts, written = self.build.texts["plan.parc"].splitlines(), self.report["written"]
+        if len(texts) != len(written):
+            raise self._misfit("written")
+        return [PlanLine(text, one["place"], one["line"]) for text, one in zip(texts, written, strict=True)]
+
+    def line_anchor(self, place: str | int) -> str:
+        """Return the anchor of a line of the plan, by its place, or by the line through which it came; "" for none."""
+        for number, line in enumerate(self.lines):
+            if str(place) in (line.place, str(line.root)):
+                return f"P{number}"
+        return ""
+
+    def placed_by(self, line: PlanLine) -> list[str]:
+        """Return the patterns of the names that a line places."""
+        every = list(self.placed)
+        alike: dict[str, list[str]] = {}
+        for name, place in self.placed.items():
+            if place == line.place:
+                alike.setdefault(starred(name), []).append(name)
+        return [pattern_of(names, every) for names in alike.values()]
+
+    @cached_property
+    def names(self) -> dict[str, str]:
+        """The full name of each row of the tree, with the numbers of folded modules."""
+        names: dict[str, str] = {}
+        above: list[str] = []
+        for row in self.tree.rows:
+            del above[row.depth :]
+            above.append(row.label)
+            names[row.path] = ".".join(filter(None, above))
+        return names
+
+    def module_anchor(self, row: ModuleRow) -> str:
+        """Return the anchor of the first line of a module in a forward, "" if it has none."""
+        return "" if row.line is None else self.listing.forward_anchor(row.path, *row.line)
+
+    @cached_property
+    def lines_of_programs(self) -> dict[int, int]:
+        """The number of lines of programs that each line of the plan touched last; equal functions count once."""
+        counts: dict[int, int] = {}
+        for function in self.listing.functions:
+            for line in function.function.lines:
+                counts[line.origin.plan] = counts.get(line.origin.plan, 0) + 1
+        return counts
+
+    def module_bytes(self, role: Role) -> dict[str, dict[str, int]]:
+        """Return the bytes that a rank of a role holds for the modules of each row, by kind."""
+        rows: dict[str, dict[str, int]] = {}
+        for name, sizes in states_of(self.build, self.plan, role).items():
+            row = rows.setdefault(self.tree.row_of(name.rpartition(".")[0]), dict.fromkeys(STORED_KINDS, 0))
+            row["parameters"] += sizes["parameters"] + sizes["weights"]
+            row["gradients"] += sizes["gradients"]
+            row["optimizer"] += sizes["optimizer"]
+        for module, size in self._saved(role):
+            row = rows.setdefault(self.tree.row_of(module), dict.fromkeys(STORED_KINDS, 0))
+            row["saved"] += size
+        return rows
+
+    def _saved(self, role: Role) -> Iterable[tuple[str, int]]:
+        for program in role.programs.values():
+            if program.action == FORWARD:
+                yield from saved_bytes_by_module(program, self.load).items()
+
+    @property
+    def load(self) -> float:
+        """The load of the busiest rank of experts."""
+        return max((float(row["load"]) for row in self.report.get("experts", ())), default=1.0)
+
+    def _misfit(self, key: str) -> BuildError:
+        path = self.build.path
+        return BuildError(f"`{path / 'report.json'}`: `{key}` is not what the build's other files say", again(path))

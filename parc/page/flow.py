@@ -1,0 +1,262 @@
+"""The tree of a model's modules, with equal numbered ones folded, and the flow of values among them in a forward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from parc.compiler.build.build import Build
+from parc.compiler.program.actions import FORWARD
+from parc.compiler.program.binding import PARAMETERS, STORED
+from parc.compiler.program.blocks import complete
+from parc.compiler.program.program import Function, Line, Origin, Program
+from parc.tables import natural
+
+Makers = frozenset[str] | None
+"""The modules from which a value comes; None for one that is made of weights alone."""
+OUTPUT_ROW, LOSS_ROW = "/output", "/loss"
+"""The end of the name of a block's results, and the name of the loss: rows by themselves."""
+
+
+@dataclass
+class ModuleRow:
+    """A row of the tree: a module, or numbered ones that are equal. ``label`` is its name below the row above that it
+    belongs to."""
+
+    path: str
+    label: str
+    depth: int
+    members: list[str]
+    block: bool = False
+    type: str = ""
+    """The type of the last value that the module makes in a forward."""
+    line: tuple[str, int] | None = None
+    """The function of a forward, and the index of its line, that is the module's first."""
+
+
+@dataclass
+class ModuleTree:
+    """Rows in the order of a forward, the folded path of each module, and pairs of rows between which values flow."""
+
+    rows: list[ModuleRow] = field(default_factory=list)
+    folded: dict[str, str] = field(default_factory=dict)
+    edges: dict[tuple[str, str], None] = field(default_factory=dict)
+
+    def row_of(self, path: str) -> str:
+        """Return the path of the row that a module, or what lies in it, belongs to."""
+        while path not in self.folded:
+            path = path.rpartition(".")[0]
+        return self.folded[path]
+
+
+def module_tree(build: Build, placed: Mapping[str, str]) -> ModuleTree:
+    """Return the tree of a build's modules. Numbered modules are equal if their parameters have equal types and were
+    ``placed`` by the same lines of the plan, and if they have the same modules in them."""
+    walk = _Walk(build.programs[FORWARD])
+    parameters = build.manifest["parameters"]
+    facts = {name: (text, placed.get(name, "")) for name, text in parameters.items()}
+    order = _ordered([*walk.first, *(name.rpartition(".")[0] for name in parameters)])
+    tree = _Folding(order, facts, {*walk.first}).tree
+    for row in tree.rows:
+        row.line, row.type = walk.first.get(row.path), walk.types.get(row.path, "")
+    _Flow(walk.program, tree).follow()
+    return tree
+
+
+Children = Mapping[str, list[str]]
+Places = dict[str, tuple[str, int]]
+
+
+def _ordered(paths: Iterable[str]) -> Children:
+    """Return the modules within each module, in the order in which they or what is in them come first."""
+    children: dict[str, list[str]] = {"": []}
+    for path in paths:
+        words = path.split(".") if path else []
+        for depth in range(1, len(words) + 1):
+            above, own = ".".join(words[: depth - 1]), ".".join(words[:depth])
+            if own not in children:
+                children[own] = []
+                children[above].append(own)
+    return children
+
+
+class _Folding:
+    """The making of a tree's rows."""
+
+    def __init__(self, children: Children, facts: Mapping[str, object], ran: set[str]) -> None:
+        self.children, self.facts = children, facts
+        self.owners = ran | {name.rpartition(".")[0] for name in facts}
+        self.tree = ModuleTree()
+        self._fold([""], "", 0)
+
+    def _fold(self, members: list[str], label: str, depth: int) -> None:
+        """Add the rows of equal modules and of all in them."""
+        path = members[0]
+        self.tree.rows.append(ModuleRow(path, label, depth, members, members[0].rpartition(".")[2].isdigit()))
+        self.tree.folded[path] = path
+        groups: dict[tuple[str, object], list[str]] = {}
+        for prefix, child in self._inside(path, path):
+            numbered = child.rpartition(".")[2].isdigit()
+            groups.setdefault((prefix, self._form(child) if numbered else child), []).append(child)
+        for (prefix, _), group in groups.items():
+            group.sort(key=natural)
+            words = [child.rpartition(".")[2] for child in group]
+            self._fold(group, prefix + (number_ranges(words) if words[0].isdigit() else words[0]), depth + 1)
+            for other in group[1:]:
+                self._map(other, group[0])
+
+    def _inside(self, path: str, row: str) -> Iterator[tuple[str, str]]:
+        """Yield the modules in one, each with the names of the lists that it lies in: a list has no row."""
+        for child in self.children[path]:
+            inner = self.children[child]
+            if inner and child not in self.owners and all(name.rpartition(".")[2].isdigit() for name in inner):
+                self.tree.folded[child] = row
+                name = child.rpartition(".")[2]
+                yield from ((f"{name}.{prefix}", one) for prefix, one in self._inside(child, row))
+            else:
+                yield "", child
+
+    def _map(self, path: str, like: str) -> None:
+        """Map a module, and all in it, to the rows of one that is equal."""
+        self.tree.folded[path] = self.tree.folded[like]
+        for child in self.children[path]:
+            self._map(child, f"{like}{child.removeprefix(path)}")
+
+    def _form(self, path: str) -> object:
+        """Return what equal modules have in common."""
+        start = f"{path}."
+        own = sorted((name.removeprefix(start), fact) for name, fact in self.facts.items() if name.startswith(start))
+        inside = sorted(child.removeprefix(start) for child in self.children if child.startswith(start))
+        return tuple(own), tuple(inside)
+
+
+class _Walk:
+    """The lines of a forward with the modules that they are part of: the first line of each module, and the type of
+    its last value. Modules come in the order in which they compute with values that are not made of weights alone."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.first: dict[str, tuple[str, int]] = {}
+        self.types: dict[str, str] = {}
+        early: dict[str, tuple[str, int]] = {}
+        weights = {value.name for value in program.main.parameters if value.kind in STORED or value.kind == "weight"}
+        self._lines(program.main, None, weights, early)
+        self.first |= {module: place for module, place in early.items() if module not in self.first}
+
+    def _lines(self, function: Function, caller: Origin | None, weights: set[str], early: Places) -> None:
+        for index, line in enumerate(function.lines):
+            module = line.origin.module if caller is None else complete(line.origin.module, caller.module)
+            used = list(line.uses())
+            if line.calls_function:
+                callee = self.program.function(line.op)
+                given = {v.name for v, name in zip(callee.parameters, used, strict=True) if name in weights}
+                self._lines(callee, line.origin, given, early)
+                continue
+            alone = (used and weights.issuperset(used)) or line.op == "parc.stream_key.default"
+            if alone:
+                weights.update(value.name for value in line.made)
+            if module:
+                (early if alone else self.first).setdefault(module, (function.name, index))
+                if line.made and line.made[0].type.dtype.is_floating_point and not alone:
+                    self.types[module] = line.made[0].type.text(self.program.mesh)
+
+
+class _Flow:
+    """The flow of values among the rows of a tree."""
+
+    def __init__(self, program: Program, tree: ModuleTree) -> None:
+        self.program, self.tree = program, tree
+        above = {tree.row_of(row.path.rpartition(".")[0]) for row in tree.rows if row.path}
+        with_weights = {name.rpartition(".")[0] for name in program.main.bound(*PARAMETERS, "weight")}
+        own = {row.path for row in tree.rows if not row.block and row.path}
+        self.makers = own & ({*tree.folded} - above | {tree.folded.get(path, "") for path in with_weights})
+        self.blocks = {row.path: row for row in tree.rows if row.block}
+        self.entered: set[str] = set()
+        self.reached: set[str] = set()  # from the inputs
+
+    def follow(self) -> None:
+        """Follow the main function, from the inputs of the model to what it returns as the loss."""
+        main, makers = self.program.main, dict[str, Makers]()
+        for value in main.parameters:
+            is_weight = value.kind in STORED or value.kind == "weight"
+            makers[value.name] = None if is_weight else frozenset()
+        for name, value in main.bound("input").items():
+            makers[value.name] = frozenset({name})
+        inputs = [ModuleRow(name, name, 0, [name], type=value.type.text(self.program.mesh))
+                  for name, value in main.bound("input").items()]  # fmt: skip
+        self.tree.rows[:0] = inputs
+        self.reached.update(row.path for row in inputs)
+        self._function(main, makers, "")
+        for name in main.returned("loss").values():
+            self._edges(makers[name], LOSS_ROW)
+        self.tree.rows.append(ModuleRow(LOSS_ROW, "loss", 0, [LOSS_ROW]))
+        here = {row.path: at for at, row in enumerate(self.tree.rows)}
+        self.tree.edges = {edge: None for edge in self.tree.edges if here[edge[0]] < here[edge[1]]}
+
+    def _edges(self, makers: Makers, to: str) -> None:
+        if not self.reached.isdisjoint(makers or ()):
+            self.reached.add(to)
+        self.tree.edges.update(dict.fromkeys((one, to) for one in makers or ()))
+
+    def _function(self, function: Function, makers: dict[str, Makers], caller: str) -> None:
+        """Find the makers of all values of a function, where those of its parameters are known."""
+        for line in function.lines:
+            used = [makers[name] for name in line.uses()]
+            flows = frozenset[str]().union(*(found for found in used if found is not None))
+            module = self.tree.row_of(complete(line.origin.module, caller))
+            if line.calls_function:
+                made = self._call(line, used, flows, module)
+            elif used and all(found is None for found in used):
+                made = dict.fromkeys((value.name for value in line.made), None)
+            else:
+                if module in self.makers:
+                    self._edges(flows - {module}, module)
+                    flows = frozenset({module})
+                made = dict.fromkeys((value.name for value in line.made), flows)
+            makers.update(made)
+
+    def _call(self, line: Line, used: list[Makers], flows: frozenset[str], module: str) -> dict[str, Makers]:
+        """Return the makers of the results of a function that a line calls. A block is entered once, and is the maker
+        of its own results."""
+        callee, block = self.program.function(line.op), self.blocks.get(module)
+        results = [(value.name, name) for value, (_, name) in zip(line.results, callee.returns, strict=True) if value]
+        if block is None:
+            inner: dict[str, Makers] = dict(zip((value.name for value in callee.parameters), used, strict=True))
+            self._function(callee, inner, line.origin.module)
+            return {name: inner[own] for name, own in results}
+        self._edges(flows - {module}, module)
+        if module not in self.entered:
+            self.entered.add(module)
+            inner = {}
+            for value, found in zip(callee.parameters, used, strict=True):
+                comes = found is not None and not found.isdisjoint(self.reached)
+                inner[value.name] = frozenset({module} if comes else ()) if found is not None else None
+            self._function(callee, inner, line.origin.module)
+            returned = {name for _, name in callee.returns}
+            last = next((v.name for made in reversed(callee.lines) for v in made.made if v.name in returned), "")
+            self._output(block, inner.get(last))
+        return {name: frozenset({module}) for name, _ in results}
+
+    def _output(self, block: ModuleRow, makers: Makers) -> None:
+        """Add a row for what a block returns, at its end."""
+        rows, name = self.tree.rows, f"{block.path}{OUTPUT_ROW}"
+        at = rows.index(block) + 1
+        while at < len(rows) and rows[at].depth > block.depth:
+            at += 1
+        rows.insert(at, ModuleRow(name, "output", block.depth + 1, [name], type=block.type))
+        self._edges(makers, name)
+
+
+def number_ranges(words: Iterable[str]) -> str:
+    """Return the numbers of equal modules, in order, as a label.
+
+    >>> number_ranges(["0", "1", "2", "3", "5", "7", "8"])
+    '0..3,5,7..8'
+    """
+    found: list[list[int]] = []
+    for number in map(int, words):
+        if found and number == found[-1][-1] + 1:
+            found[-1].append(number)
+        else:
+            found.append([number])
+    return ",".join(f"{run[0]}..{run[-1]}" if len(run) > 1 else str(run[0]) for run in found)

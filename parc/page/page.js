@@ -1,0 +1,59 @@
+"use strict";
+(() => {
+  const root = document.documentElement, theme = document.getElementById("theme");
+  const remember = (...pair) => { try { return pair.length > 1 ? localStorage.setItem(...pair) : localStorage.getItem(...pair); } catch { return null; } };
+  const set = (name) => { if (name) root.dataset.theme = name; else delete root.dataset.theme; };
+  const names = [null, "light", "dark"];
+  set(remember("parc-theme") || null);
+  theme.hidden = false;
+  const label = () => { theme.lastElementChild.textContent = root.dataset.theme || "system"; };
+  theme.addEventListener("click", () => {
+    const next = names[(names.indexOf(root.dataset.theme || null) + 1) % names.length];
+    set(next);
+    remember("parc-theme", next || "");
+    label();
+  });
+  label();
+
+  const filter = document.getElementById("filter"), rows = [...document.querySelectorAll(".row")];
+  filter.hidden = false;
+  filter.addEventListener("input", () => {
+    const wanted = filter.value.trim().toLowerCase();
+    for (const row of rows) row.classList.toggle("off", !row.dataset.name.toLowerCase().includes(wanted));
+  });
+  const paths = [...document.querySelectorAll(".arcs path")];
+  const light = (row) => { for (const path of paths) path.classList.toggle("on", row !== null && path.dataset.e.split(" ").includes(row.dataset.at)); };
+  for (const row of rows) {
+    row.addEventListener("mouseenter", () => light(row));
+    row.addEventListener("mouseleave", () => light(null));
+    row.addEventListener("focusin", () => light(row));
+  }
+  document.addEventListener("keydown", (event) => {
+    if (event.key === "Escape" && document.activeElement) document.activeElement.blur();
+  });
+
+  const open = () => {
+    const target = document.getElementById(decodeURIComponent(location.hash.slice(1)));
+    if (!target) return;
+    let closed = false;
+    for (let at = target; at; at = at.parentElement) if (at.tagName === "DETAILS" && !at.open) { at.open = true; closed = true; }
+    if (closed) target.scrollIntoView();
+  };
+  addEventListener("hashchange", open);
+  open();
+
+  const say = (text) => {
+    const note = Object.assign(document.createElement("div"), { className: "said", textContent: text });
+    document.body.append(note);
+    setTimeout(() => note.remove(), 1500);
+  };
+  document.getElementById("programs").addEventListener("click", (event) => {
+    const line = event.target.closest("pre i");
+    if (!line || String(getSelection())) return;
+    history.replaceState(null, "", `#${line.id}`);
+    if (navigator.clipboard) navigator.clipboard.writeText(location.href).then(() => say("link copied"), () => {});
+  });
+  let opened = [];
+  addEventListener("beforeprint", () => { opened = [...document.querySelectorAll("section:not(#programs) details:not([open])")]; for (const one of opened) one.open = true; });
+  addEventListener("afterprint", () => { for (const one of opened) one.open = false; });
+})();

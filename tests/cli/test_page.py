@@ -1,0 +1,116 @@
+"""The page of a build: one file that needs nothing else, whose links lead somewhere, with the facts of `show`."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from parc.compiler.build.build import Build
+from parc.compiler.build.directory import read_build
+from parc.page.facts import PageFacts
+from parc.page.page import page_of
+from parc.report import plan_of, states_of
+from tests.cli.commands import Captured, parc
+from tests.runtime.tiny import BOTH, ONE, PLAN, build
+
+STAGES = PLAN.replace("schedule  microbatches 2", "schedule  1f1b microbatches 4").replace("layers=2", "layers=4")
+PIPELINE = """
+mesh      dp=2, pp=2
+stage     before blocks.2 over pp
+shard     tokens, targets [B/dp, _]
+zero      3 over dp
+"""
+
+
+class Page(HTMLParser):
+    """A page's anchors, the targets of its links, all that it would load, and its text."""
+
+    VOID = frozenset({"meta", "br", "input", "path", "circle", "rect", "link", "img"})
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.anchors: list[str] = []
+        self.links: list[str] = []
+        self.loads: list[str] = []
+        self.words: list[str] = []
+        self.open: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        if tag not in self.VOID:
+            self.open.append(tag)
+        self.anchors += [given["id"] or ""] if "id" in given else []
+        self.links += [given["href"] or ""] if tag == "a" else []
+        loading = ("src", "srcset", "data", "poster", "xlink:href", "action") if tag == "a" else (
+            "src", "srcset", "data", "poster", "href", "xlink:href", "action")  # fmt: skip
+        self.loads += [f"<{tag} {name}>" for name in loading if name in given]
+        self.loads += [f"<{tag}>" for _ in range(tag in ("link", "img", "iframe", "object", "embed", "base"))]
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Build]:
+    """Builds of one rank, of two axes, and of two stages with ZeRO."""
+    folder = tmp_path_factory.mktemp("page")
+    plans = {"one": (ONE, PLAN), "both": (BOTH, PLAN), "stages": (PIPELINE, STAGES)}
+    return {name: read_build(build(folder, lines, plan, name)) for name, (lines, plan) in plans.items()}
+
+
+@pytest.mark.parametrize("name", ["one", "both", "stages"])
+def test_a_page_needs_nothing_else_and_its_links_lead_somewhere(made: dict[str, Build], name: str) -> None:
+    text = page_of(made[name])
+    page = Page(text)
+    assert not page.open and not page.loads
+    assert not re.search(r"url\(|@import|https?://(?!www\.w3\.org/2000/svg)|fetch\(|import\(", text)
+    assert len(page.anchors) == len(set(page.anchors))
+    assert page.links and all(link.startswith("#") for link in page.links)
+    assert not {link[1:] for link in page.links} - {*page.anchors}
+
+
+def test_links_of_collectives_lead_to_the_lines_that_say_them(made: dict[str, Build]) -> None:
+    for one in made.values():
+        facts = PageFacts(one)
+        rows = {f.anchor(number): row for f in facts.listing.functions for number, row in enumerate(f.rows, 1)}
+        for entry in facts.entries:
+            row = rows[entry["anchor"]]
+            assert f"parc.{entry['op']}(" in row or (entry["op"] == "send" and row == "    return {")
+
+
+def test_bytes_of_modules_are_those_of_the_report(made: dict[str, Build]) -> None:
+    for one in made.values():
+        facts, plan = PageFacts(one), plan_of(one)
+        for role, entry in zip(one.roles.values(), one.report["memory"], strict=True):
+            rows, state = facts.module_bytes(role).values(), entry["state"]
+            assert sum(row["parameters"] for row in rows) == state["parameters"] + state["weights"]
+            assert sum(row["gradients"] for row in rows) == state["gradients"]
+            assert sum(row["optimizer"] for row in rows) == state["optimizer"]
+            assert set(states_of(one, plan, role)) <= one.manifest["parameters"].keys()
+
+
+def test_values_flow_between_modules_as_in_the_models_code(made: dict[str, Build]) -> None:
+    tree = PageFacts(made["both"]).tree
+    assert [row.label for row in tree.rows if row.depth == 1][3] == "blocks.0..1"
+    into = {to: {source for source, target in tree.edges if target == to} for _, to in tree.edges}
+    assert into["drop"] == {"embed", "position"}
+    assert into["blocks.0.norm2"] == {"blocks.0", "blocks.0.attn.drop"}, "what goes around attention is added"
+    assert into["blocks.0.mlp.down"] == {"blocks.0.mlp.up"}
+    assert into["/loss"] == {"targets", "head"}
+
+
+def test_a_page_is_written_where_one_may_write(capsys: Captured, made: dict[str, Build], tmp_path: Path) -> None:
+    code, out, err = parc(capsys, "show", made["both"].path, "--html", tmp_path / "page.html")
+    assert (code, out) == (0, "") and err.startswith(f"wrote {tmp_path / 'page.html'} (")
+    assert (tmp_path / "page.html").read_text() == page_of(made["both"])
+    code, _, err = parc(capsys, "show", made["both"].path, "--html", tmp_path / "page.html" / "inside.html")
+    assert code == 1 and "error[P0412]" in err
