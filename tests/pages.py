@@ -49,9 +49,14 @@ class Block:
         return f"{self.page}:{self.line}"
 
     def commands(self) -> list[list[str]]:
-        """Return the words of each command of a shell block, without comments; `\\` goes on in the next line."""
+        """Return the words of each command of a shell block, without comments; `\\` goes on in the next line. Of a
+        script, which has a title, those that begin with ``parc``."""
         lines = re.sub(r"\\\n\s*", " ", self.text).splitlines()
-        return [words for line in lines if (words := shlex.split(line, comments=True))]
+        found = [words for line in lines if (words := shlex.split(line, comments=True))]
+        if not self.title:
+            return found
+        own = (words[words.index("parc") :] for words in found if "parc" in words)
+        return [[re.sub(r"\$\w+", "1", word) for word in words if word != "${resume[@]}"] for words in own]
 
 
 def text_of(page: str) -> str:

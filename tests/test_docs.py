@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,14 @@ def test_every_command_of_a_page_is_one() -> None:
     commands = [(block.place, words) for block in blocks for words in block.commands()]
     wrong = [f"{place}: {found}" for place, words in commands if (found := command_faults(words))]
     assert len(blocks) > 5 and not wrong, "\n".join(wrong)
+
+
+def test_every_script_of_a_page_is_one() -> None:
+    scripts = [block for page in PAGES for block in blocks_of(page) if block.language == "sh" and block.title]
+    assert scripts
+    for block in scripts:
+        read = subprocess.run(["bash", "-n"], input=block.text, text=True, capture_output=True)
+        assert not read.returncode, f"{block.place}: {read.stderr}"
 
 
 def test_a_wrong_command_is_found() -> None:
@@ -72,6 +81,7 @@ def test_the_site_takes_every_page_and_has_each_in_its_menu(tmp_path: Path) -> N
     staged = {str(page) for page in stage(ROOT, tmp_path)}
     menu = set(re.findall(r'= "([^"]+\.md)"', (ROOT / "website/zensical.toml").read_text(encoding="utf-8")))
     assert menu <= staged
+    menu |= {"data.md", "checkpoints.md", "mistakes.md"}
     assert {page for page in staged - menu if not page.startswith(("decisions/", "benchmarks/"))} == set()
 
 
