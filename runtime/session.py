@@ -198,7 +198,7 @@ class Session:
         buffers = dict(self.state.buffers)
         begun = self._batches.begin(batch, local, self.state, self.step_number, self.last_step, keep=False)
         with self._together.doing("an evaluation", self.state):
-            (result,) = begun.at.stepper.finish_loss(begun.work, self.step_number)
+            (result,) = begun.at.stepper.evaluate(begun.work, self.step_number)
         self.state.buffers = buffers
         return float(result.loss)
 

@@ -24,7 +24,7 @@ from ..compiler.program.actions import (
     Action,
     send_kind,
 )
-from ..compiler.program.binding import COUNT, GRAD_NORM, LOSS, RNG, SCALE, UNSCALE, Binding
+from ..compiler.program.binding import COUNT, GRAD_NORM, LOSS, RNG, Binding
 from ..compiler.program.program import Function, Program
 from .communication import Backend, BoundTensors, PeerLost
 from .homes import Homes
@@ -142,13 +142,11 @@ class Stepper:
 
     def loss(self, states: Sequence[RankState], batches: Sequence[Sequence[Batch]], step: int) -> list[StepResult]:
         """Return the loss alone; nothing is kept for a backward."""
-        return self.finish_loss(self.begin(states, batches, step, keep=False), step)
+        return self.evaluate(self.begin(states, batches, step, keep=False), step)
 
-    def finish_loss(self, work: Sequence[Work], step: int) -> list[StepResult]:
+    def evaluate(self, work: Sequence[Work], step: int) -> list[StepResult]:
         """Return the loss alone of a step that was begun."""
         self._walk([action for action in self._left(work) if action.evaluated], work, step)
-        self._settle(step)
-        self._reduce_loss(work)
         return [StepResult(w.results[LOSS], None, {}) for w in work]
 
     def _walk(self, actions: Sequence[Action], work: Sequence[Work], step: int) -> None:
@@ -259,6 +257,8 @@ class Stepper:
         """Run a program of the role. The results of a program before the work are added up over microbatches, for the
         rest of the step; those of a program after the work are results of the step."""
         row = ACTIONS[action.kind]
+        if row.place == "after":
+            self._settle(step)
         inputs = self._inputs(action, step, work) if row.each else ()
         for w, made in self._run(action.kind, work, inputs):
             if row.place == "after":
@@ -314,24 +314,6 @@ class Stepper:
         for w in work:
             w.own([*w.state.parameters.values(), *w.state.buffers.values(), *w.parts[-1].values()])
         self.run_program(action, step, work)
-
-    def _reduce_loss(self, work: Sequence[Work]) -> None:
-        """Run the loss's part of REDUCE, where there are no gradients."""
-        machine = self.machines[REDUCE]
-        main = machine.program.main
-        result = main.values()[dict(main.returns)[LOSS]].type
-        nothing = torch.zeros((), dtype=machine.dtype(result.dtype), device=self.device)
-        pieces = [w.totals.get(LOSS, nothing) for w in work]
-        partial = [value.type.placement.partial for value in main.parameters if value.binding == LOSS]
-        own = [axis for axes in partial for axis in axes if axis != self.axis]
-        for axes in (",".join(own), self.axis):
-            if axes:
-                pieces, arrival = self.backend.collective("parc.all_reduce", [axes], pieces)
-                if arrival is not None:
-                    arrival()
-        for w, piece in zip(work, pieces, strict=True):
-            scale = w.totals[SCALE] * w.totals[UNSCALE] if UNSCALE in w.totals else w.totals[SCALE]
-            w.results = {LOSS: piece * scale}
 
 
 Handler = Callable[[Stepper, Action, int, Sequence[Work]], None]

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from parc.compiler.program.actions import REDUCE, SCALING
+from parc.compiler.program.actions import REDUCE
 from parc.compiler.program.program import Function, Line, Ref, Value
 from parc.compiler.program.residual import residual_of
 from parc.compiler.verify.compressed import check_compressed
@@ -118,7 +118,7 @@ def compressed_rows() -> dict[str, Row]:
     for mutant in (mutant for make in COMPRESSED for mutant in make(build)):
         read = reread(mutant.programs, build.case.programs)
         faults = [
-            *check_reduce(read[SCALING], read[REDUCE], build.build.reference, build.build.microbatches),
+            *check_reduce(read, build.build.reference, build.build.microbatches),
             *check_compressed(read, build.build.rounding.sent),
         ]
         rows.setdefault(mutant.kind, Row()).note(mutant.what, faults[0].check if faults else "", bool(faults))

@@ -10,7 +10,7 @@ from itertools import permutations
 import torch
 
 from parc.compiler.layout.placement import Placement
-from parc.compiler.program.actions import BACKWARD, REDUCE, RESCALE, SCALING
+from parc.compiler.program.actions import AVERAGING, BACKWARD, REDUCE, RESCALE, SCALING
 from parc.compiler.program.binding import SCALE, UNSCALE, Binding
 from parc.compiler.program.loss_scale import LOSS_SCALE
 from parc.compiler.program.program import Line, Ref
@@ -34,7 +34,7 @@ def unscaled(build: GoodBuild) -> Iterator[Mutant]:
     programs = build.case.programs
     if not (unscale := _named(build, REDUCE, UNSCALE)):
         return
-    for site in sites(programs, lambda line: unscale in line.uses(), REDUCE):
+    for site in sites(programs, lambda line: unscale in line.uses(), AVERAGING, REDUCE):
         yield Mutant("unscale forgotten", site.named("leave out"), site.replaced(read=site.source.name))
         twice = site.replaced(site.line, _again(site, unscale), read="again")
         yield Mutant("unscale twice", site.named("repeat"), twice)

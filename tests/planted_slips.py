@@ -20,10 +20,10 @@ def unscaled(build: GoodBuild) -> Iterator[Mutant]:
     """Scale the loss or the gradients never, twice, or by something else."""
     kind, programs = "un-scale the loss", build.case.programs
     scaling = ("aten.reciprocal.default", "aten.mul.Tensor")
-    for site in sites(programs, lambda line: line.op in scaling, "SCALE", "REDUCE"):
+    for site in sites(programs, lambda line: line.op in scaling, "SCALE", "LOSS"):
         yield Mutant(kind, site.named("leave out"), site.replaced(read=site.source.name))
         again = replace(site.result, name="again")
-        if site.action == "REDUCE":
+        if site.action == "LOSS":
             twice = replace(site.line, results=(again,), args=(Ref(site.result.name), *site.line.args[1:]))
         else:
             twice = Line((again,), "aten.mul.Tensor", (Ref(site.result.name), Ref(site.result.name)))

@@ -147,12 +147,12 @@ def sums(programs: Programs) -> Mutants:
 
 def constants(programs: Programs) -> Mutants:
     """Let a role that makes no part of a sum add something."""
-    for site in sites(programs, "aten.full.default", "REDUCE"):
+    for site in sites(programs, "aten.full.default", "LOSS", "REDUCE"):
         yield f"{site.action} adds one as {site.result}", site.replaced(with_argument(site.line, 1, 1.0))
     scale = next(v for p in programs.values() for v in p.main.parameters if v.binding == SCALE)
     nothing = Line((Value("nothing", scale.type),), "aten.full.default", ([], 0.0), (("dtype", scale.type.dtype),))
-    total = dict(programs["pp1.REDUCE"].main.returns).get(LOSS)
-    for site in sites(programs, lambda line: any(value.name == total for value in line.made), "pp1.REDUCE"):
+    total = dict(programs["pp1.LOSS"].main.returns).get(LOSS)
+    for site in sites(programs, lambda line: any(value.name == total for value in line.made), "pp1.LOSS"):
         yield f"{site.action} has no loss", site.replaced(nothing, with_argument(site.line, 0, Ref("nothing")))
 
 
@@ -203,7 +203,7 @@ def meetings(programs: Programs) -> Mutants:
     """Let F or B meet the ranks of other stages, or those of its own along the wrong axis."""
     for name, program in programs.items():
         main, values = program.main, program.main.values()
-        if program.action == "REDUCE":
+        if program.action in ("LOSS", "REDUCE"):
             continue
         for key, value in main.returns:
             type_ = values[value].type

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import parc
 from parc.checking.reports import report_of
 from parc.compiler.build.directory import write_build
-from parc.compiler.program.actions import REDUCE, SCALING
+from parc.compiler.program.actions import SCALING
 from parc.compiler.program.text import parse_program
 from parc.compiler.verify.reduce import check_reduce
 from tests.checked_plans import checked, compiled
@@ -115,9 +115,8 @@ def test_each_term_has_its_own_denominator_on_real_ranks(tmp_path: Path) -> None
 )
 def test_a_wrong_weight_of_a_term_is_refused(old: str, new: str, said: str) -> None:
     build = compiled(PLAN.format(terms=TERMS) + TWO, ROOT / "tests").build
-    scale, reduce = build.programs[SCALING], build.programs[REDUCE]
-    text = build.text(scale)
-    assert text.count(old) == 1 and not [*check_reduce(scale, reduce, build.reference, 2)]
+    text = build.text(build.programs[SCALING])
+    assert text.count(old) == 1 and not [*check_reduce(build.programs, build.reference, 2)]
     wrong = parse_program(text.replace(old, new))
-    (fault,) = check_reduce(wrong, reduce, build.reference, 2)
+    (fault,) = check_reduce({**build.programs, SCALING: wrong}, build.reference, 2)
     assert said in fault.message

@@ -11,7 +11,7 @@ from typing import Literal
 from .binding import Kind
 
 COUNTING, SCALING, UNSHARD, FORWARD, BACKWARD = "COUNT", "SCALE", "UNSHARD", "F", "B"
-REDUCE, RESCALE, STEP, LOADS = "REDUCE", "RESCALE", "STEP", "LOADS"
+AVERAGING, REDUCE, RESCALE, STEP, LOADS = "LOSS", "REDUCE", "RESCALE", "STEP", "LOADS"
 PLACES = ("before", "work", "after", "end")
 PHASES = ("forward", "backward", "step")
 AHEAD = 2
@@ -80,8 +80,8 @@ ACTIONS: dict[str, ActionRow] = {row.kind: row for row in (
               colors=("#4c8ed9", "#7db3ec", "#b1d3f7")),
     ActionRow(BACKWARD, "work", "stage", each=True, reads=("scale", "weight", "term", "saved"), returns=("gradient",),
               compiled=True, phase="backward", to=-1, slots=2, colors=("#3f9b5b", "#74be88", "#aedcba")),
-    ActionRow(REDUCE, "after", "role", reads=("loss", "scale", "unscale", "gradient"),
-              returns=("gradient", "loss", "grad_norm", "state")),
+    ActionRow(AVERAGING, "after", "role", reads=("loss", "scale", "unscale"), returns=("loss",), evaluated=True),
+    ActionRow(REDUCE, "after", "role", reads=("unscale", "gradient"), returns=("gradient", "grad_norm", "state")),
     ActionRow(LOADS, "after", "role", reads=("load",), returns=("metric", "buffer"), optional=True),
     ActionRow(RESCALE, "after", "step", reads=("grad_norm",), returns=("state",), optional=True),
     ActionRow(STEP, "end", ""),
@@ -203,7 +203,7 @@ def accumulation(microbatches: int, *, also: Collection[str] = ()) -> tuple[Acti
     """Return the timeline of one stage that does its microbatches one after the other: gradient accumulation.
 
     >>> " ".join(map(str, accumulation(2, also=["COUNT"])))
-    '0COUNT0 0COUNT1 0SCALE 0F0 0B0 0F1 0B1 0REDUCE 0STEP'
+    '0COUNT0 0COUNT1 0SCALE 0F0 0B0 0F1 0B1 0LOSS 0REDUCE 0STEP'
     """
     kinds = [row.kind for row in step_kinds("work") if not row.optional or row.kind in also]
     work = [Action(0, kind, index) for index in range(microbatches) for kind in kinds]

@@ -16,8 +16,8 @@ from .program import Function, Line, Program, Ref, Value, map_references
 from .rings import RingFault, without_rings
 
 Programs = Mapping[str, Program]
-"""The programs of one role: ``COUNT``, ``SCALE``, ``REDUCE``, and for work ``F`` and ``B``, or ``2F`` and ``2B`` where
-there are stages."""
+"""The programs of one role: ``COUNT``, ``SCALE``, ``LOSS``, ``REDUCE``, and for work ``F`` and ``B``, or ``2F`` and
+``2B`` where there are stages."""
 SINGLE = "stage0"
 """The role of a build without stages, and of programs that all roles share."""
 

@@ -48,8 +48,8 @@ def timelines(
 
     >>> from parc.compiler.program.actions import schedule_text
     >>> print(schedule_text(timelines("1f1b", 2, 2)), end="")
-    pp0: 0SCALE 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1 0REDUCE 0STEP
-    pp1: 1SCALE 1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1 1REDUCE 1STEP
+    pp0: 0SCALE 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1 0LOSS 0REDUCE 0STEP
+    pp1: 1SCALE 1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1 1LOSS 1REDUCE 1STEP
 
     Raises:
         ValueError: ``problem`` says why.

@@ -1,5 +1,5 @@
-"""The checker of SCALE and REDUCE: the scale is one over the count of targets, times the loss scale if there is one;
-each gradient is summed, the loss scaled, and the norm computed from all gradients.
+"""The checker of SCALE, LOSS and REDUCE: the scale is one over the count of targets, times the loss scale if there is
+one; the loss is summed and scaled, each gradient summed, and the norm computed from all gradients.
 
 Types say that a sum is complete and whole on every rank; here it is what is summed, and that nothing else is done to
 it: a count or a loss that is cut off at some size, and a norm that binds no clipping, show in no test of small numbers.
@@ -8,12 +8,12 @@ it: a count or a loss that is cut off at some size, and a norm that binds no cli
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ..layout.collectives import WAIT
 from ..ops.rules import facts
-from ..program.actions import SCALING
+from ..program.actions import AVERAGING, REDUCE, SCALING
 from ..program.binding import COUNT, GRAD_NORM, LOSS, SCALE, UNSCALE, Binding
 from ..program.faults import Fault
 from ..program.loss_scale import LOSS_SCALE
@@ -31,7 +31,7 @@ _KEEPS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """A value of REDUCE or SCALE: a binding's value, or the ``squares`` of the values with these names, or their
+    """A value of SCALE, LOSS or REDUCE: a binding's value, or the ``squares`` of the values with these names, or their
     ``root``. A count may be divided, ``over`` another one or a number."""
 
     binding: Binding | None = None
@@ -40,9 +40,10 @@ class _Made:
     root: bool = False
 
 
-def check_reduce(scale: Program, reduce: Program, reference: Program, microbatches: int) -> Iterator[Fault]:
-    """Find faults in the scale of the loss and the weights of its terms that SCALE returns, and in the gradients, the
-    loss and the norm that REDUCE returns."""
+def check_reduce(programs: Mapping[str, Program], reference: Program, microbatches: int) -> Iterator[Fault]:
+    """Find faults in the scale of the loss and the weights of its terms that SCALE returns, in the loss that LOSS
+    returns, and in the gradients and the norm that REDUCE returns."""
+    scale, reduce = programs[SCALING], programs[REDUCE]
     known = _followed(scale)
     whole = SCALE if LOSS_SCALE in scale.main.bindings else _COUNTED
     counts = {key for function in reference.functions[:-1] for key, _ in function.returns}
@@ -57,12 +58,16 @@ def check_reduce(scale: Program, reduce: Program, reference: Program, microbatch
             what = "one over the loss scale" if key == UNSCALE else "one over the count of targets"
             also = " times the loss scale" if key == whole else ""
             yield Fault("types", f"SCALE {key}", f"is not proved to be {what}{also}")
+    known = _followed(programs[AVERAGING])
+    for key, name in programs[AVERAGING].main.returns:
+        if known[name] != _Made(_MEAN if key == LOSS else key):
+            yield Fault("types", f"LOSS {key}", "is not proved to be its own sum")
     main, known = reduce.main, _followed(reduce)
     gradients = {}
     for key, name in main.returns:
         if key.kind == "gradient":
             gradients[name] = key
-        if key != GRAD_NORM and known[name] != _Made(_MEAN if key == LOSS else key):
+        if key != GRAD_NORM and known[name] != _Made(key):
             yield Fault("types", f"REDUCE {key}", "is not proved to be its own sum")
     norm = known.get(dict(main.returns).get(GRAD_NORM, ""))
     if norm is None or not norm.root:

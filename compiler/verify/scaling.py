@@ -1,5 +1,5 @@
 """The checker of the loss's scales: the loss and every gradient are multiplied by one over the count exactly once, and
-by the loss scale in backward once and in what REDUCE returns not at all.
+by the loss scale in backward once and in what LOSS and REDUCE return not at all.
 
 A step divides by the number of targets once, at its end, and multiplies by the loss scale between SCALE and REDUCE, if
 there is one. Each value has two degrees: how often it was multiplied by each of these. They are followed one after the
@@ -17,7 +17,7 @@ from ..layout.collectives import COLLECTIVES
 from ..ops.factors import OpCall
 from ..ops.infer import rule_or_opaque
 from ..ops.rules import facts
-from ..program.actions import ACTIONS, REDUCE, SCALING
+from ..program.actions import ACTIONS, AVERAGING, REDUCE, SCALING
 from ..program.binding import COUNT, UNSCALE, Binding
 from ..program.faults import Fault
 from ..program.loss_scale import LOSS_SCALE
@@ -51,7 +51,7 @@ class _Scale:
         if self is _COUNT_SCALE:
             divides = COUNT in program.main.bindings or program.action != SCALING
             return 1.0 if divides and key != UNSCALE else 0.0
-        return -1.0 if key == UNSCALE else 0.0 if program.action == REDUCE else 1.0
+        return -1.0 if key == UNSCALE else 0.0 if program.action in (AVERAGING, REDUCE) else 1.0
 
 
 _COUNT_SCALE = _Scale(
@@ -63,7 +63,7 @@ _LOSS_SCALE = _Scale("the loss scale", {"state": 1.0, "scale": 1.0, "unscale": -
 def check_scaling(programs: Mapping[str, Program]) -> list[Fault]:
     """Find a scale that is not one over the count times the loss scale, and a loss or gradients that do not have each
     exactly as often as they should."""
-    scaled = [SCALING, *(action for action in programs if "gradient" in ACTIONS[action].returns)]
+    scaled = [SCALING, *(action for action in programs if action == AVERAGING or "gradient" in ACTIONS[action].returns)]
     loss_scaled = LOSS_SCALE in programs[SCALING].main.bindings
     return [fault for action in scaled for fault in scaled_once(programs[action], action, loss_scaled)]
 

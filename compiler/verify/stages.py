@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from ..layout.collectives import COLLECTIVES
 from ..layout.mesh import Mesh
 from ..ops.rules import facts
-from ..program.actions import ACTIONS, BACKWARD, FORWARD, REDUCE, UNSHARD, step_kinds
+from ..program.actions import ACTIONS, AVERAGING, BACKWARD, FORWARD, REDUCE, UNSHARD, step_kinds
 from ..program.binding import GRAD_NORM, LOSS, UNSCALE, Binding
 from ..program.faults import Fault
 from ..program.program import Program, Value
@@ -24,8 +24,8 @@ AMONG = "parc.all_reduce_among"
 def check_stages(roles: Mapping[str, Programs], mesh: Mesh, axis: str) -> list[Fault]:
     """Return the faults of stages. A stage's work must lie on one role, and each role must have as many stages. A stage
     must receive what its neighbour sends, of the same type and in the same order. B must read values that F of its own
-    stage saved. REDUCE must sum each gradient over exactly the roles that have it, and the loss and the norm over all,
-    with each parameter once in the norm."""
+    stage saved. REDUCE must sum each gradient over exactly the roles that have it, and the norm over all, with each
+    parameter once in it; LOSS must sum the loss over all."""
     try:
         work, places = work_programs(roles), Counter(ranks_of(roles))
     except JoinFault as fault:
@@ -135,7 +135,7 @@ def _reduce_faults(roles: Mapping[str, Programs], mesh: Mesh, axis: str) -> Iter
         for name in gradients | (reads & trained):  # a role that only reads it keeps it up to date
             owners.setdefault(name, []).append(rank)
     everyone = tuple(range(mesh.size(axis)))
-    counted, losses = Counter[_Part](), Counter[_Part]()
+    counted = Counter[_Part]()
     for rank, programs in enumerate(roles.values()):
         program = programs[REDUCE]
         parts, made_up = _parts(program, makes[rank])
@@ -154,22 +154,42 @@ def _reduce_faults(roles: Mapping[str, Programs], mesh: Mesh, axis: str) -> Iter
                 )
         root = lines.get(ends.get(GRAD_NORM, ""))
         square = next(iter(root.uses()), "") if root is not None and facts(root.op).power == 0.5 else ""
-        for what, value, found in ((LOSS, ends.get(LOSS, ""), losses), (GRAD_NORM, square, counted)):
-            line = lines.get(value)
-            if line is None or line.op != AMONG or tuple(line.args[2]) != everyone:
-                yield Fault("types", f"{program.role}.REDUCE {what}", "is not summed once over all roles")
-            else:
-                found += parts[next(iter(line.uses()))]
+        line = lines.get(square)
+        if line is None or line.op != AMONG or tuple(line.args[2]) != everyone:
+            yield Fault("types", f"{program.role}.REDUCE {GRAD_NORM}", "is not summed once over all roles")
+        else:
+            counted += parts[next(iter(line.uses()))]
     for name in sorted(owners):
         times = counted.pop(_summed(name, owners), 0)
         if times != 1:
             yield Fault("types", f"REDUCE {name}", f"counts {times} times in the gradients' norm, not once")
     for key, _ in counted:
         yield Fault("types", f"REDUCE {key}", "counts in the gradients' norm as it is not")
-    if losses != Counter([(LOSS, ())]):
-        yield Fault("types", "REDUCE loss", "is not the loss of one role")
+    yield from _loss_faults(roles, everyone)
     yield from _order_faults(roles, axis)
     yield from _metric_faults(roles, everyone)
+
+
+def _loss_faults(roles: Mapping[str, Programs], everyone: tuple[int, ...]) -> Iterator[Fault]:
+    """Find a loss that is not the sum over all roles of that of one of them and zeros."""
+    losses = Counter[_Part]()
+    for programs in roles.values():
+        program = programs[AVERAGING]
+        if (LOSS in program.main.bindings) != any(
+            stage_key(key) and LOSS in dict(own.main.returns) for key, own in programs.items()
+        ):
+            yield Fault("types", f"{program.role}.LOSS {LOSS}", "is read or made by the role's stages, not both")
+        parts, made_up = _parts(program, ())
+        if made_up:
+            yield Fault("types", f"{program.role}.LOSS {made_up[0]}", "is no part of what the roles sum, and not zero")
+        lines = {value.name: line for line in program.main.lines for value in line.made}
+        line = lines.get(dict(program.main.returns).get(LOSS, ""))
+        if line is None or line.op != AMONG or tuple(line.args[2]) != everyone:
+            yield Fault("types", f"{program.role}.LOSS {LOSS}", "is not summed once over all roles")
+        else:
+            losses += parts[next(iter(line.uses()))]
+    if losses != Counter([(LOSS, ())]):
+        yield Fault("types", "LOSS loss", "is not the loss of one role")
 
 
 def _metric_faults(roles: Mapping[str, Programs], everyone: tuple[int, ...]) -> Iterator[Fault]:

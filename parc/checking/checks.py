@@ -17,7 +17,7 @@ from parc.checking.twins import subject_of
 from parc.compiler.build.build import Build
 from parc.compiler.build.plan_facts import plan_faults
 from parc.compiler.plan.plan import Plan
-from parc.compiler.program.actions import FORWARD, REDUCE, SCALING
+from parc.compiler.program.actions import FORWARD
 from parc.compiler.program.binding import BUFFERS
 from parc.compiler.program.faults import Fault
 from parc.compiler.program.loads import biases_in
@@ -85,7 +85,7 @@ def faults_by_check(build: Build, summed: bool | None = None) -> Iterator[list[F
         return
     yield check_bindings(programs, build.types)
     yield check_reference(programs, reference, build.microbatches, build.pads, summed)
-    yield [*check_reduce(programs[SCALING], programs[REDUCE], reference, build.microbatches)]
+    yield [*check_reduce(programs, reference, build.microbatches)]
     yield [*check_rescale(programs, build.mesh)]
     biases = biases_in(build.manifest)
     yield [fault for role in roles.values() for fault in check_loads(role.programs, reference, biases)]

@@ -12,6 +12,7 @@ from ...compiler.capture.node_facts import noted
 from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.placement import TensorType
 from ...compiler.program.actions import (
+    AVERAGING,
     BACKWARD,
     COUNTING,
     FORWARD,
@@ -33,7 +34,7 @@ from .assemble import Assembled, assemble_count
 from .compress import Compressor
 from .cut import Pipeline
 from .loads import load_programs
-from .reduce import norm_dtype, reductions
+from .reduce import losses, norm_dtype, reductions
 from .scales import rescale_program, scale_program
 from .segments import node_type
 from .weights import unshard
@@ -130,6 +131,7 @@ MAKERS: dict[str, Maker] = {
     UNSHARD: _unshard,
     FORWARD: _work(FORWARD),
     BACKWARD: _work(BACKWARD),
+    AVERAGING: lambda parts: [*losses(parts.mesh, parts.made, parts.pipeline, parts.loss_scale is not None)],
     REDUCE: lambda parts: [
         *reductions(parts.graph, parts.mesh, parts.made, parts.pipeline, parts.loss_scale is not None, parts.compressor)
     ],

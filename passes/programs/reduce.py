@@ -1,4 +1,4 @@
-"""REDUCE: the work of a role once a step, after all microbatches, with its gradients and the loss."""
+"""LOSS and REDUCE: the work of a role once a step, after all microbatches, with the loss and with its gradients."""
 
 from __future__ import annotations
 
@@ -12,16 +12,14 @@ from torch import fx
 from ...compiler.capture.node_facts import noted
 from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.placement import Placement
-from ...compiler.program.actions import REDUCE
+from ...compiler.program.actions import AVERAGING, REDUCE
 from ...compiler.program.binding import GRAD_NORM, LOSS, SCALE, UNSCALE, Binding
 from ...compiler.program.program import Origin, Program, Ref, Value
 from ...compiler.program.residual import residual
 from ...compiler.program.roles import SINGLE
-from ..calls import outputs
 from .assemble import Assembled
 from .compress import Compressor
 from .cut import Pipeline
-from .segments import node_type
 from .weights import stored_type
 from .writer import Across, Writer, whole_type
 
@@ -33,7 +31,7 @@ def reductions(
     parameters are stored. It divides them by the loss scale, if the loss is ``scaled``."""
     if pipeline is None:
         gradients = {name: value for _, name, value in made.gradients}
-        yield _reduce(graph, mesh, gradients, made.loss, SINGLE, scaled, compressor)
+        yield _reduce(graph, mesh, gradients, SINGLE, scaled, compressor)
         return
     ranks, everyone = pipeline.ranks, range(mesh.size(pipeline.axis))
     trained = sorted({name for _, name, _ in made.gradients})
@@ -45,9 +43,29 @@ def reductions(
         # those of several roles first and in one order: their ranks meet in them
         tied = {name: at for name, at in owners.items() if len(at) > 1 and rank in at}
         across = Across(pipeline.axis, everyone, tied, {name for name in tied if counts[name] != rank})
-        numerator = made.loss if ranks[made.last] == rank else None
         first = {name: own.get(name) for name in tied}
-        yield _reduce(graph, mesh, {**first, **own}, numerator, f"{pipeline.axis}{rank}", scaled, compressor, across)
+        yield _reduce(graph, mesh, {**first, **own}, f"{pipeline.axis}{rank}", scaled, compressor, across)
+
+
+def losses(mesh: Mesh, made: Assembled, pipeline: Pipeline | None, scaled: bool) -> Iterator[Program]:
+    """Write LOSS of every role: the sum of the loss's numerators over the axes on which they are partial, and over the
+    roles, times one over the count. Where gradients are ``scaled``, the loss scale is taken out of that first, since
+    the loss times its scale may be infinite."""
+    for rank in range(mesh.size(pipeline.axis)) if pipeline is not None else (0,):
+        across = Across(pipeline.axis, range(mesh.size(pipeline.axis)), {}, ()) if pipeline is not None else None
+        write = Writer(mesh, across)
+        if pipeline is None or pipeline.ranks[made.last] == rank:
+            numerator = write.take("loss", made.loss.type, LOSS)
+            scale = write.take("scale", whole_type(mesh, made.loss.type.dtype), SCALE)
+            if scaled:
+                unscale = write.take("unscale", whole_type(mesh, torch.float32), UNSCALE)
+                scale = write.emit("aten.mul.Tensor", (Ref(scale.name), Ref(unscale.name)), scale.type)
+            summed = write.total(numerator)
+            mean = write.emit("aten.mul.Tensor", (Ref(summed.name), Ref(scale.name)), summed.type)
+        else:
+            mean = write.zeros(whole_type(mesh, made.loss.type.dtype))
+        role = f"{pipeline.axis}{rank}" if pipeline is not None else SINGLE
+        yield write.program(role, AVERAGING, [(LOSS, write.among(mean, across.ranks if across else ()).name)])
 
 
 def norm_dtype(graph: fx.Graph) -> torch.dtype:
@@ -69,18 +87,18 @@ def _squared(write: Writer, value: Value, dtype: torch.dtype, origin: Origin) ->
 
 
 def _reduce(
-    graph: fx.Graph, mesh: Mesh, gradients: Mapping[str, Value | None], loss: Value | None, role: str, scaled: bool,
+    graph: fx.Graph, mesh: Mesh, gradients: Mapping[str, Value | None], role: str, scaled: bool,
     compressor: Compressor, across: Across | None = None,
 ) -> Program:  # fmt: skip
-    """Write the sums of gradients and of the loss over the axes on which they are partial, and over the roles that have
-    a part of them; and the global norm. A gradient that this role's stages do not make is None."""
+    """Write the sums of gradients over the axes on which they are partial, and over the roles that have a part of
+    them; and the global norm. A gradient that this role's stages do not make is None."""
     write, returns = Writer(mesh, across), []
     stored = {noted(node).binding.name: node for node in graph.find_nodes(op="placeholder")
               if noted(node).binding.kind == "parameter"}  # fmt: skip
     squares: dict[tuple[str, ...], list[Value]] = {}
     types = {name: stored_type(node) for name, node in stored.items()}
     dtype = norm_dtype(graph)
-    divides = scaled and (loss is not None or any(value is not None for value in gradients.values()))
+    divides = scaled and any(value is not None for value in gradients.values())
     unscale = write.take("unscale", whole_type(mesh, torch.float32), UNSCALE) if divides else None
     # all sums first: on a real network they run side by side
     reduced = []
@@ -104,18 +122,7 @@ def _reduce(
         if across is not None and name in across.elsewhere:
             continue
         squares.setdefault(value.type.placement.split_axes(), []).append(_squared(write, value, dtype, origin))
-    whole = whole_type(mesh, node_type(outputs(graph)[0]).dtype)
-    if loss is None:
-        mean = write.zeros(whole)
-    else:
-        numerator = write.take("loss", loss.type, LOSS)
-        scale = write.take("scale", whole_type(mesh, loss.type.dtype), SCALE)
-        if unscale is not None:  # first, as the loss times its scale may be infinite
-            scale = write.emit("aten.mul.Tensor", (Ref(scale.name), Ref(unscale.name)), scale.type)
-        summed = write.total(numerator)
-        mean = write.emit("aten.mul.Tensor", (Ref(summed.name), Ref(scale.name)), summed.type)
     everyone = across.ranks if across is not None else ()
-    returns.append((LOSS, write.among(mean, everyone).name))
     if squares or across is not None:
         # each group of equally split gradients is summed over its axes once
         sums = [write.total(write.stacked_sum(group)) for group in squares.values()]

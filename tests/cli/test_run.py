@@ -119,7 +119,7 @@ def test_a_run_its_checkpoint_and_another_plan_that_goes_on(
     code, err = run(capfd, folder / "tp", "--steps", 2, *options)
     assert code == 0, err
     spans = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
-    actions = ["0COUNT0", "0COUNT1", "0SCALE", "0F0", "0B0", "0F1", "0B1", "0REDUCE", "0STEP"]
+    actions = ["0COUNT0", "0COUNT1", "0SCALE", "0F0", "0B0", "0F1", "0B1", "0LOSS", "0REDUCE", "0STEP"]
     for rank in (0, 1):
         assert [span["name"] for span in spans if span["pid"] == rank] == 2 * actions
     assert err.splitlines()[0].startswith("step 1/2  loss 5.") and err.splitlines()[-1].startswith("step 2/2")

@@ -69,5 +69,5 @@ def test_a_line_without_a_role_is_refused() -> None:
 def test_accumulation_is_a_schedule_that_holds(microbatches: int, counts: bool) -> None:
     made = accumulation(microbatches, also=["COUNT"] * counts)
     assert not check_timelines({"stage0": made}, (0,), microbatches, also=["COUNT"] * counts)
-    assert len(made) == microbatches * (3 if counts else 2) + 3
+    assert len(made) == microbatches * (3 if counts else 2) + 4
     assert len(set(made)) == len(made)

@@ -82,8 +82,8 @@ V = (Path(__file__).parent.parent / "in_a_v.txt").read_text()
 def test_a_table_says_where_stages_lie() -> None:
     made = timelines("table", 4, 1, 2, text=V)
     assert {role: " ".join(map(str, actions)) for role, actions in made.items()} == {
-        "pp0": "0SCALE 0F0 0SEND_F0 3RECV_F0 3F0 3B0 3SEND_B0 0RECV_B0 0B0 0REDUCE 0STEP",
-        "pp1": "1SCALE 1RECV_F0 1F0 2F0 2SEND_F0 2RECV_B0 2B0 1B0 1SEND_B0 1REDUCE 1STEP",
+        "pp0": "0SCALE 0F0 0SEND_F0 3RECV_F0 3F0 3B0 3SEND_B0 0RECV_B0 0B0 0LOSS 0REDUCE 0STEP",
+        "pp1": "1SCALE 1RECV_F0 1F0 2F0 2SEND_F0 2RECV_B0 2B0 1B0 1SEND_B0 1LOSS 1REDUCE 1STEP",
     }
     for p, m in ((2, 1), (2, 4), (3, 2), (5, 5)):
         made, ranks = timelines("table", 2 * p, m, 2, text=V), (*range(p), *reversed(range(p)))

@@ -83,12 +83,22 @@ def backward(
     }
 """
 
+LOSS = """\
+def loss(
+    loss: "f32[] +dp",  # loss
+    scale: "f32[]",  # scale
+):
+    all_reduce = parc.all_reduce(loss, 'dp')  # f32[] | - -
+    mul = aten.mul.Tensor(all_reduce, scale)  # f32[] | - -
+    return {
+        "loss": mul,
+    }
+"""
+
 REDUCE = """\
 def reduce(
     w: "f32[4, 4/tp] +dp",  # gradient w
     b: "f32[4] +dp",  # gradient b
-    loss: "f32[] +dp",  # loss
-    scale: "f32[]",  # scale
 ):
     all_reduce = parc.all_reduce(w, 'dp')  # f32[4, 4/tp] | - -
     all_reduce_1 = parc.all_reduce(b, 'dp')  # f32[4] | - -
@@ -97,12 +107,9 @@ def reduce(
     square_sum_1 = parc.square_sum.default(all_reduce_1)  # f32[] | - -
     add = aten.add.Tensor(all_reduce_2, square_sum_1)  # f32[] | - -
     sqrt = aten.sqrt.default(add)  # f32[] | - -
-    all_reduce_3 = parc.all_reduce(loss, 'dp')  # f32[] | - -
-    mul = aten.mul.Tensor(all_reduce_3, scale)  # f32[] | - -
     return {
         "gradient w": all_reduce,
         "gradient b": all_reduce_1,
-        "loss": mul,
         "grad_norm": sqrt,
     }
 """
@@ -130,7 +137,7 @@ def forward(
     }
 '''
 
-TEXTS = {"SCALE": SCALE, "F": FORWARD, "B": BACKWARD, "REDUCE": REDUCE}
+TEXTS = {"SCALE": SCALE, "F": FORWARD, "B": BACKWARD, "LOSS": LOSS, "REDUCE": REDUCE}
 
 
 def step(action: str = "", old: str = "", new: str = "") -> dict[str, Program]:
@@ -193,7 +200,7 @@ WRONG = [
     ("B", '"tanh_backward": tanh_backward', '"other": tanh_backward', "returns `tanh_backward` as `other`"),
     ("REDUCE", "parc.all_reduce(w, 'dp')  # f32[4, 4/tp]", "aten.alias.default(w)  # f32[4, 4/tp] +dp",
      "is still to be summed"),
-    ("REDUCE", '"loss": mul', '"loss": all_reduce_3', "has the loss's scale 0 times"),
+    ("LOSS", '"loss": mul', '"loss": all_reduce', "has the loss's scale 0 times"),
     ("REDUCE", "aten.sqrt.default(add)", "aten.neg.default(add)", "has the loss's scale 2 times"),
     ("REDUCE", '"grad_norm": sqrt', '"scale": sqrt', "`scale` is returned, but nobody takes it"),
     ("REDUCE", '        "gradient b": all_reduce_1,\n', "", "`gradient b` is not returned"),
@@ -288,7 +295,7 @@ def test_programs_of_another_mesh_or_action_or_role_are_refused() -> None:
     assert any("of the roles" in fault.message for fault in mesh_faults({**programs, "F": other}, MESH))
 
 
-@pytest.mark.parametrize("lacking", ["SCALE", "F", "B", "REDUCE"])
+@pytest.mark.parametrize("lacking", ["SCALE", "F", "B", "LOSS", "REDUCE"])
 def test_a_step_without_one_of_its_programs_is_refused(lacking: str) -> None:
     programs = {action: program for action, program in step().items() if action != lacking}
     reference = parse_program(MODEL)
@@ -314,10 +321,12 @@ def test_trained_parameters_are_those_that_the_loss_depends_on_differentiably() 
 
 def test_degrees_follow_products_roots_and_sums() -> None:
     programs = step()
-    reduce = programs["REDUCE"]
-    assert degrees(reduce, [1.0, 1.0, 0.0, 1.0]) == [1.0, 1.0, 1.0, 1.0]
-    assert degrees(reduce, [2.0, 2.0, 3.0, -1.0]) == [2.0, 2.0, 2.0, 2.0]
-    assert degrees(reduce, [1.0, 2.0, 0.0, 1.0])[3] != 1.0  # a sum of unequal degrees has none
+    reduce, loss = programs["REDUCE"], programs["LOSS"]
+    assert degrees(reduce, [1.0, 1.0]) == [1.0, 1.0, 1.0]
+    assert degrees(loss, [0.0, 1.0]) == [1.0]
+    assert degrees(reduce, [2.0, 2.0]) == [2.0, 2.0, 2.0]
+    assert degrees(loss, [3.0, -1.0]) == [2.0]
+    assert degrees(reduce, [1.0, 2.0])[2] != 1.0  # a sum of unequal degrees has none
     backward = programs["B"]
     assert degrees(backward, [1.0, 0.0, 0.0, 0.0]) == [1.0, 1.0]
     assert degrees(backward, [0.0, 0.0, 0.0, 0.0]) == [0.0, 0.0]

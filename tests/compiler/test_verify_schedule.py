@@ -66,8 +66,9 @@ def may_run(made: Timelines) -> bool:
                 before[a].add(Action(rank, "SCALE"))
             elif a.kind == "COUNT":
                 before[Action(rank, "SCALE")].add(a)
-            if a.kind not in ("REDUCE", "STEP"):
-                before[Action(rank, "REDUCE")].add(a)
+            if a.kind not in ("LOSS", "REDUCE", "STEP"):
+                before[Action(rank, "LOSS")].add(a)
+        before[Action(rank, "REDUCE")].add(Action(rank, "LOSS"))
         before[Action(rank, "STEP")].add(Action(rank, "REDUCE"))
     for wire, messages in sent.items():
         if messages != received[wire]:
@@ -129,33 +130,33 @@ def test_counts_are_there_just_if_the_loss_is_over_a_count() -> None:
 @pytest.mark.parametrize(
     ("orders", "why"),
     [
-        (["0SCALE 0B0 0F0 0REDUCE 0STEP"], "stage0: `0B0` comes before `0F0`"),
-        (["0F0 0B0 0SCALE 0REDUCE 0STEP"], "stage0: `0B0` comes before `0SCALE`"),
-        (["0SCALE 0F0 0REDUCE 0B0 0STEP"], "stage0: `0REDUCE` comes before `0B0`"),
-        (["0SCALE 0F0 0B0 0STEP 0REDUCE"], "stage0: `0STEP` comes before `0REDUCE`"),
-        (["0SCALE 0F0 0B0 0REDUCE 0STEP 0STEP"], "stage0: `0STEP` is there 2 times, not once"),
-        (["1SCALE 0F0 0B0 0REDUCE 0STEP"], "stage0: `0SCALE` is there 0 times, not once"),
-        (["0SCALE 0F0 0B0 0REDUCE 0STEP 1F0"], "stage0: `1F0` is not one of its actions in this step"),
+        (["0SCALE 0B0 0F0 0LOSS 0REDUCE 0STEP"], "stage0: `0B0` comes before `0F0`"),
+        (["0F0 0B0 0SCALE 0LOSS 0REDUCE 0STEP"], "stage0: `0B0` comes before `0SCALE`"),
+        (["0SCALE 0F0 0LOSS 0REDUCE 0B0 0STEP"], "stage0: `0REDUCE` comes before `0B0`"),
+        (["0SCALE 0F0 0B0 0LOSS 0STEP 0REDUCE"], "stage0: `0STEP` comes before `0REDUCE`"),
+        (["0SCALE 0F0 0B0 0LOSS 0REDUCE 0STEP 0STEP"], "stage0: `0STEP` is there 2 times, not once"),
+        (["1SCALE 0F0 0B0 0LOSS 0REDUCE 0STEP"], "stage0: `0SCALE` is there 0 times, not once"),
+        (["0SCALE 0F0 0B0 0LOSS 0REDUCE 0STEP 1F0"], "stage0: `1F0` is not one of its actions in this step"),
         ([], "schedule: 1 stages are not on 0 roles, the same number on each"),
         (
             [
-                "0SCALE 0F0 0SEND_F0 0RECV_B0 0B0 0REDUCE 0STEP",
-                "1SCALE 1RECV_F0 1F0 1B0 1REDUCE 1SEND_B0 1STEP",
+                "0SCALE 0F0 0SEND_F0 0RECV_B0 0B0 0LOSS 0REDUCE 0STEP",
+                "1SCALE 1RECV_F0 1F0 1B0 1LOSS 1REDUCE 1SEND_B0 1STEP",
             ],
             "stage1: `1REDUCE` comes before `1SEND_B0`",
         ),
         (
             [
-                "0SCALE 0RECV_B0 0F0 0SEND_F0 0B0 0REDUCE 0STEP",
-                "1SCALE 1RECV_F0 1F0 1B0 1SEND_B0 1REDUCE 1STEP",
+                "0SCALE 0RECV_B0 0F0 0SEND_F0 0B0 0LOSS 0REDUCE 0STEP",
+                "1SCALE 1RECV_F0 1F0 1B0 1SEND_B0 1LOSS 1REDUCE 1STEP",
             ],
             "no role can go on: stage0 waits at `0RECV_B0` for `1SEND_B0` of stage1; "
             "stage1 waits at `1RECV_F0` for `0SEND_F0` of stage0",
         ),
         (
             [
-                "0SCALE 0F0 0F1 0SEND_F1 0SEND_F0 0RECV_B0 0B0 0RECV_B1 0B1 0REDUCE 0STEP",
-                "1SCALE 1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1 1REDUCE 1STEP",
+                "0SCALE 0F0 0F1 0SEND_F1 0SEND_F0 0RECV_B0 0B0 0RECV_B1 0B1 0LOSS 0REDUCE 0STEP",
+                "1SCALE 1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1 1LOSS 1REDUCE 1STEP",
             ],
             "no role can go on: stage0 waits at `0SEND_F0` until stage1 receives `1RECV_F1`; "
             "stage1 waits at `1RECV_F0` and `1RECV_F1` is before it",

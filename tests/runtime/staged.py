@@ -95,8 +95,8 @@ def program(role: str, action: str, mesh: str, words: Sequence[str], types: Mapp
 
 
 def reduction(mesh: str, ranks: int, rank: int) -> Program:
-    """Return REDUCE of a role: sums over data, then between the two roles that have the tied weight, then of norm and
-    loss."""
+    """Return REDUCE of a role: sums over data, then between the two roles that have the tied weight, then of the
+    norm."""
     stages = range(rank, STAGES, ranks)
     dp, parameters, lines, returns, squares = "dp" in mesh, [], [], [], []
     owners = sorted({0 % ranks, 3 % ranks})
@@ -114,25 +114,31 @@ def reduction(mesh: str, ranks: int, rank: int) -> Program:
         if name != "tied" or rank == owners[0]:
             lines.append(f"{name}_square = parc.square_sum({whole})".replace("square_sum(", "square_sum.default("))
             squares.append(f"{name}_square")
-    if STAGES - 1 in stages:
-        parameters += ["loss:loss", "scale:scale"]
-        lines += ["loss_dp = parc.all_reduce(loss, 'dp')"] * dp
-        lines.append(f"mean = mul.Tensor({'loss_dp' if dp else 'loss'}, scale)")
-    else:
-        lines.append("mean = full([], 0.0, dtype=torch.float32)")
-    lines += [f"loss_all = parc.all_reduce_among(mean, 'pp', {everyone})"]
     if squares:
         lines += [f"stack = stack([{', '.join(squares)}])", "sum = sum(stack)"]
     else:
         lines += ["sum = full([], 0.0, dtype=torch.float32)"]
     lines += [f"sum_all = parc.all_reduce_among(sum, 'pp', {everyone})", "norm = sqrt(sum_all)"]
     partial = " +dp" if dp else ""
-    types = dict.fromkeys(["loss_dp", "mean", "loss_all", "sum", "sum_all", "norm", "scale", *squares], "f32[]")
+    types = dict.fromkeys(["sum", "sum_all", "norm", *squares], "f32[]")
     types |= dict.fromkeys(["tied", "second", "third"], f"f32[4, 4]{partial}")
     types |= dict.fromkeys(["tied_dp", "second_dp", "third_dp", "tied_all"], "f32[4, 4]")
-    types |= {"loss": f"f32[]{partial}", "stack": f"f32[{len(squares)}]"}
-    words = [*parameters, *lines, *returns, "loss loss_all", "grad_norm norm"]
+    types |= {"stack": f"f32[{len(squares)}]"}
+    words = [*parameters, *lines, *returns, "grad_norm norm"]
     return program(f"pp{rank}", "REDUCE", mesh, words, types)
+
+
+def averaging(mesh: str, ranks: int, rank: int) -> Program:
+    """Return LOSS of a role: the sum over data, scaled where the role has the last stage, and that over roles."""
+    dp, words = "dp" in mesh, list[str]()
+    if STAGES - 1 in range(rank, STAGES, ranks):
+        words += ["loss:loss", "scale:scale", *["loss_dp = parc.all_reduce(loss, 'dp')"] * dp]
+        words.append(f"mean = mul.Tensor({'loss_dp' if dp else 'loss'}, scale)")
+    else:
+        words.append("mean = full([], 0.0, dtype=torch.float32)")
+    words += [f"loss_all = parc.all_reduce_among(mean, 'pp', {list(range(ranks))})", "loss loss_all"]
+    types = {**dict.fromkeys(["loss_dp", "mean", "loss_all", "scale"], "f32[]"), "loss": f"f32[]{' +dp' if dp else ''}"}
+    return program(f"pp{rank}", "LOSS", mesh, words, types)
 
 
 def roles(mesh: str, ranks: int, order: Sequence[Action] | None = None) -> dict[str, Role]:
@@ -146,7 +152,7 @@ def roles(mesh: str, ranks: int, order: Sequence[Action] | None = None) -> dict[
     for rank in range(ranks):
         programs = {"SCALE": program("stage0", "SCALE", mesh, ["scale = full([], 1.0, dtype=torch.float32)",
                                                                "scale scale"], types)}  # fmt: skip
-        programs["REDUCE"] = reduction(mesh, ranks, rank)
+        programs |= {"LOSS": averaging(mesh, ranks, rank), "REDUCE": reduction(mesh, ranks, rank)}
         for stage in range(rank, STAGES, ranks):
             programs[f"{stage}F"] = program(f"stage{stage}", "F", mesh, FORWARD[stage], types)
             programs[f"{stage}B"] = program(f"stage{stage}", "B", mesh, BACKWARD[stage], {**back, **transposed})
@@ -176,7 +182,7 @@ def timeline(order: Sequence[Action], ranks: int, rank: int) -> list[Action]:
         found.append(action)
         if action.stage != last:
             found.append(Action(action.stage, "SEND_F" if action.kind == "F" else "SEND_B", action.microbatch))
-    return [*found, Action(rank, "REDUCE"), Action(rank, "STEP")]
+    return [*found, Action(rank, "LOSS"), Action(rank, "REDUCE"), Action(rank, "STEP")]
 
 
 def staged(build: Build, mesh: str, ranks: int) -> Build:
