@@ -198,6 +198,11 @@ def _computes(target: Any) -> bool:
     return isinstance(target, torch._ops.OpOverload) and not any(item.alias_info for item in target._schema.returns)
 
 
+def profiling() -> bool:
+    """Return whether torch's profiler runs in this thread."""
+    return bool(torch._C._autograd._profiler_enabled())
+
+
 def without_dispatch() -> AbstractContextManager[None]:
     """Enter a block in which operators on tensors of our own classes run as on other tensors, and are not handed to
     these classes."""

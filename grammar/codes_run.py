@@ -28,6 +28,14 @@ OFFLOAD_FOLDER = shown(
     example='parc run build & parc run build   # its plan has a line: offload optimizer to "state"',
     instead="parc run build && parc run build",
 )
+NO_PACKAGE = shown(
+    name="P0414",
+    title="a package that is not installed",
+    why="TensorBoard and Weights & Biases are packages of their own, which parc uses where they are. The metrics file"
+    " of `--metrics` needs neither, and holds the same numbers.",
+    example="parc run build --tensorboard runs   # without the package `tensorboard`",
+    instead="pip install tensorboard && parc run build --tensorboard runs",
+)
 BATCHES_DIFFER = Code(
     name="P0410",
     title="ranks gave what is not one batch",

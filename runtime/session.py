@@ -34,13 +34,13 @@ from .machine.products import agreed_kernels
 from .opening import build_mesh, check_fits, check_source_of, constants_of, open_build, task_of
 from .owners import held
 from .processes import default_device, join_processes, launched
+from .reporting import Reporting
 from .saving import LocalPart, StateFiles, stored_of
 from .state.gather import Gatherer, everywhere, exchange
 from .state.initial import Initial
-from .state.loads import layers_of, load_figures, loads_in
 from .state.offload import Offloaded
 from .state.optimizer import rate, update
-from .state.scaler import changed_state, scale_figures, skips, state_after
+from .state.scaler import changed_state, skips, state_after
 from .step import Stepper, StepReport, StepResult
 from .trace import Recorder, clock_offset, write_trace
 from .whole import WholeState
@@ -69,7 +69,7 @@ class Session:
         compile: bool = False,
         trace: bool = False,
     ) -> None:
-        self.build, self._layers = build, layers_of(build)
+        self.build, self._reporting = build, Reporting(build)
         self.mesh = build_mesh(build)
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         check_fits(build, self.world)
@@ -149,6 +149,7 @@ class Session:
                 earlier error left a step.
         """
         self._check_trains()
+        self._reporting.begin()
         begun = self._batches.begin(batch, local, self.state, self.step_number, self.last_step)
         with self._together.doing(f"step {self.step_number + 1}", self.state):
             self._given = begun.at, begun.parts, dict(self.state.buffers)
@@ -183,10 +184,12 @@ class Session:
                 update(self.optimizer, line, done, own, result.gradients, result.grad_norm, lr, units)
         self.state.steps.update(state_after(result.state, skipped))
         self.step_number += 1
-        loads = loads_in(result.metrics, self._layers)
-        numbers = {name: float(value) for name, value in result.metrics.items() if not value.dim()}
-        metrics = numbers | load_figures(loads, self._layers) | scale_figures(self.state.steps)
-        return StepReport(self.step_number, loss, norm, float(lr), metrics, skipped, loads)
+        numbers = loss, norm, float(lr)
+        return self._reporting.done(self.step_number, numbers, result.metrics, self.state.steps, skipped)
+
+    def on_step(self, call: Callable[[StepReport], object]) -> None:
+        """Call a function on this rank after every later step, with its report. What it raises leaves ``update``."""
+        self._reporting.calls.append(call)
 
     def step(self, batch: Batch | None = None, lr: float | None = None, *, local: Batch | None = None) -> StepReport:
         """Do one step of training: ``gradients`` of the batch, then ``update`` with the learning rate."""

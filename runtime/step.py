@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -30,7 +30,7 @@ from .communication import Backend, BoundTensors, PeerLost
 from .homes import Homes
 from .machine.execute import Machine
 from .mail import Mail
-from .trace import Recorder
+from .trace import Recorder, recorded
 from .work import Batch, RankState, Work, bind, named
 
 
@@ -50,7 +50,9 @@ class StepResult:
 class StepReport:
     """A finished step, the same on every rank: its number (from 1), the loss of the whole batch, the gradients' norm
     before clipping, and the learning rate; then further numbers by name, such as the imbalance of experts, True for a
-    step that a dynamic loss scale skipped, and the tokens of each expert by module."""
+    step that a dynamic loss scale skipped, and the tokens of each expert by module. The seconds of the step are a
+    rank's own, and so are those of them in which it waited for data and for other ranks; a GPU's waits for other ranks
+    are not counted."""
 
     step: int
     loss: float
@@ -59,6 +61,9 @@ class StepReport:
     metrics: Mapping[str, float] = field(default_factory=dict)
     skipped: bool = False
     loads: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    seconds: float = field(default=0.0, compare=False)
+    waited_for_data: float = field(default=0.0, compare=False)
+    waited_for_ranks: float = field(default=0.0, compare=False)
 
 
 class Stepper:
@@ -175,8 +180,8 @@ class Stepper:
                 raise
 
     def recorded(self, name: str, category: str, step: int) -> AbstractContextManager[None]:
-        """Record the time of a block, if times are recorded."""
-        return nullcontext() if self.recorder is None else self.recorder.span(name, category, step)
+        """Record the time of a block, if times are recorded or a profile is made."""
+        return recorded(self.recorder, name, category, step)
 
     # ---- messages
 

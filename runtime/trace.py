@@ -6,12 +6,14 @@ import json
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from ..compiler.torch_private import profiling
 
 TracedSpan = tuple[str, str, int, int, int]
 """A span: name, category (``work``, or ``wait`` for a message), step from 0, begin and end in nanoseconds of this
@@ -35,6 +37,17 @@ class Recorder:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.spans.append((name, category, step, begin, time.perf_counter_ns()))
+
+
+@contextmanager
+def recorded(recorder: Recorder | None, name: str, category: str, step: int) -> Iterator[None]:
+    """Record the time of a block, if there is a recorder, and as a range of a profile, if one is being made."""
+    with ExitStack() as stack:
+        if profiling():
+            stack.enter_context(torch.profiler.record_function(f"action {name}"))
+        if recorder is not None:
+            stack.enter_context(recorder.span(name, category, step))
+        yield
 
 
 def clock_offset(exchange: Callable[[Sequence[int]], list[list[int]]], rank: int, host: int, rounds: int = 8) -> int:

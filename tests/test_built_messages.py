@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -151,6 +152,8 @@ def runs(folder: Path) -> list[str]:
     ]
     with patch.object(torch.cuda, "is_available", return_value=False):
         said.append(command("run", "build", "--device", "cuda"))
+    with patch.dict(sys.modules, {"tensorboard": None}):
+        said.append(command("run", "build", "--tensorboard", "runs"))
     with target_held(folder / "kept", 0):
         said.append(command("run", "build", "--save", "kept"))
     kept = build(folder, 'offload optimizer to "gpt.py"\n', name="kept-build")
@@ -196,7 +199,7 @@ def compiles(folder: Path) -> list[str]:
 
 
 SCENES: dict[str, Callable[[Path], list[str]]] = {
-    "P0210 P0211 P0212": altered, "P0301 P0304 P0307 P0412 P0222 P0411 P0413 P0302 P0303 P0230 P0410 P0415": runs,
+    "P0210 P0211 P0212": altered, "P0301 P0304 P0307 P0412 P0222 P0414 P0411 P0413 P0302 P0303 P0230 P0410 P0415": runs,
     "P0305 P0306": compiles,
 }  # fmt: skip
 GOLDEN = Path(__file__).parent / "golden" / "built_messages.txt"

@@ -4,6 +4,7 @@ builds."""
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,21 @@ def positive(text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"`{text}` is not a whole number of at least 1")
     return int(text)
+
+
+def positive_number(text: str) -> float:
+    """Read a number above 0, as 989e12.
+
+    Raises:
+        argparse.ArgumentTypeError: it is not that.
+    """
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"`{text}` is not a number above 0")
+    return number
 
 
 def chosen_sizes(text: str) -> dict[str, int]:

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from parc.cli.plan_arguments import add_defines, chosen_sizes, default_out, is_plan, positive, read
+from parc.cli.plan_arguments import add_defines, chosen_sizes, default_out, is_plan, positive, positive_number, read
 from parc.cli.terminal import say
 
 if TYPE_CHECKING:
@@ -40,15 +40,12 @@ def run_options(parser: argparse.ArgumentParser) -> None:
         "--sizes", metavar="S=N,...", type=chosen_sizes, default={},
         help="train at these sizes, of the ranges that the plan declares (default: the largest)",
     )  # fmt: skip
-    training.add_argument("--metrics", metavar="FILE", type=Path, help="a JSON object a line: the run, then each step")
-    training.add_argument(
-        "--trace", metavar="FILE", type=Path, help="when every action ran on every rank, for Perfetto (ui.perfetto.dev)"
-    )
     training.add_argument("--save", metavar="DIR", type=Path, help="write a checkpoint at the end, and when stopped")
     training.add_argument("--save-every", metavar="K", type=positive, help="and after every K steps")
     training.add_argument(
         "--resume", metavar="DIR", type=Path, help="go on from a checkpoint, of any plan of the model"
     )
+    _observe_options(parser.add_argument_group("what is seen of it"))
     place = parser.add_argument_group("processes")
     place.add_argument("--device", choices=("cpu", "cuda"), help="default: the GPUs, where there are any")
     place.add_argument(
@@ -61,6 +58,26 @@ def run_options(parser: argparse.ArgumentParser) -> None:
         "--rdzv-endpoint", metavar="HOST:PORT", default="", help="where the hosts meet: the first of them"
     )
     place.add_argument("--timeout", metavar="S", type=positive, default=300, help="longest wait for another rank (300)")
+
+
+def _observe_options(observe: argparse._ArgumentGroup) -> None:
+    observe.add_argument("--metrics", metavar="FILE", type=Path, help="a JSON object a line: the run, then each step")
+    observe.add_argument("--tensorboard", metavar="DIR", type=Path, help="the same figures as curves of TensorBoard")
+    observe.add_argument(
+        "--wandb", metavar="PROJECT", default="",
+        help="the same figures as a run of Weights & Biases, kept in the folder wandb: nothing is sent",
+    )  # fmt: skip
+    observe.add_argument(
+        "--trace", metavar="FILE", type=Path, help="when every action ran on every rank, for Perfetto (ui.perfetto.dev)"
+    )
+    observe.add_argument(
+        "--profile", metavar="DIR", type=Path,
+        help="what a few steps did, by torch's profiler: its ranges are lines of the programs; a file for each rank",
+    )  # fmt: skip
+    observe.add_argument(
+        "--peak-flops", metavar="N", type=positive_number,
+        help="operations a second that one device can do, as 989e12, for the MFU (default: known for GPUs in bf16)",
+    )  # fmt: skip
 
 
 def run_command(given: argparse.Namespace) -> int:
@@ -164,12 +181,17 @@ def _wrong_usage(given: argparse.Namespace) -> str:
 
 def _options(given: argparse.Namespace, build: Build) -> Options | None:
     from parc.runtime.launch.train import Options
+    from parc.runtime.observe.observer import Observe
+    from parc.runtime.observe.writers import FigurePlaces
 
     steps = given.steps or build.manifest["steps"]
     if steps is None:
         say(NO_STEPS)
         return None
-    return Options(steps, given.metrics, given.save, given.save_every, given.resume, given.trace)
+    places = FigurePlaces(given.metrics, given.tensorboard, given.wandb)
+    places.check()
+    observe = Observe(places, given.profile, given.peak_flops)
+    return Options(steps, observe, given.save, given.save_every, given.resume, given.trace)
 
 
 def _before_launch(given: argparse.Namespace, build: Build, options: Options) -> int:
@@ -222,9 +244,9 @@ def _launch(given: argparse.Namespace, target: Path, nproc: int) -> int:
     from parc.runtime.launch.launch import Processes, launch
 
     words = ["-m", "parc", "run", str(target), "--timeout", str(given.timeout)]
-    for name in ("steps", "metrics", "trace", "save", "save_every", "resume", "device"):
+    for name in _PASSED_ON:
         value = getattr(given, name)
-        if value is not None:
+        if value not in (None, ""):
             words += [f"--{name.replace('_', '-')}", str(value)]
     if given.sizes:
         words += ["--sizes", ",".join(f"{name}={size}" for name, size in given.sizes.items())]
@@ -236,6 +258,13 @@ def _launch(given: argparse.Namespace, target: Path, nproc: int) -> int:
         if given.save is not None and not outcome.failure.expected:
             say(_saved(given.save))
     return outcome.exit_code
+
+
+_PASSED_ON = (
+    "steps", "metrics", "tensorboard", "wandb", "trace", "profile", "peak_flops", "save", "save_every", "resume",
+    "device",
+)  # fmt: skip
+"""The options that every rank is started with, where they are given."""
 
 
 def _saved(folder: Path) -> str:

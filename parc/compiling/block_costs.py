@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from parc.compiler.build.flops import multiply_adds
 from parc.compiler.layout.mesh import Mesh
-from parc.compiler.ops.rules import facts
 from parc.compiler.program.actions import BACKWARD, FORWARD
 from parc.compiler.program.liveness import Liveness
 from parc.compiler.program.program import Function, Program
 from parc.compiler.program.rings import without_rings
 from parc.compiler.program.roles import Role
-from parc.compiler.verify.lines import line_call
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +52,5 @@ def _call_costs(program: Program) -> Iterator[tuple[str, BlockCost]]:
 
 def _work(function: Function, mesh: Mesh) -> int:
     """Return the multiply-adds of a function on a rank."""
-    values, total = function.values(), 0
-    for line in function.lines:
-        if line.calls_function or (count := facts(line.op).flops) is None:
-            continue
-        read, made = [values[name].type for name in line.uses()], [value.type for value in line.made]
-        call = line_call(line, read, made, lambda size: size.local(mesh))
-        shapes = (tuple(type_.local(mesh) for type_ in types) for types in (read, made))
-        total += count(replace(call, operands=next(shapes), results=next(shapes)))
-    return total
+    values = function.values()
+    return sum(multiply_adds(line, values, mesh) for line in function.lines)

@@ -20,6 +20,7 @@ from ...compiler.program.actions import ACTIONS, StageRanks, step_kinds
 from ...compiler.program.program import Program
 from ..communication import Message, PeerLost, RingPart, Sending
 from ..processes import HOLDERS, new_group
+from ..waits import WAITS
 from .moves import RUN
 from .started import START
 
@@ -289,8 +290,10 @@ def _taken(wait: Callable[[], None], tensors: list[torch.Tensor]) -> Callable[[]
 
 @contextmanager
 def _naming(what: str) -> Iterator[None]:
+    """Wait for other ranks in the block."""
     try:
-        yield
+        with WAITS.ranks():
+            yield
     except torch.OutOfMemoryError:  # its own, not another rank's
         raise
     except RuntimeError as error:

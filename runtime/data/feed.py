@@ -24,6 +24,7 @@ from ...compiler.sizes.size_range import BATCH, SizeRange
 from ...compiler.sizes.template import sizes_text
 from ...grammar.codes_build import BAD_DATA
 from ..faults import RunError
+from ..waits import WAITS
 from .random_batch import beyond, beyond_help, class_bounds
 from .samples import DataError, SampleSource, read_batch, sample_misfit
 from .sources import line_of, make_data, raised_at
@@ -123,7 +124,8 @@ class Feed:
         if self._source is None:
             self._source, self._closed = make_data(self._build), threading.Event()
         ahead, self._ahead = self._ahead, None
-        rows = ahead[1].result() if ahead is not None and ahead[0] == step else self._read(step, self._source)
+        with WAITS.data():
+            rows = ahead[1].result() if ahead is not None and ahead[0] == step else self._read(step, self._source)
         if steps is None or step + 1 < steps:
             self._ahead = step + 1, self._read_ahead(step + 1, self._source, self._closed)
         parts = [{name: value.to(self._device) for name, value in part.items()} for part in rows.parts]

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import os
-import resource
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self, final
@@ -18,8 +15,8 @@ from typing import Any, Self, final
 import torch
 
 from ...compiler.build.build import Build
-from ...compiler.sizes.size_range import BATCH
 from ..faults import RunError, writing
+from ..observe.observer import Observe, Observer
 from ..processes import launched
 from ..session import Session
 from ..state.loads import LoadWatch, planned_load
@@ -27,7 +24,6 @@ from ..state.optimizer import rate
 from ..step import StepReport
 from ..trace import write_trace
 from .failures import begin
-from .metrics import MetricsFile, ProgressDisplay
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +31,7 @@ class Options:
     """The options of a run; ``steps`` counts from the first step of training, also after ``resume``."""
 
     steps: int
-    metrics: Path | None = None
+    observe: Observe = field(default_factory=Observe)
     save: Path | None = None
     save_every: int | None = None
     resume: Path | None = None
@@ -77,8 +73,6 @@ def train(session: Session, options: Options) -> int:
     Raises:
         RunError: data, checkpoints or numbers are at fault.
     """
-    first = session.rank == 0
-    what, count = work_per_step(session.build)
     session.last_step = options.steps
     if options.resume is not None:
         session.restore(options.resume)
@@ -86,37 +80,21 @@ def train(session: Session, options: Options) -> int:
         stack.enter_context(session)
         stop = stack.enter_context(Stop())
         begin()
-        metrics = display = None
         _check_places(session, options)
-        if first and options.metrics is not None:
-            append = options.resume is not None
-            metrics = stack.enter_context(MetricsFile(options.metrics, run_facts(session), append))
-        if first:
-            display = stack.enter_context(ProgressDisplay(options.steps, what))
-            for text in _at_the_start(session, options):
-                display.say(text)
+        resumed = options.resume is not None
+        observer = stack.enter_context(Observer(session, options.observe, options.steps, run_facts(session), resumed))
+        observer.say(*_at_the_start(session, options))
         started, watch = session.step_number, LoadWatch(planned_load(session.build))
         saved = session.step_number if options.resume == options.save else -1
         asked = max(row[0] for row in session.exchange([stop.signal]))
         while session.step_number < options.steps and not asked:
-            start = time.perf_counter()
             try:
-                report = session.step()
+                report = observer.step()
             except RunError as error:
                 raise _kept(session, options.save, error, max(saved, started)) from error
-            step_s = time.perf_counter() - start
-            rows = session.exchange([stop.signal, peak_bytes(session.device)])
+            rows = session.exchange([stop.signal, *observer.own(report)])
             asked = max(row[0] for row in rows)
-            if metrics is not None and display is not None:
-                figures = {"step_s": step_s, what: count, f"{what}_per_s": count / step_s}
-                if not _noted(metrics, display, report, peak_bytes=[row[1] for row in rows], **figures):
-                    metrics = None
-            if display is not None and session.regions is not None and report.step == started + 1:
-                display.say(f"compiled in {session.regions.seconds:.1f} s; the next run finds them in Inductor's cache")
-            if display is not None:
-                display.step(report.step, report.loss, count, step_s, skip_text(report))
-                if warning := watch.note(report.step, report.metrics.get("rank_imbalance", 1.0)):
-                    display.say(f"warning: {warning}")
+            observer.note(report, [row[1:] for row in rows], _about(session, report, watch, report.step == started + 1))
             if options.save is not None and options.save_every and report.step % options.save_every == 0:
                 session.save(options.save)
                 saved = report.step
@@ -125,7 +103,7 @@ def train(session: Session, options: Options) -> int:
             session.save(options.save)
         if options.trace is not None:
             session.write_trace(options.trace)
-    if asked and first:
+    if asked and session.rank == 0:
         where = "nothing was saved" if options.save is None or unbegun else f"saved to {options.save}"
         when = f"before step {started + 1}" if unbegun else f"after step {session.step_number}"
         print(f"stopped by {signal.Signals(asked).name} {when}; {where}", file=sys.stderr)
@@ -141,17 +119,14 @@ def _check_places(session: Session, options: Options) -> None:
             write_trace(options.trace, [])
 
 
-def _noted(metrics: MetricsFile, display: ProgressDisplay, report: StepReport, **figures: Any) -> bool:
-    """Write a step to the metrics. Return False if they cannot be written any more: that ends no training."""
-    try:
-        loads = {"loads": report.loads} if report.loads else {}
-        metrics.step(
-            report.step, report.loss, **report.metrics, **loads, grad_norm=report.grad_norm, lr=report.lr, **figures
-        )
-    except RunError as error:
-        display.say(f"{error.message}; the metrics end at step {report.step - 1}, the training goes on")
-        return False
-    return True
+def _about(session: Session, report: StepReport, watch: LoadWatch, is_first: bool) -> Iterator[str]:
+    """Return the lines about a step that are always shown."""
+    if session.regions is not None and is_first:
+        yield f"compiled in {session.regions.seconds:.1f} s; the next run finds them in Inductor's cache"
+    if skipped := skip_text(report):
+        yield skipped
+    if warning := watch.note(report.step, report.metrics.get("rank_imbalance", 1.0)):
+        yield f"warning: {warning}"
 
 
 def skip_text(report: StepReport) -> str:
@@ -196,15 +171,6 @@ def _kept(session: Session, folder: Path | None, error: RunError, saved: int) ->
     return RunError(error.code, error.message, error.help, (*error.notes, note))
 
 
-def work_per_step(build: Build) -> tuple[str, int]:
-    """Return the unit and the count of a step's whole batch: ``tokens``, if the plan's first input holds whole numbers
-    in two dims, else ``samples``."""
-    sizes, line = build.manifest["sizes"], build.manifest["inputs"][0]
-    if len(line["dims"]) == 2 and line["dtype"] in ("int32", "int64"):
-        return "tokens", math.prod(int(sizes.get(dim, dim)) for dim in line["dims"])
-    return "samples", int(sizes.get(BATCH, 1))
-
-
 def rate_ends(build: Build, steps: int) -> str:
     """Return a note on a run of more steps than the plan's, in the last of which the learning rate no longer
     changes."""
@@ -213,15 +179,6 @@ def rate_ends(build: Build, steps: int) -> str:
         return ""
     end = f"the learning rate falls to {rate(line, steps):g} at step {line['over']} and stays there"
     return f"{end}; `over {steps}` in the plan's `optimizer` line ends its fall with this run"
-
-
-def peak_bytes(device: torch.device) -> int:
-    """Return the most memory that this rank held in bytes: allocated on a GPU, or resident in the whole process on a
-    CPU."""
-    if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def run_facts(session: Session) -> dict[str, Any]:

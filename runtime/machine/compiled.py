@@ -31,7 +31,8 @@ from ...compiler.torch_private import CompiledGraph, compile_graph, compiler_cac
 from ...grammar.codes_build import NO_COMPILER, NOT_COMPILED
 from ..communication import Backend, Environment
 from ..faults import RunError
-from .execute import Machine, _Step
+from .execute import Machine
+from .prepared import Prepared
 from .reuse import last_uses, made_by, summed
 from .site import Site
 from .ways import code_for
@@ -153,7 +154,7 @@ class CompiledMachine(Machine):
         self.site = partial(_RegionSite, lifted=self._lifted)
         super().__init__(program, backend, device, **options)
 
-    def _prepare(self, function: Function) -> list[_Step]:
+    def _prepare(self, function: Function) -> list[Prepared]:
         groups, sums = _cut(function), summed(function.lines)
         steps = []
         for group, dead in zip(groups, last_uses(function, groups), strict=True):
@@ -162,7 +163,9 @@ class CompiledMachine(Machine):
                 steps.append(self._step(group[0], function, _NOTHING_SPARE, awaited, dead))
                 continue
             outputs = tuple(name for name in made_by(group) if name not in dead)
-            steps.append(_Step(group[-1], self._region(function, group, outputs, frozenset(dead)), awaited, ()))
+            steps.append(
+                Prepared(group[-1], self._region(function, group, outputs, frozenset(dead)), awaited, (), group[0])
+            )
         return steps
 
     def _region(

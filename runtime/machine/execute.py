@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -17,24 +17,14 @@ from ...compiler.program.binding import Binding
 from ...compiler.program.early import on_their_way
 from ...compiler.program.program import Function, Line, LocalSize, Program, Ref, map_references, operator, references
 from ...compiler.program.totals import addable, adds_up, lasting, uses_of
+from ...compiler.torch_private import profiling
 from ..communication import Arrival, Backend, BoundTensors, Environment, arrival_name, wait_for_nothing
 from .fusion import fused
 from .kernels import KERNELS
+from .prepared import Prepared, ProfileRanges
 from .reuse import in_place, last_uses, own_in_main, spare_operands, summed
 from .site import Site
 from .ways import Kernel, binding, code_for
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """A line made ready: the function ``run(environments)``, the values that must have arrived before it, and the names
-    that nobody reads after it."""
-
-    line: Line
-    run: Callable[[Sequence[Environment]], None]
-    awaited: tuple[str, ...]
-    dead: tuple[str, ...]
-
 
 _WIDER = {torch.float32: torch.float64, torch.bfloat16: torch.float64, torch.float16: torch.float64}
 
@@ -70,6 +60,7 @@ class Machine:
         self._own = own_in_main(program)
         self._on_their_way = frozenset(on_their_way(program).values())
         self._steps = {function.name: self._prepare(function) for function in program.functions}
+        self._ranges = ProfileRanges(program)
 
     def summed(self, key: Binding, pieces: Sequence[torch.Tensor], rank: int) -> Environment:
         """Return the result of the sum that alone reads a parameter, for one rank, given the pieces of all ranks of the
@@ -123,7 +114,8 @@ class Machine:
         return results
 
     def _call(self, function: Function, environments: list[Environment]) -> list[BoundTensors]:
-        for step in self._steps[function.name]:
+        steps = self._steps[function.name]
+        for step in self._ranges.of(function, steps) if profiling() else steps:
             for name in step.awaited:
                 environments[0].pop(arrival_name(name), wait_for_nothing)()
             step.run(environments)
@@ -138,7 +130,7 @@ class Machine:
                 environments[0].pop(arrival_name(name), wait_for_nothing)()
         return [{key: environment[name] for key, name in function.returns} for environment in environments]
 
-    def _prepare(self, function: Function) -> list[_Step]:
+    def _prepare(self, function: Function) -> list[Prepared]:
         if self.reuse:
             function = fused(function, self.mesh, products="aten.mm.default" not in self.kernels)
         # what a program takes to give it back as another is its own
@@ -153,11 +145,13 @@ class Machine:
 
     def _step(
         self, line: Line, function: Function, spare: frozenset[str], awaited: tuple[str, ...], dead: tuple[str, ...]
-    ) -> _Step:
+    ) -> Prepared:
         if not line.calls_function:
-            return _Step(line, self._compile(line, function, spare), awaited, dead)
+            return Prepared(line, self._compile(line, function, spare), awaited, dead)
         dying = frozenset(dead).intersection(line.uses())  # they die within the call, after their last use there
-        return _Step(line, self._function_call(line, dying), awaited, tuple(name for name in dead if name not in dying))
+        return Prepared(
+            line, self._function_call(line, dying), awaited, tuple(name for name in dead if name not in dying)
+        )
 
     def _compile(
         self, line: Line, function: Function, spare: frozenset[str]

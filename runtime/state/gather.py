@@ -14,6 +14,7 @@ from ...compiler.padding.pads import Pad
 from ...compiler.padding.tensors import shrink
 from ...compiler.program.roles import Role
 from ..owners import piece_place, whole_tensor
+from ..waits import WAITS
 
 _Made = TypeVar("_Made")
 
@@ -45,7 +46,8 @@ def exchange(row: Sequence[int | torch.Tensor], world: int, device: torch.device
         return [[int(number) for number in row]]
     mine = torch.stack([torch.as_tensor(number, dtype=torch.int64, device=device) for number in row])
     rows = [torch.empty_like(mine) for _ in range(world)]
-    dist.all_gather(rows, mine)
+    with WAITS.ranks():
+        dist.all_gather(rows, mine)
     return cast(list[list[int]], torch.stack(rows).tolist())
 
 

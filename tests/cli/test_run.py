@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,9 @@ import pytest
 import parc
 from parc.cli import main
 from parc.runtime.faults import writing
-from parc.runtime.launch.metrics import MetricsFile
-from parc.runtime.launch.train import work_per_step
-from parc.runtime.opening import open_build
+from parc.runtime.observe.writers import MetricsFile
 from tests.runtime.forked import Forked, forked_ranks
-from tests.runtime.tiny import DATA, ONE, PLAN, TENSOR, build
+from tests.runtime.tiny import DATA, ONE, PLAN, TENSOR, build, profiled
 
 SAMPLES = """
 import os
@@ -114,20 +111,29 @@ def steps_of(path: Path) -> list[dict[str, Any]]:
 def test_a_run_its_checkpoint_and_another_plan_that_goes_on(
     folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    metrics, checkpoint, trace = tmp_path / "metrics.jsonl", tmp_path / "checkpoint", tmp_path / "trace.json"
-    options = "--metrics", metrics, "--trace", trace, "--save", checkpoint, "--save-every", 1
+    metrics, checkpoint = tmp_path / "metrics.jsonl", tmp_path / "checkpoint"
+    trace, profile = tmp_path / "trace.json", tmp_path / "profile"
+    options = "--metrics", metrics, "--trace", trace, "--profile", profile, "--save", checkpoint, "--save-every", 1
     code, err = run(capfd, folder / "tp", "--steps", 2, *options)
     assert code == 0, err
     spans = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
     actions = ["0COUNT0", "0COUNT1", "0SCALE", "0F0", "0B0", "0F1", "0B1", "0LOSS", "0REDUCE", "0STEP"]
     for rank in (0, 1):
         assert [span["name"] for span in spans if span["pid"] == rank] == 2 * actions
-    assert err.splitlines()[0].startswith("step 1/2  loss 5.") and err.splitlines()[-1].startswith("step 2/2")
+    first_line, second, last = err.splitlines()
+    assert (
+        first_line.startswith("step 1/2  loss 5.") and second.startswith("step 2/2") and "a profile of step 2" in last
+    )
+    for rank in (0, 1):  # the line of the plan is the range's last word
+        ranges = [event["name"] for event in profiled(profile / f"rank{rank}.json.gz") if " | " in event["name"]]
+        assert {name.split()[-1] for name in ranges if "mlp_up_addmm = aten.addmm" in name} == {"plan:16"}
     code, err = run(capfd, folder / "dp", "--steps", 4, "--metrics", metrics, "--resume", checkpoint)
     assert code == 0, err
     begin, first, *_ = map(json.loads, metrics.read_text().splitlines())
     assert begin["run"]["mesh"] == {"tp": 2} and begin["run"]["start"] == 0
-    assert set(first) == {"step", "loss", "grad_norm", "lr", "tokens", "step_s", "tokens_per_s", "peak_bytes"}
+    usual = {"step", "loss", "grad_norm", "lr", "tokens", "step_s", "tokens_per_s", "model_flops_per_s", "peak_bytes"}
+    assert set(first) == usual | {"data_wait", "rank_wait"}
+    assert all(0 < share < 1 for waits in ("data_wait", "rank_wait") for share in first[waits])
     assert first["tokens"] == 64 and len(first["peak_bytes"]) == 2 and first["lr"] == 1e-2
     plain = parc.reference(folder / "dp")
     for found, expected in zip(steps_of(metrics), [plain.step() for _ in range(4)], strict=True):
@@ -155,20 +161,6 @@ def test_steps_after_the_rates_fall_are_announced(folder: Path, capsys: pytest.C
         assert main(["run", made, "--steps", str(steps)]) == 0
         said = "the learning rate falls to 0.0001 at step 3 and stays there; `over 4` in the plan's `optimizer` line"
         assert capsys.readouterr().err.startswith(said) == announced
-
-
-@pytest.mark.parametrize(
-    ("first", "expected"),
-    [
-        ({"dims": ["B", "S"], "dtype": "int64"}, ("tokens", 64)),
-        ({"dims": ["B", 3, "S"], "dtype": "uint8"}, ("samples", 8)),
-        ({"dims": ["B", "S"], "dtype": "float32"}, ("samples", 8)),
-        ({"dims": ["B"], "dtype": "int64"}, ("samples", 8)),
-    ],
-)
-def test_tokens_are_counted_of_text_alone(folder: Path, first: dict[str, Any], expected: tuple[str, int]) -> None:
-    made = open_build(folder / "one")
-    assert work_per_step(replace(made, manifest={**made.manifest, "inputs": [first]})) == expected
 
 
 def test_a_padded_plan_goes_on_from_its_own_checkpoint_and_so_does_an_unpadded_one(

@@ -1,15 +1,26 @@
-"""The metrics file and the progress display, on a terminal and without one."""
+"""The figures of a run: the places that they are written to, the display on a terminal, and calls after steps."""
 
 import io
 import json
+import re
 import resource
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import parc
+from parc.compiler.build.flops import product_type, step_flops
 from parc.runtime.faults import RunError
-from parc.runtime.launch.metrics import MetricsFile, ProgressDisplay
+from parc.runtime.observe.figures import Meter, peak_flops, work_per_step
+from parc.runtime.observe.progress import ProgressDisplay
+from parc.runtime.observe.writers import MetricsFile, TensorBoard, WandB
+from parc.runtime.opening import open_build
+from tests.runtime.tiny import ONE, PLAN, TENSOR, batch, build
 
 
 def lines(path: Path) -> list[dict[str, object]]:
@@ -71,3 +82,98 @@ def test_without_a_terminal_there_is_a_line_now_and_then() -> None:
 def test_on_a_terminal_there_is_a_bar() -> None:
     bar = shown(Console(file=io.StringIO(), force_terminal=True, width=120), every_s=0)
     assert "10/10" in bar and "loss 4.0000" in bar and "4,000 tokens/s" in bar
+
+
+def test_a_bar_on_another_node_says_which() -> None:
+    console = Console(file=io.StringIO(), force_terminal=False)
+    with ProgressDisplay(1, console=console, node=3) as progress:
+        progress.step(1, 2.0, 1000, 0.5, mfu=0.412)
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue() == "node 3: step 1/1  loss 2.0000  2,000 tokens/s  0.500 s/step  MFU 41.2%\n"
+
+
+def test_tensorboard_has_a_curve_for_each_number_and_a_resumed_run_hides_what_it_does_again(tmp_path: Path) -> None:
+    for append, steps in ((False, (1, 2, 3)), (True, (2, 3))):
+        writer = TensorBoard(tmp_path, {"start": 1 if append else 0, "mesh": {"dp": 2}}, append)
+        for step in steps:
+            writer.step(step, 5.0 - step - append, lr=0.1, peak_bytes=[7, 9], loads={"moe": [1, 2]})
+        writer.close()
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [(point.step, point.value) for point in events.Scalars("loss")] == [(1, 4.0), (2, 2.0), (3, 1.0)]
+    assert sorted(events.Tags()["scalars"]) == [
+        "loss",
+        "lr",
+        *(f"peak_bytes/{of}" for of in ("most", "rank 0", "rank 1")),
+    ]
+    assert [events.Scalars(f"peak_bytes/{of}")[0].value for of in ("most", "rank 1", "rank 0")] == [9, 9, 7]
+
+
+def test_weights_and_biases_are_kept_and_not_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_API_KEY", "")
+    writer = WandB("project", {"start": 0})
+    writer.step(1, 2.5, peak_bytes=[7, 9])
+    writer.close()
+    found = re.fullmatch(r"the figures are kept in (wandb/offline-run-\S+): `wandb sync \1` sends them", writer.note)
+    assert found is not None and capfd.readouterr() == ("", "")
+    (kept,) = (tmp_path / found[1]).glob("*.wandb")
+    assert all(word in kept.read_bytes() for word in (b"project", b"loss", b"2.5", b"peak_bytes/rank 1"))
+
+
+def test_the_operations_of_a_model_are_the_same_under_any_plan_and_follow_from_its_sizes(tmp_path: Path) -> None:
+    one, split = (open_build(build(tmp_path, lines, name=f"made{at}")) for at, lines in enumerate((ONE, TENSOR)))
+    tokens, layers, width, vocab, length = 64, 2, 16, 256, 8
+    weights = layers * 12 * width**2 + vocab * width
+    scores = layers * 2 * length * width  # for each token
+    assert step_flops(one) == step_flops(split) == 6 * tokens * (weights + scores)
+    frozen = open_build(build(tmp_path, ONE, PLAN + "freeze blocks.**\n", "frozen"))
+    assert step_flops(one) - step_flops(frozen) == 2 * tokens * layers * 12 * width**2
+    narrow = open_build(build(tmp_path, TENSOR, PLAN + "precision bf16\n", "narrow"))
+    types = [type_.dtype for made in (one, narrow) if (type_ := product_type(made)) is not None]
+    assert types == [torch.float32, torch.bfloat16]
+
+
+def test_peaks_are_known_by_the_name_of_a_device() -> None:
+    assert peak_flops("NVIDIA H100 PCIe", torch.bfloat16) == 756e12
+    assert peak_flops("NVIDIA H200", torch.float16) == 989e12
+    assert peak_flops("NVIDIA H200", torch.float32) is peak_flops("Voodoo 2", torch.bfloat16) is None
+
+
+def test_calls_after_steps_and_the_figures_of_a_loop_of_ones_own(tmp_path: Path) -> None:
+    with parc.load(build(tmp_path, ONE), "cpu") as session:
+        meter, calls = Meter(session, peak=1e9), list[tuple[str, int]]()
+        session.on_step(lambda report: calls.append(("first", report.step)))
+        session.on_step(lambda report: calls.append(("second", report.step)))
+        session.step(batch(0))
+        result = session.gradients(batch(1))
+        assert calls == [("first", 1), ("second", 1)]
+        report = session.update(result)
+        assert calls[2:] == [("first", 2), ("second", 2)]
+        assert report.seconds > report.waited_for_data + report.waited_for_ranks >= report.waited_for_ranks == 0
+        figures = meter.figures(report, 0.5, session.exchange(meter.own(report)) * 3)
+        assert figures["mfu"] == figures["model_flops_per_s"] / 1e9 == step_flops(session.build) / 0.5e9
+        assert figures["tokens_per_s"] == 128 and len(figures["peak_bytes"]) == 3
+
+        def fails(report: object) -> None:
+            raise LookupError("the board is down")
+
+        session.on_step(fails)
+        with pytest.raises(LookupError, match="the board is down"):
+            session.step(batch(2))
+        assert session.step_number == 3 and calls[-1] == ("second", 3)
+
+
+@pytest.mark.parametrize(
+    ("first", "expected"),
+    [
+        ({"dims": ["B", "S"], "dtype": "int64"}, ("tokens", 64)),
+        ({"dims": ["B", 3, "S"], "dtype": "uint8"}, ("samples", 8)),
+        ({"dims": ["B", "S"], "dtype": "float32"}, ("samples", 8)),
+        ({"dims": ["B"], "dtype": "int64"}, ("samples", 8)),
+    ],
+)
+def test_tokens_are_counted_of_text_alone(tmp_path: Path, first: dict[str, Any], expected: tuple[str, int]) -> None:
+    made = open_build(build(tmp_path, ONE))
+    assert work_per_step(replace(made, manifest={**made.manifest, "inputs": [first]})) == expected

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -63,6 +66,13 @@ def batch(step: int, seed: int = 0) -> dict[str, torch.Tensor]:
     tokens, targets = torch.randint(0, 256, (2, 8, 8), generator=generator)
     targets[: 1 + step % 4, 3:] = -100
     return {"tokens": tokens, "targets": targets}
+
+
+def profiled(path: Path) -> list[dict[str, Any]]:
+    """Return the events of a rank's profile in the order of their begin."""
+    with gzip.open(path) as file:
+        events: list[dict[str, Any]] = json.load(file)["traceEvents"]
+    return sorted(events, key=lambda event: event.get("ts", 0))
 
 
 @contextmanager

@@ -1,0 +1,1 @@
+"""Observation: the figures of steps, the places that they are written to, and profiles."""
