@@ -9,20 +9,21 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 from ..compiler.build.build import Build
-from ..compiler.capture.model_calls import model_builder
-from ..compiler.initial.recipes import record
+from ..compiler.capture.adapters import is_adapted
 from ..compiler.program.optimizers import AVERAGE
 from ..grammar.codes_build import BAD_STATE
 from ..grammar.codes_run import NO_AVERAGES
+from .adapters import adapter_states, merged, unadapted, write_configuration
 from .faults import RunError
 from .opening import build_mesh, open_checkpoint, task_of
 from .state.checkpoint import Checkpoint, CheckpointReader
@@ -42,22 +43,30 @@ class Exported:
     bytes: int
 
 
-def export_weights(
-    build: Build, folder: Path, out: Path, dtype: torch.dtype | None = None, shard_bytes: int = 5 * 10**9,
-    ema: bool = False,
-) -> Exported:  # fmt: skip
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportForm:
+    """The form in which weights are written. Floating-point tensors get ``dtype`` if there is one; a file has at most
+    ``shard_bytes``. With ``ema`` trained weights are their averages; with ``merge`` adapters are merged into the layers
+    that they wrap."""
+
+    dtype: torch.dtype | None = None
+    shard_bytes: int = 5 * 10**9
+    ema: bool = False
+    merge: bool = False
+
+
+def export_weights(build: Build, folder: Path, out: Path, form: ExportForm = ExportForm()) -> Exported:
     """Write the weights of a build's checkpoint to ``out``: to one file if its name ends in ``.safetensors``, else to a
-    new folder of files of at most ``shard_bytes``, with an index if there are several, and with ``config.json`` if the
-    model has a configuration of transformers. Floating-point tensors get ``dtype`` if there is one. Of tied tensors
-    the first is written: transformers and ``safetensors.torch.load_model`` tie the others to it. With ``ema`` trained
-    weights are their averages.
+    new folder of files, with an index if there are several, and with ``config.json`` if the model has a configuration
+    of transformers. Of a model of ``peft`` a folder gets the adapters alone. Of tied tensors the first is written:
+    transformers and ``safetensors.torch.load_model`` tie the others to it.
 
     Raises:
-        RunError: the checkpoint is of another model, altered, or without averages, or ``out`` exists or cannot be
-            written.
+        RunError: the checkpoint is of another model, altered, or without averages; there are no adapters to merge; or
+            ``out`` exists or cannot be written.
     """
     checkpoint, _ = open_checkpoint(build, folder)
-    if ema and not any(key.startswith(_AVERAGES) for key in checkpoint.shapes):
+    if form.ema and not any(key.startswith(_AVERAGES) for key in checkpoint.shapes):
         help_ = "train with a line `ema 0.999` in the plan, or write the weights themselves, without `--ema`"
         raise RunError(NO_AVERAGES, f"`{folder}` has no averages of weights", help_)
     checkpoint.check_shards([*checkpoint.index.shards])
@@ -71,52 +80,79 @@ def export_weights(
         raise RunError(BAD_STATE, f"`{out}` cannot be written: {error.strerror}", "name another place") from None
     try:
         with checkpoint.tensors() as files:
-            tensors = _tensors(build, checkpoint, files, dtype, ema)
-            held = _Shards(made, None if one_file else shard_bytes)
-            held.write(tensors)
+            state = _State(build, checkpoint, files, form)
+            written = list(_write(state, build, made, form, one_file))
+        tensors, size = sum(len(shards.places) for shards in written), sum(shards.bytes for shards in written)
         if one_file:
-            os.replace(made / held.names[0], out)
-            return Exported((out,), len(held.places), held.bytes)
-        _write_config(build, made, dtype)
+            os.replace(made / written[0].names[0], out)
+            return Exported((out,), tensors, size)
         made.chmod(0o755)
         if out.exists():
             out.rmdir()
         os.replace(made, out)
-        return Exported(tuple(sorted(out.iterdir())), len(held.places), held.bytes)
+        return Exported(tuple(sorted(out.iterdir())), tensors, size)
     except OSError as error:
         raise RunError(BAD_STATE, f"`{out}` cannot be written: {error}", "name another place") from None
     finally:
         shutil.rmtree(made, ignore_errors=True)
 
 
-def _tensors(
-    build: Build, checkpoint: Checkpoint, files: CheckpointReader, dtype: torch.dtype | None, ema: bool
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of the model's state by its own names, one after the other. Buffers that no step changes are as
-    they were made."""
-    mesh = build_mesh(build)
-    initial = Initial(build, task_of(build.manifest), mesh, mesh.coordinates(0), torch.device("cpu"))
-    for name in initial.kept:
-        if name in build.manifest["aliases"]:
-            continue
-        places = (*([f"{_AVERAGES}{name}"] if ema else []), f"parameter.{name}", f"buffer.{name}")
-        keys = [key for key in places if key in checkpoint.shapes]
-        value = initial.own(name, files.whole(keys[0]) if keys else None)
-        narrow = dtype is not None and value.is_floating_point()
-        yield name, (value.to(dtype) if narrow else value).contiguous()
+def _write(state: _State, build: Build, made: Path, form: ExportForm, one_file: bool) -> Iterator[_Shards]:
+    """Write the files of a form into a folder."""
+    module = state.module
+    if is_adapted(module) and not form.merge and not one_file:
+        for adapter, own in adapter_states(module, state):
+            place = made if adapter == "default" else made / adapter
+            place.mkdir(exist_ok=True)
+            write_configuration(module, adapter, place)
+            yield _Shards(place, None, "adapter_model").write(own.items())
+        return
+    tensors = merged(module, state, build.manifest["aliases"]) if form.merge else state.items()
+    yield _Shards(made, None if one_file else form.shard_bytes).write(tensors)
+    if not one_file:
+        _write_config(unadapted(module), made, form.dtype)
+
+
+class _State(Mapping[str, torch.Tensor]):
+    """The tensors of a model's state in a checkpoint by its own names, each read when it is asked for. Buffers that no
+    step changes are as they were made."""
+
+    def __init__(self, build: Build, checkpoint: Checkpoint, files: CheckpointReader, form: ExportForm) -> None:
+        mesh = build_mesh(build)
+        self._initial = Initial(build, task_of(build.manifest), mesh, mesh.coordinates(0), torch.device("cpu"))
+        self._checkpoint, self._files, self._form = checkpoint, files, form
+        self._names = [name for name in self._initial.kept if name not in build.manifest["aliases"]]
+
+    @property
+    def module(self) -> nn.Module:
+        """The model on fake tensors."""
+        return self._initial.module
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        places = (*([f"{_AVERAGES}{name}"] if self._form.ema else []), f"parameter.{name}", f"buffer.{name}")
+        keys = [key for key in places if key in self._checkpoint.shapes]
+        value = self._initial.own(name, self._files.whole(keys[0]) if keys else None)
+        narrow = self._form.dtype is not None and value.is_floating_point()
+        return (value.to(self._form.dtype) if narrow else value).contiguous()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 class _Shards:
     """Safetensors files of a bounded size in a folder, written one after the other."""
 
-    def __init__(self, folder: Path, most: int | None) -> None:
-        self.folder, self.most = folder, most
+    def __init__(self, folder: Path, most: int | None, stem: str = "model") -> None:
+        self.folder, self.most, self.stem = folder, most, stem
         self.names: list[str] = []
         self.places: dict[str, int] = {}
         self.bytes = 0
 
-    def write(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Write all tensors, and the index of the files if there are several."""
+    def write(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Self:
+        """Write all tensors, and the index of the files if there are several. Return the files themselves."""
         waiting: dict[str, torch.Tensor] = {}
         size = 0
         for name, tensor in tensors:
@@ -127,15 +163,16 @@ class _Shards:
             size += tensor.nbytes
         self._put(waiting)
         count = len(self.names)
-        final = [f"model-{at:05d}-of-{count:05d}{SUFFIX}" if count > 1 else f"model{SUFFIX}"
-                 for at in range(1, count + 1)]  # fmt: skip
+        numbers = [f"-{at:05d}-of-{count:05d}" * (count > 1) for at in range(1, count + 1)]
+        final = [f"{self.stem}{number}{SUFFIX}" for number in numbers]
         for name, last in zip(self.names, final, strict=True):
             os.replace(self.folder / name, self.folder / last)
         self.names = final
         if count > 1:
             table = {name: final[at] for name, at in sorted(self.places.items())}
             index = {"metadata": {"total_size": self.bytes}, "weight_map": table}
-            (self.folder / f"model{SUFFIX}.index.json").write_text(json.dumps(index, indent=2) + "\n")
+            (self.folder / f"{self.stem}{SUFFIX}.index.json").write_text(json.dumps(index, indent=2) + "\n")
+        return self
 
     def _put(self, tensors: dict[str, torch.Tensor]) -> None:
         name = f"part-{len(self.names)}"
@@ -145,10 +182,8 @@ class _Shards:
         self.names.append(name)
 
 
-def _write_config(build: Build, folder: Path, dtype: torch.dtype | None) -> None:
+def _write_config(module: nn.Module, folder: Path, dtype: torch.dtype | None) -> None:
     """Write the configuration of a model of transformers, as ``save_pretrained`` writes it."""
-    lines = task_of(build.manifest)
-    module = record(model_builder(lines, build.folder), int(build.manifest["seed"])).module
     config: Any = getattr(module, "config", None)
     if not callable(getattr(config, "save_pretrained", None)):
         return

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..compiler.build.build import Build, BuildError
-from ..compiler.build.directory import again, read_build
+from ..compiler.build.directory import MANIFEST, again, read_build
 from ..compiler.capture.callables import CallableError
 from ..compiler.capture.model_calls import TaskLines
 from ..compiler.capture.model_code import changed_files
@@ -24,7 +24,7 @@ from ..compiler.program.binding import BUFFERS
 from ..compiler.program.loss_terms import LossTerm
 from ..compiler.program.optimizers import kept_slots
 from ..compiler.sizes.size_range import BATCH
-from ..grammar.codes_build import BAD_BUILD, MODEL_FAILED, OTHER_TORCH, WORLD_SIZE
+from ..grammar.codes_build import BAD_BUILD, BAD_STATE, MODEL_FAILED, OTHER_TORCH, WORLD_SIZE
 from ..grammar.nearest import listed
 from .faults import RunError
 from .state.checkpoint import Checkpoint, read_checkpoint
@@ -121,6 +121,22 @@ def checkpoint_bytes(build: Build) -> int:
     pads, roles = pads_from(build.manifest["padding"]), tuple(build.roles.values())
     everything += [stored.type for stored in stored_residuals(roles, mesh, pads).values()]
     return sum(math.prod(type_.shape) * type_.dtype.itemsize for type_ in everything)
+
+
+def build_of(folder: Path) -> Build:
+    """Open the build whose run wrote a checkpoint: where it was, or beside the checkpoint.
+
+    Raises:
+        RunError: it is no checkpoint, does not say which build that was, or there is none now.
+    """
+    place, name = read_checkpoint(folder).facts.get("build"), f"name the build too: `parc export BUILD {folder} -o OUT`"
+    if not isinstance(place, str):
+        raise RunError(BAD_STATE, f"`{folder}` does not say which build wrote it", name)
+    places = (Path(place), folder.resolve().parent / Path(place).name)
+    found = next((path for path in places if (path / MANIFEST).is_file()), None)
+    if found is None:
+        raise RunError(BAD_STATE, f"`{folder}` was written by a run of the build `{place}`, which is not there", name)
+    return open_build(found)
 
 
 def open_checkpoint(build: Build, path: Path) -> tuple[Checkpoint, dict[str, list[str]]]:

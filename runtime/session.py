@@ -296,7 +296,7 @@ class Session:
         """
         facts = {
             "step": self.step_number, "optimizer": self.build.manifest["optimizer"]["name"],
-            "state": changed_state(self.state.steps),
+            "state": changed_state(self.state.steps), "build": str(self.build.path.resolve()),
         }  # fmt: skip
         self._check_trains()
         self._files.save(Path(path), self.state, self.optimizer, facts)

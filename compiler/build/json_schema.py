@@ -81,7 +81,9 @@ MANIFEST_FORM: Form = {
     "precision": [{"type": str, "modules": [str], "line": int}],
     "compress": [{"axis": str, "format": str}],
     "data": Maybe({"globs": [str], "callable": (str, _NONE), "arguments": _LITERALS}),
-    "init": Maybe({"folder": str, "rounded": bool, "tensors": [{"names": [str], "shape": [int], "dtype": str}]}),
+    "init": Maybe({"folder": str, "rounded": bool, "tensors": [{
+        "names": [str], "shape": [int], "dtype": str, "optional?": bool
+    }]}),
     "seed": int,
     "state": Each(_NUMBER),
     "experts?": Each({

@@ -34,11 +34,13 @@ class WeightsError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """A tensor of a model's state: all of its names, its shape and its type."""
+    """A tensor of a model's state: all of its names, its shape and its type. An ``optional`` one, an adapter's, is as
+    the model makes it where the files have no such tensor."""
 
     names: tuple[str, ...]
     shape: Shape
     dtype: torch.dtype
+    optional: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,9 @@ class Weights:
     def faults(self, expected: Sequence[Expected]) -> list[str]:
         """Return the tensors that are missing, extra, misshapen, or of a type that would be rounded, all at once."""
         known = {name for tensor in expected for name in tensor.names}
-        missing = (tensor.names[0] for tensor in expected if self.tensors.keys().isdisjoint(tensor.names))
+        adapted = any(tensor.optional and self.has(tensor.names) for tensor in expected)  # then it has all of them
+        wanted = (tensor for tensor in expected if adapted or not tensor.optional)
+        missing = (tensor.names[0] for tensor in wanted if self.tensors.keys().isdisjoint(tensor.names))
         faults = [f"`{name}` is missing" for name in missing]
         faults += [f"`{name}` is not a tensor of the model" for name in self.tensors if name not in known]
         faults += [f"`{name}` stands in two files" for name in self.twice]
@@ -112,6 +116,10 @@ class Weights:
             if not (floats and self.rounded):
                 types = f"{stored.dtype} there and {tensor.dtype} in the model".replace("torch.", "")
                 yield f"`{name}` is {types}" + (": write `rounded` to allow it" if floats else "")
+
+    def has(self, names: Sequence[str]) -> bool:
+        """Return whether the files have a tensor, by any of its names."""
+        return any(part_name(name, 0) in self.tensors for name in names)
 
     def whole(self, names: Sequence[str], dtype: torch.dtype) -> torch.Tensor:
         """A whole tensor, by any of its names.

@@ -15,6 +15,7 @@ from ...grammar.syntax import Word
 from ..layout.mesh import Shape
 from ..plan.layouts import SplitWeights
 from ..program.stacked import EACH
+from .adapters import layer_weights
 from .pattern import ANY_DEPTH, Pattern
 from .sites import InnerValue, InnerValues
 
@@ -184,16 +185,13 @@ def find_modules(word: Word, names: PlanNames) -> tuple[str, ...] | Diagnostic:
 def find_weights(line: SplitWeights, word: Word, names: PlanNames) -> tuple[tuple[Weight, ...], tuple[Diagnostic, ...]]:
     """Return the weights that a word of a `column`, `row` or `vocab` line means, and the errors."""
     pattern = Pattern(word.text)
-    parameters = set(names.all_parameters)
+    parameters = dict.fromkeys(names.all_parameters)
     modules = pattern.of(sorted(names.modules, key=_natural))
     own = pattern.of(names.all_parameters)
     if line.style == "experts":
         return _find_stacks(word, names, modules)
-    weights = [
-        (f"{module}.weight", f"{module}.bias" if f"{module}.bias" in parameters else None)
-        for module in modules
-        if f"{module}.weight" in parameters
-    ] or [(name, None) for name in own]
+    weights = [weight for module in modules for weight in layer_weights(module, line.style, parameters)]
+    weights = weights or [(name, None) for name in own]
     known = (*sorted(names.modules, key=_natural), *names.all_parameters)
     if not weights and not modules and not pattern.optional and not names.smaller:
         return (), (_nothing(word, "module or parameter", pattern, known, ""),)

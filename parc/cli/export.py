@@ -14,8 +14,11 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 def export_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("build", metavar="BUILD", type=Path)
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="a folder that `parc run --save` wrote")
+    parser.usage = "parc export [BUILD] CHECKPOINT -o OUT [--dtype TYPE] [--shard-size SIZE] [--ema] [--merge]"
+    parser.add_argument(
+        "places", metavar="CHECKPOINT", nargs="+", type=Path,
+        help="a folder that `parc run --save` wrote; before it the build, if it is no longer where it was",
+    )  # fmt: skip
     parser.add_argument(
         "-o", dest="out", metavar="OUT", type=Path, required=True,
         help="a folder as `from_pretrained` reads it; one file if it ends in `.safetensors`",
@@ -24,6 +27,7 @@ def export_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shard-size", metavar="SIZE", type=_size, default=5 * 10**9, help="bytes of a file at most; default: 5GB"
     )
+    parser.add_argument("--merge", action="store_true", help="the model without adapters, which are merged into it")
     parser.add_argument("--ema", action="store_true", help="the averages of the plan's `ema` line, not the weights")
 
 
@@ -31,15 +35,22 @@ def export_command(given: argparse.Namespace) -> int:
     """Write the weights, and say what was written."""
     import torch
 
-    from parc.runtime.export import export_weights
-    from parc.runtime.opening import open_build
+    from parc.runtime.export import ExportForm, export_weights
+    from parc.runtime.opening import build_of, open_build
 
+    *builds, checkpoint = given.places
+    if len(builds) > 1:
+        say("parc export: one checkpoint, and before it at most its build")
+        return 2
     dtype = getattr(torch, _TYPES[given.dtype]) if given.dtype is not None else None
-    done = export_weights(open_build(given.build), given.checkpoint, given.out, dtype, given.shard_size, given.ema)
+    form = ExportForm(dtype=dtype, shard_bytes=given.shard_size, ema=given.ema, merge=given.merge)
+    done = export_weights(open_build(builds[0]) if builds else build_of(checkpoint), checkpoint, given.out, form)
     names = ", ".join(file.name for file in done.files[:3]) + (", …" if len(done.files) > 3 else "")
     say(f"written {given.out}: {done.tensors} tensors, {size_text(done.bytes)} ({names})")
     if given.out.suffix == ".safetensors":
         say(f'next:  safetensors.torch.load_model(module, "{given.out}")')
+    elif (given.out / "adapter_config.json").is_file():
+        say(f'next:  PeftModel.from_pretrained(base, "{given.out}"); `--merge` writes the model with what they add')
     elif (config := given.out / "config.json").is_file():
         (model,) = json.loads(config.read_text(encoding="utf-8"))["architectures"]
         say(f'next:  {model}.from_pretrained("{given.out}"), or `init from "{given.out}"` in a plan')

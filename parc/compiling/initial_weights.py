@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from parc.compiler.capture.adapters import base_names
 from parc.compiler.capture.capture import Captured
 from parc.compiler.capture.complex_numbers import real_form
 from parc.compiler.initial.files import Expected, WeightsError, open_weights, shown_faults
@@ -22,22 +23,30 @@ def init_facts(plan: Plan, recorded: Recorded, captured: Captured) -> dict[str, 
     if line is None:
         return None
     tensors = [
-        {"names": list(tensor.names), "shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
+        {
+            "names": list(tensor.names),
+            "shape": list(tensor.shape),
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+            **({"optional": True} if tensor.optional else {}),
+        }
         for tensor in state_tensors(recorded, captured)
     ]
     return {"folder": line.folder, "rounded": line.rounded, "tensors": tensors}
 
 
 def state_tensors(recorded: Recorded, captured: Captured) -> list[Expected]:
-    """Return the tensors of the model's state, tied ones once with all their names."""
-    aliases = captured.aliases
+    """Return the tensors of the model's state, tied ones once with all their names. Where adapters wrap layers, a layer
+    has the name of the model without adapters too."""
+    aliases, bases = captured.aliases, base_names(recorded.module)
     tensors: dict[str, Expected] = {}
     for name, value in recorded.module.state_dict().items():
         if isinstance(value, torch.Tensor):
             owner = aliases.get(name, name)
-            names = (*tensors[owner].names, name) if owner in tensors else (name,)
+            base = bases.get(name, name)
+            names = tensors[owner].names if owner in tensors else ()
+            names = tuple(dict.fromkeys((*names, name, *([base] if base is not None else []))))
             held = real_form(value)
-            tensors[owner] = Expected(names, tuple(held.shape), held.dtype)
+            tensors[owner] = Expected(names, tuple(held.shape), held.dtype, base is None)
     return list(tensors.values())
 
 

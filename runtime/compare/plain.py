@@ -249,7 +249,8 @@ class Plain:
         state = self.module.state_dict()
         with torch.no_grad():
             for tensor in expected_of(self.build.manifest["init"]):
-                real_form(state[tensor.names[0]]).copy_(weights.whole(tensor.names, tensor.dtype))
+                if weights.has(tensor.names):
+                    real_form(state[tensor.names[0]]).copy_(weights.whole(tensor.names, tensor.dtype))
         weights.close()
 
     def step(self, batch: Mapping[str, Tensor] | None = None, lr: float | None = None) -> StepReport:

@@ -49,7 +49,12 @@ def weights_of(build: Build) -> Weights | None:
 def expected_of(line: Mapping[str, Any]) -> list[Expected]:
     """Return the tensors of the model, as a manifest's ``init`` lists them."""
     return [
-        Expected(tuple(tensor["names"]), tuple(tensor["shape"]), getattr(torch, tensor["dtype"]))
+        Expected(
+            tuple(tensor["names"]),
+            tuple(tensor["shape"]),
+            getattr(torch, tensor["dtype"]),
+            tensor.get("optional", False),
+        )
         for tensor in line["tensors"]
     ]
 
@@ -62,7 +67,7 @@ class Initial:
     ) -> None:
         self._build, self._mesh, self._coordinates, self._device = build, mesh, coordinates, device
         recorded = record(model_builder(lines, build.folder), int(build.manifest["seed"]))
-        self._recipes = recorded.recipes
+        self.module, self._recipes = recorded.module, recorded.recipes
         self._stacks = {
             part: (name, number)
             for name in filter(is_stacked, self._recipes)
@@ -74,8 +79,8 @@ class Initial:
         self._complex |= {part for part, (name, _) in self._stacks.items() if name in self._complex}
         self._weights = weights_of(build)
         self._pads = pads_from(build.manifest["padding"])
-        line = build.manifest["init"]
-        tensors = expected_of(line) if line is not None else []
+        weights, line = self._weights, build.manifest["init"]
+        tensors = [tensor for tensor in expected_of(line) if weights.has(tensor.names)] if weights is not None else []
         self._names = {name: tensor.names for tensor in tensors for name in tensor.names}
         self._names |= {name: (name,) for part, (name, _) in self._stacks.items() if part in self._names}
 

@@ -106,7 +106,7 @@ def test_transformers_loads_what_split_ranks_have_trained(tied: bool, tmp_path: 
 
 def test_a_plan_begins_with_what_another_has_trained(tmp_path: Path) -> None:
     wanted = trained(str(built(tmp_path)), str(tmp_path / "saved"))
-    assert export(tmp_path, "out", "--shard-size", "6KB") == 0
+    assert main(["export", str(tmp_path / "saved"), "-o", str(tmp_path / "out"), "--shard-size", "6KB"]) == 0
     with parc.load(built(tmp_path, 'init from "out"\n')) as session:
         found = session.state_dict()
     assert all(torch.equal(found[name], value) for name, value in wanted.items())
@@ -131,11 +131,17 @@ def test_what_cannot_be_exported_is_said(tmp_path: Path, capsys: pytest.CaptureF
     assert export(tmp_path, "full") == 1
     assert "exists; it is left as it is" in capsys.readouterr().err
     assert export(tmp_path, "out", "--shard-size", "5") == 2
+    assert export(tmp_path, "out", "--merge") == 1
+    assert "no adapter wraps a layer" in capsys.readouterr().err
     (tmp_path / "other").mkdir()
     built(tmp_path / "other", model="Own", logits="output")
     (tmp_path / "build").rename(tmp_path / "first")
     (tmp_path / "other" / "build").rename(tmp_path / "build")
     assert export(tmp_path, "out") == 1
     assert "is a checkpoint of another model" in capsys.readouterr().err
+    (tmp_path / "build").rename(tmp_path / "elsewhere")
+    assert main(["export", str(tmp_path / "saved"), "-o", str(tmp_path / "out")]) == 1
+    said = capsys.readouterr().err
+    assert "was written by a run of the build" in said and "name the build too" in said
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == []
     assert not (tmp_path / "out").exists()

@@ -1,0 +1,41 @@
+"""Names of a model in which adapters wrap layers, as the ``peft`` library does it, beside those of the model alone."""
+
+from __future__ import annotations
+
+from torch import nn
+
+BASE, PREFIX = "base_layer", "base_model.model."
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """Return whether a module is a model of ``peft`` around another."""
+    return hasattr(module, "peft_config") and hasattr(module, "get_base_model")
+
+
+def base_names(module: nn.Module) -> dict[str, str | None]:
+    """Return, for each tensor of a module's state that lies in a wrapped layer or model, the name that it has in the
+    model without adapters; None for a tensor of an adapter. A layer that is trained beside adapters has a copy, which
+    begins as the layer itself does."""
+    kinds: dict[str, str] = {}
+    for path, layer in module.named_modules():
+        if hasattr(layer, "adapter_layer_names") and hasattr(layer, BASE):
+            kinds[path] = BASE
+        elif hasattr(layer, "modules_to_save") and hasattr(layer, "original_module"):
+            kinds[path] = "original_module"
+    prefix = PREFIX if is_adapted(module) else ""
+    names = {name: _base(name, kinds) for name in module.state_dict()} if kinds else {}
+    return {name: base.removeprefix(prefix) if base is not None else None for name, base in names.items()}
+
+
+def _base(name: str, kinds: dict[str, str]) -> str | None:
+    parts = name.split(".")
+    for depth in range(1, len(parts)):
+        path, rest = ".".join(parts[:depth]), parts[depth:]
+        match kinds.get(path):
+            case kind if kind is not None and rest[0] == kind:
+                return ".".join([path, *rest[1:]])
+            case "original_module" if rest[0] == "modules_to_save":
+                return ".".join([path, *rest[2:]])
+            case str():
+                return None
+    return name
