@@ -31,3 +31,20 @@ MEANT_OTHERWISE = shown(
     example="column blocks.*.attn.qkv over tp rows (2 h/tp d)   # the model takes three parts: q, k and v",
     instead="column blocks.*.attn.qkv over tp rows (3 h/tp d)",
 )
+NO_INPUTS = shown(
+    name="P0270",
+    title="no inputs were found for a model",
+    why="`parc init` calls the model's forward on tensors that hold nothing, of the types and shapes that its layers"
+    " may read, and none of these calls came to its end. The message says which one came furthest, and where it"
+    " failed.",
+    example='parc init "./model.py:Model"',
+    instead='parc init "./model.py:Model" --input "pictures float32 [B, 3, 48, 64]"',
+)
+UNCLEAR_MODEL = shown(
+    name="P0271",
+    title="a model that `parc init` cannot find",
+    why="it takes a function or a class that makes the model: in a file, in an installed package, or of transformers by"
+    " its name or by a folder with `config.json`.",
+    example="parc init model.py",
+    instead='parc init "model.py:Model" width=64',
+)

@@ -59,7 +59,18 @@ from .programs.overlap import OverlapChoices, overlapped
 from .programs.rings import ring_attention
 from .programs.two_levels import Levels, TwoLevels
 
-__all__ = ["ROLE", "Built", "Choices", "Request", "build_programs", "mark_blocks", "names_of", "prepare", "reshards_of"]
+__all__ = [
+    "ROLE",
+    "Built",
+    "Choices",
+    "Request",
+    "Trials",
+    "build_programs",
+    "mark_blocks",
+    "names_of",
+    "prepare",
+    "reshards_of",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +173,18 @@ def build_programs(captured: Captured, mesh: Mesh, request: Request) -> Built:
 def reshards_of(captured: Captured, mesh: Mesh, request: Request) -> Sequence[Reshard]:
     """Return the conversions that a build would make; later passes are left out."""
     return _place(_forward(captured, request)[0].graph, mesh, request)[2]
+
+
+class Trials:
+    """The placements of one captured model under one set of claims after the other: its graph is made ready once."""
+
+    def __init__(self, captured: Captured, mesh: Mesh, request: Request) -> None:
+        self.graph, self.mesh, self.request = _forward(captured, request)[0].graph, mesh, request
+
+    def place(self, claims: Sequence[tuple[Binding, str, Split | None, int]]) -> tuple[Placed, Sequence[Reshard]]:
+        """Return where values lie under the request's own claims and more, and the conversions between them."""
+        request = replace(self.request, claims=(*self.request.claims, *claims))
+        return _place(self.graph, self.mesh, request)[1:]
 
 
 def _forward(captured: Captured, request: Request) -> tuple[SplitLoss, Program]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,8 @@ import torch
 from ...grammar.nearest import nearest
 from .faults import CaptureError
 
+_DEEPEST = 3
+"""The number of entries inside each other at which a search for tensors ends."""
 _MOST = 6
 """The number of entries of an output that a message names at most."""
 
@@ -44,6 +46,17 @@ def value_at(name: str, output: Any) -> Any:
             raise _misnamed(f"the model's `{so_far}.{part}` is None", name, so_far, value)
         value, so_far = entry, f"{so_far}.{part}"
     return value
+
+
+def tensors_in(output: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors that a plan's loss can name in a model's output, each by its name, in the output's order."""
+    pending = [("output", output)]
+    while pending:
+        name, value = pending.pop(0)
+        if isinstance(value, torch.Tensor):
+            yield name, value
+        elif name.count(".") < _DEEPEST:
+            pending[:0] = [(f"{name}.{field}", inner) for field, inner in _held(value).items()]
 
 
 _ABSENT = object()

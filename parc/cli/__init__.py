@@ -15,6 +15,7 @@ from parc.cli.terminal import show_error, show_fault
 
 COMMANDS = {
     "example": "copy a plan and its model to begin with",
+    "init": "write a plan for a model of your own",
     "check": "read a plan and say everything that is wrong with it; writes nothing",
     "build": "turn a plan into per-rank programs, checked",
     "run": "train a build, or a plan",

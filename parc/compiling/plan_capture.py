@@ -39,13 +39,11 @@ from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.passes.pipeline import prepare
 
 
-def capture_plan(
-    plan: Plan, lines: TaskLines, folder: Path, overrides: Mapping[str, Any] | None, ranged: bool = False
-) -> tuple[Recorded, Captured]:
-    """Make the plan's model without allocating it, and capture it with its loss; ``ranged``: at one of several sizes.
+def make_model(plan: Plan, lines: TaskLines, folder: Path, overrides: Mapping[str, Any] | None = None) -> Recorded:
+    """Make the plan's model without allocating it.
 
     Raises:
-        PlanError: the model or its loss is at fault.
+        PlanError: the model is at fault.
     """
     model_span = plan.model.arguments.statement.span
     smaller = {name: value for name, value in plan.verify.values if name not in plan.sizes} if plan.verify else {}
@@ -53,7 +51,7 @@ def capture_plan(
         if overrides is None:
             model_builder(lines, folder, smaller)  # a name that no twin could be given is told now
         build = model_builder(lines, folder, overrides)
-        recorded = record(build, plan.seed)
+        return record(build, plan.seed)
     except CaptureError as error:
         raise PlanError([_capture_diagnostic(plan, error)]) from None
     except CallableError as error:
@@ -63,6 +61,17 @@ def capture_plan(
         message = f"making the model failed: {why or f'{type(error).__name__}: {error}'}"
         notes = () if why else own_trace(error)
         raise PlanError([Diagnostic(MODEL_FAILED, message, Label(model_span), help=help_, notes=notes)]) from None
+
+
+def capture_plan(
+    plan: Plan, lines: TaskLines, folder: Path, overrides: Mapping[str, Any] | None, ranged: bool = False
+) -> tuple[Recorded, Captured]:
+    """Make the plan's model without allocating it, and capture it with its loss; ``ranged``: at one of several sizes.
+
+    Raises:
+        PlanError: the model or its loss is at fault.
+    """
+    recorded = make_model(plan, lines, folder, overrides)
     try:
         call, loss = caller(recorded.module, lines), loss_function(lines, folder)
     except InputsError as error:
@@ -79,7 +88,9 @@ def capture_plan(
         message = f"the model draws random numbers with `{drawn.target}`, which no stream counts"
         notes = (f"at {source}",) if (source := noted(drawn).origin.source) else ()
         help_ = "draw with `torch.rand`, `torch.randn` or `torch.bernoulli`, or make it an input"
-        raise PlanError([Diagnostic(UNCOUNTED_DRAW, message, Label(model_span), help=help_, notes=notes)])
+        raise PlanError(
+            [Diagnostic(UNCOUNTED_DRAW, message, Label(plan.model.arguments.statement.span), help=help_, notes=notes)]
+        )
     return recorded, captured
 
 

@@ -1,0 +1,147 @@
+"""``parc init``: a plan for a model of one's own, found from its code and its graph."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from parc.cli.plan_arguments import define, positive
+from parc.cli.terminal import say, show, stages
+from parc.grammar.codes_model import UNCLEAR_MODEL
+from parc.grammar.diagnostics import Diagnostic, PlanError
+from parc.grammar.nearest import did_you_mean
+
+if TYPE_CHECKING:
+    from parc.proposing.draft import ModelLine
+    from parc.proposing.inputs import Guess
+    from parc.proposing.proposal import Proposal
+
+HUGGING_FACE = "hf:"
+_FORMS = '"file.py:function", "package:Class", "hf:Qwen2ForCausalLM", or a folder with config.json'
+_INPUT = re.compile(r"\s*(\w+)\s+(\w+)\s+\[([^\]]*)\]\s*")
+_TYPES = ("bool", "uint8", "int32", "int64", "float16", "bfloat16", "float32", "float64")
+
+
+def init_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help=_FORMS)
+    parser.add_argument("arguments", metavar="NAME=VALUE", nargs="*", type=define, help="arguments of the model")
+    parser.add_argument(
+        "-o", dest="out", metavar="PLAN", type=Path, default=Path("plan.parc"), help="default: plan.parc"
+    )
+    parser.add_argument("--force", action="store_true", help="write over a file that is there")
+    parser.add_argument(
+        "--input", dest="inputs", metavar="INPUT", type=_given_input, action="append", default=[],
+        help='an input of forward that is not found, as "x float32 [B, 3, 32, 32]"; may be given many times',
+    )  # fmt: skip
+    parser.add_argument("--loss", default="", help='the loss, as "cross_entropy(output, labels)"')
+    parser.add_argument("--dp", type=positive, default=2, help="ranks that split the batch; default: 2")
+    parser.add_argument("--tp", type=positive, default=2, help="ranks that split layers; default: 2")
+
+
+def init_command(given: argparse.Namespace) -> int:
+    """Write a plan, and say what it does and what comes next."""
+    if given.out.exists() and not given.force:
+        say(f"{given.out} is there, and stays as it is; name another file with -o, or write over it with --force")
+        return 1
+    line = model_line(given.model, dict(given.arguments), given.out.resolve().parent)
+    with stages() as progress:
+        progress("loading torch")
+        from parc.advice import warnings_of
+        from parc.proposing.proposal import Wish, propose
+
+        inputs = dict(given.inputs)
+        wish = Wish(line, {"dp": given.dp, "tp": given.tp}, inputs, {}, given.loss, _head(given))
+        proposal = propose(wish, given.out.resolve().parent, given.out.name, progress)
+    show(warnings_of(proposal.compiled))
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    given.out.write_text(proposal.text, encoding="utf-8")
+    for text in _report(proposal, given.out):
+        say(text)
+    return 0
+
+
+def _head(given: argparse.Namespace) -> list[str]:
+    return [
+        f"{given.out.name} - {given.model}, as `parc init` proposes it. Whatever is changed here, a build trains as",
+        "the plain model does: that is proved and tested before anything is written.",
+    ]
+
+
+def model_line(word: str, arguments: dict[str, str], home: Path) -> ModelLine:
+    """Return the model's line in a plan that lies in ``home``.
+
+    Raises:
+        PlanError: the word names no model.
+    """
+    from parc.proposing.draft import ModelLine
+
+    values = {name: literal(text) for name, text in arguments.items()}
+    folder = Path(word)
+    if word.startswith(HUGGING_FACE):
+        return ModelLine("parc.hf:model", {"name": word.removeprefix(HUGGING_FACE), **values})
+    if (folder / "config.json").is_file():
+        path = _relative(folder, home)
+        weights = path if any(folder.glob("*.safetensors")) and not values else ""
+        return ModelLine("parc.hf:folder", {"path": path, **values}, weights=weights)
+    place, colon, name = word.rpartition(":")
+    if not colon or not place or not name:
+        raise PlanError([_unclear(word, folder)])
+    if not place.endswith(".py"):
+        return ModelLine(word, values)
+    if not Path(place).is_file():
+        meant = did_you_mean(Path(place).name, (file.name for file in Path(place).parent.glob("*.py")))
+        raise PlanError([Diagnostic(UNCLEAR_MODEL, f"there is no file `{place}`", help=meant)])
+    return ModelLine(f"./{_relative(Path(place), home)}:{name}", values)
+
+
+def _unclear(word: str, path: Path) -> Diagnostic:
+    """Return the error of a word that names no model."""
+    message, help_ = f"`{word}` names no model", f"write {_FORMS}"
+    if path.suffix == ".py" and path.is_file():
+        message = f"`{word}` is a file: name what makes the model in it"
+        help_ = f'as "{word}:Model", a class or a function that returns an nn.Module'
+    elif path.is_dir():
+        message = f"there is no config.json in `{word}`"
+    elif word.replace(".", "").isidentifier() and find_spec(word.partition(".")[0]) is not None:
+        help_ = f'a package: name the class or function in it, as "{word}:Model"'
+    return Diagnostic(UNCLEAR_MODEL, message, help=help_)
+
+
+def _relative(path: Path, home: Path) -> str:
+    return Path(os.path.relpath(path.resolve(), home)).as_posix()
+
+
+def literal(text: str) -> int | float | str | bool | None:
+    """Return the value of an argument's text, as the language reads it."""
+    words: dict[str, bool | None] = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    for read in (int, float):
+        try:
+            return read(text)
+        except ValueError:
+            continue
+    return text.strip('"')
+
+
+def _given_input(text: str) -> tuple[str, Guess]:
+    match = _INPUT.fullmatch(text)
+    if match is None or match[2] not in _TYPES:
+        raise argparse.ArgumentTypeError(f'`{text}` is no input such as "x float32 [B, 3, 32, 32]"')
+    from parc.proposing.inputs import Guess
+
+    dims = [dim.strip() for dim in match[3].split(",") if dim.strip()]
+    return match[1], Guess(match[2], tuple(int(dim) if dim.isdigit() else dim for dim in dims))
+
+
+def _report(proposal: Proposal, out: Path) -> Iterator[str]:
+    """Yield what was written, and the next commands."""
+    yield f"written {out}: it compiles, on {proposal.compiled.mesh.world} ranks"
+    yield f"next:  parc build {out} -o build        # tests its numbers beside the plain model's"
+    yield "       parc run build --steps 5 --save checkpoint"
+    yield "       parc export build checkpoint -o weights"

@@ -1,0 +1,74 @@
+"""Models of transformers as a plan's `model` line names them: by class, or by a folder with a configuration.
+
+    model "parc.hf:model" (name="Qwen2ForCausalLM", hidden_size=256, num_hidden_layers=4)
+    model "parc.hf:folder" (path="qwen2")
+
+Further arguments are those of the configuration. Weights are random, drawn from the plan's `seed`; `init from "qwen2"`
+begins with those of a folder.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+
+def model(name: str, **config: Any) -> nn.Module:
+    """Make a model of a class of transformers, with its default configuration and these changes.
+
+    Raises:
+        ValueError: there is no such class, or its configuration has no such argument.
+    """
+    import transformers
+
+    found = getattr(transformers, name, None)
+    config_class = getattr(found, "config_class", None)
+    if found is None or config_class is None:
+        near = difflib.get_close_matches(name, dir(transformers), 3)
+        meant = f"did you mean {' or '.join(near)}?" if near else "name one such as `LlamaForCausalLM`"
+        raise ValueError(f"transformers has no model class `{name}`; {meant}")
+    return _made(found, config_class, {}, config)
+
+
+def folder(path: str, **config: Any) -> nn.Module:
+    """Make the model whose configuration a folder holds, as ``save_pretrained`` writes it, with these changes.
+
+    Raises:
+        ValueError: its configuration names no class, or has no such argument.
+    """
+    import transformers
+
+    own = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+    (name,) = own.get("architectures") or ("",)
+    found = getattr(transformers, name, None)
+    if found is None:
+        raise ValueError(f"config.json in `{path}` names no model class of transformers under `architectures`")
+    return _made(found, found.config_class, own, config)
+
+
+def _made(model_class: Any, config_class: Any, own: dict[str, Any], changes: dict[str, Any]) -> nn.Module:
+    """Make a model of a configuration's own values with changes of them. Of a list with an entry for each layer, a
+    smaller model takes the first."""
+    default = config_class()
+    for name in changes:
+        if not hasattr(default, name):
+            known = default.to_dict()
+            near = difflib.get_close_matches(name, known, 3)
+            meant = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(sorted(known)[:8])}, …"
+            raise ValueError(f"{config_class.__name__} has no `{name}`; {meant}")
+    layers, fewer = own.get(_LAYERS), changes.get(_LAYERS)
+    if layers is not None and fewer is not None:
+        own = {name: value[:fewer] if isinstance(value, list) and len(value) == layers else value
+               for name, value in own.items()}  # fmt: skip
+    config = config_class(**{**own, **changes})
+    if getattr(config, "use_cache", False):
+        config.use_cache = False  # a step trains on whole sequences
+    made: nn.Module = model_class._from_config(config)
+    return made
+
+
+_LAYERS = "num_hidden_layers"

@@ -1,0 +1,269 @@
+"""Inputs and loss of a model: what its forward takes is found by calling it on tensors that hold nothing.
+
+A forward's parameters have names, perhaps types, and no shapes. Each gets one tensor after the other that its layers
+might read; where a call fails, the number of operators before that tells which one was nearer.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from parc.compiler.capture.callables import ending_said
+from parc.compiler.capture.model_output import tensors_in
+from parc.compiler.initial.recipes import Recorded
+from parc.compiler.torch_private import quiet
+
+SAMPLES, LENGTH = 8, 128
+_SECONDS = 60
+_TARGETS = ("label", "target")
+"""Words in the names of parameters for what a loss compares with: these are filled though they may be left out."""
+_LENGTHS = (64, 32, 16, 8)
+_PICTURES = (32, 64, 224, 28, 16)
+_LONGEST, _SOUND = 4096, 16000
+
+
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """A tensor for one parameter of a forward: its dtype, and its dims, each a number or the name of a size."""
+
+    dtype: str
+    dims: tuple[int | str, ...]
+
+    def text(self) -> str:
+        """Return it as an ``input`` line has it."""
+        return f"{self.dtype} [{', '.join(map(str, self.dims))}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """One call: what the forward returned, or its error and the number of operators before it."""
+
+    output: Any
+    error: Exception | None
+    operators: int
+
+    @property
+    def rank(self) -> tuple[bool, int]:
+        """The order of calls, the best last."""
+        return self.error is None, self.operators
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardCall:
+    """A call that was found: the guess for each parameter, the sizes that guesses name, and what came of it."""
+
+    guesses: Mapping[str, Guess]
+    sizes: Mapping[str, int]
+    tried: Tried
+
+
+class _Counter(TorchDispatchMode):
+    """A mode that counts operators."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+class Caller:
+    """A model on tensors that hold nothing, called with one guess after the other."""
+
+    def __init__(self, recorded: Recorded, sizes: Mapping[str, int], given: Mapping[str, Guess]) -> None:
+        self.module, self.mode, self.given = recorded.module, recorded.mode, given
+        self.sizes = {"B": SAMPLES, "S": LENGTH, **sizes}
+        self._free = not {"S"} & sizes.keys()
+        self.parameters = {
+            name: parameter
+            for name, parameter in inspect.signature(recorded.module.forward).parameters.items()
+            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        }
+        self.numbers = _numbers(recorded.module)
+        self._layers = _Layers.of(recorded.module)
+        self._end = time.monotonic() + _SECONDS
+
+    def call(self, guesses: Mapping[str, Guess], sizes: Mapping[str, int]) -> Tried:
+        """ForwardCall the forward."""
+        counter = _Counter()
+        with self.mode, quiet(), counter:
+            values = {
+                name: torch.zeros(
+                    [dim if isinstance(dim, int) else sizes[dim] for dim in guess.dims],
+                    dtype=getattr(torch, guess.dtype),
+                )
+                for name, guess in guesses.items()
+            }
+            first = [
+                values.pop(name)
+                for name, parameter in self.parameters.items()
+                if parameter.kind is parameter.POSITIONAL_ONLY and name in values
+            ]
+            counter.count = 0
+            try:
+                with ending_said():
+                    output = self.module(*first, **values)
+            except Exception as error:
+                return Tried(None, error, counter.count)
+        return Tried(output, None, counter.count)
+
+    def find(self) -> ForwardCall:
+        """Return the call that went furthest: with the parameters that must be filled, and, where it needs more, with
+        further ones that may."""
+        required = [name for name, parameter in self.parameters.items() if parameter.default is parameter.empty]
+        optional = [name for name, parameter in self.parameters.items() if parameter.default is None]
+        main = getattr(self.module, "main_input_name", None)
+        first = required or ([main] if main in optional else optional[:1])
+        best = self._climb(ForwardCall({name: self._options(name)[0] for name in [*self.given, *first]}, self.sizes,
+                                Tried(None, None, 0)))  # fmt: skip
+        for name in optional:
+            if best.tried.error is None or time.monotonic() > self._end:
+                break
+            if name not in best.guesses:
+                more = self._climb(replace(best, guesses={**best.guesses, name: self._options(name)[0]}))
+                best = more if more.tried.rank > best.tried.rank else best
+        return best
+
+    def with_targets(self, found: ForwardCall) -> Iterator[tuple[str, ForwardCall]]:
+        """Yield the calls that go with one more parameter, which is named as what a loss compares with."""
+        for name, parameter in self.parameters.items():
+            if name in found.guesses or parameter.default is parameter.empty:
+                continue
+            if not any(word in name.lower() for word in _TARGETS):
+                continue
+            for guess in self._targets(found):
+                guesses = {**found.guesses, name: guess}
+                if (tried := self.call(guesses, found.sizes)).error is None:
+                    yield name, ForwardCall(guesses, found.sizes, tried)
+
+    def _climb(self, start: ForwardCall) -> ForwardCall:
+        """Return the best call that is found by changing one guess, or the length of sequences, after the other."""
+        best = replace(start, tried=self.call(start.guesses, start.sizes))
+        moved = True
+        while moved and best.tried.error is not None:
+            moved = False
+            for changed in self._changes(best):
+                if time.monotonic() > self._end:
+                    return best
+                if not any("B" in guess.dims for guess in changed.guesses.values()):
+                    continue
+                changed = replace(changed, tried=self.call(changed.guesses, changed.sizes))
+                if changed.tried.rank > best.tried.rank:
+                    best, moved = changed, True
+                if best.tried.error is None:
+                    break
+        return best
+
+    def _changes(self, best: ForwardCall) -> Iterator[ForwardCall]:
+        """Yield calls that differ in one thing: the length of sequences, first as a power of two, or one guess."""
+        sized = self._free and any("S" in guess.dims for guess in best.guesses.values())
+        lengths = [size for size in self.numbers if _LENGTHS[-1] <= size <= _LONGEST] if sized else []
+        for length in _LENGTHS if sized else ():
+            yield replace(best, sizes={**best.sizes, "S": length})
+        for name in best.guesses:
+            for guess in self._options(name):
+                yield replace(best, guesses={**best.guesses, name: guess})
+        for length in lengths:
+            yield replace(best, sizes={**best.sizes, "S": length})
+
+    def _options(self, name: str) -> list[Guess]:
+        """Return the tensors that a parameter may want, those first that the model's first layers read."""
+        if name in self.given:
+            return [self.given[name]]
+        words = str(self.parameters[name].annotation)
+        whole, real = "Long" in words or "Int" in words, "Float" in words
+        fits = [guess for guess in self._layers.guesses(self.numbers)
+                if (guess.dtype == "int64" or not whole) and (guess.dtype != "int64" or not real)]  # fmt: skip
+        return list(dict.fromkeys(fits)) or [Guess("float32", ("B",))]
+
+    def _targets(self, found: ForwardCall) -> Iterator[Guess]:
+        """Yield what a loss may compare with: a class for each token or sample, or as many numbers as are computed."""
+        tokens = any(guess == Guess("int64", ("B", "S")) for guess in found.guesses.values())
+        classes = [Guess("int64", ("B", "S")), Guess("int64", ("B",))]
+        yield from classes if tokens else reversed(classes)
+        for _, value in tensors_in(found.tried.output):
+            if value.is_floating_point() and value.dim():
+                yield Guess("float32", named_dims(value.shape, found.sizes))
+
+
+@dataclass(frozen=True, slots=True)
+class _Layers:
+    """The tensors that a model's layers read: the dims and channels of convolutions, the widths of linear layers,
+    whether tables are looked up, and whether that comes before convolutions. ``attention``: one reads sequences."""
+
+    channels: tuple[tuple[int, int], ...]
+    widths: tuple[int, ...]
+    lookups: bool
+    tokens_first: bool
+    attention: bool
+
+    @classmethod
+    def of(cls, module: nn.Module) -> _Layers:
+        """Read a model's layers, in the order in which they were made."""
+        layers = list(module.modules())
+        convolutions = [layer for layer in layers if isinstance(layer, torch.nn.modules.conv._ConvNd)]
+        tables = [layer for layer in layers if isinstance(layer, (nn.Embedding, nn.EmbeddingBag))]
+        first = next((layer for layer in layers if layer in convolutions or layer in tables), None)
+        return cls(
+            tuple(dict.fromkeys((len(layer.kernel_size), layer.in_channels) for layer in convolutions)),
+            tuple(dict.fromkeys(layer.in_features for layer in layers if isinstance(layer, nn.Linear))),
+            bool(tables),
+            first in tables,
+            any(isinstance(layer, nn.MultiheadAttention) for layer in layers),
+        )
+
+    def guesses(self, numbers: Sequence[int]) -> Iterator[Guess]:
+        """Yield the tensors that such layers read; ``numbers`` are those in the model's attributes."""
+        tokens = [Guess("int64", ("B", "S"))] if self.lookups else []
+        yield from tokens if self.tokens_first else ()
+        for dims, channels in self.channels[:3]:
+            yield from _signals(channels, numbers) if dims == 1 else _pictures(dims, channels, numbers)
+        yield from tokens
+        for width in self.widths[:8]:
+            plain, sequence = Guess("float32", ("B", width)), Guess("float32", ("B", "S", width))
+            yield from (sequence, plain) if self.attention else (plain, sequence)
+        yield from (Guess(dtype, ("B",)) for dtype in ("int64", "float32"))
+        yield from (Guess("float32", ("S", width)) for width in (3, 2))
+        for length in numbers[:12]:
+            yield from (Guess("float32", ("B", length, width)) for width in (*self.widths[:4], *numbers[:4]))
+
+
+def _signals(channels: int, numbers: Sequence[int]) -> Iterator[Guess]:
+    if channels == 1:
+        yield Guess("float32", ("B", _SOUND))
+    lengths: tuple[int | str, ...] = ("S", *numbers, *(2 * size for size in numbers))
+    for length in dict.fromkeys(lengths):
+        yield Guess("float32", ("B", channels, length))
+
+
+def _pictures(dims: int, channels: int, numbers: Sequence[int]) -> Iterator[Guess]:
+    for side in dict.fromkeys((_PICTURES[0], *numbers, *_PICTURES)):
+        yield Guess("float32", ("B", channels, *(side,) * dims))
+
+
+def _numbers(module: nn.Module) -> tuple[int, ...]:
+    """Return the numbers that a model's attributes and its configuration hold, which may be sizes of its inputs."""
+    holders: list[Any] = [getattr(module, "config", None), *module.modules()]
+    found: dict[int, None] = {}
+    for holder in holders[:200]:
+        for value in list(vars(holder).values() if hasattr(holder, "__dict__") else ()):
+            for number in value if isinstance(value, (tuple, list)) and len(value) < 5 else [value]:
+                if type(number) is int and 2 <= number <= 4096:
+                    found[number] = None
+    return tuple(found)
+
+
+def named_dims(shape: Sequence[int], sizes: Mapping[str, int]) -> tuple[int | str, ...]:
+    """Return the dims of a tensor of which the first is the batch, with the name of the length of sequences where one
+    is as long."""
+    return tuple(
+        "B" if at == 0 else "S" if at == 1 and size == sizes["S"] else int(size) for at, size in enumerate(shape)
+    )

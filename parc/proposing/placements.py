@@ -1,0 +1,203 @@
+"""The search for placements: the weights of a captured model that are worth splitting over an axis.
+
+The outputs of one product are split for a try, and the propagation says what follows: which other weights are split
+with them, up to the products that sum them, and what is sent for it. A split is worth it where nothing is gathered, and
+best where most is split for the fewest bytes: all of the heads of an attention, or the hidden width of an MLP, for the
+one sum behind the last product. Names of modules say nothing here; they only tell which layers are repeated.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from parc.compiler.capture.capture import Captured
+from parc.compiler.layout.placement import Split
+from parc.compiler.layout.stretches import Outer, outer_of
+from parc.compiler.ops.rules import facts
+from parc.compiler.program.binding import Binding
+from parc.compiling.driver import Asked
+from parc.compiling.refusals import REFUSALS
+from parc.passes.calls import operands_of
+from parc.passes.pipeline import Trials, names_of
+from parc.passes.placing.follow import Follower
+from parc.passes.placing.reshards import Reshard
+
+Claims = Mapping[str, Split]
+"""The split of each of some weights."""
+
+_WORTH = 0.5
+"""The least share of its worth that a split must keep beside those that were chosen before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SplitGroup:
+    """Weights that are split together, each with its split, and the bytes that one forward sends for them.
+
+    ``attends``: heads of an attention are split with them. ``vocab``: tables and heads of a vocabulary.
+    """
+
+    claims: Claims
+    weights: Claims
+    sent: int
+    attends: bool
+    vocab: bool = False
+
+
+class Search:
+    """The search over one captured model, for one axis of a mesh over which its plan places nothing yet."""
+
+    def __init__(self, captured: Captured, asked: Asked, axis: str) -> None:
+        self.axis, self.ranks, self.names = axis, asked.mesh.size(axis), names_of(captured)
+        self._trials = Trials(captured, asked.mesh, asked.request)
+        follower = Follower(self._trials.graph)
+        self._nodes = {name: key[0] for name, key in follower.parameters.items()}
+        self._attending = [
+            node
+            for node in self._trials.graph.nodes
+            if node.op == "call_function"
+            and facts(node.target).precision == "product"
+            and sum(operand in follower.computed for operand in operands_of(node)) > 1
+        ]
+        self._looked_up = {
+            operand
+            for node in self._trials.graph.nodes
+            if node.op == "call_function" and facts(node.target).looks_up and node in follower.computed
+            for operand in operands_of(node)
+            if operand not in follower.computed
+        }
+        self._own: frozenset[tuple[object, ...]] = frozenset()
+        self._own = frozenset(map(identity, self._place({})[1]))
+
+    def groups(self) -> list[SplitGroup]:
+        """Return the groups that are worth it, the best first, then that of the vocabulary."""
+        chosen: list[SplitGroup] = []
+        for group in sorted(self._candidates(), key=self._worth, reverse=True):
+            before = {name: split for other in chosen for name, split in other.claims.items()}
+            if any(name in other.weights for other in chosen for name in group.weights):
+                continue
+            beside = self._tried({**before, **group.claims})
+            sent = sum(other.sent for other in chosen)
+            if beside is not None and (beside.sent - sent) * _WORTH <= group.sent:
+                chosen.append(group)
+        vocabulary = self._vocabulary({name: split for group in chosen for name, split in group.claims.items()})
+        return [*chosen, *([vocabulary] if vocabulary is not None else [])]
+
+    # ---- one try
+
+    def _place(self, claims: Claims) -> tuple[Claims, list[Reshard], bool]:
+        """Return what is split under claims, the conversions that there are without them not, and whether heads of an
+        attention are."""
+        lines = [(Binding("parameter", name), self.axis, split, 1) for name, split in claims.items()]
+        placed, reshards = self._trials.place(lines)
+        split = {name: at for name, node in self._nodes.items() if (at := placed.splits[node, 0].get(self.axis))}
+        more = [reshard for reshard in reshards if identity(reshard) not in self._own]
+        return split, more, any(self.axis in placed.parts[node] for node in self._attending)
+
+    def _tried(self, claims: Claims) -> SplitGroup | None:
+        """Return what is split with claims; None if a value is gathered for it, or one of them does not hold."""
+        try:
+            split, more, attends = self._place(claims)
+        except REFUSALS:
+            return None
+        if any(map(gathers, more)) or any(split.get(name) != at for name, at in claims.items()):
+            return None
+        return SplitGroup(claims, split, sum(reshard.bytes for reshard in more), attends)
+
+    def _worth(self, group: SplitGroup) -> float:
+        """Return the entries of weights that are split for each byte that is sent."""
+        return sum(math.prod(self.names.shape(name)) for name in group.weights) / (group.sent + 1)
+
+    # ---- what is tried
+
+    def _candidates(self) -> Iterator[SplitGroup]:
+        """Yield the groups that end in sums: of each kind of weight all at once, or, where that does not go, singly."""
+        alike: dict[tuple[object, ...], list[str]] = {}
+        for name in self._nodes:
+            use = self.names.use(name)
+            if use.kind == "linear" and use.out_dim != use.in_dim:
+                alike.setdefault((re.sub(r"\d+", "*", name), self.names.shape(name), use), []).append(name)
+        for names in alike.values():
+            together = list(self._splits_of(names))
+            yield from together
+            if not together and len(names) > 1 and any(any(self._splits_of([name])) for name in (names[0], names[-1])):
+                for name in names:
+                    yield from self._splits_of([name])
+
+    def _splits_of(self, names: Sequence[str]) -> Iterator[SplitGroup]:
+        """Yield the group of the first way to see the outputs of weights in which no value is gathered, if there is
+        one, and if no more is summed behind it than it splits."""
+        dim = self.names.use(names[0]).out_dim
+        assert dim is not None
+        for outer in self._ways(names[0], dim):
+            group = self._tried({name: Split(dim, outer) for name in names})
+            if group is None:
+                continue
+            begin, end = (
+                sum(self._outputs(name) for name, at in group.weights.items() if is_side(name, at))
+                for is_side in (self.begins, self.ends)
+            )
+            if 0 < end <= begin:
+                yield group
+                return
+
+    def _outputs(self, name: str) -> int:
+        dim = self.names.use(name).out_dim
+        return 0 if dim is None else self.names.shape(name)[dim]
+
+    def _ways(self, name: str, dim: int) -> Iterator[Outer]:
+        """Yield the ways to see a dim as parts that are each split: as one, as the model takes it apart, as q, k and
+        v, and as two halves."""
+        pieces, size, matrix = (
+            self.names.pieces(name, dim),
+            self.names.shape(name)[dim],
+            len(self.names.shape(name)) == 2,
+        )
+        cut: list[Outer] = [outer_of(pieces)] if len(pieces) > 1 and sum(pieces) == size else []
+        for outer in dict.fromkeys([1, *cut, *((3, 2) if matrix else ())]):
+            if not isinstance(outer, int) or size % (outer * self.ranks) == 0:
+                yield outer
+
+    def ends(self, name: str, split: Split) -> bool:
+        """Return whether a split weight is of a product that sums over what is split."""
+        use = self.names.use(name)
+        return use.kind == "linear" and split.dim == use.in_dim != use.out_dim
+
+    def begins(self, name: str, split: Split) -> bool:
+        """Return whether a split weight is of a product whose outputs are split."""
+        use = self.names.use(name)
+        return use.kind == "linear" and split.dim == use.out_dim != use.in_dim
+
+    def _vocabulary(self, beside: Claims) -> SplitGroup | None:
+        """Return the tables that inputs look up, and the heads before the loss, of more rows than each is wide. Those
+        whose rows the ranks do not divide are taken untried."""
+        claims: dict[str, Split] = {}
+        before = self._tried(beside)
+        assert before is not None  # groups were tried beside each other
+        for name, node in self._nodes.items():
+            use, shape = self.names.use(name), self.names.shape(name)
+            if use.out_dim is None or use.in_dim is None or name in before.weights or len(shape) != 2:
+                continue
+            if shape[use.out_dim] <= shape[use.in_dim] or (use.kind == "lookup" and node not in self._looked_up):
+                continue
+            split = Split(use.out_dim)
+            if shape[use.out_dim] % self.ranks:
+                claims[name] = split
+            elif (tried := self._tried({**beside, name: split})) is not None:
+                more = {other: at for other, at in tried.weights.items() if other not in before.weights}
+                if not any(self.ends(other, at) for other, at in more.items()):
+                    claims[name] = split
+        return SplitGroup(claims, claims, 0, False, vocab=True) if claims else None
+
+
+def identity(reshard: Reshard) -> tuple[object, ...]:
+    """Return what tells a conversion from others of the same graph."""
+    return reshard.value, reshard.axis, reshard.source, reshard.result
+
+
+def gathers(reshard: Reshard) -> bool:
+    """Return whether a conversion moves parts of a value between ranks, forward or backward."""
+    cut = isinstance(reshard.result, Split) and reshard.source != "P" and reshard.learns
+    return not reshard.asked and (isinstance(reshard.source, Split) or cut)

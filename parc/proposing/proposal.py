@@ -1,0 +1,179 @@
+"""A plan for a model that has none: its inputs and loss by calling it, its placements by a search over its graph."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib.resources import files
+from pathlib import Path
+
+from parc.compiler.capture.capture import Captured
+from parc.compiler.capture.faults import user_frame
+from parc.compiler.initial.recipes import Recorded
+from parc.compiler.plan.include import FAMILY, families
+from parc.compiler.plan.plan import Plan, read_plan
+from parc.compiling.driver import Asked, Compiled, Progress, ask, compile_captured, task_lines
+from parc.compiling.plan_capture import capture_plan, make_model
+from parc.grammar.codes_model import NO_INPUTS
+from parc.grammar.diagnostics import Diagnostic, Label, PlanError
+from parc.grammar.source import Source
+from parc.passes.pipeline import reshards_of
+from parc.proposing.draft import ModelLine, plan_text
+from parc.proposing.inputs import Caller, ForwardCall, Guess
+from parc.proposing.lines import PlacingLine, lines_of
+from parc.proposing.placements import Search, gathers, identity
+from parc.proposing.positions import longest
+from parc.proposing.tasks import Task, tasks_of
+
+
+@dataclass(frozen=True)
+class Wish:
+    """The wishes for a proposal: the model, the ranks along each axis, and what is known already of its inputs, sizes
+    and loss."""
+
+    model: ModelLine
+    ranks: Mapping[str, int]
+    inputs: Mapping[str, Guess] = field(default_factory=dict)
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    loss: str = ""
+    head: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A plan's text, and what it compiles to."""
+
+    text: str
+    compiled: Compiled
+    family: str
+
+
+def propose(wish: Wish, folder: Path, name: str, progress: Progress = lambda _: None) -> Proposal:
+    """Return a plan for a model, which lies in ``folder`` under ``name``. It is compiled once: it names what is there,
+    and every size divides.
+
+    Raises:
+        PlanError: the model cannot be made or captured, or no inputs were found.
+    """
+    progress("making the model")
+    plan = _read(wish, Task({"x": Guess("float32", ("B",))}, {"B": 1}, "output", ""), (), name)
+    recorded = make_model(plan, task_lines(plan), folder)
+    progress("looking for inputs")
+    caller = Caller(recorded, wish.sizes, wish.inputs)
+    call = caller.find()
+    if call.tried.error is not None:
+        raise PlanError([_no_inputs(plan, caller, call)])
+    progress("capture")
+    task, (recorded, captured) = _captured(wish, list(tasks_of(caller, call, wish.loss)), folder, name)
+    draft = _read(wish, task, (), name)
+    progress("looking for placements")
+    asked = ask(draft, folder, recorded, captured)
+    search = Search(captured, asked, "tp")
+    found = lines_of(search.groups(), search)
+    own = frozenset(map(identity, reshards_of(captured, asked.mesh, asked.request)))
+
+    def fits(lines: Sequence[PlacingLine]) -> int:
+        """Return the entries of weights that lines split; -1 if they gather, or do not fit the model."""
+        try:
+            tried = ask(_read(wish, task, lines, name), folder, recorded, captured)
+            made = reshards_of(captured, tried.mesh, tried.request)
+        except PlanError:
+            return -1
+        return -1 if any(gathers(one) and identity(one) not in own for one in made) else _split(tried, search)
+
+    lines = _kept(found, fits)
+    family, lines = _family(lines, fits, recorded)
+    text = plan_text(wish.head, wish.model, task, wish.ranks, lines)
+    plan = read_plan(Source(name, text))
+    return Proposal(text, compile_captured(plan, folder, recorded, captured), family)
+
+
+def _read(wish: Wish, task: Task, lines: Sequence[PlacingLine], name: str) -> Plan:
+    return read_plan(Source(name, plan_text(wish.head, wish.model, task, wish.ranks, lines)))
+
+
+def _captured(wish: Wish, tasks: Sequence[Task], folder: Path, name: str) -> tuple[Task, tuple[Recorded, Captured]]:
+    """Return the first task with which the model can be captured, with sequences no longer than its tables of
+    positions.
+
+    Raises:
+        PlanError: that of the first task, if there is none.
+    """
+    first: PlanError | None = None
+    for task in tasks:
+        try:
+            while True:
+                plan = _read(wish, task, (), name)
+                recorded, captured = capture_plan(plan, task_lines(plan), folder, None)
+                length = longest(captured, recorded, task.sizes.get("S", 0))
+                if length >= task.sizes.get("S", 0):
+                    return task, (recorded, captured)
+                task = replace(task, sizes={**task.sizes, "S": length})
+        except PlanError as error:
+            first = first or error
+    assert first is not None
+    raise first
+
+
+def _kept(lines: Sequence[PlacingLine], fits: Callable[[Sequence[PlacingLine]], int]) -> list[PlacingLine]:
+    """Return the lines that fit together: all, or those that fit one after the other."""
+    if fits(lines) >= 0:
+        return list(lines)
+    kept: list[PlacingLine] = []
+    for pair in _pairs(lines):
+        if fits([*kept, *pair]) >= 0:
+            kept += pair
+    return kept
+
+
+def _pairs(lines: Sequence[PlacingLine]) -> Iterator[list[PlacingLine]]:
+    """Yield lines with those that belong to them: all of attentions, all of hidden widths, the vocabulary."""
+    for why in dict.fromkeys(line.part for line in lines):
+        yield [line for line in lines if line.part == why]
+
+
+def _family(
+    lines: list[PlacingLine], fits: Callable[[Sequence[PlacingLine]], int], recorded: Recorded
+) -> tuple[str, list[PlacingLine]]:
+    """Return the family that splits as much as lines do, with the one line that includes it; or these lines."""
+    least, kind = fits(lines), type(recorded.module).__name__.lower()
+    named = sorted(families(), key=lambda family: (family.replace("-", "") not in kind, _stands_for(family), family))
+    includes = {family: PlacingLine("include", [f'"{FAMILY}{family}"'], "(tp=$tp)", _FITS) for family in named}
+    found = [(fits([include]), family, include) for family, include in includes.items()]
+    best = max((size for size, *_ in found), default=-1)
+    for size, family, include in found:
+        if size == best and size >= least > 0:
+            return family, [include]
+    return "", lines
+
+
+_FITS = "a family of plans that fits: `parc show PLAN --expand` has its lines"
+
+
+def _stands_for(family: str) -> bool:
+    """Return whether a family is another one under a further name."""
+    text = (files("parc") / "plans" / f"{family}.parc").read_text(encoding="utf-8")
+    return any(line.startswith("include ") for line in text.splitlines())
+
+
+def _split(asked: Asked, search: Search) -> int:
+    """Return the entries of the weights that a plan splits over the axis of a search."""
+    names = {seed.value for seed in asked.resolved.seeds if seed.axis == search.axis and seed.dim is not None}
+    return sum(math.prod(search.names.shape(name)) for name in names)
+
+
+def _no_inputs(plan: Plan, caller: Caller, call: ForwardCall) -> Diagnostic:
+    """Return the error of a model for whose forward nothing was found, with what was seen."""
+    error = call.tried.error
+    assert error is not None
+    text = (str(error).strip() or type(error).__name__).partition("\n")[0]
+    nearest = ", ".join(f"{name} {guess.text()}" for name, guess in call.guesses.items())
+    sizes = ", ".join(f"{name}={size}" for name, size in call.sizes.items())
+    notes = [f"the call that went furthest: {nearest} at {sizes}", f"it fails: {type(error).__name__}: {text}"]
+    if where := user_frame(error):
+        notes.append(f"at {where}")
+    names = ", ".join(caller.parameters)
+    help_ = f'say what it takes, as `--input "{next(iter(call.guesses))} float32 [B, 3, 32, 32]"`, once for each input'
+    return Diagnostic(NO_INPUTS, f"no inputs were found with which forward({names}) runs",
+                      Label(plan.model.arguments.statement.span), help=help_, notes=tuple(notes))  # fmt: skip

@@ -1,0 +1,82 @@
+"""The task of a model: its inputs as lines of a plan, and a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from parc.compiler.capture.model_output import tensors_in
+from parc.proposing.inputs import Caller, ForwardCall, Guess, named_dims
+
+MEAN_SQUARE = '"torch.nn.functional:mse_loss"'
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """The training task: the inputs by name, the sizes that they name, the loss, and what a reader must know of it."""
+
+    inputs: Mapping[str, Guess]
+    sizes: Mapping[str, int]
+    loss: str
+    why: str
+
+
+def tasks_of(caller: Caller, call: ForwardCall, loss: str = "") -> Iterator[Task]:
+    """Yield the tasks that a call shows, the likeliest first: the loss that was asked for; that which the model
+    returns, also with targets that it may take; a loss of what it returns and of targets of that form."""
+    if loss:
+        yield Task(call.guesses, _used(call), loss, "as asked for")
+        return
+    if name := _loss(call.tried.output):
+        yield Task(call.guesses, _used(call), name, "the model returns its loss")
+        return
+    for targets, more in caller.with_targets(call):
+        if name := _loss(more.tried.output):
+            yield Task(more.guesses, _used(more), name, f"the model computes its loss from `{targets}`")
+            break
+    if any(True for _ in tensors_in(call.tried.output)):
+        yield _of_result(caller, call)
+
+
+def _of_result(caller: Caller, call: ForwardCall) -> Task:
+    name, value = _result(call.tried.output)
+    dims = named_dims(value.shape, call.sizes)
+    tokens = Guess("int64", ("B", "S")) in call.guesses.values()
+    classes = value.dim() > 1 and value.shape[-1] > 1
+    rows = max(
+        (layer.num_embeddings for layer in caller.module.modules() if isinstance(layer, nn.Embedding)), default=0
+    )
+    if classes and (dims[:-1] == ("B",) or (tokens and dims[:-1] == ("B", "S") and value.shape[-1] >= rows)):
+        targets = _free("targets", call)
+        guesses = {**call.guesses, targets: Guess("int64", dims[:-1])}
+        why = f"{value.shape[-1]} classes for each {'token' if 'S' in dims else 'sample'}"
+        return Task(guesses, _used(call, guesses), f"cross_entropy({name}, {targets})", why)
+    targets = _free("target", call)
+    guesses = {**call.guesses, targets: Guess("float32", dims)}
+    return Task(guesses, _used(call, guesses), f"{MEAN_SQUARE} ({name}, {targets})", "a guess: put your own loss here")
+
+
+def _loss(output: Any) -> str:
+    """Return the name of the single number that a model returns and that gradients come back from."""
+    found = [name for name, value in tensors_in(output) if value.dim() == 0 and value.requires_grad]
+    return next((name for name in found if name == "output.loss"), found[0] if found else "")
+
+
+def _result(output: Any) -> tuple[str, torch.Tensor]:
+    """Return the first tensor of the output from which gradients come back, or else the first."""
+    found = list(tensors_in(output))
+    learned = [(name, value) for name, value in found if value.requires_grad and value.is_floating_point()]
+    return (learned or found)[0]
+
+
+def _free(name: str, call: ForwardCall) -> str:
+    return name if name not in call.guesses else _free(f"{name}_", call)
+
+
+def _used(call: ForwardCall, guesses: Mapping[str, Guess] | None = None) -> dict[str, int]:
+    names = {dim for guess in (guesses or call.guesses).values() for dim in guess.dims}
+    return {name: size for name, size in call.sizes.items() if name in names}
