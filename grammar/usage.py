@@ -192,6 +192,9 @@ class _Match:
     def __init__(self, usage: Usage, form: tuple[Slot, ...], statement: Statement) -> None:
         self._usage = usage
         self._subject = [slot for slot in form if not slot.keyword]
+        self._led = {
+            slot.name for at, slot in enumerate(form) if any(one.keyword and one.required for one in form[:at])
+        }
         self._clauses = {slot.name: slot for slot in form if slot.keyword}
         self._statement = statement
         self._rest = list(statement.phrases)
@@ -200,7 +203,7 @@ class _Match:
 
     def run(self) -> tuple[Arguments, tuple[Diagnostic, ...]]:
         for slot in self._subject:
-            while slot.required and self._rest and self._keyword(self._rest[0]) is not None:
+            while (slot.required or slot.name in self._led) and self._rest and self._keyword(self._rest[0]) is not None:
                 self._take_clause()
             self._take_subject(slot)
         while self._rest:

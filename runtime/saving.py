@@ -221,10 +221,9 @@ class StateFiles:
 
     def restore(
         self, folder: Path, build: Build, state: RankState, optimizer: torch.optim.Optimizer, keep_slots: bool
-    ) -> tuple[int, tuple[str, ...]]:
-        """Read a checkpoint together with all other ranks, each of them its own parts. Return the number of steps done,
-        and notes on what is otherwise than in this run. Ranks share the work of checking the files; only then is
-        anything changed.
+    ) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+        """Read a checkpoint together with all other ranks, each of them its own parts. Return its facts, and notes on
+        what is otherwise than in this run. Ranks share the work of checking the files; only then is anything changed.
 
         Raises:
             RunError: on every rank: it is of another model or optimizer, or not as it was written.
@@ -243,7 +242,7 @@ class StateFiles:
             note = "the session's state is in parts the old one"
             raise RunError(error.code, error.message, error.help, (*error.notes, note)) from None
         state.steps.update(steps)
-        return checkpoint.step, notes
+        return checkpoint.facts, notes
 
     def read(
         self,

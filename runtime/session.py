@@ -295,7 +295,8 @@ class Session:
             RunError: on every rank: ``path`` holds something else, or cannot be written.
         """
         facts = {
-            "step": self.step_number, "optimizer": self.build.manifest["optimizer"]["name"],
+            "step": self.step_number, "samples": self.feed.position(self.step_number),
+            "optimizer": self.build.manifest["optimizer"]["name"],
             "state": changed_state(self.state.steps), "build": str(self.build.path.resolve()),
         }  # fmt: skip
         self._check_trains()
@@ -321,9 +322,11 @@ class Session:
                 named, nothing was changed.
         """
         self._check_trains()
-        self.step_number, self.notes = self._files.restore(
+        facts, self.notes = self._files.restore(
             Path(path), self.build, self.state, self.optimizer, self.offloaded.holds_slots
         )
+        self.step_number = int(facts["step"])
+        self.feed.start_at(self.step_number, int(facts.get("samples", self.feed.position(self.step_number))))
 
 
 def load(

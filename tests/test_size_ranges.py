@@ -314,7 +314,8 @@ def test_samples_of_another_size_say_how_to_run_at_theirs(gpt: Path) -> None:
     made = read_build(gpt)
 
     def said(size: int, dtype: str = "int64") -> str:
-        line = {"globs": [], "callable": "./sized.py:sample", "arguments": {"size": size, "dtype": dtype}}
+        arguments = {"size": size, "dtype": dtype}
+        line = {"form": "callable", "names": [], "callable": "./sized.py:sample", "arguments": arguments}
         feed = Feed(replace(made, manifest={**made.manifest, "data": line}), Mesh(()), {}, torch.device("cpu"))
         with pytest.raises(RunError, match="`tokens` of sample 0 is ") as error:
             feed.next(0, 1)

@@ -53,6 +53,11 @@ _LITERALS = Each((str, int, float, bool, list, _NONE))
 
 _VIEWS = [{"over": [str], "axes": [str], "sizes": [int], "in": [str]}]
 
+SAMPLES_FORM: Form = {
+    "form": str, "names": [str], "callable": (str, _NONE), "arguments": _LITERALS, "dtype?": str, "shuffle?": bool,
+    "split?": _NUMBER, "workers?": int, "pack?": bool, "end?": int,
+}  # fmt: skip
+
 MANIFEST_FORM: Form = {
     "parc": str,
     "torch": str,
@@ -80,7 +85,7 @@ MANIFEST_FORM: Form = {
     "accumulate": str,
     "precision": [{"type": str, "modules": [str], "line": int}],
     "compress": [{"axis": str, "format": str}],
-    "data": Maybe({"globs": [str], "callable": (str, _NONE), "arguments": _LITERALS}),
+    "data": Maybe(SAMPLES_FORM),
     "init": Maybe({"folder": str, "rounded": bool, "tensors": [{
         "names": [str], "shape": [int], "dtype": str, "optional?": bool
     }]}),

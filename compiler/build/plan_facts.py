@@ -34,7 +34,7 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
         "model": {"callable": plan.model.callable, "arguments": dict(plan.model.values)},
         "inputs": input_facts(plan),
         "sizes": {name: size.high for name, size in plan.sizes.items()},
-        "loss": [{**term._asdict(), "operands": list(term.operands)} for term in plan.loss.terms],
+        "loss": loss_facts(plan),
         "mesh": dict(plan.mesh.axes),
         **view_facts(plan),
         "microbatches": plan.microbatches,
@@ -69,6 +69,11 @@ def input_facts(plan: Plan) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
+def loss_facts(plan: Plan) -> list[dict[str, Any]]:
+    """Return the facts of the terms of the ``loss`` line in the manifest's form."""
+    return [{**term._asdict(), "operands": list(term.operands)} for term in plan.loss.terms]
+
+
 def offload_facts(plan: Plan) -> dict[str, str | None]:
     """Return the folder in which each part of the state of training is kept, None for the host's memory."""
     return {word: None if line.host else line.folder for word, line in plan.offloaded.items()}
@@ -76,9 +81,7 @@ def offload_facts(plan: Plan) -> dict[str, str | None]:
 
 def data_facts(line: Data | None) -> dict[str, Any] | None:
     """Return the facts of the ``data`` line in the manifest's form."""
-    return None if line is None else {
-        "globs": list(line.globs), "callable": line.callable, "arguments": dict(line.values)
-    }  # fmt: skip
+    return None if line is None else line.said.facts()
 
 
 def _optimizer_facts(plan: Plan) -> dict[str, Any]:

@@ -204,7 +204,7 @@ def _before_launch(given: argparse.Namespace, build: Build, options: Options) ->
     """
     import torch
 
-    from parc.runtime.data.sources import make_data
+    from parc.runtime.data.sources import OWN_CODE, make_data
     from parc.runtime.machine.compiled import check_compiler
     from parc.runtime.opening import build_mesh, check_fits, open_checkpoint
     from parc.runtime.processes import check_device, default_device
@@ -221,7 +221,7 @@ def _before_launch(given: argparse.Namespace, build: Build, options: Options) ->
     if given.compile:
         check_compiler(device)
     line = build.manifest["data"]
-    if line is None or line["callable"] is None:
+    if line is None or line["form"] not in OWN_CODE:
         make_data(build)
     return nproc
 

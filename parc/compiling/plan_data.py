@@ -10,17 +10,17 @@ from typing import Any
 from torch import Tensor
 
 from parc.compiler.build.build import Build
-from parc.compiler.build.plan_facts import data_facts, input_facts
+from parc.compiler.build.plan_facts import data_facts, input_facts, loss_facts
 from parc.compiler.capture.callables import CallableError
 from parc.compiler.plan.plan import Plan
-from parc.compiling.callable_faults import callable_diagnostic
+from parc.compiler.plan.samples_said import samples_span
+from parc.compiling.callable_faults import callable_diagnostic, own_trace
 from parc.grammar.codes_build import BAD_DATA, CAPTURE_FAILED
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
-from parc.grammar.syntax import String
 from parc.runtime.data.feed import MISFIT_HELP, input_types
 from parc.runtime.data.random_batch import beyond, beyond_help, class_bounds
 from parc.runtime.data.samples import DataError, sample_misfit
-from parc.runtime.data.sources import is_synthetic, open_data
+from parc.runtime.data.sources import Wanted, open_data
 
 
 def check_data(plan: Plan, folder: Path) -> None:
@@ -29,18 +29,27 @@ def check_data(plan: Plan, folder: Path) -> None:
     Raises:
         PlanError: the callable cannot be had, or takes other arguments; a glob matches no file, or all are too short.
     """
-    line, facts = plan.data, data_facts(plan.data)
-    if line is None or facts is None or is_synthetic(facts):
+    line, wanted = plan.data, _wanted(plan, folder)
+    if line is None or wanted is None:
         return
-    sizes = {name: size.low for name, size in plan.sizes.items()}  # what is too short at any of them
     try:
-        open_data(facts, input_facts(plan), plan.loss.reads, sizes, folder)
+        open_data(wanted)
     except CallableError as error:
         raise PlanError([callable_diagnostic(BAD_DATA, error, line)]) from None
     except DataError as error:
-        globs = [item for item in line.arguments.items("bytes") if isinstance(item, String)]
-        span = next((item.span for item in globs if item.text == error.pattern), line.span)
-        raise PlanError([Diagnostic(BAD_DATA, str(error), Label(span), help=error.help)]) from None
+        label = Label(samples_span(line.arguments, error.pattern))
+        notes = own_trace(error.__cause__)
+        raise PlanError([Diagnostic(BAD_DATA, str(error), label, help=error.help, notes=notes)]) from None
+
+
+def _wanted(plan: Plan, folder: Path) -> Wanted | None:
+    """Return the samples that the plan asks for, at the smallest of its sizes; None for random ones, and for none."""
+    line = data_facts(plan.data)
+    if line is None or line["form"] == "synthetic":
+        return None
+    sizes = {name: size.low for name, size in plan.sizes.items()}
+    facts = {"inputs": input_facts(plan), "loss": loss_facts(plan), "sizes": sizes, "seed": plan.seed}
+    return Wanted(line, facts, folder)
 
 
 @contextmanager
@@ -91,12 +100,11 @@ def _first_sample(plan: Plan, folder: Path) -> Mapping[str, Tensor] | None:
     Raises:
         PlanError: it is no dict of tensors.
     """
-    facts = data_facts(plan.data)
-    if facts is None or is_synthetic(facts):
+    wanted = _wanted(plan, folder)
+    if wanted is None:
         return None
-    sizes = {name: size.low for name, size in plan.sizes.items()}
     try:
-        return open_data(facts, input_facts(plan), plan.loss.reads, sizes, folder)(0)
+        return open_data(wanted)(0)
     except DataError as error:
         if error.__cause__ is not None:
             return None

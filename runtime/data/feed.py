@@ -7,8 +7,9 @@ import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, final
 
 import torch
@@ -26,8 +27,9 @@ from ...grammar.codes_build import BAD_DATA
 from ..faults import RunError
 from ..waits import WAITS
 from .random_batch import beyond, beyond_help, class_bounds
-from .samples import DataError, SampleSource, read_batch, sample_misfit
-from .sources import line_of, make_data, raised_at
+from .reading import Closing, RowReader
+from .samples import DataError, raised_at, sample_misfit
+from .sources import OWN_CODE, line_of, make_data
 from .tails import Tails
 
 LocalParts = list[dict[str, torch.Tensor]]
@@ -60,11 +62,24 @@ class Feed:
         self.shares = {name: math.prod(mesh.size(axis) for axis in self.batch_axes(name)) for name in self.types}
         """The number of ranks among which the samples of an input are divided."""
         self._tails = Tails(build, self._batched)
-        self._source: SampleSource | None = None
+        self._reader: RowReader | None = None
         self._reading = threading.Lock()  # a person's callable is asked by one thread at a time
         self._closed = threading.Event()
         self._ahead: tuple[int, Future[Given]] | None = None
         self._line = line_of(build)
+        self._batch = int(build.manifest["sizes"].get(BATCH, 1))
+        self._origin = 0, 0
+
+    def position(self, step: int) -> int:
+        """Return the number of the first sample of the plan's data that step ``step`` (from 0) takes."""
+        first, sample = self._origin
+        return sample + (step - first) * self._batch
+
+    def start_at(self, step: int, sample: int) -> None:
+        """Let step ``step`` take the plan's data from sample ``sample`` on, as a checkpoint says, and later steps what
+        follows."""
+        self.close()
+        self._origin = step, sample
 
     def batch_axes(self, name: str) -> tuple[str, ...]:
         """The mesh axes that divide the samples of an input."""
@@ -121,59 +136,66 @@ class Feed:
         Raises:
             RunError: the plan has no data, or it cannot be read.
         """
-        if self._source is None:
-            self._source, self._closed = make_data(self._build), threading.Event()
+        if self._reader is None:
+            self._closed = threading.Event()
+            source = Closing(make_data(self._build), self._closed)
+            workers = int(self._build.manifest["data"].get("workers", 0))
+            self._reader = RowReader(source, self._rows, self._batch, workers)
         ahead, self._ahead = self._ahead, None
         with WAITS.data():
-            rows = ahead[1].result() if ahead is not None and ahead[0] == step else self._read(step, self._source)
+            ready = ahead is not None and ahead[0] == step
+            rows = ahead[1].result() if ahead is not None and ready else self._read(self._reader, step, steps)
         if steps is None or step + 1 < steps:
-            self._ahead = step + 1, self._read_ahead(step + 1, self._source, self._closed)
+            self._ahead = step + 1, self._read_ahead(self._reader, step + 1, steps)
         parts = [{name: value.to(self._device) for name, value in part.items()} for part in rows.parts]
         return Given(parts, rows.prints)
 
     def close(self) -> None:
         """Stop reading ahead, without waiting for a sample that is being made."""
         self._closed.set()
-        self._source = self._ahead = None
+        self._reader = self._ahead = None
 
-    def _read_ahead(self, step: int, source: SampleSource, closed: threading.Event) -> Future[Given]:
+    def _read_ahead(self, reader: RowReader, step: int, steps: int | None) -> Future[Given]:
         """Read in a thread for which a process that ends does not wait: a person's callable may block forever."""
         future: Future[Given] = Future()
 
-        def sample(number: int) -> Mapping[str, torch.Tensor]:
-            if closed.is_set():
-                raise CancelledError
-            return source(number)
-
         def read() -> None:
             try:
-                future.set_result(self._read(step, sample))
+                future.set_result(self._read(reader, step, steps))
             except BaseException as error:  # whoever asks for this step is told
                 future.set_exception(error)
 
         thread = threading.Thread(target=read, name="parc-data", daemon=True)
-        _READERS[thread] = closed
+        _READERS[thread] = self._closed
         thread.start()
         for other in [other for other in _READERS if not other.is_alive()]:
             del _READERS[other]
         return future
 
-    def _read(self, step: int, source: SampleSource) -> Given:
-        """Return every sample that this rank needs, read once, on the CPU."""
-        wanted = {
+    @cached_property
+    def _wanted(self) -> dict[tuple[str, int], torch.Tensor]:
+        """The rows of a batch that this rank needs of each input in each microbatch."""
+        return {
             (name, index): index * type_.shape[0] + self._index(type_, 0)
             if self._batched[name]
             else torch.zeros(1).long()
             for name, type_ in self.types.items()
             for index in range(self._count)
         }
-        rows = sorted({int(row) for numbers in wanted.values() for row in numbers})
-        size = int(self._build.manifest["sizes"].get(BATCH, 1))
+
+    @cached_property
+    def _rows(self) -> list[int]:
+        """The rows of a batch that this rank needs of any input, in their order."""
+        return sorted({int(row) for numbers in self._wanted.values() for row in numbers})
+
+    def _read(self, reader: RowReader, step: int, steps: int | None) -> Given:
+        """Return every sample that this rank needs, read once, on the CPU."""
+        rows = self._rows
         try:
             with self._reading:
-                samples = read_batch(source, step, size, rows)
+                samples = reader(self.position(step), None if steps is None else self.position(steps))
         except DataError as error:
-            notes = [note for note in (self._line, raised_at(error.__cause__)) if note]
+            notes = [note for note in (self._line, raised_at(error)) if note]
             raise RunError(BAD_DATA, f"step {step + 1}: {error}", error.help, notes) from error
         missing = [name for name in self.types if name not in samples]
         if missing:
@@ -183,12 +205,12 @@ class Feed:
         first = {name: value[0] for name, value in samples.items()}
         lines = [line for line in self._build.manifest["inputs"] if line["name"] in self.types]
         sizes = {name: SizeRange(value, value) for name, value in self._build.manifest["sizes"].items()}
-        if wrong := sample_misfit(first, step * size + rows[0], lines, sizes):
+        if wrong := sample_misfit(first, self.position(step) + rows[0], lines, sizes):
             notes = [self._line] if self._line else []
             raise RunError(BAD_DATA, wrong[1], self._sizes_of(wrong[0], first[wrong[0]].shape) or MISFIT_HELP, notes)
         parts: LocalParts = [{} for _ in range(self._count)]
         read: dict[str, list[torch.Tensor]] = {name: [] for name in self.types}
-        for (name, index), numbers in wanted.items():
+        for (name, index), numbers in self._wanted.items():
             type_ = self.types[name]
             at = torch.searchsorted(torch.tensor(rows), numbers)
             value = samples[name].index_select(0, at)
@@ -196,7 +218,7 @@ class Feed:
             self._check_numbers(name, value)
             read[name].append(value)
             parts[index][name] = self._cut_rest(value, type_, 1 if self._batched[name] else 0)
-        hashed = self._build.manifest["data"]["callable"] is not None  # anybody's code
+        hashed = self._build.manifest["data"]["form"] in OWN_CODE
         return Given(parts, [int(digest(torch.cat(read[name]))) if hashed else 0 for name in self.types])
 
     def _index(self, type_: TensorType, dim: int) -> torch.Tensor:

@@ -1,23 +1,168 @@
-"""Opening the samples that a plan's ``data`` line names: text files, random ones, a person's callable."""
+"""Opening the samples that a plan's line names: files, datasets, random samples, a person's callable."""
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ...compiler.build.build import Build
 from ...compiler.capture.callables import CallableError, check_arguments, load_callable
+from ...compiler.sizes.size_range import BATCH
 from ...grammar.codes_build import BAD_DATA
 from ..faults import RunError
+from .datasets import dataset_source, folder_source
+from .files import matching_files
+from .functions import CallableData, SyntheticData
+from .order import Order, Ordered, check_order
 from .random_batch import class_bounds
-from .samples import ByteText, CallableData, DataError, SampleSource, SyntheticData
+from .samples import DataError, SampleSource, raised_at
+from .token_files import JoinedFiles, TokenFile, byte_file, token_file
+from .windows import Packing, WindowForm, Windows
 
 NO_DATA = "the plan has no `data` line"
 NO_DATA_HELP = (
     'add `data synthetic` for random samples that fit the model, or text such as `data bytes "{stdlib}/*.py"`'
 )
+IGNORE = -100
+"""The target that does not count where the loss is a callable: torch's own default."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The samples of a line, as a manifest has it, and the facts of its plan: ``inputs``, ``loss``, ``sizes`` and
+    ``seed``. Files are named from ``folder``; ``bounds`` are the counts of rows or classes that inputs may name."""
+
+    line: Mapping[str, Any]
+    facts: Mapping[str, Any]
+    folder: Path
+    bounds: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def inputs(self) -> Sequence[Mapping[str, Any]]:
+        """The plan's ``input`` lines."""
+        return self.facts["inputs"]  # type: ignore[no-any-return]
+
+    @property
+    def batch(self) -> int:
+        """The samples of a step."""
+        return int(self.facts["sizes"].get(BATCH, 1))
+
+    def function(self, positional: int) -> Callable[..., Any]:
+        """Return the line's callable, which takes its arguments and so many more by position.
+
+        Raises:
+            CallableError: it cannot be had, or takes other arguments.
+        """
+        target, arguments = self.line["callable"], self.line["arguments"]
+        function = load_callable(target, self.folder)
+        check_arguments(function, target, arguments, positional)
+        return lambda *given: function(*given, **arguments)
+
+    def windows(self) -> WindowForm:
+        """Return the form of windows of tokens: which inputs get them, and their length."""
+        operands = [name for term in self.facts["loss"] for name in term["operands"]]
+        names = byte_inputs(self.inputs, operands)
+        tokens, targets = names.get("tokens", "tokens"), names.get("targets", "targets")
+        dims = next((line["dims"] for line in self.inputs if line["name"] == tokens), self.inputs[0]["dims"])
+        length = int(self.facts["sizes"].get(dims[-1], dims[-1])) if dims else 0
+        ignored = (term["ignore"] for term in self.facts["loss"] if targets in term["operands"])
+        ignore = next((number for number in ignored if number is not None), IGNORE)
+        packing = Packing(ignore, self.line.get("end")) if self.line.get("pack") else None
+        return WindowForm(length, tokens, targets, packing)
+
+    @property
+    def packed(self) -> WindowForm | None:
+        """The form of windows where documents are packed, None where entries are samples."""
+        return self.windows() if self.line.get("pack") else None
+
+
+def _text(wanted: Wanted, files: Sequence[TokenFile], unit: str) -> SampleSource:
+    text, form = JoinedFiles(files), wanted.windows()
+    ends = form.packing is not None and form.packing.end is None
+    if unit == "tokens" and ends and len(files) == 1 and files[0].starts is None:
+        message = f"nothing says where documents end in {files[0].path}"
+        raise DataError(message, "name the token that ends one, as `pack end 50256`", files[0].path)
+    return Windows(text, form, f"{len(files)} file{'s' * (len(files) != 1)} hold {text.size} {unit}")
+
+
+def _open_bytes(wanted: Wanted) -> SampleSource:
+    files = matching_files(wanted.line["names"], wanted.folder)
+    return _text(wanted, [byte_file(path) for path in files], "bytes")
+
+
+def _open_tokens(wanted: Wanted) -> SampleSource:
+    files = matching_files(wanted.line["names"], wanted.folder)
+    names = [path for path in files if not (path.endswith(".idx") and f"{path[:-4]}.bin" in files)]
+    return _text(wanted, [token_file(path, wanted.line.get("dtype")) for path in names], "tokens")
+
+
+def _open_dataset(wanted: Wanted) -> SampleSource:
+    function = wanted.function(0)
+
+    def make() -> Any:
+        try:
+            return function()
+        except (Exception, SystemExit) as error:
+            message = f"making the dataset failed: {type(error).__name__}: {error}"
+            raise DataError(message, "the function of the plan's `data` line failed: call it by itself") from error
+
+    source = dataset_source(make(), make, wanted.inputs, wanted.batch, wanted.packed)
+    if source.count is None and (word := next((word for word in ("shuffle", "split") if word in wanted.line), "")):
+        message = f"an iterable has an order of its own and no length, so there is no `{word}`"
+        raise DataError(message, f"remove `{word}`, or return a dataset with `__getitem__` and `__len__`")
+    return source
+
+
+OPENERS: Mapping[str, Callable[[Wanted], SampleSource]] = {
+    "bytes": _open_bytes,
+    "tokens": _open_tokens,
+    "dataset": _open_dataset,
+    "folder": lambda w: folder_source(w.folder / w.line["names"][0], w.inputs, w.packed),
+    "callable": lambda w: CallableData(w.function(1)),
+    "synthetic": lambda w: SyntheticData(w.inputs, w.facts["sizes"], w.bounds, int(w.facts["seed"])),
+}
+"""The function that opens a source, by the form of the line; none reads a sample."""
+OWN_CODE = ("callable", "dataset")
+"""The forms whose samples are made by a person's code, which may differ from rank to rank."""
+
+
+def open_data(wanted: Wanted, held: bool = False) -> SampleSource:
+    """Return the samples of a line, without end, in their order, by the plan's inputs. With ``held`` they are those
+    that its ``split`` keeps for evaluation; ``count`` is then, too, the number of an epoch.
+
+    Raises:
+        CallableError: the callable cannot be had, or takes other arguments.
+        DataError: a glob matches no file, files do not hold what the line says, or there are too few samples.
+    """
+    source, line = OPENERS[wanted.line["form"]](wanted), wanted.line
+    if source.count is None:
+        return source
+    shuffled = bool(line.get("shuffle")) or line["form"] == "bytes"
+    order = Order(source.count, int(wanted.facts["seed"]), shuffled and not held, float(line.get("split", 0)), held)
+    check_order(order, wanted.batch)
+    return Ordered(source, order)
+
+
+def make_data(build: Build, line: Mapping[str, Any] | None = None, held: bool = False) -> SampleSource:
+    """Return the samples of a build's ``data`` line, or of another line of its plan; with ``held`` those that its
+    ``split`` keeps for evaluation.
+
+    Raises:
+        RunError: there is none, or nothing can be read.
+    """
+    manifest = build.manifest
+    line = manifest["data"] if line is None else line
+    if line is None:
+        raise RunError(BAD_DATA, NO_DATA, NO_DATA_HELP)
+    bounds = {name: bound for name, (bound, _) in class_bounds(build.reference).items()}
+    try:
+        return open_data(Wanted(line, manifest, build.folder, bounds), held)
+    except (CallableError, DataError) as error:
+        notes = [note for note in (line_of(build), raised_at(error)) if note]
+        message = f"the data's callable: {error}" if isinstance(error, CallableError) else str(error)
+        raise RunError(BAD_DATA, message, error.help, notes) from error
 
 
 def line_of(build: Build, verb: str = "data") -> str:
@@ -29,67 +174,6 @@ def line_of(build: Build, verb: str = "data") -> str:
         return ""
     matching = ((number, text) for number, text in enumerate(lines, 1) if text.split()[:1] == [verb])
     return next((f"line {number} of the build's plan.parc: {' '.join(text.split())}" for number, text in matching), "")
-
-
-def raised_at(error: BaseException | None) -> str:
-    """Return the line of the person's own file that failed."""
-    if error is None:
-        return ""
-    own = [frame for frame in traceback.extract_tb(error.__traceback__) if "/parc/runtime/" not in frame.filename]
-    return f"raised at {own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else ""
-
-
-def is_synthetic(line: Mapping[str, Any]) -> bool:
-    """Return whether a ``data`` line, as the manifest has it, is for random samples: it names no files and no
-    callable."""
-    return not line["globs"] and line["callable"] is None
-
-
-def make_data(build: Build) -> SampleSource:
-    """Return the source of samples of a build's ``data`` line.
-
-    Raises:
-        RunError: there is none, or nothing can be read.
-    """
-    line, where = build.manifest["data"], line_of(build)
-    if line is None:
-        raise RunError(BAD_DATA, NO_DATA, NO_DATA_HELP)
-    manifest = build.manifest
-    if is_synthetic(line):
-        bounds = {name: bound for name, (bound, _) in class_bounds(build.reference).items()}
-        return SyntheticData(manifest["inputs"], manifest["sizes"], bounds, int(manifest["seed"]))
-    try:
-        operands = [name for term in manifest["loss"] for name in term["operands"]]
-        return open_data(line, manifest["inputs"], operands, manifest["sizes"], build.folder)
-    except (CallableError, DataError) as error:
-        notes = [note for note in (where, raised_at(error.__cause__)) if note]
-        message = f"the data's callable: {error}" if isinstance(error, CallableError) else str(error)
-        raise RunError(BAD_DATA, message, error.help, notes) from error
-
-
-def open_data(
-    line: Mapping[str, Any],
-    inputs: Sequence[Mapping[str, Any]],
-    operands: Sequence[str],
-    sizes: Mapping[str, int],
-    folder: Path,
-) -> SampleSource:
-    """Return the samples of a ``data`` line of files or a callable, with their tensors by the plan's inputs; none is
-    read.
-
-    Raises:
-        CallableError: the callable cannot be had, or takes other arguments.
-        DataError: a glob matches no file, or the files are too short.
-    """
-    target, arguments = line["callable"], line["arguments"]
-    if target is not None:
-        function = load_callable(target, folder)
-        check_arguments(function, target, arguments, 1)
-        return CallableData(lambda index: function(index, **arguments))
-    first = inputs[0]["dims"]
-    text = ByteText(line["globs"], folder, int(sizes.get(first[-1], first[-1]) if first else 0))
-    names = byte_inputs(inputs, operands)
-    return lambda number: {names.get(name, name): value for name, value in text(number).items()}
 
 
 def byte_inputs(inputs: Sequence[Mapping[str, Any]], operands: Sequence[str]) -> dict[str, str]:

@@ -259,9 +259,10 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     try:
         facts = read_json(folder / FACTS)
         index = read_index(folder, facts["index"]) if "index" in facts else _of_one_file(folder)
-        step = facts["step"]
-        if type(step) is not int or not 0 <= step < 2**53:
-            raise ValueError(f"its {FACTS} has step {step!r}, which is no number of steps done")
+        for name, number in (("step", facts["step"]), ("samples", facts.get("samples", 0))):
+            if type(number) is not int or not 0 <= number < 2**53:
+                done = f"no number of {name.removesuffix('s')}s done"
+                raise ValueError(f"its {FACTS} has {name} {number!r}, which is {done}")
     except FileNotFoundError:
         lacks = f"is not a checkpoint: it has no {FACTS} or no {TENSORS}" if folder.exists() else "does not exist"
         help_ = path_meant(named, _is_checkpoint, "name a folder that `parc run --save` or `session.save` wrote")

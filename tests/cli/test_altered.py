@@ -183,7 +183,7 @@ def test_a_captured_graph_that_no_operator_makes_is_refused_by_its_line(capsys: 
         ("manifest.json", lambda m: m.pop("seed"), "it has no `seed`"),
         ("manifest.json", lambda m: m["optimizer"].pop("betas"), "it has no `optimizer.betas`"),
         ("manifest.json", lambda m: m.update(microbatches="2"), "`microbatches` is str, not int"),
-        ("manifest.json", lambda m: m.update(data={"globs": 3}), "`data.globs` is int, not list"),
+        ("manifest.json", lambda m: m.update(data={"form": 3}), "`data.form` is int, not str"),
         ("manifest.json", lambda m: m["parameters"].update({"embed.weight": "f32[?]"}), "`parameters.embed.weight`"),
         ("manifest.json", lambda m: m["files"].pop("plan.parc"), "name no `plan.parc`"),
         ("manifest.json", lambda m: m["files"].pop("programs/stage0.B.py"), "has no program of B"),

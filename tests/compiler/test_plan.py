@@ -39,7 +39,7 @@ def test_values_and_defaults() -> None:
     ]
     assert plan.sizes == {"B": SizeRange(32, 32), "S": SizeRange(128, 4096, 128)}
     assert plan.loss.terms == (LossTerm("cross_entropy", "cross_entropy", ("output.logits", "tokens"), -100),)
-    assert plan.data is not None and plan.data.globs == ("{stdlib}/*.py", "texts/*.txt")
+    assert plan.data is not None and plan.data.said.names == ("{stdlib}/*.py", "texts/*.txt")
     assert (plan.optimizer.lr, plan.optimizer.weight_decay, plan.optimizer.betas) == (3e-4, 0.01, (0.9, 0.95))
     assert plan.mesh == Mesh((("dp", 4), ("tp", 2)))
     assert (plan.seed, plan.steps, plan.microbatches, plan.precision) == (0, None, 4, ())
@@ -88,7 +88,8 @@ def test_data_by_a_callable() -> None:
     lines = ['data "./d.py:fn" (size=3)' if line.startswith("data") else line for line in TEXT.split("\n")]
     data = read_plan(Source("gpt.parc", "\n".join(lines))).data
     assert data is not None
-    assert (data.globs, data.callable, data.values) == ((), "./d.py:fn", (("size", 3),))
+    said = data.said
+    assert (said.form, said.names, said.callable, said.values) == ("callable", (), "./d.py:fn", (("size", 3),))
 
 
 def test_every_error_comes_at_once() -> None:

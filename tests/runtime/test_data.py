@@ -9,7 +9,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from parc.runtime.data.samples import ByteText, CallableData, DataError, SyntheticData, permuted, read_batch
+from parc.runtime.data.files import matching_files
+from parc.runtime.data.functions import CallableData, SyntheticData
+from parc.runtime.data.order import Order, Ordered, permuted
+from parc.runtime.data.samples import DataError, read_rows
+from parc.runtime.data.token_files import JoinedFiles, byte_file
+from parc.runtime.data.windows import WindowForm, Windows
+
+
+def windows(patterns: list[str], root: Path, length: int) -> Windows:
+    """Return the windows of files' bytes."""
+    text = JoinedFiles([byte_file(path) for path in matching_files(patterns, root)])
+    return Windows(text, WindowForm(length, "tokens", "targets"), f"the files hold {text.size} bytes")
+
+
+def shuffled(source: Windows, seed: int = 0) -> Ordered:
+    """Return the samples of a source, shuffled."""
+    return Ordered(source, Order(source.count, seed, True))
 
 
 @pytest.fixture
@@ -24,8 +40,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_windows_cover_the_sorted_text_once_an_epoch(folder: Path) -> None:
-    data = ByteText(["*.txt", "below/*"], folder, 5)
-    assert (data.size, data.windows) == (62, 12)
+    data = shuffled(windows(["*.txt", "below/*"], folder, 5))
+    assert data.count == 12
     epochs = [[data(epoch * 12 + i) for i in range(12)] for epoch in range(2)]
     for samples in epochs:
         for sample in samples:
@@ -37,31 +53,30 @@ def test_windows_cover_the_sorted_text_once_an_epoch(folder: Path) -> None:
 
 
 def test_samples_do_not_depend_on_what_was_read_before(folder: Path) -> None:
-    one, other = ByteText(["**/*.txt"], folder, 7, seed=3), ByteText(["b.txt", "**/*.txt"], folder, 7, seed=3)
-    assert torch.equal(one(5)["tokens"], [other(i) for i in (9, 2, 5)][2]["tokens"])
-    assert [one(i)["tokens"].tolist() for i in range(8)] != [
-        ByteText(["**/*.txt"], folder, 7, seed=4)(i)["tokens"].tolist() for i in range(8)
-    ]
+    one, other = windows(["**/*.txt"], folder, 7), windows(["b.txt", "**/*.txt"], folder, 7)
+    assert torch.equal(shuffled(one, 3)(5)["tokens"], [shuffled(other, 3)(i) for i in (9, 2, 5)][2]["tokens"])
+    first, second = (shuffled(one, seed) for seed in (3, 4))
+    assert [first(i)["tokens"].tolist() for i in range(8)] != [second(i)["tokens"].tolist() for i in range(8)]
 
 
 def test_standard_library_is_text_on_every_machine() -> None:
-    data = ByteText(["{stdlib}/*.py"], Path("/nowhere"), 128)
-    assert data.size > 1_000_000
+    data = windows(["{stdlib}/*.py"], Path("/nowhere"), 128)
+    assert data.count > 10_000
     assert int(data(0)["tokens"].max()) < 256
-    deep = ByteText(["{stdlib}/**/*.py"], Path("/nowhere"), 128)
-    assert all(file.startswith(sysconfig.get_path("stdlib")) and "site-packages" not in file for file in deep._files)
+    deep = matching_files(["{stdlib}/**/*.py"], Path("/nowhere"))
+    assert all(file.startswith(sysconfig.get_path("stdlib")) and "site-packages" not in file for file in deep)
 
 
 def test_what_cannot_be_read_is_said(folder: Path) -> None:
     with pytest.raises(DataError, match=r'no file matches "\*\.md"'):
-        ByteText(["*.txt", "*.md"], folder, 5)
-    with pytest.raises(DataError, match=r"2 files hold 25 bytes: a sample of 25 tokens needs 26"):
-        ByteText(["*.txt"], folder, 25)
+        windows(["*.txt", "*.md"], folder, 5)
+    with pytest.raises(DataError, match=r"the files hold 25 bytes: a sample of 25 tokens needs 26"):
+        windows(["*.txt"], folder, 25)
     with pytest.raises(DataError, match="0 bytes"):
-        ByteText(["empty.txt"], folder, 1)
+        windows(["empty.txt"], folder, 1)
     with pytest.raises(DataError, match="at least one token"):
-        ByteText(["*.txt"], folder, 0)
-    data = ByteText(["*.txt"], folder, 24)
+        windows(["*.txt"], folder, 0)
+    data = windows(["*.txt"], folder, 24)
     (folder / "b.txt").write_bytes(b"short")
     with pytest.raises(DataError, match=r"b\.txt became shorter"):
         data(0)
@@ -95,11 +110,11 @@ def test_ranks_read_their_rows_and_no_others() -> None:
         return {"x": torch.full((2, 3), number), "y": torch.tensor(number)}
 
     source = CallableData(sample)
-    whole = read_batch(source, 3, 8, slice(None))
+    whole = read_rows(source, 24, range(8))
     assert whole["x"].shape == (8, 2, 3) and whole["y"].tolist() == list(range(24, 32))
     asked.clear()
-    assert torch.equal(read_batch(source, 3, 8, slice(2, 4))["x"], whole["x"][2:4])
-    assert torch.equal(read_batch(source, 3, 8, [7, 0])["y"], whole["y"][[7, 0]])
+    assert torch.equal(read_rows(source, 24, range(2, 4))["x"], whole["x"][2:4])
+    assert torch.equal(read_rows(source, 24, [7, 0])["y"], whole["y"][[7, 0]])
     assert asked == [26, 27, 31, 24]
 
 
@@ -107,9 +122,9 @@ def test_samples_of_another_form_are_refused() -> None:
     others = {"`x` is int": {"x": 3}, "it is list": [3], "it is a tensor": torch.zeros(3)}
     for said, sample in others.items():
         with pytest.raises(DataError, match=f"sample 4 is not a dict of tensors: {said}") as error:
-            read_batch(CallableData(dict.fromkeys(range(8), sample).__getitem__), 1, 4, [0])  # type: ignore[arg-type]
+            read_rows(CallableData(dict.fromkeys(range(8), sample).__getitem__), 4, [0])  # type: ignore[arg-type]
         assert "torch.tensor(3)" in error.value.help
     with pytest.raises(DataError, match=r"sample 5 is x: int64 \[5\], but 4 is x: int64 \[4\]"):
-        read_batch(CallableData(lambda number: {"x": torch.arange(number)}), 1, 4, [0, 1])
+        read_rows(CallableData(lambda number: {"x": torch.arange(number)}), 4, [0, 1])
     with pytest.raises(DataError, match="at least one row"):
-        read_batch(CallableData(lambda number: {}), 0, 4, [])
+        read_rows(CallableData(lambda number: {}), 0, [])

@@ -39,7 +39,8 @@ def language_page() -> str:
     for verb in verbs():
         kind = directive(verb)
         text = inspect.cleandoc(kind.__doc__ or "")
-        parts.append(f"### `{verb}`\n\n```text\n{kind.USAGE}\n```\n\n{text}\n")
+        usage = kind.USAGE.replace(" | ", f"\n{' ' * len(verb)} | ") if len(kind.USAGE) > 120 else kind.USAGE
+        parts.append(f"### `{verb}`\n\n```text\n{usage}\n```\n\n{text}\n")
     return "\n".join(parts)
 
 

@@ -5,21 +5,32 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ....grammar.codes_language import BAD_VALUE
-from ....grammar.diagnostics import Diagnostic, Label
-from ....grammar.syntax import String
-from ..directive import Directive, Literal, Scope, argument, check_callable, check_literals, read_literals
+from ....grammar.diagnostics import Diagnostic
+from ..directive import Directive, Scope, argument
+from ..samples_said import SamplesSaid, check_samples, read_samples, usages
 
 
 @dataclass(frozen=True)
 class Data(Directive):
-    """The source of samples.
+    """The source of samples, and their order. The page on data, [data.md](data.md), has examples of each form.
 
     `bytes "GLOB", "GLOB"`: the bytes of text files as tokens. Globs are relative to the plan's folder; `{stdlib}` in
     one is the folder of the running Python's standard library. The input named `tokens` gets the bytes, and the input
     named `targets` the byte after each. Without these names the first whole-number input that the loss does not use
     gets the bytes, and the first that the loss uses gets the targets. Bytes go to 255: a model of text has 256 rows and
-    classes, or as many as the files' letters need.
+    classes, or as many as the files' letters need. Samples of bytes are always shuffled.
+
+    `tokens "GLOB"`: files of tokens, which are mapped into memory and never read whole: `.npy`, Megatron's `.bin` with
+    its `.idx`, or a bare `.bin` as nanoGPT writes it, whose type `dtype uint16` says. Inputs get them as they get
+    bytes.
+
+    `dataset "package.module:name" (name=value)` or `dataset "./file.py:name"`: a callable that is called once, with the
+    arguments, and returns a `torch.utils.data.Dataset`, or anything else with `__getitem__` and `__len__`, or an
+    iterable of samples or of batches. A sample is a dict by the names of inputs, without the dim of the batch, or a
+    tuple in the order of the `input` lines.
+
+    `folder "DIR"`: a dataset that Hugging Face's `datasets` has saved (`dataset.save_to_disk("DIR")`); its columns are
+    named as the inputs.
 
     `"package.module:name" (name=value)` or `"./file.py:name"`: a callable that gets the global number of a sample (and
     the arguments). It returns a dict of tensors, its inputs by name, without the dim of the batch: `{"picture":
@@ -28,19 +39,23 @@ class Data(Directive):
     `synthetic`: random samples for a first run and for measuring. They are drawn from `seed` and each sample's number,
     so that every mesh trains on the same. Whole numbers are below the count of rows that they look up, or of classes of
     the loss, and 0 or 1 where nothing says so. Real numbers are normal.
+
+    `shuffle`: every epoch has another order, which `seed` and the epoch's number choose. `split 0.05` keeps this share
+    of the samples, evenly spread, for evaluation. `workers N`: as many processes of each rank read samples ahead.
+    `pack`: samples are documents of any length, which are joined and cut to the length of the input; the first token
+    of a following document is no target (it is the loss's ignored class). In `tokens`, `end N` is the token that ends a
+    document, where no `.idx` says it. Attention still sees the end of the document before.
     """
 
-    USAGE = "data bytes GLOBS | synthetic | CALLABLE [ARGS]"
+    USAGE = f"data {' | '.join(usages())}"
 
-    globs: tuple[str, ...] = argument(
-        lambda given: tuple(item.text for item in given.items("bytes") if isinstance(item, String))
-    )
-    callable: str | None = argument(lambda given: given.text("callable") or None)
-    values: tuple[tuple[str, Literal], ...] = argument(lambda given: read_literals(given.bindings("args")))
+    samples: SamplesSaid | None = argument(read_samples)
+
+    @property
+    def said(self) -> SamplesSaid:
+        """The samples as the line says them."""
+        assert self.samples is not None, "a line that matches the usage has one of its forms"
+        return self.samples
 
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
-        yield from check_callable(self.arguments, "callable")
-        yield from check_literals(self.arguments, "args")
-        for item in self.arguments.items("bytes"):
-            if isinstance(item, String) and not item.text.strip():
-                yield Diagnostic(BAD_VALUE, "the glob is empty", Label(item.span), help='write as `"texts/*.txt"`')
+        yield from check_samples(self.arguments)

@@ -1,0 +1,140 @@
+"""The phrase of ``data``, and of other lines that name data: where samples come from, and in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ...grammar.codes_language import BAD_VALUE
+from ...grammar.diagnostics import Diagnostic, Label
+from ...grammar.nearest import did_you_mean, listed
+from ...grammar.source import Span
+from ...grammar.syntax import Item, Number, String
+from ...grammar.usage import Arguments
+from .directive import Literal, check_callable, check_literals, read_literals
+
+TOKEN_TYPES = ("uint8", "uint16", "uint32", "int8", "int16", "int32", "int64")
+"""The types that the numbers of a token file may have."""
+_OPTIONS = "[shuffle] [split X] [workers N]"
+SAMPLE_FORMS = {
+    "bytes": f"bytes GLOBS [pack] {_OPTIONS}",
+    "tokens": f"tokens GLOBS [dtype TYPE] [pack] [end N] {_OPTIONS}",
+    "dataset": f"dataset CALLABLE [ARGS] [pack] {_OPTIONS}",
+    "folder": f"folder FILE [pack] {_OPTIONS}",
+    "synthetic": "synthetic",
+    "callable": "CALLABLE [ARGS] [workers N]",
+}
+"""The forms of the phrase, by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplesSaid:
+    """The values of the phrase. ``names`` are globs, or a folder; ``split`` is the share of samples that is kept for
+    evaluation."""
+
+    form: str
+    names: tuple[str, ...]
+    callable: str | None
+    values: tuple[tuple[str, Literal], ...]
+    dtype: str | None = None
+    shuffle: bool = False
+    split: float = 0.0
+    workers: int = 0
+    pack: bool = False
+    end: int | None = None
+
+    def facts(self) -> dict[str, Any]:
+        """Return the values as a manifest has them; options that the line leaves out are left out."""
+        options = {"dtype": self.dtype, "shuffle": self.shuffle, "split": self.split, "workers": self.workers,
+                   "pack": self.pack, "end": self.end}  # fmt: skip
+        given = {name: value for name, value in options.items() if value is not None and value is not False and (
+            value or name == "end")}  # fmt: skip
+        arguments = dict(self.values)
+        return {
+            "form": self.form,
+            "names": list(self.names),
+            "callable": self.callable,
+            "arguments": arguments,
+        } | given
+
+
+def usages(lead: str = "") -> list[str]:
+    """Return the usage of each form, for a line that has the word ``lead`` before the phrase.
+
+    >>> usages("data")[-1]
+    'data CALLABLE [ARGS] [workers N]'
+    """
+    return [f"{lead} {text}".lstrip() for text in SAMPLE_FORMS.values()]
+
+
+def _slot(form: str, lead: str) -> str:
+    """Return the name of the argument that a form has and others do not."""
+    if form == "callable":
+        return lead or form
+    return f"{lead} {form}".lstrip()
+
+
+def form_of(given: Arguments, lead: str = "") -> str:
+    """Return the name of the form of a line's phrase, "" if the line has none."""
+    return next((form for form in SAMPLE_FORMS if _slot(form, lead) in given), "")
+
+
+def read_samples(given: Arguments, lead: str = "") -> SamplesSaid | None:
+    """Return what a line says of its samples, None if it has no such phrase."""
+    form = form_of(given, lead)
+    if not form:
+        return None
+    texts = tuple(item.text for item in samples_items(given, lead))
+    code = form in ("callable", "dataset")
+    return SamplesSaid(
+        form,
+        () if code else texts,
+        next(iter(texts), None) if code else None,
+        read_literals(given.bindings("args")),
+        given.text("dtype") or None,
+        "shuffle" in given,
+        float(given.number("split", 0.0)),
+        int(given.number("workers", 0)),
+        "pack" in given,
+        int(given.number("end", 0)) if "end" in given else None,
+    )
+
+
+def samples_items(given: Arguments, lead: str = "") -> tuple[String, ...]:
+    """Return the strings of the phrase, with their places: globs, a folder's name, or the name of a callable."""
+    return tuple(item for item in given.items(_slot(form_of(given, lead), lead)) if isinstance(item, String))
+
+
+def samples_span(given: Arguments, text: str, lead: str = "") -> Span:
+    """Return the place of one of the strings of the phrase, or the line's."""
+    return next((item.span for item in samples_items(given, lead) if item.text == text), given.statement.span)
+
+
+def check_samples(given: Arguments, lead: str = "") -> Iterator[Diagnostic]:
+    """Yield the errors of the phrase that the plan alone can tell."""
+    form = form_of(given, lead)
+    if form in ("callable", "dataset"):
+        yield from check_callable(given, _slot(form, lead))
+        yield from check_literals(given, "args")
+    for item in samples_items(given, lead):
+        if not item.text.strip():
+            what, example = ("folder", "wiki") if form == "folder" else ("glob", "texts/*.txt")
+            yield Diagnostic(BAD_VALUE, f"the {what} is empty", Label(item.span), help=f'write as `"{example}"`')
+    if "dtype" in given and (name := given.text("dtype")) not in TOKEN_TYPES:
+        help_ = did_you_mean(name, TOKEN_TYPES, f"types are {listed(TOKEN_TYPES)}")
+        message = f"`{name}` is not a type of the numbers of a token file"
+        yield Diagnostic(BAD_VALUE, message, Label(given.span("dtype")), help=help_)
+    if "end" in given and "pack" not in given:
+        message = "`end` names the token that ends a document, and without `pack` documents do not matter"
+        yield Diagnostic(BAD_VALUE, message, Label(given.span("end")), help="add `pack`, or remove `end`")
+    limits: Mapping[str, tuple[bool, str]] = {
+        "split": (0 < given.number("split", 0.5) < 1, "a share between 0 and 1, as 0.05"),
+        "workers": (1 <= given.number("workers", 1) <= 256, "from 1 to 256"),
+        "end": (given.number("end", 0) >= 0, "0 or more"),
+    }
+    for name, (holds, wanted) in limits.items():
+        numbers: list[Item] = [item for item in given.items(name) if isinstance(item, Number)]
+        if numbers and not holds:
+            message = f"`{name}` is {numbers[0].span.text}: it must be {wanted}"
+            yield Diagnostic(BAD_VALUE, message, Label(numbers[0].span), help=f"write a number that is {wanted}")

@@ -1,0 +1,249 @@
+"""Datasets as sources of samples: what has ``dataset[i]`` and a length, what is iterated, and folders that Hugging
+Face's ``datasets`` has saved."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...compiler.sizes.size_range import BATCH
+from .samples import DataError
+from .windows import JoinedDocuments, WindowForm, Windows, packed_documents
+
+_FORM_HELP = (
+    "give a dict of tensors, arrays or numbers by the names of inputs, or a tuple in the order of `input` lines"
+)
+Inputs = Sequence[Mapping[str, Any]]
+"""The ``input`` lines, as a manifest has them."""
+
+
+def sample_tensors(item: Any, inputs: Inputs, what: str) -> dict[str, Tensor]:
+    """Return the tensors of a sample by the names of inputs. Arrays and numbers become tensors, numbers and lists of
+    the input's type; entries of a dict that are no inputs are left out.
+
+    Raises:
+        DataError: it is no such sample.
+    """
+    if isinstance(item, tuple | list) and len(item) == len(inputs):
+        item = {line["name"]: value for line, value in zip(inputs, item, strict=True)}
+    if not isinstance(item, Mapping):
+        many = f" of {len(item)}, and the plan has {len(inputs)} inputs" if isinstance(item, tuple | list) else ""
+        raise DataError(f"{what} is no sample: it is {type(item).__name__}{many}", _FORM_HELP)
+    found = {}
+    for line in inputs:
+        if line["name"] in item:
+            value = item[line["name"]]
+            try:
+                found[line["name"]] = _tensor(value, getattr(torch, line["dtype"]))
+            except (TypeError, ValueError, RuntimeError):
+                kind = type(value).__name__
+                raise DataError(f"{what} is no sample: `{line['name']}` is {kind}", _FORM_HELP) from None
+    if not found:
+        names = ", ".join(f"`{name}`" for name in item) or "nothing"
+        raise DataError(f"{what} holds {names}, and none is an input of the plan", "name entries as the inputs")
+    return found
+
+
+def _tensor(value: Any, dtype: torch.dtype) -> Tensor:
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value)
+    return torch.tensor(value, dtype=dtype)
+
+
+@final
+class MapSource:
+    """The entries of a dataset with ``dataset[i]`` and a length, by their places."""
+
+    def __init__(self, dataset: Any, inputs: Inputs) -> None:
+        self._dataset, self._inputs, self.count = dataset, inputs, len(dataset)
+
+    def entry(self, number: int) -> Any:
+        """Return what the dataset has at a place.
+
+        Raises:
+            DataError: it failed (chained).
+        """
+        try:
+            return self._dataset[number]
+        except (Exception, SystemExit) as error:
+            message = f"entry {number} of the dataset failed: {type(error).__name__}: {error}"
+            raise DataError(message, f"ask the dataset for it: `dataset[{number}]`") from error
+
+    def __call__(self, number: int) -> dict[str, Tensor]:
+        """Return sample ``number``, from 0 to ``count - 1``.
+
+        Raises:
+            DataError: the dataset failed (chained), or its entry is no sample.
+        """
+        return sample_tensors(self.entry(number), self._inputs, f"entry {number} of the dataset")
+
+
+@final
+class IterableSource:
+    """Samples of an iterable, epoch after epoch, in its own order. Samples are numbered as they come: to go back, the
+    iterable is begun again, and passed over up to the sample.
+
+    ``begin`` returns the iterator of an epoch, over samples or batches of them. An epoch has at least ``least``
+    samples.
+    """
+
+    count: int | None = None
+
+    def __init__(self, begin: Callable[[int], Iterator[Any]], inputs: Inputs, least: int) -> None:
+        self._begin, self._inputs, self._least = begin, inputs, least
+        self._restart()
+
+    def _restart(self) -> None:
+        self._epoch, self._number, self._in_epoch = -1, -1, self._least
+        self._items: Iterator[Any] = iter(())
+        self._waiting: deque[dict[str, Tensor]] = deque()
+        self._sample: dict[str, Tensor] = {}
+
+    def __call__(self, number: int) -> dict[str, Tensor]:
+        """Return sample ``number`` >= 0.
+
+        Raises:
+            DataError: the iterable failed (chained), gave no sample, or fewer in an epoch than a step takes.
+        """
+        if number < self._number:
+            self._restart()
+        while self._number < number:
+            self._sample = self._next()
+            self._number += 1
+        return self._sample
+
+    def _next(self) -> dict[str, Tensor]:
+        while not self._waiting:
+            what = f"sample {self._number + 1} of the iterable"
+            try:
+                item = next(self._items)
+            except StopIteration:
+                self._end_epoch()
+                continue
+            except (Exception, SystemExit) as error:
+                message = f"{what} failed: {type(error).__name__}: {error}"
+                raise DataError(message, "iterate over it alone, up to this sample") from error
+            self._waiting.extend(self._samples(sample_tensors(item, self._inputs, what)))
+        self._in_epoch += 1
+        return self._waiting.popleft()
+
+    def _end_epoch(self) -> None:
+        if self._in_epoch < self._least:
+            have = f"{self._in_epoch} sample{'s' * (self._in_epoch != 1)}"
+            message = f"the iterable ends after {have}, and a step takes {self._least}"
+            raise DataError(message, f"give {self._least} or more, or make B smaller")
+        self._epoch, self._in_epoch = self._epoch + 1, 0
+        self._items = self._begin(self._epoch)
+
+    def _samples(self, item: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+        """Yield the samples of a batch, which has a dim more than a sample; a sample alone is itself."""
+        dims = {line["name"]: line["dims"] for line in self._inputs if line["dims"][:1] == [BATCH]}
+        batched = {name for name in dims.keys() & item.keys() if item[name].dim() == len(dims[name])}
+        if not batched or batched != dims.keys() & item.keys():
+            yield item
+            return
+        for row in range(min(len(item[name]) for name in batched)):
+            yield {name: value[row] if name in batched else value for name, value in item.items()}
+
+
+def epochs_of(made: Any, again: Callable[[], Any]) -> Callable[[int], Iterator[Any]]:
+    """Return the function that begins an epoch of an iterable. One that can be iterated once only, such as a generator,
+    is made again by ``again``. ``set_epoch`` is called with the epoch's number first, where the iterable has it."""
+    once = iter(made) is made
+    unused = [made]
+
+    def begin(epoch: int) -> Iterator[Any]:
+        one = (unused.pop() if unused else again()) if once else made
+        if hasattr(one, "set_epoch"):
+            one.set_epoch(epoch)
+        return iter(one)
+
+    return begin
+
+
+def dataset_source(
+    made: Any, again: Callable[[], Any], inputs: Inputs, least: int, form: WindowForm | None
+) -> MapSource | IterableSource | Windows:
+    """Return the samples of a dataset or an iterable; with ``form`` its entries are documents, which are packed.
+
+    Raises:
+        DataError: it is neither, or a document has no tokens.
+    """
+    mapped = hasattr(made, "__getitem__") and hasattr(made, "__len__")
+    if mapped and not isinstance(made, torch.utils.data.IterableDataset):
+        source = MapSource(made, inputs)
+        if form is None:
+            return source
+        lengths = [len(_document(source.entry(number), form, f"entry {number}")) for number in range(source.count)]
+        return packed_windows(lengths, lambda number: _document(source.entry(number), form, f"entry {number}"), form)
+    if not hasattr(made, "__iter__"):
+        message = f"it returns {type(made).__name__}, which is no dataset"
+        raise DataError(message, "return an object with `__getitem__` and `__len__`, or with `__iter__`")
+    begin = epochs_of(made, again)
+    if form is None:
+        return IterableSource(begin, inputs, least)
+
+    def windows(epoch: int) -> Iterator[Any]:
+        return packed_documents((_document(item, form, "a document") for item in begin(epoch)), form)
+
+    return IterableSource(windows, inputs, least)
+
+
+def packed_windows(lengths: Sequence[int], document: Callable[[int], Tensor], form: WindowForm) -> Windows:
+    """Return the windows of documents of these lengths, joined."""
+    text = JoinedDocuments(lengths, document)
+    return Windows(text, form, f"{len(lengths)} documents hold {text.size} tokens")
+
+
+def _document(item: Any, form: WindowForm, what: str) -> Tensor:
+    """Return the tokens of a document: a row of numbers, or the entry of a dict that is named as the input."""
+    if isinstance(item, Mapping):
+        if form.tokens not in item:
+            names = ", ".join(f"`{name}`" for name in item) or "nothing"
+            help_ = f"name the document's tokens as the input: `{form.tokens}`"
+            raise DataError(f"{what} holds {names}, and no `{form.tokens}`", help_)
+        item = item[form.tokens]
+    tokens = torch.as_tensor(item)
+    if tokens.dim() != 1 or tokens.is_floating_point():
+        kind = f"{str(tokens.dtype).removeprefix('torch.')} {list(tokens.shape)}"
+        raise DataError(f"{what} is {kind}, and a document is one row of whole numbers", "give a row of tokens")
+    return tokens.to(torch.int64)
+
+
+def folder_source(folder: Path, inputs: Inputs, form: WindowForm | None) -> MapSource | Windows:
+    """Return the samples of a folder that ``datasets`` has saved; with ``form`` its rows are documents.
+
+    Raises:
+        DataError: there is no such folder, it holds several datasets, or ``datasets`` is not installed.
+    """
+    try:
+        import datasets
+    except ImportError:
+        raise DataError("`folder` needs the package `datasets`", "install it: `pip install datasets`") from None
+    try:
+        made = datasets.load_from_disk(str(folder))
+    except (FileNotFoundError, ValueError, OSError) as error:
+        message = f"{folder} cannot be read as a dataset: {str(error).splitlines()[0]}"
+        raise DataError(message, "name a folder that `dataset.save_to_disk` wrote, from the plan's folder") from None
+    if isinstance(made, Mapping):
+        names = " or ".join(f'"{folder.name}/{name}"' for name in made)
+        raise DataError(f"{folder} holds {len(made)} datasets", f"name one: {names}")
+    wanted = [form.tokens] if form is not None else [line["name"] for line in inputs]
+    columns = [name for name in wanted if name in made.column_names]
+    if not columns:
+        have = ", ".join(f"`{name}`" for name in made.column_names)
+        message = f"{folder} has columns {have}, and none is an input"
+        raise DataError(message, "name its columns as the inputs: `dataset.rename_column`")
+    entries = MapSource(made.with_format("numpy", columns=columns), inputs)
+    if form is None:
+        return entries
+    lengths = [len(row) for batch in made.select_columns(columns).iter(1000) for row in batch[form.tokens]]
+    return packed_windows(lengths, lambda number: _document(entries.entry(number), form, f"row {number}"), form)

@@ -1,0 +1,115 @@
+"""The rows of batches, read where they are asked for, or ahead of that by worker processes of torch's loader."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError
+from dataclasses import dataclass
+from typing import final
+
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from .datasets import IterableSource
+from .samples import DataError, SampleSource, raised_at, read_rows
+
+_AHEAD = 2  # batches that a worker has ready
+_FORK = "fork" if "fork" in multiprocessing.get_all_start_methods() else None  # what a plan names need not be pickled
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A ``DataError`` of a worker, in words: not every exception can be sent."""
+
+    message: str
+    help: str
+    place: str
+
+
+@final
+class _Batches(Dataset[dict[str, Tensor] | Failed]):
+    """The rows of a batch, by the number of its first sample."""
+
+    def __init__(self, source: SampleSource, rows: Sequence[int]) -> None:
+        self._source, self._rows = source, rows
+
+    def __getitem__(self, first: int) -> dict[str, Tensor] | Failed:
+        try:
+            return read_rows(self._source, first, self._rows)
+        except DataError as error:
+            return Failed(str(error), error.help, raised_at(error))
+
+
+@final
+class _Firsts(Sampler[int]):
+    """The numbers of the first samples of batches, one after the other."""
+
+    def __init__(self, numbers: range) -> None:
+        self._numbers = numbers
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._numbers)
+
+
+@final
+class Closing:
+    """A source that gives no sample once ``closed`` is set.
+
+    Raises:
+        CancelledError: it is set.
+    """
+
+    def __init__(self, source: SampleSource, closed: threading.Event) -> None:
+        self.source, self._closed, self.count = source, closed, source.count
+
+    def __call__(self, number: int) -> Mapping[str, Tensor]:
+        """Return sample ``number``."""
+        if self._closed.is_set():
+            raise CancelledError
+        return self.source(number)
+
+
+@final
+class RowReader:
+    """The rows that one rank needs of batches of ``batch`` samples. With ``workers`` as many processes read them, those
+    of a few batches ahead of what is asked for."""
+
+    def __init__(self, source: Closing, rows: Sequence[int], batch: int, workers: int) -> None:
+        self._source, self._rows, self._batch = source, rows, batch
+        # An iterable is passed over up to a sample: a second reader would pass over all that the first one reads.
+        self._workers = min(workers, 1) if isinstance(source.source, IterableSource) else workers
+        self._next = -1
+        self._items: Iterator[dict[str, Tensor] | Failed] = iter(())
+
+    def __call__(self, first: int, end: int | None = None) -> dict[str, Tensor]:
+        """Return the rows of the batch whose first sample is ``first``. Workers read no batch from sample ``end`` on.
+
+        Raises:
+            DataError: they cannot be read, or a worker ended.
+        """
+        if not self._workers:
+            return read_rows(self._source, first, self._rows)
+        if first != self._next:
+            self._start(first, end)
+        try:
+            item = next(self._items)
+        except RuntimeError as error:  # what DataLoader says of a worker that was killed
+            self._next = -1
+            message = f"a worker process that reads data ended: {str(error).splitlines()[0]}"
+            raise DataError(message, "read without `workers` to see why; often memory is short") from None
+        self._next = first + self._batch if end is None or first + self._batch < end else -1
+        if isinstance(item, Failed):
+            self._next = -1
+            raise DataError(item.message, item.help, place=item.place)
+        return item
+
+    def _start(self, first: int, end: int | None) -> None:
+        firsts = _Firsts(range(first, 1 << 62 if end is None else max(end, first + 1), self._batch))
+        self._items = iter(
+            DataLoader(
+                _Batches(self._source.source, self._rows), batch_size=None, sampler=firsts, num_workers=self._workers,
+                prefetch_factor=_AHEAD, multiprocessing_context=_FORK,
+            )
+        )  # fmt: skip

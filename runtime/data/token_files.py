@@ -1,0 +1,193 @@
+"""Files of tokens as one text: bytes of any files, numpy's ``.npy``, bare numbers as nanoGPT writes them, and
+Megatron's ``.bin`` with its ``.idx``. Files of tokens are mapped into memory, and only what is asked for is read."""
+
+from __future__ import annotations
+
+import os
+import struct
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .samples import DataError
+
+_NPY = b"\x93NUMPY"
+_MEGATRON = b"MMIDIDX\x00\x00"
+_MEGATRON_TYPES = dict(enumerate(("uint8", "int8", "int16", "int32", "int64", "float64", "float32", "uint16"), 1))
+_LOOKED_AT = 4096  # numbers at the start of a file, which tell a wrong type
+
+
+@dataclass
+class TokenFile:
+    """A file of ``count`` numbers of a type, from byte ``offset`` on. ``starts`` are the numbers that begin documents,
+    in order, where the file's format says so."""
+
+    path: str
+    dtype: str
+    count: int
+    offset: int = 0
+    starts: np.ndarray[Any, Any] | None = None
+    mapped: bool = True
+
+    @cached_property
+    def _numbers(self) -> np.ndarray[Any, Any]:
+        return np.memmap(self.path, self.dtype, "r", self.offset, (self.count,))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_numbers"}  # a copy would hold them all
+
+    def read(self, start: int, count: int) -> np.ndarray[Any, Any]:
+        """Return ``count`` numbers from number ``start`` on.
+
+        Raises:
+            DataError: the file became shorter.
+        """
+        if self.mapped:
+            return self._numbers[start : start + count]
+        found = np.fromfile(self.path, self.dtype, count, offset=self.offset + start * np.dtype(self.dtype).itemsize)
+        if len(found) != count:
+            raise DataError(f"{self.path} became shorter while it was read", "start again once nothing writes to it")
+        return found
+
+    def check(self) -> None:
+        """Check that the file's first numbers look like tokens.
+
+        Raises:
+            DataError: there are negative ones, or every second is zero, as if they were of a type of twice the size.
+        """
+        first = self.read(0, min(self.count, _LOOKED_AT))
+        if bool((first < 0).any()):
+            message = f"{self.path} holds {int(first[first < 0][0])}: read as {self.dtype} its numbers are no tokens"
+            raise DataError(message, "name the type that it was written with, as `dtype uint16`", self.path)
+        wider = {"uint8": "uint16", "uint16": "uint32", "int16": "int32", "uint32": "int64", "int32": "int64"}
+        if len(first) >= 64 and self.dtype in wider and first[::2].any() and not first[1::2].any():
+            message = f"every second number of {self.path} is 0, read as {self.dtype}"
+            raise DataError(
+                message, f"was it written as {wider[self.dtype]}? Then `dtype {wider[self.dtype]}`", self.path
+            )
+
+
+def byte_file(path: str) -> TokenFile:
+    """Return a file's bytes as tokens. It is opened for each piece: a text may be thousands of files."""
+    return TokenFile(path, "uint8", os.path.getsize(path), mapped=False)
+
+
+def token_file(path: str, dtype: str | None) -> TokenFile:
+    """Return a file of tokens; nothing but its head is read. ``dtype`` is what the plan says of its type.
+
+    Raises:
+        DataError: its type is not known, another than the plan says, or none of tokens; or it is cut off.
+    """
+    with open(path, "rb") as file:
+        is_npy = file.read(len(_NPY)) == _NPY
+    index = Path(path).with_suffix(".idx")
+    if is_npy:
+        found = _npy_file(path)
+    elif index.is_file() and index.read_bytes()[: len(_MEGATRON)] == _MEGATRON:
+        found = _megatron_file(path, index)
+    elif dtype is None:
+        message = f"{path} does not say of which type its tokens are"
+        raise DataError(message, "add it to the `data` line, as `dtype uint16` for what nanoGPT writes", path)
+    else:
+        found = _bare_file(path, dtype)
+    if np.dtype(found.dtype).kind not in "iu":
+        message = f"{path} holds {found.dtype}, and tokens are whole numbers"
+        raise DataError(message, "write the numbers of tokens, as uint16 or int32", path)
+    if dtype is not None and found.dtype != dtype:
+        message = f"{path} says that it holds {found.dtype}, not {dtype}"
+        raise DataError(message, f"remove `dtype {dtype}`, or name another file", path)
+    found.check()
+    return found
+
+
+def _npy_file(path: str) -> TokenFile:
+    try:
+        array = np.load(path, mmap_mode="r")
+    except ValueError as error:
+        raise DataError(
+            f"{path} cannot be read: {error}", "save an array of whole numbers with `numpy.save`", path
+        ) from None
+    if array.ndim != 1:
+        message = f"{path} holds an array of {array.ndim} dims, and a text is one row of tokens"
+        raise DataError(message, "save it flat: `numpy.save(path, array.reshape(-1))`", path)
+    return TokenFile(path, array.dtype.name, len(array), int(array.offset))
+
+
+def _bare_file(path: str, dtype: str) -> TokenFile:
+    size, each = os.path.getsize(path), np.dtype(dtype).itemsize
+    if size % each:
+        message = f"{path} has {size} bytes, which are no whole number of {dtype}"
+        raise DataError(message, "name the type that it was written with, or write the file again", path)
+    return TokenFile(path, dtype, size // each)
+
+
+def _megatron_file(path: str, index: Path) -> TokenFile:
+    """Read the index of Megatron's: types, the lengths of sequences, and which of them begin documents."""
+    text = index.read_bytes()
+    try:
+        version, code, sequences, documents = struct.unpack_from("<QBQQ", text, len(_MEGATRON))
+        place = len(_MEGATRON) + struct.calcsize("<QBQQ")
+        lengths = np.frombuffer(text, "<i4", sequences, place)
+        firsts = np.frombuffer(text, "<i8", documents, place + 12 * sequences)
+    except (struct.error, ValueError):
+        raise DataError(f"{index} is cut off", "write it again with Megatron's tools", path) from None
+    if version != 1 or code not in _MEGATRON_TYPES:
+        message = f"{index} has version {version} and type {code}, which parc does not know"
+        raise DataError(message, "write it with Megatron's tools for version 1", path)
+    ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    dtype, size = _MEGATRON_TYPES[code], os.path.getsize(path)
+    if ends[-1] * np.dtype(dtype).itemsize != size:
+        message = f"{path} has {size} bytes, and {index.name} counts {ends[-1]} tokens of {dtype}"
+        raise DataError(message, "one of the two is of another data set, or cut off: write both again", path)
+    return TokenFile(path, dtype, int(ends[-1]), starts=ends[firsts[firsts < sequences]])
+
+
+@final
+class JoinedFiles:
+    """Files as one text, in their order; ``size`` is the number of tokens. A file begins a document."""
+
+    def __init__(self, files: Sequence[TokenFile]) -> None:
+        self.files = files
+        self._ends = list(accumulate(file.count for file in files))
+        self.size = self._ends[-1]
+
+    def read(self, start: int, count: int) -> Tensor:
+        """Return ``count`` tokens from token ``start`` on, int64.
+
+        Raises:
+            DataError: a file became shorter.
+        """
+        parts = [file.read(at, wanted) for file, at, wanted in self._pieces(start, count)]
+        return torch.from_numpy(np.concatenate(parts).astype(np.int64, copy=False))
+
+    def begins(self, start: int, count: int) -> Tensor:
+        """Return which of ``count`` tokens from ``start`` on begin a document, as booleans."""
+        found = []
+        for file, at, wanted in self._pieces(start, count):
+            mask = np.zeros(wanted, dtype=bool)
+            if file.starts is not None:
+                low, high = np.searchsorted(file.starts, [at, at + wanted])
+                mask[file.starts[low:high] - at] = True
+            if at == 0:
+                mask[0] = True
+            found.append(mask)
+        return torch.from_numpy(np.concatenate(found))
+
+    def _pieces(self, start: int, count: int) -> list[tuple[TokenFile, int, int]]:
+        """Return the files that tokens lie in, and of each the first of them and their number."""
+        pieces, place = [], bisect_right(self._ends, start)
+        while count:
+            at = start - (self._ends[place - 1] if place else 0)
+            wanted = min(count, self._ends[place] - start)
+            if wanted:
+                pieces.append((self.files[place], at, wanted))
+            start, count, place = start + wanted, count - wanted, place + 1
+        return pieces
