@@ -189,8 +189,10 @@ def walk(page: str, python: bool = True) -> Iterator[str]:
     Yield what goes wrong."""
     said, names = "", {"__name__": "__page__"}
     for block in blocks_of(page):
-        if block.title:
+        if block.title and not Path(block.title).exists():
             Path(block.title).write_text(block.text, encoding="utf-8")
+        elif block.title and block.text != (there := Path(block.title).read_text(encoding="utf-8")):
+            yield f"{block.place}: the commands before it wrote another {block.title}\n{there}"
         elif block.language == "sh":
             said = ""
             for words in block.commands():
