@@ -325,8 +325,7 @@ class Session:
         facts, self.notes = self._files.restore(
             Path(path), self.build, self.state, self.optimizer, self.offloaded.holds_slots
         )
-        self.step_number = int(facts["step"])
-        self.feed.start_at(self.step_number, int(facts.get("samples", self.feed.position(self.step_number))))
+        self.step_number = self.feed.go_on(facts)
 
 
 def load(

@@ -75,11 +75,12 @@ class Feed:
         first, sample = self._origin
         return sample + (step - first) * self._batch
 
-    def start_at(self, step: int, sample: int) -> None:
-        """Let step ``step`` take the plan's data from sample ``sample`` on, as a checkpoint says, and later steps what
-        follows."""
+    def go_on(self, facts: Mapping[str, Any]) -> int:
+        """Let the plan's data go on where a checkpoint with these facts ends. Return the number of steps done."""
+        step = int(facts["step"])
         self.close()
-        self._origin = step, sample
+        self._origin = step, int(facts.get("samples", step * self._batch))
+        return step
 
     def batch_axes(self, name: str) -> tuple[str, ...]:
         """The mesh axes that divide the samples of an input."""
