@@ -35,7 +35,7 @@ from .opening import build_mesh, check_fits, check_source_of, constants_of, open
 from .owners import held
 from .processes import default_device, join_processes, launched
 from .reporting import Reporting
-from .saving import LocalPart, StateFiles, stored_of
+from .saving import LocalPart, StateFiles, checkpoint_facts, stored_of
 from .state.gather import Gatherer, everywhere, exchange
 from .state.initial import Initial
 from .state.offload import Offloaded
@@ -294,11 +294,8 @@ class Session:
         Raises:
             RunError: on every rank: ``path`` holds something else, or cannot be written.
         """
-        facts = {
-            "step": self.step_number, "samples": self.feed.position(self.step_number),
-            "optimizer": self.build.manifest["optimizer"]["name"],
-            "state": changed_state(self.state.steps), "build": str(self.build.path.resolve()),
-        }  # fmt: skip
+        step, state = self.step_number, changed_state(self.state.steps)
+        facts = checkpoint_facts(self.build, step, self.feed.position(step), state)
         self._check_trains()
         self._files.save(Path(path), self.state, self.optimizer, facts)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 from torch import nn
 
 BASE, PREFIX = "base_layer", "base_model.model."
@@ -25,6 +28,13 @@ def base_names(module: nn.Module) -> dict[str, str | None]:
     prefix = PREFIX if is_adapted(module) else ""
     names = {name: _base(name, kinds) for name in module.state_dict()} if kinds else {}
     return {name: base.removeprefix(prefix) if base is not None else None for name, base in names.items()}
+
+
+def saved_name(module: Any, name: str) -> str:
+    """Return the name that a tensor of an adapter has in the files of ``peft``, which leave out the adapter's own name;
+    where there are several adapters, the tensor's name."""
+    adapters = [*module.peft_config] if is_adapted(module) else []
+    return re.sub(rf"(\.modules_to_save)?\.{re.escape(adapters[0])}(?=\.|$)", "", name) if len(adapters) == 1 else name
 
 
 def _base(name: str, kinds: dict[str, str]) -> str | None:

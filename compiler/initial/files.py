@@ -196,12 +196,13 @@ def held_type(shape: Sequence[int], kind: str) -> tuple[Shape, torch.dtype | Non
 
 
 def open_weights(folder: Path, rounded: bool = False) -> Weights:
-    """The tensors that the safetensors files of a folder hold.
+    """The tensors that the safetensors files of a folder hold, or one such file.
 
     Raises:
         WeightsError: there is no such folder, no such file in it, or one cannot be read.
     """
-    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+    one_file = folder.is_file() and folder.suffix == ".safetensors"
+    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else [folder] * one_file
     if not files:
         what = "has no `*.safetensors` file" if folder.is_dir() else "is not a folder"
         raise WeightsError(f"`{folder}` {what}")

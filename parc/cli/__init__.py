@@ -20,6 +20,7 @@ COMMANDS = {
     "build": "turn a plan into per-rank programs, checked",
     "run": "train a build, or a plan",
     "export": "write the weights of a checkpoint for transformers, or for the plain module",
+    "import": "read a model's weights into a checkpoint of a build",
     "verify": "prove and test a build again, from its files and its plan",
     "show": "what a build holds: placements, programs, communication, memory",
     "fmt": "rewrite plan files in their one canonical text",

@@ -5,12 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from parc.compiler.capture.adapters import base_names
 from parc.compiler.capture.capture import Captured
-from parc.compiler.capture.complex_numbers import real_form
-from parc.compiler.initial.files import Expected, WeightsError, open_weights, shown_faults
+from parc.compiler.initial.expected import state_tensors
+from parc.compiler.initial.files import WeightsError, open_weights, shown_faults
 from parc.compiler.initial.recipes import Recorded
 from parc.compiler.plan.plan import Plan
 from parc.grammar.codes_build import BAD_WEIGHTS
@@ -29,25 +26,9 @@ def init_facts(plan: Plan, recorded: Recorded, captured: Captured) -> dict[str, 
             "dtype": str(tensor.dtype).removeprefix("torch."),
             **({"optional": True} if tensor.optional else {}),
         }
-        for tensor in state_tensors(recorded, captured)
+        for tensor in state_tensors(recorded.module, captured.aliases)
     ]
     return {"folder": line.folder, "rounded": line.rounded, "tensors": tensors}
-
-
-def state_tensors(recorded: Recorded, captured: Captured) -> list[Expected]:
-    """Return the tensors of the model's state, tied ones once with all their names. Where adapters wrap layers, a layer
-    has the name of the model without adapters too."""
-    aliases, bases = captured.aliases, base_names(recorded.module)
-    tensors: dict[str, Expected] = {}
-    for name, value in recorded.module.state_dict().items():
-        if isinstance(value, torch.Tensor):
-            owner = aliases.get(name, name)
-            base = bases.get(name, name)
-            names = tensors[owner].names if owner in tensors else ()
-            names = tuple(dict.fromkeys((*names, name, *([base] if base is not None else []))))
-            held = real_form(value)
-            tensors[owner] = Expected(names, tuple(held.shape), held.dtype, base is None)
-    return list(tensors.values())
 
 
 def check_weights(plan: Plan, folder: Path, recorded: Recorded, captured: Captured) -> None:
@@ -66,7 +47,7 @@ def check_weights(plan: Plan, folder: Path, recorded: Recorded, captured: Captur
         raise PlanError(
             [Diagnostic(BAD_WEIGHTS, str(error), label, help="name a folder of safetensors files")]
         ) from None
-    faults = weights.faults(state_tensors(recorded, captured))
+    faults = weights.faults(state_tensors(recorded.module, captured.aliases))
     if faults:
         message = f"the weights in `{line.folder}` are not the model's"
         help_ = "write files with the model's own names, as its `state_dict()` has them"

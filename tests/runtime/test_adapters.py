@@ -136,6 +136,14 @@ def test_adapters_are_trained_beside_pretrained_weights_and_written_for_peft_and
     model = PeftModel.from_pretrained(loaded(tmp_path / "pretrained"), tmp_path / "adapter").eval()
     assert torch.equal(model(tokens).logits, wanted)
     assert "PeftModel.from_pretrained(base" in capsys.readouterr().err
+    for file in (tmp_path / "adapter").glob("*.safetensors"):
+        file.rename(tmp_path / "pretrained" / file.name)  # beside the model's own
+    assert main(["import", alone, str(tmp_path / "pretrained"), "-o", str(tmp_path / "imported")]) == 0
+    with parc.load(alone) as session:
+        begun = session.state_dict()
+        session.restore(tmp_path / "imported")
+        imported = session.state_dict()
+    assert all(torch.equal(begun[name], found[name]) and torch.equal(imported[name], found[name]) for name in found)
     merged = plain.merge_and_unload().state_dict()  # type: ignore[operator]
     ours = loaded(tmp_path / "merged").state_dict()
     assert ours.keys() == merged.keys()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, load_model
+from safetensors.torch import load_file, load_model, save_file
 
 import parc
 from parc.checking.reports import report_of
@@ -17,6 +17,8 @@ from parc.compiler.build.directory import write_build
 from parc.compiler.plan.plan import read_plan
 from parc.compiling.driver import compile_plan
 from parc.grammar.source import Source
+from parc.runtime.importing import import_weights
+from parc.runtime.opening import open_build
 from tests.runtime.ranks import run_ranks
 
 MODELS = """
@@ -110,10 +112,18 @@ def test_a_plan_begins_with_what_another_has_trained(tmp_path: Path) -> None:
     with parc.load(built(tmp_path, 'init from "out"\n')) as session:
         found = session.state_dict()
     assert all(torch.equal(found[name], value) for name, value in wanted.items())
+    import_weights(open_build(tmp_path / "build"), tmp_path / "out", tmp_path / "imported", shard_bytes=6000)
+    assert len([*(tmp_path / "imported").glob("state-*.safetensors")]) > 2
+    with parc.load(built(tmp_path, "optimizer on lm_head lr 0\n")) as session:
+        session.restore(tmp_path / "imported")
+        found = session.state_dict()
+        assert session.step_number == 0 and not session.optimizer.state
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
 
 
 def test_a_plain_module_loads_one_file_with_its_buffers(tmp_path: Path) -> None:
-    wanted = trained(str(built(tmp_path, model="Own", logits="output")), str(tmp_path / "saved"))
+    build = built(tmp_path, model="Own", logits="output")
+    wanted = trained(str(build), str(tmp_path / "saved"))
     assert export(tmp_path, "own.safetensors") == 0
     assert load_file(tmp_path / "own.safetensors").keys() == wanted.keys() - {"head.weight"}
     scope: dict[str, Any] = {"__name__": "models"}
@@ -121,6 +131,10 @@ def test_a_plain_module_loads_one_file_with_its_buffers(tmp_path: Path) -> None:
     module = scope["Own"]()
     load_model(module, tmp_path / "own.safetensors")
     assert all(torch.equal(module.state_dict()[name], value) for name, value in wanted.items())
+    assert main(["import", str(build), str(tmp_path / "own.safetensors"), "-o", str(tmp_path / "imported")]) == 0
+    with parc.load(build) as session:
+        session.restore(tmp_path / "imported")
+        assert all(torch.equal(wanted[name], value) for name, value in session.state_dict().items())
     assert int(module.norm.num_batches_tracked) == 1 and not torch.equal(module.norm.running_mean, torch.zeros(6))
 
 
@@ -139,6 +153,11 @@ def test_what_cannot_be_exported_is_said(tmp_path: Path, capsys: pytest.CaptureF
     (tmp_path / "other" / "build").rename(tmp_path / "build")
     assert export(tmp_path, "out") == 1
     assert "is a checkpoint of another model" in capsys.readouterr().err
+    (tmp_path / "names").mkdir()
+    save_file({"table.weight": torch.zeros(32, 6)}, tmp_path / "names" / "a.safetensors")
+    assert main(["import", str(tmp_path / "build"), str(tmp_path / "names"), "-o", str(tmp_path / "in")]) == 1
+    said = capsys.readouterr().err
+    assert "are not the model's" in said and "`norm.weight` is missing" in said and not (tmp_path / "in").exists()
     (tmp_path / "build").rename(tmp_path / "elsewhere")
     assert main(["export", str(tmp_path / "saved"), "-o", str(tmp_path / "out")]) == 1
     said = capsys.readouterr().err

@@ -1,0 +1,32 @@
+"""``parc import``: a model's weights, from transformers or a plain module, as a checkpoint of a build."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from parc.cli.terminal import say
+from parc.grammar.syntax import size_text
+
+
+def import_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("build", metavar="BUILD", type=Path)
+    parser.add_argument(
+        "weights",
+        metavar="WEIGHTS",
+        type=Path,
+        help="a folder of safetensors files, as `save_pretrained` writes it, or a file",
+    )
+    parser.add_argument("-o", dest="out", metavar="CHECKPOINT", type=Path, required=True, help="a new folder")
+    parser.add_argument("--rounded", action="store_true", help="allow weights to be rounded to the model's types")
+
+
+def import_command(given: argparse.Namespace) -> int:
+    """Write the checkpoint, and say what was written."""
+    from parc.runtime.importing import import_weights
+    from parc.runtime.opening import open_build
+
+    tensors, size = import_weights(open_build(given.build), given.weights, given.out, given.rounded)
+    say(f"written {given.out}: {tensors} tensors, {size_text(size)}")
+    say(f"next:  parc run {given.build} --resume {given.out} --save {given.out}")
+    return 0
