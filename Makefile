@@ -37,6 +37,7 @@ help:
 	@echo "make families       every family of models under every plan: verified, what it sends, how exact it is"
 	@echo "make outside        models of other packages (transformers, timm, diffusers, x-transformers): verified, refused or crashed"
 	@echo "make docs    the site of the documentation, built and checked: build/docs/site/index.html"
+	@echo "make report-look    pages of a few builds in a real browser: pictures for a desktop and a phone, light and dark"
 	@echo "make wheel   dist/: source distribution and wheel, installed beside torch alone, used and measured"
 	@echo "make planted-bugs   break good builds in every way, and say which check refuses each"
 	@echo "make soak    fuzz with fresh seeds for SOAK_MINUTES (now $(SOAK_MINUTES)), a quarter of them hostile plans, builds, checkpoints"
@@ -154,6 +155,9 @@ outside: $(OUTSIDE)/.parc-ready
 
 docs: .venv-docs/.parc-ready
 	.venv-docs/bin/python -m website build/docs
+
+report-look: $(READY)
+	$(PY) -m benchmarks.report_look
 
 wheel: $(READY)
 	$(PY) benchmarks/wheel.py

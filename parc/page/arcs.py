@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-LANE, EDGE, MOST_LANES = 9, 12, 8
+LANE, EDGE, MOST_LANES = 7, 12, 8
 
 
 def arcs_svg(edges: Sequence[tuple[int, int]], rows: int, height: int) -> tuple[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +15,7 @@ from parc.compiler.program.actions import FORWARD, PHASES
 from parc.compiler.program.blocks import starred
 from parc.compiler.program.roles import Role
 from parc.compiler.program.saved import saved_bytes_by_module
-from parc.page.flow import ModuleRow, ModuleTree, module_tree
+from parc.page.flow import ForwardWalk, ModuleRow, ModuleTree, module_tree
 from parc.page.listing import Listing
 from parc.report import plan_of, states_of
 from parc.report_words import Traffic, traffic_by
@@ -55,7 +56,7 @@ class PageFacts:
 
     def __init__(self, build: Build) -> None:
         self.build, self.report, self.plan = build, build.report, plan_of(build)
-        self.placed: Mapping[str, str] = self.report.get("placed", {})
+        self.placed: dict[str, str] = self.report.get("placed", {})
         self.listing = Listing(build)
         self.parameters = parameter_table(build)
         self.tree: ModuleTree = module_tree(build, self.placed)
@@ -100,13 +101,17 @@ class PageFacts:
         return ""
 
     def placed_by(self, line: PlanLine) -> list[str]:
-        """Return the patterns of the names that a line places."""
-        every = list(self.placed)
-        alike: dict[str, list[str]] = {}
-        for name, place in self.placed.items():
+        """Return the patterns of the names that a line places; values inside a model are as `out(layers.*)`."""
+        alike: dict[tuple[str, str], list[str]] = {}
+        every: dict[str, list[str]] = {}
+        for text, place in self.placed.items():
+            match = re.fullmatch(r"(\w+)\((.+)\)", text)
+            side, name = match.groups() if match else ("", text)
+            every.setdefault(side, []).append(name)
             if place == line.place:
-                alike.setdefault(starred(name), []).append(name)
-        return [pattern_of(names, every) for names in alike.values()]
+                alike.setdefault((side, starred(name)), []).append(name)
+        patterns = [(side, pattern_of(names, every[side])) for (side, _), names in alike.items()]
+        return [f"{side}({pattern})" if side else pattern for side, pattern in patterns]
 
     @cached_property
     def names(self) -> dict[str, str]:
@@ -118,6 +123,18 @@ class PageFacts:
             above.append(row.label)
             names[row.path] = ".".join(filter(None, above))
         return names
+
+    @cached_property
+    def stages(self) -> dict[str, dict[int, list[str]]]:
+        """The stages that compute with the modules of each row, each with those modules; empty where there is one
+        stage."""
+        rows: dict[str, dict[int, list[str]]] = {}
+        forwards = [program for program in self.build.files() if program.action == FORWARD]
+        for program in forwards if len(forwards) > 1 else ():
+            stage = int(program.role.removeprefix("stage"))
+            for module in _with_above(ForwardWalk(program).first):
+                rows.setdefault(self.tree.row_of(module), {}).setdefault(stage, []).append(module)
+        return rows
 
     def module_anchor(self, row: ModuleRow) -> str:
         """Return the anchor of the first line of a module in a forward, "" if it has none."""
@@ -158,3 +175,12 @@ class PageFacts:
     def _misfit(self, key: str) -> BuildError:
         path = self.build.path
         return BuildError(f"`{path / 'report.json'}`: `{key}` is not what the build's other files say", again(path))
+
+
+def _with_above(modules: Iterable[str]) -> list[str]:
+    """Return modules with those that they lie in."""
+    found = dict[str, None]()
+    for module in modules:
+        words = module.split(".")
+        found.update((".".join(words[:depth]), None) for depth in range(1, len(words) + 1))
+    return list(found)

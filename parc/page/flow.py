@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from parc.compiler.build.build import Build
 from parc.compiler.program.actions import FORWARD
@@ -12,22 +13,23 @@ from parc.compiler.program.blocks import complete
 from parc.compiler.program.program import Function, Line, Origin, Program
 from parc.tables import natural
 
+RowKind = Literal["module", "block", "input", "output", "loss"]
 Makers = frozenset[str] | None
 """The modules from which a value comes; None for one that is made of weights alone."""
-OUTPUT_ROW, LOSS_ROW = "/output", "/loss"
-"""The end of the name of a block's results, and the name of the loss: rows by themselves."""
+LOSS_ROW = "/loss"
+"""The path of the loss, which is a row by itself; with a slash, as those of inputs and outputs, no module's has."""
 
 
 @dataclass
 class ModuleRow:
-    """A row of the tree: a module, or numbered ones that are equal. ``label`` is its name below the row above that it
-    belongs to."""
+    """A row of the tree: a module, or numbered ones that are equal; or an input, a block's output, the loss. ``label``
+    is its name below the row above that it belongs to."""
 
     path: str
     label: str
     depth: int
     members: list[str]
-    block: bool = False
+    kind: RowKind = "module"
     type: str = ""
     """The type of the last value that the module makes in a forward."""
     line: tuple[str, int] | None = None
@@ -52,7 +54,7 @@ class ModuleTree:
 def module_tree(build: Build, placed: Mapping[str, str]) -> ModuleTree:
     """Return the tree of a build's modules. Numbered modules are equal if their parameters have equal types and were
     ``placed`` by the same lines of the plan, and if they have the same modules in them."""
-    walk = _Walk(build.programs[FORWARD])
+    walk = ForwardWalk(build.programs[FORWARD])
     parameters = build.manifest["parameters"]
     facts = {name: (text, placed.get(name, "")) for name, text in parameters.items()}
     order = _ordered([*walk.first, *(name.rpartition(".")[0] for name in parameters)])
@@ -92,7 +94,8 @@ class _Folding:
     def _fold(self, members: list[str], label: str, depth: int) -> None:
         """Add the rows of equal modules and of all in them."""
         path = members[0]
-        self.tree.rows.append(ModuleRow(path, label, depth, members, members[0].rpartition(".")[2].isdigit()))
+        kind: RowKind = "block" if members[0].rpartition(".")[2].isdigit() else "module"
+        self.tree.rows.append(ModuleRow(path, label, depth, members, kind))
         self.tree.folded[path] = path
         groups: dict[tuple[str, object], list[str]] = {}
         for prefix, child in self._inside(path, path):
@@ -130,9 +133,10 @@ class _Folding:
         return tuple(own), tuple(inside)
 
 
-class _Walk:
-    """The lines of a forward with the modules that they are part of: the first line of each module, and the type of
-    its last value. Modules come in the order in which they compute with values that are not made of weights alone."""
+class ForwardWalk:
+    """The lines of a forward, or of a stage's, with the modules that they are part of: the first line of each module,
+    and the type of its last value. Modules come in the order in which they compute with values that are not made of
+    weights alone."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -168,9 +172,9 @@ class _Flow:
         self.program, self.tree = program, tree
         above = {tree.row_of(row.path.rpartition(".")[0]) for row in tree.rows if row.path}
         with_weights = {name.rpartition(".")[0] for name in program.main.bound(*PARAMETERS, "weight")}
-        own = {row.path for row in tree.rows if not row.block and row.path}
+        own = {row.path for row in tree.rows if row.kind == "module" and row.path}
         self.makers = own & ({*tree.folded} - above | {tree.folded.get(path, "") for path in with_weights})
-        self.blocks = {row.path: row for row in tree.rows if row.block}
+        self.blocks = {row.path: row for row in tree.rows if row.kind == "block"}
         self.entered: set[str] = set()
         self.reached: set[str] = set()  # from the inputs
 
@@ -181,15 +185,15 @@ class _Flow:
             is_weight = value.kind in STORED or value.kind == "weight"
             makers[value.name] = None if is_weight else frozenset()
         for name, value in main.bound("input").items():
-            makers[value.name] = frozenset({name})
-        inputs = [ModuleRow(name, name, 0, [name], type=value.type.text(self.program.mesh))
+            makers[value.name] = frozenset({f"/{name}"})
+        inputs = [ModuleRow(f"/{name}", name, 0, [name], "input", value.type.text(self.program.mesh))
                   for name, value in main.bound("input").items()]  # fmt: skip
         self.tree.rows[:0] = inputs
         self.reached.update(row.path for row in inputs)
         self._function(main, makers, "")
         for name in main.returned("loss").values():
             self._edges(makers[name], LOSS_ROW)
-        self.tree.rows.append(ModuleRow(LOSS_ROW, "loss", 0, [LOSS_ROW]))
+        self.tree.rows.append(ModuleRow(LOSS_ROW, "loss", 0, [LOSS_ROW], "loss"))
         here = {row.path: at for at, row in enumerate(self.tree.rows)}
         self.tree.edges = {edge: None for edge in self.tree.edges if here[edge[0]] < here[edge[1]]}
 
@@ -239,11 +243,11 @@ class _Flow:
 
     def _output(self, block: ModuleRow, makers: Makers) -> None:
         """Add a row for what a block returns, at its end."""
-        rows, name = self.tree.rows, f"{block.path}{OUTPUT_ROW}"
+        rows, name = self.tree.rows, f"{block.path}/output"
         at = rows.index(block) + 1
         while at < len(rows) and rows[at].depth > block.depth:
             at += 1
-        rows.insert(at, ModuleRow(name, "output", block.depth + 1, [name], type=block.type))
+        rows.insert(at, ModuleRow(name, "output", block.depth + 1, [name], "output", block.type))
         self._edges(makers, name)
 
 

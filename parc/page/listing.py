@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from parc.compiler.build.build import Build, program_file
 from parc.compiler.layout.collectives import COLLECTIVES
-from parc.compiler.program.actions import FORWARD
+from parc.compiler.program.actions import ACTIONS, FORWARD
 from parc.compiler.program.program import Function, Program
 
 _NUMBERS = re.compile(r"(?<=[A-Za-z][._])\d+|(?<=message=)\d+")
@@ -40,13 +40,14 @@ class ListedFunction:
 
 
 class Listing:
-    """The distinct functions of a build's programs, in the order of their files. The captured graph is not in it."""
+    """The distinct functions of a build's programs, in the order of a step. The captured graph is not in it."""
 
     def __init__(self, build: Build) -> None:
         self.functions: list[ListedFunction] = []
         self._of: dict[tuple[str, str], ListedFunction] = {}
         alike: dict[tuple[str, str], ListedFunction] = {}
-        for program in build.files():
+        kinds = list(ACTIONS)
+        for program in sorted(build.files(), key=lambda program: kinds.index(program.action)):
             file = program_file(program)
             head, *texts = build.text(program).replace("\n\n\ndef ", "\n\0def ").split("\0")
             row = head.count("\n") + 3

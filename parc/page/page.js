@@ -5,7 +5,7 @@
   const set = (name) => { if (name) root.dataset.theme = name; else delete root.dataset.theme; };
   const names = [null, "light", "dark"];
   set(remember("parc-theme") || null);
-  theme.hidden = false;
+  for (const one of document.querySelectorAll("[data-script]")) one.hidden = false;
   const label = () => { theme.lastElementChild.textContent = root.dataset.theme || "system"; };
   theme.addEventListener("click", () => {
     const next = names[(names.indexOf(root.dataset.theme || null) + 1) % names.length];
@@ -16,10 +16,13 @@
   label();
 
   const filter = document.getElementById("filter"), rows = [...document.querySelectorAll(".row")];
-  filter.hidden = false;
   filter.addEventListener("input", () => {
     const wanted = filter.value.trim().toLowerCase();
     for (const row of rows) row.classList.toggle("off", !row.dataset.name.toLowerCase().includes(wanted));
+  });
+  const full = document.getElementById("full");
+  if (full) full.addEventListener("click", () => {
+    full.textContent = document.querySelector(".timeline").classList.toggle("full") ? "fit" : "full size";
   });
   const paths = [...document.querySelectorAll(".arcs path")];
   const light = (row) => { for (const path of paths) path.classList.toggle("on", row !== null && path.dataset.e.split(" ").includes(row.dataset.at)); };
@@ -38,6 +41,7 @@
     let closed = false;
     for (let at = target; at; at = at.parentElement) if (at.tagName === "DETAILS" && !at.open) { at.open = true; closed = true; }
     if (closed) target.scrollIntoView();
+    if (target.classList.contains("row")) target.focus({ preventScroll: true });
   };
   addEventListener("hashchange", open);
   open();

@@ -15,10 +15,11 @@ from parc.compiler.schedules.timeline import simulate
 from parc.grammar.syntax import size_text
 from parc.page.arcs import arcs_svg
 from parc.page.facts import STORED_KINDS, EqualMessages, PageFacts
-from parc.page.flow import LOSS_ROW, OUTPUT_ROW, ModuleRow
+from parc.page.flow import ModuleRow, number_ranges
 from parc.page.listing import ListedFunction
 from parc.placement_words import in_words
 from parc.report_words import across_text, check_texts, fact_rows, schedule_words, traffic_by, traffic_rows
+from parc.tables import parameter_rows
 
 ROW_HEIGHT = 30
 """The height of a row of the tree, in pixels."""
@@ -35,10 +36,17 @@ def page_of(build: Build) -> str:
 
 class _Page:
     def __init__(self, build: Build) -> None:
-        self.build, self.facts, self.report = build, PageFacts(build), build.report
         mesh = build.mesh.declared
+        self.build, self.facts = build, PageFacts(build)
+        self.report = {**build.report, "mesh": dict(mesh.axes)}  # JSON's sorted keys lost their order
         named = dict.fromkeys([*mesh.names, *(axis for view in self.report.get("views", ()) for axis in view["axes"])])
         self.colors = {axis: number % 6 for number, axis in enumerate(named)}
+        self.above: dict[str, ModuleRow] = {}
+        way: list[ModuleRow] = []
+        for row in self.facts.tree.rows:
+            del way[row.depth :]
+            way.append(row)
+            self.above[row.path] = way[-2] if row.depth else row
         self.held = {row["name"]: row for row in self.facts.parameters}
         self.of_rows: dict[str, list[EqualMessages]] = {}
         for message in self.facts.messages:
@@ -46,7 +54,7 @@ class _Page:
 
     def text(self) -> str:
         environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-        environment.filters |= {"size": size_text, "program": program_html}
+        environment.filters |= {"size": size_text, "short": short_count, "program": program_html}
         environment.globals |= {"color": self.color, "plan_link": self.facts.line_anchor}
         files = {name: (resources.files(__package__) / name).read_text(encoding="utf-8")
                  for name in ("page.html", "page.css", "page.js")}  # fmt: skip
@@ -55,7 +63,7 @@ class _Page:
 
     def color(self, axis: str) -> int:
         """Return the number of an axis's color; of several axes that of the first."""
-        return self.colors.get(axis.split(",")[0], 5)
+        return self.colors.get(self.build.mesh.owner(axis.split(",")[0]), 5)
 
     def content(self) -> dict[str, Any]:
         """Return all that the template names."""
@@ -65,21 +73,39 @@ class _Page:
         arcs, gutter = arcs_svg(edges, len(tree.rows), ROW_HEIGHT)
         return {
             "model": self.build.manifest["model"]["callable"],
-            "mesh": [(axis, size) for axis, size in self.build.mesh.declared.axes],
+            "mesh": report["mesh"],
             "world": report["world"], "parameters": report["parameters"],
             "peak": max(entry["peak_bytes"] for entry in report["memory"]),
             "budget": self.build.manifest.get("budget"),
             "sent": traffic_by(report["communication"]).get(()),
             "pipeline": report["pipeline"], "schedule": schedule_words(report["pipeline"]),
-            "facts": fact_rows(report), "across": across_text(report), "checks": report["checks"],
+            "facts": self.other_facts(), "across": across_text(report), "checks": report["checks"],
             "check_texts": check_texts(report)[1:],
             "rows": [self.module(row) for row in tree.rows], "arcs": Markup(arcs), "gutter": gutter,
             "row_height": ROW_HEIGHT,
-            "memory": self.memory(), "kinds": MEMORY_KINDS, "modules": self.module_memory(),
+            "memory": self.memory(), "modules": self.module_memory(),
+            "kinds": [kind for kind in MEMORY_KINDS if any(entry[kind] for entry in report["memory"])],
+            "table": parameter_rows(facts.parameters, facts.placed), "axis_of_stages": self.build.axis,
             "stored_kinds": STORED_KINDS,
             "axes": self.axes(), "traffic": traffic_rows(report["communication"]), "messages": self.messages(),
             "timeline": self.timeline(), "lines": self.lines(), "functions": facts.listing.functions,
         }  # fmt: skip
+
+    def other_facts(self) -> list[tuple[str, str]]:
+        """Return the report's facts in words but those about memory, which have a table."""
+        named, name = list[tuple[str, str, str]](), ""
+        for own, text in fact_rows(self.report):
+            name = own or name
+            named.append((name, own, text))
+        return [(own, text) for name, own, text in named if name != "memory"]
+
+    def stage_words(self, row: ModuleRow) -> tuple[str, list[tuple[int, str]]]:
+        """Return the stages of a row's modules, and for each stage the numbers of folded modules that it has."""
+        found = self.facts.stages.get(row.path, {})
+        numbers = {stage: [module.rpartition(".")[2] for module in own if module in row.members]
+                   for stage, own in sorted(found.items())}  # fmt: skip
+        each = [(stage, number_ranges(own)) for stage, own in numbers.items() if own] if row.kind == "block" else []
+        return number_ranges(map(str, sorted(found))), each if len(each) > 1 else []
 
     def module(self, row: ModuleRow) -> dict[str, Any]:
         """Return a row of the tree with the facts of its card."""
@@ -87,9 +113,10 @@ class _Page:
         kinds = dict.fromkeys((axis, kind) for one in own for axis, kind in one["placement"].items()
                               if kind not in ("I", "R"))  # fmt: skip
         messages = [message for message in self.of_rows.get(row.path, ()) if row.path or message.entry["module"] == ""]
+        stages, stages_of = self.stage_words(row)
         return {
-            "row": row, "name": self.name(row), "special": row.path.endswith((OUTPUT_ROW, LOSS_ROW)),
-            "is_input": row.depth == 0 and row.path in self.build.programs["F"].main.bound("input"),
+            "row": row, "name": self.facts.names[row.path], "stages_of": stages_of,
+            "stages": stages if row.kind == "block" or stages != self.stage_words(self.above[row.path])[0] else "",
             "chips": [(axis, kind, in_plain(kind)) for axis, kind in kinds],
             "held": sum(one["local_bytes"] for one in own),
             "parameters": [
@@ -101,10 +128,6 @@ class _Page:
                                         if message.entry["carries"] == "activations")),
             "messages": messages, "anchor": self.facts.module_anchor(row),
         }  # fmt: skip
-
-    def name(self, row: ModuleRow) -> str:
-        """Return a row's full name, with the numbers of folded modules."""
-        return self.facts.names[row.path]
 
     def memory(self) -> list[dict[str, Any]]:
         """Return the peaks of ranks; roles that are alike share a row."""
@@ -121,9 +144,10 @@ class _Page:
         alike: dict[str, dict[str, Any]] = {}
         for name, role in self.build.roles.items():
             found = self.facts.module_bytes(role)
-            rows = [{"name": self.facts.names[row.path], "anchor": row.path, "sizes": found[row.path],
-                     "sum": sum(found[row.path].values())}
-                    for row in self.facts.tree.rows if sum(found.get(row.path, {}).values())]  # fmt: skip
+            sums = {row: sum(sizes.values()) for row, sizes in found.items()}
+            rows = [{"name": self.facts.names[row.path], "anchor": f"M{at}", "sizes": found[row.path],
+                     "sum": sums[row.path]}
+                    for at, row in enumerate(self.facts.tree.rows) if sums.get(row.path)]  # fmt: skip
             shown = str([(row["name"], row["sizes"]) for row in rows])
             alike.setdefault(shown, {"rows": rows, "roles": [], "peak": peaks[name]})["roles"].append(name)
         for table in alike.values():
@@ -173,6 +197,18 @@ class _Page:
             )  # fmt: skip
             before = line.root
         return rows
+
+
+def short_count(number: int) -> str:
+    """Return a count in at most four digits from a million on.
+
+    >>> short_count(842_496), short_count(1_240_000), short_count(405_853_388_800)
+    ('842,496', '1.24 M', '405.9 B')
+    """
+    for size, word in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
+        if number >= size:
+            return f"{number / size:.4g} {word}"
+    return f"{number:,}"
 
 
 def in_plain(kind: str) -> str:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -14,6 +17,7 @@ from parc.page.facts import PageFacts
 from parc.page.page import page_of
 from parc.report import plan_of, states_of
 from tests.cli.commands import Captured, parc
+from tests.hostile_changes import rehash
 from tests.runtime.tiny import BOTH, ONE, PLAN, build
 
 STAGES = PLAN.replace("schedule  microbatches 2", "schedule  1f1b microbatches 4").replace("layers=2", "layers=4")
@@ -105,7 +109,30 @@ def test_values_flow_between_modules_as_in_the_models_code(made: dict[str, Build
     assert into["drop"] == {"embed", "position"}
     assert into["blocks.0.norm2"] == {"blocks.0", "blocks.0.attn.drop"}, "what goes around attention is added"
     assert into["blocks.0.mlp.down"] == {"blocks.0.mlp.up"}
-    assert into["/loss"] == {"targets", "head"}
+    assert into["/loss"] == {"/targets", "head"}
+
+
+def test_a_page_is_not_made_of_a_report_that_others_contradict(
+    capsys: Captured, made: dict[str, Build], tmp_path: Path
+) -> None:
+    for key in ("written", "communication"):
+        copy = Path(shutil.copytree(made["both"].path, tmp_path / key))
+        report = json.loads((copy / "report.json").read_text())
+        report[key].pop()
+        (copy / "report.json").write_text(json.dumps(report))
+        assert "report.json` was altered" in parc(capsys, "show", copy, "--html", tmp_path / "page.html")[2]
+        rehash(copy)
+        code, _, err = parc(capsys, "show", copy, "--html", tmp_path / "page.html")
+        assert code == 1 and f"`{key}` is not what the build's other files say" in err and "parc build PLAN" in err
+        assert not (tmp_path / "page.html").exists()
+
+
+def test_names_from_a_persons_code_are_text_and_not_markup(made: dict[str, Build]) -> None:
+    one = made["one"]
+    odd = "./gpt.py:<script>alert('x')</script>"
+    manifest = {**one.manifest, "model": {**one.manifest["model"], "callable": odd}}
+    text = page_of(replace(one, manifest=manifest))
+    assert "<script>alert" not in text and "&lt;script&gt;alert" in text
 
 
 def test_a_page_is_written_where_one_may_write(capsys: Captured, made: dict[str, Build], tmp_path: Path) -> None:
