@@ -29,7 +29,7 @@ RETURNED_CACHE = shown(
 LOSS_NOT_NUMBER = shown(
     name="P0204",
     title="the loss is not a single number",
-    why="gradients are those of one number; a loss for each token must be summed or averaged first.",
+    why="gradients are gradients of one number. A loss for each token must be summed or averaged first.",
     example='loss "./model.py:token_losses"(output, targets)',
     instead="loss cross_entropy(output, targets)",
 )
@@ -44,23 +44,24 @@ CAPTURE_FAILED = Code(
 WRONG_INPUTS = shown(
     name="P0206",
     title="the model is not called with these inputs",
-    why="inputs go to the parameters of the model's forward by name, never by their order; only what the loss names"
-    " need not be one. `as` gives a parameter's name where the input has another.",
+    why="inputs go to the parameters of the model's forward by name, never by order; only inputs that the "
+    "loss names may have no such parameter. `as` gives the parameter's name if the input has another.",
     example="input words int64 [B, S]   # the model's forward(tokens)",
     instead="input words as tokens int64 [B, S]",
 )
 NO_DIVIDE = shown(
     name="P0207",
     title="a value inside the model does not divide",
-    why="a dim somewhere in the model, whole or a rank's part of it, is no whole number for some of the declared sizes;"
-    " parc rounds none, and pads only where a line says so.",
+    why="a dim somewhere in the model, or a rank's part of it, is not a whole number for some of the declared "
+    "sizes. parc does not round, and pads only where a line says so.",
     example="sizes B=8, S=8..40        # the model averages pairs: S/2 of them",
     instead="sizes B=8, S=8..40 by 2",
 )
 WITHOUT_RULE = Code(
     name="P0208",
     title="an operator without a sharding rule",
-    why="parc knows nothing of how the operator treats its dims, so its operands are gathered whole: right, but dear.",
+    why="parc does not know how this operator treats its dims, so its operands are gathered whole: the result "
+    "is right, but it costs messages and memory.",
     example="parc.register_rule is not called for mylib::scale",
     instead='parc.register_rule("mylib.scale.default", "... d, d -> ... d", linear="0")',
     language="python",
@@ -68,69 +69,73 @@ WITHOUT_RULE = Code(
 UNASKED_RESHARD = shown(
     name="P0209",
     title="a value is moved that no line asked to move",
-    why="two lines, or a line and an operator, want the value split differently, so every step pays for the change.",
+    why="two lines, or a line and an operator, want this value split in different ways, so every step pays "
+    "for the change.",
     example="mesh tp=2\nshard tokens [_, S/tp]\ncolumn blocks.*.attn.qkv over tp",
     instead="mesh tp=2\ncolumn blocks.*.attn.qkv over tp",
 )
 CHECK_FAILED = shown(
     name="P0210",
     title="a check refused the build",
-    why="the emitted programs do not compute what the model computes. If the files were not edited, this is a fault of"
-    " parc's own: please report the plan and the message.",
+    why="the programs do not compute what the model computes. If nobody edited the files, this is a fault of "
+    "parc: please report the plan and the message.",
     example="parc verify build   # after a line of a program was changed",
     instead="parc build plan.parc -o build",
 )
 BAD_BUILD = shown(
     name="P0211",
     title="not a build, or one that was altered",
-    why="every file of a build is hashed in its manifest; a missing or edited file would run something else than was"
-    " checked.",
+    why="a build's manifest has a hash of every file. With a missing or edited file, something else would run "
+    "than what was checked.",
     example="parc run build   # after build/programs was edited",
     instead="parc build plan.parc -o build && parc run build",
 )
 OTHER_TORCH = shown(
     name="P0212",
     title="another torch than the build's",
-    why="operators may differ between versions of torch, and the checks were made with the build's.",
+    why="operators may differ between versions of torch, and the build was checked with another version than this one.",
     example="parc run build   # built with torch 2.11, run with 2.13",
     instead="parc build plan.parc -o build && parc run build",
 )
 NO_TWIN = shown(
     name="P0213",
     title="too large to test, and nothing says how it is made small",
-    why="numbers are tested by running all ranks in one process; a large model is tested on its twin, the same code"
-    " with smaller arguments, whose programs must be the same up to sizes.",
+    why="numbers are tested by running all ranks in one process. A large model is tested on its twin: the "
+    "same code with smaller arguments. The twin's programs must be the same except for sizes.",
     example='model "./llama.py:llama" (layers=32, width=4096)',
     instead='model "./llama.py:llama" (layers=32, width=4096)\nverify layers=2, width=64',
 )
 MANY_AXES = shown(
     name="P0250",
     title="a mesh of more axes than a twin can have",
-    why="numbers of a build of many ranks are tested on its twin, which has 2 ranks or more along every axis that the"
-    " build has: with 1 its programs would be others. They all run in one process, so they are 256 at most.",
+    why="a build of many ranks is tested on its twin, which has at least 2 ranks along every axis of the "
+    "build; with 1 its programs would differ. All ranks of the twin run in one process, so there are at "
+    "most 256.",
     example="mesh a=2, b=2, c=2, d=2, e=2, f=2, g=2, h=2, i=2",
     instead="mesh a=4, b=4, c=4, d=2, e=2, f=2",
 )
 NOTHING_TRAINED = shown(
     name="P0214",
     title="no parameter is left to train",
-    why="a step has gradients of what is trained; with every parameter frozen there is nothing to do.",
+    why="a step computes gradients of the parameters that are trained. Here all are frozen, so there is nothing to do.",
     example="freeze **",
     instead="freeze embed",
 )
 BAD_WEIGHTS = shown(
     name="P0215",
     title="weights that are not the model's",
-    why="`init from` takes safetensors files with every tensor of the model's state, by the model's own names; all"
-    " that are missing, extra or misshapen, or would be rounded, are named, equal ones of several layers as one.",
+    why="`init from` takes safetensors files with every tensor of the model's state, by the model's own "
+    "names. All tensors that are missing, unknown, of another shape, or that would be rounded are listed; "
+    "equal faults of several layers are one line.",
     example='init from "weights-of-another-model"',
     instead='init from "weights"',
 )
 BAD_RULE = Code(
     name="P0216",
     title="a registered rule that does not fit",
-    why="a rule says which dims of an operator's tensors go together; one that names other ranks, or under which the"
-    " operator or its backward has operands split differently, is not the operator's.",
+    why="a rule says which dims of an operator's tensors belong together. This rule names another number of "
+    "dims than the operator's tensors have, or with it the operator or its backward would read operands "
+    "that are split differently.",
     example='parc.register_rule("mylib.scale.default", "a b -> a b")  # the model scales a tensor of rank 3',
     instead='parc.register_rule("mylib.scale.default", "... d, d -> ... d", linear="0")',
     language="python",
@@ -138,8 +143,9 @@ BAD_RULE = Code(
 AVERAGED = shown(
     name="P0217",
     title="a loss that microbatches may not add up to",
-    why="the losses of microbatches are averaged. That is the whole batch's loss where it is a mean over equally many"
-    " elements; a mean over elements that count only where a mask or a target says so weighs them unequally.",
+    why="the losses of microbatches are averaged. This is the loss of the whole batch if each is a mean over "
+    "equally many elements. If a mask or a target decides which elements count, microbatches with few "
+    "elements weigh too much.",
     example="loss output                 # (losses * mask).sum() / mask.sum()\nschedule microbatches 4",
     instead="loss cross_entropy(output, targets)   # ignored targets do not count\nschedule microbatches 4",
 )
@@ -155,9 +161,9 @@ NOT_RECOMPUTED = Code(
 NOT_IN_REALS = Code(
     name="P0256",
     title="an operator on complex numbers that is not known as one of reals",
-    why="programs hold real numbers: complex ones are rewritten as pairs of them, and so are arithmetic, powers, `exp`,"
-    " `log`, angles, products, sums, FFTs and all that moves entries. Decompositions and solvers of complex matrices"
-    " are not.",
+    why="programs hold real numbers, and complex numbers are written as pairs of them. This works for "
+    "arithmetic, powers, `exp`, `log`, angles, products, sums, FFTs, and operators that move entries, but "
+    "not for decompositions and solvers of complex matrices.",
     example=MODEL.format(body="return torch.linalg.inv(torch.fft.fft(x)).real"),
     instead=MODEL.format(body="return torch.fft.fft(torch.linalg.inv(x)).real"),
     language="python",
@@ -165,17 +171,19 @@ NOT_IN_REALS = Code(
 KEPT_TWICE = shown(
     name="P0220",
     title="heads of keys and values are kept by several ranks",
-    why="there are fewer of them than ranks of the axis over which they are split. Each is computed where it is used,"
-    " without communication; gradients of the copies are summed once a step. Where they are fused with queries in one"
-    " weight, each rank keeps a part of a head instead, and gathers the others' results.",
+    why="there are fewer KV heads than ranks of the axis that splits them, so several ranks hold the same KV "
+    "head. It is computed where it is used, without messages; the gradients of its copies are summed once "
+    "a step. If q, k and v are one weight, each rank holds a part of a head instead, and gathers the "
+    "results of the others.",
     example='include "parc:llama" (tp=4)   # num_key_value_heads=2',
     instead='include "parc:llama" (tp=2)',
 )
 UNCOUNTED_DRAW = Code(
     name="P0221",
     title="random numbers that no stream counts",
-    why="random numbers in a model's forward are functions of a stream's name and the global element, so that every"
-    " plan draws the same; dropout, `torch.rand`, `torch.randn` and `torch.bernoulli` have that form.",
+    why="every random number in a model's forward is computed from a stream's name and the number of an "
+    "element, so that it is the same on every layout. This is done for dropout, `torch.rand`, "
+    "`torch.randn` and `torch.bernoulli`.",
     example=MODEL.format(body="return x[:, torch.randperm(x.shape[1])]"),
     instead=MODEL.format(body="return x[:, torch.rand(x.shape[1]).argsort()]"),
     language="python",
@@ -183,16 +191,17 @@ UNCOUNTED_DRAW = Code(
 NO_DEVICE = shown(
     name="P0222",
     title="no such device",
-    why="each process of a run computes on a GPU of its own, or all on the CPU. A GPU that was asked for is never"
-    " replaced by the CPU, which would be slower without a word.",
+    why="each process of a run computes on its own GPU, or all compute on the CPU. If you ask for GPUs, parc "
+    "never takes the slower CPU instead.",
     example="parc run build --device cuda   # on a host without a GPU that torch can use",
     instead="parc run build --device cpu",
 )
 ROUNDED_UPDATES = shown(
     name="P0223",
     title="weights that are updated in a narrow type",
-    why="a weight in bfloat16 has 8 bits: an update of less than a 256th of it is lost, step after step. With a"
-    " `precision` line the optimizer has float32 copies of the weights, and the model still computes in bfloat16.",
+    why="a weight in bfloat16 has 8 significant bits: an update of less than a 256th of the weight is lost, "
+    "step after step. With a `precision` line the optimizer has float32 weights, and the model still "
+    "computes in bfloat16.",
     example='model "./llama.py:llama" (dtype="bfloat16")\noptimizer adamw lr 3e-4',
     instead='model "./llama.py:llama" (dtype="bfloat16")\noptimizer adamw lr 3e-4\nprecision bf16',
 )
@@ -207,16 +216,18 @@ NO_FIELD = shown(
 OTHER_PROGRAM = shown(
     name="P0225",
     title="another program at other sizes",
-    why="one build serves a range of sizes by one program in which they stand as names; a model that does other things"
-    " for some of them (a branch on a size, a dim that becomes 1) has no such program.",
+    why="one build serves a range of sizes with one program, in which sizes stand as names. This model does "
+    "something else at some sizes (it branches on a size, or a dim becomes 1), so there is no such "
+    "program.",
     example="sizes B=1..64, S=128      # a dim of 1 is broadcast",
     instead="sizes B=8..64 by 8, S=128",
 )
 NOT_POLYNOMIAL = Code(
     name="P0226",
     title="a number that does not follow the sizes",
-    why="programs for a range of sizes hold sums and products of sizes with rational factors, and one over those; what"
-    " else a model makes of a size (a root, a size rounded down) has no place in them.",
+    why="programs for a range of sizes may contain sums and products of sizes with rational factors, and one "
+    "divided by such a number. Anything else that a model computes from a size (a root, a size that is "
+    "rounded down) is not possible.",
     example=MODEL.format(body="return x / math.sqrt(x.shape[1])"),
     instead=MODEL.format(body="return x / x.shape[1]"),
     language="python",
@@ -224,8 +235,8 @@ NOT_POLYNOMIAL = Code(
 LEFT_STEP = Code(
     name="P0230",
     title="a session that an error left in the middle of a step",
-    why="ranks meet in the same collectives and messages in the same order. One that leaves a step by an error has"
-    " missed some: what it did next would meet what others still wait for.",
+    why="all ranks take part in the same collectives and messages in the same order. A rank that left a step "
+    "by an error has missed some, so its next message would meet one that another rank still waits for.",
     example="try:\n    session.step()\nexcept RuntimeError:\n    loss = session.evaluate(batch)",
     instead="session.step()  # let the error end the process; then `parc run build --resume checkpoint`",
     language="python",
@@ -271,15 +282,16 @@ NO_COMPILER = shown(
 NOT_COMPILED = shown(
     name="P0306",
     title="lines of a program cannot be compiled",
-    why="torch's compiler, or the compiler that it calls, refused the work between two collectives; its own words"
-    " follow. Run line by line, the same build needs no compiler.",
+    why="torch's compiler, or the compiler that it calls, refused the work between two collectives; its own "
+    "words follow. Without `--compile` the same build runs line by line.",
     example="parc run build --compile   # with a compiler that finds no Python.h",
     instead="parc run build",
 )
 OUT_OF_RANGE = shown(
     name="P0307",
     title="sizes that the build was not made for",
-    why="a build serves the sizes that its plan declares, those of a range from end to end by its step, and no others.",
+    why="a build serves the sizes that its plan declares, and no others: of a range, every size from its "
+    "start to its end by its step.",
     example="parc run build --sizes S=100   # sizes B=8, S=128..4096 by 128",
     instead="parc run build --sizes S=128",
 )

@@ -21,10 +21,11 @@ def form(layer, x):
 NO_EXPERTS = Code(
     name="P0263",
     title="experts that packed rows do not follow",
-    why="the code of one expert runs on the rows of all: where it reads a weight of its own, each row meets the weight"
-    " of its expert. That is known for linear layers, matrix products, norms of rows, and functions of single entries."
-    " Experts in a list have one structure, and each token has as many of them as any other, [tokens, k]. A loop over a"
-    " list gives each expert the tokens that chose it, and adds what it makes to their rows of one result.",
+    why="the code of one expert runs on the rows of all experts. If it reads a weight of its own, each row "
+    "must meet the weight of its expert. parc can do this for linear layers, matrix products, norms of "
+    "rows, and functions of single entries. Experts in a list must have one structure, and each token "
+    "must have the same number of them, [tokens, k]. A loop over a list gives each expert the tokens that "
+    "chose it, and adds its results to the rows of these tokens.",
     example=_FORM.format(expert="rows * up.cumsum(0)", weights="weights"),
     instead=_FORM.format(expert="rows * up", weights="weights"),
     language="python",
@@ -32,9 +33,9 @@ NO_EXPERTS = Code(
 MIXED_ROWS = Code(
     name="P0264",
     title="an operator that mixes the rows of an expert",
-    why="a rank has the rows that tokens chose for its experts, and their number and order depend on the plan. So an"
-    " expert computes each row by itself: a statistic over its tokens, or a random number for each, would be another"
-    " one under every plan.",
+    why="the rows that a rank has for an expert, and their order, depend on the plan. So an expert must "
+    "compute each row by itself: a statistic over its tokens, or a random number for each, would differ "
+    "from plan to plan.",
     example=_FORM.format(expert="(rows - rows.mean(0)) * up", weights="weights"),
     instead=_FORM.format(expert="(rows - rows.mean(1, keepdim=True)) * up", weights="weights"),
     language="python",

@@ -14,7 +14,7 @@ MALFORMED = Code(
 UNKNOWN_VERB = Code(
     name="P0002",
     title="unknown verb",
-    why="the first word of a line names a directive; every directive is a file, and there is none of this name.",
+    why="the first word of a line is its verb, and there is no directive with this name.",
     example="colum blocks.*.mlp.up over tp",
     instead="column blocks.*.mlp.up over tp",
 )
@@ -28,7 +28,7 @@ MISSING_ARGUMENT = Code(
 UNEXPECTED_ARGUMENT = Code(
     name="P0004",
     title="a directive has an argument too many",
-    why="after its subject a directive takes the keyword clauses of its usage line, one phrase each, and no other.",
+    why="after its subject a line has the clauses of its usage line, one phrase each, and nothing else.",
     example="column blocks.*.mlp.up across tp",
     instead="column blocks.*.mlp.up over tp",
 )
@@ -42,7 +42,7 @@ WRONG_KIND = Code(
 REPEATED = Code(
     name="P0006",
     title="something that can be said once is said twice",
-    why="two statements, clauses or names of which only one can hold would leave the reader to guess which does.",
+    why="only one of the two can hold, and a reader would have to guess which one.",
     example="seed 1\nseed 2",
     instead="seed 1",
 )
@@ -71,7 +71,7 @@ MISSING_STATEMENT = Code(
 BAD_VALUE = Code(
     name="P0010",
     title="a value is out of range",
-    why="the value cannot mean anything here, whatever the model is.",
+    why="the value has no meaning here, whatever the model is.",
     example="mesh dp=0",
     instead="mesh dp=1",
 )
@@ -122,24 +122,24 @@ UNSCALED = Code(
 INVISIBLE = shown(
     name="P0023",
     title="a character that nobody sees",
-    why="a control character, one that turns the direction of writing, or a space of another kind makes a line read"
-    " otherwise than it looks.",
+    why="a control character, a character that turns the direction of writing, or an unusual space makes a "
+    "line read differently from how it looks.",
     example="parc check gpt.parc   # in which U+202E stands before a name",
     instead="parc check gpt.parc   # without it: letters, digits, signs, spaces and tabs",
 )
 TOO_LONG = shown(
     name="P0024",
     title="a plan is longer than any that makes sense",
-    why="a plan is read whole, with all that it includes; ten thousand lines are six for every parameter of a model of"
-    " 126 layers, and take some seconds.",
+    why="a plan is read whole, with all files that it includes. 10,000 lines would name every parameter of a "
+    "model of 126 layers six times, and take some seconds; patterns such as `blocks.*` need a few lines.",
     example='parc check a.parc   # include "b.parc" twice, b.parc c.parc twice, and so on',
     instead="parc check a.parc   # patterns of names, `blocks.*.attn.qkv`, in place of a line for each",
 )
 NO_PLAN = shown(
     name="P0025",
     title="an included file is no plan",
-    why="fewer than half of its lines are statements of a plan, so it was named by mistake; what it holds is not"
-    " shown.",
+    why="fewer than half of its lines are statements of a plan, so it was probably named by mistake. Its text "
+    "is not shown.",
     example='parc check a.parc   # include "../secrets.txt"',
     instead='parc check a.parc   # include "layers.parc"',
 )
@@ -154,7 +154,8 @@ NO_FILE = Code(
 INCLUDE_CYCLE = shown(
     name="P0021",
     title="a file includes itself",
-    why="an included file stands for its lines, so a file that includes itself, by whatever way, would have no end.",
+    why="an included file stands for its lines. A file that includes itself, directly or through others, "
+    "would have no end.",
     example='parc check a.parc   # include "b.parc"; and b.parc: include "a.parc"',
     instead="parc check a.parc   # what both need in a third file, c.parc",
 )

@@ -14,7 +14,8 @@ UNKNOWN_AXIS = Code(
 AXIS_TWICE = Code(
     name="P0102",
     title="one axis twice on one tensor",
-    why="the ranks along an axis hold different parts of one dim; they cannot also hold different parts of another.",
+    why="the ranks along an axis hold different parts of one dim, so they cannot hold different parts of "
+    "another dim too.",
     example="mesh tp=2\nshard blocks.0.mlp.up.weight [h/tp, d/tp]",
     instead="mesh tp=2\nshard blocks.0.mlp.up.weight [h/tp, _]",
 )
@@ -36,8 +37,8 @@ NOTHING_MATCHED = Code(
 CONFLICT = Code(
     name="P0105",
     title="two lines conflict",
-    why="both lines place the same tensor on the same axis, and differently; `shard` and `replicate` place a tensor on"
-    " every axis, those that they do not name included.",
+    why="both lines place the same tensor on the same axis, in different ways. `shard` and `replicate` place "
+    "a tensor on every axis, also on axes that they do not name.",
     example="mesh tp=2\ncolumn blocks.*.mlp.up over tp\nrow blocks.0.mlp.up over tp",
     instead="mesh tp=2\ncolumn blocks.*.mlp.up over tp",
 )
@@ -59,8 +60,8 @@ UNEVEN_SHARD = Code(
 WRONG_SUB_DIMS = Code(
     name="P0108",
     title="sub-dims do not make up the dim",
-    why="the product of the sub-dims in parentheses, major first, is the dim; one of them may be inferred, and those"
-    " before a split must be known.",
+    why="the sub-dims in parentheses, multiplied, must give the size of the dim. One size may be left out, "
+    "and is computed; sizes before a split must be known.",
     example="mesh tp=2\ncolumn blocks.*.attn.qkv over tp rows (5 h/tp d)",
     instead="mesh tp=2\ncolumn blocks.*.attn.qkv over tp rows (3 h/tp d)",
 )
@@ -74,90 +75,93 @@ REPEATED_PLACEMENT = Code(
 NOT_PADDED = Code(
     name="P0110",
     title="`pad` where nothing can be padded",
-    why="what is padded is a dim of a parameter that an axis splits: inputs hold what they are given, and a whole dim"
-    " needs no padding.",
+    why="only a dim of a parameter that an axis splits can be padded. Inputs have the sizes of the data, and "
+    "a whole dim needs no padding.",
     example="mesh tp=4\nshard embed.weight [V/tp, _ pad]",
     instead="mesh tp=4\nshard embed.weight [V/tp pad, _]",
 )
 PADDED_TWICE = Code(
     name="P0111",
     title="a padded dim is split in two places",
-    why="padding is at the end of the sub-dim that is split, so another split of the same dim, major or minor to it,"
-    " would cut through it.",
+    why="the added entries are at the end of the sub-dim that is split. Another split of the same dim, before "
+    "or behind it, would cut through them.",
     example="mesh dp=2, tp=2\nshard head.weight [(c/dp=2 d/tp) pad, _]",
     instead="mesh dp=2, tp=2\nshard head.weight [(c=2 d/dp/tp) pad, _]",
 )
 UNEVEN_HEADS = shown(
     name="P0112",
     title="attention heads do not divide over the ranks",
-    why="a rank computes whole heads. Queries' heads divide by the ranks; heads of keys and values may be fewer, where"
-    " they divide the ranks: then several ranks keep a copy of each.",
+    why="a rank computes whole heads, so the number of query heads must be a multiple of the ranks. There may "
+    "be fewer KV heads than ranks, if the number of ranks is a multiple of the KV heads: then several "
+    "ranks hold the same KV head.",
     example="mesh tp=4\ncolumn blocks.*.attn.qkv over tp rows (3 h/tp d)   # 6 heads",
     instead="mesh tp=2\ncolumn blocks.*.attn.qkv over tp rows (3 h/tp d)",
 )
 PARTS_UNKNOWN = Code(
     name="P0113",
     title="parts that follow each other are not known, or not split alike",
-    why="`(a + b)` is a dim that holds one part after the other, each split for itself, over the same axes. Their sizes"
-    " are those that the model takes the dim apart in, or are given.",
+    why="`(a + b)` is a dim that holds one part after the other. Each part is split by itself, all parts over "
+    "the same axes. Their sizes are those at which the model's code cuts the dim, or you write them.",
     example="mesh tp=2\ncolumn blocks.*.attn.qkv over tp rows (h/tp d + g/tp d)",
     instead="mesh tp=2\ncolumn blocks.*.attn.qkv over tp rows (h/tp=4 d=2 + g/tp=8 d)",
 )
 SPLIT_ALREADY = Code(
     name="P0114",
     title="`zero` over an axis that splits the parameter already",
-    why="`zero` stores in parts what ranks compute with as a whole. Ranks that each compute with their own part of a"
-    " parameter store nothing twice.",
+    why="`zero` stores a parameter in parts if all ranks of the axis compute with the whole of it. Here each "
+    "rank computes with its own part already, so nothing is stored twice.",
     example="mesh dp=2, tp=2\ncolumn blocks.*.mlp.up over tp\nzero 3 over tp",
     instead="mesh dp=2, tp=2\ncolumn blocks.*.mlp.up over tp\nzero 3 over dp",
 )
 UNEVEN_NODES = Code(
     name="P0130",
     title="nodes that do not fit the mesh",
-    why="ranks are numbered along the mesh, the last axis fastest, and each node has the next so many of them. Every"
-    " axis must lie inside nodes, across them, or be cut by them into equal parts.",
+    why="ranks are numbered along the mesh, and the last axis counts fastest; each node has as many ranks as "
+    "`node` says, in this order. Every axis must lie inside nodes, lie across them, or be cut by them "
+    "into equal parts.",
     example="mesh dp=4, tp=2\nnode 6",
     instead="mesh dp=4, tp=2\nnode 4",
 )
 NO_LEVELS = Code(
     name="P0131",
     title="a line about nodes without effect",
-    why="`within node` means the ranks of an axis that share a node, and `hierarchical` those and the nodes: where no"
-    " two ranks of the axis share one, or all do, there is nothing to do.",
+    why="`within node` means the ranks of an axis that share a node; `hierarchical` works inside nodes first, "
+    "then across them. If no two ranks of the axis share a node, or all of them do, the line changes "
+    "nothing.",
     example="mesh dp=4, tp=2\nnode 2\ncolumn blocks.*.mlp.up over tp\nzero 3 over dp within node",
     instead="mesh dp=4, tp=2\nnode 4\ncolumn blocks.*.mlp.up over tp\nzero 3 over dp within node",
 )
 NOT_COMPRESSED = Code(
     name="P0132",
     title="a gradient that cannot be compressed",
-    why="`compress` rounds the sum of a gradient over ranks once a step, and keeps what rounding leaves for the next"
-    " step. From level 2, `zero` sums in every backward instead; and parameters of whole numbers, or frozen ones, have"
-    " no gradient.",
+    why="`compress` rounds the sum of a gradient over ranks once a step, and keeps the rounding error for the "
+    "next step. `zero 2` and `zero 3` sum in every backward instead. Frozen parameters, and parameters of "
+    "whole numbers, have no gradient.",
     example="mesh dp=2\nshard tokens, targets [B/dp, _]\nzero 2 over dp\ncompress gradients over dp using int8",
     instead="mesh dp=2\nshard tokens, targets [B/dp, _]\nzero 1 over dp\ncompress gradients over dp using int8",
 )
 SMALL_BUCKET = shown(
     name="P0133",
     title="a bucket that is smaller than tensors",
-    why="a tensor travels whole: one that is larger than the bucket is a message of its own, so `bucket` bounds the"
-    " messages of several tensors alone.",
+    why="a tensor is never cut for a message: one that is larger than the bucket is a message of its own. "
+    "`bucket` limits only messages that hold several tensors.",
     example="mesh dp=2\nshard tokens, targets [B/dp, _]\nzero 3 over dp\nbucket 1KB",
     instead="mesh dp=2\nshard tokens, targets [B/dp, _]\nzero 3 over dp\nbucket 1MB",
 )
 SHARED_OVER_UNITS = shown(
     name="P0134",
     title="a unit that cuts through a shared parameter",
-    why="a unit's weights are gathered for it, and freed behind it. One that operators outside the unit read too would"
-    " be gathered and summed twice, which is what naming a unit is to avoid. Blocks that no line names share"
-    " parameters freely: each gathers what it reads.",
+    why="the weights of a unit are gathered before it and freed after it. If operators outside the unit read "
+    "one of them too, it would be gathered and summed twice, which a named unit is to avoid. Blocks that "
+    "no line names may share parameters: each gathers what it reads.",
     example="mesh dp=2\nshard tokens, targets [B/dp, _]\nzero 3 over dp unit head   # head.weight is tokens.weight",
     instead="mesh dp=2\nshard tokens, targets [B/dp, _]\nzero 3 over dp",
 )
 UNEVEN_TOKENS = shown(
     name="P0135",
     title="ranks that share experts cannot take equal parts of their tokens",
-    why="ranks that split experts route different tokens. Where all of them have the same tokens, each takes a part, so"
-    " their number must divide the tokens of a microbatch on a rank.",
+    why="ranks that split experts route different tokens. If all of them have the same tokens, each routes a "
+    "part, so the number of tokens of a microbatch on a rank must be a multiple of these ranks.",
     example="sizes B=2, S=3\nmesh ep=4\nexperts model.layers.*.mlp.experts over ep dropless",
     instead="sizes B=4, S=3\nmesh ep=4\nshard input_ids, targets [B/ep, _]\n"
     "experts model.layers.*.mlp.experts over ep dropless",
@@ -165,16 +169,17 @@ UNEVEN_TOKENS = shown(
 LOW_CAPACITY = shown(
     name="P0138",
     title="experts that take less than one token of a sequence",
-    why="`capacity F` is F times the mean of the tokens of a sequence that choose an expert: F k S / E, where each of S"
-    " tokens chooses k of E experts.",
+    why="`capacity F` is F times the mean number of tokens of a sequence that choose an expert: F k S / E, if "
+    "each of S tokens chooses k of E experts.",
     example="sizes B=8, S=4\nexperts model.layers.*.mlp.experts over ep capacity 0.5   # 2 of 8 experts a token",
     instead="sizes B=8, S=4\nexperts model.layers.*.mlp.experts over ep capacity 1.25",
 )
 NO_BIAS = shown(
     name="P0139",
     title="a bias to balance that the model does not have",
-    why="`balance bias` moves a buffer that a router adds to the scores of experts before it chooses, as DeepSeek-V3's"
-    " `e_score_correction_bias`. It is looked for beside the experts: a buffer of real numbers, one an expert.",
+    why="`balance bias` changes a buffer that the router adds to the scores of experts before it chooses, "
+    "such as DeepSeek-V3's `e_score_correction_bias`. parc looks for it beside the experts: a buffer of "
+    "real numbers, one for each expert.",
     example="experts model.layers.*.mlp.experts over ep dropless balance bias 0.001   # Mixtral's router has no bias",
     instead="experts model.layers.*.mlp.experts over ep dropless\n"
     "loss cross_entropy(output.logits, targets) + 0.01 output.aux_loss",
@@ -182,72 +187,75 @@ NO_BIAS = shown(
 NO_OPERATOR = Code(
     name="P0150",
     title="results to keep of an operator that is not there",
-    why="`keep` names operators of the model's code as torch calls them, or families of them: `products`, `attention`,"
-    " `random`, `collectives`. One that a module does not have has no results to keep.",
+    why="`keep` names operators of the model's code as torch calls them, or groups of operators: `products`, "
+    "`attention`, `random`, `collectives`. An operator that the module does not use has no results to "
+    "keep.",
     example="recompute blocks.*.mlp keep attention",
     instead="recompute blocks.*.mlp keep gelu",
 )
 NOTHING_REMADE = Code(
     name="P0151",
     title="a line of recomputation that changes nothing",
-    why="backward makes cheap values again without a line: views, casts, copies, operators on single entries. A line"
-    " counts where a module has more than these, and does not keep all of it.",
+    why="without a line backward already recomputes cheap values: views, casts, copies, operators on single "
+    "entries. The line has an effect only if a module has other values, and not all of them are kept.",
     example="recompute blocks.*.mlp.up keep products",
     instead="recompute blocks.*.mlp.up",
 )
 TWO_SIZES = Code(
     name="P0152",
     title="two lines that choose what to make again",
-    why="`recompute … fit` chooses until a rank needs no more memory than its size. A rank has one memory, so there is"
-    " one such line; other lines may say what blocks keep that it does not name.",
+    why="`recompute … fit` chooses until a rank needs no more memory than this size. A rank has one memory, "
+    "so a plan has one such line. Other lines may say what is kept of blocks that it does not name.",
     example="recompute encoder.* fit 10GB\nrecompute decoder.* fit 10GB",
     instead="recompute encoder.*, decoder.* fit 10GB",
 )
 NO_FIT = shown(
     name="P0153",
     title="a size into which a step does not fit",
-    why="a rank holds parameters, gradients, the state of the optimizer and messages, whatever backward makes again,"
-    " and of every block what it reads. The least size is that of a step that makes all blocks of the line again.",
+    why="whatever is recomputed, a rank holds parameters, gradients, the optimizer's state, messages, and "
+    "what each block reads. The smallest size that can be kept is that of a step that recomputes all "
+    "blocks of the line.",
     example="recompute blocks.* fit 1MB",
     instead="recompute blocks.* fit 1GB\nzero 2 over dp",
 )
 NO_ATTENTION = shown(
     name="P0144",
     title="a context line for modules without attention",
-    why="a `context` line says how attention works where ranks have parts of a sequence. It is looked for as a call of"
-    " torch's `scaled_dot_product_attention` in the modules that the line names.",
+    why="a `context` line says how attention works if ranks have parts of a sequence. parc looks for calls of "
+    "torch's `scaled_dot_product_attention` in the modules that the line names.",
     example="context blocks.*.mlp dim S over cp using ring",
     instead="context blocks.*.attn dim S over cp using ring",
 )
 FEW_HEADS_EACH = shown(
     name="P0145",
     title="heads that do not divide among the ranks of a sequence",
-    why="`using ulysses` gives every rank the whole sequence of some heads. Heads that other axes split stay so, and a"
-    " head of keys goes to one rank.",
+    why="`using ulysses` gives each rank some heads of the whole sequence. Other axes may split heads first; "
+    "then the KV heads that a rank has must be a multiple of the ranks of this axis.",
     example="mesh cp=4   # and a model of 2 heads of keys\ncontext ** dim S over cp using ulysses",
     instead="mesh cp=4\ncontext ** dim S over cp using zigzag",
 )
 WHOLE_SEQUENCE = shown(
     name="P0146",
     title="an operator that needs a whole sequence",
-    why="under a `context` line a rank has a part of each sequence. Attention gets other parts as the line says; a"
-    " recurrence, a convolution or a shift along the sequence would gather all of it on every rank.",
+    why="under a `context` line a rank has a part of each sequence. Attention gets the other parts as the "
+    "line says. A recurrence, a convolution or a shift along the sequence would gather the whole sequence "
+    "on every rank.",
     example="return self.head(x)[:, :-1]   # the model shifts its outputs itself",
     instead="return self.head(x)   # the targets are shifted instead",
 )
 WHOLE_KEYS = shown(
     name="P0147",
     title="an attention that holds the keys of a whole sequence",
-    why="keys go around a ring for one attention. Where two of them read the same keys, or another operator does, ranks"
-    " gather these instead, as with `using gather`: the numbers are the same, the memory is not.",
+    why="in a ring, keys go around for one attention. If two attentions read the same keys, or another "
+    "operator reads them, ranks gather the keys instead, as with `using gather`: the numbers are the "
+    "same, but more memory is used.",
     example="one, two = (F.scaled_dot_product_attention(q, k, v, is_causal=True) for q in queries)",
     instead="one, two = F.scaled_dot_product_attention(torch.cat(queries, 1), k, v, is_causal=True).chunk(2, 1)",
 )
 IDLE_AXIS = Code(
     name="P0248",
     title="an axis that splits nothing",
-    why="ranks differ in what they hold of inputs and weights, or in their stage: those along an axis that no line uses"
-    " compute the same, each for itself.",
+    why="nothing is split over this axis: no inputs, no weights, no stages. So its ranks all compute the same.",
     example="mesh dp=2, tp=2\nshard tokens, targets [B/dp, _]",
     instead="mesh dp=2, tp=2\nshard tokens, targets [B/dp, _]\ncolumn blocks.*.mlp.up over tp",
 )

@@ -15,16 +15,17 @@ FOLDER_HELD = shown(
 UNWRITTEN = shown(
     name="P0412",
     title="a file that cannot be written",
-    why="the metrics, the trace or the picture have no place there: the folder takes no files, or the disk is full. A"
-    " run finds out at its start. Where a disk fills up later, the metrics end with a warning, the training goes on.",
+    why="the metrics, the trace or the picture cannot be written there: the folder cannot be written to, or "
+    "the disk is full. A run finds this out at its start. If a disk fills up later, the metrics end with "
+    "a warning, and the training goes on.",
     example="parc run build --metrics /full/metrics.jsonl",
     instead="parc run build --metrics metrics.jsonl",
 )
 OFFLOAD_FOLDER = shown(
     name="P0413",
     title="the folder of an `offload` line cannot be used",
-    why="a run keeps the state of each rank there in files of its own, and reserves their room before the first step:"
-    " the folder can be written, has that much room, and no other run keeps its state in it.",
+    why="a run keeps the state of each rank there, in files of its own, and reserves their space before the "
+    "first step. So the folder must be writable, have that much space, and belong to no other run.",
     example='parc run build & parc run build   # its plan has a line: offload optimizer to "state"',
     instead="parc run build && parc run build",
 )

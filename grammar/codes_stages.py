@@ -7,8 +7,8 @@ from .code import Code, shown
 STAGE_AXIS = Code(
     name="P0115",
     title="the axis of stages is used for something else",
-    why="the ranks along one axis of the mesh hold the stages of a pipeline, one after the other: every value is whole"
-    " on it, and no other line splits anything over it.",
+    why="the ranks along this axis hold the stages of a pipeline, one after the other. No line can split "
+    "anything else over it.",
     example="mesh pp=2\nstage before blocks.1 over pp\nschedule gpipe microbatches 2\ncolumn blocks.*.mlp.up over pp",
     instead="mesh pp=2, tp=2\nstage before blocks.1 over pp\nschedule gpipe microbatches 2\ncolumn blocks.*.mlp.up over"
     " tp",
@@ -40,8 +40,8 @@ STAGE_COUNT = Code(
 EMPTY_STAGE = shown(
     name="P0240",
     title="a stage with no work",
-    why="between two cuts, before the first and after the last, the model must compute something with its "
-    "weights, or with what these made: the loss alone is such work.",
+    why="each stage must compute something with the model's weights, or with values that were computed from "
+    "them; the loss alone is enough.",
     example="stage before embed over pp",
     instead="stage after out(embed) over pp",
 )
@@ -55,23 +55,23 @@ TOO_MANY_STAGES = shown(
 STATE_CYCLE = shown(
     name="P0242",
     title="a cut inside a cycle of state",
-    why="a buffer that the forward updates, such as a running mean, is read and written by one stage: the next"
-    " microbatch begins with what this one left, and stages run several microbatches at once.",
+    why="a buffer that the forward updates, such as a running mean, must be read and written by one stage: "
+    "each microbatch begins with the buffer that the one before it left, and stages work on several "
+    "microbatches at once.",
     example="stage before up over pp   # `norm` runs both before and after it",
     instead="stage before head over pp",
 )
 BACKWARD_FLOW = shown(
     name="P0243",
     title="a value that flows backwards across a cut",
-    why="a line names cuts in the order of their stages, and a stage reads values of earlier ones only: cuts are"
-    " written in the order in which the model runs.",
+    why="a stage can read only values of earlier stages, so cuts are written in the order in which the model runs.",
     example="stage before blocks.3, blocks.1 over pp",
     instead="stage before blocks.1, blocks.3 over pp",
 )
 NO_PLACE = shown(
     name="P0244",
     title="no place to cut at a module",
-    why="a cut is before a module's first operator or after its last: one that runs none has neither.",
+    why="a cut lies before a module's first operator or after its last one. This module runs no operator.",
     example="stage before blocks.1.drop over pp   # with a dropout of 0",
     instead="stage before blocks.1.mlp over pp",
 )

@@ -7,16 +7,17 @@ from .code import Code
 BAD_VIEW = Code(
     name="P0140",
     title="a view that does not fit the mesh",
-    why="a view's axes are the ranks of axes that follow each other in `mesh`, in their order, each once. An axis that"
-    " begins or ends inside one of `mesh` cuts that one into equal parts.",
+    why="the axes of a view are the ranks of axes that stand next to each other in `mesh`, in their order, "
+    "each once. If an axis of the view begins or ends inside an axis of `mesh`, it must cut that axis "
+    "into equal parts.",
     example="mesh dp=2, tp=4\nview dp, tp as edp=2, ep=2 in blocks.*.mlp",
     instead="mesh dp=2, tp=4\nview dp, tp as edp=2, ep=4 in blocks.*.mlp\ncolumn blocks.*.mlp.up over ep",
 )
 OUTSIDE_VIEW = Code(
     name="P0141",
     title="an axis that a tensor does not have",
-    why="a view replaces axes for the parameters that it names: lines that place these name the view's axes, and all"
-    " others those of `mesh`.",
+    why="a view replaces axes for the parameters that it names: lines that place these parameters name the "
+    "view's axes, and all other lines name those of `mesh`.",
     example="mesh tp=4\nview tp as a=2, b=2 in blocks.*.mlp\ncolumn blocks.*.attn.qkv over b rows (3 h/b d)",
     instead="mesh tp=4\nview tp as a=2, b=2 in blocks.*.mlp\ncolumn blocks.*.mlp.up over b",
 )
