@@ -50,12 +50,24 @@ MISTAKES: tuple[Mistake, ...] = (
     Mistake("[B]", "a line begins with a verb", "write the directive's name first: `shard tokens [B/dp, _]`"),
     Mistake("(x)", "a line begins with a verb", "write the directive's name first"),
     Mistake("= 2", "a line begins with a verb", "write the directive's name first: `let x = 2`"),
-    Mistake("x = 2", "a line begins with a verb", "names are given by `let`: `let x = 2`"),
+    Mistake(
+        "x = 2",
+        "a line begins with a verb",
+        "names are given by `let`: `let x = 2`; after a verb comes a space: `mesh tp=2`, `sizes B=8`",
+    ),
     Mistake("shard x [B=2=3]", "`=` twice", "write one: `name=value`"),
     Mistake("seed ;", "`;` is not used", "a line holds one statement: start a new line"),
     Mistake("seed 'a'", "`'` is not used", 'strings have double quotes: `"..."`'),
+    *(
+        Mistake(f"seed {quote}", f"`{quote}` is not used", 'strings have straight quotes: `"..."`')
+        for quote in "“”„‘’«»"
+    ),
     Mistake("seed \\", "`\\` is not used", "a statement is one line and cannot be continued"),
-    Mistake("seed :", "`:` is not used here", 'names and values are joined by `=`; paths are strings: `"file.py:fn"`'),
+    Mistake(
+        "seed :",
+        "`:` is not used here",
+        'write `mesh tp=2` for `mesh: tp=2` or `tp: 2`; the path of a callable is a string: `"file.py:fn"`',
+    ),
     Mistake("seed {", "`{` is not used here", "alternatives have no spaces and no quotes: `blocks.*.{q,k}`"),
     Mistake("seed $", "`$` without a name", "write the name directly after it: `$width`"),
     Mistake("seed .", "`.` stands alone", "paths are written without spaces: `blocks.0.attn`"),

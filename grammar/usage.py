@@ -241,7 +241,7 @@ class _Match:
         slot = self._keyword(phrase)
         if slot is None:
             first = phrase.items[0]
-            help_ = did_you_mean(first.text, self._clauses) if isinstance(first, Word) else ""
+            help_ = did_you_mean(first.text, self._clauses) if isinstance(first, Word) else self._joined(phrase)
             message = f"`{self._usage.verb}` takes no `{phrase.span.text}` here"
             while self._rest and self._keyword(self._rest[0]) is None:
                 self._rest.pop(0)  # most likely the argument of a misspelt keyword
@@ -294,6 +294,14 @@ class _Match:
         if kind.count and len(items) != kind.count:
             message = f"{taker} takes {kind.text}, not {len(phrase.items)} items"
             self._error(WRONG_KIND, message, phrase.span)
+
+    def _joined(self, phrase: Phrase) -> str:
+        """Return the advice to join a setting with the one before it, "" where there is none before it."""
+        before = list(self._phrases.values())[-1:]
+        settings = before and isinstance(before[0].items[-1], Setting) and isinstance(phrase.items[0], Setting)
+        return (
+            f"a comma joins items: `{self._usage.verb} {before[0].span.text}, {phrase.span.text}`" if settings else ""
+        )
 
     def _error(self, code: Code, message: str, span: Span, help_: str = "", related: tuple[Label, ...] = ()) -> None:
         help_ = help_ or f"usage: {self._usage.text}"

@@ -8,6 +8,7 @@ tokens to experts, by ``routed``.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ _PLACES = {
 def __getattr__(name: str) -> Any:
     """Return a public name, imported at its first use: ``parc --help`` needs no torch."""
     if name not in _PLACES:
-        raise AttributeError(f"module `parc` has no `{name}`")
+        raise AttributeError(f"module `parc` has no `{name}`", name=name, obj=sys.modules[__name__])
     module, attribute = _PLACES[name]
     return getattr(importlib.import_module(module), attribute)
 

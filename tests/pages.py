@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import parc
-from parc.cli import main, parser_of
+from parc.cli import main, parse_words
 from parc.compiler.plan.plan import read_plan
 from parc.grammar.diagnostics import PlanError, render
 from parc.grammar.source import Source
@@ -155,7 +155,7 @@ def command_faults(words: Sequence[str]) -> str:
         said = io.StringIO()
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
             try:
-                parser_of(words[1:]).parse_args(words[1:])
+                parse_words(words[1:])
             except SystemExit as stop:
                 return said.getvalue() if stop.code else ""
         return ""

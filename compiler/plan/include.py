@@ -56,6 +56,9 @@ def read_source(path: Path) -> Source:
     if text is None:
         message = f"`{path}` cannot be read: {reason}"
         help_ = path_meant(path, has_plan_name, NAME_A_PLAN)
+        if (path / "manifest.json").is_file():
+            message = f"`{path}` is a build, not a plan"
+            help_ = f"`parc run`, `parc show` and `parc verify` take it; its plan is `{path / 'plan.parc'}`"
         raise PlanError([Diagnostic(UNREADABLE, message, help=help_)])
     return Source(path.name, text, path=path)
 

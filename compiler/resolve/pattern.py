@@ -82,10 +82,12 @@ class Pattern:
                 yield str(missing), f"{before}{missing}{after}", instead
 
     def nearest(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Return up to three patterns that match and differ from this one only in the first segment that fails, or in
-        all."""
+        """Return up to three patterns that match: those that this one lacks the begin of, or has too much of a begin;
+        else those that differ from it only in the first segment that fails, or in all."""
         segments = self.segments
         paths = [tuple(name.split(".")) for name in names]
+        if ends := tuple(dict.fromkeys(_longer(segments, paths)))[:3] or tuple(_shorter(segments, paths))[:1]:
+            return ends
         if ANY_DEPTH in segments:  # which leaves no depth to look at: any one segment may be the wrong one
             words = {word for path in paths for word in path}
             others = ((*segments[:at], word, *segments[at + 1 :])
@@ -104,6 +106,21 @@ class Pattern:
                 return tuple(map(".".join, working))
             break
         return nearest(self.text, {".".join(path) for path in paths})
+
+
+def _longer(segments: tuple[str, ...], paths: Iterable[tuple[str, ...]]) -> Iterator[str]:
+    """Yield patterns that end as the segments do, and match; numbers before that are any number."""
+    for path in paths:
+        at = len(path) - len(segments)
+        if at > 0 and ANY_DEPTH not in segments and _fits(segments, path[at:]):
+            yield ".".join(["*" if part.isdecimal() else part for part in path[:at]] + [*segments])
+
+
+def _shorter(segments: tuple[str, ...], paths: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    """Yield the ends of the segments that match, the longest first."""
+    for at in range(1, len(segments)):
+        if segments[at] != ANY_DEPTH and any(_fits(segments[at:], path) for path in paths):
+            yield ".".join(segments[at:])
 
 
 def _fits(segments: tuple[str, ...], path: tuple[str, ...]) -> bool:

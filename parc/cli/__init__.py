@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from parc.cli.terminal import show_error, show_fault
+from parc.cli.usage import Parser
 
 COMMANDS = {
     "example": "copy a plan and its model to begin with",
@@ -38,28 +39,45 @@ EXIT_CODES = """exit codes:
   143  stopped by SIGTERM, after saving where --save was given"""
 
 
-def parser_of(arguments: Sequence[str]) -> argparse.ArgumentParser:
-    """Return the parser of the command line, with the options of the command that these arguments name."""
-    parser = argparse.ArgumentParser(
+def parser_of(arguments: Sequence[str]) -> tuple[Parser, Parser]:
+    """Return the parser of the command line, and that of the command that these arguments name, which has its options;
+    if they name none, the parser of the command line twice."""
+    parser = Parser(
         prog="parc", description="Declarative plans that turn a PyTorch model into checked per-rank programs.",
-        epilog=EXIT_CODES, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+        epilog=EXIT_CODES, formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("--version", action="store_true", help="print the version")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     chosen = next((word for word in arguments if not word.startswith("-")), "")
-    for name, text in COMMANDS.items():
-        sub = commands.add_parser(name, help=text, description=f"{text[:1].upper()}{text[1:]}.", allow_abbrev=False)
-        if name == chosen:
-            getattr(importlib.import_module(f"parc.cli.{name}"), f"{name}_options")(sub)
-    return parser
+    parsers = {
+        name: commands.add_parser(name, help=text, description=f"{text[:1].upper()}{text[1:]}.")
+        for name, text in COMMANDS.items()
+    }
+    if chosen in COMMANDS:
+        getattr(importlib.import_module(f"parc.cli.{chosen}"), f"{chosen}_options")(parsers[chosen])
+    return parser, parsers.get(chosen, parser)
+
+
+def parse_words(arguments: Sequence[str]) -> argparse.Namespace:
+    """Read the words of a command line.
+
+    Raises:
+        SystemExit: they are wrong, and what is wrong was printed; or they ask for help, which was printed.
+    """
+    parser, of_command = parser_of(arguments)
+    if of_command is parser and arguments and not arguments[0].startswith("-"):
+        parser.refuse_command(arguments[0], COMMANDS)
+    given, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        of_command.refuse(unknown)
+    return given
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command, and return the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    parser = parser_of(arguments)
     try:
-        given = parser.parse_args(arguments)
+        given = parse_words(arguments)
     except SystemExit as stop:  # argparse has said what is wrong, or printed its help
         return int(stop.code or 0)
     if given.version:
@@ -68,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"parc {__version__}")
         return 0
     if not given.command:
-        parser.print_help(sys.stderr)
+        parser_of(arguments)[0].print_help(sys.stderr)
         return 2
     return _run(given)
 

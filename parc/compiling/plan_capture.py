@@ -137,8 +137,13 @@ def failure(plan: Plan, error: Exception) -> Diagnostic:
     help_ = ""
     if text.startswith("Target ") and any(term.ignore is not None for term in plan.loss.terms):
         help_ = "the model reads the targets too, and ignores another number than the loss: give that as `ignore=...`"
+    elif isinstance(error, IndexError):
+        sizes = ", ".join(f"{name}={size.high}" for name, size in plan.sizes.items())
+        help_ = (
+            f"a table that the model looks up there has too few rows for {sizes}: make it longer, or the sizes smaller"
+        )
     span = plan.model.arguments.statement.span
-    return Diagnostic(CAPTURE_FAILED, message, Label(span), help=help_, notes=(*notes, *own_trace(error)))
+    return Diagnostic(CAPTURE_FAILED, message, Label(span), help=help_ or _TRY, notes=(*notes, *own_trace(error)))
 
 
 def input_specs(plan: Plan) -> dict[str, InputSpec]:

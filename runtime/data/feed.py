@@ -252,10 +252,12 @@ class Feed:
         if not isinstance(value, torch.Tensor) or tuple(value.shape) != shape or value.dtype != type_.dtype:
             have = f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
             wanted = f"{type_.dtype} {list(shape)}".replace("torch.", "")
-            raise RunError(
-                BAD_DATA, f"`{name}` is {have.replace('torch.', '')}, not {wanted}",
-                f"the shape of {what} follows from the plan's `input` and `sizes` lines",
-            )  # fmt: skip
+            help_ = f"the shape of {what} follows from the plan's `input` and `sizes` lines"
+            if isinstance(value, torch.Tensor) and tuple(value.shape) == shape:
+                help_ = (
+                    f'give `batch["{name}"].to({type_.dtype})`, or change the type in the plan\'s `input {name}` line'
+                )
+            raise RunError(BAD_DATA, f"`{name}` is {have.replace('torch.', '')}, not {wanted}", help_)
         self._check_numbers(name, value)
 
     def _check_numbers(self, name: str, value: torch.Tensor) -> None:

@@ -17,6 +17,13 @@ from .sizes import Sizes
 INPUT_DTYPES = ("bool", "uint8", "int32", "int64", "float16", "bfloat16", "float32", "float64")
 
 
+_OTHER_NAMES = {
+    "long": "int64", "int": "int64", "i64": "int64", "float": "float32", "half": "float16", "double": "float64",
+    "bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "f32": "float32", "byte": "uint8",
+} | {name: name for name in INPUT_DTYPES}  # fmt: skip
+"""The types by names that they have elsewhere."""
+
+
 @dataclass(frozen=True)
 class Input(Directive):
     """A tensor of every batch: its name, its type, and its dims, each a name from `sizes` or a number.
@@ -38,7 +45,9 @@ class Input(Directive):
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
         if self.dtype not in INPUT_DTYPES:
             message = f"`{self.dtype}` is not a type of an input"
-            help_ = did_you_mean(self.dtype, INPUT_DTYPES, f"types are {listed(INPUT_DTYPES)}")
+            meant = _OTHER_NAMES.get(self.dtype.removeprefix("torch."), self.dtype)
+            near = did_you_mean(meant, INPUT_DTYPES, f"types are {listed(INPUT_DTYPES)}")
+            help_ = f"write `{meant}`" if meant in INPUT_DTYPES else near
             yield Diagnostic(BAD_VALUE, message, Label(self.arguments.span("type")), help=help_)
         known = {binding.name.text for sizes in scope.all(Sizes) for binding in sizes.arguments.bindings("name")}
         (layout,) = self.arguments.items("layout")
