@@ -1,8 +1,8 @@
 """parc: declarative plans that turn a PyTorch model into checked per-rank programs.
 
-``load`` opens a build for a training loop of one's own; ``reference`` trains the plain module with the same numbers;
-``register_rule`` tells parc how a custom operator treats its dims; ``register_experts`` how a layer of one's own sends
-tokens to experts, by ``routed``.
+``load`` opens a build for a training loop of one's own, and ``dataloader`` gives it batches of a dataset; ``reference``
+trains the plain module with the same numbers; ``register_rule`` tells parc how a custom operator treats its dims;
+``register_experts`` how a layer of one's own sends tokens to experts, by ``routed``.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from parc.compiler.ops.rules import register as register_rule
     from parc.runtime.compare.plain import reference
     from parc.runtime.faults import RunError
+    from parc.runtime.loading import dataloader
     from parc.runtime.session import Session, load
     from parc.runtime.step import StepReport
 
@@ -24,6 +25,7 @@ __all__ = [
     "Session",
     "StepReport",
     "__version__",
+    "dataloader",
     "load",
     "reference",
     "register_experts",
@@ -37,6 +39,7 @@ _PLACES = {
     "RunError": ("parc.runtime.faults", "RunError"),
     "Session": ("parc.runtime.session", "Session"),
     "StepReport": ("parc.runtime.step", "StepReport"),
+    "dataloader": ("parc.runtime.loading", "dataloader"),
     "load": ("parc.runtime.session", "load"),
     "reference": ("parc.runtime.compare.plain", "reference"),
     "register_experts": ("parc.compiler.capture.experts", "register_experts"),

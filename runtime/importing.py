@@ -95,5 +95,9 @@ def _write(
         size, total = size + value.nbytes, total + value.nbytes
     put()
     files = [shard_name(number, 2) for number in range(len(shards))]
-    write_index(folder, Index(files, dict(enumerate(shards)), layouts, dtypes), checkpoint_facts(build, 0, 0, {}))
+    write_index(
+        folder,
+        Index(files, dict(enumerate(shards)), layouts, dtypes),
+        checkpoint_facts(build, {"step": 0, "samples": 0}, {}),
+    )
     return len(layouts), total

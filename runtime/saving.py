@@ -71,11 +71,11 @@ def stored_of(build: Build) -> dict[str, StoredTensor]:
     return stored | stored_residuals(roles, mesh, pads)
 
 
-def checkpoint_facts(build: Build, step: int, samples: int, state: Mapping[str, float]) -> dict[str, Any]:
-    """Return the facts of a checkpoint beside its tensors: the steps done, the samples that they took, the optimizer's
-    name, the state of steps, and the build that wrote it."""
+def checkpoint_facts(build: Build, done: Mapping[str, Any], state: Mapping[str, float]) -> dict[str, Any]:
+    """Return the facts of a checkpoint beside its tensors: what is ``done`` (steps, the samples that they took, the
+    places of loaders), the optimizer's name, the state of steps, and the build that wrote it."""
     return {
-        "step": step, "samples": samples, "optimizer": build.manifest["optimizer"]["name"], "state": dict(state),
+        **done, "optimizer": build.manifest["optimizer"]["name"], "state": dict(state),
         "build": str(build.path.resolve()),
     }  # fmt: skip
 

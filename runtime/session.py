@@ -294,8 +294,7 @@ class Session:
         Raises:
             RunError: on every rank: ``path`` holds something else, or cannot be written.
         """
-        step, state = self.step_number, changed_state(self.state.steps)
-        facts = checkpoint_facts(self.build, step, self.feed.position(step), state)
+        facts = checkpoint_facts(self.build, self.feed.facts(self.step_number), changed_state(self.state.steps))
         self._check_trains()
         self._files.save(Path(path), self.state, self.optimizer, facts)
 

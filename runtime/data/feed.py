@@ -67,19 +67,33 @@ class Feed:
         self._closed = threading.Event()
         self._ahead: tuple[int, Future[Given]] | None = None
         self._line = line_of(build)
-        self._batch = int(build.manifest["sizes"].get(BATCH, 1))
+        self.batch = int(build.manifest["sizes"].get(BATCH, 1))
+        """The samples of a step."""
         self._origin = 0, 0
+        self.places: dict[str, tuple[int, int]] = {}
+        """The places of a person's own loaders, by name: an epoch, and how many of its samples were taken."""
+
+    @property
+    def inputs(self) -> Sequence[Mapping[str, Any]]:
+        """The plan's ``input`` lines."""
+        return self._build.manifest["inputs"]  # type: ignore[no-any-return]
 
     def position(self, step: int) -> int:
         """Return the number of the first sample of the plan's data that step ``step`` (from 0) takes."""
         first, sample = self._origin
-        return sample + (step - first) * self._batch
+        return sample + (step - first) * self.batch
+
+    def facts(self, step: int) -> dict[str, Any]:
+        """Return what a checkpoint after ``step`` steps holds of the data: the number of steps, of samples of the
+        plan's data, and the places of loaders. None depends on the mesh."""
+        return {"step": step, "samples": self.position(step), "loaders": self.places}
 
     def go_on(self, facts: Mapping[str, Any]) -> int:
-        """Let the plan's data go on where a checkpoint with these facts ends. Return the number of steps done."""
+        """Let data go on where a checkpoint with these facts ends. Return the number of steps done."""
         step = int(facts["step"])
         self.close()
-        self._origin = step, int(facts.get("samples", step * self._batch))
+        self._origin = step, int(facts.get("samples", step * self.batch))
+        self.places = {name: (epoch, taken) for name, (epoch, taken) in facts.get("loaders", {}).items()}
         return step
 
     def batch_axes(self, name: str) -> tuple[str, ...]:
@@ -141,7 +155,7 @@ class Feed:
             self._closed = threading.Event()
             source = Closing(make_data(self._build), self._closed)
             workers = int(self._build.manifest["data"].get("workers", 0))
-            self._reader = RowReader(source, self._rows, self._batch, workers)
+            self._reader = RowReader(source, self.rows, self.batch, workers)
         ahead, self._ahead = self._ahead, None
         with WAITS.data():
             ready = ahead is not None and ahead[0] == step
@@ -185,13 +199,40 @@ class Feed:
         }
 
     @cached_property
-    def _rows(self) -> list[int]:
+    def rows(self) -> list[int]:
         """The rows of a batch that this rank needs of any input, in their order."""
         return sorted({int(row) for numbers in self._wanted.values() for row in numbers})
 
+    def rows_of(self, name: str) -> torch.Tensor:
+        """Return the rows of a batch that this rank has of an input, in the order of its microbatches."""
+        every = [self._wanted[name, index] for index in range(self._count)]
+        return torch.cat(every) if self._batched[name] else every[0]
+
+    def own(self, samples: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return this rank's samples of a batch as ``given`` takes them, of the samples of all its rows.
+
+        Raises:
+            DataError: an input is missing.
+        """
+        if missing := [name for name in self.types if name not in samples]:
+            held = ", ".join(f"`{name}`" for name in samples)
+            raise DataError(f"samples hold {held}, and no `{missing[0]}`", "name their entries as the inputs")
+        rows = torch.tensor(self.rows)
+        own = {name: samples[name][torch.searchsorted(rows, self.rows_of(name))] for name in self.types}
+        return {name: value if self._batched[name] else value[0] for name, value in own.items()}
+
+    def ignored_targets(self, count: int) -> Mapping[str, int]:
+        """Return the inputs that are targets, with the number that is ignored, which completes a batch of ``count``
+        samples.
+
+        Raises:
+            RunError: a batch of fewer samples would change the loss.
+        """
+        return self._tails.ignored_targets(count)
+
     def _read(self, reader: RowReader, step: int, steps: int | None) -> Given:
         """Return every sample that this rank needs, read once, on the CPU."""
-        rows = self._rows
+        rows = self.rows
         try:
             with self._reading:
                 samples = reader(self.position(step), None if steps is None else self.position(steps))

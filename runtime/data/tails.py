@@ -39,6 +39,19 @@ class Tails:
             return "the biases that balance its experts move by the tokens of all samples"
         return tail_fault(self._reference, self._ignored)
 
+    def ignored_targets(self, count: int) -> Mapping[str, int]:
+        """Return the inputs that are targets, with the number that is ignored: samples of such targets complete a batch
+        of ``count`` samples.
+
+        Raises:
+            RunError: they would change the loss.
+        """
+        if self._fault:
+            message = f"the last batch of an epoch has {count} samples, and a step takes {self._size}"
+            help_ = "`drop_last=True` leaves them out"
+            raise RunError(BAD_DATA, message, help_, [f"fewer would change its numbers: {self._fault}"])
+        return self._ignored
+
     def completed(self, batch: Mapping[str, torch.Tensor], shares: Mapping[str, int]) -> Mapping[str, torch.Tensor]:
         """Return a whole step's batch, or one rank's share of it. Copies of the first sample follow the given samples,
         with all of their targets ignored.

@@ -263,11 +263,14 @@ def read_checkpoint(folder: Path) -> Checkpoint:
             if type(number) is not int or not 0 <= number < 2**53:
                 done = f"no number of {name.removesuffix('s')}s done"
                 raise ValueError(f"its {FACTS} has {name} {number!r}, which is {done}")
+        for name, place in facts.get("loaders", {}).items():
+            if not isinstance(place, list) or [type(number) for number in place] != [int, int] or min(place) < 0:
+                raise ValueError(f"its {FACTS} has {place!r} as the place of the loader {name!r}")
     except FileNotFoundError:
         lacks = f"is not a checkpoint: it has no {FACTS} or no {TENSORS}" if folder.exists() else "does not exist"
         help_ = path_meant(named, _is_checkpoint, "name a folder that `parc run --save` or `session.save` wrote")
         raise RunError(BAD_STATE, f"`{named}` {lacks}", help_) from None
-    except (SafetensorError, FormError, ValueError, KeyError, TypeError, OSError) as broken:
+    except (SafetensorError, FormError, ValueError, KeyError, TypeError, AttributeError, OSError) as broken:
         file = f"{TENSORS} in " if isinstance(broken, SafetensorError) else ""
         message = f"{file}`{named}` cannot be read: {broken}"
         raise RunError(BAD_STATE, message, "go on from another checkpoint") from None

@@ -1,0 +1,112 @@
+"""Batches of a dataset for a loop of one's own: each rank gets its samples, and checkpoints hold the place."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from ...grammar.codes_build import BAD_DATA
+from ..faults import RunError
+from .datasets import dataset_source
+from .feed import Feed
+from .order import Order, Ordered
+from .reading import Closing, RowReader
+from .samples import DataError, SampleSource, raised_at
+
+
+@final
+class Loader:
+    """The batches of a dataset, for ``session.step(local=batch)``: of every batch this rank's samples.
+
+    An iteration is one epoch, or the rest of one that was begun before; over an iterable it does not end. The place, an
+    epoch and a number of its samples, is part of ``session.save`` and ``session.restore``: it is that of all ranks, and
+    depends neither on the mesh nor on B.
+
+    Raises:
+        RunError: the dataset is none, or has too few samples; or its last batch is smaller, and the loss sees that.
+    """
+
+    def __init__(
+        self, feed: Feed, dataset: Any, *, shuffle: bool, seed: int, workers: int, drop_last: bool, name: str
+    ) -> None:
+        self._feed, self._drop_last, self._name = feed, drop_last, name
+        self._ignored: Mapping[str, int] = {}
+        try:
+            source: SampleSource = dataset_source(dataset, _ended, feed.inputs, feed.batch, None)
+            self._samples = source.count
+            if source.count is not None:
+                self._check(source.count)
+                source = Ordered(source, Order(source.count, seed, shuffle))
+            elif shuffle:
+                message = "an iterable has an order of its own, so there is no `shuffle`"
+                raise DataError(message, "remove it, or give a dataset with `__getitem__` and `__len__`")
+        except DataError as error:
+            raise RunError(BAD_DATA, str(error), error.help) from error
+        self._reader = RowReader(Closing(source, threading.Event()), feed.rows, feed.batch, workers)
+
+    def _check(self, samples: int) -> None:
+        """Check that there is a batch, and that the last one of an epoch may be smaller where it is."""
+        batch = self._feed.batch
+        if samples < (batch if self._drop_last else 1):
+            help_ = "give it more, or build the plan for a smaller B" + ", or `drop_last=False`" * self._drop_last
+            raise DataError(f"the dataset has {samples} sample{'s' * (samples != 1)}, and a step takes {batch}", help_)
+        if samples % batch and not self._drop_last:
+            self._ignored = self._feed.ignored_targets(samples % batch)
+
+    def __len__(self) -> int:
+        """Return the number of batches of an epoch.
+
+        Raises:
+            TypeError: the dataset is an iterable, which has no length.
+        """
+        if self._samples is None:
+            raise TypeError("an iterable has no length")
+        return self._samples // self._feed.batch if self._drop_last else -(-self._samples // self._feed.batch)
+
+    def _next(self) -> tuple[int, int]:
+        """Return the epoch of the next batch, and how many of its samples were taken."""
+        epoch, taken = self._feed.places.get(self._name, (0, 0))
+        needed = taken + (self._feed.batch if self._drop_last else 1)
+        return (epoch, taken) if self._samples is None or needed <= self._samples else (epoch + 1, 0)
+
+    @property
+    def epoch(self) -> int:
+        """The number of the epoch whose batch comes next, from 0. An iterable counts its own."""
+        return self._next()[0]
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        epoch, taken = first = self._next()
+        while epoch == first[0]:
+            batch = self._read(epoch, taken)
+            self._feed.places[self._name] = epoch, taken + self._feed.batch
+            yield batch
+            epoch, taken = self._next()
+
+    def _read(self, epoch: int, taken: int) -> dict[str, Tensor]:
+        """Return this rank's samples of a batch. Where an epoch has too few for the last, the next one's follow, with
+        all targets ignored."""
+        size, samples = self._feed.batch, self._samples
+        first, end = (taken, None) if samples is None else (epoch * samples + taken, (epoch + 1) * samples)
+        try:
+            batch = self._feed.own(self._reader(first, end))
+        except DataError as error:
+            notes = [note for note in [raised_at(error)] if note]
+            raise RunError(BAD_DATA, f"epoch {epoch}: {error}", error.help, notes) from error
+        have = size if end is None else end - first
+        for name, ignore in self._ignored.items() if have < size else ():
+            batch[name][self._feed.rows_of(name) >= have] = torch.tensor(ignore, dtype=batch[name].dtype)
+        return batch
+
+
+def _ended() -> Any:
+    """Refuse to begin again what a person gave as an iterator.
+
+    Raises:
+        DataError: always.
+    """
+    message = "the iterator has ended, and cannot be begun again"
+    raise DataError(message, "give an object whose `__iter__` begins anew, such as an `IterableDataset`")

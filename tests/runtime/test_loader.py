@@ -1,0 +1,143 @@
+"""Datasets in a loop of one's own and in a plan: ranks' parts, epochs, the last smaller batch, going on elsewhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import parc
+from parc.grammar.codes_build import BAD_DATA
+from parc.runtime.loading import dataloader
+from tests.runtime.ranks import run_ranks
+from tests.runtime.tiny import DATA, ONE, PLAN, build
+
+CALM = PLAN.replace("dropout=0.1", "dropout=0.0")
+SAMPLES = """
+import torch
+from torch.utils.data import TensorDataset
+
+
+def rows(count=21):
+    tokens = torch.arange(count)[:, None] + torch.arange(8)
+    return TensorDataset(tokens, (tokens + 1) % 256)
+
+"""
+WITH_DATASET = CALM.replace('bytes "*.py"', 'dataset "./samples.py:rows" (count=40) shuffle split 0.1')
+
+
+def dataset(count: int = 21) -> TensorDataset:
+    """Return samples whose first token is their number."""
+    tokens = torch.arange(count)[:, None] + torch.arange(8)
+    return TensorDataset(tokens, (tokens + 1) % 256)
+
+
+def rows_of(count: int) -> list[tuple[Tensor, ...]]:
+    """Return the samples as a list."""
+    return [dataset(count)[number] for number in range(count)]
+
+
+def numbers(batch: dict[str, Tensor]) -> list[int]:
+    """Return the numbers of the samples of a batch that have targets."""
+    return [int(tokens[0]) for tokens, targets in zip(*batch.values(), strict=True) if int(targets[0]) != -100]
+
+
+def epochs(path: str, saved: str) -> dict[str, Any]:
+    """Train two epochs on this rank's samples, and save in the second, after two batches."""
+    with parc.load(path) as session:
+        loader = dataloader(session, dataset(), shuffle=True)
+        seen: list[list[int]] = []
+        losses = []
+        for epoch in range(2):
+            assert loader.epoch == epoch
+            for batch in loader:
+                seen.append(numbers(batch))
+                losses.append(session.step(local=batch).loss)
+                if len(seen) == 5:
+                    session.save(saved)
+        whole = {name: torch.stack([row[at] for row in rows_of(8)]) for at, name in enumerate(("tokens", "targets"))}
+        rank, world = session.coordinates.get("dp", 0), session.mesh.world
+        named: Any = [dict(zip(whole, row, strict=True)) for row in rows_of(8)]
+        plain = DataLoader(named, batch_size=8 // world, sampler=DistributedSampler(named, world, rank))
+        (part,) = plain
+        same = session.evaluate(local=part), session.evaluate(whole)
+    return {"seen": seen, "losses": losses, "length": len(loader), "same": same}
+
+
+def test_every_sample_comes_once_an_epoch_on_any_mesh_and_a_run_goes_on_anywhere(tmp_path: Path) -> None:
+    one, two = build(tmp_path, ONE, CALM, "one"), build(tmp_path, DATA, CALM, "two")
+    alone = epochs(str(one), str(tmp_path / "alone"))
+    ranks = run_ranks(epochs, 2, str(two), str(tmp_path / "ranks"))
+    assert alone["length"] == 3 and [len(batch) for batch in alone["seen"]] == [8, 8, 5] * 2
+    for epoch in (alone["seen"][:3], alone["seen"][3:]):
+        assert sorted(number for batch in epoch for number in batch) == list(range(21))
+    assert alone["seen"][:3] != alone["seen"][3:]
+    for rank in ranks:
+        assert rank["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+        assert rank["same"][0] == pytest.approx(rank["same"][1], rel=1e-6)
+    for whole, *parts in zip(alone["seen"], *(rank["seen"] for rank in ranks), strict=True):
+        assert sorted(whole) == sorted(number for part in parts for number in part)
+    with parc.load(one) as session:
+        loader = dataloader(session, dataset(), shuffle=True)
+        session.restore(tmp_path / "ranks")
+        (last,) = list(loader)
+        assert numbers(last) == alone["seen"][5] and loader.epoch == 2
+        assert session.step(local=last).loss == pytest.approx(alone["losses"][5], rel=1e-5)
+
+
+def test_a_plan_with_a_dataset_goes_on_where_it_was_under_another_batch_and_mesh(tmp_path: Path) -> None:
+    (tmp_path / "samples.py").write_text(SAMPLES)
+    first = build(tmp_path, ONE, WITH_DATASET, "first")
+    halved = WITH_DATASET.replace("B=8", "B=4").replace("microbatches 2", "microbatches 1")
+    other = build(tmp_path, DATA.replace("dp=2", "dp=1"), halved, "other")
+    with parc.load(first) as session:
+        order = [int(row[0]) for step in range(5) for part in session.feed.next(step) for row in part["tokens"]]
+        session.step()
+        session.save(tmp_path / "saved")
+    assert sorted(order[:36]) == [number for number in range(40) if number % 10 != 9]
+    with parc.load(other) as session:
+        session.restore(tmp_path / "saved")
+        (part,) = session.feed.next(session.step_number)
+        assert part["tokens"][:, 0].tolist() == order[8:12]
+        session.step()
+        session.save(tmp_path / "later")
+    with parc.load(first) as session:
+        session.restore(tmp_path / "later")
+        parts = session.feed.next(session.step_number)
+        assert [int(row[0]) for part in parts for row in part["tokens"]] == order[12:20]
+
+
+def test_workers_of_a_plan_change_no_number(tmp_path: Path) -> None:
+    (tmp_path / "samples.py").write_text(SAMPLES)
+    losses = []
+    for name, words in {"here": "shuffle", "workers": "shuffle workers 2"}.items():
+        with parc.load(build(tmp_path, ONE, WITH_DATASET.replace("shuffle", words), name)) as session:
+            losses.append([session.step().loss for _ in range(3)])
+    assert losses[0] == losses[1]
+
+
+def test_what_a_loader_cannot_do_is_said(tmp_path: Path) -> None:
+    (tmp_path / "samples.py").write_text(SAMPLES)
+    cases: dict[str, tuple[Any, dict[str, Any]]] = {
+        "the dataset has 5 samples, and a step takes 8": (dataset(5), {"drop_last": True}),
+        "the dataset has 0 samples, and a step takes 8": ([], {}),
+        "an iterable has an order of its own, so there is no `shuffle`": (iter(rows_of(9)), {"shuffle": True}),
+        "it returns int, which is no dataset": (3, {}),
+    }
+    with parc.load(build(tmp_path, ONE, CALM)) as session:
+        for message, (given, options) in cases.items():
+            with pytest.raises(parc.RunError, match=message) as error:
+                dataloader(session, given, **options)
+            assert error.value.code is BAD_DATA
+        dropping = dataloader(session, dataset(21), drop_last=True)
+        assert len(dropping) == 2 and [numbers(batch) for batch in dropping] == [list(range(8)), list(range(8, 16))]
+        stream = dataloader(session, iter(rows_of(20)), name="stream")
+        assert [numbers(batch) for _, batch in zip(range(2), stream, strict=False)] == [[*range(8)], [*range(8, 16)]]
+        with pytest.raises(parc.RunError, match="epoch 0: the iterator has ended, and cannot be begun again"):
+            next(iter(stream))
+        with pytest.raises(TypeError, match="an iterable has no length"):
+            len(stream)
