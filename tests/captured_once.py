@@ -29,10 +29,8 @@ def compile_once(plan: Plan, folder: Path) -> Compiled:
         return compile_plan(plan, folder)
     code = tuple((path.name, path.read_bytes()) for path in sorted(folder.glob("*.py")))
     task = format_statements([line for line in plan.statements if line.verb.text in _TASK])
-    capacities = [
-        (line.where, line.capacity) for line in plan.placements if isinstance(line, Experts) and line.capacity
-    ]
-    key = task, plan.microbatches, code, tuple(capacities)
+    capacities = [(line.where, line.capacity) for line in plan.placements if isinstance(line, Experts)]
+    key = task, plan.microbatches, code, tuple(capacities if any(most for _, most in capacities) else ())
     if key not in _CAPTURES:
         if len(_CAPTURES) >= _MOST:
             _CAPTURES.clear()

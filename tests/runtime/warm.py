@@ -23,4 +23,5 @@ from parc.grammar.source import Source
 
 parse(Source("warm.parc", "mesh dp=2\n"))
 shape_environment()
+gc.set_threshold(200_000, 20, 100)  # as in the tests themselves
 gc.freeze()
