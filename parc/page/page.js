@@ -44,7 +44,13 @@
     if (target.classList.contains("row")) target.focus({ preventScroll: true });
   };
   addEventListener("hashchange", open);
-  open();
+
+  const linked = (behind) => {
+    const [before, number, after] = behind.textContent.split(/plan:(\d+)/);
+    const line = number && document.querySelector(`.plan li[data-line="${number}"]`);
+    if (line) behind.replaceChildren(before, Object.assign(document.createElement("a"), { href: `#${line.id}`, textContent: `plan:${number}` }), after);
+  };
+  for (const one of document.querySelectorAll(".program")) one.addEventListener("toggle", () => one.querySelectorAll("s").forEach(linked), { once: true });
 
   const say = (text) => {
     const note = Object.assign(document.createElement("div"), { className: "said", textContent: text });
@@ -53,10 +59,11 @@
   };
   document.getElementById("programs").addEventListener("click", (event) => {
     const line = event.target.closest("pre i");
-    if (!line || String(getSelection())) return;
+    if (!line || event.target.closest("a") || String(getSelection())) return;
     history.replaceState(null, "", `#${line.id}`);
     if (navigator.clipboard) navigator.clipboard.writeText(location.href).then(() => say("link copied"), () => {});
   });
+  open();
   let opened = [];
   addEventListener("beforeprint", () => { opened = [...document.querySelectorAll("section:not(#programs) details:not([open])")]; for (const one of opened) one.open = true; });
   addEventListener("afterprint", () => { for (const one of opened) one.open = false; });
