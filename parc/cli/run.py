@@ -45,7 +45,7 @@ def run_options(parser: argparse.ArgumentParser) -> None:
     training.add_argument(
         "--resume", metavar="DIR", type=Path, help="go on from a checkpoint, of any plan of the model"
     )
-    _observe_options(parser.add_argument_group("what is seen of it"))
+    _observe_options(parser.add_argument_group("watching"))
     place = parser.add_argument_group("processes")
     place.add_argument("--device", choices=("cpu", "cuda"), help="default: the GPUs, where there are any")
     place.add_argument(
@@ -57,7 +57,13 @@ def run_options(parser: argparse.ArgumentParser) -> None:
     place.add_argument(
         "--rdzv-endpoint", metavar="HOST:PORT", default="", help="where the hosts meet: the first of them"
     )
-    place.add_argument("--timeout", metavar="S", type=positive, default=300, help="longest wait for another rank (300)")
+    place.add_argument(
+        "--timeout",
+        metavar="S",
+        type=positive,
+        default=300,
+        help="the most seconds to wait for another rank (default: 300)",
+    )
 
 
 def _observe_options(observe: argparse._ArgumentGroup) -> None:
