@@ -15,9 +15,11 @@ import parc
 from parc.cli import main
 from parc.runtime.faults import RunError
 from tests.runtime.ranks import run_ranks
-from tests.runtime.tiny import BOTH, batch, build
+from tests.runtime.tiny import DATA, PLAN, batch, build
 
 EMA = "ema 0.9 every 2\n"
+STAGED = PLAN.replace("schedule  microbatches 2", "schedule 1f1b microbatches 2")
+STAGES = DATA.replace("dp=2", "dp=2, pp=2") + "stage before blocks.1 over pp\n"
 FROZEN = "freeze blocks.0.mlp\n"
 
 
@@ -60,8 +62,8 @@ def close(found: Weights, wanted: Weights) -> None:
 
 
 def test_averages_are_those_of_torch_on_split_ranks_and_in_a_run_that_goes_on(tmp_path: Path) -> None:
-    """Three steps on four ranks, and two more on one rank that keeps the optimizer's state in files."""
-    split = build(tmp_path, BOTH + "zero 2 over dp\n" + EMA + FROZEN)
+    """Three steps of two stages of two ranks, and two more on one rank that keeps the optimizer's state in files."""
+    split = build(tmp_path, STAGES + "zero 1 over dp\n" + EMA + FROZEN, STAGED)
     alone = build(tmp_path, 'offload optimizer to "state"\n' + EMA + FROZEN, name="alone")
     weights, averages = averaged(alone, 3)
     losses = set()
