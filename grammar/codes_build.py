@@ -259,7 +259,7 @@ BAD_NUMBER = shown(
 BAD_DATA = shown(
     name="P0303",
     title="the data cannot be read",
-    why="samples come from the `data` line: text files, or a callable that returns the plan's inputs by name.",
+    why="samples come from the `data` line: files, a dataset, or a callable that returns the plan's inputs by name.",
     example='data bytes "nothing/*.txt"',
     instead='data bytes "{stdlib}/*.py"',
 )

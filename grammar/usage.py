@@ -24,6 +24,7 @@ from .source import Span
 from .syntax import KIND_NAMES, Group, Item, Number, Phrase, Setting, Statement, String, Word
 
 T = TypeVar("T")
+_FORMS_SHOWN = 3
 SUM = " [+ ...]"
 """The end of a usage line whose statements may be sums."""
 
@@ -39,8 +40,8 @@ class Slot:
 
     @property
     def text(self) -> str:
-        """The clause as a usage line has it."""
-        return self.name if self.placeholder is None else f"{self.name} {self.placeholder}"
+        """The argument as a usage line has it."""
+        return f"{self.name if self.keyword else ''} {self.placeholder or ''}".strip()
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,12 @@ class Usage:
     sums: bool = False
     """True where a statement may have further terms of these forms, each after a ``+``."""
 
+    def shown(self, form: tuple[Slot, ...]) -> str:
+        """Return the usage for a message: of many forms the closest alone."""
+        if len(self.forms) <= _FORMS_SHOWN:
+            return self.text
+        return " ".join([self.verb, *(slot.text if slot.required else f"[{slot.text}]" for slot in form)])
+
     def match(self, statement: Statement) -> tuple[Arguments | None, tuple[Diagnostic, ...]]:
         """Return the arguments of the statement, or every reason why it does not have the closest form of this
         usage."""
@@ -155,7 +162,7 @@ class Usage:
         named = rival.name if rival.keyword else found.span(rival.name).text
         message = f"`{self.verb}` takes `{named}` or `{word}`, not both"
         related = (Label(found.span(rival.name), f"`{named}`"),)
-        return replace(fault, message=message, related=related, help=f"remove one of them; usage: {self.text}")
+        return replace(fault, message=message, related=related, help=f"remove one of them; usage: {self.shown(form)}")
 
 
 @cache
@@ -190,7 +197,7 @@ class _Match:
     """One attempt to read a statement as one form."""
 
     def __init__(self, usage: Usage, form: tuple[Slot, ...], statement: Statement) -> None:
-        self._usage = usage
+        self._usage, self._form = usage, form
         self._subject = [slot for slot in form if not slot.keyword]
         self._led = {
             slot.name for at, slot in enumerate(form) if any(one.keyword and one.required for one in form[:at])
@@ -213,7 +220,7 @@ class _Match:
             self._error(MISSING_ARGUMENT, f"`{self._usage.verb}` needs `{slot.text}`", self._statement.verb.span)
         unknown = [diagnostic for diagnostic in self._diagnostics if diagnostic.code is UNEXPECTED_ARGUMENT]
         if len(missing) == 1 and unknown:  # one mistake, not two: the clause is there under another word
-            help_ = f"did you mean `{missing[0].name}`? usage: {self._usage.text}"
+            help_ = f"did you mean `{missing[0].name}`? usage: {self._usage.shown(self._form)}"
             self._diagnostics[self._diagnostics.index(unknown[0])] = replace(unknown[0], help=help_)
             self._diagnostics.pop()
         return Arguments(self._statement, self._phrases), tuple(self._diagnostics)
@@ -304,5 +311,5 @@ class _Match:
         )
 
     def _error(self, code: Code, message: str, span: Span, help_: str = "", related: tuple[Label, ...] = ()) -> None:
-        help_ = help_ or f"usage: {self._usage.text}"
+        help_ = help_ or f"usage: {self._usage.shown(self._form)}"
         self._diagnostics.append(Diagnostic(code, message, Label(span), related, help=help_))

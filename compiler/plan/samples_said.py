@@ -107,8 +107,9 @@ def samples_items(given: Arguments, lead: str = "") -> tuple[String, ...]:
 
 
 def samples_span(given: Arguments, text: str, lead: str = "") -> Span:
-    """Return the place of one of the strings of the phrase, or the line's."""
-    return next((item.span for item in samples_items(given, lead) if item.text == text), given.statement.span)
+    """Return the place of one of the strings of the phrase, of its only string, or of the line."""
+    items = samples_items(given, lead)
+    return next((item.span for item in items if item.text == text or len(items) == 1), given.statement.span)
 
 
 def check_samples(given: Arguments, lead: str = "") -> Iterator[Diagnostic]:

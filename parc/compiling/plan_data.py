@@ -90,7 +90,9 @@ def check_sample(plan: Plan, folder: Path, build: Build) -> None:
         raise PlanError(wrong)
     for name, (bound, ignore) in class_bounds(build.reference).items():
         if message := beyond(name, sample[name], bound, ignore):
-            raise PlanError([_fault(plan, f"sample 0: {message}", beyond_help(bound, ignore), name)])
+            dtype = plan.data.said.dtype if plan.data is not None else None
+            help_ = beyond_help(bound, ignore) + f"; or another `dtype`, if the file's is not {dtype}" * bool(dtype)
+            raise PlanError([_fault(plan, f"sample 0: {message}", help_, name)])
 
 
 def _first_sample(plan: Plan, folder: Path) -> Mapping[str, Tensor] | None:

@@ -1,0 +1,109 @@
+"""What `parc check` and `parc run` say of a `data` line whose data does not fit."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from parc.cli import main
+from tests.runtime.tiny import EXAMPLES, PLAN, build
+
+SAMPLES = """
+import torch
+
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self, count=40):
+        self.count = count
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        if index == 13:
+            raise LookupError("the shelf is empty")
+        return torch.arange(8) + index, torch.arange(8) + index
+
+
+def three():
+    return Rows(3)
+"""
+SAID = {
+    'dataset "./samples.py:three"': """\
+error[P0303]: the data has 3 samples, and a step takes 8
+ --> plan.parc:7:19
+7 | data      dataset "./samples.py:three"
+  |                   ^^^^^^^^^^^^^^^^^^^^
+help: give it 8 or more, or make B smaller
+""",
+    'tokens "train.bin"': """\
+error[P0303]: train.bin does not say of which type its tokens are
+ --> plan.parc:7:18
+7 | data      tokens "train.bin"
+  |                  ^^^^^^^^^^^
+help: add it to the `data` line, as `dtype uint16` for what nanoGPT writes
+""",
+    'tokens "train.bin" dtype uint16': """\
+error[P0303]: every second number of train.bin is 0, read as uint16
+ --> plan.parc:7:18
+7 | data      tokens "train.bin" dtype uint16
+  |                  ^^^^^^^^^^^
+help: was it written as uint32? Then `dtype uint32`
+""",
+    'tokens "train.bin" dtype uint32 pack': """\
+error[P0303]: nothing says where documents end in train.bin
+ --> plan.parc:7:18
+7 | data      tokens "train.bin" dtype uint32 pack
+  |                  ^^^^^^^^^^^
+help: name the token that ends one, as `pack end 50256`
+""",
+    "tokens dtype uint16": """\
+error[P0003]: `tokens` needs GLOBS: strings
+ --> plan.parc:7:11
+7 | data      tokens dtype uint16
+  |           ^^^^^^
+help: usage: data tokens GLOBS [dtype TYPE] [pack] [end N] [shuffle] [split X] [workers N]
+""",
+    'folder "wiki"': """\
+error[P0303]: wiki cannot be read as a dataset: Directory wiki not found
+ --> plan.parc:7:18
+7 | data      folder "wiki"
+  |                  ^^^^^^
+help: name a folder that `dataset.save_to_disk` wrote, from the plan's folder
+""",
+}
+
+
+@pytest.mark.parametrize("line", SAID)
+def test_a_line_whose_data_does_not_fit_is_said_with_its_place(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(EXAMPLES / "gpt.py", tmp_path)
+    (tmp_path / "samples.py").write_text(SAMPLES)
+    np.arange(200, dtype=np.uint32).tofile("train.bin")
+    Path("plan.parc").write_text(PLAN.replace('bytes "*.py"', line))
+    assert main(["check", "plan.parc"]) == 1
+    assert SAID[line] in capsys.readouterr().err.replace(f"{tmp_path}/", "")
+
+
+FAILED = """\
+error[P0303]: step 2: entry 13 of the dataset failed: LookupError: the shelf is empty
+ = note: line 7 of the build's plan.parc: data dataset "./samples.py:Rows" shuffle workers 1
+ = note: raised at samples.py:14: raise LookupError("the shelf is empty")
+ = note: the state after step 1 was saved to saved
+help: ask the dataset for it: `dataset[13]`
+"""
+
+
+def test_an_entry_that_fails_in_a_worker_ends_a_run_with_its_number_and_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "samples.py").write_text(SAMPLES)
+    made = build(tmp_path, "", PLAN.replace('bytes "*.py"', 'dataset "./samples.py:Rows" shuffle workers 1'))
+    assert main(["run", str(made), "--steps", "9", "--save", "saved"]) == 1
+    assert FAILED in capsys.readouterr().err.replace(f"{tmp_path}/", "")
