@@ -22,7 +22,8 @@ from benchmarks.turns import ROOT
 from parc.compiler.plan.plan import read_plan
 from parc.compiler.program.actions import BACKWARD
 from parc.compiler.program.liveness import Liveness
-from parc.compiling.driver import Compiled, compile_plan
+from parc.compiling.compiled import Compiled
+from parc.compiling.driver import compile_plan
 from parc.grammar.source import Source
 
 BATCH, LENGTH, WIDTH = 2, 96, 128

@@ -12,7 +12,8 @@ from benchmarks.kept import Kept, kept_by_parc
 from benchmarks.turns import ROOT
 from parc.checking.reports import report_of
 from parc.compiler.plan.plan import read_plan
-from parc.compiling.driver import Compiled, compile_plan
+from parc.compiling.compiled import Compiled
+from parc.compiling.driver import compile_plan
 from parc.grammar.source import Source
 
 RANKS, BATCH, LENGTH, WIDTH, HEADS, KV_HEADS, FFN, LAYERS = 4, 2, 128, 256, 8, 4, 704, 3

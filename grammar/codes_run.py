@@ -47,6 +47,15 @@ BATCHES_DIFFER = Code(
     instead='session.step(local=next(own_samples))  # chosen by session.coordinates["dp"]',
     language="python",
 )
+NO_EVALUATION = Code(
+    name="P0416",
+    title="a build without programs that evaluate",
+    why="an evaluation runs the model in `eval()`: without dropout, and with the running statistics of BatchNorm. Its"
+    " programs are made where the plan has an `eval` line; a build without one is smaller, and made in less time.",
+    example="session.evaluate(batch)  # its plan has no `eval` line",
+    instead="session.step(batch).loss  # the loss of the model as it trains; or build the plan with a line: eval",
+    language="python",
+)
 NO_AVERAGES = Code(
     name="P0415",
     title="averages of weights that are not there, or in the place of weights",

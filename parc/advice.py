@@ -12,7 +12,7 @@ from parc.compiler.ops.precision import is_narrow
 from parc.compiler.program.actions import FORWARD
 from parc.compiler.program.liveness import local_bytes
 from parc.compiler.resolve.context_lines import RING_METHODS, context_lines
-from parc.compiling.driver import Compiled
+from parc.compiling.compiled import Compiled
 from parc.compiling.size_ranges import line_span
 from parc.grammar.codes_build import AVERAGED, ROUNDED_UPDATES, UNASKED_RESHARD, WITHOUT_RULE
 from parc.grammar.codes_model import MEANT_OTHERWISE, NUMBER_CHANGED, PASSED_ON

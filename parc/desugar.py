@@ -11,7 +11,7 @@ from parc.compiler.layout.placement import TensorType
 from parc.compiler.layout.stretches import terms
 from parc.compiler.plan.layouts import KEEP_GATHERED
 from parc.compiler.program.actions import COUNTING, FORWARD
-from parc.compiling.driver import Compiled
+from parc.compiling.compiled import Compiled
 from parc.compiling.fitted import Fitted
 from parc.compiling.sites import keeping_lines
 from parc.grammar.format import VERB_WIDTH, format_statement

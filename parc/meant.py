@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from parc.compiler.layout.placement import AxisType, Split
 from parc.compiler.plan.layouts import SplitWeights
 from parc.compiler.plan.plan import Plan, read_plan
-from parc.compiling.driver import Compiled, ask
+from parc.compiling.compiled import Compiled
+from parc.compiling.driver import ask
 from parc.compiling.size_ranges import fixed, line_span
 from parc.grammar.diagnostics import PlanError
 from parc.grammar.source import Source, Span

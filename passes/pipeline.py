@@ -16,6 +16,7 @@ from ..compiler.ops.precision import PrecisionRegions
 from ..compiler.ops.recompute import RecomputeLine
 from ..compiler.program.binding import Binding
 from ..compiler.program.blocks import block_of
+from ..compiler.program.evaluations import with_idle
 from ..compiler.program.loads import Bias
 from ..compiler.program.loss_scale import LossScale
 from ..compiler.program.program import Program
@@ -53,7 +54,7 @@ from .programs.early import sum_early
 from .programs.hide import hide_exchanges
 from .programs.kept import mark_recomputed
 from .programs.makers import StepParts, make_roles
-from .programs.model_program import reference_program
+from .programs.model_program import reference_program, without_training
 from .programs.offload import offload
 from .programs.overlap import OverlapChoices, overlapped
 from .programs.rings import ring_attention
@@ -124,6 +125,8 @@ class Request:
     """The axes of views along which ranks hold the same experts, by the module of these."""
     context: tuple[ContextLine, ...] = ()
     """The axes that split sequences, and how attention works across them."""
+    evaluates: bool = False
+    """True for the programs of an evaluation, which has no backward."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +196,7 @@ def _forward(captured: Captured, request: Request) -> tuple[SplitLoss, Program]:
     fold_constants(graph, request.choices)
     freeze_parameters(graph, request.frozen)
     loss = split_loss(graph, request.terms)
-    count_loads(loss.graph, captured.updates)
+    count_loads(loss.graph, captured.updates, request.evaluates)
     mark_packed(loss.graph)
     reference = reference_program(loss.graph, loss.count, loss.counts, request.seed)
     narrow(loss.graph, request.precision)
@@ -219,6 +222,8 @@ def _build(captured: Captured, mesh: Mesh, request: Request) -> Built:
     parts = 1 if adds == "sum" else request.microbatches
     sums = request.accumulate if request.microbatches > 1 else None
     stored = store_parameters(typed, mesh, request.shardings, request.shard_dims)
+    if request.evaluates:  # each is stored as a step stores it, which depends on whether it is trained
+        freeze_parameters(typed)
     mark_recomputed(typed, request.recompute)
     if request.pipeline is not None:
         results = noted(typed.output_node()).results
@@ -240,11 +245,14 @@ def _build(captured: Captured, mesh: Mesh, request: Request) -> Built:
         compressor,
         request.biases,
     )
-    roles = levels.roles(make_roles(step))
-    roles = {role: hide_exchanges(overlapped(sum_early(programs, request.microbatches), request.overlap))
-             for role, programs in roles.items()}  # fmt: skip
+    roles = levels.roles(make_roles(step, request.evaluates))
+    if not request.evaluates:
+        roles = {role: sum_early(programs, request.microbatches) for role, programs in roles.items()}
+    roles = {role: hide_exchanges(overlapped(programs, request.overlap)) for role, programs in roles.items()}
     roles = offload(roles, request.offload)
     roles = {role: ring_attention(programs, request.context) for role, programs in roles.items()}
+    if request.evaluates:
+        reference, roles = without_training(reference), {role: with_idle(own) for role, own in roles.items()}
     missing = tuple(sorted({str(node.target) for node in placed.without_rule}))
     return Built(
         reference,
@@ -284,12 +292,12 @@ def _place(graph: fx.Graph, mesh: Mesh, request: Request) -> tuple[fx.Graph, Pla
     return typed, placed, partition.reshards
 
 
-def freeze_parameters(graph: fx.Graph, names: frozenset[str]) -> None:
-    """Bind parameters that are not trained as ``frozen``, a kind to which no gradient flows."""
+def freeze_parameters(graph: fx.Graph, names: frozenset[str] | None = None) -> None:
+    """Bind parameters that are not trained, or all, as ``frozen``, a kind to which no gradient flows."""
     for node in graph.nodes:
         if node.op == "placeholder":
             kind, name = noted(node).binding
-            if kind == "parameter" and name in names:
+            if kind == "parameter" and (names is None or name in names):
                 noted(node).binding = Binding("frozen", name)
 
 

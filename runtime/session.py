@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Self, overload
 
@@ -25,6 +26,7 @@ from .communication import Backend
 from .data.batches import Batches
 from .data.feed import Feed, LocalParts
 from .data.sizes import AtSizes, BySizes, bound_build
+from .evaluation import Evaluation, evaluation_of
 from .faults import Bad, RunError, bad_number, writing
 from .first_bad import find_bad
 from .lockstep import Together
@@ -86,9 +88,9 @@ class Session:
         self.notes: tuple[str, ...] = ()
         self._together = Together(self.rank, self.world, self.device)
         self.last_step: int | None = manifest["steps"]
-        programs = [program for role in self._roles for program in role.programs.values()]
         self.backend: Backend = InProcess(self.mesh)
         if self.world > 1:
+            programs = build.every_program()
             self.backend = Distributed(self.mesh, programs, self.rank, self.device, self.role.axis, build.stage_ranks)
         self.regions = Regions(self.device) if compile else None
         self.offloaded = self._together.agreed(lambda: Offloaded(build, self.role, self.rank, self.device))
@@ -123,6 +125,8 @@ class Session:
     def close(self) -> None:
         """Stop reading data, and remove the files of offloaded state. Process groups stay: who made them ends them."""
         self.feed.close()
+        if "_evaluation" in vars(self):
+            self._evaluation.close()
         self.offloaded.close()
 
     def _initial_state(self) -> RankState:
@@ -196,14 +200,14 @@ class Session:
         return self.update(self.gradients(batch, local=local), lr)
 
     def evaluate(self, batch: Batch | None = None, *, local: Batch | None = None) -> float:
-        """Return the global loss of a batch, given as to ``gradients``; nothing is changed. Dropout stays as in
-        training."""
-        buffers = dict(self.state.buffers)
-        begun = self._batches.begin(batch, local, self.state, self.step_number, self.last_step, keep=False)
-        with self._together.doing("an evaluation", self.state):
-            (result,) = begun.at.stepper.evaluate(begun.work, self.step_number)
-        self.state.buffers = buffers
-        return float(result.loss)
+        """Return the loss of a batch, given as to ``gradients``, with the model in ``eval()``: there is no dropout, and
+        BatchNorm has its running statistics. Nothing is changed. The plan needs an ``eval`` line."""
+        return self._evaluation.loss(batch, local, self.state, self.step_number)
+
+    @cached_property
+    def _evaluation(self) -> Evaluation:
+        build = evaluation_of(self.build)
+        return Evaluation(build, BySizes(build, self._at), self.mesh, self.rank, self._initial, self._together)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:

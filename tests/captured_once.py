@@ -10,7 +10,8 @@ from parc.compiler.initial.recipes import Recorded
 from parc.compiler.plan.directives.experts import Experts
 from parc.compiler.plan.plan import Plan
 from parc.compiler.sizes.polynomials import moving
-from parc.compiling.driver import Compiled, compile_captured, compile_plan, task_lines
+from parc.compiling.compiled import Compiled
+from parc.compiling.driver import compile_captured, compile_plan, task_lines, with_evaluation
 from parc.compiling.plan_capture import capture_plan
 from parc.grammar.format import format_statements
 
@@ -35,4 +36,5 @@ def compile_once(plan: Plan, folder: Path) -> Compiled:
         if len(_CAPTURES) >= _MOST:
             _CAPTURES.clear()
         _CAPTURES[key] = capture_plan(plan, task_lines(plan), folder, None)
-    return compile_captured(plan, folder, *_CAPTURES[key])
+    made = compile_captured(plan, folder, *_CAPTURES[key])
+    return made if plan.evaluation is None else with_evaluation(made, plan)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from parc.checking.checks import Checked, check_build
 from parc.compiler.plan.plan import read_plan
-from parc.compiling.driver import Compiled, compile_plan
+from parc.compiling.compiled import Compiled
+from parc.compiling.driver import compile_plan
 from parc.grammar.source import Source
 from tests.captured_once import compile_once
 from tests.runtime.tiny import EXAMPLES

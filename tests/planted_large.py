@@ -12,7 +12,8 @@ from parc.compiler.plan.plan import read_plan
 from parc.compiler.program.faults import Fault
 from parc.compiler.program.text import ProgramError
 from parc.compiler.twin.structure import compare_structure
-from parc.compiling.driver import Compiled, compile_plan
+from parc.compiling.compiled import Compiled
+from parc.compiling.driver import compile_plan
 from parc.grammar.source import Source
 from tests.planted_builds import ROOT, reread
 from tests.planted_repeats import (

@@ -10,7 +10,7 @@ import torch
 from parc.compiler.ops.precision import may_narrow
 from parc.compiler.program.binding import BUFFERS
 from parc.compiler.program.program import Function, Program
-from parc.compiling.driver import Compiled
+from parc.compiling.compiled import Compiled
 from tests.checked_plans import compiled
 from tests.planted_sites import Mutant, through, with_function
 

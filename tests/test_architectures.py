@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from parc.advice import warnings_of
-from parc.compiling.driver import Compiled
+from parc.compiling.compiled import Compiled
 from parc.grammar.diagnostics import PlanError, render
 from tests.checked_plans import checked, compiled
 

@@ -13,7 +13,8 @@ import parc
 from parc.build import build
 from parc.compiler.plan.plan import read_plan
 from parc.compiler.program.program import Program
-from parc.compiling.driver import Compiled, compile_plan
+from parc.compiling.compiled import Compiled
+from parc.compiling.driver import compile_plan
 from parc.grammar.source import Source
 from tests.checked_plans import checked
 from tests.complex_models import Filters

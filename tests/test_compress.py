@@ -16,7 +16,8 @@ from parc.checking.reports import report_of
 from parc.compiler.layout.int8 import BLOCK_ENTRIES, pack, packed_bytes, round_int8
 from parc.compiler.plan.plan import read_plan
 from parc.compiler.program.residual import residual
-from parc.compiling.driver import Compiled, compile_plan
+from parc.compiling.compiled import Compiled
+from parc.compiling.driver import compile_plan
 from parc.grammar.diagnostics import PlanError
 from parc.grammar.source import Source
 from parc.runtime.compare.simulate import Simulation, compare

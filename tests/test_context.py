@@ -11,7 +11,7 @@ import parc
 from parc.checking.reports import report_of
 from parc.cli.build import report_text
 from parc.compiler.build.directory import write_build
-from parc.compiling.driver import Compiled
+from parc.compiling.compiled import Compiled
 from parc.desugar import desugar
 from parc.grammar.diagnostics import PlanError, render
 from tests.checked_plans import checked, compiled

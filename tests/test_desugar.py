@@ -13,7 +13,7 @@ from parc.cli import main
 from parc.compiler.build.communication import communication_table
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.layout.placement import Placement, Split, TensorType
-from parc.compiling.driver import Compiled
+from parc.compiling.compiled import Compiled
 from parc.desugar import desugar, layout
 from tests.checked_plans import compiled
 from tests.runtime.tiny import EXAMPLES, PLAN

@@ -12,7 +12,8 @@ from parc.checking.checks import case_of, check_build
 from parc.checking.eager import compare_with_eager
 from parc.compiler.plan.plan import read_plan
 from parc.compiler.program.text import parse_program
-from parc.compiling.driver import Compiled, compile_plan
+from parc.compiling.compiled import Compiled
+from parc.compiling.driver import compile_plan
 from parc.grammar.diagnostics import PlanError
 
 MODELS = """

@@ -12,7 +12,8 @@ import parc
 from parc.checking.reports import report_of
 from parc.compiler.build.directory import write_build
 from parc.compiler.plan.plan import read_plan
-from parc.compiling.driver import Compiled, compile_plan
+from parc.compiling.compiled import Compiled
+from parc.compiling.driver import compile_plan
 from parc.grammar.diagnostics import PlanError, render
 from parc.grammar.source import Source
 from tests.checked_plans import checked, compiled

@@ -9,7 +9,8 @@ import torch
 
 from parc.checking.checks import case_of
 from parc.compiler.plan.plan import read_plan
-from parc.compiling.driver import Compiled, compile_plan
+from parc.compiling.compiled import Compiled
+from parc.compiling.driver import compile_plan
 from parc.grammar.diagnostics import PlanError, render
 from parc.grammar.source import Source
 from parc.runtime.compare.model_run import ReferenceRun

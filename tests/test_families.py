@@ -13,7 +13,7 @@ from parc.build import build as write
 from parc.checking.checks import case_of
 from parc.compiler.layout.pieces import take
 from parc.compiler.plan.include import families
-from parc.compiling.driver import Compiled
+from parc.compiling.compiled import Compiled
 from parc.grammar.diagnostics import PlanError, Severity, render
 from parc.runtime.compare.plain import reference
 from parc.runtime.compare.simulate import Simulation

@@ -12,7 +12,7 @@ from parc.checking.reports import report_of
 from parc.checking.twins import find_twin
 from parc.cli.build import report_text
 from parc.compiling.block_costs import BlockCost, block_costs
-from parc.compiling.driver import Compiled
+from parc.compiling.compiled import Compiled
 from parc.compiling.fit import options_of
 from parc.compiling.fitted import condensed
 from parc.desugar import desugar

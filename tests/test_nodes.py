@@ -19,7 +19,8 @@ from parc.compiler.layout.mesh import Mesh
 from parc.compiler.layout.nodes import UnevenNodes, node_levels
 from parc.compiler.layout.views import NoCommonParts
 from parc.compiler.plan.plan import read_plan
-from parc.compiling.driver import Compiled, compile_plan
+from parc.compiling.compiled import Compiled
+from parc.compiling.driver import compile_plan
 from parc.grammar.source import Source
 from parc.passes.placing.heads import Copies
 from parc.runtime.compare.simulate import Agreement, compare

@@ -9,7 +9,7 @@ from parc.compiler.ops.factors import RuleError
 from parc.compiler.ops.rules import facts, register
 from parc.compiler.program.program import Line
 from parc.compiler.resolve.balance import FLOPS_PER_BYTE, PASSES, operations_of
-from parc.compiling.driver import Compiled
+from parc.compiling.compiled import Compiled
 
 from .checked_plans import checked, compiled
 

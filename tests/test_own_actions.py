@@ -30,7 +30,8 @@ from parc.compiler.program.binding import LOSS, Binding
 from parc.compiler.program.program import Program, Ref
 from parc.compiler.program.roles import join_roles
 from parc.compiler.twin.structure import compare_structure
-from parc.compiling.driver import Compiled, compile_plan
+from parc.compiling.compiled import Compiled
+from parc.compiling.driver import compile_plan
 from parc.grammar.source import Source
 from parc.passes.programs.emit import identifier
 from parc.passes.programs.makers import StepParts

@@ -16,7 +16,8 @@ from parc.checking.checks import Checked, check_files, check_numbers, prove
 from parc.compiler.build.directory import read_build
 from parc.compiler.plan.plan import read_plan
 from parc.compiler.schedules.timeline import simulate
-from parc.compiling.driver import Compiled, compile_plan
+from parc.compiling.compiled import Compiled
+from parc.compiling.driver import compile_plan
 from parc.grammar.diagnostics import PlanError
 
 from .pages import ROOT

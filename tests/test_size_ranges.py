@@ -27,7 +27,8 @@ from parc.compiler.program.text import parse_program
 from parc.compiler.sizes.polynomials import check_points, sample_points
 from parc.compiler.verify.numbers import binding_faults
 from parc.compiler.verify.sizes import size_faults
-from parc.compiling.driver import Compiled, compile_plan, programs_of
+from parc.compiling.compiled import Compiled, programs_of
+from parc.compiling.driver import compile_plan
 from parc.compiling.size_ranges import fixed
 from parc.grammar.codes_build import BAD_DATA, OUT_OF_RANGE
 from parc.runtime.compare.simulate import TOLERANCE, compare

@@ -20,7 +20,7 @@ from parc.compiler.build.facts import fact_faults
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.layout.views import NoCommonParts, View, view_cuts, viewed
 from parc.compiler.program.text import parse_program
-from parc.compiling.driver import Compiled
+from parc.compiling.compiled import Compiled
 from parc.desugar import desugar
 from parc.grammar.diagnostics import PlanError, Severity, render
 from tests.checked_plans import checked, compiled

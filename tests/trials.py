@@ -19,7 +19,8 @@ from parc.compiler.program.program import Program
 from parc.compiler.program.roles import SINGLE
 from parc.compiler.program.text import parse_program
 from parc.compiling.axes import finer_axes
-from parc.compiling.driver import Compiled, compile_captured
+from parc.compiling.compiled import Compiled
+from parc.compiling.driver import compile_captured
 from parc.grammar.source import Source
 from parc.passes.placing.heads import Copies
 from parc.runtime.compare.model_run import Case, ReferenceRun

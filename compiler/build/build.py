@@ -16,7 +16,8 @@ from ..layout.mesh import Mesh
 from ..layout.placement import TensorType, parse_type
 from ..ops.precision import Rounding, regions
 from ..padding.pads import Pads, pads_from
-from ..program.actions import Action, StageRanks, parse_schedule
+from ..program.actions import ACTIONS, Action, StageRanks, parse_schedule
+from ..program.evaluations import with_idle
 from ..program.faults import Fault
 from ..program.program import REFERENCE_FILE, Program
 from ..program.roles import SINGLE, Role, group, join_roles, ranks_of, roles_of
@@ -24,9 +25,11 @@ from ..program.text import ProgramError, parse_program
 from ..sizes.polynomials import check_points
 from ..sizes.size_range import SizeRange
 from ..sizes.template import Template, sizes_text
-from .facts import fact_faults
+from .facts import evaluation_facts, evaluation_faults, fact_faults
 
 _PROGRAMS = "programs/"
+EVALUATION = "evaluation/"
+"""The folder of a build that holds the programs of its evaluation."""
 
 
 class BuildError(Exception):
@@ -59,10 +62,18 @@ class Build:
     template: Template | None = None
     """The programs for all sizes, where the plan declares ranges; ``programs`` and ``manifest`` are those of one
     choice."""
+    evaluates: bool = False
+    """True for the programs of an evaluation. Those of its programs that stand in no file do nothing."""
+    evaluation: Build | None = None
+    """The programs that evaluate the model, if the plan asks for them."""
 
     @classmethod
-    def of(cls, path: Path, texts: Mapping[str, str], manifest: Mapping[str, Any], report: Mapping[str, Any]) -> Build:
-        """Return the build that consists of these texts and of a manifest of the right form.
+    def of(
+        cls, path: Path, texts: Mapping[str, str], manifest: Mapping[str, Any], report: Mapping[str, Any],
+        evaluates: bool = False,
+    ) -> Build:  # fmt: skip
+        """Return the build that consists of these texts and of a manifest of the right form; that of an evaluation
+        alone, if it ``evaluates``.
 
         Raises:
             ValueError: a program or the schedule is none, or they are not of one build.
@@ -74,9 +85,14 @@ class Build:
                 raise ValueError("its manifest has sizes that are not the largest of its ranges")
             template = Template.read(ranges, {n: text for n, text in texts.items() if n.startswith(_PROGRAMS)})
         timelines = parse_schedule(texts["schedule.txt"])
-        programs, reference = read_programs(texts if template is None else template.at(manifest["sizes"]), timelines)
-        roles = roles_of(programs, timelines)
-        return cls(path, texts, manifest, join_roles(programs), reference, roles, report, template)
+        read = texts if template is None else template.at(manifest["sizes"])
+        programs, reference = read_programs(read, timelines, evaluates)
+        roles, evaluation = roles_of(programs, timelines), None
+        if "evaluation" in manifest:
+            own = {name.removeprefix(EVALUATION): text for name, text in texts.items() if name.startswith(EVALUATION)}
+            evaluation = cls.of(path, own, evaluation_facts(manifest), {}, evaluates=True)
+        whole = join_roles(programs)
+        return cls(path, texts, manifest, whole, reference, roles, report, template, evaluates, evaluation)
 
     @property
     def mesh(self) -> Mesh:
@@ -126,13 +142,15 @@ class Build:
         sizes = {**self.manifest["sizes"], **sizes}
         try:
             texts = self.template.at(sizes)
-            programs, reference = read_programs(texts, {name: role.actions for name, role in self.roles.items()})
+            timelines = {name: role.actions for name, role in self.roles.items()}
+            programs, reference = read_programs(texts, timelines, self.evaluates)
             roles = {name: replace(role, programs=programs[name]) for name, role in self.roles.items()}
             whole = join_roles(programs)
         except (ProgramError, ValueError) as error:
             raise BuildError(f"`{self.path}` at {sizes_text(sizes)}: {error}") from None
         manifest = {**self.manifest, "sizes": sizes}
-        return replace(self, manifest=manifest, programs=whole, reference=reference, roles=roles)
+        evaluation = self.evaluation.at(sizes) if self.evaluation is not None else None
+        return replace(self, manifest=manifest, programs=whole, reference=reference, roles=roles, evaluation=evaluation)
 
     def cases(self) -> list[Build]:
         """Return the builds that are checked: this one, or, where sizes have ranges, those at the largest and a few
@@ -141,7 +159,11 @@ class Build:
 
     def fact_faults(self) -> list[Fault]:
         """Return the faults of the manifest beside the programs and the schedule."""
-        return fact_faults(self.manifest, self.programs, self.reference, self.roles)
+        faults = fact_faults(self.manifest, self.programs, self.reference, self.roles)
+        if faults or self.evaluation is None:
+            return faults
+        other = self.evaluation
+        return evaluation_faults(other.manifest, other.programs, other.reference, other.roles, self.roles)
 
     def role_at(self, coordinates: Mapping[str, int]) -> Role:
         """The role of the ranks at some coordinates."""
@@ -149,8 +171,18 @@ class Build:
 
     def files(self) -> Iterator[Program]:
         """Return every program that has a file in the build."""
-        programs = (program for role in self.roles.values() for program in role.programs.values())
+        programs = (
+            program for role in self.roles.values() for program in role.programs.values()
+            if ACTIONS[program.action].evaluated or not self.evaluates
+        )  # fmt: skip
         yield from {program_file(program): program for program in programs}.values()
+
+    def every_program(self) -> Iterator[Program]:
+        """Yield the programs of every role, and those of the evaluation."""
+        for role in self.roles.values():
+            yield from role.programs.values()
+        if self.evaluation is not None:
+            yield from self.evaluation.every_program()
 
     def text(self, program: Program) -> str:
         """Return a program's text as the build has it: a template where sizes have ranges."""
@@ -170,9 +202,10 @@ class Build:
 
 
 def read_programs(
-    texts: Mapping[str, str], timelines: Mapping[str, Sequence[Action]]
+    texts: Mapping[str, str], timelines: Mapping[str, Sequence[Action]], evaluates: bool = False
 ) -> tuple[dict[str, dict[str, Program]], Program]:
-    """The programs of a build by role and key, and the reference; ``timelines`` say which role does a stage's work.
+    """The programs of a build by role and key, and the reference; ``timelines`` say which role does a stage's work. If
+    it ``evaluates``, kinds of actions that an evaluation leaves out have programs that do nothing.
 
     Raises:
         ValueError: they are not the programs of the roles of one build.
@@ -182,7 +215,10 @@ def read_programs(
         for name in sorted(texts)
         if name.startswith(_PROGRAMS) and name != REFERENCE_FILE
     ]
-    return group(programs, timelines), parse_program(texts[REFERENCE_FILE], REFERENCE_FILE)
+    roles = group(programs, timelines)
+    if evaluates:
+        roles = {name: with_idle(own) for name, own in roles.items()}
+    return roles, parse_program(texts[REFERENCE_FILE], REFERENCE_FILE)
 
 
 def sources_of(manifest: Mapping[str, Any]) -> tuple[str, ...]:

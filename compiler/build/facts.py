@@ -65,6 +65,32 @@ def fact_faults(
     ]
 
 
+def evaluation_facts(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the manifest of a build's evaluation alone, which trains nothing and keeps nothing from step to step."""
+    own = manifest["evaluation"]
+    kept = {key: value for key, value in manifest.items() if key not in ("evaluation", "experts")}
+    return {**kept, "constants": own["constants"], "frozen": sorted(manifest["parameters"]), "state": {}}
+
+
+def evaluation_faults(
+    manifest: Mapping[str, Any], programs: Mapping[str, Program], reference: Program, roles: Mapping[str, Role],
+    trained: Mapping[str, Role],
+) -> list[Fault]:  # fmt: skip
+    """Return the faults of an evaluation beside its own manifest, and parameters that a role reads though the same role
+    of the step, in ``trained``, does not hold them."""
+    faults = [*_input_faults(manifest, reference), *_state_faults(manifest, programs)]
+    for name, role in roles.items():
+        held = trained[name].programs.values() if name in trained else ()
+        own = {key.name for program in held for key in program.main.bindings if key.kind in PARAMETERS}
+        read = {key.name for program in role.programs.values() for key in program.main.bindings
+                if key.kind in PARAMETERS}  # fmt: skip
+        faults += [
+            fact_fault(f"the evaluation of {name} reads `{other}`, which its steps do not")
+            for other in sorted(read - own)
+        ]
+    return faults
+
+
 def unlike(
     manifest: Mapping[str, Any], wanted: Mapping[str, Any], said: str, parts: Collection[str] = ()
 ) -> list[Fault]:

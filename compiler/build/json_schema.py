@@ -58,6 +58,7 @@ SAMPLES_FORM: Form = {
     "split?": _NUMBER, "workers?": int, "pack?": bool, "end?": int,
 }  # fmt: skip
 
+_CONSTANTS = Each({"dtype": str, "values": (int, float, bool, list)})
 MANIFEST_FORM: Form = {
     "parc": str,
     "torch": str,
@@ -100,7 +101,8 @@ MANIFEST_FORM: Form = {
     "parameters": Each(str),
     "padding": Each([FieldRow(int, 4)]),
     "updates": [str],
-    "constants": Each({"dtype": str, "values": (int, float, bool, list)}),
+    "constants": _CONSTANTS,
+    "evaluation?": {"constants": _CONSTANTS},
     "role": str,
     "files": Each(str),
 }  # fmt: skip

@@ -20,7 +20,7 @@ from ..sizes.polynomials import moving
 from .facts import fact_fault, unlike
 from .json_schema import MANIFEST_FORM
 
-_PARTS = ("optimizer", "init", "precision")
+_PARTS = ("optimizer", "init", "precision", "evaluation")
 """The facts of which the plan determines only a part; the rest is the model's."""
 
 
@@ -31,6 +31,7 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
         **({"ranges": ranges} if ranges else {}),
         **({"budget": plan.budget.memory} if plan.budget is not None else {}),
         **({"offload": offload_facts(plan)} if plan.offload else {}),
+        **({"evaluation": {}} if plan.evaluation is not None else {}),
         "model": {"callable": plan.model.callable, "arguments": dict(plan.model.values)},
         "inputs": input_facts(plan),
         "sizes": {name: size.high for name, size in plan.sizes.items()},
@@ -106,7 +107,7 @@ def plan_faults(manifest: Mapping[str, Any], plan: Plan) -> list[Fault]:
     faults = [fact_fault(f"`{key}` is no fact of a build") for key in sorted(manifest.keys() - known)]
     faults += unlike(
         manifest,
-        {"ranges": None, "budget": None, "offload": None, "views": None, **plan_facts(plan)},
+        {"ranges": None, "budget": None, "offload": None, "views": None, "evaluation": None, **plan_facts(plan)},
         "plan says",
         _PARTS,
     )

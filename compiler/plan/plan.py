@@ -30,6 +30,7 @@ from .directives.compress import Compress
 from .directives.context import Context
 from .directives.data import Data
 from .directives.ema import Ema
+from .directives.eval import Eval
 from .directives.freeze import Freeze
 from .directives.hierarchical import Hierarchical
 from .directives.init import Init
@@ -100,6 +101,7 @@ class Plan:
     placements: tuple[Fix | SplitWeights, ...]
     promises: tuple[Promise, ...] = ()
     budget: Budget | None = None
+    evaluation: Eval | None = None
     init: Init | None = None
     node: Node | None = None
     hierarchical: tuple[Hierarchical, ...] = ()
@@ -313,6 +315,7 @@ def _assemble(
         offload=scope.all(Offload),
         promises=scope.all(Promise),
         budget=one(Budget),
+        evaluation=one(Eval),
         init=one(Init),
         node=one(Node),
         hierarchical=scope.all(Hierarchical),

@@ -136,7 +136,7 @@ def _reduce_faults(roles: Mapping[str, Programs], mesh: Mesh, axis: str) -> Iter
             owners.setdefault(name, []).append(rank)
     everyone = tuple(range(mesh.size(axis)))
     counted = Counter[_Part]()
-    for rank, programs in enumerate(roles.values()):
+    for rank, programs in enumerate(roles.values()) if trained else ():  # else there is no norm, and nothing to sum
         program = programs[REDUCE]
         parts, made_up = _parts(program, makes[rank])
         if made_up:

@@ -43,7 +43,8 @@ from parc.compiler.verify.sizes import size_faults
 from parc.compiler.verify.stages import check_stages
 from parc.compiler.verify.step import check_bindings, check_reference, mesh_faults
 from parc.compiler.verify.weights import check_stored
-from parc.compiling.driver import Compiled, Progress, compile_plan
+from parc.compiling.compiled import Compiled
+from parc.compiling.driver import Progress, compile_plan
 from parc.compiling.size_ranges import fault_diagnostic, misfit_diagnostic
 from parc.grammar.diagnostics import Diagnostic, PlanError
 from parc.report import plan_of, report_faults
@@ -98,18 +99,18 @@ def faults_by_check(build: Build, summed: bool | None = None) -> Iterator[list[F
     yield check_precision(programs, reference, build.rounding)
     yield [*check_padding(programs, build.pads, build.types)]
     yield [*check_remade(programs)]
-    yield check_schedule(roles, build.microbatches)
+    yield check_schedule(roles, build.microbatches, build.evaluates)
     for role in roles.values():
         yield [*check_messages(role.programs, build.microbatches)]
 
 
-def check_schedule(roles: Mapping[str, Role], microbatches: int) -> list[Fault]:
+def check_schedule(roles: Mapping[str, Role], microbatches: int, evaluates: bool = False) -> list[Fault]:
     """Check the action lists of all roles together, with the kinds of actions for which they have programs, and the
     ranks of stages."""
     actions = {name: role.actions for name, role in roles.items()}
     ranks = ranks_of({name: role.programs for name, role in roles.items()})
     kinds = {program.action for role in roles.values() for program in role.programs.values()}
-    return check_timelines(actions, ranks, microbatches, also=kinds)
+    return check_timelines(actions, ranks, microbatches, also=kinds, evaluates=evaluates)
 
 
 def check_build(compiled: Compiled, progress: Progress = lambda _: None) -> Checked:
@@ -167,7 +168,8 @@ def stated_faults(build: Build, plan: Plan) -> list[Fault]:
 def range_faults(build: Build) -> list[ShapeFault]:
     """Return the sizes that do not divide, or are not whole numbers, somewhere in the ranges that a plan declares."""
     template = build.template
-    return [] if template is None else template.faults(build.mesh) or size_faults(template, build.mesh)
+    faults = [] if template is None else template.faults(build.mesh) or size_faults(template, build.mesh)
+    return faults or ([] if build.evaluation is None else range_faults(build.evaluation))
 
 
 def program_faults(build: Build, plan: Plan) -> list[Fault]:
@@ -177,6 +179,10 @@ def program_faults(build: Build, plan: Plan) -> list[Fault]:
     summed = not faults and build.microbatches > 1 and combination(build.reference, plan.unbatched) == "sum"
     for at in build.cases() if not faults else ():
         faults += static_faults(at, summed)
+    if not faults and build.evaluation is not None:
+        faults += [
+            replace(fault, where=f"evaluation {fault.where}") for fault in program_faults(build.evaluation, plan)
+        ]
     return faults
 
 
@@ -215,7 +221,8 @@ def check_numbers(compiled: Compiled, checked: Checked) -> None:
     if subject.template is not None:
         on += f", at {'; '.join(sizes_text(at.sizes) for at in cases)}"
     numbers: dict[str, Any] = {"on": on, "tolerance": TOLERANCE}
-    for at in cases:
+    evaluated = [at.evaluated for at in cases]
+    for at in (*cases, *(at for at in evaluated if at is not None)):
         case = case_of(at)
         with one_thread():
             eager = compare_with_eager(at, case)
@@ -243,6 +250,7 @@ def check_numbers(compiled: Compiled, checked: Checked) -> None:
         if agreement.margin.apart < numbers.get("margin", {"apart": math.inf})["apart"]:
             numbers["margin"] = asdict(agreement.margin)
         where = f" at {sizes_text(at.sizes)}" if subject.template is not None else ""
+        where = f"{where} in evaluation" if at.evaluates else where
         checked.faults += _number_faults(agreement, eager, where)
     checked.report["numbers"] = numbers
 

@@ -23,7 +23,7 @@ from parc.compiler.initial.recipes import initialize
 from parc.compiler.plan.directive import Directive
 from parc.compiler.program.actions import FORWARD
 from parc.compiler.program.program import Line
-from parc.compiling.driver import Compiled
+from parc.compiling.compiled import Compiled
 from parc.compiling.plan_capture import failure, input_specs
 from parc.grammar.codes_experts import OTHER_FORM
 from parc.grammar.codes_numbers import AMPLIFIED, NEAR_TIE, NO_FUNCTION, NOT_FINITE, OWN_GRADIENT
@@ -169,6 +169,8 @@ def _eager(compiled: Compiled, inputs: Mapping[str, torch.Tensor], wide: bool = 
     build = model_builder(compiled.lines, compiled.folder, compiled.overrides)
     module = initialize(build, compiled.plan.seed, compiled.recorded.recipes)
     module = _widened(module) if wide else module
+    if compiled.evaluates:
+        module.eval()
     capacities = {path: layer.capacity for path, layer in compiled.routing.items() if layer.capacity is not None}
     plain = PlainModule(module, compiled.lines, compiled.folder, compiled.plan.seed, compiled.frozen, capacities)
     buffers = {name: value.clone() for name, value in module.named_buffers(remove_duplicate=False)}
@@ -195,7 +197,8 @@ def _eager(compiled: Compiled, inputs: Mapping[str, torch.Tensor], wide: bool = 
         *output, loss = forward()
         others = _COINS if _python_draws() != before else 1
         functions = _functions(loss)
-        loss.backward()
+        if loss.requires_grad:
+            loss.backward()
     gradients = plain.take_gradients()
     updated = {name: real_form(value.detach().clone()) for name, value in module.named_buffers(remove_duplicate=False)
                if name in buffers and buffers[name].numel() and not torch.equal(value, buffers[name])}  # fmt: skip
@@ -298,10 +301,12 @@ def _agreement(
     found: _Result, expected: _Result, allowed: tuple[float, float, float], floor: float = 1e-30
 ) -> EagerAgreement:
     gradients, wanted = found.gradients, expected.gradients
-    difference = torch.stack([
+    zeros = [torch.zeros((), dtype=torch.float64)]
+    apart_by_name = [
         (gradients.get(name, torch.zeros_like(value)) - value).double().norm() for name, value in wanted.items()
-    ]).norm()  # fmt: skip
-    whole = torch.stack([value.double().norm() for value in wanted.values()]).norm()
+    ]
+    difference = torch.stack(apart_by_name or zeros).norm()
+    whole = torch.stack([value.double().norm() for value in wanted.values()] or zeros).norm()
     apart = (found.loss - expected.loss).abs() / expected.loss.abs().clamp_min(1e-12)
     buffers = [_apart(found.buffers.get(name), value, floor) for name, value in expected.buffers.items()]
     gradient = float(difference / whole.clamp_min(1e-30))

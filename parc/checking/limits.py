@@ -19,7 +19,7 @@ from parc.compiler.program.roles import join_roles
 from parc.compiler.resolve.names import find_modules, is_within
 from parc.compiler.schedules import EARLY, problem
 from parc.compiler.sizes.size_range import BATCH
-from parc.compiling.driver import Compiled
+from parc.compiling.compiled import Compiled
 from parc.compiling.size_ranges import line_span
 from parc.grammar.codes_build import FORBIDDEN, NOT_EXPECTED, OVER_BUDGET
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError

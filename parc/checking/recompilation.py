@@ -11,7 +11,7 @@ from parc.checking.reports import report_of
 from parc.compiler.build.build import Build
 from parc.compiler.build.directory import json_text
 from parc.compiler.program.faults import Fault
-from parc.compiling.driver import Compiled
+from parc.compiling.compiled import Compiled
 from parc.report import LINES, unlined
 
 _MOVING = ("files", "folder", "format", "model_lines", "model_source")

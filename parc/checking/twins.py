@@ -20,7 +20,8 @@ from parc.compiler.resolve.names import find_modules
 from parc.compiler.sizes.size_range import BATCH, SizeRange
 from parc.compiler.sizes.template import sizes_text
 from parc.compiler.twin.structure import compare_structure
-from parc.compiling.driver import Compiled, compile_plan
+from parc.compiling.compiled import Compiled
+from parc.compiling.driver import compile_plan
 from parc.grammar.codes_build import MANY_AXES, NO_TWIN
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.passes.pipeline import names_of
@@ -159,7 +160,13 @@ def _many_axes(compiled: Compiled) -> PlanError:
 
 
 def _differences(compiled: Compiled, twin: Compiled, programs: Mapping[str, Program]) -> list[Fault]:
-    return compare_structure(programs, compiled.build.reference, twin.build.programs, twin.build.reference)
+    ours, theirs = compiled.build, twin.build
+    faults = compare_structure(programs, ours.reference, theirs.programs, theirs.reference)
+    if faults or ours.evaluation is None or theirs.evaluation is None:
+        return faults
+    ours, theirs = ours.evaluation, theirs.evaluation
+    faults = compare_structure(ours.programs, ours.reference, theirs.programs, theirs.reference)
+    return [replace(fault, where=f"evaluation {fault.where}") for fault in faults]
 
 
 def rings_of(plan: Plan) -> frozenset[str]:

@@ -6,41 +6,34 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import parc
-from parc.compiler.build.build import Build, program_file
-from parc.compiler.build.facts import program_facts
-from parc.compiler.build.plan_facts import plan_facts
 from parc.compiler.capture.capture import Captured
 from parc.compiler.capture.model_calls import TaskLines
-from parc.compiler.capture.model_code import target_hashes
 from parc.compiler.initial.recipes import Recorded
 from parc.compiler.layout.mesh import Mesh
+from parc.compiler.layout.placement import Split
 from parc.compiler.layout.views import viewed
 from parc.compiler.ops.precision import regions
 from parc.compiler.ops.recompute import RecomputeLine
-from parc.compiler.padding.pads import Pads, facts_of
+from parc.compiler.padding.pads import Pads
 from parc.compiler.plan.directives.schedule import ACCUMULATE
 from parc.compiler.plan.plan import Plan
-from parc.compiler.program.actions import Action, schedule_text
+from parc.compiler.program.actions import FORWARD
 from parc.compiler.program.binding import Binding
-from parc.compiler.program.program import REFERENCE_FILE
 from parc.compiler.resolve.context_lines import context_lines
 from parc.compiler.resolve.resolve import Resolved, resolve
-from parc.compiler.resolve.routing import RoutedLayer, biases_of, routing_facts, routing_of
+from parc.compiler.resolve.routing import RoutedLayer, biases_of, routing_of
 from parc.compiler.resolve.units import units_of
-from parc.compiler.sizes.polynomials import check_points, moving
-from parc.compiler.sizes.template import Template
+from parc.compiler.sizes.polynomials import moving
 from parc.compiling.axes import compressions_of, finer_axes, levels_of, replicas_of, shardings_of
+from parc.compiling.compiled import Compiled, constants_by_name, programs_of
 from parc.compiling.fit import compile_fitted
 from parc.compiling.fitted import Fitted
-from parc.compiling.initial_weights import init_facts
 from parc.compiling.pipelines import pipeline_of, timelines_of
 from parc.compiling.plan_capture import capture_plan
 from parc.compiling.refusals import REFUSALS, refusal, whole_sequences
@@ -49,66 +42,11 @@ from parc.compiling.size_ranges import compile_range, fixed
 from parc.grammar.codes_build import NOTHING_TRAINED
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.passes.choices import ShardDims
-from parc.passes.pipeline import Built, Choices, Request, build_programs, names_of
+from parc.passes.pipeline import Choices, Request, build_programs, names_of
 from parc.passes.placing.heads import Copies, find_copies
-from parc.passes.programs.cut import Pipeline
 from parc.passes.programs.overlap import OverlapChoices
 
 Progress = Callable[[str], None]
-
-
-@dataclass
-class Compiled:
-    """A plan with its model captured and its programs made; nothing is written yet."""
-
-    plan: Plan
-    folder: Path
-    mesh: Mesh
-    lines: TaskLines
-    recorded: Recorded
-    captured: Captured
-    resolved: Resolved
-    built: Built
-    timelines: dict[str, tuple[Action, ...]]
-    """The actions of each role in a step, in order."""
-    pipeline: Pipeline | None
-    sizes: dict[str, int]
-    overrides: dict[str, Any] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
-    frozen: frozenset[str] = frozenset()
-    copies: Copies = field(default_factory=Copies)
-    routing: Mapping[str, RoutedLayer] = field(default_factory=dict)
-    """The layers of experts, by their modules."""
-    fitted: Fitted | None = None
-    """The choice of blocks that are made again, where a line chooses."""
-    template: Template | None = None
-    """The programs for all sizes, where the plan declares ranges; ``built`` holds those of the largest."""
-    written: Build | None = None
-    """The build in files that this compilation is compared with, if there is one."""
-
-    @cached_property
-    def build(self) -> Build:
-        """The build that a reader would make from the files that the plan compiles to; every check looks at this
-        one."""
-        return self.written or Build.of(self.folder, files_of(self), manifest_of(self), {})
-
-    def to_write(self, report: Mapping[str, Any]) -> Build:
-        """Return the build with its report, and the hashes of the code that it was compiled from."""
-        code = target_hashes(self.lines.sources, self.folder)
-        hashes = {name: code_hash for name, (code_hash, _) in code.items()}
-        lines = {name: lines for name, (_, lines) in code.items()}
-        manifest = {**self.build.manifest, "model_source": hashes, "model_lines": lines}
-        return replace(self.build, manifest=manifest, report=report)
-
-    def at(self, sizes: Mapping[str, int]) -> Compiled:
-        """Return the plan compiled for some of its sizes, from the template."""
-        build = self.build.at(sizes)
-        return replace(self, plan=fixed(self.plan, sizes), written=build, sizes={**self.sizes, **sizes}, template=None)
-
-    def cases(self) -> list[Compiled]:
-        """Return the compilations that are checked: this one, or, where sizes have ranges, those at the largest and a
-        few other sizes."""
-        return [self] if self.template is None else [self.at(sizes) for sizes in check_points(self.template.ranges)]
 
 
 def task_lines(plan: Plan) -> TaskLines:
@@ -170,12 +108,18 @@ def compile_plan(
                 smaller=overrides is not None, dims=dims, fitted=fitted,
             )  # fmt: skip
             fitted = made.fitted
-        return replace(made, overrides=dict(overrides or {}), seconds=seconds)
+        made = replace(made, overrides=dict(overrides or {}), seconds=seconds)
+        if at.evaluation is None:
+            return made
+        progress("evaluation")
+        with _timed(seconds, "evaluation"):
+            return with_evaluation(made, plan, longer, evaluation_choices if sizes is not None else None)
 
+    evaluation_choices = Choices()
     if not moving(plan.sizes):
         return compile_at()
     choices = Choices()
-    made, template = compile_range(plan, lambda sizes: compile_at(sizes, choices), programs_of, constant_facts)
+    made, template = compile_range(plan, lambda sizes: compile_at(sizes, choices), programs_of, constants_by_name)
     seconds = {key: round(sum(compiled.seconds[key] for compiled in made), 3) for key in made[0].seconds}
     return replace(made[0], plan=plan, template=template, seconds=seconds)
 
@@ -200,6 +144,31 @@ def compile_captured(
 
     compiled, chosen = compile_fitted(asked.resolved.recompute, captured, fitted, make)
     return replace(compiled, fitted=chosen)
+
+
+def with_evaluation(
+    step: Compiled, declared: Plan, longer: Pads | None = None, choices: Choices | None = None
+) -> Compiled:
+    """Return a compiled step with the evaluation of its plan: the model is captured in ``eval()``, and runs through
+    every pass. Stages, the storage of parameters and what several ranks keep are those of the step. ``choices`` are
+    those of evaluations, where sizes have ranges.
+
+    Raises:
+        PlanError: the plan, the model or both are at fault.
+    """
+    plan, folder, ranged = step.plan, step.folder, choices is not None
+    recorded, captured = capture_plan(plan, step.lines, folder, step.overrides or None, ranged, evaluates=True)
+    asked = ask(
+        plan, folder, recorded, captured, step.copies, longer, declared if ranged else None, choices, smaller=True,
+        step=step,
+    )  # fmt: skip
+    compiled = _made(plan, folder, recorded, captured, asked)
+    compiled = replace(
+        compiled, overrides=step.overrides, evaluates=True, frozen=frozenset(captured.placeholders("parameter")),
+        timelines={role: tuple(filter(lambda action: action.evaluated, actions))
+                   for role, actions in compiled.timelines.items()},
+    )  # fmt: skip
+    return replace(step, evaluation=compiled)
 
 
 def _made(plan: Plan, folder: Path, recorded: Recorded, captured: Captured, asked: Asked) -> Compiled:
@@ -232,14 +201,15 @@ class Asked:
 def ask(
     plan: Plan, folder: Path, recorded: Recorded, captured: Captured, copies: Copies | None = None,
     longer: Pads | None = None, declared: Plan | None = None, choices: Choices | None = None, smaller: bool = False,
+    step: Compiled | None = None,
 ) -> Asked:  # fmt: skip
-    """Return the request that ``compile_captured`` gives to the passes.
+    """Return the request that ``compile_captured`` gives to the passes; with ``step``, for the evaluation beside it.
 
     Raises:
         PlanError: the plan is at fault.
     """
     lines, names = task_lines(plan), replace(names_of(captured), smaller=smaller)
-    pipeline = pipeline_of(plan, folder, names, captured)
+    pipeline = pipeline_of(plan, folder, names, captured) if step is None else step.pipeline
     pipeline = choices.make("stages", pipeline) if choices is not None else pipeline
     if copies is None:  # what must divide depends on what several ranks keep
         asked = resolve(plan, names, longer, None)
@@ -248,7 +218,7 @@ def ask(
     if declared is not None:  # of a range, the step must divide
         resolve(declared, names, longer, copies.parts(mesh))
     resolved = resolve(plan, names, longer, copies.parts(mesh))
-    frozen = frozen_parameters(plan, recorded, captured, resolved)
+    frozen = frozen_parameters(plan, recorded, captured, resolved) if step is None else step.frozen
     bindings = {
         **{name: Binding("frozen", name) for name in frozen}, **{name: Binding("input", name) for name in lines.inputs}
     }  # fmt: skip
@@ -259,7 +229,7 @@ def ask(
     )
     pads = {bindings.get(name, Binding("parameter", name)): rows for name, rows in resolved.pads.items()}
     routing = routing_of(plan, names, captured)
-    return Asked(mesh, resolved, copies, Request(
+    request = Request(
         claims, plan.microbatches, plan.seed, frozen, getattr(torch, ACCUMULATE[plan.accumulate]),
         copies.gathers(resolved.seeds, mesh), pads, regions(resolved.precision), pipeline,
         shardings_of(resolved, mesh, copies), plan.loss_scale, plan.unbatched, choices,
@@ -271,7 +241,18 @@ def ask(
         biases=biases_of(routing), replicas=replicas_of(routing, resolved, mesh, copies),
         recompute=resolved.recompute,
         context=context_lines(plan, names, captured),
-    ), routing)  # fmt: skip
+    )  # fmt: skip
+    if step is not None:
+        # buffers that steps change lie as they leave them; all else lies as an evaluation wants it
+        lying = step.built.programs[FORWARD].main.bound("buffer")
+        kept = [(name, lying[name].type.placement) for name in step.captured.updates if name in lying]
+        claims += tuple(
+            (Binding("buffer", name), axis, kind if isinstance(kind, Split) else None, 0)
+            for name, placement in kept for axis, kind in placement.items()
+        )  # fmt: skip
+        request = replace(request, claims=claims, evaluates=True, loss_scale=None, compress={}, biases={}, recompute=(),
+                          shard_dims=step.built.dims)  # fmt: skip
+    return Asked(mesh, resolved, copies, request, routing)
 
 
 def frozen_parameters(plan: Plan, recorded: Recorded, captured: Captured, resolved: Resolved) -> frozenset[str]:
@@ -295,51 +276,3 @@ def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
     start = time.perf_counter()
     yield
     seconds[name] = round(time.perf_counter() - start, 3)
-
-
-def programs_of(compiled: Compiled) -> dict[str, str]:
-    """Return the texts of a build's programs by file name; templates where sizes have ranges."""
-    if compiled.template is not None:
-        return dict(compiled.template.texts)
-    programs = {
-        program_file(program): program.text() for made in compiled.built.roles.values() for program in made.values()
-    }
-    return {REFERENCE_FILE: compiled.built.reference.text(), **programs}
-
-
-def files_of(compiled: Compiled) -> dict[str, str]:
-    """Return the texts of a build's plan, programs and schedule by file name."""
-    schedule = schedule_text(compiled.timelines)
-    return {"plan.parc": compiled.plan.text(), **programs_of(compiled), "schedule.txt": schedule}
-
-
-def manifest_of(compiled: Compiled) -> dict[str, Any]:
-    """Return the facts that a run needs beside the programs, for a build in the plan's folder. Hashes of code are added
-    when it is written."""
-    plan, built = compiled.plan, compiled.built
-    facts, precision = plan_facts(plan), regions(compiled.resolved.precision)
-    return {
-        **facts,
-        **program_facts(built.programs, built.reference),
-        "parc": parc.__version__,
-        "torch": torch.__version__.split("+")[0],
-        "folder": ".",
-        "optimizer": {**facts["optimizer"], "groups": list(compiled.resolved.groups)},
-        "frozen": sorted(compiled.frozen),
-        "precision": [{**fact, "modules": list(line.modules), "line": line.line}
-                      for fact, line in zip(facts["precision"], precision, strict=True)],
-        "init": init_facts(plan, compiled.recorded, compiled.captured),
-        "aliases": dict(compiled.captured.aliases),
-        "padding": facts_of({**compiled.resolved.pads, **built.stored.pads}),
-        "constants": constant_facts(compiled),
-        **routing_facts(compiled.routing),
-    }  # fmt: skip
-
-
-def constant_facts(compiled: Compiled) -> dict[str, Any]:
-    """Return the tensors that capture found written in the model's code: no module holds them, so a run reads them
-    here."""
-    return {
-        name: {"dtype": str(value.dtype).removeprefix("torch."), "values": value.tolist()}
-        for name, value in sorted(compiled.captured.constants.items())
-    }

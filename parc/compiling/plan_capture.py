@@ -64,14 +64,18 @@ def make_model(plan: Plan, lines: TaskLines, folder: Path, overrides: Mapping[st
 
 
 def capture_plan(
-    plan: Plan, lines: TaskLines, folder: Path, overrides: Mapping[str, Any] | None, ranged: bool = False
-) -> tuple[Recorded, Captured]:
+    plan: Plan, lines: TaskLines, folder: Path, overrides: Mapping[str, Any] | None, ranged: bool = False,
+    evaluates: bool = False,
+) -> tuple[Recorded, Captured]:  # fmt: skip
     """Make the plan's model without allocating it, and capture it with its loss; ``ranged``: at one of several sizes.
+    It is captured as it is made, or in ``eval()`` if that ``evaluates``.
 
     Raises:
         PlanError: the model or its loss is at fault.
     """
     recorded = make_model(plan, lines, folder, overrides)
+    if evaluates:
+        recorded.module.eval()
     try:
         call, loss = caller(recorded.module, lines), loss_function(lines, folder)
     except InputsError as error:

@@ -13,7 +13,8 @@ from parc.compiler.capture.faults import user_frame
 from parc.compiler.initial.recipes import Recorded
 from parc.compiler.plan.include import FAMILY, families
 from parc.compiler.plan.plan import Plan, read_plan
-from parc.compiling.driver import Asked, Compiled, Progress, ask, compile_captured, task_lines
+from parc.compiling.compiled import Compiled
+from parc.compiling.driver import Asked, Progress, ask, compile_captured, task_lines
 from parc.compiling.plan_capture import capture_plan, make_model
 from parc.grammar.codes_model import NO_INPUTS
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError

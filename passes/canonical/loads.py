@@ -14,12 +14,12 @@ from ...compiler.program.loads import TAKEN
 from ..calls import outputs
 
 
-def count_loads(graph: fx.Graph, updates: tuple[str, ...]) -> None:
+def count_loads(graph: fx.Graph, updates: tuple[str, ...], evaluates: bool = False) -> None:
     """Add the tokens of each expert to the graph's outputs, between the loss and the new values of the buffers
-    ``updates``; note the bindings of all outputs behind the loss."""
+    ``updates``; note the bindings of all outputs behind the loss. In an evaluation nothing reads the tokens."""
     loss, *buffers = outputs(graph)
     loads: dict[Binding, fx.Node] = {}
-    for module, routings in routed_layers(graph).items():
+    for module, routings in routed_layers(graph).items() if not evaluates else ():
         loads[Binding("load", module)] = _counted(graph, [routing.chosen for routing in routings])
         slots = [routing.slots for routing in routings if routing.slots is not None]
         if slots:

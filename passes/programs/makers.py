@@ -139,10 +139,13 @@ MAKERS: dict[str, Maker] = {
 }
 
 
-def make_roles(parts: StepParts) -> dict[str, Programs]:
-    """Return the programs of every role: those that all share, its stages' work and its own."""
+def make_roles(parts: StepParts, evaluates: bool = False) -> dict[str, Programs]:
+    """Return the programs of every role: those that all share, its stages' work and its own; only those of an
+    evaluation, if it ``evaluates``."""
     roles: dict[str, dict[str, Program]] = {name: {} for name in parts.roles}
     for row in step_kinds():
+        if evaluates and not row.evaluated:
+            continue
         for at, program in enumerate(MAKERS[row.kind](parts) if row.program else ()):
             key = f"{at}{row.kind}" if row.program == "stage" and parts.pipeline is not None else row.kind
             for name in _holders(row.program, at, parts):

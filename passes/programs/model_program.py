@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import fx
 
 from ...compiler.capture.node_facts import noted
@@ -18,6 +20,19 @@ def reference_program(graph: fx.Graph, count: fx.Graph | None, counts: tuple[Bin
     functions = [_function("count", count, counts, seed)] if count is not None else []
     keys = (LOSS, *noted(graph.output_node()).results)
     return Program("model", "reference", Mesh(), (*functions, _function("forward", graph, keys, seed)))
+
+
+def without_training(reference: Program) -> Program:
+    """Return the reference of an evaluation, in which no parameter is trained."""
+
+    def frozen(value: Value) -> Value:
+        return replace(value, binding=Binding("frozen", value.binding.name)) if value.binding else value
+
+    functions = (
+        replace(one, parameters=tuple(frozen(v) if v.kind == "parameter" else v for v in one.parameters))
+        for one in reference.functions
+    )
+    return replace(reference, functions=tuple(functions))
 
 
 def _function(name: str, graph: fx.Graph, keys: tuple[Binding, ...], seed: int) -> Function:

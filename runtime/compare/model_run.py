@@ -135,7 +135,8 @@ class ReferenceRun:
         total, self.loads = torch.zeros((), dtype=torch.float64), {}
         for index, batch in enumerate(batches):
             (made_,) = self.machine.run([self._environment("forward", batch, step, index, weights)])
-            (made_[LOSS] * scale).backward()
+            if made_[LOSS].requires_grad:
+                (made_[LOSS] * scale).backward()
             total += made_[LOSS].detach() * scale
             for key, load in made_.items():
                 if key.kind == "load":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, nullcontext
 from fractions import Fraction
 from functools import partial
@@ -15,7 +15,6 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...compiler.build.build import Build
 from ...compiler.capture.attributes import attribute_tensors
@@ -23,11 +22,8 @@ from ...compiler.capture.complex_numbers import own_form, real_form
 from ...compiler.capture.expert_lists import as_made
 from ...compiler.capture.experts import chosen_by, has_form, have_interface
 from ...compiler.capture.model_calls import TaskLines, caller, model_builder, term_functions
-from ...compiler.initial.counter import dropped, keep_mask, random, stream
 from ...compiler.initial.recipes import initialize
 from ...compiler.layout.mesh import Mesh
-from ...compiler.ops.rules import facts
-from ...compiler.ops.torch_ops import aten
 from ...compiler.program.actions import COUNTING, FORWARD, SCALING
 from ...compiler.program.binding import COUNT, Binding
 from ...compiler.program.loads import Bias, biases_in, capacities_in
@@ -45,61 +41,9 @@ from ..processes import check_device
 from ..state.initial import expected_of, weights_of
 from ..state.optimizer import make_optimizer, rate, update
 from ..step import StepReport
+from .counted import CountedDropout
 
 CPU = torch.device("cpu")
-
-
-@final
-class _CountedDropout(TorchDispatchMode):
-    """A mode that draws every dropout mask, and all other random numbers, from the stream named by its module path and
-    its place there.
-
-    Below autograd, where torch's dropout and its attention with dropout fill their masks.
-    """
-
-    def __init__(self, seed: int, step: int, microbatch: int) -> None:
-        super().__init__()
-        self._seed, self._step, self._microbatch = seed, step, microbatch
-        self._paths = [""]
-        self._drawn: Counter[str] = Counter()
-
-    def enter_module(self, path: str, *_: Any) -> None:
-        """Note that the forward of the module at ``path`` begins: what draws now is named after it."""
-        self._paths.append(path)
-
-    def leave_module(self, *_: Any) -> None:
-        """Note that the module's forward has ended."""
-        self._paths.pop()
-
-    def _next(self, like: Tensor) -> tuple[int, Tensor]:
-        """Return the key of the next stream, and the index of every element."""
-        module = self._paths[-1] or "model"
-        name = f"{module}.{self._drawn[module]}"
-        self._drawn[module] += 1
-        index = torch.arange(like.numel(), device=like.device).reshape(like.shape)
-        return stream(self._seed, name, self._step, self._microbatch), index
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        keeps = (args[1] if len(args) > 1 else 0.5) if func is aten.bernoulli_.float else 1.0  # dispatch drops defaults
-        if keeps not in (0.0, 1.0):
-            return args[0].copy_(keep_mask(*self._next(args[0]), dropped(keeps)))
-        if func is aten.native_dropout.default and args[2] is not False and 0 < args[1] < 1:
-            keep = keep_mask(*self._next(args[0]), args[1])
-            return args[0] * keep.to(args[0].dtype).mul_(1 / (1 - args[1])), keep
-        result = func(*args, **(kwargs or {}))
-        if func is aten.bernoulli.default:
-            return result.copy_(random(*self._next(result), "uniform", result.dtype) < args[0])
-        law = facts(func).law
-        if law in ("uniform", "normal"):
-            names = [argument.name for argument in func._schema.arguments]
-            arguments = {**dict(zip(names, args, strict=False)), **(kwargs or {})}  # dispatch drops defaults
-            low, high = (
-                arguments.get("from", arguments.get("mean", 0.0)),
-                arguments.get("to", arguments.get("std", 1.0)),
-            )
-            drawn = random(*self._next(result), law, result.dtype)
-            result.copy_(drawn * (high - low if law == "uniform" else high) + low)
-        return result
 
 
 @final
@@ -125,7 +69,7 @@ class PlainModule:
 
         Attention takes torch's kernel that writes its weights: others draw their masks where nobody sees it.
         """
-        mode = _CountedDropout(self._seed, step, microbatch)
+        mode = CountedDropout(self._seed, step, microbatch)
         on_cpu = all(parameter.device.type == "cpu" for parameter in self.parameters.values())  # torch takes it there
         with ExitStack() as within:
             for path, child in self._module.named_modules():
@@ -212,6 +156,10 @@ class PlainBias:
         """Add the rate for experts with fewer tokens than the mean, and take it from those with more."""
         load = self._load.double()
         self._value += (self._rate * torch.sign(load.mean() - load)).to(self._value)
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget the tokens that were counted."""
         self._load.zero_()
 
 
@@ -239,7 +187,13 @@ class Plain:
         self._optimizer = make_optimizer(self._plain.parameters, manifest["optimizer"])
         self._biases = [PlainBias(self.module, *item) for item in biases_in(manifest).items()]
         whole = Mesh(tuple((axis, 1) for axis in build.programs[FORWARD].mesh.names))
-        self._by_sizes = BySizes(build, lambda at: (at, Feed(at, whole, whole.coordinates(0), CPU)))
+
+        def by_sizes(build: Build) -> BySizes[tuple[Build, Feed]]:
+            return BySizes(build, lambda at: (at, Feed(at, whole, whole.coordinates(0), CPU)))
+
+        self._by_sizes = self._evaluated = by_sizes(build)
+        if build.evaluation is not None:
+            self._evaluated = by_sizes(build.evaluation)
 
     def _read_weights(self) -> None:
         """Read the weights of the `init` line, whole, into the module."""
@@ -272,18 +226,44 @@ class Plain:
         self.step_number += 1
         return StepReport(self.step_number, total, float(norm), lr)
 
-    def _gradients(self, at: Build, parts: list[dict[str, Tensor]]) -> tuple[float, dict[str, Tensor]]:
-        """Return the loss, and the gradients summed over microbatches in the plan's type."""
-        sums = getattr(torch, self.build.manifest["accumulate"]) if len(parts) > 1 else None
-        total, sums_by_name = 0.0, dict[str, Tensor]()
+    def evaluate(self, batch: Mapping[str, Tensor] | None = None) -> float:
+        """Return the loss of a whole batch, or of the next of the plan's data, with the module in ``eval()``. It
+        changes nothing.
+
+        Raises:
+            RunError: the batch is not one of the plan's, or the data cannot be read.
+        """
+        at, feed = self._evaluated(batch)
+        parts = feed.next(self.step_number, self.build.manifest["steps"]) if batch is None else feed.cut(batch)
+        modes = {module: module.training for module in self.module.modules()}
+        buffers = {buffer: buffer.clone() for buffer in self.module.buffers()}
+        self.module.eval()
+        try:
+            with torch.no_grad():
+                return sum(float(loss) for loss in self._losses(at, parts))
+        finally:
+            for module, training in modes.items():
+                module.training = training
+            for buffer, value in buffers.items():
+                buffer.copy_(value)
+            for bias in self._biases:
+                bias.forget()
+
+    def _losses(self, at: Build, parts: list[dict[str, Tensor]]) -> Iterator[Tensor]:
+        """Yield the part of each microbatch in the loss of a batch."""
         for index, (part, weights) in enumerate(zip(parts, self._weights(at, parts), strict=True)):
             inputs = {name: value.to(self.device) for name, value in {**self._unread(at, part), **part}.items()}
             _, terms = self._plain.forward(inputs, self.step_number, index)
             # without a target a mean is none
             counted = [term * weight for term, weight in zip(terms, weights, strict=True) if weight]
-            if not counted:
-                continue
-            loss = sum(counted[1:], counted[0])
+            if counted:
+                yield sum(counted[1:], counted[0])
+
+    def _gradients(self, at: Build, parts: list[dict[str, Tensor]]) -> tuple[float, dict[str, Tensor]]:
+        """Return the loss, and the gradients summed over microbatches in the plan's type."""
+        sums = getattr(torch, self.build.manifest["accumulate"]) if len(parts) > 1 else None
+        total, sums_by_name = 0.0, dict[str, Tensor]()
+        for loss in self._losses(at, parts):
             loss.backward()
             total += float(loss.detach())
             for name, gradient in self._plain.take_gradients().items():
@@ -334,6 +314,7 @@ class Plain:
     def close(self) -> None:
         """Stop reading data."""
         self._by_sizes()[1].close()
+        self._evaluated()[1].close()
 
 
 def reference(path: Path | str, device: torch.device = CPU) -> Plain:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -98,9 +99,25 @@ class Initial:
             return RankState(
                 # the data alone: a view of another tensor would keep its storage when it gets another one
                 {name: keep(self._piece(name, type_).data) for name, type_ in parameters.items()},
-                {name: self._piece(name, type_) for name, type_ in buffers.items()},
+                {name: self._piece(name, type_, self._build.manifest["constants"]) for name, type_ in buffers.items()},
                 first_state(role.programs, self._build.manifest["state"], self._device),
             )
+        except WeightsError as error:
+            raise RunError(BAD_WEIGHTS, str(error), _PUT_BACK) from None
+        finally:
+            if self._weights is not None:
+                self._weights.close()
+
+    def buffers(
+        self, types: Mapping[str, TensorType], constants: Mapping[str, Mapping[str, Any]]
+    ) -> dict[str, torch.Tensor]:
+        """Return the rank's pieces of buffers, and of ``constants`` that stand in the model's code.
+
+        Raises:
+            RunError: a file can no longer be read.
+        """
+        try:
+            return {name: self._piece(name, type_, constants) for name, type_ in types.items()}
         except WeightsError as error:
             raise RunError(BAD_WEIGHTS, str(error), _PUT_BACK) from None
         finally:
@@ -133,14 +150,18 @@ class Initial:
         finally:
             self._weights.close()
 
-    def _piece(self, name: str, type_: TensorType) -> torch.Tensor:
-        """Return this rank's piece, without making or reading the whole tensor where that is possible."""
+    def _piece(
+        self, name: str, type_: TensorType, constants: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
+    ) -> torch.Tensor:
+        """Return this rank's piece, without making or reading the whole tensor where that is possible; ``constants``
+        stand in the model's code."""
         pads = self._pads.get(name, ())
         if self._weights is not None and name in self._names:
             return self._weights.piece(self._names[name], type_, self._mesh, self._coordinates, pads).to(self._device)
         recipe = self._recipes.get(name)
         if recipe is None:
-            return self._take(self._constant(name), type_)
+            facts = constants[name]
+            return self._take(torch.tensor(facts["values"], dtype=getattr(torch, facts["dtype"])), type_)
         return self._made(recipe, type_, pads)
 
     def _made(self, recipe: Recipe, type_: TensorType, pads: Sequence[Pad]) -> torch.Tensor:
@@ -152,11 +173,6 @@ class Initial:
             index = index[..., None] * size + entries
         made = spread(recipe.elements(index), [kept for kept, _ in places])
         return made.contiguous().to(self._device, type_.dtype)
-
-    def _constant(self, name: str) -> torch.Tensor:
-        """Return a tensor that stands in the model's code."""
-        facts = self._build.manifest["constants"][name]
-        return torch.tensor(facts["values"], dtype=getattr(torch, facts["dtype"]))
 
     def _take(self, whole: torch.Tensor, type_: TensorType) -> torch.Tensor:
         return take(whole, type_.placement, self._mesh, self._coordinates).to(self._device, type_.dtype)

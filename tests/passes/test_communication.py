@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 
 from parc.compiler.build.communication import communication_table
-from parc.compiling.driver import Compiled
+from parc.compiling.compiled import Compiled
 from tests import checked_plans
 from tests.runtime.tiny import EXAMPLES
 

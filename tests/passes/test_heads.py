@@ -11,7 +11,7 @@ from parc.advice import warnings_of
 from parc.checking.twins import find_twin
 from parc.compiler.build.communication import messages
 from parc.compiler.program.roles import SINGLE
-from parc.compiling.driver import Compiled
+from parc.compiling.compiled import Compiled
 from parc.desugar import desugar
 from parc.grammar.diagnostics import PlanError, Severity
 

@@ -25,7 +25,7 @@ from parc.compiler.padding.flow import Extra, PaddingFault, follow_padding
 from parc.compiler.padding.pads import Pad, facts_of
 from parc.compiler.padding.point import UNKNOWN
 from parc.compiler.padding.tensors import grow, real_entries, shrink, spread
-from parc.compiling.driver import Compiled
+from parc.compiling.compiled import Compiled
 from parc.desugar import desugar
 from parc.runtime.machine.kernels import KERNELS
 from parc.runtime.machine.site import Site

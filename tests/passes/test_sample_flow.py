@@ -9,7 +9,7 @@ import torch
 
 from parc.advice import warnings_of
 from parc.checking.checks import case_of, prove
-from parc.compiling.driver import Compiled
+from parc.compiling.compiled import Compiled
 from parc.runtime.compare.simulate import Simulation
 
 from ..checked_plans import compiled

@@ -14,7 +14,7 @@ import torch
 from parc.advice import warnings_of
 from parc.build import build
 from parc.checking.checks import Checked
-from parc.compiling.driver import Compiled
+from parc.compiling.compiled import Compiled
 from parc.grammar.diagnostics import PlanError
 from parc.runtime.compare.plain import reference
 

@@ -16,7 +16,8 @@ from parc.compiler.program.actions import parse_schedule, schedule_text
 from parc.compiler.program.binding import Binding
 from parc.compiler.program.roles import group, join_roles, roles_of
 from parc.compiler.verify.stages import check_stages
-from parc.compiling.driver import Compiled, compile_plan
+from parc.compiling.compiled import Compiled
+from parc.compiling.driver import compile_plan
 from parc.grammar.source import Source
 from tests.planted_builds import ROOT, TIED, reread
 from tests.planted_schedules import wrong_at

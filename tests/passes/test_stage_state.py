@@ -18,7 +18,8 @@ from parc.compiler.program.program import Program
 from parc.compiler.program.roles import join_roles
 from parc.compiler.verify.stages import check_stages
 from parc.compiler.verify.step import check_bindings
-from parc.compiling.driver import Compiled, compile_plan
+from parc.compiling.compiled import Compiled
+from parc.compiling.driver import compile_plan
 from parc.grammar.diagnostics import PlanError
 from parc.grammar.source import Source
 from tests.planted_sites import with_main
@@ -237,7 +238,7 @@ def go_on(path: str, folder: str) -> list[str]:
 def test_a_session_with_other_ranks_ends_with_a_step_that_failed(tmp_path: Path) -> None:
     lines = "h = self.a(x); self.state.add_(1); return self.b(h)"
     (tmp_path / "net.py").write_text(_MODEL.format(lines=lines.replace("; ", "\n        ")))
-    (tmp_path / "net.parc").write_text(_PLAN.replace("dp=2, ", "").replace("shard x, wanted [B/dp, _]\n", ""))
+    (tmp_path / "net.parc").write_text(_PLAN.replace("dp=2, ", "").replace("shard x, wanted [B/dp, _]\n", "eval\n"))
     assert main(["build", str(tmp_path / "net.parc"), "-o", str(tmp_path / "build")]) == 0
     for rank, said in enumerate(run_ranks(go_on, 2, str(tmp_path / "build"), str(tmp_path))):
         assert said == [f"step 1 ended with an error on rank {rank}, and other ranks may still be in it"] * 5

@@ -9,7 +9,7 @@ import pytest
 
 from parc.checking.reports import report_of
 from parc.compiler.program.program import Function, Program
-from parc.compiling.driver import Compiled
+from parc.compiling.compiled import Compiled
 from parc.grammar.diagnostics import PlanError, render
 
 from ..checked_plans import checked, compiled, compiled_net

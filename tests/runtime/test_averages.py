@@ -15,7 +15,7 @@ import parc
 from parc.cli import main
 from parc.runtime.faults import RunError
 from tests.runtime.ranks import run_ranks
-from tests.runtime.tiny import DATA, PLAN, batch, build
+from tests.runtime.tiny import DATA, EVAL, PLAN, batch, build
 
 EMA = "ema 0.9 every 2\n"
 STAGED = PLAN.replace("schedule  microbatches 2", "schedule 1f1b microbatches 2")
@@ -63,8 +63,8 @@ def close(found: Weights, wanted: Weights) -> None:
 
 def test_averages_are_those_of_torch_on_split_ranks_and_in_a_run_that_goes_on(tmp_path: Path) -> None:
     """Three steps of two stages of two ranks, and two more on one rank that keeps the optimizer's state in files."""
-    split = build(tmp_path, STAGES + "zero 1 over dp\n" + EMA + FROZEN, STAGED)
-    alone = build(tmp_path, 'offload optimizer to "state"\n' + EMA + FROZEN, name="alone")
+    split = build(tmp_path, STAGES + "zero 1 over dp\n" + EMA + FROZEN + EVAL, STAGED)
+    alone = build(tmp_path, 'offload optimizer to "state"\n' + EMA + FROZEN + EVAL, name="alone")
     weights, averages = averaged(alone, 3)
     losses = set()
     for found, kept, loss in run_ranks(trained, 4, str(split), 3, str(tmp_path / "saved")):

@@ -13,7 +13,7 @@ import parc
 from parc.compiler.initial.counter import digest
 from parc.grammar.codes_run import BATCHES_DIFFER
 from tests.runtime.ranks import run_ranks
-from tests.runtime.tiny import BOTH, PLAN, batch, build
+from tests.runtime.tiny import BOTH, EVAL, PLAN, batch, build
 
 CALM = PLAN.replace("dropout=0.1", "dropout=0.0")
 Batch = dict[str, torch.Tensor]
@@ -68,7 +68,7 @@ def ask(path: str) -> dict[str, Any]:
 
 
 def test_ranks_give_one_batch_whole_or_in_parts_and_nothing_else(tmp_path: Path) -> None:
-    made = build(tmp_path, BOTH, CALM)
+    made = build(tmp_path, BOTH + EVAL, CALM)
     plain = parc.reference(made)
     expected = [plain.step(batch(0)), plain.step(batch(1)), plain.step()]
     plain.close()
@@ -161,7 +161,7 @@ def ask_without_a_count(path: str) -> dict[str, Any]:
 
 def test_floats_and_inputs_without_samples_are_held_alike_too(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(LINES)
-    ranks = run_ranks(ask_without_a_count, 4, str(build(tmp_path, "", LINES_PLAN)))
+    ranks = run_ranks(ask_without_a_count, 4, str(build(tmp_path, EVAL, LINES_PLAN)))
     for rank in ranks:
         assert rank["said"] == ranks[0]["said"] and rank["loss"] == ranks[0]["loss"]
         assert rank["same"][0] == rank["same"][1]

@@ -16,7 +16,7 @@ from parc.compiler.build.build import Build
 from parc.compiler.initial import counter
 from parc.compiler.program.roles import SINGLE
 from parc.compiler.torch_private import compile_graph, fake_mode
-from parc.compiling.driver import Compiled
+from parc.compiling.compiled import Compiled
 from parc.grammar.codes_build import NO_COMPILER
 from parc.runtime.backends.in_process import InProcess
 from parc.runtime.compare.simulate import Simulation

@@ -17,7 +17,7 @@ from parc.compiler.ops.precision import base_name
 from parc.compiler.program.cost import Memory
 from parc.compiler.program.liveness import local_bytes
 from parc.compiler.program.program import Line, Program
-from parc.compiling.driver import Compiled
+from parc.compiling.compiled import Compiled
 from parc.report import memory_of
 from parc.runtime.compare.simulate import Simulation
 from parc.runtime.step import Stepper, StepResult

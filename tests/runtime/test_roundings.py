@@ -14,7 +14,8 @@ from parc.compiler.plan.plan import read_plan
 from parc.compiler.program.program import Function, Program
 from parc.compiler.program.text import parse_program
 from parc.compiler.verify.precision import check_precision
-from parc.compiling.driver import Compiled, compile_plan
+from parc.compiling.compiled import Compiled
+from parc.compiling.driver import compile_plan
 from tests.checked_plans import compiled
 from tests.planted_bugs import rounding_rows
 from tests.planted_sites import with_function

@@ -20,7 +20,7 @@ from parc.runtime.processes import DEVICE, check_device
 from parc.runtime.step import Stepper
 from parc.runtime.work import RankState
 from tests.runtime.ranks import run_ranks
-from tests.runtime.tiny import DATA, ONE, PLAN, TENSOR, batch, build, without_onednn
+from tests.runtime.tiny import DATA, EVAL, ONE, PLAN, TENSOR, batch, build, without_onednn
 
 STEPS = 3
 NODES = DATA.replace("dp=2", "dp=4") + "node 2\nzero 3 over dp within node\nhierarchical over dp\n"
@@ -31,7 +31,7 @@ def builds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """One model under four plans."""
     folder = tmp_path_factory.mktemp("builds")
     plans = {"one": ONE, "dp": DATA, "tp": TENSOR, "nodes": NODES}
-    return {name: build(folder, text, name=name) for name, text in plans.items()}
+    return {name: build(folder, text + EVAL, name=name) for name, text in plans.items()}
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,8 @@ from parc.checking.reports import report_of
 from parc.compiler.build.directory import write_build
 from parc.compiler.plan.plan import read_plan
 from parc.compiler.program.actions import REDUCE, Action
-from parc.compiling.driver import Compiled, compile_plan
+from parc.compiling.compiled import Compiled
+from parc.compiling.driver import compile_plan
 from parc.runtime.backends.in_process import Stuck
 from parc.runtime.communication import PeerLost
 from parc.runtime.compare.model_run import Case
@@ -143,17 +144,19 @@ def session_of(path: str, mesh: str, trace: bool = False) -> Session:
 
 
 def train(path: str, mesh: str) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor], float, list[str]]:
-    """Train three steps; return their reports, the whole state, an evaluation, and the tensors that this rank holds."""
+    """Train three steps; return their reports, the whole state, another batch's loss, and the tensors that this
+    rank holds."""
     with session_of(path, mesh) as session:
         reports = [session.step(batch(step)) for step in range(3)]
         figures = [(report.loss, report.grad_norm) for report in reports]
         at, places = session.coordinates.get("dp", 0), session.mesh.world // 2
         with pytest.raises(RunError, match="`x` of rank 1 is not that of rank 0"):
-            session.evaluate(batch(session.rank))
+            session.gradients(batch(session.rank))
         own = {name: value.unflatten(0, (MICROBATCHES, places, -1))[:, at].flatten(0, 1)
                for name, value in batch(3).items()}  # fmt: skip
-        assert session.evaluate(local=own) == session.evaluate(batch(3))
-        return figures, session.state_dict(), session.evaluate(batch(3)), sorted(session.state.parameters)
+        loss = float(session.gradients(batch(3)).loss)
+        assert float(session.gradients(local=own).loss) == loss
+        return figures, session.state_dict(), loss, sorted(session.state.parameters)
 
 
 @pytest.mark.parametrize("mesh", ["pp=2", "dp=2, pp=2"])

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from parc.checking.checks import case_of
-from parc.compiling.driver import Compiled
+from parc.compiling.compiled import Compiled
 from parc.runtime.compare.simulate import Simulation
 from parc.runtime.data.random_batch import random_batch
 from tests.checked_plans import checked, compiled_net

@@ -14,11 +14,11 @@ import parc
 from parc.compiler.program.program import Program
 from parc.compiler.program.text import parse_program
 from parc.compiler.verify.padding import tail_fault
-from parc.compiling.driver import Compiled
+from parc.compiling.compiled import Compiled
 from parc.runtime.faults import RunError
 from tests.passes.test_padding import compiled
 from tests.runtime.ranks import run_ranks
-from tests.runtime.tiny import DATA, ONE, PLAN, batch, build
+from tests.runtime.tiny import DATA, EVAL, ONE, PLAN, batch, build
 
 CALM = PLAN.replace("dropout=0.1", "dropout=0.0")
 
@@ -27,7 +27,7 @@ CALM = PLAN.replace("dropout=0.1", "dropout=0.0")
 def builds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Plans of one rank and of two, of two microbatches of four samples; one with dropout."""
     folder = tmp_path_factory.mktemp("tails")
-    return {"one": build(folder, ONE, CALM, "one"), "dp": build(folder, DATA, CALM, "dp"),
+    return {"one": build(folder, EVAL, CALM, "one"), "dp": build(folder, DATA, CALM, "dp"),
             "dropout": build(folder, ONE, PLAN, "dropout")}  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import torch
 
 import parc
 from parc.checking.checks import static_faults
-from parc.compiling.driver import Compiled
+from parc.compiling.compiled import Compiled
 from parc.grammar.diagnostics import PlanError
 from parc.runtime.state.optimizer import rate
 from tests.checked_plans import checked, compiled

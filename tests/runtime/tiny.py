@@ -33,6 +33,7 @@ steps     3
 schedule  microbatches 2
 """
 ONE = ""
+EVAL = "eval\n"
 DATA = """
 mesh      dp=2
 shard     tokens, targets [B/dp, _]

@@ -1,0 +1,163 @@
+"""A compiled plan, and the files of the build that it makes: programs, schedule and the facts of the manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import parc
+from parc.compiler.build.build import EVALUATION, Build, program_file
+from parc.compiler.build.facts import program_facts
+from parc.compiler.build.plan_facts import plan_facts
+from parc.compiler.capture.capture import Captured
+from parc.compiler.capture.model_calls import TaskLines
+from parc.compiler.capture.model_code import target_hashes
+from parc.compiler.initial.recipes import Recorded
+from parc.compiler.layout.mesh import Mesh
+from parc.compiler.ops.precision import regions
+from parc.compiler.padding.pads import facts_of
+from parc.compiler.plan.plan import Plan
+from parc.compiler.program.actions import ACTIONS, Action, schedule_text
+from parc.compiler.program.program import REFERENCE_FILE
+from parc.compiler.resolve.resolve import Resolved
+from parc.compiler.resolve.routing import RoutedLayer, routing_facts
+from parc.compiler.sizes.polynomials import check_points
+from parc.compiler.sizes.template import Template
+from parc.compiling.fitted import Fitted
+from parc.compiling.initial_weights import init_facts
+from parc.compiling.size_ranges import fixed
+from parc.passes.pipeline import Built
+from parc.passes.placing.heads import Copies
+from parc.passes.programs.cut import Pipeline
+
+_SCHEDULE = "schedule.txt"
+
+
+@dataclass
+class Compiled:
+    """A plan with its model captured and its programs made; nothing is written yet."""
+
+    plan: Plan
+    folder: Path
+    mesh: Mesh
+    lines: TaskLines
+    recorded: Recorded
+    captured: Captured
+    resolved: Resolved
+    built: Built
+    timelines: dict[str, tuple[Action, ...]]
+    """The actions of each role in a step, in order."""
+    pipeline: Pipeline | None
+    sizes: dict[str, int]
+    overrides: dict[str, Any] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    frozen: frozenset[str] = frozenset()
+    copies: Copies = field(default_factory=Copies)
+    routing: Mapping[str, RoutedLayer] = field(default_factory=dict)
+    """The layers of experts, by their modules."""
+    fitted: Fitted | None = None
+    """The choice of blocks that are made again, where a line chooses."""
+    template: Template | None = None
+    """The programs for all sizes, where the plan declares ranges; ``built`` holds those of the largest."""
+    written: Build | None = None
+    """The build in files that this compilation is compared with, if there is one."""
+    evaluates: bool = False
+    """True for the compilation of an evaluation alone, whose model is in ``eval()``."""
+    evaluation: Compiled | None = None
+    """The same plan's evaluation, if it asks for one."""
+
+    @cached_property
+    def build(self) -> Build:
+        """The build that a reader would make from the files that the plan compiles to; every check looks at this
+        one."""
+        return self.written or Build.of(self.folder, files_of(self), manifest_of(self), {})
+
+    @property
+    def evaluated(self) -> Compiled | None:
+        """The evaluation, which is checked as the build has it; None if the plan asks for none."""
+        if self.evaluation is None:
+            return None
+        return replace(self.evaluation, plan=self.plan, sizes=self.sizes, written=self.build.evaluation)
+
+    def to_write(self, report: Mapping[str, Any]) -> Build:
+        """Return the build with its report, and the hashes of the code that it was compiled from."""
+        code = target_hashes(self.lines.sources, self.folder)
+        hashes = {name: code_hash for name, (code_hash, _) in code.items()}
+        lines = {name: lines for name, (_, lines) in code.items()}
+        manifest = {**self.build.manifest, "model_source": hashes, "model_lines": lines}
+        return replace(self.build, manifest=manifest, report=report)
+
+    def at(self, sizes: Mapping[str, int]) -> Compiled:
+        """Return the plan compiled for some of its sizes, from the template."""
+        build = self.build.at(sizes)
+        return replace(self, plan=fixed(self.plan, sizes), written=build, sizes={**self.sizes, **sizes}, template=None)
+
+    def cases(self) -> list[Compiled]:
+        """Return the compilations that are checked: this one, or, where sizes have ranges, those at the largest and a
+        few other sizes."""
+        return [self] if self.template is None else [self.at(sizes) for sizes in check_points(self.template.ranges)]
+
+
+def programs_of(compiled: Compiled) -> dict[str, str]:
+    """Return the texts of a build's programs by file name; templates where sizes have ranges."""
+    if compiled.template is not None:
+        return dict(compiled.template.texts)
+    programs = {
+        program_file(program): program.text() for made in compiled.built.roles.values() for program in made.values()
+        if ACTIONS[program.action].evaluated or not compiled.evaluates
+    }  # fmt: skip
+    own = {REFERENCE_FILE: compiled.built.reference.text(), **programs}
+    evaluated = programs_of(compiled.evaluation) if compiled.evaluation is not None else {}
+    return {**own, **{f"{EVALUATION}{name}": text for name, text in evaluated.items()}}
+
+
+def files_of(compiled: Compiled) -> dict[str, str]:
+    """Return the texts of a build's plan, programs and schedule by file name."""
+    files = {"plan.parc": compiled.plan.text(), **programs_of(compiled), _SCHEDULE: schedule_text(compiled.timelines)}
+    if compiled.evaluation is not None:
+        files[f"{EVALUATION}{_SCHEDULE}"] = schedule_text(compiled.evaluation.timelines)
+    return files
+
+
+def manifest_of(compiled: Compiled) -> dict[str, Any]:
+    """Return the facts that a run needs beside the programs, for a build in the plan's folder. Hashes of code are added
+    when it is written."""
+    plan, built, evaluation = compiled.plan, compiled.built, compiled.evaluation
+    facts, precision = plan_facts(plan), regions(compiled.resolved.precision)
+    return {
+        **facts,
+        **program_facts(built.programs, built.reference),
+        "parc": parc.__version__,
+        "torch": torch.__version__.split("+")[0],
+        "folder": ".",
+        "optimizer": {**facts["optimizer"], "groups": list(compiled.resolved.groups)},
+        "frozen": sorted(compiled.frozen),
+        "precision": [{**fact, "modules": list(line.modules), "line": line.line}
+                      for fact, line in zip(facts["precision"], precision, strict=True)],
+        "init": init_facts(plan, compiled.recorded, compiled.captured),
+        "aliases": dict(compiled.captured.aliases),
+        "padding": facts_of({**compiled.resolved.pads, **built.stored.pads}),
+        "constants": constant_facts(compiled),
+        **({} if evaluation is None else {"evaluation": {"constants": constant_facts(evaluation)}}),
+        **routing_facts(compiled.routing),
+    }  # fmt: skip
+
+
+def constants_by_name(compiled: Compiled) -> dict[str, Any]:
+    """Return the constants of a step and of its evaluation, each by a name of its own."""
+    others = constant_facts(compiled.evaluation) if compiled.evaluation is not None else {}
+    return {**constant_facts(compiled), **{f"{name} in eval()": fact for name, fact in others.items()}}
+
+
+def constant_facts(compiled: Compiled) -> dict[str, Any]:
+    """Return the tensors that capture found written in the model's code: no module holds them, so a run reads them
+    here."""
+    return {
+        name: {"dtype": str(value.dtype).removeprefix("torch."), "values": value.tolist()}
+        for name, value in sorted(compiled.captured.constants.items())
+    }

@@ -1,0 +1,183 @@
+"""Evaluation: programs of the model in ``eval()``, with the numbers of the plain module, and refused where they are
+wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import parc
+from parc.checking.checks import case_of, static_faults
+from parc.checking.reports import report_of
+from parc.cli import main
+from parc.compiler.build.directory import read_build, write_build
+from parc.compiler.program.program import Line, Ref
+from parc.compiling.compiled import Compiled
+from parc.runtime.compare.simulate import Simulation
+from parc.runtime.step import Stepper
+from tests.checked_plans import checked, compiled
+from tests.evaluated_models import Moody
+from tests.planted_builds import GoodBuild, judge
+from tests.planted_sites import Programs, sites
+from tests.runtime.ranks import run_ranks
+
+ROOT = Path(__file__).parent.parent
+PLAN = """
+model "tests.evaluated_models:Moody"
+input x float32 [B, 8]
+input targets int64 [B]
+sizes B=16
+loss cross_entropy(output, targets)
+optimizer adamw lr 1e-2
+steps 3
+eval
+"""
+DATA = "mesh dp=2\nshard x [B/dp, _]\nshard targets [B/dp]\nschedule microbatches 2\n"
+TENSOR = "mesh tp=2\ncolumn first over tp\nrow second over tp\n"
+STAGES = "mesh pp=2\nstage before second over pp\nschedule 1f1b microbatches 4\n"
+PLANS = {
+    "dp": DATA,
+    "tp": TENSOR,
+    "pp": STAGES,
+    "dp, tp": DATA.replace("dp=2", "dp=2, tp=2") + TENSOR.partition("\n")[2],
+    "dp, pp": DATA.replace("dp=2\n", "dp=2, pp=2\n").replace("microbatches 2", "1f1b microbatches 2")
+    + STAGES.splitlines()[1],
+    "zero 3": DATA + "zero 3 over dp\n",
+    "bf16": DATA + "zero 1 over dp\nprecision bf16\n",
+    "loss scale": DATA + "precision fp16 loss_scale dynamic\n",
+}
+
+
+def made(name: str) -> Compiled:
+    return compiled(PLAN + PLANS[name], ROOT)
+
+
+def batch(step: int, samples: int = 16) -> dict[str, torch.Tensor]:
+    """Return a batch in which some targets are ignored."""
+    draw = torch.Generator().manual_seed(step)
+    targets = torch.randint(8, (samples,), generator=draw)
+    targets[1::5] = -100
+    return {"x": torch.randn(samples, 8, generator=draw), "targets": targets}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_loss_is_that_of_the_plain_module_in_eval(name: str) -> None:
+    """All ranks are simulated in float64, and no type rounds there."""
+    evaluation = made(name).evaluated
+    assert evaluation is not None
+    case, draw = case_of(evaluation), torch.Generator().manual_seed(1)
+    running = {"norm.running_mean": torch.randn(16, generator=draw), "norm.running_var": torch.rand(16, generator=draw)}
+    simulation = Simulation(replace(case, buffers={**case.buffers, **running}))
+    plain = Moody()
+    plain.load_state_dict({**case.parameters, **running}, strict=False)
+    plain.double().eval()
+    whole = batch(3)
+    expected = F.cross_entropy(plain(whole["x"].double()), whole["targets"])
+    wide = {"x": whole["x"].double(), "targets": whole["targets"]}
+    parts = [dict(zip(wide, part, strict=True))
+             for part in zip(*(value.chunk(case.microbatches) for value in wide.values()), strict=True)]  # fmt: skip
+    for result in simulation.run(Stepper.loss, parts, 0):
+        torch.testing.assert_close(result.loss, expected.detach(), rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize("name", ["dp, pp", "loss scale"])
+def test_programs_of_an_evaluation_are_forward_alone_and_checked(name: str) -> None:
+    step = made(name)
+    checked(step)
+    evaluation = step.build.evaluation
+    assert evaluation is not None
+    kinds = {action.kind for role in evaluation.roles.values() for action in role.actions}
+    more = {"SEND_F", "RECV_F"} if "pp" in name else {"UNSHARD"}
+    assert kinds == {"COUNT", "SCALE", "F", "LOSS"} | more
+    assert {program.action for program in evaluation.files()} == kinds - {"SEND_F", "RECV_F"}
+    ops = {line.op for program in evaluation.files() for function in program.functions for line in function.lines}
+    assert not ops & {"parc.dropout_mask.default", "parc.stream_key.default"}
+    for program in evaluation.files():
+        if program.action == "F":
+            assert not program.main.returned("saved") and not program.main.returned("buffer")
+
+
+def mutants(programs: Programs) -> Iterator[tuple[str, Programs]]:
+    """Yield programs of an evaluation with one bug."""
+    for site in sites(programs, lambda line: line.op.startswith("parc.all_reduce")):
+        yield site.named("leave out"), site.replaced(read=site.source.name)
+        twice = Line((replace(site.result, name="again"),), "aten.add.Tensor", (Ref(site.result.name),) * 2)
+        yield site.named("double"), site.replaced(site.line, twice, read="again")
+    for site in sites(programs, "aten.mul.Tensor", "LOSS"):
+        yield site.named("leave out"), site.replaced(read=site.source.name)
+        twice = replace(
+            site.line, results=(replace(site.result, name="again"),), args=(Ref(site.result.name), *site.line.args[1:])
+        )
+        yield site.named("square"), site.replaced(site.line, twice, read="again")
+    for site in sites(programs, "aten.reciprocal.default", "SCALE"):
+        yield site.named("leave out"), site.replaced(read=site.source.name)
+    for site in sites(programs, "aten.rsqrt.default", "F"):
+        yield site.named("leave out"), site.replaced(read=site.source.name)
+
+
+def test_planted_bugs_in_an_evaluation_are_refused() -> None:
+    evaluation = made("dp, tp").evaluated
+    assert evaluation is not None
+    good = GoodBuild("evaluation", case_of(evaluation), evaluation.build)
+    assert not judge(good, good.case.programs).check
+    planted = list(mutants(good.case.programs))
+    verdicts = {what: judge(good, changed) for what, changed in planted}
+    assert not [what for what, verdict in verdicts.items() if not verdict.check]
+    assert sum(verdict.check == "types" for verdict in verdicts.values()) >= len(planted) - 2 > 6
+    actions = evaluation.build.roles["stage0"].actions
+    for wrong in (actions[:-1], actions[1:], (*actions, actions[-1]), actions[::-1]):
+        assert judge(good, good.case.programs, wrong).check == "communication"
+
+
+def test_a_build_whose_evaluation_is_not_its_plan_s_is_refused(tmp_path: Path) -> None:
+    step = made("dp")
+    write_build(step.to_write(report_of(step)), tmp_path / "build")
+    build = read_build(tmp_path / "build")
+    assert build.evaluation is not None and not static_faults(build.evaluation)
+    assert main(["verify", str(tmp_path / "build"), "--static"]) == 0
+    texts = {name: text for name, text in build.texts.items() if not name.startswith("evaluation/")}
+    manifest = {name: fact for name, fact in build.manifest.items() if name != "evaluation"}
+    write_build(replace(build, texts=texts, manifest=manifest, evaluation=None), tmp_path / "build")
+    assert main(["verify", str(tmp_path / "build"), "--static"]) == 5
+
+
+def run(path: str) -> tuple[list[float], list[float]]:
+    """Return evaluations of whole, small and other batches between steps, and the losses of the steps."""
+    with parc.load(path) as session:
+        evaluated, losses = [], []
+        for step in range(3):
+            evaluated.append(session.evaluate(batch(7)))
+            losses.append(session.step(batch(step)).loss)
+        return [*evaluated, session.evaluate(batch(8, 5)), session.evaluate(batch(8, 1))], losses
+
+
+def test_a_session_evaluates_between_steps_as_the_plain_module(tmp_path: Path) -> None:
+    step = made("dp, pp")
+    write_build(step.to_write(report_of(step)), tmp_path / "build")
+    plain = parc.reference(tmp_path / "build")
+    expected: list[float] = []
+    losses = []
+    for number in range(3):
+        expected.append(plain.evaluate(batch(7)))
+        losses.append(plain.step(batch(number)).loss)
+    small = batch(8, 5)
+    expected += [plain.evaluate(small), plain.evaluate(batch(8, 1))]
+    with torch.no_grad():
+        alone = F.cross_entropy(plain.module.eval()(small["x"]), small["targets"])
+    assert expected[3] == pytest.approx(float(alone), rel=1e-6)
+    for found, trained in run_ranks(run, 4, str(tmp_path / "build")):
+        assert found == pytest.approx(expected, rel=1e-5)
+        assert trained == pytest.approx(losses, rel=1e-5)
+
+
+def test_a_build_without_an_eval_line_says_what_is_missing(tmp_path: Path) -> None:
+    step = compiled(PLAN.replace("eval\n", ""), ROOT)
+    write_build(step.to_write(report_of(step)), tmp_path / "build")
+    with parc.load(tmp_path / "build") as session, pytest.raises(parc.RunError) as error:
+        session.evaluate(batch(0))
+    assert str(error.value).startswith("[P0416] ") and "add a line `eval` to the plan" in str(error.value)
