@@ -12,7 +12,7 @@ from ...grammar.nearest import listed
 from ...grammar.syntax import Number, Word
 from ...grammar.usage import Arguments
 from ..program.optimizers import OPTIMIZERS, OptimizerRow
-from .directive import NOT_NEGATIVE, Directive, Limit, Literal, Scope, argument, check_unique, read_literals
+from .directive import NOT_NEGATIVE, Directive, Limit, Literal, Scope, argument, check_literals, read_literals
 
 CLAUSES = tuple(dict.fromkeys(clause for row in OPTIMIZERS.values() for clause in row.clauses))
 """The clauses that not every optimizer takes."""
@@ -56,7 +56,7 @@ class OptimizerGroup(Directive):
             yield Diagnostic(MISSING_ARGUMENT, "the group gives no argument", Label(self.span), help=help_)
 
 
-def untaken(arguments: Arguments, optimizer: str, values: tuple[tuple[str, Literal], ...]) -> Iterator[Diagnostic]:
+def untaken(arguments: Arguments, optimizer: str) -> Iterator[Diagnostic]:
     """Find what a line gives that its optimizer, one of ``OPTIMIZERS``, does not take."""
     row = OPTIMIZERS[optimizer]
     for clause in CLAUSES:
@@ -65,24 +65,22 @@ def untaken(arguments: Arguments, optimizer: str, values: tuple[tuple[str, Liter
             help_ = f"remove it: `{clause}` is a clause of {', '.join(owners)}"
             label = Label(arguments.span(clause))
             yield Diagnostic(UNEXPECTED_ARGUMENT, f"`{optimizer}` has no `{clause}`", label, help=help_)
-    yield from _check_values(arguments, optimizer, row, values)
+    yield from _check_values(arguments, optimizer, row)
 
 
-def _check_values(
-    arguments: Arguments, optimizer: str, row: OptimizerRow, values: tuple[tuple[str, Literal], ...]
-) -> Iterator[Diagnostic]:
-    bindings = arguments.bindings("args")
-    yield from check_unique(tuple(binding.name for binding in bindings), "argument")
-    for binding, (name, value) in zip(bindings, values, strict=True):
-        label, known = Label(binding.span), row.arguments
-        if name not in known:
-            own = f"in parentheses it takes {listed([*known])}" if known else "it takes none in parentheses"
-            help_ = f"write `{name} {value}` without parentheses" if name in (*CLAUSES, *COMMON, "clip") else own
-            message = f"`{optimizer}` has no argument `{name}`"
-            yield Diagnostic(UNEXPECTED_ARGUMENT, message, label, help=help_)
-        elif not _fits(value, known[name]):
-            wanted = "`true` or `false`" if known[name] is bool else "a number, not below 0"
-            yield Diagnostic(BAD_VALUE, f"`{name}` is {wanted}", label, help=f"remove it, or write {wanted}")
+def _check_values(arguments: Arguments, optimizer: str, row: OptimizerRow) -> Iterator[Diagnostic]:
+    yield from check_literals(arguments, "args")
+    for binding in arguments.bindings("args"):
+        for name, value in read_literals((binding,)):
+            label, known = Label(binding.span), row.arguments
+            if name not in known:
+                own = f"in parentheses it takes {listed([*known])}" if known else "it takes none in parentheses"
+                help_ = f"write `{name} {value}` without parentheses" if name in (*CLAUSES, *COMMON, "clip") else own
+                message = f"`{optimizer}` has no argument `{name}`"
+                yield Diagnostic(UNEXPECTED_ARGUMENT, message, label, help=help_)
+            elif not _fits(value, known[name]):
+                wanted = "`true` or `false`" if known[name] is bool else "a number, not below 0"
+                yield Diagnostic(BAD_VALUE, f"`{name}` is {wanted}", label, help=f"remove it, or write {wanted}")
 
 
 def _fits(value: Literal, kind: type) -> bool:

@@ -96,9 +96,9 @@ class Optimizer(Directive):
                 help_ = f"choose one that updates each entry by itself: {listed([*OPTIMIZERS])}"
             yield Diagnostic(BAD_VALUE, message, Label(self.arguments.span("name")), help=help_)
         else:
-            yield from untaken(self.arguments, self.name, self.values)
+            yield from untaken(self.arguments, self.name)
             for group in scope.all(OptimizerGroup):
-                yield from untaken(group.arguments, self.name, group.values)
+                yield from untaken(group.arguments, self.name)
                 yield from self._check_group(group)
         yield from super().check(scope)
         yield from self._check_rate(scope)
