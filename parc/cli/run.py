@@ -58,6 +58,10 @@ def run_options(parser: argparse.ArgumentParser) -> None:
         "--rdzv-endpoint", metavar="HOST:PORT", default="", help="where the hosts meet: the first of them"
     )
     place.add_argument(
+        "--logs", metavar="DIR", type=Path,
+        help="a file for each rank but the first, of what it prints (default: its lines that differ are shown)",
+    )  # fmt: skip
+    place.add_argument(
         "--timeout",
         metavar="S",
         type=positive,
@@ -88,6 +92,9 @@ def _observe_options(observe: argparse._ArgumentGroup) -> None:
 
 def run_command(given: argparse.Namespace) -> int:
     """Launch the processes, or, in a process that parc or torchrun launched, be one of them."""
+    from parc.runtime.launch.voices import begin_to_speak
+
+    begin_to_speak()
     with _stops_said():
         return _run(given)
 
@@ -247,6 +254,7 @@ def _train(given: argparse.Namespace, build: Build, options: Options, device: to
 
 
 def _launch(given: argparse.Namespace, target: Path, nproc: int) -> int:
+    from parc.runtime.faults import writing
     from parc.runtime.launch.launch import Processes, launch
 
     words = ["-m", "parc", "run", str(target), "--timeout", str(given.timeout)]
@@ -257,7 +265,10 @@ def _launch(given: argparse.Namespace, target: Path, nproc: int) -> int:
     if given.sizes:
         words += ["--sizes", ",".join(f"{name}={size}" for name, size in given.sizes.items())]
     words += ["--compile"] * given.compile
-    processes = Processes(nproc, given.nnodes, given.node_rank, given.rdzv_endpoint, given.device)
+    if given.logs is not None:
+        with writing(given.logs):
+            given.logs.mkdir(parents=True, exist_ok=True)
+    processes = Processes(nproc, given.nnodes, given.node_rank, given.rdzv_endpoint, given.device, given.logs)
     outcome = launch(words, processes)
     if outcome.failure is not None:
         say(outcome.failure.text())

@@ -32,6 +32,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from ..processes import DEVICE, STORE
 from .failures import Failure, began, read_failure, unbegun
 from .hanging import Hanging
+from .voices import VOICES, Voices
 
 _ONE_HOST = "parc-one-host"
 _STOP_S = 300  # how long ranks may take to save after SIGTERM, before they are killed
@@ -46,6 +47,8 @@ class Processes:
     node_rank: int | None = None
     endpoint: str = ""
     device: str | None = None
+    logs: Path | None = None
+    """The folder of what the ranks but each host's first print; without it they print where the first does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,11 @@ def launch(command: Sequence[str], processes: Processes) -> Outcome:
             run_id=_run_id(processes), role="parc", max_restarts=0, monitor_interval=0.1,
             logs_specs=DefaultLogsSpecs(log_dir=folder), **_rendezvous(processes),
         )  # fmt: skip
-        with _environment(_variables(processes, Path(folder))), Hanging(Path(folder)) as hanging:
+        with (
+            _environment(_variables(processes, Path(folder))),
+            Voices(Path(folder), processes.logs),
+            Hanging(Path(folder)) as hanging,
+        ):
             try:
                 elastic_launch(config, sys.executable)(*command)
             except ChildFailedError as error:
@@ -162,6 +169,7 @@ def _variables(processes: Processes, folder: Path) -> dict[str, str]:
     if processes.nnodes == 1 and loopback is not None:
         variables.update(dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), loopback))
     kept = {name: value for name, value in variables.items() if name not in os.environ}
+    kept[VOICES] = str(folder)
     if processes.nnodes == 1:
         kept[STORE] = str(folder / "store")
     if processes.device is not None:

@@ -1,0 +1,132 @@
+"""One voice for the ranks of a host: a line that all print appears once, and one that differs names its rank."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any, Self, final
+
+VOICES = "PARC_VOICES"
+"""The environment variable with the folder in which the ranks of a host note what they print."""
+_SAID = "said"
+_CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_BACK = "\r"
+_GRACE_S = 1.0
+"""The time in which the first rank may still print a line that another has printed, in seconds."""
+
+
+def begin_to_speak() -> None:
+    """Print where the launcher reads it, if it wants to. The first rank of a host prints on, and a copy of its lines is
+    kept."""
+    folder, local = os.environ.get(VOICES), os.environ.get("LOCAL_RANK")
+    if folder is None or local is None:
+        return
+    name = _SAID if local == "0" else f"rank{os.environ['RANK']}.log"
+    file = open(Path(folder, name), "a", encoding="utf-8")  # noqa: SIM115 open until the process ends
+    if local == "0":
+        sys.stdout, sys.stderr = _Copied(sys.stdout, file), _Copied(sys.stderr, file)
+        return
+    for number, stream in ((1, sys.stdout), (2, sys.stderr)):
+        stream.flush()
+        os.dup2(file.fileno(), number)
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)  # the lines of both in their order
+
+
+@final
+class _Copied:
+    """A stream whose whole lines are copied to a file, as they are left on a terminal."""
+
+    def __init__(self, stream: IO[str], copy: IO[str]) -> None:
+        self._stream, self._copy, self._line = stream, copy, ""
+
+    def write(self, text: str) -> int:
+        """Write text, and copy the lines that it ends."""
+        *lines, line = (self._line + text).split("\n")
+        self._line = line.rpartition(_BACK)[2]  # a bar writes over its line, and never ends it
+        if lines:
+            self._copy.write("".join(f"{line.rpartition(_BACK)[2]}\n" for line in lines))
+            self._copy.flush()
+        return self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@final
+class Voices:
+    """A reader, beside the launcher, of what the ranks of a host print, of which all but the first print to files in
+    ``folder``. With ``logs`` their lines go to a file each in that folder instead of the terminal.
+
+    A context: it reads until it is left.
+    """
+
+    def __init__(self, folder: Path, logs: Path | None = None) -> None:
+        self._folder, self._logs = folder, logs
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._read, name="parc-voices", daemon=True)
+        self._places: dict[Path, int] = {}
+        self._first: set[str] = set()
+        self._waiting: dict[str, tuple[float, list[str]]] = {}
+        """The lines that the first rank has not printed: when they were read first, and the ranks that printed them."""
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _read(self) -> None:
+        over = False
+        while not over:
+            over = self._over.wait(0.2)
+            self._first.update(_plain(line) for line in self._lines(self._folder / _SAID, over))
+            for place in sorted(self._folder.glob("rank*.log")):
+                for line in self._lines(place, over):
+                    self._take(place.stem.removeprefix("rank"), line)
+            self._show(time.monotonic() - (0 if over else _GRACE_S), over)
+
+    def _lines(self, place: Path, over: bool) -> Iterator[str]:
+        """Yield the lines that a file got since the last time; one that is not ended only when all is over."""
+        try:
+            with open(place, "rb") as file:
+                file.seek(self._places.get(place, 0))
+                text = file.read()
+        except FileNotFoundError:
+            return
+        whole = text if over else text[: text.rfind(b"\n") + 1]
+        self._places[place] = self._places.get(place, 0) + len(whole)
+        yield from whole.decode(errors="replace").removesuffix("\n").split("\n") if whole else ()
+
+    def _take(self, rank: str, line: str) -> None:
+        if self._logs is not None:
+            with open(self._logs / f"rank{rank}.log", "a", encoding="utf-8") as file:
+                file.write(f"{line}\n")
+        elif line.strip() and _plain(line) not in self._first:
+            ranks = self._waiting.setdefault(line, (time.monotonic(), []))[1]
+            if rank not in ranks:
+                ranks.append(rank)
+
+    def _show(self, before: float, over: bool) -> None:
+        """Show the lines that were read before a time, and that the first rank has not printed until now."""
+        clear = "\r\x1b[2K" if sys.stderr.isatty() else ""  # a bar may be there
+        for line, (read, ranks) in list(self._waiting.items()):
+            if _plain(line) in self._first:
+                del self._waiting[line]
+            elif read <= before or over:
+                del self._waiting[line]
+                who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(ranks)}"
+                print(f"{clear}[{who}] {line}", file=sys.stderr, flush=True)
+
+
+def _plain(line: str) -> str:
+    """Return what a line leaves on a terminal, without colours."""
+    return _CONTROL.sub("", line).rpartition(_BACK)[2].rstrip()
