@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 from typing import final
@@ -34,18 +35,27 @@ def evaluation_of(build: Build) -> Build:
     return build.evaluation
 
 
+BATCHES = 10
+"""The number of batches of an evaluation in a run whose plan does not say one."""
+
+
 @final
 class Evaluation:
-    """The evaluation of one rank's model; every rank calls alike. ``build`` is the programs of an evaluation, made for
-    batches of each size by ``by_sizes``."""
+    """The evaluation of one rank's model; every rank calls alike. ``make`` makes what runs the programs of the
+    ``build``'s evaluation, for batches of each size.
+
+    Raises:
+        RunError: the build has none.
+    """
 
     def __init__(
-        self, build: Build, by_sizes: BySizes[AtSizes], mesh: Mesh, rank: int, initial: Initial, together: Together
-    ) -> None:
-        self._build, self._initial, self._together = build, initial, together
-        self._role = build.role_at(mesh.coordinates(rank))
-        self._by_sizes = by_sizes
-        self._batches = Batches(by_sizes, mesh, together)
+        self, build: Build, make: Callable[[Build], AtSizes], mesh: Mesh, rank: int, initial: Initial,
+        together: Together,
+    ) -> None:  # fmt: skip
+        self._build = evaluation_of(build)
+        self._role, self._initial, self._together = self._build.role_at(mesh.coordinates(rank)), initial, together
+        self._by_sizes = BySizes(self._build, make)
+        self._batches = Batches(self._by_sizes, mesh, together)
 
     @cached_property
     def _fixed(self) -> dict[str, torch.Tensor]:
@@ -54,10 +64,18 @@ class Evaluation:
         types = {name: type_ for name, type_ in constants_of(self._build).items() if name in names}
         return self._initial.buffers(types, self._build.manifest["constants"])
 
-    def loss(self, batch: Batch | None, local: Batch | None, state: RankState, step: int) -> float:
-        """Return the global loss of a batch; nothing of the ``state`` is changed."""
+    def mean(self, state: RankState) -> float:
+        """Return the mean of the losses of the first batches of the evaluation's data, as many as the plan says."""
+        batches = int(self._build.manifest["batches"] or BATCHES)
+        return sum(self.loss(None, None, state, number, batches) for number in range(batches)) / batches
+
+    def loss(
+        self, batch: Batch | None, local: Batch | None, state: RankState, step: int, last: int | None = None
+    ) -> float:
+        """Return the global loss of a batch, or of batch ``step`` (from 0) of the evaluation's data, of which nothing
+        is read beyond batch ``last``. Nothing of the ``state`` is changed."""
         own = replace(state, buffers={**state.buffers, **self._fixed})
-        begun = self._batches.begin(batch, local, own, step, None, keep=False)
+        begun = self._batches.begin(batch, local, own, step, last, keep=False)
         with self._together.doing("an evaluation", own):
             (result,) = begun.at.stepper.evaluate(begun.work, step)
         return float(result.loss)

@@ -26,7 +26,7 @@ from .communication import Backend
 from .data.batches import Batches
 from .data.feed import Feed, LocalParts
 from .data.sizes import AtSizes, BySizes, bound_build
-from .evaluation import Evaluation, evaluation_of
+from .evaluation import Evaluation
 from .faults import Bad, RunError, bad_number, writing
 from .first_bad import find_bad
 from .lockstep import Together
@@ -125,8 +125,8 @@ class Session:
     def close(self) -> None:
         """Stop reading data, and remove the files of offloaded state. Process groups stay: who made them ends them."""
         self.feed.close()
-        if "_evaluation" in vars(self):
-            self._evaluation.close()
+        if "evaluation" in vars(self):
+            self.evaluation.close()
         self.offloaded.close()
 
     def _initial_state(self) -> RankState:
@@ -201,13 +201,13 @@ class Session:
 
     def evaluate(self, batch: Batch | None = None, *, local: Batch | None = None) -> float:
         """Return the loss of a batch, given as to ``gradients``, with the model in ``eval()``: there is no dropout, and
-        BatchNorm has its running statistics. Nothing is changed. The plan needs an ``eval`` line."""
-        return self._evaluation.loss(batch, local, self.state, self.step_number)
+        BatchNorm has its running statistics. Nothing changes. The plan needs an ``eval`` line."""
+        return self.evaluation.loss(batch, local, self.state, self.step_number)
 
     @cached_property
-    def _evaluation(self) -> Evaluation:
-        build = evaluation_of(self.build)
-        return Evaluation(build, BySizes(build, self._at), self.mesh, self.rank, self._initial, self._together)
+    def evaluation(self) -> Evaluation:
+        """The programs that evaluate the model."""
+        return Evaluation(self.build, self._at, self.mesh, self.rank, self._initial, self._together)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:

@@ -3,6 +3,7 @@ wrong."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -181,3 +182,45 @@ def test_a_build_without_an_eval_line_says_what_is_missing(tmp_path: Path) -> No
     with parc.load(tmp_path / "build") as session, pytest.raises(parc.RunError) as error:
         session.evaluate(batch(0))
     assert str(error.value).startswith("[P0416] ") and "add a line `eval` to the plan" in str(error.value)
+
+
+DATED = """
+import torch
+
+
+def sample(number):
+    draw = torch.Generator().manual_seed(number)
+    return {"x": torch.randn(8, generator=draw), "targets": torch.tensor(number % 8)}
+"""
+
+
+def test_a_run_evaluates_as_often_as_the_plan_or_the_command_line_says(tmp_path: Path) -> None:
+    (tmp_path / "dated.py").write_text(DATED)
+    text = PLAN.replace("eval\n", 'data "./dated.py:sample"\neval every 2 data synthetic batches 3\n')
+    step = compiled(text, tmp_path)
+    write_build(step.to_write(report_of(step)), tmp_path / "build")
+    metrics = tmp_path / "metrics.jsonl"
+    run_it = ["run", str(tmp_path / "build"), "--metrics", str(metrics), "--device", "cpu"]
+
+    def figures() -> dict[int, float]:
+        rows = map(json.loads, metrics.read_text().splitlines()[1:])
+        return {row["step"]: row["eval_loss"] for row in rows if "eval_loss" in row}
+
+    assert main(run_it) == 0
+    found = figures()
+    assert found.keys() == {2}
+    with parc.load(tmp_path / "build") as session:
+        session.step()
+        session.step()
+        assert session.evaluation.mean(session.state) == pytest.approx(found[2], rel=1e-6)
+    assert main([*run_it, "--eval-every", "1"]) == 0
+    assert figures().keys() == {1, 2, 3} and figures()[2] == found[2]
+
+
+def test_a_run_of_a_build_without_an_eval_line_refuses_to_evaluate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = compiled(PLAN.replace("eval\n", "data synthetic\n"), ROOT)
+    write_build(step.to_write(report_of(step)), tmp_path / "build")
+    assert main(["run", str(tmp_path / "build"), "--eval-every", "1", "--device", "cpu"]) != 0
+    assert "its plan has no `eval` line" in capsys.readouterr().err

@@ -69,7 +69,15 @@ def evaluation_facts(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Return the manifest of a build's evaluation alone, which trains nothing and keeps nothing from step to step."""
     own = manifest["evaluation"]
     kept = {key: value for key, value in manifest.items() if key not in ("evaluation", "experts")}
-    return {**kept, "constants": own["constants"], "frozen": sorted(manifest["parameters"]), "state": {}}
+    data = own["data"] if own["data"] is not None else manifest["data"]
+    return {
+        **kept,
+        "data": data,
+        "batches": own["batches"],
+        "constants": own["constants"],
+        "frozen": sorted(manifest["parameters"]),
+        "state": {},
+    }
 
 
 def evaluation_faults(

@@ -102,7 +102,9 @@ MANIFEST_FORM: Form = {
     "padding": Each([FieldRow(int, 4)]),
     "updates": [str],
     "constants": _CONSTANTS,
-    "evaluation?": {"constants": _CONSTANTS},
+    "evaluation?": {
+        "every": (int, _NONE), "batches": (int, _NONE), "data": Maybe(SAMPLES_FORM), "constants": _CONSTANTS
+    },
     "role": str,
     "files": Each(str),
 }  # fmt: skip

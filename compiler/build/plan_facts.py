@@ -7,6 +7,7 @@ from typing import Any
 
 from ...grammar.syntax import Word
 from ..plan.directives.data import Data
+from ..plan.directives.eval import Eval
 from ..plan.directives.precision import TYPES
 from ..plan.directives.schedule import ACCUMULATE
 from ..plan.plan import Plan
@@ -31,7 +32,7 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
         **({"ranges": ranges} if ranges else {}),
         **({"budget": plan.budget.memory} if plan.budget is not None else {}),
         **({"offload": offload_facts(plan)} if plan.offload else {}),
-        **({"evaluation": {}} if plan.evaluation is not None else {}),
+        **({"evaluation": evaluation_line(plan.evaluation)} if plan.evaluation is not None else {}),
         "model": {"callable": plan.model.callable, "arguments": dict(plan.model.values)},
         "inputs": input_facts(plan),
         "sizes": {name: size.high for name, size in plan.sizes.items()},
@@ -78,6 +79,12 @@ def loss_facts(plan: Plan) -> list[dict[str, Any]]:
 def offload_facts(plan: Plan) -> dict[str, str | None]:
     """Return the folder in which each part of the state of training is kept, None for the host's memory."""
     return {word: None if line.host else line.folder for word, line in plan.offloaded.items()}
+
+
+def evaluation_line(line: Eval) -> dict[str, Any]:
+    """Return the facts of the ``eval`` line in the manifest's form, without those of the model in ``eval()``."""
+    samples = line.samples.facts() if line.samples is not None else None
+    return {"every": line.every, "batches": line.batches, "data": samples}
 
 
 def data_facts(line: Data | None) -> dict[str, Any] | None:

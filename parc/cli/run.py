@@ -41,6 +41,9 @@ def run_options(parser: argparse.ArgumentParser) -> None:
         help="train at these sizes, of the ranges that the plan declares (default: the largest)",
     )  # fmt: skip
     training.add_argument("--save", metavar="DIR", type=Path, help="write a checkpoint at the end, and when stopped")
+    training.add_argument(
+        "--eval-every", metavar="K", type=positive, help="evaluate after every K steps (default: the plan's `eval`)"
+    )
     training.add_argument("--save-every", metavar="K", type=positive, help="and after every K steps")
     training.add_argument(
         "--resume", metavar="DIR", type=Path, help="go on from a checkpoint, of any plan of the model"
@@ -193,6 +196,7 @@ def _wrong_usage(given: argparse.Namespace) -> str:
 
 
 def _options(given: argparse.Namespace, build: Build) -> Options | None:
+    from parc.runtime.evaluation import evaluation_of
     from parc.runtime.launch.train import Options
     from parc.runtime.observe.observer import Observe
     from parc.runtime.observe.writers import FigurePlaces
@@ -204,7 +208,11 @@ def _options(given: argparse.Namespace, build: Build) -> Options | None:
     places = FigurePlaces(given.metrics, given.tensorboard, given.wandb)
     places.check()
     observe = Observe(places, given.profile, given.peak_flops)
-    return Options(steps, observe, given.save, given.save_every, given.resume, given.trace)
+    line = build.manifest.get("evaluation", {})
+    every = given.eval_every or line.get("every")
+    if every is not None:
+        evaluation_of(build)
+    return Options(steps, observe, every, given.save, given.save_every, given.resume, given.trace)
 
 
 def _before_launch(given: argparse.Namespace, build: Build, options: Options) -> int:
@@ -278,8 +286,8 @@ def _launch(given: argparse.Namespace, target: Path, nproc: int) -> int:
 
 
 _PASSED_ON = (
-    "steps", "metrics", "tensorboard", "wandb", "trace", "profile", "peak_flops", "save", "save_every", "resume",
-    "device",
+    "steps", "metrics", "tensorboard", "wandb", "trace", "profile", "peak_flops", "eval_every", "save", "save_every",
+    "resume", "device",
 )  # fmt: skip
 """The options that every rank is started with, where they are given."""
 

@@ -143,7 +143,8 @@ def manifest_of(compiled: Compiled) -> dict[str, Any]:
         "aliases": dict(compiled.captured.aliases),
         "padding": facts_of({**compiled.resolved.pads, **built.stored.pads}),
         "constants": constant_facts(compiled),
-        **({} if evaluation is None else {"evaluation": {"constants": constant_facts(evaluation)}}),
+        **({} if evaluation is None else
+           {"evaluation": {**facts["evaluation"], "constants": constant_facts(evaluation)}}),
         **routing_facts(compiled.routing),
     }  # fmt: skip
 

@@ -153,8 +153,10 @@ class Feed:
         """
         if self._reader is None:
             self._closed = threading.Event()
-            source = Closing(make_data(self._build), self._closed)
-            workers = int(self._build.manifest["data"].get("workers", 0))
+            line = self._build.manifest["data"] or {}
+            held = self._build.evaluates and "split" in line
+            source = Closing(make_data(self._build, held=held), self._closed)
+            workers = int(line.get("workers", 0))
             self._reader = RowReader(source, self.rows, self.batch, workers)
         ahead, self._ahead = self._ahead, None
         with WAITS.data():

@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self, final
@@ -25,6 +25,9 @@ from ..step import StepReport
 from ..trace import write_trace
 from .failures import begin
 
+EVAL_LOSS = "eval_loss"
+"""The name of an evaluation's loss among a step's metrics."""
+
 
 @dataclass(frozen=True, slots=True)
 class Options:
@@ -32,6 +35,7 @@ class Options:
 
     steps: int
     observe: Observe = field(default_factory=Observe)
+    eval_every: int | None = None
     save: Path | None = None
     save_every: int | None = None
     resume: Path | None = None
@@ -92,6 +96,8 @@ def train(session: Session, options: Options) -> int:
                 report = observer.step()
             except RunError as error:
                 raise _kept(session, options.save, error, max(saved, started)) from error
+            if options.eval_every and report.step % options.eval_every == 0:
+                report = replace(report, metrics={**report.metrics, EVAL_LOSS: session.evaluation.mean(session.state)})
             rows = session.exchange([stop.signal, *observer.own(report)])
             asked = max(row[0] for row in rows)
             observer.note(report, [row[1:] for row in rows], _about(session, report, watch, report.step == started + 1))
@@ -125,6 +131,8 @@ def _about(session: Session, report: StepReport, watch: LoadWatch, is_first: boo
         yield f"compiled in {session.regions.seconds:.1f} s; the next run finds them in Inductor's cache"
     if skipped := skip_text(report):
         yield skipped
+    if EVAL_LOSS in report.metrics:
+        yield f"step {report.step}  {EVAL_LOSS} {report.metrics[EVAL_LOSS]:.4f}"
     if warning := watch.note(report.step, report.metrics.get("rank_imbalance", 1.0)):
         yield f"warning: {warning}"
 

@@ -1,10 +1,15 @@
-"""``eval``: programs that evaluate the model, and when a run does."""
+"""``eval``: programs that evaluate the model, when a run does, and on which samples."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..directive import Directive
+from ....grammar.diagnostics import Diagnostic
+from ..directive import ONE_OR_MORE, Directive, Scope, argument
+from ..samples_said import SamplesSaid, check_samples, read_samples, usages
+
+_DATA = "data"
 
 
 @dataclass(frozen=True)
@@ -12,9 +17,23 @@ class Eval(Directive):
     """The build also has programs that evaluate the model: forward only, with the model in `eval()`. There is no
     dropout, and BatchNorm uses its running statistics. `session.evaluate(batch)` runs them.
 
-    They are made and checked as the programs of a step are, from a capture of their own, and lie on the ranks as these
+    `every K`: `parc run` evaluates after every K steps, and `--eval-every` after others. The number is `eval_loss` in
+    the metrics of that step: the mean of the losses of the first `batches N` batches, 10 without that.
+
+    `data …`: the samples, in the forms of the `data` line. Without it they are those of the plan's `data` line: the
+    share that its `split` keeps, or, without a `split`, the first that a run trains on.
+
+    The programs are made and checked as those of a step are, from a capture of their own, and lie on the ranks as these
     do. The model in `eval()` may read fewer parameters than in training, but no others. A plan without this line has no
     such programs, and builds in less time.
     """
 
-    USAGE = "eval"
+    USAGE = "eval " + " | ".join(" ".join(f"[every N] {text} [batches N]".split()) for text in ("", *usages(_DATA)))
+    LIMITS = (("every", ONE_OR_MORE), ("batches", ONE_OR_MORE))
+
+    every: int | None = argument(lambda given: int(given.number("every", 0)) or None)
+    batches: int | None = argument(lambda given: int(given.number("batches", 0)) or None)
+    samples: SamplesSaid | None = argument(lambda given: read_samples(given, _DATA))
+
+    def check(self, scope: Scope) -> Iterator[Diagnostic]:
+        yield from check_samples(self.arguments, _DATA)
