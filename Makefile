@@ -38,6 +38,7 @@ help:
 	@echo "make outside        models of other packages (transformers, timm, diffusers, x-transformers): verified, refused or crashed"
 	@echo "make docs    the site of the documentation, built and checked: build/docs/site/index.html"
 	@echo "make report-look    pages of a few builds in a real browser: pictures for a desktop and a phone, light and dark"
+	@echo "make outside-init   plans that parc init proposes for the same models: built, and what they gather"
 	@echo "make wheel   dist/: source distribution and wheel, installed beside torch alone, used and measured"
 	@echo "make planted-bugs   break good builds in every way, and say which check refuses each"
 	@echo "make soak    fuzz with fresh seeds for SOAK_MINUTES (now $(SOAK_MINUTES)), a quarter of them hostile plans, builds, checkpoints"
@@ -158,6 +159,9 @@ docs: .venv-docs/.parc-ready
 
 report-look: $(READY)
 	$(PY) -m benchmarks.report_look
+
+outside-init: $(OUTSIDE)/.parc-ready
+	$(OUTSIDE)/bin/python -m benchmarks.outside_init
 
 wheel: $(READY)
 	$(PY) benchmarks/wheel.py

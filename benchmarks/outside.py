@@ -18,6 +18,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
@@ -60,7 +61,7 @@ def build(name: str) -> tuple[str, str]:
     return "verified", ""
 
 
-def child() -> None:
+def child(build: Callable[[str], tuple[str, str]]) -> None:
     """Build the models named on stdin, one on each line, and print a line of JSON for each on the first stdout."""
     resource.setrlimit(resource.RLIMIT_DATA, (GIGABYTES << 30, GIGABYTES << 30))
     results = os.fdopen(os.dup(1), "w")
@@ -72,8 +73,8 @@ def child() -> None:
 class Child:
     """A process that builds one model after the other."""
 
-    def __init__(self) -> None:
-        words = [sys.executable, "-m", "benchmarks.outside", "--child"]
+    def __init__(self, module: str) -> None:
+        words = [sys.executable, "-m", module, "--child"]
         self.process = subprocess.Popen(
             words, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
@@ -100,17 +101,15 @@ class Child:
         self.left = 0
 
 
-def main(wanted: list[str]) -> int:
-    """Build all models, or those whose names contain one of the wanted words."""
-    names = [name for name in cases() if not wanted or any(word in name for word in wanted)]
+def outcomes_of(names: Sequence[str], module: str) -> dict[str, tuple[str, str]]:
+    """Return the outcome and the reason of each model, from children that run a module. Print them as they come."""
     waiting: SimpleQueue[str] = SimpleQueue()
     for name in names:
         waiting.put(name)
     outcomes: dict[str, tuple[str, str]] = {}
-    start = time.perf_counter()
 
     def work() -> None:
-        builder = Child()
+        builder = Child(module)
         while True:
             try:
                 name = waiting.get_nowait()
@@ -118,7 +117,7 @@ def main(wanted: list[str]) -> int:
                 return builder.end()
             if not builder.left:
                 builder.end()
-                builder = Child()
+                builder = Child(module)
             began = time.perf_counter()
             outcome, why = outcomes[name] = builder.build(name)
             seconds = time.perf_counter() - began
@@ -130,14 +129,27 @@ def main(wanted: list[str]) -> int:
         thread.start()
     for thread in threads:
         thread.join()
+    return outcomes
+
+
+def summary(outcomes: Mapping[str, tuple[str, str]]) -> str:
+    """Return how many models had which outcome."""
     counts = Counter(outcome for outcome, _ in outcomes.values())
-    share = counts["verified"] / len(names)
-    total = f"{len(names)} builds: {counts['verified']} verified ({share:.1%}), {counts['refused']} refused"
-    total += f" by a message, {counts['crashed']} crashed"
+    share = counts["verified"] / len(outcomes)
+    total = f"{len(outcomes)} builds: {counts['verified']} verified ({share:.1%}), {counts['refused']} refused"
+    return total + f" by a message, {counts['crashed']} crashed"
+
+
+def main(wanted: list[str]) -> int:
+    """Build all models, or those whose names contain one of the wanted words."""
+    names = [name for name in cases() if not wanted or any(word in name for word in wanted)]
+    start = time.perf_counter()
+    outcomes = outcomes_of(names, "benchmarks.outside")
+    counts, total = Counter(outcome for outcome, _ in outcomes.values()), summary(outcomes)
     print(f"{total}; {time.perf_counter() - start:.0f} s")
     if not wanted:
         OUT.write_text(ABOUT + "\n".join(table(outcomes, total)) + "\n")
-    return int(share < LEAST or counts["crashed"] > 0)
+    return int(counts["verified"] / len(names) < LEAST or counts["crashed"] > 0)
 
 
 def table(found: dict[str, tuple[str, str]], total: str) -> list[str]:
@@ -155,4 +167,4 @@ def table(found: dict[str, tuple[str, str]], total: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(child() if sys.argv[1:] == ["--child"] else main(sys.argv[1:]))
+    sys.exit(child(build) if sys.argv[1:] == ["--child"] else main(sys.argv[1:]))

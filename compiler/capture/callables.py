@@ -110,6 +110,12 @@ def _missing(target: str, part: str, names: Iterable[str]) -> CallableError:
     return CallableError(f"`{place}` has no `{name}`", meant)
 
 
+_GIVE = (
+    "give each as `name=value`; what is no number, string, `true`, `false` or `none`, as a configuration, is made by a"
+    " function of your own that returns the model"
+)
+
+
 def check_arguments(function: Callable[..., Any], target: str, named: Iterable[str], positional: int = 0) -> None:
     """Check that a callable's signature, if it has one, takes so many arguments and these names.
 
@@ -136,7 +142,7 @@ def check_arguments(function: Callable[..., Any], target: str, named: Iterable[s
     missing = [p.name for p in parameters if p.default is p.empty and p.name not in filled
                and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]  # fmt: skip
     if missing:
-        raise CallableError(f"`{target}` needs {listed(missing)}", "give each as `name=value`")
+        raise CallableError(f"`{target}` needs {listed(missing)}", _GIVE)
 
 
 def _import(place: str, folder: Path) -> Any:

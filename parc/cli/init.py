@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from parc.cli.plan_arguments import define, positive
+from parc.cli.plan_arguments import chosen_sizes, define, positive
 from parc.cli.terminal import say, show, stages
 from parc.grammar.codes_model import UNCLEAR_MODEL
 from parc.grammar.diagnostics import Diagnostic, PlanError
@@ -38,6 +38,9 @@ def init_options(parser: argparse.ArgumentParser) -> None:
         "--input", dest="inputs", metavar="INPUT", type=_given_input, action="append", default=[],
         help='an input of forward that is not found, as "x float32 [B, 3, 32, 32]"; may be given many times',
     )  # fmt: skip
+    parser.add_argument(
+        "--sizes", metavar="NAME=SIZE,...", type=chosen_sizes, default={}, help="the batch and the length of sequences"
+    )
     parser.add_argument("--loss", default="", help='the loss, as "cross_entropy(output, labels)"')
     parser.add_argument("--dp", type=positive, default=2, help="ranks that split the batch; default: 2")
     parser.add_argument("--tp", type=positive, default=2, help="ranks that split layers; default: 2")
@@ -55,7 +58,7 @@ def init_command(given: argparse.Namespace) -> int:
         from parc.proposing.proposal import Wish, propose
 
         inputs = dict(given.inputs)
-        wish = Wish(line, {"dp": given.dp, "tp": given.tp}, inputs, {}, given.loss, _head(given))
+        wish = Wish(line, {"dp": given.dp, "tp": given.tp}, inputs, given.sizes, given.loss, _head(given))
         proposal = propose(wish, given.out.resolve().parent, given.out.name, progress)
     show(warnings_of(proposal.compiled))
     given.out.parent.mkdir(parents=True, exist_ok=True)
@@ -96,7 +99,8 @@ def model_line(word: str, arguments: dict[str, str], home: Path) -> ModelLine:
     if not Path(place).is_file():
         meant = did_you_mean(Path(place).name, (file.name for file in Path(place).parent.glob("*.py")))
         raise PlanError([Diagnostic(UNCLEAR_MODEL, f"there is no file `{place}`", help=meant)])
-    return ModelLine(f"./{_relative(Path(place), home)}:{name}", values)
+    path = _relative(Path(place), home)
+    return ModelLine(f"{path if path.startswith('.') else f'./{path}'}:{name}", values)
 
 
 def _unclear(word: str, path: Path) -> Diagnostic:

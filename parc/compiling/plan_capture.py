@@ -53,7 +53,7 @@ def make_model(plan: Plan, lines: TaskLines, folder: Path, overrides: Mapping[st
         build = model_builder(lines, folder, overrides)
         return record(build, plan.seed)
     except CaptureError as error:
-        raise PlanError([_capture_diagnostic(plan, error)]) from None
+        raise PlanError([capture_diagnostic(plan, error)]) from None
     except CallableError as error:
         raise PlanError([callable_diagnostic(MODEL_FAILED, error, plan.model, plan.verify)]) from None
     except Exception as error:
@@ -86,7 +86,7 @@ def capture_plan(
         capacities = capacities_of(plan, recorded.module)
         captured = capture(recorded.module, recorded.mode, input_specs(plan), call, loss, ranged, capacities)
     except CaptureError as error:
-        raise PlanError([_capture_diagnostic(plan, error)]) from None
+        raise PlanError([capture_diagnostic(plan, error)]) from None
     drawn = prepare(captured.graph)
     if drawn is not None:
         message = f"the model draws random numbers with `{drawn.target}`, which no stream counts"
@@ -108,7 +108,8 @@ def _inputs_diagnostic(plan: Plan, error: InputsError) -> Diagnostic:
     return Diagnostic(WRONG_INPUTS, str(error), label, help=error.help)
 
 
-def _capture_diagnostic(plan: Plan, error: CaptureError) -> Diagnostic:
+def capture_diagnostic(plan: Plan, error: CaptureError) -> Diagnostic:
+    """Return the error of a plan whose model cannot be captured."""
     code, help_ = {
         "checkpoint": (NOT_RECOMPUTED, "leave it out: a step that keeps all activations has the same numbers"),
         "control": (CONTROL_FLOW, error.help or "compute both sides and choose with `torch.where`"),

@@ -17,6 +17,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parc.compiler.capture.callables import ending_said
+from parc.compiler.capture.expert_lists import as_made
+from parc.compiler.capture.experts import with_experts
 from parc.compiler.capture.model_output import tensors_in
 from parc.compiler.initial.recipes import Recorded
 from parc.compiler.torch_private import quiet
@@ -94,7 +96,7 @@ class Caller:
     def call(self, guesses: Mapping[str, Guess], sizes: Mapping[str, int]) -> Tried:
         """ForwardCall the forward."""
         counter = _Counter()
-        with self.mode, quiet(), counter:
+        with self.mode, quiet(), with_experts(self.module), as_made(self.module, parts=False), counter:
             values = {
                 name: torch.zeros(
                     [dim if isinstance(dim, int) else sizes[dim] for dim in guess.dims],

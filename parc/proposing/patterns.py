@@ -16,8 +16,8 @@ def patterns_for(names: Sequence[str], others: Collection[str]) -> list[str]:
 
     >>> patterns_for(["h.0.q", "h.1.q", "h.0.k", "h.1.k", "h.0.v"], ["h.0.o"])
     ['h.*.{q,k}', 'h.0.v']
-    >>> patterns_for(["net.0", "net.2"], ["net.4"])
-    ['net.{0,2}']
+    >>> patterns_for(["net.0", "net.2", "words", "head"], ["net.4"])
+    ['net.{0,2}', 'words', 'head']
     >>> patterns_for([f"h.{block}.{name}_proj" for block in (0, 1) for name in "qkv"], ["h.0.o_proj", "h.1.o_proj"])
     ['h.*.{q,k,v}_proj']
     """
@@ -47,7 +47,7 @@ def _joined(patterns: Sequence[str]) -> list[str]:
     for at in range(max(map(len, joined), default=0)):
         alike: dict[tuple[str, ...], list[str]] = {}
         for segments in joined:
-            plain = at < len(segments) and not {"*", "{"} & set(segments[at])
+            plain = 1 < len(segments) > at and not {"*", "{"} & set(segments[at])
             same = (*segments[:at], "", *segments[at + 1 :]) if plain else tuple(segments)
             alike.setdefault(same, []).append(segments[at] if plain else "")
         joined = [[*same[:at], _alternatives(words), *same[at + 1 :]] if words[0] else [*same]

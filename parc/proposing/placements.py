@@ -171,8 +171,8 @@ class Search:
         return use.kind == "linear" and split.dim == use.out_dim != use.in_dim
 
     def _vocabulary(self, beside: Claims) -> SplitGroup | None:
-        """Return the tables that inputs look up, and the heads before the loss, of more rows than each is wide. Those
-        whose rows the ranks do not divide are taken untried."""
+        """Return the tables that inputs look up, of more rows than each is wide, and where there are some the heads
+        before the loss of which this is so. Those whose rows the ranks do not divide are taken untried."""
         claims: dict[str, Split] = {}
         before = self._tried(beside)
         assert before is not None  # groups were tried beside each other
@@ -189,7 +189,8 @@ class Search:
                 more = {other: at for other, at in tried.weights.items() if other not in before.weights}
                 if not any(self.ends(other, at) for other, at in more.items()):
                     claims[name] = split
-        return SplitGroup(claims, claims, 0, False, vocab=True) if claims else None
+        tables = any(self._nodes[name] in self._looked_up for name in claims)
+        return SplitGroup(claims, claims, 0, False, vocab=True) if tables else None
 
 
 def identity(reshard: Reshard) -> tuple[object, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -23,9 +24,13 @@ def longest(captured: Captured, recorded: Recorded, length: int) -> int:
     """Return the largest length, at most the given one, at which every table has the rows that are looked up."""
     values: dict[fx.Node, Any] = {}
     for node in captured.graph.nodes:
+        try:
+            values[node] = _computed(node, recorded, values)
+        except (IndexError, RuntimeError):  # a table among buffers or constants ends before
+            return length // 2
         if node.op == "call_function" and facts(node.target).looks_up:
             table, index = operands_of(node)[:2]
-            found, rows = _numbers(index, recorded, values), noted(table).value.shape[0]
+            found, rows = values.get(index), noted(table).value.shape[0]
             if found is not None and found.numel() and (beyond := int(found.max()) + 1 - rows) > 0:
                 length = min(length, max(_power(length - beyond), 1))
     return length
@@ -36,29 +41,20 @@ def _power(size: int) -> int:
     return 1 << max(size.bit_length() - 1, 0)
 
 
-def _numbers(node: fx.Node, recorded: Recorded, values: dict[fx.Node, Any]) -> Any:
-    """Return the whole numbers that a node has, computed from positions and tokens; None if they depend on more."""
-    if node not in values:
-        values[node] = _computed(node, recorded, values)
-    return values[node]
-
-
-def _computed(node: fx.Node, recorded: Recorded, values: dict[fx.Node, Any]) -> Any:
-    tensors = tensors_of(node)
-    if any(not isinstance(value, torch.Tensor) or value.numel() > _MOST for value in tensors):
-        return None
+def _computed(node: fx.Node, recorded: Recorded, values: Mapping[fx.Node, Any]) -> Any:
+    """Return the numbers that a node has where they follow from positions and tokens; None if they depend on more."""
     with unset_fake_temporarily():
         if node.op == "placeholder":
-            binding, value = noted(node).binding, tensors[0]
+            binding, value = noted(node).binding, noted(node).value
             if binding.kind == "input" and not value.is_floating_point():
                 return torch.full(tuple(value.shape), _TOKEN, dtype=value.dtype)
-            known = binding.kind == "buffer" and binding.name in recorded.recipes and not value.is_floating_point()
+            known = binding.kind == "buffer" and binding.name in recorded.recipes and value.numel() <= _MOST
             return recorded.recipes[binding.name].whole() if known else None
-        if node.op != "call_function" or tensors[0].is_floating_point():
+        tensors = tensors_of(node)
+        if node.op != "call_function" or not all(isinstance(t, torch.Tensor) and t.numel() <= _MOST for t in tensors):
             return None
-        operands = {operand: _numbers(operand, recorded, values) for operand in operands_of(node)}
-        if any(value is None for value in operands.values()):
+        if any(values.get(operand) is None for operand in node.all_input_nodes):
             return None
-        args, kwargs = substitute_nodes((node.args, node.kwargs), operands.__getitem__)
+        args, kwargs = substitute_nodes((node.args, node.kwargs), values.__getitem__)
         operator: Any = node.target
         return operator(*args, **kwargs)

@@ -6,16 +6,21 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
+from itertools import chain
 from pathlib import Path
 
+from torch import nn
+
+from parc.compiler.capture.callables import load_callable
 from parc.compiler.capture.capture import Captured
-from parc.compiler.capture.faults import user_frame
+from parc.compiler.capture.faults import explain_failure, user_frame
 from parc.compiler.initial.recipes import Recorded
 from parc.compiler.plan.include import FAMILY, families
 from parc.compiler.plan.plan import Plan, read_plan
 from parc.compiling.compiled import Compiled
-from parc.compiling.driver import Asked, Progress, ask, compile_captured, task_lines
-from parc.compiling.plan_capture import capture_plan, make_model
+from parc.compiling.driver import Asked, Progress, ask, compile_captured, compile_plan, task_lines
+from parc.compiling.plan_capture import capture_diagnostic, capture_plan, make_model
+from parc.grammar.codes_build import LOSS_NOT_NUMBER
 from parc.grammar.codes_model import NO_INPUTS
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.grammar.source import Source
@@ -26,6 +31,7 @@ from parc.proposing.lines import PlacingLine, lines_of
 from parc.proposing.placements import Search, gathers, identity
 from parc.proposing.positions import longest
 from parc.proposing.tasks import Task, tasks_of
+from parc.proposing.twins import LARGE, entries, numbers_of, smaller_arguments
 
 
 @dataclass(frozen=True)
@@ -65,8 +71,15 @@ def propose(wish: Wish, folder: Path, name: str, progress: Progress = lambda _: 
     call = caller.find()
     if call.tried.error is not None:
         raise PlanError([_no_inputs(plan, caller, call)])
+    if entries(recorded.module) > LARGE:
+        progress("looking for a smaller model of the same structure")
+        smaller = _smaller(plan, recorded, call, folder)
+        wish = replace(wish, model=replace(wish.model, smaller=smaller))
     progress("capture")
-    task, (recorded, captured) = _captured(wish, list(tasks_of(caller, call, wish.loss)), folder, name)
+    tasks = list(tasks_of(caller, call, wish.loss))
+    if not tasks:
+        raise PlanError([_no_tensor(plan, call)])
+    task, recorded, captured = _captured(wish, tasks, folder, name)
     draft = _read(wish, task, (), name)
     progress("looking for placements")
     asked = ask(draft, folder, recorded, captured)
@@ -87,6 +100,8 @@ def propose(wish: Wish, folder: Path, name: str, progress: Progress = lambda _: 
     family, lines = _family(lines, fits, recorded)
     text = plan_text(wish.head, wish.model, task, wish.ranks, lines)
     plan = read_plan(Source(name, text))
+    if wish.model.smaller:
+        return Proposal(text, compile_plan(plan, folder, progress=progress), family)
     return Proposal(text, compile_captured(plan, folder, recorded, captured), family)
 
 
@@ -94,27 +109,59 @@ def _read(wish: Wish, task: Task, lines: Sequence[PlacingLine], name: str) -> Pl
     return read_plan(Source(name, plan_text(wish.head, wish.model, task, wish.ranks, lines)))
 
 
-def _captured(wish: Wish, tasks: Sequence[Task], folder: Path, name: str) -> tuple[Task, tuple[Recorded, Captured]]:
-    """Return the first task with which the model can be captured, with sequences no longer than its tables of
-    positions.
+def _smaller(plan: Plan, recorded: Recorded, call: ForwardCall, folder: Path) -> dict[str, int]:
+    """Return arguments of a smaller model, which takes the same inputs."""
+    lines = task_lines(plan)
+
+    def make(changes: Mapping[str, int]) -> nn.Module | None:
+        try:
+            made = make_model(plan, lines, folder, changes)
+        except PlanError:
+            return None
+        tried = Caller(made, {}, {}).call(call.guesses, call.sizes)
+        return made.module if tried.error is None else None
+
+    numbers = numbers_of(load_callable(lines.model, folder), recorded.module, dict(lines.arguments))
+    return smaller_arguments(recorded.module, numbers, make)
+
+
+def _captured(wish: Wish, tasks: Sequence[Task], folder: Path, name: str) -> tuple[Task, Recorded, Captured]:
+    """Return the first task with which the model can be captured, or the smaller model if there is one.
 
     Raises:
         PlanError: that of the first task, if there is none.
     """
-    first: PlanError | None = None
-    for task in tasks:
+    errors: list[PlanError] = []
+    for task in chain.from_iterable(_lengths(task, wish) for task in tasks):
         try:
-            while True:
-                plan = _read(wish, task, (), name)
-                recorded, captured = capture_plan(plan, task_lines(plan), folder, None)
-                length = longest(captured, recorded, task.sizes.get("S", 0))
-                if length >= task.sizes.get("S", 0):
-                    return task, (recorded, captured)
-                task = replace(task, sizes={**task.sizes, "S": length})
+            return _fitted(wish, task, folder, name)
         except PlanError as error:
-            first = first or error
-    assert first is not None
-    raise first
+            errors.append(error)
+    raise errors[0]
+
+
+def _fitted(wish: Wish, task: Task, folder: Path, name: str) -> tuple[Task, Recorded, Captured]:
+    """Capture a model with a task, with sequences no longer than its tables of positions.
+
+    Raises:
+        PlanError: it cannot be captured.
+    """
+    plan = _read(wish, task, (), name)
+    recorded, captured = capture_plan(plan, task_lines(plan), folder, wish.model.smaller or None)
+    length = task.sizes.get("S", 0)
+    fitting = length if "S" in wish.sizes else longest(captured, recorded, length)
+    if fitting == length:
+        return task, recorded, captured
+    return _fitted(wish, replace(task, sizes={**task.sizes, "S": fitting}), folder, name)
+
+
+def _lengths(task: Task, wish: Wish) -> Iterator[Task]:
+    """Yield a task, and the same with shorter sequences: of a model that makes its tables longer as it needs them no
+    graph can be captured at more."""
+    yield task
+    for length in (32, 16):
+        if "S" not in wish.sizes and task.sizes.get("S", 0) > length:
+            yield replace(task, sizes={**task.sizes, "S": length})
 
 
 def _kept(lines: Sequence[PlacingLine], fits: Callable[[Sequence[PlacingLine]], int]) -> list[PlacingLine]:
@@ -164,10 +211,20 @@ def _split(asked: Asked, search: Search) -> int:
     return sum(math.prod(search.names.shape(name)) for name in names)
 
 
+def _no_tensor(plan: Plan, call: ForwardCall) -> Diagnostic:
+    """Return the error of a model that returns nothing that a loss could be made of."""
+    message = f"forward returns {type(call.tried.output).__name__}, in which no tensor is found"
+    help_ = "let it return tensors, or give a loss of your own: `--loss \"'./model.py:loss' (output)\"`"
+    return Diagnostic(LOSS_NOT_NUMBER, message, Label(plan.model.arguments.statement.span), help=help_)
+
+
 def _no_inputs(plan: Plan, caller: Caller, call: ForwardCall) -> Diagnostic:
-    """Return the error of a model for whose forward nothing was found, with what was seen."""
+    """Return the error of a model for whose forward nothing was found, with what was seen; or, where its own code is
+    why no graph of it can be had, that."""
     error = call.tried.error
     assert error is not None
+    if (explained := explain_failure(error, in_loss=False)).kind != "other":
+        return capture_diagnostic(plan, explained)
     text = (str(error).strip() or type(error).__name__).partition("\n")[0]
     nearest = ", ".join(f"{name} {guess.text()}" for name, guess in call.guesses.items())
     sizes = ", ".join(f"{name}={size}" for name, size in call.sizes.items())

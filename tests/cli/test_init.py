@@ -168,3 +168,205 @@ def test_from_nothing_to_weights_that_a_file_of_ones_own_loads(
         loaded = module.gpt()
         load_model(loaded, next(Path("weights").glob("*.safetensors")))
         assert close(loaded(tokens, tokens)[0], reference.module(tokens, tokens)[0])
+
+
+KINDS = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Pictures(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(8, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 8, 1))
+            for _ in range(2)
+        )
+        self.head = nn.Linear(8, 10)
+
+    def forward(self, pictures):
+        x = self.stem(pictures)
+        for block in self.blocks:
+            x = x + block(x)
+        return {"scores": self.head(x.mean((2, 3)))}
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(64, 16)
+        self.attend = nn.MultiheadAttention(16, 4, batch_first=True)
+        self.net = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+
+    def forward(self, source, target_tokens, scale=None):
+        x, memory = self.words(target_tokens), self.words(source)
+        x = x + self.attend(x, memory, memory, need_weights=False)[0]
+        return (x + self.net(x)) @ self.words.weight.T
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(12, 64), nn.Linear(32, 12)
+
+    def forward(self, x):
+        gate, value = self.up(x).chunk(2, -1)
+        return self.down(F.silu(gate) * value)
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.net(x) if x.sum() > 0 else x
+
+
+class Odd(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(3 * 17 * 5, 6)
+
+    def forward(self, x):
+        assert x.shape[1:] == (3, 17, 5), "pictures of 17 by 5"
+        return self.net(x.flatten(1))
+
+
+class Deep(nn.Module):
+    def __init__(self, layers=30, width=1024, vocab=32001):
+        super().__init__()
+        self.words = nn.Embedding(vocab, width)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, width))
+                                    for _ in range(layers))
+        self.head = nn.Linear(width, vocab)
+
+    def forward(self, tokens):
+        x = self.words(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+
+class Configured(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+
+
+class Mute(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(4, 4)
+
+    def forward(self, x):
+        self.net(x)
+"""
+
+
+@pytest.fixture(scope="module")
+def kinds(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file with small models of several kinds."""
+    file = tmp_path_factory.mktemp("kinds") / "kinds.py"
+    file.write_text(KINDS)
+    return file
+
+
+def lines(plan: Path, *verbs: str) -> list[str]:
+    """Return the lines of a plan with these verbs, without their comments, in single spaces."""
+    texts = (" ".join(line.partition("#")[0].split()) for line in plan.read_text().splitlines())
+    return [text for text in texts if text.partition(" ")[0] in verbs]
+
+
+@pytest.mark.parametrize(
+    ("name", "inputs", "loss", "placements"),
+    [
+        (
+            "Pictures",
+            ["input pictures float32 [B, 3, 32, 32]", "input targets int64 [B]"],
+            "loss cross_entropy(output.scores, targets)",
+            ["column blocks.*.0 over tp", "row blocks.*.3 over tp"],
+        ),
+        (
+            "Pair",
+            ["input source int64 [B, S]", "input target_tokens int64 [B, S]", "input targets int64 [B, S]"],
+            "loss cross_entropy(output, targets)",
+            [
+                "column attend.in_proj_weight over tp rows (3 h/tp d)",
+                "row attend.out_proj over tp",
+                "column net.0 over tp",
+                "row net.2 over tp",
+                "vocab words over tp",
+            ],
+        ),
+        (
+            "Gated",
+            ["input x float32 [B, 12]", "input targets int64 [B]"],
+            "loss cross_entropy(output, targets)",
+            ["column up over tp rows (2 f/tp)", "row down over tp"],
+        ),
+    ],
+)
+def test_a_proposal_splits_what_a_person_would(
+    kinds: Path, tmp_path: Path, capsys: Captured, name: str, inputs: list[str], loss: str, placements: list[str]
+) -> None:
+    plan = tmp_path / "plan.parc"
+    code, _, err = command(capsys, "init", f"{kinds}:{name}", "-o", plan)
+    assert code == 0 and "warning" not in err, err
+    assert lines(plan, "input") == inputs and lines(plan, "loss") == [loss]
+    assert lines(plan, "column", "row", "vocab") == placements
+
+
+def test_a_large_model_gets_a_twin_of_its_structure(kinds: Path, tmp_path: Path, capsys: Captured) -> None:
+    plan = tmp_path / "plan.parc"
+    code, _, err = command(capsys, "init", f"{kinds}:Deep", "layers=12", "-o", plan)
+    assert code == 0, err
+    assert lines(plan, "verify") == ["verify layers=2, width=256, vocab=1025"]
+    assert lines(plan, "column", "row", "vocab") == [
+        "column layers.*.0 over tp", "row layers.*.2 over tp", "vocab words, head over tp pad",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["{kinds}:Branches"], ["error[P0202]: the model's control flow depends on the values of tensors", "kinds.py"]),
+        (
+            ["{kinds}:Odd"],
+            ["error[P0270]: no inputs were found with which forward(x) runs", "AssertionError: pictures of 17 by 5",
+             "kinds.py", 'help: say what it takes, as `--input "x float32 [B, 3, 32, 32]"`'],
+        ),
+        (["{kinds}:Mute"], ["error[P0204]: forward returns NoneType, in which no tensor is found"]),
+        (["{kinds}:Configured"], ["error[P0201]", "needs `config`", "a function of your own that returns the model"]),
+        (["{kinds}:Pictuers"], ["error[P0201]", "has no `Pictuers`", "did you mean `Pictures`?"]),
+        (["{kinds}"], ["error[P0271]", "is a file: name what makes the model in it"]),
+        (["{folder}/kindz.py:Pictures"], ["error[P0271]: there is no file", "did you mean `kinds.py`?"]),
+        (["{folder}"], ["error[P0271]: there is no config.json in"]),
+        (["torch.nn"], ["error[P0271]: `torch.nn` names no model", 'as "torch.nn:Model"']),
+        (["hf:Qwen2ForCasualLM"], ["transformers has no model class", "did you mean Qwen2ForCausalLM"]),
+        (["hf:Qwen2ForCausalLM", "hiden_size=4"], ["Qwen2Config has no `hiden_size`", "did you mean hidden_size"]),
+    ],
+)  # fmt: skip
+def test_what_no_plan_is_made_of_is_told(
+    kinds: Path, tmp_path: Path, capsys: Captured, words: list[str], said: list[str]
+) -> None:
+    given = [word.format(kinds=kinds, folder=kinds.parent) for word in words]
+    code, _, err = command(capsys, "init", *given, "-o", tmp_path / "plan.parc")
+    assert code == 1 and "Traceback" not in err.replace("the code's own traceback", ""), err
+    for part in said:
+        assert part in err, err
+    assert not (tmp_path / "plan.parc").exists()
+
+
+def test_an_input_that_is_not_found_may_be_given_and_no_file_is_written_over(
+    kinds: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    plan = tmp_path / "plan.parc"
+    words = ("init", f"{kinds}:Odd", "-o", plan, "--input", "x float32 [B, 3, 17, 5]", "--sizes", "B=4")
+    assert command(capsys, *words)[0] == 0
+    before = plan.read_text()
+    assert "sizes     B=4 " in before
+    code, _, err = command(capsys, *words)
+    assert code == 1 and "--force" in err and plan.read_text() == before
+    assert command(capsys, *words, "--force")[0] == 0
