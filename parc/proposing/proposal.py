@@ -31,7 +31,7 @@ from parc.proposing.lines import PlacingLine, lines_of
 from parc.proposing.placements import Search, gathers, identity
 from parc.proposing.positions import longest
 from parc.proposing.tasks import Task, tasks_of
-from parc.proposing.twins import LARGE, entries, numbers_of, smaller_arguments
+from parc.proposing.twins import LARGE, entries, smaller_arguments, whole_arguments
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def _smaller(plan: Plan, recorded: Recorded, call: ForwardCall, folder: Path) ->
         tried = Caller(made, {}, {}).call(call.guesses, call.sizes)
         return made.module if tried.error is None else None
 
-    numbers = numbers_of(load_callable(lines.model, folder), recorded.module, dict(lines.arguments))
+    numbers = whole_arguments(load_callable(lines.model, folder), recorded.module, dict(lines.arguments))
     return smaller_arguments(recorded.module, numbers, make)
 
 

@@ -61,7 +61,7 @@ def entries(module: nn.Module) -> int:
     return sum(math.prod(value.shape) for value in module.parameters())
 
 
-def numbers_of(make: Callable[..., Any], module: nn.Module, given: Mapping[str, Any]) -> dict[str, int]:
+def whole_arguments(make: Callable[..., Any], module: nn.Module, given: Mapping[str, Any]) -> dict[str, int]:
     """Return the whole numbers among the arguments of the callable that made a model: as given, by default, or of the
     configuration that takes them."""
     try:
