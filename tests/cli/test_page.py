@@ -13,14 +13,16 @@ import pytest
 
 from parc.compiler.build.build import Build
 from parc.compiler.build.directory import read_build
+from parc.compiling.block_costs import block_costs
 from parc.page.facts import PageFacts
 from parc.page.page import page_of
 from parc.report import plan_of, states_of
 from tests.cli.commands import Captured, parc
 from tests.hostile_changes import rehash
-from tests.runtime.tiny import BOTH, ONE, PLAN, build
+from tests.runtime.tiny import BOTH, DATA, ONE, PLAN, build
 
 STAGES = PLAN.replace("schedule  microbatches 2", "schedule  1f1b microbatches 4").replace("layers=2", "layers=4")
+RANGES = PLAN.replace("B=8, S=8", "B=8..16 by 8, S=8")
 PIPELINE = """
 mesh      dp=2, pp=2
 stage     before blocks.2 over pp
@@ -65,13 +67,13 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Build]:
-    """Builds of one rank, of two axes, and of two stages with ZeRO."""
+    """Builds of one rank, of two axes, of two stages with ZeRO, and of sizes with ranges."""
     folder = tmp_path_factory.mktemp("page")
-    plans = {"one": (ONE, PLAN), "both": (BOTH, PLAN), "stages": (PIPELINE, STAGES)}
+    plans = {"one": (ONE, PLAN), "both": (BOTH, PLAN), "stages": (PIPELINE, STAGES), "ranges": (DATA, RANGES)}
     return {name: read_build(build(folder, lines, plan, name)) for name, (lines, plan) in plans.items()}
 
 
-@pytest.mark.parametrize("name", ["one", "both", "stages"])
+@pytest.mark.parametrize("name", ["one", "both", "stages", "ranges"])
 def test_a_page_needs_nothing_else_and_its_links_lead_somewhere(made: dict[str, Build], name: str) -> None:
     text = page_of(made[name])
     page = Page(text)
@@ -99,7 +101,18 @@ def test_bytes_of_modules_are_those_of_the_report(made: dict[str, Build]) -> Non
             assert sum(row["parameters"] for row in rows) == state["parameters"] + state["weights"]
             assert sum(row["gradients"] for row in rows) == state["gradients"]
             assert sum(row["optimizer"] for row in rows) == state["optimizer"]
+            assert sum(row["saved"] for row in rows) == sum(cost.kept for cost in block_costs(role).values())
             assert set(states_of(one, plan, role)) <= one.manifest["parameters"].keys()
+
+
+def test_programs_are_listed_as_their_files_have_them(made: dict[str, Build]) -> None:
+    for one in made.values():
+        for listed in PageFacts(one).listing.functions:
+            text = one.texts[listed.files[0]].split("\n")
+            assert text[listed.start - 1 :][: len(listed.rows)] == listed.rows
+    stages = PageFacts(made["stages"]).listing.functions
+    assert any(len(listed.files) == 2 for listed in stages), "stages share functions"
+    assert "{B" in page_of(made["ranges"]), "sizes are names in programs for ranges of sizes"
 
 
 def test_values_flow_between_modules_as_in_the_models_code(made: dict[str, Build]) -> None:
