@@ -8,9 +8,11 @@ LANE, EDGE, MOST_LANES = 7, 12, 8
 
 
 def arcs_svg(edges: Sequence[tuple[int, int]], rows: int, height: int) -> tuple[str, int]:
-    """Return a drawing of edges from rows to later rows, each ``height`` pixels high, and its width. An edge that
-    passes rows has a lane of its own, as far as there are lanes; one to the next row is a straight line."""
-    lanes = lanes_of(edges)
+    """Return a drawing of edges between rows, each ``height`` pixels high, and its width. An edge that passes rows has
+    a lane of its own, as far as there are lanes; one to the next row is a straight line. An edge to an earlier row is
+    marked."""
+    lanes = lanes_of(sorted({(min(edge), max(edge)) for edge in edges}))
+    ahead = {edge for edge in edges if edge[0] < edge[1]}
     width = EDGE + LANE * (1 + max(lanes.values(), default=0))
     right, parts = width - EDGE / 2, []
     for (source, target), lane in lanes.items():
@@ -19,7 +21,8 @@ def arcs_svg(edges: Sequence[tuple[int, int]], rows: int, height: int) -> tuple[
         r = min(LANE, right - x)
         way = f"H{x + r:g}q{-r:g} 0 {-r:g} {r:g}V{bottom - r:g}q0 {r:g} {r:g} {r:g}H{right:g}"
         path = f"M{right:g} {top:g}{way if lane else f'V{bottom:g}'}"
-        parts.append(f'<path d="{path}" data-e="{source} {target}"/>')
+        back = "" if (source, target) in ahead else ' class="back"'
+        parts.append(f'<path{back} d="{path}" data-e="{source} {target}"/>')
     touched = {row for edge in edges for row in edge}
     parts += [f'<circle cx="{right:g}" cy="{height * (row + 0.5):g}" r="3.5"/>' for row in sorted(touched)]
     box = f'width="{width}" height="{rows * height}" viewBox="0 0 {width} {rows * height}"'

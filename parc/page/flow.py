@@ -53,12 +53,13 @@ class ModuleTree:
 
 def module_tree(build: Build, placed: Mapping[str, str]) -> ModuleTree:
     """Return the tree of a build's modules. Numbered modules are equal if their parameters have equal types and were
-    ``placed`` by the same lines of the plan, and if they have the same modules in them."""
+    ``placed`` by the same lines of the plan, and if they have the same modules in them, or the
+    same operators if they have neither."""
     walk = ForwardWalk(build.programs[FORWARD])
     parameters = build.manifest["parameters"]
     facts = {name: (text, placed.get(name, "")) for name, text in parameters.items()}
     order = _ordered([*walk.first, *(name.rpartition(".")[0] for name in parameters)])
-    tree = _Folding(order, facts, {*walk.first}).tree
+    tree = _Folding(order, facts, walk.operators).tree
     for row in tree.rows:
         row.line, row.type = walk.first.get(row.path), walk.types.get(row.path, "")
     _Flow(walk.program, tree).follow()
@@ -85,16 +86,16 @@ def _ordered(paths: Iterable[str]) -> Children:
 class _Folding:
     """The making of a tree's rows."""
 
-    def __init__(self, children: Children, facts: Mapping[str, object], ran: set[str]) -> None:
-        self.children, self.facts = children, facts
-        self.owners = ran | {name.rpartition(".")[0] for name in facts}
+    def __init__(self, children: Children, facts: Mapping[str, object], operators: Mapping[str, set[str]]) -> None:
+        self.children, self.facts, self.operators = children, facts, operators
+        self.owners = operators.keys() | {name.rpartition(".")[0] for name in facts}
         self.tree = ModuleTree()
         self._fold([""], "", 0)
 
     def _fold(self, members: list[str], label: str, depth: int) -> None:
         """Add the rows of equal modules and of all in them."""
         path = members[0]
-        kind: RowKind = "block" if members[0].rpartition(".")[2].isdigit() else "module"
+        kind: RowKind = "block" if path.rpartition(".")[2].isdigit() and self.children[path] else "module"
         self.tree.rows.append(ModuleRow(path, label, depth, members, kind))
         self.tree.folded[path] = path
         groups: dict[tuple[str, object], list[str]] = {}
@@ -130,39 +131,49 @@ class _Folding:
         start = f"{path}."
         own = sorted((name.removeprefix(start), fact) for name, fact in self.facts.items() if name.startswith(start))
         inside = sorted(child.removeprefix(start) for child in self.children if child.startswith(start))
-        return tuple(own), tuple(inside)
+        alone = () if own or inside else sorted(self.operators.get(path, ()))
+        return tuple(own), tuple(inside), tuple(alone)
 
 
 class ForwardWalk:
     """The lines of a forward, or of a stage's, with the modules that they are part of: the first line of each module,
-    and the type of its last value. Modules come in the order in which they compute with values that are not made of
-    weights alone."""
+    its operators, and the type of its last value that has a part in the loss. Modules come in the order in which they
+    compute with values that are not made of weights alone."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self.first: dict[str, tuple[str, int]] = {}
         self.types: dict[str, str] = {}
+        self.operators: dict[str, set[str]] = {}
         early: dict[str, tuple[str, int]] = {}
         weights = {value.name for value in program.main.parameters if value.kind in STORED or value.kind == "weight"}
-        self._lines(program.main, None, weights, early)
+        self._lines(program.main, Origin(), weights, early, {*program.main.returned("loss", "sent").values()})
         self.first |= {module: place for module, place in early.items() if module not in self.first}
 
-    def _lines(self, function: Function, caller: Origin | None, weights: set[str], early: Places) -> None:
+    def _lines(self, function: Function, caller: Origin, weights: set[str], early: Places, wanted: set[str]) -> None:
+        """Note the lines of a function of which the caller uses the results ``wanted``."""
+        for line in reversed(function.lines):
+            if any(value.name in wanted for value in line.made):
+                wanted.update(line.uses())
         for index, line in enumerate(function.lines):
-            module = line.origin.module if caller is None else complete(line.origin.module, caller.module)
+            module = complete(line.origin.module, caller.module)
             used = list(line.uses())
             if line.calls_function:
                 callee = self.program.function(line.op)
                 given = {v.name for v, name in zip(callee.parameters, used, strict=True) if name in weights}
-                self._lines(callee, line.origin, given, early)
+                returned = zip(line.results, callee.returns, strict=True)
+                inner = {name for value, (_, name) in returned if value is not None and value.name in wanted}
+                self._lines(callee, line.origin, given, early, inner)
                 continue
             alone = (used and weights.issuperset(used)) or line.op == "parc.stream_key.default"
             if alone:
                 weights.update(value.name for value in line.made)
             if module:
                 (early if alone else self.first).setdefault(module, (function.name, index))
-                if line.made and line.made[0].type.dtype.is_floating_point and not alone:
-                    self.types[module] = line.made[0].type.text(self.program.mesh)
+                self.operators.setdefault(module, set()).add(line.op)
+                for value in line.made[:1]:
+                    if value.type.dtype.is_floating_point and value.name in wanted and not alone:
+                        self.types[module] = value.type.text(self.program.mesh)
 
 
 class _Flow:
@@ -195,7 +206,7 @@ class _Flow:
             self._edges(makers[name], LOSS_ROW)
         self.tree.rows.append(ModuleRow(LOSS_ROW, "loss", 0, [LOSS_ROW], "loss"))
         here = {row.path: at for at, row in enumerate(self.tree.rows)}
-        self.tree.edges = {edge: None for edge in self.tree.edges if here[edge[0]] < here[edge[1]]}
+        self.tree.edges = {edge: None for edge in self.tree.edges if here[edge[0]] != here[edge[1]]}
 
     def _edges(self, makers: Makers, to: str) -> None:
         if not self.reached.isdisjoint(makers or ()):
@@ -238,6 +249,7 @@ class _Flow:
             self._function(callee, inner, line.origin.module)
             returned = {name for _, name in callee.returns}
             last = next((v.name for made in reversed(callee.lines) for v in made.made if v.name in returned), "")
+            block.type = callee.values()[last].type.text(self.program.mesh) if last else block.type
             self._output(block, inner.get(last))
         return {name: frozenset({module}) for name, _ in results}
 
