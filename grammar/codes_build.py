@@ -160,7 +160,7 @@ NOT_RECOMPUTED = Code(
 )
 NOT_IN_REALS = Code(
     name="P0256",
-    title="an operator on complex numbers that is not known as one of reals",
+    title="an operator on complex numbers that cannot be computed with real ones",
     why="programs hold real numbers, and complex numbers are written as pairs of them. This works for "
     "arithmetic, powers, `exp`, `log`, angles, products, sums, FFTs, and operators that move entries, but "
     "not for decompositions and solvers of complex matrices.",
@@ -180,7 +180,7 @@ KEPT_TWICE = shown(
 )
 UNCOUNTED_DRAW = Code(
     name="P0221",
-    title="random numbers that no stream counts",
+    title="random numbers that would differ from layout to layout",
     why="every random number in a model's forward is computed from a stream's name and the number of an "
     "element, so that it is the same on every layout. This is done for dropout, `torch.rand`, "
     "`torch.randn` and `torch.bernoulli`.",

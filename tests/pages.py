@@ -181,8 +181,8 @@ OTHERS = {
 # ---- blocks that are run
 
 ONLY_READ = {
-    "parc build words.parc -o build/wide -D dp=1 -D tp=4": "tests/cli/test_run.py goes on under another plan, tests/runtime/test_shards.py under many",
-    "parc run build/wide --resume checkpoint --steps 12": "the same",
+    "parc build words.parc -o build/wide -D dp=1 -D tp=4": "tests/cli/test_run.py goes on under another plan",
+    "parc run build/wide --resume checkpoint --steps 12": "tests/runtime/test_shards.py goes on under many",
     "parc verify build/gpt": "tests/cli/test_altered.py verifies builds, and broken ones",
 }
 """Commands of followed pages that take seconds, and the tests that do the same."""

@@ -212,11 +212,11 @@ def test_what_rounds_in_float32_alone_is_compared_in_float64(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("changes", "code", "line", "text"),
     [
-        ([("Timed", "Random")], "P0227", 2, "of the same inputs, weights and seeds of torch"),
-        ([("Timed", "Coin")], "P0227", 2, "of the same inputs, weights and seeds of torch"),
-        ([("Timed", "NumPyCoin")], "P0227", 2, "of the same inputs, weights and seeds of torch"),
-        ([("Timed", "Counts")], "P0227", 2, "of the same inputs, weights and seeds of torch"),
-        ([("mean", "drawn")], "P0227", 5, "of the same inputs, weights and seeds of torch"),
+        ([("Timed", "Random")], "P0227", 2, "the next time, with the same inputs, weights and seeds of torch"),
+        ([("Timed", "Coin")], "P0227", 2, "the next time, with the same inputs, weights and seeds of torch"),
+        ([("Timed", "NumPyCoin")], "P0227", 2, "the next time, with the same inputs, weights and seeds of torch"),
+        ([("Timed", "Counts")], "P0227", 2, "the next time, with the same inputs, weights and seeds of torch"),
+        ([("mean", "drawn")], "P0227", 5, "the next time, with the same inputs, weights and seeds of torch"),
         ([("Timed", "Log")], "P0233", 2, "the loss is nan on a batch of random data"),
         ([("mean", "minus")], "P0233", 5, "the loss is nan on a batch of random data"),
         ([("Timed", "Root")], "P0233", 2, "the gradient of `time.weight` is not finite"),

@@ -198,5 +198,5 @@ def _no_pairs(node: fx.Node) -> CaptureError:
     origin = noted(node).origin
     where = f"in `{origin.module}`: " if origin.module else ""
     return CaptureError(
-        "complex", f"{where}{node.target} of complex numbers is not known as one of reals", origin.source
+        "complex", f"{where}{node.target} of complex numbers cannot be computed with real ones", origin.source
     )

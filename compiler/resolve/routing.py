@@ -140,7 +140,7 @@ def _is_added(node: fx.Node) -> bool:
 def _no_bias(line: Experts, module: str, layer: RoutedLayer, found: list[str]) -> Diagnostic:
     beside = f"`{module.rpartition('.')[0]}`" if "." in module else "the model"
     many = "no buffer" if not found else f"{len(found)} buffers"
-    message = f"{beside} has {many} of {layer.experts} numbers, one an expert, that a router adds to something"
+    message = f"{beside} has {many} of {layer.experts} numbers, one for each expert, that a router adds to its scores"
     if layer.bias is not None:
         message = f"the forward changes `{layer.bias.buffer}` itself, so a step cannot move it too"
     help_ = "a router adds such a buffer to its scores before it chooses; without one, balance by a term of the loss: "

@@ -259,7 +259,9 @@ def _fault(compiled: Compiled, case: Case, inputs: Mapping[str, torch.Tensor], e
     *output, loss = others[0]
     same = bool(output) and len(output) == len(eager.output) and all(map(torch.equal, output, eager.output))
     line = compiled.plan.loss if same else compiled.plan.model
-    message = f"the loss is {eager.loss:.6g}, and {loss:.6g} of the same inputs, weights and seeds of torch"
+    message = (
+        f"the loss is {eager.loss:.6g}, but {loss:.6g} the next time, with the same inputs, weights and seeds of torch"
+    )
     help_ = "draw with `torch.rand`, `torch.randn` or `torch.bernoulli`, or make what changes an input"
     notes = (
         "does the code read Python's `random`, NumPy's, a counter or the clock? a build has one graph for all steps",

@@ -238,7 +238,7 @@ class _Search(Generic[Made]):
         least = min(memories, key=lambda memory: memory.peak_bytes)
         line = next(line for line in made.plan.recompute if line.fit is not None)
         shares = ", ".join(f"{name} {size_text(size)}" for name, size in least.shares.items() if size)
-        message = f"a rank needs at least {size_text(least.peak_bytes)}, whichever blocks are made again"
+        message = f"a rank needs at least {size_text(least.peak_bytes)}, whichever blocks are recomputed"
         unit, word = (10**6, "MB") if least.peak_bytes > 10**9 else (10**3, "KB")
         size = f"{-(-least.peak_bytes // unit)}{word}"
         help_ = f"write `fit {size}` or more, or split the largest of these over more ranks"

@@ -89,7 +89,7 @@ def capture_plan(
         raise PlanError([capture_diagnostic(plan, error)]) from None
     drawn = prepare(captured.graph)
     if drawn is not None:
-        message = f"the model draws random numbers with `{drawn.target}`, which no stream counts"
+        message = f"the model draws random numbers with `{drawn.target}`, which parc cannot draw alike on every layout"
         notes = (f"at {source}",) if (source := noted(drawn).origin.source) else ()
         help_ = "draw with `torch.rand`, `torch.randn` or `torch.bernoulli`, or make it an input"
         raise PlanError(

@@ -114,7 +114,9 @@ class Schedule(Directive):
         elif stages and not self.name:
             help_ = f"name one before `microbatches`: {listed(SCHEDULES, 'or')}, or `table` and a file"
             related = (Label(stages[0].span, "the stages"),)
-            yield Diagnostic(NO_SCHEDULE, "the stages have no schedule's name", Label(self.span), related, help=help_)
+            yield Diagnostic(
+                NO_SCHEDULE, "the plan has stages, but its schedule has no name", Label(self.span), related, help=help_
+            )
         elif self.name and not stages and "stage" not in scope.broken:
             what = "a table" if self.name == TABLE_WORD else f"`{self.name}`"
             help_ = "add a line such as `stage balanced over pp`, or write `schedule microbatches N` alone"
