@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import threading
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
@@ -80,7 +81,7 @@ class RowReader:
         self._source, self._rows, self._batch = source, rows, batch
         # An iterable is passed over up to a sample: a second reader would pass over all that the first one reads.
         self._workers = min(workers, 1) if isinstance(source.source, IterableSource) else workers
-        self._next = -1
+        self._next = self._end = -1
         self._items: Iterator[dict[str, Tensor] | Failed] = iter(())
 
     def __call__(self, first: int, end: int | None = None) -> dict[str, Tensor]:
@@ -99,17 +100,19 @@ class RowReader:
             self._next = -1
             message = f"a worker process that reads data ended: {str(error).splitlines()[0]}"
             raise DataError(message, "read without `workers` to see why; often memory is short") from None
-        self._next = first + self._batch if end is None or first + self._batch < end else -1
+        self._next = first + self._batch if first + self._batch < self._end else -1
         if isinstance(item, Failed):
             self._next = -1
             raise DataError(item.message, item.help, place=item.place)
         return item
 
     def _start(self, first: int, end: int | None) -> None:
-        firsts = _Firsts(range(first, 1 << 62 if end is None else max(end, first + 1), self._batch))
-        self._items = iter(
-            DataLoader(
-                _Batches(self._source.source, self._rows), batch_size=None, sampler=firsts, num_workers=self._workers,
-                prefetch_factor=_AHEAD, multiprocessing_context=_FORK,
-            )
+        self._end = 1 << 62 if end is None else max(end, first + 1)
+        firsts = _Firsts(range(first, self._end, self._batch))
+        loader = DataLoader(
+            _Batches(self._source.source, self._rows), batch_size=None, sampler=firsts, num_workers=self._workers,
+            prefetch_factor=_AHEAD, multiprocessing_context=_FORK,
         )  # fmt: skip
+        with warnings.catch_warnings():  # from Python 3.12 on: of a fork beside threads, which is torch's own way here
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self._items = iter(loader)

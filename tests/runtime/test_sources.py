@@ -23,6 +23,7 @@ LINES = [
 PICTURES = [{"name": "x", "dtype": "float32", "dims": ["B", 2]}, {"name": "label", "dtype": "int64", "dims": ["B"]}]
 LOSS = [{"kind": "cross_entropy", "target": "", "operands": ["output", "targets"], "ignore": -7, "factor": 1}]
 CODE = """
+import os
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
@@ -76,6 +77,15 @@ def fails():
 
 def number():
     return 3
+
+
+class Dying(Pairs):
+    def __getitem__(self, index):
+        os._exit(9)
+
+
+def dying():
+    return Dying()
 """
 
 
@@ -242,4 +252,11 @@ def test_workers_read_what_is_read_without_them_and_name_the_sample_that_fails(f
             assert all(torch.equal(found[name], wanted[name]) for name in wanted)
     with pytest.raises(DataError, match="entry 7 of the dataset failed: LookupError: the shelf is empty") as error:
         ahead(bad, 10)
-    assert "code.py:12" in error.value.place
+    assert "code.py:13" in error.value.place
+    bounded, (one, two, *_) = RowReader(Closing(source, closed), [0, 1], 2, 1), {0, 2, 4, 6} - {bad}
+    for first, end in ((one, one + 2), (two, 9)):  # its end moves, as when a run is to train on
+        assert torch.equal(bounded(first, end)["label"], here(first)["label"])
+    dying = opened(folder, "dataset", target="./code.py:dying", inputs=PICTURES)
+    with pytest.raises(DataError, match="a worker process that reads data ended: DataLoader worker") as error:
+        RowReader(Closing(dying, closed), [0, 1], 2, 1)(0)
+    assert "read without `workers`" in error.value.help
