@@ -105,6 +105,15 @@ NO_TWIN = shown(
     example='model "./llama.py:llama" (layers=32, width=4096)',
     instead='model "./llama.py:llama" (layers=32, width=4096)\nverify layers=2, width=64',
 )
+READ_IN_EVAL = Code(
+    name="P0272",
+    title="a parameter that only `eval()` reads",
+    why="an evaluation computes with the parameters that the ranks of a training run hold: those that a step reads. A"
+    " parameter that no step reads is on no rank.",
+    example=MODEL.format(body="return self.a(x) if self.training else self.b(x)"),
+    instead=MODEL.format(body="return self.a(x)"),
+    language="python",
+)
 MANY_AXES = shown(
     name="P0250",
     title="a mesh of more axes than a twin can have",

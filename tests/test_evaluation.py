@@ -19,6 +19,8 @@ from parc.cli import main
 from parc.compiler.build.directory import read_build, write_build
 from parc.compiler.program.program import Line, Ref
 from parc.compiling.compiled import Compiled
+from parc.grammar.codes_build import READ_IN_EVAL
+from parc.grammar.diagnostics import PlanError
 from parc.runtime.compare.simulate import Simulation
 from parc.runtime.step import Stepper
 from tests.checked_plans import checked, compiled
@@ -224,3 +226,50 @@ def test_a_run_of_a_build_without_an_eval_line_refuses_to_evaluate(
     write_build(step.to_write(report_of(step)), tmp_path / "build")
     assert main(["run", str(tmp_path / "build"), "--eval-every", "1", "--device", "cpu"]) != 0
     assert "its plan has no `eval` line" in capsys.readouterr().err
+
+
+ONLY_EVAL = """
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.a(x) if self.training else self.b(x)
+"""
+
+
+def test_a_parameter_that_only_eval_reads_is_refused_at_the_line(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(ONLY_EVAL)
+    with pytest.raises(PlanError) as error:
+        compiled(PLAN.replace("tests.evaluated_models:Moody", "./net.py:Net"), tmp_path)
+    (fault,) = error.value.diagnostics
+    assert fault.code is READ_IN_EVAL and fault.primary is not None and fault.primary.span.text == "eval"
+    assert fault.message == "the model in `eval()` reads `b.bias` and `b.weight`, which it does not read in training"
+
+
+def test_samples_and_batches_of_other_sizes_are_refused_with_the_line(tmp_path: Path) -> None:
+    (tmp_path / "dated.py").write_text(DATED.replace("torch.randn(8,", "torch.randn(9,"))
+    text = PLAN.replace("eval\n", 'data synthetic\neval every 2 data "./dated.py:sample"\n')
+    step = compiled(text, tmp_path)
+    write_build(step.to_write(report_of(step)), tmp_path / "build")
+    with parc.load(tmp_path / "build") as session:
+        with pytest.raises(parc.RunError) as error:
+            session.evaluation.mean(session.state)
+        assert error.value.code.name == "P0303" and "[9]" in error.value.message
+        assert any('eval every 2 data "./dated.py:sample"' in note for note in error.value.notes)
+        for given in (batch(0, 17), {**batch(0), "x": torch.zeros(16, 9)}):
+            with pytest.raises(parc.RunError) as error:
+                session.evaluate(given)
+            assert error.value.code.name == "P0303"
+
+
+def test_show_prints_programs_of_the_evaluation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    step = made("dp")
+    write_build(step.to_write(report_of(step)), tmp_path / "build")
+    assert main(["show", str(tmp_path / "build"), "--evaluation", "--action", "F"]) == 0
+    assert "frozen first.weight" in capsys.readouterr().out
+    assert main(["show", str(tmp_path / "build"), "--evaluation", "--action", "B"]) == 2

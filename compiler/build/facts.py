@@ -66,18 +66,15 @@ def fact_faults(
 
 
 def evaluation_facts(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the manifest of a build's evaluation alone, which trains nothing and keeps nothing from step to step."""
+    """Return the manifest of a build's evaluation alone, which trains nothing and keeps nothing from step to step.
+    ``said`` is the verb of the plan's line that names its samples."""
     own = manifest["evaluation"]
     kept = {key: value for key, value in manifest.items() if key not in ("evaluation", "experts")}
-    data = own["data"] if own["data"] is not None else manifest["data"]
+    data, said = (manifest["data"], "data") if own["data"] is None else (own["data"], "eval")
     return {
-        **kept,
-        "data": data,
-        "batches": own["batches"],
-        "constants": own["constants"],
+        **kept, "data": data, "said": said, "batches": own["batches"], "constants": own["constants"], "state": {},
         "frozen": sorted(manifest["parameters"]),
-        "state": {},
-    }
+    }  # fmt: skip
 
 
 def evaluation_faults(

@@ -22,6 +22,9 @@ def show_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--role", metavar="R", help="show a role's programs as text, e.g. stage0")
     parser.add_argument("--action", metavar=FORWARD, help="one action's program, such as SCALE, F, B or REDUCE")
     parser.add_argument(
+        "--evaluation", action="store_true", help="with --role or --action: of the programs that evaluate the model"
+    )
+    parser.add_argument(
         "--list", action="store_true", help="the modules that a plan's lines can name, with their weights"
     )
     parser.add_argument(
@@ -80,6 +83,10 @@ def _show(given: argparse.Namespace, path: Path) -> int:
     if given.html:
         return _write_page(given.html, build)
     if given.role or given.action:
+        if given.evaluation:
+            from parc.runtime.evaluation import evaluation_of
+
+            build = evaluation_of(build)
         return _show_programs(given, build)
     if given.list:
         print(text_table(module_rows(build), ("module", "", "weights"), right=(1,)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +24,7 @@ from parc.compiler.padding.pads import Pads
 from parc.compiler.plan.directives.schedule import ACCUMULATE
 from parc.compiler.plan.plan import Plan
 from parc.compiler.program.actions import FORWARD
-from parc.compiler.program.binding import Binding
+from parc.compiler.program.binding import PARAMETERS, Binding
 from parc.compiler.resolve.context_lines import context_lines
 from parc.compiler.resolve.resolve import Resolved, resolve
 from parc.compiler.resolve.routing import RoutedLayer, biases_of, routing_of
@@ -39,8 +39,9 @@ from parc.compiling.plan_capture import capture_plan
 from parc.compiling.refusals import REFUSALS, refusal, whole_sequences
 from parc.compiling.sites import few_kept, keeping_lines, site_claims
 from parc.compiling.size_ranges import compile_range, fixed
-from parc.grammar.codes_build import NOTHING_TRAINED
+from parc.grammar.codes_build import NOTHING_TRAINED, READ_IN_EVAL
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
+from parc.grammar.nearest import listed
 from parc.passes.choices import ShardDims
 from parc.passes.pipeline import Choices, Request, build_programs, names_of
 from parc.passes.placing.heads import Copies, find_copies
@@ -158,6 +159,10 @@ def with_evaluation(
     """
     plan, folder, ranged = step.plan, step.folder, choices is not None
     recorded, captured = capture_plan(plan, step.lines, folder, step.overrides or None, ranged, evaluates=True)
+    of_step = {name for program in step.built.programs.values() for name in program.main.bound(*PARAMETERS)}
+    read = {name for name, node in captured.placeholders("parameter").items() if node.users}
+    if other := sorted(read - of_step):
+        raise PlanError([_read_in_eval_alone(plan, other)])
     asked = ask(
         plan, folder, recorded, captured, step.copies, longer, declared if ranged else None, choices, smaller=True,
         step=step,
@@ -169,6 +174,14 @@ def with_evaluation(
                    for role, actions in compiled.timelines.items()},
     )  # fmt: skip
     return replace(step, evaluation=compiled)
+
+
+def _read_in_eval_alone(plan: Plan, names: Sequence[str]) -> Diagnostic:
+    """Return the error of parameters that no step holds."""
+    assert plan.evaluation is not None
+    message = f"the model in `eval()` reads {listed(names)}, which it does not read in training"
+    help_ = "let the loss of training depend on what `eval()` reads, or remove the `eval` line"
+    return Diagnostic(READ_IN_EVAL, message, Label(plan.evaluation.span), help=help_)
 
 
 def _made(plan: Plan, folder: Path, recorded: Recorded, captured: Captured, asked: Asked) -> Compiled:

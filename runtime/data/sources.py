@@ -165,9 +165,10 @@ def make_data(build: Build, line: Mapping[str, Any] | None = None, held: bool = 
         raise RunError(BAD_DATA, message, error.help, notes) from error
 
 
-def line_of(build: Build, verb: str = "data") -> str:
-    """Return the place and the text of the first line of the build's plan that has a ``verb``, or "" if there is
-    none."""
+def line_of(build: Build, verb: str = "") -> str:
+    """Return the place and the text of the first line of the build's plan that has a ``verb``, or that names its
+    samples, or "" if there is none."""
+    verb = verb or build.manifest.get("said", "data")
     try:
         lines = (build.path / "plan.parc").read_text(encoding="utf-8").splitlines()
     except OSError:
