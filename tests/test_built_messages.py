@@ -121,6 +121,8 @@ COMMANDS = {
     "P0244": Case("plain", GPIPE, "mesh pp=2\nstage before drop over pp\n", of="Normed"),
     "P0250": Case("plain", lines=AXES, words=("build", "tiny.parc")),
     "P0256": Case("solved", lines=ONE),
+    "P0270": Case("numpy", words=("init", "./models.py:Model", "way=numpy")),
+    "P0271": Case(words=("init", "models.py")),
     "P0401": Case(lines=TENSOR + "budget memory 100KB\n"),
     "P0402": Case(lines=TENSOR + "forbid all_reduce in blocks.*.mlp during forward\n"),
     "P0403": Case(lines=TENSOR + "expect 2 all_reduce in blocks.*\n"),
@@ -169,6 +171,9 @@ def runs(folder: Path) -> list[str]:
             for _ in range(3):
                 session.step()
         said.append(render(stopped.value.diagnostic()))
+    with pytest.raises(RunError) as stopped:
+        session.evaluate({})
+    said.append(render(stopped.value.diagnostic()))
     session._together.world = 2  # as if there were another rank, which no test of messages needs
     with pytest.raises(ZeroDivisionError), session._together.doing("step 1", session.state):
         raise ZeroDivisionError
@@ -199,7 +204,8 @@ def compiles(folder: Path) -> list[str]:
 
 
 SCENES: dict[str, Callable[[Path], list[str]]] = {
-    "P0210 P0211 P0212": altered, "P0301 P0304 P0307 P0412 P0222 P0414 P0411 P0413 P0302 P0303 P0230 P0410 P0415": runs,
+    "P0210 P0211 P0212": altered,
+    "P0301 P0304 P0307 P0412 P0222 P0414 P0411 P0413 P0302 P0303 P0416 P0230 P0410 P0415": runs,
     "P0305 P0306": compiles,
 }  # fmt: skip
 GOLDEN = Path(__file__).parent / "golden" / "built_messages.txt"
