@@ -64,7 +64,7 @@ def epochs(path: str, saved: str) -> dict[str, Any]:
         named: Any = [dict(zip(whole, row, strict=True)) for row in rows_of(8)]
         plain = DataLoader(named, batch_size=8 // world, sampler=DistributedSampler(named, world, rank))
         (part,) = plain
-        same = session.evaluate(local=part), session.evaluate(whole)
+        same = float(session.gradients(local=part).loss), float(session.gradients(whole).loss)
     return {"seen": seen, "losses": losses, "length": len(loader), "same": same}
 
 
