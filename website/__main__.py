@@ -25,6 +25,7 @@ def main(out: Path) -> int:
     if ended := subprocess.run(command, cwd=ROOT).returncode:
         return ended
     site = out / "site"
+    (site / "404.html").unlink(missing_ok=True)  # for servers: its addresses begin at their root
     wrong = list(faults(site))
     for fault in wrong:
         print(fault, file=sys.stderr)
