@@ -16,10 +16,11 @@ from parc.compiler.program.faults import Fault
 from parc.compiler.program.program import Program
 from parc.compiler.program.roles import SINGLE, JoinFault, join_roles
 from parc.compiler.program.text import ProgramError, parse_program
-from parc.compiling.driver import compile_plan
+from parc.compiling.compiled import Compiled
 from parc.grammar.source import Source
 from parc.runtime.compare.model_run import Case
 from parc.runtime.compare.simulate import TOLERANCE, compare
+from tests.captured_once import compile_once
 from tests.planted_rows import CHECKS
 from tests.planted_sites import Programs
 
@@ -248,11 +249,16 @@ class GoodBuild:
 
 
 @cache
+def _compiled(name: str) -> Compiled:
+    folder, text = _PLANS[name]
+    return compile_once(read_plan(Source("planted.parc", text)), ROOT / folder)
+
+
+@cache
 def good_build(name: str, early: bool = False) -> GoodBuild:
     """Return one of ``BUILDS``, one with experts, or the offloaded one; ``early`` leaves sums of gradients where
     backward starts them."""
-    folder, text = _PLANS[name]
-    compiled = compile_plan(read_plan(Source("planted.parc", text)), ROOT / folder)
+    compiled = _compiled(name)
     build = compiled.build
     if not early:  # most bugs are planted where the sums of gradients stand in REDUCE, as checks read them
         build = replace(build, roles={SINGLE: replace(build.roles[SINGLE], programs=build.programs)})

@@ -17,11 +17,11 @@ from parc.compiler.layout.int8 import BLOCK_ENTRIES, pack, packed_bytes, round_i
 from parc.compiler.plan.plan import read_plan
 from parc.compiler.program.residual import residual
 from parc.compiling.compiled import Compiled
-from parc.compiling.driver import compile_plan
 from parc.grammar.diagnostics import PlanError
 from parc.grammar.source import Source
 from parc.runtime.compare.simulate import Simulation, compare
 from parc.runtime.data.random_batch import random_batch
+from tests.captured_once import compile_once
 from tests.planted_builds import COMPRESSED_BUILD, good_build
 from tests.planted_compressed import compressed_rows
 from tests.runtime.ranks import run_ranks
@@ -43,7 +43,7 @@ STEPS = 12
 
 def compiled(lines: str) -> Compiled:
     """Compile the small GPT with further lines."""
-    return compile_plan(read_plan(Source("compressed.parc", GPT + lines)), EXAMPLES)
+    return compile_once(read_plan(Source("compressed.parc", GPT + lines)), EXAMPLES)
 
 
 def gradient_bytes(report: dict[str, Any]) -> dict[str, int]:
@@ -88,7 +88,7 @@ def test_a_number_that_is_not_finite_stays_so() -> None:
 def test_all_ranks_agree_with_the_model(lines: str) -> None:
     text = GPT.replace("schedule microbatches 2\n", "") if "1f1b" in lines else GPT
     plan = read_plan(Source("compressed.parc", text + lines.replace("1f1b", "1f1b microbatches 2")))
-    made = compile_plan(plan, EXAMPLES)
+    made = compile_once(plan, EXAMPLES)
     assert static_faults(made.build) == []
     assert compare(case_of(made), 2).largest <= 1e-10
     report = report_of(made)
@@ -96,7 +96,7 @@ def test_all_ranks_agree_with_the_model(lines: str) -> None:
     assert all(row["residuals"] > 0 for row in report["memory"])
     without = text + "".join(line for line in lines.replace("1f1b", "1f1b microbatches 2").splitlines(keepends=True)
                              if not line.startswith("compress"))  # fmt: skip
-    plain = report_of(compile_plan(read_plan(Source("plain.parc", without)), EXAMPLES))
+    plain = report_of(compile_once(read_plan(Source("plain.parc", without)), EXAMPLES))
     assert row["saved_bytes"] == max(gradient_bytes(plain).values()) - max(gradient_bytes(report).values()) > 0
 
 
@@ -162,10 +162,10 @@ compress gradients over dp using int8{where}
 def test_a_parameter_of_whole_numbers_is_left_out_or_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "whole.py").write_text(WHOLE)
     (tmp_path / "planted_models.py").write_text((EXAMPLES.parent / "tests" / "planted_models.py").read_text())
-    made = compile_plan(read_plan(Source("whole.parc", WHOLE_PLAN.format(where=""))), tmp_path)
+    made = compile_once(read_plan(Source("whole.parc", WHOLE_PLAN.format(where=""))), tmp_path)
     assert compare(case_of(made), 2).largest <= 1e-10
     with pytest.raises(PlanError, match="`digits` holds whole numbers: it has no gradient"):
-        compile_plan(read_plan(Source("whole.parc", WHOLE_PLAN.format(where=" on digits"))), tmp_path)
+        compile_once(read_plan(Source("whole.parc", WHOLE_PLAN.format(where=" on digits"))), tmp_path)
 
 
 def test_every_rounding_of_which_nothing_is_kept_is_refused_by_the_texts_alone() -> None:

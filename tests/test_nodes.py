@@ -20,10 +20,10 @@ from parc.compiler.layout.nodes import UnevenNodes, node_levels
 from parc.compiler.layout.views import NoCommonParts
 from parc.compiler.plan.plan import read_plan
 from parc.compiling.compiled import Compiled
-from parc.compiling.driver import compile_plan
 from parc.grammar.source import Source
 from parc.passes.placing.heads import Copies
 from parc.runtime.compare.simulate import Agreement, compare
+from tests.captured_once import compile_once
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 GPT = """\
@@ -53,7 +53,7 @@ row model.layers.*.self_attn.o_proj, model.layers.*.mlp.down_proj over tp
 
 def compiled(lines: str) -> Compiled:
     """Compile the small GPT with further lines."""
-    return compile_plan(read_plan(Source("nodes.parc", GPT + lines)), EXAMPLES)
+    return compile_once(read_plan(Source("nodes.parc", GPT + lines)), EXAMPLES)
 
 
 def agreement_of(made: Compiled) -> Agreement:
@@ -144,7 +144,7 @@ def test_collectives_in_two_levels_cross_nodes_once(lines: str) -> None:
 
 def test_stages_of_a_pipeline_send_in_two_levels() -> None:
     text = GPT.replace("schedule ", "schedule 1f1b ") + "mesh pp=2, dp=4\nstage before blocks.1 over pp\n"
-    made = compile_plan(
+    made = compile_once(
         read_plan(Source("nodes.parc", text + "node 2\nhierarchical over dp\nzero 3 over dp\n")), EXAMPLES
     )
     assert agreement_of(made).largest <= 1e-10
@@ -154,7 +154,7 @@ def test_stages_of_a_pipeline_send_in_two_levels() -> None:
 def test_large_builds_in_two_levels_have_twins(lines: str) -> None:
     """The vocabulary of 25 divides nowhere, so the table is cut along its other dim: also that of the twin."""
     text = GPT.replace("vocab=24", "vocab=25") + "mesh dp=16\nnode 4\nhierarchical over dp\nverify vocab=24\n"
-    made = compile_plan(read_plan(Source("nodes.parc", text + lines)), EXAMPLES)
+    made = compile_once(read_plan(Source("nodes.parc", text + lines)), EXAMPLES)
     twin, differences = find_twin(made, made.build.programs)
     assert (str(made.mesh), str(twin.mesh), differences) == ("dp=4*4", "dp=2*2", [])
     assert agreement_of(twin).largest <= 1e-10
@@ -162,7 +162,7 @@ def test_large_builds_in_two_levels_have_twins(lines: str) -> None:
 
 def test_heads_and_levels_share_an_axis() -> None:
     """Two heads of keys over eight ranks, in nodes of two: the axis has three parts."""
-    made = compile_plan(read_plan(Source("llama.parc", LLAMA)), EXAMPLES)
+    made = compile_once(read_plan(Source("llama.parc", LLAMA)), EXAMPLES)
     assert str(made.mesh) == "tp=2*2*2"
     assert agreement_of(made).largest <= 1e-10
     inside = {row["axis"] for row in rows(made) if row["phase"] == "forward" and row["bytes"] > 8}
