@@ -122,6 +122,7 @@ COMMANDS = {
     "P0250": Case("plain", lines=AXES, words=("build", "tiny.parc")),
     "P0256": Case("solved", lines=ONE),
     "P0270": Case("numpy", words=("init", "./models.py:Model", "way=numpy")),
+    "P0272": Case("plain", lines="eval\n", of="Sided"),
     "P0271": Case(words=("init", "models.py")),
     "P0401": Case(lines=TENSOR + "budget memory 100KB\n"),
     "P0402": Case(lines=TENSOR + "forbid all_reduce in blocks.*.mlp during forward\n"),
