@@ -251,5 +251,6 @@ def test_kinds_are_named_in_their_table_and_in_schedules_alone() -> None:
         "compiler/program/actions.py": len(ACTIONS),
         "compiler/program/binding.py": 2,
         "compiler/sizes/size_range.py": 1,
+        "parc/page/page.py": 1,  # billions
     }
     assert {name: count for name, count in named.items() if not name.startswith("compiler/schedules/")} == allowed

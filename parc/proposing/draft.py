@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from parc.compiler.sizes.size_range import BATCH
 from parc.grammar.format import format_source
 from parc.grammar.source import Source
 from parc.proposing.lines import PlacingLine
@@ -27,7 +28,7 @@ def plan_text(
 ) -> str:
     """Return the plan of a model, its task and its placements over ``dp`` and ``tp``, with ``head`` as its first
     comments."""
-    batched = [name for name, guess in task.inputs.items() if guess.dims[:1] == ("B",)]
+    batched = [name for name, guess in task.inputs.items() if guess.dims[:1] == (BATCH,)]
     wide = {name: ["B/dp", *("_" for _ in task.inputs[name].dims[1:])] for name in batched}
     layouts: dict[str, list[str]] = {}
     for name, dims in wide.items():

@@ -21,6 +21,7 @@ from parc.compiler.capture.expert_lists import as_made
 from parc.compiler.capture.experts import with_experts
 from parc.compiler.capture.model_output import tensors_in
 from parc.compiler.initial.recipes import Recorded
+from parc.compiler.sizes.size_range import BATCH
 from parc.compiler.torch_private import quiet
 
 SAMPLES, LENGTH = 8, 128
@@ -82,7 +83,7 @@ class Caller:
 
     def __init__(self, recorded: Recorded, sizes: Mapping[str, int], given: Mapping[str, Guess]) -> None:
         self.module, self.mode, self.given = recorded.module, recorded.mode, given
-        self.sizes = {"B": SAMPLES, "S": LENGTH, **sizes}
+        self.sizes = {BATCH: SAMPLES, "S": LENGTH, **sizes}
         self._free = not {"S"} & sizes.keys()
         self.parameters = {
             name: parameter
@@ -94,7 +95,7 @@ class Caller:
         self._end = time.monotonic() + _SECONDS
 
     def call(self, guesses: Mapping[str, Guess], sizes: Mapping[str, int]) -> Tried:
-        """ForwardCall the forward."""
+        """Call the forward on tensors of these guesses, and return what came of it."""
         counter = _Counter()
         with self.mode, quiet(), with_experts(self.module), as_made(self.module, parts=False), counter:
             values = {
@@ -155,7 +156,7 @@ class Caller:
             for changed in self._changes(best):
                 if time.monotonic() > self._end:
                     return best
-                if not any("B" in guess.dims for guess in changed.guesses.values()):
+                if not any(BATCH in guess.dims for guess in changed.guesses.values()):
                     continue
                 changed = replace(changed, tried=self.call(changed.guesses, changed.sizes))
                 if changed.tried.rank > best.tried.rank:
@@ -184,12 +185,12 @@ class Caller:
         whole, real = "Long" in words or "Int" in words, "Float" in words
         fits = [guess for guess in self._layers.guesses(self.numbers)
                 if (guess.dtype == "int64" or not whole) and (guess.dtype != "int64" or not real)]  # fmt: skip
-        return list(dict.fromkeys(fits)) or [Guess("float32", ("B",))]
+        return list(dict.fromkeys(fits)) or [Guess("float32", (BATCH,))]
 
     def _targets(self, found: ForwardCall) -> Iterator[Guess]:
         """Yield what a loss may compare with: a class for each token or sample, or as many numbers as are computed."""
-        tokens = any(guess == Guess("int64", ("B", "S")) for guess in found.guesses.values())
-        classes = [Guess("int64", ("B", "S")), Guess("int64", ("B",))]
+        tokens = any(guess == Guess("int64", (BATCH, "S")) for guess in found.guesses.values())
+        classes = [Guess("int64", (BATCH, "S")), Guess("int64", (BATCH,))]
         yield from classes if tokens else reversed(classes)
         for _, value in tensors_in(found.tried.output):
             if value.is_floating_point() and value.dim():
@@ -224,31 +225,31 @@ class _Layers:
 
     def guesses(self, numbers: Sequence[int]) -> Iterator[Guess]:
         """Yield the tensors that such layers read; ``numbers`` are those in the model's attributes."""
-        tokens = [Guess("int64", ("B", "S"))] if self.lookups else []
+        tokens = [Guess("int64", (BATCH, "S"))] if self.lookups else []
         yield from tokens if self.tokens_first else ()
         for dims, channels in self.channels[:3]:
             yield from _signals(channels, numbers) if dims == 1 else _pictures(dims, channels, numbers)
         yield from tokens
         for width in self.widths[:8]:
-            plain, sequence = Guess("float32", ("B", width)), Guess("float32", ("B", "S", width))
+            plain, sequence = Guess("float32", (BATCH, width)), Guess("float32", (BATCH, "S", width))
             yield from (sequence, plain) if self.attention else (plain, sequence)
-        yield from (Guess(dtype, ("B",)) for dtype in ("int64", "float32"))
+        yield from (Guess(dtype, (BATCH,)) for dtype in ("int64", "float32"))
         yield from (Guess("float32", ("S", width)) for width in (3, 2))
         for length in numbers[:12]:
-            yield from (Guess("float32", ("B", length, width)) for width in (*self.widths[:4], *numbers[:4]))
+            yield from (Guess("float32", (BATCH, length, width)) for width in (*self.widths[:4], *numbers[:4]))
 
 
 def _signals(channels: int, numbers: Sequence[int]) -> Iterator[Guess]:
     if channels == 1:
-        yield Guess("float32", ("B", _SOUND))
+        yield Guess("float32", (BATCH, _SOUND))
     lengths: tuple[int | str, ...] = ("S", *numbers, *(2 * size for size in numbers))
     for length in dict.fromkeys(lengths):
-        yield Guess("float32", ("B", channels, length))
+        yield Guess("float32", (BATCH, channels, length))
 
 
 def _pictures(dims: int, channels: int, numbers: Sequence[int]) -> Iterator[Guess]:
     for side in dict.fromkeys((_PICTURES[0], *numbers, *_PICTURES)):
-        yield Guess("float32", ("B", channels, *(side,) * dims))
+        yield Guess("float32", (BATCH, channels, *(side,) * dims))
 
 
 def _numbers(module: nn.Module) -> tuple[int, ...]:
@@ -267,5 +268,5 @@ def named_dims(shape: Sequence[int], sizes: Mapping[str, int]) -> tuple[int | st
     """Return the dims of a tensor of which the first is the batch, with the name of the length of sequences where one
     is as long."""
     return tuple(
-        "B" if at == 0 else "S" if at == 1 and size == sizes["S"] else int(size) for at, size in enumerate(shape)
+        BATCH if at == 0 else "S" if at == 1 and size == sizes["S"] else int(size) for at, size in enumerate(shape)
     )

@@ -17,6 +17,7 @@ from parc.compiler.capture.faults import explain_failure, user_frame
 from parc.compiler.initial.recipes import Recorded
 from parc.compiler.plan.include import FAMILY, families
 from parc.compiler.plan.plan import Plan, read_plan
+from parc.compiler.sizes.size_range import BATCH
 from parc.compiling.compiled import Compiled
 from parc.compiling.driver import Asked, Progress, ask, compile_captured, compile_plan, task_lines
 from parc.compiling.plan_capture import capture_diagnostic, capture_plan, make_model
@@ -64,7 +65,7 @@ def propose(wish: Wish, folder: Path, name: str, progress: Progress = lambda _: 
         PlanError: the model cannot be made or captured, or no inputs were found.
     """
     progress("making the model")
-    plan = _read(wish, Task({"x": Guess("float32", ("B",))}, {"B": 1}, "output", ""), (), name)
+    plan = _read(wish, Task({"x": Guess("float32", (BATCH,))}, {BATCH: 1}, "output", ""), (), name)
     recorded = make_model(plan, task_lines(plan), folder)
     progress("looking for inputs")
     caller = Caller(recorded, wish.sizes, wish.inputs)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from parc.compiler.capture.model_output import tensors_in
+from parc.compiler.sizes.size_range import BATCH
 from parc.proposing.inputs import Caller, ForwardCall, Guess, named_dims
 
 MEAN_SQUARE = '"torch.nn.functional:mse_loss"'
@@ -45,12 +46,12 @@ def tasks_of(caller: Caller, call: ForwardCall, loss: str = "") -> Iterator[Task
 def _of_result(caller: Caller, call: ForwardCall) -> Task:
     name, value = _result(call.tried.output)
     dims = named_dims(value.shape, call.sizes)
-    tokens = Guess("int64", ("B", "S")) in call.guesses.values()
+    tokens = Guess("int64", (BATCH, "S")) in call.guesses.values()
     classes = value.dim() > 1 and value.shape[-1] > 1
     rows = max(
         (layer.num_embeddings for layer in caller.module.modules() if isinstance(layer, nn.Embedding)), default=0
     )
-    if classes and (dims[:-1] == ("B",) or (tokens and dims[:-1] == ("B", "S") and value.shape[-1] >= rows)):
+    if classes and (dims[:-1] == (BATCH,) or (tokens and dims[:-1] == (BATCH, "S") and value.shape[-1] >= rows)):
         targets = _free("targets", call)
         guesses = {**call.guesses, targets: Guess("int64", dims[:-1])}
         why = f"{value.shape[-1]} classes for each {'token' if 'S' in dims else 'sample'}"

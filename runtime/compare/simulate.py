@@ -253,7 +253,7 @@ def _compare(case: Case, steps: int, seed: int) -> Agreement:
         ]
         wrong = [f"the loss is {float(loss)}"] if not loss.isfinite() else wrong
         if wrong:
-            agreement.not_finite = f"{wrong[0]} on random data"
+            agreement.not_finite = f"{wrong[0]} in step {step + 1} on random data"
             return agreement
         losses, found = simulation.step(batches, step)
         top = float(loss.abs().clamp_min(1e-30))
