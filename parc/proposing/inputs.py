@@ -127,20 +127,29 @@ class Caller:
         first = required or ([main] if main in optional else optional[:1])
         best = self._climb(ForwardCall({name: self._options(name)[0] for name in [*self.given, *first]}, self.sizes,
                                 Tried(None, None, 0)))  # fmt: skip
-        for name in optional:
-            if best.tried.error is None or time.monotonic() > self._end:
+        while best.tried.error is not None and time.monotonic() < self._end:
+            further = max(self._with_one_more(best, optional), key=lambda call: call.tried.rank, default=best)
+            if further.tried.rank <= best.tried.rank:
                 break
-            if name not in best.guesses:
-                more = self._climb(replace(best, guesses={**best.guesses, name: self._options(name)[0]}))
-                best = more if more.tried.rank > best.tried.rank else best
+            best = further
         return best
+
+    def _with_one_more(self, best: ForwardCall, optional: Sequence[str]) -> Iterator[ForwardCall]:
+        """Yield the calls with one more parameter, up to the first that comes to its end. What a loss compares with is
+        tried first: many models make what else they need of it."""
+        for name in sorted(optional, key=lambda name: not _is_target(name)):
+            if name not in best.guesses and time.monotonic() < self._end:
+                more = self._climb(replace(best, guesses={**best.guesses, name: self._options(name)[0]}))
+                yield more
+                if more.tried.error is None:
+                    return
 
     def with_targets(self, found: ForwardCall) -> Iterator[tuple[str, ForwardCall]]:
         """Yield the calls that go with one more parameter, which is named as what a loss compares with."""
         for name, parameter in self.parameters.items():
             if name in found.guesses or parameter.default is parameter.empty:
                 continue
-            if not any(word in name.lower() for word in _TARGETS):
+            if not _is_target(name):
                 continue
             for guess in self._targets(found):
                 guesses = {**found.guesses, name: guess}
@@ -262,6 +271,10 @@ def _numbers(module: nn.Module) -> tuple[int, ...]:
                 if type(number) is int and 2 <= number <= 4096:
                     found[number] = None
     return tuple(found)
+
+
+def _is_target(name: str) -> bool:
+    return any(word in name.lower() for word in _TARGETS)
 
 
 def named_dims(shape: Sequence[int], sizes: Mapping[str, int]) -> tuple[int | str, ...]:
