@@ -200,8 +200,9 @@ class Session:
         return self.update(self.gradients(batch, local=local), lr)
 
     def evaluate(self, batch: Batch | None = None, *, local: Batch | None = None) -> float:
-        """Return the loss of a batch, given as to ``gradients``, with the model in ``eval()``: there is no dropout, and
-        BatchNorm has its running statistics. Nothing changes. The plan needs an ``eval`` line."""
+        """Return the loss of a batch with the model in ``eval()``: there is no dropout, and BatchNorm has its running
+        statistics. Nothing changes. The batch is given as to ``gradients``; without one it is number ``step_number``
+        (from 0) of the evaluation's data, of which it takes nothing away. The plan needs an ``eval`` line."""
         return self.evaluation.loss(batch, local, self.state, self.step_number)
 
     @cached_property
@@ -219,7 +220,7 @@ class Session:
         """
         if AVERAGE not in self.build.manifest["optimizer"]:
             raise RunError(NO_AVERAGES, "the plan has no `ema` line", "add one, as `ema 0.999`, and build again")
-        trained, kept = self.state, self.optimizer.state
+        trained, outside, kept = self.state, self._averaging, self.optimizer.state
         averages = {
             name: kept[value].get(AVERAGE, value).to(value.device) if value in kept else value
             for name, value in trained.parameters.items()
@@ -228,7 +229,7 @@ class Session:
         try:
             yield
         finally:
-            self.state, self._averaging = trained, False
+            self.state, self._averaging = trained, outside
 
     def _check_trains(self) -> None:
         if self._averaging:
@@ -292,8 +293,7 @@ class Session:
         """Write parameters, optimizer state and the step number by the model's names, each rank what it holds
         (safetensors, JSON): no rank holds more than it does in training.
 
-        Collective: every rank calls it, and reaches the folder. An older checkpoint is replaced once the new one is
-        complete.
+        Collective: every rank calls it, and reaches the folder. A complete checkpoint replaces an older one.
 
         Raises:
             RunError: on every rank: ``path`` holds something else, or cannot be written.

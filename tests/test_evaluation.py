@@ -19,6 +19,7 @@ from parc.cli import main
 from parc.compiler.build.directory import read_build, write_build
 from parc.compiler.program.program import Line, Ref
 from parc.compiling.compiled import Compiled
+from parc.compiling.plan_data import check_sample
 from parc.grammar.codes_build import READ_IN_EVAL
 from parc.grammar.diagnostics import PlanError
 from parc.runtime.compare.simulate import Simulation
@@ -215,8 +216,26 @@ def test_a_run_evaluates_as_often_as_the_plan_or_the_command_line_says(tmp_path:
         session.step()
         session.step()
         assert session.evaluation.mean(session.state) == pytest.approx(found[2], rel=1e-6)
+        assert session.evaluate() == session.evaluation.loss(None, None, session.state, 2)
     assert main([*run_it, "--eval-every", "1"]) == 0
     assert figures().keys() == {1, 2, 3} and figures()[2] == found[2]
+
+
+def test_an_evaluation_whose_sample_fails_ends_a_run_that_has_saved_its_last_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fails = '    if number == 40:\n        raise LookupError("the shelf is empty")\n    draw ='
+    (tmp_path / "dated.py").write_text(DATED.replace("    draw =", fails))
+    text = PLAN.replace("eval\n", 'data synthetic\neval every 2 data "./dated.py:sample" batches 3\n')
+    step = compiled(text, tmp_path)
+    write_build(step.to_write(report_of(step)), tmp_path / "build")
+    saved = tmp_path / "saved"
+    assert main(["run", str(tmp_path / "build"), "--save", str(saved), "--device", "cpu"]) == 1
+    said = capsys.readouterr().err
+    assert "LookupError: the shelf is empty" in said and f"the state after step 2 was saved to {saved}" in said
+    with parc.load(tmp_path / "build") as session:
+        session.restore(saved)
+        assert session.step_number == 2
 
 
 def test_a_run_of_a_build_without_an_eval_line_refuses_to_evaluate(
@@ -255,6 +274,11 @@ def test_samples_and_batches_of_other_sizes_are_refused_with_the_line(tmp_path: 
     (tmp_path / "dated.py").write_text(DATED.replace("torch.randn(8,", "torch.randn(9,"))
     text = PLAN.replace("eval\n", 'data synthetic\neval every 2 data "./dated.py:sample"\n')
     step = compiled(text, tmp_path)
+    with pytest.raises(PlanError) as fault:
+        check_sample(step.plan, tmp_path, step.build)
+    (found,) = fault.value.diagnostics
+    assert found.code.name == "P0303" and "[9]" in found.message and found.primary is not None
+    assert found.primary.span.text == 'eval every 2 data "./dated.py:sample"'
     write_build(step.to_write(report_of(step)), tmp_path / "build")
     with parc.load(tmp_path / "build") as session:
         with pytest.raises(parc.RunError) as error:

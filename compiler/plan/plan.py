@@ -59,6 +59,7 @@ from .layouts import Fix, SplitWeights
 from .limits import Promise
 from .optimizer_group import OptimizerGroup
 from .rates import with_table
+from .samples_said import SamplesSaid
 
 MESH, OPTIMIZER = "mesh", "optimizer"
 MOST_ERRORS = 100
@@ -140,6 +141,12 @@ class Plan:
     def unbatched(self) -> frozenset[str]:
         """The inputs whose first dim is not the batch."""
         return frozenset(line.name for line in self.inputs if line.dims[:1] != (BATCH,))
+
+    @property
+    def sampled(self) -> list[tuple[Data | Eval, SamplesSaid]]:
+        """The lines that name samples, those of training first, with what each says of them."""
+        lines = [line for line in (self.data, self.evaluation) if line is not None]
+        return [(line, line.samples) for line in lines if line.samples is not None]
 
     @property
     def offloaded(self) -> dict[str, Offload]:

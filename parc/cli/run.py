@@ -241,9 +241,11 @@ def _before_launch(given: argparse.Namespace, build: Build, options: Options) ->
     check_device(device, nproc)
     if given.compile:
         check_compiler(device)
-    line = build.manifest["data"]
-    if line is None or line["form"] not in OWN_CODE:
-        make_data(build)
+    own = build.manifest.get("evaluation", {}).get("data") if options.eval_every else None
+    for reads in filter(None, (build, build.evaluation if own else None)):
+        line = reads.manifest["data"]
+        if line is None or line["form"] not in OWN_CODE:
+            make_data(reads)
     return nproc
 
 

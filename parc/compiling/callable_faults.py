@@ -22,8 +22,7 @@ def callable_faults(plan: Plan, folder: Path) -> Iterator[Diagnostic]:
     tells."""
     named: list[tuple[Code, Directive, str]] = [(MODEL_FAILED, plan.model, plan.model.callable)]
     named += [(MODEL_FAILED, plan.loss, target) for target in plan.loss.callables]
-    if plan.data is not None and plan.data.said.callable is not None:
-        named.append((BAD_DATA, plan.data, plan.data.said.callable))
+    named += [(BAD_DATA, line, said.callable) for line, said in plan.sampled if said.callable is not None]
     for code, line, target in named:
         try:
             look_up(target, folder)

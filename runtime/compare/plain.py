@@ -227,8 +227,9 @@ class Plain:
         return StepReport(self.step_number, total, float(norm), lr)
 
     def evaluate(self, batch: Mapping[str, Tensor] | None = None) -> float:
-        """Return the loss of a whole batch, or of the next of the plan's data, with the module in ``eval()``. It
-        changes nothing.
+        """Return the loss of a whole batch with the module in ``eval()``. It changes nothing. Without a batch it is
+        that of batch ``step_number`` (from 0) of the evaluation's data, which is the plan's where it has no ``eval``
+        line.
 
         Raises:
             RunError: the batch is not one of the plan's, or the data cannot be read.

@@ -154,8 +154,7 @@ class Feed:
         if self._reader is None:
             self._closed = threading.Event()
             line = self._build.manifest["data"] or {}
-            held = self._build.evaluates and "split" in line
-            source = Closing(make_data(self._build, held=held), self._closed)
+            source = Closing(make_data(self._build), self._closed)
             workers = int(line.get("workers", 0))
             self._reader = RowReader(source, self.rows, self.batch, workers)
         ahead, self._ahead = self._ahead, None

@@ -33,9 +33,7 @@ class CallableData:
             sample = self._function(number)
         except (Exception, SystemExit) as error:
             message = f"making sample {number} failed: {type(error).__name__}: {error}"
-            raise DataError(
-                message, "the function of the plan's `data` line failed: call it with this number"
-            ) from error
+            raise DataError(message, "the function that the plan names failed: call it with this number") from error
         entries = sample.items() if isinstance(sample, Mapping) else [("", sample)]
         wrong = next((f"{f'`{name}`' if name else 'it'} is {type(value).__name__}" for name, value in entries
                       if not isinstance(value, Tensor)), "")  # fmt: skip

@@ -106,7 +106,7 @@ def _open_dataset(wanted: Wanted) -> SampleSource:
             return function()
         except (Exception, SystemExit) as error:
             message = f"making the dataset failed: {type(error).__name__}: {error}"
-            raise DataError(message, "the function of the plan's `data` line failed: call it by itself") from error
+            raise DataError(message, "the function that the plan names failed: call it by itself") from error
 
     source = dataset_source(make(), make, wanted.inputs, wanted.batch, wanted.packed)
     if source.count is None and (word := next((word for word in ("shuffle", "split") if word in wanted.line), "")):
@@ -145,20 +145,18 @@ def open_data(wanted: Wanted, held: bool = False) -> SampleSource:
     return Ordered(source, order)
 
 
-def make_data(build: Build, line: Mapping[str, Any] | None = None, held: bool = False) -> SampleSource:
-    """Return the samples of a build's ``data`` line, or of another line of its plan; with ``held`` those that its
-    ``split`` keeps for evaluation.
+def make_data(build: Build) -> SampleSource:
+    """Return the samples that a build reads; where it evaluates, those that a ``split`` keeps for evaluation.
 
     Raises:
         RunError: there is none, or nothing can be read.
     """
-    manifest = build.manifest
-    line = manifest["data"] if line is None else line
+    manifest, line = build.manifest, build.manifest["data"]
     if line is None:
         raise RunError(BAD_DATA, NO_DATA, NO_DATA_HELP)
     bounds = {name: bound for name, (bound, _) in class_bounds(build.reference).items()}
     try:
-        return open_data(Wanted(line, manifest, build.folder, bounds), held)
+        return open_data(Wanted(line, manifest, build.folder, bounds), build.evaluates and "split" in line)
     except (CallableError, DataError) as error:
         notes = [note for note in (line_of(build), raised_at(error)) if note]
         message = f"the data's callable: {error}" if isinstance(error, CallableError) else str(error)

@@ -95,7 +95,7 @@ def token_file(path: str, dtype: str | None) -> TokenFile:
         found = _megatron_file(path, index)
     elif dtype is None:
         message = f"{path} does not say of which type its tokens are"
-        raise DataError(message, "add it to the `data` line, as `dtype uint16` for what nanoGPT writes", path)
+        raise DataError(message, "add it to the plan's line, as `dtype uint16` for what nanoGPT writes", path)
     else:
         found = _bare_file(path, dtype)
     if np.dtype(found.dtype).kind not in "iu":

@@ -94,10 +94,11 @@ def train(session: Session, options: Options) -> int:
         while session.step_number < options.steps and not asked:
             try:
                 report = observer.step()
+                if options.eval_every and report.step % options.eval_every == 0:
+                    evaluated = {EVAL_LOSS: session.evaluation.mean(session.state)}
+                    report = replace(report, metrics={**report.metrics, **evaluated})
             except RunError as error:
                 raise _kept(session, options.save, error, max(saved, started)) from error
-            if options.eval_every and report.step % options.eval_every == 0:
-                report = replace(report, metrics={**report.metrics, EVAL_LOSS: session.evaluation.mean(session.state)})
             rows = session.exchange([stop.signal, *observer.own(report)])
             asked = max(row[0] for row in rows)
             observer.note(report, [row[1:] for row in rows], _about(session, report, watch, report.step == started + 1))
@@ -164,8 +165,8 @@ def _at_the_start(session: Session, options: Options) -> Iterator[str]:
 
 
 def _kept(session: Session, folder: Path | None, error: RunError, saved: int) -> RunError:
-    """Return the error of a step with a note on what was saved. After it all ranks are as before the step. ``saved`` is
-    the step of the last checkpoint, or the step at which the run began."""
+    """Return the error of a step, or of the evaluation behind one, with a note on what was saved: all ranks are as
+    after the last step that was done. ``saved`` is the step of the last checkpoint, or that at which the run began."""
     if session.step_number == saved:
         return error
     if folder is None:

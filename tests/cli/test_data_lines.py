@@ -44,7 +44,7 @@ error[P0303]: train.bin does not say of which type its tokens are
  --> plan.parc:7:18
 7 | data      tokens "train.bin"
   |                  ^^^^^^^^^^^
-help: add it to the `data` line, as `dtype uint16` for what nanoGPT writes
+help: add it to the plan's line, as `dtype uint16` for what nanoGPT writes
 """,
     'tokens "train.bin" dtype uint16': """\
 error[P0303]: every second number of train.bin is 0, read as uint16
@@ -66,6 +66,13 @@ error[P0003]: `tokens` needs GLOBS: strings
 7 | data      tokens dtype uint16
   |           ^^^^^^
 help: usage: data tokens GLOBS [dtype TYPE] [pack] [end N] [shuffle] [split X] [workers N]
+""",
+    'bytes "*.py"\neval every 3 data dataset "./samples.py:three"': """\
+error[P0303]: the data has 3 samples, and a step takes 8
+ --> plan.parc:8:27
+8 | eval every 3 data dataset "./samples.py:three"
+  |                           ^^^^^^^^^^^^^^^^^^^^
+help: give it 8 or more, or make B smaller
 """,
     'folder "wiki"': """\
 error[P0303]: wiki cannot be read as a dataset: Directory wiki not found
@@ -108,3 +115,15 @@ def test_an_entry_that_fails_in_a_worker_ends_a_run_with_its_number_and_line(
     assert main(["run", str(made), "--steps", "9", "--save", "saved"]) == 1
     said = capsys.readouterr().err.replace(f"{tmp_path}/", "")
     assert said[said.index("error") :].strip() == FAILED.strip()
+
+
+def test_a_run_says_before_its_first_step_that_the_evaluation_has_no_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = build(tmp_path, 'eval every 3 data bytes "valid/*.txt"\n')
+    assert main(["run", str(made), "--save", "saved", "--metrics", "metrics.jsonl"]) == 1
+    assert 'P0303]: no file matches "valid/*.txt"' in capsys.readouterr().err
+    assert not Path("saved").exists() and not Path("metrics.jsonl").exists()
+    assert main(["run", str(made), "--steps", "2", "--eval-every", "2"]) == 1
+    assert "step 1" not in capsys.readouterr().err

@@ -116,6 +116,7 @@ def test_averages_begin_where_a_checkpoint_has_none_and_stay_behind_where_a_plan
 
 def test_averages_are_not_trained(tmp_path: Path) -> None:
     with parc.load(build(tmp_path, EMA)) as session, session.averaged():
+        session.state_dict(ema=True)
         for do in (session.step, lambda: session.save(tmp_path / "x"), lambda: session.restore(tmp_path / "x")):
             with pytest.raises(RunError, match="averages in the place of its weights"):
                 do()

@@ -48,6 +48,8 @@ class Data(Directive):
     """
 
     USAGE = f"data {' | '.join(usages())}"
+    LEAD = ""
+    """The word of the line before its phrase of samples."""
 
     samples: SamplesSaid | None = argument(read_samples)
 

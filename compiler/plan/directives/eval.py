@@ -29,6 +29,8 @@ class Eval(Directive):
     """
 
     USAGE = "eval " + " | ".join(" ".join(f"[every N] {text} [batches N]".split()) for text in ("", *usages(_DATA)))
+    LEAD = _DATA
+    """The word of the line before its phrase of samples."""
     LIMITS = (("every", ONE_OR_MORE), ("batches", ONE_OR_MORE))
 
     every: int | None = argument(lambda given: int(given.number("every", 0)) or None)
@@ -36,4 +38,5 @@ class Eval(Directive):
     samples: SamplesSaid | None = argument(lambda given: read_samples(given, _DATA))
 
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
-        yield from check_samples(self.arguments, _DATA)
+        yield from super().check(scope)
+        yield from check_samples(self.arguments, self.LEAD)
