@@ -28,7 +28,9 @@ def dataloader(
     checkpoints.
 
     Raises:
-        RunError: the dataset is none, or has too few samples; or its last batch is smaller, and the loss sees that.
+        RunError: the dataset is none, or has too few samples; its last batch is smaller, and the loss sees that; or
+            another dataset has a loader of this name.
     """
     seed = int(session.build.manifest["seed"]) if seed is None else seed
-    return Loader(session.feed, dataset, shuffle=shuffle, seed=seed, workers=workers, drop_last=drop_last, name=name)
+    options: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "workers": workers, "drop_last": drop_last}
+    return Loader(session.feed, session._together, dataset, **options, name=name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import socket
+import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -77,17 +78,16 @@ class Session:
         check_fits(build, self.world)
         self.device = torch.device(device) if device is not None else default_device()
         self.coordinates = self.mesh.coordinates(self.rank)
-        manifest = build.manifest
-        self.types = {name: parse_type(text, self.mesh) for name, text in manifest["parameters"].items()}
+        self.types = {name: parse_type(text, self.mesh) for name, text in build.manifest["parameters"].items()}
         self.role = build.role_at(self.coordinates)
         self._roles = tuple(build.roles.values())
         ranks = [build.role_at(self.mesh.coordinates(rank)) for rank in range(self.world)]
         self._whole = WholeState(build, Gatherer(self.mesh, self.rank, self.device, ranks), self.types)
         self.recorder = Recorder(self.device) if trace else None
-        self.step_number, self._averaging = 0, False
+        self.step_number, self._averaging, self._reading = 0, False, threading.Lock()
         self.notes: tuple[str, ...] = ()
         self._together = Together(self.rank, self.world, self.device)
-        self.last_step: int | None = manifest["steps"]
+        self.last_step: int | None = build.manifest["steps"]
         self.backend: Backend = InProcess(self.mesh)
         if self.world > 1:
             programs = build.every_program()
@@ -110,7 +110,7 @@ class Session:
         self.offloaded.reserve(build)
         machine = self.regions.machine if self.regions is not None else Machine
         stepper = self._stepper(build, machine, recorder=self.recorder)
-        return AtSizes(build, stepper, Feed(build, self.mesh, self.coordinates, self.device))
+        return AtSizes(build, stepper, Feed(build, self.mesh, self.coordinates, self.device, self._reading))
 
     def _stepper(self, build: Build, machine: Callable[..., Machine] = Machine, **options: Any) -> Stepper:
         role, options = build.role_at(self.coordinates), {**options, "kernels": self.kernels}

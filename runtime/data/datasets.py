@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...compiler.sizes.size_range import BATCH
-from .samples import DataError
+from .samples import DataError, asked
 from .windows import JoinedDocuments, WindowForm, Windows, packed_documents
 
 _FORM_HELP = (
@@ -21,6 +21,7 @@ _FORM_HELP = (
 )
 Inputs = Sequence[Mapping[str, Any]]
 """The ``input`` lines, as a manifest has them."""
+_END = object()
 
 
 def sample_tensors(item: Any, inputs: Inputs, what: str) -> dict[str, Tensor]:
@@ -60,10 +61,15 @@ def _tensor(value: Any, dtype: torch.dtype) -> Tensor:
 
 @final
 class MapSource:
-    """The entries of a dataset with ``dataset[i]`` and a length, by their places."""
+    """The entries of a dataset with ``dataset[i]`` and a length, by their places.
+
+    Raises:
+        DataError: the length cannot be had (chained).
+    """
 
     def __init__(self, dataset: Any, inputs: Inputs) -> None:
-        self._dataset, self._inputs, self.count = dataset, inputs, len(dataset)
+        self._dataset, self._inputs = dataset, inputs
+        self.count = asked(lambda: len(dataset), "the length of the dataset", "ask the dataset for it: `len(dataset)`")
 
     def entry(self, number: int) -> Any:
         """Return what the dataset has at a place.
@@ -71,11 +77,8 @@ class MapSource:
         Raises:
             DataError: it failed (chained).
         """
-        try:
-            return self._dataset[number]
-        except (Exception, SystemExit) as error:
-            message = f"entry {number} of the dataset failed: {type(error).__name__}: {error}"
-            raise DataError(message, f"ask the dataset for it: `dataset[{number}]`") from error
+        help_ = f"ask the dataset for it: `dataset[{number}]`"
+        return asked(lambda: self._dataset[number], f"entry {number} of the dataset", help_)
 
     def __call__(self, number: int) -> dict[str, Tensor]:
         """Return sample ``number``, from 0 to ``count - 1``.
@@ -123,14 +126,10 @@ class IterableSource:
     def _next(self) -> dict[str, Tensor]:
         while not self._waiting:
             what = f"sample {self._number + 1} of the iterable"
-            try:
-                item = next(self._items)
-            except StopIteration:
+            item = asked(lambda: next(self._items, _END), what, "iterate over it alone, up to this sample")
+            if item is _END:
                 self._end_epoch()
                 continue
-            except (Exception, SystemExit) as error:
-                message = f"{what} failed: {type(error).__name__}: {error}"
-                raise DataError(message, "iterate over it alone, up to this sample") from error
             self._waiting.extend(self._samples(sample_tensors(item, self._inputs, what)))
         self._in_epoch += 1
         return self._waiting.popleft()
@@ -140,8 +139,10 @@ class IterableSource:
             have = f"{self._in_epoch} sample{'s' * (self._in_epoch != 1)}"
             message = f"the iterable ends after {have}, and a step takes {self._least}"
             raise DataError(message, f"give {self._least} or more, or make B smaller")
-        self._epoch, self._in_epoch = self._epoch + 1, 0
-        self._items = self._begin(self._epoch)
+        epoch = self._epoch + 1
+        help_ = "iterate over it alone: `iter(iterable)`, after `set_epoch` where it has that"
+        self._items = asked(lambda: self._begin(epoch), f"beginning epoch {epoch} of the iterable", help_)
+        self._epoch, self._in_epoch = epoch, 0
 
     def _samples(self, item: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         """Yield the samples of a batch, which has a dim more than a sample; a sample alone is itself."""
@@ -157,7 +158,7 @@ class IterableSource:
 def epochs_of(made: Any, again: Callable[[], Any]) -> Callable[[int], Iterator[Any]]:
     """Return the function that begins an epoch of an iterable. One that can be iterated once only, such as a generator,
     is made again by ``again``. ``set_epoch`` is called with the epoch's number first, where the iterable has it."""
-    once = iter(made) is made
+    once = hasattr(made, "__next__")
     unused = [made]
 
     def begin(epoch: int) -> Iterator[Any]:
@@ -211,7 +212,7 @@ def _document(item: Any, form: WindowForm, what: str) -> Tensor:
             help_ = f"name the document's tokens as the input: `{form.tokens}`"
             raise DataError(f"{what} holds {names}, and no `{form.tokens}`", help_)
         item = item[form.tokens]
-    tokens = torch.as_tensor(item)
+    tokens = asked(lambda: torch.as_tensor(item), f"reading {what} as numbers", "give a row of tokens")
     if tokens.dim() != 1 or tokens.is_floating_point():
         kind = f"{str(tokens.dtype).removeprefix('torch.')} {list(tokens.shape)}"
         raise DataError(f"{what} is {kind}, and a document is one row of whole numbers", "give a row of tokens")

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, final
+from weakref import WeakSet
 
 import torch
 
@@ -51,9 +52,12 @@ MISFIT_HELP = "change what the data gives, or the plan's `input` and `sizes` lin
 @final
 class Feed:
     """The cutting and reading of batches for the rank at ``coordinates``. The next step's rows are read while one is
-    computed."""
+    computed. Feeds that may ask the same callable of a person share ``reading``, which one thread at a time holds."""
 
-    def __init__(self, build: Build, mesh: Mesh, coordinates: Mapping[str, int], device: torch.device) -> None:
+    def __init__(
+        self, build: Build, mesh: Mesh, coordinates: Mapping[str, int], device: torch.device,
+        reading: threading.Lock | None = None,
+    ) -> None:  # fmt: skip
         self._build, self._mesh, self._coordinates, self._device = build, mesh, coordinates, device
         self.types = input_types(build.programs)
         self._count = int(build.manifest["microbatches"])
@@ -63,7 +67,7 @@ class Feed:
         """The number of ranks among which the samples of an input are divided."""
         self._tails = Tails(build, self._batched)
         self._reader: RowReader | None = None
-        self._reading = threading.Lock()  # a person's callable is asked by one thread at a time
+        self._reading = threading.Lock() if reading is None else reading
         self._closed = threading.Event()
         self._ahead: tuple[int, Future[Given]] | None = None
         self._line = line_of(build)
@@ -72,6 +76,8 @@ class Feed:
         self._origin = 0, 0
         self.places: dict[str, tuple[int, int]] = {}
         """The places of a person's own loaders, by name: an epoch, and how many of its samples were taken."""
+        self.loaders: WeakSet[Any] = WeakSet()
+        """The loaders themselves, while anyone holds them."""
 
     @property
     def inputs(self) -> Sequence[Mapping[str, Any]]:

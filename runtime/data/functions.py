@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...compiler.initial.counter import normal, stream, uniform
 from ...compiler.sizes.size_range import BATCH
-from .samples import DataError
+from .samples import DataError, asked
 
 
 @final
@@ -29,11 +29,8 @@ class CallableData:
         Raises:
             DataError: it failed (chained), or gave something else than a dict of tensors.
         """
-        try:
-            sample = self._function(number)
-        except (Exception, SystemExit) as error:
-            message = f"making sample {number} failed: {type(error).__name__}: {error}"
-            raise DataError(message, "the function that the plan names failed: call it with this number") from error
+        help_ = "the function that the plan names failed: call it with this number"
+        sample = asked(lambda: self._function(number), f"making sample {number}", help_)
         entries = sample.items() if isinstance(sample, Mapping) else [("", sample)]
         wrong = next((f"{f'`{name}`' if name else 'it'} is {type(value).__name__}" for name, value in entries
                       if not isinstance(value, Tensor)), "")  # fmt: skip

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from ...grammar.codes_build import BAD_DATA
 from ..faults import RunError
+from ..lockstep import Together
 from .datasets import dataset_source
 from .feed import Feed
 from .order import Order, Ordered
@@ -24,17 +26,21 @@ class Loader:
 
     An iteration is one epoch, or the rest of one that was begun before; over an iterable it does not end. The place, an
     epoch and a number of its samples, is part of ``session.save`` and ``session.restore``: it is that of all ranks, and
-    depends neither on the mesh nor on B.
+    depends neither on the mesh nor on B. Every rank takes the next batch when the others do; where one of them cannot
+    read its samples, all raise that error, and the session can be saved.
 
     Raises:
-        RunError: the dataset is none, or has too few samples; or its last batch is smaller, and the loss sees that.
+        RunError: the dataset is none, or has too few samples; its last batch is smaller, and the loss sees that; or
+            another dataset has a loader of this name.
     """
 
     def __init__(
-        self, feed: Feed, dataset: Any, *, shuffle: bool, seed: int, workers: int, drop_last: bool, name: str
-    ) -> None:
-        self._feed, self._drop_last, self._name = feed, drop_last, name
-        self._ignored: Mapping[str, int] = {}
+        self, feed: Feed, together: Together, dataset: Any, *, shuffle: bool, seed: int, workers: int, drop_last: bool,
+        name: str,
+    ) -> None:  # fmt: skip
+        self._feed, self._together, self._drop_last, self._name = feed, together, drop_last, name
+        self._dataset = dataset
+        self._check_name()
         try:
             source: SampleSource = dataset_source(dataset, _ended, feed.inputs, feed.batch, None)
             self._samples = source.count
@@ -47,6 +53,13 @@ class Loader:
         except DataError as error:
             raise RunError(BAD_DATA, str(error), error.help) from error
         self._reader = RowReader(Closing(source, threading.Event()), feed.rows, feed.batch, workers)
+        feed.loaders.add(self)
+
+    def _check_name(self) -> None:
+        """Check that no other dataset is read under this name: the two would go on at one place."""
+        if any(other._name == self._name and other._dataset is not self._dataset for other in self._feed.loaders):
+            message = f"another dataset has a loader of the name `{self._name}`, and a name has one place"
+            raise RunError(BAD_DATA, message, 'give each a name, as `name="pictures"`, or `del` the other loader first')
 
     def _check(self, samples: int) -> None:
         """Check that there is a batch, and that the last one of an epoch may be smaller where it is."""
@@ -55,7 +68,7 @@ class Loader:
             help_ = "give it more, or build the plan for a smaller B" + ", or `drop_last=False`" * self._drop_last
             raise DataError(f"the dataset has {samples} sample{'s' * (samples != 1)}, and a step takes {batch}", help_)
         if samples % batch and not self._drop_last:
-            self._ignored = self._feed.ignored_targets(samples % batch)
+            self._feed.ignored_targets(samples % batch)
 
     def __len__(self) -> int:
         """Return the number of batches of an epoch.
@@ -81,23 +94,28 @@ class Loader:
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         epoch, taken = first = self._next()
         while epoch == first[0]:
-            batch = self._read(epoch, taken)
+            batch = self._together.agreed(partial(self._read, epoch, taken))
             self._feed.places[self._name] = epoch, taken + self._feed.batch
             yield batch
             epoch, taken = self._next()
 
     def _read(self, epoch: int, taken: int) -> dict[str, Tensor]:
         """Return this rank's samples of a batch. Where an epoch has too few for the last, the next one's follow, with
-        all targets ignored."""
+        all targets ignored: also after a restore under another B, which may leave such a rest.
+
+        Raises:
+            RunError: they cannot be read, or the last batch is smaller, and the loss sees that.
+        """
         size, samples = self._feed.batch, self._samples
         first, end = (taken, None) if samples is None else (epoch * samples + taken, (epoch + 1) * samples)
+        have = size if end is None else end - first
+        ignored = self._feed.ignored_targets(have) if have < size else {}
         try:
             batch = self._feed.own(self._reader(first, end))
         except DataError as error:
             notes = [note for note in [raised_at(error)] if note]
             raise RunError(BAD_DATA, f"epoch {epoch}: {error}", error.help, notes) from error
-        have = size if end is None else end - first
-        for name, ignore in self._ignored.items() if have < size else ():
+        for name, ignore in ignored.items():
             batch[name][self._feed.rows_of(name) >= have] = torch.tensor(ignore, dtype=batch[name].dtype)
         return batch
 

@@ -22,7 +22,7 @@ _FORK = "fork" if "fork" in multiprocessing.get_all_start_methods() else None  #
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A ``DataError`` of a worker, in words: not every exception can be sent."""
+    """An error of a worker, in words: not every exception can be sent."""
 
     message: str
     help: str
@@ -41,6 +41,8 @@ class _Batches(Dataset[dict[str, Tensor] | Failed]):
             return read_rows(self._source, first, self._rows)
         except DataError as error:
             return Failed(str(error), error.help, raised_at(error))
+        except Exception as error:  # DataLoader would raise one of its own in its place, whose text is a traceback
+            return Failed(f"{type(error).__name__}: {error}", "read without `workers` to see where it is raised", "")
 
 
 @final

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from ...compiler.sizes.size_range import BATCH, SizeRange
+
+_Got = TypeVar("_Got")
 
 
 class DataError(Exception):
@@ -31,6 +33,20 @@ def raised_at(error: Exception) -> str:
         return error.place if isinstance(error, DataError) else ""
     own = [frame for frame in traceback.extract_tb(cause.__traceback__) if "/parc/runtime/" not in frame.filename]
     return f"raised at {own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else ""
+
+
+def asked(call: Callable[[], _Got], what: str, help: str) -> _Got:
+    """Return what a person's own code gives. ``what`` names it in the message.
+
+    Raises:
+        DataError: it failed (chained), or raised such an error itself.
+    """
+    try:
+        return call()
+    except DataError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise DataError(f"{what} failed: {type(error).__name__}: {error}", help) from error
 
 
 class SampleSource(Protocol):

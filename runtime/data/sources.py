@@ -17,7 +17,7 @@ from .files import matching_files
 from .functions import CallableData, SyntheticData
 from .order import Order, Ordered, check_order
 from .random_batch import class_bounds
-from .samples import DataError, SampleSource, raised_at
+from .samples import DataError, SampleSource, asked, raised_at
 from .token_files import JoinedFiles, TokenFile, byte_file, token_file
 from .windows import Packing, WindowForm, Windows
 
@@ -102,11 +102,7 @@ def _open_dataset(wanted: Wanted) -> SampleSource:
     function = wanted.function(0)
 
     def make() -> Any:
-        try:
-            return function()
-        except (Exception, SystemExit) as error:
-            message = f"making the dataset failed: {type(error).__name__}: {error}"
-            raise DataError(message, "the function that the plan names failed: call it by itself") from error
+        return asked(function, "making the dataset", "the function that the plan names failed: call it by itself")
 
     source = dataset_source(make(), make, wanted.inputs, wanted.batch, wanted.packed)
     if source.count is None and (word := next((word for word in ("shuffle", "split") if word in wanted.line), "")):

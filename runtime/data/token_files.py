@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Literal, final
 
 import numpy as np
 import torch
@@ -27,8 +27,8 @@ _LOOKED_AT = 4096  # numbers at the start of a file, which tell a wrong type
 
 @dataclass
 class TokenFile:
-    """A file of ``count`` numbers of a type, from byte ``offset`` on. ``starts`` are the numbers that begin documents,
-    in order, where the file's format says so."""
+    """A file of ``count`` numbers of a type, from byte ``offset`` on, whose bytes are in ``order`` as numpy writes it.
+    ``starts`` are the numbers that begin documents, in order, where the file's format says so."""
 
     path: str
     dtype: str
@@ -36,10 +36,15 @@ class TokenFile:
     offset: int = 0
     starts: np.ndarray[Any, Any] | None = None
     mapped: bool = True
+    order: Literal["=", "<", ">", "|"] = "="
+
+    @property
+    def _type(self) -> np.dtype[Any]:
+        return np.dtype(self.dtype).newbyteorder(self.order)
 
     @cached_property
     def _numbers(self) -> np.ndarray[Any, Any]:
-        return np.memmap(self.path, self.dtype, "r", self.offset, (self.count,))
+        return np.memmap(self.path, self._type, "r", self.offset, (self.count,))
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_numbers"}  # a copy would hold them all
@@ -52,7 +57,7 @@ class TokenFile:
         """
         if self.mapped:
             return self._numbers[start : start + count]
-        found = np.fromfile(self.path, self.dtype, count, offset=self.offset + start * np.dtype(self.dtype).itemsize)
+        found = np.fromfile(self.path, self._type, count, offset=self.offset + start * self._type.itemsize)
         if len(found) != count:
             raise DataError(f"{self.path} became shorter while it was read", "start again once nothing writes to it")
         return found
@@ -118,7 +123,7 @@ def _npy_file(path: str) -> TokenFile:
     if array.ndim != 1:
         message = f"{path} holds an array of {array.ndim} dims, and a text is one row of tokens"
         raise DataError(message, "save it flat: `numpy.save(path, array.reshape(-1))`", path)
-    return TokenFile(path, array.dtype.name, len(array), int(array.offset))
+    return TokenFile(path, array.dtype.name, len(array), int(array.offset), order=array.dtype.byteorder)
 
 
 def _bare_file(path: str, dtype: str) -> TokenFile:

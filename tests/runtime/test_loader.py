@@ -27,6 +27,21 @@ def rows(count=21):
     return TensorDataset(tokens, (tokens + 1) % 256)
 
 """
+ASKED = """
+import threading
+import time
+import torch
+
+HELD = threading.Lock()
+
+
+def sample(number):
+    if not HELD.acquire(blocking=False):
+        raise LookupError("two threads ask at once")
+    time.sleep(0.01)
+    HELD.release()
+    return {"tokens": torch.arange(8), "targets": torch.arange(8)}
+"""
 WITH_DATASET = CALM.replace('bytes "*.py"', 'dataset "./samples.py:rows" (count=40) shuffle split 0.1')
 
 
@@ -111,6 +126,58 @@ def test_a_plan_with_a_dataset_goes_on_where_it_was_under_another_batch_and_mesh
         assert [int(row[0]) for part in parts for row in part["tokens"]] == order[12:20]
 
 
+def test_a_rest_that_another_batch_leaves_of_an_epoch_is_completed_not_filled_from_the_next(tmp_path: Path) -> None:
+    halved = CALM.replace("B=8", "B=4").replace("microbatches 2", "microbatches 1")
+    with parc.load(build(tmp_path, ONE, halved, "four")) as session:
+        session.step(local=next(iter(dataloader(session, dataset(16)))))
+        session.save(tmp_path / "saved")
+    with parc.load(build(tmp_path, ONE, CALM, "eight")) as session:
+        session.restore(tmp_path / "saved")
+        loader = dataloader(session, dataset(16))
+        assert [numbers(batch) for batch in loader] == [[*range(4, 12)], [*range(12, 16)]]
+        assert loader.epoch == 1 and [len(numbers(batch)) for batch in loader] == [8, 8]
+
+
+class HalfUnreadable(list[Any]):
+    """Samples of which this rank cannot read those from 8 on."""
+
+    def __getitem__(self, number: Any) -> Any:
+        if number >= 8:
+            raise LookupError("the shelf is empty")
+        return super().__getitem__(number)
+
+
+def one_rank_fails(path: str, saved: str) -> tuple[str, int]:
+    """Read until rank 1 cannot, and save then. Return what was said, and the steps of the checkpoint."""
+    with parc.load(path) as session:
+        rows = rows_of(16)
+        loader = dataloader(session, HalfUnreadable(rows) if session.rank else rows)
+        said = ""
+        try:
+            for batch in loader:
+                session.step(local=batch)
+        except parc.RunError as error:
+            said = str(error)
+        session.save(saved)
+        session.restore(saved)
+        return said, session.step_number
+
+
+def test_where_one_rank_cannot_read_all_say_so_and_save(tmp_path: Path) -> None:
+    path = build(tmp_path, DATA, CALM)
+    for said, steps in run_ranks(one_rank_fails, 2, str(path), str(tmp_path / "saved")):
+        assert "epoch 0: entry 10 of the dataset failed: LookupError: the shelf is empty" in said and steps == 1
+
+
+def test_a_callable_is_asked_by_one_thread_at_a_time_in_evaluation_too(tmp_path: Path) -> None:
+    (tmp_path / "asked.py").write_text(ASKED)
+    plan = CALM.replace('bytes "*.py"', '"./asked.py:sample" ()') + "eval every 1 batches 1\n"
+    with parc.load(build(tmp_path, ONE, plan)) as session:
+        for _ in range(2):
+            session.step()  # a thread reads the next step's samples now
+            session.evaluation.mean(session.state)
+
+
 def test_workers_of_a_plan_change_no_number(tmp_path: Path) -> None:
     (tmp_path / "samples.py").write_text(SAMPLES)
     losses = []
@@ -135,6 +202,13 @@ def test_what_a_loader_cannot_do_is_said(tmp_path: Path) -> None:
             assert error.value.code is BAD_DATA
         dropping = dataloader(session, dataset(21), drop_last=True)
         assert len(dropping) == 2 and [numbers(batch) for batch in dropping] == [list(range(8)), list(range(8, 16))]
+        with pytest.raises(parc.RunError, match=r"another dataset has a loader of the name `data`, .* has one place"):
+            dataloader(session, dataset(16))
+        again = dataloader(session, dropping._dataset)
+        assert [numbers(batch) for batch in again] == [[*range(16, 21)]]  # the same dataset goes on at its place
+        del again
+        del dropping
+        dataloader(session, dataset(16))
         stream = dataloader(session, iter(rows_of(20)), name="stream")
         assert [numbers(batch) for _, batch in zip(range(2), stream, strict=False)] == [[*range(8)], [*range(8, 16)]]
         with pytest.raises(parc.RunError, match="epoch 0: the iterator has ended, and cannot be begun again"):

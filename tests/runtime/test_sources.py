@@ -84,6 +84,33 @@ class Dying(Pairs):
         os._exit(9)
 
 
+class Short(Pairs):
+    def __len__(self):
+        raise LookupError("no shelf")
+
+
+class Broken(IterableDataset):
+    begun = 0
+
+    def __init__(self, last):
+        self.last = last
+
+    def __iter__(self):
+        Broken.begun += 1
+        if Broken.begun > self.last:
+            raise RuntimeError("the shelf is empty")
+        return iter([(torch.zeros(2), 0)] * 2)
+
+
+class Stuck(Stream):
+    def set_epoch(self, epoch):
+        raise RuntimeError("the shelf is full")
+
+
+def made(name, **given):
+    return globals()[name](**given)
+
+
 def dying():
     return Dying()
 """
@@ -113,6 +140,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokens = np.arange(300, 321, dtype=np.uint16)
     tokens.tofile(folder / "bare.bin")
     np.save(folder / "saved.npy", tokens.astype(np.int32))
+    np.save(folder / "big.npy", tokens.astype(">i4"))
     tokens.astype(np.int32).tofile(folder / "megatron.bin")
     lengths, pointers, documents = [2, 4, 7, 8], [0, 8, 24, 52], [0, 2, 3, 4]
     head = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 4, len(lengths), len(documents))
@@ -122,7 +150,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "line", [{"names": ["bare.bin"], "dtype": "uint16"}, {"names": ["saved.npy"]}, {"names": ["megatron.*"]}], ids=str
+    "line",
+    [
+        {"names": ["bare.bin"], "dtype": "uint16"},
+        {"names": ["saved.npy"]},
+        {"names": ["big.npy"], "dtype": "int32"},
+        {"names": ["megatron.*"]},
+    ],
+    ids=str,
 )
 def test_token_files_are_one_text(folder: Path, line: dict[str, Any]) -> None:
     source = opened(folder, "tokens", **line)
@@ -177,6 +212,25 @@ def test_iterables_are_numbered_as_they_come_epoch_after_epoch(folder: Path) -> 
     for word in ({"shuffle": True}, {"split": 0.1}):
         with pytest.raises(DataError, match="an iterable has an order of its own and no length"):
             opened(folder, "dataset", target="./code.py:stream", inputs=PICTURES, **word)
+
+
+def test_errors_in_a_persons_dataset_are_said_as_theirs(folder: Path) -> None:
+    def of(name: str, **more: Any) -> SampleSource:
+        return opened(folder, "dataset", target="./code.py:made", inputs=PICTURES, arguments={"name": name, **more})
+
+    with pytest.raises(DataError, match="the length of the dataset failed: LookupError: no shelf"):
+        of("Short")
+    with pytest.raises(DataError, match="beginning epoch 0 of the iterable failed: RuntimeError: the shelf is full"):
+        of("Stuck")(0)
+    twice = of("Broken", last=2)
+    assert [int(twice(number)["label"]) for number in range(4)] == [0] * 4  # each epoch is begun once
+    message = "beginning epoch 2 of the iterable failed: RuntimeError: the shelf is empty"
+    with pytest.raises(DataError, match=message):
+        twice(4)
+    message = "beginning epoch 0 of the iterable failed: RuntimeError: the shelf is empty"
+    with pytest.raises(DataError, match=message) as error:
+        RowReader(Closing(of("Broken", last=0), threading.Event()), [0, 1], 2, 1)(0)
+    assert "code.py:" in error.value.place
 
 
 def test_folders_of_datasets_are_read(tmp_path: Path) -> None:
