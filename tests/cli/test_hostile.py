@@ -101,7 +101,7 @@ def build_files() -> Path:
      "    def __init__(self, **_):\n        self.sys.exit()", "def GPT(**_):\n    raise KeyboardInterrupt"],
 )  # fmt: skip
 def test_a_model_that_ends_the_process_is_said_at_its_line(capsys: Captured, folder: Path, body: str) -> None:
-    (folder / "gpt.py").write_text(body + "\n")
+    (folder / "gpt.py").write_text(f"{body}\n{'# of a length that fills a batch' * 99}\n")
     (folder / "plan.parc").write_text(PLAN)
     code, _, err = parc(capsys, "check", folder / "plan.parc")
     assert code == 1 and "error[P0201]" in err and "plan.parc:2:1" in err and "gpt.py" in err, err
