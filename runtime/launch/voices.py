@@ -8,7 +8,9 @@ import re
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Self, final
 
@@ -19,6 +21,12 @@ _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _BACK = "\r"
 _GRACE_S = 1.0
 """The time in which the first rank may still print a line that another has printed, in seconds."""
+_RECENT_S = 60.0
+"""The time after which a line that no rank has printed again is forgotten, in seconds."""
+_MOST_LINES = 10_000
+"""The lines that are remembered at most."""
+_FIRST = ""
+"""The first rank of a host, among those that printed a line."""
 
 
 def begin_to_speak() -> None:
@@ -59,10 +67,22 @@ class _Copied:
         return getattr(self._stream, name)
 
 
+@dataclass(slots=True)
+class _Spoken:
+    """A line that ranks printed lately: how often each did, and when the last of them did."""
+
+    at: float
+    times: Counter[str] = field(default_factory=Counter)
+
+
 @final
 class Voices:
     """A reader, beside the launcher, of what the ranks of a host print, of which all but the first print to files in
-    ``folder``. With ``logs`` their lines go to a file each in that folder instead of the terminal.
+    ``folder``. With ``logs`` their lines go to a file each in that folder instead of the terminal, as long as it takes
+    them.
+
+    A rank's line is shown unless the first rank prints it as often as this rank does: what one prints once more than
+    the first, or a while after it, is a line of its own.
 
     A context: it reads until it is left.
     """
@@ -72,9 +92,11 @@ class Voices:
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._read, name="parc-voices", daemon=True)
         self._places: dict[Path, int] = {}
-        self._first: set[str] = set()
-        self._waiting: dict[str, tuple[float, list[str]]] = {}
-        """The lines that the first rank has not printed: when they were read first, and the ranks that printed them."""
+        self._spoken: dict[str, _Spoken] = {}
+        """The lines of late, as they are left on a terminal, the one that was printed last at the end."""
+        self._waiting: dict[tuple[str, int], tuple[float, list[str]]] = {}
+        """The lines that the first rank has not printed so many times: when that was read first, and the ranks that
+        did."""
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -88,11 +110,13 @@ class Voices:
         over = False
         while not over:
             over = self._over.wait(0.2)
-            self._first.update(_plain(line) for line in self._lines(self._folder / _SAID, over))
+            for line in self._lines(self._folder / _SAID, over):
+                self._count(_FIRST, line)
             for place in sorted(self._folder.glob("rank*.log")):
                 for line in self._lines(place, over):
                     self._take(place.stem.removeprefix("rank"), line)
             self._show(time.monotonic() - (0 if over else _GRACE_S), over)
+            self._forget(time.monotonic() - _RECENT_S)
 
     def _lines(self, place: Path, over: bool) -> Iterator[str]:
         """Yield the lines that a file got since the last time; one that is not ended only when all is over."""
@@ -106,25 +130,59 @@ class Voices:
         self._places[place] = self._places.get(place, 0) + len(whole)
         yield from whole.decode(errors="replace").removesuffix("\n").split("\n") if whole else ()
 
+    def _count(self, rank: str, line: str) -> int:
+        """Note that a rank printed a line. Return how often it did of late."""
+        plain = _plain(line)
+        spoken = self._spoken.pop(plain, None) or _Spoken(0.0)
+        self._spoken[plain] = spoken
+        spoken.at = time.monotonic()
+        spoken.times[rank] += 1
+        return spoken.times[rank]
+
+    def _said_by_first(self, line: str) -> int:
+        """Return how often the first rank printed a line of late."""
+        spoken = self._spoken.get(_plain(line))
+        return 0 if spoken is None else spoken.times[_FIRST]
+
+    def _forget(self, before: float) -> None:
+        """Forget the lines that no rank printed since a time, and the oldest of too many."""
+        for line, spoken in list(self._spoken.items()):
+            if spoken.at >= before and len(self._spoken) <= _MOST_LINES:
+                break
+            del self._spoken[line]
+
     def _take(self, rank: str, line: str) -> None:
-        if self._logs is not None:
+        times = self._count(rank, line)
+        if self._logged(rank, line) or not line.strip() or times <= self._said_by_first(line):
+            return
+        self._waiting.setdefault((line, times), (time.monotonic(), []))[1].append(rank)
+
+    def _logged(self, rank: str, line: str) -> bool:
+        """Write a line to the rank's file. Return whether it is there; if not, this and all later lines are shown."""
+        if self._logs is None:
+            return False
+        try:
             with open(self._logs / f"rank{rank}.log", "a", encoding="utf-8") as file:
                 file.write(f"{line}\n")
-        elif line.strip() and _plain(line) not in self._first:
-            ranks = self._waiting.setdefault(line, (time.monotonic(), []))[1]
-            if rank not in ranks:
-                ranks.append(rank)
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            self._print(f"`{self._logs}` cannot be written: {reason}; from here on lines of ranks are shown instead")
+            self._logs = None
+        return self._logs is not None
 
     def _show(self, before: float, over: bool) -> None:
         """Show the lines that were read before a time, and that the first rank has not printed until now."""
-        clear = "\r\x1b[2K" if sys.stderr.isatty() else ""  # a bar may be there
-        for line, (read, ranks) in list(self._waiting.items()):
-            if _plain(line) in self._first:
-                del self._waiting[line]
+        for (line, times), (read, ranks) in list(self._waiting.items()):
+            if times <= self._said_by_first(line):
+                del self._waiting[line, times]
             elif read <= before or over:
-                del self._waiting[line]
-                who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(ranks)}"
-                print(f"{clear}[{who}] {line}", file=sys.stderr, flush=True)
+                del self._waiting[line, times]
+                self._print(f"[{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(ranks)}] {line}")
+
+    @staticmethod
+    def _print(text: str) -> None:
+        clear = "\r\x1b[2K" if sys.stderr.isatty() else ""  # a bar may be there
+        print(f"{clear}{text}", file=sys.stderr, flush=True)
 
 
 def _plain(line: str) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from parc.cli import main
+from parc.runtime.launch import voices
 from parc.runtime.launch.voices import Voices, _Copied
 from tests.runtime.forked import forked_ranks
 from tests.runtime.tiny import DATA, PLAN, build
@@ -68,3 +69,45 @@ def test_a_line_is_compared_as_it_is_left_on_a_terminal(tmp_path: Path, capsys: 
             bar.write(text)
     assert stream.getvalue().endswith("slow\x1b[0m\n30 %") and "%" not in said.read_text()
     assert sorted(capsys.readouterr().err.splitlines()) == ["[rank 6] no end", "[ranks 5, 6] only 5 and 6"]
+
+
+def spoken(folder: Path, *turns: dict[str, str], logs: Path | None = None, pause_s: float = 0.3) -> None:
+    """Let ranks print one turn after the other, each by the name of its file."""
+    with Voices(folder, logs):
+        for turn in turns:
+            for name, text in turn.items():
+                with open(folder / name, "a") as file:
+                    file.write(text)
+            time.sleep(pause_s)
+
+
+def test_a_line_that_a_rank_prints_once_more_than_the_first_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    again = {"rank7.log": "tries again\n"}
+    spoken(tmp_path, {"said": "tries again\n", **again}, again, again)
+    assert capsys.readouterr().err == "[rank 7] tries again\n" * 2
+
+
+def test_what_the_first_rank_said_long_ago_hides_no_line_and_is_forgotten(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(voices, "_RECENT_S", 0.1)
+    spoken(tmp_path, {"said": "slow\n"}, {"rank7.log": "slow\n"}, pause_s=0.6)
+    assert capsys.readouterr().err == "[rank 7] slow\n"
+    monkeypatch.setattr(voices, "_MOST_LINES", 2)
+    heard = Voices(tmp_path)
+    for number in range(9):
+        heard._count("", f"line {number}")
+    heard._forget(time.monotonic() - 60)
+    assert [*heard._spoken] == ["line 7", "line 8"]
+
+
+def test_lines_that_no_longer_go_to_their_files_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    logs = tmp_path / "logs"
+    (logs / "rank2.log").mkdir(parents=True)  # no file can be there
+    spoken(tmp_path, {"rank1.log": "kept\n", "rank2.log": "lost?\nnext\n"}, {"rank1.log": "shown\n"}, logs=logs)
+    told, *lines = capsys.readouterr().err.splitlines()
+    assert told == f"`{logs}` cannot be written: is a directory; from here on lines of ranks are shown instead"
+    assert lines == ["[rank 2] lost?", "[rank 2] next", "[rank 1] shown"]
+    assert (logs / "rank1.log").read_text() == "kept\n"
