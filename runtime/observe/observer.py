@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Self, final
 
 from ..faults import RunError
@@ -48,9 +49,9 @@ class Observer:
         if observe.profile is not None:
             self._profile = Profile(observe.profile, session.rank, session.device, session.step_number, steps)
         with ExitStack() as opened:
+            opened.push(self._close_writers)
             if session.rank == 0:
                 for writer in observe.places.open(run, resumed):
-                    opened.callback(writer.close)
                     self._writers.append(writer)
             if os.environ.get("LOCAL_RANK", "0") == "0":
                 node = int(os.environ.get("GROUP_RANK", "0"))
@@ -61,8 +62,18 @@ class Observer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
+
+    def _close_writers(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Close the writers. What they cannot write is told, and neither ends a run nor hides the error that did."""
+        for writer in self._writers:
+            try:
+                writer.close(failed=kind is not None)
+            except RunError as error:
+                self.say(f"{error.message}; the last of the metrics may be missing there")
 
     def say(self, *texts: str) -> None:
         """Show lines of words, once for all ranks."""
@@ -92,6 +103,8 @@ class Observer:
             except RunError as error:  # that ends no training
                 self.say(f"{error.message}; the metrics end at step {report.step - 1}, the training goes on")
                 self._writers.remove(writer)
+                with suppress(RunError):  # it is told already that they end
+                    writer.close(failed=True)
         self.say(*notes)
         if self._display is not None:
             self._display.step(report.step, report.loss, self._meter.count, self._step_s, figures.get("mfu"))

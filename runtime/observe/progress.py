@@ -52,8 +52,8 @@ class ProgressDisplay:
             self._bar.stop()
 
     def say(self, text: str) -> None:
-        """Show a line of words."""
-        self._console.print(text, highlight=False, soft_wrap=True)
+        """Show a line of words as it is: brackets and colons in it mean nothing."""
+        self._console.print(text, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
     def step(self, step: int, loss: float, count: int, step_s: float, mfu: float | None = None) -> None:
         """Show one finished step: its number from 1, its loss, its number of tokens or samples, its seconds, and its

@@ -6,6 +6,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -30,8 +31,12 @@ class FiguresWriter(Protocol):
             RunError: they cannot be written.
         """
 
-    def close(self) -> None:
-        """Write all that is left; more than once does no harm."""
+    def close(self, failed: bool = False) -> None:
+        """Write all that is left, also whether the run ``failed``, where there is a place for that.
+
+        Raises:
+            RunError: it cannot be written.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +109,10 @@ class MetricsFile:
                     self._file.truncate(start)  # half of a line is none
                 raise
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         """Close the file; more than once does no harm."""
-        self._file.close()
+        with writing(self._path):
+            self._file.close()
 
     def __enter__(self) -> Self:
         return self
@@ -142,7 +148,7 @@ class TensorBoard:
             for name, value in _curves({"loss": loss, **figures}):
                 self._writer.add_scalar(name, value, step)
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         """Write the points that wait, and close the file."""
         with writing(self._folder):
             self._writer.close()
@@ -154,7 +160,7 @@ class WandB:
     heeded, where a person sets them.
 
     Raises:
-        RunError: the run cannot be begun.
+        RunError: the run cannot be begun, or what it is given can no longer be written.
     """
 
     package = "wandb"
@@ -163,24 +169,38 @@ class WandB:
         with quiet():
             wandb = import_module(self.package)
         self._teardown = wandb.teardown
-        try:
+        with _asking("begins no run"):
             self._run = wandb.init(
                 project=project, config=dict(run), mode=os.environ.get("WANDB_MODE", "offline"),
                 settings=wandb.Settings(silent=True, console="off", x_disable_stats=True),
             )  # fmt: skip
-        except wandb.Error as error:
-            raise RunError(UNWRITTEN, f"`wandb` begins no run: {error}", "run without --wandb") from error
         folder = os.path.relpath(self._run.settings.sync_dir)
         self.note = f"the figures are kept in {folder}: `wandb sync {folder}` sends them" if self._run.offline else ""
 
     def step(self, step: int, loss: float, **figures: Any) -> None:
         """Write one point of each curve."""
-        self._run.log(dict(_curves({"loss": loss, **figures})), step=step)
+        with _asking("keeps no figures"):
+            self._run.log(dict(_curves({"loss": loss, **figures})), step=step)
 
-    def close(self) -> None:
-        """Finish the run, and wait until its writer, a process of its own, has written all of it."""
-        self._run.finish()
-        self._teardown()
+    def close(self, failed: bool = False) -> None:
+        """Finish the run, as a failed one if it is, and wait until its writer, a process of its own, has written all of
+        it."""
+        with _asking("does not finish its run"):
+            self._run.finish(exit_code=int(failed))
+            self._teardown()
+
+
+@contextmanager
+def _asking(refused: str) -> Iterator[None]:
+    """Ask something of the package ``wandb`` in the block, whose writer is a process that may be gone.
+
+    Raises:
+        RunError: it fails, in whatever way: ``refused`` says at what.
+    """
+    try:
+        yield
+    except Exception as error:
+        raise RunError(UNWRITTEN, f"`wandb` {refused}: {error}", "run without --wandb") from error
 
 
 _MOST_RANKS = 16  # curves of one figure

@@ -4,6 +4,7 @@ import io
 import json
 import re
 import resource
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import parc
 from parc.compiler.build.flops import product_type, step_flops
+from parc.grammar.codes_run import UNWRITTEN
 from parc.runtime.faults import RunError
 from parc.runtime.observe.figures import Meter, peak_flops, work_per_step
+from parc.runtime.observe.observer import Observe, Observer
 from parc.runtime.observe.progress import ProgressDisplay
-from parc.runtime.observe.writers import MetricsFile, TensorBoard, WandB
+from parc.runtime.observe.writers import FigurePlaces, FiguresWriter, MetricsFile, TensorBoard, WandB
 from parc.runtime.opening import open_build
 from tests.runtime.tiny import ONE, PLAN, TENSOR, batch, build
 
@@ -92,6 +95,52 @@ def test_a_bar_on_another_node_says_which() -> None:
     assert console.file.getvalue() == "node 3: step 1/1  loss 2.0000  2,000 tokens/s  0.500 s/step  MFU 41.2%\n"
 
 
+def test_words_are_shown_as_they_are() -> None:
+    console = Console(file=io.StringIO(), force_terminal=False)
+    with ProgressDisplay(1, console=console) as progress:
+        progress.say("saved to [bold]out[/x] :smile:")
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue() == "saved to [bold]out[/x] :smile:\n"
+
+
+class Lost(FiguresWriter):
+    """A place that fails at a step, at its end, or not at all, and notes how it was closed."""
+
+    note = ""
+
+    def __init__(self, step: int = 0, close: bool = False) -> None:
+        self._step, self._close = step, close
+        self.closed: list[bool] = []
+
+    def step(self, step: int, loss: float, **figures: Any) -> None:
+        if step == self._step:
+            raise RunError(UNWRITTEN, "the curves are lost")
+
+    def close(self, failed: bool = False) -> None:
+        self.closed.append(failed)
+        if self._close:
+            raise RunError(UNWRITTEN, "the rest is lost")
+
+
+@pytest.mark.parametrize("broken", [False, True], ids=["a run that ends", "a run that fails"])
+def test_figures_that_cannot_be_written_end_no_run_and_hide_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], broken: bool
+) -> None:
+    writers = [Lost(step=1, close=True), Lost(close=True), Lost()]
+    monkeypatch.setattr(FigurePlaces, "open", lambda *_: iter(writers))
+    with parc.load(build(tmp_path, ONE), "cpu") as session:
+        ending = pytest.raises(LookupError, match="the data end") if broken else nullcontext()
+        with ending, Observer(session, Observe(), 2, {}, False) as observer:
+            report = observer.step()
+            observer.note(report, [observer.own(report)])
+            if broken:
+                raise LookupError("the data end")
+    assert [writer.closed for writer in writers] == [[True], [broken], [broken]]
+    told, _, last = capsys.readouterr().err.splitlines()
+    assert told == "the curves are lost; the metrics end at step 0, the training goes on"
+    assert last == "the rest is lost; the last of the metrics may be missing there"
+
+
 def test_tensorboard_has_a_curve_for_each_number_and_a_resumed_run_hides_what_it_does_again(tmp_path: Path) -> None:
     for append, steps in ((False, (1, 2, 3)), (True, (2, 3))):
         writer = TensorBoard(tmp_path, {"start": 1 if append else 0, "mesh": {"dp": 2}}, append)
@@ -106,6 +155,26 @@ def test_tensorboard_has_a_curve_for_each_number_and_a_resumed_run_hides_what_it
         *(f"peak_bytes/{of}" for of in ("most", "rank 0", "rank 1")),
     ]
     assert [events.Scalars(f"peak_bytes/{of}")[0].value for of in ("most", "rank 1", "rank 0")] == [9, 9, 7]
+
+
+def test_a_writer_of_weights_and_biases_that_is_gone_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    writer, ends = object.__new__(WandB), list[int]()
+
+    class Run:
+        def log(self, *_: object, **__: object) -> None:
+            raise ConnectionResetError("Connection lost")
+
+        def finish(self, exit_code: int) -> None:
+            ends.append(exit_code)
+            raise ConnectionResetError("Connection lost")
+
+    writer._run = Run()
+    with pytest.raises(RunError, match="`wandb` keeps no figures: Connection lost"):
+        writer.step(1, 2.0)
+    for failed in (False, True):
+        with pytest.raises(RunError, match="`wandb` does not finish its run: Connection lost"):
+            writer.close(failed)
+    assert ends == [0, 1]
 
 
 def test_weights_and_biases_are_kept_and_not_sent(
