@@ -80,7 +80,7 @@ def export_weights(build: Build, folder: Path, out: Path, form: ExportForm = Exp
         raise RunError(BAD_STATE, f"`{out}` cannot be written: {error.strerror}", "name another place") from None
     try:
         with checkpoint.tensors() as files:
-            state = _State(build, checkpoint, files, form)
+            state = _State(build, checkpoint, files, form.ema)
             written = list(_write(state, build, made, form, one_file))
         tensors, size = sum(len(shards.places) for shards in written), sum(shards.bytes for shards in written)
         if one_file:
@@ -105,22 +105,31 @@ def _write(state: _State, build: Build, made: Path, form: ExportForm, one_file: 
             place = made if adapter == "default" else made / adapter
             place.mkdir(exist_ok=True)
             write_configuration(module, adapter, place)
-            yield _Shards(place, None, "adapter_model").write(own.items())
+            yield _Shards(place, None, "adapter_model").write(_narrowed(own.items(), form.dtype))
         return
     tensors = merged(module, state, build.manifest["aliases"]) if form.merge else state.items()
-    yield _Shards(made, None if one_file else form.shard_bytes).write(tensors)
+    yield _Shards(made, None if one_file else form.shard_bytes).write(_narrowed(tensors, form.dtype))
     if not one_file:
         _write_config(unadapted(module), made, form.dtype)
+
+
+def _narrowed(
+    tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield tensors as files hold them, with floating-point numbers in a type if one is given."""
+    for name, value in tensors:
+        narrow = dtype is not None and value.is_floating_point()
+        yield name, (value.to(dtype) if narrow else value).contiguous()
 
 
 class _State(Mapping[str, torch.Tensor]):
     """The tensors of a model's state in a checkpoint by its own names, each read when it is asked for. Buffers that no
     step changes are as they were made."""
 
-    def __init__(self, build: Build, checkpoint: Checkpoint, files: CheckpointReader, form: ExportForm) -> None:
+    def __init__(self, build: Build, checkpoint: Checkpoint, files: CheckpointReader, ema: bool) -> None:
         mesh = build_mesh(build)
         self._initial = Initial(build, task_of(build.manifest), mesh, mesh.coordinates(0), torch.device("cpu"))
-        self._checkpoint, self._files, self._form = checkpoint, files, form
+        self._checkpoint, self._files, self._ema = checkpoint, files, ema
         self._names = [name for name in self._initial.kept if name not in build.manifest["aliases"]]
 
     @property
@@ -129,11 +138,9 @@ class _State(Mapping[str, torch.Tensor]):
         return self._initial.module
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        places = (*([f"{_AVERAGES}{name}"] if self._form.ema else []), f"parameter.{name}", f"buffer.{name}")
+        places = (*([f"{_AVERAGES}{name}"] if self._ema else []), f"parameter.{name}", f"buffer.{name}")
         keys = [key for key in places if key in self._checkpoint.shapes]
-        value = self._initial.own(name, self._files.whole(keys[0]) if keys else None)
-        narrow = self._form.dtype is not None and value.is_floating_point()
-        return (value.to(self._form.dtype) if narrow else value).contiguous()
+        return self._initial.own(name, self._files.whole(keys[0]) if keys else None)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)

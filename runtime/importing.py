@@ -55,7 +55,11 @@ def import_weights(
         try:
             with replacing(out) as fresh:
                 return _write(fresh, build, _tensors(build, initial, weights, expected), shard_bytes)
-        except (OSError, WeightsError) as error:
+        except WeightsError as error:
+            raise RunError(
+                BAD_WEIGHTS, str(error), "it could be read before: see whether another process replaces it"
+            ) from None
+        except OSError as error:
             raise RunError(BAD_STATE, f"`{out}` cannot be written: {error}", "name another folder") from None
 
 

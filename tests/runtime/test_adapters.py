@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -116,8 +117,7 @@ def test_adapters_are_trained_beside_pretrained_weights_and_written_for_peft_and
     assert torch.equal(begun[f"{layer}mlp.up_proj.base_layer.weight"], first["model.layers.0.mlp.up_proj.weight"])
     assert torch.equal(begun[f"{PREFIX}lm_head.modules_to_save.default.weight"], first["lm_head.weight"])
     optimizer = torch.optim.AdamW([value for value in plain.parameters() if value.requires_grad], 1e-2, eps=1e-4)
-    for step in range(2):
-        given = batch(step)
+    for given in map(batch, range(2)):
         optimizer.zero_grad()
         cross_entropy(plain(given["input_ids"]).logits.flatten(0, 1), given["targets"].flatten()).backward()
         optimizer.step()
@@ -129,7 +129,7 @@ def test_adapters_are_trained_beside_pretrained_weights_and_written_for_peft_and
     plain.load_state_dict(found)
     tokens = batch(9)["input_ids"]
     wanted = plain.eval()(tokens).logits
-    for out, words in {"adapter": (), "merged": ("--merge",)}.items():
+    for out, words in {"adapter": (), "merged": ("--merge",), "narrow": ("--merge", "--dtype", "bf16")}.items():
         assert main(["export", str(tmp_path / "saved"), "-o", str(tmp_path / out), *words]) == 0
     names = {file.name for file in (tmp_path / "adapter").iterdir()}
     assert names == {"adapter_config.json", "adapter_model.safetensors"}
@@ -148,6 +148,8 @@ def test_adapters_are_trained_beside_pretrained_weights_and_written_for_peft_and
     ours = loaded(tmp_path / "merged").state_dict()
     assert ours.keys() == merged.keys()
     assert all(torch.equal(ours[name], value) for name, value in merged.items())
+    narrow = load_file(tmp_path / "narrow" / "model.safetensors")  # the sums are rounded, and not what is added
+    assert all(torch.equal(value, merged[name].bfloat16()) for name, value in narrow.items())
 
 
 def test_a_plan_begins_with_adapters_too_and_a_shared_weight_is_not_merged(

@@ -17,6 +17,7 @@ from parc.compiler.build.directory import write_build
 from parc.compiler.plan.plan import read_plan
 from parc.compiling.driver import compile_plan
 from parc.grammar.source import Source
+from parc.runtime import importing
 from parc.runtime.importing import import_weights
 from parc.runtime.opening import open_build
 from tests.runtime.ranks import run_ranks
@@ -136,6 +137,19 @@ def test_a_plain_module_loads_one_file_with_its_buffers(tmp_path: Path) -> None:
         session.restore(tmp_path / "imported")
         assert all(torch.equal(wanted[name], value) for name, value in session.state_dict().items())
     assert int(module.norm.num_batches_tracked) == 1 and not torch.equal(module.norm.running_mean, torch.zeros(6))
+
+
+def test_weights_that_can_no_longer_be_read_are_told_from_a_checkpoint_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made, source = built(tmp_path, model="Own", logits="output"), tmp_path / "own.safetensors"
+    trained(str(made), str(tmp_path / "saved"))
+    assert export(tmp_path, source.name) == 0
+    monkeypatch.setattr(importing, "check_target", lambda _: source.unlink())
+    assert main(["import", str(made), str(source), "-o", str(tmp_path / "imported")]) == 1
+    err = " ".join(capsys.readouterr().err.split())
+    assert "error[P0215]" in err and "cannot be read" in err and "cannot be written" not in err, err
+    assert not (tmp_path / "imported").exists()
 
 
 def test_what_cannot_be_exported_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
