@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.pages import PAGES, ROOT, blocks_of, command_faults, plan_faults, python_faults, text_of
+from website.__main__ import main as make_site
 from website.api import api_page
 from website.built import faults
 from website.pictures import pictures
@@ -110,3 +111,10 @@ def test_the_check_of_the_site_finds_loads_from_elsewhere_and_broken_links(fault
 def test_the_check_of_the_site_reads_style_sheets(tmp_path: Path) -> None:
     (tmp_path / "a.css").write_text("@font-face { src: url(https://fonts.example/a.woff2) }")
     assert list(faults(tmp_path)) == ["a.css: loads https://fonts.example/a.woff2"]
+
+
+def test_a_site_is_written_over_no_folder_of_something_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.txt").write_text("mine")
+    for out in (tmp_path, tmp_path / "mine.txt"):
+        assert make_site(out) == 1 and "stays as it is" in capsys.readouterr().err
+    assert (tmp_path / "mine.txt").read_text() == "mine"

@@ -15,12 +15,16 @@ GENERATE = "import website.highlighting as h; h.register(); from zensical.main i
 
 
 def main(out: Path) -> int:
-    """Build and check. Return the exit code."""
+    """Build and check. Return the exit code. A folder is only written over if it holds an earlier site, or nothing."""
+    source, settings = out / "source", out / "zensical.toml"
+    if out.exists() and not (source.is_dir() and settings.is_file()) and not (out.is_dir() and not any(out.iterdir())):
+        print(f"`{out}` holds something else than a site, and stays as it is: name another folder", file=sys.stderr)
+        return 1
     shutil.rmtree(out, ignore_errors=True)
-    pages = stage(ROOT, out / "source")
-    settings = out / "zensical.toml"
+    source.mkdir(parents=True)
     shutil.copy(ROOT / "website" / "zensical.toml", settings)
-    shutil.copytree(ROOT / "website" / "theme", out / "source" / "theme")
+    pages = stage(ROOT, source)
+    shutil.copytree(ROOT / "website" / "theme", source / "theme")
     command = [sys.executable, "-c", GENERATE, "build", "--strict", "--config-file", str(settings)]
     if ended := subprocess.run(command, cwd=ROOT).returncode:
         return ended

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from parc.cli.plan_arguments import chosen_sizes, define, positive
 from parc.cli.terminal import say, show, stages
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from parc.proposing.inputs import Guess
     from parc.proposing.proposal import Proposal
 
+ArgumentValue: TypeAlias = int | float | str | bool | None
+"""The value of a model's argument."""
 HUGGING_FACE = "hf:"
 _FORMS = '"file.py:function", "package:Class", "hf:Qwen2ForCausalLM", or a folder with config.json'
 _INPUT = re.compile(r"\s*(\w+)\s+(\w+)\s+\[([^\]]*)\]\s*")
@@ -29,7 +32,9 @@ _TYPES = ("bool", "uint8", "int32", "int64", "float16", "bfloat16", "float32", "
 
 def init_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help=_FORMS)
-    parser.add_argument("arguments", metavar="NAME=VALUE", nargs="*", type=define, help="arguments of the model")
+    parser.add_argument(
+        "arguments", metavar="NAME=VALUE", nargs="*", type=_given_argument, help="arguments of the model"
+    )
     parser.add_argument(
         "-o", dest="out", metavar="PLAN", type=Path, default=Path("plan.parc"), help="default: plan.parc"
     )
@@ -75,7 +80,7 @@ def _head(given: argparse.Namespace) -> list[str]:
     ]
 
 
-def model_line(word: str, arguments: dict[str, str], home: Path) -> ModelLine:
+def model_line(word: str, values: Mapping[str, ArgumentValue], home: Path) -> ModelLine:
     """Return the model's line in a plan that lies in ``home``.
 
     Raises:
@@ -83,8 +88,10 @@ def model_line(word: str, arguments: dict[str, str], home: Path) -> ModelLine:
     """
     from parc.proposing.draft import ModelLine
 
-    values = {name: literal(text) for name, text in arguments.items()}
     folder = Path(word)
+    if not _fits_in_quotes(word):
+        message = f'`{word}` has a " or the end of a line in it, which no plan can hold'
+        raise PlanError([Diagnostic(UNCLEAR_MODEL, message, help="name the model by another path")])
     if word.startswith(HUGGING_FACE):
         return ModelLine("parc.hf:model", {"name": word.removeprefix(HUGGING_FACE), **values})
     if (folder / "config.json").is_file():
@@ -120,7 +127,28 @@ def _relative(path: Path, home: Path) -> str:
     return Path(os.path.relpath(path.resolve(), home)).as_posix()
 
 
-def literal(text: str) -> int | float | str | bool | None:
+def _given_argument(text: str) -> tuple[str, ArgumentValue]:
+    """Read ``name=value`` of one argument of the model.
+
+    Raises:
+        argparse.ArgumentTypeError: it is not that, or a plan has no such value.
+    """
+    name, word = define(text)
+    value = literal(word)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"`{name}` is {value}, and a plan has finite numbers only")
+    if isinstance(value, str) and not _fits_in_quotes(value):
+        raise argparse.ArgumentTypeError(
+            f'`{name}` has a text with " or the end of a line in it, which no plan can hold'
+        )
+    return name, value
+
+
+def _fits_in_quotes(text: str) -> bool:
+    return '"' not in text and len(f"{text}.".splitlines()) == 1
+
+
+def literal(text: str) -> ArgumentValue:
     """Return the value of an argument's text, as the language reads it."""
     words: dict[str, bool | None] = {"true": True, "false": False, "none": None}
     if text.lower() in words:
@@ -130,7 +158,7 @@ def literal(text: str) -> int | float | str | bool | None:
             return read(text)
         except ValueError:
             continue
-    return text.strip('"')
+    return text[1:-1] if len(text) > 1 and text[0] == text[-1] == '"' else text
 
 
 def _given_input(text: str) -> tuple[str, Guess]:

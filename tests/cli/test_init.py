@@ -164,6 +164,7 @@ def test_a_large_model_gets_a_twin_of_its_structure(kinds: Path, tmp_path: Path,
         (["{kinds}"], ["error[P0271]", "is a file: name what makes the model in it"]),
         (["{folder}/kindz.py:Pictures"], ["error[P0271]: there is no file", "did you mean `kinds.py`?"]),
         (["{folder}"], ["error[P0271]: there is no config.json in"]),
+        (['{folder}/a"b.py:Model'], ["error[P0271]", 'has a " or the end of a line in it', "by another path"]),
         (["torch.nn"], ["error[P0271]: `torch.nn` names no model", 'as "torch.nn:Model"']),
         (["hf:Qwen2ForCasualLM"], ["transformers has no model class", "did you mean Qwen2ForCausalLM"]),
         (["hf:Qwen2ForCausalLM", "hiden_size=4"], ["Qwen2Config has no `hiden_size`", "did you mean hidden_size"]),
@@ -178,6 +179,21 @@ def test_what_no_plan_is_made_of_is_told(
     for part in said:
         assert part in err, err
     assert not (tmp_path / "plan.parc").exists()
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ('name=a"b', '`name` has a text with " or the end of a line in it, which no plan can hold'),
+        ("name=a\nb", "`name` has a text"),
+        ("width=nan", "`width` is nan, and a plan has finite numbers only"),
+        ("width=-1e999", "`width` is -inf"),
+        ("width", "`width` is not name=value"),
+    ],
+)
+def test_an_argument_that_no_plan_can_hold_is_named(capsys: Captured, word: str, said: str) -> None:
+    code, _, err = command(capsys, "init", "m.py:M", word)
+    assert code == 2 and said in err
 
 
 def test_an_input_that_is_not_found_may_be_given_and_no_file_is_written_over(
