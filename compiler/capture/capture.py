@@ -36,6 +36,7 @@ from .every_slice import EverySlice
 from .expert_lists import as_made
 from .experts import Capacity, with_experts
 from .faults import CaptureError, explain_failure
+from .lookups import beyond_tables
 from .no_grad import detach_without_gradients
 from .node_facts import keep_value, noted
 from .reach import reached_by_gradient
@@ -207,8 +208,11 @@ def check_values(graph: fx.Graph) -> None:
 
     Raises:
         CaptureError: a number or a shape that depends on data; a product of tensors of two dtypes; a dtype that
-            programs do not know.
+            programs do not know; a position beyond the last row of its table.
     """
+    for node, position, rows in beyond_tables(graph):
+        message = f"position {position} is looked up in a table of {rows} rows, which are 0 to {rows - 1}"
+        raise _at(node, message, help="make the table longer, or the sequences shorter, by `sizes`")
     for node in graph.nodes:
         values = noted(node).value
         for value in values if isinstance(values, (tuple, list)) else [values]:

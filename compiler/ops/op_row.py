@@ -67,6 +67,8 @@ class OpFacts:
     by_number: bool = False
     """True where entries depend on their numbers along the first dim, and more entries at its end do not change
     them."""
+    counts: bool = False
+    """True where entries rise in equal steps along one dim, by the arguments `start` and `step`, else from 0 by 1."""
     law: LawName = ""
     key_at: int | None = None
     """The position of the operand that is a random stream's key."""

@@ -29,5 +29,5 @@ CREATION_RULES = {
     **rows_of("fill.Scalar", OpRow(pointwise())),  # what it is written over has a gradient, of zeros
     **rows_of("scalar_tensor", OpRow(made, number_at=0)),
     # a rank's part begins at an offset, which no change of sizes can say: the partition emits it
-    **rows_of("arange arange.start arange.start_step", OpRow(rule("-> n"))),
+    **rows_of("arange arange.start arange.start_step", OpRow(rule("-> n"), counts=True)),
 }
