@@ -31,7 +31,7 @@ def write_configuration(module: Any, adapter: str, folder: Path) -> None:
     config.inference_mode = trained
 
 
-def merged(
+def merged_weights(
     module: nn.Module, state: Mapping[str, torch.Tensor], aliases: Mapping[str, str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of a model without adapters, by its own names, with what adapters add to their layers. No more

@@ -23,7 +23,7 @@ from ..compiler.capture.adapters import is_adapted
 from ..compiler.program.optimizers import AVERAGE
 from ..grammar.codes_build import BAD_STATE
 from ..grammar.codes_run import NO_AVERAGES
-from .adapters import adapter_states, merged, unadapted, write_configuration
+from .adapters import adapter_states, merged_weights, unadapted, write_configuration
 from .faults import RunError
 from .opening import build_mesh, open_checkpoint, task_of
 from .state.checkpoint import Checkpoint, CheckpointReader
@@ -107,7 +107,7 @@ def _write(state: _State, build: Build, made: Path, form: ExportForm, one_file: 
             write_configuration(module, adapter, place)
             yield _Shards(place, None, "adapter_model").write(_narrowed(own.items(), form.dtype))
         return
-    tensors = merged(module, state, build.manifest["aliases"]) if form.merge else state.items()
+    tensors = merged_weights(module, state, build.manifest["aliases"]) if form.merge else state.items()
     yield _Shards(made, None if one_file else form.shard_bytes).write(_narrowed(tensors, form.dtype))
     if not one_file:
         _write_config(unadapted(module), made, form.dtype)
