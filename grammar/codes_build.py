@@ -7,7 +7,7 @@ from .code import MODEL, Code, shown
 MODEL_FAILED = shown(
     name="P0201",
     title="the model cannot be made",
-    why="the callable of the `model` line, or the module it stands in, failed; the code's own traceback follows.",
+    why="the callable of the `model` line, or the Python module that holds it, failed. Its own traceback follows.",
     example='model "./model.py:Modle" (width=64)',
     instead='model "./model.py:Model" (width=64)',
 )
@@ -36,7 +36,8 @@ LOSS_NOT_NUMBER = shown(
 CAPTURE_FAILED = Code(
     name="P0205",
     title="the model cannot be captured",
-    why="tracing the model on tensors without data failed; the cause is the model's own, and its place is given.",
+    why="tracing the model on tensors without data failed. The cause is in the model's code, at the place that the"
+    " message names.",
     example=MODEL.format(body="return torch.from_numpy(x.numpy() * 2)"),
     instead=MODEL.format(body="return x * 2"),
     language="python",
@@ -68,17 +69,17 @@ WITHOUT_RULE = Code(
 )
 UNASKED_RESHARD = shown(
     name="P0209",
-    title="a value is moved that no line asked to move",
-    why="two lines, or a line and an operator, want this value split in different ways, so every step pays "
-    "for the change.",
+    title="a gather or exchange that no line asks for",
+    why="two lines, or a line and an operator, need this value split in different ways. So ranks exchange parts of it"
+    " in every step.",
     example="mesh tp=2\nshard tokens [_, S/tp]\ncolumn blocks.*.attn.qkv over tp",
     instead="mesh tp=2\ncolumn blocks.*.attn.qkv over tp",
 )
 CHECK_FAILED = shown(
     name="P0210",
     title="a check refused the build",
-    why="the programs do not compute what the model computes. If nobody edited the files, this is a fault of "
-    "parc: please report the plan and the message.",
+    why="the programs do not compute what the model computes. If nobody edited the files, this is a fault of parc."
+    " Please report the plan and the message.",
     example="parc verify build   # after a line of a program was changed",
     instead="parc build plan.parc -o build",
 )
@@ -99,7 +100,7 @@ OTHER_TORCH = shown(
 )
 NO_TWIN = shown(
     name="P0213",
-    title="too large to test, and nothing says how it is made small",
+    title="a model too large to test, and no `verify` line",
     why="numbers are tested by running all ranks in one process. A large model is tested on its twin: the "
     "same code with smaller arguments. The twin's programs must be the same except for sizes.",
     example='model "./llama.py:llama" (layers=32, width=4096)',
@@ -142,9 +143,9 @@ BAD_WEIGHTS = shown(
 BAD_RULE = Code(
     name="P0216",
     title="a registered rule that does not fit",
-    why="a rule says which dims of an operator's tensors belong together. This rule names another number of "
-    "dims than the operator's tensors have, or with it the operator or its backward would read operands "
-    "that are split differently.",
+    why="a rule says which dims of an operator's tensors belong together. This rule names another number of dims than"
+    " the operator's tensors have, or it would let the operator or its backward read operands that are split"
+    " differently.",
     example='parc.register_rule("mylib.scale.default", "a b -> a b")  # the model scales a tensor of rank 3',
     instead='parc.register_rule("mylib.scale.default", "... d, d -> ... d", linear="0")',
     language="python",
@@ -179,7 +180,7 @@ NOT_IN_REALS = Code(
 )
 KEPT_TWICE = shown(
     name="P0220",
-    title="heads of keys and values are kept by several ranks",
+    title="several ranks hold the same KV head",
     why="there are fewer KV heads than ranks of the axis that splits them, so several ranks hold the same KV "
     "head. It is computed where it is used, without messages; the gradients of its copies are summed once "
     "a step. If q, k and v are one weight, each rank holds a part of a head instead, and gathers the "
@@ -225,9 +226,8 @@ NO_FIELD = shown(
 OTHER_PROGRAM = shown(
     name="P0225",
     title="another program at other sizes",
-    why="one build serves a range of sizes with one program, in which sizes stand as names. This model does "
-    "something else at some sizes (it branches on a size, or a dim becomes 1), so there is no such "
-    "program.",
+    why="one build serves a range of sizes with one program, which contains the sizes as names. This model does"
+    " something else at some sizes (it branches on a size, or a dim becomes 1), so there is no such program.",
     example="sizes B=1..64, S=128      # a dim of 1 is broadcast",
     instead="sizes B=8..64 by 8, S=128",
 )
@@ -260,8 +260,8 @@ WORLD_SIZE = shown(
 BAD_NUMBER = shown(
     name="P0302",
     title="the loss or a gradient is not a finite number",
-    why="an update with it would destroy the weights, so the run stops before it; the step and the first value that is"
-    " not finite are named.",
+    why="an update with it would destroy the weights, so the run stops before the update. The message names the step"
+    " and the first value that is not finite.",
     example="optimizer sgd lr 1e9",
     instead="optimizer adamw lr 3e-4 clip 1.0",
 )
@@ -299,31 +299,32 @@ NOT_COMPILED = shown(
 OUT_OF_RANGE = shown(
     name="P0307",
     title="sizes that the build was not made for",
-    why="a build serves the sizes that its plan declares, and no others: of a range, every size from its "
-    "start to its end by its step.",
+    why="a build serves only the sizes that its plan declares. For a range these are all sizes from its start to its"
+    " end, in its steps.",
     example="parc run build --sizes S=100   # sizes B=8, S=128..4096 by 128",
     instead="parc run build --sizes S=128",
 )
 OVER_BUDGET = shown(
     name="P0401",
     title="a rank needs more memory than the budget",
-    why="the memory of a rank is estimated from the programs: parameters, gradients, optimizer and what is alive at the"
-    " peak; the largest of them are named.",
+    why="parc estimates the memory of a rank from the programs: parameters, gradients, optimizer state, and the"
+    " values alive at the peak. The message names the largest of them.",
     example="budget memory 16GiB      # a rank needs 24.1 GiB",
     instead="schedule microbatches 4  # fewer samples at once, or split what is largest over another axis",
 )
 FORBIDDEN = shown(
     name="P0402",
     title="a forbidden collective",
-    why="the line forbids what the programs do; the collective, what caused it and its bytes are named.",
+    why="the line forbids a collective that the programs have. The message names the collective, its cause and its"
+    " bytes.",
     example="forbid all_gather in blocks.**",
     instead="column blocks.*.mlp.up over tp   # both sides of the value split alike",
 )
 NOT_EXPECTED = shown(
     name="P0403",
     title="another number of collectives than expected",
-    why="`expect` counts the collectives of one microbatch in each module that it names; every one that is there is"
-    " named.",
+    why="`expect` counts the collectives of one microbatch in each module that it names. The message lists those that"
+    " it found.",
     example="expect 2 all_reduce in blocks.*",
     instead="expect 4 all_reduce in blocks.*   # two in forward, two in backward",
 )

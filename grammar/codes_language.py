@@ -21,14 +21,14 @@ UNKNOWN_VERB = Code(
 MISSING_ARGUMENT = Code(
     name="P0003",
     title="a directive lacks an argument",
-    why="the directive's usage line names what must be there; only what stands in `[]` may be left out.",
+    why="the usage line of a directive lists its arguments. Only those in `[]` may be left out.",
     example="column blocks.*.mlp.up",
     instead="column blocks.*.mlp.up over tp",
 )
 UNEXPECTED_ARGUMENT = Code(
     name="P0004",
     title="a directive has an argument too many",
-    why="after its subject a line has the clauses of its usage line, one phrase each, and nothing else.",
+    why="after its subject, a line has the clauses of its usage line, one phrase each, and nothing else.",
     example="column blocks.*.mlp.up across tp",
     instead="column blocks.*.mlp.up over tp",
 )
@@ -49,7 +49,7 @@ REPEATED = Code(
 UNDEFINED_NAME = Code(
     name="P0007",
     title="`$name` is not defined",
-    why="`$name` stands for what a `let` of the same plan says; nothing else defines names.",
+    why="`$name` stands for the value of a `let` in the same plan. Only a `let` defines such a name.",
     example="let width = 64\nseed $widht",
     instead="let width = 64\nseed $width",
 )
@@ -78,7 +78,7 @@ BAD_VALUE = Code(
 NOT_SUPPORTED = Code(
     name="P0011",
     title="not supported yet",
-    why="the language has a place for this, but nothing implements it; parc refuses rather than ignore it.",
+    why="the language has a word for this, but parc does not implement it. parc refuses it instead of ignoring it.",
     example="precision fp8",
     instead="precision bf16",
 )

@@ -7,9 +7,9 @@ from .code import MODEL, Code, shown
 NUMBER_CHANGED = Code(
     name="P0228",
     title="a forward changes a number of its module",
-    why="one graph is built, and a Python number is a constant in it: every step computes with the number of "
-    "the first call. A buffer would be followed. If nothing that the forward computes depends on the "
-    "number, all is well.",
+    why="a build holds one graph, and a Python number is a constant in it: every step computes with the number of the"
+    " first call. A buffer is followed from step to step. If nothing that the forward computes depends on the number,"
+    " you can ignore this warning.",
     example=MODEL.format(body="self.calls += 1\n        return x if self.calls < 1000 else x / 2"),
     instead=MODEL.format(
         body="self.calls += 1  # a buffer: torch.zeros(())\n        return torch.where(self.calls < 1000, x, x / 2)"
@@ -26,10 +26,9 @@ PASSED_ON = shown(
 )
 MEANT_OTHERWISE = shown(
     name="P0121",
-    title="a line costs gathers that another would not",
-    why="a line splits a weight differently from the values that it is multiplied with, so parts are gathered "
-    "or exchanged, often at another line, which is right. With the line that is proposed nothing is "
-    "gathered.",
+    title="a line causes gathers that another line would not",
+    why="a line splits a weight differently from the values that multiply it, so ranks gather or exchange parts."
+    " Often this happens at another line, which is itself right. With the proposed line nothing is gathered.",
     example="column blocks.*.attn.qkv over tp rows (2 h/tp d)   # the model takes three parts: q, k and v",
     instead="column blocks.*.attn.qkv over tp rows (3 h/tp d)",
 )
@@ -45,8 +44,8 @@ NO_INPUTS = shown(
 UNCLEAR_MODEL = shown(
     name="P0271",
     title="a model that `parc init` cannot find",
-    why="it takes a function or a class that makes the model: in a file, in an installed package, or of transformers by"
-    " its name or by a folder with `config.json`.",
+    why="`parc init` takes a function or a class that makes the model: in a file, in an installed package, or in"
+    " transformers, by its name or by a folder with `config.json`.",
     example="parc init model.py",
     instead='parc init "model.py:Model" width=64',
 )

@@ -142,18 +142,18 @@ NOT_COMPRESSED = Code(
 )
 SMALL_BUCKET = shown(
     name="P0133",
-    title="a bucket that is smaller than tensors",
-    why="a tensor is never cut for a message: one that is larger than the bucket is a message of its own. "
-    "`bucket` limits only messages that hold several tensors.",
+    title="a bucket smaller than a tensor",
+    why="parc never cuts a tensor to send it: a tensor larger than the bucket is a message of its own. `bucket`"
+    " limits only messages that hold several tensors.",
     example="mesh dp=2\nshard tokens, targets [B/dp, _]\nzero 3 over dp\nbucket 1KB",
     instead="mesh dp=2\nshard tokens, targets [B/dp, _]\nzero 3 over dp\nbucket 1MB",
 )
 SHARED_OVER_UNITS = shown(
     name="P0134",
     title="a unit that cuts through a shared parameter",
-    why="the weights of a unit are gathered before it and freed after it. If operators outside the unit read "
-    "one of them too, it would be gathered and summed twice, which a named unit is to avoid. Blocks that "
-    "no line names may share parameters: each gathers what it reads.",
+    why="the weights of a unit are gathered before it and freed after it. If operators outside the unit also read one"
+    " of these weights, it would be gathered and summed twice. A named unit must avoid that. Blocks that no line names"
+    " may share parameters: each block gathers what it reads.",
     example="mesh dp=2\nshard tokens, targets [B/dp, _]\nzero 3 over dp unit head   # head.weight is tokens.weight",
     instead="mesh dp=2\nshard tokens, targets [B/dp, _]\nzero 3 over dp",
 )
@@ -176,7 +176,7 @@ LOW_CAPACITY = shown(
 )
 NO_BIAS = shown(
     name="P0139",
-    title="a bias to balance that the model does not have",
+    title="`balance bias` for a router that has no bias",
     why="`balance bias` changes a buffer that the router adds to the scores of experts before it chooses, "
     "such as DeepSeek-V3's `e_score_correction_bias`. parc looks for it beside the experts: a buffer of "
     "real numbers, one for each expert.",
@@ -186,7 +186,7 @@ NO_BIAS = shown(
 )
 NO_OPERATOR = Code(
     name="P0150",
-    title="results to keep of an operator that is not there",
+    title="`keep` names an operator that the modules do not use",
     why="`keep` names operators of the model's code as torch calls them, or groups of operators: `products`, "
     "`attention`, `random`, `collectives`. An operator that the module does not use has no results to "
     "keep.",
@@ -196,25 +196,24 @@ NO_OPERATOR = Code(
 NOTHING_REMADE = Code(
     name="P0151",
     title="a line of recomputation that changes nothing",
-    why="without a line backward already recomputes cheap values: views, casts, copies, operators on single "
-    "entries. The line has an effect only if a module has other values, and not all of them are kept.",
+    why="even without this line, backward recomputes cheap values: views, casts, copies and operators on single"
+    " entries. The line has an effect only if a module has other values, and if the line does not keep all of them.",
     example="recompute blocks.*.mlp.up keep products",
     instead="recompute blocks.*.mlp.up",
 )
 TWO_SIZES = Code(
     name="P0152",
-    title="two lines that choose what to make again",
-    why="`recompute … fit` chooses until a rank needs no more memory than this size. A rank has one memory, "
-    "so a plan has one such line. Other lines may say what is kept of blocks that it does not name.",
+    title="two `recompute … fit` lines",
+    why="`recompute … fit` chooses what to recompute, until a rank needs no more memory than this size. A rank has"
+    " one memory, so a plan has one such line. Other lines may say what is kept of blocks that it does not name.",
     example="recompute encoder.* fit 10GB\nrecompute decoder.* fit 10GB",
     instead="recompute encoder.*, decoder.* fit 10GB",
 )
 NO_FIT = shown(
     name="P0153",
-    title="a size into which a step does not fit",
-    why="whatever is recomputed, a rank holds parameters, gradients, the optimizer's state, messages, and "
-    "what each block reads. The smallest size that can be kept is that of a step that recomputes all "
-    "blocks of the line.",
+    title="a step does not fit into the size of `recompute … fit`",
+    why="whatever is recomputed, a rank holds parameters, gradients, the optimizer's state, messages, and what each"
+    " block reads. The smallest possible size is that of a step that recomputes all blocks of the line.",
     example="recompute blocks.* fit 1MB",
     instead="recompute blocks.* fit 1GB\nzero 2 over dp",
 )

@@ -7,8 +7,8 @@ from .code import Code, shown
 FOLDER_HELD = shown(
     name="P0411",
     title="another run saves there",
-    why="a run keeps the folder of its `--save` to itself until it ends: two that save to one would write over each"
-    " other's checkpoints.",
+    why="a run keeps the folder of its `--save` for itself until it ends. Two runs that save to one folder would"
+    " overwrite each other's checkpoints.",
     example="parc run build --save checkpoint & parc run build --save checkpoint",
     instead="parc run build --save checkpoint & parc run build --save other-checkpoint",
 )
@@ -32,35 +32,35 @@ OFFLOAD_FOLDER = shown(
 NO_PACKAGE = shown(
     name="P0414",
     title="a package that is not installed",
-    why="TensorBoard and Weights & Biases are packages of their own, which parc uses where they are. The metrics file"
-    " of `--metrics` needs neither, and holds the same numbers.",
+    why="TensorBoard and Weights & Biases are separate packages. parc uses them if they are installed. The metrics"
+    " file of `--metrics` needs neither, and holds the same numbers.",
     example="parc run build --tensorboard runs   # without the package `tensorboard`",
     instead="pip install tensorboard && parc run build --tensorboard runs",
 )
 BATCHES_DIFFER = Code(
     name="P0410",
-    title="ranks gave what is not one batch",
-    why="`session.step(batch)` takes the whole batch of a step, the same on every rank, and each rank computes with its"
-    " part of it. Where each rank has samples of its own, as with torch's DistributedSampler, it gives them as `local`;"
-    " ranks at the same place of the axes that divide samples give the same ones.",
+    title="the ranks did not give one batch",
+    why="`session.step(batch)` takes the whole batch of a step, the same on every rank, and each rank computes with"
+    " its part. If each rank has its own samples, as with torch's DistributedSampler, it gives them as `local`. Ranks"
+    " with the same coordinates on the axes that split the batch must give the same samples.",
     example="session.step(next(own_samples))",
     instead='session.step(local=next(own_samples))  # chosen by session.coordinates["dp"]',
     language="python",
 )
 NO_EVALUATION = Code(
     name="P0416",
-    title="a build without programs that evaluate",
-    why="an evaluation runs the model in `eval()`: without dropout, and with the running statistics of BatchNorm. Its"
-    " programs are made where the plan has an `eval` line; a build without one is smaller, and made in less time.",
+    title="a build without programs for evaluation",
+    why="an evaluation runs the model in `eval()`: without dropout, and with the running statistics of BatchNorm."
+    " parc makes these programs only if the plan has an `eval` line, because they make a build larger and take time.",
     example="session.evaluate(batch)  # its plan has no `eval` line",
     instead="session.step(batch).loss  # the loss of the model as it trains; or build the plan with a line: eval",
     language="python",
 )
 NO_AVERAGES = Code(
     name="P0415",
-    title="averages of weights that are not there, or in the place of weights",
-    why="averages are kept where the plan has an `ema` line, and a checkpoint holds them. They are no weights to train:"
-    " inside `session.averaged()` a session evaluates with them, and does no step.",
+    title="averaged weights that are not there, or a step with averaged weights",
+    why="a session keeps averages of the weights if the plan has an `ema` line, and checkpoints hold them. Averages"
+    " are not trained: inside `session.averaged()` a session can evaluate, but not do a step.",
     example="session.state_dict(ema=True)  # its plan has no `ema` line",
     instead="session.state_dict()",
     language="python",

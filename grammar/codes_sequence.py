@@ -6,7 +6,7 @@ from .code import shown
 
 NO_SITE = shown(
     name="P0160",
-    title="a value inside the model that is none, or several",
+    title="`in(M)` or `out(M)` names no value, or several",
     why="`out(M)` is the value that operators of module `M` make and others read; `in(M)` is the value that "
     "they read of others. It must have floating-point entries and depend on weights. If there are "
     "several, a number chooses, counted from 0.",
@@ -25,17 +25,17 @@ NO_SEQUENCE = shown(
 NOT_PLACED = shown(
     name="P0162",
     title="a value that another line splits otherwise",
-    why="lines about weights and inputs count first. If they already split this value inside the model, the "
-    "new split must fit into it: one axis can split the parts of another, along one dim.",
+    why="lines about weights and inputs have priority. If they already split this value inside the model, the new"
+    " split must fit into it: one axis can split the parts of another, along one dim.",
     example="shard positions [S/cp, _]   # a parameter that is added to each sequence\nsequence blocks.* over tp",
     instead="replicate positions\nsequence blocks.* over tp",
 )
 NOT_TENSOR_PARALLEL = shown(
     name="P0163",
     title="a sequence line over an axis that splits no weights of its modules",
-    why="a `sequence` line splits what lies between layers whose weights are split over the same axis. "
-    "Without such layers every product would work on a part of each sequence, and only attention would "
-    "gather it: that is context parallelism.",
+    why="a `sequence` line splits the values between layers whose weights are split over the same axis. Without such"
+    " layers every product would work on a part of each sequence, and only attention would gather it: that is context"
+    " parallelism.",
     example="mesh dp=2, tp=2\nsequence blocks.* over dp",
     instead="mesh dp=2, tp=2\ncolumn blocks.*.mlp.up over tp\nrow blocks.*.mlp.down over tp\nsequence blocks.* over tp",
 )

@@ -51,8 +51,8 @@ def _reshards(compiled: Compiled) -> Iterator[Diagnostic]:
         span = _claim_span(compiled, groups[_, source, result, line][0])
         yield Diagnostic(
             UNASKED_RESHARD, text, Label(span) if span else None, notes=tuple(in_words((source, result))),
-            help="split both sides alike, or leave the axis out where it does not divide, or leave it as it is if it is"
-            " meant", severity=Severity.WARNING,
+            help="split the value in the same way where it is made and where it is read; or split neither over this"
+            " axis; or keep the plan, if you accept the cost", severity=Severity.WARNING,
         )  # fmt: skip
 
 
@@ -78,7 +78,7 @@ def _meant(meant: Meant, texts: Sequence[str]) -> Diagnostic:
         MEANT_OTHERWISE, f"{whose} {size_text(meant.bytes)} a rank in gathers and exchanges of a forward",
         Label(span, f"probably meant: `{_spaced(text)}`"),
         tuple(Label(other, f"and `{_spaced(change)}`") for other, change in others),
-        help="with what was probably meant there is none; leave it as it is if it is meant",
+        help="the proposed line needs no gather; keep your line if you accept the cost",
         notes=(*texts[:_SHOWN], *more), severity=Severity.WARNING,
     )  # fmt: skip
 
@@ -135,8 +135,8 @@ def _averaged(compiled: Compiled) -> Iterator[Diagnostic]:
     if compiled.built.averaged:
         many = compiled.plan.microbatches
         message = f"the losses of {many} microbatches are averaged, which may not be the whole batch's loss"
-        help_ = "right for a mean over equally many elements; `loss cross_entropy(…)` counts targets of the whole batch"
-        help_ += ", and `+ 0.01 output.aux_loss` adds a term to it"
+        help_ = "this is right if each microbatch's loss is a mean over equally many elements; `loss cross_entropy(…)`"
+        help_ += " counts the targets of the whole batch, and `+ 0.01 output.aux_loss` adds a term to it"
         span = compiled.plan.loss.arguments.statement.span
         yield Diagnostic(AVERAGED, message, Label(span), help=help_, severity=Severity.WARNING)
 
@@ -153,7 +153,7 @@ def _rounded(compiled: Compiled) -> Iterator[Diagnostic]:
         yield Diagnostic(
             ROUNDED_UPDATES, f"{which} updated in {dtype}",
             Label(compiled.plan.optimizer.arguments.statement.span),
-            help="`precision bf16` keeps a float32 copy of every weight, which is updated", severity=Severity.WARNING,
+            help="`precision bf16` keeps a float32 copy of every weight, and updates that", severity=Severity.WARNING,
         )  # fmt: skip
 
 
@@ -177,7 +177,7 @@ def _whole_keys(compiled: Compiled) -> Iterator[Diagnostic]:
             yield Diagnostic(
                 WHOLE_KEYS, f"attention in {where} holds the keys of whole sequences, {size_text(size)} a rank",
                 Label(span), notes=("another attention or another operator reads them too",),
-                help="read keys in one attention, or write `using ulysses`; `using gather` says that it is meant",
+                help="let one attention alone read the keys, or write `using ulysses`; `using gather` accepts the cost",
                 severity=Severity.WARNING,
             )  # fmt: skip
 

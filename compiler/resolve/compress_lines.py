@@ -53,7 +53,7 @@ def _problem(
     if name in said:
         related = (Label(said[name].span, "first"),)
         message = f"two lines compress the gradient of `{name}`"
-        help_ = "remove one of the lines, or narrow the names of one by `on`"
+        help_ = "remove one of the lines, or name fewer parameters in one by `on`"
         return Diagnostic(CONFLICT, message, Label(line.span), related, help=help_)
     zero = next((zero for zero, names in early if name in names and zero.axis.text == line.axis.text), None)
     if zero is None:

@@ -68,11 +68,11 @@ def _problem(
     if first is not None:
         related = (Label(first.span, f"first: level {first.level}"),)
         message = f"two lines shard `{name}` over `{line.axis.text}`"
-        help_ = "remove one of the lines, or narrow the names of one by `on`"
+        help_ = "remove one of the lines, or name fewer parameters in one by `on`"
         return Diagnostic(CONFLICT, message, Label(line.span), related, help=help_)
     seed = seeds.found.get((name, line.axis.text))
     if seed is None or seed.dim is None or not line.level:
         return None
     message = f"`{name}` is split over `{line.axis.text}` already"
-    help_ = "name an axis over which ranks compute with all of it, or other parameters by `on`"
+    help_ = "name an axis whose ranks all use the whole parameter, as that of the batch; or other parameters by `on`"
     return Diagnostic(SPLIT_ALREADY, message, Label(line.span), (Label(seed.span, "split here"),), help=help_)

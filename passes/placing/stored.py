@@ -2,7 +2,7 @@
 
 A parameter of the typed graph has the type that its readers want. Two things may set its stored type apart. Its readers
 may all read it rounded: then the rounded copy is made once a step, and no block has a cast. And a ``zero`` line may
-split it, its gradient or its optimizer state over an axis along which ranks compute with all of it.
+split it, its gradient or its optimizer state over an axis whose ranks all use the whole parameter.
 """
 
 from __future__ import annotations

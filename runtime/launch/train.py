@@ -187,7 +187,7 @@ def rate_ends(build: Build, steps: int) -> str:
     if line["over"] is None or steps <= max(line["over"], planned):
         return ""
     end = f"the learning rate falls to {rate(line, steps):g} at step {line['over']} and stays there"
-    return f"{end}; `over {steps}` in the plan's `optimizer` line ends its fall with this run"
+    return f"{end}; with `over {steps}` in the plan's `optimizer` line it falls until this run ends"
 
 
 def run_facts(session: Session) -> dict[str, Any]:

@@ -159,7 +159,9 @@ def test_steps_after_the_rates_fall_are_announced(folder: Path, capsys: pytest.C
     for steps, announced in ((3, False), (4, True)):
         capsys.readouterr()
         assert main(["run", made, "--steps", str(steps)]) == 0
-        said = "the learning rate falls to 0.0001 at step 3 and stays there; `over 4` in the plan's `optimizer` line"
+        said = (
+            "the learning rate falls to 0.0001 at step 3 and stays there; with `over 4` in the plan's `optimizer` line"
+        )
         assert capsys.readouterr().err.startswith(said) == announced
 
 

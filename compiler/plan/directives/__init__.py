@@ -59,8 +59,8 @@ lines below, a word in capitals stands for one phrase, parts in `[]` may be left
   replaces that value, and nothing else.
 - **Names** are dotted paths of modules, parameters or inputs. In patterns `*` is one segment or a part of one, `**`
   any number of segments, `{q,k}` alternatives, `[0..3]` the numbers 0 to 3 (`blocks.[0..3].mlp.up`), `[0..31:2]` every
-  second one. A pattern that matches nothing is an error; so is a pattern in which one alternative or number matches
-  nothing. A `?` at the end allows it.
+  second one. A pattern must match something, and so must each of its alternatives and numbers: else it is an error.
+  With a `?` at its end a pattern may match nothing.
 - **Layouts** have one entry for each dim. `_` is whole. `B/dp` is split over the mesh axis dp: each dp rank has B/dp
   entries. `B/dp/tp` is split over dp, and each part over tp. `...` stands for all other dims.
 - **Sub-dims**: a dim that is a product is written in parentheses, the slowest part first. `(3 h/tp d)`: the dim stacks

@@ -20,12 +20,13 @@ class Eval(Directive):
     `every K`: `parc run` evaluates after every K steps, and `--eval-every` after others. The number is `eval_loss` in
     the metrics of that step: the mean of the losses of the first `batches N` batches, 10 without that.
 
-    `data …`: the samples, in the forms of the `data` line. Without it they are those of the plan's `data` line: the
-    share that its `split` keeps, or, without a `split`, the first that a run trains on.
+    `data …`: the samples, in the forms of the `data` line. Without this clause the samples come from the plan's own
+    `data` line. If that line has a `split`, evaluation reads the share that the split holds back. If it has none,
+    evaluation reads the first samples of the training data.
 
-    The programs are made and checked as those of a step are, from a capture of their own, and lie on the ranks as these
-    do. The model in `eval()` may read fewer parameters than in training, but no others. A plan without this line has no
-    such programs, and builds in less time.
+    parc captures the model in `eval()` separately. It makes and checks the programs of an evaluation like those of a
+    step, with the same placements. The model in `eval()` may read fewer parameters than in training, but no others. A
+    plan without this line has no such programs, and builds in less time.
     """
 
     USAGE = "eval " + " | ".join(" ".join(f"[every N] {text} [batches N]".split()) for text in ("", *usages(_DATA)))
