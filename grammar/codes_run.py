@@ -47,6 +47,25 @@ BATCHES_DIFFER = Code(
     instead='session.step(local=next(own_samples))  # chosen by session.coordinates["dp"]',
     language="python",
 )
+CALLS_DIFFER = Code(
+    name="P0418",
+    title="ranks that call different methods",
+    why="every rank calls every method of a session, in the same order, also `save` and `evaluate`: each rank has its"
+    " part of the work in it. DDP needs an `if rank == 0:` around saving; with parc it keeps the others' parts out of"
+    " the checkpoint. Nothing is done by such calls, and the session goes on where the error is caught.",
+    example='if session.rank == 0:\n    session.save("checkpoint")\nsession.step(batch)',
+    instead='session.save("checkpoint")\nsession.step(batch)',
+    language="python",
+)
+RESULT_TAKEN = Code(
+    name="P0419",
+    title="gradients that an update has used before",
+    why="an update moves the weights, and gradients are those of the weights before it. To add up the gradients of"
+    " several batches, let the plan cut a larger one: `schedule microbatches 4`.",
+    example="result = session.gradients(batch)\nsession.update(result)\nsession.update(result)",
+    instead="session.update(session.gradients(batch))\nsession.update(session.gradients(batch))",
+    language="python",
+)
 NO_EVALUATION = Code(
     name="P0416",
     title="a build without programs for evaluation",

@@ -75,7 +75,7 @@ class Evaluation:
         """Return the global loss of a batch, or of batch ``step`` (from 0) of the evaluation's data, of which nothing
         is read beyond batch ``last``. Nothing of the ``state`` is changed."""
         own = replace(state, buffers={**state.buffers, **self._fixed})
-        begun = self._batches.begin(batch, local, own, step, last, keep=False)
+        begun = self._batches.begin("session.evaluate", batch, local, own, step, last, keep=False)
         with self._together.doing("an evaluation", own):
             (result,) = begun.at.stepper.evaluate(begun.work, step)
         return float(result.loss)

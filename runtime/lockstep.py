@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar, cast, final
@@ -9,11 +10,16 @@ from typing import TypeVar, cast, final
 import torch
 
 from ..grammar.codes_build import LEFT_STEP
+from ..grammar.codes_run import CALLS_DIFFER
 from .faults import RunError
 from .state.gather import everywhere, exchange
 from .work import RankState
 
 _Made = TypeVar("_Made")
+Row = Sequence[int | torch.Tensor]
+"""The numbers that a rank tells the others; some may be int64 tensors without dims."""
+_TOGETHER, _HEAD = 32, 2
+"""The count of numbers that ranks exchange at a time, and of those before a row: its call's hash, and 1 for a fault."""
 
 
 @final
@@ -37,28 +43,34 @@ class Together:
             help_ = "end all processes; start again from the last checkpoint, by `session.restore` or `--resume`"
             raise RunError(LEFT_STEP, message, help_)
 
-    def agreed(self, make: Callable[[], _Made]) -> _Made:
+    def agreed(self, call: str, make: Callable[[], _Made]) -> _Made:
         """Call ``make`` on every rank, without the others, and return its result; where it fails on one rank, it fails
         on all.
 
         Raises:
-            RunError: the first rank's that failed, on all of them.
+            RunError: the first rank's that failed, on all of them; or as ``meet`` does.
         """
-        return self.exchanged(lambda: (make(), ()), 0)[0]
+        return self.exchanged(call, lambda: (make(), ()))[0]
 
-    def exchanged(
-        self, make: Callable[[], tuple[_Made, Sequence[int | torch.Tensor]]], width: int
-    ) -> tuple[_Made, list[list[int]]]:
-        """Call ``make`` on every rank as ``agreed`` does. It returns its result and a row of ``width`` numbers; return
-        the result of this rank, and the rows of all ranks.
+    def meet(self, call: str, row: Row = ()) -> list[list[int]]:
+        """Return every rank's row of numbers, in rank order, on every rank.
 
         Raises:
-            RunError: the first rank's that failed, on all of them.
+            RunError: on every rank: another rank is in another call.
+        """
+        return self.exchanged(call, lambda: (None, row))[1]
+
+    def exchanged(self, call: str, make: Callable[[], tuple[_Made, Row]]) -> tuple[_Made, list[list[int]]]:
+        """Call ``make`` on every rank as ``agreed`` does. It returns its result and a row of numbers; return the result
+        of this rank, and the rows of all ranks. ``call`` is what a person called, and all ranks are in the same.
+
+        Raises:
+            RunError: the first rank's that failed, on all of them; or as ``meet`` does.
         """
         self.check()
         fault: RunError | None = None
         made: _Made | None = None
-        row: Sequence[int | torch.Tensor] = [0] * width
+        row: Row = ()
         try:
             made, row = make()
         except RunError as error:
@@ -66,11 +78,24 @@ class Together:
         except BaseException:
             self._left = "what ranks make by themselves" if self.world > 1 else ""
             raise
-        rows = exchange([int(fault is not None), *row], self.world, self.device)
-        if any(row[0] for row in rows):
+        rows = self._exchange(call, [zlib.crc32(call.encode()), int(fault is not None), *row])
+        if len({other[0] for other in rows}) > 1:
+            raise _apart(everywhere(call, self.world))
+        if any(other[1] for other in rows):
             faults = everywhere(fault, self.world)
             raise fault or next(filter(None, faults))
-        return cast(_Made, made), [row[1:] for row in rows]
+        for begin in range(_TOGETHER - _HEAD, len(row), _TOGETHER):
+            more = self._exchange(call, row[begin:])
+            rows = [[*first, *others] for first, others in zip(rows, more, strict=True)]
+        return cast(_Made, made), [other[_HEAD : _HEAD + len(row)] for other in rows]
+
+    def _exchange(self, call: str, row: Row) -> list[list[int]]:
+        """Exchange a first part of rows: as many numbers whatever the call is, so that different ones meet."""
+        try:
+            return exchange([*row[:_TOGETHER], *[0] * (_TOGETHER - len(row))], self.world, self.device)
+        except RuntimeError as error:
+            error.add_note(f"rank {self.rank} was in `{call}`, for which it needs all other ranks")
+            raise
 
     @contextmanager
     def doing(self, what: str, state: RankState) -> Iterator[None]:
@@ -88,3 +113,28 @@ class Together:
             state.buffers = buffers
             self._left = what if self.world > 1 else ""
             raise
+
+
+def _apart(calls: Sequence[str]) -> RunError:
+    """Return the error of ranks that are in different calls, given each rank's."""
+    ranks: dict[str, list[int]] = {}
+    for rank, call in enumerate(calls):
+        ranks.setdefault(call, []).append(rank)
+    first, *others = (
+        f"{ranks_text(held)} {'is' if len(held) == 1 else 'are'} in `{call}`" for call, held in ranks.items()
+    )
+    help_ = "every rank calls every method, in the same order: leave out what keeps some from it, as `if rank == 0:`"
+    return RunError(CALLS_DIFFER, ", and ".join([first, *others]), help_)
+
+
+def ranks_text(numbers: Sequence[int]) -> str:
+    """Return ranks in words.
+
+    >>> ranks_text([0]), ranks_text([0, 2]), ranks_text([1, 2, 3])
+    ('rank 0', 'ranks 0 and 2', 'ranks 1 to 3')
+    """
+    if len(numbers) == 1:
+        return f"rank {numbers[0]}"
+    if numbers[-1] - numbers[0] == len(numbers) - 1 > 1:
+        return f"ranks {numbers[0]} to {numbers[-1]}"
+    return f"ranks {', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"

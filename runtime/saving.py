@@ -37,6 +37,7 @@ from .state.shards import Piece, ShardFile, write_shard
 from .state.stacks import KEY, layout_parts, part_shapes, piece_parts
 from .work import RankState
 
+SAVE, CHECK_SAVE, RESTORE = "session.save", "session.check_save", "session.restore"
 Slots = Mapping[str, Mapping[str, torch.Tensor | None]]
 """The slots of the optimizer's state of each parameter: a number, or None for a tensor like the parameter."""
 
@@ -129,6 +130,7 @@ class StateFiles:
         Raises:
             RunError: on every rank: ``folder`` holds something that is not a checkpoint, or one rank cannot write.
         """
+        self._together.meet(SAVE)
         with self._together.doing("a checkpoint", state):
             slots = {
                 name: numbers
@@ -144,8 +146,10 @@ class StateFiles:
                 with _writes(folder):
                     return stack.enter_context(replacing(folder)).name
 
-            fresh = everywhere(self._together.agreed(begin), self._world)[0]
-            shard = self._together.agreed(lambda: self._write(folder, fresh, self.written(state, optimizer, slots)))
+            fresh = everywhere(self._together.agreed(SAVE, begin), self._world)[0]
+            shard = self._together.agreed(
+                SAVE, lambda: self._write(folder, fresh, self.written(state, optimizer, slots))
+            )
             shards = everywhere(shard, self._world)
 
             def end() -> None:
@@ -154,7 +158,7 @@ class StateFiles:
                         write_index(folder.resolve().with_name(fresh), self.index(shards, slots), facts)
                         stack.close()
 
-            self._together.agreed(end)
+            self._together.agreed(SAVE, end)
 
     def check_shared(self, folder: Path) -> None:
         """Check that every rank finds what the first one makes beside ``folder``.
@@ -172,8 +176,8 @@ class StateFiles:
                     real.parent.mkdir(parents=True, exist_ok=True)
                     return Path(stack.enter_context(TemporaryDirectory(prefix=f".{real.name}.", dir=real.parent))).name
 
-            name = everywhere(self._together.agreed(probe), self._world)[0]
-            self._together.agreed(lambda: self._found(folder, name))
+            name = everywhere(self._together.agreed(CHECK_SAVE, probe), self._world)[0]
+            self._together.agreed(CHECK_SAVE, lambda: self._found(folder, name))
 
     def _found(self, folder: Path, name: str) -> Path:
         """Return the folder that the first rank made under a name beside ``folder``."""
@@ -238,15 +242,15 @@ class StateFiles:
             RunError: on every rank: it is of another model or optimizer, or not as it was written.
         """
         together = self._together
-        checkpoint, slots = together.agreed(lambda: open_checkpoint(build, folder))
-        steps = together.agreed(lambda: read_state(checkpoint, state.steps))
-        notes = together.agreed(lambda: check_residuals(checkpoint, self._stored))
+        checkpoint, slots = together.agreed(RESTORE, lambda: open_checkpoint(build, folder))
+        steps = together.agreed(RESTORE, lambda: read_state(checkpoint, state.steps))
+        notes = together.agreed(RESTORE, lambda: check_residuals(checkpoint, self._stored))
         notes += average_notes(checkpoint, build.manifest["optimizer"])
         mine = range(self._rank, len(checkpoint.index.files), self._world)
-        together.agreed(lambda: checkpoint.check_shards(mine))
+        together.agreed(RESTORE, lambda: checkpoint.check_shards(mine))
         try:
             with together.doing("the reading of a checkpoint", state):
-                together.agreed(lambda: self.read(checkpoint, slots, state, optimizer, keep_slots))
+                together.agreed(RESTORE, lambda: self.read(checkpoint, slots, state, optimizer, keep_slots))
         except RunError as error:
             note = "the session's state is in parts the old one"
             raise RunError(error.code, error.message, error.help, (*error.notes, note)) from None

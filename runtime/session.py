@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-import socket
 import threading
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, Self, overload
 
@@ -39,7 +37,7 @@ from .owners import held
 from .processes import default_device, join_processes, launched
 from .reporting import Reporting
 from .saving import LocalPart, StateFiles, checkpoint_facts, stored_of
-from .state.gather import Gatherer, everywhere, exchange
+from .state.gather import Gatherer, everywhere
 from .state.initial import Initial
 from .state.offload import Offloaded
 from .state.optimizer import rate, update
@@ -93,7 +91,7 @@ class Session:
             programs = build.every_program()
             self.backend = Distributed(self.mesh, programs, self.rank, self.device, self.role.axis, build.stage_ranks)
         self.regions = Regions(self.device) if compile else None
-        self.offloaded = self._together.agreed(lambda: Offloaded(build, self.role, self.rank, self.device))
+        self.offloaded = self._together.agreed("parc.load", lambda: Offloaded(build, self.role, self.rank, self.device))
         agreed = agreed_kernels(self.device, self.exchange)
         self.kernels = {**agreed, **self.offloaded.kernels} if self.offloaded.kernels else agreed
         self._by_sizes = BySizes(build, self._at)
@@ -154,7 +152,7 @@ class Session:
         """
         self._check_trains()
         self._reporting.begin()
-        begun = self._batches.begin(batch, local, self.state, self.step_number, self.last_step)
+        begun = self._batches.begin("session.step", batch, local, self.state, self.step_number, self.last_step)
         with self._together.doing(f"step {self.step_number + 1}", self.state):
             self._given = begun.at, begun.parts, dict(self.state.buffers)
             (result,) = begun.at.stepper.finish(begun.work, self.step_number)
@@ -168,9 +166,10 @@ class Session:
         buffers are as before it.
 
         Raises:
-            RunError: loss or norm is not finite; no parameter was changed. Every rank raises the same.
+            RunError: loss or norm is not finite, or the result was used before: on every rank, and nothing was changed.
         """
         self._check_trains()
+        result.take()
         loss, norm = float(result.loss), float(result.grad_norm) if result.grad_norm is not None else 0.0
         skipped = skips(self.state.steps, result.state, norm)
         if not skipped and not (math.isfinite(loss) and math.isfinite(norm)):
@@ -238,8 +237,7 @@ class Session:
 
     def exchange(self, row: Sequence[int]) -> list[list[int]]:
         """Return every rank's row of numbers, in rank order, on every rank."""
-        self._together.check()
-        return exchange(row, self.world, self.device)
+        return self._together.meet("session.exchange", row)
 
     def write_trace(self, path: Path | str) -> None:
         """Write every rank's actions with their times, for Perfetto or chrome://tracing.
@@ -250,7 +248,7 @@ class Session:
             RunError: the file cannot be written.
         """
         assert self.recorder is not None, "the session keeps no trace"
-        offset = clock_offset(self.exchange, self.rank, zlib.crc32(socket.gethostname().encode()))
+        offset = clock_offset(partial(self._together.meet, "session.write_trace"), self.rank)
         ranks = everywhere((f"rank {self.rank} ({self.role.name})", offset, self.recorder.spans), self.world)
         if self.rank == 0:
             with writing(Path(path)):
@@ -286,6 +284,7 @@ class Session:
                 return self.state_dict(True) if local else self.state_dict()
         if local:
             return self._files.local(self.state, self.build.manifest["aliases"], self._initial.kept)
+        self._together.meet("session.state_dict")
         with self._together.doing("a gathering of weights", self.state):
             return self._whole.gather(self.state, self._initial)
 

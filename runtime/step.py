@@ -26,7 +26,9 @@ from ..compiler.program.actions import (
 )
 from ..compiler.program.binding import COUNT, GRAD_NORM, LOSS, RNG, Binding
 from ..compiler.program.program import Function, Program
+from ..grammar.codes_run import RESULT_TAKEN
 from .communication import Backend, BoundTensors, PeerLost
+from .faults import RunError
 from .homes import Homes
 from .machine.execute import Machine
 from .mail import Mail
@@ -44,6 +46,19 @@ class StepResult:
     gradients: dict[str, torch.Tensor]
     metrics: dict[str, torch.Tensor] = field(default_factory=dict)
     state: dict[str, torch.Tensor] = field(default_factory=dict)
+    taken: bool = False
+    """True once an update has used it."""
+
+    def take(self) -> None:
+        """Note that an update uses the result.
+
+        Raises:
+            RunError: one has before.
+        """
+        if self.taken:
+            help_ = "give what the next `session.gradients` returns; batches add up by `schedule microbatches` alone"
+            raise RunError(RESULT_TAKEN, "an update has used these gradients already", help_)
+        self.taken = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -50,14 +52,14 @@ def recorded(recorder: Recorder | None, name: str, category: str, step: int) -> 
         yield
 
 
-def clock_offset(exchange: Callable[[Sequence[int]], list[list[int]]], rank: int, host: int, rounds: int = 8) -> int:
+def clock_offset(exchange: Callable[[Sequence[int]], list[list[int]]], rank: int, rounds: int = 8) -> int:
     """Return the nanoseconds by which this process's clock is ahead of rank 0's. ``exchange`` returns every rank's row
     of numbers.
 
     Processes of one host read one clock. Across hosts nobody has all readings before each was made, which bounds the
     offset from both sides; what is left of the round trip is the error.
     """
-    hosts = exchange([host])
+    hosts = exchange([zlib.crc32(socket.gethostname().encode())])
     low, high = -(2**62), 2**62
     for _ in range(rounds):
         mine = time.perf_counter_ns()

@@ -3,6 +3,7 @@ samples of each rank's own, or the plan's data. One exchange brings their hashes
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import final
@@ -15,7 +16,7 @@ from ...compiler.sizes.size_range import BATCH
 from ...compiler.sizes.template import sizes_text
 from ...grammar.codes_run import BATCHES_DIFFER
 from ..faults import RunError
-from ..lockstep import Together
+from ..lockstep import Row, Together, ranks_text
 from ..state.gather import everywhere
 from ..work import Batch, RankState, Work
 from .feed import LocalParts
@@ -24,6 +25,8 @@ from .sizes import AtSizes, BySizes
 GIVEN_KINDS = ("nothing, so it reads the plan's data", "a whole batch", "samples of its own")
 """The kinds of batch that a rank may give to a step, in words."""
 _DATA, _WHOLE, _LOCAL = range(3)
+LOOKS = 3
+"""The steps on samples of the ranks' own, from the first on, in which repeated samples are looked for."""
 _SIZES, _FIRST = 1, 2
 """Positions in a rank's row, which has the kind, a hash of the sizes, a hash of each input from ``_FIRST`` on, and the
 count."""
@@ -46,23 +49,26 @@ class Batches:
         self._by_sizes, self._mesh, self._together = by_sizes, mesh, together
         first = by_sizes()
         self._feed, self._keys = first.feed, first.stepper.counts
+        self._looks = LOOKS
 
     def begin(
-        self, batch: Batch | None, local: Batch | None, state: RankState, step: int, last: int | None, keep: bool = True
-    ) -> Begun:
+        self, call: str, batch: Batch | None, local: Batch | None, state: RankState, step: int, last: int | None,
+        keep: bool = True,
+    ) -> Begun:  # fmt: skip
         """Begin step ``step`` (from 0) on a whole batch, on the samples of this rank, or on the plan's data, of which
-        nothing is read beyond step ``last``. Without ``keep`` there is no backward.
+        nothing is read beyond step ``last``. ``call`` is the name of what is called. Without ``keep`` there is no
+        backward.
 
         Raises:
             RunError: on every rank: what one of them gave is not the plan's, or the ranks gave what is no one batch.
         """
-        if batch is not None and local is not None:
-            raise RunError(BATCHES_DIFFER, "both a whole batch and `local` samples were given", "give one of them")
         kind = _WHOLE if batch is not None else _DATA if local is None else _LOCAL
         given = local if batch is None else batch
         alone = self._together.world == 1
 
-        def make() -> tuple[Begun, list[int | torch.Tensor]]:
+        def make() -> tuple[Begun, Row]:
+            if batch is not None and local is not None:
+                raise RunError(BATCHES_DIFFER, "both a whole batch and `local` samples were given", "give one of them")
             at = self._by_sizes(given, self._feed.shares if kind == _LOCAL else {})
             part = at.feed.read(step, last) if given is None else at.feed.given(given, kind == _LOCAL, not alone)
             begun = Begun(at, part.parts, at.stepper.begin([state], [part.parts], step, keep))
@@ -72,7 +78,7 @@ class Batches:
 
         if alone:
             return make()[0]
-        begun, rows = self._together.exchanged(make, _FIRST + len(self._feed.types) + len(self._keys))
+        begun, rows = self._together.exchanged(call, make)
         self._hold(rows, begun.at)
         for at, key in enumerate(self._keys, _FIRST + len(self._feed.types)):
             if (own := begun.work[0].totals.get(key)) is not None:
@@ -99,6 +105,30 @@ class Batches:
                 both = f", and both are at {alike}" if alike else ""
                 message = f"`{name}` of rank {other[1]} is not that of rank {other[0]}{both}"
                 raise RunError(BATCHES_DIFFER, message, _every_rank(kind, self._samples(at), axes))
+        if kind == _LOCAL and self._looks:
+            self._looks -= 1
+            self._warn_of_repeats(rows)
+
+    def _warn_of_repeats(self, rows: Sequence[Sequence[int]]) -> None:
+        """Warn, once and on one rank, where ranks that should have other samples have the same."""
+        split = {
+            place: axes for place, name in enumerate(self._feed.types, _FIRST) if (axes := self._feed.batch_axes(name))
+        }
+        axes = tuple(dict.fromkeys(axis for each in split.values() for axis in each))
+        place = self._at(axes)
+        for rank in range(len(rows)):
+            alike = [other for other, row in enumerate(rows) if all(row[at] == rows[rank][at] for at in split)]
+            if (times := len({place(other) for other in alike})) > 1:
+                self._looks = 0
+                if self._together.rank == 0:
+                    by = " and ".join(f'`session.coordinates["{axis}"]`' for axis in axes)
+                    message = (
+                        f"{ranks_text(alike)} gave the same samples as `local`, so each of them counts {times} times;"
+                        f" give each rank its own, chosen by {by}: `parc.dataloader` does so, and torch's"
+                        " `DistributedSampler` with that as its `rank`"
+                    )
+                    warnings.warn(message, stacklevel=6)  # of who calls `session.step`
+                return
 
     def _at(self, axes: Sequence[str]) -> Callable[[int], Hashable]:
         def place(rank: int) -> Hashable:

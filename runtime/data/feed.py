@@ -264,7 +264,7 @@ class Feed:
             at = torch.searchsorted(torch.tensor(rows), numbers)
             value = samples[name].index_select(0, at)
             value = value if self._batched[name] else value[0]
-            self._check_numbers(name, value)
+            self._check_numbers(name, value, [self._line] if self._line else [])
             read[name].append(value)
             parts[index][name] = self._cut_rest(value, type_, 1 if self._batched[name] else 0)
         hashed = self._build.manifest["data"]["form"] in OWN_CODE
@@ -308,10 +308,9 @@ class Feed:
             raise RunError(BAD_DATA, f"`{name}` is {have.replace('torch.', '')}, not {wanted}", help_)
         self._check_numbers(name, value)
 
-    def _check_numbers(self, name: str, value: torch.Tensor) -> None:
+    def _check_numbers(self, name: str, value: torch.Tensor, notes: Sequence[str] = ()) -> None:
         """Check that class numbers are below the count of rows or classes: a split table would not notice."""
         if name in self._bounds and (message := beyond(name, value, *self._bounds[name])):
-            notes = [self._line] if self._line else []
             raise RunError(BAD_DATA, message, beyond_help(*self._bounds[name]), notes)
 
 

@@ -94,7 +94,7 @@ class Loader:
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         epoch, taken = first = self._next()
         while epoch == first[0]:
-            batch = self._together.agreed(partial(self._read, epoch, taken))
+            batch = self._together.agreed("parc.dataloader", partial(self._read, epoch, taken))
             self._feed.places[self._name] = epoch, taken + self._feed.batch
             yield batch
             epoch, taken = self._next()

@@ -44,7 +44,11 @@ def exchange(row: Sequence[int | torch.Tensor], world: int, device: torch.device
     without dims."""
     if world == 1:
         return [[int(number) for number in row]]
-    mine = torch.stack([torch.as_tensor(number, dtype=torch.int64, device=device) for number in row])
+    known = [0 if isinstance(number, torch.Tensor) else number for number in row]
+    mine = torch.tensor(known, dtype=torch.int64).to(device)
+    for place, number in enumerate(row):
+        if isinstance(number, torch.Tensor):
+            mine[place] = number
     rows = [torch.empty_like(mine) for _ in range(world)]
     with WAITS.ranks():
         dist.all_gather(rows, mine)

@@ -1,0 +1,93 @@
+"""Ranks that do not do the same: they are told who is where, and can go on; and gradients that are used twice."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import parc
+from parc.runtime.lockstep import Together
+from tests.runtime.ranks import run_ranks
+from tests.runtime.test_batches import own
+from tests.runtime.tiny import BOTH, EVAL, PLAN, batch, build
+
+
+def apart(path: str, folder: str) -> dict[str, Any]:
+    """Return what one of four ranks is told where rank 0 alone calls something else than the others do, and that of
+    the last two; and the losses before and after."""
+    with parc.load(path) as session:
+        first = session.evaluate(batch(0))
+        session.save(f"{folder}/kept")
+        calls: dict[str, Callable[[], Any]] = {
+            "save": lambda: session.save(f"{folder}/alone"),
+            "evaluate": lambda: session.evaluate(batch(0)),
+            "state_dict": session.state_dict,
+            "restore": lambda: session.restore(f"{folder}/kept"),
+            "exchange": lambda: session.exchange([1, 2, 3]),
+        }
+        said = {}
+        for name, call in calls.items():
+            with pytest.raises(parc.RunError) as error:
+                call() if session.rank == 0 else session.step()
+            said[name] = str(error.value)
+        with pytest.raises(parc.RunError) as error:
+            session.step(batch(0)) if session.rank < 2 else session.evaluate(batch(0))
+        said["two and two"] = str(error.value)
+        result = session.gradients(batch(0))
+        session.update(result)
+        with pytest.raises(parc.RunError) as error:
+            session.update(result)
+        return {"said": said, "twice": str(error.value), "losses": (first, float(result.loss), session.step_number)}
+
+
+def test_ranks_in_different_calls_are_told_who_is_where_and_the_session_goes_on(tmp_path: Path) -> None:
+    made = build(tmp_path, BOTH + EVAL, PLAN.replace("dropout=0.1", "dropout=0.0"))
+    ranks = run_ranks(apart, 4, str(made), str(tmp_path))
+    assert all(rank == ranks[0] for rank in ranks)
+    said = ranks[0]["said"]
+    way = "every rank calls every method, in the same order: leave out what keeps some from it, as `if rank == 0:`"
+    assert said["save"] == f"[P0418] rank 0 is in `session.save`, and ranks 1 to 3 are in `session.step`; {way}"
+    assert said.pop("two and two").startswith(
+        "[P0418] ranks 0 and 1 are in `session.step`, and ranks 2 and 3 are in `session.evaluate`; "
+    )
+    assert all(f"rank 0 is in `session.{name}`, and " in message for name, message in said.items())
+    assert not (tmp_path / "alone").exists()
+    loss, again, steps = ranks[0]["losses"]
+    assert loss == pytest.approx(again, rel=1e-6) and steps == 1
+    assert ranks[0]["twice"].startswith("[P0419] an update has used these gradients already; ")
+
+
+def many() -> list[list[int]]:
+    rank = torch.distributed.get_rank()
+    return Together(rank, 2, torch.device("cpu")).meet("a", [100 * rank + number for number in range(70)])
+
+
+def test_rows_longer_than_what_is_exchanged_at_a_time_arrive_whole() -> None:
+    assert run_ranks(many, 2) == [[list(range(70)), list(range(100, 170))]] * 2
+
+
+def repeated(path: str) -> list[list[str]]:
+    """Return the warnings of steps on samples of the ranks' own: other ones, the same, and the same again."""
+    said = []
+    with parc.load(path) as session:
+        for place in (session.coordinates["dp"], 0, 0):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                session.step(local=own(batch(0), place))
+            said.append([f"{Path(one.filename).name}: {one.message}" for one in caught])
+    return said
+
+
+def test_the_same_samples_on_ranks_that_should_have_other_ones_are_told_once(tmp_path: Path) -> None:
+    ranks = run_ranks(repeated, 4, str(build(tmp_path, BOTH)))
+    assert ranks == [[[], ranks[0][1], []], *[[[], [], []]] * 3]
+    assert ranks[0][1] == [
+        "test_calls.py: ranks 0 to 3 gave the same samples as `local`, so each of them counts 2 times; give each rank"
+        ' its own, chosen by `session.coordinates["dp"]`: `parc.dataloader` does so, and torch\'s `DistributedSampler`'
+        " with that as its `rank`"
+    ]
