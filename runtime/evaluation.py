@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import final
 
@@ -11,9 +12,11 @@ import torch
 
 from ..compiler.build.build import Build
 from ..compiler.layout.mesh import Mesh
-from ..compiler.program.binding import BUFFERS
-from ..grammar.codes_run import NO_EVALUATION
+from ..compiler.program.binding import BUFFERS, SCALE
+from ..grammar.codes_build import BAD_DATA
+from ..grammar.codes_run import BATCHES_DIFFER, NO_EVALUATION
 from .data.batches import Batches
+from .data.feed import Feed
 from .data.sizes import AtSizes, BySizes
 from .faults import RunError
 from .lockstep import Together
@@ -35,8 +38,41 @@ def evaluation_of(build: Build) -> Build:
     return build.evaluation
 
 
-BATCHES = 10
-"""The number of batches of an evaluation in a run whose plan does not say one."""
+BATCHES = 100
+"""The most batches of an evaluation in a run whose plan does not say how many."""
+_MEAN = "session.evaluation.mean"
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """The samples that an evaluation of a run reads: so many whole ``batches`` of its data, then a smaller one of
+    ``rest`` samples, 0 if there is none. ``note`` says what of the data is left out, or is ""."""
+
+    batches: int
+    rest: int = 0
+    note: str = ""
+
+
+def extent_of(feed: Feed, batches: int | None) -> Extent:
+    """Return what an evaluation of at most so many ``batches`` reads of its data; no sample comes twice.
+
+    Raises:
+        RunError: the data cannot be read, or has no batch for these programs.
+    """
+    count, most = feed.count, batches or BATCHES
+    if count is None:
+        return Extent(most)
+    whole, rest = divmod(count, feed.batch)
+    if whole + bool(rest) > most:
+        left = f"each evaluation reads {most} of the {whole + bool(rest)} batches of its data"
+        return Extent(most, note="" if batches else f"{left}; `batches N` in the plan's `eval` line reads N")
+    if rest and (fault := feed.tail_fault(rest)):
+        samples = f"{rest} sample{'s' * (rest != 1)}"
+        if not whole:
+            message = f"the evaluation's data has {samples}, and a batch takes {feed.batch}"
+            raise RunError(BAD_DATA, message, f"give it {feed.batch} or more, or make B smaller", [fault])
+        return Extent(whole, note=f"each evaluation leaves out the last {samples} of its data: {fault}")
+    return Extent(whole, rest)
 
 
 @final
@@ -64,21 +100,58 @@ class Evaluation:
         types = {name: type_ for name, type_ in constants_of(self._build).items() if name in names}
         return self._initial.buffers(types, self._build.manifest["constants"])
 
-    def mean(self, state: RankState) -> float:
-        """Return the mean of the losses of the first batches of the evaluation's data, as many as the plan says."""
-        batches = int(self._build.manifest["batches"] or BATCHES)
-        return sum(self.loss(None, None, state, number, batches) for number in range(batches)) / batches
+    @cached_property
+    def extent(self) -> Extent:
+        """The samples that each evaluation of a run reads.
 
-    def loss(
-        self, batch: Batch | None, local: Batch | None, state: RankState, step: int, last: int | None = None
-    ) -> float:
-        """Return the global loss of a batch, or of batch ``step`` (from 0) of the evaluation's data, of which nothing
-        is read beyond batch ``last``. Nothing of the ``state`` is changed."""
+        Collective: every rank asks for it.
+
+        Raises:
+            RunError: on every rank: the data cannot be read, or is not the same everywhere.
+        """
+
+        def make() -> tuple[Extent, list[int]]:
+            found = extent_of(self._by_sizes().feed, self._build.manifest["batches"])
+            return found, [found.batches, found.rest]
+
+        found, rows = self._together.exchanged(_MEAN, make)
+        if other := next((rank for rank, row in enumerate(rows) if row != rows[0]), None):
+            message = f"rank {other} has other samples to evaluate than rank 0: there are more, or fewer"
+            raise RunError(BATCHES_DIFFER, message, "give every rank the same data")
+        return found
+
+    def mean(self, state: RankState) -> float:
+        """Return the mean loss over the first batches of the evaluation's data, as many as the plan says, where there
+        are so many. Each counts by its targets, or, where the loss counts none, by its samples: the mean is that over
+        one large batch of all their samples."""
+        extent, feed, rest = self.extent, self._by_sizes().feed, None
+        if extent.rest:
+            rest = self._together.agreed(_MEAN, lambda: feed.beginning(extent.batches, extent.rest))
+        total, weights = 0.0, 0.0
+        for number in range(extent.batches + (rest is not None)):
+            batch = rest if number == extent.batches else None
+            loss, weight = self._weighed(batch, None, state, number, extent.batches)
+            if weight:  # the loss of a batch without a target is none
+                total, weights = total + loss * weight, weights + weight
+        return total / weights if weights else math.nan
+
+    def loss(self, batch: Batch | None, local: Batch | None, state: RankState, step: int) -> float:
+        """Return the global loss of a batch, or of batch ``step`` (from 0) of the evaluation's data. Nothing of the
+        ``state`` is changed."""
+        return self._weighed(batch, local, state, step, None)[0]
+
+    def _weighed(
+        self, batch: Batch | None, local: Batch | None, state: RankState, step: int, last: int | None
+    ) -> tuple[float, float]:
+        """Return the global loss of a batch, and the number of its targets, or, where the loss counts none, of its
+        samples. Of the evaluation's data nothing is read beyond batch ``last``."""
         own = replace(state, buffers={**state.buffers, **self._fixed})
         begun = self._batches.begin("session.evaluate", batch, local, own, step, last, keep=False)
         with self._together.doing("an evaluation", own):
             (result,) = begun.at.stepper.evaluate(begun.work, step)
-        return float(result.loss)
+        counts = begun.at.stepper.counts
+        weight = 1 / float(begun.work[0].totals[SCALE]) if counts else begun.at.feed.batch
+        return float(result.loss), weight
 
     def close(self) -> None:
         """Stop reading data."""

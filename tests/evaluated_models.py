@@ -16,3 +16,8 @@ class Moody(nn.Module):
         """Return the scores of 8 classes, [batch, 8]."""
         scores: torch.Tensor = self.second(self.drop(self.norm(torch.relu(self.first(x)))))
         return scores
+
+
+def wide() -> Moody:
+    """Return the classifier in float64."""
+    return Moody().double()

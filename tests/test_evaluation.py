@@ -26,47 +26,15 @@ from parc.runtime.compare.simulate import Simulation
 from parc.runtime.step import Stepper
 from tests.checked_plans import checked, compiled
 from tests.evaluated_models import Moody
+from tests.evaluated_plans import PLAN, PLANS, batch
 from tests.planted_builds import GoodBuild, judge
 from tests.planted_sites import Programs, sites
-from tests.runtime.ranks import run_ranks
 
 ROOT = Path(__file__).parent.parent
-PLAN = """
-model "tests.evaluated_models:Moody"
-input x float32 [B, 8]
-input targets int64 [B]
-sizes B=16
-loss cross_entropy(output, targets)
-optimizer adamw lr 1e-2
-steps 3
-eval
-"""
-DATA = "mesh dp=2\nshard x [B/dp, _]\nshard targets [B/dp]\nschedule microbatches 2\n"
-TENSOR = "mesh tp=2\ncolumn first over tp\nrow second over tp\n"
-STAGES = "mesh pp=2\nstage before second over pp\nschedule 1f1b microbatches 4\n"
-PLANS = {
-    "dp": DATA,
-    "tp": TENSOR,
-    "pp": STAGES,
-    "dp, tp": DATA.replace("dp=2", "dp=2, tp=2") + TENSOR.partition("\n")[2],
-    "dp, pp": DATA.replace("dp=2\n", "dp=2, pp=2\n").replace("microbatches 2", "1f1b microbatches 2")
-    + STAGES.splitlines()[1],
-    "zero 3": DATA + "zero 3 over dp\n",
-    "bf16": DATA + "zero 1 over dp\nprecision bf16\n",
-    "loss scale": DATA + "precision fp16 loss_scale dynamic\n",
-}
 
 
 def made(name: str) -> Compiled:
     return compiled(PLAN + PLANS[name], ROOT)
-
-
-def batch(step: int, samples: int = 16) -> dict[str, torch.Tensor]:
-    """Return a batch in which some targets are ignored."""
-    draw = torch.Generator().manual_seed(step)
-    targets = torch.randint(8, (samples,), generator=draw)
-    targets[1::5] = -100
-    return {"x": torch.randn(samples, 8, generator=draw), "targets": targets}
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -81,10 +49,9 @@ def test_the_loss_is_that_of_the_plain_module_in_eval(name: str) -> None:
     plain.load_state_dict({**case.parameters, **running}, strict=False)
     plain.double().eval()
     whole = batch(3)
-    expected = F.cross_entropy(plain(whole["x"].double()), whole["targets"])
-    wide = {"x": whole["x"].double(), "targets": whole["targets"]}
-    parts = [dict(zip(wide, part, strict=True))
-             for part in zip(*(value.chunk(case.microbatches) for value in wide.values()), strict=True)]  # fmt: skip
+    expected = F.cross_entropy(plain(whole["x"]), whole["targets"])
+    parts = [dict(zip(whole, part, strict=True))
+             for part in zip(*(value.chunk(case.microbatches) for value in whole.values()), strict=True)]  # fmt: skip
     for result in simulation.run(Stepper.loss, parts, 0):
         torch.testing.assert_close(result.loss, expected.detach(), rtol=1e-10, atol=0)
 
@@ -148,35 +115,6 @@ def test_a_build_whose_evaluation_is_not_its_plan_s_is_refused(tmp_path: Path) -
     manifest = {name: fact for name, fact in build.manifest.items() if name != "evaluation"}
     write_build(replace(build, texts=texts, manifest=manifest, evaluation=None), tmp_path / "build")
     assert main(["verify", str(tmp_path / "build"), "--static"]) == 5
-
-
-def run(path: str) -> tuple[list[float], list[float]]:
-    """Return evaluations of whole, small and other batches between steps, and the losses of the steps."""
-    with parc.load(path) as session:
-        evaluated, losses = [], []
-        for step in range(3):
-            evaluated.append(session.evaluate(batch(7)))
-            losses.append(session.step(batch(step)).loss)
-        return [*evaluated, session.evaluate(batch(8, 5)), session.evaluate(batch(8, 1))], losses
-
-
-def test_a_session_evaluates_between_steps_as_the_plain_module(tmp_path: Path) -> None:
-    step = made("dp, pp")
-    write_build(step.to_write(report_of(step)), tmp_path / "build")
-    plain = parc.reference(tmp_path / "build")
-    expected: list[float] = []
-    losses = []
-    for number in range(3):
-        expected.append(plain.evaluate(batch(7)))
-        losses.append(plain.step(batch(number)).loss)
-    small = batch(8, 5)
-    expected += [plain.evaluate(small), plain.evaluate(batch(8, 1))]
-    with torch.no_grad():
-        alone = F.cross_entropy(plain.module.eval()(small["x"]), small["targets"])
-    assert expected[3] == pytest.approx(float(alone), rel=1e-6)
-    for found, trained in run_ranks(run, 4, str(tmp_path / "build")):
-        assert found == pytest.approx(expected, rel=1e-5)
-        assert trained == pytest.approx(losses, rel=1e-5)
 
 
 def test_a_build_without_an_eval_line_says_what_is_missing(tmp_path: Path) -> None:

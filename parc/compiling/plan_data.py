@@ -48,7 +48,7 @@ def _open(plan: Plan, folder: Path, line: Data | Eval, said: SamplesSaid) -> Sam
         return None
     sizes = {name: size.low for name, size in plan.sizes.items()}
     facts = {"inputs": input_facts(plan), "loss": loss_facts(plan), "sizes": sizes, "seed": plan.seed}
-    return open_data(Wanted(said.facts(), facts, folder), held=line is plan.evaluation and bool(said.split))
+    return open_data(Wanted(said.facts(), facts, folder), line is plan.evaluation)
 
 
 @contextmanager

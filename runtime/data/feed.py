@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import math
 import threading
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,7 +26,7 @@ from ...grammar.codes_build import BAD_DATA
 from ..faults import RunError
 from ..waits import WAITS
 from .random_batch import beyond, beyond_help, class_bounds
-from .reading import Closing, RowReader
+from .reading import Closing, RowReader, in_thread
 from .samples import DataError, raised_at, sample_misfit
 from .sources import OWN_CODE, line_of, make_data
 from .tails import Tails
@@ -157,42 +155,49 @@ class Feed:
         Raises:
             RunError: the plan has no data, or it cannot be read.
         """
+        reader = self._opened()
+        ahead, self._ahead = self._ahead, None
+        with WAITS.data():
+            ready = ahead is not None and ahead[0] == step
+            rows = ahead[1].result() if ahead is not None and ready else self._read(reader, step, steps)
+        if steps is None or step + 1 < steps:
+            self._ahead = step + 1, in_thread(lambda: self._read(reader, step + 1, steps), self._closed)
+        parts = [{name: value.to(self._device) for name, value in part.items()} for part in rows.parts]
+        return Given(parts, rows.prints)
+
+    @property
+    def count(self) -> int | None:
+        """The number of samples of an epoch of the plan's data; None where there is no end, or none that is known.
+
+        Raises:
+            RunError: the plan has no data, or it cannot be read.
+        """
+        return self._opened().count
+
+    def beginning(self, step: int, count: int) -> dict[str, torch.Tensor]:
+        """Return the first ``count`` samples of step ``step`` (from 0) of the plan's data, the same on every rank.
+
+        Raises:
+            RunError: the plan has no data, or it cannot be read.
+        """
+        reader, rows = self._opened(), range(count)
+        with self._reading:
+            samples = self._samples(lambda: reader.rows(self.position(step), rows), step, 0)
+        return {name: samples[name] if self._batched[name] else samples[name][0] for name in self.types}
+
+    def _opened(self) -> RowReader:
         if self._reader is None:
             self._closed = threading.Event()
             line = self._build.manifest["data"] or {}
             source = Closing(make_data(self._build), self._closed)
             workers = int(line.get("workers", 0))
             self._reader = RowReader(source, self.rows, self.batch, workers)
-        ahead, self._ahead = self._ahead, None
-        with WAITS.data():
-            ready = ahead is not None and ahead[0] == step
-            rows = ahead[1].result() if ahead is not None and ready else self._read(self._reader, step, steps)
-        if steps is None or step + 1 < steps:
-            self._ahead = step + 1, self._read_ahead(self._reader, step + 1, steps)
-        parts = [{name: value.to(self._device) for name, value in part.items()} for part in rows.parts]
-        return Given(parts, rows.prints)
+        return self._reader
 
     def close(self) -> None:
         """Stop reading ahead, without waiting for a sample that is being made."""
         self._closed.set()
         self._reader = self._ahead = None
-
-    def _read_ahead(self, reader: RowReader, step: int, steps: int | None) -> Future[Given]:
-        """Read in a thread for which a process that ends does not wait: a person's callable may block forever."""
-        future: Future[Given] = Future()
-
-        def read() -> None:
-            try:
-                future.set_result(self._read(reader, step, steps))
-            except BaseException as error:  # whoever asks for this step is told
-                future.set_exception(error)
-
-        thread = threading.Thread(target=read, name="parc-data", daemon=True)
-        _READERS[thread] = self._closed
-        thread.start()
-        for other in [other for other in _READERS if not other.is_alive()]:
-            del _READERS[other]
-        return future
 
     @cached_property
     def _wanted(self) -> dict[tuple[str, int], torch.Tensor]:
@@ -228,6 +233,13 @@ class Feed:
         own = {name: samples[name][torch.searchsorted(rows, self.rows_of(name))] for name in self.types}
         return {name: value if self._batched[name] else value[0] for name, value in own.items()}
 
+    def tail_fault(self, count: int) -> str:
+        """Return the reason why there is no batch of ``count`` samples, fewer than a step takes, or "" if there is."""
+        ranges = self._build.template.ranges if self._build.template is not None else {}
+        if BATCH not in ranges or count in ranges[BATCH].values:
+            return "" if BATCH in ranges else self._tails.fault
+        return f"the build was made for {sizes_text({BATCH: ranges[BATCH]})}"
+
     def ignored_targets(self, count: int) -> Mapping[str, int]:
         """Return the inputs that are targets, with the number that is ignored, which completes a batch of ``count``
         samples.
@@ -239,24 +251,9 @@ class Feed:
 
     def _read(self, reader: RowReader, step: int, steps: int | None) -> Given:
         """Return every sample that this rank needs, read once, on the CPU."""
-        rows = self.rows
-        try:
-            with self._reading:
-                samples = reader(self.position(step), None if steps is None else self.position(steps))
-        except DataError as error:
-            notes = [note for note in (self._line, raised_at(error)) if note]
-            raise RunError(BAD_DATA, f"step {step + 1}: {error}", error.help, notes) from error
-        missing = [name for name in self.types if name not in samples]
-        if missing:
-            held = f"samples hold {', '.join(f'`{name}`' for name in samples)}"
-            help_ = f"name inputs as the data does: {held}"
-            raise RunError(BAD_DATA, f"samples have no `{missing[0]}`", help_, [self._line] if self._line else [])
-        first = {name: value[0] for name, value in samples.items()}
-        lines = [line for line in self._build.manifest["inputs"] if line["name"] in self.types]
-        sizes = {name: SizeRange(value, value) for name, value in self._build.manifest["sizes"].items()}
-        if wrong := sample_misfit(first, self.position(step) + rows[0], lines, sizes):
-            notes = [self._line] if self._line else []
-            raise RunError(BAD_DATA, wrong[1], self._sizes_of(wrong[0], first[wrong[0]].shape) or MISFIT_HELP, notes)
+        rows, end = self.rows, None if steps is None else self.position(steps)
+        with self._reading:
+            samples = self._samples(lambda: reader(self.position(step), end), step, rows[0])
         parts: LocalParts = [{} for _ in range(self._count)]
         read: dict[str, list[torch.Tensor]] = {name: [] for name in self.types}
         for (name, index), numbers in self._wanted.items():
@@ -269,6 +266,30 @@ class Feed:
             parts[index][name] = self._cut_rest(value, type_, 1 if self._batched[name] else 0)
         hashed = self._build.manifest["data"]["form"] in OWN_CODE
         return Given(parts, [int(digest(torch.cat(read[name]))) if hashed else 0 for name in self.types])
+
+    def _samples(self, read: Callable[[], dict[str, torch.Tensor]], step: int, row: int) -> dict[str, torch.Tensor]:
+        """Return samples of a step that ``read`` reads, from a ``row`` of its batch on; they are those of the plan.
+
+        Raises:
+            RunError: they cannot be read, or have other names, types or shapes.
+        """
+        notes = [self._line] if self._line else []
+        try:
+            samples = read()
+        except DataError as error:
+            raised = [note for note in (raised_at(error),) if note]
+            raise RunError(BAD_DATA, f"step {step + 1}: {error}", error.help, [*notes, *raised]) from error
+        if missing := [name for name in self.types if name not in samples]:
+            held = f"samples hold {', '.join(f'`{name}`' for name in samples)}"
+            help_ = f"name inputs as the data does: {held}"
+            raise RunError(BAD_DATA, f"samples have no `{missing[0]}`", help_, notes)
+        first = {name: value[0] for name, value in samples.items()}
+        lines = [line for line in self._build.manifest["inputs"] if line["name"] in self.types]
+        sizes = {name: SizeRange(value, value) for name, value in self._build.manifest["sizes"].items()}
+        if wrong := sample_misfit(first, self.position(step) + row, lines, sizes):
+            help_ = self._sizes_of(wrong[0], first[wrong[0]].shape) or MISFIT_HELP
+            raise RunError(BAD_DATA, wrong[1], help_, notes)
+        return samples
 
     def _index(self, type_: TensorType, dim: int) -> torch.Tensor:
         return dim_index(type_.shape[dim], dim, type_.placement, self._mesh, self._coordinates, None)
@@ -312,20 +333,6 @@ class Feed:
         """Check that class numbers are below the count of rows or classes: a split table would not notice."""
         if name in self._bounds and (message := beyond(name, value, *self._bounds[name])):
             raise RunError(BAD_DATA, message, beyond_help(*self._bounds[name]), notes)
-
-
-_READERS: dict[threading.Thread, threading.Event] = {}
-_END_S = 1.0
-
-
-@atexit.register
-def _end_reading() -> None:
-    """Give readers a moment to end: a thread that runs in torch when the interpreter ends crashes it."""
-    for closed in _READERS.values():
-        closed.set()
-    until = time.monotonic() + _END_S
-    for thread in list(_READERS):
-        thread.join(max(0.0, until - time.monotonic()))
 
 
 def input_types(programs: Mapping[str, Program]) -> dict[str, TensorType]:

@@ -71,17 +71,16 @@ class Ordered:
 
 
 def check_order(order: Order, batch: int) -> None:
-    """Check that an epoch of training has samples for a batch: no sample comes twice in one.
+    """Check that an epoch has samples for a batch: no sample comes twice in one.
 
     Raises:
         DataError: it has not.
     """
-    if order.count < batch and not order.held:
+    if order.count < batch:
         kept = f" beside the {order.kept} that `split` keeps" if order.kept else ""
         have = f"{order.count} sample{'s' * (order.count != 1)}"
-        raise DataError(
-            f"the data has {have}{kept}, and a step takes {batch}", f"give it {batch} or more, or make B smaller"
-        )
+        takes, smaller = (f", and a step takes {batch}", ", or make B smaller") if batch > 1 else ("", "")
+        raise DataError(f"the data has {have}{kept}{takes}", f"give it {batch} or more{smaller}")
 
 
 def permuted(number: int, count: int, key: str) -> int:

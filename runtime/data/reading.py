@@ -1,14 +1,17 @@
-"""The rows of batches, read where they are asked for, or ahead of that by worker processes of torch's loader."""
+"""The rows of batches, read where they are asked for, or ahead of that by a thread or by worker processes of torch's
+loader."""
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import threading
+import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
-from typing import final
+from typing import TypeVar, final
 
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -16,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from .datasets import IterableSource
 from .samples import DataError, SampleSource, raised_at, read_rows
 
+_Read = TypeVar("_Read")
 _AHEAD = 2  # batches that a worker has ready
 _FORK = "fork" if "fork" in multiprocessing.get_all_start_methods() else None  # what a plan names need not be pickled
 
@@ -86,6 +90,19 @@ class RowReader:
         self._next = self._end = -1
         self._items: Iterator[dict[str, Tensor] | Failed] = iter(())
 
+    @property
+    def count(self) -> int | None:
+        """The number of samples of an epoch, None where there is no end, or none that is known."""
+        return self._source.count
+
+    def rows(self, first: int, rows: Sequence[int]) -> dict[str, Tensor]:
+        """Return other rows of the batch whose first sample is ``first``, read here and now.
+
+        Raises:
+            DataError: they cannot be read.
+        """
+        return read_rows(self._source, first, rows)
+
     def __call__(self, first: int, end: int | None = None) -> dict[str, Tensor]:
         """Return the rows of the batch whose first sample is ``first``. Workers read no batch from sample ``end`` on.
 
@@ -118,3 +135,36 @@ class RowReader:
         with warnings.catch_warnings():  # from Python 3.12 on: of a fork beside threads, which is torch's own way here
             warnings.simplefilter("ignore", DeprecationWarning)
             self._items = iter(loader)
+
+
+_READERS: dict[threading.Thread, threading.Event] = {}
+_END_S = 1.0
+
+
+def in_thread(read: Callable[[], _Read], closed: threading.Event) -> Future[_Read]:
+    """Read in a thread for which a process that ends does not wait: a person's callable may block forever. ``closed``
+    is then set."""
+    future: Future[_Read] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(read())
+        except BaseException as error:  # whoever asks for the result is told
+            future.set_exception(error)
+
+    thread = threading.Thread(target=run, name="parc-data", daemon=True)
+    _READERS[thread] = closed
+    thread.start()
+    for other in [other for other in _READERS if not other.is_alive()]:
+        del _READERS[other]
+    return future
+
+
+@atexit.register
+def _end_reading() -> None:
+    """Give readers a moment to end: a thread that runs in torch when the interpreter ends crashes it."""
+    for closed in _READERS.values():
+        closed.set()
+    until = time.monotonic() + _END_S
+    for thread in list(_READERS):
+        thread.join(max(0.0, until - time.monotonic()))

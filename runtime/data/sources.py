@@ -124,9 +124,9 @@ OWN_CODE = ("callable", "dataset")
 """The forms whose samples are made by a person's code, which may differ from rank to rank."""
 
 
-def open_data(wanted: Wanted, held: bool = False) -> SampleSource:
-    """Return the samples of a line, without end, in their order, by the plan's inputs. With ``held`` they are those
-    that its ``split`` keeps for evaluation; ``count`` is then, too, the number of an epoch.
+def open_data(wanted: Wanted, evaluates: bool = False) -> SampleSource:
+    """Return the samples of a line, without end, in their order, by the plan's inputs. If it ``evaluates``, they are
+    those that its ``split`` keeps for that, or all; they need not fill a batch. ``count`` is the number of an epoch.
 
     Raises:
         CallableError: the callable cannot be had, or takes other arguments.
@@ -135,9 +135,9 @@ def open_data(wanted: Wanted, held: bool = False) -> SampleSource:
     source, line = OPENERS[wanted.line["form"]](wanted), wanted.line
     if source.count is None:
         return source
-    shuffled = bool(line.get("shuffle")) or line["form"] == "bytes"
+    shuffled, held = bool(line.get("shuffle")) or line["form"] == "bytes", evaluates and "split" in line
     order = Order(source.count, int(wanted.facts["seed"]), shuffled and not held, float(line.get("split", 0)), held)
-    check_order(order, wanted.batch)
+    check_order(order, 1 if evaluates else wanted.batch)
     return Ordered(source, order)
 
 
@@ -152,7 +152,7 @@ def make_data(build: Build) -> SampleSource:
         raise RunError(BAD_DATA, NO_DATA, NO_DATA_HELP)
     bounds = {name: bound for name, (bound, _) in class_bounds(build.reference).items()}
     try:
-        return open_data(Wanted(line, manifest, build.folder, bounds), build.evaluates and "split" in line)
+        return open_data(Wanted(line, manifest, build.folder, bounds), build.evaluates)
     except (CallableError, DataError) as error:
         notes = [note for note in (line_of(build), raised_at(error)) if note]
         message = f"the data's callable: {error}" if isinstance(error, CallableError) else str(error)

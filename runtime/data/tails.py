@@ -32,7 +32,8 @@ class Tails:
         return {name: bounds[name][1] or 0 for name in self._names if name in bounds and bounds[name][1] is not None}
 
     @cached_property
-    def _fault(self) -> str:
+    def fault(self) -> str:
+        """The reason why samples whose targets are ignored would change the loss, "" where they do not."""
         from ...compiler.verify.padding import tail_fault  # proves in sympy, which most runs need not import
 
         if self._balanced:
@@ -46,10 +47,10 @@ class Tails:
         Raises:
             RunError: they would change the loss.
         """
-        if self._fault:
+        if self.fault:
             message = f"the last batch of an epoch has {count} samples, and a step takes {self._size}"
             help_ = "`drop_last=True` leaves them out"
-            raise RunError(BAD_DATA, message, help_, [f"fewer would change its numbers: {self._fault}"])
+            raise RunError(BAD_DATA, message, help_, [f"fewer would change its numbers: {self.fault}"])
         return self._ignored
 
     def completed(self, batch: Mapping[str, torch.Tensor], shares: Mapping[str, int]) -> Mapping[str, torch.Tensor]:
@@ -71,12 +72,12 @@ class Tails:
         count = counts.pop()
         if counts or count == size:
             return batch
-        if not 0 < count < size or self._fault:
-            legal = f"{size}" if self._fault else f"1 to {size}"
-            why = f"fewer would change its numbers: {self._fault}" if self._fault else "B of the plan's `sizes` line"
+        if not 0 < count < size or self.fault:
+            legal = f"{size}" if self.fault else f"1 to {size}"
+            why = f"fewer would change its numbers: {self.fault}" if self.fault else "B of the plan's `sizes` line"
             samples = f"{count} sample{'s' * (count != 1)}"
             help_ = f"give {legal} samples, or build the plan for another B"
-            if self._fault:
+            if self.fault:
                 help_ += f"; a line `sizes B=LOW..{self._size} by STEP` is for several"
             what, takes = ("this rank's part", "of a step it takes") if shares else ("the batch", "a step takes")
             raise RunError(BAD_DATA, f"{what} has {samples}; {takes} {legal}", help_, [why])

@@ -156,6 +156,8 @@ def _at_the_start(session: Session, options: Options) -> Iterator[str]:
         yield f"{done}: nothing is left to train; `--steps K` trains on until step K"
         return
     yield from session.notes
+    if options.eval_every and (left := session.evaluation.extent.note):
+        yield left
     if said := rate_ends(session.build, options.steps):
         yield said
     if idle := session.offloaded.idle:

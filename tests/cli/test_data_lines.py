@@ -30,6 +30,10 @@ class Rows(torch.utils.data.Dataset):
 
 def three():
     return Rows(3)
+
+
+def none():
+    return Rows(0)
 """
 SAID = {
     'dataset "./samples.py:three"': """\
@@ -67,12 +71,12 @@ error[P0003]: `tokens` needs GLOBS: strings
   |           ^^^^^^
 help: usage: data tokens GLOBS [dtype TYPE] [pack] [end N] [shuffle] [split X] [workers N]
 """,
-    'bytes "*.py"\neval every 3 data dataset "./samples.py:three"': """\
-error[P0303]: the data has 3 samples, and a step takes 8
+    'bytes "*.py"\neval every 3 data dataset "./samples.py:none"': """\
+error[P0303]: the data has 0 samples
  --> plan.parc:8:27
-8 | eval every 3 data dataset "./samples.py:three"
-  |                           ^^^^^^^^^^^^^^^^^^^^
-help: give it 8 or more, or make B smaller
+8 | eval every 3 data dataset "./samples.py:none"
+  |                           ^^^^^^^^^^^^^^^^^^^
+help: give it 1 or more
 """,
     'folder "wiki"': """\
 error[P0303]: wiki cannot be read as a dataset: Directory wiki not found

@@ -55,4 +55,4 @@ def test_fewer_samples_than_a_batch_are_refused() -> None:
         check_order(Order(4, 0, True), 5)
     with pytest.raises(DataError, match="the data has 4 samples beside the 1 that `split` keeps, and a step takes 5"):
         check_order(Order(5, 0, True, 0.1), 5)
-    check_order(Order(5, 0, True, 0.1, held=True), 5)
+    check_order(Order(5, 0, True, 0.1, held=True), 1)
