@@ -30,6 +30,8 @@ from .state.checkpoint import Checkpoint, CheckpointReader
 from .state.initial import Initial
 
 SUFFIX = ".safetensors"
+_OTHER_FORMS = (".pt", ".pth", ".bin", ".ckpt", ".npz", ".npy", ".h5", ".gguf", ".onnx", ".pkl", ".zip")
+"""The ends of the names of files with weights in other forms than parc writes."""
 _AVERAGES = f"optimizer.{AVERAGE}."
 """The beginning of the names that averages have in a checkpoint."""
 
@@ -63,7 +65,7 @@ def export_weights(build: Build, folder: Path, out: Path, form: ExportForm = Exp
 
     Raises:
         RunError: the checkpoint is of another model, altered, or without averages; there are no adapters to merge; or
-            ``out`` exists or cannot be written.
+            ``out`` exists, is named as a file of another form, or cannot be written.
     """
     checkpoint, _ = open_checkpoint(build, folder)
     if form.ema and not any(key.startswith(_AVERAGES) for key in checkpoint.shapes):
@@ -71,6 +73,10 @@ def export_weights(build: Build, folder: Path, out: Path, form: ExportForm = Exp
         raise RunError(NO_AVERAGES, f"`{folder}` has no averages of weights", help_)
     checkpoint.check_shards([*checkpoint.index.shards])
     one_file = out.suffix == SUFFIX
+    if out.suffix in _OTHER_FORMS:
+        stem = out.with_suffix("")
+        help_ = f"`-o {stem}{SUFFIX}` writes one file, and `-o {stem}` a folder as `from_pretrained` reads it"
+        raise RunError(BAD_STATE, f"weights are written as safetensors, and `{out}` is named as something else", help_)
     if out.exists() and (one_file or not out.is_dir() or any(out.iterdir())):
         raise RunError(BAD_STATE, f"`{out}` exists; it is left as it is", "name a new file or a new folder")
     try:

@@ -27,7 +27,7 @@ from ..compiler.sizes.size_range import BATCH
 from ..grammar.codes_build import BAD_BUILD, BAD_STATE, MODEL_FAILED, OTHER_TORCH, WORLD_SIZE
 from ..grammar.nearest import listed
 from .faults import RunError
-from .state.checkpoint import Checkpoint, read_checkpoint
+from .state.checkpoint import Checkpoint, is_checkpoint, read_checkpoint
 from .state.optimizer import restore_optimizer
 from .state.residuals import stored_residuals
 from .state.stacks import part_shapes
@@ -102,6 +102,9 @@ def open_build(path: Path | str) -> Build:
     try:
         return read_build(Path(path))
     except BuildError as error:
+        if is_checkpoint(Path(path)):
+            help_ = f"name the build; `parc run BUILD --resume {path}` goes on from the checkpoint"
+            raise RunError(BAD_BUILD, f"`{path}` is a checkpoint, not a build", help_) from None
         raise RunError(BAD_BUILD, str(error), error.help) from None
 
 

@@ -37,10 +37,15 @@ def export_command(given: argparse.Namespace) -> int:
 
     from parc.runtime.export import ExportForm, export_weights
     from parc.runtime.opening import build_of, open_build
+    from parc.runtime.state.checkpoint import is_checkpoint
 
     *builds, checkpoint = given.places
     if len(builds) > 1:
         say("parc export: one checkpoint, and before it at most its build")
+        return 2
+    if builds and is_checkpoint(builds[0]) and not is_checkpoint(checkpoint):
+        say(f"parc export: `{builds[0]}` is a checkpoint, and the build stands before it")
+        say(f"help: parc export {checkpoint} {builds[0]} -o {given.out}")
         return 2
     dtype = getattr(torch, _TYPES[given.dtype]) if given.dtype is not None else None
     form = ExportForm(dtype=dtype, shard_bytes=given.shard_size, ema=given.ema, merge=given.merge)

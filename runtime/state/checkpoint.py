@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from ...compiler.build.directory import MANIFEST
 from ...compiler.build.folders import FolderError, FolderHeld, check_place, current, hold_folder
 from ...compiler.build.json_schema import FormError
 from ...compiler.initial.files import OpenedFiles, held_type, shown_faults
@@ -245,7 +246,8 @@ def _crossed(runs: Sequence[EntryRun], part: EntryRanges) -> list[tuple[int, int
     return crossings(runs, packed(part))
 
 
-def _is_checkpoint(path: Path) -> bool:
+def is_checkpoint(path: Path) -> bool:
+    """Return whether a folder looks like one that a run saves to."""
     return (path / FACTS).is_file() and not path.name.startswith(".")
 
 
@@ -268,7 +270,8 @@ def read_checkpoint(folder: Path) -> Checkpoint:
                 raise ValueError(f"its {FACTS} has {place!r} as the place of the loader {name!r}")
     except FileNotFoundError:
         lacks = f"is not a checkpoint: it has no {FACTS} or no {TENSORS}" if folder.exists() else "does not exist"
-        help_ = path_meant(named, _is_checkpoint, "name a folder that `parc run --save` or `session.save` wrote")
+        lacks = "is a build, not a checkpoint" if (folder / MANIFEST).is_file() else lacks
+        help_ = path_meant(named, is_checkpoint, "name a folder that `parc run --save` or `session.save` wrote")
         raise RunError(BAD_STATE, f"`{named}` {lacks}", help_) from None
     except (SafetensorError, FormError, ValueError, KeyError, TypeError, AttributeError, OSError) as broken:
         file = f"{TENSORS} in " if isinstance(broken, SafetensorError) else ""

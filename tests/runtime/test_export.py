@@ -159,6 +159,20 @@ def test_what_cannot_be_exported_is_said(tmp_path: Path, capsys: pytest.CaptureF
     assert export(tmp_path, "full") == 1
     assert "exists; it is left as it is" in capsys.readouterr().err
     assert export(tmp_path, "out", "--shard-size", "5") == 2
+    assert export(tmp_path, "out.pt") == 1
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"`-o {tmp_path}/out.safetensors` writes one file, and `-o {tmp_path}/out` a folder" in said
+    build, saved = str(tmp_path / "build"), str(tmp_path / "saved")
+    assert main(["export", saved, build, "-o", "out"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert said == (
+        f"parc export: `{saved}` is a checkpoint, and the build stands before it"
+        f" help: parc export {build} {saved} -o out"
+    )
+    assert main(["run", saved]) == 1
+    assert f"`{saved}` is a checkpoint, not a build" in " ".join(capsys.readouterr().err.split())
+    assert main(["export", build, "-o", "out"]) == 1
+    assert f"`{build}` is a build, not a checkpoint" in " ".join(capsys.readouterr().err.split())
     assert export(tmp_path, "out", "--merge") == 1
     assert "no adapter wraps a layer" in capsys.readouterr().err
     (tmp_path / "other").mkdir()
