@@ -15,7 +15,7 @@ from parc.compiler.resolve.context_lines import RING_METHODS, context_lines
 from parc.compiling.compiled import Compiled
 from parc.compiling.size_ranges import line_span
 from parc.grammar.codes_build import AVERAGED, ROUNDED_UPDATES, UNASKED_RESHARD, WITHOUT_RULE
-from parc.grammar.codes_model import MEANT_OTHERWISE, NUMBER_CHANGED, PASSED_ON
+from parc.grammar.codes_model import MEANT_OTHERWISE, NOT_REACHED, NUMBER_CHANGED, PASSED_ON
 from parc.grammar.codes_placement import SMALL_BUCKET, WHOLE_KEYS
 from parc.grammar.diagnostics import Diagnostic, Label, Severity
 from parc.grammar.nearest import did_you_mean, listed
@@ -31,7 +31,7 @@ def warnings_of(compiled: Compiled) -> tuple[Diagnostic, ...]:
     """Return every warning of a compiled plan: of its lines, reshards, operators without a rule, loss, and weights."""
     warnings = (*_reshards(compiled), *_rules(compiled), *_averaged(compiled), *_rounded(compiled), *_large(compiled))
     warnings = (*_whole_keys(compiled), *warnings)
-    warnings = (*compiled.copies.notes, *_passed_on(compiled), *_changed(compiled), *warnings)
+    warnings = (*compiled.copies.notes, *_passed_on(compiled), *_not_reached(compiled), *_changed(compiled), *warnings)
     return (*compiled.plan.warnings, *compiled.resolved.warnings, *warnings)
 
 
@@ -119,6 +119,22 @@ def _passed_on(compiled: Compiled) -> Iterator[Diagnostic]:
             PASSED_ON, f"{message}, and nothing reads it" if unread else message, Label(line.arguments.span("name")),
             help=did_you_mean(place, free, "take the line out, or see what the model calls it") if unread else "",
             severity=Severity.WARNING if unread else Severity.NOTE,
+        )  # fmt: skip
+
+
+def _not_reached(compiled: Compiled) -> Iterator[Diagnostic]:
+    """Warn of weights that would be trained if the loss depended on them."""
+    trained = compiled.captured.trainable()
+    names = [name for name in compiled.captured.placeholders("parameter") if name not in trained | compiled.frozen]
+    if names:
+        which = f"{len(names)} weights, first `{names[0]}`, are" if len(names) > 2 else listed(names)
+        which += "" if len(names) > 2 else " are" if len(names) > 1 else " is"
+        module = names[0].rpartition(".")[0] or names[0]
+        yield Diagnostic(
+            NOT_REACHED, f"{which} not trained: the loss does not depend on {'them' if len(names) > 1 else 'it'}",
+            Label(compiled.plan.loss.arguments.statement.span),
+            help=f"add a term to the loss that reads what they compute, or write `freeze {module}` if they are to stay as"
+            " they are", severity=Severity.WARNING,
         )  # fmt: skip
 
 

@@ -20,9 +20,10 @@ import parc
 from parc.cli import main
 from parc.grammar.codes import CODES
 from parc.grammar.diagnostics import render
+from parc.runtime import lockstep
 from parc.runtime.faults import RunError
 from parc.runtime.state.checkpoint import target_held
-from tests.runtime.tiny import EXAMPLES, ONE, PLAN, TENSOR, build
+from tests.runtime.tiny import EXAMPLES, ONE, PLAN, TENSOR, batch, build
 
 MODELS = (Path(__file__).parent / "message_models.txt").read_text()
 
@@ -121,6 +122,7 @@ COMMANDS = {
     "P0244": Case("plain", GPIPE, "mesh pp=2\nstage before drop over pp\n", of="Normed"),
     "P0250": Case("plain", lines=AXES, words=("build", "tiny.parc")),
     "P0256": Case("solved", lines=ONE),
+    "P0273": Case("plain", lines=ONE, of="Sided"),
     "P0270": Case("numpy", words=("init", "./models.py:Model", "way=numpy")),
     "P0272": Case("plain", lines="eval\n", of="Sided"),
     "P0271": Case(words=("init", "models.py")),
@@ -175,14 +177,25 @@ def runs(folder: Path) -> list[str]:
     with pytest.raises(RunError) as stopped:
         session.evaluate({})
     said.append(render(stopped.value.diagnostic()))
+    result = session.gradients(batch(0))
+    session.update(result)
+    with pytest.raises(RunError) as stopped:
+        session.update(result)
+    said.append(render(stopped.value.diagnostic()))
+    with (
+        patch.multiple(lockstep, exchange=lambda row, *_: [row, [0]], everywhere=lambda own, _: [own, "session.step"]),
+        pytest.raises(RunError) as stopped,
+    ):
+        session.state_dict()
+    said.append(render(stopped.value.diagnostic()))
+    with pytest.raises(RunError) as stopped:
+        session.step({}, local={})
+    said.append(render(stopped.value.diagnostic()))
     session._together.world = 2  # as if there were another rank, which no test of messages needs
     with pytest.raises(ZeroDivisionError), session._together.doing("step 1", session.state):
         raise ZeroDivisionError
     with pytest.raises(RunError) as stopped:
         session.exchange([0])
-    said.append(render(stopped.value.diagnostic()))
-    with pytest.raises(RunError) as stopped:
-        session.step({}, local={})
     said.append(render(stopped.value.diagnostic()))
     with pytest.raises(RunError) as stopped:
         session.state_dict(ema=True)
@@ -206,7 +219,7 @@ def compiles(folder: Path) -> list[str]:
 
 SCENES: dict[str, Callable[[Path], list[str]]] = {
     "P0210 P0211 P0212": altered,
-    "P0301 P0304 P0307 P0412 P0222 P0414 P0411 P0413 P0302 P0303 P0416 P0230 P0410 P0415": runs,
+    "P0301 P0304 P0307 P0412 P0222 P0414 P0411 P0413 P0302 P0303 P0416 P0419 P0418 P0410 P0230 P0415": runs,
     "P0305 P0306": compiles,
 }  # fmt: skip
 GOLDEN = Path(__file__).parent / "golden" / "built_messages.txt"
