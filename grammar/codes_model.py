@@ -45,8 +45,8 @@ NOT_REACHED = shown(
     name="P0273",
     title="weights that the loss does not depend on",
     why="a model may compute more than its loss reads, such as the scores of a second head. No gradient comes to the"
-    " weights of what is left out, so they stay as they are initialized; a build has no state for them. If that is meant,"
-    " a `freeze` line says so.",
+    " weights of what is left out, so they stay as they are initialized, and a build has no state for them. If that is"
+    " meant, a `freeze` line says so.",
     example="loss cross_entropy(output.0, labels)   # forward returns (self.head(x), self.other(x))",
     instead="loss cross_entropy(output.0, labels) + 0.5 cross_entropy(output.1, kinds)",
 )

@@ -133,8 +133,8 @@ def _not_reached(compiled: Compiled) -> Iterator[Diagnostic]:
         yield Diagnostic(
             NOT_REACHED, f"{which} not trained: the loss does not depend on {'them' if len(names) > 1 else 'it'}",
             Label(compiled.plan.loss.arguments.statement.span),
-            help=f"add a term to the loss that reads what they compute, or write `freeze {module}` if they are to stay as"
-            " they are", severity=Severity.WARNING,
+            help=f"add a term to the loss that reads what they compute, or write `freeze {module}` if that is meant",
+            severity=Severity.WARNING,
         )  # fmt: skip
 
 
