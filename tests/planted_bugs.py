@@ -15,6 +15,7 @@ from tests.planted_compressed import compressed_rows
 from tests.planted_context import context_rows
 from tests.planted_conversions import CONVERSIONS
 from tests.planted_early import EARLY
+from tests.planted_evaluations import evaluation_rows, pipeline_rows
 from tests.planted_experts import expert_rows
 from tests.planted_integers import bounded, shortened
 from tests.planted_large import refusals
@@ -116,5 +117,7 @@ if __name__ == "__main__":
     print(table_text(expert_rows(), "experts over ranks"))
     print(table_text(sequence_rows(), "split sequences"))
     print(table_text(context_rows(), "sequences over ranks"))
+    print(table_text(evaluation_rows(), "evaluations"))
+    print(table_text(pipeline_rows(), "evaluations of pipelines, by texts alone"))
     print(table_text(refusals(60), "large builds, by texts alone"))
     print(table_text(size_refusals(60), "ranges of sizes, by texts alone"))

@@ -21,6 +21,8 @@ from parc.grammar.source import Source
 from parc.runtime.compare.model_run import Case
 from parc.runtime.compare.simulate import TOLERANCE, compare
 from tests.captured_once import compile_once
+from tests.evaluated_plans import PLAN
+from tests.evaluated_plans import PLANS as EVALUATED_PLANS
 from tests.planted_rows import CHECKS
 from tests.planted_sites import Programs
 
@@ -157,7 +159,7 @@ shard model.layers.*.mlp.experts.gate_up_proj [_/ep, (2 _/tp), _]
 shard model.layers.*.mlp.experts.down_proj [_/ep, _, _/tp]
 """
 
-_PLANS = {
+PLANS = {
     "gpt dp=2, tp=2, two microbatches": ("examples", _GPT + _GPT_LINES),
     "llama dp=2, tp=2, split sequences": ("examples", _LLAMA + "sequence model.layers.* over tp\n"),
     "stack tp=2, two microbatches": ("tests", _STACK),
@@ -184,16 +186,16 @@ _PLANS = {
     ),
 }
 COMPRESSED_BUILD = "stack dp=2, compressed"
-_PLANS[COMPRESSED_BUILD] = ("tests", _STACK[: _STACK.index("mesh")] + _COMPRESSED)
-BUILDS = tuple(_PLANS)
+PLANS[COMPRESSED_BUILD] = ("tests", _STACK[: _STACK.index("mesh")] + _COMPRESSED)
+BUILDS = tuple(PLANS)
 EXPERT_BUILDS = (
     "experts dp=2, ep=2",
     "experts ep=2, tp=2",
     "experts dp=4 as ep=2, edp=2",
     "experts dp=2, tp=2 as ep=4",
 )
-_PLANS[EXPERT_BUILDS[0]] = ("tests", _EXPERTS.replace("mesh ep=2", "mesh dp=2, ep=2").replace("B/ep", "B/dp/ep"))
-_PLANS[EXPERT_BUILDS[1]] = ("tests", _EXPERTS.replace("mesh ep=2", "mesh ep=2, tp=2") + _INSIDE)
+PLANS[EXPERT_BUILDS[0]] = ("tests", _EXPERTS.replace("mesh ep=2", "mesh dp=2, ep=2").replace("B/ep", "B/dp/ep"))
+PLANS[EXPERT_BUILDS[1]] = ("tests", _EXPERTS.replace("mesh ep=2", "mesh ep=2, tp=2") + _INSIDE)
 _VIEW, _ATTENTION = (
     "view {} in model.layers.*.mlp.experts\n",
     """\
@@ -201,19 +203,19 @@ column model.layers.*.self_attn.{q,k,v}_proj over tp
 row model.layers.*.self_attn.o_proj over tp
 """,
 )
-_PLANS[EXPERT_BUILDS[2]] = (
+PLANS[EXPERT_BUILDS[2]] = (
     "tests", _EXPERTS.replace("mesh ep=2", "mesh dp=4").replace("B/ep", "B/dp") + _VIEW.format("dp as ep=2, edp=2")
 )  # fmt: skip
-_PLANS[EXPERT_BUILDS[3]] = (
+PLANS[EXPERT_BUILDS[3]] = (
     "tests",
     _EXPERTS.replace("mesh ep=2", "mesh dp=2, tp=2").replace("B/ep", "B/dp")
     + _VIEW.format("dp, tp as ep=4")
     + _ATTENTION,
 )
 AUXILIARY_BUILD = "experts dp=2, ep=2, auxiliary loss"
-_PLANS[AUXILIARY_BUILD] = (
+PLANS[AUXILIARY_BUILD] = (
     "tests",
-    _PLANS[EXPERT_BUILDS[0]][1]
+    PLANS[EXPERT_BUILDS[0]][1]
     .replace('name="Mixtral"', 'name="Mixtral", output_router_logits=true')
     .replace("(output.logits, targets)", "(output.logits, targets) + 0.01 output.aux_loss"),
 )
@@ -230,10 +232,12 @@ mesh {}
 shard tokens, document, targets [B/dp, _]
 context blocks.* dim S over cp using {}
 """
-_PLANS[CONTEXT_BUILDS[0]] = ("tests", _CONTEXT.format("window", "dp=1, cp=3", "zigzag"))
-_PLANS[CONTEXT_BUILDS[1]] = ("tests", _CONTEXT.format("causal", "dp=2, cp=2", "ring"))
+PLANS[CONTEXT_BUILDS[0]] = ("tests", _CONTEXT.format("window", "dp=1, cp=3", "zigzag"))
+PLANS[CONTEXT_BUILDS[1]] = ("tests", _CONTEXT.format("causal", "dp=2, cp=2", "ring"))
+MOODY_BUILD = "batch norm, dp=2, tp=2"
+PLANS[MOODY_BUILD] = ("tests", PLAN.replace("\neval\n", "\n") + EVALUATED_PLANS["dp, tp"])
 OFFLOADED = "gpt dp=2, zero 3, bf16, offloaded"
-_PLANS[OFFLOADED] = (
+PLANS[OFFLOADED] = (
     "examples",
     _GPT.replace("layers=2", "layers=1").replace("tp=2", "tp=1") + _ZERO_3 + _OFFLOAD,
 )
@@ -250,7 +254,7 @@ class GoodBuild:
 
 @cache
 def _compiled(name: str) -> Compiled:
-    folder, text = _PLANS[name]
+    folder, text = PLANS[name]
     return compile_once(read_plan(Source("planted.parc", text)), ROOT / folder)
 
 

@@ -117,6 +117,8 @@ def places(programs: Programs) -> Mutants:
         for other in programs.values():
             if other.action == program.action and other.role != program.role:
                 yield f"{name} says it is {other.role}", {**rest, file_of(other): replace(program, role=other.role)}
+                if other.functions == program.functions:  # as the idle ones of an evaluation
+                    continue
                 swapped = {name: replace(other, role=program.role), file_of(other): replace(program, role=other.role)}
                 yield f"{name} and {file_of(other)} swapped", {**programs, **swapped}
         for role in ("stage4", "stage9", "pp0", "pp2", "stage0x"):
@@ -178,11 +180,11 @@ def norms(programs: Programs) -> Mutants:
 
 def gradients(programs: Programs) -> Mutants:
     """Return no gradient of a trained parameter from a stage, or scale one that it received or made again."""
-    scale = next(value for program in programs.values() if program.action == "B" for value in program.main.parameters
-                 if value.binding == SCALE)  # fmt: skip
+    scale = next((value for program in programs.values() if program.action == "B" for value in program.main.parameters
+                  if value.binding == SCALE), None)  # fmt: skip
     for name, program in programs.items():
         main, values = program.main, program.main.values()
-        if program.action != "B":
+        if program.action != "B" or scale is None:  # an evaluation scales no gradient
             continue
         given = main.parameters if scale in main.parameters else (*main.parameters, scale)
         for at, (key, value) in enumerate(main.returns):

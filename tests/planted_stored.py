@@ -88,8 +88,9 @@ def stale(build: GoodBuild) -> Iterator[Mutant]:
     gathers = [action for action in actions if action.kind == UNSHARD]
     for gather in gathers:
         rest = [action for action in actions if action != gather]
-        ends = {"after the update": len(rest), "before the update": [action.kind for action in rest].index(STEP)}
-        ends["after the first forward"] = [action.kind for action in rest].index(FORWARD) + 1
+        kinds = [action.kind for action in rest]
+        ends = {"after the first forward": kinds.index(FORWARD) + 1, "at the end": len(rest)}
+        ends |= {"before the update": kinds.index(STEP)} if STEP in kinds else {}
         for when, at in ends.items():
             yield Mutant("stale gather", f"UNSHARD {when}", build.case.programs, [*rest[:at], gather, *rest[at:]])
         yield Mutant("stale gather", "no UNSHARD", build.case.programs, rest)

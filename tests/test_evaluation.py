@@ -4,7 +4,6 @@ wrong."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from parc.checking.checks import case_of, static_faults
 from parc.checking.reports import report_of
 from parc.cli import main
 from parc.compiler.build.directory import read_build, write_build
-from parc.compiler.program.program import Line, Ref
 from parc.compiling.compiled import Compiled
 from parc.compiling.plan_data import check_sample
 from parc.grammar.codes_build import READ_IN_EVAL
@@ -27,8 +25,6 @@ from parc.runtime.step import Stepper
 from tests.checked_plans import checked, compiled
 from tests.evaluated_models import Moody
 from tests.evaluated_plans import PLAN, PLANS, batch
-from tests.planted_builds import GoodBuild, judge
-from tests.planted_sites import Programs, sites
 
 ROOT = Path(__file__).parent.parent
 
@@ -71,38 +67,6 @@ def test_programs_of_an_evaluation_are_forward_alone_and_checked(name: str) -> N
     for program in evaluation.files():
         if program.action == "F":
             assert not program.main.returned("saved") and not program.main.returned("buffer")
-
-
-def mutants(programs: Programs) -> Iterator[tuple[str, Programs]]:
-    """Yield programs of an evaluation with one bug."""
-    for site in sites(programs, lambda line: line.op.startswith("parc.all_reduce")):
-        yield site.named("leave out"), site.replaced(read=site.source.name)
-        twice = Line((replace(site.result, name="again"),), "aten.add.Tensor", (Ref(site.result.name),) * 2)
-        yield site.named("double"), site.replaced(site.line, twice, read="again")
-    for site in sites(programs, "aten.mul.Tensor", "LOSS"):
-        yield site.named("leave out"), site.replaced(read=site.source.name)
-        twice = replace(
-            site.line, results=(replace(site.result, name="again"),), args=(Ref(site.result.name), *site.line.args[1:])
-        )
-        yield site.named("square"), site.replaced(site.line, twice, read="again")
-    for site in sites(programs, "aten.reciprocal.default", "SCALE"):
-        yield site.named("leave out"), site.replaced(read=site.source.name)
-    for site in sites(programs, "aten.rsqrt.default", "F"):
-        yield site.named("leave out"), site.replaced(read=site.source.name)
-
-
-def test_planted_bugs_in_an_evaluation_are_refused() -> None:
-    evaluation = made("dp, tp").evaluated
-    assert evaluation is not None
-    good = GoodBuild("evaluation", case_of(evaluation), evaluation.build)
-    assert not judge(good, good.case.programs).check
-    planted = list(mutants(good.case.programs))
-    verdicts = {what: judge(good, changed) for what, changed in planted}
-    assert not [what for what, verdict in verdicts.items() if not verdict.check]
-    assert sum(verdict.check == "types" for verdict in verdicts.values()) >= len(planted) - 2 > 6
-    actions = evaluation.build.roles["stage0"].actions
-    for wrong in (actions[:-1], actions[1:], (*actions, actions[-1]), actions[::-1]):
-        assert judge(good, good.case.programs, wrong).check == "communication"
 
 
 def test_a_build_whose_evaluation_is_not_its_plan_s_is_refused(tmp_path: Path) -> None:

@@ -9,11 +9,22 @@ import pytest
 
 from parc.runtime.compare.simulate import TOLERANCE, compare
 from tests.planted_bugs import early_rows, place_rows, table, type_share
-from tests.planted_builds import AUXILIARY_BUILD, BUILDS, CONTEXT_BUILDS, EXPERT_BUILDS, OFFLOADED, good_build, judge
+from tests.planted_builds import (
+    AUXILIARY_BUILD,
+    BUILDS,
+    CONTEXT_BUILDS,
+    EXPERT_BUILDS,
+    MOODY_BUILD,
+    OFFLOADED,
+    good_build,
+    judge,
+)
 from tests.planted_context import context_rows
+from tests.planted_evaluations import evaluated_build, evaluation_rows, pipeline_rows, refused
 from tests.planted_experts import expert_rows
 from tests.planted_integers import shortened
 from tests.planted_norms import wrong_norms
+from tests.planted_pipelines import good, refusals
 from tests.planted_rows import Row, table_text
 from tests.planted_sequences import sequence_rows
 
@@ -81,6 +92,22 @@ def test_sequences_whose_parts_meet_wrongly_are_refused() -> None:
     assert len(found) == 6 and all(row.mutants > 1 and not row.accepted for row in found.values()), found
     seen = {kind for kind, row in found.items() if not row.first["numbers"]}
     assert seen >= {kind for kind in found if kind.startswith(("take parts", "leave", "send keys around"))}
+
+
+def test_evaluations_of_another_model_are_refused_almost_all_before_anything_runs() -> None:
+    """The accepted ones have the right numbers: without a gradient, a maximum may be made twice."""
+    names = (MOODY_BUILD, "stack tp=2, two microbatches", "padded tp=4")
+    for name in names:
+        assert not (verdict := judge(build := evaluated_build(name), build.case.programs)).check, verdict.reason
+    mutants, seen = refused(evaluation_rows(names, share=5))
+    assert mutants > 120 and seen >= 0.95 * mutants, f"{seen} of {mutants}"
+
+
+def test_evaluations_of_pipelines_are_refused_by_the_texts_alone() -> None:
+    name = "two stages"
+    assert refusals(good(name, evaluates=True)) == []
+    mutants, seen = refused(pipeline_rows([name], share=2))
+    assert mutants == seen > 40
 
 
 @pytest.mark.parametrize("kind", [*PLACEMENT, "split a tied weight's gradient", "leave out a gradient"])
