@@ -56,6 +56,11 @@ def init_command(given: argparse.Namespace) -> int:
     if given.out.exists() and not given.force:
         say(f"{given.out} is there, and stays as it is; name another file with -o, or write over it with --force")
         return 1
+    sized = {"B", "S", *given.sizes}
+    unsized = [dim for _, guess in given.inputs for dim in guess.dims if isinstance(dim, str) and dim not in sized]
+    if unsized:
+        say(f"parc init: `{unsized[0]}` of `--input` has no size; say it, as `--sizes {unsized[0]}=16`")
+        return 2
     line = model_line(given.model, dict(given.arguments), given.out.resolve().parent)
     with stages() as progress:
         progress("loading torch")

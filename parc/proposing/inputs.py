@@ -7,6 +7,7 @@ might read; where a call fails, the number of operators before that tells which 
 from __future__ import annotations
 
 import inspect
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -81,8 +82,10 @@ class _Counter(TorchDispatchMode):
 class Caller:
     """A model on tensors that hold nothing, called with one guess after the other."""
 
-    def __init__(self, recorded: Recorded, sizes: Mapping[str, int], given: Mapping[str, Guess]) -> None:
-        self.module, self.mode, self.given = recorded.module, recorded.mode, given
+    def __init__(
+        self, recorded: Recorded, sizes: Mapping[str, int], given: Mapping[str, Guess], loss: str = ""
+    ) -> None:
+        self.module, self.mode = recorded.module, recorded.mode
         self.sizes = {BATCH: SAMPLES, "S": LENGTH, **sizes}
         self._free = not {"S"} & sizes.keys()
         self.parameters = {
@@ -90,6 +93,11 @@ class Caller:
             for name, parameter in inspect.signature(recorded.module.forward).parameters.items()
             if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         }
+        self.loss_reads = names_in(loss)
+        self.beside = {name: guess for name, guess in given.items()
+                       if name in self.loss_reads and name not in self.parameters}  # fmt: skip
+        """The inputs that the loss alone reads."""
+        self.given = {name: guess for name, guess in given.items() if name not in self.beside}
         self.numbers = _numbers(recorded.module)
         self._layers = _Layers.of(recorded.module)
         self._end = time.monotonic() + _SECONDS
@@ -117,6 +125,19 @@ class Caller:
             except Exception as error:
                 return Tried(None, error, counter.count)
         return Tried(output, None, counter.count)
+
+    def idle(self) -> list[str]:
+        """Return the inputs that were given, and that neither the forward nor the loss names."""
+        kinds = {parameter.kind for parameter in inspect.signature(self.module.forward).parameters.values()}
+        return (
+            []
+            if inspect.Parameter.VAR_KEYWORD in kinds
+            else [name for name in self.given if name not in self.parameters]
+        )
+
+    def unknown(self, call: ForwardCall) -> list[str]:
+        """Return the inputs that the loss names, and of which nothing is known once the forward's are."""
+        return [name for name in self.loss_reads if name not in {**call.guesses, **self.beside}]
 
     def find(self) -> ForwardCall:
         """Return the call that went furthest: with the parameters that must be filled, and, where it needs more, with
@@ -271,6 +292,16 @@ def _numbers(module: nn.Module) -> tuple[int, ...]:
                 if type(number) is int and 2 <= number <= 4096:
                     found[number] = None
     return tuple(found)
+
+
+def names_in(loss: str) -> tuple[str, ...]:
+    """Return the inputs that the text of a loss names.
+
+    >>> names_in('"./m.py:own"(output.logits, labels, weights, scale=2) + 0.1 square(output.aux, labels)')
+    ('labels', 'weights')
+    """
+    words = re.findall(r"(?<![\w.])[A-Za-z_]\w*(?!\w|\s*[(=])", re.sub(r'"[^"]*"', "", loss))
+    return tuple(dict.fromkeys(word for word in words if word != "output"))
 
 
 def _is_target(name: str) -> bool:

@@ -42,12 +42,15 @@ _WHY = {
     ("row", False): "they read it: one sum over tp ends each",
     ("vocab", False): "rows of the vocabulary: no rank holds whole logits",
 }
+_TABLES = "rows of the vocabulary: each rank has a part of the table"
+"""Why there is a line for a vocabulary of which nothing computes logits."""
 
 
 def lines_of(groups: Sequence[SplitGroup], search: Search) -> list[PlacingLine]:
     """Return the lines of groups. Those of attentions come first, then those of hidden widths, then the vocabulary;
     weights that are split alike for one reason share a line."""
     found: dict[tuple[bool, str, str], list[str]] = {}
+    logits = any(name in search.heads for group in groups if group.vocab for name in group.weights)
     for group in sorted(groups, key=lambda group: (group.vocab, not group.attends)):
         for verb, rest, name in _places(group, search):
             found.setdefault((group.attends, verb, rest), []).append(name)
@@ -55,7 +58,11 @@ def lines_of(groups: Sequence[SplitGroup], search: Search) -> list[PlacingLine]:
     for (attends, verb, rest), names in sorted(found.items(), key=lambda item: (item[0][1] == "vocab", not item[0][0])):
         lines.append(
             PlacingLine(
-                verb, patterns_for(names, _others(search.names)), rest, _WHY[verb, attends], _part(verb, attends)
+                verb,
+                patterns_for(names, _others(search.names)),
+                rest,
+                _WHY[verb, attends] if logits or verb != "vocab" else _TABLES,
+                _part(verb, attends),
             )
         )
     return lines

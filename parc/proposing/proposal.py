@@ -14,6 +14,8 @@ from torch import nn
 from parc.compiler.capture.callables import load_callable
 from parc.compiler.capture.capture import Captured
 from parc.compiler.capture.faults import explain_failure, user_frame
+from parc.compiler.capture.model_calls import forward_text
+from parc.compiler.capture.model_output import tensors_in
 from parc.compiler.initial.recipes import Recorded
 from parc.compiler.plan.include import FAMILY, families
 from parc.compiler.plan.plan import Plan, read_plan
@@ -24,6 +26,7 @@ from parc.compiling.plan_capture import capture_diagnostic, capture_plan, make_m
 from parc.grammar.codes_build import LOSS_NOT_NUMBER
 from parc.grammar.codes_model import NO_INPUTS
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
+from parc.grammar.nearest import did_you_mean, listed
 from parc.grammar.source import Source
 from parc.passes.pipeline import reshards_of
 from parc.proposing.draft import ModelLine, plan_text
@@ -68,10 +71,14 @@ def propose(wish: Wish, folder: Path, name: str, progress: Progress = lambda _: 
     plan = _read(wish, Task({"x": Guess("float32", (BATCH,))}, {BATCH: 1}, "output", ""), (), name)
     recorded = make_model(plan, task_lines(plan), folder)
     progress("looking for inputs")
-    caller = Caller(recorded, wish.sizes, wish.inputs)
+    caller = Caller(recorded, wish.sizes, wish.inputs, wish.loss)
+    if idle := caller.idle():
+        raise PlanError([_idle(plan, caller, idle[0])])
     call = caller.find()
     if call.tried.error is not None:
         raise PlanError([_no_inputs(plan, caller, call)])
+    if unknown := caller.unknown(call)[1:]:
+        raise PlanError([_unknown(plan, unknown)])
     if entries(recorded.module) > LARGE:
         progress("looking for a smaller model of the same structure")
         smaller = _smaller(plan, recorded, call, folder)
@@ -81,6 +88,7 @@ def propose(wish: Wish, folder: Path, name: str, progress: Progress = lambda _: 
     if not tasks:
         raise PlanError([_no_tensor(plan, call)])
     task, recorded, captured = _captured(wish, tasks, folder, name)
+    task = replace(task, why=task.why + _left_out(task, call, recorded, captured))
     draft = _read(wish, task, (), name)
     progress("looking for placements")
     asked = ask(draft, folder, recorded, captured)
@@ -156,6 +164,15 @@ def _fitted(wish: Wish, task: Task, folder: Path, name: str) -> tuple[Task, Reco
     return _fitted(wish, replace(task, sizes={**task.sizes, "S": fitting}), folder, name)
 
 
+def _left_out(task: Task, call: ForwardCall, recorded: Recorded, captured: Captured) -> str:
+    """Return words on the results that the loss does not read, where weights are not trained for it; "" otherwise."""
+    trained = captured.trainable()
+    left = [name for name, weight in recorded.module.named_parameters() if weight.requires_grad and name not in trained
+            and name in captured.placeholders("parameter")]  # fmt: skip
+    results = [name for name, value in tensors_in(call.tried.output) if value.requires_grad and name not in task.loss]
+    return f"; it does not read {', '.join(results[:3])}" if left and results else ""
+
+
 def _lengths(task: Task, wish: Wish) -> Iterator[Task]:
     """Yield a task, and the same with shorter sequences: of a model that makes its tables longer as it needs them no
     graph can be captured at more."""
@@ -217,6 +234,21 @@ def _no_tensor(plan: Plan, call: ForwardCall) -> Diagnostic:
     message = f"forward returns {type(call.tried.output).__name__}, in which no tensor is found"
     help_ = "let it return tensors, or give a loss of your own: `--loss \"'./model.py:loss' (output)\"`"
     return Diagnostic(LOSS_NOT_NUMBER, message, Label(plan.model.arguments.statement.span), help=help_)
+
+
+def _idle(plan: Plan, caller: Caller, name: str) -> Diagnostic:
+    """Return the error of an input that was given, and that nothing reads."""
+    message = f"{forward_text(caller.module)} has no parameter `{name}`, and no `--loss` names it"
+    otherwise = f'name it there if the loss alone reads it, as `--loss "cross_entropy(output, {name})"`'
+    help_ = did_you_mean(name, caller.parameters, otherwise)
+    return Diagnostic(NO_INPUTS, message, Label(plan.model.arguments.statement.span), help=help_)
+
+
+def _unknown(plan: Plan, names: Sequence[str]) -> Diagnostic:
+    """Return the error of inputs that the loss alone reads, and that nothing tells of."""
+    help_ = "say it for each, as " + " ".join(f'`--input "{name} float32 [B]"`' for name in names)
+    message = f"the loss reads {listed(names)}, of which neither type nor shape is known"
+    return Diagnostic(NO_INPUTS, message, Label(plan.model.arguments.statement.span), help=help_)
 
 
 def _no_inputs(plan: Plan, caller: Caller, call: ForwardCall) -> Diagnostic:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,10 @@ def tasks_of(caller: Caller, call: ForwardCall, loss: str = "") -> Iterator[Task
     """Yield the tasks that a call shows, the likeliest first: the loss that was asked for; that which the model
     returns, also with targets that it may take; a loss of what it returns and of targets of that form."""
     if loss:
-        yield Task(call.guesses, _used(call), loss, "as asked for")
+        guesses = {**call.guesses, **caller.beside}
+        guessed = _targets_named(caller.unknown(call), caller, call)
+        why = "as asked for" + "".join(f"; `{name}` is a guess" for name in guessed)
+        yield Task({**guesses, **guessed}, _used(call, {**guesses, **guessed}), loss, why)
         return
     if name := _loss(call.tried.output):
         yield Task(call.guesses, _used(call), name, "the model returns its loss")
@@ -41,6 +44,14 @@ def tasks_of(caller: Caller, call: ForwardCall, loss: str = "") -> Iterator[Task
             break
     if any(True for _ in tensors_in(call.tried.output)):
         yield _of_result(caller, call)
+
+
+def _targets_named(names: Sequence[str], caller: Caller, call: ForwardCall) -> dict[str, Guess]:
+    """Return what a loss compares the model's result with, under the one name that the loss has for it."""
+    if not names or not any(True for _ in tensors_in(call.tried.output)):
+        return {}
+    *_, targets = _of_result(caller, call).inputs.values()
+    return {names[0]: targets}
 
 
 def _of_result(caller: Caller, call: ForwardCall) -> Task:

@@ -166,6 +166,11 @@ def test_a_large_model_gets_a_twin_of_its_structure(kinds: Path, tmp_path: Path,
         (["{folder}"], ["error[P0271]: there is no config.json in"]),
         (['{folder}/a"b.py:Model'], ["error[P0271]", 'has a " or the end of a line in it', "by another path"]),
         (["torch.nn"], ["error[P0271]: `torch.nn` names no model", 'as "torch.nn:Model"']),
+        (["{kinds}:Gated", "--input", "y float32 [B, 4]"], ["error[P0270]: forward(x) has no parameter `y`, and no"]),
+        (
+            ["{kinds}:Gated", "--loss", "own(output, x, targets, weights)"],
+            ["error[P0270]: the loss reads `weights`, of which neither", 'as `--input "weights float32 [B]"`'],
+        ),
         (["hf:Qwen2ForCasualLM"], ["transformers has no model class", "did you mean Qwen2ForCausalLM"]),
         (["hf:Qwen2ForCausalLM", "hiden_size=4"], ["Qwen2Config has no `hiden_size`", "did you mean hidden_size"]),
     ],
@@ -194,6 +199,32 @@ def test_what_no_plan_is_made_of_is_told(
 def test_an_argument_that_no_plan_can_hold_is_named(capsys: Captured, word: str, said: str) -> None:
     code, _, err = command(capsys, "init", "m.py:M", word)
     assert code == 2 and said in err
+
+
+def test_a_loss_of_ones_own_has_inputs_of_its_own_and_what_it_leaves_out_is_told(
+    kinds: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    plan, loss = tmp_path / "plan.parc", f'"{kinds}:weighted" (output.0, scores, weights)'
+    code, _, err = command(
+        capsys, "init", f"{kinds}:Counted", "-o", plan, "--loss", loss, "--input", "weights float32 [B]",
+        "--input", "scores float32 [B]",
+    )  # fmt: skip
+    assert code == 0 and "warning[P0273]: `length.weight` and `length.bias` are not trained" in err, err
+    assert lines(plan, "input") == [
+        "input tokens int64 [B, S]",
+        "input weights float32 [B]",
+        "input scores float32 [B]",
+    ]
+    text = plan.read_text()
+    assert f"{loss}  # as asked for; it does not read output.1\n" in text
+    assert "vocab     words over tp  # rows of the vocabulary: each rank has a part of the table" in text
+    code, _, err = command(
+        capsys, "init", f"{kinds}:Gated", "--force", "-o", plan, "--loss", "cross_entropy(output, kind)"
+    )
+    assert code == 0 and "input kind int64 [B]" in lines(plan, "input"), err
+    assert "# as asked for; `kind` is a guess" in plan.read_text()
+    code, _, err = command(capsys, "init", f"{kinds}:Gated", "--force", "-o", plan, "--input", "x float32 [B, K]")
+    assert code == 2 and err == "parc init: `K` of `--input` has no size; say it, as `--sizes K=16`\n"
 
 
 def test_an_input_that_is_not_found_may_be_given_and_no_file_is_written_over(
