@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from parc.compiler.layout.placement import AxisType, Split
 from parc.compiler.plan.layouts import SplitWeights
@@ -30,6 +31,10 @@ _TOGETHER = 2
 _WORTH = 0.75
 """The largest share of the traffic that may remain after changing a second line, if one line was enough against
 gathers."""
+
+
+Edits = tuple[tuple[int, str], ...]
+"""The numbers of changed lines, each with its new text."""
 
 
 @dataclass(frozen=True)
@@ -58,21 +63,21 @@ def find_meant(compiled: Compiled) -> Meant | None:
     if not cost or len(compiled.captured.graph.nodes) > _MOST_OPERATORS:
         return None
     plan = compiled.plan
-    best, lines = _sent(compiled.built.reshards), list[tuple[Span, str]]()
+    best, lines = _sent(compiled.built.reshards), dict[int, str]()
     groups = {group for reshard in unasked_gathers(plan, compiled.built.reshards)
               for kind in (reshard.source, reshard.result) for group in _groups(kind)}  # fmt: skip
     left = cost
-    for _ in range(_TOGETHER):
-        tries = [(_sent(reshards), line, text, changed, reshards) for line, text, changed in _changes(plan, groups)
+    while len(lines) < _TOGETHER:
+        tries = [(_sent(reshards), len(edits), edits, changed, reshards) for edits, changed in _changes(plan, groups)
                  if (reshards := _tried(compiled, changed)) is not None]  # fmt: skip
-        sent, line, text, changed, reshards = min(tries, key=lambda tried: tried[:2], default=(best, 0, "", plan, ()))
+        none: tuple[int, int, Edits, Plan, Sequence[Reshard]] = (best, 0, (), plan, ())
+        sent, _, edits, changed, reshards = min(tries, key=lambda tried: tried[:3], default=none)
         if sent >= best * (1 if left else _WORTH):
             break
         best, plan, left = sent, changed, _gathered(changed, reshards)
-        span = line_span(compiled.plan, line)
-        assert span is not None
-        lines.append((span, text))
-    return Meant(tuple(lines), cost) if lines and not left else None
+        lines.update(edits)
+    spans = [(span, text) for line, text in lines.items() if (span := line_span(compiled.plan, line)) is not None]
+    return Meant(tuple(spans), cost) if spans and not left else None
 
 
 def _groups(kind: AxisType) -> set[int]:
@@ -89,35 +94,48 @@ def _sent(reshards: Sequence[Reshard]) -> int:
     return sum(reshard.bytes for reshard in reshards)
 
 
-def _changes(plan: Plan, groups: set[int]) -> Iterator[tuple[int, str, Plan]]:
-    """Yield the plan with one of its own lines changed, for each way to mistake that line: its number, its new text,
-    the plan."""
-    for line in plan.placements:
-        span = line.arguments.statement.span
-        if (
-            not isinstance(line, SplitWeights)
-            or line.style in ("vocab", "experts")
-            or line.pad
-            or span.source is not plan.source
-        ):
+def _changes(plan: Plan, groups: set[int]) -> Iterator[tuple[Edits, Plan]]:
+    """Yield the plan with one of its own lines changed, for each way to mistake that line, and with the words of two
+    lines exchanged that follow each other."""
+    lines = [
+        (line.arguments.statement.span, line)
+        for line in plan.placements
+        if isinstance(line, SplitWeights)
+        and line.style in ("column", "row")
+        and not line.pad
+        and line.arguments.statement.span.source is plan.source
+    ]
+    changes: list[dict[Span, str]] = [
+        {span: text} for span, line in lines for text in _mistakes(span.text, line, groups)
+    ]
+    for (span, line), (next_span, next_line) in pairwise(lines):
+        if line.style != next_line.style and line.axis.text == next_line.axis.text:
+            changes.append({span: _other_word(span.text, line), next_span: _other_word(next_span.text, next_line)})
+    for change in changes:
+        whole = plan.source.text
+        for span, text in sorted(change.items(), key=lambda edit: -edit[0].start):
+            whole = f"{whole[: span.start]}{text}{whole[span.end :]}"
+        edits = tuple((span.line, text) for span, text in change.items())
+        try:
+            yield edits, read_plan(Source(plan.source.name, whole, path=plan.source.path), dict(plan.defines))
+        except PlanError:
             continue
-        for text in _mistakes(span.text, line, groups):
-            whole = f"{plan.source.text[: span.start]}{text}{plan.source.text[span.end :]}"
-            try:
-                yield (
-                    span.line,
-                    text,
-                    read_plan(Source(plan.source.name, whole, path=plan.source.path), dict(plan.defines)),
-                )
-            except PlanError:
-                continue
+
+
+def _other_word(text: str, line: SplitWeights) -> str:
+    """Return a line with `row` for `column`, or the other way round."""
+    other = "row" if line.style == "column" else "column"
+    return re.sub(rf"^{line.style}\b\s*", f"{other} ", _without_rows(text))
+
+
+def _without_rows(text: str) -> str:
+    return re.sub(r"\s+rows\s*\([^)]*\)", "", text)
 
 
 def _mistakes(text: str, line: SplitWeights, groups: set[int]) -> Iterator[str]:
     axis = line.axis.text
-    plain = re.sub(r"\s+rows\s*\([^)]*\)", "", text)
-    other = "row" if line.style == "column" else "column"
-    yield re.sub(rf"^{line.style}\b\s*", f"{other} ", plain)
+    plain = _without_rows(text)
+    yield _other_word(text, line)
     if line.style == "column":
         yield from (f"{plain} rows ({count} h/{axis} d)" for count in sorted(groups))
         if plain != text:

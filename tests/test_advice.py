@@ -12,6 +12,7 @@ from parc.compiler.plan.plan import read_plan
 from parc.compiling.driver import compile_plan
 from parc.grammar.codes_model import MEANT_OTHERWISE
 from parc.grammar.diagnostics import Diagnostic
+from parc.grammar.source import Source
 from parc.tables import pattern_of
 from tests.runtime.tiny import PLAN, TENSOR, build
 
@@ -44,6 +45,23 @@ def test_a_line_that_was_meant_otherwise_is_named_itself_and_alone(tmp_path: Pat
     assert [label.span.text for label in labels] == list(WRONG[what].values())
     assert [label.text.partition("`")[2][:-1] for label in labels] == [" ".join(right.split()) for right in WRONG[what]]
     assert "KiB a rank" in warning.message
+
+
+_TWO = """
+from torch import nn
+def net():
+    return nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16), nn.LayerNorm(16), nn.Linear(16, 4))
+"""
+
+
+def test_row_and_column_exchanged_are_found_together_where_neither_alone_helps(tmp_path: Path) -> None:
+    (tmp_path / "numbered.py").write_text(_TWO)
+    text = _NUMBERED_PLAN.replace("column 1 over tp\ncolumn 3", "row 0 over tp\ncolumn 2")
+    (warning,) = warnings_of(compile_plan(read_plan(Source("two.parc", text)), tmp_path))
+    assert warning.code is MEANT_OTHERWISE and warning.primary is not None
+    assert [label.text.partition("`")[2][:-1] for label in (warning.primary, *warning.related)] == [
+        "column 0 over tp", "row 2 over tp",
+    ]  # fmt: skip
 
 
 def test_what_no_other_line_would_save_is_said_as_it_is(tmp_path: Path) -> None:
