@@ -35,7 +35,7 @@ from .composites import functional
 from .every_slice import EverySlice
 from .expert_lists import as_made
 from .experts import Capacity, with_experts
-from .faults import CaptureError, explain_failure
+from .faults import MASK, CaptureError, explain_failure
 from .lookups import beyond_tables
 from .no_grad import detach_without_gradients
 from .node_facts import keep_value, noted
@@ -198,7 +198,10 @@ _DEPENDS = {
         "keep all entries: multiply by a mask, or choose with `torch.where`; a layer that sends tokens to experts is"
         " captured by a form: see `parc.register_experts`",
     ),
-    False: ("a number that", "leave it a tensor: operators take one wherever they take a number"),
+    False: (
+        "a number that",
+        f"as a factor or a term leave it a tensor, which operators take too; as a size or the end of a slice: {MASK}",
+    ),
 }
 """The words of a message about data-dependent code and its remedy, for a tensor (True) and for a number (False)."""
 

@@ -8,6 +8,10 @@ from pathlib import Path
 _OURS = str(Path(__file__).parents[2])
 
 
+MASK = "keep the whole dim, and hide the rest by a mask: multiply by it, or choose with `torch.where`"
+"""The advice for a size that only data tell."""
+
+
 class CaptureError(Exception):
     """The error of a model that cannot be captured. ``kind`` is ``control``, ``cache``, ``output``, ``field``,
     ``checkpoint``, ``complex``, ``experts`` or ``other``; ``help`` is advice that the kind alone does not give;
@@ -29,6 +33,9 @@ def explain_failure(error: Exception, in_loss: bool) -> CaptureError:
     for cause in (error, error.__cause__, error.__context__):
         if isinstance(cause, CaptureError):
             return cause
+    if "specialized integer from data-dependent" in text:
+        message = "a size, a slice or a count in the model depends on the values of tensors"
+        return CaptureError("control", message, source, in_loss, MASK)
     if "DataDependent" in name or "GuardOnDataDependent" in name or "data-dependent" in text.lower():
         return CaptureError("control", "the model's control flow depends on the values of tensors", source, in_loss)
     if ".numpy() is not supported" in text:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType
@@ -17,6 +17,7 @@ from ...grammar.nearest import listed, nearest
 from ..program.loss_terms import LossTerm
 from .callables import check_arguments, ending_said, load_callable
 from .capture import CallModel, LossFunction
+from .faults import CaptureError
 from .making import at_home
 from .model_output import tensor_at, value_at
 
@@ -187,6 +188,7 @@ def _term_function(term: LossTerm, folder: Path) -> LossFunction:
 
         def cross_entropy(output: Any, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
             logits, targets = (inputs[n] if n in inputs else tensor_at(n, output) for n in term.operands)
+            _check_classes(term.operands, logits, targets)
             return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=ignore)
 
         return cross_entropy
@@ -201,6 +203,26 @@ def _term_function(term: LossTerm, folder: Path) -> LossFunction:
             return function(*operands)  # type: ignore[no-any-return]
 
     return call
+
+
+def _check_classes(names: Sequence[str], logits: torch.Tensor, targets: torch.Tensor) -> None:
+    """Check that there is a target for each row of logits.
+
+    Raises:
+        CaptureError: there is not; perhaps classes are in another dim than the last.
+    """
+    if any(not isinstance(size, int) for size in (*logits.shape, *targets.shape)):
+        return  # a size that depends on data is told as that
+    if logits.dim() > 1 and logits.shape[:-1].numel() == targets.numel():
+        return
+    shapes = f"`{names[0]}` is {list(logits.shape)} and `{names[1]}` {list(targets.shape)}"
+    help_ = (
+        f"let the model return logits with one row for each of the {targets.numel()} targets, classes in the last dim"
+    )
+    if logits.dim() > 2 and (logits.shape[0], *logits.shape[2:]) == tuple(targets.shape):
+        help_ = "classes are in dim 1 here: let the model return its logits with `.movedim(1, -1)`"
+    message = f"{shapes}, and `cross_entropy` has classes in the last dim"
+    raise CaptureError("other", message, in_loss=True, help=help_, named=names[0])
 
 
 def _with_lines(function: FunctionType) -> FunctionType:

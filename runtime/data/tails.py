@@ -74,10 +74,11 @@ class Tails:
             return batch
         if not 0 < count < size or self.fault:
             legal = f"{size}" if self.fault else f"1 to {size}"
-            why = f"fewer would change its numbers: {self.fault}" if self.fault else "B of the plan's `sizes` line"
+            why = "B of the plan's `sizes` line"
             samples = f"{count} sample{'s' * (count != 1)}"
             help_ = f"give {legal} samples, or build the plan for another B"
-            if self.fault:
+            if self.fault and count < size:
+                why = f"fewer would change its numbers: {self.fault}"
                 help_ += f"; a line `sizes B=LOW..{self._size} by STEP` is for several"
             what, takes = ("this rank's part", "of a step it takes") if shares else ("the batch", "a step takes")
             raise RunError(BAD_DATA, f"{what} has {samples}; {takes} {legal}", help_, [why])

@@ -125,8 +125,12 @@ class Model(nn.Module):
 def test_where_samples_meet_and_what_to_do_is_said(tmp_path: Path) -> None:
     (tmp_path / "meeting.py").write_text(MEETING)
     plan = re.sub("model .*", 'model "./meeting.py:Model" ()', PLAN)
-    with parc.load(build(tmp_path, ONE, plan)) as session, pytest.raises(RunError) as refused:
-        session.step(short(3))
+    with parc.load(build(tmp_path, ONE, plan)) as session:
+        with pytest.raises(RunError) as refused:
+            session.step(short(3))
+        with pytest.raises(RunError, match="has 9 samples; a step takes 8; give 8 samples, or build the plan") as many:
+            session.step({name: value.repeat(2, 1)[:9] for name, value in batch(0).items()})
+    assert many.value.notes == ("B of the plan's `sizes` line",)
     assert "numbers: samples are not apart in `norm` at meeting.py:12, where aten.sum" in refused.value.notes[0]
     assert refused.value.help.endswith("build the plan for another B; a line `sizes B=LOW..8 by STEP` is for several")
 
