@@ -43,7 +43,7 @@ _WHY = {
     ("vocab", False): "rows of the vocabulary: no rank holds whole logits",
 }
 _TABLES = "rows of the vocabulary: each rank has a part of the table"
-"""Why there is a line for a vocabulary of which nothing computes logits."""
+"""The reason for a line about a vocabulary of which nothing computes logits."""
 
 
 def lines_of(groups: Sequence[SplitGroup], search: Search) -> list[PlacingLine]:

@@ -24,7 +24,7 @@ from parc.passes.calls import operands_of
 from parc.passes.pipeline import Trials, names_of
 from parc.passes.placing.follow import Follower
 from parc.passes.placing.reshards import Reshard
-from parc.passes.placing.weight_uses import uses_of
+from parc.passes.placing.weight_uses import weight_uses
 
 Claims = Mapping[str, Split]
 """The split of each of some weights."""
@@ -57,7 +57,7 @@ class Search:
         self._nodes = {name: key[0] for name, key in follower.parameters.items()}
         self.heads = {
             name for name in self._nodes
-            if any(use.kind == "linear" for _, use in uses_of(follower, name, len(self.names.shape(name))))
+            if any(use.kind == "linear" for _, use in weight_uses(follower, name, len(self.names.shape(name))))
         }  # fmt: skip
         """The weights that products read, also where tables are looked up in them."""
         self._attending = [

@@ -37,7 +37,7 @@ def names_of(captured: Captured) -> PlanNames:
             uses[name] = WeightUse("experts", 0, 0)
             continue
         others = [alias for alias, canonical in captured.aliases.items() if canonical == name]
-        for reader, use in uses_of(follower, name, len(shape)):
+        for reader, use in weight_uses(follower, name, len(shape)):
             module = noted(reader).origin.module
             for candidate in (name, *others):
                 if candidate.rpartition(".")[0] == module:
@@ -75,7 +75,7 @@ def _pieces(follower: Follower, name: str, dim: int) -> tuple[int, ...]:
     return ()
 
 
-def uses_of(follower: Follower, name: str, rank: int) -> Iterator[tuple[fx.Node, WeightUse]]:
+def weight_uses(follower: Follower, name: str, rank: int) -> Iterator[tuple[fx.Node, WeightUse]]:
     """Yield each reader of a matrix or of its parts, through transposes, with the dim of its outputs and the dim that
     it contracts."""
     pending = [(follower.parameters[name], tuple(range(rank)))]
