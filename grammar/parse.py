@@ -89,8 +89,8 @@ def _hidden(text: str) -> int | None:
 
 def _unseen(source: Source, at: int, comment: str | None) -> SourceLine:
     character = source.text[at]
-    message = f"the line holds U+{ord(character):04X}, which shows nothing or turns the text after it"
-    help_ = "remove it: a plan holds characters that can be seen, spaces and tabs"
+    message = f"the line contains U+{ord(character):04X}, which is invisible or changes the direction of the text"
+    help_ = "remove it: a plan contains visible characters, spaces and tabs only"
     return SourceLine(None, comment, Diagnostic(INVISIBLE, message, Label(Span(source, at, at + 1)), help=help_))
 
 

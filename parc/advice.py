@@ -117,7 +117,7 @@ def _passed_on(compiled: Compiled) -> Iterator[Diagnostic]:
         unread = name not in read
         yield Diagnostic(
             PASSED_ON, f"{message}, and nothing reads it" if unread else message, Label(line.arguments.span("name")),
-            help=did_you_mean(place, free, "take the line out, or see what the model calls it") if unread else "",
+            help=did_you_mean(place, free, "remove the line, or look up the model's name for it") if unread else "",
             severity=Severity.WARNING if unread else Severity.NOTE,
         )  # fmt: skip
 
@@ -141,7 +141,7 @@ def _not_reached(compiled: Compiled) -> Iterator[Diagnostic]:
 def _changed(compiled: Compiled) -> Iterator[Diagnostic]:
     """Warn of numbers of modules that a forward changes."""
     if names := compiled.captured.changed:
-        message = f"the forward changes {listed(names)}, of which programs keep the first value"
+        message = f"the forward changes {listed(names)}, but programs keep the first value"
         help_ = "register a buffer if results depend on it: programs follow buffers from step to step"
         span = compiled.plan.model.arguments.statement.span
         yield Diagnostic(NUMBER_CHANGED, message, Label(span), help=help_, severity=Severity.WARNING)

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 _SPLIT = re.compile(r"S\((\d+)(?:,([\d+]+))?\)")
 _WORDS = {
     "P": "P: every rank has a part of a sum, which is added up over the ranks",
-    "R": "R: every rank has the same value, and uses it for its own part",
-    "I": "I: every rank has the same value, and uses it alike",
+    "R": "R: every rank has the same value, and uses it with different data",
+    "I": "I: every rank has the same value, and all do the same with it",
 }
 
 

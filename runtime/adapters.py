@@ -77,7 +77,7 @@ def _merged_layer(path: str, layer: nn.Module, state: Mapping[str, torch.Tensor]
 def _refuse_shared(path: str, aliases: Mapping[str, str]) -> None:
     for name, other in aliases.items():
         if {path} & {*_outer(name), *_outer(other)}:
-            message = f"`{name}` and `{other}` are one weight, which an adapter changes in `{path}` alone"
+            message = f"`{name}` and `{other}` are one weight, but an adapter changes it only in `{path}`"
             raise RunError(BAD_STATE, message, "write the adapters, without `--merge`, or leave this layer without one")
 
 

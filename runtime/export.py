@@ -76,7 +76,9 @@ def export_weights(build: Build, folder: Path, out: Path, form: ExportForm = Exp
     if out.suffix in _OTHER_FORMS:
         stem = out.with_suffix("")
         help_ = f"`-o {stem}{SUFFIX}` writes one file, and `-o {stem}` a folder as `from_pretrained` reads it"
-        raise RunError(BAD_STATE, f"weights are written as safetensors, and `{out}` is named as something else", help_)
+        raise RunError(
+            BAD_STATE, f"weights are written as safetensors, and the name `{out}` says something else", help_
+        )
     if out.exists() and (one_file or not out.is_dir() or any(out.iterdir())):
         raise RunError(BAD_STATE, f"`{out}` exists; it is left as it is", "name a new file or a new folder")
     try:

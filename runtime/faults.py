@@ -126,7 +126,7 @@ class Watcher:
             return None
         order, action, line, kind = self._line
         if action == SCALING:
-            return Bad(order, self.rank, "every target of the batch is ignored, so the loss divides by nothing")
+            return Bad(order, self.rank, "every target of the batch is ignored, so the loss would divide by zero")
         module = line.origin.module
         if "*" in module and self._called_by:
             module = complete(module, self._called_by)
@@ -136,7 +136,7 @@ class Watcher:
         notes = [f"`{line.op}`{f' at {source}' if source else ''}, {phase}"]
         if line.origin.plan:
             notes.append(f"placed by line {line.origin.plan} of the plan")
-        return Bad(order, self.rank, f"the first is {kind} made in {where} on rank {self.rank}", tuple(notes))
+        return Bad(order, self.rank, f"the first is {kind}, computed in {where} on rank {self.rank}", tuple(notes))
 
 
 def bad_tensor(tensors: Mapping[str, torch.Tensor], what: str, rank: int) -> Bad | None:
@@ -168,7 +168,7 @@ def _ways_out(manifest: Mapping[str, Any]) -> str:
     if not any(line["type"] == "float16" for line in manifest["precision"]):
         return ways
     if SKIPPED_STEPS.name in manifest["state"]:
-        return f"the smallest loss scale does not help: {ways}, or compute what is beyond 65504 in `bf16`"
+        return f"the smallest loss scale does not help: {ways}, or compute values beyond 65504 in `bf16`"
     return f"write `loss_scale dynamic`, which skips such steps, {ways}"
 
 

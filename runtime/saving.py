@@ -183,8 +183,8 @@ class StateFiles:
         """Return the folder that the first rank made under a name beside ``folder``."""
         place = folder.resolve().with_name(name)
         if not place.is_dir():
-            message = f"`{folder}` is not one folder for all: rank {self._rank} does not find what rank 0 makes there"
-            raise RunError(BAD_STATE, message, "name a folder of a file system that all hosts of the run share")
+            message = f"rank {self._rank} does not find the files that rank 0 makes in `{folder}`"
+            raise RunError(BAD_STATE, message, "name a folder on a file system that all hosts of the run share")
         return place
 
     def written(self, state: RankState, optimizer: torch.optim.Optimizer, slots: Slots) -> dict[str, Piece]:

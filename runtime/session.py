@@ -232,8 +232,8 @@ class Session:
 
     def _check_trains(self) -> None:
         if self._averaging:
-            message = "inside `session.averaged()` the session has averages in the place of its weights"
-            raise RunError(NO_AVERAGES, message, "train, save and restore behind the block")
+            message = "inside `session.averaged()` the session has averages instead of its weights"
+            raise RunError(NO_AVERAGES, message, "train, save and restore after the block")
 
     def exchange(self, row: Sequence[int]) -> list[list[int]]:
         """Return every rank's row of numbers, in rank order, on every rank."""

@@ -100,14 +100,14 @@ def test_what_a_forward_assigns_before_it_reads_it_is_not_kept(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("arguments", "message", "help_"), [
-    ('attribute="row"', "`kept` lies in the memory of `fc.weight`, which a step changes", "in the forward"),
-    ('attribute="detached"', "`kept_0_` lies in the memory of `fc.weight`", "in the forward"),
-    ('attribute="part", line="adds"', "`kept` lies in the memory of `count`", "`clone`"),
+    ('attribute="row"', "`kept` shares the memory of `fc.weight`, which a step changes", "in the forward"),
+    ('attribute="detached"', "`kept_0_` shares the memory of `fc.weight`", "in the forward"),
+    ('attribute="part", line="adds"', "`kept` shares the memory of `count`", "`clone`"),
     ('attribute="object"', "no module holds", "an attribute of a module"),
     ('attribute="modules"', "no module holds", "`nn.ModuleList`"),
-    ('attribute="alone", line="keeps"', "gives `default` of a `Net` a new tensor", "register it as a buffer"),
-    ('attribute="alone", line="moves"', "gives `kept` a new tensor", "register it as a buffer"),
-    ('attribute="list", line="stores"', "gives `kept` of a `Net` a new tensor", "register it as a buffer"),
+    ('attribute="alone", line="keeps"', "assigns a new tensor to `default`", "register it as a buffer"),
+    ('attribute="alone", line="moves"', "assigns a new tensor to `kept`", "register it as a buffer"),
+    ('attribute="list", line="stores"', "assigns a new tensor to `kept`", "register it as a buffer"),
 ])  # fmt: skip
 def test_what_a_program_cannot_hold_is_refused(tmp_path: Path, arguments: str, message: str, help_: str) -> None:
     with pytest.raises(PlanError) as error:

@@ -92,7 +92,7 @@ def test_two_lines_may_not_give_one_layer_other_capacities() -> None:
     more = "experts model.layers.0.mlp.experts over ep dropless\n"
     with pytest.raises(PlanError) as refused:
         compiled(plan(lines=more).replace("dropless", "capacity 2", 1), ROOT / "tests")
-    assert "two lines give `model.layers.0.mlp.experts` other capacities" in refused.value.diagnostics[0].message
+    assert "two lines give `model.layers.0.mlp.experts` different capacities" in refused.value.diagnostics[0].message
 
 
 def balanced_ranks(path: str) -> tuple[list[float], list[list[int]], torch.Tensor]:

@@ -98,4 +98,4 @@ def test_a_module_of_two_names_whose_buffers_change_is_refused(tmp_path: Path) -
     with pytest.raises(PlanError) as error:
         compiled_net(tmp_path, _MODEL, 'Called" ()')
     (found,) = error.value.diagnostics
-    assert "the buffers of `norm` are those of `same.0` too" in found.message and "one name" in found.help
+    assert "`norm` and `same.0` have the same buffers" in found.message and "one name" in found.help

@@ -111,4 +111,4 @@ def test_a_capacity_of_less_than_a_token_is_refused_at_its_line() -> None:
 def test_a_layer_of_another_form_cannot_have_a_capacity() -> None:
     with pytest.raises(PlanError) as refused:
         compiled(limited("Llama4").replace(".experts?", ""), ROOT / "tests")
-    assert "holds no experts by transformers' interface" in refused.value.diagnostics[0].message
+    assert "has no experts of transformers' interface" in refused.value.diagnostics[0].message

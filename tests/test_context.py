@@ -116,7 +116,7 @@ def test_a_report_names_the_ring_and_a_plan_in_primitives_keeps_its_line() -> No
 
 
 REFUSED = {
-    "context blocks.*.mlp dim S over cp using ring": ("P0144", "the 2 modules of `blocks.*.mlp` do no attention"),
+    "context blocks.*.mlp dim S over cp using ring": ("P0144", "the 2 modules of `blocks.*.mlp` contain no attention"),
     "context ** dim T over cp using ring": ("P0010", "no input has a dim `T`"),
     "context ** dim S over cp using rings": ("P0010", "did you mean `ring`?"),
     "context ** dim S over cq using ring": ("P0101", "no axis `cq`"),
@@ -126,7 +126,7 @@ REFUSED = {
         "P0", "a sequence is split over `cp` already"
     ),
     "context ** dim S over cp using ring\ncontext ** dim S over ci using gather": (
-        "P0105", "keys along `S` would come by `ring` and by `gather`"
+        "P0105", "two lines give `S` two methods: `ring` and `gather`"
     ),
 }  # fmt: skip
 

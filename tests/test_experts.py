@@ -245,7 +245,7 @@ def test_mistakes_are_told_at_their_line() -> None:
     assert "the 4 tokens of a rank that go to `model.layers.0.mlp.experts` do not divide over `ep`" in uneven_tokens
     assert "choose sizes that divide by 8 on each rank" in uneven_tokens
     (idle,) = warnings_of(compiled(plan(mesh="dp=1, ep=2").replace("B/dp/ep", "B/dp"), ROOT / "tests"))
-    assert idle.message == "the axis `ep` splits experts alone: its 2 ranks do all other work alike"
+    assert idle.message == "the axis `ep` splits only experts: its 2 ranks all do the same other work"
     many = message(plan(num_experts_per_tok=9))
     assert "`topk` is to choose more entries than there are" in many
     assert "choose at most as many as there are; a router's top-k is at most its number of experts" in many

@@ -115,8 +115,8 @@ def test_few_key_heads_of_other_families_move_nothing(name: str, kv_heads: int) 
     [
         (8, 4, 4, "tp=8 does not divide 4 heads"),
         (8, 4, 2, "tp=8 does not divide 4 heads"),
-        (3, 6, 2, "tp=3 neither divides 2 heads of keys and values nor is a multiple of them"),
-        (2, 6, 3, "tp=2 neither divides 3 heads of keys and values nor is a multiple of them"),
+        (3, 6, 2, "tp=3 neither divides 2 KV heads nor is a multiple of them"),
+        (2, 6, 3, "tp=2 neither divides 3 KV heads nor is a multiple of them"),
     ],
 )
 def test_heads_that_do_not_fit_the_ranks_are_refused(tp: int, heads: int, kv_heads: int, said: str) -> None:

@@ -119,7 +119,7 @@ def test_stages_lie_where_a_table_says(tmp_path: Path) -> None:
 13 | schedule  table "order.txt" microbatches 2
    |                 ----------- read here""",
         ),
-        ("rank 0: 0F0 0B0 0F1 0B1\nrank 1: 1F1 1F0 1B0 1B1\n", "help: put what other ranks wait for before"),
+        ("rank 0: 0F0 0B0 0F1 0B1\nrank 1: 1F1 1F0 1B0 1B1\n", "help: put work that other ranks wait for before"),
         ("rank ٠: 0F0 0F1 0B0 0B1\nrank 1: 1F0 1F1 1B0 1B1\n", " --> order.txt:1:1"),
     ],
 )

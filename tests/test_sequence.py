@@ -145,7 +145,7 @@ MISTAKES = {
     "sequence model.layers.* over dp": [
         "P0163",
         "no line splits a weight of `model.layers.0` over `dp`",
-        "name `tp`, which does",
+        "name `tp`, which splits them",
     ],
     "sequence model.rotary_emb over tp": ["P0161", "nothing that `model.rotary_emb` reads or returns has a dim `S` of"],
     "sequence model.layers.* over tp dim T": ["no input has a dim `T`"],
@@ -155,7 +155,7 @@ MISTAKES = {
     "shard out(model.rotary_emb) [B/dp, S/tp, _]": ["P0160", "no value that depends on weights"],
     "shard out(model.layers.0) [B/dp, T/tp, _]": ["P0103", "dim 1 of `out(model.layers.0)` is `S`, not `T`"],
     "shard out(model.layers.0) [B/dp, S/tp]": ["P0103", "the layout has 2 entries"],
-    "shard model.norm.weight [_] keep gathered": ["speaks of values inside the model"],
+    "shard model.norm.weight [_] keep gathered": ["is for values inside the model"],
 }
 
 

@@ -275,13 +275,13 @@ def test_batches_of_other_sizes_are_refused(gpt: Path) -> None:
     for sizes, said in [
         (
             {"B": 16, "S": 36},
-            "S=36 is none of the sizes that the build was made for: S=4..32 by 4; the nearest is S=32",
+            "S=36 is not a size that the build was made for: S=4..32 by 4; the nearest is S=32",
         ),
         (
             {"B": 16, "S": 10},
-            "S=10 is none of the sizes that the build was made for: S=4..32 by 4; the nearest is S=8 or S=12",
+            "S=10 is not a size that the build was made for: S=4..32 by 4; the nearest is S=8 or S=12",
         ),
-        ({"B": 2, "S": 8}, "B=2 is none of the sizes that the build was made for: B=4..16 by 4; the nearest is B=4"),
+        ({"B": 2, "S": 8}, "B=2 is not a size that the build was made for: B=4..16 by 4; the nearest is B=4"),
     ]:
         with pytest.raises(RunError) as error:
             module.step(batch(sizes))
@@ -298,7 +298,7 @@ def test_runs_take_the_largest_sizes_or_those_asked_for(gpt: Path, tmp_path: Pat
     arguments = ["run", str(gpt), "--device", "cpu", "--nproc", "2"]
     assert main([*arguments, "--steps", "1", "--sizes", "S=36"]) == 1
     said = capfd.readouterr().err
-    assert "error[P0307]: S=36 is none of the sizes that the build was made for" in said and "S=32" in said
+    assert "error[P0307]: S=36 is not a size that the build was made for" in said and "S=32" in said
     assert main([*arguments, "--steps", "1", "--sizes", "T=36"]) == 1
     assert (
         "error[P0307]: the plan has no size `T`\nhelp: its sizes are B=4..16 by 4, S=4..32 by 4"

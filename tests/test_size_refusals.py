@@ -28,7 +28,9 @@ def test_a_branch_on_a_size_is_named() -> None:
     where = r"the model has another program at B=4, S=4 than at B=16, S=28 at ranged_models\.py:\d+\n"
     assert re.match(rf"error\[P0225\]: {where}", said)
     assert "B=16, S=28: mul = aten.mul.Tensor(add, 2)" in said
-    assert "help: narrow the range so that it does not hold both, and make a build for each part" in said
+    assert (
+        "help: choose a smaller range that contains only one of the two sizes, and make a build for each part" in said
+    )
     compiled_of(positions("branch", sizes="B=4, S=24..28 by 4"))
 
 
@@ -88,7 +90,7 @@ def test_a_number_that_is_whole_at_some_sizes_only_is_told_by_those() -> None:
 def test_a_tensor_made_of_a_size_is_named() -> None:
     said = refused(positions("tensor", sizes="B=4, S=4..16 by 4"))
     assert said.startswith(
-        "error[P0225]: the tensor `lifted_tensor_0`, which the model's code makes of numbers, is another at S=4\n"
+        "error[P0225]: the tensor `lifted_tensor_0`, which the model's code makes from numbers, is different at S=4\n"
     )
 
 

@@ -102,8 +102,8 @@ def _read(named: Path, altered: list[str] | None, imports: bool) -> Build:
     texts = _read_files(path, manifest, altered)
     if any("\noperators(" in text for name, text in texts.items() if name.startswith("programs/")):
         if not imports:
-            message = f"`{path}` uses custom operators, which nothing but the model's own module declares"
-            raise BuildError(message, f"`parc verify {path}` imports that")
+            message = f"`{path}` uses custom operators, which only the model's own module declares"
+            raise BuildError(message, f"`parc verify {path}` imports that module")
         _import_model(path, manifest)
     try:
         report = parse_json(texts.pop(_REPORT))
@@ -140,7 +140,7 @@ def _read_manifest(path: Path, named: Path) -> dict[str, Any]:
     try:
         manifest: dict[str, Any] = read_json(path / MANIFEST)
     except NotADirectoryError:
-        made = f"a build of it is made by `parc build {named}`" if named.suffix == ".parc" else "name a build's folder"
+        made = f"build it first: `parc build {named}`" if named.suffix == ".parc" else "name a build's folder"
         raise BuildError(f"`{named}` is a file, not the folder of a build", made) from None
     except FileNotFoundError:
         message = f"`{named}` is not a build: it has no {MANIFEST}" if path.exists() else f"there is no build `{named}`"
@@ -200,7 +200,7 @@ def _import_model(path: Path, manifest: Mapping[str, Any]) -> None:
     try:
         changed = changed_files(sources_of(manifest), folder, manifest["model_source"])
     except CallableError as error:
-        message = f"`{path}` uses operators of the model's module, which cannot be had: {error}"
+        message = f"`{path}` uses operators of the model's module, which cannot be imported: {error}"
         raise BuildError(message, error.help) from None
     if changed:
         raise BuildError(f"`{path}` uses operators of `{target}`, of which {listed(changed)} changed since the build")

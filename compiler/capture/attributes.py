@@ -135,8 +135,8 @@ def changed_numbers(model: nn.Module, before: Mapping[tuple[str, str], float]) -
 
 def not_kept(attribute: str) -> CaptureError:
     """Return the error of a tensor that a step would leave in a plain attribute for the next step."""
-    what = f"the forward gives `{attribute}` a new tensor, which no step after it would have"
-    return CaptureError("other", what, help="register it as a buffer: those are kept from step to step")
+    what = f"the forward assigns a new tensor to `{attribute}`, which later steps would not see"
+    return CaptureError("other", what, help="register it as a buffer: buffers are kept from step to step")
 
 
 def check_memory(model: nn.Module, written: frozenset[str]) -> None:
@@ -153,12 +153,10 @@ def check_memory(model: nn.Module, written: frozenset[str]) -> None:
         first, names = held[0][0], [name for name, _ in held]
         last = next((name for name in reversed(names) if name not in trained), first)
         if last != first and not (trained | written).isdisjoint(names):
-            what = f"`{last}` lies in the memory of `{first}`, which a step changes"
-            help_ = f"make it of `{first}` in the forward, or `clone` what it is made of"
+            what = f"`{last}` shares the memory of `{first}`, which a step changes"
+            help_ = f"compute it from `{first}` in the forward, or `clone` the tensor that it is made from"
             owners = [name.rpartition(".")[0] for name in (last, first)]
             if all(tensor is held[0][1] for _, tensor in held):
-                what = (
-                    f"the buffers of `{owners[1]}` are those of `{owners[0]}` too, and the forward writes one of them"
-                )
+                what = f"`{owners[1]}` and `{owners[0]}` have the same buffers, and the forward writes one of them"
                 help_ = "give the module one name: keep it in one attribute or list"
             raise CaptureError("other", what, help=help_)

@@ -34,7 +34,7 @@ def assigned_in_place(model: nn.Module) -> Iterator[None]:
             now, then = (_name_type(tensor) for tensor in (assigned_value, value))
             if now != then:
                 called = f"{path}.{name}" if path else name
-                help_ = "register it as it becomes, or keep it as a plain attribute"
+                help_ = "register it with that shape and type, or keep it as a plain attribute"
                 raise CaptureError("other", f"the buffer `{called}` becomes {now}, not {then}", help=help_)
             assigned.append(
                 (module, name, value, assigned_value.detach().clone())

@@ -152,7 +152,7 @@ def capture(
         ):
             exported = torch.export.export(step, values, strict=False)
             if not detach_without_gradients(exported.graph_module):
-                raise CaptureError("other", "`torch.no_grad()` and `torch.enable_grad()` lie in each other")
+                raise CaptureError("other", "`torch.no_grad()` and `torch.enable_grad()` are nested")
             _check_constants(exported)
             exported = functional(exported)
     except CaptureError:
@@ -185,7 +185,7 @@ def _check_constants(exported: torch.export.ExportedProgram) -> None:
     for node in exported.graph.find_nodes(op="placeholder"):
         if isinstance(exported.constants.get(names.get(node.name, "")), FakeTensor) and node.users:
             reader = next(iter(node.users))
-            what = "a tensor is read that no module holds and no operator made from inputs"
+            what = "the model reads a tensor that no module holds, and that is not computed from inputs"
             help_ = "keep what is made with the model in an attribute of a module, and modules in an `nn.ModuleList`; a"
             help_ += " gradient taken inside a forward is not captured"
             place = f"in `{path}`: " if (path := _module_path(reader)) else ""

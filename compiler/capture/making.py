@@ -54,7 +54,7 @@ def not_found(error: BaseException, arguments: Mapping[str, Any], folder: Path) 
         return "", ""
     strings = [value for value in arguments.values() if isinstance(value, str) and not (folder / value).exists()]
     if not strings:
-        why = "its code asks the Hugging Face Hub for what is not on this machine"
+        why = "its code asks the Hugging Face Hub for a file that is not on this machine"
         return why, f"download it beforehand, by `hf download NAME`, or set {_OFFLINE}=0"
     name = min(strings, key=lambda value: not any(value in text for text in texts))  # the one that is spoken of
     beside = [entry.name for entry in folder.iterdir() if entry.is_dir()] if folder.is_dir() else []

@@ -98,7 +98,7 @@ class Weights:
         missing = (tensor.names[0] for tensor in wanted if self.tensors.keys().isdisjoint(tensor.names))
         faults = [f"`{name}` is missing" for name in missing]
         faults += [f"`{name}` is not a tensor of the model" for name in self.tensors if name not in known]
-        faults += [f"`{name}` stands in two files" for name in self.twice]
+        faults += [f"`{name}` is in two files" for name in self.twice]
         for tensor in expected:
             for name in tensor.names:
                 if name in self.tensors:
@@ -219,7 +219,7 @@ def open_weights(folder: Path, rounded: bool = False) -> Weights:
         except (SafetensorError, OSError) as error:
             raise WeightsError(f"`{file}` cannot be read: {error}") from None
     if tensors and {name.partition(".")[0] for name in tensors} <= _CHECKPOINT:
-        raise WeightsError(f"`{folder}` is a checkpoint of a run, which `--resume` and `session.restore` go on from")
+        raise WeightsError(f"`{folder}` is a checkpoint of a run: use `--resume` or `session.restore` with it")
     return Weights(folder, tensors, tuple(twice), rounded)
 
 

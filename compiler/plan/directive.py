@@ -96,8 +96,8 @@ class Scope:
         """An error if the mesh has no such axis; that of a view is one where parameters are placed."""
         if axis.text in self.viewed:
             if not of_views:
-                message = f"`{axis.text}` is an axis of a view, which parts of the model alone see"
-                help_ = f"name one that all see: {listed(self.mesh.names, 'or')}"
+                message = f"`{axis.text}` is an axis of a view, which only a part of the model has"
+                help_ = f"name one of the whole mesh: {listed(self.mesh.names, 'or')}"
                 yield Diagnostic(OUTSIDE_VIEW, message, Label(axis.span), help=help_)
         elif axis.text not in self.mesh and self.broken.isdisjoint({"mesh", "view"} if of_views else {"mesh"}):
             names = (*self.mesh.names, *sorted(self.viewed)) if of_views else self.mesh.names

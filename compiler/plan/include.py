@@ -100,7 +100,7 @@ class Expanded:
         statements, malformed = parse(source)
         if source.included is not None and not _is_statements(statements, malformed):
             message = f"`{source.name}` is no plan: most of its lines are no statements of one"
-            help_ = "name a file of a plan's lines; what this one holds is not shown"
+            help_ = "name a file with the lines of a plan; the contents of this file are not shown"
             self._fail(Diagnostic(NO_PLAN, message, Label(source.included), help=help_))
             return
         self.sources.append(source)
@@ -123,7 +123,7 @@ class Expanded:
         what = next((f"more than {most:,} {name}" for count, most, name in bounds if count > most), "")
         if not what:
             return
-        help_ = "name many things by one pattern, as `blocks.*`, and include a file once"
+        help_ = "name many modules by one pattern, such as `blocks.*`, and include a file once"
         label = Label(source.included.root) if source.included is not None else None
         first = label.span.source if label is not None else source
         raise PlanError([Diagnostic(TOO_LONG, f"`{first.name}` has {what}", label, help=help_)])
@@ -155,7 +155,11 @@ class Expanded:
             if above.source.path is not None and above.source.path.resolve() == path.resolve():
                 way = " → ".join([*names[at:], names[at]])
                 message = f"`{names[at]}` includes itself: {way}"
-                self._fail(Diagnostic(INCLUDE_CYCLE, message, Label(span), help="put what both need in another file"))
+                self._fail(
+                    Diagnostic(
+                        INCLUDE_CYCLE, message, Label(span), help="put the lines that both need into a third file"
+                    )
+                )
                 return None
         text, reason = read_text(path)
         if text is None:

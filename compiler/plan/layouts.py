@@ -70,8 +70,8 @@ class Fix(Directive):
         yield from _placed(self.arguments)[1]
         tensors = [word for word in self.where if not word.text.endswith(")")]
         if self.gathered and tensors:
-            message = f"`{KEEP_GATHERED}` speaks of values inside the model, and `{tensors[0].text}` is none"
-            help_ = "leave it out: what is stored is there in backward"
+            message = f"`{KEEP_GATHERED}` is for values inside the model, and `{tensors[0].text}` is not one"
+            help_ = "leave it out: stored tensors are there in backward"
             yield Diagnostic(BAD_VALUE, message, Label(tensors[0].span), help=help_)
         for axis in self.axes:
             yield from scope.check_axis(axis, of_views=True)
@@ -234,6 +234,6 @@ def _repeated(axes: tuple[Word, ...]) -> Iterator[Diagnostic]:
         if axis.text in first:
             message = f"the axis `{axis.text}` is used twice on one tensor"
             related = (Label(first[axis.text].span, "used here first"),)
-            help_ = "an axis splits one dim of a tensor, once: remove one of them"
+            help_ = "an axis can split only one dim of a tensor, once: remove one of them"
             yield Diagnostic(AXIS_TWICE, message, Label(axis.span), related, help=help_)
         first.setdefault(axis.text, axis)

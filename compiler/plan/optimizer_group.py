@@ -49,7 +49,7 @@ class OptimizerGroup(Directive):
         yield from super().check(scope)
         if any(not isinstance(item, Number) for item in self.arguments.items("lr")):
             message, label = "the rate of a group is a number", Label(self.arguments.span("lr"))
-            help_ = "remove what stands before it: in every step it keeps its ratio to the optimizer's own rate"
+            help_ = "remove the word before it: in every step the group keeps its ratio to the optimizer's own rate"
             yield Diagnostic(BAD_VALUE, message, label, help=help_)
         if not self.given and not self.arguments.bindings("args"):
             help_ = f"give it {listed(COMMON, 'or')}, or another argument of the optimizer"

@@ -127,7 +127,7 @@ def check_samples(given: Arguments, lead: str = "") -> Iterator[Diagnostic]:
         message = f"`{name}` is not a type of the numbers of a token file"
         yield Diagnostic(BAD_VALUE, message, Label(given.span("dtype")), help=help_)
     if "end" in given and "pack" not in given:
-        message = "`end` names the token that ends a document, and without `pack` documents do not matter"
+        message = "`end` is the token that ends a document, and has a meaning only with `pack`"
         yield Diagnostic(BAD_VALUE, message, Label(given.span("end")), help="add `pack`, or remove `end`")
     limits: Mapping[str, tuple[bool, str]] = {
         "split": (0 < given.number("split", 0.5) < 1, "a share between 0 and 1, as 0.05"),

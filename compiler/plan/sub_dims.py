@@ -55,7 +55,9 @@ def cut_dims(
         return _cut_product(layout, size, mesh, what, label, pad, loose)
     if layout.pad:
         help_ = "give parts that divide, or leave `pad` out"
-        return Diagnostic(NOT_PADDED, f"{what} is parts that follow each other: they are not padded", label, help=help_)
+        return Diagnostic(
+            NOT_PADDED, f"{what} consists of parts that follow each other, which cannot be padded", label, help=help_
+        )
     terms = _with_sizes((layout.factors, *layout.more))
     sizes = _term_sizes(terms, size, pieces)
     if sizes is None:

@@ -56,13 +56,13 @@ def _found(line: Context, names: PlanNames, attention: list[str]) -> ContextLine
         if isinstance(found, Diagnostic):
             raise PlanError([found])
         if found and not any(is_within(at, module) for at in attention for module in found):
-            message = f"`{word.text}` does no attention"
+            message = f"`{word.text}` contains no attention"
             if len(found) > 1:
-                message = f"the {len(found)} modules of `{word.text}` do no attention"
+                message = f"the {len(found)} modules of `{word.text}` contain no attention"
             others = [name or "the model itself" for name in dict.fromkeys(attention)]
             seen = f"attention is in {listed(others[:3])}"
             if not others:
-                seen = "the model calls torch's `scaled_dot_product_attention` nowhere: choose that implementation"
+                seen = "the model never calls torch's `scaled_dot_product_attention`: choose that one"
             raise PlanError([Diagnostic(NO_ATTENTION, message, Label(word.span), help=seen)])
         modules += found
     return ContextLine(line.axis.text, line.method, tuple(modules), line.span.root.line)

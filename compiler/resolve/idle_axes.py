@@ -32,6 +32,6 @@ def idle_axes(plan: Plan, seeds: Iterable[PlacementSeed]) -> Iterator[Diagnostic
             help_ = f"write `shard {batch.name} [{dims}]`"
         message = f"the axis `{axis}` splits nothing: its {size} ranks do the same work"
         if axis in experts:
-            message = f"the axis `{axis}` splits experts alone: its {size} ranks do all other work alike"
+            message = f"the axis `{axis}` splits only experts: its {size} ranks all do the same other work"
         label = Label(plan.mesh_spans[axis])
         yield Diagnostic(IDLE_AXIS, message, label, help=f"{help_}, or leave the axis out", severity=Severity.WARNING)

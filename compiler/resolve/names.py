@@ -155,7 +155,12 @@ def find_parameters(word: Word, names: PlanNames) -> tuple[str, ...] | Diagnosti
         return _idle(word, "module or parameter", pattern, (*modules, *own), known, names) or matches
     if modules:
         message = f"the module `{modules[0]}` has no parameters"
-        return Diagnostic(NOTHING_MATCHED, message, Label(word.span), help="name modules that have, or parameters")
+        return Diagnostic(
+            NOTHING_MATCHED,
+            message,
+            Label(word.span),
+            help="name modules that have parameters, or parameters themselves",
+        )
     return _nothing(word, "module or parameter", pattern, known, "")
 
 
@@ -176,7 +181,7 @@ def find_modules(word: Word, names: PlanNames) -> tuple[str, ...] | Diagnostic:
         first = names.tied.get(inside, "").removesuffix(inside.removeprefix(word.text))
         same = first in names.modules
         return _nothing(
-            word, "module", pattern, known, f"it is `{first}` under another name: write that" if same else ""
+            word, "module", pattern, known, f"it is another name of `{first}`: write that name" if same else ""
         )
     idle = _idle(word, "module", pattern, matches, known, names)
     return idle or tuple(name for name in matches if not any(name.startswith(f"{outer}.") for outer in matches))

@@ -40,7 +40,7 @@ def _problems(line: Recompute, modules: Sequence[str], names: PlanNames) -> list
     if unknown:
         return [_unknown(word, where, there) for word in unknown]
     if all(one.cheap or not one.words.isdisjoint(word.text for word in line.keep) for one in operators):
-        message = f"the line has no effect: nothing in `{where}` is made again that is not without it"
+        message = f"the line has no effect: in `{where}` it recomputes nothing more than backward does without it"
         help_ = "keep fewer operators, or name other modules"
         label = Label(line.arguments.statement.span)
         return [Diagnostic(NOTHING_REMADE, message, label, help=help_, severity=Severity.WARNING)]

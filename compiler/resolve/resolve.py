@@ -259,7 +259,7 @@ class _Resolver:
             pad = (layout.pad or earlier) if trained else None
             if layout.pad and not trained:
                 message = f"`{value}` is no parameter: it is not padded"
-                help_ = "choose sizes that divide: an input is padded where it is made, with a target to ignore"
+                help_ = "choose sizes that divide, or pad the input where you make it, with ignored targets"
                 yield Diagnostic(NOT_PADDED, message, Label(layout.span), help=help_)
             pieces = partial(self._names.pieces, value, at)
             what, mesh = f"dim {at} of `{value}`", self._mesh_of(value)

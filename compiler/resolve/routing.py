@@ -82,13 +82,13 @@ def capacities_of(plan: Plan, model: nn.Module) -> dict[str, Capacity]:
             found = [path for path, module in modules.items() if have_interface(module)
                      and any(is_within(path, name) for name in outer)]  # fmt: skip
             if outer and not found and line.capacity is not None:
-                message = f"`{outer[0]}` holds no experts by transformers' interface, which alone can have a capacity"
+                message = f"`{outer[0]}` has no experts of transformers' interface, and only these can have a capacity"
                 raise PlanError([Diagnostic(NO_EXPERTS, message, Label(word.span), help="write `dropless`")])
             for path in found:
                 if (first := lines.setdefault(path, line)).capacity != line.capacity:
                     related = (Label(first.span, "the first"),)
                     help_ = "name each module of experts in one line"
-                    message = f"two lines give `{path}` other capacities"
+                    message = f"two lines give `{path}` different capacities"
                     raise PlanError([Diagnostic(REPEATED, message, Label(line.span), related, help=help_)])
     return {path: Capacity(line.capacity, sequences) for path, line in lines.items() if line.capacity is not None}
 

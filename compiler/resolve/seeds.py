@@ -105,7 +105,7 @@ class Seeds:
         if others:
             message = f"dim {seed.dim} of `{seed.value}` is padded in one sub-dim and split in another"
             related = (Label(others[0].span, f"first: {self._described(others[0])}"),)
-            help_ = "a dim that is padded is split in one place: choose sub-dims that divide, or split another dim"
+            help_ = "a padded dim can be split in one place only: choose sub-dims that divide, or split another dim"
             return Diagnostic(PADDED_TWICE, message, self._label(seed), related, help=help_)
         real = self._names.shape(seed.value)[seed.dim] // seed.start
         unit = seed.outer // seed.start * self._mesh_of(seed.value).size(seed.axis) * seed.inner
@@ -120,9 +120,9 @@ class Seeds:
             message = f"two lines split dim {seed.dim} of `{seed.value}` at places that do not fit"
         related = (Label(first.span, f"first: {self._described(first)}"),)
         label = Label(seed.span, self._described(seed))
-        help_ = "remove one of the lines, or narrow the names of one"
+        help_ = "remove one of the lines, or name fewer tensors in one"
         if first.fixed and not seed.fixed:
-            help_ = "a line with a layout places its tensors on every axis: say there all that is wanted"
+            help_ = "a line with a layout places its tensors on every axis: write all splits in that line"
         return Diagnostic(CONFLICT, message, label, related, help=help_)
 
     def _described(self, seed: PlacementSeed) -> str:

@@ -81,7 +81,7 @@ def _uneven(line: Sequence, name: str, plan: Plan) -> Diagnostic | None:
     step = size.low if size.fixed else size.step
     if step % ranks == 0:
         return None
-    what = f"`{name}` is {step}" if size.fixed else f"`{name}` goes by steps of {step}"
+    what = f"`{name}` is {step}" if size.fixed else f"`{name}` has steps of {step}"
     message = f"{what}, which does not divide by the {ranks} ranks of `{line.axis.text}`"
     related = (Label(plan.mesh_spans[line.axis.text], "declared here"),)
     near = " or ".join(map(str, multiples(step, ranks)))
@@ -108,9 +108,9 @@ def _no_tensor_parallelism(line: Sequence, module: str, word: Word, split: Colle
     axis = line.axis.text
     others = sorted({seed.axis for seed in split if seed.dim is not None and seed.value.startswith(f"{module}.")})
     message = f"no line splits a weight of `{module or 'the model'}` over `{axis}`"
-    help_ = f"split its layers by `column` and `row` lines over `{axis}`, or name an axis that does"
+    help_ = f"split the weights by `column` and `row` lines over `{axis}`, or name an axis that splits them"
     if others:
-        help_ = f"name {listed(others, 'or')}, which does, or split its layers over `{axis}`"
+        help_ = f"name {listed(others, 'or')}, which splits them, or split them over `{axis}` too"
     notes = ("every product would work on a part of each sequence, with whole weights",)
     return Diagnostic(NOT_TENSOR_PARALLEL, message, Label(word.span), (Label(line.axis.span, "over this axis"),),
                       help=help_, notes=notes)  # fmt: skip

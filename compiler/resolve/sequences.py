@@ -37,7 +37,7 @@ def _seeds_of(plan: Plan) -> Iterator[PlacementSeed | Diagnostic]:
         step = size.low if size.fixed else size.step
         if step % unit and plan.mesh.size(axis) > 1:
             parts = f"{halves} parts for each rank" if halves > 1 else "a part for each rank"
-            what = f"`{name}` is {step}" if size.fixed else f"`{name}` goes by steps of {step}"
+            what = f"`{name}` is {step}" if size.fixed else f"`{name}` has steps of {step}"
             message = f"{what}, which does not divide by {unit}: {parts}"
             near = " or ".join(map(str, multiples(step, unit)))
             related = (Label(plan.mesh_spans[axis], "declared here"),)

@@ -123,7 +123,7 @@ def _without_place(cuts: Iterable[StageCut], view: _View) -> Iterator[Diagnostic
     """Return an error for each module that computes nothing, or only values that could be computed anywhere."""
     for cut in cuts:
         if not view.works(cut.module):
-            message = f"`{cut.module}` computes nothing with a weight: there is no place to cut"
+            message = f"`{cut.module}` computes nothing with a weight, so there is no place to cut"
             yield Diagnostic(NO_PLACE, message, Label(cut.span), help="name a module that runs before or after it")
 
 
@@ -181,7 +181,7 @@ def _cycles(cuts: Sequence[StageCut], captured: Captured, view: _View) -> Iterat
             cut = cuts[lying[0]]
             said.add(cut)
             message = f"the buffer `{name}` is read and updated in stages {lying[0]} and {lying[-1]}"
-            help_ = f"cut where all that runs `{name.rpartition('.')[0] or name}` is on one side"
+            help_ = f"put the cut where everything that runs `{name.rpartition('.')[0] or name}` is on one side of it"
             yield Diagnostic(STATE_CYCLE, message, Label(cut.span), help=help_)
 
 
@@ -193,7 +193,7 @@ def _balanced(plan: Plan, captured: Captured, view: _View) -> tuple[StageCut, ..
     if len(cuts) + 1 < count:
         ranks = f"`{line.axis.text}` has {count} stages"
         message = f"{ranks}, but the model can be cut into {len(cuts) + 1}"
-        help_ = f"make {len(cuts) + 1} stages or fewer, by fewer ranks or chunks, or take a model of more layers"
+        help_ = f"make {len(cuts) + 1} stages or fewer: use fewer ranks or chunks, or a model of more layers"
         related = (Label(plan.mesh_spans[line.axis.text], "declared here"),)
         raise PlanError([Diagnostic(TOO_MANY_STAGES, message, Label(line.span), related, help=help_)])
     bounds = [0, *map(view.begin, cuts), len(view.nodes)]

@@ -59,7 +59,7 @@ def _shared(words: dict[str, Word], captured: Captured) -> Iterator[Diagnostic]:
             said.add(words[unit])
             where = f"`{other}`" if other else "the model's own code or the loss"
             message = f"the unit `{unit}` cuts through the shared parameter `{name}`: {where} reads it too"
-            help_ = f"name a module in which both read it, or leave `{unit}` out: a block gathers what it reads"
+            help_ = f"name a module that contains both readers, or leave `{unit}` out: a block gathers what it reads"
             yield Diagnostic(SHARED_OVER_UNITS, message, Label(words[unit].span, f"`{module}` reads it"), help=help_)
 
 

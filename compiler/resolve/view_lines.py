@@ -38,8 +38,8 @@ class Views:
                 twice = [name for name in found if views.lines.setdefault(name, line) is not line]
                 if twice:
                     related = (Label(views.lines[twice[0]].span, "the first"),)
-                    message = f"two views have `{twice[0]}`"
-                    help_ = "narrow the names of one"
+                    message = f"`{twice[0]}` is in two views"
+                    help_ = "name fewer parameters in one"
                     errors.append(Diagnostic(TWO_VIEWS, message, Label(word.span), related, help=help_))
         return views, errors
 
@@ -58,11 +58,11 @@ class Views:
             view = line if line is not None and axis.text in line.view.over else self.line_of(axis.text)
             assert view is not None  # every other axis is unknown to the plan
             own = [name for name, _ in view.view.axes]
-            message = f"`{value}` does not lie along `{axis.text}`, an axis of a view of other parameters"
-            help_ = f"name {listed(view.view.over, 'or')}, or more in the view's `in`"
+            message = f"`{value}` has no axis `{axis.text}`, which belongs to a view of other parameters"
+            help_ = f"name {listed(view.view.over, 'or')}, or name more parameters in the view's `in`"
             if view is line:
-                message = f"`{value}` lies along {listed(own)}, in place of {listed(view.view.over)}"
-                help_ = f"name {listed(own, 'or')}, or fewer parameters in the view's `in`"
+                message = f"`{value}` has the view's {listed(own)} instead of {listed(view.view.over)}"
+                help_ = f"name {listed(own, 'or')}, or name fewer parameters in the view's `in`"
             yield Diagnostic(OUTSIDE_VIEW, message, Label(axis.span), (Label(view.span, "the view"),), help=help_)
 
     def line_of(self, axis: str) -> ViewLine | None:

@@ -37,7 +37,7 @@ from parc.runtime.compare.plain import PlainModule
 from parc.runtime.data.random_batch import random_batch
 from parc.runtime.faults import Watcher
 
-CLAMP = "keep it finite for such data: clamp what a logarithm, a root or a division takes"
+CLAMP = "keep it finite for such data: clamp the argument of a logarithm, a root or a division"
 EAGER_TOLERANCE = 1e-4
 _NEAR = 1e-6
 """The margin of a top-k below which rounding of float32 may decide."""
@@ -262,7 +262,7 @@ def _fault(compiled: Compiled, case: Case, inputs: Mapping[str, torch.Tensor], e
     message = (
         f"the loss is {eager.loss:.6g}, but {loss:.6g} the next time, with the same inputs, weights and seeds of torch"
     )
-    help_ = "draw with `torch.rand`, `torch.randn` or `torch.bernoulli`, or make what changes an input"
+    help_ = "draw with `torch.rand`, `torch.randn` or `torch.bernoulli`, or make the changing value an input"
     notes = (
         "does the code read Python's `random`, NumPy's, a counter or the clock? a build has one graph for all steps",
     )
@@ -270,27 +270,27 @@ def _fault(compiled: Compiled, case: Case, inputs: Mapping[str, torch.Tensor], e
 
 
 def _own_gradient(model: Directive, functions: Sequence[str]) -> Diagnostic:
-    message = f"the gradients that the model has are not those of its forward: {listed(functions)} has its own"
-    help_ = "write the forward so that its derivative is the gradient that is meant, as with `x + (f(x) - x).detach()`"
+    message = f"the model's gradients are not those of its forward: {listed(functions)} has its own backward"
+    help_ = "write the forward so that its derivative is the gradient that you want, as in `x + (f(x) - x).detach()`"
     return Diagnostic(OWN_GRADIENT, message, Label(model.arguments.statement.span), help=help_)
 
 
 def _other_form(model: Directive, forms: Sequence[str], found: EagerAgreement) -> Diagnostic:
     message = f"the form of {listed(forms)} is not what its forward computes: numbers differ by {max(found.errors):.1e}"
-    help_ = "route tokens in the form as the forward does: the same experts, weights, and place where these multiply"
+    help_ = "route tokens as the forward does: to the same experts, with the same weights, multiplied at the same place"
     return Diagnostic(OTHER_FORM, message, Label(model.arguments.statement.span), help=help_)
 
 
 def amplified(model: Directive, message: str) -> Diagnostic:
     """Return the error of a model whose numbers one rounding moves further than a test can allow."""
-    help_ = "see what divides by a number near 0, or applies a function of large slope again and again"
+    help_ = "look for a division by a number near 0, or a steep function that is applied many times"
     return Diagnostic(AMPLIFIED, message, Label(model.arguments.statement.span), help=help_)
 
 
 def near_tie(model: Directive, at: str, near: float) -> Diagnostic:
     """Return the error of a choice between scores that differ by rounding alone."""
     message = f"rounding decides what top-k chooses in {at}: scores differ by less than {near:.0e} of the largest"
-    help_ = "initialise what makes the scores so that they differ, or make equal ones by the same operations"
+    help_ = "initialise the weights of the scores so that scores differ, or compute equal scores by the same operations"
     return Diagnostic(NEAR_TIE, message, Label(model.arguments.statement.span), help=help_)
 
 

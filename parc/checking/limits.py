@@ -30,13 +30,14 @@ from parc.report import memory_of
 _SHOWN = 5
 _WORTH = 20  # a parameter that is less than this part of all is not worth a line
 _INSTEAD = dict.fromkeys(
-    ("all_gather", "all_to_all"), "split what makes the value and what reads it alike, or name fewer modules"
+    ("all_gather", "all_to_all"),
+    "split the value in the same way where it is made and where it is read, or name fewer modules",
 )
 _COUNTED = {
-    "": "counted are the forward and the backward of one microbatch",
-    "forward": "counted is the forward of one microbatch",
-    "backward": "counted is the backward of one microbatch",
-    "step": "counted is what is summed once a step",
+    "": "the count is of the forward and the backward of one microbatch",
+    "forward": "the count is of the forward of one microbatch",
+    "backward": "the count is of the backward of one microbatch",
+    "step": "the count is of the sums that a step makes once",
 }
 _DIGITS = re.compile(r"\d+")
 

@@ -126,7 +126,7 @@ def _wide_unit(compiled: Compiled) -> Diagnostic | None:
             )
             if inside and block_of(unit) is None:
                 message = f"`{word.text}` is one unit of {len(inside)} blocks, such as `{inside[0]}`"
-                help_ = "name blocks as units, or parts of them: numbers are tested on a model of fewer blocks"
+                help_ = "use blocks, or parts of them, as units: numbers are tested on a model of fewer blocks"
                 return Diagnostic(NO_TWIN, message, Label(word.span), help=help_)
     return None
 
@@ -140,7 +140,9 @@ def _uneven_blocks(compiled: Compiled) -> Diagnostic | None:
         meant = {name for name in blocks if resolved.holds(name)}
         alike = {name for name in blocks if starred(name) in set(map(starred, meant))}
         if meant and meant != alike:
-            message = f"the line means {len(meant)} of {len(alike)} blocks, and the smaller model has too few of them"
+            message = (
+                f"the line names {len(meant)} of {len(alike)} blocks, and the smaller model has too few blocks for that"
+            )
             help_ = "a `verify` line with more layers, twice as many as its pattern repeats, has blocks of each kind"
             if compiled.fitted is not None and compiled.fitted.line.line == resolved.line:
                 help_ = f"a `verify` line with {compiled.fitted.least_blocks} layers has blocks of each kind"
@@ -155,7 +157,7 @@ def _many_axes(compiled: Compiled) -> PlanError:
         MANY_AXES,
         f"numbers cannot be tested on {2 ** len(axes)} ranks, 2 along each of {len(axes)} axes",
         Label(line.span),
-        help="join axes over which the same is split into one",
+        help="join axes that split the same tensors into one axis",
     )])  # fmt: skip
 
 

@@ -278,7 +278,9 @@ def frozen_parameters(plan: Plan, recorded: Recorded, captured: Captured, resolv
     frozen = resolved.frozen | own
     if not captured.trainable() - frozen:
         message = "every parameter that the loss depends on is frozen" if frozen else "the loss depends on no parameter"
-        help_ = "name fewer of them: a step trains at least one" if plan.frozen else "see what the model returns"
+        help_ = (
+            "freeze fewer: a step trains at least one parameter" if plan.frozen else "look at the model's return value"
+        )
         span = plan.frozen[0].span if plan.frozen else plan.model.span
         raise PlanError([Diagnostic(NOTHING_TRAINED, message, Label(span), help=help_)])
     return frozen

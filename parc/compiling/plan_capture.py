@@ -89,7 +89,9 @@ def capture_plan(
         raise PlanError([capture_diagnostic(plan, error)]) from None
     drawn = prepare(captured.graph)
     if drawn is not None:
-        message = f"the model draws random numbers with `{drawn.target}`, which parc cannot draw alike on every layout"
+        message = (
+            f"the model draws random numbers with `{drawn.target}`, which parc cannot make the same on every layout"
+        )
         notes = (f"at {source}",) if (source := noted(drawn).origin.source) else ()
         help_ = "draw with `torch.rand`, `torch.randn` or `torch.bernoulli`, or make it an input"
         raise PlanError(
@@ -98,7 +100,7 @@ def capture_plan(
     return recorded, captured
 
 
-_TRY = "call the model on one batch by itself; where that works, write this part with torch's own operators on tensors"
+_TRY = "call the model on one batch without parc; if that works, write this part with torch's own operators on tensors"
 
 
 def _inputs_diagnostic(plan: Plan, error: InputsError) -> Diagnostic:
@@ -111,7 +113,10 @@ def _inputs_diagnostic(plan: Plan, error: InputsError) -> Diagnostic:
 def capture_diagnostic(plan: Plan, error: CaptureError) -> Diagnostic:
     """Return the error of a plan whose model cannot be captured."""
     code, help_ = {
-        "checkpoint": (NOT_RECOMPUTED, "leave it out: a step that keeps all activations has the same numbers"),
+        "checkpoint": (
+            NOT_RECOMPUTED,
+            "leave it out: the numbers are the same, and a `recompute` line of the plan saves the memory",
+        ),
         "control": (CONTROL_FLOW, error.help or "compute both sides and choose with `torch.where`"),
         "cache": (RETURNED_CACHE, "give the model `use_cache=False`, or return its logits or its loss alone"),
         "output": (LOSS_NOT_NUMBER, "name a loss that sums or averages"),

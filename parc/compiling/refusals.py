@@ -39,7 +39,7 @@ def whole_sequences(plan: Plan, reshards: Sequence[Reshard]) -> list[Diagnostic]
                 f"`{found.reader}` in {where} needs `{found.value}` whole, {size_text(found.bytes)} from each rank"
             )
             notes = (f"at {found.cause.source}",) if found.cause.source else ()
-            help_ = "do without it along the sequence: shift targets, not outputs; or leave the line out"
+            help_ = "avoid it along the sequence (shift targets, not outputs), or leave the line out"
             error = Diagnostic(WHOLE_SEQUENCE, message, Label(line.span), help=help_, notes=notes)
             errors.setdefault(found.cause.source, error)
     return list(errors.values())
@@ -50,7 +50,7 @@ def refusal(plan: Plan, mesh: Mesh, resolved: Resolved, error: PassError) -> Dia
     model = Label(plan.model.arguments.statement.span)
     if isinstance(error, AlreadySplit):
         span = next(line.span for line in plan.zero if line.span.root.line == error.sharding.line)
-        help_ = f"name other parameters by `on`, or an axis over which `{error.name}` is whole"
+        help_ = f"name other parameters with `on`, or an axis whose ranks all use the whole `{error.name}`"
         return Diagnostic(SPLIT_ALREADY, str(error), Label(span), help=help_)
     if isinstance(error, NotPlaced):
         return not_placed(plan, resolved, error)
@@ -62,7 +62,7 @@ def refusal(plan: Plan, mesh: Mesh, resolved: Resolved, error: PassError) -> Dia
         help_ = "take fewer ranks, or `using zigzag`, which splits no heads"
         return Diagnostic(FEW_HEADS_EACH, str(error), Label(span), help=help_, notes=notes)
     if isinstance(error, MixedRows):
-        help_ = "compute each row by itself; put dropout and statistics before the experts, or behind them"
+        help_ = "compute each row separately; put dropout and statistics before or after the experts"
         return Diagnostic(MIXED_ROWS, str(error), model, help=help_, notes=notes)
     return Diagnostic(BAD_RULE, str(error), model, help=error.hint, notes=notes)
 

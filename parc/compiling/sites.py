@@ -44,6 +44,6 @@ def not_placed(plan: Plan, resolved: Resolved, error: NotPlaced) -> Diagnostic:
     seed = next(seed for seed in resolved.seeds if seed.value == error.name and seed.span.root.line == error.line)
     other = line_span(plan, error.other) if error.other not in (0, error.line) else None
     related = (Label(other, "this line comes first"),) if other is not None else ()
-    message = f"`{error.name}` cannot be split over `{seed.axis}` along dim {seed.dim} too"
+    message = f"`{error.name}` cannot also be split over `{seed.axis}` along dim {seed.dim}"
     help_ = "split it on all axes in one line, as `shard out(M) [B/dp, S/cp/tp, _]`, or change the other line"
     return Diagnostic(NOT_PLACED, message, Label(seed.span), related, help=help_)

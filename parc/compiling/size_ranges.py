@@ -107,8 +107,8 @@ def misfit_diagnostic(plan: Plan, misfit: Misfit) -> Diagnostic:
     message = message if not misfit.numbers else f"the model has {what}, between {first} and {second}{where}"
     notes = [f"{misfit.file}, {sizes}: {row.strip() or 'nothing'}"
              for sizes, row in zip((first, second), misfit.rows, strict=True)]  # fmt: skip
-    help_ = "narrow the range so that it does not hold both, and make a build for each part"
-    help_ += "; or take a larger step, if they differ in what divides"
+    help_ = "choose a smaller range that contains only one of the two sizes, and make a build for each part"
+    help_ += "; or use a larger step, if the sizes differ in what divides them"
     if misfit.numbers:
         help_ = "write it with sums, products and quotients of sizes; or declare one size, and make a build for each"
     return Diagnostic(
@@ -120,8 +120,8 @@ def _constant_diagnostic(
     plan: Plan, constants: Mapping[str, object], others: Mapping[str, object], sizes: Mapping[str, int]
 ) -> Diagnostic:
     name = next(name for name in {**constants, **others} if constants.get(name) != others.get(name))
-    message = f"the tensor `{name}`, which the model's code makes of numbers, is another at {sizes_text(sizes)}"
-    help_ = "compute with the size itself, not with a tensor of it; or narrow the range"
+    message = f"the tensor `{name}`, which the model's code makes from numbers, is different at {sizes_text(sizes)}"
+    help_ = "compute with the size itself, not with a tensor of it; or choose a smaller range"
     return Diagnostic(OTHER_PROGRAM, message, Label(plan.model.arguments.statement.span), help=help_)
 
 

@@ -265,6 +265,6 @@ def _no_inputs(plan: Plan, caller: Caller, call: ForwardCall) -> Diagnostic:
     if where := user_frame(error):
         notes.append(f"at {where}")
     names = ", ".join(caller.parameters)
-    help_ = f'say what it takes, as `--input "{next(iter(call.guesses))} float32 [B, 3, 32, 32]"`, once for each input'
+    help_ = f'give its inputs, as `--input "{next(iter(call.guesses))} float32 [B, 3, 32, 32]"`, once for each input'
     return Diagnostic(NO_INPUTS, f"no inputs were found with which forward({names}) runs",
                       Label(plan.model.arguments.statement.span), help=help_, notes=tuple(notes))  # fmt: skip

@@ -254,12 +254,12 @@ def _errors(groups: Sequence[Sequence[_Heads]], plan: Plan, axis: str) -> Iterat
     every = [group for group in groups if _legal(group, 1)]
     legal = [n for n in range(1, max(max(kinds) for _, kinds, _ in alike) + 1) if all(_legal(g, n) for g in every)]
     for (_, (most, *fewer), apart), (first, *others) in alike.items():
-        few = f"{_heads(first.count)} of keys and values"
+        few = _kv_heads(first.count)
         all_heads = f"{most} groups of {first.grouped} heads" if first.grouped > 1 else f"{most} heads"
         message = f"{axis}={ranks} does not divide {all_heads}"
         if not most % ranks:
             message = f"{axis}={ranks} neither divides {few} nor is a multiple of them"
-        every_kind = " and ".join([all_heads, *(f"{_heads(count)} of keys and values" for count in fewer)])
+        every_kind = " and ".join([all_heads, *map(_kv_heads, fewer)])
         seen_as = "groups of heads" if first.grouped > 1 else "heads"
         notes = [f"the model sees it as {seen_as} at {first.source}"] if first.source else []
         split = ", or write the queries' heads as one dim, and repeat keys" if first.grouped > 1 and apart else ""
@@ -272,20 +272,22 @@ def _errors(groups: Sequence[Sequence[_Heads]], plan: Plan, axis: str) -> Iterat
         )  # fmt: skip
 
 
-def _heads(count: int) -> str:
-    return f"{count} head{'s' * (count > 1)}"
+def _kv_heads(count: int) -> str:
+    return f"{count} KV head{'s' * (count > 1)}"
 
 
 def _notes(few: Sequence[_Heads], axis: str, ranks: int, sizes: Sequence[int]) -> Iterator[Diagnostic]:
     """Yield one note for each number of heads that are kept more than once, or by parts."""
     for count, fused in sorted({(heads.count, heads.fused) for heads in few}):
         first, *others = [heads for heads in few if (heads.count, heads.fused) == (count, fused)]
-        shared = f"each is kept by {ranks // count} ranks" if count > 1 else "every rank keeps it"
+        shared = f"{ranks // count} ranks hold each" if count > 1 else "every rank holds it"
         then = "gradients of the copies are summed once a step"
         if fused:
-            shared = f"{ranks // count} ranks keep a part of {'each' if count > 1 else 'it'}"
-            then = "fused with queries, it is split as they are, and its results are gathered where they are taken out"
-        message = f"{_heads(count)} of keys and values for {ranks} ranks of `{axis}`: {shared}"
+            shared = f"{ranks // count} ranks hold a part of {'each' if count > 1 else 'it'}"
+            then = (
+                "queries, keys and values are one weight: each rank has a part of a head, and gathers the other parts"
+            )
+        message = f"{_kv_heads(count)} for {ranks} ranks of `{axis}`: {shared}"
         parts = listed(f"{axis}_{i}={size}" for i, size in enumerate(sizes))
         notes = [f"`{axis}` is seen as {parts}" if sizes else "", then]
         notes += [f"the same holds for {len(others)} more parameter{'s' * (len(others) > 1)}"] if others else []

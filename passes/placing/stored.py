@@ -45,7 +45,9 @@ class AlreadySplit(ValueError):
     """The error of a parameter that an axis splits for the computation, and that a ``zero`` line shards over it."""
 
     def __init__(self, name: str, sharding: Sharding) -> None:
-        super().__init__(f"`{name}` is split over `{sharding.axis}` already: its ranks compute with parts of it")
+        super().__init__(
+            f"`{name}` is split over `{sharding.axis}` already: each of its ranks computes with a part of it"
+        )
         self.name, self.sharding = name, sharding
 
 

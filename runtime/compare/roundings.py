@@ -60,7 +60,7 @@ class Roundings:
         moved = _TIMES * largest_difference(self._made()[what], expected)
         if moved > _MOST * top and not self.amplified:
             text = f"gradient of {what.name}" if what.kind == "gradient" else str(what)
-            self.amplified = f"one rounding of weights and inputs moves the {text} by more than a test can allow"
+            self.amplified = f"one rounding of weights and inputs changes the {text} by more than a test can allow"
         return max(0.0, apart - min(moved, _MOST * top))
 
     def _made(self) -> Mapping[Binding, torch.Tensor]:

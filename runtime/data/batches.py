@@ -68,7 +68,9 @@ class Batches:
 
         def make() -> tuple[Begun, Row]:
             if batch is not None and local is not None:
-                raise RunError(BATCHES_DIFFER, "both a whole batch and `local` samples were given", "give one of them")
+                raise RunError(
+                    BATCHES_DIFFER, "both a whole batch and `local` samples were given", "give only one of them"
+                )
             at = self._by_sizes(given, self._feed.shares if kind == _LOCAL else {})
             part = at.feed.read(step, last) if given is None else at.feed.given(given, kind == _LOCAL, not alone)
             begun = Begun(at, part.parts, at.stepper.begin([state], [part.parts], step, keep))
@@ -102,7 +104,7 @@ class Batches:
             if other := _odd_one([row[place] for row in rows], self._at(axes)):
                 where = self._mesh.coordinates(other[0])
                 alike = ", ".join(f"{axis}={where[axis]}" for axis in axes)
-                both = f", and both are at {alike}" if alike else ""
+                both = f", though both are at {alike}" if alike else ""
                 message = f"`{name}` of rank {other[1]} is not that of rank {other[0]}{both}"
                 raise RunError(BATCHES_DIFFER, message, _every_rank(kind, self._samples(at), axes))
         if kind == _LOCAL and self._looks:
@@ -162,9 +164,7 @@ def _every_rank(kind: int, samples: int, axes: Sequence[str] = ()) -> str:
         return f"choose a rank's samples by {by} alone: other ranks at that place compute with the same samples"
     if kind == _LOCAL:
         return "no axis of the mesh splits it: give every rank the same"
-    return (
-        "samples are functions of their number alone, the same on every rank: draw nothing at random but by the number"
-    )
+    return "a sample must depend only on its number, the same on every rank: seed each random number by it"
 
 
 def _as_integer(count: torch.Tensor | None) -> int | torch.Tensor:

@@ -126,7 +126,7 @@ class IterableSource:
     def _next(self) -> dict[str, Tensor]:
         while not self._waiting:
             what = f"sample {self._number + 1} of the iterable"
-            item = asked(lambda: next(self._items, _END), what, "iterate over it alone, up to this sample")
+            item = asked(lambda: next(self._items, _END), what, "iterate over it without parc, up to this sample")
             if item is _END:
                 self._end_epoch()
                 continue
@@ -140,7 +140,7 @@ class IterableSource:
             message = f"the iterable ends after {have}, and a step takes {self._least}"
             raise DataError(message, f"give {self._least} or more, or make B smaller")
         epoch = self._epoch + 1
-        help_ = "iterate over it alone: `iter(iterable)`, after `set_epoch` where it has that"
+        help_ = "iterate over it without parc: `iter(iterable)`, after `set_epoch` if it has that method"
         self._items = asked(lambda: self._begin(epoch), f"beginning epoch {epoch} of the iterable", help_)
         self._epoch, self._in_epoch = epoch, 0
 

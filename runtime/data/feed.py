@@ -44,7 +44,7 @@ class Given:
     prints: Sequence[int | torch.Tensor]
 
 
-MISFIT_HELP = "change what the data gives, or the plan's `input` and `sizes` lines"
+MISFIT_HELP = "change the data, or the plan's `input` and `sizes` lines"
 
 
 @final

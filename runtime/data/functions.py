@@ -29,7 +29,7 @@ class CallableData:
         Raises:
             DataError: it failed (chained), or gave something else than a dict of tensors.
         """
-        help_ = "the function that the plan names failed: call it with this number"
+        help_ = "the function that the plan names failed: call it with this number to see why"
         sample = asked(lambda: self._function(number), f"making sample {number}", help_)
         entries = sample.items() if isinstance(sample, Mapping) else [("", sample)]
         wrong = next((f"{f'`{name}`' if name else 'it'} is {type(value).__name__}" for name, value in entries

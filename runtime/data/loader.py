@@ -58,7 +58,7 @@ class Loader:
     def _check_name(self) -> None:
         """Check that no other dataset is read under this name: the two would go on at one place."""
         if any(other._name == self._name and other._dataset is not self._dataset for other in self._feed.loaders):
-            message = f"another dataset has a loader of the name `{self._name}`, and a name has one place"
+            message = f"another dataset has a loader with the name `{self._name}` already"
             raise RunError(BAD_DATA, message, 'give each a name, as `name="pictures"`, or `del` the other loader first')
 
     def _check(self, samples: int) -> None:
@@ -126,5 +126,5 @@ def _ended() -> Any:
     Raises:
         DataError: always.
     """
-    message = "the iterator has ended, and cannot be begun again"
-    raise DataError(message, "give an object whose `__iter__` begins anew, such as an `IterableDataset`")
+    message = "the iterator has ended, and cannot start again"
+    raise DataError(message, "give an object whose `__iter__` starts again, such as an `IterableDataset`")

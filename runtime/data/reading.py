@@ -118,7 +118,7 @@ class RowReader:
         except RuntimeError as error:  # what DataLoader says of a worker that was killed
             self._next = -1
             message = f"a worker process that reads data ended: {str(error).splitlines()[0]}"
-            raise DataError(message, "read without `workers` to see why; often memory is short") from None
+            raise DataError(message, "read without `workers` to see why; often the memory is too small") from None
         self._next = first + self._batch if first + self._batch < self._end else -1
         if isinstance(item, Failed):
             self._next = -1

@@ -66,7 +66,7 @@ def bound_build(build: Build, sizes: Mapping[str, int]) -> Build:
             raise RunError(OUT_OF_RANGE, f"the plan has no size `{name}`", f"its sizes are {sizes_text(known)}")
         if size not in known[name].values:
             near = " or ".join(f"{name}={other}" for other in known[name].nearest(size))
-            message = f"{name}={size} is none of the sizes that the build was made for: {name}={known[name]}"
+            message = f"{name}={size} is not a size that the build was made for: {name}={known[name]}"
             notes = [line for line in [line_of(build, "sizes")] if line]
             raise RunError(OUT_OF_RANGE, message, f"the nearest is {near}", notes)
     return build.at(sizes) if ranges and sizes else build

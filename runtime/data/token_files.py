@@ -70,7 +70,7 @@ class TokenFile:
         """
         first = self.read(0, min(self.count, _LOOKED_AT))
         if bool((first < 0).any()):
-            message = f"{self.path} holds {int(first[first < 0][0])}: read as {self.dtype} its numbers are no tokens"
+            message = f"{self.path} holds {int(first[first < 0][0])}: read as {self.dtype} its numbers are not tokens"
             raise DataError(message, "name the type that it was written with, as `dtype uint16`", self.path)
         wider = {"uint8": "uint16", "uint16": "uint32", "int16": "int32", "uint32": "int64", "int32": "int64"}
         if len(first) >= 64 and self.dtype in wider and first[::2].any() and not first[1::2].any():
@@ -99,7 +99,7 @@ def token_file(path: str, dtype: str | None) -> TokenFile:
     elif index.is_file() and index.read_bytes()[: len(_MEGATRON)] == _MEGATRON:
         found = _megatron_file(path, index)
     elif dtype is None:
-        message = f"{path} does not say of which type its tokens are"
+        message = f"{path} does not say which type its tokens have"
         raise DataError(message, "add it to the plan's line, as `dtype uint16` for what nanoGPT writes", path)
     else:
         found = _bare_file(path, dtype)

@@ -85,7 +85,7 @@ class Hanging:
         if not own and any("distributed" in Path(file).name for file, _, _ in frames[:2]):
             return ""
         at = ", ".join(f"{file}:{line} in {name}" for file, line, name in (own or frames)[:1])
-        return f"is at {at}" if at else "says nothing of where it is"
+        return f"is at {at}" if at else "did not say where it is"
 
 
 def _foreign(file: str) -> bool:

@@ -152,8 +152,8 @@ def skip_text(report: StepReport) -> str:
 def _at_the_start(session: Session, options: Options) -> Iterator[str]:
     """Return the lines that are shown before the first step."""
     if session.step_number >= options.steps:
-        done = f"`{options.resume}` is at step {session.step_number}, and the last is {options.steps}"
-        yield f"{done}: nothing is left to train; `--steps K` trains on until step K"
+        done = f"`{options.resume}` is at step {session.step_number}, and the last step is {options.steps}"
+        yield f"{done}: there is nothing left to train; `--steps K` trains until step K"
         return
     yield from session.notes
     if options.eval_every and (left := session.evaluation.extent.note):

@@ -77,7 +77,7 @@ def target_held(folder: Path, size: int, run: str = "") -> Iterator[None]:
             if free < size:
                 lacking = f"a checkpoint is {size_text(size)}, and {size_text(free)} are free there"
                 help_ = (
-                    "name a folder on another disk, or make room; an old checkpoint stays until the new one is complete"
+                    "free some space, or name a folder on another disk: an old one stays until the new one is complete"
                 )
                 raise RunError(BAD_STATE, f"`{folder}` cannot be written: {lacking}", help_)
         yield

@@ -93,8 +93,8 @@ class MappedFiles:
         except OSError as error:
             free = shutil.disk_usage(self._folder).free
             needs = f"{size_text(total)} for {self._word}, and {size_text(free)} are free there"
-            message = f"`{self._named}` has no room: this rank needs {needs} ({error.strerror or error})"
-            help_ = "make room, or name a folder on another disk in the plan's `offload` line"
+            message = f"`{self._named}` has too little space: this rank needs {needs} ({error.strerror or error})"
+            help_ = "free some space, or name a folder on another disk in the plan's `offload` line"
             raise RunError(OFFLOAD_FOLDER, message, help_) from None
         whole, at = memoryview(mapped), 0
         self._maps.append((torch.frombuffer(mapped, dtype=torch.uint8).data_ptr(), mapped))

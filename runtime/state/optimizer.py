@@ -207,8 +207,8 @@ def average_notes(checkpoint: Checkpoint, line: Mapping[str, Any]) -> tuple[str,
     if there == (AVERAGE in line):
         return ()
     if there:
-        return ("the checkpoint's averages of weights are left behind: the plan has no `ema` line",)
-    return ("the checkpoint has no averages of weights: those of the plan's `ema` line begin as its weights",)
+        return ("the checkpoint's averages of weights are not used: the plan has no `ema` line",)
+    return ("the checkpoint has no averages of weights: those of the plan's `ema` line start as its weights",)
 
 
 def _type_of(checkpoint: Checkpoint, key: str) -> str:

@@ -61,9 +61,9 @@ def check_residuals(checkpoint: Checkpoint, stored: Mapping[str, StoredTensor]) 
     notes = []
     for there, here in sorted({pair for pair in pairs if pair[0] != pair[1]}):
         many = f"{pairs.count((there, here))} gradients"
-        divided = f"what rounding left of {many} on {there} ranks is divided equally over {here}"
-        dropped = f"what rounding left of {many} is dropped: no line compresses them"
-        begun = f"the checkpoint holds nothing left of {many}: they begin anew"
+        divided = f"the rounding errors of {many} on {there} ranks are divided equally over {here}"
+        dropped = f"the rounding errors of {many} are dropped: no line compresses them"
+        begun = f"the checkpoint holds no rounding errors of {many}: they start at zero"
         notes.append(begun if not there else dropped if not here else divided)
     return tuple(notes)
 

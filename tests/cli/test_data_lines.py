@@ -44,7 +44,7 @@ error[P0303]: the data has 3 samples, and a step takes 8
 help: give it 8 or more, or make B smaller
 """,
     'tokens "train.bin"': """\
-error[P0303]: train.bin does not say of which type its tokens are
+error[P0303]: train.bin does not say which type its tokens have
  --> plan.parc:7:18
 7 | data      tokens "train.bin"
   |                  ^^^^^^^^^^^

@@ -150,8 +150,8 @@ def test_a_run_with_nothing_left_to_train_says_so(
     for last in (1, 2):
         capsys.readouterr()
         assert main(["run", str(folder / "one"), "--steps", str(last), "--resume", str(checkpoint)]) == 0
-        said = f"`{checkpoint}` is at step 2, and the last is {last}: nothing is left to train; `--steps K` trains on"
-        assert capsys.readouterr().err == f"{said} until step K\n"
+        said = f"`{checkpoint}` is at step 2, and the last step is {last}: there is nothing left to train"
+        assert capsys.readouterr().err == f"{said}; `--steps K` trains until step K\n"
 
 
 def test_steps_after_the_rates_fall_are_announced(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

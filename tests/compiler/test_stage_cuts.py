@@ -124,7 +124,7 @@ class Again(nn.Module):
 
 def test_a_module_under_its_second_name_is_named_by_its_first() -> None:
     again = NORMS.replace('Norms" (shared={})', 'Again"')
-    with pytest.raises(PlanError, match=r"no module is called `layers.2`(.|\n)*it is `layers.0` under another name"):
+    with pytest.raises(PlanError, match=r"no module is called `layers.2`(.|\n)*it is another name of `layers.0`"):
         cut(again, "before layers.2", 2)
     assert cut(again, "before layers.1", 2)[0] == ["before layers.1"]
 

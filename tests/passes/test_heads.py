@@ -131,9 +131,9 @@ def test_a_plan_in_primitives_and_a_twin_keep_the_copies() -> None:
 @pytest.mark.parametrize(
     ("model", "arguments", "lines", "tp", "said"),
     [
-        ("grouped", "heads=6, groups=2, size=6", CONCATENATED, 3, "tp=3 neither divides 2 heads of keys and values"),
+        ("grouped", "heads=6, groups=2, size=6", CONCATENATED, 3, "tp=3 neither divides 2 KV heads"),
         ("interleaved", "heads=8, groups=2", INTERLEAVED, 4, "tp=4 does not divide 2 groups of 6 heads"),
-        ("grouped", "heads=6, groups=2, fused=false", APART, 3, "tp=3 neither divides 2 heads of keys and values"),
+        ("grouped", "heads=6, groups=2, fused=false", APART, 3, "tp=3 neither divides 2 KV heads"),
         ("grouped", "heads=6, groups=2, fused=false", APART, 4, "tp=4 does not divide 6 heads"),
         ("grouped", "heads=2, groups=2", CONCATENATED, 4, "tp=4 does not divide 2 heads"),
         ("einsum", "heads=4, groups=2", APART, 4, "divide 2 groups of 2 heads\n"),

@@ -167,4 +167,4 @@ def test_a_plan_begins_with_adapters_too_and_a_shared_weight_is_not_merged(
         found = session.state_dict()
     assert all(torch.equal(found[name], value) for name, value in wanted.items())
     assert main(["export", str(tmp_path / "saved"), "-o", str(tmp_path / "merged"), "--merge"]) == 1
-    assert "are one weight, which an adapter changes" in capsys.readouterr().err
+    assert "are one weight, but an adapter changes" in capsys.readouterr().err

@@ -92,7 +92,7 @@ def test_averages_begin_where_a_checkpoint_has_none_and_stay_behind_where_a_plan
         first.save(tmp_path / "plain")
         second.restore(tmp_path / "plain")
         (note,) = second.notes
-        assert "begin as its weights" in note
+        assert "start as its weights" in note
         begun = second.state_dict(ema=True)
         assert all(torch.equal(begun[name], value) for name, value in first.state_dict().items())
         second.step(batch(1))
@@ -107,7 +107,7 @@ def test_averages_begin_where_a_checkpoint_has_none_and_stay_behind_where_a_plan
         assert all(torch.equal(written[name], after[name]) for name in written) and len(written) > 20
         assert "`--ema`" in capsys.readouterr().err
         first.restore(tmp_path / "averaged")
-        assert first.notes and "left behind" in first.notes[0]
+        assert first.notes and "are not used" in first.notes[0]
         assert first.step(batch(2)).loss == second.step(batch(2)).loss
         second.restore(tmp_path / "averaged")
         found = second.state_dict(ema=True)
@@ -118,5 +118,5 @@ def test_averages_are_not_trained(tmp_path: Path) -> None:
     with parc.load(build(tmp_path, EMA)) as session, session.averaged():
         session.state_dict(ema=True)
         for do in (session.step, lambda: session.save(tmp_path / "x"), lambda: session.restore(tmp_path / "x")):
-            with pytest.raises(RunError, match="averages in the place of its weights"):
+            with pytest.raises(RunError, match="averages instead of its weights"):
                 do()

@@ -85,7 +85,7 @@ def test_ranks_give_one_batch_whole_or_in_parts_and_nothing_else(tmp_path: Path)
     starts = {
         "parts as whole": f"{code} `tokens` of rank 2 is not that of rank 0; ",
         "one entry": f"{code} `targets` of rank 3 is not that of rank 0; ",
-        "other samples beside": f"{code} `tokens` of rank 1 is not that of rank 0, and both are at dp=0; ",
+        "other samples beside": f"{code} `tokens` of rank 1 is not that of rank 0, though both are at dp=0; ",
         "only some": f"{code} rank 0 gave a whole batch, and rank 1 gave nothing, so it reads the plan's data; ",
         "another way": f"{code} rank 0 gave a whole batch, and rank 2 gave samples of its own; ",
         "an input less": "[P0303] the batch has no `targets`",
@@ -168,7 +168,7 @@ def test_floats_and_inputs_without_samples_are_held_alike_too(tmp_path: Path) ->
     scale, keep, data = ranks[0]["said"]
     assert scale.startswith("[P0410] `scale` of rank 2 is not that of rank 0; no axis of the mesh splits it")
     assert keep.startswith("[P0410] `keep` of rank 1 is not that of rank 0; ")
-    assert data.startswith("[P0410] `x` of rank 1 is not that of rank 0, and both are at dp=0; samples are functions")
+    assert data.startswith("[P0410] `x` of rank 1 is not that of rank 0, though both are at dp=0; a sample must depend")
 
 
 def test_a_hash_sees_every_bit_and_its_place_whatever_the_memory() -> None:

@@ -57,4 +57,4 @@ def test_what_one_rounding_moves_far_cannot_be_tested(monkeypatch: pytest.Monkey
     monkeypatch.setattr(roundings, "_MOST", 1e-11)
     found = compare(case_of(made := subject(SPEC), build(made, PLAN)), 2)
     assert found.gradient > TOLERANCE
-    assert found.amplified.startswith("one rounding of weights and inputs moves the gradient of")
+    assert found.amplified.startswith("one rounding of weights and inputs changes the gradient of")

@@ -88,7 +88,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_first_bad_value_is_named(folder: Path) -> None:
     message, notes, same = run_into(str(build(folder, ONE, PLAN_OF_BROKEN)), 1)
     assert same and message.startswith("step 2: the loss is ")
-    assert notes[0] == "the first is an infinity made in `layers.0.poison` on rank 0"
+    assert notes[0] == "the first is an infinity, computed in `layers.0.poison` on rank 0"
     assert notes[1].startswith("`aten.exp.default` at broken.py:10, forward")
 
 
@@ -96,7 +96,7 @@ def test_all_ranks_name_the_rank_that_made_it(folder: Path) -> None:
     path = build(folder, "mesh dp=2\nshard x, y [B/dp, _]\n", PLAN_OF_BROKEN, "two")
     found = run_ranks(run_into, 2, str(path), 3)
     assert found[0] == found[1]
-    assert found[0][1][0] == "the first is an infinity made in `layers.0.poison` on rank 1" and found[0][2]
+    assert found[0][1][0] == "the first is an infinity, computed in `layers.0.poison` on rank 1" and found[0][2]
 
 
 def test_a_batch_without_targets_is_said(folder: Path) -> None:

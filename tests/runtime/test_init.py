@@ -149,7 +149,7 @@ def test_everything_that_does_not_fit_is_named_at_once(tmp_path: Path, capsys: p
     wanted = {
         "`norm.bias` is missing",
         "`blocks.7.mlp.up.bias` is not a tensor of the model",
-        "`norm.weight` stands in two files",
+        "`norm.weight` is in two files",
         "`blocks.0.mlp.up.bias` is [3] there and [64] in the model",
     }
     with pytest.raises(PlanError) as refused:
@@ -177,4 +177,4 @@ def test_a_folder_that_has_no_weights(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "x.safetensors` cannot be read" in capsys.readouterr().err
     save_file({"parameter.head.weight": torch.zeros(2)}, tmp_path / "weights" / "x.safetensors")
     assert main(["check", str(tmp_path / "build.parc")]) == 1
-    assert "weights` is a checkpoint of a run, which `--resume`" in capsys.readouterr().err
+    assert "weights` is a checkpoint of a run: use `--resume`" in capsys.readouterr().err

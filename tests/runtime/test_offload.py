@@ -113,7 +113,9 @@ def test_a_folder_that_cannot_be_used_is_an_error_before_the_first_step(
         assert held.value.code is OFFLOAD_FOLDER
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", full)
-        with pytest.raises(RunError, match=r"`kept` has no room: this rank needs \S+ KiB for activations, and .* free"):
+        with pytest.raises(
+            RunError, match=r"`kept` has too little space: this rank needs \S+ KiB for activations, and .* free"
+        ):
             parc.load(made)
     parc.load(made).close()  # nothing is held by the one that failed
     (tmp_path / "kept").rmdir()

@@ -259,13 +259,13 @@ def test_folders_of_datasets_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ({"names": ["bare.bin"]}, r"bare\.bin does not say of which type its tokens are"),
+        ({"names": ["bare.bin"]}, r"bare\.bin does not say which type its tokens have"),
         ({"names": ["bare.bin"], "dtype": "uint32"}, r"bare\.bin has 42 bytes, which are no whole number of uint32"),
         ({"names": ["saved.npy"], "dtype": "uint16"}, r"saved\.npy says that it holds int32, not uint16"),
         ({"names": ["wide.bin"], "dtype": "uint16"}, r"every second number of .*wide\.bin is 0, read as uint16"),
         ({"names": ["real.npy"]}, r"real\.npy holds float32, and tokens are whole numbers"),
         ({"names": ["square.npy"]}, r"square\.npy holds an array of 2 dims"),
-        ({"names": ["below.npy"]}, r"below\.npy holds -3: read as int64 its numbers are no tokens"),
+        ({"names": ["below.npy"]}, r"below\.npy holds -3: read as int64 its numbers are not tokens"),
         ({"names": ["short.bin"], "dtype": "uint16"}, r"short\.bin has 8 bytes, and short\.idx counts 21 tokens"),
         ({"names": ["bare.bin"], "dtype": "uint16", "pack": True}, r"nothing says where documents end in .*bare\.bin"),
     ],

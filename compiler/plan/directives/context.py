@@ -64,11 +64,11 @@ class Context(Directive):
             if line.axis.text == self.axis.text:
                 message = f"a sequence is split over `{self.axis.text}` already"
                 related = (Label(line.axis.span, "given here first"),)
-                help_ = "name modules of both in one line, or take another axis"
+                help_ = "name the modules of both in one line, or use another axis"
                 yield Diagnostic(REPEATED, message, Label(self.axis.span), related, help=help_)
                 return
             if line.dim.text == self.dim.text and "ulysses" not in (line.method, self.method):
-                message = f"keys along `{self.dim.text}` would come by `{line.method}` and by `{self.method}`"
+                message = f"two lines give `{self.dim.text}` two methods: `{line.method}` and `{self.method}`"
                 related = (Label(line.arguments.span("using"), "given here first"),)
                 help_ = "split one dim over two axes with `using ulysses` in one of the lines, or over one axis"
                 yield Diagnostic(CONFLICT, message, Label(self.arguments.span("using")), related, help=help_)

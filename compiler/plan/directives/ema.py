@@ -29,6 +29,6 @@ class Ema(Directive):
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
         yield from super().check(scope)
         if not 0 < self.decay < 1:
-            message = f"an average keeps a part of itself, and {self.decay:g} is none"
+            message = f"each step keeps a share of the average, and {self.decay:g} is not a share"
             help_ = "write a number between 0 and 1, as `ema 0.999`"
             yield Diagnostic(BAD_VALUE, message, Label(self.arguments.span("x")), help=help_)

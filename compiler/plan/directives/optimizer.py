@@ -93,7 +93,7 @@ class Optimizer(Directive):
             message = f"no optimizer is called `{self.name}`"
             if (reason := NOT_BY_ENTRY.get(self.name.lower())) is not None:
                 message = f"`{self.name}` {reason}, and a rank has parts of parameters"
-                help_ = f"choose one that updates each entry by itself: {listed([*OPTIMIZERS])}"
+                help_ = f"choose an optimizer that updates each entry separately: {listed([*OPTIMIZERS])}"
             yield Diagnostic(BAD_VALUE, message, Label(self.arguments.span("name")), help=help_)
         else:
             yield from untaken(self.arguments, self.name)
@@ -111,10 +111,12 @@ class Optimizer(Directive):
         own = dict(self.values)
         for name, value in group.given.items():
             if self._kept({**own, name: value}) != self._kept(own):
-                message = f"with another `{name}` the group would keep other state than the rest"
+                message = f"a group with another `{name}` would keep other state than the rest"
                 span = group.arguments.span(name if name in group.arguments else "args")
                 related = (Label(self.span, "the optimizer"),)
-                help_ = "all parameters keep the same tensors: give it on the optimizer's own line, or nowhere"
+                help_ = (
+                    "all parameters must keep the same tensors: write it on the optimizer's own line, or leave it out"
+                )
                 yield Diagnostic(BAD_VALUE, message, Label(span), related, help=help_)
         if "lr" in group.arguments and not self.lr and (self.table or self.arguments.numbers("lr")):
             message, label = "the group's rate has no ratio to a rate of 0", Label(group.arguments.span("lr"))
@@ -146,12 +148,12 @@ class Optimizer(Directive):
             help_ = "add `fall 100`, the number of its last steps" if self.shape == "wsd" else "remove `fall`"
             yield Diagnostic(BAD_VALUE, message, Label(self.arguments.span(clause)), help=help_)
         elif over is not None and self.warmup < over < self.warmup + self.fall:
-            message = f"the rate rises in {self.warmup} steps and falls in {self.fall}, and its last step is {over}"
-            help_ = "let it fall in fewer steps, or end later"
+            message = f"the rate rises for {self.warmup} steps and falls for {self.fall}, but its last step is {over}"
+            help_ = "write a smaller `fall`, or a larger `over`"
             yield Diagnostic(BAD_VALUE, message, Label(self.arguments.span("fall")), help=help_)
         if over is not None and over <= self.warmup:
             span = self.arguments.span("over" if self.over is not None else "lr")
-            message = f"the rate's last step is {over}, and its warmup has {self.warmup}"
+            message = f"the rate's last step is {over}, but its warmup has {self.warmup} steps"
             yield Diagnostic(BAD_VALUE, message, Label(span), help="end the rate's fall after its warmup")
 
     def _check_table(self) -> Iterator[Diagnostic]:

@@ -49,8 +49,8 @@ class Recompute(Directive):
         yield from super().check(scope)
         first = next(line for line in scope.all(Recompute) if line.fit is not None or line is self)
         if self.fit is not None and first is not self:
-            help_ = "name the modules of both in one line: it chooses among all of them"
-            message = "a second line of recomputation says what a rank should fit into"
+            help_ = "name the modules of both in one line: that line then chooses among all of them"
+            message = "two `recompute` lines have `fit`"
             yield Diagnostic(
                 TWO_SIZES, message, Label(self.arguments.span("fit")), (Label(first.span, "this is the first"),),
                 help=help_,

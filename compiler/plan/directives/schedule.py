@@ -101,7 +101,7 @@ class Schedule(Directive):
                 label, related = Label(Source(self.table, text).span_of(error.line)), (Label(label.span, "read here"),)
             help_ = "list each `F` and `B` of every stage and microbatch once, in the row of its rank"
             if isinstance(error, Endless):
-                help_ = "put what other ranks wait for before what waits for them"
+                help_ = "put work that other ranks wait for before work that waits for them"
             raise PlanError([Diagnostic(SCHEDULE_MISFIT, str(error), label, related, help=help_)]) from None
         return text
 
@@ -120,7 +120,9 @@ class Schedule(Directive):
         elif self.name and not stages and "stage" not in scope.broken:
             what = "a table" if self.name == TABLE_WORD else f"`{self.name}`"
             help_ = "add a line such as `stage balanced over pp`, or write `schedule microbatches N` alone"
-            yield Diagnostic(NO_SCHEDULE, f"{what} orders stages, and there are none", Label(where), help=help_)
+            yield Diagnostic(
+                NO_SCHEDULE, f"{what} is an order of stages, and the plan has no stages", Label(where), help=help_
+            )
         if self.name == TABLE_WORD and not self.table.strip():
             word = self.arguments.word(TABLE_WORD)
             message = f"`{word.text}` is not a name in double quotes" if word else "the table's file has no name"
@@ -129,7 +131,12 @@ class Schedule(Directive):
         if self.chunks > 1 and not self.name:
             help_ = "remove `chunks`, or give stages and a schedule's name"
             label = Label(self.arguments.span("chunks"))
-            yield Diagnostic(SCHEDULE_MISFIT, "chunks are stages of one rank, and there are none", label, help=help_)
+            yield Diagnostic(
+                SCHEDULE_MISFIT,
+                "`chunks` is the number of stages of a rank, and the plan has no stages",
+                label,
+                help=help_,
+            )
         ranks = self._ranks(scope)
         yield from self._misfit(ranks * self.chunks) if ranks > 1 and self.microbatches >= 1 else ()
         if self.microbatches > MOST_WORK and not stages:

@@ -55,7 +55,7 @@ class Stage(Directive):
         """Find lines that cannot hold together."""
         if self.axis.text != first.axis.text:
             related = (Label(first.axis.span, "the axis of other cuts"),)
-            message = f"stages lie over `{first.axis.text}` and over `{self.axis.text}`"
+            message = f"stages are over `{first.axis.text}` and over `{self.axis.text}`"
             yield Diagnostic(STAGE_AXIS, message, Label(self.axis.span), related, help="name one axis in all lines")
         if self.balanced or first.balanced:
             related = (Label(first.span, "cuts are given here too"),)
