@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from parc.compiler.build.build import Build, BuildError
-from parc.compiler.build.communication import placed_messages
+from parc.compiler.build.communication import communication_table, placed_messages
 from parc.compiler.build.directory import again
 from parc.compiler.program.actions import FORWARD, PHASES
 from parc.compiler.program.blocks import starred
@@ -64,26 +64,41 @@ class PageFacts:
     @cached_property
     def entries(self) -> list[dict[str, Any]]:
         """The rows of the report's communication, each with the row of its module and the anchor of its line."""
-        found = [(role.name, placed) for role in self.build.roles.values() for _, placed in placed_messages(role)]
-        rows = self.report["communication"]
+        try:
+            return self._placed(self.build, self.report["communication"], self.listing)
+        except ValueError:
+            raise self._misfit("communication") from None
+
+    def _placed(self, build: Build, rows: Sequence[Entry], listing: Listing) -> list[dict[str, Any]]:
+        """Return the rows of a build's collectives with their places.
+
+        Raises:
+            ValueError: they are not of this build.
+        """
+        found = [(role.name, placed) for role in build.roles.values() for _, placed in placed_messages(role)]
         if [(row["role"], row["op"]) for row in rows] != [(role, placed.message.op) for role, placed in found]:
-            raise self._misfit("communication")
+            raise ValueError("other collectives")
         return [
             {**row, "row": self.tree.row_of(row["module"]),
-             "anchor": self.listing.anchor(placed.program, placed.function, placed.index)}
+             "anchor": listing.anchor(placed.program, placed.function, placed.index)}
             for row, (_, placed) in zip(rows, found, strict=True)
         ]  # fmt: skip
 
     @cached_property
     def messages(self) -> list[EqualMessages]:
         """The collectives of a step; equal ones of folded modules, and of several roles, are one."""
-        keys = ("phase", "axis", "op", "carries", "dtype", "bytes", "hidden", "row", "line")
-        firsts: dict[tuple[Any, ...], Entry] = {}
-        for entry in self.entries:
-            firsts.setdefault(tuple(entry[key] for key in keys), entry)
-        sent = traffic_by(self.entries, *keys)
-        found = [EqualMessages(entry, entry["row"], entry["anchor"], sent[key]) for key, entry in firsts.items()]
-        return sorted(found, key=lambda one: PHASES.index(one.entry["phase"]))
+        return equal_messages(self.entries)
+
+    @cached_property
+    def evaluation(self) -> tuple[Listing, list[EqualMessages]] | None:
+        """The functions of the programs that evaluate the model, and their collectives for one batch; None if the build
+        has none."""
+        evaluation = self.build.evaluation
+        if evaluation is None:
+            return None
+        listing = Listing(evaluation, "E")
+        rows = [row for role in evaluation.roles.values() for row in communication_table(role)]
+        return listing, equal_messages(self._placed(evaluation, rows, listing))
 
     @cached_property
     def lines(self) -> list[PlanLine]:
@@ -175,6 +190,17 @@ class PageFacts:
     def _misfit(self, key: str) -> BuildError:
         path = self.build.path
         return BuildError(f"`{path / 'report.json'}`: `{key}` is not what the build's other files say", again(path))
+
+
+def equal_messages(entries: Sequence[Entry]) -> list[EqualMessages]:
+    """Return placed collectives by phase; equal ones of folded modules, and of several roles, are one."""
+    keys = ("phase", "axis", "op", "carries", "dtype", "bytes", "hidden", "row", "line")
+    firsts: dict[tuple[Any, ...], Entry] = {}
+    for entry in entries:
+        firsts.setdefault(tuple(entry[key] for key in keys), entry)
+    sent = traffic_by(entries, *keys)
+    found = [EqualMessages(entry, entry["row"], entry["anchor"], sent[key]) for key, entry in firsts.items()]
+    return sorted(found, key=lambda one: PHASES.index(one.entry["phase"]))
 
 
 def _with_above(modules: Iterable[str]) -> list[str]:

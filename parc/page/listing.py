@@ -27,6 +27,8 @@ class ListedFunction:
     files: list[str] = field(default_factory=list)
     exact: bool = True
     """True where all these files have the text to the letter."""
+    letter: str = "L"
+    """The first letter of anchors, which another list of functions on the same page does not have."""
 
     @property
     def marked(self) -> set[int]:
@@ -36,13 +38,14 @@ class ListedFunction:
 
     def anchor(self, row: int = 0) -> str:
         """Return the anchor of a row, from 1, or of the function."""
-        return f"L{self.number}.{row}" if row else f"L{self.number}"
+        return f"{self.letter}{self.number}.{row}" if row else f"{self.letter}{self.number}"
 
 
 class Listing:
-    """The distinct functions of a build's programs, in the order of a step. The captured graph is not in it."""
+    """The distinct functions of a build's programs, in the order of a step. The captured graph is not in it. Anchors
+    begin with a ``letter``."""
 
-    def __init__(self, build: Build) -> None:
+    def __init__(self, build: Build, letter: str = "L") -> None:
         self.functions: list[ListedFunction] = []
         self._of: dict[tuple[str, str], ListedFunction] = {}
         alike: dict[tuple[str, str], ListedFunction] = {}
@@ -55,7 +58,7 @@ class Listing:
                 rows = text.rstrip("\n").split("\n")
                 key = program.action, _NUMBERS.sub("", text)
                 if (listed := alike.get(key)) is None:
-                    listed = ListedFunction(len(alike), function, program.action, row, rows)
+                    listed = ListedFunction(len(alike), function, program.action, row, rows, letter=letter)
                     alike[key] = listed
                     self.functions.append(listed)
                 listed.files.append(file)

@@ -57,7 +57,7 @@
     document.body.append(note);
     setTimeout(() => note.remove(), 1500);
   };
-  document.getElementById("programs").addEventListener("click", (event) => {
+  document.querySelector("main").addEventListener("click", (event) => {
     const line = event.target.closest("pre i");
     if (!line || event.target.closest("a") || String(getSelection())) return;
     history.replaceState(null, "", `#${line.id}`);
@@ -65,6 +65,6 @@
   });
   open();
   let opened = [];
-  addEventListener("beforeprint", () => { opened = [...document.querySelectorAll("section:not(#programs) details:not([open])")]; for (const one of opened) one.open = true; });
+  addEventListener("beforeprint", () => { opened = [...document.querySelectorAll("details:not([open], .program)")]; for (const one of opened) one.open = true; });
   addEventListener("afterprint", () => { for (const one of opened) one.open = false; });
 })();

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
@@ -87,7 +88,8 @@ class _Page:
             "kinds": [kind for kind in MEMORY_KINDS if any(entry[kind] for entry in report["memory"])],
             "table": parameter_rows(facts.parameters, facts.placed), "axis_of_stages": self.build.axis,
             "stored_kinds": STORED_KINDS,
-            "axes": self.axes(), "traffic": traffic_rows(report["communication"]), "messages": self.messages(),
+            "axes": self.axes(), "traffic": traffic_rows(report["communication"]),
+            "messages": self.messages(facts.messages), "evaluation": self.evaluation(),
             "timeline": self.timeline(), "lines": self.lines(), "functions": facts.listing.functions,
         }  # fmt: skip
 
@@ -161,9 +163,18 @@ class _Page:
         most = max((one.bytes for one in sent.values()), default=0) or 1
         return [{"axis": axis, "sent": one, "most": most} for (axis,), one in sent.items()]
 
-    def messages(self) -> list[dict[str, Any]]:
-        """Return the collectives with the names of their modules."""
-        return [{"message": one, "name": self.facts.names.get(one.row, "")} for one in self.facts.messages]
+    def messages(self, found: Sequence[EqualMessages]) -> list[dict[str, Any]]:
+        """Return collectives with the names of their modules."""
+        return [{"message": one, "name": self.facts.names.get(one.row, "")} for one in found]
+
+    def evaluation(self) -> dict[str, Any] | None:
+        """Return the programs that evaluate the model and what they send; None if there are none."""
+        if self.facts.evaluation is None:
+            return None
+        listing, found = self.facts.evaluation
+        lines = [number for number, line in enumerate(self.facts.lines) if line.text.split()[:1] == ["eval"]]
+        return {"functions": listing.functions, "messages": self.messages(found),
+                "line": self.facts.lines[lines[0]].place if lines else ""}  # fmt: skip
 
     def timeline(self) -> Markup | None:
         """Return the drawing of a step; None where there is one stage."""

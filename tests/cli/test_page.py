@@ -29,6 +29,7 @@ stage     before blocks.2 over pp
 shard     tokens, targets [B/dp, _]
 zero      3 over dp
 """
+EVAL = "eval      every 3\n"
 
 
 class Page(HTMLParser):
@@ -69,7 +70,8 @@ class Page(HTMLParser):
 def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Build]:
     """Builds of one rank, of two axes, of two stages with ZeRO, and of sizes with ranges."""
     folder = tmp_path_factory.mktemp("page")
-    plans = {"one": (ONE, PLAN), "both": (BOTH, PLAN), "stages": (PIPELINE, STAGES), "ranges": (DATA, RANGES)}
+    plans = {"one": (ONE, PLAN), "both": (BOTH, PLAN), "stages": (PIPELINE + EVAL, STAGES),
+             "ranges": (DATA + EVAL, RANGES)}  # fmt: skip
     return {name: read_build(build(folder, lines, plan, name)) for name, (lines, plan) in plans.items()}
 
 
@@ -91,6 +93,27 @@ def test_links_of_collectives_lead_to_the_lines_that_say_them(made: dict[str, Bu
         for entry in facts.entries:
             row = rows[entry["anchor"]]
             assert f"parc.{entry['op']}(" in row or (entry["op"] == "send" and row == "    return {")
+
+
+@pytest.mark.parametrize("name", ["stages", "ranges"])
+def test_an_evaluation_is_shown_with_what_it_sends_and_the_lines_that_say_so(made: dict[str, Build], name: str) -> None:
+    one = made[name]
+    found = PageFacts(one).evaluation
+    assert found is not None
+    listing, messages = found
+    for listed in listing.functions:
+        text = one.texts[f"evaluation/{listed.files[0]}"].split("\n")
+        assert text[listed.start - 1 :][: len(listed.rows)] == listed.rows
+    assert {listed.action for listed in listing.functions} >= {"F", "COUNT", "SCALE", "LOSS"}
+    rows = {f.anchor(number): row for f in listing.functions for number, row in enumerate(f.rows, 1)}
+    for message in messages:
+        row = rows[message.anchor]
+        assert f"parc.{message.entry['op']}(" in row or (message.entry["op"] == "send" and row == "    return {")
+    assert ("send" in {message.entry["op"] for message in messages}) == (name == "stages")
+    assert not any(message.entry["phase"] == "backward" for message in messages)
+    page = Page(page_of(one))
+    assert "#evaluation" in page.links and {message.anchor for message in messages} <= {link[1:] for link in page.links}
+    assert "#evaluation" not in Page(page_of(made["both"])).links
 
 
 def test_bytes_of_modules_are_those_of_the_report(made: dict[str, Build]) -> None:
