@@ -100,7 +100,9 @@ def test_a_gpt_with_dropout_on_real_ranks_of_which_one_compiles_each_region(fold
     for rows, fault, distinct in run_ranks(session, 4, str(gpt), str(folder / "cache"), wait_s=240):
         hold(rows, expected)
         assert (
-            "[P0302] step 12: " in fault and "  the first is NaN, computed in `blocks." in fault and " at gpt.py:" in fault
+            "[P0302] step 12: " in fault
+            and "  the first is NaN, computed in `blocks." in fault
+            and " at gpt.py:" in fault
         )
         assert 10 < sum(1 for _ in (folder / "cache" / "fxgraph").glob("*/*")) <= distinct
 
