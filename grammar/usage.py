@@ -220,7 +220,9 @@ class _Match:
             self._error(MISSING_ARGUMENT, f"`{self._usage.verb}` needs `{slot.text}`", self._statement.verb.span)
         unknown = [diagnostic for diagnostic in self._diagnostics if diagnostic.code is UNEXPECTED_ARGUMENT]
         if len(missing) == 1 and unknown:  # one mistake, not two: the clause is there under another word
+            first = unknown[0].primary.span.text if unknown[0].primary is not None else ""
             help_ = f"did you mean `{missing[0].name}`? usage: {self._usage.shown(self._form)}"
+            help_ = self._spaced(first) or help_
             self._diagnostics[self._diagnostics.index(unknown[0])] = replace(unknown[0], help=help_)
             self._diagnostics.pop()
         return Arguments(self._statement, self._phrases), tuple(self._diagnostics)
@@ -248,7 +250,8 @@ class _Match:
         slot = self._keyword(phrase)
         if slot is None:
             first = phrase.items[0]
-            help_ = did_you_mean(first.text, self._clauses) if isinstance(first, Word) else self._joined(phrase)
+            help_ = did_you_mean(first.text, self._clauses) if isinstance(first, Word) else ""
+            help_ = help_ or self._spaced(phrase.span.text) or self._joined(phrase)
             message = f"`{self._usage.verb}` takes no `{phrase.span.text}` here"
             while self._rest and self._keyword(self._rest[0]) is None:
                 self._rest.pop(0)  # most likely the argument of a misspelt keyword
@@ -299,8 +302,14 @@ class _Match:
                 message = f"{taker} takes {kind.text}, not {KIND_NAMES[type(item)]}{text}"
                 self._error(WRONG_KIND, message, item.span)
         if kind.count and len(items) != kind.count:
-            message = f"{taker} takes {kind.text}, not {len(phrase.items)} items"
+            message = f"{taker} takes {kind.text}, not {len(phrase.items)}"
             self._error(WRONG_KIND, message, phrase.span)
+
+    def _spaced(self, text: str) -> str:
+        """Return the advice to write an argument's value behind its name, "" where the text is no `name=value` of
+        one."""
+        name, sign, value = text.partition("=")
+        return f"write `{name} {value}`, without `=`" if sign and name in self._clauses else ""
 
     def _joined(self, phrase: Phrase) -> str:
         """Return the advice to join a setting with the one before it, "" where there is none before it."""

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from parc.cli.elsewhere import PLAN_LINES
 from parc.compiler.plan.directives import language_page
+from parc.compiler.plan.directives.optimizer import Optimizer
 from parc.compiler.plan.plan import read_plan
 from parc.compiler.resolve.resolve import Resolved, resolve
 from parc.grammar.code import Code
@@ -105,6 +107,24 @@ def test_every_message_has_a_way_out() -> None:
             assert found.help
             assert found.primary is not None or found.code is MISSING_STATEMENT
             assert not found.message.endswith(".")
+
+
+def test_what_is_said_for_words_of_other_tools_is_of_the_language() -> None:
+    for argument in Optimizer.ELSEWHERE.values():
+        rate = "" if argument.startswith("lr ") else "lr 0.1 "
+        assert not [found for found in check(f"steps 900\noptimizer adamw {rate}{argument}")[0] if found.is_error]
+    for line in {*PLAN_LINES.values()}:
+        mesh = "" if line.startswith("mesh") else "mesh dp=2\n"
+        mesh += "" if line.startswith("sizes") else "sizes B=16, S=8\n"
+        text = f"{mesh}steps 900\nshard tokens, targets [B/dp, _]\n{line}\n"
+        assert not [found for found in check(text)[0] if found.is_error], line
+    for wrong, help_ in {
+        "lr=3e-4": "write `lr 3e-4`, without `=`",
+        "lr 3e-4 weight_decay=0.1": "write `weight_decay 0.1`, without `=`",
+        "lr 3e-4 schedule cosine": "write `lr cosine 3e-4 warmup 100 to 3e-5`",
+    }.items():
+        (found,) = check(f"optimizer adamw {wrong}")[0]
+        assert found.help == help_
 
 
 def test_no_two_messages_have_one_code() -> None:

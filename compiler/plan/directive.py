@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Self, TypeAlias, TypeVar
 
-from ...grammar.codes_language import BAD_VALUE, REPEATED, WRONG_KIND
+from ...grammar.codes_language import BAD_VALUE, REPEATED, UNEXPECTED_ARGUMENT, WRONG_KIND
 from ...grammar.codes_placement import UNKNOWN_AXIS
 from ...grammar.codes_views import OUTSIDE_VIEW
 from ...grammar.diagnostics import Diagnostic, Label
@@ -37,6 +37,7 @@ class Directive:
 
     USAGE: ClassVar[str]
     ONCE: ClassVar[bool] = True  # whether a plan has at most one of it
+    ELSEWHERE: ClassVar[Mapping[str, str]] = {}  # words of other tools, each with an argument that says it here
     LIMITS: ClassVar[tuple[tuple[str, Limit], ...]] = ()  # of arguments that are numbers
 
     arguments: Arguments = field(compare=False, repr=False)
@@ -51,6 +52,14 @@ class Directive:
         """Read the directive of a statement that matches ``USAGE``. Values that make no sense are left to ``check``."""
         readers = {one.name: one.metadata["read"] for one in fields(cls) if one.metadata}
         return cls(arguments, **{name: read(arguments) for name, read in readers.items()})
+
+    @classmethod
+    def said_here(cls, fault: Diagnostic) -> Diagnostic:
+        """Return a fault of a line's form, with the way to say here what its word says elsewhere."""
+        word = fault.primary.span.text.partition("=")[0] if fault.primary is not None else ""
+        if fault.code is not UNEXPECTED_ARGUMENT or word not in cls.ELSEWHERE:
+            return fault
+        return replace(fault, help=f"write `{cls.ELSEWHERE[word]}`")
 
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
         """Yield the errors of the statement that the plan alone can tell."""

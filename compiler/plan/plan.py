@@ -225,7 +225,7 @@ def _read_directives(statements: Sequence[Statement]) -> tuple[tuple[Directive, 
             continue
         kind = directive(verb.text)
         arguments, found = parse_usage(kind.USAGE).match(statement)
-        errors.extend(found)
+        errors.extend(map(kind.said_here, found))
         if arguments is not None:
             directives.append(kind.form(arguments).read(arguments))
     return tuple(directives), tuple(errors)

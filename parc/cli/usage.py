@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
+from parc.cli.elsewhere import COMMANDS_MEANT, options_meant, plan_line
 from parc.grammar.nearest import did_you_mean, listed, nearest
 
 _SETTING = re.compile(r"(?:--)?([A-Za-z_]\w*)=([^-=]+)")
@@ -39,11 +40,17 @@ class Parser(argparse.ArgumentParser):
         given = _SETTING.fullmatch("=".join(words[:2]) if "=" not in first else first)
         if given and self.defines:
             otherwise = f"a value of the plan's `let` is given by `-D {given[1]}={given[2]}`; {otherwise}"
-        options = {option.lstrip("-"): option for option in self.options}
-        near = nearest(first.partition("=")[0].lstrip("-"), options)
-        help_ = f"did you mean {listed(map(options.__getitem__, near), 'or')}?" if near else otherwise
+        options, name = {option.lstrip("-"): option for option in self.options}, first.partition("=")[0].lstrip("-")
+        if line := plan_line(name):
+            otherwise = f"a line of the plan says it, as `{line}`; {otherwise}"
+        meant = options_meant(name, self.options)
+        if not meant and not line:
+            meant = [options[near] for near in nearest(name, options)]
+        help_ = f"did you mean {listed(meant, 'or')}?" if meant else otherwise
         self.fail(f"unrecognized arguments: {' '.join(words)}", help_)
 
     def refuse_command(self, word: str, known: Iterable[str]) -> NoReturn:
         """End with a message about a command that does not exist."""
-        self.fail(f"there is no command `{word}`", did_you_mean(word, known, f"`{self.prog} --help` lists them"))
+        meant = COMMANDS_MEANT.get(word)
+        otherwise = f"did you mean `{meant}`?" if meant else f"`{self.prog} --help` lists them"
+        self.fail(f"there is no command `{word}`", otherwise if meant else did_you_mean(word, known, otherwise))

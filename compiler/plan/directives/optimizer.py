@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from ....grammar.codes_language import BAD_VALUE, MISSING_STATEMENT, UNEXPECTED_ARGUMENT
 from ....grammar.diagnostics import Diagnostic, Label, PlanError
@@ -48,6 +48,17 @@ class Optimizer(Directive):
         " [eps X] [momentum X] [nesterov]"
         " | [ARGS] on WHERE [lr RATE] [weight_decay X] [betas PAIR] [eps X] [momentum X] [nesterov]"
     )
+
+    ELSEWHERE: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(
+            ("schedule", "scheduler", "lr_scheduler", "cosine", "decay"), "lr cosine 3e-4 warmup 100 to 3e-5"
+        ),
+        "linear": "lr linear 3e-4 warmup 100",
+        "constant": "lr 3e-4",
+        "wsd": "lr wsd 3e-4 warmup 100 fall 200",
+        **dict.fromkeys(("min_lr", "lr_min", "eta_min"), "lr cosine 3e-4 to 3e-5"),
+        **dict.fromkeys(("max_norm", "max_grad_norm", "clip_grad_norm"), "clip 1.0"),
+    }
 
     LIMITS = (
         *LIMITS,
