@@ -29,6 +29,14 @@ IGNORE = -100
 """The target that does not count where the loss is a callable: torch's own default."""
 
 
+_CALLABLE_HELP = {
+    "callable": "name a function of a sample's number that returns a dict of tensors, as `def sample(number)`; or, by"
+    ' `data dataset "{}"`, one that returns a dataset',
+    "dataset": "name a function that returns the dataset, as `def train(): return ...`, or its class",
+}
+"""The advice for a line that names something else than a function for its samples, by its form."""
+
+
 @dataclass(frozen=True)
 class Wanted:
     """The samples of a line, as a manifest has it, and the facts of its plan: ``inputs``, ``loss``, ``sizes`` and
@@ -56,8 +64,13 @@ class Wanted:
             CallableError: it cannot be had, or takes other arguments.
         """
         target, arguments = self.line["callable"], self.line["arguments"]
-        function = load_callable(target, self.folder)
-        check_arguments(function, target, arguments, positional)
+        try:
+            function = load_callable(target, self.folder)
+            check_arguments(function, target, arguments, positional)
+        except CallableError as error:
+            if error.__cause__ is None:  # nothing failed: another thing is named than is meant
+                error.help = error.help or _CALLABLE_HELP[self.line["form"]].format(target)
+            raise
         return lambda *given: function(*given, **arguments)
 
     def windows(self) -> WindowForm:
