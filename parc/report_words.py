@@ -78,13 +78,22 @@ def check_texts(report: Mapping[str, Any]) -> list[str]:
     return texts
 
 
+_STATE_WORDS = {"weights": "copies that a step computes with"}
+"""The words for a part of a rank's training state, where its own name says too little."""
+
+
 def _state_texts(entries: Iterable[Mapping[str, Any]]) -> Iterable[str]:
     """Return lines about the bytes of a rank's training state for each parameter that its role has; roles that are
-    alike share a line."""
+    alike share a line.
+
+    >>> state = {"parameters": 400, "weights": 200, "gradients": 0, "optimizer": 800}
+    >>> _state_texts([{"role": "stage0", "of": 100, "state": state}])
+    ['14 bytes of state a rank (parameters 4, copies that a step computes with 2, optimizer 8), 1,400 in all']
+    """
     alike: dict[str, list[str]] = {}
     for entry in (entry for entry in entries if entry["of"]):
         parts = {word: size / entry["of"] for word, size in entry["state"].items() if size}
-        words = ", ".join(f"{word} {share:.4g}" for word, share in parts.items())
+        words = ", ".join(f"{_STATE_WORDS.get(word, word)} {share:.4g}" for word, share in parts.items())
         text = f"{sum(parts.values()):.4g} bytes of state a rank ({words}), {sum(entry['state'].values()):,} in all"
         alike.setdefault(text, []).append(entry["role"])
     return [text if len(alike) == 1 else f"{', '.join(roles)}: {text}" for text, roles in alike.items()]
