@@ -23,10 +23,10 @@ from .communication import Environment
 
 
 class RunError(Exception):
-    """The error of a run that cannot start or go on; ``code`` is from the table of error codes.
+    """The error of a run that cannot start or go on. ``code`` is from the table of error codes.
 
-    ``exit_code`` is 1 where the plan, the model or files are at fault, 2 where too few or too many processes were
-    started, 4 where the run itself failed.
+    ``exit_code`` is 1 if the plan, the model or files are at fault, 2 if too few or too many processes were started,
+    and 4 if the run itself failed.
     """
 
     def __init__(self, code: Code, message: str, help: str = "", notes: Sequence[str] = ()) -> None:

@@ -49,12 +49,12 @@ from .work import Batch, RankState
 
 
 class Session:
-    """One rank's training state, with the programs that advance it.
+    """The training state of one rank, and the programs that advance it.
 
-    Under torchrun (or ``parc run``) each process is one rank of the mesh; without it the mesh must have one rank. A
-    batch may have any sizes that the plan declares; those of the plan's own data are the build's, its largest if it was
-    not bound to others. With ``compile`` the work between collectives is compiled when a step first meets it. With
-    ``trace`` the time of every action is kept for ``write_trace``.
+    Under torchrun (or ``parc run``) each process is one rank of the mesh. Without it the mesh must have one rank. A
+    batch may have any sizes that the plan declares. Batches of the plan's own data have the sizes given to ``load``, or the
+    largest. With ``compile`` the work between collectives is compiled when a step first reaches it. With ``trace`` the
+    session keeps the time of every action for ``write_trace``.
 
     Raises:
         RunError: the number of processes is not the mesh's, torch or the model's file is not the build's, the weights
@@ -121,7 +121,7 @@ class Session:
         self.close()
 
     def close(self) -> None:
-        """Stop reading data, and remove the files of offloaded state. Process groups stay: who made them ends them."""
+        """Stop reading data, and remove the files of offloaded state. Process groups stay: their maker ends them."""
         self.feed.close()
         if "evaluation" in vars(self):
             self.evaluation.close()
@@ -142,13 +142,13 @@ class Session:
     def gradients(self, batch: Batch | None = None, *, local: Batch | None = None) -> StepResult:
         """Compute the loss, this rank's parts of the gradients, and the norm of all gradients. Nothing is updated.
 
-        ``batch`` is the whole batch of a step, the same on every rank. ``local`` is the samples of this rank instead;
-        ranks that differ only in axes that do not split the batch give the same ones. Without either, the batch is the
-        next of the plan's data.
+        ``batch`` is the whole batch of a step, the same on every rank. ``local`` is the samples of this rank alone.
+        Ranks that differ only in axes that do not split the batch must give the same samples. Without both, the session
+        reads the next batch of the plan's data.
 
         Raises:
-            RunError: on every rank: ranks gave no batch of the plan's, or not one, or the data cannot be read; or an
-                earlier error left a step.
+            RunError: on every rank: a batch is not one of the plan's, the ranks did not give one batch, the data cannot
+                be read, or an earlier error left a step.
         """
         self._check_trains()
         self._reporting.begin()
@@ -191,7 +191,7 @@ class Session:
         return self._reporting.done(self.step_number, numbers, result.metrics, self.state.steps, skipped)
 
     def on_step(self, call: Callable[[StepReport], object]) -> None:
-        """Call a function on this rank after every later step, with its report. What it raises leaves ``update``."""
+        """Call a function on this rank after every later step, with its report. Its exceptions leave ``update``."""
         self._reporting.calls.append(call)
 
     def step(self, batch: Batch | None = None, lr: float | None = None, *, local: Batch | None = None) -> StepReport:
@@ -199,9 +199,9 @@ class Session:
         return self.update(self.gradients(batch, local=local), lr)
 
     def evaluate(self, batch: Batch | None = None, *, local: Batch | None = None) -> float:
-        """Return the loss of a batch with the model in ``eval()``: there is no dropout, and BatchNorm has its running
-        statistics. Nothing changes. The batch is given as to ``gradients``; without one it is number ``step_number``
-        (from 0) of the evaluation's data, of which it takes nothing away. The plan needs an ``eval`` line."""
+        """Return the loss of a batch with the model in ``eval()``: without dropout, and with BatchNorm's running
+        statistics. Nothing changes. The batch is given as to ``gradients``. Without one it is number ``step_number``
+        (from 0) of the evaluation's data. The plan needs an ``eval`` line."""
         return self.evaluation.loss(batch, local, self.state, self.step_number)
 
     @cached_property
@@ -211,8 +211,8 @@ class Session:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Enter a block in which the session has the averages of the plan's `ema` line in the place of its weights:
-        ``evaluate`` and ``state_dict`` read these. No step is done in it, and nothing is saved or restored.
+        """Enter a block in which the session uses the averages of the plan's `ema` line instead of its weights:
+        ``evaluate`` and ``state_dict`` read them. In the block, no step is done, and nothing is saved or restored.
 
         Raises:
             RunError: the plan has no such line.
@@ -273,8 +273,8 @@ class Session:
     def state_dict(self, local: bool = False, ema: bool = False) -> dict[str, torch.Tensor] | dict[str, LocalPart]:
         """Return whole parameters and buffers on the CPU under the model's own names; they load into the plain module.
 
-        Collective: every rank calls it, every rank gets it. With ``local`` it is not: it returns what this rank holds
-        of them, and of which entries of the whole tensors that is. With ``ema`` weights are their averages.
+        Collective: every rank calls it, and gets the result. With ``local`` it is not collective: it returns the parts
+        that this rank holds, and their places in the whole tensors. With ``ema`` the weights are their averages.
 
         Raises:
             RunError: ``ema`` without a line `ema` in the plan.
@@ -289,8 +289,8 @@ class Session:
             return self._whole.gather(self.state, self._initial)
 
     def save(self, path: Path | str) -> None:
-        """Write parameters, optimizer state and the step number by the model's names, each rank what it holds
-        (safetensors, JSON): no rank holds more than it does in training.
+        """Write parameters, optimizer state and the step number by the model's names (safetensors, JSON). Each rank
+        writes its own parts, so no rank holds more than in training.
 
         Collective: every rank calls it, and reaches the folder. A complete checkpoint replaces an older one.
 
@@ -302,23 +302,23 @@ class Session:
         self._files.save(Path(path), self.state, self.optimizer, facts)
 
     def check_save(self, path: Path | str) -> None:
-        """Check that all ranks reach the place where they are to save.
+        """Check that all ranks reach the folder in which they will save.
 
         Collective: every rank calls it.
 
         Raises:
-            RunError: on every rank: one does not, or nothing can be written there.
+            RunError: on every rank: one does not reach it, or nothing can be written there.
         """
         self._files.check_shared(Path(path))
 
     def restore(self, path: Path | str) -> None:
-        """Read what ``save`` wrote, under this plan or any other of the same model; each rank reads its own parts.
+        """Read a checkpoint of ``save``, under this plan or any other of the same model. Each rank reads its own parts.
 
         Collective: every rank calls it.
 
         Raises:
-            RunError: on every rank: it is of another model or optimizer, or not as it was written; every fault is
-                named, nothing was changed.
+            RunError: on every rank: it is of another model or optimizer, or was altered; every fault is named, nothing
+                was changed.
         """
         self._check_trains()
         facts, self.notes = self._files.restore(
@@ -335,9 +335,9 @@ def load(
     compile: bool = False,
     trace: bool = False,
 ) -> Session:
-    """Open a session of a build. In a process that torchrun started, the process group is made if there is none yet.
+    """Open a session of a build. If torchrun started the process, and there is no process group yet, make one.
 
-    ``sizes``: those of the batches that are read from the plan's data, where the plan declares ranges.
+    ``sizes`` are those of the batches of the plan's data, if the plan declares ranges.
 
     Raises:
         RunError: the build, torch, the sizes or the number of processes does not fit, or there is no compiler.

@@ -38,8 +38,10 @@ from .work import Batch, RankState, Work, bind, named
 
 @dataclass(slots=True)
 class StepResult:
-    """The results of a step on one rank: the loss and the gradients' norm before clipping (the same on all ranks), this
-    rank's parts of the gradients, numbers of other actions, and the loss scale and the like as the step leaves them."""
+    """The results of a step on one rank, before its update: the loss and the gradients' norm before clipping (the same
+    on all ranks), this rank's parts of the gradients, the numbers of other actions, and state of steps such as the loss
+    scale.
+    """
 
     loss: torch.Tensor
     grad_norm: torch.Tensor | None
@@ -64,10 +66,11 @@ class StepResult:
 @dataclass(frozen=True, slots=True)
 class StepReport:
     """A finished step, the same on every rank: its number (from 1), the loss of the whole batch, the gradients' norm
-    before clipping, and the learning rate; then further numbers by name, such as the imbalance of experts, True for a
-    step that a dynamic loss scale skipped, and the tokens of each expert by module. The seconds of the step are a
-    rank's own, and so are those of them in which it waited for data and for other ranks; a GPU's waits for other ranks
-    are not counted."""
+    before clipping, and the learning rate. ``metrics`` are further numbers by name, such as the imbalance of experts.
+    ``skipped`` is True if a dynamic loss scale skipped the step. ``loads`` are the tokens of each expert by module.
+    ``seconds``, ``waited_for_data`` and ``waited_for_ranks`` are a rank's own: the time of the step, and the parts of
+    it in which the rank waited. On GPUs, waits for other ranks are not counted.
+    """
 
     step: int
     loss: float

@@ -77,9 +77,10 @@ def register_experts(module: type[nn.Module], *lists: str) -> Callable[[ExpertFo
     """Tell parc how a class of layers sends tokens to experts: ``@parc.register_experts(Layer, "experts")`` above a
     function ``form(layer, ...)`` with the parameters of the class's ``forward``.
 
-    A capture calls the form in place of the forward; ``parc.routed`` in it sends tokens to experts. It must compute
-    what the forward does: a build compares the two. Classes that inherit the forward have the form too. ``lists`` are
-    the attributes that are an ``nn.ModuleList`` of experts: their weights are stacked, so that ranks can share them.
+    parc captures the form instead of the forward. ``parc.routed`` in the form sends tokens to experts. The form must
+    compute the same as the forward, and a build compares the two. Classes that inherit the forward have the form too.
+    ``lists`` names the attributes that are an ``nn.ModuleList`` of experts: their weights are stacked, so that ranks
+    can split them.
     """
 
     def register(form: ExpertForm) -> ExpertForm:
@@ -98,11 +99,11 @@ def routed(
     *,
     on_input: bool = False,
 ) -> torch.Tensor:
-    """Return for each token the sum of its experts' outputs, weighted, for a form that ``register_experts`` has.
+    """Return for each token the weighted sum of its experts' outputs, in a form that ``register_experts`` registers.
 
-    ``hidden`` is [tokens, width]; ``index`` and ``weights`` are [tokens, k], the experts of each token. ``experts`` is
-    a list of modules of one structure; or a function ``expert(rows, *own)`` of one expert, which gets its own part of
-    each of ``stacks``, [experts, ...]. ``on_input`` multiplies what an expert reads by the weight, not its output.
+    ``hidden`` is [tokens, width]. ``index`` and ``weights`` are [tokens, k]: the experts of each token. ``experts`` is
+    a list of modules of one structure, or a function ``expert(rows, *own)`` of one expert, which gets its own part of
+    each of ``stacks``, [experts, ...]. ``on_input`` multiplies the expert's input by the weight, not its output.
     """
     compute, count = expert_of(experts, stacks)
     _check_routing(hidden, index, weights, count)

@@ -165,8 +165,8 @@ class PlainBias:
 
 @final
 class Plain:
-    """The plain module of a build, trained on one device as the build trains it: the same weights to begin with, the
-    same batches, microbatches and dropout. Nothing of it is captured or compiled.
+    """The plain module of a build, trained on one device as the build trains it: with the same initial weights,
+    batches, microbatches and dropout. Nothing of it is captured or compiled.
 
     Attributes:
         module: your own module.
@@ -227,9 +227,8 @@ class Plain:
         return StepReport(self.step_number, total, float(norm), lr)
 
     def evaluate(self, batch: Mapping[str, Tensor] | None = None) -> float:
-        """Return the loss of a whole batch with the module in ``eval()``. It changes nothing. Without a batch it is
-        that of batch ``step_number`` (from 0) of the evaluation's data, which is the plan's where it has no ``eval``
-        line.
+        """Return the loss of a whole batch with the module in ``eval()``. It changes nothing. Without a batch, it reads
+        batch ``step_number`` (from 0) of the evaluation's data, or of the plan's data if the plan has no `eval` line.
 
         Raises:
             RunError: the batch is not one of the plan's, or the data cannot be read.
@@ -319,7 +318,7 @@ class Plain:
 
 
 def reference(path: Path | str, device: torch.device = CPU) -> Plain:
-    """Return the plain module of a build, with which a run's losses and weights are compared.
+    """Return the plain module of a build, to compare a run's losses and weights with it.
 
     Raises:
         RunError: there is no build, or it was altered; the weights of its `init` line are not the model's.

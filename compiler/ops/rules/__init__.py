@@ -84,20 +84,20 @@ def localize(
 def register(op: str, text: str, *, linear: str = "", localize: Localize | None = None, **facts: Any) -> None:
     """Give a custom operator its row: ``parc.register_rule("mylib.scale.default", "... d, d -> ... d", linear="0")``.
 
-    The text has the tensor operands' dims by name, then the results': what is named alike is split alike, and a sum is
-    made over what results lack. A comma separates tensors; ``d!`` is needed whole, ``...`` is any number of dims,
-    ``(b s)`` one dim of several, ``1`` a dim of its own. ``linear`` lists the operands, by their place, in which the
-    operator is linear, so that their sums over ranks may be put off: ``0|1`` is either, ``01`` both together. The same
-    line twice is harmless.
+    The text names the dims of the tensor operands, then those of the results. Dims with one name are split together. If
+    a name is missing in the results, they are a sum over it. A comma separates tensors. ``d!`` is a dim that the
+    operator needs whole, ``...`` is any number of dims, ``(b s)`` is one dim made of several, and ``1`` is a dim that
+    belongs to no other. ``linear`` lists the operands, by position, in which the operator is linear; sums of these over
+    ranks may be done later. ``0|1`` means either of them, ``01`` both together. The same line twice is harmless.
 
-    ``localize`` is for one with arguments that are sizes: ``localize(call, operands, results)`` gives those of a rank,
-    from the local shapes, as ``(position, name, value)``. ``facts`` are what else parc knows of its own operators, as
-    ``OpFacts`` names them: ``precision="product"`` for one that a plan's ``precision bf16`` computes in bfloat16 and
-    whose work is counted as that of products, ``"sensitive"`` for one that stays float32, ``storage="view"`` for one
-    whose result lies in its operand's storage.
+    ``localize`` is for an operator with arguments that are sizes. ``localize(call, operands, results)`` returns a
+    rank's values of these arguments, from the local shapes, as ``(position, name, value)``. ``facts`` are further facts
+    by the names of ``OpFacts``: ``precision="product"`` for an operator that ``precision bf16`` computes in bfloat16,
+    and whose work is counted as that of products; ``"sensitive"`` for one that stays float32; ``storage="view"`` for
+    one whose result shares its operand's storage.
 
     Raises:
-        RuleError: the text is malformed, a fact is none, or the operator already has another rule.
+        RuleError: the text is malformed, a fact does not exist, or the operator already has another rule.
     """
     said = text, linear, {name: fact for name, fact in facts.items() if not callable(fact)}  # code is not compared
     if _REGISTERED.get(op) == said:

@@ -65,13 +65,13 @@ lines below, a word in capitals stands for one phrase, parts in `[]` may be left
   entries. `B/dp/tp` is split over dp, and each part over tp. `...` stands for all other dims.
 - **Sub-dims**: a dim that is a product is written in parentheses, the slowest part first. `(3 h/tp d)`: the dim stacks
   three equal groups (such as q, k and v); each has h heads of size d; each rank gets h/tp heads of each group. `h/tp=8`
-  and `d=64` say a size where it does not follow. `(h/tp d + g/tp d + g/tp d)`: three parts, one behind the other, each
+  and `d=64` give a size that parc cannot compute. `(h/tp d + g/tp d + g/tp d)`: three parts, one after the other, each
   split; sizes that are left out are those at which the model's code cuts the dim.
 - **`V/tp pad`** makes the dim of a parameter longer if it is not a multiple of the ranks. Nothing else sees the added
   entries: results, gradients, checkpoints and the model are as without them.
-- **An axis of size 1** is allowed everywhere: what is placed over it stays whole.
-- **Order of lines**: if two constraints could both hold, the earlier line counts first. Two lines that contradict each
-  other are an error.
+- **An axis of size 1** is allowed everywhere: tensors that are split over it stay whole.
+- **Order of lines**: if two lines ask for the same and only one can have it, the earlier line wins. Two lines that
+  contradict each other are an error.
 
 ## Statements
 """

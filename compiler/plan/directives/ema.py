@@ -14,10 +14,10 @@ from ..directive import ONE_OR_MORE, Directive, Scope, argument
 class Ema(Directive):
     """An exponential moving average of the weights: after a step, `average = X average + (1 - X) weight`.
 
-    It begins as the weights with which training begins. `every N` averages after each N-th step alone. Each rank keeps
-    the averages of its own parts of the trained weights beside the optimizer's state, in files or on the host where
-    `offload optimizer` says so, and a checkpoint holds them. `parc export --ema` writes them, `state_dict(ema=True)`
-    returns them, and inside `with session.averaged():` a session computes with them.
+    The average starts as the initial weights. With `every N` it changes only after each N-th step. Each rank keeps the
+    averages of its own parts of the trained weights beside the optimizer's state; with `offload optimizer` they are in
+    files or on the host too. Checkpoints hold them. `parc export --ema` writes them, `state_dict(ema=True)` returns
+    them, and inside `with session.averaged():` a session computes with them.
     """
 
     USAGE = "ema X [every N]"

@@ -17,7 +17,7 @@ class Eval(Directive):
     """The build also has programs that evaluate the model: forward only, with the model in `eval()`. There is no
     dropout, and BatchNorm uses its running statistics. `session.evaluate(batch)` runs them.
 
-    `every K`: `parc run` evaluates after every K steps, and `--eval-every` after others. The number is `eval_loss` in
+    `every N`: `parc run` evaluates after every N steps; `--eval-every` sets another N. The number is `eval_loss` in
     the metrics of that step: the loss of the first `batches N` batches, 100 without that, as if they were one batch.
     Each counts by its targets that are not ignored (of the first `cross_entropy`, if the loss has several), or by its
     samples if the loss counts no targets. If there are fewer samples, all are read, none twice. If the last of them are

@@ -15,7 +15,7 @@ class Include(Directive):
     `"parc:llama"`.
 
     The other file has names of its own. Arguments replace the values of its `let` lines, and it sees no names of this
-    plan. A line that a plan may have only once stands in one of the files. The file's `mesh` line names the axes that
+    plan. A line that a plan may have only once is in one of the files. The file's `mesh` line names the axes that
     it needs, with their sizes: sizes of axes that this plan has too must be the same, and other axes are added. Paths
     in `model`, `data` and `init` lines count from the folder of the plan, whichever file they stand in.
 

@@ -17,7 +17,7 @@ from ..directive import Directive, Scope, argument
 class Offload(Directive):
     """Keeps parts of the training state outside the memory that computes (ZeRO-Offload, ZeRO-Infinity).
 
-    `optimizer`: the optimizer's state. The update works on it where it lies, one block after the other. `parameters`:
+    `optimizer`: the optimizer's state. The update works on it in that place, one block after the other. `parameters`:
     the stored parameters, and the bfloat16 or float16 copies that a step makes of them; they are loaded before they are
     gathered or read. `activations`: the values that forward saves for backward. Stores and loads are lines of the
     programs, and a load begins one block before the block that reads it.
