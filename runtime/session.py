@@ -52,9 +52,9 @@ class Session:
     """The training state of one rank, and the programs that advance it.
 
     Under torchrun (or ``parc run``) each process is one rank of the mesh. Without it the mesh must have one rank. A
-    batch may have any sizes that the plan declares. Batches of the plan's own data have the sizes given to ``load``, or the
-    largest. With ``compile`` the work between collectives is compiled when a step first reaches it. With ``trace`` the
-    session keeps the time of every action for ``write_trace``.
+    batch may have any sizes that the plan declares. Batches of the plan's own data have the sizes given to ``load``, or
+    the largest. With ``compile`` the work between collectives is compiled when a step first reaches it. With ``trace``
+    the session keeps the time of every action for ``write_trace``.
 
     Raises:
         RunError: the number of processes is not the mesh's, torch or the model's file is not the build's, the weights
