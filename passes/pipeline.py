@@ -196,7 +196,7 @@ def _forward(captured: Captured, request: Request) -> tuple[SplitLoss, Program]:
     fold_constants(graph, request.choices)
     freeze_parameters(graph, request.frozen)
     loss = split_loss(graph, request.terms)
-    count_loads(loss.graph, captured.updates, request.evaluates)
+    count_loads(loss.graph, captured.updates, captured.returned, request.evaluates)
     mark_packed(loss.graph)
     reference = reference_program(loss.graph, loss.count, loss.counts, request.seed)
     narrow(loss.graph, request.precision)

@@ -48,6 +48,8 @@ class StepResult:
     gradients: dict[str, torch.Tensor]
     metrics: dict[str, torch.Tensor] = field(default_factory=dict)
     state: dict[str, torch.Tensor] = field(default_factory=dict)
+    returned: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    """The rank's parts of the tensors that the model returns, by name and microbatch, where they were asked for."""
     taken: bool = False
     """True once an update has used it."""
 
@@ -155,8 +157,10 @@ class Stepper:
         """Return loss and gradients of a step that was begun."""
         self._walk([action for action in self._left(work) if action.kind != STEP], work, step)
         return [
-            StepResult(r[LOSS], r.get(GRAD_NORM), named(r, "gradient"), named(r, "metric"), named(r, "state"))
-            for r in (w.results for w in work)
+            StepResult(
+                r[LOSS], r.get(GRAD_NORM), named(r, "gradient"), named(r, "metric"), named(r, "state"), w.returned
+            )
+            for w, r in ((w, w.results) for w in work)
         ]
 
     def _left(self, work: Sequence[Work]) -> Iterator[Action]:
@@ -167,10 +171,12 @@ class Stepper:
         """Return the loss alone; nothing is kept for a backward."""
         return self.evaluate(self.begin(states, batches, step, keep=False), step)
 
-    def evaluate(self, work: Sequence[Work], step: int) -> list[StepResult]:
-        """Return the loss alone of a step that was begun."""
+    def evaluate(self, work: Sequence[Work], step: int, returns: bool = False) -> list[StepResult]:
+        """Return the loss alone of a step that was begun, or also the tensors that the model ``returns``."""
+        for w in work:
+            w.returns = returns
         self._walk([action for action in self._left(work) if action.evaluated], work, step)
-        return [StepResult(w.results[LOSS], None, {}) for w in work]
+        return [StepResult(w.results[LOSS], None, {}, returned=w.returned) for w in work]
 
     def _walk(self, actions: Sequence[Action], work: Sequence[Work], step: int) -> None:
         self._mail.begin()
@@ -303,6 +309,8 @@ class Stepper:
                     w.total(key, made[key])
             # never a view of a parameter, which the update changes, or of a batch, which is its owner's
             w.state.buffers.update((name, value.clone()) for name, value in named(made, "buffer").items())
+            for name, value in named(made, "output").items() if w.returns else ():
+                w.returned.setdefault(name, []).append(value)
             w.hand_over((action.stage, FORWARD, action.microbatch), made)
             if w.keep:
                 saved = {key: value for key, value in made.items() if key.kind == "saved"}

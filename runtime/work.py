@@ -44,6 +44,10 @@ class Work:
     """The functions that wait for the gradients whose sums are on their way."""
     owned: set[Binding] = field(default_factory=set)
     """The totals with storage of their own, to which later parts are added."""
+    returns: bool = True
+    """False where nobody wants the tensors that the model returns."""
+    returned: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    """The rank's parts of these tensors by name, one of each microbatch."""
 
     def total(self, key: Binding, value: torch.Tensor, own: bool = False) -> None:
         """Add a microbatch's part to its total. ``own`` says that nothing else shares its storage."""

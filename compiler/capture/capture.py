@@ -37,6 +37,7 @@ from .expert_lists import as_made
 from .experts import Capacity, with_experts
 from .faults import MASK, CaptureError, explain_failure
 from .lookups import beyond_tables
+from .model_output import returned_tensors
 from .no_grad import detach_without_gradients
 from .node_facts import keep_value, noted
 from .reach import reached_by_gradient
@@ -56,8 +57,8 @@ class Captured:
     """The forward graph of model and loss.
 
     Every placeholder has a ``binding``: a parameter, a buffer, a constant or an input. Every other node has an
-    ``origin``, and ``in_loss`` where it is outside the model, in the loss (`node_facts`). The outputs are the loss,
-    then the new value of each buffer in ``updates``.
+    ``origin``, and ``in_loss`` where it is outside the model, in the loss (`node_facts`). The graph's outputs are the
+    loss, then the new value of each buffer in ``updates``, then the tensors ``returned`` by the model.
     """
 
     graph: fx.Graph
@@ -67,6 +68,8 @@ class Captured:
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
     changed: tuple[str, ...] = ()
     """The plain numbers of modules that a forward changes, which no program follows."""
+    returned: tuple[str, ...] = ()
+    """The names of the tensors that the model returns, where they are asked for."""
 
     def placeholders(self, kind: Kind) -> dict[str, fx.Node]:
         """Placeholders of one kind by name."""
@@ -88,18 +91,21 @@ class _Step(nn.Module):
     """Model and loss as one module, so that one export holds both; the model's names keep one known prefix."""
 
     def __init__(
-        self, model: nn.Module, call: CallModel, loss: LossFunction, names: tuple[str, ...], ranged: bool
-    ) -> None:
+        self, model: nn.Module, call: CallModel, loss: LossFunction, names: tuple[str, ...], ranged: bool,
+        returns: bool,
+    ) -> None:  # fmt: skip
         super().__init__()
         self._mode = EverySlice() if ranged else nullcontext()
         self.model = model
         self._call = call
         self._loss = loss
         self._names = names
+        self._returns = returns
         self.attributes = attribute_tensors(model)
-        self.stage = SimpleNamespace(in_loss=False, changed=())  # how far a call came: a trace puts attributes back
+        # how far a call came: a trace puts attributes back
+        self.stage = SimpleNamespace(in_loss=False, changed=(), returned=())
 
-    def forward(self, *values: torch.Tensor) -> torch.Tensor:
+    def forward(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         inputs, numbers = dict(zip(self._names, values, strict=True)), plain_numbers(self.model)
         # assigned after all that reads them
         with self._mode, assigned_in_place(self.model), as_made(self.model, parts=False), self.attributes.pointing():
@@ -113,7 +119,9 @@ class _Step(nn.Module):
         if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
             what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise CaptureError("output", f"the loss is {what}, not a single number")
-        return loss
+        returned = returned_tensors(output) if self._returns else {}
+        self.stage.returned = tuple(returned)
+        return loss, *returned.values()
 
 
 def capture(
@@ -124,17 +132,19 @@ def capture(
     loss: LossFunction,
     ranged: bool = False,
     capacities: Mapping[str, Capacity] = MappingProxyType({}),
+    returns: bool = False,
 ) -> Captured:
     """Trace ``loss(call(model, inputs), inputs)`` with ``torch.export``, before autograd.
 
     ``model`` lives on ``mode``'s fake tensors; nothing is computed. ``ranged``: the graph is to be the same at other
-    sizes of the inputs, as far as the model's own code is. ``capacities`` are those of modules of experts.
+    sizes of the inputs, as far as the model's own code is. ``capacities`` are those of modules of experts. ``returns``:
+    the graph is to have the tensors that the model returns, too.
 
     Raises:
         CaptureError: control flow that depends on data, a returned cache, a loss that is no number, any other fault
             of the model, chained.
     """
-    step = _Step(model, call, loss, tuple(inputs), ranged)
+    step = _Step(model, call, loss, tuple(inputs), ranged, returns)
     no_checkpoint = CaptureError("checkpoint", "the model recomputes activations with `torch.utils.checkpoint`")
     with mode:
         values = tuple(torch.zeros(spec.shape, dtype=spec.dtype) for spec in inputs.values())
@@ -272,22 +282,29 @@ def _read(exported: torch.export.ExportedProgram, step: _Step, names: tuple[str,
             noted(new).in_loss = _is_loss(old)
     assert isinstance(outputs, (tuple, list))
     values: dict[str, Any] = {}
+    own: list[Any] = []
     for spec, value in zip(signature.output_specs, outputs, strict=True):
         target = spec.target.removeprefix("model.") if spec.target else ""
         if spec.kind is OutputKind.BUFFER_MUTATION:
             values[target] = value
         elif spec.kind is OutputKind.USER_OUTPUT:
-            values[""] = value
-    updates = tuple(name for name in values if name)
+            own.append(value)
+    updates, (loss, *rest) = tuple(values), own
+    made = {name: node for name, node in zip(step.stage.returned, rest, strict=True) if _is_made(node)}
     buffers = {binding.name: node for binding, node in canonical_nodes.items() if binding.kind == "buffer"}
     beside_makers({name: values[name] for name in updates}, buffers, graph)
-    graph.output((values[""], *(values[name] for name in updates)))
+    graph.output((loss, *(values[name] for name in updates), *made.values()))
     modules = frozenset(name for name, _ in step.model.named_modules() if name)
     written = {name: exported.constants[name] for name in signature.inputs_to_lifted_tensor_constants.values()}
     constants = {
         n.removeprefix("model."): real_form(value) for n, value in written.items() if not isinstance(value, FakeTensor)
     }
-    return Captured(graph, updates, aliases, modules, constants, step.stage.changed)
+    return Captured(graph, updates, aliases, modules, constants, step.stage.changed, tuple(made))
+
+
+def _is_made(node: Any) -> bool:
+    """Return whether an operator makes a value that the model returns, and not the caller or the model's state."""
+    return isinstance(node, fx.Node) and node.op == "call_function"
 
 
 def _bindings(signature: ExportGraphSignature, aliases: Mapping[str, str], inputs: Sequence[str]) -> dict[str, Binding]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ...grammar.nearest import nearest
+from ..layout.placement import is_supported
 from .faults import CaptureError
 
 _DEEPEST = 3
@@ -57,6 +58,17 @@ def tensors_in(output: Any) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, value
         elif name.count(".") < _DEEPEST:
             pending[:0] = [(f"{name}.{field}", inner) for field, inner in _held(value).items()]
+
+
+def returned_tensors(output: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors of a model's output that have a dim, and numbers of a dtype that programs hold. Each has the
+    name by which a loss reaches it, without ``output.`` in front: ``logits``, ``1``, or ``output`` for the only one.
+
+    >>> list(returned_tensors({"logits": torch.zeros(2, 3), "loss": torch.zeros(())}))
+    ['logits']
+    """
+    found = ((name.removeprefix("output."), tensor) for name, tensor in tensors_in(output))
+    return {name: tensor for name, tensor in found if tensor.dim() and is_supported(tensor.dtype)}
 
 
 _ABSENT = object()

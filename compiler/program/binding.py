@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, cast
 
 Kind = Literal[
     "parameter", "frozen", "buffer", "constant", "input", "rng", "key", "weight", "saved", "received", "sent", "count",
-    "term", "load", "scale", "unscale", "loss", "gradient", "grad_norm", "metric", "state", "value",
+    "term", "load", "output", "scale", "unscale", "loss", "gradient", "grad_norm", "metric", "state", "value",
 ]  # fmt: skip
 Home = Literal["parameters", "buffers", "state", "batch", "stage", "neighbour", "step", "result", "program"]
 """The place of bound values while no program runs: among a rank's ``parameters``, ``buffers`` or the ``state`` of its
@@ -49,6 +49,7 @@ KINDS: Mapping[Kind, KindRow] = MappingProxyType(
         "count": KindRow("step", "kind [name]"),  # the number that divides a term of the loss
         "term": KindRow("step"),  # the number that multiplies a later term of the loss
         "load": KindRow("step"),  # the number of tokens of each expert of a layer
+        "output": KindRow("result"),  # a tensor that the model returns
         "scale": KindRow("step", "kind"),
         "unscale": KindRow("step", "kind"),  # one over the loss scale
         "loss": KindRow("step", "kind"),

@@ -45,7 +45,10 @@ def check_padding(programs: Mapping[str, Program], pads: Pads, stored: Mapping[s
             known[key] = extras
             of = key.name if key.kind == "gradient" else residual_of(key)
             longer = of in stored and values[name].type.shape == stored[of].shape
-            if key.kind not in ("saved", "weight") and not _same(extras, pads.get(of, ()) if longer else ()):
+            if key.kind == "output":
+                if any(extra.real is not None and extra.outer > 1 for extra in extras):
+                    faults.append(Fault("padding", f"{action} {key}", "has padding between the model's own entries"))
+            elif key.kind not in ("saved", "weight") and not _same(extras, pads.get(of, ()) if longer else ()):
                 where = f"{action} {key.key_in(action)}"
                 faults.append(Fault("padding", where, "does not have zeros for padding, where its value is padded"))
     return faults
@@ -59,7 +62,7 @@ def tail_fault(reference: Program, ignored: Mapping[str, int]) -> str:
     """
     if not any(function.name == "count" for function in reference.functions):
         return "its loss is no mean over targets, of which some can be left out"
-    for function in map(_without_loads, reference.functions):
+    for function in map(_of_the_loss, reference.functions):
         parameters, inputs = [], {value.name: name for name, value in function.bound("input").items()}
         for value in function.parameters:
             name = inputs.get(value.name, "")
@@ -77,12 +80,13 @@ def tail_fault(reference: Program, ignored: Mapping[str, int]) -> str:
     return ""
 
 
-def _without_loads(function: Function) -> Function:
-    """Return a function that does not count the tokens of experts: those of extra samples are counted, and change no
-    other number."""
+def _of_the_loss(function: Function) -> Function:
+    """Return a function that does not count the tokens of experts, which are counted for extra samples too and change
+    no other number, and that does not return what the model returns."""
     loads = set(function.returned("load").values())
     lines = tuple(line for line in function.lines if loads.isdisjoint(value.name for value in line.made))
-    return replace(function, lines=lines, returns=tuple(row for row in function.returns if row[1] not in loads))
+    returns = tuple((key, name) for key, name in function.returns if name not in loads and key.kind != "output")
+    return replace(function, lines=lines, returns=returns)
 
 
 def _stored_faults(pads: Pads, stored: Mapping[str, TensorType]) -> Iterator[Fault]:

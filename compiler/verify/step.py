@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from operator import le
 from types import MappingProxyType
 
 from ..layout.mesh import Mesh
@@ -97,6 +98,8 @@ def _result_faults(programs: Mapping[str, Program], stored: Mapping[str, TensorT
             before = next((v.type for v in main.parameters if v.binding == key and key.kind in _LASTING), None)
             if before is not None and before != values[name].type:
                 yield Fault("types", f"{row.kind} {key}", f"is not placed as the {key.kind} that it updates")
+            if key.kind == "output" and values[name].type.placement.partial:
+                yield Fault("types", f"{row.kind} {key}", "is still to be summed")
             if row.place == "after" and key.kind != "state":
                 yield from _final_faults(row.kind, key, values[name].type, stored)
 
@@ -180,9 +183,18 @@ def _outside_faults(programs: Mapping[str, Program], reference: Program, pads: P
                 yield Fault("types", f"{action} {value.name}", f"the model reads no `{binding}`")
             elif value.type.shape != _expected(known[binding].shape, binding, pads):
                 yield Fault("shapes", f"{action} {value.name}", f"`{binding}` has another shape in the model")
-    ours, theirs = (function.returned("buffer") for function in (programs[FORWARD].main, reference.main))
+    forward = programs[FORWARD].main
+    ours, theirs = (function.returned("buffer") for function in (forward, reference.main))
     for name in sorted(ours.keys() ^ theirs.keys()):
         yield Fault("types", f"F {Binding('buffer', name)}", "is updated in one of the model and the programs alone")
+    ours, theirs = (function.returned("output") for function in (forward, reference.main))
+    for name in sorted(ours.keys() ^ theirs.keys()):
+        yield Fault("types", f"F {Binding('output', name)}", "is returned by one of the model and the programs alone")
+    for name in sorted(ours.keys() & theirs.keys()):
+        made, given = forward.values()[ours[name]].type.shape, reference.main.values()[theirs[name]].type.shape
+        longer = len(made) == len(given) and all(map(le, given, made))
+        if made != given and not (pads and longer):
+            yield Fault("shapes", f"F {Binding('output', name)}", "has another shape in the model")
 
 
 def _expected(shape: Sequence[int], binding: Binding, pads: Pads) -> tuple[int, ...] | None:

@@ -19,9 +19,11 @@ from torch.utils._pytree import tree_leaves
 from parc.compiler.capture.complex_numbers import real_form
 from parc.compiler.capture.experts import own_forms
 from parc.compiler.capture.model_calls import model_builder
+from parc.compiler.capture.model_output import returned_tensors
 from parc.compiler.initial.recipes import initialize
 from parc.compiler.plan.directive import Directive
 from parc.compiler.program.actions import FORWARD
+from parc.compiler.program.binding import Binding
 from parc.compiler.program.program import Line
 from parc.compiling.compiled import Compiled
 from parc.compiling.plan_capture import failure, input_specs
@@ -152,8 +154,9 @@ class _Narrow(TorchDispatchMode):
 
 @dataclass(frozen=True, slots=True)
 class _Result:
-    """The loss, gradients and updated buffers of a run. That of the eager module also has its output, in float32
-    outputs and losses of further runs, and the `autograd.Function`s that it calls."""
+    """The loss, gradients and updated buffers of a run, and in an evaluation the tensors that the model returns, among
+    the buffers. That of the eager module also has its output, in float32 outputs and losses of further runs, and the
+    `autograd.Function`s that it calls."""
 
     loss: torch.Tensor
     gradients: dict[str, torch.Tensor]
@@ -175,11 +178,14 @@ def _eager(compiled: Compiled, inputs: Mapping[str, torch.Tensor], wide: bool = 
     plain = PlainModule(module, compiled.lines, compiled.folder, compiled.plan.seed, compiled.frozen, capacities)
     buffers = {name: value.clone() for name, value in module.named_buffers(remove_duplicate=False)}
 
+    returned = dict[str, torch.Tensor]()
+
     def forward() -> tuple[torch.Tensor, ...]:
         """Return the tensors that the model returns, and last the loss."""
         with torch.random.fork_rng(devices=()):  # draws that no stream of a build makes are the same each time
             torch.manual_seed(compiled.plan.seed)
             output, (first, *more) = plain.forward({name: value.clone() for name, value in inputs.items()})
+        returned.update(returned_tensors(output))
         return *(leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)), sum(more, first)
 
     def once_more(seed: int) -> tuple[torch.Tensor, ...]:
@@ -208,6 +214,7 @@ def _eager(compiled: Compiled, inputs: Mapping[str, torch.Tensor], wide: bool = 
     finally:
         random.setstate(states[0])
         numpy.random.set_state(states[1])
+    updated |= {str(Binding("output", name)): returned[name].detach() for name in compiled.captured.returned}
     return _Result(loss.detach(), gradients, updated, tuple(output), again, functions, narrow.seen)
 
 
@@ -331,4 +338,5 @@ def _captured(
 ) -> _Result:
     run = ReferenceRun(case, wide, watch)
     loss, gradients = run.gradients([inputs], 0)
-    return _Result(loss, gradients, run.buffers)
+    returned = {str(Binding("output", name)): value for name, (value,) in run.returned.items()}
+    return _Result(loss, gradients, {**run.buffers, **returned})

@@ -42,6 +42,7 @@ from parc.compiling.size_ranges import compile_range, fixed
 from parc.grammar.codes_build import NOTHING_TRAINED, READ_IN_EVAL
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.grammar.nearest import listed
+from parc.passes.canonical.returned import reading_only
 from parc.passes.choices import ShardDims
 from parc.passes.pipeline import Choices, Request, build_programs, names_of
 from parc.passes.placing.heads import Copies, find_copies
@@ -160,6 +161,7 @@ def with_evaluation(
     plan, folder, ranged = step.plan, step.folder, choices is not None
     recorded, captured = capture_plan(plan, step.lines, folder, step.overrides or None, ranged, evaluates=True)
     of_step = {name for program in step.built.programs.values() for name in program.main.bound(*PARAMETERS)}
+    captured = reading_only(captured, of_step)
     read = {name for name, node in captured.placeholders("parameter").items() if node.users}
     if other := sorted(read - of_step):
         raise PlanError([_read_in_eval_alone(plan, other)])

@@ -68,7 +68,7 @@ def capture_plan(
     evaluates: bool = False,
 ) -> tuple[Recorded, Captured]:  # fmt: skip
     """Make the plan's model without allocating it, and capture it with its loss; ``ranged``: at one of several sizes.
-    It is captured as it is made, or in ``eval()`` if that ``evaluates``.
+    It is captured as it is made, or, if that ``evaluates``, in ``eval()`` and with the tensors that it returns.
 
     Raises:
         PlanError: the model or its loss is at fault.
@@ -84,7 +84,9 @@ def capture_plan(
         raise PlanError([callable_diagnostic(MODEL_FAILED, error, plan.loss)]) from None
     try:
         capacities = capacities_of(plan, recorded.module)
-        captured = capture(recorded.module, recorded.mode, input_specs(plan), call, loss, ranged, capacities)
+        captured = capture(
+            recorded.module, recorded.mode, input_specs(plan), call, loss, ranged, capacities, returns=evaluates
+        )
     except CaptureError as error:
         raise PlanError([capture_diagnostic(plan, error)]) from None
     drawn = prepare(captured.graph)

@@ -323,8 +323,8 @@ class Partition:
         self.forms[key] = {placement: new}
 
     def run(self) -> fx.Graph:
-        """Return the typed graph. Its outputs are numbers that may still be partial, as the loss's numerator, and then
-        new values of buffers."""
+        """Return the typed graph. Its outputs are numbers that may still be partial, as the loss's numerator, then new
+        values of buffers, then tensors that the model returns."""
         for node in self.source.nodes:
             if node.op == "placeholder":
                 self.placeholder(node)
@@ -340,9 +340,10 @@ class Partition:
         for key, node in zip([*[None] * (len(made) - len(keys)), *keys], made, strict=True):
             if key in bound:  # placed as the buffer, so that the next microbatch reads what this one wrote
                 target = Placement.of(self.mesh, dict(self.placed.splits[bound[key]]))
-            else:
-                state = self.state[key_of(node)]
-                target = state.replace({axis: "I" for axis, kind in state.items() if kind != "P"})
+            else:  # a tensor that the model returns stays split, a number may stay partial
+                state, returned = self.state[key_of(node)], key is not None and key.kind == "output"
+                changed = [axis for axis, kind in state.items() if (kind == "P") == returned]
+                target = state.replace(dict.fromkeys(changed, "I"))
             results.append(self.convert(key_of(node), target))
         noted(self.graph.output(tuple(results))).results = keys
         self.graph.eliminate_dead_code()

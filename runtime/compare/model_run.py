@@ -95,6 +95,8 @@ class ReferenceRun:
         self.optimizer = make_optimizer(self.parameters, case.optimizer)
         self.loads: dict[str, torch.Tensor] = {}
         """The tokens of each expert in the last step, by the module of the experts."""
+        self.returned: dict[str, list[torch.Tensor]] = {}
+        """The tensors that the model returned in the last step, one of each microbatch by name."""
         self.metrics: Mapping[str, torch.Tensor] = {}
         """The metrics of the last step."""
 
@@ -132,15 +134,17 @@ class ReferenceRun:
             for number in self.case.reference.main.bound("term"):
                 own = totals.get(term_count(number), float(len(batches)))
                 weights[number] = totals[COUNT] / own
-        total, self.loads = torch.zeros((), dtype=torch.float64), {}
+        total, self.loads, self.returned = torch.zeros((), dtype=torch.float64), {}, {}
         for index, batch in enumerate(batches):
             (made_,) = self.machine.run([self._environment("forward", batch, step, index, weights)])
             if made_[LOSS].requires_grad:
                 (made_[LOSS] * scale).backward()
             total += made_[LOSS].detach() * scale
-            for key, load in made_.items():
+            for key, value in made_.items():
                 if key.kind == "load":
-                    self.loads[key.name] = self.loads.get(key.name, 0) + load
+                    self.loads[key.name] = self.loads.get(key.name, 0) + value
+                if key.kind == "output":
+                    self.returned.setdefault(key.name, []).append(value.detach())
             self.buffers.update({key.name: self._copied(value) for key, value in made_.items() if key.kind == "buffer"})
         return total, {n: p.grad.detach().clone() for n, p in self.parameters.items() if p.grad is not None}
 

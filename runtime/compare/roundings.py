@@ -80,6 +80,7 @@ class Roundings:
                 **{Binding("gradient", name): value for name, value in gradients.items()},
                 **{Binding("parameter", name): value.detach().clone() for name, value in run.parameters.items()},
                 **{Binding("buffer", name): value for name, value in run.buffers.items()},
+                **{Binding("output", name): torch.stack(values) for name, values in run.returned.items()},
             }
             self._taken += 1
         return self._found

@@ -29,6 +29,7 @@ from ..work import RankState
 from .model_run import Case, Microbatches, ReferenceRun, largest, largest_difference, wide
 from .near_ties import DRAWS, NEAR, Margin
 from .plain import CPU
+from .returned import joined, real_part, returned_types
 from .roundings import Roundings
 from .two_spaces import TWO_SPACES, loaded_parameters, lying_elsewhere
 
@@ -46,6 +47,7 @@ class Agreement:
     norm: float = 0.0
     metric: float = 0.0
     parameter: float = 0.0
+    output: float = 0.0
     updated: float = 0.0
     """The error of updated parameters as measured; ``parameter`` is the part that rounding does not explain."""
     worst: dict[str, str] = field(default_factory=dict)
@@ -67,7 +69,7 @@ class Agreement:
     @property
     def largest(self) -> float:
         """The largest of these errors."""
-        return max(self.loss, self.gradient, self.norm, self.metric, self.parameter)
+        return max(self.loss, self.gradient, self.norm, self.metric, self.parameter, self.output)
 
     def note(self, kind: str, error: float, where: str) -> None:
         """Keep an error if it is the largest of its kind; a number that is not finite is the largest of all."""
@@ -146,7 +148,7 @@ class Simulation:
         }
         self.spread = _spread(gradients, self.types, self.case.mesh)
         self.norms = [result.grad_norm for result in results]
-        self.metrics = [result.metrics for result in results]
+        self.metrics, self.returned = zip(*((result.metrics, result.returned) for result in results), strict=True)
         for state, optimizer, result in zip(self.states, self.optimizers, results, strict=True):
             # ranks of one process share what a collective made, and clipping scales in place
             given = {name: gradient.clone() for name, gradient in result.gradients.items()}
@@ -265,6 +267,7 @@ def _compare(case: Case, steps: int, seed: int) -> Agreement:
             error = float("inf") if returned is None else abs(float(returned) - norm) / max(norm, 1e-30)
             agreement.note("norm", error, f"step {step}, rank {rank}")
         _compare_metrics(agreement, reference, simulation, step)
+        _compare_returned(agreement, reference, simulation, roundings, step)
         for name, gradient in gradients.items():
             if name not in found and _largest(gradient) > 0:
                 agreement.note("gradient", float("inf"), f"step {step}, {name} (missing)")
@@ -294,6 +297,21 @@ def _compare_metrics(agreement: Agreement, reference: ReferenceRun, simulation: 
                 expected = reference.metrics[name]
                 error = _largest((returned[name] - expected).double()) / max(_largest(expected), 1e-30)
             agreement.note("metric", error, f"step {step}, rank {rank}, {name}")
+
+
+def _compare_returned(
+    agreement: Agreement, reference: ReferenceRun, simulation: Simulation, roundings: Roundings, step: int
+) -> None:
+    """Compare the tensors that the model returns."""
+    types = {name: type_ for name, (type_, _) in returned_types(simulation.roles).items()}
+    whole, spread = joined(simulation.returned, types, simulation.case.mesh)
+    for name, values in reference.returned.items():
+        expected, error = torch.stack(values), float("inf")
+        if name in whole:
+            top = max(_largest(expected), 1e-30)
+            apart = max(largest_difference(real_part(whole[name], expected.shape), expected), spread[name])
+            error = roundings.beyond(Binding("output", name), expected, apart, TOLERANCE * top, top) / top
+        agreement.note("output", error, f"step {step}, output {name}")
 
 
 def _norm(gradients: Iterable[torch.Tensor]) -> float:

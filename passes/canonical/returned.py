@@ -1,0 +1,25 @@
+"""The tensors that a model returns, as further outputs of its captured graph."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from ...compiler.capture.capture import Captured
+from ...compiler.capture.node_facts import noted
+from ..calls import ancestors, outputs
+
+
+def reading_only(captured: Captured, parameters: Collection[str]) -> Captured:
+    """Return a captured model without the returned tensors that need other parameters than these. Its graph is changed
+    in place."""
+    every = outputs(captured.graph)
+    first = len(every) - len(captured.returned)
+    kept = []
+    for name, node in zip(captured.returned, every[first:], strict=True):
+        bindings = (noted(read).binding for read in ancestors([node]) if read.op == "placeholder")
+        if all(binding.kind != "parameter" or binding.name in parameters for binding in bindings):
+            kept.append((name, node))
+    captured.graph.output_node().args = ((*every[:first], *(node for _, node in kept)),)
+    captured.graph.eliminate_dead_code()
+    return replace(captured, returned=tuple(name for name, _ in kept))
