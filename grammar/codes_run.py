@@ -66,6 +66,16 @@ RESULT_TAKEN = Code(
     instead="session.update(session.gradients(batch))\nsession.update(session.gradients(batch))",
     language="python",
 )
+NOTHING_RETURNED = Code(
+    name="P0420",
+    title="a model that returns nothing to predict",
+    why="`session.predict` returns the tensors of the model's output that have a row for each sample. A model that"
+    " returns its loss alone has none.",
+    example="def forward(self, tokens, labels):\n    return self.loss(tokens, labels)\n...\nsession.predict(batch)",
+    instead="def forward(self, tokens, labels):\n    logits = self.logits(tokens)\n"
+    '    return {"loss": cross_entropy(logits, labels), "logits": logits}',
+    language="python",
+)
 NO_EVALUATION = Code(
     name="P0416",
     title="a build without programs for evaluation",

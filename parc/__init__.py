@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from parc.compiler.ops.rules import register as register_rule
     from parc.runtime.compare.plain import reference
     from parc.runtime.faults import RunError
+    from parc.runtime.load import load
     from parc.runtime.loading import dataloader
-    from parc.runtime.session import Session, load
+    from parc.runtime.session import Session
     from parc.runtime.step import StepReport
 
 __all__ = [
@@ -40,7 +41,7 @@ _PLACES = {
     "Session": ("parc.runtime.session", "Session"),
     "StepReport": ("parc.runtime.step", "StepReport"),
     "dataloader": ("parc.runtime.loading", "dataloader"),
-    "load": ("parc.runtime.session", "load"),
+    "load": ("parc.runtime.load", "load"),
     "reference": ("parc.runtime.compare.plain", "reference"),
     "register_experts": ("parc.compiler.capture.experts", "register_experts"),
     "routed": ("parc.compiler.capture.experts", "routed"),

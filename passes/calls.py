@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -96,19 +96,6 @@ def rule_of(node: fx.Node) -> tuple[OpRule, bool]:
 def computes(node: fx.Node) -> bool:
     """Return whether the node is an operator on tensors (``getitem`` only names a result)."""
     return node.op == "call_function" and node.target is not operator.getitem
-
-
-def ancestors(roots: Iterable[fx.Node], stop: Collection[fx.Node] = ()) -> set[fx.Node]:
-    """Return the roots and all nodes that they depend on. The search does not go beyond the nodes in ``stop``."""
-    reached: set[fx.Node] = set()
-    pending = list(roots)
-    while pending:
-        node = pending.pop()
-        if node not in reached:
-            reached.add(node)
-            if node not in stop:
-                pending.extend(node.all_input_nodes)
-    return reached
 
 
 def outputs(graph: fx.Graph) -> list[fx.Node]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import final
@@ -22,6 +22,8 @@ from .faults import RunError
 from .lockstep import Together
 from .opening import constants_of
 from .owners import held
+from .predictions import Predictions
+from .saving import LocalPart
 from .state.initial import Initial
 from .work import Batch, RankState
 
@@ -91,7 +93,8 @@ class Evaluation:
         self._build = evaluation_of(build)
         self._role, self._initial, self._together = self._build.role_at(mesh.coordinates(rank)), initial, together
         self._by_sizes = BySizes(self._build, make)
-        self._batches = Batches(self._by_sizes, mesh, together)
+        self._batches, self._mesh = Batches(self._by_sizes, mesh, together), mesh
+        self._predictions: dict[int, Predictions] = {}
 
     @cached_property
     def _fixed(self) -> dict[str, torch.Tensor]:
@@ -152,6 +155,30 @@ class Evaluation:
         counts = begun.at.stepper.counts
         weight = 1 / float(begun.work[0].totals[SCALE]) if counts else begun.at.feed.batch
         return float(result.loss), weight
+
+    def predict(
+        self, batch: Batch | None, local: Batch | None, state: RankState, step: int, split: bool
+    ) -> dict[str, torch.Tensor] | dict[str, LocalPart]:
+        """Return the tensors that the model returns for a batch, which is given as to ``loss`` and need not have inputs
+        that the loss alone reads: whole tensors, or the parts of a rank where these are to stay ``split``."""
+        own = replace(state, buffers={**state.buffers, **self._fixed})
+        begun = self._batches.begin(
+            "session.predict", batch, local, own, step, None, keep=False, complete=self._complete
+        )
+        with self._together.doing("a prediction", own):
+            (result,) = begun.at.stepper.evaluate(begun.work, step, returns=True)
+            predictions = self._predictions_at(begun.at)
+            if split:
+                return predictions.local(result.returned)
+            return predictions.whole(result.returned, batch, local)
+
+    def _complete(self, at: AtSizes, batch: Batch, shares: Mapping[str, int]) -> Batch:
+        return self._predictions_at(at).completed(batch, shares)
+
+    def _predictions_at(self, at: AtSizes) -> Predictions:
+        if id(at) not in self._predictions:
+            self._predictions[id(at)] = Predictions(at.build, at.feed, self._mesh, self._together.rank)
+        return self._predictions[id(at)]
 
     def close(self) -> None:
         """Stop reading data."""

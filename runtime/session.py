@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
@@ -24,7 +24,7 @@ from .backends.in_process import InProcess
 from .communication import Backend
 from .data.batches import Batches
 from .data.feed import Feed, LocalParts
-from .data.sizes import AtSizes, BySizes, bound_build
+from .data.sizes import AtSizes, BySizes
 from .evaluation import Evaluation
 from .faults import Bad, RunError, bad_number, writing
 from .first_bad import find_bad
@@ -32,9 +32,9 @@ from .lockstep import Together
 from .machine.compiled import Regions
 from .machine.execute import Machine
 from .machine.products import agreed_kernels
-from .opening import build_mesh, check_fits, check_source_of, constants_of, open_build, task_of
+from .opening import build_mesh, check_fits, check_source_of, constants_of, task_of
 from .owners import held
-from .processes import default_device, join_processes, launched
+from .processes import default_device
 from .reporting import Reporting
 from .saving import LocalPart, StateFiles, checkpoint_facts, stored_of
 from .state.gather import Gatherer, everywhere
@@ -204,6 +204,28 @@ class Session:
         (from 0) of the evaluation's data. The plan needs an ``eval`` line."""
         return self.evaluation.loss(batch, local, self.state, self.step_number)
 
+    @overload
+    def predict(
+        self, batch: Batch | None = None, *, local: Batch | None = None, split: Literal[False] = False
+    ) -> dict[str, torch.Tensor]: ...
+
+    @overload
+    def predict(
+        self, batch: Batch | None = None, *, local: Batch | None = None, split: Literal[True]
+    ) -> dict[str, LocalPart]: ...
+
+    def predict(
+        self, batch: Batch | None = None, *, local: Batch | None = None, split: bool = False
+    ) -> dict[str, torch.Tensor] | dict[str, LocalPart]:
+        """Return the tensors that the model returns for a batch in ``eval()``, by name: ``logits``, ``1``, or
+        ``output`` for the only one. They are whole and on the CPU, with the samples of the batch; with ``split`` they
+        are what this rank holds. The batch is given as to ``evaluate``, and inputs that the loss alone reads may be
+        left out. Tensors without a row for each sample, as a mean over the batch, are left out.
+
+        Collective: every rank calls it, every rank gets all samples of ``batch``, or those of its own ``local``.
+        """
+        return self.evaluation.predict(batch, local, self.state, self.step_number, split)
+
     @cached_property
     def evaluation(self) -> Evaluation:
         """The programs that evaluate the model."""
@@ -325,25 +347,3 @@ class Session:
             Path(path), self.build, self.state, self.optimizer, self.offloaded.holds_slots
         )
         self.step_number = self.feed.go_on(facts)
-
-
-def load(
-    path: Path | str,
-    device: torch.device | str | None = None,
-    sizes: Mapping[str, int] | None = None,
-    *,
-    compile: bool = False,
-    trace: bool = False,
-) -> Session:
-    """Open a session of a build. If torchrun started the process, and there is no process group yet, make one.
-
-    ``sizes`` are those of the batches of the plan's data, if the plan declares ranges.
-
-    Raises:
-        RunError: the build, torch, the sizes or the number of processes does not fit, or there is no compiler.
-    """
-    build = bound_build(open_build(path), sizes or {})
-    if launched() and not dist.is_initialized():
-        check_fits(build, launched())
-        device = join_processes(torch.device(device) if device is not None else None)
-    return Session(build, device, compile=compile, trace=trace)

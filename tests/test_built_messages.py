@@ -23,7 +23,7 @@ from parc.grammar.diagnostics import render
 from parc.runtime import lockstep
 from parc.runtime.faults import RunError
 from parc.runtime.state.checkpoint import target_held
-from tests.runtime.tiny import EXAMPLES, ONE, PLAN, TENSOR, batch, build
+from tests.runtime.tiny import EVAL, EXAMPLES, ONE, PLAN, TENSOR, batch, build
 
 MODELS = (Path(__file__).parent / "message_models.txt").read_text()
 
@@ -41,6 +41,18 @@ class Case:
 
 
 LOSS = "cross_entropy(output, targets)"
+ALONE = """
+from torch import nn
+
+
+class Alone(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(256, 256)
+
+    def forward(self, tokens, targets):
+        return nn.functional.cross_entropy(self.table(tokens).flatten(0, 1), targets.flatten())
+"""
 SQUARES = (f"S=8\nloss      {LOSS}", 'S=8..40\nloss      "./models.py:squares"(output, targets)')
 GPIPE = ("microbatches", "gpipe microbatches")
 AXES = f"mesh {', '.join(f'{axis}=2' for axis in 'abcdefghi')}\n"
@@ -177,6 +189,11 @@ def runs(folder: Path) -> list[str]:
     with pytest.raises(RunError) as stopped:
         session.evaluate({})
     said.append(render(stopped.value.diagnostic()))
+    (folder / "alone.py").write_text(ALONE)
+    plan = PLAN.replace(PLAN.splitlines()[1], 'model "./alone.py:Alone"').replace(LOSS, "output")
+    with pytest.raises(RunError) as stopped:
+        parc.load(build(folder, EVAL, plan, "alone")).predict({})
+    said.append(render(stopped.value.diagnostic()))
     result = session.gradients(batch(0))
     session.update(result)
     with pytest.raises(RunError) as stopped:
@@ -219,7 +236,7 @@ def compiles(folder: Path) -> list[str]:
 
 SCENES: dict[str, Callable[[Path], list[str]]] = {
     "P0210 P0211 P0212": altered,
-    "P0301 P0304 P0307 P0412 P0222 P0414 P0411 P0413 P0302 P0303 P0416 P0419 P0418 P0410 P0230 P0415": runs,
+    "P0301 P0304 P0307 P0412 P0222 P0414 P0411 P0413 P0302 P0303 P0416 P0420 P0419 P0418 P0410 P0230 P0415": runs,
     "P0305 P0306": compiles,
 }  # fmt: skip
 GOLDEN = Path(__file__).parent / "golden" / "built_messages.txt"

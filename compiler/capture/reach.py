@@ -5,7 +5,7 @@ A checker asks neither question here: it follows the texts of programs (``verify
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import fx
@@ -55,6 +55,19 @@ def reached_by_gradient(loss: fx.Node) -> set[fx.Node]:
         if node not in reached and carries_gradient(node):
             reached.add(node)
             pending += node.all_input_nodes
+    return reached
+
+
+def ancestors(roots: Iterable[fx.Node], stop: Collection[fx.Node] = ()) -> set[fx.Node]:
+    """Return the roots and all nodes that they depend on. The search does not go beyond the nodes in ``stop``."""
+    reached: set[fx.Node] = set()
+    pending = list(roots)
+    while pending:
+        node = pending.pop()
+        if node not in reached:
+            reached.add(node)
+            if node not in stop:
+                pending.extend(node.all_input_nodes)
     return reached
 
 

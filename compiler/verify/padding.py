@@ -70,7 +70,7 @@ def tail_fault(reference: Program, ignored: Mapping[str, int]) -> str:
             tail = value.type.shape[:1] if name else ()
             parameters.append(tuple(Extra(0, 1, 1, size, held) for size in tail if size > 1))
         try:
-            results = follow(reference, function, parameters, _made)
+            results = follow_rows(reference, function, parameters)
         except PaddingFault as fault:
             module, source = fault.origin.module, fault.origin.source
             where = f"`{module}`" if module else "the model's own code or the loss"
@@ -78,6 +78,15 @@ def tail_fault(reference: Program, ignored: Mapping[str, int]) -> str:
         if any(extra.real is not None for extras in results for extra in extras):
             return "what it keeps of a batch has a row for each sample"
     return ""
+
+
+def follow_rows(program: Program, function: Function, parameters: Sequence[Extras]) -> Sequence[Extras]:
+    """Return the further entries of what a function returns, given those of its parameters.
+
+    Raises:
+        PaddingFault: they change other entries.
+    """
+    return follow(program, function, parameters, _made)
 
 
 def _of_the_loss(function: Function) -> Function:

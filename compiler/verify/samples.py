@@ -21,7 +21,7 @@ from ..ops.factors import OpCall
 from ..ops.infer import infer, place_created
 from ..ops.op_row import normal_dims
 from ..ops.rules import facts, has_rule
-from ..program.binding import LOSS
+from ..program.binding import LOSS, Binding
 from ..program.program import Program
 from .lines import Question, follow, line_call
 
@@ -62,15 +62,7 @@ def combination(reference: Program, unbatched: Collection[str] = ()) -> Adds:
     ``unbatched`` are inputs whose first dim is not the batch. Statistics of a microbatch, as of a BatchNorm, are taken
     to be meant in a mean, and in what a count divides. In microbatches of one sample only sums over samples are seen.
     """
-    function = reference.functions[-1]
-    inputs = function.bound("input").items()
-    batched = {value.name for name, value in inputs if name not in unbatched and value.type.shape}
-    size = min((value.type.shape[0] for value in function.parameters if value.name in batched), default=1)
-    start = Samples(Split(0) if size > 1 else _SOMEWHERE)  # dims of size 1 belong to no factor
-    starts = [start if value.name in batched else _WEIGHT if value.kind == "term" else _FREE
-              for value in function.parameters]  # fmt: skip
-    dependences = follow(reference, function, starts, lambda _, line, read: _made(line, read, size))
-    loss = dict(zip((key for key, _ in function.returns), dependences, strict=True))[LOSS]
+    loss = dependences(reference, unbatched)[LOSS]
     if loss == _FREE:
         return "mean"
     if loss.kind != "P":
@@ -78,6 +70,19 @@ def combination(reference: Program, unbatched: Collection[str] = ()) -> Adds:
     if len(reference.functions) > 1:
         return "sum"
     return None if loss.adds == "sum" and loss.statistic else loss.adds
+
+
+def dependences(reference: Program, unbatched: Collection[str] = ()) -> dict[Binding, Samples]:
+    """Return the dependence on samples of each value that the captured graph returns."""
+    function = reference.functions[-1]
+    inputs = function.bound("input").items()
+    batched = {value.name for name, value in inputs if name not in unbatched and value.type.shape}
+    size = min((value.type.shape[0] for value in function.parameters if value.name in batched), default=1)
+    start = Samples(Split(0) if size > 1 else _SOMEWHERE)  # dims of size 1 belong to no factor
+    starts = [start if value.name in batched else _WEIGHT if value.kind == "term" else _FREE
+              for value in function.parameters]  # fmt: skip
+    found = follow(reference, function, starts, lambda _, line, read: _made(line, read, size))
+    return dict(zip((key for key, _ in function.returns), found, strict=True))
 
 
 @lru_cache(maxsize=8192)

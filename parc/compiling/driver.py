@@ -14,6 +14,7 @@ import torch
 
 from parc.compiler.capture.capture import Captured
 from parc.compiler.capture.model_calls import TaskLines
+from parc.compiler.capture.returned import reading_only
 from parc.compiler.initial.recipes import Recorded
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.layout.placement import Split
@@ -42,7 +43,6 @@ from parc.compiling.size_ranges import compile_range, fixed
 from parc.grammar.codes_build import NOTHING_TRAINED, READ_IN_EVAL
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.grammar.nearest import listed
-from parc.passes.canonical.returned import reading_only
 from parc.passes.choices import ShardDims
 from parc.passes.pipeline import Choices, Request, build_programs, names_of
 from parc.passes.placing.heads import Copies, find_copies

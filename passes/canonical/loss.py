@@ -9,12 +9,12 @@ import torch
 from torch import fx
 
 from ...compiler.capture.node_facts import copy_facts, noted
-from ...compiler.capture.reach import GradientFlow, reached_by_gradient
+from ...compiler.capture.reach import GradientFlow, ancestors, reached_by_gradient
 from ...compiler.ops.rules import facts
 from ...compiler.ops.torch_ops import aten
 from ...compiler.program.binding import COUNT, Binding
 from ...compiler.program.loss_terms import term_count, term_weight
-from ..calls import ancestors, computes, key_of, outputs
+from ..calls import computes, key_of, outputs
 
 
 @dataclass(frozen=True, slots=True)

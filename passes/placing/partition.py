@@ -342,8 +342,7 @@ class Partition:
                 target = Placement.of(self.mesh, dict(self.placed.splits[bound[key]]))
             else:  # a tensor that the model returns stays split, a number may stay partial
                 state, returned = self.state[key_of(node)], key is not None and key.kind == "output"
-                changed = [axis for axis, kind in state.items() if (kind == "P") == returned]
-                target = state.replace(dict.fromkeys(changed, "I"))
+                target = state.replace({axis: "I" for axis, kind in state.items() if (kind == "P") == returned})
             results.append(self.convert(key_of(node), target))
         noted(self.graph.output(tuple(results))).results = keys
         self.graph.eliminate_dead_code()

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from ...compiler.capture.node_facts import noted
+from ...compiler.capture.reach import ancestors
 from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.placement import Packed, Placement, TensorType, along, parse_kind
 from ...compiler.ops.expert_ops import OPS
@@ -22,7 +23,7 @@ from ...compiler.ops.rules import facts
 from ...compiler.ops.torch_ops import aten
 from ...compiler.program.program import Origin
 from ...compiler.torch_private import quiet
-from ..calls import ancestors, call_of, operands_of, substitute_nodes, tensors_of
+from ..calls import call_of, operands_of, substitute_nodes, tensors_of
 from .backward_forms import fold_zeros, free_creations, is_zero, simplify, write_functional
 from .kept import kept_values, may_remake
 from .recorder import GraphRecorder, RecordedTensor

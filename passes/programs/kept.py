@@ -17,13 +17,13 @@ from typing import Any
 from torch import fx
 
 from ...compiler.capture.node_facts import noted
+from ...compiler.capture.reach import ancestors
 from ...compiler.layout.collectives import COLLECTIVES, lower
 from ...compiler.layout.mesh import Mesh
 from ...compiler.ops.recompute import SENT_WORD, RecomputeLine, line_for
 from ...compiler.ops.rules import facts
 from ...compiler.ops.torch_ops import OPS
 from ...compiler.ops.words import words_for
-from ..calls import ancestors
 from .segments import node_type
 
 _Place = tuple[fx.Node | None, bool]

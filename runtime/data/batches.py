@@ -4,7 +4,7 @@ samples of each rank's own, or the plan's data. One exchange brings their hashes
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -41,6 +41,11 @@ class Begun:
     work: Sequence[Work]
 
 
+Completed = Callable[[AtSizes, Batch, Mapping[str, int]], Batch]
+"""A function that completes a batch for programs at its sizes; the mapping has the number of ranks that share the
+samples of each input, if the batch is one rank's."""
+
+
 @final
 class Batches:
     """The beginning of one rank's steps; every rank calls alike."""
@@ -53,11 +58,11 @@ class Batches:
 
     def begin(
         self, call: str, batch: Batch | None, local: Batch | None, state: RankState, step: int, last: int | None,
-        keep: bool = True,
+        keep: bool = True, complete: Completed | None = None,
     ) -> Begun:  # fmt: skip
         """Begin step ``step`` (from 0) on a whole batch, on the samples of this rank, or on the plan's data, of which
         nothing is read beyond step ``last``. ``call`` is the name of what is called. Without ``keep`` there is no
-        backward.
+        backward. ``complete`` adds to a given batch what it lacks.
 
         Raises:
             RunError: on every rank: what one of them gave is not the plan's, or the ranks gave what is no one batch.
@@ -72,7 +77,11 @@ class Batches:
                     BATCHES_DIFFER, "both a whole batch and `local` samples were given", "give only one of them"
                 )
             at = self._by_sizes(given, self._feed.shares if kind == _LOCAL else {})
-            part = at.feed.read(step, last) if given is None else at.feed.given(given, kind == _LOCAL, not alone)
+            if given is None:
+                part = at.feed.read(step, last)
+            else:
+                whole = given if complete is None else complete(at, given, at.feed.shares if kind == _LOCAL else {})
+                part = at.feed.given(whole, kind == _LOCAL, not alone)
             begun = Begun(at, part.parts, at.stepper.begin([state], [part.parts], step, keep))
             sizes = stream(0, str(sorted(at.build.manifest["sizes"].items())))
             counted = (_as_integer(begun.work[0].totals.get(key)) for key in self._keys)

@@ -100,6 +100,15 @@ class Feed:
         self.places = {name: (epoch, taken) for name, (epoch, taken) in facts.get("loaders", {}).items()}
         return step
 
+    @property
+    def device(self) -> torch.device:
+        """The device of a rank's parts."""
+        return self._device
+
+    def samples(self, name: str, shares: Mapping[str, int]) -> int:
+        """Return the samples of an input in a whole batch, or in a rank's part of one; 0 for an input without any."""
+        return self.types[name].shape[0] // shares.get(name, 1) * self._count if self._batched[name] else 0
+
     def batch_axes(self, name: str) -> tuple[str, ...]:
         """The mesh axes that divide the samples of an input."""
         return tuple(axis for _, axis in self.types[name].placement.splits(0)) if self._batched[name] else ()

@@ -9,10 +9,11 @@ import torch
 
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.torch_private import onednn_linear
+from parc.runtime.load import load
 from parc.runtime.machine import products
 from parc.runtime.machine.kernels import KERNELS
 from parc.runtime.machine.site import Site
-from parc.runtime.session import Session, load
+from parc.runtime.session import Session
 
 from .tiny import ONE, PLAN, build, without_onednn
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
+from typing import Any
 
-from ...compiler.capture.capture import Captured
-from ...compiler.capture.node_facts import noted
-from ..calls import ancestors, outputs
+from .capture import Captured
+from .node_facts import noted
+from .reach import ancestors
 
 
 def reading_only(captured: Captured, parameters: Collection[str]) -> Captured:
     """Return a captured model without the returned tensors that need other parameters than these. Its graph is changed
     in place."""
-    every = outputs(captured.graph)
+    every: Any = captured.graph.output_node().args[0]
     first = len(every) - len(captured.returned)
     kept = []
     for name, node in zip(captured.returned, every[first:], strict=True):
