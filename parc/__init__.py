@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from parc.runtime.faults import RunError
     from parc.runtime.load import load
     from parc.runtime.loading import dataloader
+    from parc.runtime.results import StepReport
     from parc.runtime.session import Session
-    from parc.runtime.step import StepReport
 
 __all__ = [
     "RunError",
@@ -39,7 +39,7 @@ __version__ = "0.1.0"
 _PLACES = {
     "RunError": ("parc.runtime.faults", "RunError"),
     "Session": ("parc.runtime.session", "Session"),
-    "StepReport": ("parc.runtime.step", "StepReport"),
+    "StepReport": ("parc.runtime.results", "StepReport"),
     "dataloader": ("parc.runtime.loading", "dataloader"),
     "load": ("parc.runtime.load", "load"),
     "reference": ("parc.runtime.compare.plain", "reference"),

@@ -14,9 +14,9 @@ from ..compiler.padding.pads import Pad
 from ..compiler.padding.runs import ranges_of, runs_of
 from ..compiler.sizes.size_range import BATCH
 from ..grammar.codes_run import NOTHING_RETURNED
-from .compare.returned import real_part, returned_types
 from .data.feed import Feed
 from .faults import RunError
+from .returned import real_part, returned_types
 from .saving import LocalPart
 from .state.gather import Gatherer
 from .state.shards import Piece

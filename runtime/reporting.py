@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 import torch
 
 from ..compiler.build.build import Build
+from .results import StepReport
 from .state.loads import layers_of, load_figures, loads_in
 from .state.scaler import scale_figures
-from .step import StepReport
 from .waits import Lap
 
 

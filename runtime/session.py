@@ -36,13 +36,14 @@ from .opening import build_mesh, check_fits, check_source_of, constants_of, task
 from .owners import held
 from .processes import default_device
 from .reporting import Reporting
+from .results import StepReport, StepResult
 from .saving import LocalPart, StateFiles, checkpoint_facts, stored_of
 from .state.gather import Gatherer, everywhere
 from .state.initial import Initial
 from .state.offload import Offloaded
 from .state.optimizer import rate, update
 from .state.scaler import changed_state, skips, state_after
-from .step import Stepper, StepReport, StepResult
+from .step import Stepper
 from .trace import Recorder, clock_offset, write_trace
 from .whole import WholeState
 from .work import Batch, RankState

@@ -21,8 +21,8 @@ from parc.cli import main, parse_words
 from parc.compiler.plan.plan import read_plan
 from parc.grammar.diagnostics import PlanError, render
 from parc.grammar.source import Source
+from parc.runtime.results import StepReport
 from parc.runtime.session import Session
-from parc.runtime.step import StepReport
 
 ROOT = Path(__file__).resolve().parent.parent
 FENCE = re.compile(r"^( *)```([^\n`]*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)

@@ -18,8 +18,9 @@ from parc.compiler.program.roles import SINGLE, JoinFault, join_roles
 from parc.compiler.program.text import ProgramError, parse_program
 from parc.compiling.compiled import Compiled
 from parc.grammar.source import Source
+from parc.runtime.compare.agreement import TOLERANCE
 from parc.runtime.compare.model_run import Case
-from parc.runtime.compare.simulate import TOLERANCE, compare
+from parc.runtime.compare.simulate import compare
 from tests.captured_once import compile_once
 from tests.evaluated_plans import PLAN
 from tests.evaluated_plans import PLANS as EVALUATED_PLANS

@@ -22,7 +22,8 @@ from parc.compiler.plan.plan import read_plan
 from parc.compiling.compiled import Compiled
 from parc.grammar.source import Source
 from parc.passes.placing.heads import Copies
-from parc.runtime.compare.simulate import Agreement, compare
+from parc.runtime.compare.agreement import Agreement
+from parc.runtime.compare.simulate import compare
 from tests.captured_once import compile_once
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"

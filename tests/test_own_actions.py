@@ -37,7 +37,8 @@ from parc.passes.programs.emit import identifier
 from parc.passes.programs.makers import StepParts
 from parc.passes.programs.segments import node_type
 from parc.passes.programs.writer import Across, Writer, whole_type
-from parc.runtime.compare.simulate import TOLERANCE, compare
+from parc.runtime.compare.agreement import TOLERANCE
+from parc.runtime.compare.simulate import compare
 from tests.planted_builds import ROOT, TIED
 from tests.planted_sites import Programs, sites, stacked, with_main
 from tests.runtime.ranks import run_ranks

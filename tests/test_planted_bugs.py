@@ -7,7 +7,8 @@ from functools import cache
 
 import pytest
 
-from parc.runtime.compare.simulate import TOLERANCE, compare
+from parc.runtime.compare.agreement import TOLERANCE
+from parc.runtime.compare.simulate import compare
 from tests.planted_bugs import early_rows, place_rows, table, type_share
 from tests.planted_builds import (
     AUXILIARY_BUILD,

@@ -18,9 +18,11 @@ from parc.compiler.layout.placement import Split
 from parc.compiler.program.binding import Binding
 from parc.compiler.program.program import Line, Ref
 from parc.compiler.verify.returned import mixed_samples, of_returned, sample_dims
-from parc.runtime.compare.returned import joined, real_part, returned_types
+from parc.runtime.compare.returned import joined
 from parc.runtime.compare.simulate import Simulation
-from parc.runtime.step import Stepper, StepResult
+from parc.runtime.results import StepResult
+from parc.runtime.returned import real_part, returned_types
+from parc.runtime.step import Stepper
 from parc.runtime.work import Batch, RankState
 from tests.checked_plans import compiled
 from tests.planted_builds import GoodBuild, judge

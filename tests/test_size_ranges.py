@@ -31,7 +31,8 @@ from parc.compiling.compiled import Compiled, programs_of
 from parc.compiling.driver import compile_plan
 from parc.compiling.size_ranges import fixed
 from parc.grammar.codes_build import BAD_DATA, OUT_OF_RANGE
-from parc.runtime.compare.simulate import TOLERANCE, compare
+from parc.runtime.compare.agreement import TOLERANCE
+from parc.runtime.compare.simulate import compare
 from parc.runtime.data.feed import Feed
 from parc.runtime.data.sizes import bound_build
 from parc.runtime.faults import RunError

@@ -23,8 +23,9 @@ from parc.compiling.compiled import Compiled
 from parc.compiling.driver import compile_captured
 from parc.grammar.source import Source
 from parc.passes.placing.heads import Copies
+from parc.runtime.compare.agreement import Agreement
 from parc.runtime.compare.model_run import Case, ReferenceRun
-from parc.runtime.compare.simulate import Agreement, compare
+from parc.runtime.compare.simulate import compare
 from parc.runtime.data.random_batch import random_batch
 
 from .strategies import ModelSpec, RandomModel, filled, input_shapes

@@ -13,8 +13,9 @@ from parc.compiler.ops.rules import facts
 from parc.compiler.program.actions import FORWARD
 from parc.compiler.program.blocks import complete
 from parc.compiler.program.program import Line
+from parc.runtime.compare.agreement import TOLERANCE
 from parc.runtime.compare.model_run import Case, ReferenceRun
-from parc.runtime.compare.simulate import TOLERANCE, Simulation
+from parc.runtime.compare.simulate import Simulation
 from parc.runtime.data.random_batch import random_batch
 from parc.runtime.owners import whole_tensor
 from parc.runtime.step import Stepper

@@ -38,9 +38,9 @@ from ..machine.execute import Machine
 from ..machine.kernels import REFERENCE_KERNELS
 from ..opening import check_source_of, open_build, task_of
 from ..processes import check_device
+from ..results import StepReport
 from ..state.initial import expected_of, weights_of
 from ..state.optimizer import make_optimizer, rate, update
-from ..step import StepReport
 from .counted import CountedDropout
 
 CPU = torch.device("cpu")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -22,61 +21,22 @@ from ...compiler.program.roles import SINGLE, Role
 from ..backends.in_process import InProcess, Meeting
 from ..data.random_batch import random_batch
 from ..owners import held, owners_of, piece_place, whole_tensor
+from ..results import StepResult
+from ..returned import real_part, returned_types
 from ..state.optimizer import make_optimizer, update
 from ..state.scaler import first_state
-from ..step import Stepper, StepResult
+from ..step import Stepper
 from ..work import RankState
+from .agreement import TOLERANCE, Agreement
 from .model_run import Case, Microbatches, ReferenceRun, largest, largest_difference, wide
-from .near_ties import DRAWS, NEAR, Margin
+from .near_ties import DRAWS
 from .plain import CPU
-from .returned import joined, real_part, returned_types
+from .returned import joined
 from .roundings import Roundings
 from .two_spaces import TWO_SPACES, loaded_parameters, lying_elsewhere
 
-TOLERANCE = 1e-10
 _LATE = (1 << 53) + 1
 """The number of a late step: no type but int64 holds it, and no small modulus leaves it as it is."""
-
-
-@dataclass(slots=True)
-class Agreement:
-    """The largest relative errors over all steps, and the tensor that each belongs to."""
-
-    loss: float = 0.0
-    gradient: float = 0.0
-    norm: float = 0.0
-    metric: float = 0.0
-    parameter: float = 0.0
-    output: float = 0.0
-    updated: float = 0.0
-    """The error of updated parameters as measured; ``parameter`` is the part that rounding does not explain."""
-    worst: dict[str, str] = field(default_factory=dict)
-    steps: int = 0
-    not_finite: str = ""
-    """The value of the captured graph itself that is not a finite number, and its step; "" if there is none. Nothing is
-    compared with such a value."""
-    amplified: str = ""
-    """The value that one rounding moves further than can be tested, as the explanation of a large error; "" if there is
-    none."""
-    margin: Margin = field(default_factory=Margin)
-    """The smallest distance between scores that a top-k tells apart, in the captured graph."""
-
-    @property
-    def tied(self) -> bool:
-        """True where numbers differ, and rounding may have decided what is chosen."""
-        return not self.largest <= TOLERANCE and self.margin.apart < NEAR
-
-    @property
-    def largest(self) -> float:
-        """The largest of these errors."""
-        return max(self.loss, self.gradient, self.norm, self.metric, self.parameter, self.output)
-
-    def note(self, kind: str, error: float, where: str) -> None:
-        """Keep an error if it is the largest of its kind; a number that is not finite is the largest of all."""
-        error = error if error == error else float("inf")
-        if error > getattr(self, kind):
-            setattr(self, kind, error)
-            self.worst[kind] = where
 
 
 class Simulation:

@@ -18,10 +18,10 @@ from ...compiler.build.build import Build
 from ..faults import RunError, writing
 from ..observe.observer import Observe, Observer
 from ..processes import launched
+from ..results import StepReport
 from ..session import Session
 from ..state.loads import LoadWatch, planned_load
 from ..state.optimizer import rate
-from ..step import StepReport
 from ..trace import write_trace
 from .failures import begin
 

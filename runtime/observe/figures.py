@@ -13,8 +13,8 @@ import torch
 from ...compiler.build.build import Build
 from ...compiler.build.flops import product_type, step_flops
 from ...compiler.sizes.size_range import BATCH
+from ..results import StepReport
 from ..session import Session
-from ..step import StepReport
 
 _PEAKS = {
     "B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H20": 148e12,

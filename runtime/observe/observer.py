@@ -12,8 +12,8 @@ from types import TracebackType
 from typing import Any, Self, final
 
 from ..faults import RunError
+from ..results import StepReport
 from ..session import Session
-from ..step import StepReport
 from .figures import Meter
 from .profile import Profile
 from .progress import ProgressDisplay

@@ -24,9 +24,10 @@ from parc.compiling.compiled import Compiled
 from parc.compiling.driver import compile_plan
 from parc.runtime.backends.in_process import Stuck
 from parc.runtime.communication import PeerLost
+from parc.runtime.compare.agreement import TOLERANCE
 from parc.runtime.compare.model_run import Case
 from parc.runtime.compare.plain import reference
-from parc.runtime.compare.simulate import TOLERANCE, Simulation, compare
+from parc.runtime.compare.simulate import Simulation, compare
 from parc.runtime.faults import RunError
 from parc.runtime.launch.failures import failure_of, leave_failure
 from parc.runtime.launch.launch import _outcome
