@@ -71,7 +71,7 @@ NOTHING_RETURNED = Code(
     title="a model that returns nothing to predict",
     why="`session.predict` returns the tensors of the model's output that have a row for each sample. A model that"
     " returns its loss alone has none.",
-    example="def forward(self, tokens, labels):\n    return self.loss(tokens, labels)\n...\nsession.predict(batch)",
+    example="def forward(self, tokens, labels):\n    return self.loss(tokens, labels)\n\n\nsession.predict(batch)",
     instead="def forward(self, tokens, labels):\n    logits = self.logits(tokens)\n"
     '    return {"loss": cross_entropy(logits, labels), "logits": logits}',
     language="python",
