@@ -10,7 +10,7 @@ import torch
 
 from parc.checking.checks import Checked, case_of, check_numbers
 from parc.compiler.program.program import Line, Ref
-from parc.runtime.compare import simulate
+from parc.runtime.compare import agreement
 from parc.runtime.compare.near_ties import DRAWS, Margin
 from parc.runtime.compare.simulate import Simulation, compare
 from tests.checked_plans import compiled
@@ -51,11 +51,11 @@ def test_numbers_that_nearly_tie_are_drawn_anew(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(Simulation, "step", planted)
     assert not compare(case, 1).tied and len(run) == 1  # nothing is near
     run.clear()
-    monkeypatch.setattr(simulate, "NEAR", 1.0)
+    monkeypatch.setattr(agreement, "NEAR", 1.0)
     found = compare(case, 1)
     assert found.tied == (wrong == DRAWS) and len(run) == min(wrong + 1, DRAWS)
     run.clear()
-    monkeypatch.setattr(simulate, "NEAR", 0.0)
+    monkeypatch.setattr(agreement, "NEAR", 0.0)
     check_numbers(made, checked := Checked({}))
     assert any("; no top-k decides it, whose scores are at least" in str(fault) for fault in checked.faults)
     assert checked.report["numbers"]["margin"]["apart"] > 1e-9
