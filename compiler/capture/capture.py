@@ -97,10 +97,8 @@ class _Step(nn.Module):
         super().__init__()
         self._mode = EverySlice() if ranged else nullcontext()
         self.model = model
-        self._call = call
-        self._loss = loss
-        self._names = names
-        self._returns = returns
+        self._call, self._loss = call, loss
+        self._names, self._returns = names, returns
         self.attributes = attribute_tensors(model)
         # how far a call came: a trace puts attributes back
         self.stage = SimpleNamespace(in_loss=False, changed=(), returned=())
