@@ -68,6 +68,8 @@ MISTAKES: dict[str, tuple[Mistake, ...]] = {
         line("a size that has no value", "sizes     B=8, S=8", "sizes B=8"),
         line("a type by another name", "tokens  int64", "tokens long"),
         line("a loss that does not exist", "cross_entropy(", "cross_entropie("),
+        line("an argument without a space", "lr 1e-2", "lr=1e-2"),
+        line("a schedule as other tools have it", "eps 1e-5", "eps 1e-5 schedule cosine"),
         line("an optimizer that does not exist", "optimizer adamw lr", "optimizer adamax2 lr"),
         line("no loss", "loss      cross_entropy(output, targets)\n", ""),
     ),
@@ -96,7 +98,9 @@ MISTAKES: dict[str, tuple[Mistake, ...]] = {
     ),
     "The command line": (
         command("a misspelt command", "bulid gpt.parc"),
+        command("a command of other tools", "train gpt.parc"),
         command("a misspelt option", "run gpt.parc --stepps 5"),
+        command("an option of other tools", "run gpt.parc --lr 3e-4"),
         command("a value of the plan as an option", "check gpt.parc --tp 2", "let tp=2\n" + WHOLE),
         command("a misspelt name after `-D`", "check gpt.parc -D pt=2", "let tp=2\n" + WHOLE),
         command("a misspelt plan", "check gtp.parc"),
@@ -114,6 +118,7 @@ MISTAKES: dict[str, tuple[Mistake, ...]] = {
         loop("a batch that is no dictionary", "session.step((tokens, targets))"),
         loop("tokens of another type", 'session.step({"tokens": tokens.int(), "targets": targets})'),
         loop("sequences of another length", 'session.step({"tokens": tokens[:, :4], "targets": targets[:, :4]})'),
+        loop("gradients used twice", "result = session.gradients(); session.update(result); session.update(result)"),
         loop("a token beyond the vocabulary", 'session.step({"tokens": tokens + 256, "targets": targets})'),
     ),
 }

@@ -16,10 +16,16 @@ from tests.runtime.ranks import run_ranks
 from tests.runtime.test_batches import own
 from tests.runtime.tiny import BOTH, EVAL, PLAN, batch, build
 
+REPEATED = (
+    "test_calls.py: ranks 0 to 3 gave the same samples as `local`, so each of them counts 2 times; give each rank its"
+    ' own, chosen by `session.coordinates["dp"]`: `parc.dataloader` does so, and torch\'s `DistributedSampler` with'
+    " that as its `rank`"
+)
+
 
 def apart(path: str, folder: str) -> dict[str, Any]:
     """Return what one of four ranks is told where rank 0 alone calls something else than the others do, and that of
-    the last two; and the losses before and after."""
+    the last two; the losses before and after; and the warnings of steps on its own samples."""
     with parc.load(path) as session:
         first = session.evaluate(batch(0))
         session.save(f"{folder}/kept")
@@ -42,12 +48,25 @@ def apart(path: str, folder: str) -> dict[str, Any]:
         session.update(result)
         with pytest.raises(parc.RunError) as error:
             session.update(result)
-        return {"said": said, "twice": str(error.value), "losses": (first, float(result.loss), session.step_number)}
+        losses = first, float(result.loss), session.step_number
+        return {"said": said, "twice": str(error.value), "losses": losses, "warned": warnings_of(session)}
 
 
-def test_ranks_in_different_calls_are_told_who_is_where_and_the_session_goes_on(tmp_path: Path) -> None:
+def warnings_of(session: parc.Session) -> list[list[str]]:
+    """Return the warnings of steps on samples of the ranks' own: other ones, the same, and the same again."""
+    said = []
+    for place in (session.coordinates["dp"], 0, 0):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            session.step(local=own(batch(0), place))
+        said.append([f"{Path(one.filename).name}: {one.message}" for one in caught])
+    return said
+
+
+def test_ranks_that_do_not_do_the_same_are_told_who_is_where_and_the_session_goes_on(tmp_path: Path) -> None:
     made = build(tmp_path, BOTH + EVAL, PLAN.replace("dropout=0.1", "dropout=0.0"))
     ranks = run_ranks(apart, 4, str(made), str(tmp_path))
+    warned = [rank.pop("warned") for rank in ranks]
     assert all(rank == ranks[0] for rank in ranks)
     said = ranks[0]["said"]
     way = "every rank calls every method, in the same order: leave out what keeps some from it, as `if rank == 0:`"
@@ -60,6 +79,7 @@ def test_ranks_in_different_calls_are_told_who_is_where_and_the_session_goes_on(
     loss, again, steps = ranks[0]["losses"]
     assert loss == pytest.approx(again, rel=1e-6) and steps == 1
     assert ranks[0]["twice"].startswith("[P0419] an update has used these gradients already; ")
+    assert warned == [[[], [REPEATED], []], *[[[], [], []]] * 3]
 
 
 def many() -> list[list[int]]:
@@ -69,25 +89,3 @@ def many() -> list[list[int]]:
 
 def test_rows_longer_than_what_is_exchanged_at_a_time_arrive_whole() -> None:
     assert run_ranks(many, 2) == [[list(range(70)), list(range(100, 170))]] * 2
-
-
-def repeated(path: str) -> list[list[str]]:
-    """Return the warnings of steps on samples of the ranks' own: other ones, the same, and the same again."""
-    said = []
-    with parc.load(path) as session:
-        for place in (session.coordinates["dp"], 0, 0):
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                session.step(local=own(batch(0), place))
-            said.append([f"{Path(one.filename).name}: {one.message}" for one in caught])
-    return said
-
-
-def test_the_same_samples_on_ranks_that_should_have_other_ones_are_told_once(tmp_path: Path) -> None:
-    ranks = run_ranks(repeated, 4, str(build(tmp_path, BOTH)))
-    assert ranks == [[[], ranks[0][1], []], *[[[], [], []]] * 3]
-    assert ranks[0][1] == [
-        "test_calls.py: ranks 0 to 3 gave the same samples as `local`, so each of them counts 2 times; give each rank"
-        ' its own, chosen by `session.coordinates["dp"]`: `parc.dataloader` does so, and torch\'s `DistributedSampler`'
-        " with that as its `rank`"
-    ]
