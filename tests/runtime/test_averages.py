@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from runpy import run_path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import parc
+from parc.checking.checks import case_of
 from parc.cli import main
+from parc.compiler.program.optimizers import AVERAGE
+from parc.runtime.compare.simulate import Simulation
 from parc.runtime.faults import RunError
+from parc.runtime.owners import whole_tensor
+from tests.checked_plans import compiled
 from tests.runtime.ranks import run_ranks
-from tests.runtime.tiny import DATA, EVAL, PLAN, batch, build
+from tests.runtime.tiny import BOTH, DATA, EVAL, EXAMPLES, PLAN, batch, build
 
 EMA = "ema 0.9 every 2\n"
 STAGED = PLAN.replace("schedule  microbatches 2", "schedule 1f1b microbatches 2")
@@ -81,6 +88,46 @@ def test_averages_are_those_of_torch_on_split_ranks_and_in_a_run_that_goes_on(tm
     state = json.loads((alone / "report.json").read_text())["memory"][0]["state"]
     frozen = 4 * sum(value.numel() for name, value in weights.items() if name.startswith("blocks.0.mlp."))
     assert state["optimizer"] == 3 * (state["parameters"] - frozen)
+
+
+@pytest.mark.parametrize(
+    "lines", [STAGES + "zero 1 over dp\n", BOTH + "zero 3 over dp\n"], ids=["dp, pp, zero 1", "dp, tp, zero 3"]
+)
+def test_averages_of_simulated_ranks_are_those_of_the_plain_module_in_float64(lines: str) -> None:
+    text = (STAGED if "stage" in lines else PLAN).replace("dropout=0.1", "dropout=0.0") + lines + EMA + FROZEN
+    made = compiled(text)
+    case = case_of(made)
+    simulation = Simulation(case)
+    make = run_path(str(EXAMPLES / "gpt.py"))["GPT"]
+    plain: nn.Module = make(layers=2, width=16, heads=2, vocab=256, length=8, dropout=0.0).double()
+    plain.load_state_dict({**case.parameters, **case.buffers}, strict=False)
+    for name, value in plain.named_parameters():
+        value.requires_grad_(not name.startswith("blocks.0.mlp."))
+    weights = [value for value in plain.parameters() if value.requires_grad]
+    optimizer = torch.optim.AdamW(weights, 1e-2, eps=1e-5, weight_decay=0.1)
+    averages = AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    averages.update_parameters(plain)
+    for step in range(4):
+        whole = batch(step)
+        parts = [{name: value.chunk(2)[half] for name, value in whole.items()} for half in range(2)]
+        simulation.step(parts, step)
+        optimizer.zero_grad()
+        F.cross_entropy(plain(whole["tokens"]).flatten(0, 1), whole["targets"].flatten()).backward()
+        nn.utils.clip_grad_norm_(weights, 1.0)
+        optimizer.step()
+        if step % 2:
+            averages.update_parameters(plain)
+    kept: nn.Module = averages.module
+    moved = 0
+    for name, value in kept.named_parameters():
+        pieces: dict[int, torch.Tensor] = {}
+        for rank, (state, own) in enumerate(zip(simulation.states, simulation.optimizers, strict=True)):
+            if (here := state.parameters.get(name)) is not None:
+                pieces[rank] = own.state[here].get(AVERAGE, here) if here in own.state else here
+                moved += not torch.equal(pieces[rank], here)
+        found = whole_tensor(pieces, simulation.types[name].placement, case.mesh)
+        torch.testing.assert_close(found, value.data, rtol=1e-10, atol=1e-11)
+    assert moved > 30
 
 
 def test_averages_begin_where_a_checkpoint_has_none_and_stay_behind_where_a_plan_has_none(
