@@ -36,8 +36,8 @@ NO_INPUTS = shown(
     name="P0270",
     title="no inputs were found for a model",
     why="`parc init` calls the model's forward on tensors that hold nothing, of the types and shapes that its layers"
-    " may read, and none of these calls came to its end. The message says which one came furthest, and where it"
-    " failed.",
+    " may read, and none of these calls ended without an error. The message shows the call that ran furthest, and"
+    " where it failed.",
     example='parc init "./model.py:Model"',
     instead='parc init "./model.py:Model" --input "pictures float32 [B, 3, 48, 64]"',
 )

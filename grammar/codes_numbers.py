@@ -7,9 +7,9 @@ from .code import MODEL, Code
 NO_FUNCTION = Code(
     name="P0227",
     title="a result that is no function of the inputs",
-    why="a build holds one graph. What the model's code takes from elsewhere (Python's `random`, NumPy's, a counter"
-    " that calls change, the clock) would be a constant in it. parc ran the module twice with the same inputs, weights"
-    " and torch seeds, and the results differ.",
+    why="a build holds one graph. Other inputs of the model's code (Python's `random`, NumPy's, a counter that calls"
+    " change, the clock) would be constants in it. parc ran the module twice with the same inputs, weights and torch"
+    " seeds, and the results differ.",
     example=MODEL.format(body="import random\n\n        return x * random.random()"),
     instead=MODEL.format(body="return x * torch.rand(())"),
     language="python",

@@ -77,6 +77,24 @@ def test_what_a_page_links_to_is_there() -> None:
     assert not wrong, wrong
 
 
+HEADLESS = re.compile(r"(?:What|Of|Who|Whose|Whoever|Whether)\b|.*\bmade again\b")
+
+
+def sentences(text: str) -> list[str]:
+    """Return the sentences of a page, without headings, tables and code. A label in bold is a heading too."""
+    prose = re.sub(r"^(?:#|\||<).*$|\*\*.*?\*\*", "\n", "".join(FENCED.split(text)[::2]), flags=re.MULTILINE)
+    parts = re.split(r"\n\s*\n|^\s*(?:-|\d+\.) ", prose, flags=re.MULTILINE)
+    return [sentence for part in parts for sentence in re.split(r"(?<=[.?!:])\s+", " ".join(part.split()))]
+
+
+def test_sentences_begin_with_their_subject() -> None:
+    """A reader of "Of calls that fail, the one that came furthest" has to find out first what the sentence is about."""
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    found = {page: sentences(page.read_text(encoding="utf-8")) for page in pages}
+    headless = [(page.name, text) for page in pages for text in found[page] if HEADLESS.match(text) and text[-1] != "?"]
+    assert sum(map(len, found.values())) > 2000 and not headless, headless
+
+
 def test_the_site_takes_every_page_and_has_each_in_its_menu(tmp_path: Path) -> None:
     """Decisions have a page that lists them."""
     staged = {str(page) for page in stage(ROOT, tmp_path)}
