@@ -11,6 +11,7 @@ import torch
 
 from ..grammar.codes_build import LEFT_STEP
 from ..grammar.codes_run import CALLS_DIFFER
+from .communication import PeerLost
 from .faults import RunError
 from .state.gather import everywhere, exchange
 from .work import RankState
@@ -18,6 +19,7 @@ from .work import RankState
 _Made = TypeVar("_Made")
 Row = Sequence[int | torch.Tensor]
 """The numbers that a rank tells the others; some may be int64 tensors without dims."""
+_ALIKE = "every rank calls every method, in the same order: leave out what keeps some from it, as `if rank == 0:`"
 _TOGETHER, _HEAD = 32, 2
 """The count of numbers that ranks exchange at a time, and of those before a row: its call's hash, and 1 for a fault."""
 
@@ -90,12 +92,17 @@ class Together:
         return cast(_Made, made), [other[_HEAD : _HEAD + len(row)] for other in rows]
 
     def _exchange(self, call: str, row: Row) -> list[list[int]]:
-        """Exchange a first part of rows: as many numbers whatever the call is, so that different ones meet."""
+        """Exchange a first part of rows: as many numbers whatever the call is, so that different ones meet.
+
+        Raises:
+            PeerLost: another rank ended, or took too long.
+        """
         try:
             return exchange([*row[:_TOGETHER], *[0] * (_TOGETHER - len(row))], self.world, self.device)
         except RuntimeError as error:
-            error.add_note(f"rank {self.rank} was in `{call}`, for which it needs all other ranks")
-            raise
+            lost = PeerLost(f"rank {self.rank} is in `{call}`, and another rank has ended, or takes too long", error)
+            lost.add_note(_ALIKE)
+            raise lost from error
 
     @contextmanager
     def doing(self, what: str, state: RankState) -> Iterator[None]:
@@ -123,8 +130,7 @@ def _apart(calls: Sequence[str]) -> RunError:
     first, *others = (
         f"{ranks_text(held)} {'is' if len(held) == 1 else 'are'} in `{call}`" for call, held in ranks.items()
     )
-    help_ = "every rank calls every method, in the same order: leave out what keeps some from it, as `if rank == 0:`"
-    return RunError(CALLS_DIFFER, ", and ".join([first, *others]), help_)
+    return RunError(CALLS_DIFFER, ", and ".join([first, *others]), _ALIKE)
 
 
 def ranks_text(numbers: Sequence[int]) -> str:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import parc
+from parc.runtime.communication import PeerLost
 from parc.runtime.lockstep import Together
 from tests.runtime.ranks import run_ranks
 from tests.runtime.test_batches import own
@@ -80,6 +81,22 @@ def test_ranks_that_do_not_do_the_same_are_told_who_is_where_and_the_session_goe
     assert loss == pytest.approx(again, rel=1e-6) and steps == 1
     assert ranks[0]["twice"].startswith("[P0419] an update has used these gradients already; ")
     assert warned == [[[], [REPEATED], []], *[[[], [], []]] * 3]
+
+
+def last() -> str:
+    """Return the error of a rank whose other has ended."""
+    rank = torch.distributed.get_rank()
+    if rank == 1:
+        return ""
+    with pytest.raises(PeerLost) as error:
+        Together(rank, 2, torch.device("cpu")).meet("session.save")
+    return "\n".join([str(error.value), *error.value.__notes__])
+
+
+def test_a_rank_that_calls_after_the_others_have_ended_is_told_so() -> None:
+    said, _ = run_ranks(last, 2)
+    assert said.startswith("rank 0 is in `session.save`, and another rank has ended, or takes too long: ")
+    assert "\nevery rank calls every method, in the same order: leave out what keeps some from it" in said
 
 
 def many() -> list[list[int]]:
