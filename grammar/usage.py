@@ -302,8 +302,12 @@ class _Match:
                 message = f"{taker} takes {kind.text}, not {KIND_NAMES[type(item)]}{text}"
                 self._error(WRONG_KIND, message, item.span)
         if kind.count and len(items) != kind.count:
-            message = f"{taker} takes {kind.text}, not {len(phrase.items)}"
-            self._error(WRONG_KIND, message, phrase.span)
+            message = f"{taker} takes {kind.text}, not {len(items)} item{'s' * (len(items) != 1)}"
+            found = [phrase.span.text]
+            while len(items) < kind.count and self._rest and all(map(kind.accepts, self._rest[0].items)):
+                found.append(self._rest.pop(0).span.text)
+            help_ = f"a comma joins items: {taker[:-1]} {', '.join(found)}`" if len(found) > 1 else ""
+            self._error(WRONG_KIND, message, phrase.span, help_)
 
     def _spaced(self, text: str) -> str:
         """Return the advice to write an argument's value behind its name, "" where the text is no `name=value` of

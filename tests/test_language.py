@@ -121,6 +121,7 @@ def test_what_is_said_for_words_of_other_tools_is_of_the_language() -> None:
     for wrong, help_ in {
         "lr=3e-4": "write `lr 3e-4`, without `=`",
         "lr 3e-4 weight_decay=0.1": "write `weight_decay 0.1`, without `=`",
+        "lr 3e-4 betas 0.9 0.95": "a comma joins items: `betas 0.9, 0.95`",
         "lr 3e-4 schedule cosine": "write `lr cosine 3e-4 warmup 100 to 3e-5`",
     }.items():
         (found,) = check(f"optimizer adamw {wrong}")[0]
