@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 from parc.checking.checks import case_of
 from parc.compiler.plan.plan import read_plan
 from parc.compiler.program.actions import ACTIONS
 from parc.compiler.program.binding import Binding
+from parc.compiler.program.program import Line, Ref, Value
 from parc.compiling.compiled import Compiled
 from parc.grammar.source import Source
 from tests.captured_once import compile_once
@@ -60,11 +62,31 @@ def training(build: GoodBuild) -> Iterator[Mutant]:
             yield Mutant(kind, f"F saves {value.name}", with_main(programs, "F", returns=returns))
 
 
-_CLASSES = (*CONVERSIONS, *SLIPS, *STORED, shortened, bounded, training)
+def returning(build: GoodBuild) -> Iterator[Mutant]:
+    """Leave out a tensor of the model's output, or return it under another name, scaled, or another one for it."""
+    kind, programs = "return another output", build.case.programs
+    main, values = programs["F"].main, programs["F"].main.values()
+    for at, (key, name) in enumerate(main.returns):
+        if key.kind != "output":
+            continue
+        before, behind = main.returns[:at], main.returns[at + 1 :]
+        scaled = Line((Value("scaled", values[name].type),), "aten.mul.Scalar", (Ref(name), 2.0))
+        alike = [other for other, value in values.items() if other != name and value.type == values[name].type]
+        changes: dict[str, dict[str, Any]] = {
+            "left out": {"returns": (*before, *behind)},
+            "renamed": {"returns": (*before, (Binding("output", "other"), name), *behind)},
+            "scaled": {"returns": (*before, (key, "scaled"), *behind), "lines": (*main.lines, scaled)},
+            **{f"is {other}": {"returns": (*before, (key, other), *behind)} for other in alike[-3:]},
+        }
+        for what, changed in changes.items():
+            yield Mutant(kind, f"{key} {what}", with_main(programs, "F", **changed))
+
+
+_CLASSES = (*CONVERSIONS, *SLIPS, *STORED, shortened, bounded, training, returning)
 EVALUATED: Mapping[str, Sequence[Callable[[GoodBuild], Iterator[Mutant]]]] = {
     **dict.fromkeys((MOODY_BUILD, *BUILDS), _CLASSES),
-    **dict.fromkeys(EXPERT_BUILDS, (*EXPERTS, training)),
-    **dict.fromkeys(CONTEXT_BUILDS, (*CONTEXTS, training)),
+    **dict.fromkeys(EXPERT_BUILDS, (*EXPERTS, training, returning)),
+    **dict.fromkeys(CONTEXT_BUILDS, (*CONTEXTS, training, returning)),
 }
 """The builds, with the makers of mutants of what evaluates their models."""
 
