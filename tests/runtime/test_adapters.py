@@ -158,21 +158,20 @@ shard input_ids, targets [B/dp, _]
 stage before base_model.model.model.layers.1 over pp
 schedule 1f1b microbatches 2
 zero 1 over dp
-eval
 """
 ZERO = SPLIT + "mesh dp=2\nshard input_ids, targets [B/dp, _]\nzero 3 over dp\n"
 
 
 @pytest.mark.parametrize("lines", [STAGES, ZERO], ids=["dp, pp, zero 1", "dp, tp, zero 3"])
 def test_adapters_are_trained_in_pipelines_and_with_zero(tmp_path: Path, lines: str) -> None:
-    """All ranks are simulated in training and evaluation; only what is trained has state of the optimizer."""
+    """All ranks are simulated; only what is trained has state of the optimizer."""
     (tmp_path / "models.py").write_text(MODELS)
-    text = PLAN.replace('init from "pretrained"\n', "") + lines
-    made = compile_plan(read_plan(Source("plan.parc", text)), tmp_path)
+    text = PLAN.replace('init from "pretrained"\n', "").replace(':adapted"', ':adapted" (target="q_proj down_proj")')
+    made = compile_plan(read_plan(Source("plan.parc", text + lines)), tmp_path)
     report = checked(made).report
     assert report["checks"]["numbers"] == "tested" and report["numbers"]["steps"] == 3
     types = made.build.manifest["parameters"]
-    base, low = (f"{PREFIX}model.layers.1.mlp.up_proj.{own}.weight" for own in ("base_layer", "lora_A.default"))
+    base, low = (f"{PREFIX}model.layers.1.mlp.down_proj.{own}.weight" for own in ("base_layer", "lora_A.default"))
     assert low not in made.frozen and "/dp" in types[low]
     assert base in made.frozen and ("/dp" in types[base]) == ("zero 3" in lines)
     for role, entry in zip(made.build.roles.values(), report["memory"], strict=True):
