@@ -154,7 +154,11 @@ def _unbalanced(text: str) -> tuple[str, int, str] | None:
                 return f"`{mark}` closes nothing", at, f"remove it, or open with `{CLOSES[mark]}` before"
             bracket, since = opened.pop()
             if bracket != CLOSES[mark]:
-                return f"`{bracket}` is closed by `{mark}`", since, f"close what was opened last first, before `{mark}`"
+                return (
+                    f"`{bracket}` is closed by `{mark}`",
+                    since,
+                    f"first close the bracket that was opened last, before `{mark}`",
+                )
         else:
             opened.append((mark, at))
             if len(opened) > MAX_NESTING:

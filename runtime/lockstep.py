@@ -19,7 +19,7 @@ from .work import RankState
 _Made = TypeVar("_Made")
 Row = Sequence[int | torch.Tensor]
 """The numbers that a rank tells the others; some may be int64 tensors without dims."""
-_ALIKE = "every rank calls every method, in the same order: leave out what keeps some from it, as `if rank == 0:`"
+_ALIKE = "all ranks must call the same methods in the same order: remove conditions such as `if rank == 0:`"
 _TOGETHER, _HEAD = 32, 2
 """The count of numbers that ranks exchange at a time, and of those before a row: its call's hash, and 1 for a fault."""
 

@@ -35,7 +35,7 @@ class StepResult:
             RunError: one has before.
         """
         if self.taken:
-            help_ = "give what the next `session.gradients` returns; batches add up by `schedule microbatches` alone"
+            help_ = "give the result of another `session.gradients`; only `schedule microbatches` adds up batches"
             raise RunError(RESULT_TAKEN, "an update has used these gradients already", help_)
         self.taken = True
 

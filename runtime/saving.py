@@ -316,6 +316,6 @@ def _writes(folder: Path, file: str = "") -> Iterator[None]:
         yield
     except OSError as error:
         message = f"{f'`{file}` of ' * bool(file)}`{folder}` cannot be written: {error}"
-        raise RunError(BAD_STATE, message, "name another folder, or make room") from None
+        raise RunError(BAD_STATE, message, "name another folder, or free some space") from None
     except FolderError as error:
         raise RunError(BAD_STATE, str(error), "name a folder to be made in it") from None

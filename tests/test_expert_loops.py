@@ -49,7 +49,7 @@ REFUSED = {
     ),
     "one expert left out": (f"if number != 3: {ADD}", "it does not do the same for every expert"),
     "what others added": (
-        "made[token] += expert(made[token])", "an expert reads what others have added"
+        "made[token] += expert(made[token])", "an expert reads the results of other experts"
     ),
     "written over": ("made[token] = expert(tokens[token])", "not added to the rows of its tokens"),
     "a count beside": (
@@ -60,7 +60,7 @@ REFUSED = {
         "rows = expert(tokens[token]); tokens *= 2; made[token] += rows",
         "something is written between the look-up",
     ),
-    "a view": ("view = made.view(-1, WIDTH); view[token] += expert(tokens[token])", "not read: add to the tensor"),
+    "a view": ("view = made.view(-1, WIDTH); view[token] += expert(tokens[token])", "added to a view: add them"),
     "experts that change": (
         f"index += 1; {ADD}", "it does not do the same for every expert"
     ),

@@ -144,7 +144,7 @@ def _read_manifest(path: Path, named: Path) -> dict[str, Any]:
         raise BuildError(f"`{named}` is a file, not the folder of a build", made) from None
     except FileNotFoundError:
         message = f"`{named}` is not a build: it has no {MANIFEST}" if path.exists() else f"there is no build `{named}`"
-        help_ = path_meant(named, _is_target, f"make it of a plan: `parc build PLAN.parc -o {named}`")
+        help_ = path_meant(named, _is_target, f"build it from a plan: `parc build PLAN.parc -o {named}`")
         raise BuildError(message, help_) from None
     except (OSError, ValueError) as error:
         raise BuildError(f"`{path / MANIFEST}` cannot be read: {error}") from None
@@ -203,4 +203,4 @@ def _import_model(path: Path, manifest: Mapping[str, Any]) -> None:
         message = f"`{path}` uses operators of the model's module, which cannot be imported: {error}"
         raise BuildError(message, error.help) from None
     if changed:
-        raise BuildError(f"`{path}` uses operators of `{target}`, of which {listed(changed)} changed since the build")
+        raise BuildError(f"`{path}` uses operators of `{target}`, and {listed(changed)} changed since the build")

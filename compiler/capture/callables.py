@@ -111,8 +111,8 @@ def _missing(target: str, part: str, names: Iterable[str]) -> CallableError:
 
 
 _GIVE = (
-    "give each as `name=value`; what is no number, string, `true`, `false` or `none`, as a configuration, is made by a"
-    " function of your own that returns the model"
+    "give each as `name=value`; if it has to be something else than a number, a string, `true`, `false` or `none`, such"
+    " as a configuration, write a function that makes it and returns the model"
 )
 
 

@@ -194,7 +194,7 @@ def _check_constants(exported: torch.export.ExportedProgram) -> None:
         if isinstance(exported.constants.get(names.get(node.name, "")), FakeTensor) and node.users:
             reader = next(iter(node.users))
             what = "the model reads a tensor that no module holds, and that is not computed from inputs"
-            help_ = "keep what is made with the model in an attribute of a module, and modules in an `nn.ModuleList`; a"
+            help_ = "keep tensors of the model in an attribute of a module, and modules in an `nn.ModuleList`; a"
             help_ += " gradient taken inside a forward is not captured"
             place = f"in `{path}`: " if (path := _module_path(reader)) else ""
             raise CaptureError("other", place + what, _source(reader), help=help_)
@@ -203,8 +203,8 @@ def _check_constants(exported: torch.export.ExportedProgram) -> None:
 _DEPENDS = {
     True: (
         "a tensor whose shape",
-        "keep all entries: multiply by a mask, or choose with `torch.where`; a layer that sends tokens to experts is"
-        " captured by a form: see `parc.register_experts`",
+        "keep all entries: multiply by a mask, or choose with `torch.where`; a layer that sends tokens to experts"
+        " needs a form: see `parc.register_experts`",
     ),
     False: (
         "a number that",

@@ -86,7 +86,9 @@ def _stacked(owner: nn.ModuleList, path: str, uses: Mapping[int, int]) -> Expert
     for number, expert in enumerate(experts):
         if unlike := _unlike(experts[0], expert):
             what = f"the experts in `{path}` are not alike: numbers 0 and {number} differ in {unlike}"
-            raise CaptureError("experts", what, help="give them one structure, or keep the other one outside the list")
+            raise CaptureError(
+                "experts", what, help="give all experts one structure, or keep the other one outside the list"
+            )
     for name, first in experts[0].named_parameters(remove_duplicate=False):
         own = [expert.get_parameter(name) for expert in experts]
         if any(uses[id(parameter)] > 1 for parameter in own) and any(parameter is not first for parameter in own):

@@ -84,7 +84,7 @@ class ExpertLoop(TorchFunctionMode):
     def finish(self) -> None:
         """Check that all that was added is read: a view of a result may have been written in place of it."""
         if self._added:
-            raise unfollowed("what experts add is not read: add to the tensor that is returned, not to a view of it")
+            raise unfollowed("the results of experts are added to a view: add them to the tensor that is returned")
 
     def of_expert(self, number: int, *args: Any, **kwargs: Any) -> Any:
         """Stand for an expert's forward; of tensors, compute it."""
@@ -241,11 +241,13 @@ class ExpertLoop(TorchFunctionMode):
             raise unfollowed(f"rows are added with `{next(iter(options))}=`")
         known = isinstance(at, ExpertRows) and isinstance(rows, ExpertRows) and rows.wide and rows.mask.same(at.mask)
         if not known or dim != 0 or at.of not in ("", "token") or not isinstance(out, Tensor) or out.dim() != 2:
-            raise unfollowed("what an expert makes is not added to the rows of its tokens, [tokens, width]")
+            raise unfollowed("an expert's result is not added to the rows of its tokens, [tokens, width]")
         if any(read is out or id(read) in self._added for read in rows.reads()):
-            raise unfollowed("an expert reads what others have added")
+            raise unfollowed("an expert reads the results of other experts")
         if rows.since() < self.writes:
-            raise unfollowed("something is written between the look-up of an expert's tokens and what it adds")
+            raise unfollowed(
+                "something is written between the look-up of an expert's tokens and the addition of its result"
+            )
         self._added.setdefault(id(out), (out, []))[1].append(rows)
         return out
 

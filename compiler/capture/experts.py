@@ -119,7 +119,9 @@ def _check_routing(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Ten
         CaptureError: it is of other shapes than those of tokens with as many of the experts each.
     """
     shapes = f"tokens {list(hidden.shape)}, index {list(index.shape)}, weights {list(weights.shape)}"
-    help_ = "give `parc.routed` tokens [tokens, width], and index and weights [tokens, k]; `flatten` what has more dims"
+    help_ = (
+        "give `parc.routed` tokens [tokens, width], and index and weights [tokens, k]; `flatten` tensors of more dims"
+    )
     if hidden.dim() != 2 or index.dim() != 2 or index.shape != weights.shape or len(index) != len(hidden):
         raise CaptureError("experts", f"a router does not give each token its experts: {shapes}", help=help_)
     if index.dtype != torch.int64:

@@ -8,7 +8,7 @@ from pathlib import Path
 _OURS = str(Path(__file__).parents[2])
 
 
-MASK = "keep the whole dim, and hide the rest by a mask: multiply by it, or choose with `torch.where`"
+MASK = "keep the whole dim, and hide the rest with a mask: multiply by it, or choose with `torch.where`"
 """The advice for a size that only data tell."""
 
 

@@ -133,7 +133,9 @@ class Stack:
 
 def _unread(what: str) -> CaptureError:
     help_ = "write experts with linear layers, matrix products, norms of rows, and sums and products of vectors"
-    return CaptureError("experts", f"{what} reads a weight of one expert, which packed rows do not follow", help=help_)
+    return CaptureError(
+        "experts", f"{what} reads a weight of one expert, which is not possible on packed rows", help=help_
+    )
 
 
 def _product(func: Any, rows: Any, weight: Any, bias: Any = None) -> torch.Tensor:

@@ -52,7 +52,7 @@ class RecipeRecorder(TorchDispatchMode):
         self._operators += 1
         if self._operators > _MOST:
             raise RecipeError(
-                f"it takes more than {_MOST:,} operators to make its tensors: has it more layers than were meant?"
+                f"it takes more than {_MOST:,} operators to make its tensors: does it have more layers than you meant?"
             )
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if func is torch.ops.aten.lift_fresh.default and not isinstance(args[0], FakeTensor):
@@ -89,9 +89,7 @@ class RecipeRecorder(TorchDispatchMode):
             raise RecipeError(f"a fake tensor of sizes {tuple(tensor.shape)} was made outside of the building code")
         seen = seen_as(node, tensor.dtype) if tensor.numel() else node
         if seen is None:
-            raise RecipeError(
-                f"memory written as {node.dtype} is read as {tensor.dtype}: write it as what it is read as"
-            )
+            raise RecipeError(f"memory written as {node.dtype} is read as {tensor.dtype}: write it in that type")
         return Read(seen, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
     def adopt(self, fake: Tensor, real: Tensor) -> Tensor:

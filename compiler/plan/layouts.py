@@ -131,7 +131,7 @@ def read_layout(layout: Layout) -> tuple[tuple[DimLayout, ...], tuple[Diagnostic
     rests = [dim for dim in dims if dim.rest]
     if len(rests) > 1:
         related = (Label(rests[0].span, "the first"),)
-        message = "`...` stands twice in a layout"
+        message = "a layout has `...` twice"
         diagnostics.append(Diagnostic(WRONG_DIM, message, Label(rests[1].span), related, help="write `_` for one dim"))
     diagnostics.extend(_repeated(tuple(axis for dim in dims for axis in dim.axes)))
     return tuple(dims), tuple(diagnostics)

@@ -63,7 +63,7 @@ def cut_dims(
     if sizes is None:
         known = " + ".join(map(str, pieces()))
         message = f"{what} has {size} entries, and the sizes of its parts "
-        message += f"are not those that the model takes apart: {known}" if known else "are not known"
+        message += f"are not those at which the model cuts it: {known}" if known else "are not known"
         help_ = "give sizes that make up the whole, as in `(h/tp=4 d=16 + g/tp=2 d + g/tp d)`"
         return Diagnostic(PARTS_UNKNOWN, message, label, help=help_)
     cuts: dict[str, list[tuple[int, int]]] = {}

@@ -228,8 +228,8 @@ def _find_stacks(
     stacks = (name for name, use in names.uses.items() if use.kind == "experts")
     known = sorted({name.rpartition(".")[0].partition(f".{EACH}")[0] for name in stacks}, key=_natural)
     help_ = f"name the modules of experts, as {listed(known[:2], 'or')}" if known else (
-        "no module of this model is known to hold experts: those that share transformers' interface "
-        "`experts(hidden, index, weights)` are, Llama 4's, loops over a list with the tokens of each expert, and"
+        "parc knows no module of this model with experts: it knows those that share transformers' interface "
+        "`experts(hidden, index, weights)`, Llama 4's, loops over a list with the tokens of each expert, and"
         " layers that `parc.register_experts` names"
     )  # fmt: skip
     message = f"`{modules[0]}` holds no weights that are stacked over experts: {held}"

@@ -35,7 +35,7 @@ def sample_tensors(item: Any, inputs: Inputs, what: str) -> dict[str, Tensor]:
         item = {line["name"]: value for line, value in zip(inputs, item, strict=True)}
     if not isinstance(item, Mapping):
         many = f" of {len(item)}, and the plan has {len(inputs)} inputs" if isinstance(item, tuple | list) else ""
-        raise DataError(f"{what} is no sample: it is {type(item).__name__}{many}", _FORM_HELP)
+        raise DataError(f"{what} is not a sample: it is {type(item).__name__}{many}", _FORM_HELP)
     found = {}
     for line in inputs:
         if line["name"] in item:
@@ -44,7 +44,7 @@ def sample_tensors(item: Any, inputs: Inputs, what: str) -> dict[str, Tensor]:
                 found[line["name"]] = _tensor(value, getattr(torch, line["dtype"]))
             except (TypeError, ValueError, RuntimeError):
                 kind = type(value).__name__
-                raise DataError(f"{what} is no sample: `{line['name']}` is {kind}", _FORM_HELP) from None
+                raise DataError(f"{what} is not a sample: `{line['name']}` is {kind}", _FORM_HELP) from None
     if not found:
         names = ", ".join(f"`{name}`" for name in item) or "nothing"
         raise DataError(f"{what} holds {names}, and none is an input of the plan", "name entries as the inputs")

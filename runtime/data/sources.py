@@ -115,7 +115,9 @@ def _open_dataset(wanted: Wanted) -> SampleSource:
     function = wanted.function(0)
 
     def make() -> Any:
-        return asked(function, "making the dataset", "the function that the plan names failed: call it by itself")
+        return asked(
+            function, "making the dataset", "the function that the plan names failed: call it without parc to see why"
+        )
 
     source = dataset_source(make(), make, wanted.inputs, wanted.batch, wanted.packed)
     if source.count is None and (word := next((word for word in ("shuffle", "split") if word in wanted.line), "")):

@@ -59,7 +59,7 @@ class TokenFile:
             return self._numbers[start : start + count]
         found = np.fromfile(self.path, self._type, count, offset=self.offset + start * self._type.itemsize)
         if len(found) != count:
-            raise DataError(f"{self.path} became shorter while it was read", "start again once nothing writes to it")
+            raise DataError(f"{self.path} became shorter while it was read", "start again when no process writes to it")
         return found
 
     def check(self) -> None:
@@ -100,7 +100,7 @@ def token_file(path: str, dtype: str | None) -> TokenFile:
         found = _megatron_file(path, index)
     elif dtype is None:
         message = f"{path} does not say which type its tokens have"
-        raise DataError(message, "add it to the plan's line, as `dtype uint16` for what nanoGPT writes", path)
+        raise DataError(message, "add it to the plan's line, as `dtype uint16` for nanoGPT's files", path)
     else:
         found = _bare_file(path, dtype)
     if np.dtype(found.dtype).kind not in "iu":

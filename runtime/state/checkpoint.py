@@ -70,7 +70,7 @@ def target_held(folder: Path, size: int, run: str = "") -> Iterator[None]:
         except FolderHeld as held:
             if not run or not str(held).endswith(f", for {run}"):
                 help_ = "name another folder with `--save`, or wait until that run ends"
-                raise RunError(FOLDER_HELD, f"`{folder}` is where another run saves: {held}", help_) from None
+                raise RunError(FOLDER_HELD, f"another run saves to `{folder}`: {held}", help_) from None
         except OSError as error:
             raise RunError(BAD_STATE, f"`{folder}` cannot be written: {error}", "name another folder") from None
         else:

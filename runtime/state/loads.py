@@ -93,7 +93,7 @@ class LoadWatch:
             planned, self._planned = self._planned, 1.0
             return (
                 f"in step {step} the busiest rank of experts had {imbalance:.2f} times the mean of their rows: memory "
-                f"was planned for {planned:g}; nothing is lost while there is more"
+                f"was planned for {planned:g}; no token is lost as long as there is more"
             )
         self._steps = self._steps + 1 if imbalance > self._limit else 0
         if self._steps != self._patience:

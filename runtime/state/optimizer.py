@@ -167,7 +167,7 @@ def restore_optimizer(
     wanted_slots = (*OPTIMIZERS[name].numbers, *(own or OPTIMIZERS[name].optional))
     if saved != name:
         raise RunError(
-            BAD_STATE, f"`{checkpoint.folder}` holds the state of `{saved}`, the plan's optimizer is `{name}`",
+            BAD_STATE, f"`{checkpoint.folder}` holds the state of `{saved}`, but the plan's optimizer is `{name}`",
             "name the optimizer that the checkpoint was made with",
         )  # fmt: skip
     slots: dict[str, list[str]] = {}

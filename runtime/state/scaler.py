@@ -67,7 +67,7 @@ def read_state(checkpoint: Checkpoint, state: Mapping[str, torch.Tensor]) -> dic
         return {}
     known: Mapping[str, Any] = values if isinstance(values, dict) else {}
     faults = [f"`{name}` is {json.dumps(known.get(name))}" for name in names if not _left(known.get(name), state[name])]
-    refuse(checkpoint.folder, "holds a loss scale that no step leaves", faults)
+    refuse(checkpoint.folder, "holds a loss scale that no step can have made", faults)
     return {name: torch.tensor(known[name], dtype=state[name].dtype, device=state[name].device) for name in names}
 
 

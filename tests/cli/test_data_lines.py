@@ -48,7 +48,7 @@ error[P0303]: train.bin does not say which type its tokens have
  --> plan.parc:7:18
 7 | data      tokens "train.bin"
   |                  ^^^^^^^^^^^
-help: add it to the plan's line, as `dtype uint16` for what nanoGPT writes
+help: add it to the plan's line, as `dtype uint16` for nanoGPT's files
 """,
     'tokens "train.bin" dtype uint16': """\
 error[P0303]: every second number of train.bin is 0, read as uint16

@@ -112,7 +112,7 @@ def test_a_model_of_endless_layers_is_refused(capsys: Captured, folder: Path, mo
     shutil.copy(build_files() / "gpt.py", folder)
     (folder / "plan.parc").write_text(PLAN.replace("layers=2", f"layers={2**31}"))
     code, _, err = parc(capsys, "check", folder / "plan.parc")
-    assert code == 1 and "error[P0201]" in err and "has it more layers than were meant?" in err, err
+    assert code == 1 and "error[P0201]" in err and "does it have more layers than you meant?" in err, err
 
 
 def test_a_forward_that_ends_the_process_is_said(capsys: Captured, folder: Path) -> None:

@@ -290,7 +290,7 @@ def test_a_signal_saves_between_two_steps(
     while time.monotonic() < until and not (metrics.is_file() and len(steps_of(metrics)) >= 2):
         time.sleep(0.05)
     code_of_another = main(["run", str(folder / "one"), "--steps", "1", "--save", str(checkpoint)])
-    held = f"error[P0411]: `{checkpoint}` is where another run saves: process {process.pid} on "
+    held = f"error[P0411]: another run saves to `{checkpoint}`: process {process.pid} on "
     assert code_of_another == 1 and held in capsys.readouterr().err
     process.send_signal(number)
     found, err = finish(process)

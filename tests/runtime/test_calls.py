@@ -70,7 +70,7 @@ def test_ranks_that_do_not_do_the_same_are_told_who_is_where_and_the_session_goe
     warned = [rank.pop("warned") for rank in ranks]
     assert all(rank == ranks[0] for rank in ranks)
     said = ranks[0]["said"]
-    way = "every rank calls every method, in the same order: leave out what keeps some from it, as `if rank == 0:`"
+    way = "all ranks must call the same methods in the same order: remove conditions such as `if rank == 0:`"
     assert said["save"] == f"[P0418] rank 0 is in `session.save`, and ranks 1 to 3 are in `session.step`; {way}"
     assert said.pop("two and two").startswith(
         "[P0418] ranks 0 and 1 are in `session.step`, and ranks 2 and 3 are in `session.evaluate`; "
@@ -96,7 +96,7 @@ def last() -> str:
 def test_a_rank_that_calls_after_the_others_have_ended_is_told_so() -> None:
     said, _ = run_ranks(last, 2)
     assert said.startswith("rank 0 is in `session.save`, and another rank has ended, or takes too long: ")
-    assert "\nevery rank calls every method, in the same order: leave out what keeps some from it" in said
+    assert "\nall ranks must call the same methods in the same order: remove conditions" in said
 
 
 def many() -> list[list[int]]:

@@ -191,7 +191,7 @@ def test_a_checkpoint_holds_the_scale_and_other_plans_go_on_with_it(tmp_path: Pa
         for name, value in (("loss_scale", -1.0), ("loss_scale", 0.0), ("good_steps", -1), ("skipped_steps", None)):
             wrong = {**facts, "state": {**facts["state"], name: value}}
             (kept / "state.json").write_text(json.dumps(wrong))
-            with pytest.raises(RunError, match="holds a loss scale that no step leaves"):
+            with pytest.raises(RunError, match="holds a loss scale that no step can have made"):
                 session.restore(kept)
 
 

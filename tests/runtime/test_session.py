@@ -159,7 +159,7 @@ def test_checkpoints_that_do_not_fit_are_refused(builds: dict[str, Path], tmp_pa
     with parc.load(builds["one"]) as session:
         faults = {"wide": "of another model", "deeper": "of another model", "none": "does not exist",
                   "notes": "not a checkpoint",
-                  "by_sgd": "holds the state of `sgd`, the plan's optimizer is `adamw`"}  # fmt: skip
+                  "by_sgd": "holds the state of `sgd`, but the plan's optimizer is `adamw`"}  # fmt: skip
         for folder, message in faults.items():
             with pytest.raises(RunError, match=message) as caught:
                 session.restore(tmp_path / folder)

@@ -287,7 +287,7 @@ def test_what_is_no_dataset_is_said(folder: Path) -> None:
     with pytest.raises(DataError, match="it returns int, which is no dataset"):
         opened(folder, "dataset", target="./code.py:number")
     with pytest.raises(
-        DataError, match="entry 0 of the dataset is no sample: it is tuple of 2, and the plan has 1 input"
+        DataError, match="entry 0 of the dataset is not a sample: it is tuple of 2, and the plan has 1 input"
     ):
         opened(folder, "dataset", target="./code.py:pairs", inputs=PICTURES[:1])(0)
     with pytest.raises(DataError, match="entry 0 of the dataset holds `tokens`, `text`, and none is an input"):

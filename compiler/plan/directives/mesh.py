@@ -55,7 +55,7 @@ class MeshLine(Directive):
             whole, _, number = binding.name.text.rpartition("_")
             if whole in others and number.isdecimal():
                 related = (Label(others[whole].name.span, "declared here"),)
-                message = f"`{binding.name.text}` is what programs call a part of the axis `{whole}`"
+                message = f"`{binding.name.text}` is the name that programs use for a part of the axis `{whole}`"
                 help_ = f"choose another name, such as `{whole}{number}`"
                 yield Diagnostic(BAD_VALUE, message, Label(binding.name.span), related, help=help_)
 

@@ -41,7 +41,7 @@ class Offload(Directive):
         for word in self.states:
             if word.text not in OFFLOADED:
                 help_ = did_you_mean(word.text, OFFLOADED, f"name {listed(OFFLOADED)}")
-                yield Diagnostic(BAD_VALUE, f"`{word.text}` is nothing to offload", Label(word.span), help=help_)
+                yield Diagnostic(BAD_VALUE, f"`{word.text}` cannot be offloaded", Label(word.span), help=help_)
         first: dict[str, Word] = {}
         for word in (word for line in scope.all(Offload) for word in line.states):
             if word.text in first and word in self.states:

@@ -178,7 +178,7 @@ class Optimizer(Directive):
             yield from error.diagnostics
         if self.shape != RATE_TABLE and not self.arguments.numbers("lr"):
             message = f"`lr{f' {self.shape}' * (self.shape != 'constant')}` takes a number"
-            yield Diagnostic(BAD_VALUE, message, Label(span), help="a table of rates stands behind `lr table`")
+            yield Diagnostic(BAD_VALUE, message, Label(span), help="a table of rates is written after `lr table`")
 
 
 def _shape(given: Arguments) -> str:

@@ -68,7 +68,7 @@ class Stage(Directive):
         for other in scope.directives:
             for word in other.axes if isinstance(other, SplitWeights | Fix) else ():
                 if word.text == self.axis.text:
-                    related = (Label(self.axis.span, "stages lie over it"),)
+                    related = (Label(self.axis.span, "the axis of stages"),)
                     message = f"`{word.text}` is the axis of stages: nothing is split over it"
                     help_ = "split over another axis of the mesh: the ranks along this one hold different stages"
                     yield Diagnostic(STAGE_AXIS, message, Label(word.span), related, help=help_)

@@ -75,7 +75,7 @@ class ViewLine(Directive):
                 message = f"the axis `{word.text}` is given twice"
                 yield Diagnostic(REPEATED, message, Label(word.span), related, help="choose another name")
             elif whole in scope.mesh and number.isdecimal():
-                message = f"`{word.text}` is what programs call a part of the axis `{whole}`"
+                message = f"`{word.text}` is the name that programs use for a part of the axis `{whole}`"
                 help_ = f"choose another name, such as `{whole}{number}`"
                 yield Diagnostic(BAD_VALUE, message, Label(word.span), help=help_)
 
@@ -89,7 +89,7 @@ class ViewLine(Directive):
             yield Diagnostic(BAD_VIEW, message, label, help=help_)
             return
         if (stage := next((one for one in scope.all(Stage) if one.axis.text in over), None)) is not None:
-            related = (Label(stage.axis.span, "stages lie over it"),)
+            related = (Label(stage.axis.span, "the axis of stages"),)
             message = f"`{stage.axis.text}` is the axis of stages: its ranks hold different parts of the model"
             yield Diagnostic(BAD_VIEW, message, label, related, help="view other axes of the mesh")
             return
