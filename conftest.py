@@ -22,7 +22,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # workers share few cores: one th
 gc.set_threshold(200_000, 20, 100)  # a tenth of the time went into looking for garbage among torch's own objects
 
 SLOW_IS_FINE = (HealthCheck.too_slow, HealthCheck.data_too_large)
-settings.register_profile("check", deadline=None, derandomize=True, suppress_health_check=SLOW_IS_FINE)
+settings.register_profile("check", deadline=None, max_examples=25, derandomize=True, suppress_health_check=SLOW_IS_FINE)
 settings.register_profile("fuzz", deadline=None, max_examples=1600, print_blob=True, suppress_health_check=SLOW_IS_FINE)
 settings.register_profile("soak", settings.get_profile("fuzz"), max_examples=160)  # short runs, seed after seed
 settings.load_profile("check")

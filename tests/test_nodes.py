@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from parc.checking.checks import case_of, static_faults
@@ -25,6 +25,7 @@ from parc.passes.placing.heads import Copies
 from parc.runtime.compare.agreement import Agreement
 from parc.runtime.compare.simulate import compare
 from tests.captured_once import compile_once
+from tests.draws import share
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 GPT = """\
@@ -77,7 +78,7 @@ def sent(made: Compiled) -> dict[str, int]:
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=3), st.integers(1, 36))
-@settings(max_examples=200, deadline=None)
+@share(2.0)
 def test_the_inner_part_of_each_axis_shares_a_node(sizes: list[int], ranks: int) -> None:
     mesh = Mesh(tuple((name, size) for name, size in zip("abc", sizes, strict=False)))
     try:
@@ -92,7 +93,7 @@ def test_the_inner_part_of_each_axis_shares_a_node(sizes: list[int], ranks: int)
 
 
 @given(st.sampled_from([(2, 4), (4, 2), (2, 2, 2), (8,)]), st.sampled_from([1, 2, 4, 8]))
-@settings(max_examples=30, deadline=None)
+@share(0.3)
 def test_heads_and_nodes_factor_an_axis_together(sizes: tuple[int, ...], nodes: int) -> None:
     kept = {("k", "tp"): 1, ("v", "tp"): 0}
     before = Copies({"tp": sizes}, kept) if len(sizes) > 1 else Copies({}, {("k", "tp"): 1})

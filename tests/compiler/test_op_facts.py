@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from parc.compiler.ops.op_row import OpFacts
 from parc.compiler.ops.rules import TABLE, facts
+from tests.draws import share
 
 from .op_cases import Draw, case_of
 from .sharded_ops import Whole, run_whole
@@ -22,9 +23,7 @@ COMPUTED: dict[str, Callable[[Any, Any], Any]] = {
     "both": operator.and_, "either": operator.or_, "below": operator.lt, "at most": operator.le, "above": operator.gt,
     "at least": operator.ge,
 }  # fmt: skip
-EXAMPLES = settings(
-    max_examples=12, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
-)
+EXAMPLES = settings(share(0.24), derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 
 
 def entries(tensors: list[torch.Tensor]) -> set[float]:

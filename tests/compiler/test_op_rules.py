@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from parc.compiler.ops.factors import OpRule
 from parc.compiler.ops.rules import OP_TABLES, TABLE, has_rule
+from tests.draws import share
 
 from .layout_cases import LAYOUT
 from .model_cases import MODEL
@@ -23,9 +24,7 @@ MAKERS: dict[str, Maker] = {
 }
 
 
-EXAMPLES = settings(
-    max_examples=10, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
-)
+EXAMPLES = settings(share(0.4), derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 UNSHRUNK = settings(EXAMPLES, max_examples=40, phases=[Phase.generate])
 
 

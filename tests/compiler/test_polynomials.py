@@ -5,7 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from parc.compiler.sizes.polynomials import (
@@ -19,6 +19,7 @@ from parc.compiler.sizes.polynomials import (
     sample_points,
 )
 from parc.compiler.sizes.size_range import SizeRange
+from tests.draws import share
 
 BATCH = {"B": SizeRange(8, 64, 8), "S": SizeRange(128, 4096, 128)}
 
@@ -57,7 +58,7 @@ def test_what_is_the_same_at_the_few_values_of_a_size_is_one() -> None:
     assert str(fit(points, values_of(Polynomial.parse("B+1"), points), ranges)) == "B+1"
 
 
-@settings(max_examples=25)
+@share(0.25)
 @given(st.data())
 def test_what_is_fitted_is_right_at_every_size(data: st.DataObject) -> None:
     """A polynomial of few terms is found, or more sizes are asked for; another one is never found."""

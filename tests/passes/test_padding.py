@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from parc.checking.checks import static_faults
@@ -29,6 +29,7 @@ from parc.compiling.compiled import Compiled
 from parc.desugar import desugar
 from parc.runtime.machine.kernels import KERNELS
 from parc.runtime.machine.site import Site
+from tests.draws import share
 
 from .. import checked_plans
 from ..checked_plans import checked
@@ -273,7 +274,7 @@ def test_operands_that_are_padded_differently_are_refused() -> None:
             follow_padding(add, [(Extra(1, 1, 4, 6),), other], [torch.float32] * 2)
 
 
-@settings(max_examples=60, deadline=None)
+@share(0.6)
 @given(st.data())
 def test_a_rank_holds_its_part_of_the_padded_tensor(data: st.DataObject) -> None:
     mesh = Mesh((("a", 2), ("b", 2)))
@@ -292,7 +293,7 @@ def test_a_rank_holds_its_part_of_the_padded_tensor(data: st.DataObject) -> None
         assert torch.equal(spread(read, [kept for kept, _ in places]), take(longer, type_.placement, mesh, at))
 
 
-@settings(max_examples=60, deadline=None)
+@share(0.6)
 @given(st.data())
 def test_operators_about_padding_do_on_ranks_what_they_do_on_the_whole(data: st.DataObject) -> None:
     mesh = Mesh((("a", 2), ("b", 2)))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from parc.compiler.layout.collectives import COLLECTIVES, axes_of, global_outer, lower
@@ -17,6 +17,7 @@ from parc.compiler.layout.pieces import take
 from parc.compiler.layout.placement import AxisType, Placement, Split, TensorType, along
 from parc.passes.placing.paths import in_levels
 from parc.passes.programs.two_levels import Step, steps_of
+from tests.draws import share
 
 
 @st.composite
@@ -65,7 +66,7 @@ def in_two_levels(mesh: Mesh, before: TensorType, after: Placement, across: int)
 
 
 @given(conversions(), st.data())
-@settings(max_examples=150, deadline=None)
+@share(1.5)
 def test_values_and_gradients_are_those_of_one_collective(
     drawn: tuple[Mesh, TensorType, Placement], data: st.DataObject
 ) -> None:
@@ -103,7 +104,7 @@ def test_values_and_gradients_are_those_of_one_collective(
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@share(0.6)
 def test_tokens_reach_their_experts_in_two_levels_and_come_back(data: st.DataObject) -> None:
     """Rows are numbered, and every rank must have its own behind each step, which the step's type says."""
     mesh = Mesh.parse(data.draw(st.sampled_from(["ep=2*2", "dp=2, ep=2*3", "ep=3*2, dp=2", "ep=2*2*2"])))

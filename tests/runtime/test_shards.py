@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
@@ -26,6 +26,7 @@ from parc.runtime.state.checkpoint import read_checkpoint
 from parc.runtime.state.layouts import StoredTensor, extent, layouts_of
 from parc.runtime.state.shards import Piece
 from tests.compiler.drawn import meshes, placed
+from tests.draws import share
 from tests.runtime.ranks import run_ranks
 from tests.runtime.shard_ranks import hold, numbers, ranks_of, restore_all, save_all
 from tests.runtime.tiny import ONE, PLAN, TENSOR, batch, build
@@ -74,7 +75,7 @@ def two_plans(draw: st.DrawFn) -> list[tuple[dict[str, StoredTensor], Mesh, list
     return draw(st.permutations(plans))
 
 
-@settings(max_examples=25, deadline=None)
+@share(0.25)
 @given(two_plans())
 def test_what_one_plan_saves_another_restores(plans: list[tuple[dict[str, StoredTensor], Mesh, list[str]]]) -> None:
     (stored, mesh, roles), (others, other_mesh, other_roles) = plans
