@@ -38,26 +38,27 @@ COLLECTIVE_CLASSES = (
 
 
 _MANY = (wrong_norms, shortened, bounded, wrong_lines)
+_FIRST = 24
 
 
-def plant(build: GoodBuild, share: int = 1) -> Iterator[Mutant]:
-    """Yield every mutant of a build; of classes with many similar mutants, one of ``share`` in each class."""
-    for make in (*CONVERSIONS, *SLIPS, *STORED, *SCALES, wrong_keys):
-        yield from make(build)
-    for make in _MANY:
+def plant(build: GoodBuild, share: int = 1, share_of_many: int = 1) -> Iterator[Mutant]:
+    """Yield mutants of a build: the first of each class, and of further ones one of ``share``. Of classes with many
+    similar mutants, yield one of ``share_of_many``."""
+    for make in (*CONVERSIONS, *SLIPS, *STORED, *SCALES, wrong_keys, *_MANY):
+        first, step = (0, share_of_many) if make in _MANY else (_FIRST, share)
         seen: Counter[str] = Counter()
         for mutant in make(build):
-            if seen[mutant.kind] % share == 0:
+            if seen[mutant.kind] < first or seen[mutant.kind] % step == 0:
                 yield mutant
             seen[mutant.kind] += 1
 
 
-def table(names: Sequence[str] = BUILDS, share: int = 1) -> dict[str, Row]:
+def table(names: Sequence[str] = BUILDS, share: int = 1, share_of_many: int = 1) -> dict[str, Row]:
     """Judge all mutants of some builds, or a share of them."""
     rows: dict[str, Row] = {}
     for name in names:
         build = good_build(name)
-        for mutant in plant(build, share):
+        for mutant in plant(build, share, share_of_many):
             verdict = judge(build, mutant.programs, mutant.actions)
             rows.setdefault(mutant.kind, Row()).note(mutant.what, verdict.check, verdict.by_types)
     return rows
