@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.commands import Captured, parc
+from tests.runtime.forked import forked_ranks
 
 
 def test_an_example_is_copied_with_its_model(capsys: Captured, tmp_path: Path) -> None:
@@ -32,9 +33,10 @@ def test_the_commands_that_follow_an_example_work(capfd: Captured, tmp_path: Pat
     err = parc(capfd, "example", "seven", tmp_path)[2]
     commands = [line.partition("parc ")[2].partition("#")[0].split() for line in err.splitlines() if "  parc " in line]
     assert [command[0] for command in commands] == ["build", "run"]
-    for command in commands:
-        code, _, err = parc(capfd, *command)
-        assert code == 0, err
+    with forked_ranks():
+        for command in commands:
+            code, _, err = parc(capfd, *command)
+            assert code == 0, err
     assert "step 5/5  loss " in err
     plan = tmp_path / "seven.parc"
     plan.write_text(plan.read_text().replace("data      synthetic\n", ""))

@@ -328,12 +328,12 @@ def _notes_sigterm(process: int) -> bool:
     return bool(int(line, 16) >> signal.SIGTERM - 1 & 1)
 
 
-def test_a_plan_is_built_and_run(folder: Path, tmp_path: Path) -> None:
+def test_a_plan_is_built_and_run(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan = folder / "alone.parc"
     plan.write_text(PLAN)
-    process = subprocess.run(
-        [sys.executable, "-m", "parc", "run", str(plan), "--steps", "1"],
-        cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert process.returncode == 0, process.stderr
-    assert "built alone.parc.build" in process.stderr and (tmp_path / "alone.parc.build" / "manifest.json").is_file()
+    monkeypatch.chdir(tmp_path)
+    code, err = run(capfd, plan, "--steps", 1)
+    assert code == 0, err
+    assert "built alone.parc.build" in err and (tmp_path / "alone.parc.build" / "manifest.json").is_file()

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -14,11 +11,12 @@ import torch
 from parc.advice import warnings_of
 from parc.build import build
 from parc.checking.checks import Checked
+from parc.compiler.build.directory import read_build
 from parc.compiling.compiled import Compiled
 from parc.grammar.diagnostics import PlanError
 from parc.runtime.compare.plain import reference
+from tests.runtime.ranks import run_ranks
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 MODELS = """
 import torch
 import torch.nn.functional as F
@@ -340,11 +338,13 @@ def test_custom_operators_without_a_rule_are_computed_whole(tmp_path: Path, line
 
 def test_a_build_with_custom_operators_opens_in_another_process(tmp_path: Path) -> None:
     made(tmp_path, OPERATORS, X)
-    code = "from parc.compiler.build.directory import read_build; from pathlib import Path; read_build(Path('build'))"
-    words = [sys.executable, "-c", code]
-    here = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(ROOT)}, "capture_output": True, "text": True}
-    first = subprocess.run(words, check=False, **here)  # type: ignore[call-overload]
-    assert first.returncode == 0, first.stderr
+    assert run_ranks(opens, 1, tmp_path / "build") == [True]
     (tmp_path / "models.py").write_text("raise SystemExit('imported')")
-    again = subprocess.run(words, check=False, **here)  # type: ignore[call-overload]
-    assert again.returncode == 1 and "changed since the build" in again.stderr and "imported" not in again.stderr
+    with pytest.raises(AssertionError, match="changed since the build") as caught:
+        run_ranks(opens, 1, tmp_path / "build")
+    assert "imported" not in str(caught.value)
+
+
+def opens(folder: Path) -> bool:
+    """Open a build in a process that knows no model."""
+    return bool(read_build(folder))
