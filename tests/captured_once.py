@@ -16,7 +16,7 @@ from parc.compiling.plan_capture import capture_plan
 from parc.grammar.format import format_statements
 
 _TASK = ("model", "input", "sizes", "loss", "seed")
-_MOST = 32
+_MOST = 48
 _CAPTURES: dict[Any, tuple[Recorded, Captured]] = {}
 
 
@@ -32,9 +32,9 @@ def compile_once(plan: Plan, folder: Path) -> Compiled:
     task = format_statements([line for line in plan.statements if line.verb.text in _TASK])
     capacities = [(line.where, line.capacity) for line in plan.placements if isinstance(line, Experts)]
     key = task, plan.microbatches, code, tuple(capacities if any(most for _, most in capacities) else ())
-    if key not in _CAPTURES:
-        if len(_CAPTURES) >= _MOST:
-            _CAPTURES.clear()
-        _CAPTURES[key] = capture_plan(plan, task_lines(plan), folder, None)
-    made = compile_captured(plan, folder, *_CAPTURES[key])
+    captured = _CAPTURES.pop(key, None) or capture_plan(plan, task_lines(plan), folder, None)
+    _CAPTURES[key] = captured  # the last of a dict is the newest
+    if len(_CAPTURES) > _MOST:
+        del _CAPTURES[next(iter(_CAPTURES))]
+    made = compile_captured(plan, folder, *captured)
     return made if plan.evaluation is None else with_evaluation(made, plan)

@@ -11,6 +11,7 @@ from parc.checking.checks import check_build
 from parc.compiler.capture.attributes import changed_numbers, plain_numbers
 from parc.grammar.diagnostics import PlanError
 from tests.checked_plans import compiled_net
+from tests.draws import star
 
 _MODEL = """
 import numpy
@@ -85,8 +86,10 @@ class Normed(nn.Module):
 """
 
 
-@pytest.mark.parametrize("line", ["", "adds"])
-@pytest.mark.parametrize("attribute", ["alone", "view", "list", "dict", "numpy", "buffer", "buffers", "weight"])
+KINDS = ("alone", "view", "list", "dict", "numpy", "buffer", "buffers", "weight")
+
+
+@pytest.mark.parametrize(("attribute", "line"), star(KINDS, ["adds", ""]))
 def test_tensors_of_plain_attributes_are_read(tmp_path: Path, attribute: str, line: str) -> None:
     found = compiled_net(tmp_path, _MODEL, f'Net" (attribute="{attribute}", line="{line}")')
     assert not check_build(found).faults

@@ -21,13 +21,14 @@ from parc.grammar.syntax import size_text
 from parc.runtime.compare.simulate import compare
 from parc.runtime.state.loads import LoadWatch
 from tests.checked_plans import checked, compiled
+from tests.draws import wide
 from tests.planted_builds import ROOT
 from tests.runtime.ranks import run_ranks
 from tests.test_expert_forms import plan as own_plan
 from tests.test_experts import plan
 
 
-@pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe", "Olmoe", "GraniteMoe"])
+@pytest.mark.parametrize("family", ["Mixtral", wide("Qwen3Moe"), wide("Olmoe"), wide("GraniteMoe")])
 def test_the_loss_that_balances_experts_is_that_of_all_tokens_of_a_microbatch(family: str) -> None:
     loss = "cross_entropy(output.logits, targets)"
     lines = "schedule microbatches 2\nforbid all_gather in **\n"

@@ -9,6 +9,7 @@ import pytest
 from parc.checking.checks import check_build
 from parc.grammar.diagnostics import PlanError
 from tests.checked_plans import compiled_net
+from tests.draws import star
 
 _MODEL = """
 import torch
@@ -81,11 +82,10 @@ class Called(Twice):
 """
 
 
-@pytest.mark.parametrize("stages", [False, True], ids=["one stage", "stages"])
-@pytest.mark.parametrize("where", ["a", "b"])
-@pytest.mark.parametrize(
-    "lines", ["shift", "swap", "moves", "input", "other", "cache", "infinite", "one", "reset", "last"]
-)
+ASSIGNED = ("shift", "swap", "moves", "input", "other", "cache", "infinite", "one", "reset", "last")
+
+
+@pytest.mark.parametrize(("lines", "where", "stages"), star(ASSIGNED, "ba", (True, False)))
 def test_what_a_forward_assigns_is_kept(tmp_path: Path, lines: str, where: str, stages: bool) -> None:
     assert not check_build(compiled_net(tmp_path, _MODEL, f'Net" ({where}="{lines}")', stages)).faults
 

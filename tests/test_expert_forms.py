@@ -17,6 +17,7 @@ from parc.compiling.driver import compile_plan
 from parc.grammar.diagnostics import PlanError, render
 from parc.grammar.source import Source
 from tests.checked_plans import checked, compiled
+from tests.draws import star
 from tests.moe_forms import LAYERS
 from tests.planted_builds import ROOT
 from tests.runtime.ranks import run_ranks
@@ -48,8 +49,7 @@ def made(name: str, mesh: str, lines: str = "") -> Compiled:
     return compiled(plan(name, mesh, lines), ROOT / "tests")
 
 
-@pytest.mark.parametrize("ep", [1, 2, 4, 8])
-@pytest.mark.parametrize("name", ["Llama4", *LAYERS])
+@pytest.mark.parametrize(("name", "ep"), star(["Llama4", *LAYERS], [2, 1, 4, 8]))
 def test_a_form_computes_what_the_layer_does_on_any_number_of_ranks(name: str, ep: int) -> None:
     """Loss, gradients and the update of the simulated ranks in float64, beside those of the layer's own code."""
     report = checked(made(name, f"dp=1, ep={ep}", f"expect {4 * (ep > 1)} exchange in **\n")).report

@@ -15,6 +15,7 @@ from parc.grammar.diagnostics import PlanError, render
 from parc.grammar.source import Source
 from parc.runtime.compare.model_run import ReferenceRun
 from tests.checked_plans import checked, compiled
+from tests.draws import wide
 from tests.moe_loops import LOOPS
 from tests.planted_builds import ROOT
 from tests.test_expert_forms import plan
@@ -77,7 +78,9 @@ def built(text: str) -> Compiled:
     return compiled(text.replace("moe_forms.py:Model", "moe_loops.py:looped"), ROOT / "tests")
 
 
-@pytest.mark.parametrize(("name", "ep"), [*((name, 2) for name in LOOPS), *(("ByPlaces", ep) for ep in (1, 4, 8))])
+@pytest.mark.parametrize(
+    ("name", "ep"), [*((name, 2) for name in LOOPS), ("ByPlaces", 1), wide("ByPlaces", 4), ("ByPlaces", 8)]
+)
 def test_a_loop_over_a_list_computes_what_its_layer_does_on_any_number_of_ranks(name: str, ep: int) -> None:
     """Loss, gradients and the update of the simulated ranks in float64, beside those of the layer's own code."""
     made = built(plan(name, f"dp=1, ep={ep}"))

@@ -19,6 +19,7 @@ from parc.desugar import desugar
 from parc.grammar.diagnostics import PlanError, render
 from parc.report import memory_of
 from tests.checked_plans import checked, compiled
+from tests.draws import wide
 
 PLAN = """\
 model     "./gpt.py:GPT" (layers={layers}, width=16, heads=2, vocab=32, length=16, dropout=0.1)
@@ -93,7 +94,7 @@ def test_the_choice_is_the_cheapest_of_all_that_fit() -> None:
         assert work(made) == min(work for peak, work in found.values() if peak <= size)
 
 
-@pytest.mark.parametrize("share", [0.3, 0.7])
+@pytest.mark.parametrize("share", [0.3, wide(0.7)])
 def test_every_stage_has_a_choice_of_its_own_and_a_twin_has_blocks_of_each_kind(share: float) -> None:
     least, most = (max(peaks(plan(STAGES + line, 12)).values()) for line in ("recompute blocks.*\n", ""))
     made = plan(f"{STAGES}recompute blocks.* fit {int(least + share * (most - least))}B\n", 12)

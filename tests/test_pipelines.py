@@ -20,6 +20,7 @@ from parc.compiling.compiled import Compiled
 from parc.compiling.driver import compile_plan
 from parc.grammar.diagnostics import PlanError
 
+from .draws import wide
 from .pages import ROOT
 from .runtime.ranks import run_ranks
 
@@ -56,7 +57,7 @@ def test_seven_layers_on_three_ranks_are_naive_model_parallelism() -> None:
 
 @pytest.mark.parametrize(
     ("schedule", "pp", "chunks"),
-    [("gpipe", 2, 1), ("1f1b", 4, 1), ("interleaved", 2, 2), ("looped", 2, 2)],
+    [wide("gpipe", 2, 1), ("1f1b", 4, 1), ("interleaved", 2, 2), ("looped", 2, 2)],
 )
 def test_llama_trains_alike_under_every_schedule(schedule: str, pp: int, chunks: int) -> None:
     made = compiled("llama-pipeline", schedule=schedule, pp=pp, chunks=chunks, layers=4)

@@ -121,7 +121,8 @@ def test_derivatives_may_have_numbers_that_no_line_of_the_model_has() -> None:
 
 
 def test_a_llama_serves_ranges() -> None:
-    head = 'model "tests.family_models:decoder" (name="llama")\ninclude "parc:llama" (tp=2)\nschedule microbatches 2\n'
+    head = 'model "tests.family_models:decoder" (name="llama", num_hidden_layers=1)\n'
+    head += 'include "parc:llama" (tp=2)\nschedule microbatches 2\n'
     task = TASK.replace("tokens", "input_ids").replace("output,", "output.logits,").partition("column")[0]
     compiled = compiled_of(f"{head}sizes B=8..32 by 8, S=8..32 by 8{task}")
     assert prove(compiled) == []

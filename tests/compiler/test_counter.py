@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parc.compiler.initial import counter
+from tests.draws import wide
 
 COUNT = 1 << 20
 INDEX = torch.arange(COUNT)
@@ -71,7 +72,7 @@ def _correlation(a: torch.Tensor, b: torch.Tensor) -> float:
     return float(((a - a.mean()) * (b - b.mean())).mean() / (a.std() * b.std()))
 
 
-@pytest.mark.parametrize("distance", [1, 2, 64, 4096, 1 << 32])
+@pytest.mark.parametrize("distance", [1, wide(2), 64, wide(4096), 1 << 32])
 def test_neighbours_are_independent(distance: int) -> None:
     bound = 5 / math.sqrt(COUNT)
     for key in (*KEYS, 0, 1, 2):

@@ -8,15 +8,21 @@ import pytest
 
 from parc.advice import warnings_of
 from parc.runtime.data.random_batch import class_bounds
+from tests.draws import star
 from tests.passes.test_small_models import DATA, T, X, codes, made
 
-
-@pytest.mark.parametrize("lines", [DATA.format("x, t"), "mesh tp=2\nvocab fc over tp"])
-@pytest.mark.parametrize(
-    "options",
-    ["", ", reduction='sum'", ", ignore_index=2", ", label_smoothing=0.1", ", label_smoothing=0.1, reduction='sum'"],
+PLACES = ("mesh tp=2\nvocab fc over tp", DATA.format("x, t"))
+OPTIONS = (
+    "",
+    ", reduction='sum'",
+    ", ignore_index=2",
+    ", label_smoothing=0.1",
+    ", label_smoothing=0.1, reduction='sum'",
 )
-@pytest.mark.parametrize("weights", ["torch.arange(1.0, 9)", "torch.linspace(1, 2, 8)", "self.weights"])
+WEIGHTS = ("torch.arange(1.0, 9)", "torch.linspace(1, 2, 8)", "self.weights")
+
+
+@pytest.mark.parametrize(("weights", "options", "lines"), star(WEIGHTS, OPTIONS, PLACES))
 def test_classes_have_weights(tmp_path: Path, weights: str, options: str, lines: str) -> None:
     body = f"""
     def more(self):
@@ -55,12 +61,17 @@ def test_a_smoothed_loss_is_split_as_a_plain_one(tmp_path: Path, reduction: str,
         assert found and all(" at models.py:" in warning.message for warning in found)
 
 
-@pytest.mark.parametrize("lines", [DATA.format("x, t"), "mesh dp=2, tp=2\nshard x, t [B/dp, ...]\nvocab fc over tp"])
-@pytest.mark.parametrize("options", ["", ", weight=torch.arange(1.0, 9)", ", ignore_index=2, reduction='sum'"])
-@pytest.mark.parametrize("form", ["F.log_softmax(self.fc(x), -1).flatten(0, 1), t.flatten()",
-                                  "F.log_softmax(self.fc(x).flatten(0, 1), 1), t.flatten()",
-                                  "F.log_softmax(self.fc(x).mT, 1), t",
-                                  "F.log_softmax(self.fc(x).mT.bfloat16(), 1, dtype=torch.float32), t"])  # fmt: skip
+OWN_PLACES = ("mesh dp=2, tp=2\nshard x, t [B/dp, ...]\nvocab fc over tp", DATA.format("x, t"))
+OWN_OPTIONS = ("", ", weight=torch.arange(1.0, 9)", ", ignore_index=2, reduction='sum'")
+FORMS = (
+    "F.log_softmax(self.fc(x), -1).flatten(0, 1), t.flatten()",
+    "F.log_softmax(self.fc(x).flatten(0, 1), 1), t.flatten()",
+    "F.log_softmax(self.fc(x).mT, 1), t",
+    "F.log_softmax(self.fc(x).mT.bfloat16(), 1, dtype=torch.float32), t",
+)
+
+
+@pytest.mark.parametrize(("form", "options", "lines"), star(FORMS, OWN_OPTIONS, OWN_PLACES))
 def test_log_probabilities_are_a_models_own(tmp_path: Path, form: str, options: str, lines: str) -> None:
     compiled, _ = made(
         tmp_path,

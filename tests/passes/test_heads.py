@@ -14,6 +14,7 @@ from parc.compiler.program.roles import SINGLE
 from parc.compiling.compiled import Compiled
 from parc.desugar import desugar
 from parc.grammar.diagnostics import PlanError, Severity
+from tests.draws import wide
 
 from ..checked_plans import checked, compiled
 
@@ -61,7 +62,7 @@ def moved(made: Compiled) -> Counter[tuple[str, str]]:
     return Counter((m.phase, m.op) for m in found if m.phase != "step" and m.axes != ("dp",))
 
 
-@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize("dp", [2, wide(1)])
 @pytest.mark.parametrize(
     ("model", "arguments", "lines", "tp"),
     [

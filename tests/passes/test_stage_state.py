@@ -22,6 +22,7 @@ from parc.compiling.compiled import Compiled
 from parc.compiling.driver import compile_plan
 from parc.grammar.diagnostics import PlanError
 from parc.grammar.source import Source
+from tests.draws import star
 from tests.planted_sites import with_main
 from tests.runtime.ranks import run_ranks
 
@@ -113,8 +114,7 @@ _WRITES = {
 }
 
 
-@pytest.mark.parametrize("plan", [_PLAN, _ALONE], ids=["stages", "one stage"])
-@pytest.mark.parametrize("lines", _WRITES.values(), ids=_WRITES)
+@pytest.mark.parametrize(("lines", "plan"), star(tuple(_WRITES.values()), (_PLAN, _ALONE)))
 def test_a_buffer_that_nobody_reads_is_kept(tmp_path: Path, lines: str, plan: str) -> None:
     made = compiled(tmp_path, lines, plan)
     assert not check_build(made).faults

@@ -120,6 +120,7 @@ def session(path: str, cache: str) -> tuple[list[list[float]], str, int]:
     return rows, str(caught.value), session.regions.distinct
 
 
+@pytest.mark.wide
 def test_a_llama_with_attention_dropout_on_all_ranks_of_one_process(folder: Path) -> None:
     made = compiled(LLAMA + DATA.replace("tokens", "input_ids"), folder)
     hold(train(made, Regions(CPU).machine), train(made, Machine))

@@ -14,6 +14,7 @@ from parc.checking.twins import find_twin
 from parc.compiler.program.actions import BACKWARD
 from parc.grammar.diagnostics import PlanError
 from tests.checked_plans import compiled
+from tests.draws import star
 from tests.runtime.ranks import run_ranks
 from tests.runtime.tiny import EXAMPLES, PLAN, batch, build
 
@@ -44,8 +45,10 @@ def same_bits(tmp_path: Path, plan: str, plain: str, recompute: str, ranks: int 
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize("keep", ["", " keep products, attention", " keep products", " keep random, gelu"])
-@pytest.mark.parametrize("lines", ["", "precision bf16\n"])
+KEEP = ("", " keep products, attention", " keep products", " keep random, gelu")
+
+
+@pytest.mark.parametrize(("keep", "lines"), star(KEEP, ["", "precision bf16\n"]))
 def test_dropout_is_replayed_to_the_bit(tmp_path: Path, lines: str, keep: str) -> None:
     same_bits(tmp_path, DROPS, lines, f"recompute blocks.*{keep}\n")
 
