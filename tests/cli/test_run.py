@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import main as agent
 
 import parc
 from parc.cli import main
@@ -186,16 +188,20 @@ def test_a_padded_plan_goes_on_from_its_own_checkpoint_and_so_does_an_unpadded_o
     assert code == 1 and "`embed.weight` is [257, 16] there and [256, 16] in the model" in err
 
 
-def test_a_run_that_torchrun_started(folder: Path, tmp_path: Path) -> None:
+def test_a_run_that_torchrun_started(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The agent of torchrun is in this process, and its ranks are forked."""
     metrics = tmp_path / "metrics.jsonl"
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "parc", "run")
-    good = start(folder / "dp", "--steps", 2, "--metrics", metrics, launcher=torchrun)
-    code, err = finish(good)
-    assert code == 0, err
+
+    def torchrun(ranks: int, *words: object) -> None:
+        with forked_ranks():
+            agent(["--standalone", "--nproc-per-node", str(ranks), "-m", "parc", "run", *map(str, words)])
+
+    torchrun(2, folder / "dp", "--steps", 2, "--metrics", metrics)
     assert len(steps_of(metrics)) == 2
-    code, err = finish(start(folder / "dp", launcher=tuple("1" if word == "2" else word for word in torchrun)))
     said = "error[P0301]: 1 process for a mesh of dp=2, which has 2 ranks\n{}help: start 2: "
-    assert code == 1 and said.format("") in err and f"traceback : {said.format('  ')}" in err, err
+    with pytest.raises(ChildFailedError) as failed:
+        torchrun(1, folder / "dp")
+    assert said.format("") in capfd.readouterr().err and f"traceback : {said.format('  ')}" in str(failed.value)
     for rank, times in ((0, 1), (1, 0)):  # said once a host
         with open(tmp_path / "said", "w+") as said_alone:
             alone = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "1"}

@@ -25,7 +25,7 @@ class Forked:
     """A process ``python -m parc …``, with the part of ``subprocess.Popen`` that torch's agent asks for."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], stdout: int = 1, stderr: int = 2) -> None:
-        _, flag, module, *words = command
+        _, flag, module, *words = (word for word in command if word != "-u")  # torchrun's; nothing is buffered here
         assert (flag, module) == ("-m", "parc")
         files = _Files(stdout, stderr)
         self._process = SERVER.Process(target=_parc, args=(words, dict(env), os.getcwd(), files), daemon=True)
