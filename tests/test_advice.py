@@ -14,6 +14,7 @@ from parc.grammar.codes_model import MEANT_OTHERWISE
 from parc.grammar.diagnostics import Diagnostic
 from parc.grammar.source import Source
 from parc.tables import pattern_of
+from tests.captured_once import compile_once
 from tests.runtime.tiny import PLAN, TENSOR, build
 
 QKV, OUT = "column    blocks.*.attn.qkv over tp rows (3 h/tp d)", "row       blocks.*.attn.out over tp"
@@ -34,7 +35,7 @@ def said(folder: Path, changes: dict[str, str], more: str = "") -> tuple[Diagnos
         text = text.replace(right, wrong)
     plan = folder / "tiny.parc"
     plan.write_text(PLAN + text + more)
-    return warnings_of(compile_plan(read_plan(plan), folder))
+    return warnings_of(compile_once(read_plan(plan), folder))
 
 
 @pytest.mark.parametrize("what", WRONG)

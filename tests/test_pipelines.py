@@ -20,6 +20,7 @@ from parc.compiling.compiled import Compiled
 from parc.compiling.driver import compile_plan
 from parc.grammar.diagnostics import PlanError
 
+from .captured_once import compile_once
 from .draws import wide
 from .pages import ROOT
 from .runtime.ranks import run_ranks
@@ -31,7 +32,7 @@ SMALL = {"layers": 4, "width": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab"
 def compiled(name: str, **defines: object) -> Compiled:
     """Compile an example's plan with a small model, and prove it."""
     plan = read_plan(EXAMPLES / f"{name}.parc", {key: str(value) for key, value in defines.items()})
-    made = compile_plan(plan, EXAMPLES, overrides=SMALL if name.startswith("llama") else None)
+    made = compile_once(plan, EXAMPLES, SMALL if name.startswith("llama") else None)
     assert not prove(made)
     return made
 
