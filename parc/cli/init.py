@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from parc.cli.plan_arguments import chosen_sizes, define, positive
 from parc.cli.terminal import say, show, stages
+from parc.compiler.sizes.size_range import BATCH
 from parc.grammar.codes_model import UNCLEAR_MODEL
 from parc.grammar.diagnostics import Diagnostic, PlanError
 from parc.grammar.nearest import did_you_mean
@@ -56,7 +57,7 @@ def init_command(given: argparse.Namespace) -> int:
     if given.out.exists() and not given.force:
         say(f"{given.out} is there, and stays as it is; name another file with -o, or write over it with --force")
         return 1
-    sized = {"B", "S", *given.sizes}
+    sized = {BATCH, "S", *given.sizes}
     unsized = [dim for _, guess in given.inputs for dim in guess.dims if isinstance(dim, str) and dim not in sized]
     if unsized:
         say(f"parc init: `{unsized[0]}` of `--input` has no size; say it, as `--sizes {unsized[0]}=16`")
