@@ -268,7 +268,9 @@ def test_paths_that_are_misspelt(
     assert code == 1 and "there is no build `tinny`" in err and "did you mean `tiny_dp` or `tiny.parc`?" in err
     (tmp_path / "empty").mkdir()
     code, _, err = parc(capsys, "run", "empty")
-    assert code == 1 and "is not a build" in err and "help: build it from a plan: `parc build PLAN.parc -o empty`" in err
+    assert (
+        code == 1 and "is not a build" in err and "help: build it from a plan: `parc build PLAN.parc -o empty`" in err
+    )
 
 
 def test_builds_that_are_not_as_they_were(capsys: Captured, made: Path, tmp_path: Path) -> None:
