@@ -162,12 +162,12 @@ class Evaluation:
         """Return the tensors that the model returns for a batch, which is given as to ``loss`` and need not have inputs
         that the loss alone reads: whole tensors, or the parts of a rank where these are to stay ``split``."""
         own = replace(state, buffers={**state.buffers, **self._fixed})
-        begun = self._batches.begin(
-            "session.predict", batch, local, own, step, None, keep=False, complete=self._complete
-        )
+        call = "session.predict(split=True)" if split else "session.predict"  # ranks talk in one of them alone
+        begun = self._batches.begin(call, batch, local, own, step, None, keep=False, complete=self._complete)
+        predictions = self._predictions_at(begun.at)
+        predictions.check()
         with self._together.doing("a prediction", own):
             (result,) = begun.at.stepper.evaluate(begun.work, step, returns=True)
-            predictions = self._predictions_at(begun.at)
             if split:
                 return predictions.local(result.returned)
             return predictions.whole(result.returned, batch, local)

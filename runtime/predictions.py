@@ -13,6 +13,7 @@ from ..compiler.layout.mesh import Mesh
 from ..compiler.padding.pads import Pad
 from ..compiler.padding.runs import ranges_of, runs_of
 from ..compiler.sizes.size_range import BATCH
+from ..grammar.codes_build import BAD_DATA
 from ..grammar.codes_run import NOTHING_RETURNED
 from .data.feed import Feed
 from .faults import RunError
@@ -66,9 +67,21 @@ class Predictions:
 
         return mixed_samples(self._build.reference, self._dims, self._unbatched)
 
+    def check(self) -> None:
+        """Check that there is anything to predict; every rank finds the same.
+
+        Raises:
+            RunError: there is nothing.
+        """
+        _ = self._dims
+
     def completed(self, batch: Batch, shares: Mapping[str, int]) -> Batch:
         """Return a batch with zeros for inputs that only the loss reads, and with copies of its first sample behind the
-        others where it has fewer samples than a step takes."""
+        others where it has fewer samples than a step takes.
+
+        Raises:
+            RunError: the model returns nothing to predict, or further samples would change what these get.
+        """
         if (
             not isinstance(batch, Mapping)
             or not self._dims
@@ -87,9 +100,17 @@ class Predictions:
         for name, type_ in self._feed.types.items():
             if name not in batch and name not in self._reads:
                 rows = [count * self._feed.samples(name, shares) // size] if name not in self._unbatched else []
-                filled[name] = torch.zeros(*rows, *type_.shape[len(rows) :], dtype=type_.dtype)
-        if not 0 < count < size or self._mixed:
+                filled[name] = torch.zeros([*rows, *type_.shape[len(rows) :]], dtype=type_.dtype)
+        if not 0 < count < size:
             return filled
+        if self._mixed:
+            samples = f"{count} sample{'s' * (count != 1)}"
+            message = (
+                f"{'this rank has' if shares else 'the batch has'} {samples} of the {size} that a prediction takes"
+            )
+            help_ = f"give {size}, or build the plan for another B"
+            notes = [f"further samples would change what these get: {self._mixed}"]
+            raise RunError(BAD_DATA, message, help_, notes)
         whole = {name: torch.cat([value, value[:1].expand(size - count, *value.shape[1:])])
                  for name, value in filled.items() if name not in self._unbatched}  # fmt: skip
         return {**filled, **whole}
@@ -110,8 +131,10 @@ class Predictions:
                 made[name] = parts[0]
                 continue
             value = torch.cat(parts, dim) if len(parts) > 1 else parts[0]
+            value = value.unflatten(dim, (self._feed.batch, -1))  # a sample may have several rows
             value = value if rows is None else value.index_select(dim, rows)
-            made[name] = value if count is None else value.narrow(dim, 0, count)
+            value = value if count is None else value.narrow(dim, 0, count)
+            made[name] = value.flatten(dim, dim + 1)
         return made
 
     def local(self, returned: Returned) -> dict[str, LocalPart]:
@@ -124,7 +147,7 @@ class Predictions:
             runs = runs_of(type_, pads, self._mesh, self._coordinates)
             parts = [Piece(piece, runs).cut(piece) for piece in returned[name]]
             if dim is None:
-                made[name] = LocalPart(parts[0], tuple(shape), tuple(map(ranges_of, runs)))
+                made[name] = LocalPart(parts[0].clone(), tuple(shape), tuple(map(ranges_of, runs)))
                 continue
             rows, count = shape[dim], len(parts)
             every = [run._replace(first=run.first + index * rows) for index in range(count) for run in runs[dim]]

@@ -35,3 +35,40 @@ class Mixing(Tagger):
         scores = super().forward(tokens)["logits"]
         assert isinstance(scores, torch.Tensor)
         return {"logits": scores - scores.mean(0)}
+
+
+class Rows(Tagger):
+    """Scores of each token, in a row of their own for each, and tensors whose rows are no samples."""
+
+    def forward(self, tokens: torch.Tensor) -> dict[str, torch.Tensor | tuple[torch.Tensor, ...]]:
+        """Return scores [batch * tokens, vocab], their classes, and more."""
+        scores = super().forward(tokens)["logits"]
+        assert isinstance(scores, torch.Tensor)
+        return {
+            "logits": scores.flatten(0, 1),
+            "classes": scores.argmax(-1).to(torch.int16),
+            "known": tokens.repeat_interleave(2, 0) > 4,
+            "weights": self.head.weight.t(),
+            "twice": torch.cat([scores, scores]),
+            "turned": scores.flip(0),
+        }
+
+
+class Turning(Tagger):
+    """Scores of each token, and the same for the samples in another order."""
+
+    def forward(self, tokens: torch.Tensor) -> dict[str, torch.Tensor | tuple[torch.Tensor, ...]]:
+        """Return scores, and hidden numbers of the last sample first."""
+        scores = super().forward(tokens)["logits"]
+        assert isinstance(scores, torch.Tensor)
+        return {"logits": scores, "turned": scores[torch.arange(tokens.shape[0] - 1, -1, -1)]}
+
+
+class Loss(Tagger):
+    """The mean of all scores."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        """Return one number."""
+        scores = super().forward(tokens)["logits"]
+        assert isinstance(scores, torch.Tensor)
+        return scores.square().mean()

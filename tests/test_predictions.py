@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +19,7 @@ from parc.compiler.build.directory import write_build
 from parc.compiler.layout.placement import Split
 from parc.compiler.program.binding import Binding
 from parc.compiler.program.program import Line, Ref
+from parc.compiler.verify.padding import tail_fault
 from parc.compiler.verify.returned import mixed_samples, of_returned, sample_dims
 from parc.runtime.compare.returned import joined
 from parc.runtime.compare.simulate import Simulation
@@ -173,6 +176,54 @@ def test_a_session_predicts_on_real_ranks_what_the_plain_module_returns(tmp_path
         entries = [torch.cat([torch.arange(*pair) for pair in of_dim]) for of_dim in ranges]
         assert entries[0].tolist() == rows.tolist()
         torch.testing.assert_close(tensor, expected["logits"][entries[0]][:, entries[1]][:, :, entries[2]])
+
+
+def run_rows(rows: str, loss: str) -> list[Any]:
+    """Return predictions of rows, the errors of calls that cannot go on, and what the session does after them."""
+    mine = {"tokens": batch()["tokens"][:4]}
+    with parc.load(rows) as session, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = [session.predict({"tokens": batch()["tokens"]}), session.predict({"tokens": batch(3)["tokens"]}),
+                 session.predict(local=mine), session.predict(local={"tokens": mine["tokens"][:3]})]  # fmt: skip
+        with pytest.raises(parc.RunError) as apart:
+            session.predict(mine, split=True) if session.rank == 0 else session.predict(mine)
+        weights = session.predict(batch(), split=True)["weights"].tensor
+        before = weights.clone()
+        session.step(batch())
+    with parc.load(loss) as session:
+        with pytest.raises(parc.RunError) as nothing:
+            session.predict()
+        math.isfinite(session.evaluate())
+    return [found, apart.value.message, torch.equal(before, weights), nothing.value.code.name]
+
+
+def test_every_row_of_a_sample_is_predicted_and_a_refused_call_leaves_the_session(tmp_path: Path) -> None:
+    """Tokens have rows of their own; the integers are of a type that gloo does not send."""
+    scores, text = "cross_entropy(output.logits, targets)", PLAN + PLANS["dp, microbatches"]
+    alone = text.replace("input targets int64 [B, S]\n", "").replace("shard targets [B/dp, S]\n", "")
+    plans = {
+        "rows": text.replace("Tagger", "Rows"),
+        "loss": alone.replace("Tagger", "Loss").replace(scores, "output") + "data synthetic\n",
+    }
+    for name, plan in plans.items():
+        step = compiled(plan, ROOT)
+        write_build(step.to_write(report_of(step)), tmp_path / name)
+    plain = parc.reference(tmp_path / "rows").module.eval()
+    tokens = batch()["tokens"]
+    for found, apart, kept, code in run_ranks(run_rows, 2, str(tmp_path / "rows"), str(tmp_path / "loss")):
+        for made, given in zip(found, (tokens, batch(3)["tokens"], tokens[:4], tokens[:3]), strict=True):
+            expected = {name: value.detach() for name, value in plain(given).items()}
+            assert [*made] == ["logits", "classes", "known", "weights"]
+            for name, value in made.items():
+                torch.testing.assert_close(value, expected[name])
+        assert "`session.predict(split=True)`" in apart
+        assert kept and code == "P0420"
+
+
+def test_returned_tensors_that_mix_samples_do_not_refuse_a_smaller_batch_of_an_evaluation() -> None:
+    evaluation = compiled(PLAN.replace("Tagger", "Rows") + PLANS["dp, microbatches"], ROOT).evaluated
+    assert evaluation is not None
+    assert tail_fault(evaluation.build.reference, {"targets": -100}) == ""
 
 
 def test_what_cannot_be_predicted_is_said(tmp_path: Path) -> None:

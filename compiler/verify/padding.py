@@ -95,7 +95,18 @@ def _of_the_loss(function: Function) -> Function:
     loads = set(function.returned("load").values())
     lines = tuple(line for line in function.lines if loads.isdisjoint(value.name for value in line.made))
     returns = tuple((key, name) for key, name in function.returns if name not in loads and key.kind != "output")
-    return replace(function, lines=lines, returns=returns)
+    return making(replace(function, lines=lines), returns)
+
+
+def making(function: Function, returns: tuple[tuple[Binding, str], ...]) -> Function:
+    """Return a function that returns these, with the lines and parameters alone that they need."""
+    needed, lines = {name for _, name in returns}, []
+    for line in reversed(function.lines):
+        if any(value.name in needed for value in line.made):
+            lines.append(line)
+            needed.update(line.uses())
+    parameters = tuple(value for value in function.parameters if value.name in needed)
+    return replace(function, parameters=parameters, lines=tuple(reversed(lines)), returns=returns)
 
 
 def _stored_faults(pads: Pads, stored: Mapping[str, TensorType]) -> Iterator[Fault]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from ..layout.placement import Split
 from ..padding.flow import Extra, PaddingFault
 from ..program.program import Function, Program
-from .padding import follow_rows
+from .padding import follow_rows, making
 from .samples import dependences
 
 
@@ -17,18 +17,13 @@ def of_returned(function: Function, names: Collection[str] | None = None) -> Fun
     """Return a function with the lines alone that make what the model returns, or those of these ``names``."""
     returns = tuple((key, name) for key, name in function.returns
                     if key.kind == "output" and (names is None or key.name in names))  # fmt: skip
-    needed, lines = {name for _, name in returns}, []
-    for line in reversed(function.lines):
-        if any(value.name in needed for value in line.made):
-            lines.append(line)
-            needed.update(line.uses())
-    parameters = tuple(value for value in function.parameters if value.name in needed)
-    return replace(function, parameters=parameters, lines=tuple(reversed(lines)), returns=returns)
+    return making(function, returns)
 
 
 def sample_dims(reference: Program, unbatched: Collection[str]) -> dict[str, int | None]:
-    """Return, for each returned tensor, the dim along which it has its samples; None where it is alike for all. Those
-    in which samples have met, as in a mean over them, are left out.
+    """Return, for each returned tensor, the dim along which it has its samples, each in a row or in as many rows as any
+    other; None where it is alike for all. Those in which samples have met, as in a mean over them, are left out, and
+    those that do not have a sample's rows together, as a batch that is repeated.
 
     ``unbatched`` are inputs whose first dim is not the batch.
     """
@@ -40,7 +35,8 @@ def sample_dims(reference: Program, unbatched: Collection[str]) -> dict[str, int
         if samples.kind == "I":
             dims[key.name] = None
         elif isinstance(samples.kind, Split) and samples.kind.dim >= 0:
-            dims[key.name] = samples.kind.dim
+            if samples.kind.outer == 1:
+                dims[key.name] = samples.kind.dim
         elif isinstance(samples.kind, Split) and shape[:1] == (size,):
             dims[key.name] = 0  # the rules lost track of samples, or there is one
     return dims

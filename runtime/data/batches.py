@@ -91,6 +91,9 @@ class Batches:
             return make()[0]
         begun, rows = self._together.exchanged(call, make)
         self._hold(rows, begun.at)
+        if kind == _LOCAL and complete is None and self._looks:
+            self._looks -= 1
+            self._warn_of_repeats(rows)
         for at, key in enumerate(self._keys, _FIRST + len(self._feed.types)):
             if (own := begun.work[0].totals.get(key)) is not None:
                 counts = torch.tensor([row[at] for row in rows], device=own.device)
@@ -116,9 +119,6 @@ class Batches:
                 both = f", though both are at {alike}" if alike else ""
                 message = f"`{name}` of rank {other[1]} is not that of rank {other[0]}{both}"
                 raise RunError(BATCHES_DIFFER, message, _every_rank(kind, self._samples(at), axes))
-        if kind == _LOCAL and self._looks:
-            self._looks -= 1
-            self._warn_of_repeats(rows)
 
     def _warn_of_repeats(self, rows: Sequence[Sequence[int]]) -> None:
         """Warn, once and on one rank, where ranks that should have other samples have the same."""
@@ -138,7 +138,7 @@ class Batches:
                         f" give each rank its own, chosen by {by}: `parc.dataloader` does so, and torch's"
                         " `DistributedSampler` with that as its `rank`"
                     )
-                    warnings.warn(message, stacklevel=6)  # of who calls `session.step`
+                    warnings.warn(message, stacklevel=5)  # of who calls `session.step`
                 return
 
     def _at(self, axes: Sequence[str]) -> Callable[[int], Hashable]:

@@ -80,7 +80,7 @@ class Gatherer:
             else:  # what is received is never written over what is trained
                 given = torch.empty(type_.local(self._mesh), dtype=type_.dtype, device=self._device)
             if sent:
-                dist.broadcast(given, source)
+                dist.broadcast(given.view(-1).view(torch.uint8), source)  # gloo knows not every type
             pieces[source] = given.cpu()
         if not type_.placement.split_axes():
             (only,) = pieces.values()
