@@ -193,7 +193,7 @@ def run_rows(rows: str, loss: str) -> list[Any]:
     with parc.load(loss) as session:
         with pytest.raises(parc.RunError) as nothing:
             session.predict()
-        math.isfinite(session.evaluate())
+        assert math.isfinite(session.evaluate())
     return [found, apart.value.message, torch.equal(before, weights), nothing.value.code.name]
 
 
