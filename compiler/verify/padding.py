@@ -61,7 +61,9 @@ def tail_fault(reference: Program, ignored: Mapping[str, int]) -> str:
     there. The loss is then the same function of the parameters as without them, and so are its gradients.
     """
     if not any(function.name == "count" for function in reference.functions):
-        return "its loss is no mean over targets, of which some can be left out"
+        return "its loss does not count targets, of which some can be left out: only a `cross_entropy` of the plan does"
+    if number := _uncounted_term(reference):
+        return f"term {number} of its loss counts no targets, so that its mean would be one over the added samples too"
     for function in map(_of_the_loss, reference.functions):
         parameters, inputs = [], {value.name: name for name, value in function.bound("input").items()}
         for value in function.parameters:
@@ -77,6 +79,23 @@ def tail_fault(reference: Program, ignored: Mapping[str, int]) -> str:
             return f"samples are not apart in {where}{f' at {source}' if source else ''}, where {fault}"
         if any(extra.real is not None for extras in results for extra in extras):
             return "what it keeps of a batch has a row for each sample"
+    return ""
+
+
+def _uncounted_term(reference: Program) -> str:
+    """Return the number of a term of the loss that reads inputs and is divided by no count, or "" if there is none."""
+    main, counted = reference.main, reference.function("count").returned("count")
+    inputs = {value.name for value in main.bound("input").values()}
+    for number, weight in main.bound("term").items():
+        needed = {weight.name}
+        for line in main.lines:
+            if weight.name in line.uses():
+                needed.update(line.uses())
+        for line in reversed(main.lines):
+            if any(value.name in needed for value in line.made):
+                needed.update(line.uses())
+        if number not in counted and needed & inputs:
+            return number
     return ""
 
 

@@ -16,6 +16,7 @@ from parc.compiler.program.text import parse_program
 from parc.compiler.verify.padding import tail_fault
 from parc.compiling.compiled import Compiled
 from parc.runtime.faults import RunError
+from tests import checked_plans
 from tests.passes.test_padding import compiled
 from tests.runtime.ranks import run_ranks
 from tests.runtime.tiny import DATA, EVAL, ONE, PLAN, batch, build
@@ -89,7 +90,20 @@ def test_a_loss_that_sees_how_many_samples_there_are_takes_no_fewer(tmp_path: Pa
     with parc.load(build(tmp_path, ONE, plan)) as session, pytest.raises(RunError) as refused:
         session.step(short(3))
     assert "the batch has 3 samples; a step takes 8; give 8 samples" in str(refused.value)
-    assert "its loss is no mean over targets" in str(refused.value)
+    assert "its loss does not count targets" in str(refused.value)
+
+
+def test_a_term_that_counts_no_targets_takes_no_fewer_beside_one_that_does(tmp_path: Path) -> None:
+    """Its own numbers are zeros in added samples, and yet its mean is one over them too."""
+    code = "import torch.nn.functional as F\n\n\ndef own(output, targets):\n    return F.cross_entropy("
+    (tmp_path / "losses.py").write_text(code + 'output.movedim(-1, 1), targets, reduction="none").sum(1).mean()\n')
+    scores = "cross_entropy(output, targets)"
+    with_own = CALM.replace(scores, f'"./losses.py:own"(output, targets) + 0.1 {scores}')
+    with parc.load(build(tmp_path, ONE, with_own)) as session, pytest.raises(RunError) as refused:
+        session.step(short(3))
+    assert "term 1 of its loss counts no targets" in str(refused.value)
+    both = CALM.replace(scores, f"{scores} + 0.1 {scores}")
+    assert not tail_fault(reference(checked_plans.compiled(both)), {"targets": -100})
 
 
 # ---- what is proved of the captured graph
