@@ -235,7 +235,7 @@ class Session:
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Enter a block in which the session uses the averages of the plan's `ema` line instead of its weights:
-        ``evaluate`` and ``state_dict`` read them. In the block, no step is done, and nothing is saved or restored.
+        ``evaluate``, ``predict`` and ``state_dict`` read them. No step is done in it, and nothing is saved or restored.
 
         Raises:
             RunError: the plan has no such line.

@@ -54,16 +54,6 @@ class Rows(Tagger):
         }
 
 
-class Turning(Tagger):
-    """Scores of each token, and the same for the samples in another order."""
-
-    def forward(self, tokens: torch.Tensor) -> dict[str, torch.Tensor | tuple[torch.Tensor, ...]]:
-        """Return scores, and hidden numbers of the last sample first."""
-        scores = super().forward(tokens)["logits"]
-        assert isinstance(scores, torch.Tensor)
-        return {"logits": scores, "turned": scores[torch.arange(tokens.shape[0] - 1, -1, -1)]}
-
-
 class Loss(Tagger):
     """The mean of all scores."""
 
