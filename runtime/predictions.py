@@ -80,7 +80,8 @@ class Predictions:
         others where it has fewer samples than a step takes.
 
         Raises:
-            RunError: the model returns nothing to predict, or further samples would change what these get.
+            RunError: the model returns nothing to predict, a needed input is missing, or further samples would change
+                the tensors of the batch's own.
         """
         if (
             not isinstance(batch, Mapping)
@@ -91,6 +92,10 @@ class Predictions:
         batched = {
             name: value for name, value in batch.items() if name in self._feed.types and name not in self._unbatched
         }
+        if missing := sorted(self._reads - {*batch}):
+            needs = ", ".join(f"`{name}`" for name in sorted(self._reads))
+            help_ = f"a prediction needs {needs}; other inputs may be left out"
+            raise RunError(BAD_DATA, f"the batch has no `{missing[0]}`", help_)
         if any(not isinstance(value, torch.Tensor) or not value.dim() for value in batched.values()):
             return batch
         counts = {(value.shape[0], self._feed.samples(name, shares)) for name, value in batched.items()}

@@ -21,13 +21,13 @@ from parc.compiler.program.binding import Binding
 from parc.compiler.program.program import Line, Ref
 from parc.compiler.verify.padding import tail_fault
 from parc.compiler.verify.returned import mixed_samples, of_returned, sample_dims
-from parc.runtime.compare.returned import joined
+from parc.runtime.compare.returned import joined, stacked
 from parc.runtime.compare.simulate import Simulation
 from parc.runtime.results import StepResult
 from parc.runtime.returned import real_part, returned_types
 from parc.runtime.step import Stepper
 from parc.runtime.work import Batch, RankState
-from tests.checked_plans import compiled
+from tests.checked_plans import checked, compiled
 from tests.planted_builds import GoodBuild, judge
 from tests.predicting_models import Tagger
 from tests.runtime.ranks import run_ranks
@@ -90,9 +90,8 @@ def test_what_the_model_returns_is_what_the_plain_module_returns_in_eval(name: s
     ) -> list[StepResult]:
         return stepper.evaluate(stepper.begin(states, batches, step, keep=False), step, returns=True)
 
-    returned = [result.returned for result in simulation.run(predict, parts, 0)]
-    found, spread = joined(returned, {name: type_ for name, (type_, _) in types.items()}, case.mesh)
-    assert not any(spread.values())
+    returned = [stacked(result.returned) for result in simulation.run(predict, parts, 0)]
+    found = joined(returned, {name: type_ for name, (type_, _) in types.items()}, case.mesh)
     for one, dim in (("logits", 0), ("hidden.0", 0), ("hidden.1", 1)):
         pieces = [real_part(piece, (*piece.shape[:2], *expected[one].shape[2:])) for piece in found[one]]
         torch.testing.assert_close(torch.cat(pieces, dim), expected[one], rtol=1e-10, atol=1e-12)
@@ -221,7 +220,9 @@ def test_every_row_of_a_sample_is_predicted_and_a_refused_call_leaves_the_sessio
 
 
 def test_returned_tensors_that_mix_samples_do_not_refuse_a_smaller_batch_of_an_evaluation() -> None:
-    evaluation = compiled(PLAN.replace("Tagger", "Rows") + PLANS["dp, microbatches"], ROOT).evaluated
+    step = compiled(PLAN.replace("Tagger", "Rows") + PLANS["dp, microbatches"], ROOT)
+    checked(step)  # integers and booleans are compared too
+    evaluation = step.evaluated
     assert evaluation is not None
     assert tail_fault(evaluation.build.reference, {"targets": -100}) == ""
 
@@ -232,9 +233,13 @@ def test_what_cannot_be_predicted_is_said(tmp_path: Path) -> None:
     with parc.load(tmp_path / "build") as session:
         tokens = batch()["tokens"]
         assert session.predict({"tokens": tokens}).keys() == {"logits"}
-        for given, said in (({"tokens": tokens[:3]}, "samples are not apart"), ({}, "the batch has no `tokens`"),
-                            ({"tokens": tokens, "more": tokens}, "`more`, which is no input"),
-                            ({"tokens": torch.zeros(9, 6).long()}, "9 samples")):  # fmt: skip
+        refused: list[tuple[dict[str, torch.Tensor], str]] = [
+            ({"tokens": tokens[:3]}, "samples are not apart"),
+            ({}, "needs `tokens`; other inputs may be left out"),
+            ({"tokens": tokens, "more": tokens}, "`more`, which is no input"),
+            ({"tokens": torch.zeros(9, 6).long()}, "9 samples"),
+        ]
+        for given, said in refused:
             with pytest.raises(parc.RunError) as error:
                 session.predict(given)
             assert said in str(error.value), error.value

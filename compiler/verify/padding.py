@@ -85,16 +85,11 @@ def tail_fault(reference: Program, ignored: Mapping[str, int]) -> str:
 def _uncounted_term(reference: Program) -> str:
     """Return the number of a term of the loss that reads inputs and is divided by no count, or "" if there is none."""
     main, counted = reference.main, reference.function("count").returned("count")
-    inputs = {value.name for value in main.bound("input").values()}
     for number, weight in main.bound("term").items():
-        needed = {weight.name}
-        for line in main.lines:
-            if weight.name in line.uses():
-                needed.update(line.uses())
-        for line in reversed(main.lines):
-            if any(value.name in needed for value in line.made):
-                needed.update(line.uses())
-        if number not in counted and needed & inputs:
+        term = tuple(name for line in main.lines if weight.name in (used := [*line.uses()]) for name in used)
+        if number not in counted and making(main, tuple((Binding("value", name), name) for name in term)).bound(
+            "input"
+        ):
             return number
     return ""
 

@@ -13,6 +13,7 @@ import torch
 
 from ...compiler.program.binding import LOSS, Binding
 from .model_run import Case, Microbatches, ReferenceRun, Watch, largest_difference
+from .returned import stacked
 
 _TIMES = 16
 """The factor on the measured distance: sums in another order round more often than weights and inputs do."""
@@ -80,7 +81,7 @@ class Roundings:
                 **{Binding("gradient", name): value for name, value in gradients.items()},
                 **{Binding("parameter", name): value.detach().clone() for name, value in run.parameters.items()},
                 **{Binding("buffer", name): value for name, value in run.buffers.items()},
-                **{Binding("output", name): torch.stack(values) for name, values in run.returned.items()},
+                **{Binding("output", name): value for name, value in stacked(run.returned).items()},
             }
             self._taken += 1
         return self._found

@@ -31,7 +31,7 @@ from .agreement import TOLERANCE, Agreement
 from .model_run import Case, Microbatches, ReferenceRun, largest, largest_difference, wide
 from .near_ties import DRAWS
 from .plain import CPU
-from .returned import joined
+from .returned import joined, stacked
 from .roundings import Roundings
 from .two_spaces import TWO_SPACES, loaded_parameters, lying_elsewhere
 
@@ -108,7 +108,8 @@ class Simulation:
         }
         self.spread = _spread(gradients, self.types, self.case.mesh)
         self.norms = [result.grad_norm for result in results]
-        self.metrics, self.returned = zip(*((result.metrics, result.returned) for result in results), strict=True)
+        self.metrics = [result.metrics for result in results]
+        self.returned = [stacked(result.returned) for result in results]
         for state, optimizer, result in zip(self.states, self.optimizers, results, strict=True):
             # ranks of one process share what a collective made, and clipping scales in place
             given = {name: gradient.clone() for name, gradient in result.gradients.items()}
@@ -264,9 +265,11 @@ def _compare_returned(
 ) -> None:
     """Compare the tensors that the model returns."""
     types = {name: type_ for name, (type_, _) in returned_types(simulation.roles).items()}
-    whole, spread = joined(simulation.returned, types, simulation.case.mesh)
-    for name, values in reference.returned.items():
-        expected, error = torch.stack(values), float("inf")
+    mesh = simulation.case.mesh
+    pieces = [{name: value.double() for name, value in of_rank.items()} for of_rank in simulation.returned]
+    whole, spread = joined(pieces, types, mesh), _spread(pieces, types, mesh)
+    for name, expected in stacked(reference.returned).items():
+        error = float("inf")
         if name in whole:
             top = max(_largest(expected), 1e-30)
             apart = max(largest_difference(real_part(whole[name], expected.shape), expected), spread[name])
