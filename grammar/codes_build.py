@@ -153,11 +153,14 @@ BAD_RULE = Code(
 AVERAGED = shown(
     name="P0217",
     title="a loss that microbatches may not add up to",
-    why="the losses of microbatches are averaged. This is the loss of the whole batch if each is a mean over "
-    "equally many elements. If a mask or a target decides which elements count, microbatches with few "
-    "elements weigh too much.",
-    example="loss output                 # (losses * mask).sum() / mask.sum()\nschedule microbatches 4",
-    instead="loss cross_entropy(output, targets)   # ignored targets do not count\nschedule microbatches 4",
+    why="a loss, or a term of one, is averaged over microbatches. This is its value for the whole batch if it is a "
+    "mean over equally many elements of each. If a mask decides which elements count, microbatches with few elements "
+    "weigh too much. parc divides once a step where the denominator is a sum that is made of inputs alone: "
+    "`(losses * mask).sum() / mask.sum()`. It does not where the denominator has a floor, as `.clamp(min=1)`, or comes "
+    "from the model. In other losses the samples meet: in a contrastive loss the other samples are negatives. A sum is "
+    "added up over microbatches if it is the whole loss, and averaged if it is a term beside a mean.",
+    example="loss output          # (losses * mask).sum() / mask.sum().clamp(min=1)\nschedule microbatches 4",
+    instead="loss output          # (losses * mask).sum() / mask.sum()\nschedule microbatches 4",
 )
 NOT_RECOMPUTED = Code(
     name="P0218",

@@ -57,6 +57,9 @@ class PlanError(Exception):
     def __str__(self) -> str:
         return "\n\n".join(map(render, self.diagnostics))
 
+    def __repr__(self) -> str:
+        return f"PlanError({str(self)!r})"
+
 
 def render(diagnostic: Diagnostic) -> str:
     """Return the diagnostic as plain text, without a final newline.

@@ -148,13 +148,21 @@ def _changed(compiled: Compiled) -> Iterator[Diagnostic]:
 
 
 def _averaged(compiled: Compiled) -> Iterator[Diagnostic]:
-    if compiled.built.averaged:
-        many = compiled.plan.microbatches
-        message = f"the losses of {many} microbatches are averaged, which may not be the whole batch's loss"
-        help_ = "this is right if each microbatch's loss is a mean over equally many elements; `loss cross_entropy(…)`"
-        help_ += " counts the targets of the whole batch, and `+ 0.01 output.aux_loss` adds a term to it"
-        span = compiled.plan.loss.arguments.statement.span
-        yield Diagnostic(AVERAGED, message, Label(span), help=help_, severity=Severity.WARNING)
+    """Warn of terms of the loss whose mean over microbatches may not be their value for the whole batch. An entry of
+    the model's output, such as the balance of experts, is the model's own affair: of that it is a note."""
+    loss, many = compiled.plan.loss, compiled.plan.microbatches
+    for number in compiled.built.averaged:
+        alone, own = len(loss.terms) == 1, loss.terms[number - 1].kind == "output"
+        what = f"the losses of {many} microbatches are averaged"
+        if not alone:
+            what = f"term {number} of the loss is averaged over {many} microbatches"
+        yield Diagnostic(
+            AVERAGED, f"{what}, which may not be the whole batch's {'loss' if alone else 'value'}",
+            Label(loss.arguments.statement.span if alone else loss.term_span(number)),
+            help="this is right if it is a mean over equally many elements of each microbatch; exact are also `loss "
+            "cross_entropy(…)` and `(losses * mask).sum() / mask.sum()` of a mask that is made of inputs alone",
+            severity=Severity.NOTE if own and not alone else Severity.WARNING,
+        )  # fmt: skip
 
 
 def _rounded(compiled: Compiled) -> Iterator[Diagnostic]:

@@ -24,7 +24,7 @@ from ..compiler.program.roles import SINGLE as ROLE
 from ..compiler.program.roles import Programs, join_roles
 from ..compiler.resolve.context_lines import ContextLine
 from ..compiler.resolve.seeds import PlacementSeed
-from ..compiler.verify.samples import combination
+from ..compiler.verify.samples import averaged_terms, combination, is_one_fraction
 from .calls import computes, mark_packed
 from .canonical.canonicalize import canonicalize
 from .canonical.constants import fold_constants
@@ -54,7 +54,7 @@ from .programs.early import sum_early
 from .programs.hide import hide_exchanges
 from .programs.kept import mark_recomputed
 from .programs.makers import StepParts, make_roles
-from .programs.model_program import reference_program, without_training
+from .programs.model_program import fraction_program, reference_program, without_training
 from .programs.offload import offload
 from .programs.overlap import OverlapChoices, overlapped
 from .programs.rings import ring_attention
@@ -144,8 +144,8 @@ class Built:
     compressor: Compressor = field(default_factory=Compressor)
     sites: Mapping[str, TensorType] = field(default_factory=dict)
     """The values inside the model that lines place, by their names."""
-    averaged: bool = False
-    """True where microbatches are averaged though their mean may not be the whole batch's loss."""
+    averaged: tuple[int, ...] = ()
+    """The numbers of the loss's terms whose mean over microbatches may not be that of the whole batch."""
 
     @property
     def dims(self) -> ShardDims:
@@ -195,7 +195,7 @@ def _forward(captured: Captured, request: Request) -> tuple[SplitLoss, Program]:
     graph = canonicalize(captured.graph, ranged=request.choices is not None)
     fold_constants(graph, request.choices)
     freeze_parameters(graph, request.frozen)
-    loss = split_loss(graph, request.terms)
+    loss = split_loss(graph, request.terms, lambda part: is_one_fraction(fraction_program(part), request.unbatched))
     count_loads(loss.graph, captured.updates, captured.returned, request.evaluates)
     mark_packed(loss.graph)
     reference = reference_program(loss.graph, loss.count, loss.counts, request.seed)
@@ -264,7 +264,7 @@ def _build(captured: Captured, mesh: Mesh, request: Request) -> Built:
         levels,
         compressor,
         site_types(loss.graph, mesh, placed, {name for name, *_ in request.sites}),
-        adds is None,
+        averaged_terms(reference, request.unbatched) if request.microbatches > 1 else (),
     )
 
 

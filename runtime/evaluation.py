@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -95,6 +96,7 @@ class Evaluation:
         self._by_sizes = BySizes(self._build, make)
         self._batches, self._mesh = Batches(self._by_sizes, mesh, together), mesh
         self._predictions: dict[int, Predictions] = {}
+        self._told = False
 
     @cached_property
     def _fixed(self) -> dict[str, torch.Tensor]:
@@ -123,11 +125,21 @@ class Evaluation:
             raise RunError(BATCHES_DIFFER, message, "give every rank the same data")
         return found
 
+    def left_out(self) -> str:
+        """Return a sentence on the data that evaluations leave out, or "". ``mean`` warns of it unless it was asked.
+
+        Collective: every rank asks for it.
+        """
+        self._told = True
+        return self.extent.note
+
     def mean(self, state: RankState) -> float:
         """Return the mean loss over the first batches of the evaluation's data, as many as the plan says, where there
         are so many. Each counts by its targets, or, where the loss counts none, by its samples: the mean is that over
-        one large batch of all their samples."""
+        one large batch of all their samples. Samples that are left out are warned of once."""
         extent, feed, rest = self.extent, self._by_sizes().feed, None
+        if not self._told and self.left_out() and not self._together.rank:
+            warnings.warn(extent.note, stacklevel=2)
         if extent.rest:
             rest = self._together.agreed(_MEAN, lambda: feed.beginning(extent.batches, extent.rest))
         total, weights = 0.0, 0.0

@@ -38,6 +38,9 @@ class RunError(Exception):
         help_ = f"; {self.help}" if self.help else ""
         return f"[{self.code.name}] {self.message}{help_}" + "".join(f"\n  {note}" for note in self.notes)
 
+    def __repr__(self) -> str:
+        return f"RunError({str(self)!r})"
+
     @property
     def exit_code(self) -> int:
         """The exit code of a command that ends with this error."""
@@ -126,7 +129,9 @@ class Watcher:
             return None
         order, action, line, kind = self._line
         if action == SCALING:
-            return Bad(order, self.rank, "every target of the batch is ignored, so the loss would divide by zero")
+            return Bad(
+                order, self.rank, "every target of the batch is ignored or masked, so the loss would divide by zero"
+            )
         module = line.origin.module
         if "*" in module and self._called_by:
             module = complete(module, self._called_by)

@@ -11,11 +11,13 @@ import torch
 import torch.nn.functional as F
 
 import parc
+from parc.advice import warnings_of
 from parc.checking.reports import report_of
 from parc.compiler.build.directory import write_build
 from parc.compiler.program.actions import SCALING
 from parc.compiler.program.text import parse_program
 from parc.compiler.verify.reduce import check_reduce
+from parc.grammar.diagnostics import Severity
 from tests.checked_plans import checked, compiled
 from tests.planted_builds import ROOT
 from tests.runtime.ranks import run_ranks
@@ -46,7 +48,10 @@ TWO = MESHES["dp=2, microbatches"]
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_sum_of_losses_composes_with(mesh: str) -> None:
     made = compiled(PLAN.format(terms=TERMS) + MESHES[mesh], ROOT / "tests")
-    assert checked(made).report["checks"]["numbers"] == "tested" and not made.built.averaged
+    assert checked(made).report["checks"]["numbers"] == "tested"
+    balance = (3,) * ("microbatches" in MESHES[mesh])  # it is no mean over tokens
+    assert made.built.averaged == balance
+    assert [(w.code.name, w.severity) for w in warnings_of(made)] == [("P0217", Severity.NOTE) for _ in balance]
 
 
 @pytest.mark.parametrize("loss", ["0.5 output.aux_loss + {near}", "{near} + 0.5 {near}", "0.5 {near} + 0.5 {near}"])
@@ -55,7 +60,8 @@ def test_terms_may_stand_in_any_order_and_share_a_mean(loss: str, tmp_path: Path
     near = "cross_entropy(output.logits, targets, ignore=0)"
     text = re.sub(r"loss .*", f"loss {loss.format(near=near)}", PLAN.format(terms=TERMS)).replace("input later", "#")
     made = compiled(text + TWO.replace(", later", ""), ROOT / "tests")
-    assert checked(made).report["checks"]["numbers"] == "tested" and not made.built.averaged
+    assert checked(made).report["checks"]["numbers"] == "tested"
+    assert made.built.averaged == tuple(number for number, term in enumerate(loss.split(" + "), 1) if "aux" in term)
     write_build(made.to_write(report_of(made)), tmp_path / "build")
     plain, given = parc.reference(tmp_path / "build"), {key: batch()[key] for key in ("tokens", "targets")}
     logits = plain.module(given["tokens"])["logits"].flatten(0, 1)

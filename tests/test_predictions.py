@@ -234,7 +234,7 @@ def test_what_cannot_be_predicted_is_said(tmp_path: Path) -> None:
         tokens = batch()["tokens"]
         assert session.predict({"tokens": tokens}).keys() == {"logits"}
         refused: list[tuple[dict[str, torch.Tensor], str]] = [
-            ({"tokens": tokens[:3]}, "samples are not apart"),
+            ({"tokens": tokens[:3]}, "samples meet in"),
             ({}, "needs `tokens`; other inputs may be left out"),
             ({"tokens": tokens, "more": tokens}, "`more`, which is no input"),
             ({"tokens": torch.zeros(9, 6).long()}, "9 samples"),

@@ -90,6 +90,9 @@ class OpFacts:
 
     elementwise: bool = False
     """True where an entry of a result depends only on the operands' entries at its place."""
+    chooses: tuple[int, int, int] | None = None
+    """The positions of the arguments of an operator that takes each entry from one of two: the condition, the argument
+    where it holds, and the other."""
     reduces: Reduces = ""
     computes: Computes = ""
     power: float | None = None

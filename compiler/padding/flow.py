@@ -255,6 +255,12 @@ def _result(call: OpCall, rule: OpRule, carried: _Carried, dtypes: Sequence[torc
     ignored = row.ignored_at is not None and carried.held.get(row.named_at) == call.args[row.ignored_at]
     if ignored and carried.held[0] is None:
         return 0.0  # of targets that are ignored
+    if row.chooses is not None and all(value is None or math.isfinite(value) for value in held):
+        condition, holds, fails = (call.args[position] for position in row.chooses)
+        known = carried.held.get(condition.index)
+        if known is not None:
+            chosen = holds if known else fails
+            return carried.held.get(chosen.index) if isinstance(chosen, Operand) else float(chosen)
     if row.elementwise and len(held) == len(call.operands) and None not in held:
         return point(call, tuple(carried.held[index] for index in range(len(held))), tuple(dtypes))[0]
     return None if all(value is None or math.isfinite(value) for value in held) else UNKNOWN

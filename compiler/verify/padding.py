@@ -18,11 +18,20 @@ from ..padding.pads import Pad, Pads
 from ..program.actions import step_kinds
 from ..program.binding import PARAMETERS, Binding
 from ..program.faults import Fault
+from ..program.parts import making, weighted_terms
 from ..program.program import Function, Program
 from ..program.residual import residual_of
 from .lines import Question, follow, line_call
 
 _ROW_MAX = "parc.row_max"
+_COUNTS = "as `cross_entropy` is, or `(losses * mask).sum() / mask.sum()` for a mask that is made of inputs"
+_IN_SAMPLES = (
+    ("padding that holds", "added samples, which hold"),
+    ("its padding", "added samples"),
+    ("padding changes", "added samples change"),
+    ("the padding", "added samples"),
+)
+"""The words of faults of padding, and those to say where the padding is samples behind a batch's own."""
 
 
 def check_padding(programs: Mapping[str, Program], pads: Pads, stored: Mapping[str, TensorType]) -> list[Fault]:
@@ -61,9 +70,11 @@ def tail_fault(reference: Program, ignored: Mapping[str, int]) -> str:
     there. The loss is then the same function of the parameters as without them, and so are its gradients.
     """
     if not any(function.name == "count" for function in reference.functions):
-        return "its loss does not count targets, of which some can be left out: only a `cross_entropy` of the plan does"
-    if number := _uncounted_term(reference):
-        return f"term {number} of its loss counts no targets, so that its mean would be one over the added samples too"
+        return f"its loss is not divided by a count, {_COUNTS}"
+    counted = reference.function("count").returned("count")
+    for number, term in weighted_terms(reference.main).items():
+        if number not in counted and term.bound("input"):
+            return f"term {number} of its loss is not divided by a count, {_COUNTS}: its mean is over added samples too"
     for function in map(_of_the_loss, reference.functions):
         parameters, inputs = [], {value.name: name for name, value in function.bound("input").items()}
         for value in function.parameters:
@@ -74,24 +85,19 @@ def tail_fault(reference: Program, ignored: Mapping[str, int]) -> str:
         try:
             results = follow_rows(reference, function, parameters)
         except PaddingFault as fault:
-            module, source = fault.origin.module, fault.origin.source
-            where = f"`{module}`" if module else "the model's own code or the loss"
-            return f"samples are not apart in {where}{f' at {source}' if source else ''}, where {fault}"
+            return where_samples_meet(fault, "the model's own code or the loss")
         if any(extra.real is not None for extras in results for extra in extras):
             return "what it keeps of a batch has a row for each sample"
     return ""
 
 
-def _uncounted_term(reference: Program) -> str:
-    """Return the number of a term of the loss that reads inputs and is divided by no count, or "" if there is none."""
-    main, counted = reference.main, reference.function("count").returned("count")
-    for number, weight in main.bound("term").items():
-        term = tuple(name for line in main.lines if weight.name in (used := [*line.uses()]) for name in used)
-        if number not in counted and making(main, tuple((Binding("value", name), name) for name in term)).bound(
-            "input"
-        ):
-            return number
-    return ""
+def where_samples_meet(fault: PaddingFault, unnamed: str) -> str:
+    """Return the words for a fault in which the padding is samples behind a batch's own; ``unnamed`` is the place of a
+    line outside all modules."""
+    module, source, words = fault.origin.module, fault.origin.source, str(fault)
+    for padding, samples in _IN_SAMPLES:
+        words = words.replace(padding, samples)
+    return f"samples meet in {f'`{module}`' if module else unnamed}{f' at {source}' if source else ''}, where {words}"
 
 
 def follow_rows(program: Program, function: Function, parameters: Sequence[Extras]) -> Sequence[Extras]:
@@ -110,17 +116,6 @@ def _of_the_loss(function: Function) -> Function:
     lines = tuple(line for line in function.lines if loads.isdisjoint(value.name for value in line.made))
     returns = tuple((key, name) for key, name in function.returns if name not in loads and key.kind != "output")
     return making(replace(function, lines=lines), returns)
-
-
-def making(function: Function, returns: tuple[tuple[Binding, str], ...]) -> Function:
-    """Return a function that returns these, with the lines and parameters alone that they need."""
-    needed, lines = {name for _, name in returns}, []
-    for line in reversed(function.lines):
-        if any(value.name in needed for value in line.made):
-            lines.append(line)
-            needed.update(line.uses())
-    parameters = tuple(value for value in function.parameters if value.name in needed)
-    return replace(function, parameters=parameters, lines=tuple(reversed(lines)), returns=returns)
 
 
 def _stored_faults(pads: Pads, stored: Mapping[str, TensorType]) -> Iterator[Fault]:

@@ -8,8 +8,9 @@ from dataclasses import replace
 
 from ..layout.placement import Split
 from ..padding.flow import Extra, PaddingFault
+from ..program.parts import making
 from ..program.program import Function, Program
-from .padding import follow_rows, making
+from .padding import follow_rows, where_samples_meet
 from .samples import dependences
 
 
@@ -54,9 +55,7 @@ def mixed_samples(reference: Program, dims: Mapping[str, int | None], unbatched:
     try:
         results = follow_rows(replace(reference, functions=(main,)), main, given)
     except PaddingFault as fault:
-        module, source = fault.origin.module, fault.origin.source
-        where = f"`{module}`" if module else "the model's own code"
-        return f"samples are not apart in {where}{f' at {source}' if source else ''}, where {fault}"
+        return where_samples_meet(fault, "the model's own code")
     for (key, _), extras in zip(main.returns, results, strict=True):
         at = [(extra.dim, extra.outer) for extra in extras if extra.real is not None]
         if at not in ([], [(dims[key.name], 1)]):

@@ -21,7 +21,8 @@ from ..ops.factors import OpCall
 from ..ops.infer import infer, place_created
 from ..ops.op_row import normal_dims
 from ..ops.rules import facts, has_rule
-from ..program.binding import LOSS, Binding
+from ..program.binding import COUNT, LOSS, Binding
+from ..program.parts import weighted_terms
 from ..program.program import Program
 from .lines import Question, follow, line_call
 
@@ -57,7 +58,7 @@ _MAY_KEEP_APART = ("shape", "dims", "index", "scatter")
 def combination(reference: Program, unbatched: Collection[str] = ()) -> Adds:
     """Return ``"sum"`` if the losses of microbatches add up to the whole batch's loss, ``"mean"`` if they average to
     it, and None where that is not sure. A loss that is divided by a count of targets is judged by its numerator, which
-    can only add up; a term with a weight of its own is averaged by that.
+    can only add up; a term with a weight of its own is for ``averaged_terms``.
 
     ``unbatched`` are inputs whose first dim is not the batch. Statistics of a microbatch, as of a BatchNorm, are taken
     to be meant in a mean, and in what a count divides. In microbatches of one sample only sums over samples are seen.
@@ -70,6 +71,30 @@ def combination(reference: Program, unbatched: Collection[str] = ()) -> Adds:
     if len(reference.functions) > 1:
         return "sum"
     return None if loss.adds == "sum" and loss.statistic else loss.adds
+
+
+def averaged_terms(reference: Program, unbatched: Collection[str] = ()) -> tuple[int, ...]:
+    """Return the numbers of those terms of the loss that microbatches may not make as the whole batch does: they are
+    averaged, and may be no means over samples, or their samples meet. Terms are numbered from 1."""
+    terms = weighted_terms(reference.main)
+    counts = reference.functions[0].returned("count")
+    found = [] if combination(reference, unbatched) else [min({*range(1, len(terms) + 2)} - {*map(int, terms)})]
+    for number, term in terms.items():
+        made = dependences(replace(reference, functions=(term,)), unbatched)[LOSS]
+        right = made.kind == "P" if number in counts else made == _FREE or (made.kind, made.adds) == ("P", "mean")
+        found += [] if right else [int(number)]
+    return tuple(sorted(found))
+
+
+def is_one_fraction(program: Program, unbatched: Collection[str] = ()) -> bool:
+    """Return whether microbatches and the whole batch have one fraction: the numerators of microbatches, divided by
+    their denominators, all added up before. ``program`` returns both, as ``LOSS`` and ``COUNT``.
+
+    Statistics of a microbatch are taken to be meant in the numerator, and are in no denominator.
+    """
+    found = dependences(program, unbatched)
+    above, below = found[LOSS], found[COUNT]
+    return above.kind == below.kind == "P" and above.adds == below.adds is not None and not below.statistic
 
 
 def dependences(reference: Program, unbatched: Collection[str] = ()) -> dict[Binding, Samples]:
@@ -151,7 +176,8 @@ def _added(q: Question, call: OpCall, sums: Sequence[Samples], size: int) -> tup
     if facts(call.op).computes == "ratio" and adds == "sum":
         # a sum over as many as it is divided by is a mean; any other number may come from the size of the batch
         return ("mean" if terms and call.args[1] == terms else None), 0
-    narrows = q.results[0].dtype.itemsize < q.operands[0].dtype.itemsize
+    rounded = q.operands[0].dtype.is_floating_point or not q.results[0].dtype.is_floating_point
+    narrows = rounded and q.results[0].dtype.itemsize < q.operands[0].dtype.itemsize
     return (None if narrows else adds), terms
 
 

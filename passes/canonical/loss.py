@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,9 +28,12 @@ class SplitLoss:
     counts: tuple[Binding, ...] = ()
 
 
-def split_loss(graph: fx.Graph, terms: int = 1) -> SplitLoss:
-    """Take the division by the count of targets out of a mean cross entropy, or a multiple of one. It is then done once
-    a step, by the count over all data ranks and microbatches. A mean of means would weigh targets unequally.
+def split_loss(graph: fx.Graph, terms: int, is_one_fraction: Callable[[fx.Graph], bool]) -> SplitLoss:
+    """Take the division by a count out of a mean cross entropy, out of a sum over samples that is divided by a sum over
+    inputs, and out of a multiple of these. It is then done once a step, by the count over all data ranks and
+    microbatches. A mean of means would weigh targets unequally.
+
+    ``is_one_fraction`` tells of the graph of a numerator and a denominator whether they add up over microbatches.
 
     A loss that is the sum of several ``terms`` is divided by the count of its first counted term. Every other term is
     multiplied by an input of its own, which SCALE makes, so that the same division leaves the right mean.
@@ -38,7 +42,7 @@ def split_loss(graph: fx.Graph, terms: int = 1) -> SplitLoss:
     loss, *updates = outputs(graph)
     roots = _terms(loss, terms)
     chains = [_scalings(root) for root in roots]
-    found = {number: _denominator(chain[-1]) for number, chain in enumerate(chains, 1)}
+    found = {number: _denominator(chain[-1], is_one_fraction) for number, chain in enumerate(chains, 1)}
     denominators = {number: node for number, node in found.items() if node is not None}
     if not denominators:
         return SplitLoss(graph)
@@ -150,14 +154,16 @@ def _width(node: fx.Node) -> int:
     return dtype.itemsize
 
 
-def _denominator(loss: fx.Node) -> fx.Node | None:
-    """Return the count that divides the loss, if the loss is a mean cross entropy and nothing else."""
+def _denominator(loss: fx.Node, is_one_fraction: Callable[[fx.Graph], bool]) -> fx.Node | None:
+    """Return the count that divides the loss, if the loss is a mean cross entropy, or a sum over samples divided by a
+    sum over inputs, as a mean over the samples of a mask, and nothing else."""
     if loss.target is not aten.div.Tensor:
         return None
     total, count = loss.args
-    if not isinstance(total, fx.Node) or not isinstance(count, fx.Node) or total.target is not aten.sum.default:
+    if not isinstance(total, fx.Node) or not isinstance(count, fx.Node):
         return None
-    read = (noted(node).binding.kind for node in ancestors([count]) if node.op == "placeholder")
-    inputs_only = all(kind == "input" for kind in read)
-    losses: Any = total.args[0]
-    return count if noted(losses).token_losses and inputs_only else None
+    read = {noted(node).binding.kind for node in ancestors([count]) if node.op == "placeholder"}
+    if not read <= {"input"} or noted(total).value.dtype != noted(loss).value.dtype:
+        return None
+    losses: Any = total.args[0] if total.target is aten.sum.default else total
+    return count if noted(losses).token_losses or is_one_fraction(_graph_of([total, count])) else None

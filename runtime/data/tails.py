@@ -9,7 +9,9 @@ from typing import final
 import torch
 
 from ...compiler.build.build import Build
+from ...compiler.ops.rules import facts
 from ...compiler.program.loads import biases_in
+from ...compiler.program.program import Function, Ref
 from ...compiler.sizes.size_range import BATCH
 from ...grammar.codes_build import BAD_DATA
 from ..faults import RunError
@@ -27,13 +29,23 @@ class Tails:
 
     @cached_property
     def _ignored(self) -> dict[str, int]:
-        """The inputs that are targets of the loss, with the number that says to ignore a target."""
-        bounds = class_bounds(self._reference)
-        return {name: bounds[name][1] or 0 for name in self._names if name in bounds and bounds[name][1] is not None}
+        """The inputs that decide what the loss counts, with a number of which none is counted, if the loss allows it:
+        for targets of a cross entropy that which it ignores, for others, as a mask, that with which they are compared,
+        or 0."""
+        bounds, found = class_bounds(self._reference), dict[str, int]()
+        for function in self._reference.functions[:-1]:
+            numbers = _compared(function)
+            found = {name: numbers.get(name, 0) for name in self._names if name in function.bound("input")}
+        for name, (bound, ignore) in bounds.items():
+            if name in self._names and ignore is not None:
+                found[name] = ignore
+            elif not 0 <= found.get(name, 0) < bound:
+                del found[name]  # it is a row or a class too, and there is none of this number
+        return found
 
     @cached_property
     def fault(self) -> str:
-        """The reason why samples whose targets are ignored would change the loss, "" where they do not."""
+        """The reason why samples that the loss is not to count would change it, "" where they do not."""
         from ...compiler.verify.padding import tail_fault  # proves in sympy, which most runs need not import
 
         if self._balanced:
@@ -41,15 +53,17 @@ class Tails:
         return tail_fault(self._reference, self._ignored)
 
     def ignored_targets(self, count: int) -> Mapping[str, int]:
-        """Return the inputs that are targets, with the number that is ignored: samples of such targets complete a batch
-        of ``count`` samples.
+        """Return the inputs that decide what the loss counts, with the numbers of samples that are not counted: such
+        samples complete a batch of ``count`` samples.
 
         Raises:
             RunError: they would change the loss.
         """
         if self.fault:
             message = f"the last batch of an epoch has {count} samples, and a step takes {self._size}"
-            help_ = "`drop_last=True` leaves them out"
+            help_ = (
+                f"`drop_last=True` leaves them out; a line `sizes B=LOW..{self._size} by STEP` allows smaller batches"
+            )
             raise RunError(BAD_DATA, message, help_, [f"fewer would change its numbers: {self.fault}"])
         return self._ignored
 
@@ -88,3 +102,18 @@ class Tails:
     def _longer(self, name: str, value: torch.Tensor, missing: int) -> torch.Tensor:
         more = value[:1].expand(missing, *value.shape[1:])
         return torch.cat([value, torch.full_like(more, self._ignored[name]) if name in self._ignored else more])
+
+
+def _compared(count: Function) -> dict[str, int]:
+    """Return, for inputs that a count compares with a number, the number, as -100 in ``(targets != -100).sum()``."""
+    origin, found = {value.name: name for name, value in count.bound("input").items()}, dict[str, int]()
+    for line in count.lines:
+        first, *others = line.args or (None,)
+        name, row = origin.get(first.name, "") if isinstance(first, Ref) else "", facts(line.op)
+        if name and (row.keeps_values or row.casts or row.moves == "shape"):
+            origin.update((value.name, name) for value in line.made)
+        elif (
+            name and row.elementwise and others and isinstance(others[0], int) and line.made[0].type.dtype == torch.bool
+        ):
+            found.setdefault(name, others[0])
+    return found

@@ -156,7 +156,7 @@ def _at_the_start(session: Session, options: Options) -> Iterator[str]:
         yield f"{done}: there is nothing left to train; `--steps K` trains until step K"
         return
     yield from session.notes
-    if options.eval_every and (left := session.evaluation.extent.note):
+    if options.eval_every and (left := session.evaluation.left_out()):
         yield left
     if said := rate_ends(session.build, options.steps):
         yield said

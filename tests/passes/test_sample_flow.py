@@ -13,6 +13,7 @@ from parc.compiling.compiled import Compiled
 from parc.runtime.compare.simulate import Simulation
 
 from ..checked_plans import compiled
+from ..draws import all_but
 
 MODELS = """
 import torch
@@ -45,7 +46,7 @@ input x float32 [B, 8]
 input y int64 [B]
 {inputs}
 sizes B=8
-loss "./models.py:{loss}"(output, y)
+loss {loss}
 optimizer sgd lr 0.1
 schedule microbatches {microbatches}
 """
@@ -62,6 +63,10 @@ ADDED = {
     "products_of_each_sample": "torch.bmm(out[:, :, None], out[:, None]).square().mean()",
     "two_views_of_each": "torch.cat([out, 2 * out]).chunk(2)[1].square().mean()",
     "with_what_no_sample_reaches": "out.square().mean() + 1.0",
+    "mean_of_a_mask": "(out.square().mean(-1) * (y > 1)).sum() / (y > 1).sum()",
+    "mean_of_chosen": "-3 * torch.where(y > 1, out.square().sum(-1), 0.0).sum() / (y > 1).sum().float()",
+    "mean_by_weights": f"({EACH} * y).sum() / y.sum()",
+    "mean_by_a_share": f"({EACH} * (y > 1)).mean() / (y > 1).float().mean()",
 }
 BY_SAMPLES = {"sum_by_samples": "out.square().sum() * (1 / out.shape[0])"}
 MIXED = {
@@ -79,6 +84,10 @@ MIXED = {
     "square_of_a_mean": "out.mean(0).square().mean()",
     "mean_of_a_sum": "out.sum(0).mean()",
     "sum_and_what_no_sample_reaches": "out.square().sum() + 1.0",
+    "mean_of_a_mask_with_a_floor": "(out.square().mean(-1) * (y > 3)).sum() / (y > 3).sum().clamp(min=2)",
+    "mean_of_a_mask_that_sees_the_batch": f"({EACH} * (y > y.float().mean())).sum() / (y > y.float().mean()).sum()",
+    "mean_of_the_models_mask": "(out.square() * (out > 0)).sum() / (out > 0).sum()",
+    "mean_by_a_share_of_a_sum": f"({EACH} * (y > 1)).sum() / (y > 1).float().mean()",
 }
 
 
@@ -93,7 +102,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def built(
     folder: Path, loss: str, microbatches: int, model: str = "Model", norm: bool = False, inputs: str = ""
 ) -> Compiled:
-    words = {"model": model, "norm": str(norm).lower(), "inputs": inputs, "loss": loss, "microbatches": microbatches}
+    call = f'"./models.py:{loss}"(output, y)' if loss.isidentifier() else loss
+    words = {"model": model, "norm": str(norm).lower(), "inputs": inputs, "loss": call, "microbatches": microbatches}
     made = compiled(PLAN.format(**words), folder)
     assert not prove(made)
     return made
@@ -119,6 +129,18 @@ def test_microbatches_make_the_whole_batchs_loss_or_a_warning(folder: Path, loss
     assert not warned(whole)
     equal = loss_of(parts, 2) == pytest.approx(loss_of(whole, 1), rel=1e-9)
     assert (equal, warned(parts)) == (loss in ADDED, loss in MIXED)
+
+
+TERMS = {"mean_of_sums", "tenth_of_a_sum", "mean_of_a_mask", "mean_by_its_reciprocal", "spread"}
+
+
+@pytest.mark.parametrize("loss", all_but({*ADDED, *MIXED} - TERMS, [*ADDED, *MIXED]))
+def test_a_term_beside_a_counted_one_is_the_whole_batchs_or_warned_of(folder: Path, loss: str) -> None:
+    """A sum is warned of here too: it is averaged, since the step's loss is a mean."""
+    term = f'cross_entropy(output, y) + 0.5 "./models.py:{loss}"(output, y)'
+    parts, whole = (built(folder, term, microbatches) for microbatches in (2, 1))
+    assert not warned(whole)
+    assert warned(parts) == (loss_of(parts, 2) != pytest.approx(loss_of(whole, 1), rel=1e-9))
 
 
 def test_a_sum_by_a_number_that_may_be_that_of_the_samples_is_averaged_with_a_warning(folder: Path) -> None:

@@ -90,7 +90,33 @@ def test_a_loss_that_sees_how_many_samples_there_are_takes_no_fewer(tmp_path: Pa
     with parc.load(build(tmp_path, ONE, plan)) as session, pytest.raises(RunError) as refused:
         session.step(short(3))
     assert "the batch has 3 samples; a step takes 8; give 8 samples" in str(refused.value)
-    assert "its loss does not count targets" in str(refused.value)
+    assert "its loss is not divided by a count" in str(refused.value)
+
+
+@pytest.mark.parametrize("losses", ["each * keep", "torch.where(keep, each, 0.0)", "each.masked_fill(~keep, 0.0)"])
+def test_a_mean_of_ones_own_over_a_mask_takes_fewer(tmp_path: Path, losses: str) -> None:
+    own = f"""
+import torch
+
+
+def own(output, targets):
+    keep = targets != 7
+    each = (output[..., 0] - targets).square()
+    return ({losses}).sum() / keep.sum()
+"""
+    (tmp_path / "losses.py").write_text(own)
+    plan = CALM.replace("cross_entropy(output, targets)", '"./losses.py:own"(output, targets)')
+    path = build(tmp_path, EVAL, plan)
+    given = short(3)
+    given["targets"][1, :5] = 7
+    keep, output = given["targets"] != 7, parc.reference(path).module(given["tokens"])
+    expected = float((output[..., 0] - given["targets"])[keep].square().mean().detach())
+    with parc.load(path) as session:
+        assert session.evaluate(given) == pytest.approx(expected, rel=1e-5)
+        assert session.step(given).loss == pytest.approx(expected, rel=1e-5)
+        given["targets"][:] = 7
+        with pytest.raises(RunError, match="every target of the batch is ignored or masked"):
+            session.step(given)
 
 
 def test_a_term_that_counts_no_targets_takes_no_fewer_beside_one_that_does(tmp_path: Path) -> None:
@@ -101,7 +127,7 @@ def test_a_term_that_counts_no_targets_takes_no_fewer_beside_one_that_does(tmp_p
     with_own = CALM.replace(scores, f'"./losses.py:own"(output, targets) + 0.1 {scores}')
     with parc.load(build(tmp_path, ONE, with_own)) as session, pytest.raises(RunError) as refused:
         session.step(short(3))
-    assert "term 1 of its loss counts no targets" in str(refused.value)
+    assert "term 1 of its loss is not divided by a count" in str(refused.value)
     both = CALM.replace(scores, f"{scores} + 0.1 {scores}")
     assert not tail_fault(reference(checked_plans.compiled(both)), {"targets": -100})
 
@@ -117,7 +143,7 @@ def reference(made: Compiled) -> Program:
 def test_samples_that_see_each_other_are_not_apart() -> None:
     program = reference(compiled("vocab embed over tp pad", 'kind="batch"'))
     fault = tail_fault(program, {"targets": -100})
-    assert fault.startswith("samples are not apart in the model's own code or the loss at padded_models.py:")
+    assert fault.startswith("samples meet in the model's own code or the loss at padded_models.py:")
 
 
 MEETING = """
@@ -145,7 +171,7 @@ def test_where_samples_meet_and_what_to_do_is_said(tmp_path: Path) -> None:
         with pytest.raises(RunError, match="has 9 samples; a step takes 8; give 8 samples, or build the plan") as many:
             session.step({name: value.repeat(2, 1)[:9] for name, value in batch(0).items()})
     assert many.value.notes == ("B of the plan's `sizes` line",)
-    assert "numbers: samples are not apart in `norm` at meeting.py:12, where aten.sum" in refused.value.notes[0]
+    assert "numbers: samples meet in `norm` at meeting.py:12, where aten.sum" in refused.value.notes[0]
     assert refused.value.help.endswith("build the plan for another B; a line `sizes B=LOW..8 by STEP` is for several")
 
 

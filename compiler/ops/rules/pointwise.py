@@ -105,9 +105,9 @@ POINTWISE_RULES = {
     **_rows("rsub.Tensor rsub.Scalar", "01", exact=True),
     **_rows("lerp.Tensor lerp.Scalar addcdiv", "01"),
     **_rows("addcmul", "01|02", plain=True),
-    **_rows("where.self where.ScalarOther where.ScalarSelf", "12", exact=True),
-    **_rows("where.Scalar", exact=True),
-    **_rows("masked_fill.Tensor masked_fill.Scalar", "02", bounds=True, exact=True),
+    **_rows("where.self where.ScalarOther where.ScalarSelf", "12", chooses=(0, 1, 2), exact=True),
+    **_rows("where.Scalar", chooses=(0, 1, 2), exact=True),
+    **_rows("masked_fill.Tensor masked_fill.Scalar", "02", chooses=(1, 2, 0), bounds=True, exact=True),
     **rows_of("_to_copy to.dtype", OpRow(_cast, casts=True, elementwise=True)),
     **rows_of("type_as", OpRow(_first_only, casts=True, elementwise=True)),
     **rows_of("prelu", OpRow(precision="product")),  # torch takes it apart before anything is placed

@@ -22,9 +22,10 @@ LOSS_KINDS = {"call": CROSS_ENTROPY, "path": "output", "callable": "callable"}
 
 @dataclass(frozen=True)
 class Loss(Directive):
-    """The loss of a step. A mean cross entropy, or a multiple of one, is the mean over all targets of the whole batch
-    of a step that are not ignored, however the batch is split. A loss that is a sum is added up over microbatches. Any
-    other loss is averaged over microbatches.
+    """The loss of a step. A mean cross entropy is the mean over all targets of the step's whole batch that are not
+    ignored, however the batch is split. The same holds for a loss of your own that divides a sum by a count of inputs,
+    as `(losses * mask).sum() / mask.sum()`. A loss that is a sum is added up over microbatches. Any other loss is
+    averaged over microbatches, and a warning says where that may not be the loss of the whole batch.
 
     `cross_entropy(output, targets, ignore=-100)`: cross entropy of the model's output (logits, with classes in the last
     dim) and an input of class numbers; targets equal to `ignore` do not count. `output.loss`: an attribute or entry of
@@ -33,9 +34,9 @@ class Loss(Directive):
     attribute or an entry of what the model returns, `output.1` its second entry, and `output.hidden.0` an entry of an
     entry.
 
-    A loss may be a sum of terms, as `cross_entropy(output.logits, targets) + 0.01 output.aux_loss`. Each term is
-    divided by a count of its own. A mean cross entropy is divided by the number of its own targets in the step. Other
-    terms, such as the balance of experts over all tokens of a microbatch, are averaged over microbatches.
+    A loss may be a sum of terms, as `cross_entropy(output.logits, targets) + 0.01 output.aux_loss`. Each term with a
+    count, as a mean cross entropy, is divided by its own count of the whole step. Other terms, such as the balance of
+    experts over all tokens of a microbatch, are averaged over microbatches.
     """
 
     USAGE = "loss [X] CALL | [X] PATH | [X] CALLABLE ARGS [+ ...]"
@@ -51,6 +52,11 @@ class Loss(Directive):
     def callables(self) -> tuple[str, ...]:
         """The callables that terms name."""
         return tuple(term.target for term in self.terms if term.kind == LOSS_KINDS["callable"])
+
+    def term_span(self, number: int) -> Span:
+        """Return the place of a term in the line. Terms are numbered from 1."""
+        given = (self.arguments, *self.arguments.added)[number - 1]
+        return next(given.span(kind) for kind in LOSS_KINDS if kind in given)
 
     def span_of(self, name: str) -> Span:
         """Return the place of a name in the line, or the line's."""
