@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -73,11 +74,16 @@ class Sending(Protocol):
         """
 
 
+_SOURCE = re.compile(r"^\[\S+:\d+\] ")
+"""The place in its source that gloo writes before an error."""
+
+
 class PeerLost(RuntimeError):
-    """The error of a rank that lost another: that rank ended, or took too long. ``what`` says who waited for what."""
+    """The error of a rank that lost another: that rank ended, or took too long. ``what`` says who waited for what;
+    ``why`` is the backend's error, without its place in the backend's source."""
 
     def __init__(self, what: str, why: object) -> None:
-        super().__init__(f"{what}: {why}")
+        super().__init__(f"{what}: {_SOURCE.sub('', str(why))}")
         self.what, self.why = what, why
 
     def during(self, work: str) -> PeerLost:

@@ -45,8 +45,10 @@ def plan_text(
         text.append(f"verify {smaller}  # numbers are tested on a model of these sizes")
     text += [f"input {name} {guess.text()}" for name, guess in task.inputs.items()]
     sizes = ", ".join(f"{name}={size}" for name, size in task.sizes.items())
+    meant = "B: the samples of a step, over all ranks"
+    meant += "; S: the length of sequences, for you to choose" * ("S" in task.sizes)
     text += [
-        f"sizes {sizes}  # B is the batch of a step, over all ranks" if sizes else "",
+        f"sizes {sizes}  # {meant}" if sizes else "",
         f"loss {task.loss}  # {task.why}",
         "data synthetic  # random samples, for a first run: name your own here",
         *([f'init from "{model.weights}"  # the weights in that folder'] if model.weights else []),

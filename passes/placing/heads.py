@@ -25,7 +25,6 @@ from ...grammar.codes_build import KEPT_TWICE
 from ...grammar.codes_placement import UNEVEN_HEADS
 from ...grammar.diagnostics import Diagnostic, Label, PlanError, Severity
 from ...grammar.nearest import listed
-from ...grammar.source import Span
 from ..calls import ValueKey, operands_of
 from ..canonical.canonicalize import canonicalize
 from .follow import Follower, factor_places
@@ -241,19 +240,19 @@ def _legal(group: Sequence[_Heads], ranks: int) -> bool:
 
 
 def _errors(groups: Sequence[Sequence[_Heads]], plan: Plan, axis: str) -> Iterator[Diagnostic]:
-    """Yield one error for each line and kind of attention."""
+    """Yield one error for each kind of attention, at the first line that splits one."""
     ranks = plan.mesh.size(axis)
-    alike: dict[tuple[Span, tuple[int, ...], bool], list[_Heads]] = {}
+    alike: dict[tuple[tuple[int, ...], bool], list[_Heads]] = {}
     for group in groups:
         kinds = tuple(sorted({n for heads in group for n in (heads.count, heads.most)}, reverse=True))
         wrong = [n for n in kinds if n % ranks and (n == kinds[0] or ranks % n)]
         seen = (heads for heads in group if (wrong or kinds)[0] in (heads.count, heads.most))
         first = max(seen, key=lambda heads: heads.grouped)
         apart = any(heads.grouped == 1 for heads in group)  # keys are not in the weight of the queries' groups
-        alike.setdefault((first.seed.span, kinds, apart), []).append(first)
+        alike.setdefault((kinds, apart), []).append(first)
     every = [group for group in groups if _legal(group, 1)]
-    legal = [n for n in range(1, max(max(kinds) for _, kinds, _ in alike) + 1) if all(_legal(g, n) for g in every)]
-    for (_, (most, *fewer), apart), (first, *others) in alike.items():
+    legal = [n for n in range(1, max(max(kinds) for kinds, _ in alike) + 1) if all(_legal(g, n) for g in every)]
+    for ((most, *fewer), apart), (first, *others) in alike.items():
         few = _kv_heads(first.count)
         all_heads = f"{most} groups of {first.grouped} heads" if first.grouped > 1 else f"{most} heads"
         message = f"{axis}={ranks} does not divide {all_heads}"
@@ -263,7 +262,13 @@ def _errors(groups: Sequence[Sequence[_Heads]], plan: Plan, axis: str) -> Iterat
         seen_as = "groups of heads" if first.grouped > 1 else "heads"
         notes = [f"the model sees it as {seen_as} at {first.source}"] if first.source else []
         split = ", or write the queries' heads as one dim, and repeat keys" if first.grouped > 1 and apart else ""
-        notes += [f"the same holds for {len(others)} more that the pattern matches"] if others else []
+        lines = sorted({heads.seed.span.root.line for heads in others} - {first.seed.span.root.line})
+        what = (
+            f"weight{'s' * (len(others) > 1)}, also of line {' and '.join(map(str, lines))}"
+            if lines
+            else "that the pattern matches"
+        )
+        notes += [f"the same holds for {len(others)} more {what}"] if others else []
         declared = plan.mesh_spans.get(axis)
         yield Diagnostic(
             UNEVEN_HEADS, message, Label(first.seed.span, f"`{first.seed.value}`"),

@@ -136,14 +136,15 @@ class Feed:
         if unknown:
             raise RunError(BAD_DATA, f"the batch has `{unknown[0]}`, which is no input of the plan", needs)
         shares = self.shares if local else {}
-        batch = self._tails.completed(batch, shares)
+        given, batch = batch, self._tails.completed(batch, shares)
         parts: LocalParts = [{} for _ in range(self._count)]
         for name, type_ in self.types.items():
             if name not in batch:
                 raise RunError(BAD_DATA, f"the batch has no `{name}`", needs)
             value, rows = batch[name], type_.shape[0] // shares.get(name, 1) if self._batched[name] else 0
-            shape = (rows * self._count, *type_.shape[1:]) if rows else type_.shape
-            self._check(name, value, shape, "this rank's samples" if local else "a whole step's batch")
+            samples = [rows * self._count if batch is given else len(given[name])] if rows else type_.shape[:1]
+            what = "this rank's samples" if local else "a whole step's batch"
+            self._check(name, given[name], (*samples, *type_.shape[1:]), what)
             for index, part in enumerate(parts):
                 piece = value[index * rows : (index + 1) * rows] if rows else value
                 if local and rows:
@@ -153,7 +154,7 @@ class Feed:
         return Given(parts, [digest(batch[name]) if hashed else 0 for name in self.types])
 
     def next(self, step: int, steps: int | None = None) -> LocalParts:
-        """Return this rank's part of the microbatches that ``read`` returns."""
+        """Return the parts that ``read`` returns."""
         return self.read(step, steps).parts
 
     def read(self, step: int, steps: int | None = None) -> Given:
@@ -332,14 +333,12 @@ class Feed:
             wanted = f"{type_.dtype} {list(shape)}".replace("torch.", "")
             help_ = f"the shape of {what} follows from the plan's `input` and `sizes` lines"
             if isinstance(value, torch.Tensor) and tuple(value.shape) == shape:
-                help_ = (
-                    f'give `batch["{name}"].to({type_.dtype})`, or change the type in the plan\'s `input {name}` line'
-                )
+                help_ = f'give `batch["{name}"].to({type_.dtype})`, or change the type in the plan: `input {name} …`'
             raise RunError(BAD_DATA, f"`{name}` is {have.replace('torch.', '')}, not {wanted}", help_)
         self._check_numbers(name, value)
 
     def _check_numbers(self, name: str, value: torch.Tensor, notes: Sequence[str] = ()) -> None:
-        """Check that class numbers are below the count of rows or classes: a split table would not notice."""
+        """Check that numbers of rows and classes are below their count: a split table would not notice."""
         if name in self._bounds and (message := beyond(name, value, *self._bounds[name])):
             raise RunError(BAD_DATA, message, beyond_help(*self._bounds[name]), notes)
 

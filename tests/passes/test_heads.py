@@ -150,3 +150,14 @@ def test_heads_and_parts_that_do_not_fit_are_refused(
         build(model, arguments, lines, tp)
     text = str(refused.value)
     assert said in text and "--> plan.parc:" in text and "help: " in text
+
+
+def test_lines_whose_heads_do_not_divide_alike_have_one_error() -> None:
+    lines = "".join(f"column blocks.{block}.attn.qkv over tp rows (3 h/tp d)\n" for block in (0, 1))
+    plan = 'model "./gpt.py:GPT" (layers=2, width=96)\ninput tokens int64 [B, S]\ninput targets int64 [B, S]\n'
+    plan += "sizes B=8, S=8\nloss cross_entropy(output, targets)\noptimizer sgd lr 0.1\nmesh tp=5\n"
+    with pytest.raises(PlanError) as refused:
+        compiled(plan + lines, Path("examples").resolve())
+    (error,) = refused.value.diagnostics
+    assert error.code.name == "P0112"
+    assert error.notes[-1] == "the same holds for 1 more weight, also of line 9"

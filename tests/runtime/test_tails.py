@@ -84,6 +84,12 @@ def test_inputs_of_different_numbers_of_samples_are_refused(builds: dict[str, Pa
         session.step({"tokens": batch(0)["tokens"], "targets": batch(0)["targets"][:3]})
 
 
+def test_a_short_batch_of_other_sequences_is_refused_in_the_sizes_that_were_given(builds: dict[str, Path]) -> None:
+    wrong = {name: value.repeat(1, 2)[:3] for name, value in batch(0).items()}
+    with parc.load(builds["one"]) as session, pytest.raises(RunError, match=r"int64 \[3, 16\], not int64 \[3, 8\]"):
+        session.step(wrong)
+
+
 def test_a_loss_that_sees_how_many_samples_there_are_takes_no_fewer(tmp_path: Path) -> None:
     (tmp_path / "losses.py").write_text("def mean(output, targets):\n    return (output * output).mean()\n")
     plan = CALM.replace("cross_entropy(output, targets)", '"./losses.py:mean"(output, targets)')
