@@ -195,7 +195,9 @@ def _forward(captured: Captured, request: Request) -> tuple[SplitLoss, Program]:
     graph = canonicalize(captured.graph, ranged=request.choices is not None)
     fold_constants(graph, request.choices)
     freeze_parameters(graph, request.frozen)
-    loss = split_loss(graph, request.terms, lambda part: is_one_fraction(fraction_program(part), request.unbatched))
+    loss = split_loss(
+        graph, request.terms, lambda part, known: is_one_fraction(fraction_program(part), request.unbatched, known)
+    )
     count_loads(loss.graph, captured.updates, captured.returned, request.evaluates)
     mark_packed(loss.graph)
     reference = reference_program(loss.graph, loss.count, loss.counts, request.seed)

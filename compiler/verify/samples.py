@@ -42,6 +42,8 @@ class Samples:
     ``P``."""
     terms: int = 0
     """The count of the samples' numbers that the ``P`` is the sum of; 0 where it is not known."""
+    shifted: bool = False
+    """True where a number that no sample reaches was added to a ``P``."""
 
 
 _FREE, _MET = Samples(), Samples("R")
@@ -86,15 +88,19 @@ def averaged_terms(reference: Program, unbatched: Collection[str] = ()) -> tuple
     return tuple(sorted(found))
 
 
-def is_one_fraction(program: Program, unbatched: Collection[str] = ()) -> bool:
+def is_one_fraction(program: Program, unbatched: Collection[str] = (), token_losses: bool = False) -> bool:
     """Return whether microbatches and the whole batch have one fraction: the numerators of microbatches, divided by
-    their denominators, all added up before. ``program`` returns both, as ``LOSS`` and ``COUNT``.
+    their denominators, all added up before. ``program`` returns both, as ``LOSS`` and ``COUNT``. A numerator that is a
+    sum of ``token_losses`` is taken to add up.
 
-    Statistics of a microbatch are taken to be meant in the numerator, and are in no denominator.
+    Statistics of a microbatch are taken to be meant in the numerator, and are in no denominator. Two means are one
+    fraction if nothing is added to them that no sample reaches, which would count for more in a smaller batch.
     """
     found = dependences(program, unbatched)
-    above, below = found[LOSS], found[COUNT]
-    return above.kind == below.kind == "P" and above.adds == below.adds is not None and not below.statistic
+    above, below = _WEIGHED if token_losses else found[LOSS], found[COUNT]
+    if below.statistic or above.shifted or below.shifted:
+        return False
+    return above.kind == below.kind == "P" and above.adds == below.adds is not None
 
 
 def dependences(reference: Program, unbatched: Collection[str] = ()) -> dict[Binding, Samples]:
@@ -122,7 +128,7 @@ def _made(q: Question, given: tuple[Samples, ...], size: int) -> tuple[Samples, 
     sums = [samples for samples in read if samples.kind == "P"]
     if facts(q.line.op).computes in ("total", "difference") and sums and (len(read) == 1 or _FREE in read):
         # what no sample reaches is in every part of the batch, so it averages
-        return (replace(sums[0], adds="mean" if sums[0].adds == "mean" else None),)
+        return (replace(sums[0], adds="mean" if sums[0].adds == "mean" else None, shifted=True),)
     try:
         kinds = _placed(call, read, size)
     except ValueError:
@@ -136,7 +142,8 @@ def _made(q: Question, given: tuple[Samples, ...], size: int) -> tuple[Samples, 
             kinds = [_SOMEWHERE] * len(q.results)
     adds, terms = _added(q, call, sums, size)
     statistic = any(samples.statistic for samples in read)
-    return tuple(Samples(kind, statistic, *((adds, terms) if kind == "P" else ())) for kind in kinds)
+    shifted = any(samples.shifted for samples in read)
+    return tuple(Samples(kind, statistic, *((adds, terms, shifted) if kind == "P" else ())) for kind in kinds)
 
 
 def _placed(call: OpCall, read: Sequence[Samples], size: int) -> list[AxisType]:

@@ -28,12 +28,13 @@ class SplitLoss:
     counts: tuple[Binding, ...] = ()
 
 
-def split_loss(graph: fx.Graph, terms: int, is_one_fraction: Callable[[fx.Graph], bool]) -> SplitLoss:
+def split_loss(graph: fx.Graph, terms: int, is_one_fraction: Callable[[fx.Graph, bool], bool]) -> SplitLoss:
     """Take the division by a count out of a mean cross entropy, out of a sum over samples that is divided by a sum over
     inputs, and out of a multiple of these. It is then done once a step, by the count over all data ranks and
     microbatches. A mean of means would weigh targets unequally.
 
-    ``is_one_fraction`` tells of the graph of a numerator and a denominator whether they add up over microbatches.
+    ``is_one_fraction`` tells of the graph of a numerator and a denominator, and of whether the numerator is a sum of
+    token losses, whether both add up over microbatches.
 
     A loss that is the sum of several ``terms`` is divided by the count of its first counted term. Every other term is
     multiplied by an input of its own, which SCALE makes, so that the same division leaves the right mean.
@@ -154,7 +155,7 @@ def _width(node: fx.Node) -> int:
     return dtype.itemsize
 
 
-def _denominator(loss: fx.Node, is_one_fraction: Callable[[fx.Graph], bool]) -> fx.Node | None:
+def _denominator(loss: fx.Node, is_one_fraction: Callable[[fx.Graph, bool], bool]) -> fx.Node | None:
     """Return the count that divides the loss, if the loss is a mean cross entropy, or a sum over samples divided by a
     sum over inputs, as a mean over the samples of a mask, and nothing else."""
     if loss.target is not aten.div.Tensor:
@@ -166,4 +167,4 @@ def _denominator(loss: fx.Node, is_one_fraction: Callable[[fx.Graph], bool]) -> 
     if not read <= {"input"} or noted(total).value.dtype != noted(loss).value.dtype:
         return None
     losses: Any = total.args[0] if total.target is aten.sum.default else total
-    return count if noted(losses).token_losses or is_one_fraction(_graph_of([total, count])) else None
+    return count if is_one_fraction(_graph_of([total, count]), noted(losses).token_losses) else None

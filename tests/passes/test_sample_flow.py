@@ -87,6 +87,9 @@ MIXED = {
     "mean_of_a_mask_with_a_floor": "(out.square().mean(-1) * (y > 3)).sum() / (y > 3).sum().clamp(min=2)",
     "mean_of_a_mask_that_sees_the_batch": f"({EACH} * (y > y.float().mean())).sum() / (y > y.float().mean()).sum()",
     "mean_of_the_models_mask": "(out.square() * (out > 0)).sum() / (out > 0).sum()",
+    "token_losses_by_a_floor": "F.cross_entropy(out, y, reduction='sum') / (y > 3).sum().clamp(min=2)",
+    "token_losses_by_a_share": "F.cross_entropy(out, y, reduction='sum') / (y > 1).double().mean()",
+    "mean_by_a_share_and_a_number": f"({EACH} * (y > 1)).mean() / ((y > 1).double().mean() + 0.5)",
     "mean_by_a_share_of_a_sum": f"({EACH} * (y > 1)).sum() / (y > 1).float().mean()",
 }
 
