@@ -158,6 +158,23 @@ def follow_padding(call: OpCall, operands: Sequence[Extras], dtypes: Sequence[to
     return [tuple(sorted(extras, key=lambda extra: extra.dim)) for extras in made]
 
 
+def follow_number(call: OpCall, held: Sequence[Held], dtypes: Sequence[torch.dtype]) -> list[Held]:
+    """Return the number that all entries of each result hold, from those of the operands: None where it is not known.
+
+    Raises:
+        PaddingFault: a row is looked up that there is not.
+    """
+    row, others = facts(call.op), len(call.results) - 1
+    if row.creates:
+        return [float(row.number_in(call.args))] * (others + 1)
+    if row.looks_up and held[1] is not None and not 0 <= held[1] < call.operands[0][0]:
+        raise PaddingFault(f"{call.op} looks up a row that there is not")
+    if not held:
+        return [None] * (others + 1)
+    made = _result(call, rule_or_opaque(call), _Carried(None, dict(enumerate(held))), dtypes)
+    return [made, *[made if _moves(call, held[0]) else None] * others]
+
+
 def _biased(call: OpCall, operands: Sequence[Extras], dtypes: Sequence[torch.dtype]) -> list[Extras]:
     """Follow a product with its bias as two operators: only the sum needs its terms whole."""
     pair = (Operand(0), Operand(1))

@@ -6,15 +6,16 @@ its rule; what is reduced must hold there what ``neutral`` proves to add nothing
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
 from ..layout.collectives import COLLECTIVES
 from ..layout.placement import TensorType
 from ..ops.neutral import is_neutral
-from ..padding.flow import Extra, Extras, PaddingFault, follow_padding
+from ..padding.flow import Extra, Extras, PaddingFault, follow_number, follow_padding
 from ..padding.pads import Pad, Pads
+from ..padding.point import Held
 from ..program.actions import step_kinds
 from ..program.binding import PARAMETERS, Binding
 from ..program.faults import Fault
@@ -63,11 +64,12 @@ def check_padding(programs: Mapping[str, Program], pads: Pads, stored: Mapping[s
     return faults
 
 
-def tail_fault(reference: Program, ignored: Mapping[str, int]) -> str:
+def tail_fault(reference: Program, ignored: Mapping[str, int], unbatched: Collection[str] = ()) -> str:
     """Return the reason why extra samples at the end of a batch would change its loss, or "" if they do not.
 
     ``ignored`` are inputs whose every entry is a target to ignore in such a sample; other inputs may hold anything
-    there. The loss is then the same function of the parameters as without them, and so are its gradients.
+    there; ``unbatched`` are those whose first dim is not the batch. The loss is then the same function of the
+    parameters as without the samples, and so are its gradients.
     """
     if not any(function.name == "count" for function in reference.functions):
         return f"its loss is not divided by a count, {_COUNTS}"
@@ -76,18 +78,41 @@ def tail_fault(reference: Program, ignored: Mapping[str, int]) -> str:
         if number not in counted and term.bound("input"):
             return f"term {number} of its loss is not divided by a count, {_COUNTS}: its mean is over added samples too"
     for function in map(_of_the_loss, reference.functions):
-        parameters, inputs = [], {value.name: name for name, value in function.bound("input").items()}
-        for value in function.parameters:
-            name = inputs.get(value.name, "")
-            held = float(ignored[name]) if name in ignored else None
-            tail = value.type.shape[:1] if name else ()
-            parameters.append(tuple(Extra(0, 1, 1, size, held) for size in tail if size > 1))
+        inputs = {value.name: name for name, value in function.bound("input").items() if name not in unbatched}
+        held = {name: float(ignored[of]) for name, of in inputs.items() if of in ignored}
+        sizes = {value.name: value.type.shape[0] for value in function.parameters
+                 if value.name in inputs and value.type.shape}  # fmt: skip
         try:
+            if 1 in sizes.values():  # a microbatch is one sample, so an extra one is a microbatch of its own
+                if fault := _fault_alone(reference, function, held, counted):
+                    return fault
+                continue
+            parameters = [(Extra(0, 1, 1, sizes[value.name], held.get(value.name)),) if value.name in sizes else ()
+                          for value in function.parameters]  # fmt: skip
             results = follow_rows(reference, function, parameters)
         except PaddingFault as fault:
             return where_samples_meet(fault, "the model's own code or the loss")
         if any(extra.real is not None for extras in results for extra in extras):
             return "what it keeps of a batch has a row for each sample"
+    return ""
+
+
+def _fault_alone(reference: Program, function: Function, held: Mapping[str, float], counted: Collection[str]) -> str:
+    """Return the reason why a microbatch of one extra sample would change the loss, or "" if it does not: all that the
+    function returns must be zero. ``held`` are the numbers that parameters hold; a term of the loss that is not
+    ``counted`` reads no input, so its weight need not be seen.
+
+    Raises:
+        PaddingFault: a row is looked up that there is not.
+    """
+    weights = {value.name: 0.0 for number, value in function.bound("term").items() if number not in counted}
+    given = [{**held, **weights}.get(value.name) for value in function.parameters]
+    results = follow(reference, function, given, _number)
+    for (key, _), number in zip(function.returns, results, strict=True):
+        if number != 0.0 and key.kind not in ("loss", "count"):
+            return f"`{key.name}` moves with every sample"
+        if number != 0.0:
+            return f"the {key} of an added sample is not 0"
     return ""
 
 
@@ -150,6 +175,16 @@ def _made(function: str, question: Question, operands: tuple[Extras, ...]) -> li
     except PaddingFault as fault:
         names = ", ".join(value.name for value in question.line.made)
         fault.where, fault.origin = f"{function}: {names}", question.line.origin
+        raise
+
+
+def _number(function: str, question: Question, operands: tuple[Held, ...]) -> list[Held]:
+    """Return the numbers that all entries of a line's results hold."""
+    try:
+        call = line_call(question.line, question.operands, question.results, lambda item: item.size)
+        return follow_number(call, operands, [type_.dtype for type_ in question.operands])
+    except PaddingFault as fault:
+        fault.origin = question.line.origin
         raise
 
 

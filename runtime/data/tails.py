@@ -25,6 +25,7 @@ class Tails:
     def __init__(self, build: Build, batched: Mapping[str, bool]) -> None:
         self._reference, self._balanced = build.reference, bool(biases_in(build.manifest))
         self._names = [name for name, has in batched.items() if has]
+        self._unbatched = frozenset(batched) - {*self._names}
         self._size = int(build.manifest["sizes"].get(BATCH, 1))
 
     @cached_property
@@ -50,7 +51,7 @@ class Tails:
 
         if self._balanced:
             return "the biases that balance its experts move by the tokens of all samples"
-        return tail_fault(self._reference, self._ignored)
+        return tail_fault(self._reference, self._ignored, self._unbatched)
 
     def ignored_targets(self, count: int) -> Mapping[str, int]:
         """Return the inputs that decide what the loss counts, with the numbers of samples that are not counted: such

@@ -125,6 +125,64 @@ def own(output, targets):
             session.step(given)
 
 
+OWN = """
+def own(output, targets{more}):
+    keep = {keep}
+    each = (output[..., 0] - targets).square()
+    return {loss}
+"""
+MASKED = "(each * keep).sum() / keep.sum()"
+MEAN = "(each * keep).mean()"
+SHARE = f"{MEAN} / keep.float().mean()"
+
+
+def with_own(folder: Path, keep: str, loss: str = MASKED) -> Path:
+    """Build a plan whose loss is of one's own, with a microbatch for each of 8 samples."""
+    (folder / "losses.py").write_text(OWN.format(keep=keep, loss=loss, more=""))
+    plan = CALM.replace("cross_entropy(output, targets)", '"./losses.py:own"(output, targets)')
+    return build(folder, ONE, plan.replace("microbatches 2", "microbatches 8"))
+
+
+@pytest.mark.parametrize(("keep", "loss"), [("targets != 7", SHARE), ("targets != 7", MASKED), ("targets > 99", SHARE)])
+def test_a_sample_that_is_a_microbatch_of_its_own_may_be_left_out(tmp_path: Path, keep: str, loss: str) -> None:
+    path, given = with_own(tmp_path, keep, loss), short(3)
+    given["targets"][1, :5] = 7
+    targets, output = given["targets"], parc.reference(path).module(given["tokens"])
+    kept = eval(keep, {"targets": targets})
+    expected = float((output[..., 0] - targets)[kept].square().mean().detach())
+    with parc.load(path) as session:
+        assert session.step(given).loss == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("keep", ["targets == 7", "targets >= 3"])
+def test_a_microbatch_of_one_sample_that_would_count_is_not_added(tmp_path: Path, keep: str) -> None:
+    with parc.load(with_own(tmp_path, keep)) as session, pytest.raises(RunError) as refused:
+        session.step(short(3))
+    assert "the count of an added sample is not 0" in str(refused.value)
+
+
+@pytest.mark.parametrize("loss", [f"{MEAN} / (keep.float().mean() + 0.5)", f"({MEAN} + 1.0) / keep.float().mean()"])
+def test_a_mean_beside_a_number_takes_no_fewer(tmp_path: Path, loss: str) -> None:
+    """Added samples would make the mean less, and not the number."""
+    with parc.load(with_own(tmp_path, "targets != 7", loss)) as session, pytest.raises(RunError) as refused:
+        session.step(short(3))
+    assert "its loss is not divided by a count" in str(refused.value)
+
+
+@pytest.mark.parametrize("microbatches", ["microbatches 8", "microbatches 2"])
+def test_weights_that_are_no_samples_stay_as_they_are_beside_fewer(tmp_path: Path, microbatches: str) -> None:
+    (tmp_path / "losses.py").write_text(OWN.format(more=", weights", keep="weights * (targets != 7)", loss=MASKED))
+    plan = CALM.replace("cross_entropy(output, targets)", '"./losses.py:own"(output, targets, weights)')
+    plan = plan.replace("sizes ", "input weights float32 [S]\nsizes ", 1).replace("microbatches 2", microbatches)
+    path, given = build(tmp_path, ONE, plan), {**short(3), "weights": torch.linspace(0.1, 2, 8)}
+    given["targets"][1, :5] = 7
+    targets, output = given["targets"], parc.reference(path).module(given["tokens"])
+    keep = given["weights"] * (targets != 7)
+    expected = float(((output[..., 0] - targets).square() * keep).sum().detach() / keep.sum())
+    with parc.load(path) as session:
+        assert session.step(given).loss == pytest.approx(expected, rel=1e-5)
+
+
 def test_a_term_that_counts_no_targets_takes_no_fewer_beside_one_that_does(tmp_path: Path) -> None:
     """Its own numbers are zeros in added samples, and yet its mean is one over them too."""
     code = "import torch.nn.functional as F\n\n\ndef own(output, targets):\n    return F.cross_entropy("
@@ -166,6 +224,14 @@ class Model(nn.Module):
         x = self.norm(x)
         return self.head(x)
 """
+
+
+def test_statistics_that_each_sample_moves_by_itself_take_no_fewer(tmp_path: Path) -> None:
+    (tmp_path / "meeting.py").write_text(MEETING)
+    plan = re.sub("model .*", 'model "./meeting.py:Model" ()', PLAN).replace("microbatches 2", "microbatches 8")
+    with parc.load(build(tmp_path, ONE, plan)) as session, pytest.raises(RunError) as refused:
+        session.step(short(3))
+    assert "`norm.running_mean` moves with every sample" in str(refused.value)
 
 
 def test_where_samples_meet_and_what_to_do_is_said(tmp_path: Path) -> None:
