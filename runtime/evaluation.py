@@ -14,6 +14,7 @@ import torch
 from ..compiler.build.build import Build
 from ..compiler.layout.mesh import Mesh
 from ..compiler.program.binding import BUFFERS, SCALE
+from ..compiler.sizes.size_range import BATCH
 from ..grammar.codes_build import BAD_DATA
 from ..grammar.codes_run import BATCHES_DIFFER, NO_EVALUATION
 from .data.batches import Batches
@@ -106,6 +107,15 @@ class Evaluation:
         return self._initial.buffers(types, self._build.manifest["constants"])
 
     @cached_property
+    def _counts_a_share(self) -> bool:
+        """True where the loss is divided by a mean over samples, and batches have different numbers of samples."""
+        from ..compiler.verify.samples import counts_a_share  # asked where sizes have ranges alone
+
+        template, inputs = self._build.template, self._build.manifest["inputs"]
+        unbatched = [line["name"] for line in inputs if line["dims"][:1] != [BATCH]]
+        return template is not None and BATCH in template.ranges and counts_a_share(self._build.reference, unbatched)
+
+    @cached_property
     def extent(self) -> Extent:
         """The samples that each evaluation of a run reads.
 
@@ -164,9 +174,10 @@ class Evaluation:
         begun = self._batches.begin("session.evaluate", batch, local, own, step, last, keep=False)
         with self._together.doing("an evaluation", own):
             (result,) = begun.at.stepper.evaluate(begun.work, step)
-        counts = begun.at.stepper.counts
-        weight = 1 / float(begun.work[0].totals[SCALE]) if counts else begun.at.feed.batch
-        return float(result.loss), weight
+        if not begun.at.stepper.counts:
+            return float(result.loss), begun.at.feed.batch
+        count = 1 / float(begun.work[0].totals[SCALE])
+        return float(result.loss), count * begun.at.feed.batch if self._counts_a_share else count
 
     def predict(
         self, batch: Batch | None, local: Batch | None, state: RankState, step: int, split: bool

@@ -103,6 +103,13 @@ def is_one_fraction(program: Program, unbatched: Collection[str] = (), token_los
     return above.kind == below.kind == "P" and above.adds == below.adds is not None
 
 
+def counts_a_share(reference: Program, unbatched: Collection[str] = ()) -> bool:
+    """Return whether the count that divides the loss is a mean over samples, as ``mask.mean()`` is: of a larger batch
+    it is no larger."""
+    count = replace(reference, functions=(reference.function("count"),))
+    return dependences(count, unbatched)[COUNT].adds == "mean"
+
+
 def dependences(reference: Program, unbatched: Collection[str] = ()) -> dict[Binding, Samples]:
     """Return the dependence on samples of each value that the captured graph returns."""
     function = reference.functions[-1]

@@ -133,6 +133,28 @@ def test_samples_that_fill_no_batch_are_left_out_where_the_loss_counts_no_target
         assert (output.out + output.err).count("leaves out the last 5 samples") == 1
 
 
+SHARES = """
+import torch.nn.functional as F
+
+
+def shares(output, targets):
+    keep = targets > 2
+    return (F.cross_entropy(output, targets, reduction="none") * keep).mean() / keep.double().mean()
+"""
+
+
+@pytest.mark.parametrize("sizes", ["16", "4..16 by 1"])
+def test_a_smaller_batch_counts_by_its_samples_where_the_loss_is_divided_by_a_share_of_them(
+    sizes: str, tmp_path: Path
+) -> None:
+    (tmp_path / "shares.py").write_text(SHARES)
+    text = WIDE.replace("cross_entropy(output, targets)", '"./shares.py:shares"(output, targets)')
+    with parc.load(held(tmp_path, text=text.replace("B=16", f"B={sizes}"))) as session:
+        found, (x, targets) = session.evaluation.mean(session.state), samples(37)
+        losses, keep = F.cross_entropy(of(session)(x), targets, reduction="none"), targets > 2
+        assert found == pytest.approx(float(losses[keep].mean()), rel=1e-10)
+
+
 def test_of_a_long_data_set_a_part_is_read_which_is_said_where_the_plan_does_not_say_it() -> None:
     feed: Any = SimpleNamespace(count=16 * 1900 + 3, batch=16)
     note = "each evaluation reads 100 of the 1901 batches of its data; `batches N` in the plan's `eval` line reads N"
