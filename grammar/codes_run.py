@@ -52,7 +52,9 @@ CALLS_DIFFER = Code(
     title="ranks that call different methods",
     why="every rank calls every method of a session, in the same order, also `save` and `evaluate`: each rank has its"
     " part of the work in it. DDP needs an `if rank == 0:` around saving; with parc it keeps the others' parts out of"
-    " the checkpoint. Nothing is done by such calls, and the session goes on where the error is caught.",
+    " the checkpoint. Nothing is done by such calls, and the session goes on where the error is caught. Ranks that did"
+    " other updates before, or updates at another learning rate, have other weights: any call tells them so, until"
+    " `session.restore` makes them equal.",
     example='if session.rank == 0:\n    session.save("checkpoint")\nsession.step(batch)',
     instead='session.save("checkpoint")\nsession.step(batch)',
     language="python",

@@ -19,9 +19,16 @@ from .work import RankState
 _Made = TypeVar("_Made")
 Row = Sequence[int | torch.Tensor]
 """The numbers that a rank tells the others; some may be int64 tensors without dims."""
+RESTORE = "session.restore"
+"""The call after which ranks are equal, whatever each did before."""
 _ALIKE = "all ranks must call the same methods in the same order: remove conditions such as `if rank == 0:`"
-_TOGETHER, _HEAD = 32, 2
-"""The count of numbers that ranks exchange at a time, and of those before a row: its call's hash, and 1 for a fault."""
+_EQUAL = (
+    "all ranks must do the same updates at the same `lr`, and enter `session.averaged()` together; `session.restore`"
+    " makes them equal again"
+)
+_TOGETHER, _HEAD = 32, 3
+"""The count of numbers that ranks exchange at a time, and of those before a row: hashes of its call and of what it did
+before, and 1 for a fault."""
 
 
 @final
@@ -30,6 +37,9 @@ class Together:
 
     def __init__(self, rank: int, world: int, device: torch.device) -> None:
         self.rank, self.world, self.device = rank, world, device
+        self.inside, self._done = "", ""
+        """The block that this rank is in, and the steps that it has done, in words: those of all ranks are the same."""
+        self.stepped(0)
         self._left = ""
         """The name of work that an error ended on this rank, and in which other ranks took part; "" if there is
         none."""
@@ -44,6 +54,11 @@ class Together:
             message = f"{self._left} ended with an error on rank {self.rank}, and other ranks may still be in it"
             help_ = "end all processes; start again from the last checkpoint, by `session.restore` or `--resume`"
             raise RunError(LEFT_STEP, message, help_)
+
+    def stepped(self, count: int, lr: float | None = None) -> None:
+        """Note that this rank has done so many steps, the last at a learning rate, if it is known."""
+        rate = "" if lr is None else f" at lr {lr:.6g}"
+        self._done = f"after {count} step{'s' * (count != 1)}" + f", the last{rate}" * bool(rate)
 
     def agreed(self, call: str, make: Callable[[], _Made]) -> _Made:
         """Call ``make`` on every rank, without the others, and return its result; where it fails on one rank, it fails
@@ -80,10 +95,14 @@ class Together:
         except BaseException:
             self._left = "what ranks make by themselves" if self.world > 1 else ""
             raise
-        rows = self._exchange(call, [zlib.crc32(call.encode()), int(fault is not None), *row])
+        before = "" if call == RESTORE else " ".join(filter(None, (self._done, self.inside)))
+        head = [zlib.crc32(call.encode()), zlib.crc32(before.encode()), int(fault is not None)]
+        rows = self._exchange(call, [*head, *row])
         if len({other[0] for other in rows}) > 1:
-            raise _apart(everywhere(call, self.world))
-        if any(other[1] for other in rows):
+            raise _apart(everywhere(f"`{call}`", self.world), _ALIKE)
+        if len({other[1] for other in rows}) > 1:
+            raise _apart(everywhere(f"`{call}` {before}", self.world), _EQUAL)
+        if any(other[2] for other in rows):
             faults = everywhere(fault, self.world)
             raise fault or next(filter(None, faults))
         for begin in range(_TOGETHER - _HEAD, len(row), _TOGETHER):
@@ -122,15 +141,15 @@ class Together:
             raise
 
 
-def _apart(calls: Sequence[str]) -> RunError:
-    """Return the error of ranks that are in different calls, given each rank's."""
+def _apart(calls: Sequence[str], help_: str) -> RunError:
+    """Return the error of ranks that are in different calls, or in one after different work, given each rank's."""
     ranks: dict[str, list[int]] = {}
     for rank, call in enumerate(calls):
         ranks.setdefault(call, []).append(rank)
     first, *others = (
-        f"{ranks_text(held)} {'is' if len(held) == 1 else 'are'} in `{call}`" for call, held in ranks.items()
+        f"{ranks_text(held)} {'is' if len(held) == 1 else 'are'} in {call}" for call, held in ranks.items()
     )
-    return RunError(CALLS_DIFFER, ", and ".join([first, *others]), _ALIKE)
+    return RunError(CALLS_DIFFER, ", and ".join([first, *others]), help_)
 
 
 def ranks_text(numbers: Sequence[int]) -> str:

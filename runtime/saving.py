@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from ..compiler.program.optimizers import AVERAGE, NUMBERS
 from ..compiler.program.stacked import part_name
 from ..grammar.codes_build import BAD_STATE
 from .faults import RunError
-from .lockstep import Together
+from .lockstep import RESTORE, Together
 from .opening import build_mesh, constants_of, open_checkpoint
 from .owners import keepers_of, owners_of
 from .state.checkpoint import Checkpoint, check_target
@@ -37,7 +38,7 @@ from .state.shards import Piece, ShardFile, write_shard
 from .state.stacks import KEY, layout_parts, part_shapes, piece_parts
 from .work import RankState
 
-SAVE, CHECK_SAVE, RESTORE = "session.save", "session.check_save", "session.restore"
+SAVE, CHECK_SAVE = "session.save", "session.check_save"
 Slots = Mapping[str, Mapping[str, torch.Tensor | None]]
 """The slots of the optimizer's state of each parameter: a number, or None for a tensor like the parameter."""
 
@@ -242,7 +243,16 @@ class StateFiles:
             RunError: on every rank: it is of another model or optimizer, or not as it was written.
         """
         together = self._together
-        checkpoint, slots = together.agreed(RESTORE, lambda: open_checkpoint(build, folder))
+
+        def opened() -> tuple[tuple[Checkpoint, dict[str, list[str]]], list[int]]:
+            checkpoint, slots = open_checkpoint(build, folder)
+            return (checkpoint, slots), [zlib.crc32(repr((checkpoint.facts, checkpoint.index.shards)).encode())]
+
+        (checkpoint, slots), rows = together.exchanged(RESTORE, opened)
+        if other := next((rank for rank, row in enumerate(rows) if row != rows[0]), None):
+            raise RunError(
+                BAD_STATE, f"rank {other} reads another checkpoint than rank 0", "name one checkpoint on all ranks"
+            )
         steps = together.agreed(RESTORE, lambda: read_state(checkpoint, state.steps))
         notes = together.agreed(RESTORE, lambda: check_residuals(checkpoint, self._stored))
         notes += average_notes(checkpoint, build.manifest["optimizer"])

@@ -83,7 +83,7 @@ class Session:
         ranks = [build.role_at(self.mesh.coordinates(rank)) for rank in range(self.world)]
         self._whole = WholeState(build, Gatherer(self.mesh, self.rank, self.device, ranks), self.types)
         self.recorder = Recorder(self.device) if trace else None
-        self.step_number, self._averaging, self._reading = 0, False, threading.Lock()
+        self.step_number, self._reading = 0, threading.Lock()
         self.notes: tuple[str, ...] = ()
         self._together = Together(self.rank, self.world, self.device)
         self.last_step: int | None = build.manifest["steps"]
@@ -184,12 +184,13 @@ class Session:
                 self.state.buffers = dict(self._given[2])
             else:
                 units, own = self.offloaded.units(self.state.parameters), self.state.parameters
-                done = self.step_number + 1
-                update(self.optimizer, line, done, own, result.gradients, result.grad_norm, lr, units)
+                update(self.optimizer, line, self.step_number + 1, own, result.gradients, result.grad_norm, lr, units)
         self.state.steps.update(state_after(result.state, skipped))
         self.step_number += 1
-        numbers = loss, norm, float(lr)
-        return self._reporting.done(self.step_number, numbers, result.metrics, self.state.steps, skipped)
+        self._together.stepped(self.step_number, float(lr))
+        return self._reporting.done(
+            self.step_number, (loss, norm, float(lr)), result.metrics, self.state.steps, skipped
+        )
 
     def on_step(self, call: Callable[[StepReport], object]) -> None:
         """Call a function on this rank after every later step, with its report. Its exceptions leave ``update``."""
@@ -242,19 +243,19 @@ class Session:
         """
         if AVERAGE not in self.build.manifest["optimizer"]:
             raise RunError(NO_AVERAGES, "the plan has no `ema` line", "add one, as `ema 0.999`, and build again")
-        trained, outside, kept = self.state, self._averaging, self.optimizer.state
+        trained, outside, kept = self.state, self._together.inside, self.optimizer.state
         averages = {
             name: kept[value].get(AVERAGE, value).to(value.device) if value in kept else value
             for name, value in trained.parameters.items()
         }
-        self.state, self._averaging = replace(trained, parameters=averages), True
+        self.state, self._together.inside = replace(trained, parameters=averages), "in `session.averaged()`"
         try:
             yield
         finally:
-            self.state, self._averaging = trained, outside
+            self.state, self._together.inside = trained, outside
 
     def _check_trains(self) -> None:
-        if self._averaging:
+        if self._together.inside:
             message = "inside `session.averaged()` the session has averages instead of its weights"
             raise RunError(NO_AVERAGES, message, "train, save and restore after the block")
 
@@ -348,3 +349,4 @@ class Session:
             Path(path), self.build, self.state, self.optimizer, self.offloaded.holds_slots
         )
         self.step_number = self.feed.go_on(facts)
+        self._together.stepped(self.step_number)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from parc.runtime.communication import PeerLost
 from parc.runtime.lockstep import Together
 from tests.runtime.ranks import run_ranks
 from tests.runtime.test_batches import own
-from tests.runtime.tiny import BOTH, EVAL, PLAN, batch, build
+from tests.runtime.tiny import BOTH, EVAL, PLAN, TENSOR, batch, build
 
 REPEATED = (
     "test_calls.py: ranks 0 to 3 gave the same samples as `local`, so each of them counts 2 times; give each rank its"
@@ -81,6 +82,54 @@ def test_ranks_that_do_not_do_the_same_are_told_who_is_where_and_the_session_goe
     assert loss == pytest.approx(again, rel=1e-6) and steps == 1
     assert ranks[0]["twice"].startswith("[P0419] an update has used these gradients already; ")
     assert warned == [[[], [REPEATED], []], *[[[], [], []]] * 3]
+
+
+def unequal(path: str, folder: str) -> list[str]:
+    """Return what two ranks are told that call the same methods after other updates, on other weights, or with another
+    checkpoint."""
+    said = []
+    with parc.load(path) as session:
+
+        def refused(call: Callable[[], Any]) -> None:
+            with pytest.raises(parc.RunError) as error:
+                call()
+            said.append(error.value.message)
+
+        for step in range(2):
+            session.step(batch(step))
+            session.save(f"{folder}/{step}")
+        result = session.gradients(batch(2))
+        if session.rank == 0:
+            session.update(result)
+        refused(lambda: session.step(batch(2)))
+        refused(lambda: session.save(f"{folder}/apart"))
+        refused(lambda: session.restore(f"{folder}/{session.rank}"))
+        session.restore(f"{folder}/0")
+        session.step(batch(1), lr=0.5 - 0.25 * session.rank)
+        refused(session.state_dict)
+        session.restore(f"{folder}/0")
+        with session.averaged() if session.rank == 0 else nullcontext():
+            refused(lambda: session.predict(batch(0)))
+        with session.averaged():
+            session.predict(batch(0))
+        session.step(batch(1))
+    return said
+
+
+def test_ranks_whose_weights_would_differ_are_told_so_until_they_restore_one_checkpoint(tmp_path: Path) -> None:
+    made = build(tmp_path, TENSOR + EVAL + "ema 0.5\n")
+    first, second = run_ranks(unequal, 2, str(made), str(tmp_path))
+    rate = "the last at lr 0.01"
+    assert first == second == [
+        f"rank 0 is in `session.step` after 3 steps, {rate}, and rank 1 is in `session.step` after 2 steps, {rate}",
+        f"rank 0 is in `session.save` after 3 steps, {rate}, and rank 1 is in `session.save` after 2 steps, {rate}",
+        "rank 1 reads another checkpoint than rank 0",
+        "rank 0 is in `session.state_dict` after 2 steps, the last at lr 0.5, and rank 1 is in `session.state_dict`"
+        " after 2 steps, the last at lr 0.25",
+        "rank 0 is in `session.predict` after 1 step in `session.averaged()`, and rank 1 is in `session.predict` after"
+        " 1 step",
+    ]  # fmt: skip
+    assert not (tmp_path / "apart").exists()
 
 
 def last() -> str:
