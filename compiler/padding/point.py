@@ -18,34 +18,59 @@ Held = float | None
 UNKNOWN for data that may be infinite or not a number."""
 
 
+_DATA = 0.7
+"""A number that stands for data, where the padding beside it decides whether a result is finite."""
 _known: dict[tuple[Any, ...], tuple[float, bool]] = {}
+_finite: dict[tuple[Any, ...], bool] = {}
 
 
 def point(call: OpCall, held: Sequence[Held], dtypes: Sequence[torch.dtype]) -> tuple[float, bool]:
     """Compute a pointwise operator at one point: its value, and whether it and its derivatives are finite numbers. None
     reads as 0."""
-    key = call.op, repr((call.args, sorted(call.kwargs.items()))), *held, *dtypes
+    key = _key(call, held, dtypes)
     if key not in _known:
         _known[key] = _computed(call, held, dtypes)
     return _known[key]
 
 
-def _computed(call: OpCall, held: Sequence[Held], dtypes: Sequence[torch.dtype]) -> tuple[float, bool]:
-    def wide(item: Any) -> Any:
-        return torch.float64 if isinstance(item, torch.dtype) and item.is_floating_point else item
+def finite(call: OpCall, held: Sequence[Held], dtypes: Sequence[torch.dtype]) -> bool:
+    """Return whether a pointwise operator makes a finite number where data, for None, is a usual one: a quotient of it
+    by zero is none."""
+    key = _key(call, held, dtypes)
+    if key not in _finite:
+        given = [_DATA if value is None else value for value in held]
+        with torch.no_grad():
+            made = _applied(call, [torch.tensor([value], dtype=_wide(dtype)) for value, dtype in zip(given, dtypes, strict=True)])
+        _finite[key] = bool(made.isfinite().all())
+    return _finite[key]
 
+
+def _key(call: OpCall, held: Sequence[Held], dtypes: Sequence[torch.dtype]) -> tuple[Any, ...]:
+    return call.op, repr((call.args, sorted(call.kwargs.items()))), *held, *dtypes
+
+
+def _wide(item: Any) -> Any:
+    return torch.float64 if isinstance(item, torch.dtype) and item.is_floating_point else item
+
+
+def _applied(call: OpCall, values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the first result of a call on these operands."""
+
+    def fill(item: Any) -> Any:
+        return values[item.index] if isinstance(item, Operand) else _wide(item)
+
+    made = operator(call.op)(*map(fill, call.args), **{key: fill(item) for key, item in call.kwargs.items()})
+    first: torch.Tensor = made[0] if isinstance(made, (tuple, list)) else made
+    return first
+
+
+def _computed(call: OpCall, held: Sequence[Held], dtypes: Sequence[torch.dtype]) -> tuple[float, bool]:
     with torch.enable_grad():
         values = [
-            torch.tensor([value or 0.0], dtype=wide(dtype)).requires_grad_(dtype.is_floating_point)
+            torch.tensor([value or 0.0], dtype=_wide(dtype)).requires_grad_(dtype.is_floating_point)
             for value, dtype in zip(held, dtypes, strict=True)
         ]
-
-        def fill(item: Any) -> Any:
-            return values[item.index] if isinstance(item, Operand) else wide(item)
-
-        options = {key: fill(item) for key, item in call.kwargs.items()}
-        made = operator(call.op)(*map(fill, call.args), **options)
-        made = made[0] if isinstance(made, (tuple, list)) else made
+        made = _applied(call, values)
         slopes = []
         if made.requires_grad:
             wanted = [value for value in values if value.requires_grad]

@@ -225,8 +225,11 @@ def test_what_pointwise_operators_make_of_padding() -> None:
     assert one(call("aten.sigmoid.default", shape, result=shape), None) is None
     assert one(call("aten.log.default", shape, result=shape), 0.0) == -math.inf
     assert one(call("aten.mul.Tensor", shape, shape, result=shape), 0.0, None) == 0.0
-    unknown = one(call("aten.mul.Tensor", shape, shape, result=shape), 0.0, -math.inf)
-    assert unknown is not None and math.isnan(unknown)
+    for op, held in (("aten.mul.Tensor", (0.0, -math.inf)), ("aten.div.Tensor", (0.0, 0.0)),
+                     ("aten.div.Tensor", (None, 0.0))):  # fmt: skip
+        unknown = one(call(op, shape, shape, result=shape), *held)
+        assert unknown is not None and math.isnan(unknown), (op, held)
+    assert one(call("aten.div.Tensor", shape, shape, result=shape), 0.0, None) == 0.0
     assert one(call("aten.add.Tensor", shape, shape, result=shape), 1.0, 2.0) == 3.0
     assert one(call("aten.add.Tensor", shape, shape, result=shape), 1.0, None) is None
 

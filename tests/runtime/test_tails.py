@@ -3,7 +3,9 @@ legal."""
 
 from __future__ import annotations
 
+import math
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -194,6 +196,53 @@ def test_a_term_that_counts_no_targets_takes_no_fewer_beside_one_that_does(tmp_p
     assert "term 1 of its loss is not divided by a count" in str(refused.value)
     both = CALM.replace(scores, f"{scores} + 0.1 {scores}")
     assert not tail_fault(reference(checked_plans.compiled(both)), {"targets": -100})
+
+
+POOLING = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(256, 16), nn.Linear(16, 256)
+
+    def forward(self, tokens, keep):
+        x, given = self.embed(tokens), keep[..., None].float()
+        return self.head(x + ({pooled})[:, None])
+
+
+def own(output, targets, keep):
+    each = F.cross_entropy(output.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
+    return (each * keep).sum() / keep.sum()
+"""
+
+
+@pytest.mark.parametrize(
+    ("pooled", "fault"),
+    [
+        ("(x * given).sum(1) / given.sum(1)", "hold nan"),
+        ("x.sum(1) / given.sum(1)", "hold nan"),
+        ("(x * given).sum(1) / given.sum(1).clamp(min=1)", ""),
+    ],
+)
+def test_a_model_that_divides_by_a_mask_of_the_loss_takes_no_fewer(tmp_path: Path, pooled: str, fault: str) -> None:
+    """Samples whose mask is 0 everywhere would have no mean."""
+    (tmp_path / "pooling.py").write_text(POOLING.replace("{pooled}", pooled))
+    plan = re.sub("model .*", 'model "./pooling.py:Model" ()', CALM).replace(
+        "input     targets", "input keep int64 [B, S]\ninput     targets"
+    )
+    path = build(
+        tmp_path, EVAL, plan.replace("cross_entropy(output, targets)", '"./pooling.py:own"(output, targets, keep)')
+    )
+    whole = batch(0) | {"keep": torch.ones(8, 8, dtype=torch.int64)}
+    whole["targets"] = whole["targets"].clamp(min=0)
+    given = {name: value[:3] for name, value in whole.items()}
+    with parc.load(path) as session, pytest.raises(RunError, match=fault) if fault else nullcontext():
+        assert session.evaluate(given) == pytest.approx(parc.reference(path).evaluate(given), rel=1e-5)
+        assert math.isfinite(session.step(given).loss)
 
 
 # ---- what is proved of the captured graph
