@@ -55,10 +55,12 @@ class Together:
             help_ = "end all processes; start again from the last checkpoint, by `session.restore` or `--resume`"
             raise RunError(LEFT_STEP, message, help_)
 
-    def stepped(self, count: int, lr: float | None = None) -> None:
-        """Note that this rank has done so many steps, the last at a learning rate, if it is known."""
-        rate = "" if lr is None else f" at lr {lr:.6g}"
-        self._done = f"after {count} step{'s' * (count != 1)}" + f", the last{rate}" * bool(rate)
+    def stepped(self, count: int, lr: float | None = None) -> int:
+        """Note that this rank has done so many steps, the last at a learning rate, if it is known; return their
+        number."""
+        rate = "" if lr is None else f", the last at lr {lr:.6g}"
+        self._done = f"after {count} step{'s' * (count != 1)}{rate}"
+        return count
 
     def agreed(self, call: str, make: Callable[[], _Made]) -> _Made:
         """Call ``make`` on every rank, without the others, and return its result; where it fails on one rank, it fails

@@ -186,11 +186,9 @@ class Session:
                 units, own = self.offloaded.units(self.state.parameters), self.state.parameters
                 update(self.optimizer, line, self.step_number + 1, own, result.gradients, result.grad_norm, lr, units)
         self.state.steps.update(state_after(result.state, skipped))
-        self.step_number += 1
-        self._together.stepped(self.step_number, float(lr))
-        return self._reporting.done(
-            self.step_number, (loss, norm, float(lr)), result.metrics, self.state.steps, skipped
-        )
+        numbers = loss, norm, float(lr)
+        self.step_number = self._together.stepped(self.step_number + 1, numbers[-1])
+        return self._reporting.done(self.step_number, numbers, result.metrics, self.state.steps, skipped)
 
     def on_step(self, call: Callable[[StepReport], object]) -> None:
         """Call a function on this rank after every later step, with its report. Its exceptions leave ``update``."""
@@ -348,5 +346,4 @@ class Session:
         facts, self.notes = self._files.restore(
             Path(path), self.build, self.state, self.optimizer, self.offloaded.holds_slots
         )
-        self.step_number = self.feed.go_on(facts)
-        self._together.stepped(self.step_number)
+        self.step_number = self._together.stepped(self.feed.go_on(facts))
