@@ -54,6 +54,38 @@ def test_a_sum_of_losses_composes_with(mesh: str) -> None:
     assert [(w.code.name, w.severity) for w in warnings_of(made)] == [("P0217", Severity.NOTE) for _ in balance]
 
 
+PAIRS = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Pairs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 4), nn.Linear(5, 4)
+
+    def forward(self, x, y):
+        return self.first(x), self.second(y)
+
+
+def matched(output):
+    x, y = output
+    return F.cross_entropy(x @ y.T, torch.arange(x.shape[0]))
+"""
+
+
+@pytest.mark.parametrize("mesh", ["dp=2", "dp=1"])
+def test_targets_that_are_numbers_of_the_code_are_counted(mesh: str, tmp_path: Path) -> None:
+    """Each sample's own pair is its class: what is counted reads no input."""
+    (tmp_path / "pairs.py").write_text(PAIRS)
+    lines = f'loss "./pairs.py:matched" (output)\noptimizer sgd lr 0.1\nmesh {mesh}\nshard x, y [B/dp, _]\n'
+    inputs = "input x float32 [B, 6]\ninput y float32 [B, 5]\nsizes B=8\n"
+    made = compiled(f'model "./pairs.py:Pairs"\n{inputs}{lines}', tmp_path)
+    assert checked(made).report["checks"]["numbers"] == "tested"
+    assert parse_program(made.build.reference.text(), "model") == made.build.reference
+
+
 @pytest.mark.parametrize("loss", ["0.5 output.aux_loss + {near}", "{near} + 0.5 {near}", "0.5 {near} + 0.5 {near}"])
 def test_terms_may_stand_in_any_order_and_share_a_mean(loss: str, tmp_path: Path) -> None:
     """Terms that are one mean, as after common subexpressions, have one count each."""

@@ -40,7 +40,9 @@ def finite(call: OpCall, held: Sequence[Held], dtypes: Sequence[torch.dtype]) ->
     if key not in _finite:
         given = [_DATA if value is None else value for value in held]
         with torch.no_grad():
-            made = _applied(call, [torch.tensor([value], dtype=_wide(dtype)) for value, dtype in zip(given, dtypes, strict=True)])
+            made = _applied(
+                call, [torch.tensor([value], dtype=_wide(dtype)) for value, dtype in zip(given, dtypes, strict=True)]
+            )
         _finite[key] = bool(made.isfinite().all())
     return _finite[key]
 

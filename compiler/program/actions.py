@@ -10,6 +10,8 @@ from typing import Literal
 
 from .binding import Kind
 
+REFERENCE = "reference"
+"""The action of a captured graph's program, of which every function is a main one."""
 COUNTING, SCALING, UNSHARD, FORWARD, BACKWARD = "COUNT", "SCALE", "UNSHARD", "F", "B"
 AVERAGING, REDUCE, RESCALE, STEP, LOADS = "LOSS", "REDUCE", "RESCALE", "STEP", "LOADS"
 PLACES = ("before", "work", "after", "end")

@@ -19,6 +19,7 @@ import torch
 from ..layout.collectives import COLLECTIVES
 from ..layout.mesh import Mesh
 from ..layout.placement import TensorType, parse_type
+from .actions import REFERENCE
 from .binding import Binding
 from .program import Function, Line, LocalSize, Origin, Program, Ref, Value, allowed
 
@@ -82,7 +83,8 @@ def _read(text: str, name: str) -> Program:
     functions: dict[str, Function] = {}
     row = head.count("\n") + 2
     for each in texts:
-        part = _Part(each, mesh, custom, frozenset(functions), action, each is texts[-1], name, row)
+        main = each is texts[-1] or action == REFERENCE
+        part = _Part(each, mesh, custom, frozenset(functions), action, main, name, row)
         function = _read_function(part)
         if function.name in functions:
             raise part.fail(None, f"`{function.name}` is defined twice")
@@ -97,7 +99,7 @@ _ONLY_FUNCTIONS = "only functions stand here"
 @dataclass(frozen=True)
 class _Part:
     """The text of a program's head or of one function, with all that its reading depends on: the mesh, the ``custom``
-    operators, the functions before it, the action, and whether it is the ``main`` function. Equal parts are read once,
+    operators, the functions before it, the action, and whether it is a ``main`` function. Equal parts are read once,
     wherever they stand."""
 
     text: str

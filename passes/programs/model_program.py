@@ -9,6 +9,7 @@ from torch import fx
 from ...compiler.capture.node_facts import noted
 from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.placement import Placement, TensorType
+from ...compiler.program.actions import REFERENCE
 from ...compiler.program.binding import COUNT, LOSS, RNG, Binding
 from ...compiler.program.program import Function, Line, Origin, Program, Ref, Value
 from ..calls import outputs, tensors_of
@@ -19,12 +20,12 @@ def reference_program(graph: fx.Graph, count: fx.Graph | None, counts: tuple[Bin
     """Return ``model.py`` with the functions ``count`` (where the loss has one) and ``forward``, on global shapes."""
     functions = [_function("count", count, counts, seed)] if count is not None else []
     keys = (LOSS, *noted(graph.output_node()).results)
-    return Program("model", "reference", Mesh(), (*functions, _function("forward", graph, keys, seed)))
+    return Program("model", REFERENCE, Mesh(), (*functions, _function("forward", graph, keys, seed)))
 
 
 def fraction_program(graph: fx.Graph) -> Program:
     """Return the program of a graph with two results: the numerator of a loss and its denominator."""
-    return Program("model", "reference", Mesh(), (_function("forward", graph, (LOSS, COUNT), 0),))
+    return Program("model", REFERENCE, Mesh(), (_function("forward", graph, (LOSS, COUNT), 0),))
 
 
 def without_training(reference: Program) -> Program:
