@@ -195,3 +195,45 @@ class Counted(nn.Module):
 def weighted(output, scores, weights):
     return ((output - scores) ** 2 * weights).mean()
 """
+
+OUTPUTS = """
+import torch
+from torch import nn
+
+
+class Scored(nn.Module):
+    def __init__(self, words=50, wide=128):
+        super().__init__()
+        self.words, self.body, self.head = nn.Embedding(words, 16), nn.Linear(16, 16), nn.Linear(16, words)
+        self.length, self.kind = nn.Linear(16, 1), nn.Linear(16, wide)
+
+    def hidden(self, tokens):
+        return torch.tanh(self.body(self.words(tokens)))
+
+
+class Named(Scored):
+    def forward(self, tokens):
+        x = self.hidden(tokens)
+        return {"length": self.length(x.mean(1)), "logits": self.head(x), "kind": self.kind(x)}
+
+
+class Later(Scored):
+    def forward(self, tokens):
+        x = self.hidden(tokens)
+        return x.mean(1), self.head(x)
+
+
+class Kinds(Scored):
+    def forward(self, tokens):
+        return self.kind(self.hidden(tokens).mean(1))
+
+
+class Each(Scored):
+    def forward(self, tokens):
+        return self.length(self.hidden(tokens)).squeeze(-1)
+
+
+class Pair(Scored):
+    def forward(self, source, words):
+        return self.head(self.hidden(words) + self.hidden(source).mean(1, keepdim=True))
+"""

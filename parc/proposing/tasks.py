@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from parc.compiler.capture.model_output import tensors_in
-from parc.compiler.sizes.size_range import BATCH
 from parc.proposing.inputs import Caller, ForwardCall, Guess, named_dims
 
 MEAN_SQUARE = '"torch.nn.functional:mse_loss"'
@@ -55,21 +54,37 @@ def _targets_named(names: Sequence[str], caller: Caller, call: ForwardCall) -> d
 
 
 def _of_result(caller: Caller, call: ForwardCall) -> Task:
-    name, value = _result(call.tried.output)
-    dims = named_dims(value.shape, call.sizes)
-    tokens = Guess("int64", (BATCH, "S")) in call.guesses.values()
-    classes = value.dim() > 1 and value.shape[-1] > 1
-    rows = max(
-        (layer.num_embeddings for layer in caller.module.modules() if isinstance(layer, nn.Embedding)), default=0
-    )
-    if classes and (dims[:-1] == (BATCH,) or (tokens and dims[:-1] == (BATCH, "S") and value.shape[-1] >= rows)):
+    name, value = _result(caller, call)
+    dims = _dims(name, value, caller, call)
+    if _of_tokens(dims, caller, call) or (len(dims) == 2 and isinstance(dims[1], int) and dims[1] > 1):
         targets = _free("targets", call)
         guesses = {**call.guesses, targets: Guess("int64", dims[:-1])}
-        why = f"{value.shape[-1]} classes for each {'token' if 'S' in dims else 'sample'}"
+        why = f"{value.shape[-1]} classes for each {'token' if len(dims) > 2 else 'sample'}"
         return Task(guesses, _used(call, guesses), f"cross_entropy({name}, {targets})", why)
     targets = _free("target", call)
     guesses = {**call.guesses, targets: Guess("float32", dims)}
     return Task(guesses, _used(call, guesses), f"{MEAN_SQUARE} ({name}, {targets})", "a guess: put your own loss here")
+
+
+def _dims(name: str, value: torch.Tensor, caller: Caller, call: ForwardCall) -> tuple[int | str, ...]:
+    """Return the dims of what a model returns: the length of sequences by the name that an input has for it."""
+    lengths = [dim for guess in call.guesses.values() for dim in guess.dims[1:2] if isinstance(dim, str)]
+    named = {call.sizes[dim]: dim for dim in reversed(lengths)}
+    dims = tuple(named.get(dim, dim) if at == 1 and isinstance(dim, int) else dim
+                 for at, dim in enumerate(named_dims(value.shape, {"S": 0})))  # fmt: skip
+    if len(dims) != 2 or not isinstance(dims[1], str):
+        return dims
+    other = caller.call(call.guesses, {**call.sizes, dims[1]: call.sizes[dims[1]] // 2})
+    same = dict(tensors_in(other.output)).get(name) if other.error is None else None
+    return dims if same is None or same.shape != value.shape else (dims[0], value.shape[1])
+
+
+def _of_tokens(dims: tuple[int | str, ...], caller: Caller, call: ForwardCall) -> bool:
+    """Return whether a tensor of these dims has a number for each token and each row of the largest table."""
+    tables = (layer.num_embeddings for layer in caller.module.modules() if isinstance(layer, nn.Embedding))
+    rows = max(tables, default=0)
+    tokens = len(dims) == 3 and Guess("int64", dims[:-1]) in call.guesses.values()
+    return tokens and isinstance(dims[-1], int) and dims[-1] >= max(rows, 2)
 
 
 def _loss(output: Any) -> str:
@@ -78,11 +93,16 @@ def _loss(output: Any) -> str:
     return next((name for name in found if name == "output.loss"), found[0] if found else "")
 
 
-def _result(output: Any) -> tuple[str, torch.Tensor]:
-    """Return the first tensor of the output from which gradients come back, or else the first."""
-    found = list(tensors_in(output))
-    learned = [(name, value) for name, value in found if value.requires_grad and value.is_floating_point()]
-    return (learned or found)[0]
+def _result(caller: Caller, call: ForwardCall) -> tuple[str, torch.Tensor]:
+    """Return the tensor of the output that a loss is most likely of: of those from which gradients come back, or else
+    of all, the one with the name `logits`, the first with a number for each token and each of its classes, or the
+    first."""
+    found = list(tensors_in(call.tried.output))
+    learned = [(name, value) for name, value in found if value.requires_grad and value.is_floating_point()] or found
+    named = [(name, value) for name, value in learned if name.rpartition(".")[2] == "logits"]
+    scores = [(name, value) for name, value in learned
+              if value.dim() == 3 and _of_tokens(_dims(name, value, caller, call), caller, call)]  # fmt: skip
+    return (named or scores or learned)[0]
 
 
 def _free(name: str, call: ForwardCall) -> str:

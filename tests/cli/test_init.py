@@ -16,7 +16,7 @@ import parc
 from parc.cli import main
 from tests.cli.commands import Captured
 from tests.cli.commands import parc as command
-from tests.proposed_models import KINDS, NANO
+from tests.proposed_models import KINDS, NANO, OUTPUTS
 from tests.runtime.forked import forked_ranks
 
 QWEN = (
@@ -137,6 +137,38 @@ def test_a_proposal_splits_what_a_person_would(
     assert code == 0 and "warning" not in err, err
     assert lines(plan, "input") == inputs and lines(plan, "loss") == [loss]
     assert lines(plan, "column", "row", "vocab") == placements
+
+
+@pytest.mark.parametrize(
+    ("words", "loss", "targets"),
+    [
+        (["Named"], "cross_entropy(output.logits, targets)  # 50 classes for each token", "targets int64 [B, S]"),
+        (["Later"], "cross_entropy(output.1, targets)  # 50 classes for each token", "targets int64 [B, S]"),
+        (["Kinds"], "cross_entropy(output, targets)  # 128 classes for each sample", "targets int64 [B]"),
+        (["Each"], '"torch.nn.functional:mse_loss" (output, target)  # a guess', "target float32 [B, S]"),
+        (
+            ["Pair", "--input", "source int64 [B, S]", "--input", "words int64 [B, T]", "--sizes", "S=16,T=12"],
+            "cross_entropy(output, targets)  # 50 classes for each token",
+            "targets int64 [B, T]",
+        ),
+        (
+            ["Pair", "--input", "source int64 [B, 16]", "--input", "words int64 [B, 12]"],
+            "cross_entropy(output, targets)  # 50 classes for each token",
+            "targets int64 [B, 12]",
+        ),
+    ],
+)
+def test_a_loss_is_of_the_scores_among_the_results_whatever_their_place_and_length(
+    tmp_path: Path, capsys: Captured, words: list[str], loss: str, targets: str
+) -> None:
+    """``Kinds`` has as many classes as a sequence has tokens."""
+    (tmp_path / "outputs.py").write_text(OUTPUTS)
+    model, *more = words
+    plan = tmp_path / "plan.parc"
+    code, _, err = command(capsys, "init", f"{tmp_path}/outputs.py:{model}", "-o", plan, *more)
+    assert code == 0, err
+    assert f"loss      {loss}" in plan.read_text()
+    assert lines(plan, "input")[-1] == f"input {targets}"
 
 
 def test_a_large_model_gets_a_twin_of_its_structure(kinds: Path, tmp_path: Path, capsys: Captured) -> None:
