@@ -18,7 +18,7 @@ from ..ops.infer import rule_or_opaque
 from ..ops.neutral import is_neutral, reduction_of
 from ..ops.rules import facts
 from ..program.program import Origin
-from .point import UNKNOWN, Held, finite, point
+from .point import UNKNOWN, Held, beyond_numbers, point
 
 
 class PaddingFault(ValueError):
@@ -264,7 +264,7 @@ def _is_zero(rule: OpRule, carried: _Carried) -> bool:
 def _result(call: OpCall, rule: OpRule, carried: _Carried, dtypes: Sequence[torch.dtype]) -> Held:
     """Return the number that results hold in the padding of a factor."""
     held = list(carried.held.values())
-    if _beyond_numbers(call, carried, dtypes):
+    if beyond_numbers(call, [carried.held.get(index) for index in range(len(call.operands))], dtypes):
         return UNKNOWN
     if _is_zero(rule, carried):
         return 0.0
@@ -283,18 +283,6 @@ def _result(call: OpCall, rule: OpRule, carried: _Carried, dtypes: Sequence[torc
     if row.elementwise and len(held) == len(call.operands) and None not in held:
         return point(call, tuple(carried.held[index] for index in range(len(held))), tuple(dtypes))[0]
     return None if all(value is None or math.isfinite(value) for value in held) else UNKNOWN
-
-
-def _beyond_numbers(call: OpCall, carried: _Carried, dtypes: Sequence[torch.dtype]) -> bool:
-    """Return whether a pointwise operator makes no finite number of finite ones, as a quotient by padding of zeros."""
-    held = [carried.held.get(index) for index in range(len(call.operands))]
-    if not facts(call.op).elementwise or len(held) < 2 or held == [None] * len(held):
-        return False
-    if not all(value is None or math.isfinite(value) for value in held):
-        return False
-    if not any(dtype.is_floating_point for dtype in dtypes):
-        return False
-    return not finite(call, held, dtypes)
 
 
 def _moves(call: OpCall, held: Held) -> bool:

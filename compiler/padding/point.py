@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..ops.factors import OpCall, Operand
+from ..ops.rules import facts
 from ..program.program import operator
 
 UNKNOWN = math.nan
@@ -21,7 +22,7 @@ UNKNOWN for data that may be infinite or not a number."""
 _DATA = 0.7
 """A number that stands for data, where the padding beside it decides whether a result is finite."""
 _known: dict[tuple[Any, ...], tuple[float, bool]] = {}
-_finite: dict[tuple[Any, ...], bool] = {}
+_beyond: dict[tuple[Any, ...], bool] = {}
 
 
 def point(call: OpCall, held: Sequence[Held], dtypes: Sequence[torch.dtype]) -> tuple[float, bool]:
@@ -33,18 +34,20 @@ def point(call: OpCall, held: Sequence[Held], dtypes: Sequence[torch.dtype]) -> 
     return _known[key]
 
 
-def finite(call: OpCall, held: Sequence[Held], dtypes: Sequence[torch.dtype]) -> bool:
-    """Return whether a pointwise operator makes a finite number where data, for None, is a usual one: a quotient of it
-    by zero is none."""
+def beyond_numbers(call: OpCall, held: Sequence[Held], dtypes: Sequence[torch.dtype]) -> bool:
+    """Return whether a pointwise operator makes no finite number of finite ones, as a quotient by padding of zeros.
+    What depends on data counts as a usual number."""
+    given = [_DATA if value is None else value for value in held]
+    if not facts(call.op).elementwise or len(held) < 2 or held.count(None) == len(held):
+        return False
+    if not all(map(math.isfinite, given)) or not any(dtype.is_floating_point for dtype in dtypes):
+        return False
     key = _key(call, held, dtypes)
-    if key not in _finite:
-        given = [_DATA if value is None else value for value in held]
+    if key not in _beyond:
         with torch.no_grad():
-            made = _applied(
-                call, [torch.tensor([value], dtype=_wide(dtype)) for value, dtype in zip(given, dtypes, strict=True)]
-            )
-        _finite[key] = bool(made.isfinite().all())
-    return _finite[key]
+            values = [torch.tensor([value], dtype=_wide(dtype)) for value, dtype in zip(given, dtypes, strict=True)]
+            _beyond[key] = not bool(_applied(call, values).isfinite().all())
+    return _beyond[key]
 
 
 def _key(call: OpCall, held: Sequence[Held], dtypes: Sequence[torch.dtype]) -> tuple[Any, ...]:
