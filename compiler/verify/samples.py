@@ -22,7 +22,7 @@ from ..ops.infer import infer, place_created
 from ..ops.op_row import normal_dims
 from ..ops.rules import facts, has_rule
 from ..program.binding import COUNT, LOSS, Binding
-from ..program.parts import weighted_terms
+from ..program.parts import making, weighted_terms
 from ..program.program import Program
 from .lines import Question, follow, line_call
 
@@ -93,11 +93,13 @@ def is_one_fraction(program: Program, unbatched: Collection[str] = (), token_los
     their denominators, all added up before. ``program`` returns both, as ``LOSS`` and ``COUNT``. A numerator that is a
     sum of ``token_losses`` is taken to add up.
 
-    Statistics of a microbatch are taken to be meant in the numerator, and are in no denominator. Two means are one
+    Statistics of a microbatch are taken to be meant in the numerator, and are in no denominator: the greatest weight of
+    a microbatch is not the batch's. Two means are one
     fraction if nothing is added to them that no sample reaches, which would count for more in a smaller batch.
     """
-    found = dependences(program, unbatched)
-    above, below = _WEIGHED if token_losses else found[LOSS], found[COUNT]
+    count = replace(program, functions=(making(program.main, ((COUNT, program.main.returned("count")[""]),)),))
+    above = _WEIGHED if token_losses else dependences(program, unbatched)[LOSS]
+    below = dependences(count, unbatched, strict=not token_losses)[COUNT]
     if below.statistic or above.shifted or below.shifted:
         return False
     return above.kind == below.kind == "P" and above.adds == below.adds is not None
@@ -110,8 +112,9 @@ def counts_a_share(reference: Program, unbatched: Collection[str] = ()) -> bool:
     return dependences(count, unbatched)[COUNT].adds == "mean"
 
 
-def dependences(reference: Program, unbatched: Collection[str] = ()) -> dict[Binding, Samples]:
-    """Return the dependence on samples of each value that the captured graph returns."""
+def dependences(reference: Program, unbatched: Collection[str] = (), strict: bool = False) -> dict[Binding, Samples]:
+    """Return the dependence on samples of each value that the captured graph returns. If ``strict``, samples meet also
+    in whole numbers, and in operators without a rule."""
     function = reference.functions[-1]
     inputs = function.bound("input").items()
     batched = {value.name for name, value in inputs if name not in unbatched and value.type.shape}
@@ -119,12 +122,12 @@ def dependences(reference: Program, unbatched: Collection[str] = ()) -> dict[Bin
     start = Samples(Split(0) if size > 1 else _SOMEWHERE)  # dims of size 1 belong to no factor
     starts = [start if value.name in batched else _WEIGHT if value.kind == "term" else _FREE
               for value in function.parameters]  # fmt: skip
-    found = follow(reference, function, starts, lambda _, line, read: _made(line, read, size))
+    found = follow(reference, function, starts, lambda _, line, read: _made(line, read, size, strict))
     return dict(zip((key for key, _ in function.returns), found, strict=True))
 
 
 @lru_cache(maxsize=8192)
-def _made(q: Question, given: tuple[Samples, ...], size: int) -> tuple[Samples, ...]:
+def _made(q: Question, given: tuple[Samples, ...], size: int, strict: bool) -> tuple[Samples, ...]:
     """Return the dependence of a line's results on samples."""
     read: Sequence[Samples] = given
     if _WEIGHT in read:
@@ -143,8 +146,8 @@ def _made(q: Question, given: tuple[Samples, ...], size: int) -> tuple[Samples, 
         try:
             kinds = _placed(call, read, size)
         except ValueError:
-            moves = facts(call.op).moves in _MAY_KEEP_APART or not has_rule(call.op)
-            if not moves and any(t.dtype.is_floating_point for t in q.results):
+            moves = facts(call.op).moves in _MAY_KEEP_APART or not (strict or has_rule(call.op))
+            if not moves and (strict or any(t.dtype.is_floating_point for t in q.results)):
                 return (_MET,) * len(q.results)
             kinds = [_SOMEWHERE] * len(q.results)
     adds, terms = _added(q, call, sums, size)
