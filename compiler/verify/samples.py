@@ -91,11 +91,11 @@ def averaged_terms(reference: Program, unbatched: Collection[str] = ()) -> tuple
 def is_one_fraction(program: Program, unbatched: Collection[str] = (), token_losses: bool = False) -> bool:
     """Return whether microbatches and the whole batch have one fraction: the numerators of microbatches, divided by
     their denominators, all added up before. ``program`` returns both, as ``LOSS`` and ``COUNT``. A numerator that is a
-    sum of ``token_losses`` is taken to add up.
+    sum of ``token_losses`` is taken to add up, and is not looked at.
 
     Statistics of a microbatch are taken to be meant in the numerator, and are in no denominator: the greatest weight of
-    a microbatch is not the batch's. Two means are one
-    fraction if nothing is added to them that no sample reaches, which would count for more in a smaller batch.
+    a microbatch is not the batch's. Two means are one fraction if nothing is added to them that no sample reaches,
+    which would count for more in a smaller batch.
     """
     count = replace(program, functions=(making(program.main, ((COUNT, program.main.returned("count")[""]),)),))
     above = _WEIGHED if token_losses else dependences(program, unbatched)[LOSS]

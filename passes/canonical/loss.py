@@ -33,8 +33,8 @@ def split_loss(graph: fx.Graph, terms: int, is_one_fraction: Callable[[fx.Graph,
     inputs, and out of a multiple of these. It is then done once a step, by the count over all data ranks and
     microbatches. A mean of means would weigh targets unequally.
 
-    ``is_one_fraction`` tells of the graph of a numerator and a denominator, and of whether the numerator is a sum of
-    token losses, whether both add up over microbatches.
+    ``is_one_fraction`` tells of the graph of a numerator and a denominator whether they add up over microbatches. If it
+    is given True too, the numerator is a sum of token losses, and the graph makes the denominator alone.
 
     A loss that is the sum of several ``terms`` is divided by the count of its first counted term. Every other term is
     multiplied by an input of its own, which SCALE makes, so that the same division leaves the right mean.
@@ -167,4 +167,5 @@ def _denominator(loss: fx.Node, is_one_fraction: Callable[[fx.Graph, bool], bool
     if not read <= {"input"} or noted(total).value.dtype != noted(loss).value.dtype:
         return None
     losses: Any = total.args[0] if total.target is aten.sum.default else total
-    return count if is_one_fraction(_graph_of([total, count]), noted(losses).token_losses) else None
+    known = noted(losses).token_losses
+    return count if is_one_fraction(_graph_of([count if known else total, count]), known) else None
