@@ -10,14 +10,15 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from ...compiler.sizes.size_range import BATCH
 from ...grammar.codes_build import BAD_DATA
 from ..faults import RunError
 from ..lockstep import Together
 from .datasets import dataset_source
-from .feed import Feed
 from .order import Order, Ordered
 from .reading import Closing, RowReader
 from .samples import DataError, SampleSource, raised_at
+from .sizes import AtSizes, BySizes
 
 
 @final
@@ -35,9 +36,10 @@ class Loader:
     """
 
     def __init__(
-        self, feed: Feed, together: Together, dataset: Any, *, shuffle: bool, seed: int, workers: int, drop_last: bool,
-        name: str,
+        self, by_sizes: BySizes[AtSizes], together: Together, dataset: Any, *, shuffle: bool, seed: int, workers: int,
+        drop_last: bool, name: str,
     ) -> None:  # fmt: skip
+        self._by_sizes, feed = by_sizes, by_sizes().feed
         self._feed, self._together, self._drop_last, self._name = feed, together, drop_last, name
         self._dataset = dataset
         self._check_name()
@@ -67,8 +69,13 @@ class Loader:
         if samples < (batch if self._drop_last else 1):
             help_ = "give it more, or build the plan for a smaller B" + ", or `drop_last=False`" * self._drop_last
             raise DataError(f"the dataset has {samples} sample{'s' * (samples != 1)}, and a step takes {batch}", help_)
-        if samples % batch and not self._drop_last:
-            self._feed.ignored_targets(samples % batch)
+        rest = samples % batch
+        if rest and not self._drop_last and not self._has_size(rest):
+            self._feed.ignored_targets(rest)
+
+    def _has_size(self, count: int) -> bool:
+        """Return whether the plan's range for B has a batch of so many samples."""
+        return self._by_sizes.ranges(BATCH) and not self._feed.tail_fault(count)
 
     def __len__(self) -> int:
         """Return the number of batches of an epoch.
@@ -100,18 +107,22 @@ class Loader:
             epoch, taken = self._next()
 
     def _read(self, epoch: int, taken: int) -> dict[str, Tensor]:
-        """Return this rank's samples of a batch. Where an epoch has too few for the last, the next one's follow, with
-        all targets ignored: also after a restore under another B, which may leave such a rest.
+        """Return this rank's samples of a batch. Where an epoch has too few for the last, it is smaller if the plan's
+        range for B has its size; else the next epoch's follow, with all targets ignored: also after a restore under
+        another B, which may leave such a rest.
 
         Raises:
             RunError: they cannot be read, or the last batch is smaller, and the loss sees that.
         """
-        size, samples = self._feed.batch, self._samples
-        first, end = (taken, None) if samples is None else (epoch * samples + taken, (epoch + 1) * samples)
+        size, count = self._feed.batch, self._samples
+        first, end = (taken, None) if count is None else (epoch * count + taken, (epoch + 1) * count)
         have = size if end is None else end - first
-        ignored = self._feed.ignored_targets(have) if have < size else {}
+        short = have < size
+        feed = self._by_sizes.at({BATCH: have}).feed if short and self._has_size(have) else self._feed
+        ignored = feed.ignored_targets(have) if short and feed is self._feed else {}
         try:
-            batch = self._feed.own(self._reader(first, end))
+            samples = self._reader(first, end) if feed is self._feed else self._reader.rows(first, feed.rows)
+            batch = feed.own(samples)
         except DataError as error:
             notes = [note for note in [raised_at(error)] if note]
             raise RunError(BAD_DATA, f"epoch {epoch}: {error}", error.help, notes) from error

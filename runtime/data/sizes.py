@@ -46,7 +46,18 @@ class BySizes(Generic[_Made]):
         Raises:
             RunError: the build was not made for these sizes.
         """
-        sizes = {} if batch is None or self._build.template is None else _sizes_of(self._build, batch, shares)
+        return self.at({} if batch is None or self._build.template is None else _sizes_of(self._build, batch, shares))
+
+    def ranges(self, name: str) -> bool:
+        """Return whether a size has a range."""
+        return self._build.template is not None and name in self._build.template.ranges
+
+    def at(self, sizes: Mapping[str, int]) -> _Made:
+        """Return the object for these sizes; sizes that are not named are the build's own.
+
+        Raises:
+            RunError: the build was not made for these sizes.
+        """
         key = tuple(sorted({**self._build.manifest["sizes"], **sizes}.items()))
         if key not in self._made:
             self._made[key] = self._make(bound_build(self._build, sizes))

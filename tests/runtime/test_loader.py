@@ -138,6 +138,28 @@ def test_a_rest_that_another_batch_leaves_of_an_epoch_is_completed_not_filled_fr
         assert loader.epoch == 1 and [len(numbers(batch)) for batch in loader] == [8, 8]
 
 
+def ranged(path: str) -> tuple[list[list[int]], list[int], float]:
+    """Read an epoch that ends with half a batch, and return this rank's numbers and rows, and the last loss."""
+    with parc.load(path) as session:
+        batches = list(dataloader(session, dataset(12)))
+        *_, last = (session.step(local=batch).loss for batch in batches)
+        return [numbers(batch) for batch in batches], [len(batch["tokens"]) for batch in batches], last
+
+
+def test_a_last_batch_has_its_own_size_where_the_plan_has_a_range_for_it(tmp_path: Path) -> None:
+    plan = CALM.replace("B=8", "B=4..8 by 4")
+    seen = run_ranks(ranged, 2, str(build(tmp_path, DATA, plan)))
+    assert [rows for _, rows, _ in seen] == [[4, 2], [4, 2]]
+    assert sorted(number for read, _, _ in seen for number in read[1]) == [8, 9, 10, 11]
+    with parc.load(build(tmp_path, ONE, plan, "one")) as session:
+        first, last, rest = ({"tokens": t, "targets": y} for t, y in map(dataset(15).__getitem__, (
+            slice(8), slice(8, 12), slice(12, 15))))  # fmt: skip
+        session.step(first)
+        assert [loss for _, _, loss in seen] == pytest.approx([session.step(last).loss] * 2, rel=1e-5)
+        (*_, completed) = dataloader(session, dataset(11))  # of three samples there is no size
+        assert len(completed["tokens"]) == 8 and len(numbers(completed)) == len(rest["tokens"])
+
+
 class HalfUnreadable(list[Any]):
     """Samples of which this rank cannot read those from 8 on."""
 
