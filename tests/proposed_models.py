@@ -133,6 +133,19 @@ class Gated(nn.Module):
         return self.down(F.silu(gate) * value)
 
 
+class Tagger(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.tags = nn.Embedding(50, 16), nn.Linear(16, 7)
+
+    def forward(self, tokens):
+        return self.tags(self.words(tokens))
+
+
+def tagged(output, labels):
+    return F.cross_entropy(output.flatten(0, 1), labels.flatten())
+
+
 class Branches(nn.Module):
     def __init__(self):
         super().__init__()

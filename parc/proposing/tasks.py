@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from parc.compiler.capture.model_output import tensors_in
+from parc.compiler.plan.directives.loss import CROSS_ENTROPY
 from parc.proposing.inputs import Caller, ForwardCall, Guess, named_dims
 
 MEAN_SQUARE = '"torch.nn.functional:mse_loss"'
@@ -30,9 +31,9 @@ def tasks_of(caller: Caller, call: ForwardCall, loss: str = "") -> Iterator[Task
     returns, also with targets that it may take; a loss of what it returns and of targets of that form."""
     if loss:
         guesses = {**call.guesses, **caller.beside}
-        guessed = _targets_named(caller.unknown(call), caller, call)
-        why = "as asked for" + "".join(f"; `{name}` is a guess" for name in guessed)
-        yield Task({**guesses, **guessed}, _used(call, {**guesses, **guessed}), loss, why)
+        for guessed in _targets_named(caller.unknown(call), caller, call, CROSS_ENTROPY in loss):
+            why = "as asked for" + "".join(f"; `{name}` is a guess" for name in guessed)
+            yield Task({**guesses, **guessed}, _used(call, {**guesses, **guessed}), loss, why)
         return
     if name := _loss(call.tried.output):
         yield Task(call.guesses, _used(call), name, "the model returns its loss")
@@ -45,12 +46,17 @@ def tasks_of(caller: Caller, call: ForwardCall, loss: str = "") -> Iterator[Task
         yield _of_result(caller, call)
 
 
-def _targets_named(names: Sequence[str], caller: Caller, call: ForwardCall) -> dict[str, Guess]:
-    """Return what a loss compares the model's result with, under the one name that the loss has for it."""
+def _targets_named(
+    names: Sequence[str], caller: Caller, call: ForwardCall, classes: bool
+) -> Iterator[dict[str, Guess]]:
+    """Yield what a loss may compare the model's result with, under the one name that the loss has for it. ``classes``:
+    these are numbers of classes."""
     if not names or not any(True for _ in tensors_in(call.tried.output)):
-        return {}
+        yield {}
+        return
     *_, targets = _of_result(caller, call).inputs.values()
-    return {names[0]: targets}
+    numbers = Guess("int64", targets.dims if targets.dtype == "int64" else targets.dims[:-1])
+    yield from ({names[0]: guess} for guess in ([numbers] if classes else dict.fromkeys([targets, numbers])))
 
 
 def _of_result(caller: Caller, call: ForwardCall) -> Task:

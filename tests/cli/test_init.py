@@ -259,6 +259,15 @@ def test_a_loss_of_ones_own_has_inputs_of_its_own_and_what_it_leaves_out_is_told
     assert code == 2 and err == "parc init: `K` of `--input` has no size; say it, as `--sizes K=16`\n"
 
 
+@pytest.mark.parametrize("loss", ["cross_entropy(output, labels)", '"{kinds}:tagged" (output, labels)'])
+def test_targets_of_a_loss_that_was_asked_for_are_classes_where_it_takes_these(
+    kinds: Path, tmp_path: Path, capsys: Captured, loss: str
+) -> None:
+    plan = tmp_path / "plan.parc"
+    code, _, err = command(capsys, "init", f"{kinds}:Tagger", "-o", plan, "--loss", loss.format(kinds=kinds))
+    assert code == 0 and lines(plan, "input") == ["input tokens int64 [B, S]", "input labels int64 [B, S]"], err
+
+
 def test_an_input_that_is_not_found_may_be_given_and_no_file_is_written_over(
     kinds: Path, tmp_path: Path, capsys: Captured
 ) -> None:
