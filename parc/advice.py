@@ -12,6 +12,7 @@ from parc.compiler.ops.precision import is_narrow
 from parc.compiler.program.actions import FORWARD
 from parc.compiler.program.liveness import local_bytes
 from parc.compiler.resolve.context_lines import RING_METHODS, context_lines
+from parc.compiler.verify.averaging import averaging_reason
 from parc.compiling.compiled import Compiled
 from parc.compiling.size_ranges import line_span
 from parc.grammar.codes_build import AVERAGED, ROUNDED_UPDATES, UNASKED_RESHARD, WITHOUT_RULE
@@ -159,6 +160,7 @@ def _averaged(compiled: Compiled) -> Iterator[Diagnostic]:
         yield Diagnostic(
             AVERAGED, f"{what}, which may not be the whole batch's {'loss' if alone else 'value'}",
             Label(loss.arguments.statement.span if alone else loss.term_span(number)),
+            notes=tuple(reason for reason in [averaging_reason(compiled.build.reference, number)] if reason),
             help="this is right if it is a mean over equally many elements of each microbatch; exact are also `loss "
             "cross_entropy(…)` and `(losses * mask).sum() / mask.sum()` of a mask that is made of inputs alone",
             severity=Severity.NOTE if own and not alone else Severity.WARNING,

@@ -74,16 +74,16 @@ class Sending(Protocol):
         """
 
 
-_SOURCE = re.compile(r"^\[\S+:\d+\] ")
-"""The place in its source that gloo writes before an error."""
+_AROUND = re.compile(r"^\[\S+:\d+\] |\s*GLHF!.*$", re.DOTALL)
+"""The words that gloo writes around an error: the place in its source, and a wish."""
 
 
 class PeerLost(RuntimeError):
     """The error of a rank that lost another: that rank ended, or took too long. ``what`` says who waited for what;
-    ``why`` is the backend's error, without its place in the backend's source."""
+    ``why`` is the backend's error, without the words that gloo writes around it."""
 
     def __init__(self, what: str, why: object) -> None:
-        super().__init__(f"{what}: {_SOURCE.sub('', str(why))}")
+        super().__init__(f"{what}: {_AROUND.sub('', str(why))}")
         self.what, self.why = what, why
 
     def during(self, work: str) -> PeerLost:

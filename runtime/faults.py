@@ -65,6 +65,9 @@ def writing(path: Path) -> Iterator[None]:
         raise RunError(UNWRITTEN, f"`{path}` cannot be written: {reason}", "name a file in another place") from None
 
 
+_NOTHING_COUNTS = "every target of the batch is ignored or masked, so the loss would divide by zero"
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class Bad:
     """The first value of one rank that is not finite; ``order`` is alike on all ranks: see ``Watcher``."""
@@ -164,7 +167,9 @@ def bad_number(
     notes = () if first is None else (first.what, *first.notes)
     if compiled and first is None:
         notes = ("run line by line, without --compile, every value of this step is finite",)
-    return RunError(BAD_NUMBER, f"step {step}: {what}", f"nothing was updated; {_ways_out(manifest)}", notes)
+    empty = first is not None and first.what == _NOTHING_COUNTS
+    ways = "leave this batch out, or give it a target that counts" if empty else _ways_out(manifest)
+    return RunError(BAD_NUMBER, f"step {step}: {what}", f"nothing was updated; {ways}", notes)
 
 
 def _ways_out(manifest: Mapping[str, Any]) -> str:

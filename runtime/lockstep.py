@@ -122,7 +122,7 @@ class Together:
             return exchange([*row[:_TOGETHER], *[0] * (_TOGETHER - len(row))], self.world, self.device)
         except RuntimeError as error:
             lost = PeerLost(f"rank {self.rank} is in `{call}`, and another rank has ended, or takes too long", error)
-            lost.add_note(_ALIKE)
+            lost.add_note(f"look for the first error of another rank; if there is none, {_ALIKE}")
             raise lost from error
 
     @contextmanager

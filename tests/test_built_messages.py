@@ -200,7 +200,9 @@ def runs(folder: Path) -> list[str]:
         session.update(result)
     said.append(render(stopped.value.diagnostic()))
     with (
-        patch.multiple(lockstep, exchange=lambda row, *_: [row, [0]], everywhere=lambda own, _: [own, "session.step"]),
+        patch.multiple(
+            lockstep, exchange=lambda row, *_: [row, [0]], everywhere=lambda own, _: [own, "`session.step`"]
+        ),
         pytest.raises(RunError) as stopped,
     ):
         session.state_dict()

@@ -93,6 +93,7 @@ MIXED = {
     "token_losses_by_a_floor": "F.cross_entropy(out, y, reduction='sum') / (y > 3).sum().clamp(min=2)",
     "token_losses_by_a_share": "F.cross_entropy(out, y, reduction='sum') / (y > 1).double().mean()",
     "mean_by_a_share_and_a_number": f"({EACH} * (y > 1)).mean() / ((y > 1).double().mean() + 0.5)",
+    "sum_of_two_means": f"0.5 * ((out[:, 0] * (y > 1)).sum() / (y > 1).sum() + {EACH}.mean())",
     "mean_by_a_share_of_a_sum": f"({EACH} * (y > 1)).sum() / (y > 1).float().mean()",
 }
 
@@ -147,6 +148,20 @@ def test_a_term_beside_a_counted_one_is_the_whole_batchs_or_warned_of(folder: Pa
     parts, whole = (built(folder, term, microbatches) for microbatches in (2, 1))
     assert not warned(whole)
     assert warned(parts) == (loss_of(parts, 2) != pytest.approx(loss_of(whole, 1), rel=1e-9))
+
+
+REASONS = {
+    "mean_of_a_mask_with_a_floor": "its denominator is `clamp` of a sum at models.py:",
+    "mean_of_the_models_mask": "its denominator at models.py:",
+    "sum_of_two_means": "it is a sum of terms at models.py:",
+    "spread": "",
+}
+
+
+@pytest.mark.parametrize("loss", REASONS)
+def test_the_reason_why_a_loss_is_averaged_is_said_where_its_last_lines_tell_it(folder: Path, loss: str) -> None:
+    (warning,) = warnings_of(built(folder, loss, 2))
+    assert [note[: len(REASONS[loss])] for note in warning.notes] == [REASONS[loss]] * bool(REASONS[loss])
 
 
 def test_a_sum_by_a_number_that_may_be_that_of_the_samples_is_averaged_with_a_warning(folder: Path) -> None:
