@@ -200,9 +200,7 @@ def runs(folder: Path) -> list[str]:
         session.update(result)
     said.append(render(stopped.value.diagnostic()))
     with (
-        patch.multiple(
-            lockstep, exchange=lambda row, *_: [row, [0]], everywhere=lambda own, _: [own, "`session.step`"]
-        ),
+        patch.multiple(lockstep, exchange=lambda row, *_: [row, [0]], everywhere=lambda own, _: [own, OTHER]),
         pytest.raises(RunError) as stopped,
     ):
         session.state_dict()
@@ -241,6 +239,8 @@ SCENES: dict[str, Callable[[Path], list[str]]] = {
     "P0301 P0304 P0307 P0412 P0222 P0414 P0411 P0413 P0302 P0303 P0416 P0420 P0419 P0418 P0410 P0230 P0415": runs,
     "P0305 P0306": compiles,
 }  # fmt: skip
+OTHER = "`session.step`"
+"""The call in which another rank is."""
 GOLDEN = Path(__file__).parent / "golden" / "built_messages.txt"
 
 

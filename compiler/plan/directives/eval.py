@@ -19,10 +19,11 @@ class Eval(Directive):
 
     `every N`: `parc run` evaluates after every N steps; `--eval-every` sets another N. The number is `eval_loss` in
     the metrics of that step: the loss of the first `batches N` batches, 100 without that, as if they were one batch.
-    Each counts by its targets that are not ignored (of the first `cross_entropy`, if the loss has several), or by its
-    samples if the loss counts no targets. If there are fewer samples, all are read, none twice. If the last of them are
-    fewer than a batch, they are completed by samples whose targets are ignored. If that would change the loss, they are
-    left out, and `parc run` says so.
+    Each batch counts by its targets that are not ignored, or by the sum of its mask; if the loss counts nothing, by its
+    samples. If the loss has several terms, those of the first term with a count decide, so the number may differ a
+    little from that of one batch. If there are fewer samples, all are read, none twice. If the last of them are fewer
+    than a batch, they are completed by samples whose targets are ignored. If that would change the loss, they are left
+    out, and `parc run` says so.
 
     `data …`: the samples, in the forms of the `data` line. Without this clause the samples come from the plan's own
     `data` line. If that line has a `split`, evaluation reads the share that the split holds back. If it has none,
