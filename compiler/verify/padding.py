@@ -6,16 +6,18 @@ its rule; what is reduced must hold there what ``neutral`` proves to add nothing
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from typing import TypeVar
 
 from ..layout.collectives import COLLECTIVES
 from ..layout.placement import TensorType
 from ..ops.neutral import is_neutral
+from ..ops.rules import facts
 from ..padding.flow import Extra, Extras, PaddingFault, follow_number, follow_padding
 from ..padding.pads import Pad, Pads
-from ..padding.point import Held
+from ..padding.point import Held, point
 from ..program.actions import step_kinds
 from ..program.binding import PARAMETERS, Binding
 from ..program.faults import Fault
@@ -24,6 +26,8 @@ from ..program.program import Function, Program
 from ..program.residual import residual_of
 from .lines import Question, follow, line_call
 
+_Known = TypeVar("_Known", Extras, Held)
+_Follows = Callable[[str, Question, tuple[_Known, ...]], Sequence[_Known]]
 _ROW_MAX = "parc.row_max"
 _COUNTS = "as `cross_entropy` is, or `(losses * mask).sum() / mask.sum()` for a mask that is made of inputs"
 _IN_SAMPLES = (
@@ -87,9 +91,11 @@ def tail_fault(reference: Program, ignored: Mapping[str, int], unbatched: Collec
                 if fault := _fault_alone(reference, function, held, counted):
                     return fault
                 continue
-            parameters = [(Extra(0, 1, 1, sizes[value.name], held.get(value.name)),) if value.name in sizes else ()
-                          for value in function.parameters]  # fmt: skip
-            results = follow_rows(reference, function, parameters)
+            parameters: list[Extras] = [
+                (Extra(0, 1, 1, sizes[value.name], held.get(value.name)),) if value.name in sizes else ()
+                for value in function.parameters
+            ]
+            results = follow(reference, function, parameters, _with_slopes(function, _made, _held_in_rows))
         except PaddingFault as fault:
             return where_samples_meet(fault, "the model's own code or the loss")
         if any(extra.real is not None for extras in results for extra in extras):
@@ -107,13 +113,40 @@ def _fault_alone(reference: Program, function: Function, held: Mapping[str, floa
     """
     weights = {value.name: 0.0 for number, value in function.bound("term").items() if number not in counted}
     given = [{**held, **weights}.get(value.name) for value in function.parameters]
-    results = follow(reference, function, given, _number)
+    results = follow(reference, function, given, _with_slopes(function, _number, lambda held: held))
     for (key, _), number in zip(function.returns, results, strict=True):
         if number != 0.0 and key.kind not in ("loss", "count"):
             return f"`{key.name}` moves with every sample"
         if number != 0.0:
             return f"the {key} of an added sample is not 0"
     return ""
+
+
+def _with_slopes(function: Function, made: _Follows[_Known], held: Callable[[_Known], Held]) -> _Follows[_Known]:
+    """Return ``made``, which also refuses a point without a finite slope where gradients flow: a gradient of zero times
+    an infinite one is no number. ``held`` tells what an operand holds in added samples."""
+    trained = {value.name for value in function.parameters if value.kind == "parameter"}
+    for line in function.lines:
+        if not trained.isdisjoint(line.uses()):
+            trained.update(value.name for value in line.made)
+
+    def follows(name: str, question: Question, operands: tuple[_Known, ...]) -> Sequence[_Known]:
+        results, line, at = made(name, question, operands), question.line, [*map(held, operands)]
+        if facts(line.op).elementwise and at and None not in at and not trained.isdisjoint(line.uses()):
+            call = line_call(line, question.operands, question.results, lambda item: item.size)
+            if not point(call, at, [type_.dtype for type_ in question.operands])[1]:
+                fault = PaddingFault(f"{line.op} has no finite slope at the numbers of the padding")
+                fault.origin = line.origin
+                raise fault
+        return results
+
+    return follows
+
+
+def _held_in_rows(extras: Extras) -> Held:
+    """Return the number that a value holds in added samples, or everywhere."""
+    rows = [extra.held for extra in extras if extra.real is not None]
+    return rows[0] if rows else next((e.held for e in extras if e.outer == 0 and e.held is not None), None)
 
 
 def where_samples_meet(fault: PaddingFault, unnamed: str) -> str:

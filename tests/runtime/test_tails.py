@@ -172,6 +172,17 @@ def test_a_mean_beside_a_number_takes_no_fewer(tmp_path: Path, loss: str) -> Non
 
 
 @pytest.mark.parametrize("microbatches", ["microbatches 8", "microbatches 2"])
+def test_a_root_of_what_is_zero_in_added_samples_takes_no_fewer(tmp_path: Path, microbatches: str) -> None:
+    """Its gradient there is 0 times infinity."""
+    loss = "(output[..., 0].exp() * keep).sqrt().sum() / keep.sum()"
+    (tmp_path / "losses.py").write_text(OWN.format(keep="targets != 7", loss=loss, more=""))
+    plan = CALM.replace("cross_entropy(output, targets)", '"./losses.py:own"(output, targets)')
+    path = build(tmp_path, ONE, plan.replace("microbatches 2", microbatches))
+    with parc.load(path) as session, pytest.raises(RunError, match="has no finite slope"):
+        session.step(short(3))
+
+
+@pytest.mark.parametrize("microbatches", ["microbatches 8", "microbatches 2"])
 def test_weights_that_are_no_samples_stay_as_they_are_beside_fewer(tmp_path: Path, microbatches: str) -> None:
     (tmp_path / "losses.py").write_text(OWN.format(more=", weights", keep="weights * (targets != 7)", loss=MASKED))
     plan = CALM.replace("cross_entropy(output, targets)", '"./losses.py:own"(output, targets, weights)')
