@@ -61,7 +61,7 @@ CALLS_DIFFER = Code(
 )
 RESULT_TAKEN = Code(
     name="P0419",
-    title="gradients that an update has used before",
+    title="gradients that an update has used before, or that are none",
     why="an update moves the weights, and gradients are those of the weights before it. To add up the gradients of"
     " several batches, let the plan cut a larger one: `schedule microbatches 4`.",
     example="result = session.gradients(batch)\nsession.update(result)\nsession.update(result)",

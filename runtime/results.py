@@ -28,17 +28,6 @@ class StepResult:
     taken: bool = False
     """True once an update has used it."""
 
-    def take(self) -> None:
-        """Note that an update uses the result.
-
-        Raises:
-            RunError: one has before.
-        """
-        if self.taken:
-            help_ = "give the result of another `session.gradients`; only `schedule microbatches` adds up batches"
-            raise RunError(RESULT_TAKEN, "an update has used these gradients already", help_)
-        self.taken = True
-
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
@@ -59,3 +48,22 @@ class StepReport:
     seconds: float = field(default=0.0, compare=False)
     waited_for_data: float = field(default=0.0, compare=False)
     waited_for_ranks: float = field(default=0.0, compare=False)
+
+
+def take(result: object) -> None:
+    """Note that an update uses a result of ``session.gradients``.
+
+    Raises:
+        RunError: it is none, or an update has used it before.
+    """
+    if not isinstance(result, StepResult):
+        help_ = "write `session.update(session.gradients(batch))`; `session.step(batch)` does both"
+        raise RunError(RESULT_TAKEN, f"an update takes what `session.gradients` returns, not {_name(result)}", help_)
+    if result.taken:
+        help_ = "give the result of another `session.gradients`; only `schedule microbatches` adds up batches"
+        raise RunError(RESULT_TAKEN, "an update has used these gradients already", help_)
+    result.taken = True
+
+
+def _name(result: object) -> str:
+    return "the report of a step" if isinstance(result, StepReport) else type(result).__name__

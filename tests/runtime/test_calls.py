@@ -50,6 +50,9 @@ def apart(path: str, folder: str) -> dict[str, Any]:
         session.update(result)
         with pytest.raises(parc.RunError) as error:
             session.update(result)
+        reported: Any = session.on_step  # no result of a step
+        with pytest.raises(parc.RunError, match=r"an update takes what .* returns, not method"):
+            session.update(reported)
         losses = first, float(result.loss), session.step_number
         return {"said": said, "twice": str(error.value), "losses": losses, "warned": warnings_of(session)}
 
