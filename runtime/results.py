@@ -50,7 +50,7 @@ class StepReport:
     waited_for_ranks: float = field(default=0.0, compare=False)
 
 
-def take(result: object) -> None:
+def consume(result: object) -> None:
     """Note that an update uses a result of ``session.gradients``.
 
     Raises:

@@ -36,7 +36,7 @@ from .opening import build_mesh, check_fits, check_source_of, constants_of, task
 from .owners import held
 from .processes import default_device
 from .reporting import Reporting
-from .results import StepReport, StepResult, take
+from .results import StepReport, StepResult, consume
 from .saving import LocalPart, StateFiles, checkpoint_facts, stored_of
 from .state.gather import Gatherer, everywhere
 from .state.initial import Initial
@@ -170,7 +170,7 @@ class Session:
             RunError: loss or norm is not finite, or the result was used before: on every rank, and nothing was changed.
         """
         self._check_trains()
-        take(result)
+        consume(result)
         loss, norm = float(result.loss), float(result.grad_norm) if result.grad_norm is not None else 0.0
         skipped = skips(self.state.steps, result.state, norm)
         if not skipped and not (math.isfinite(loss) and math.isfinite(norm)):
