@@ -199,9 +199,9 @@ class Session:
         return self.update(self.gradients(batch, local=local), lr)
 
     def evaluate(self, batch: Batch | None = None, *, local: Batch | None = None) -> float:
-        """Return the loss of a batch with the model in ``eval()``: without dropout, and with BatchNorm's running
-        statistics. Nothing changes. The batch is given as to ``gradients``. Without one it is number ``step_number``
-        (from 0) of the evaluation's data. The plan needs an ``eval`` line."""
+        """Return the loss of one batch with the model in ``eval()``: without dropout, and with BatchNorm's running
+        statistics. Nothing changes. The batch is given as to ``gradients``; without it, one batch of the evaluation's
+        data is read. ``evaluation.mean(state)`` reads them all. The plan needs an ``eval`` line."""
         return self.evaluation.loss(batch, local, self.state, self.step_number)
 
     @overload
