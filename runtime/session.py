@@ -228,7 +228,8 @@ class Session:
 
     @cached_property
     def evaluation(self) -> Evaluation:
-        """The programs that evaluate the model."""
+        """The programs that evaluate the model. ``session.evaluation.mean(session.state)`` returns the mean loss over
+        the evaluation's data, a run's `eval_loss`. Collective."""
         return Evaluation(self.build, self._at, self.mesh, self.rank, self._initial, self._together)
 
     @contextmanager

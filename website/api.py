@@ -7,6 +7,7 @@ import re
 import textwrap
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
+from functools import cached_property
 
 import parc
 
@@ -52,6 +53,9 @@ def _described(name: str, thing: object) -> Iterator[str]:
         if not method.startswith("_") and inspect.isfunction(function):
             yield f"### `{name}.{method}`\n"
             yield _signature(f"{name.lower()}.{method}" if name == "Session" else f"{name}.{method}", function)
+            yield _text(function)
+        elif not method.startswith("_") and isinstance(function, (property, cached_property)):
+            yield f"### `{name}.{method}`\n"
             yield _text(function)
 
 
