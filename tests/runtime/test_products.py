@@ -15,12 +15,10 @@ from parc.runtime.machine.kernels import KERNELS
 from parc.runtime.machine.site import Site
 from parc.runtime.session import Session
 
-from .tiny import ONE, PLAN, build, without_onednn
+from .tiny import ONE, build, without_onednn
 
 SITE = Site(Mesh(), {}, [], [], torch.device("cpu"))
 CPU = torch.device("cpu")
-_MLP = PLAN.replace('"./gpt.py:GPT" (layers=2, width=16, heads=2, vocab=256, length=8, dropout=0.1)',
-                    '"tests.padded_models:Mlp" (vocab=256, width=16, hidden=32)')  # fmt: skip
 needs_onednn = pytest.mark.skipif(onednn_linear() is None, reason="this torch has no oneDNN")
 
 
@@ -31,10 +29,10 @@ def strided(rows: int, columns: int, way: str) -> torch.Tensor:
     return torch.randn(rows, columns) if way == "rows" else torch.randn(rows, columns + 3)[:, 1:-2]
 
 
-@pytest.fixture
-def gpt(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def gpt(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The build of a GPT for one rank."""
-    return build(tmp_path, ONE)
+    return build(tmp_path_factory.mktemp("products"), ONE)
 
 
 @pytest.fixture
@@ -82,28 +80,22 @@ def test_ranks_that_do_not_agree_use_torchs_products(onednn: None, monkeypatch: 
 
 
 @needs_onednn
-@pytest.mark.parametrize("compile", [False, True])
-def test_a_step_by_onednn_is_a_step(
-    onednn: None, monkeypatch: pytest.MonkeyPatch, gpt: Path, tmp_path: Path, compile: bool
-) -> None:
-    """The compiled products are those of a smaller model: each region of a GPT takes seconds in a C++ compiler."""
-    made = build(tmp_path, ONE, _MLP, name="mlp") if compile else gpt
+def test_a_step_by_onednn_is_a_step(onednn: None, monkeypatch: pytest.MonkeyPatch, gpt: Path) -> None:
+    """The test of the same in a compiled step is beside the others of compiled steps."""
     calls: list[int] = []
-    way = "_opaque" if compile else "_direct"
-    taken = getattr(products, way)
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(gpt.parent / "cache"))
-    monkeypatch.setattr(products, "_LEAST", 1)
+    direct = products._direct
 
     def counted(*given: torch.Tensor) -> torch.Tensor:
         calls.append(1)
-        return taken(*given)
+        return direct(*given)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(products, way, counted)
-    with without_onednn(), load(made) as plain:
-        expected = [plain.step() for _ in range(3)]
+    monkeypatch.setattr(products, "_LEAST", 1)
+    monkeypatch.setattr(products, "_direct", counted)
+    with without_onednn(), load(gpt) as plain:
+        expected = plain.step()
     assert not calls
-    with load(made, compile=compile) as session:
-        found = [session.step() for _ in range(3)]
+    with load(gpt) as session:
+        found = session.step()
     assert calls
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close([one.loss, one.grad_norm], [other.loss, other.grad_norm], rtol=2e-5, atol=1e-6)
+    numbers = [found.loss, found.grad_norm], [expected.loss, expected.grad_norm]
+    torch.testing.assert_close(*numbers, rtol=2e-5, atol=1e-6)
