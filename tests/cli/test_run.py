@@ -1,4 +1,4 @@
-"""Real runs of two gloo processes: metrics, checkpoints, torchrun, signals, and ranks that fail."""
+"""Real runs of two gloo processes: metrics, checkpoints, torchrun, and ranks that fail."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import errno
 import json
 import os
 import re
-import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -76,22 +74,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def start(*words: object, launcher: tuple[str, ...] = ("-m", "parc", "run")) -> subprocess.Popen[str]:
-    """Start a command."""
-    command = [sys.executable, *launcher, *map(str, words)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment())
-
-
 def environment() -> dict[str, str]:
     """Return this process's environment without variables by which a command would take itself for a rank."""
     return {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-
-
-def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
-    """Return the exit code and stderr of a started command; stdout is empty."""
-    out, err = process.communicate(timeout=120)
-    assert out == ""
-    return process.returncode, err
 
 
 def run(capfd: pytest.CaptureFixture[str], *words: object) -> tuple[int, str]:
@@ -284,54 +269,6 @@ def test_a_disk_that_is_full_ends_metrics_and_no_training(
     for option in ("--metrics", "--trace"):
         assert main([*words, option, str(tmp_path / "file" / "out")]) == 1
         assert "error[P0412]" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("name", "number", "code"), [("dp", signal.SIGTERM, 143), ("one", signal.SIGINT, 130)])
-def test_a_signal_saves_between_two_steps(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, number: signal.Signals, code: int
-) -> None:
-    metrics, checkpoint = tmp_path / "metrics.jsonl", tmp_path / "checkpoint"
-    process = start(folder / name, "--steps", 10**6, "--metrics", metrics, "--save", checkpoint)
-    until = time.monotonic() + 60
-    while time.monotonic() < until and not (metrics.is_file() and len(steps_of(metrics)) >= 2):
-        time.sleep(0.05)
-    code_of_another = main(["run", str(folder / "one"), "--steps", "1", "--save", str(checkpoint)])
-    held = f"error[P0411]: another run saves to `{checkpoint}`: process {process.pid} on "
-    assert code_of_another == 1 and held in capsys.readouterr().err
-    process.send_signal(number)
-    found, err = finish(process)
-    assert found == code, err
-    last = json.loads((checkpoint / "state.json").read_text())["step"]
-    assert f"stopped by {number.name} after step {last}; saved to {checkpoint}" in err
-    assert "Traceback" not in err
-    assert steps_of(metrics)[-1]["step"] == last
-
-
-def test_a_signal_before_the_first_step_says_that_nothing_is_saved(folder: Path, tmp_path: Path) -> None:
-    said = "stopped by SIGTERM before the first step; nothing was saved\n"
-    process = start(folder / "dp", "--save", tmp_path / "checkpoint")
-    until = time.monotonic() + 60
-    while time.monotonic() < until and not _notes_sigterm(process.pid):
-        time.sleep(0.01)
-    process.send_signal(signal.SIGTERM)
-    assert finish(process) == (143, said)
-    code = (
-        "import pathlib, sys, time; from parc.runtime.launch.launch import *\n"
-        "command = ['-c', f'import os, pathlib, time; pathlib.Path({sys.argv[1]!r}, os.environ[\"RANK\"]).touch(); '\n"
-        "           'time.sleep(100)']\n"
-        "print(launch(command, Processes(2)).failure.text(), file=sys.stderr)"
-    )
-    process = start(tmp_path, launcher=("-c", code))
-    while time.monotonic() < until and len(list(tmp_path.iterdir())) < 2:
-        time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    assert finish(process)[1] == said
-
-
-def _notes_sigterm(process: int) -> bool:
-    """Return whether a process has a handler of SIGTERM, as Linux alone tells."""
-    (line,) = re.findall(r"SigCgt:\s*(\w+)", Path(f"/proc/{process}/status").read_text())
-    return bool(int(line, 16) >> signal.SIGTERM - 1 & 1)
 
 
 def test_a_plan_is_built_and_run(

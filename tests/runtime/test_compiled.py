@@ -187,7 +187,7 @@ def test_a_compiled_step_by_onednn_is_a_step(folder: Path, monkeypatch: pytest.M
 
     def counted(*given: torch.Tensor) -> torch.Tensor:
         calls.append(1)
-        return opaque(*given)  # type: ignore[no-any-return]
+        return opaque(*given)
 
     monkeypatch.setattr(products, "_is_faster", lambda linear: True)
     monkeypatch.setattr(products, "_LEAST", 1)

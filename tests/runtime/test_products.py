@@ -87,7 +87,7 @@ def test_a_step_by_onednn_is_a_step(onednn: None, monkeypatch: pytest.MonkeyPatc
 
     def counted(*given: torch.Tensor) -> torch.Tensor:
         calls.append(1)
-        return direct(*given)  # type: ignore[arg-type]
+        return direct(*given)
 
     monkeypatch.setattr(products, "_LEAST", 1)
     monkeypatch.setattr(products, "_direct", counted)

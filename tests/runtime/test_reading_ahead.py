@@ -14,6 +14,8 @@ import torch
 import parc
 from parc.runtime.data.sources import byte_inputs
 from parc.runtime.faults import RunError
+from parc.runtime.processes import STORE, leave
+from tests.runtime.ranks import SERVER
 from tests.runtime.tiny import DATA, ONE, PLAN, batch, build
 
 SAMPLES = """
@@ -36,16 +38,17 @@ def fails(number):
     return ends(number)
 """
 LOOP = """
-import atexit, sys, time
+import atexit, sys
 import torch.distributed as dist
 
 atexit.register(lambda: print("ended" if not dist.is_initialized() else "a group is left", file=sys.stderr))
 import parc
 
 session = parc.load(sys.argv[1])
-for _ in range(2):
+for _ in range(3):
     session.step()
 """
+ENDLESS = PLAN.replace('bytes "*.py"', '"./samples.py:ends" ()').replace("steps     3\n", "")
 
 
 @pytest.fixture(scope="module")
@@ -70,34 +73,36 @@ def test_nothing_is_read_beyond_the_last_step_and_close_waits_for_nothing(folder
             m.ASKED for m in list(sys.modules.values()) if getattr(m, "__file__", "") == str(folder / "samples.py")
         )
         assert sorted(asked) == list(range(24))
-    endless = PLAN.replace('bytes "*.py"', '"./samples.py:ends" ()').replace("steps     3\n", "")
     start = time.monotonic()
-    with parc.load(build(folder, ONE, endless, name="endless")) as session:
+    with parc.load(build(folder, ONE, ENDLESS, name="endless")) as session:
         for _ in range(3):
             session.step()
     assert time.monotonic() - start < 30
 
 
-def test_a_process_ends_while_a_sample_blocks(folder: Path) -> None:
-    endless = PLAN.replace('bytes "*.py"', '"./samples.py:ends" ()').replace("steps     3\n", "")
-    made = build(folder, ONE, endless, name="endless")
-    loop = "import sys, parc; session = parc.load(sys.argv[1]); [session.step() for _ in range(3)]"
-    done = subprocess.run(
-        [sys.executable, "-c", loop, str(made)], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 0, done.stderr
+def second(environment: dict[str, str], made: str) -> None:
+    """Be the second rank."""
+    os.environ.update(environment)
+    with parc.load(made) as session:
+        for _ in range(3):
+            session.step()
+    leave()
 
 
-def test_a_script_that_ends_without_a_word_leaves_no_group(tmp_path: Path) -> None:
-    made, loop = build(tmp_path, DATA), tmp_path / "loop.py"
-    loop.write_text(LOOP)
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(loop), str(made)]
-    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+def test_a_script_that_ends_without_a_word_leaves_no_group_and_waits_for_no_sample(folder: Path) -> None:
+    """The sample after the last step blocks. The first of two ranks is a Python of its own, to its very end."""
+    made = str(build(folder, DATA, ENDLESS, name="split"))
+    meet = {"WORLD_SIZE": "2", STORE: str(folder / "store")}
+    other = SERVER.Process(target=second, args=({**meet, "RANK": "1", "LOCAL_RANK": "1"}, made), daemon=True)
+    other.start()
+    environment = {**os.environ, **meet, "RANK": "0", "LOCAL_RANK": "0"}
     done = subprocess.run(
-        [sys.executable, *command], env=kept, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", LOOP, made], env=environment, capture_output=True, text=True, timeout=60, check=False
     )
-    assert done.returncode == 0 and done.stderr.count("ended") == 2, done.stderr
+    other.join(60)
+    assert done.returncode == 0 and done.stderr.count("ended") == 1, done.stderr
     assert "a group is left" not in done.stderr and "terminate called" not in done.stderr
+    assert other.exitcode == 0
 
 
 def test_errors_in_a_loop_of_ones_own_say_code_place_and_help(folder: Path) -> None:
