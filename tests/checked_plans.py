@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
-from parc.checking.checks import Checked, check_build
+from parc.checking.checks import Checked, case_of, check_build, static_faults
+from parc.checking.reports import report_of
 from parc.compiler.plan.plan import read_plan
 from parc.compiling.compiled import Compiled
 from parc.compiling.driver import compile_plan
 from parc.grammar.source import Source
+from parc.runtime.compare.agreement import TOLERANCE
+from parc.runtime.compare.simulate import compare
 from tests.captured_once import compile_once
 from tests.runtime.tiny import EXAMPLES
 
@@ -46,6 +51,16 @@ def compiled(text: str, folder: Path = EXAMPLES, **defines: int) -> Compiled:
     """Compile a plan whose paths count from a folder."""
     words = {name: str(value) for name, value in defines.items()}
     return compile_once(read_plan(Source("plan.parc", text), words), folder)
+
+
+def simulated(made: Compiled, steps: int = 1) -> Mapping[str, Any]:
+    """Return the report of a build whose checks hold: all of its texts, and its numbers beside the captured graph's in
+    some steps. What ``checked`` does more are the module itself, further steps, and the plan's promises."""
+    faults = static_faults(made.build)
+    assert not faults, "\n".join(map(str, faults))
+    agreement = compare(case_of(made), steps)
+    assert agreement.largest <= TOLERANCE, agreement
+    return report_of(made)
 
 
 def checked(made: Compiled) -> Checked:

@@ -43,11 +43,18 @@ class Net(nn.Module):
     ``lstm``."""
 
     def __init__(
-        self, mask: str = "causal", heads: int = 4, groups: int = 4, p: float = 0.0, also: str = "", width: int = 16
+        self,
+        mask: str = "causal",
+        heads: int = 4,
+        groups: int = 4,
+        p: float = 0.0,
+        also: str = "",
+        width: int = 16,
+        layers: int = 2,
     ) -> None:
         super().__init__()
         self.tokens, self.positions, self.also = nn.Embedding(32, width), nn.Embedding(48, width), also
-        self.blocks = nn.ModuleList(Block(width, heads, groups, mask, p) for _ in range(2))
+        self.blocks = nn.ModuleList(Block(width, heads, groups, mask, p) for _ in range(layers))
         self.conv = nn.Conv1d(width, width, 3, padding=1) if also == "conv" else None
         self.lstm = nn.LSTM(width, width, batch_first=True) if also == "lstm" else None
         self.head = nn.Linear(width, 32)

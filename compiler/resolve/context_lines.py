@@ -31,8 +31,10 @@ class ContextLine:
     line: int
 
     def names(self, line: Line) -> bool:
-        """Return whether the module of a program's line, which stands for equal blocks, is one of these or in one."""
-        return any(is_within(line.origin.module, starred(module)) for module in self.modules)
+        """Return whether the module of a program's line is one of these or in one. It is starred if the line stands for
+        equal blocks, and not if a block is the only one of its kind."""
+        inside = line.origin.module
+        return any(is_within(inside, outer) for module in self.modules for outer in (module, starred(module)))
 
 
 def context_lines(plan: Plan, names: PlanNames, captured: Captured) -> tuple[ContextLine, ...]:
