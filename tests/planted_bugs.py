@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from parc.compiler.program.actions import BACKWARD
 from parc.compiler.verify.precision import check_precision
 from tests.planted_builds import BUILDS, OFFLOADED, GoodBuild, good_build, judge
 from tests.planted_compressed import compressed_rows
@@ -27,8 +26,8 @@ from tests.planted_scales import SCALES
 from tests.planted_sequences import sequence_rows
 from tests.planted_sites import Mutant
 from tests.planted_sizes import size_refusals
-from tests.planted_slips import SLIPS
-from tests.planted_stored import STORED
+from tests.planted_slips import SLIPS, wrong_gradients
+from tests.planted_stored import STORED, renamed
 from tests.planted_tables import HOW, early_roundings, tables_build
 
 COLLECTIVE_CLASSES = (
@@ -37,28 +36,38 @@ COLLECTIVE_CLASSES = (
 )  # fmt: skip
 
 
-_MANY = (wrong_norms, shortened, bounded, wrong_lines)
-_FIRST = 24
+_SIMILAR = (wrong_norms, shortened, bounded, wrong_lines)
+_MANY = (wrong_gradients, renamed, *_SIMILAR)
+_FIRST, _FIRST_OF_ALL = 4, 24
+EARLY_BUILDS = (BUILDS[0], BUILDS[-2])
+"""The builds in which sums that backward starts are wrong."""
 
 
-def plant(build: GoodBuild, share: int = 1, share_of_many: int = 1) -> Iterator[Mutant]:
-    """Yield mutants of a build: the first of each class, and of further ones one of ``share``. Of classes with many
-    similar mutants, yield one of ``share_of_many``."""
-    for make in (*CONVERSIONS, *SLIPS, *STORED, *SCALES, wrong_keys, *_MANY):
-        first, step = (0, share_of_many) if make in _MANY else (_FIRST, share)
+def plant(
+    build: GoodBuild, share: int = 1, share_of_many: int = 1, known: Counter[str] | None = None
+) -> Iterator[Mutant]:
+    """Yield mutants of a build: the first of each class, and of further ones one of ``share``. ``known`` counts those
+    of all builds before: of a class that few builds have, more are the first, and of classes with many similar mutants
+    one of ``share_of_many`` is yielded, in whichever build."""
+    known = Counter() if known is None else known
+    for make in (*CONVERSIONS, *SLIPS, *STORED, *SCALES, wrong_keys, *_SIMILAR):
         seen: Counter[str] = Counter()
         for mutant in make(build):
-            if seen[mutant.kind] < first or seen[mutant.kind] % step == 0:
+            here, everywhere = seen[mutant.kind], known[mutant.kind]
+            first = make not in _MANY and (here < _FIRST or everywhere < _FIRST_OF_ALL)
+            if first or (everywhere % share_of_many if make in _MANY else here % share) == 0:
                 yield mutant
             seen[mutant.kind] += 1
+            known[mutant.kind] += 1
 
 
 def table(names: Sequence[str] = BUILDS, share: int = 1, share_of_many: int = 1) -> dict[str, Row]:
     """Judge all mutants of some builds, or a share of them."""
     rows: dict[str, Row] = {}
+    known = Counter[str]()
     for name in names:
         build = good_build(name)
-        for mutant in plant(build, share, share_of_many):
+        for mutant in plant(build, share, share_of_many, known):
             verdict = judge(build, mutant.programs, mutant.actions)
             rows.setdefault(mutant.kind, Row()).note(mutant.what, verdict.check, verdict.by_types)
     return rows
@@ -68,22 +77,23 @@ def place_rows() -> dict[str, Row]:
     """Judge what is wrong with the places of values, in a build that keeps them away from memory."""
     rows: dict[str, Row] = {}
     build = good_build(OFFLOADED)
-    for make in PLACES:
-        for mutant in make(build):
-            verdict = judge(build, mutant.programs)
-            rows.setdefault(mutant.kind, Row()).note(mutant.what, verdict.check, verdict.by_types)
+    for mutant in (mutant for make in PLACES for mutant in make(build)):
+        verdict = judge(build, mutant.programs)
+        rows.setdefault(mutant.kind, Row()).note(mutant.what, verdict.check, verdict.by_types)
     return rows
 
 
-def early_rows() -> dict[str, Row]:
-    """Judge wrong sums of gradients in the last microbatch's backward."""
+def early_rows(share: int = 1) -> dict[str, Row]:
+    """Judge wrong sums of gradients in the last microbatch's backward, or one of ``share`` of each class."""
     rows: dict[str, Row] = {}
-    for name in (BUILDS[0], BUILDS[-2]):
+    for name in EARLY_BUILDS:
         build = good_build(name, early=True)
-        for make in EARLY if build.case.programs[BACKWARD].last is not None else ():
-            for mutant in make(build):
+        seen: Counter[str] = Counter()
+        for mutant in (mutant for make in EARLY for mutant in make(build)):
+            if seen[mutant.kind] % share == 0:
                 verdict = judge(build, mutant.programs)
                 rows.setdefault(mutant.kind, Row()).note(mutant.what, verdict.check, verdict.by_types)
+            seen[mutant.kind] += 1
     return rows
 
 

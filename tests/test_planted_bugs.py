@@ -9,7 +9,7 @@ import pytest
 
 from parc.runtime.compare.agreement import TOLERANCE
 from parc.runtime.compare.simulate import compare
-from tests.planted_bugs import early_rows, place_rows, table, type_share
+from tests.planted_bugs import EARLY_BUILDS, early_rows, place_rows, table, type_share
 from tests.planted_builds import (
     AUXILIARY_BUILD,
     BUILDS,
@@ -36,7 +36,7 @@ PLACEMENT = ("drop a collective", "double a collective", "retype a collective", 
 @cache
 def rows() -> dict[str, Row]:
     """The whole table, made once."""
-    found = table(share=4, share_of_many=13)
+    found = table(share=12, share_of_many=13)
     print(f"\n{table_text(found)}")
     return found
 
@@ -62,19 +62,19 @@ def test_values_in_the_wrong_place_are_refused_before_anything_runs() -> None:
 
 
 def test_wrong_sums_in_the_last_backward_are_refused_before_anything_runs() -> None:
-    for name in BUILDS:
+    for name in EARLY_BUILDS:
         build = good_build(name, early=True)
         assert not (verdict := judge(build, build.case.programs)).check, verdict.reason
-    found = early_rows()
-    assert len(found) == 7 and all(row.mutants > 15 and not row.accepted for row in found.values()), found
+    found = early_rows(share=3)
+    assert len(found) == 7 and all(row.mutants > 5 and not row.accepted for row in found.values()), found
     assert not any(row.first["numbers"] for row in found.values())
 
 
 def test_experts_that_are_not_the_model_s_are_refused() -> None:
     for name in (*EXPERT_BUILDS, AUXILIARY_BUILD):
         assert not (verdict := judge(build := good_build(name), build.case.programs)).check, verdict.reason
-    found = expert_rows(share=5)
-    assert len(found) == 7 and all(row.mutants > 2 and not row.accepted for row in found.values()), found
+    found = expert_rows(share=18)
+    assert len(found) == 7 and all(row.mutants > 1 and not row.accepted for row in found.values()), found
     seen = {kind for kind, row in found.items() if not row.first["numbers"]}
     assert seen >= {kind for kind in found if kind.startswith(("be off", "sum", "split"))}  # before anything runs
 
@@ -89,7 +89,7 @@ def test_sequences_split_otherwise_are_refused() -> None:
 def test_sequences_whose_parts_meet_wrongly_are_refused() -> None:
     for name in CONTEXT_BUILDS:
         assert not (verdict := judge(build := good_build(name, early=True), build.case.programs)).check, verdict.reason
-    found = context_rows(share=3)
+    found = context_rows(share=5)
     assert len(found) == 6 and all(row.mutants > 1 and not row.accepted for row in found.values()), found
     seen = {kind for kind, row in found.items() if not row.first["numbers"]}
     assert seen >= {kind for kind in found if kind.startswith(("take parts", "leave", "send keys around"))}
@@ -100,8 +100,8 @@ def test_evaluations_of_another_model_are_refused_almost_all_before_anything_run
     names = (MOODY_BUILD, "stack tp=2, two microbatches", "padded tp=4")
     for name in names:
         assert not (verdict := judge(build := evaluated_build(name), build.case.programs)).check, verdict.reason
-    mutants, seen = refused(evaluation_rows(names, share=5))
-    assert mutants > 120 and seen >= 0.95 * mutants, f"{seen} of {mutants}"
+    mutants, seen = refused(evaluation_rows(names, share=8))
+    assert mutants > 75 and seen >= 0.95 * mutants, f"{seen} of {mutants}"
 
 
 def test_evaluations_of_pipelines_are_refused_by_the_texts_alone() -> None:
@@ -140,7 +140,6 @@ def test_the_schedule_is_refused_by_the_communication_contract() -> None:
 def test_padding_that_gets_through_is_refused_by_proof() -> None:
     row = rows()["let padding through"]
     assert row.first["padding"] >= 12
-    assert row.first["padding"] + row.first["types"] == row.mutants
     assert row.first["padding"] + row.first["types"] == row.mutants
 
 
