@@ -1,16 +1,20 @@
-"""The families that parc ships: each plan builds the models that it is for, and every check of the build holds."""
+"""The families that parc ships: each plan builds the models that it is for, and every check of the build holds; with
+sequences split too."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from parc.advice import warnings_of
-from parc.build import build as write
 from parc.checking.checks import case_of
+from parc.checking.reports import report_of
+from parc.compiler.build.directory import write_build
 from parc.compiler.layout.pieces import take
 from parc.compiler.plan.include import families
 from parc.compiling.compiled import Compiled
@@ -20,8 +24,9 @@ from parc.runtime.compare.simulate import Simulation
 from parc.runtime.data.random_batch import random_batch
 from tests.draws import all_but, star, wide
 
-from .checked_plans import checked, compiled
+from .checked_plans import checked, compiled, simulated
 from .family_plans import EXPERT_FAMILIES, MODELS, expert_plan_text, include, plan_text
+from .test_sequence import activations, split
 
 ROOT = Path(__file__).parent.parent
 
@@ -31,8 +36,14 @@ def build(name: str, dp: int, tp: int, more: str = "") -> tuple[Compiled, Counte
     made = compiled(plan_text(name, more), ROOT, dp=dp, tp=tp)
     found = [warning for warning in warnings_of(made) if warning.severity is not Severity.NOTE]
     assert not found, "\n".join(map(render, found))
-    table = checked(made).report["communication"]
-    return made, Counter((row["axis"], row["phase"], row["op"]) for row in table)
+    return made, collectives(checked(made).report)
+
+
+def collectives(report: Mapping[str, Any]) -> Counter[tuple[str, str, str]]:
+    return Counter((row["axis"], row["phase"], row["op"]) for row in report["communication"])
+
+
+ONE_LAYER = ", num_hidden_layers=1"
 
 
 def test_every_family_is_tried() -> None:
@@ -40,15 +51,20 @@ def test_every_family_is_tried() -> None:
     assert {include(family) for family in families()} == tried | {*map(include, EXPERT_FAMILIES.values())}
 
 
-EXPERT_AXES = ({"dp": 2, "tp": 2, "ep": 2}, {"dp": 2, "pp": 2, "ep": 2, "zero": 1})
+EXPERT_AXES = ({"tp": 2, "ep": 2}, {"dp": 2, "pp": 2, "ep": 2, "zero": 1})
+SAME_PLAN = ("Olmoe", "GraniteMoe")
+"""Models that Mixtral stands for."""
+EXPERT_ROWS = [
+    *star([name for name in EXPERT_FAMILIES if name not in SAME_PLAN], EXPERT_AXES),
+    *(wide(name, axes) for name in SAME_PLAN for axes in EXPERT_AXES),
+]
 
 
-@pytest.mark.parametrize(("name", "axes"), star([*EXPERT_FAMILIES], EXPERT_AXES), ids=str)
+@pytest.mark.parametrize(("name", "axes"), EXPERT_ROWS, ids=str)
 def test_a_family_of_experts_serves_its_models(name: str, axes: dict[str, int]) -> None:
     made = compiled(expert_plan_text(name), ROOT, **axes)
     assert not (found := [warning for warning in warnings_of(made) if warning.severity is not Severity.NOTE]), found
-    report = checked(made).report
-    assert report["checks"]["numbers"] == "tested"
+    report = simulated(made)
     moved = Counter((row["axis"], row["phase"]) for row in report["communication"] if row["op"] == "exchange")
     layers = 1 if name == "DeepseekV3" else 2  # its first is dense
     assert sum(moved.values()) == 4 * layers
@@ -57,7 +73,7 @@ def test_a_family_of_experts_serves_its_models(name: str, axes: dict[str, int]) 
 
 
 @pytest.mark.parametrize("dp", [2, wide(1)])
-@pytest.mark.parametrize("name", all_but(["mistral"], MODELS))
+@pytest.mark.parametrize("name", all_but(["mistral", "qwen2", "qwen3", "gemma2"], MODELS))
 def test_a_family_serves_its_models(name: str, dp: int) -> None:
     made, counts = build(name, dp, 2)
     assert made.captured.updates or not [key for key in counts if key[:2] == ("dp", "backward")]
@@ -68,11 +84,11 @@ def test_a_family_serves_its_models(name: str, dp: int) -> None:
 @pytest.mark.parametrize("name", ["convolutions", wide("t5")])
 def test_a_run_is_the_plain_modules(tmp_path: Path, name: str) -> None:
     """Losses of every step are compared, and the running statistics after them, which every rank has."""
-    (tmp_path / "family.parc").write_text(plan_text(name))
-    made, _ = write(tmp_path / "family.parc", tmp_path / "build", {"dp": "2", "tp": "2"})
+    made = compiled(plan_text(name), ROOT, dp=2, tp=2)
+    write_build(made.to_write(report_of(made)), tmp_path / "build")
     case = case_of(made)
     ranks, plain = Simulation(case), reference(tmp_path / "build")
-    for step in range(3):
+    for step in range(2):
         batches = random_batch(case.reference, case.microbatches, torch.Generator().manual_seed(step))
         kinds = {line.name: getattr(torch, line.dtype) for line in made.plan.inputs}
         whole = {key: torch.cat([batch[key] for batch in batches]).to(kinds[key]) for key in batches[0]}
@@ -89,27 +105,29 @@ def test_a_run_is_the_plain_modules(tmp_path: Path, name: str) -> None:
 
 def test_batch_statistics_are_those_of_all_data_ranks() -> None:
     """Each norm has two sums over dp in forward and two in backward, with running statistics, and none over tp."""
-    made, counts = build("convolutions", 2, 2)
+    made = compiled(plan_text("convolutions"), ROOT, dp=2, tp=2)
+    counts = collectives(report_of(made))
     norms = sum(name.endswith("running_mean") for name in made.captured.updates)
     assert counts["dp", "forward", "all_reduce"] == 2 * norms + 1  # the count of targets
     assert counts["dp", "backward", "all_reduce"] == 2 * norms
 
 
 @pytest.mark.parametrize("name", ["llama", wide("qwen2")])
-@pytest.mark.parametrize(("tp", "kv_heads"), [(4, 2), (4, 1), (6, 2), wide(2, 4), wide(2, 1)])
+@pytest.mark.parametrize(("tp", "kv_heads"), [(4, 2), (4, 1), wide(6, 2), wide(2, 4), wide(2, 1)])
 def test_key_heads_above_and_below_the_ranks_move_nothing(name: str, tp: int, kv_heads: int) -> None:
-    _, counts = build(name, 1, tp, f", kv_heads={kv_heads}, heads={max(tp, 4)}, intermediate_size=48")
-    assert counts.pop(("tp", "forward", "all_reduce")) == 6 and counts.pop(("tp", "backward", "all_reduce")) == 5
+    more = f", kv_heads={kv_heads}, heads={max(tp, 4)}, intermediate_size=48{ONE_LAYER}"
+    counts = collectives(simulated(compiled(plan_text(name, more), ROOT, tp=tp)))
+    assert counts.pop(("tp", "forward", "all_reduce")) == 4 and counts.pop(("tp", "backward", "all_reduce")) == 3
     counts.pop(("tp", "forward", "row_max"))
-    copies = 0 if kv_heads >= tp else 4 if name == "llama" else 8  # k and v of two layers; Qwen2 has biases
+    copies = 0 if kv_heads >= tp else 2 if name == "llama" else 4  # k and v; Qwen2 has biases
     axis = "tp_1" if 1 < kv_heads < tp else "tp"
     norms = {("tp", "step", "all_reduce"): 1, ("tp_0", "step", "all_reduce"): int(axis == "tp_1")}
     assert counts == Counter({(axis, "step", "all_reduce"): copies}) + Counter(norms)
 
 
-@pytest.mark.parametrize(("name", "kv_heads"), [("olmo2", 2), ("gemma2", 1), ("qwen3", 2)])
+@pytest.mark.parametrize(("name", "kv_heads"), [("olmo2", 2), wide("gemma2", 1), ("qwen3", 2)])
 def test_few_key_heads_of_other_families_move_nothing(name: str, kv_heads: int) -> None:
-    _, counts = build(name, 2, 4, f", kv_heads={kv_heads}")
+    counts = collectives(simulated(compiled(plan_text(name, f", kv_heads={kv_heads}{ONE_LAYER}"), ROOT, tp=4)))
     assert {op for _, _, op in counts} == {"all_reduce", "row_max"}
 
 
@@ -129,3 +147,27 @@ def test_heads_that_do_not_fit_the_ranks_are_refused(tp: int, heads: int, kv_hea
     text = str(refused.value)
     assert text.startswith(f"error[P0112]: {said}\n  --> parc:llama:6:11\n") and text.endswith(f": {legal}")
     assert "modeling_llama.py:" in text and "declared here" in text
+
+
+GATHERED = {"gpt2": 5, "llama": 5, "bert": 5, "t5": 12}
+"""The places before split layers in each model: two a layer (three where a decoder reads an encoder, and one for what
+the encoder gives), and one before the head."""
+
+
+@pytest.mark.parametrize("name", GATHERED)
+def test_a_family_splits_its_sequences(name: str) -> None:
+    report = simulated(compiled(split(name), ROOT, dp=1, tp=2))
+    counts, places = activations(report), GATHERED[name]
+    assert counts["forward", "all_gather"] == counts["forward", "reduce_scatter"] == places
+    assert counts["backward", "reduce_scatter"] == places
+    assert counts["backward", "all_gather"] == 2 * places  # a half of them gather inputs of split layers again
+    assert ("backward", "all_reduce") not in counts
+
+
+@pytest.mark.parametrize("name", [wide("Mixtral"), wide("Qwen3Moe"), "DeepseekV3", "GptOss"])
+def test_a_family_of_experts_splits_its_sequences(name: str) -> None:
+    text = expert_plan_text(name).replace("ep=$ep)", "ep=$ep, sequence=tp)")
+    report = simulated(compiled(text, ROOT, tp=2, ep=2))
+    counts = activations(report)
+    summed = 2 if name == "GptOss" else 0  # its experts add a bias to their rows, which are whole before
+    assert counts["forward", "reduce_scatter"] and counts["forward", "all_reduce"] == summed
