@@ -126,7 +126,7 @@ def reread(program: Program) -> Program:
     return again
 
 
-def check(made: Subject, text: str, steps: int = 2) -> tuple[Compiled, Agreement]:
+def check(made: Subject, text: str, steps: int = 2) -> tuple[Case, Agreement]:
     """Build, run every static check, and simulate; all must hold."""
     compiled = build(made, text)
     case = case_of(made, compiled)
@@ -134,12 +134,12 @@ def check(made: Subject, text: str, steps: int = 2) -> tuple[Compiled, Agreement
     assert not faults, "\n".join(map(str, faults))
     agreement = compare(case, steps)
     assert agreement.largest <= TOLERANCE, agreement
-    return compiled, agreement
+    return case, agreement
 
 
-def eager_error(made: Subject, compiled: Compiled) -> float:
+def eager_error(made: Subject, case: Case) -> float:
     """Return the error of the captured graph's loss and gradients beside the module's own, relative to the largest."""
-    model, case = filled(made.spec).train(), case_of(made, compiled)
+    model = filled(made.spec).train()
     batch = random_batch(case.reference, 1, torch.Generator().manual_seed(3))[0]
     dtype, shape = input_shapes(made.spec)["x"]
     wide = torch.float64 if dtype == "float32" else torch.int64

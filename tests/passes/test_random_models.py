@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from parc.grammar.diagnostics import PlanError
 
+from ..draws import wide
 from ..plan_strategies import plans
 from ..strategies import ModelSpec, models
 from ..trials import TOLERANCE, check, eager_error, subject
@@ -26,7 +27,7 @@ def trials(draw: st.DrawFn, most_layers: int) -> tuple[ModelSpec, list[str]]:
 
 
 @pytest.mark.hypothesis
-@pytest.mark.parametrize("most_layers", [1, 2, 3, 5])
+@pytest.mark.parametrize("most_layers", [1, 5, wide(2), wide(3)])
 def test_random_models(most_layers: int, record_property: Callable[[str, object], None]) -> None:
     """Each plan is an example. It is built, checked, read back from its text and simulated for two steps, or refused by
     a diagnostic; and the captured graph is the module's own mathematics."""
@@ -42,7 +43,7 @@ def test_random_models(most_layers: int, record_property: Callable[[str, object]
         for text in texts:
             note(f"plan:\n{text}")
             try:
-                compiled, _ = check(made, text)
+                case, _ = check(made, text)
             except PlanError as refusal:
                 event("plan refused")
                 note(f"refused: {refusal}")
@@ -51,7 +52,7 @@ def test_random_models(most_layers: int, record_property: Callable[[str, object]
             event("plan simulated")
             tried["simulated"] += 1
             if tried["simulated"] % 4 == 1 and not spec.drops:
-                assert eager_error(made, compiled) <= TOLERANCE
+                assert eager_error(made, case) <= TOLERANCE
 
     try:
         run()

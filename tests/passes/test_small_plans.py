@@ -186,9 +186,9 @@ CASES: dict[str, tuple[ModelSpec, dict[str, int], list[str]]] = {
 def test_a_plan_builds_and_has_the_numbers_of_its_model(name: str) -> None:
     spec, mesh, lines = CASES[name]
     made = subject(spec)
-    compiled, _ = check(made, plan_text(spec, mesh, lines))
+    case, _ = check(made, plan_text(spec, mesh, lines))
     if not spec.drops:
-        assert eager_error(made, compiled) <= TOLERANCE
+        assert eager_error(made, case) <= TOLERANCE
 
 
 def test_ranks_that_share_a_process_clip_once() -> None:
