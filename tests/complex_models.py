@@ -56,7 +56,7 @@ class Block(nn.Module):
 class Llama(nn.Module):
     """A Llama whose table of turns lies in a plain attribute, and is read from a position on."""
 
-    def __init__(self, layers: int = 2, width: int = 32, heads: int = 4) -> None:
+    def __init__(self, layers: int = 1, width: int = 32, heads: int = 4) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(32, width), nn.Linear(width, 32, bias=False)
         self.layers = nn.ModuleList(Block(width, heads) for _ in range(layers))

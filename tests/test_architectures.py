@@ -10,6 +10,7 @@ from parc.advice import warnings_of
 from parc.compiling.compiled import Compiled
 from parc.grammar.diagnostics import PlanError, render
 from tests.checked_plans import checked, compiled
+from tests.draws import wide
 
 HEAD = """
 model "./architectures.py:{model}"
@@ -43,8 +44,10 @@ MODELS = {
         "column make over tp",
     ),
 }
-GATHERED = {("Readers", 2, 1)}
+GATHERED = {("Readers", 2, 1), ("Readers", 2, 2)}
 """Models that need rows of the whole batch, which other ranks have."""
+ROWS = [*((name, 2, 2) for name in MODELS), ("Readers", 1, 2), *(wide(name, *axes) for name in MODELS
+        for axes in ((2, 1), (1, 2)) if (name, *axes) != ("Readers", 1, 2))]  # fmt: skip
 
 
 def made(name: str, inputs: str, lines: str, dp: int, tp: int) -> Compiled:
@@ -53,8 +56,7 @@ def made(name: str, inputs: str, lines: str, dp: int, tp: int) -> Compiled:
     return compiled(text, Path(__file__).parent)
 
 
-@pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2)])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "dp", "tp"), ROWS)
 def test_operators_of_other_architectures_are_split(name: str, dp: int, tp: int) -> None:
     model = made(name, *MODELS[name], dp, tp)
     checked(model)

@@ -82,12 +82,17 @@ class Called(Twice):
 """
 
 
-ASSIGNED = ("shift", "swap", "moves", "input", "other", "cache", "infinite", "one", "reset", "last")
+ASSIGNED = (
+    ("shift", "swap"), ("moves", "shift"), ("cache", "input"), ("other", "infinite"), ("", "one"), ("", "reset"),
+    ("last", "moves"),
+)  # fmt: skip
+"""Pairs of what the first and the second part assign."""
 
 
-@pytest.mark.parametrize(("lines", "where", "stages"), star(ASSIGNED, "ba", (True, False)))
-def test_what_a_forward_assigns_is_kept(tmp_path: Path, lines: str, where: str, stages: bool) -> None:
-    assert not check_build(compiled_net(tmp_path, _MODEL, f'Net" ({where}="{lines}")', stages)).faults
+@pytest.mark.parametrize(("assigned", "stages"), star(ASSIGNED, (True, False)), ids=str)
+def test_what_a_forward_assigns_is_kept(tmp_path: Path, assigned: tuple[str, str], stages: bool) -> None:
+    first, second = assigned
+    assert not check_build(compiled_net(tmp_path, _MODEL, f'Net" (a="{first}", b="{second}")', stages)).faults
 
 
 def test_statistics_that_are_nothing_but_rounding_are_compared_with_others(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ optimizer sgd lr 1e-2
 shard tokens, targets [B/dp, _]
 schedule microbatches 2
 """
-STEPS = 12
+STEPS = 8
 
 
 def compiled(lines: str) -> Compiled:
@@ -76,7 +76,7 @@ def test_a_number_that_is_not_finite_stays_so() -> None:
 
 
 @pytest.mark.parametrize("lines", [
-    "mesh dp=4\ncompress gradients over dp using int8\n",
+    "mesh dp=2\ncompress gradients over dp using int8\n",
     "mesh dp=4\nnode 2\nhierarchical over dp\nzero 1 over dp\ncompress gradients over dp using fp16\n",
     "mesh dp=4\nnode 2\nhierarchical over dp\nzero 1 over dp within node\ncompress gradients over dp using int8\n",
     "mesh dp=2\ncompress gradients over dp using int8\nzero 1 over dp on blocks\n",
@@ -103,7 +103,7 @@ def test_all_ranks_agree_with_the_model(lines: str) -> None:
 def test_what_is_sent_and_what_is_left_are_the_whole_gradient(form: str, added: float) -> None:
     """In the programs' own types: over two steps the sum of what was sent is that of all gradients, less what is left
     at the end. float16 is ``added`` as it is, which rounds too."""
-    plain, made = (Simulation(case_of(compiled(f"mesh dp=4\n{line}")), float64=False)
+    plain, made = (Simulation(case_of(compiled(f"mesh dp=2\n{line}")), float64=False)
                    for line in ("", f"compress gradients over dp using {form}\n"))  # fmt: skip
     batches = random_batch(plain.case.reference, 2, torch.Generator().manual_seed(5))
     names = ["blocks.0.mlp.up.weight", "blocks.0.attn.out.bias"]

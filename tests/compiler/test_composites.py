@@ -64,25 +64,29 @@ def _no_grad(model: Any, x: torch.Tensor) -> torch.Tensor:
     return model.fc(x) * scale[..., None] + shift[:, None, None]
 
 
-BODIES: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
-    "views": lambda m, x: m.fc(x).reshape(4, 48).unflatten(1, (6, 8)).chunk(2, -1)[0].contiguous().flatten(1),
-    "copies": lambda m, x: m.fc(x).transpose(0, 1).reshape(24, 8).view(6, 4, 8).transpose(0, 1).contiguous(),
-    "nothing to do": lambda m, x: m.fc(x.contiguous().to(torch.float32).reshape(4, 6, 8)),
-    "types": lambda m, x: m.fc(x.to(torch.float64).float()).to(torch.bfloat16).type_as(x),
+BODIES: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "views": lambda m, x: (
+        m.fc(x).reshape(4, 48).unflatten(1, (6, 8)).chunk(2, -1)[0].contiguous().flatten(1),
+        m.fc(x).transpose(0, 1).reshape(24, 8).view(6, 4, 8).transpose(0, 1).contiguous(),  # copies
+        m.fc(x.contiguous().to(torch.float32).reshape(4, 6, 8)),  # nothing to do
+        m.fc(x.to(torch.float64).float()).to(torch.bfloat16).type_as(x),
+        m.fc(x) * torch.tensor([1.0, 2.0]).repeat(4),
+    ),
     "unread": lambda m, x: (F.dropout(x, 0.5), F.dropout(m.fc(x), 0.1))[1],
     "unread beside a write": lambda m, x: (F.dropout(x, 0.5), F.dropout(m.fc(x).add_(1.0), 0.1))[1],
     "dropout": lambda m, x: F.dropout(m.drop(m.fc(x)), 0.5) + F.dropout(x, 0.5, training=False),
-    "kept whole": lambda m, x: F.scaled_dot_product_attention(m.fc(x), x, torch.einsum("bij,bkj->bij", x, x)),
+    "kept whole": lambda m, x: (
+        F.scaled_dot_product_attention(m.fc(x), x, torch.einsum("bij,bkj->bij", x, x)),
+        m.fc(x) * torch.cartesian_prod(x[0, :2, 0], x[0, :3, 0]).flatten()[:6, None],  # of composites
+        torch.fft.rfft(x).conj().resolve_conj().imag.reshape(4, 30) + m.fc(x).mean(),
+    ),
     "lstm": lambda m, x: m.lstm(x)[0],
     "alike": lambda m, x: m.fc(m.fc(x).reshape(24, 8)).reshape(4, 6, 8).reshape(24, 8),
     "region": _no_grad,
     "no derivative": lambda m, x: m.fc(m.fc(x).view(torch.float32)),
-    "of composites": lambda m, x: m.fc(x) * torch.cartesian_prod(x[0, :2, 0], x[0, :3, 0]).flatten()[:6, None],
-    "complex": lambda m, x: torch.fft.rfft(x).conj().resolve_conj().imag.reshape(4, 30) + m.fc(x).mean(),
     "written": lambda m, x: m.fc(x).add_(1.0).reshape(24, 8),
     "written in a view": lambda m, x: m.fc(x).clone().reshape(24, 8).mul_(2.0).reshape(4, 48),
     "buffers": lambda m, x: m.norm(x).flatten(1),
-    "constants": lambda m, x: m.fc(x) * torch.tensor([1.0, 2.0]).repeat(4),
 }  # fmt: skip
 
 
