@@ -29,7 +29,7 @@ from tests.draws import share
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 GPT = """\
-model "./gpt.py:GPT" (layers=2, width=16, heads=4, vocab=24, length=4)
+model "./gpt.py:GPT" (layers=1, width=16, heads=4, vocab=24, length=4)
 input tokens int64 [B, S]
 input targets int64 [B, S]
 sizes B=32, S=4
@@ -145,7 +145,10 @@ def test_collectives_in_two_levels_cross_nodes_once(lines: str) -> None:
 
 
 def test_stages_of_a_pipeline_send_in_two_levels() -> None:
-    text = GPT.replace("schedule ", "schedule 1f1b ") + "mesh pp=2, dp=4\nstage before blocks.1 over pp\n"
+    text = (
+        GPT.replace("schedule ", "schedule 1f1b ").replace("layers=1", "layers=2")
+        + "mesh pp=2, dp=4\nstage before blocks.1 over pp\n"
+    )
     made = compile_once(
         read_plan(Source("nodes.parc", text + "node 2\nhierarchical over dp\nzero 3 over dp\n")), EXAMPLES
     )

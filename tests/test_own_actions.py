@@ -8,7 +8,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import reduce
+from functools import cache, reduce
 from pathlib import Path
 from types import MappingProxyType
 
@@ -102,8 +102,9 @@ def registered() -> Iterator[None]:
         table.pop(KIND, None)
 
 
+@cache
 def compiled(plan: str) -> Compiled:
-    """Compile one of the plans."""
+    """Compile one of the plans, where the kind is registered."""
     return compile_plan(read_plan(Source("own.parc", PLANS[plan])), ROOT / "tests")
 
 

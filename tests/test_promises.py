@@ -13,7 +13,9 @@ from parc.cli import main
 from parc.grammar.diagnostics import Diagnostic, PlanError, render
 from parc.report import memory_of
 from tests.checked_plans import compiled
-from tests.runtime.tiny import BOTH, EXAMPLES, PLAN, TENSOR
+from tests.runtime.tiny import BOTH, PLAN, TENSOR
+
+SHALLOW = PLAN.replace("layers=2", "layers=1")
 
 
 def broken(lines: str, placements: str = BOTH) -> list[Diagnostic]:
@@ -86,10 +88,10 @@ def test_a_budget_is_exact_and_names_what_is_large() -> None:
     assert "error[P0401]: a rank needs" in text and "1 B more than the budget" in text
     assert "note: parameters " in text and "note: `embed.weight` f32[256/tp, 16], 8.0 KiB" in text
     assert "add ranks to an axis that splits the largest" in found.help
-    large = compiled(PLAN.replace("B=8", "B=64") + BOTH + "budget memory 1KB\n")
+    large = compiled(SHALLOW.replace("B=8", "B=64") + BOTH + "budget memory 1KB\n")
     with pytest.raises(PlanError, match="`microbatches 4`: activations are the largest part"):
         hold_promises(large)
-    full = PLAN.replace("microbatches 2", "microbatches 8")
+    full = SHALLOW.replace("microbatches 2", "microbatches 8")
     whole = compiled(full + "mesh tp=2\nbudget memory 1KB\n")
     with pytest.raises(PlanError, match="write `vocab embed over tp`"):
         hold_promises(whole)
@@ -138,17 +140,37 @@ def test_a_budget_of_a_pipeline_is_kept_by_what_its_schedule_and_axes_allow(sche
     assert "over pp" not in found.help
 
 
+NET = """
+from torch import nn
+def net():
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+"""
+NET_PLAN = """
+let       n = 1
+model     "./net.py:net"
+input     input float32 [B, 8]
+input     y int64 [B]
+sizes     B=8
+loss      cross_entropy(output, y)
+optimizer sgd lr 0.1
+mesh      tp=2
+column    0 over tp
+row       2 over tp
+expect    $n all_reduce in 2
+"""
+
+
 def test_every_command_that_builds_holds_promises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "gpt.py").write_text((EXAMPLES / "gpt.py").read_text())
+    (tmp_path / "net.py").write_text(NET)
     plan = tmp_path / "plan.parc"
-    plan.write_text("let n = 4\n" + PLAN + TENSOR + "expect $n all_reduce in blocks.*\n")
+    plan.write_text(NET_PLAN)
     build(plan, tmp_path / "good", {})
     for words in (["check", str(plan)], ["build", str(plan), "-o", str(tmp_path / "bad")]):
-        assert main([*words, "-D", "n=5"]) == 1
-        assert "error[P0403]: `blocks.0` has 4 `all_reduce`, not 5" in capsys.readouterr().err
+        assert main([*words, "-D", "n=2"]) == 1
+        assert "error[P0403]: `2` has 1 `all_reduce`, not 2" in capsys.readouterr().err
     assert not (tmp_path / "bad").exists()
     assert main(["verify", str(tmp_path / "good")]) == 0
     kept = tmp_path / "good" / "plan.parc"
-    kept.write_text(kept.read_text().replace("expect    4", "expect    5"))
+    kept.write_text(kept.read_text().replace("expect    1", "expect    2"))
     assert main(["verify", str(tmp_path / "good")]) == 1
     assert "error[P0403]" in capsys.readouterr().err
