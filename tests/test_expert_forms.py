@@ -49,7 +49,7 @@ def made(name: str, mesh: str, lines: str = "") -> Compiled:
     return compiled(plan(name, mesh, lines), ROOT / "tests")
 
 
-@pytest.mark.parametrize(("name", "ep"), star(["Llama4", *LAYERS], [2, 1, 4, 8]))
+@pytest.mark.parametrize(("name", "ep"), star([*LAYERS, "Llama4"], [2, 1, 4, 8]))
 def test_a_form_computes_what_the_layer_does_on_any_number_of_ranks(name: str, ep: int) -> None:
     """Loss, gradients and the update of the simulated ranks in float64, beside those of the layer's own code."""
     report = checked(made(name, f"dp=1, ep={ep}", f"expect {4 * (ep > 1)} exchange in **\n")).report

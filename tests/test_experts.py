@@ -31,6 +31,7 @@ from parc.runtime.machine.kernels import KERNELS, REFERENCE_KERNELS
 from tests.captured_once import compile_once
 from tests.checked_plans import checked, compiled
 from tests.draws import all_but, wide
+from tests.family_plans import EXPERT_FAMILIES
 from tests.moe_families import FAMILIES
 from tests.planted_builds import ROOT
 from tests.runtime.ranks import run_ranks
@@ -48,9 +49,8 @@ shard input_ids, targets [B/dp/ep, _]
 experts model.layers.*.{{mlp,block_sparse_moe,feed_forward}}.experts? over ep dropless
 """
 BESIDE = {
-    "zero 3": ("dp=2, ep=2", "zero 3 over dp\n"),
+    "zero 3, microbatches": ("dp=2, ep=2", "zero 3 over dp\nschedule microbatches 2\n"),
     "zero 1, bf16": ("dp=2, ep=2", "zero 1 over dp\nprecision bf16\n"),
-    "microbatches": ("dp=1, ep=2", "schedule microbatches 2\n"),
     "two levels": ("dp=1, ep=4", "node 2\nhierarchical over ep\nexpect 8 exchange in model.layers.*\n"),
     "a pipeline": ("pp=2, dp=1, ep=2", "stage before model.layers.1 over pp\nschedule 1f1b microbatches 2\n"),
     "experts split inside": (
@@ -68,7 +68,7 @@ def plan(family: str = "Mixtral", mesh: str = "dp=2, ep=2", lines: str = "", **s
     return PLAN.format(family=family, mesh=mesh, sizes=more) + lines
 
 
-@pytest.mark.parametrize("family", all_but(["Qwen3Moe", "Olmoe", "GraniteMoe"], FAMILIES))
+@pytest.mark.parametrize("family", all_but([*EXPERT_FAMILIES], FAMILIES))  # whose own plans do the same
 def test_a_family_trains_with_its_experts_on_other_ranks_as_on_one(family: str) -> None:
     lines = "expect 4 exchange in model.layers.*.{mlp,block_sparse_moe,feed_forward}.experts?\n"
     report = checked(compiled(plan(family, lines=lines), ROOT / "tests")).report
@@ -82,19 +82,12 @@ def test_any_number_of_ranks_has_the_model_s_numbers(mesh: str) -> None:
     assert ops == (set() if "ep=1" in mesh else {"exchange", "all_to_all"})  # one rank of ep routes its own tokens
 
 
-def test_numbers_of_many_ranks_are_tested_on_fewer_experts() -> None:
-    lines = "verify n_routed_experts=4, hidden_size=8, qk_nope_head_dim=2, qk_rope_head_dim=2\n"
-    text = plan("DeepseekV3", "dp=4, ep=4", lines, first_k_dense_replace=0, num_hidden_layers=1)
+def test_numbers_of_many_ranks_and_layers_are_tested_on_fewer_experts_and_layers() -> None:
+    """A role has one layer of experts in the twin, and one or two in the build."""
+    lines = "verify num_local_experts=4, num_hidden_layers=2\nstage balanced over pp\nschedule 1f1b microbatches 2\n"
+    text = plan("Mixtral", "dp=2, ep=4, pp=2", lines, num_hidden_layers=3)
     made = compiled(text.replace("B=8", "B=16"), ROOT / "tests")
-    assert "the twin: n_routed_experts=4" in checked(made).report["numbers"]["on"]
-
-
-def test_numbers_of_many_layers_are_tested_on_fewer() -> None:
-    """A role has one layer of experts in the twin, and two or three in the build."""
-    lines = "verify num_hidden_layers=2\nstage balanced over pp\nschedule 1f1b microbatches 2\n"
-    text = plan("Mixtral", "dp=4, ep=2, pp=2", lines, num_hidden_layers=5)
-    made = compiled(text.replace("B=8", "B=16"), ROOT / "tests")
-    assert "the twin: num_hidden_layers=2" in checked(made).report["numbers"]["on"]
+    assert "the twin: num_local_experts=4, num_hidden_layers=2" in checked(made).report["numbers"]["on"]
 
 
 @pytest.mark.parametrize("beside", BESIDE)
@@ -114,7 +107,7 @@ def test_a_value_that_a_family_s_configuration_does_not_take_is_named() -> None:
 def test_two_exchanges_forward_and_two_backward_send_what_the_closed_form_says() -> None:
     """Each sends tokens * k * width * itemsize * (ep - 1) / ep, as all-to-alls of experts do (Lepikhin et al.,
     "GShard", 2020)."""
-    ep, tokens, k, width = 4, 8 * 4 // 4, 2, 16
+    ep, tokens, k, width = 8, 8 * 4 // 8, 2, 16
     rows = report_of(compiled(plan(mesh=f"dp=1, ep={ep}"), ROOT / "tests"))["communication"]
     for phase in (FORWARD, BACKWARD):
         sent = [row for row in rows if row["op"] == "exchange" and row["phase"] == phase]
@@ -242,7 +235,7 @@ def message(text: str) -> str:
 
 
 def test_mistakes_are_told_at_their_line() -> None:
-    uneven_tokens = message(plan(mesh="dp=2, ep=8").replace("B/dp/ep", "B/dp").replace("S=4", "S=1"))
+    uneven_tokens = message(plan(mesh="dp=8, ep=8").replace("B/dp/ep", "B/dp"))
     assert "the 4 tokens of a rank that go to `model.layers.0.mlp.experts` do not divide over `ep`" in uneven_tokens
     assert "choose sizes that divide by 8 on each rank" in uneven_tokens
     (idle,) = warnings_of(compiled(plan(mesh="dp=1, ep=2").replace("B/dp/ep", "B/dp"), ROOT / "tests"))
@@ -253,7 +246,7 @@ def test_mistakes_are_told_at_their_line() -> None:
     other = message(plan().replace("{mlp,block_sparse_moe,feed_forward}.experts?", "self_attn"))
     assert "`model.layers.0.self_attn` holds no weights that are stacked over experts" in other
     assert "name the modules of experts, as `model.layers.0.mlp.experts`" in other
-    uneven = message(plan(mesh="dp=1, ep=3").replace("B=8", "B=9"))
+    uneven = message(plan(mesh="dp=1, ep=3").replace("B/dp/ep", "B/dp"))
     assert "`model.layers.0.mlp.experts.gate_up_proj` has 8 entries, which do not divide by ep=3" in uneven
     assert "choose a number of ranks that divides that of experts" in uneven
 
@@ -261,11 +254,17 @@ def test_mistakes_are_told_at_their_line() -> None:
 def ranks_train(folder: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Train on the ranks of this mesh. Return losses and whole weights."""
     with parc.load(folder) as session:
-        return [session.step().loss for _ in range(3)], session.state_dict()
+        return [session.step().loss for _ in range(2)], session.state_dict()
 
 
 @pytest.mark.parametrize(
-    ("ranks", "words"), [wide(4, {}), (8, {"dp": "1", "pp": "2", "tp": "2", "microbatches": "2"})], ids=str
+    ("ranks", "words"),
+    [
+        (4, {"dp": "1", "pp": "2", "microbatches": "2"}),
+        wide(4, {}),
+        wide(8, {"dp": "1", "pp": "2", "tp": "2", "microbatches": "2"}),
+    ],
+    ids=str,
 )
 def test_processes_train_a_mixture_of_experts_on_real_text_as_the_plain_module(
     tmp_path: Path, ranks: int, words: dict[str, str]
@@ -273,7 +272,7 @@ def test_processes_train_a_mixture_of_experts_on_real_text_as_the_plain_module(
     made = compile_once(read_plan(EXAMPLES / "moe.parc", {**words, "width": "32"}), EXAMPLES)
     write_build(made.to_write(report_of(made)), tmp_path / "built")
     plain = parc.reference(tmp_path / "built")
-    expected = [plain.step().loss for _ in range(3)]
+    expected = [plain.step().loss for _ in range(2)]
     weights = plain.module.state_dict()
     for losses, state in run_ranks(ranks_train, ranks, str(tmp_path / "built"), wait_s=200):
         assert losses == pytest.approx(expected, rel=1e-5)
