@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 
 class Positions(nn.Module):
-    """A model with learned positions and a mask, cut to the length of the input; ``how`` says what else depends on the
-    length."""
+    """A model with learned positions and a mask, cut to the length of the input; the words of ``how`` say what else
+    depends on the length."""
 
     def __init__(self, length: int = 32, how: str = "") -> None:
         super().__init__()
-        self.how = how
+        self.how = how.split()
         self.embed = nn.Embedding(32, 16)
         self.mask: Tensor
         self.positions = nn.Parameter(torch.randn(1, length, 16))
@@ -24,27 +24,27 @@ class Positions(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         length = tokens.shape[1]
         x = self.embed(tokens) + self.positions[:, :length]
-        if self.how == "rate":
+        if "rate" in self.how:
             x = x * (2.0 / (3 * length)) + x.mean(1, keepdim=True)
-        if self.how == "tensor":
+        if "tensor" in self.how:
             x = x / torch.tensor(float(length))
-        if self.how == "root":
+        if "root" in self.how:
             x = x / math.sqrt(length)
-        if self.how == "branch" and length > 20:
+        if "branch" in self.how and length > 20:
             x = x * 2
-        if self.how == "prefix":
+        if "prefix" in self.how:
             x = torch.cat([self.positions[:, :4].expand(len(x), -1, -1), x], 1)[:, : length + 4]
-        if self.how == "blocks":
+        if "blocks" in self.how:
             x = x + x[:, : length // 16 * 16].sum(1, keepdim=True)
-        if self.how == "moved":
+        if "moved" in self.how:
             padded = nn.functional.pad(x.transpose(1, 2), (2, 0), mode="replicate").transpose(1, 2)
             x = x + x.roll(1, 1) + padded[:, :-2] + torch.cat(x.chunk(2, 1)[::-1], 1)
-        if self.how == "statistics":  # whose derivatives have numbers that no line of the model has
+        if "statistics" in self.how:  # whose derivatives have numbers that no line of the model has
             wide = nn.functional.pad(x.transpose(1, 2), (1, 0), mode="circular").transpose(1, 2)[:, :-1]
             x = x + x.std(1, keepdim=True) + torch.var_mean(x, (0, 1), correction=0)[0] + wide
             x = nn.functional.group_norm(x.transpose(1, 2), 4).transpose(1, 2) * x.sigmoid().prod(1, keepdim=True)
             x = x + torch.diff(x, dim=1).sum(1, keepdim=True)
-        if self.how == "lone":  # at one size in the middle of a long range
+        if "lone" in self.how:  # at one size in the middle of a long range
             x = x * (3.0 if length == 88 else 2.0)
         total = x.shape[1]
         scores = (x @ x.transpose(1, 2)).masked_fill(self.mask[:total, :total] == 0, -1e4)

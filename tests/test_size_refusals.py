@@ -17,6 +17,11 @@ from tests.ranged_models import positions
 from tests.test_size_ranges import compiled_of
 
 
+def alone(how: str, sizes: str, length: int = 32) -> str:
+    """Return a plan of ``Positions`` on one rank."""
+    return positions(how, sizes, length).partition("mesh")[0]
+
+
 def refused(text: str) -> str:
     with pytest.raises(PlanError) as error:
         prove(compiled_of(text))
@@ -24,18 +29,18 @@ def refused(text: str) -> str:
 
 
 def test_a_branch_on_a_size_is_named() -> None:
-    said = refused(positions("branch"))
+    said = refused(alone("branch", "B=4..16 by 4, S=4..28 by 4"))
     where = r"the model has another program at B=4, S=4 than at B=16, S=28 at ranged_models\.py:\d+\n"
     assert re.match(rf"error\[P0225\]: {where}", said)
     assert "B=16, S=28: mul = aten.mul.Tensor(add, 2)" in said
     assert (
         "help: choose a smaller range that contains only one of the two sizes, and make a build for each part" in said
     )
-    compiled_of(positions("branch", sizes="B=4, S=24..28 by 4"))
+    compiled_of(alone("branch", sizes="B=4, S=24..28 by 4"))
 
 
 def test_a_number_that_is_no_polynomial_is_named() -> None:
-    said = refused(positions("root", sizes="B=4, S=4..16 by 4"))
+    said = refused(alone("root", sizes="B=4, S=4..16 by 4"))
     assert said.startswith(
         "error[P0226]: the model has a number that is no polynomial of the sizes, between S=16 and S=4 at "
     )
@@ -43,12 +48,12 @@ def test_a_number_that_is_no_polynomial_is_named() -> None:
 
 
 def test_a_size_rounded_to_a_multiple_is_no_polynomial() -> None:
-    said = refused(positions("blocks", sizes="B=4, S=8..40 by 8", length=40))
+    said = refused(alone("blocks", sizes="B=4, S=8..40 by 8", length=40))
     assert said.startswith("error[P0226]: the model has a number that is no polynomial of the sizes")
 
 
 def test_a_model_that_leaves_its_program_where_only_numbers_are_looked_at_is_at_fault() -> None:
-    compiled = compiled_of(positions("lone", sizes="B=4, S=4..124 by 4", length=124))
+    compiled = compiled_of(alone("lone", sizes="B=4, S=4..124 by 4", length=124))
     assert {"B": 4, "S": 88} in [at.sizes for at in compiled.cases()]
     with pytest.raises(PlanError, match=r"P0226") as error:
         check_build(compiled)
@@ -88,7 +93,7 @@ def test_a_number_that_is_whole_at_some_sizes_only_is_told_by_those() -> None:
 
 
 def test_a_tensor_made_of_a_size_is_named() -> None:
-    said = refused(positions("tensor", sizes="B=4, S=4..16 by 4"))
+    said = refused(alone("tensor", sizes="B=4, S=4..16 by 4"))
     assert said.startswith(
         "error[P0225]: the tensor `lifted_tensor_0`, which the model's code makes from numbers, is different at S=4\n"
     )
