@@ -4,8 +4,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
 
 from parc.compiler.ops.factors import OpRule
 from parc.compiler.ops.rules import OP_TABLES, TABLE, has_rule
@@ -24,19 +22,15 @@ MAKERS: dict[str, Maker] = {
 }
 
 
-EXAMPLES = settings(share(0.4), derandomize=True, database=None, suppress_health_check=list(HealthCheck))
-UNSHRUNK = settings(EXAMPLES, max_examples=40, phases=[Phase.generate])
+EXAMPLES = share(0.4).max_examples
+MORE = 4 * EXAMPLES
 
 
 def try_row(op: str, change: Callable[[OpRule], OpRule] | None = None) -> int:
     """Try splits and Partial operands on drawn calls, by the row's rule or a changed one, and count them."""
     tried = 0
-
-    @(UNSHRUNK if change else EXAMPLES)
-    @given(st.data())
-    def check(data: st.DataObject) -> None:
-        nonlocal tried
-        whole = run_whole(case_of(op, MAKERS[op](Draw(data))))
+    for seed in range(MORE if change else EXAMPLES):
+        whole = run_whole(case_of(op, MAKERS[op](Draw(seed))))
         if change:
             whole = replace(whole, rule=change(whole.rule))
         for ranks in (2, 3):
@@ -46,8 +40,6 @@ def try_row(op: str, change: Callable[[OpRule], OpRule] | None = None) -> int:
         for indices in whole.rule.linear:
             check_linear(whole, indices)
             tried += 1
-
-    check()
     return tried
 
 
@@ -63,13 +55,13 @@ NOT_LINEAR = ("gelu.default", "add.Tensor", "pow.Tensor_Scalar", "softmax.int", 
 
 @pytest.mark.parametrize("op", NEED_WHOLE)
 def test_a_rule_that_forgets_whole_factors_is_refused(op: str) -> None:
-    with pytest.raises((AssertionError, RuntimeError, ValueError, ExceptionGroup)):
+    with pytest.raises((AssertionError, RuntimeError, ValueError)):
         try_row(f"aten.{op}", lambda rule: replace(rule, whole=frozenset()))
 
 
 @pytest.mark.parametrize("op", NOT_LINEAR)
 def test_a_rule_that_is_linear_too_often_is_refused(op: str) -> None:
-    with pytest.raises((AssertionError, ExceptionGroup)):
+    with pytest.raises(AssertionError):
         try_row(f"aten.{op}", lambda rule: replace(rule, linear=(frozenset({0}),)))
 
 
@@ -78,7 +70,7 @@ def test_a_rule_that_names_a_wrong_dim_is_refused(op: str) -> None:
     def turned(rule: OpRule) -> OpRule:
         return replace(rule, results=tuple(tuple(reversed(dims)) for dims in rule.results))
 
-    with pytest.raises((AssertionError, RuntimeError, ValueError, ExceptionGroup)):
+    with pytest.raises((AssertionError, RuntimeError, ValueError)):
         try_row(f"aten.{op}", turned)
 
 
