@@ -14,17 +14,28 @@ from parc.compiler.program.actions import Action, stages_in_turn
 from parc.compiler.schedules import SCHEDULES, problem, timelines
 from parc.compiler.schedules.timeline import peak_live, simulate
 from parc.compiler.verify.schedule import check_timelines
+from tests.draws import wide
 
 Timelines = Mapping[str, Sequence[Action]]
 Sizes = tuple[str, int, int, int]
 
 
+LIMITS = pytest.mark.parametrize("limits", [(5, 10), wide((8, 16))])
+"""Most ranks and microbatches."""
+
+
+def sizes(limits: tuple[int, int]) -> list[tuple[int, int, int]]:
+    """Return all numbers of ranks, microbatches and chunks: of these there are at most 3."""
+    ranks, microbatches = limits
+    return [(p, m, v) for p in range(1, ranks + 1) for m in range(1, microbatches + 1) for v in range(1, 4)]
+
+
 @cache
-def accepted() -> Mapping[Sizes, Timelines]:
-    """Yield every schedule of up to 8 ranks, 16 microbatches, 3 chunks: name, ranks, microbatches, chunks."""
+def accepted(limits: tuple[int, int]) -> Mapping[Sizes, Timelines]:
+    """Return every schedule of these sizes that is made: by its name, ranks, microbatches and chunks."""
     made = {}
     for name in SCHEDULES:
-        for p, m, v in ((p, m, v) for p in range(1, 9) for m in range(1, 17) for v in range(1, 4)):
+        for p, m, v in sizes(limits):
             with suppress(ValueError):
                 made[name, p, m, v] = timelines(name, p * v, m, v, also=["COUNT"] * (m % 2 == 0))
     return made
@@ -34,34 +45,37 @@ def work_of(actions: Sequence[Action]) -> list[Action]:
     return [action for action in actions if action.works]
 
 
-def test_sizes_are_accepted_that_the_schedules_are_published_for() -> None:
-    every = [(p, m, v) for p in range(1, 9) for m in range(1, 17) for v in range(1, 4)]
-    one_rank = [(p, m, v) for p, m, v in every if p > 1 or v == 1]
+@LIMITS
+def test_sizes_are_accepted_that_the_schedules_are_published_for(limits: tuple[int, int]) -> None:
+    one_rank = [(p, m, v) for p, m, v in sizes(limits) if p > 1 or v == 1]
     expected = {("gpipe", p, m, v) for p, m, v in one_rank if v == 1}
     expected |= {("1f1b", p, m, v) for p, m, v in one_rank if v == 1 and m >= p}
     expected |= {("interleaved", p, m, v) for p, m, v in one_rank if v > 1 and m % p == 0}
     expected |= {("looped", p, m, v) for p, m, v in one_rank}
-    assert set(accepted()) == expected
+    assert set(accepted(limits)) == expected
 
 
-def test_every_schedule_is_proved() -> None:
-    for (name, p, m, v), made in accepted().items():
+@LIMITS
+def test_every_schedule_is_proved(limits: tuple[int, int]) -> None:
+    for (name, p, m, v), made in accepted(limits).items():
         assert not check_timelines(made, stages_in_turn(p * v, p), m, also=["COUNT"] * (m % 2 == 0)), (name, p, m, v)
 
 
-@pytest.mark.parametrize(("forward", "backward"), [(1, 2), (1, 1), (3, 2)])
-def test_ranks_are_idle_as_published_to_the_slot(forward: int, backward: int) -> None:
+@LIMITS
+@pytest.mark.parametrize(("forward", "backward"), [(1, 2), wide(1, 1), (3, 2)])
+def test_ranks_are_idle_as_published_to_the_slot(forward: int, backward: int, limits: tuple[int, int]) -> None:
     """The idle time is (p - 1)(F + B), divided by v for ranks of v chunks. Each is the time of one stage, as F and B
     are here."""
-    for (name, p, m, v), made in accepted().items():
+    for (name, p, m, v), made in accepted(limits).items():
         if name == "looped" and m < p:
             continue  # microbatches run out before the loop closes
         played = simulate(made, forward, backward)
         assert {played.idle(role) for role in made} == {(p - 1) * (forward + backward)}, (name, p, m, v)
 
 
-def test_ranks_hold_as_many_microbatches_as_published() -> None:
-    for (name, p, m, v), made in accepted().items():
+@LIMITS
+def test_ranks_hold_as_many_microbatches_as_published(limits: tuple[int, int]) -> None:
+    for (name, p, m, v), made in accepted(limits).items():
         live = [peak_live(actions) for actions in made.values()]
         if name == "1f1b":
             assert live == [min(m, p - rank) for rank in range(p)]
@@ -72,14 +86,17 @@ def test_ranks_hold_as_many_microbatches_as_published() -> None:
             assert live == [m * v] * p
 
 
+@LIMITS
 @pytest.mark.parametrize(
     ("name", "theirs"),
     [("gpipe", "GPipe"), ("1f1b", "1F1B"), ("interleaved", "Interleaved1F1B"), ("looped", "LoopedBFS")],
 )
-def test_torch_lists_the_same_work(name: str, theirs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_lists_the_same_work(
+    name: str, theirs: str, limits: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(mock, "create_autospec", cache(mock.create_autospec))  # slow, and the same for all sizes
     compared = 0
-    for (other, p, m, v), made in accepted().items():
+    for (other, p, m, v), made in accepted(limits).items():
         if other != name or p < 2 or (name == "looped" and v < 2):
             continue
         listed = get_schedule_ops(theirs, p, m, v)
