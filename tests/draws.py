@@ -45,3 +45,14 @@ def star(*parameters: Sequence[Any]) -> list[Any]:
         wide(*row) if sum(value != usual for value, usual in zip(row, first, strict=True)) > 1 else row
         for row in product(*parameters)
     ]
+
+
+def each_once(*parameters: Sequence[Any]) -> list[Any]:
+    """Return all combinations of the values of parameters. Those are not wide in which all parameters are at the same
+    place, of which a shorter one begins anew: so every value is tried, in as few rows as there can be."""
+    longest = max(map(len, parameters))
+    kept = {tuple(at % len(values) for values in parameters) for at in range(longest)}
+    return [
+        tuple(value for _, value in row) if tuple(at for at, _ in row) in kept else wide(*(value for _, value in row))
+        for row in product(*(list(enumerate(values)) for values in parameters))
+    ]

@@ -8,8 +8,8 @@ import pytest
 
 from parc.advice import warnings_of
 from parc.runtime.data.random_batch import class_bounds
-from tests.draws import star
-from tests.passes.test_small_models import DATA, T, X, codes, made
+from tests.draws import each_once
+from tests.passes.few_lines import DATA, T, X, codes, made
 
 PLACES = ("mesh tp=2\nvocab fc over tp", DATA.format("x, t"))
 OPTIONS = (
@@ -22,7 +22,7 @@ OPTIONS = (
 WEIGHTS = ("torch.arange(1.0, 9)", "torch.linspace(1, 2, 8)", "self.weights")
 
 
-@pytest.mark.parametrize(("weights", "options", "lines"), star(WEIGHTS, OPTIONS, PLACES))
+@pytest.mark.parametrize(("weights", "options", "lines"), each_once(WEIGHTS, OPTIONS, PLACES))
 def test_classes_have_weights(tmp_path: Path, weights: str, options: str, lines: str) -> None:
     body = f"""
     def more(self):
@@ -37,8 +37,10 @@ def test_classes_have_weights(tmp_path: Path, weights: str, options: str, lines:
     assert codes(compiled) == ["P0209"] * gathered + ["P0217"] * averaged
 
 
-@pytest.mark.parametrize("lines", ["mesh dp=2\nshard x, y [B/dp, ...]", "mesh tp=2\ncolumn fc over tp"])
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize(
+    ("reduction", "lines"),
+    each_once(("mean", "sum", "none"), ("mesh tp=2\ncolumn fc over tp", "mesh dp=2\nshard x, y [B/dp, ...]")),
+)
 def test_a_smoothed_loss_is_split_as_a_plain_one(tmp_path: Path, reduction: str, lines: str) -> None:
     body = f"""
         class Model(Base):
@@ -71,7 +73,7 @@ FORMS = (
 )
 
 
-@pytest.mark.parametrize(("form", "options", "lines"), star(FORMS, OWN_OPTIONS, OWN_PLACES))
+@pytest.mark.parametrize(("form", "options", "lines"), each_once(FORMS, OWN_OPTIONS, OWN_PLACES))
 def test_log_probabilities_are_a_models_own(tmp_path: Path, form: str, options: str, lines: str) -> None:
     compiled, _ = made(
         tmp_path,
@@ -82,35 +84,40 @@ def test_log_probabilities_are_a_models_own(tmp_path: Path, form: str, options: 
     assert codes(compiled).count("P0217") == 0
 
 
-@pytest.mark.parametrize("form", ["F.nll_loss(hidden.log_softmax(1) * 1, y)", "F.nll_loss(hidden.log_softmax(1), y)",
-                                  "F.cross_entropy(hidden, y, weight=torch.arange(1.0, 9))"])  # fmt: skip
-def test_a_class_that_cannot_be_is_nothing_to_what_is_ignored(tmp_path: Path, form: str) -> None:
-    body = f"""
+def test_a_class_that_cannot_be_is_nothing_to_what_is_ignored(tmp_path: Path) -> None:
+    body = """
     def forward(self, x, t):
         y = torch.where(t.flatten() == 0, -100, 1)
         hidden = self.fc(x).flatten(0, 1).masked_fill(torch.arange(8) == 0, -torch.inf)
-        return {form}
+        loss = F.nll_loss(hidden.log_softmax(1) * 1, y) + F.nll_loss(hidden.log_softmax(1), y)
+        return loss + F.cross_entropy(hidden, y, weight=torch.arange(1.0, 9))
     """
     made(tmp_path, body, f"{X}\n{T}\n{DATA.format('x, t')}")
 
 
-@pytest.mark.parametrize(
-    "other",
-    ["w[t] * each", "each + F.one_hot(t, 8).float().square().sum(-1)", "each * x.gather(1, t[:, None])[:, 0]",
-     "each + x.scatter(1, t[:, None], 0.3).sum(-1)", "each * self.rows(t).sum(-1)"],
-)  # fmt: skip
-def test_a_target_that_is_an_index_too_is_never_one_to_ignore(tmp_path: Path, other: str) -> None:
-    body = f"""
+def test_a_target_that_is_an_index_too_is_never_one_to_ignore(tmp_path: Path) -> None:
+    """Each input is the target of a loss of its own."""
+    body = """
     def more(self):
         self.rows = nn.Embedding(8, 4)
 
-    def forward(self, x, t):
-        x, t = self.fc(x).flatten(0, 1), t.flatten()
-        w, each = torch.arange(1.0, 9), F.cross_entropy(x, t, reduction="none")
-        return ({other}).mean()
+    def forward(self, x, t, looked, hot, gathered, scattered):
+        x, w = self.fc(x).flatten(0, 1), torch.arange(1.0, 9)
+        t, looked, hot, gathered, scattered = (y.flatten() for y in (t, looked, hot, gathered, scattered))
+        each = lambda y: F.cross_entropy(x, y, reduction="none")
+        return (
+            w[t] * each(t)
+            + each(looked) * self.rows(looked).sum(-1)
+            + each(hot) + F.one_hot(hot, 8).float().square().sum(-1)
+            + each(gathered) * x.gather(1, gathered[:, None])[:, 0]
+            + each(scattered) + x.scatter(1, scattered[:, None], 0.3).sum(-1)
+        ).mean()
     """
-    _, checked = made(tmp_path, body, f"{X}\n{T}\nmesh tp=2\nvocab fc over tp")
+    targets = ["t", "looked", "hot", "gathered", "scattered"]
+    inputs = "\n".join(T.replace("t int64", f"{name} int64") for name in targets)
+    compiled, checked = made(tmp_path, body, f"{X}\n{inputs}\nmesh tp=2\nvocab fc over tp")
     assert checked.report["numbers"]["loss"] < 1e-10
+    assert class_bounds(compiled.build.reference) == dict.fromkeys(targets, (8, None))
 
 
 def test_a_target_that_is_a_number_too_may_be_one_to_ignore(tmp_path: Path) -> None:

@@ -8,33 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from parc.advice import warnings_of
-from parc.build import build
-from parc.checking.checks import Checked
-from parc.compiler.build.directory import read_build
-from parc.compiling.compiled import Compiled
+from parc.compiler.build.directory import read_build, write_build
 from parc.grammar.diagnostics import PlanError
 from parc.runtime.compare.plain import reference
+from tests.draws import all_but, each_once, wide
+from tests.passes.few_lines import DATA, T, X, Y, codes, made
 from tests.runtime.ranks import run_ranks
 
-MODELS = """
-import torch
-import torch.nn.functional as F
-from torch import nn
-
-
-class Base(nn.Module):
-    def __init__(self, **options):
-        super().__init__()
-        self.fc = nn.Linear(8, 8)
-        self.more(**options)
-
-    def more(self):
-        pass
-
-    def forward(self, x):
-        return self.fc(x).square().mean()
-"""
 OPERATORS = """
 @torch.library.custom_op("reviewed::scale", mutates_args=())
 def scale(x: torch.Tensor, by: float) -> torch.Tensor:
@@ -64,40 +44,37 @@ class Model(Base):
     def forward(self, x):
         return square(scale(self.fc(x), 3.0)).mean()
 """
-X, Y, T = "input x float32 [B, 4, 8]", "input y float32 [B, 4, 8]", "input t int64 [B, 4]"
-DATA = "mesh dp=2\nshard {} [B/dp, ...]"
 
 
-def made(folder: Path, body: str, lines: str, arguments: str = "") -> tuple[Compiled, Checked]:
-    """Build a class `Model` with some body; raise if any check fails."""
-    source = textwrap.dedent(body)
-    if "class Model" not in source:
-        source = "class Model(Base):\n" + textwrap.indent(source, "    ")
-    (folder / "models.py").write_text(MODELS + "\n\n" + source)
-    head = f'model "./models.py:Model" {arguments}\nsizes B=4\noptimizer sgd lr 1e-2\nseed 3\nsteps 2\n'
-    plan = folder / "some.parc"
-    plan.write_text(head + ("" if "loss" in lines else "loss output\n") + lines + "\n")
-    return build(plan, folder / "build", {})
+def written(folder: Path, body: str, lines: str) -> Path:
+    """Write the build of such a class."""
+    compiled, found = made(folder, body, lines)
+    write_build(compiled.to_write(found.report), folder / "build")
+    return folder / "build"
 
 
-def codes(compiled: Compiled) -> list[str]:
-    """Return the codes of a build's warnings."""
-    return [warning.code.name for warning in warnings_of(compiled)]
-
-
-@pytest.mark.parametrize("p", [0.0, 0.5, 1.0])
-def test_dropout_of_every_probability(tmp_path: Path, p: float) -> None:
+def test_dropout_of_every_probability(tmp_path: Path) -> None:
     body = """
-        def more(self, p):
-            self.drop = nn.Dropout(p)
+        def more(self):
+            self.drops = nn.ModuleList(map(nn.Dropout, (0.0, 0.5, 1.0)))
 
         def forward(self, x):
-            return self.drop(self.fc(x)).square().mean()
+            return sum(drop(self.fc(x)).square().mean() for drop in self.drops)
     """
-    made(tmp_path, body, f"{X}\n{DATA.format('x')}", f"(p={p})")
+    made(tmp_path, body, f"{X}\n{DATA.format('x')}")
 
 
-BY_ONE_NUMBER = "a parameter's rows by indices apart and by a tensor of one number"
+UNREAD = "def forward(self, x, y):\n    return self.fc(x).square().mean()", f"{X}\n{Y}"
+BY_ONE_NUMBER = """
+        def more(self):
+            self.table = nn.Parameter(torch.randn(4, 3, 5, 8))
+
+        def forward(self, x, t):
+            apart = self.table[t % 4, :, t - 5]
+            one = self.table[:, :, t.sum() % 5][t[:, 0] % 4]
+            return self.fc(x + apart.sum(2) + one.sum(1)[:, None]).square().mean()
+"""
+"""A parameter's rows by indices apart, and by a tensor of one number."""
 BUILT = {
     "a norm's eps is that of the dtype it is written in": (
         """
@@ -107,20 +84,7 @@ BUILT = {
         def forward(self, x):
             return self.norm(self.fc(x) * 1e-3).pow(3).tanh().mean()
         """,
-        X,
-    ),
-    "an input that nothing reads": ("def forward(self, x, y):\n    return self.fc(x).square().mean()", f"{X}\n{Y}"),
-    BY_ONE_NUMBER: (
-        """
-        def more(self):
-            self.table = nn.Parameter(torch.randn(4, 3, 5, 8))
-
-        def forward(self, x, t):
-            apart = self.table[t % 4, :, t - 5]
-            one = self.table[:, :, t.sum() % 5][t[:, 0] % 4]
-            return self.fc(x + apart.sum(2) + one.sum(1)[:, None]).square().mean()
-        """,
-        f"{X}\n{T}",
+        "x",
     ),
     "losses that broadcast": (
         """
@@ -128,7 +92,7 @@ BUILT = {
             h = self.fc(x)
             return F.mse_loss(h, y) + F.smooth_l1_loss(h, y) + F.l1_loss(h, y)
         """,
-        f"{X}\n{Y}",
+        "x, y",
     ),
     "scalars chosen and values written over": (
         """
@@ -139,7 +103,7 @@ BUILT = {
             chosen = torch.where(h > 0, h, 0.0).square() + torch.where(h > 0, 2.0, 1.0) * h
             return (chosen * filled).mean() + written.mean()
         """,
-        X,
+        "x",
     ),
     "entries at constant places of dims that are apart": (
         """
@@ -147,7 +111,7 @@ BUILT = {
             places = torch.tensor([2, 0, 3, -3])
             return self.fc(x).view(-1, 4, 4, 2)[:, places, :, places % 2].square().mean()
         """,
-        X,
+        "x",
     ),
     "rows of a parameter": (
         """
@@ -159,7 +123,7 @@ BUILT = {
             t = t.clamp(0, 5)
             return self.fc(self.rows[t - 6]).square().mean() + self.cells[t % 3, t].square().mean()
         """,
-        T,
+        "t",
     ),
     "a region without gradients": (
         """
@@ -168,12 +132,12 @@ BUILT = {
                 fixed = self.fc(x)
             return (self.fc(x) * fixed).mean()
         """,
-        X,
+        "x",
     ),
     "a distribution of torch's": (
         "def forward(self, x):\n"
         "    return -torch.distributions.Normal(self.fc(x), self.fc(x).exp()).log_prob(x).mean()",
-        X,
+        "x",
     ),
     "queries that see no key": (
         """
@@ -182,91 +146,98 @@ BUILT = {
             mask = torch.ones(4, 4).tril().bool() & (t % 2 == 0)[:, None, None]
             return F.scaled_dot_product_attention(q, q, q, mask, dropout_p=0.1).square().mean()
         """,
-        f"{X}\n{T}",
+        "x, t",
     ),
 }
-SPLIT = {
-    "layers of one input and one output": (
-        """
+"""Bodies of modules, and the inputs of each."""
+
+
+def test_layers_apart_are_split_as_linear_layers_are(tmp_path: Path) -> None:
+    """Layers of one input and one output, and one weight of queries, keys and values apart."""
+    body = """
         def more(self):
             self.up, self.down = nn.Linear(1, 16), nn.Linear(16, 1)
-
-        def forward(self, x):
-            return self.down(torch.tanh(self.up(x[..., :1]))).square().mean() + self.fc(x).mean()
-        """,
-        "column up over tp\nrow down over tp",
-    ),
-    "one weight of queries, keys and values apart": (
-        """
-        def more(self):
             self.attn = nn.MultiheadAttention(8, 2, batch_first=True)
 
         def forward(self, x):
-            return self.attn(self.fc(x), x, x)[0].square().mean()
-        """,
-        "column attn.in_proj_weight over tp rows (3 h/tp d)\nrow attn.out_proj over tp",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", SPLIT)
-def test_is_split_as_linear_layers_are(tmp_path: Path, name: str) -> None:
-    body, lines = SPLIT[name]
+            narrow = self.down(torch.tanh(self.up(x[..., :1]))).square().mean()
+            return narrow + self.attn(self.fc(x), x, x)[0].square().mean()
+    """
+    lines = "column up over tp\nrow down over tp\n"
+    lines += "column attn.in_proj_weight over tp rows (3 h/tp d)\nrow attn.out_proj over tp"
     compiled, checked = made(tmp_path, body, f"{X}\nmesh tp=2\n{lines}")
     assert codes(compiled) == []
     found = [row["op"] for row in checked.report["communication"] if row["phase"] == "forward"]
-    assert found == ["all_reduce"]
+    assert found == ["all_reduce", "all_reduce"]
 
 
-@pytest.mark.parametrize("name", BUILT)
-def test_is_built_without_a_gather(tmp_path: Path, name: str) -> None:
-    body, inputs = BUILT[name]
-    names = ", ".join(line.split()[1] for line in inputs.splitlines())
-    if name == BY_ONE_NUMBER and torch.__version__.startswith("2.11."):  # which reads the number when it indexes
-        with pytest.raises(PlanError, match="P0202"):
-            made(tmp_path, body, f"{inputs}\n{DATA.format(names)}")
-        return
-    compiled, _ = made(tmp_path, body, f"{inputs}\n{DATA.format(names)}")
+def test_modules_of_every_kind_are_built_without_a_gather(tmp_path: Path) -> None:
+    """All are parts of one model, whose loss is the sum of theirs."""
+    parts = [
+        f"class Part{number}(Base):\n{textwrap.indent(textwrap.dedent(body), '    ')}\n\n"
+        for number, (body, _) in enumerate(BUILT.values())
+    ]
+    calls = [f"self.parts[{number}]({inputs})" for number, (_, inputs) in enumerate(BUILT.values())]
+    model = f"""
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList([{", ".join(f"Part{number}()" for number in range(len(parts)))}])
+
+    def forward(self, x, y, t):
+        return {" + ".join(calls)}
+"""
+    compiled, _ = made(tmp_path, "".join([*parts, model]), f"{X}\n{Y}\n{T}\n{DATA.format('x, y, t')}")
     assert codes(compiled) == []
 
 
-@pytest.mark.parametrize(
-    "product",
-    [
-        "F.linear(h.transpose(1, 2), self.frozen)",
-        "h.transpose(1, 2) @ self.frozen[0]",
-        "self.frozen @ h",
-        "self.frozen[0] @ h",
-        "self.frozen @ h.view(-1, 4, 2, 4).transpose(1, 2)",
-    ],
-)
-def test_products_with_what_is_not_trained_are_split_as_the_other_side(tmp_path: Path, product: str) -> None:
-    body = f"""
+def test_an_input_that_nothing_reads_is_nothing_to_the_others(tmp_path: Path) -> None:
+    body, inputs = UNREAD
+    compiled, _ = made(tmp_path, body, f"{inputs}\n{DATA.format('x, y')}")
+    assert codes(compiled) == []
+
+
+def test_rows_by_a_tensor_of_one_number_are_built_without_a_gather(tmp_path: Path) -> None:
+    lines = f"{X}\n{T}\n{DATA.format('x, t')}"
+    if torch.__version__.startswith("2.11."):  # which reads the number when it indexes
+        with pytest.raises(PlanError, match="P0202"):
+            made(tmp_path, BY_ONE_NUMBER, lines)
+        return
+    compiled, _ = made(tmp_path, BY_ONE_NUMBER, lines)
+    assert codes(compiled) == []
+
+
+def test_products_with_what_is_not_trained_are_split_as_the_other_side(tmp_path: Path) -> None:
+    body = """
         def more(self):
             self.frozen = nn.Parameter(torch.randn(4, 4), requires_grad=False)
 
         def forward(self, x):
             h = self.fc(x)
-            return ({product}).square().mean()
+            products = [
+                F.linear(h.transpose(1, 2), self.frozen),
+                h.transpose(1, 2) @ self.frozen[0],
+                self.frozen @ h,
+                self.frozen[0] @ h,
+                self.frozen @ h.view(-1, 4, 2, 4).transpose(1, 2),
+            ]
+            return sum(product.square().mean() for product in products)
     """
     made(tmp_path, body, f"{X}\nmesh dp=2, tp=2\nshard x [B/dp, ...]\ncolumn fc over tp")
 
 
 def test_the_plain_module_is_given_an_input_that_nothing_reads(tmp_path: Path) -> None:
-    body, inputs = BUILT["an input that nothing reads"]
-    made(tmp_path, body, inputs)
-    plain = reference(tmp_path / "build")
+    plain = reference(written(tmp_path, *UNREAD))
     report = plain.step({"x": torch.randn(4, 4, 8), "y": torch.randn(4, 4, 8)})
     plain.close()
     assert report.step == 1
 
 
-@pytest.mark.parametrize("form", ["2 * loss", "loss / 2", "-loss", "loss.double()"])
-def test_multiples_of_a_mean_cross_entropy_count_targets_once(tmp_path: Path, form: str) -> None:
-    body = f"""
+def test_multiples_of_a_mean_cross_entropy_count_targets_once(tmp_path: Path) -> None:
+    body = """
         def forward(self, x, t):
             loss = F.cross_entropy(self.fc(x).flatten(0, -2), t.flatten())
-            return {form}
+            return -(2 * loss).double() / 2
     """
     compiled, _ = made(tmp_path, body, f"{X}\n{T}\n{DATA.format('x, t')}\nschedule microbatches 2")
     assert "COUNT" in compiled.build.programs and codes(compiled) == []
@@ -282,7 +253,7 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", all_but(["a sum", "a mean over some, or none"], LOSSES))
 def test_microbatches_add_up_or_are_averaged_with_a_word(tmp_path: Path, name: str) -> None:
     loss, scale, warned = LOSSES[name]
     compiled, _ = made(tmp_path, f"def forward(self, x):\n    return {loss}", f"{X}\nschedule microbatches 2")
@@ -307,10 +278,14 @@ def test_parameters_of_a_narrow_dtype(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "lines", [DATA.format("x"), "mesh pp=2\nstage before last over pp\nschedule gpipe microbatches 2"]
+    ("dtypes", "lines"),
+    each_once(
+        [("bfloat16", "float32"), ("bfloat16", "bfloat16"), ("float32", "float64")],
+        ["mesh pp=2\nstage before last over pp\nschedule gpipe microbatches 2", DATA.format("x")],
+    ),
 )
-@pytest.mark.parametrize(("first", "last"), [("bfloat16", "float32"), ("bfloat16", "bfloat16"), ("float32", "float64")])
-def test_parameters_of_several_dtypes_have_one_norm(tmp_path: Path, first: str, last: str, lines: str) -> None:
+def test_parameters_of_several_dtypes_have_one_norm(tmp_path: Path, dtypes: tuple[str, str], lines: str) -> None:
+    first, last = dtypes
     body = f"""
         def more(self):
             self.fc.to(torch.{first})
@@ -320,14 +295,14 @@ def test_parameters_of_several_dtypes_have_one_norm(tmp_path: Path, first: str, 
             h = self.fc(x.to(torch.{first})).tanh()
             return self.last(h.to(torch.{last})).float().square().mean()
     """
-    compiled, _ = made(tmp_path, body, f"{X}\n{lines}".replace("sgd lr 0.1", "sgd lr 0.1 clip 0.01"))
+    compiled, _ = made(tmp_path, body, f"{X}\n{lines}")
     for role in compiled.build.roles.values():
         values = role.programs["REDUCE"].main.values()
         norm = values[role.programs["REDUCE"].main.returned("grad_norm")[""]]
         assert norm.type.dtype == (torch.float64 if last == "float64" else torch.float32)
 
 
-@pytest.mark.parametrize("lines", ["", DATA.format("x"), "mesh tp=2\ncolumn fc over tp"])
+@pytest.mark.parametrize("lines", [wide(""), DATA.format("x"), "mesh tp=2\ncolumn fc over tp"])
 def test_custom_operators_without_a_rule_are_computed_whole(tmp_path: Path, lines: str) -> None:
     compiled, _ = made(tmp_path, OPERATORS, f"{X}\n{lines}")
     assert codes(compiled).count("P0208") == 2
@@ -337,11 +312,11 @@ def test_custom_operators_without_a_rule_are_computed_whole(tmp_path: Path, line
 
 
 def test_a_build_with_custom_operators_opens_in_another_process(tmp_path: Path) -> None:
-    made(tmp_path, OPERATORS, X)
-    assert run_ranks(opens, 1, tmp_path / "build") == [True]
+    folder = written(tmp_path, OPERATORS, X)
+    assert run_ranks(opens, 1, folder) == [True]
     (tmp_path / "models.py").write_text("raise SystemExit('imported')")
     with pytest.raises(AssertionError, match="changed since the build") as caught:
-        run_ranks(opens, 1, tmp_path / "build")
+        run_ranks(opens, 1, folder)
     assert "imported" not in str(caught.value)
 
 
