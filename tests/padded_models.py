@@ -34,14 +34,13 @@ class Mlp(nn.Module):
     """A model with a table, one hidden layer with a residual, and a head."""
 
     def __init__(self, vocab: int = 13, width: int = 8, hidden: int = 10, kind: str = "gelu", bias: bool = True,
-                 tied: bool = False, gated: bool = False, norm: str = "", p: float = 0.0) -> None:  # fmt: skip
+                 tied: bool = False, gated: bool = False) -> None:  # fmt: skip
         super().__init__()
         self.embed = nn.Embedding(vocab, width)
         self.up = nn.Linear(width, hidden * (2 if gated else 1), bias=bias)
         self.down = nn.Linear(hidden, width, bias=bias)
         self.head = nn.Linear(width, vocab, bias=bias and not tied)
-        self.norm = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}[norm](hidden) if norm else None
-        self.kind, self.gated, self.drop = kind, gated, nn.Dropout(p)
+        self.kind, self.gated = kind, gated
         if tied:
             self.head.weight = self.embed.weight
 
@@ -51,6 +50,40 @@ class Mlp(nn.Module):
         if self.gated:
             gate, y = y.chunk(2, -1)
             y = F.silu(gate) * y
-        y = ACTIVATIONS[self.kind](y)
-        y = self.drop(y if self.norm is None else self.norm(y))
-        return self.head(x + self.down(y))
+        return self.head(x + self.down(ACTIVATIONS[self.kind](y)))
+
+
+LAYERS: dict[str, Any] = {
+    "layer_norm": lambda size: nn.Sequential(nn.GELU(), nn.LayerNorm(size)),
+    "rms_norm": lambda size: nn.Sequential(nn.GELU(), nn.RMSNorm(size)),
+    "dropout": lambda _: nn.Sequential(nn.GELU(), nn.Dropout(0.3)),
+    "sigmoid_dropout": lambda _: nn.Sequential(nn.Sigmoid(), nn.Dropout(0.3)),
+}
+
+
+class Hidden(nn.Module):
+    """A hidden layer with one of the activations, or of the layers."""
+
+    def __init__(self, width: int, hidden: int, kind: str) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
+        self.between = LAYERS[kind](hidden) if kind in LAYERS else ACTIVATIONS[kind]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.down(self.between(self.up(x)))
+        return y
+
+
+class Several(nn.Module):
+    """A model of hidden layers of all kinds, beside one another."""
+
+    def __init__(self, vocab: int = 12, width: int = 8, hidden: int = 10) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(vocab, width), nn.Linear(width, vocab)
+        self.parts = nn.ModuleDict({kind: Hidden(width, hidden, kind) for kind in (*ACTIVATIONS, *LAYERS)})
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for part in self.parts.values():
+            x = x + part(x)
+        return self.head(x)

@@ -29,7 +29,7 @@ from parc.compiling.compiled import Compiled
 from parc.desugar import desugar
 from parc.runtime.machine.kernels import KERNELS
 from parc.runtime.machine.site import Site
-from tests.draws import share
+from tests.draws import share, wide
 
 from .. import checked_plans
 from ..checked_plans import checked
@@ -37,7 +37,6 @@ from ..padded_models import ACTIVATIONS
 
 TESTS = Path(__file__).parent.parent
 VOCAB = "vocab embed, head over tp pad"
-MLP = "column up over tp pad\nrow down over tp pad"
 GATED = "column up over tp rows (2 f/tp) pad\nrow down over tp pad"
 PLAN = """model "./{model}" ({arguments})
 input {name} int64 [B, S]
@@ -53,8 +52,9 @@ shard {name}, targets [B/dp, _]
 
 def compiled(lines: str, arguments: str = "width=8", dp: int = 1, tp: int = 4, model: str = "") -> Compiled:
     """Compile the small model, or one of transformers, under a plan."""
-    name, logits = ("input_ids", "output.logits") if model else ("tokens", "output")
-    model = f"family_models.py:{model}" if model else "padded_models.py:Mlp"
+    of_family = model and ":" not in model
+    name, logits = ("input_ids", "output.logits") if of_family else ("tokens", "output")
+    model = f"family_models.py:{model}" if of_family else model or "padded_models.py:Mlp"
     text = PLAN.format(model=model, arguments=arguments, dp=dp, tp=tp, lines=lines, name=name, logits=logits)
     return checked_plans.compiled(text, TESTS)
 
@@ -74,7 +74,7 @@ def holds(made: Compiled) -> Counter[str]:
     return operators(made)
 
 
-@pytest.mark.parametrize(("tied", "dp", "tp"), [("true", 1, 4), ("true", 2, 2), ("false", 1, 2)])
+@pytest.mark.parametrize(("tied", "dp", "tp"), [wide("true", 1, 4), ("true", 2, 2), ("false", 1, 2)])
 def test_a_vocabulary(tied: str, dp: int, tp: int) -> None:
     found = holds(compiled(VOCAB, f"vocab=13, tied={tied}", dp, tp))
     assert found["fill_pad"] == 2 and not found["all_gather"]  # the logits, and their gradient
@@ -91,15 +91,15 @@ def test_every_activation_is_tried() -> None:
     assert {*COMPUTED, *FILLED, *CUT, *BOTH} == set(ACTIVATIONS)
 
 
-@pytest.mark.parametrize("kind", ACTIVATIONS)
-def test_a_hidden_dim(kind: str) -> None:
-    found = holds(compiled(MLP, f'kind="{kind}"'))
-    assert (found["fill_pad"] > 0, found["cut_pad"] > 0) == (kind in (*FILLED, *BOTH), kind in (*CUT, *BOTH)), found
-
-
-@pytest.mark.parametrize("arguments", ['norm="layer"', 'norm="rms"', "p=0.3", 'p=0.3, kind="sigmoid"'])
-def test_norms_and_dropout_of_a_padded_dim(arguments: str) -> None:
-    holds(compiled(MLP, arguments))
+def test_a_hidden_dim_under_every_activation() -> None:
+    made = compiled("column parts.*.up over tp pad\nrow parts.*.down over tp pad", model="padded_models.py:Several")
+    assert holds(made)["grow_pad"] > 0
+    programs = [made.build.programs[action] for action in "FB"]
+    lines = [line for program in programs for function in program.functions for line in function.lines]
+    changes = {(line.op, *line.origin.module.split(".")[:2]) for line in lines}
+    ops = ("parc.fill_pad.default", "parc.cut_pad.default")
+    found = {kind: [(op, "parts", kind) in changes for op in ops] for kind in ACTIVATIONS}
+    assert found == {kind: [kind in (*FILLED, *BOTH), kind in (*CUT, *BOTH)] for kind in ACTIVATIONS}
 
 
 @pytest.mark.parametrize(
@@ -107,10 +107,8 @@ def test_norms_and_dropout_of_a_padded_dim(arguments: str) -> None:
     [
         (GATED, "gated=true", 1),
         (GATED, "gated=true, hidden=9", 2),
-        ("column up over tp pad", "hidden=10", 1),
-        ("row down over tp pad", "hidden=10", 1),
-        ("vocab embed over tp pad", "vocab=13", 1),
-        ("vocab head over tp pad", "vocab=13", 1),
+        ("column up over tp pad\nvocab embed over tp pad", "hidden=10, vocab=13", 1),
+        ("row down over tp pad\nvocab head over tp pad", "hidden=10, vocab=13", 1),
         ("shard embed.weight [V/tp/dp pad, _]\nshard head.weight [V/dp/tp pad, _]", "vocab=13", 2),
         ("shard embed.weight [V/tp pad, w/dp pad]", "width=7", 2),
         ("shard embed.weight [_, w/tp pad]\nrow head, up over tp pad\ncolumn down over tp pad", "width=7", 1),
@@ -130,7 +128,7 @@ include "parc:llama" (tp=2)"""
     ("model", "more", "dp", "lines"),
     [
         ("decoder", ', name="llama", kv_heads=4, intermediate_size=49, tie_word_embeddings=true', 2, LLAMA),
-        ("gpt2", ", n_layer=1", 1, 'include "parc:gpt2" (tp=4)'),
+        wide("gpt2", ", n_layer=1", 1, 'include "parc:gpt2" (tp=4)'),
     ],
 )
 def test_models_of_transformers(model: str, more: str, dp: int, lines: str) -> None:
