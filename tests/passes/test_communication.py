@@ -11,13 +11,14 @@ import pytest
 from parc.compiler.build.communication import communication_table
 from parc.compiling.compiled import Compiled
 from tests import checked_plans
-from tests.draws import star
+from tests.draws import wide
 from tests.runtime.tiny import EXAMPLES
 
-LAYERS, WIDTH, BATCH, LENGTH, VOCAB = 2, 64, 8, 128, 512
+LAYERS, WIDTH, BATCH, LENGTH, VOCAB = 1, 64, 8, 128, 512
 F32, I64 = 4, 8
 
-MESHES = [(2, 2), (1, 1), (2, 1), (1, 2), (1, 4)]
+GPT, LLAMA = ("gpt.parc", 16, 2), ("llama.parc", BATCH, 1)
+"""Plans, with their batch and its microbatches."""
 
 
 @cache
@@ -44,7 +45,15 @@ def local_parameters(made: Compiled) -> list[int]:
     return [math.prod(value.type.local(made.mesh)) for value in values]
 
 
-@pytest.mark.parametrize(("model", "mesh"), star([("gpt.parc", 16, 2), ("llama.parc", BATCH, 1)], MESHES))
+@pytest.mark.parametrize(
+    ("model", "mesh"),
+    [
+        *((LLAMA, mesh) for mesh in [(2, 2), (1, 1), (2, 1), (1, 4)]),
+        (GPT, (2, 2)),
+        wide(LLAMA, (1, 2)),
+        *(wide(GPT, mesh) for mesh in [(1, 1), (2, 1), (1, 4), (1, 2)]),
+    ],
+)
 def test_a_step_is_megatrons_closed_form(model: tuple[str, int, int], mesh: tuple[int, int]) -> None:
     """Dropout, biases, a tied embedding and a fused qkv add nothing; each microbatch pays."""
     (plan, batch, microbatches), (dp, tp) = model, mesh
@@ -70,7 +79,7 @@ def test_a_step_is_megatrons_closed_form(model: tuple[str, int, int], mesh: tupl
     assert {key: (counts[key], sizes[key]) for key in counts} == expected
 
 
-@pytest.mark.parametrize(("dp", "tp", "kv_heads"), [(1, 4, 2), (2, 4, 1), (1, 8, 2)])
+@pytest.mark.parametrize(("dp", "tp", "kv_heads"), [(1, 4, 2), (2, 2, 1), wide(2, 4, 1), wide(1, 8, 2)])
 def test_few_key_heads_cost_one_sum_of_their_gradients_a_step(dp: int, tp: int, kv_heads: int) -> None:
     """As in Megatron-LM each group of ranks keeps a copy of its key head; nothing else changes."""
     text = (EXAMPLES / "llama.parc").read_text().replace("kv_heads=4", f"kv_heads={kv_heads}")
@@ -85,7 +94,7 @@ def test_few_key_heads_cost_one_sum_of_their_gradients_a_step(dp: int, tp: int, 
     assert (counts[copies], sizes[copies]) == (2 * LAYERS, 2 * LAYERS * key_bytes)
 
 
-@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("layers", [1, wide(3)])
 def test_a_layer_adds_two_and_two(layers: int) -> None:
     more, less = (sent(compiled("llama.parc", 2, 2, n))[0] for n in (layers + 1, layers))
     more.subtract(less)

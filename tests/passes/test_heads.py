@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 from parc.advice import warnings_of
+from parc.checking.checks import prove
 from parc.checking.twins import find_twin
 from parc.compiler.build.communication import messages
 from parc.compiler.program.roles import SINGLE
 from parc.compiling.compiled import Compiled
 from parc.desugar import desugar
 from parc.grammar.diagnostics import PlanError, Severity
-from tests.draws import wide
+from tests.draws import each_once, wide
 
 from ..checked_plans import checked, compiled
 
@@ -42,11 +43,12 @@ row    attention.linear2 over tp
 """
 
 
-def build(model: str, arguments: str, lines: str, tp: int, dp: int = 1) -> Compiled:
-    """Build a model under its plan; every check must pass."""
+def build(model: str, arguments: str, lines: str, tp: int, dp: int = 1, check: bool = True) -> Compiled:
+    """Compile a model under its plan; every check must pass."""
     text = PLAN.format(model=model, arguments=arguments, dp=dp, tp=tp) + lines
     made = compiled(text, Path(__file__).parent)
-    checked(made)
+    if check:
+        checked(made)
     return made
 
 
@@ -62,19 +64,27 @@ def moved(made: Compiled) -> Counter[tuple[str, str]]:
     return Counter((m.phase, m.op) for m in found if m.phase != "step" and m.axes != ("dp",))
 
 
-@pytest.mark.parametrize("dp", [2, wide(1)])
+SPLIT = [
+    ("grouped", "heads=4, groups=4", CONCATENATED, 2),
+    ("grouped", "heads=8, groups=4, gated=true", WITH_GATES, 4),
+    ("grouped", "heads=6, groups=2, fused=false", APART, 6),  # 10 rows of keys
+    ("grouped", "heads=3, groups=1, fused=false", APART, 3),
+    ("interleaved", "heads=8, groups=4", INTERLEAVED, 4),
+]
+LARGER = [
+    ("grouped", "heads=8, groups=4", CONCATENATED, 4, 1),
+    ("grouped", "heads=8, groups=4", CONCATENATED, 2, 2),
+    ("grouped", "heads=8, groups=1, fused=false", APART, 4, 2),
+]
+
+
 @pytest.mark.parametrize(
-    ("model", "arguments", "lines", "tp"),
+    ("model", "arguments", "lines", "tp", "dp"),
     [
-        ("grouped", "heads=8, groups=4", CONCATENATED, 2),
-        ("grouped", "heads=8, groups=4", CONCATENATED, 4),
-        ("grouped", "heads=4, groups=4", CONCATENATED, 2),
-        ("grouped", "heads=8, groups=4, gated=true", WITH_GATES, 4),
-        ("grouped", "heads=8, groups=2, fused=false", APART, 4),
-        ("grouped", "heads=8, groups=1, fused=false", APART, 4),
-        ("grouped", "heads=6, groups=2, fused=false", APART, 6),  # 10 rows of keys
-        ("grouped", "heads=3, groups=1, fused=false", APART, 3),
-        ("interleaved", "heads=8, groups=4", INTERLEAVED, 4),
+        *((*row, 1) for row in SPLIT),
+        ("grouped", "heads=4, groups=2, fused=false", APART, 4, 2),
+        *(wide(*row, 2) for row in SPLIT),
+        *(wide(*row) for row in LARGER),
     ],
 )
 def test_attention_is_one_sum_forward_and_one_back(model: str, arguments: str, lines: str, tp: int, dp: int) -> None:
@@ -84,24 +94,26 @@ def test_attention_is_one_sum_forward_and_one_back(model: str, arguments: str, l
     assert moved(made) == {("forward", "all_reduce"): 3, ("forward", "row_max"): 1, ("backward", "all_reduce"): 2}
 
 
-@pytest.mark.parametrize(("groups", "tp", "gated"), [(2, 4, False), (1, 4, False), (2, 8, False), (2, 4, True)])
+@pytest.mark.parametrize(("groups", "tp", "gated"), [(1, 4, False), (2, 8, False), (2, 4, True), wide(2, 4, False)])
 def test_few_keys_that_are_fused_with_queries_are_gathered_once_where_they_are_taken_out(
     groups: int, tp: int, gated: bool
 ) -> None:
+    """Numbers of eight ranks are those of their twin."""
     arguments = f"heads=8, groups={groups}, size=8, gated={str(gated).lower()}"
-    made = build("grouped", arguments, WITH_GATES if gated else CONCATENATED, tp)
+    made = build("grouped", arguments, WITH_GATES if gated else CONCATENATED, tp, check=tp < 8)
     rows = f'"f32[(64/tp + {8 * groups}/tp + {8 * groups}/tp{" + 8/tp" * gated}), 32]"'
     assert rows in made.build.programs["F"].text()
     sums = {("forward", "all_reduce"): 3, ("forward", "row_max"): 1, ("backward", "all_reduce"): 2}
     assert moved(made) == {**sums, ("forward", "all_gather"): 2, ("backward", "reduce_scatter"): 2}
     assert [warning.code.name for warning in warnings_of(made)] == ["P0220"]
-    twin, differences = find_twin(made, made.build.programs)
-    assert not differences
-    checked(twin)
+    if tp == 8:
+        assert not prove(made)
+        twin, differences = find_twin(made, made.build.programs)
+        assert not differences
+        checked(twin)
 
 
-@pytest.mark.parametrize("tp", [2, 8])
-@pytest.mark.parametrize("repeat", ["true", "false"])
+@pytest.mark.parametrize(("repeat", "tp"), each_once(["true", "false"], [2, 8]))
 def test_what_is_fused_with_more_and_is_no_heads_of_keys_stays_split(repeat: str, tp: int) -> None:
     lines = "column attention.both over tp rows (v/tp=32 + g/tp=8)\nrow attention.out over tp"
     made = build("gated", f"heads=8, repeat={repeat}", lines, tp)
@@ -115,14 +127,14 @@ def test_the_encoder_layer_of_torch_moves_sums_alone() -> None:
 
 
 def test_parts_are_read_in_programs_and_plans_as_they_are_written() -> None:
-    made = build("grouped", "heads=8, groups=2", CONCATENATED, 2)
+    made = build("grouped", "heads=8, groups=2", CONCATENATED, 2, check=False)
     assert '"f32[(32/tp + 8/tp + 8/tp), 32]"' in made.build.programs["F"].text()
     assert "split_with_sizes" in made.build.programs["F"].text()
     assert "[(_/tp=32 + _/tp=8 + _/tp=8), _]" in desugar(made)
 
 
 def test_a_plan_in_primitives_and_a_twin_keep_the_copies() -> None:
-    made = build("grouped", "heads=8, groups=2, fused=false", APART, 8)
+    made = build("grouped", "heads=8, groups=2, fused=false", APART, 8, check=False)
     assert str(made.mesh) == "dp=1, tp=2*4"
     assert "attention.k.weight, attention.q.weight, attention.v.weight [_/tp, _]" in desugar(made)
     twin, differences = find_twin(made, made.build.programs)
@@ -137,8 +149,8 @@ def test_a_plan_in_primitives_and_a_twin_keep_the_copies() -> None:
         ("grouped", "heads=6, groups=2, fused=false", APART, 3, "tp=3 neither divides 2 KV heads"),
         ("grouped", "heads=6, groups=2, fused=false", APART, 4, "tp=4 does not divide 6 heads"),
         ("grouped", "heads=2, groups=2", CONCATENATED, 4, "tp=4 does not divide 2 heads"),
-        ("einsum", "heads=4, groups=2", APART, 4, "divide 2 groups of 2 heads\n"),
-        ("einsum", "heads=4, groups=2", APART, 4, "for 2 groups of 2 heads: 1, 2, or write the queries' heads as one"),
+        ("einsum", "heads=4, groups=2", APART, 4,
+         "divide 2 groups of 2 heads\n|for 2 groups of 2 heads: 1, 2, or write the queries' heads as one"),
         ("encoder", "heads=2", ENCODER, 4, "tp=4 does not divide 2 heads"),
         ("grouped", "heads=8, groups=4", CONCATENATED.replace("h/tp", "h/tp=3"), 2, "has 64 entries, and the sizes"),
     ],
@@ -149,7 +161,7 @@ def test_heads_and_parts_that_do_not_fit_are_refused(
     with pytest.raises(PlanError) as refused:
         build(model, arguments, lines, tp)
     text = str(refused.value)
-    assert said in text and "--> plan.parc:" in text and "help: " in text
+    assert all(part in text for part in said.split("|")) and "--> plan.parc:" in text and "help: " in text
 
 
 def test_lines_whose_heads_do_not_divide_alike_have_one_error() -> None:

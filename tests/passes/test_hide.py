@@ -11,6 +11,7 @@ from parc.compiler.program.roles import Programs
 from parc.compiler.program.text import parse_program
 from parc.compiler.verify.messages import check_messages
 from tests.checked_plans import compiled
+from tests.draws import wide
 from tests.planted_builds import ROOT
 from tests.test_capacity import limited
 from tests.test_experts import plan
@@ -45,7 +46,9 @@ def test_the_report_says_which_exchanges_hide() -> None:
         assert [row["hidden"] for row in rows if row["op"] == "exchange"] == hidden
 
 
-@pytest.mark.parametrize(("family", "hidden"), [("Mixtral", [False, False, True, True]), ("DeepseekV3", [True] * 4)])
+@pytest.mark.parametrize(
+    ("family", "hidden"), [("Mixtral", [False, False, True, True]), wide("DeepseekV3", [True] * 4)]
+)
 def test_tokens_in_slots_hide_as_packed_rows_do(family: str, hidden: list[bool]) -> None:
     rows = report_of(compiled(limited(family, mesh="dp=1, ep=2"), ROOT / "tests"))["communication"]
     assert [row["hidden"] for row in rows if row["op"] == "all_to_all"] == hidden

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from parc.compiling.compiled import Compiled
 from parc.grammar.diagnostics import PlanError, render
 
 from ..checked_plans import checked, compiled, compiled_net
+from ..draws import each_once
 
 PLAN = """\
 model "./gpt.py:GPT" (layers=2, width={width}, heads=2, vocab=24, length=4)
@@ -27,6 +29,7 @@ schedule microbatches {microbatches}
 """
 
 
+@cache
 def built(lines: str, width: int = 16, dp: int = 2, microbatches: int = 1) -> Compiled:
     """Build the model under a plan with more lines."""
     text = PLAN.format(width=width, dp=dp, microbatches=microbatches) + lines
@@ -142,8 +145,7 @@ def stored_bytes(program: Program) -> int:
     return sum(4 * math.prod(value.type.shape) for value in program.main.bound("parameter").values())
 
 
-@pytest.mark.parametrize("microbatches", [1, 3])
-@pytest.mark.parametrize("dp", [2, 4])
+@pytest.mark.parametrize(("dp", "microbatches"), each_once([2, 4], [1, 3]))
 def test_each_level_sends_what_its_closed_form_says(dp: int, microbatches: int) -> None:
     """Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), section 7;
     with microbatches, level 2 sums and level 3 gathers in each of them."""
