@@ -20,7 +20,7 @@ from tests.proposed_models import KINDS, NANO, OUTPUTS
 from tests.runtime.forked import forked_ranks
 
 QWEN = (
-    "hf:Qwen2ForCausalLM", "hidden_size=32", "intermediate_size=64", "num_hidden_layers=2", "num_attention_heads=4",
+    "hf:Qwen2ForCausalLM", "hidden_size=32", "intermediate_size=64", "num_hidden_layers=1", "num_attention_heads=4",
     "num_key_value_heads=2", "vocab_size=64", "max_position_embeddings=64",
 )  # fmt: skip
 
@@ -30,7 +30,7 @@ def trained(capsys: Captured, *model: str) -> int:
     commands = [
         ("init", *model, "--dp", "1"),
         ("build", "plan.parc", "-o", "build"),
-        ("run", "build", "--steps", "2", "--save", "checkpoint"),
+        ("run", "build", "--steps", "1", "--save", "checkpoint"),
         ("export", "build", "checkpoint", "-o", "weights"),
     ]
     with forked_ranks():
@@ -40,11 +40,10 @@ def trained(capsys: Captured, *model: str) -> int:
     return len(commands)
 
 
-def plain(batches: int = 2) -> Any:
+def plain() -> Any:
     """Return the plain module of the build, trained alike on one device."""
     reference = parc.reference("build")
-    for _ in range(batches):
-        reference.step()
+    reference.step()
     return reference
 
 
@@ -71,7 +70,7 @@ def test_from_nothing_to_weights_that_a_file_of_ones_own_loads(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("model.py").write_text(NANO)
-    assert trained(capsys, "model.py:gpt") <= 5
+    assert trained(capsys, "model.py:gpt", "n_layer=1") <= 5
     text = Path("plan.parc").read_text()
     assert 'include   "parc:gpt2" (tp=$tp)' in text and "sizes     B=8, S=32 " in text
     assert main(["fmt", "--check", "plan.parc"]) == 0
@@ -81,7 +80,7 @@ def test_from_nothing_to_weights_that_a_file_of_ones_own_loads(
     spec.loader.exec_module(module)
     tokens = torch.arange(12).view(1, 12)
     with contextlib.closing(plain()) as reference, torch.no_grad():
-        loaded = module.gpt()
+        loaded = module.gpt(n_layer=1)
         load_model(loaded, next(Path("weights").glob("*.safetensors")))
         assert close(loaded(tokens, tokens)[0], reference.module(tokens, tokens)[0])
 
@@ -173,7 +172,7 @@ def test_a_loss_is_of_the_scores_among_the_results_whatever_their_place_and_leng
 
 def test_a_large_model_gets_a_twin_of_its_structure(kinds: Path, tmp_path: Path, capsys: Captured) -> None:
     plan = tmp_path / "plan.parc"
-    code, _, err = command(capsys, "init", f"{kinds}:Deep", "layers=12", "-o", plan)
+    code, _, err = command(capsys, "init", f"{kinds}:Deep", "layers=5", "-o", plan)
     assert code == 0, err
     assert lines(plan, "verify") == ["verify layers=2, width=256, vocab=1025"]
     assert lines(plan, "column", "row", "vocab") == [

@@ -45,15 +45,18 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(tmp_path_factory.mktemp("cli"), DATA)
 
 
+LAYERS = "layers=2, "
+
+
 @pytest.fixture
 def plan(tmp_path: Path, made: Path) -> Path:
-    """A good plan with a `let`, in a folder with models."""
+    """A good plan of one layer with a `let`, in a folder with models."""
     (tmp_path / "gpt.py").write_text((made.parent / "gpt.py").read_text())
     (tmp_path / "models.py").write_text(MODELS)
     (tmp_path / "texts").mkdir()
     (tmp_path / "broken.py").write_text("import nothing_of_this_name\n")
     place = tmp_path / "tiny.parc"
-    place.write_text("let tp=2\n" + PLAN + TENSOR.replace("tp=2", "tp=$tp"))
+    place.write_text("let tp=2\n" + PLAN.replace(LAYERS, "layers=1, ") + TENSOR.replace("tp=2", "tp=$tp"))
     return place
 
 
@@ -102,6 +105,7 @@ def test_explain(capsys: Captured) -> None:
 
 def test_build_show_and_verify(capsys: Captured, plan: Path, tmp_path: Path) -> None:
     out_folder = tmp_path / "made"
+    plan.write_text(plan.read_text().replace("layers=1, ", LAYERS))
     code, out, err = parc(capsys, "build", plan, "-o", out_folder, "--json")
     report = json.loads(out)
     assert code == 0 and report["mesh"] == {"tp": 2}
@@ -122,16 +126,13 @@ def test_build_show_and_verify(capsys: Captured, plan: Path, tmp_path: Path) -> 
     good = program.read_text()
     program.write_text(good.replace("= parc.all_reduce(", "= parc.all_gather(", 1))
     assert parc(capsys, "verify", out_folder)[0] in (1, 5)
-    number = next(line for line in good.splitlines() if "aten.mul.Tensor" in line)
-    program.write_text(good.replace(number, number.replace("aten.mul.Tensor", "aten.add.Tensor"), 1))
-    code, out, err = parc(capsys, "verify", out_folder, "--json")
-    assert code == 5 and "error[P0210]" in err and json.loads(out)["altered"] == ["programs/stage0.B.py"]
-
     program.write_text(good)
-    for program in (out_folder / "programs" / f"stage0.{action}.py" for action in "FB"):  # backward makes it again
+    changed = [f"programs/stage0.{action}.py" for action in "BF"]  # backward makes it again
+    for program in (out_folder / name for name in changed):
         program.write_text(program.read_text().replace("aten.gelu.default(", "aten.silu.default("))
-    code, _, err = parc(capsys, "verify", out_folder, "--first-difference")
-    assert code == 5 and "first difference: " in err and "in `blocks.0.mlp.down` at gpt.py:" in err
+    code, out, err = parc(capsys, "verify", out_folder, "--first-difference", "--json")
+    assert code == 5 and "error[P0210]" in err and json.loads(out)["altered"] == changed
+    assert "first difference: " in err and "in `blocks.0.mlp.down` at gpt.py:" in err
 
 
 def test_a_build_is_the_same_byte_for_byte(capsys: Captured, plan: Path, tmp_path: Path) -> None:
@@ -152,6 +153,14 @@ def test_check(capsys: Captured, plan: Path) -> None:
     assert [path for path in sorted(plan.parent.iterdir()) if path.name != "__pycache__"] == before
 
 
+AS_P0104 = (
+    "error[P0105]",
+    "error[P0303]: `tokens` of sample 0 is int64 [8], but",
+    "error[P0303]: the data's sample 0 holds `tokens`, `labels`, and no `targets`",
+)
+"""Mistakes that are found once the model is captured, as P0104 is, which is asked of every command."""
+
+
 @pytest.mark.parametrize(
     ("change", "words", "expected"),
     [
@@ -164,7 +173,7 @@ def test_check(capsys: Captured, plan: Path) -> None:
         (("./gpt.py:GPT", "gtp:GPT"), (), ["error[P0201]", "there is no module `gtp`", "did you mean `gpt`?"]),
         (("./gpt.py:GPT", "torch.nnn:GPT"), (), ["error[P0201]", "there is no module `torch.nnn`", "`torch.nn`"]),
         (("./gpt.py:GPT", "./broken.py:GPT"), (), ["error[P0201]", "code's own traceback", "nothing_of_this_name"]),
-        (("layers=2, width=16", "layers=2, wdith=16"), (),
+        (("layers=1, width=16", "layers=1, wdith=16"), (),
          ["error[P0201]: `./gpt.py:GPT` takes no `wdith`", "tiny.parc:3:37", "did you mean `width`?"]),
         (("cross_entropy(output, targets)", '"./models.py:mean"(output, targets)'), (),
          ["error[P0201]: `./models.py:mean` takes 1 argument", "is given 2", "tiny.parc:7:1"]),
@@ -204,8 +213,8 @@ def test_mistakes_in_plans(
         assert (code, out) == (1, ""), err
         assert all(text in err for text in expected), err
         assert "Traceback" not in err or "code's own traceback" in err
-        if command == "check" and "traceback" in err:
-            break  # a module that failed is imported again by the next command: once is enough
+        if expected[0] in AS_P0104 or "traceback" in err:  # a module that failed is imported again by each command
+            break
 
 
 @pytest.mark.parametrize(
@@ -328,7 +337,7 @@ def test_a_smaller_model_may_lack_what_a_pattern_names(plan: Path) -> None:
     from parc.compiler.plan.plan import read_plan
     from parc.compiling.driver import compile_plan
 
-    text = plan.read_text().replace("blocks.*", "blocks.[0..1]")
+    text = plan.read_text().replace("layers=1, ", LAYERS).replace("blocks.*", "blocks.[0..1]")
     assert "blocks.[0..1]" in text
     plan.write_text(text + "replicate blocks.1.mlp.down.bias\n")
     compiled = compile_plan(read_plan(plan), plan.parent, overrides={"layers": 1})

@@ -21,11 +21,12 @@ from tests.cli.commands import Captured, parc
 from tests.hostile_changes import rehash
 from tests.runtime.tiny import BOTH, DATA, ONE, PLAN, build
 
-STAGES = PLAN.replace("schedule  microbatches 2", "schedule  1f1b microbatches 4").replace("layers=2", "layers=4")
-RANGES = PLAN.replace("B=8, S=8", "B=8..16 by 8, S=8")
+SMALL = PLAN.replace("layers=2", "layers=1")
+STAGES = PLAN.replace("schedule  microbatches 2", "schedule  1f1b microbatches 2")
+RANGES = SMALL.replace("B=8, S=8", "B=8..16 by 8, S=8")
 PIPELINE = """
 mesh      dp=2, pp=2
-stage     before blocks.2 over pp
+stage     before blocks.1 over pp
 shard     tokens, targets [B/dp, _]
 zero      3 over dp
 """
@@ -70,7 +71,7 @@ class Page(HTMLParser):
 def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Build]:
     """Builds of one rank, of two axes, of two stages with ZeRO, and of sizes with ranges."""
     folder = tmp_path_factory.mktemp("page")
-    plans = {"one": (ONE, PLAN), "both": (BOTH, PLAN), "stages": (PIPELINE + EVAL, STAGES),
+    plans = {"one": (ONE, SMALL), "both": (BOTH, PLAN), "stages": (PIPELINE + EVAL, STAGES),
              "ranges": (DATA + EVAL, RANGES)}  # fmt: skip
     return {name: read_build(build(folder, lines, plan, name)) for name, (lines, plan) in plans.items()}
 
