@@ -17,8 +17,8 @@ from parc.checking.reports import report_of
 from parc.cli import main
 from parc.compiler.build.directory import write_build
 from parc.compiler.plan.plan import read_plan
-from parc.compiling.driver import compile_plan
 from parc.grammar.source import Source
+from tests.captured_once import compile_once
 from tests.checked_plans import checked
 
 MODELS = """
@@ -71,7 +71,7 @@ def batch(step: int) -> dict[str, torch.Tensor]:
 
 
 def build(folder: Path, text: str, name: str) -> tuple[Path, Any]:
-    made = compile_plan(read_plan(Source("plan.parc", text)), folder)
+    made = compile_once(read_plan(Source("plan.parc", text)), folder)
     write_build(made.to_write(report_of(made)), folder / name)
     return folder / name, made
 
@@ -167,7 +167,7 @@ def test_adapters_are_trained_in_pipelines_and_with_zero(tmp_path: Path, lines: 
     """All ranks are simulated; only what is trained has state of the optimizer."""
     (tmp_path / "models.py").write_text(MODELS)
     text = PLAN.replace('init from "pretrained"\n', "").replace(':adapted"', ':adapted" (target="q_proj down_proj")')
-    made = compile_plan(read_plan(Source("plan.parc", text + lines)), tmp_path)
+    made = compile_once(read_plan(Source("plan.parc", text + lines)), tmp_path)
     report = checked(made).report
     assert report["checks"]["numbers"] == "tested" and report["numbers"]["steps"] == 3
     types = made.build.manifest["parameters"]

@@ -15,11 +15,11 @@ from parc.checking.reports import report_of
 from parc.cli import main
 from parc.compiler.build.directory import write_build
 from parc.compiler.plan.plan import read_plan
-from parc.compiling.driver import compile_plan
 from parc.grammar.source import Source
 from parc.runtime import importing
 from parc.runtime.importing import import_weights
 from parc.runtime.opening import open_build
+from tests.captured_once import compile_once
 from tests.runtime.ranks import run_ranks
 
 MODELS = """
@@ -56,10 +56,7 @@ optimizer adamw lr 1e-2
 data synthetic
 """
 SPLIT = """\
-mesh dp=2, tp=2
-shard input_ids, targets [B/dp, _]
 include "parc:llama" (tp=2)
-zero 1 over dp
 """
 
 
@@ -68,7 +65,7 @@ def built(
 ) -> Path:
     (folder / "models.py").write_text(MODELS)
     text = PLAN.format(model=model, arguments=arguments, logits=logits) + lines
-    made = compile_plan(read_plan(Source("plan.parc", text)), folder)
+    made = compile_once(read_plan(Source("plan.parc", text)), folder)
     write_build(made.to_write(report_of(made)), folder / "build")
     return folder / "build"
 
@@ -95,7 +92,7 @@ def loaded(folder: Path) -> Any:
 @pytest.mark.parametrize("tied", [False, True])
 def test_transformers_loads_what_split_ranks_have_trained(tied: bool, tmp_path: Path) -> None:
     build = built(tmp_path, SPLIT, arguments=f"tied={str(tied).lower()}")
-    wanted = run_ranks(trained, 4, str(build), str(tmp_path / "saved"))[0]
+    wanted = run_ranks(trained, 2, str(build), str(tmp_path / "saved"))[0]
     assert export(tmp_path, "out", "--shard-size", "6KB") == 0
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert ("lm_head.weight" in index["weight_map"]) != tied

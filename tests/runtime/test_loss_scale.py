@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import parc
 from parc.checking.checks import check_files, prove
-from parc.compiler.build.directory import read_build
+from parc.compiler.build.directory import read_build, write_build
 from parc.compiler.program.actions import RESCALE, SCALING
 from parc.compiler.program.loss_scale import BACKOFF, GROWTH, INITIAL, INTERVAL
 from parc.runtime.faults import RunError
@@ -233,8 +233,8 @@ def test_builds_of_float16_are_accepted_and_proved_from_their_files(lines: str, 
     made = compiled(PLAN + BOTH + lines)
     found = checked(made)
     assert [row["directive"] for row in found.report["numerics"]] == [lines.strip().split("\n")[-1]]
-    out = build(tmp_path, BOTH + lines)
-    assert not check_files(read_build(out))
+    write_build(made.to_write(found.report), tmp_path / "build")
+    assert not check_files(read_build(tmp_path / "build"))
 
 
 def test_a_pipeline_with_tied_weights_and_a_range_of_sizes_are_accepted(tmp_path: Path) -> None:
@@ -243,4 +243,4 @@ def test_a_pipeline_with_tied_weights_and_a_range_of_sizes_are_accepted(tmp_path
     frozen = tied.replace("mesh tp=2, pp=2", "mesh pp=3").replace("column layers.1 over tp\n", "")
     frozen += "stage before layers.2 over pp\nschedule gpipe microbatches 2\nfreeze layers.1\n"
     assert not prove(compiled(frozen + DYNAMIC, Path(__file__).parent.parent))  # a role without gradients
-    assert not prove(compiled(PLAN.replace("S=8", "S=4..8 by 4") + TENSOR + DYNAMIC))
+    assert not prove(compiled(PLAN.replace("S=8", "S=4..8 by 4").replace("layers=2", "layers=1") + TENSOR + DYNAMIC))

@@ -6,14 +6,16 @@ import gc
 import json
 from pathlib import Path
 
-import pytest
-
 import parc
 from benchmarks.storages import Storages
 from tests.runtime.ranks import run_ranks
 from tests.runtime.tiny import DATA, PLAN, batch, build
 
 WIDE = PLAN.replace("width=16", "width=32").replace("B=8", "B=32")
+
+
+def peaks(*folders: str) -> list[int]:
+    return [peak_of_a_step(folder) for folder in folders]
 
 
 def peak_of_a_step(folder: str) -> int:
@@ -28,12 +30,16 @@ def peak_of_a_step(folder: str) -> int:
     return storages.peak
 
 
-@pytest.mark.parametrize(
-    ("lines", "ranks"),
-    [("precision bf16\n", 1), (DATA + "zero 2 over dp\n", 2), (DATA + "zero 3 over dp\nbucket 4KB\n", 2)],
-)
-def test_a_step_takes_what_was_estimated(tmp_path: Path, lines: str, ranks: int) -> None:
-    made = build(tmp_path, lines, WIDE)
-    (row,) = json.loads((made / "report.json").read_text())["memory"]
-    for peak in run_ranks(peak_of_a_step, ranks, str(made)) if ranks > 1 else [peak_of_a_step(str(made))]:
-        assert abs(row["peak_bytes"] - peak) < 0.05 * peak
+def test_a_step_takes_what_was_estimated(tmp_path: Path) -> None:
+    lines = ["precision bf16\n", DATA + "zero 2 over dp\n", DATA + "zero 3 over dp\nbucket 4KB\n"]
+    made = [build(tmp_path, line, WIDE, name=f"build{at}") for at, line in enumerate(lines)]
+    estimated = [json.loads((path / "report.json").read_text())["memory"][0]["peak_bytes"] for path in made]
+    alone, *split = map(str, made)
+    hold(peaks(alone), estimated[:1])
+    for found in run_ranks(peaks, 2, *split):
+        hold(found, estimated[1:])
+
+
+def hold(found: list[int], estimated: list[int]) -> None:
+    for peak, number in zip(found, estimated, strict=True):
+        assert abs(number - peak) < 0.05 * peak

@@ -181,10 +181,10 @@ def series(step: int) -> dict[str, torch.Tensor]:
 
 
 def test_errors_are_those_of_autocast(tmp_path: Path) -> None:
-    """Measured against float32 over 24 steps: root mean square error of the losses 6e-5 to 7e-5 here and 5e-5 to 7e-5
-    under autocast, of the weights 0.4 to 1 percent and within a tenth of autocast's; the ratios are 0.8 to 1.3. Between
+    """Measured against float32 over 24 steps: root mean square error of the losses 4e-5 to 7e-5 here and 5e-5 to 7e-5
+    under autocast, of the weights 0.3 to 1 percent and within a tenth of autocast's; the ratios are 0.8 to 1.3. Between
     modules values are bfloat16 here, and float32 under autocast."""
-    size = "layers=4, width=64, heads=4, vocab=256, length=32, dropout=0.1"
+    size = "layers=2, width=64, heads=4, vocab=256, length=32, dropout=0.1"
     plan = PLAN.replace("layers=2, width=16, heads=2, vocab=256, length=8, dropout=0.1", size)
     plan = plan.replace("B=8, S=8", "B=8, S=32").replace("lr 1e-2 eps 1e-5", "lr 1e-3")
     path = build(tmp_path, BF16, plan)
@@ -330,7 +330,7 @@ def test_the_models_own_casts_stay(tmp_path: Path, line: str) -> None:
 
 
 def test_sizes_may_be_ranges() -> None:
-    plan = PLAN.replace("S=8", "S=4..8 by 4") + BOTH + BF16
+    plan = PLAN.replace("S=8", "S=4..8 by 4").replace("layers=2", "layers=1") + TENSOR + BF16
     assert not prove(compiled(plan))
 
 

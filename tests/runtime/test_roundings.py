@@ -23,6 +23,8 @@ from tests.planted_tables import rounded, tables_build
 from tests.runtime.test_precision import BF16
 from tests.runtime.tiny import BOTH, PLAN
 
+FEW = PLAN.replace("layers=2", "layers=1")
+
 
 def faults(made: Compiled, programs: dict[str, Program], rounding: Rounding) -> list[str]:
     """Return the faults that the checks of types find."""
@@ -33,7 +35,7 @@ def faults(made: Compiled, programs: dict[str, Program], rounding: Rounding) -> 
 
 
 def test_no_value_of_a_float32_plan_may_be_rounded() -> None:
-    made = compiled(PLAN + BOTH)
+    made = compiled(FEW + BOTH)
     programs = dict(made.build.programs)
     tried = 0
     for action, program in programs.items():
@@ -50,7 +52,7 @@ def test_no_value_of_a_float32_plan_may_be_rounded() -> None:
 
 
 def test_where_a_plan_rounds_losses_sums_and_gradients_may_not_be() -> None:
-    made = compiled(PLAN + BOTH + BF16)
+    made = compiled(FEW + BOTH + BF16)
     programs, rounding = dict(made.build.programs), made.build.rounding
     assert not faults(made, programs, rounding)
     assert any("no line of the plan" in fault for fault in faults(made, programs, Rounding()))
