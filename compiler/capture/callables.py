@@ -98,7 +98,8 @@ def look_up(target: str, folder: Path) -> None:
     if not place.endswith(".py"):
         return
     path, first = existing((folder / place).resolve()), name.partition(".")[0]
-    if (tree := parsed(path)) is not None and not OPEN.search(path.read_bytes()):
+    text = path.read_bytes()
+    if (tree := parsed(text)) is not None and not OPEN.search(text):
         names = set(bound_names(tree))
         if first not in names:
             raise _missing(target, first, names)

@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ _READS_TEXT = re.compile(rb"getsource|linecache|getdoc|getcomments|__doc__|curre
 """Names by which code may read comments, docstrings or line numbers."""
 _LIBRARIES = sys.stdlib_module_names - {"__future__", "this", "antigravity"} | {"torch", "numpy"}
 """Modules that are loaded before any model is imported, or whose import changes no other module."""
+_MOST = 64
+"""The most files, and hashes of parts of them, that are kept: one opening of a build asks three times for the same."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class CodeStatement:
     inert: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ReachedCode:
     """A file's statements. ``whole``: each may be read by any name. A file that is not Python has no statements.
     ``as_text``: the file may read its own text, so its whole text is hashed."""
@@ -56,25 +59,35 @@ class ReachedCode:
     def hashes(self, kept: set[int]) -> tuple[str, str]:
         """Return a hash of some statements without comments, docstrings and layout, and a hash of their line numbers.
         Both are the same in all versions of Python."""
-        if self.as_text:
-            return hashlib.sha256(self.text).hexdigest(), ""
-        chosen = [self.statements[at].node for at in sorted(kept)]
-        lines = [getattr(node, "lineno", 0) for root in chosen for node in ast.walk(root)]
-        tokens = "\0".join(token for node in chosen for token in _tokens(node))
-        return hashlib.sha256(tokens.encode()).hexdigest(), hashlib.sha256(str(lines).encode()).hexdigest()
+        return _hashes(self, frozenset(kept))
 
 
-def parsed(path: Path) -> ast.Module | None:
+@lru_cache(maxsize=_MOST)
+def _hashes(code: ReachedCode, kept: frozenset[int]) -> tuple[str, str]:
+    if code.as_text:
+        return hashlib.sha256(code.text).hexdigest(), ""
+    chosen = [code.statements[at].node for at in sorted(kept)]
+    lines = [getattr(node, "lineno", 0) for root in chosen for node in ast.walk(root)]
+    tokens = "\0".join(token for node in chosen for token in _tokens(node))
+    return hashlib.sha256(tokens.encode()).hexdigest(), hashlib.sha256(str(lines).encode()).hexdigest()
+
+
+def parsed(text: bytes) -> ast.Module | None:
     """Return a file's syntax tree, or None if it is not Python: its import will say so."""
     try:
-        return ast.parse(path.read_bytes())
+        return ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
 
 
 def read_code(path: Path) -> ReachedCode:
     """Return the statements of a file."""
-    text, tree = path.read_bytes(), parsed(path)
+    return _code(path, path.read_bytes())
+
+
+@lru_cache(maxsize=_MOST)
+def _code(path: Path, text: bytes) -> ReachedCode:
+    tree = parsed(text)
     if tree is None or _READS_TEXT.search(text):
         statements = () if tree is None else tuple(_statement(node, False) for node in tree.body)
         return ReachedCode(path, text, statements, True, True)
