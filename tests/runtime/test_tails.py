@@ -311,7 +311,7 @@ def test_where_samples_meet_and_what_to_do_is_said(tmp_path: Path) -> None:
 
 
 def test_targets_must_be_those_that_the_loss_ignores() -> None:
-    program = reference(compiled("vocab embed over tp pad", "p=0.3"))
+    program = reference(checked_plans.compiled(PLAN))
     assert not tail_fault(program, {"targets": -100})
     assert tail_fault(program, {}) and tail_fault(program, {"targets": 0})
     assert "a row that there is not" in tail_fault(program, {"targets": -100, "tokens": -100})
