@@ -185,11 +185,12 @@ def _rounded(compiled: Compiled) -> Iterator[Diagnostic]:
 
 def _whole_keys(compiled: Compiled) -> Iterator[Diagnostic]:
     """Warn of attentions that gather keys though a line wants these to go around."""
-    program = compiled.build.programs[FORWARD]
+    roles = [program for role in compiled.build.roles.values() for program in role.programs.values()]
+    functions = [(program, each) for program in roles if program.action == FORWARD for each in program.functions]
     for ring in context_lines(compiled.plan, names_of(compiled.captured), compiled.captured):
         found: dict[str, int] = {}
         axes = ",".join(compiled.mesh.parts(ring.axis))
-        for function in program.functions if ring.method in RING_METHODS else ():
+        for program, function in functions if ring.method in RING_METHODS else ():
             maker = {value.name: line for line in function.lines for value in line.made}
             for line in (line for line in function.lines if line.op == RINGS["parc.ring_attention"].attention):
                 gathers = [maker[item.name] for item in line.args[1:3] if item.name in maker]
