@@ -10,8 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from parc.compiler.layout.collectives import TypeFault
 from parc.compiler.ops import rules as op_rules
 from parc.compiler.ops.factors import Dims, OpCall, Operand, OpRule, RuleError, opaque, quotient, rule
+from parc.compiler.ops.packed import packed_result
 from parc.compiler.ops.rules import TABLE, localize, register, rule_for
 from parc.compiler.ops.splits import from_factor, to_factor
 
@@ -296,3 +298,15 @@ def test_causal_attention_keeps_its_queries_whole() -> None:
     free = ruled("aten.scaled_dot_product_attention.default", args, [q] * 3, [q])
     causal = ruled("aten.scaled_dot_product_attention.default", args, [q] * 3, [q], is_causal=True)
     assert causal.whole - free.whole == {"s"}
+
+
+def test_an_equation_that_takes_a_diagonal_promises_nothing() -> None:
+    call = OpCall("aten.einsum.default", ("bii->bi", [Operand(0)]), {}, ((2, 3, 3),), ((2, 3),))
+    found = rule_for(call)
+    assert found is not None and found.whole == frozenset(found.sizes)
+
+
+def test_rows_that_are_packed_differently_meet_in_no_operator() -> None:
+    call = OpCall("aten.add.Tensor", (Operand(0), Operand(1)), {}, ((4, 2), (4, 2)), ((4, 2),))
+    with pytest.raises(TypeFault, match="packed differently"):
+        packed_result(call, [(2, 8), (4, 8)])
