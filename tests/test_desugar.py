@@ -17,6 +17,7 @@ from parc.compiling.compiled import Compiled
 from parc.desugar import desugar, layout
 from tests.checked_plans import compiled
 from tests.runtime.tiny import PLAN
+from tests.two_layers import MODULE, TASK
 
 PLACED = """
 let       tp = 2
@@ -68,28 +69,15 @@ def test_layouts_say_every_split(splits: dict[str, Split], expected: str) -> Non
     assert layout(type_, mesh) == expected
 
 
-NET = """
-from torch import nn
-def net():
-    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
-"""
-NET_PLAN = """
+NET_PLAN = f"""
 let       tp = 2
-model     "./net.py:net"
-input     input float32 [B, 8]
-input     y int64 [B]
-sizes     B=8
-loss      cross_entropy(output, y)
-optimizer sgd lr 0.1
-mesh      dp=2, tp=$tp
+{TASK}mesh      dp=2, tp=$tp
 shard     input, y [B/dp, ...]
-column    0 over tp
-row       2 over tp
 """
 
 
 def test_show_expand_of_a_plan_and_of_its_build(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "net.py").write_text(NET)
+    (tmp_path / "net.py").write_text(MODULE)
     plan = tmp_path / "plan.parc"
     plan.write_text(NET_PLAN)
     assert main(["show", str(plan), "--expand", "-D", "tp=1"]) == 0

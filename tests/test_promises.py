@@ -14,6 +14,7 @@ from parc.grammar.diagnostics import Diagnostic, PlanError, render
 from parc.report import memory_of
 from tests.checked_plans import compiled
 from tests.runtime.tiny import BOTH, PLAN, TENSOR
+from tests.two_layers import MODULE, TASK
 
 SHALLOW = PLAN.replace("layers=2", "layers=1")
 
@@ -140,28 +141,15 @@ def test_a_budget_of_a_pipeline_is_kept_by_what_its_schedule_and_axes_allow(sche
     assert "over pp" not in found.help
 
 
-NET = """
-from torch import nn
-def net():
-    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
-"""
-NET_PLAN = """
+NET_PLAN = f"""
 let       n = 1
-model     "./net.py:net"
-input     input float32 [B, 8]
-input     y int64 [B]
-sizes     B=8
-loss      cross_entropy(output, y)
-optimizer sgd lr 0.1
-mesh      tp=2
-column    0 over tp
-row       2 over tp
+{TASK}mesh      tp=2
 expect    $n all_reduce in 2
 """
 
 
 def test_every_command_that_builds_holds_promises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "net.py").write_text(NET)
+    (tmp_path / "net.py").write_text(MODULE)
     plan = tmp_path / "plan.parc"
     plan.write_text(NET_PLAN)
     build(plan, tmp_path / "good", {})
