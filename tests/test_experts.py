@@ -259,11 +259,7 @@ def ranks_train(folder: str) -> tuple[list[float], dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize(
     ("ranks", "words"),
-    [
-        (4, {"dp": "1", "pp": "2", "microbatches": "2"}),
-        wide(4, {}),
-        wide(8, {"dp": "1", "pp": "2", "tp": "2", "microbatches": "2"}),
-    ],
+    [wide(4, {}), (8, {"dp": "1", "pp": "2", "tp": "2", "microbatches": "2"})],
     ids=str,
 )
 def test_processes_train_a_mixture_of_experts_on_real_text_as_the_plain_module(

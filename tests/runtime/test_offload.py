@@ -155,16 +155,16 @@ def ranks_train(folder: str) -> dict[str, tuple[tuple[list[float], dict[str, tor
     return ends
 
 
-def test_two_processes_train_llama_out_of_files(tmp_path: Path) -> None:
+def test_four_processes_train_llama_out_of_files(tmp_path: Path) -> None:
     text = (EXAMPLES / "llama-offload.parc").read_text().replace("S=128", "S=32")
     (tmp_path / "llama.py").write_text((EXAMPLES / "llama.py").read_text())
     for name, plan in {"kept": text, "plain": re.sub(r"\noffload.*", "", text)}.items():
         (tmp_path / f"{name}.parc").write_text(plan)
-        defines = {"dp": "2", "layers": "2", "width": "64", "place": "kept"}
+        defines = {"layers": "2", "width": "64", "place": "kept"}
         made = compile_once(read_plan(tmp_path / f"{name}.parc", defines), tmp_path)
         write_build(made.to_write(report_of(made)), tmp_path / f"{name}-build")
     parameters = len(read_build(tmp_path / "kept-build").types)
-    for ends in run_ranks(ranks_train, 2, str(tmp_path)):
+    for ends in run_ranks(ranks_train, 4, str(tmp_path)):
         assert same(ends["kept"][0], ends["plain"][0])
         assert (ends["kept"][1], ends["plain"][1]) == (3 * parameters, 0)
     (kept,), (plain,) = (read_build(tmp_path / f"{name}-build").report["memory"] for name in ("kept", "plain"))

@@ -1,4 +1,4 @@
-"""``examples/llama-zero.parc`` on two processes: every level trains alike, and holds less."""
+"""``examples/llama-zero.parc`` on four processes: every level trains alike, and holds less."""
 
 from __future__ import annotations
 
@@ -29,13 +29,11 @@ def ranks_train(folder: str) -> list[tuple[list[float], dict[str, torch.Tensor],
     return ends
 
 
-def test_two_processes_train_llama_at_every_level(tmp_path: Path) -> None:
+def test_four_processes_train_llama_at_every_level(tmp_path: Path) -> None:
     for level in LEVELS:
-        made = compile_once(
-            read_plan(EXAMPLES / "llama-zero.parc", {"zero": str(level), "width": "32", "tp": "1"}), EXAMPLES
-        )
+        made = compile_once(read_plan(EXAMPLES / "llama-zero.parc", {"zero": str(level), "width": "32"}), EXAMPLES)
         write_build(made.to_write(report_of(made)), tmp_path / str(level))
-    for (losses, weights, most), *others in run_ranks(ranks_train, 2, str(tmp_path)):
+    for (losses, weights, most), *others in run_ranks(ranks_train, 4, str(tmp_path)):
         for found, state, held in others:
             assert found == pytest.approx(losses, rel=1e-6)
             for name, value in weights.items():
