@@ -18,14 +18,15 @@ from ..ops.rules import facts
 from ..ops.torch_ops import aten
 from ..torch_private import decomposed, is_composite, trace
 from .node_facts import copy_place, keep_value, noted
+from .writes import own_writes, without_writes
 
 _REGION: Any = torch.ops.higher_order.wrap_with_set_grad_enabled
 
 
 def functional(exported: ExportedProgram) -> ExportedProgram:
     """Return an export with the graph that ``run_decompositions({})`` would make by tracing the whole model twice more.
-    A graph that writes nothing is rewritten in place instead: regions are inlined, and equal composite calls are traced
-    once."""
+    A graph that writes into nothing but values of its own is rewritten in place instead: regions are inlined, and equal
+    composite calls are traced once."""
     if _rewritten(exported.graph, exported.graph_module):
         return exported
     return decomposed(exported)
@@ -35,8 +36,9 @@ def _rewritten(graph: fx.Graph, module: fx.GraphModule) -> bool:
     """Rewrite a graph. Return False, and leave it as it was, if something in it writes, or may write."""
     bodies = {region: _body(module, region) for region in graph.find_nodes(op="call_function", target=_REGION)}
     known = {*bodies, *(region.args[1] for region in bodies)}
-    nodes = [node for part in (graph, *bodies.values()) for node in part.nodes if node not in known]
-    if not all(map(_is_plain, nodes)):
+    writes = {part: own_writes(part) for part in (graph, *bodies.values())}
+    nodes = [node for part in writes for node in part.nodes if node not in known]
+    if not all(_is_plain(node, writes[node.graph].get(node, node.target)) for node in nodes):
         return False
     parts: dict[str, fx.Graph] = {}
     for node in nodes:
@@ -47,6 +49,8 @@ def _rewritten(graph: fx.Graph, module: fx.GraphModule) -> bool:
                 parts[call] = parts_of(node, node.target)
             if not all(map(_is_view_or_copy, parts[call].nodes)):  # it may be made of a composite that stays whole
                 return False
+    for part, forms in writes.items():
+        without_writes(part, forms)
     for region, body in bodies.items():
         inline(graph, region, body, region.args[2:], placed=True)
     for node in list(graph.nodes):
@@ -62,9 +66,9 @@ def _body(module: fx.GraphModule, region: fx.Node) -> fx.Graph:
     return graph
 
 
-def _is_plain(node: fx.Node) -> bool:
-    """Return whether an operator writes to no tensor, and gives real tensors of known shapes."""
-    target: Any = node.target
+def _is_plain(node: fx.Node, target: Any) -> bool:
+    """Return whether an operator, in the form ``target``, writes to no tensor, and gives real tensors of known
+    shapes."""
     if node.op != "call_function" or target is operator.getitem:
         return node.op != "get_attr"
     if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable or not facts(target).exported:
@@ -82,7 +86,9 @@ def _is_view_or_copy(part: fx.Node) -> bool:
         return part.op != "get_attr"
     row = facts(target)
     plain = row.moves in ("copy", "shape") or row.casts or row.law != ""
-    return _is_plain(part) and (plain or any(result.alias_info is not None for result in target._schema.returns))
+    return _is_plain(part, target) and (
+        plain or any(result.alias_info is not None for result in target._schema.returns)
+    )
 
 
 def _call(node: fx.Node) -> str:
