@@ -20,8 +20,8 @@ from ...compiler.program.roles import StageWork
 from ..calls import outputs
 from .conversions import emit_conversions
 from .cut import Pipeline, StagePiece, split_lines
-from .emit import BlockPair, FreshNames, emit_pair, identifier, name_of, size_argument
-from .joint import trace_joint
+from .emit import BlockPair, FreshNames, identifier, name_of, size_argument
+from .pairs import pair_of
 from .segments import Segment, cut_segments, node_type
 from .weights import weight_of
 from .writer import ORIGIN, whole_type
@@ -139,7 +139,7 @@ def call_segments(graph: fx.Graph, mesh: Mesh, seed: int) -> tuple[_Main, dict[t
         if kind not in pairs:
             shared = segment.block if counts[kind] > 1 else None
             name = functions.fresh(identifier(kind[0].replace(".*", "") or "part"))
-            pairs[kind] = emit_pair(trace_joint(segment, mesh), segment, name, mesh, shared)
+            pairs[kind] = pair_of(segment, name, mesh, shared)
         pair = pairs[kind]
         arguments = tuple(Ref(main.bind(node).name) for node in segment.inputs)
         prefix = prefixes.fresh(identifier(segment.block) if segment.block else "part")
