@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -116,11 +116,10 @@ def _parse_line(source: Source, start: int, text: str, end: int, comment: str | 
     if glued is not None:
         help_ = f"write `{glued[1]}.{glued[2]}`"
         return malformed("a range of numbers is a segment of its own, after a `.`", *glued.span(2), help_)
-    parser = _parser()
     try:
-        tree = parser(text)
+        tree = _tree(text)
     except UnexpectedInput as error:
-        message, help_ = diagnose(error, parser)
+        message, help_ = diagnose(error, _parser())
         at, to = _error_range(error, text)
         return malformed(message, at, to, help_)
     for token in tree.scan_values(lambda value: isinstance(value, Token)):
@@ -184,6 +183,12 @@ def _error_range(error: UnexpectedInput, text: str) -> tuple[int, int]:
 def _parser() -> Callable[[str], Tree[Token]]:
     grammar = Path(__file__).with_name("plan.lark").read_text(encoding="utf-8")
     return Lark(grammar, parser="lalr", propagate_positions=True, maybe_placeholders=True).parse
+
+
+@lru_cache(maxsize=1024)
+def _tree(text: str) -> Tree[Token]:
+    """Return lark's tree of a line, which nobody changes: many plans include the same families, or differ in a line."""
+    return _parser()(text)
 
 
 @v_args(meta=True)
