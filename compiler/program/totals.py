@@ -10,9 +10,12 @@ from .program import LAST, Function, Line, Program, Ref, Value
 
 
 def uses_of(function: Function) -> Counter[str]:
-    """Count how often each value is read or returned."""
-    read = Counter(name for line in function.lines for name in line.uses())
-    return read + Counter(name for _, name in function.returns)
+    """Count how often each value is read or returned. Nobody changes the counter, which is kept."""
+    if "uses" not in function.derived:
+        read = (name for line in function.lines for name in line.uses())
+        function.derived["uses"] = Counter([*read, *(name for _, name in function.returns)])
+    uses: Counter[str] = function.derived["uses"]
+    return uses
 
 
 def addable(program: Program, operators: Collection[str] | None = None) -> dict[str, frozenset[str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from operator import itemgetter
 from typing import Any
 
@@ -16,13 +16,13 @@ from ...compiler.layout.rings import RINGS
 from ...compiler.program.binding import Binding
 from ...compiler.program.early import on_their_way
 from ...compiler.program.program import Function, Line, LocalSize, Program, Ref, map_references, operator, references
-from ...compiler.program.totals import addable, adds_up, lasting, uses_of
+from ...compiler.program.totals import addable, adds_up, uses_of
 from ...compiler.torch_private import profiling
 from ..communication import Arrival, Backend, BoundTensors, Environment, arrival_name, wait_for_nothing
 from .fusion import fused
 from .kernels import KERNELS
 from .prepared import Prepared, ProfileRanges
-from .reuse import in_place, last_uses, own_in_main, spare_operands, summed
+from .reuse import in_place, lives, own_in_main
 from .site import Site
 from .ways import Kernel, binding, code_for
 
@@ -74,7 +74,7 @@ class Machine:
         group = next(group for group in row.groups(self.mesh, args) if rank in group)
         return {line.made[0].name: row.group([pieces[other] for other in group], args)[group.index(rank)]}
 
-    @property
+    @cached_property
     def addable(self) -> frozenset[Binding]:
         """The bindings of results that ``run`` can add to a total. Without a total, these results have storage of their
         own."""
@@ -133,14 +133,10 @@ class Machine:
     def _prepare(self, function: Function) -> list[Prepared]:
         if self.reuse:
             function = fused(function, self.mesh, products="aten.mm.default" not in self.kernels)
-        # what a program takes to give it back as another is its own
-        owned = [value.name for value in function.bound("gradient").values() if function.returned("gradient")]
-        late = lasting(function, self._addable[function.name])
-        spares = spare_operands(function, owned, late) if self.reuse else [frozenset[str]()] * len(function.lines)
-        sums, dying = summed(function.lines), last_uses(function, [(line,) for line in function.lines])
+        known = lives(function, self._addable[function.name], self.reuse)
         return [
-            self._step(line, function, spare, tuple(sums.intersection(line.uses())), dead)
-            for line, spare, dead in zip(function.lines, spares, dying, strict=True)
+            self._step(line, function, spare, awaited, dead)
+            for line, spare, awaited, dead in zip(function.lines, known.spare, known.awaited, known.dead, strict=True)
         ]
 
     def _step(

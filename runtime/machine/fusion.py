@@ -24,6 +24,14 @@ def fused(function: Function, mesh: Mesh, products: bool) -> Function:
     """Return the function with ``x + a * b`` as one line, and with ``products`` also ``x + a @ b``, if nobody else
     reads the summand. A product's operands then live until the sum. So a product is left alone if that takes memory, or
     if ``x`` is still on its way while the product is made."""
+    key = "fused", mesh, products
+    if key not in function.derived:
+        function.derived[key] = _fused(function, mesh, products)
+    stored: Function = function.derived[key]
+    return stored
+
+
+def _fused(function: Function, mesh: Mesh, products: bool) -> Function:
     values, uses, source = function.values(), uses_of(function), owners(function)
     makers = {value.name: (at, line) for at, line in enumerate(function.lines) for value in line.made}
     last = {name: at for at, line in enumerate(function.lines) for name in line.uses()}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from ...compiler.layout.collectives import COLLECTIVES, MESSAGE, WAIT
 from ...compiler.layout.mesh import Mesh
 from ...compiler.ops.rules import facts
 from ...compiler.program.program import Function, Line, Program, Ref, operator
+from ...compiler.program.totals import lasting
 from .kernels import ADD_PRODUCT, KERNELS
 from .ways import code_for
 
@@ -39,6 +42,31 @@ def last_uses(function: Function, groups: Sequence[Sequence[Line]]) -> list[tupl
     return list(map(tuple, dead))
 
 
+@dataclass(frozen=True, slots=True)
+class Lives:
+    """The lives of a function's values, line by line: the operands whose storage only the line's results need after it,
+    those that must have arrived before it, and the names that nobody reads after it."""
+
+    spare: Sequence[frozenset[str]]
+    awaited: Sequence[tuple[str, ...]]
+    dead: Sequence[tuple[str, ...]]
+
+
+def lives(function: Function, added: frozenset[str], reuse: bool) -> Lives:
+    """Return the lives of a function's values, some of which are ``added`` to totals. Without ``reuse`` no storage is
+    spare."""
+    key = "lives", added, reuse
+    if key not in function.derived:
+        # what a program takes to give it back as another is its own
+        owned = [value.name for value in function.bound("gradient").values() if function.returned("gradient")]
+        late, sums = lasting(function, added), summed(function.lines)
+        spare = spare_operands(function, owned, late) if reuse else [frozenset[str]()] * len(function.lines)
+        awaited = [tuple(sums.intersection(line.uses())) for line in function.lines]
+        function.derived[key] = Lives(spare, awaited, last_uses(function, [(line,) for line in function.lines]))
+    stored: Lives = function.derived[key]
+    return stored
+
+
 def spare_operands(function: Function, owned: Collection[str], late: Collection[str] = ()) -> list[frozenset[str]]:
     """Return, for each line, the operands whose storage only its results need after it. Parameters belong to the
     caller, except those ``owned``. Values that are ``late`` may be read after the last line."""
@@ -62,16 +90,24 @@ def spare_operands(function: Function, owned: Collection[str], late: Collection[
 def own_in_main(program: Program) -> frozenset[str]:
     """Return the values of the main function that messages may write over; for backward, of that of the last
     microbatch."""
-    own: dict[str, Collection[int]] = {}
+    own: dict[str, frozenset[int]] = {}
     for function in program.functions:
         names = _own_results(function, own)
-        own[function.name] = {at for at, (_, name) in enumerate(function.returns) if name in names}
+        own[function.name] = frozenset(at for at, (_, name) in enumerate(function.returns) if name in names)
     return _own_results(program.mains[0], own)
 
 
-def _own_results(function: Function, own: Mapping[str, Collection[int]]) -> frozenset[str]:
+def _own_results(function: Function, own: Mapping[str, frozenset[int]]) -> frozenset[str]:
     """Return the values that a function returns, or sends as a message, in storage that no parameter and no other such
     value shares. ``own`` has the places of such results of the functions that it calls."""
+    key = "own results", frozenset((line.op, own[line.op]) for line in function.lines if line.calls_function)
+    if key not in function.derived:
+        function.derived[key] = _found_own(function, own)
+    stored: frozenset[str] = function.derived[key]
+    return stored
+
+
+def _found_own(function: Function, own: Mapping[str, frozenset[int]]) -> frozenset[str]:
     group = _Groups({})
     for line in function.lines:
         if MESSAGE in dict(line.kwargs):
@@ -114,8 +150,13 @@ def _writing_over(op: str) -> Any:
     """Return the operator that writes an operator's result over its first operand, or None."""
     if op in code_for("over"):
         return code_for("over")[op]
-    target = None if op in KERNELS else operator(op)
-    if target is None or target.namespace != "aten" or torch.Tag.pointwise not in target.tags:
+    return None if op in KERNELS else _form_in_place(operator(op))
+
+
+@cache
+def _form_in_place(target: Any) -> Any:
+    """Return torch's form of an operator that writes over its first operand, or None."""
+    if target.namespace != "aten" or torch.Tag.pointwise not in target.tags:
         return None
     packet = getattr(torch.ops.aten, f"{target.overloadpacket.__name__}_", None)
     overload = getattr(packet, target._overloadname, None)
@@ -133,7 +174,12 @@ def may_alias(line: Line) -> bool:
         return True
     if facts(line.op).storage == "fresh" or line.op == ADD_PRODUCT:
         return False
-    target = operator(line.op)  # not every operator that passes an operand on says so in its schema
+    return _may_pass_on(operator(line.op))
+
+
+@cache
+def _may_pass_on(target: Any) -> bool:
+    """Return whether an operator may return an operand: not every one that does says so in its schema."""
     return torch.Tag.pointwise not in target.tags or any(v.alias_info is not None for v in target._schema.returns)
 
 
