@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import zip_longest
 
 from ..layout.mesh import Mesh
@@ -141,10 +141,11 @@ class Template:
             ValueError: an expression is no whole number for these sizes.
         """
 
-        def bound(match: re.Match[str]) -> str:
-            return Expression.parse(match[1]).at(sizes)
+        @cache
+        def bound(words: str) -> str:
+            return Expression.parse(words).at(sizes)
 
-        return {name: _PLACE.sub(bound, text) for name, text in self.texts.items()}
+        return {name: _PLACE.sub(lambda place: bound(place[1]), text) for name, text in self.texts.items()}
 
     def misfit(self, sizes: Sizes, made: Mapping[str, str]) -> Misfit | None:
         """Return the first place where programs made at some sizes differ from the template at these sizes, beside its

@@ -87,6 +87,8 @@ class _Proof:
         self.steps = {name: (size.low // size.step, size.high // size.step) for name, size in self.ranges.items()}
         self.read: set[str] = set()
         """The sizes that the present line depends on."""
+        self.spare: SymbolicSizes | None = None
+        """Symbolic sizes of which the lines before assumed nothing, so that the next line may have them too."""
 
     def faults(self, program: Program) -> Iterator[tuple[Line, str]]:
         """Yield the lines that have a fault, with it."""
@@ -132,8 +134,7 @@ class _Proof:
         self.read = set()
         for _ in range(_MOST_WAYS):
             at: dict[str, int] = dict(zip(sorted(self.read), left[0], strict=True)) if left else {}
-            self.symbolic = SymbolicSizes({name: (low, at.get(name, high), high)
-                                           for name, (low, high) in self.steps.items()})  # fmt: skip
+            self.symbolic = self.sizes_at(at)
             wanted = [None if type_ is None else self.shape(type_, mesh, local) for type_ in q.declared]
             shapes = [[self.size(size) for size in self.shape(type_, mesh, local)] for type_ in q.operands]
             cut = partial(self.cut, mesh, local)
@@ -154,8 +155,10 @@ class _Proof:
                 itertools.chain(*filter(None, result_shapes)), itertools.chain(*filter(None, wanted)), strict=True
             )
             same = [form for pair in pairs if (form := _exact(sympy.Eq(*pair))) != sympy.true]
-            way = [form for guard in self.symbolic.assumed() if (form := _exact(guard)) != sympy.true]
+            assumed = self.symbolic.assumed()
+            way = [form for guard in assumed if (form := _exact(guard)) != sympy.true]
             if not same and not way:
+                self.spare = None if at or assumed else self.symbolic
                 return ""
             names = sorted(self.read)
             if left is None:
@@ -173,6 +176,14 @@ class _Proof:
         return f"{op} goes more than {_MOST_WAYS} ways at different sizes"
 
     # ---- numbers as expressions, in steps of the sizes
+
+    def sizes_at(self, at: Mapping[str, int]) -> SymbolicSizes:
+        """Return symbolic sizes within their bounds, which are those of one choice, or the largest, where an operator
+        asks for more."""
+        spare, self.spare = self.spare, None
+        if spare is not None and not at:
+            return spare
+        return SymbolicSizes({name: (low, at.get(name, high), high) for name, (low, high) in self.steps.items()})
 
     def expression(self, number: int) -> sympy.Expr:
         """Return the expression in the plan's sizes that a number of the program stands for."""
