@@ -1,8 +1,8 @@
 """The state from which ranks are forked: modules are there, and all that parc and torch set up at their first use.
 
 What many ranks would import each for itself stands here too: pytest and hypothesis, for the file of the function that
-they run, and the families of models that most files build. A tiny build is made, trained, saved and restored: what torch
-sets up once in a process would be a quarter of the time in which a rank opens a build.
+they run, and the families of models that most files build. A tiny build is made, trained, saved and restored: what
+torch sets up once in a process would be a quarter of the time in which a rank opens a build.
 """
 
 import gc
