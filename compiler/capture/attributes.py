@@ -16,6 +16,8 @@ from .faults import CaptureError
 
 _OWN = frozenset(vars(nn.Module()))
 """Attributes in which every module keeps what it has registered."""
+_PLAIN = (int, float, str, type(None))
+"""The types of most other attributes, which hold no tensor."""
 _PLACE = "_attribute_tensors"
 
 
@@ -51,7 +53,9 @@ class AttributeTensors:
         }
         for path, module in model.named_modules():
             for attribute, value in [*vars(module).items()]:
-                leaves, structure = tree_flatten(value) if attribute not in _OWN else ([], tree_flatten(None)[1])
+                if attribute in _OWN or isinstance(value, _PLAIN):
+                    continue
+                leaves, structure = tree_flatten(value)
                 tensors = {index: leaf for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
                 for index, tensor in tensors.items():
                     if id(tensor) not in known:

@@ -6,6 +6,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -35,6 +37,20 @@ class RecipeError(Exception):
     """The error of building code that does something with a tensor that cannot be recorded."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """The arguments of an operator: their leaves, how these lie in them, and the leaves with tensors as reads."""
+
+    leaves: Sequence[Any]
+    structure: pytree.TreeSpec
+    read: Sequence[Any]
+
+    def reads(self) -> tuple[Any, Any]:
+        """Return the arguments with tensors as reads."""
+        made: tuple[Any, Any] = pytree.tree_unflatten(self.read, self.structure)
+        return made
+
+
 class RecipeRecorder(TorchDispatchMode):
     """A mode that runs every operator on fake tensors, and records how real ones would get their values."""
 
@@ -54,7 +70,8 @@ class RecipeRecorder(TorchDispatchMode):
             raise RecipeError(
                 f"it takes more than {_MOST:,} operators to make its tensors: does it have more layers than you meant?"
             )
-        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if func is torch.ops.aten.lift_fresh.default and not isinstance(args[0], FakeTensor):
             return self.adopt(func(*args), args[0])
         if tensors and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
@@ -62,16 +79,16 @@ class RecipeRecorder(TorchDispatchMode):
                 return func(*args, **kwargs)
         if func.namespace == "prim":
             return func(*args, **kwargs)
-        reads = pytree.tree_map(lambda leaf: self.read(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
+        given = _Given(leaves, structure, [self.read(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
         if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
-            return self._compute_now(func, *reads)
+            return self._compute_now(func, *given.reads())
         try:
             out = func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
-            return self._compute_now(func, *reads)
+            return self._compute_now(func, *given.reads())
         # Modules change dtype by swapping their tensors with others, which weak references such as these forbid.
         self._mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
-        self._note(func, (args, kwargs), reads, out)
+        self._note(func, given, _written(func, args, kwargs), out)
         return out
 
     def read(self, tensor: Tensor) -> Read:
@@ -119,21 +136,21 @@ class RecipeRecorder(TorchDispatchMode):
             lambda leaf: self.adopt(self._mode.from_tensor(leaf), leaf) if isinstance(leaf, Tensor) else leaf, out
         )
 
-    def _note(self, func: Any, given: tuple[Any, Any], reads: tuple[Any, Any], out: Any) -> None:
+    def _note(self, func: Any, given: _Given, written: list[Any], out: Any) -> None:
         """Give a node to every storage that an operator made or wrote. Views share their storage's node."""
-        written = _written(func, *given)
-        results = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
+        results = [out] if isinstance(out, Tensor) else [x for x in pytree.tree_leaves(out) if isinstance(x, Tensor)]
         fresh = [tensor for tensor in results if tensor.untyped_storage()._cdata not in self._nodes]
         targets = written or fresh
         if not targets:
             return
+        reads = given.reads()
         if len(targets) == 1 and (written or len(results) == 1):
-            node = self._elements(func, given, reads, targets[0])
+            places = tuple(place for place, leaf in enumerate(given.leaves) if leaf is targets[0])
+            node = self._elements(func, reads, places, targets[0])
             if node is not None:
                 self._store(targets[0], node)
                 return
-        leaves = pytree.tree_leaves(given)
-        places = tuple(next(i for i, leaf in enumerate(leaves) if leaf is tensor) for tensor in written)
+        places = tuple(next(i for i, leaf in enumerate(given.leaves) if leaf is tensor) for tensor in written)
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         draw = self._draw(counter.uniform, None, 0, torch.float64) if is_random else None
         args, kwargs = pytree.tree_map(lambda leaf: "cpu" if isinstance(leaf, torch.device) else leaf, reads)
@@ -144,7 +161,9 @@ class RecipeRecorder(TorchDispatchMode):
             if any(tensor is target for target in targets) and not (place < len(results) and written):
                 self._store(tensor, Result(tensor.numel(), tensor.dtype, call, place))
 
-    def _elements(self, func: Any, given: tuple[Any, Any], reads: tuple[Any, Any], target: Tensor) -> RecipeNode | None:
+    def _elements(
+        self, func: Any, reads: tuple[Any, Any], written: tuple[int, ...], target: Tensor
+    ) -> RecipeNode | None:
         """Return the node of an operator that makes each element by itself, or None for other operators."""
         name = func.overloadpacket.__name__.removesuffix("_")
         bound = bind_arguments(func, *reads)
@@ -153,8 +172,6 @@ class RecipeRecorder(TorchDispatchMode):
             return self._draw(*law, target.numel(), target.dtype)
         if torch.Tag.nondeterministic_seeded in func.tags:
             return None
-        leaves = pytree.tree_leaves(given)
-        written = tuple(place for place, leaf in enumerate(leaves) if leaf is target)
         return elements_of(Elements(func, name, bound, reads, written, tuple(target.shape), target.dtype))
 
     def _draw(self, law: Callable[[int, Tensor], Tensor], below: float | None, count: int, dtype: torch.dtype) -> Draw:
@@ -201,11 +218,17 @@ def truncated_normals_by(recorder: RecipeRecorder) -> Iterator[None]:
 def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
     """Return the arguments that the operator writes, by its schema."""
     out: list[Any] = []
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[place] if place < len(args) else kwargs.get(argument.name)
-            out.extend(value if isinstance(value, list | tuple) else [value] if value is not None else [])
+    for place, name in _writes(func):
+        value = args[place] if place < len(args) else kwargs.get(name)
+        out.extend(value if isinstance(value, list | tuple) else [value] if value is not None else [])
     return out
+
+
+@cache
+def _writes(func: Any) -> Sequence[tuple[int, str]]:
+    """Return the places and names of the arguments that an operator writes."""
+    arguments = enumerate(func._schema.arguments)
+    return tuple((at, one.name) for at, one in arguments if one.alias_info is not None and one.alias_info.is_write)
 
 
 def _is_nested(sizes: Sequence[int], strides: Sequence[int]) -> bool:
