@@ -74,8 +74,9 @@ class Search:
             for operand in operands_of(node)
             if operand not in follower.computed
         }
-        self._own: frozenset[tuple[object, ...]] = frozenset()
-        self._own = frozenset(map(identity, self._place({})[1]))
+        self.own: frozenset[tuple[object, ...]] = frozenset()
+        """The conversions that there are without a split over the axis, by their identities."""
+        self.own = frozenset(map(identity, self._place({})[1]))
 
     def groups(self) -> list[SplitGroup]:
         """Return the groups that are worth it, the best first, then that of the vocabulary."""
@@ -99,7 +100,7 @@ class Search:
         lines = [(Binding("parameter", name), self.axis, split, 1) for name, split in claims.items()]
         placed, reshards = self._trials.place(lines)
         split = {name: at for name, node in self._nodes.items() if (at := placed.splits[node, 0].get(self.axis))}
-        more = [reshard for reshard in reshards if identity(reshard) not in self._own]
+        more = [reshard for reshard in reshards if identity(reshard) not in self.own]
         return split, more, any(self.axis in placed.parts[node] for node in self._attending)
 
     def _tried(self, claims: Claims) -> SplitGroup | None:

@@ -94,7 +94,6 @@ def propose(wish: Wish, folder: Path, name: str, progress: Progress = lambda _: 
     asked = ask(draft, folder, recorded, captured)
     search = Search(captured, asked, "tp")
     found = lines_of(search.groups(), search)
-    own = frozenset(map(identity, reshards_of(captured, asked.mesh, asked.request)))
 
     def fits(lines: Sequence[PlacingLine]) -> int:
         """Return the entries of weights that lines split; -1 if they gather, or do not fit the model."""
@@ -103,10 +102,9 @@ def propose(wish: Wish, folder: Path, name: str, progress: Progress = lambda _: 
             made = reshards_of(captured, tried.mesh, tried.request)
         except PlanError:
             return -1
-        return -1 if any(gathers(one) and identity(one) not in own for one in made) else _split(tried, search)
+        return -1 if any(gathers(one) and identity(one) not in search.own for one in made) else _split(tried, search)
 
-    lines = _kept(found, fits)
-    family, lines = _family(lines, fits, recorded)
+    family, lines = _family(*_kept(found, fits), fits, recorded)
     text = plan_text(wish.head, wish.model, task, wish.ranks, lines)
     plan = read_plan(Source(name, text))
     if wish.model.smaller:
@@ -182,15 +180,16 @@ def _lengths(task: Task, wish: Wish) -> Iterator[Task]:
             yield replace(task, sizes={**task.sizes, "S": length})
 
 
-def _kept(lines: Sequence[PlacingLine], fits: Callable[[Sequence[PlacingLine]], int]) -> list[PlacingLine]:
-    """Return the lines that fit together: all, or those that fit one after the other."""
-    if fits(lines) >= 0:
-        return list(lines)
+def _kept(lines: Sequence[PlacingLine], fits: Callable[[Sequence[PlacingLine]], int]) -> tuple[list[PlacingLine], int]:
+    """Return the lines that fit together, and what they split: all, or those that fit one after the other."""
+    if (most := fits(lines)) >= 0:
+        return list(lines), most
     kept: list[PlacingLine] = []
+    least = fits(kept)
     for pair in _pairs(lines):
-        if fits([*kept, *pair]) >= 0:
-            kept += pair
-    return kept
+        if (size := fits([*kept, *pair])) >= 0:
+            kept, least = [*kept, *pair], size
+    return kept, least
 
 
 def _pairs(lines: Sequence[PlacingLine]) -> Iterator[list[PlacingLine]]:
@@ -200,10 +199,11 @@ def _pairs(lines: Sequence[PlacingLine]) -> Iterator[list[PlacingLine]]:
 
 
 def _family(
-    lines: list[PlacingLine], fits: Callable[[Sequence[PlacingLine]], int], recorded: Recorded
+    lines: list[PlacingLine], least: int, fits: Callable[[Sequence[PlacingLine]], int], recorded: Recorded
 ) -> tuple[str, list[PlacingLine]]:
-    """Return the family that splits as much as lines do, with the one line that includes it; or these lines."""
-    least, kind = fits(lines), type(recorded.module).__name__.lower()
+    """Return the family that splits as much as lines do, which is ``least``, with the one line that includes it; or
+    these lines."""
+    kind = type(recorded.module).__name__.lower()
     named = sorted(families(), key=lambda family: (family.replace("-", "") not in kind, _stands_for(family), family))
     includes = {family: PlacingLine("include", [f'"{FAMILY}{family}"'], "(tp=$tp)", _FITS) for family in named}
     found = [(fits([include]), family, include) for family, include in includes.items()]
