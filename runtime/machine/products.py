@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,14 +28,14 @@ _CLEARLY = 1.5
 
 
 def kernels_for(device: torch.device) -> Mapping[str, Kernel]:
-    """Return the kernels for a device as measured now, ``KERNELS`` among them.
+    """Return the kernels for a device as measured in this process, ``KERNELS`` among them.
 
     Raises:
         RunError: there is no such device here.
     """
     check_device(device)
-    linear = onednn_linear() if device.type == "cpu" else None
-    return KERNELS if linear is None or not _is_faster(linear) else {**KERNELS, **code_for("onednn")}
+    usable = device.type == "cpu" and onednn_linear() is not None
+    return {**KERNELS, **code_for("onednn")} if usable and _is_faster(torch.get_num_threads()) else KERNELS
 
 
 def agreed_kernels(device: torch.device, exchange: Callable[[Sequence[int]], list[list[int]]]) -> Mapping[str, Kernel]:
@@ -47,7 +48,10 @@ def agreed_kernels(device: torch.device, exchange: Callable[[Sequence[int]], lis
     return kernels if all(row[0] for row in exchange([int(kernels is not KERNELS)])) else KERNELS
 
 
-def _is_faster(linear: Callable[..., torch.Tensor]) -> bool:
+@cache
+def _is_faster(threads: int) -> bool:
+    """Return whether oneDNN is clearly the faster with so many threads. It is measured once in a process."""
+    linear: Any = onednn_linear()
     a, b = torch.ones(_PROBE, _PROBE), torch.ones(_PROBE, _PROBE)
     return _seconds(lambda: torch.mm(a, b)) > _CLEARLY * _seconds(lambda: linear(a, b))
 

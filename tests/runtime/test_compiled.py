@@ -189,7 +189,7 @@ def test_a_compiled_step_by_onednn_is_a_step(folder: Path, monkeypatch: pytest.M
         calls.append(1)
         return opaque(*given)
 
-    monkeypatch.setattr(products, "_is_faster", lambda linear: True)
+    monkeypatch.setattr(products, "_is_faster", lambda threads: True)
     monkeypatch.setattr(products, "_LEAST", 1)
     monkeypatch.setattr(products, "_opaque", counted)
     path = build(folder, ONE, plan, name="mlp")

@@ -38,7 +38,7 @@ def gpt(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def onednn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretend a machine on which oneDNN is the faster."""
-    monkeypatch.setattr(products, "_is_faster", lambda linear: True)
+    monkeypatch.setattr(products, "_is_faster", lambda threads: True)
 
 
 @needs_onednn
