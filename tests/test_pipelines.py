@@ -150,8 +150,9 @@ def test_eight_processes_in_three_dimensions_train_as_the_plain_module(
     from parc.cli import main
 
     shutil.copytree(EXAMPLES, tmp_path / "examples")
-    out = tmp_path / "gpt3d"
-    assert main(["build", str(tmp_path / "examples" / "gpt3d.parc"), "-o", str(out)]) == 0
+    plan, out = tmp_path / "examples" / "gpt3d.parc", tmp_path / "gpt3d"
+    plan.write_text(plan.read_text().replace("layers=4, width=64", "layers=2, width=32"))
+    assert main(["build", str(plan), "-o", str(out)]) == 0
     capsys.readouterr()
     assert main(["show", str(out), "--pipeline", "--svg", str(tmp_path / "drawn.svg")]) == 0
     drawn = "drawn.svg: 1f1b, 4 microbatches, 2 stages, 20% idle, on 2 ranks of `pp`\n"

@@ -11,7 +11,7 @@ from benchmarks.storages import Storages
 from tests.runtime.ranks import run_ranks
 from tests.runtime.tiny import DATA, PLAN, batch, build
 
-WIDE = PLAN.replace("width=16", "width=32").replace("B=8", "B=32")
+WIDE = PLAN.replace("layers=2, width=16", "layers=1, width=32").replace("B=8", "B=32")
 
 
 def peaks(*folders: str) -> list[int]:
