@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import product
 
 Shape = tuple[int, ...]
@@ -55,6 +56,7 @@ class Mesh:
             raise ValueError(f"an axis consists of others that are none: {unknown}")
 
     @classmethod
+    @lru_cache(maxsize=256)  # one object for all programs of a mesh: what is remembered of it is found at once
     def parse(cls, text: str) -> Mesh:
         """The mesh whose text this is.
 

@@ -238,6 +238,7 @@ def _sub_dims(size: int, splits: Sequence[tuple[int, str]], mesh: Mesh) -> list[
 _TYPE = re.compile(r"(\w+)\[([^\]]*)\]((?: \+\w+)*)(?: ([1-9]\d*) of ([1-9]\d*))?")
 
 
+@lru_cache(maxsize=1 << 14)
 def parse_type(text: str, mesh: Mesh) -> TensorType:
     """The inverse of ``TensorType.text``.
 

@@ -233,7 +233,6 @@ class _Reader:
             raise self.fail(at, str(error)) from None
 
 
-@lru_cache(maxsize=1 << 14)
 def _type(text: str, mesh: Mesh) -> TensorType:
     """Read a type, of which a rank must be able to hold a piece."""
     type_ = parse_type(text, mesh)

@@ -103,8 +103,12 @@ def _place(function: str, line: Line) -> tuple[str, str, str]:
 
 
 def _numbers(line: Line, kinds: type | tuple[type, ...] = (float, int)) -> frozenset[Hashable]:
-    numbers = numbers_in((line.args, dict(line.kwargs)))
-    return frozenset(_number(number) for number in numbers if isinstance(number, kinds))
+    key = "numbers", kinds
+    if key not in line.derived:
+        numbers = numbers_in((line.args, dict(line.kwargs)))
+        line.derived[key] = frozenset(_number(number) for number in numbers if isinstance(number, kinds))
+    stored: frozenset[Hashable] = line.derived[key]
+    return stored
 
 
 def _number(number: float) -> float:

@@ -65,6 +65,12 @@ class _Expressions:
     def answer(self, question: Question, given: tuple[int, ...]) -> tuple[list[int], list[int], list[int]]:
         """Return the expressions of a line's results, and those of the arithmetic in its parts: first with whole
         numbers, then without."""
+        key = question, given
+        if key not in self._answers:
+            self._answers[key] = self._answer(question, given)
+        return self._answers[key]
+
+    def _answer(self, question: Question, given: tuple[int, ...]) -> tuple[list[int], list[int], list[int]]:
         line, row = question.line, facts(question.line.op)
         if line.op == "parc.stream_key.default" and given == (self.rng,):
             return [self.stream], [], []
@@ -78,10 +84,7 @@ class _Expressions:
         drawn = not {_ACTIVATION, self.stream}.isdisjoint(given)
         if floats and drawn and not chosen and not is_composite(operator(line.op)):
             return [_ACTIVATION] * len(line.made), [], []
-        key = question, given
-        if key not in self._answers:
-            self._answers[key] = self._run(question, given)
-        return self._answers[key]
+        return self._run(question, given)
 
     def ignored(self, question: Question, given: tuple[int, ...]) -> list[int]:
         """Return the expression `target != ignore_index` where a loss of the captured graph ignores targets, because

@@ -170,12 +170,13 @@ def follow(
         if key not in memory:
             known = dict(zip((value.name for value in function.parameters), given, strict=True))
             for line, question in questions(function, program.mesh):
-                read = tuple(known[name] for name in line.uses())
+                read = tuple(map(known.__getitem__, line.uses()))
                 if question is None:
                     facts_of_results: Sequence[Knowledge] = walk(program.function(line.op), read)
                 else:
                     facts_of_results = made(function.name, question, read)
-                known.update(zip((value.name for value in line.made), facts_of_results, strict=True))
+                for value, fact in zip(line.made, facts_of_results, strict=True):
+                    known[value.name] = fact
             memory[key] = [known[name] for _, name in function.returns]
         return memory[key]
 
