@@ -4,7 +4,8 @@ The model is a Llama of 20 M parameters, the optimizer torch's fused AdamW every
 as ``parc run`` starts it, which keeps freed memory with the process (``runtime/launch/launch.py``) and chooses its
 products (``runtime/machine/products.py``); its peers as Python or torchrun starts them. In further rows both have
 torch's products; in the last ones both keep freed memory too, which shows what rewriting alone is worth. Prints a table
-and writes ``bench.json``: a list of ``{"case", "parc_s", "peer", "peer_s", "ratio"}`` by minima; medians stand beside them.
+and writes ``bench.json``: a list of ``{"case", "parc_s", "peer", "peer_s", "ratio"}`` by minima; medians stand
+beside them.
 """
 
 from __future__ import annotations
