@@ -126,6 +126,8 @@ def _shorter(segments: tuple[str, ...], paths: Sequence[tuple[str, ...]]) -> Ite
 def _fits(segments: tuple[str, ...], path: tuple[str, ...]) -> bool:
     """Return whether the path fits. An automaton keeps the set of pattern positions that are reachable after each
     segment of the path."""
+    if ANY_DEPTH not in segments:
+        return len(segments) == len(path) and all(_segment(one)(name) for one, name in zip(segments, path, strict=True))
     positions = _skip(segments, {0})
     for name in path:
         after: set[int] = set()
@@ -156,6 +158,8 @@ def _segment(segment: str) -> NamePart:
     if index:
         low, high, step = int(index[1]), int(index[2]), int(index[3] or 1)
         return lambda name: name.isdecimal() and low <= int(name) <= high and (int(name) - low) % max(step, 1) == 0
+    if WILD.search(segment) is None:
+        return segment.__eq__
     return lambda name: len(name) in _ends(segment, name, {0})
 
 
