@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, lru_cache
 from typing import TypeVarTuple
 
 from torch import fx
@@ -14,6 +14,7 @@ from ...compiler.ops.factors import OpRule
 from ...compiler.ops.splits import from_factor
 from ...compiler.program.binding import PARAMETERS
 from ..calls import ValueKey, computes, key_of, operands_of, rule_of
+from ..canonical.canonicalize import canonicalize
 
 _State = TypeVarTuple("_State")
 
@@ -22,6 +23,7 @@ class Follower:
     """A walk that follows dims of parameters forward through a graph."""
 
     def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
         bound = [(noted(node).binding, node) for node in graph.find_nodes(op="placeholder")]
         self.parameters = {binding.name: (node, 0) for binding, node in bound if binding.kind in PARAMETERS}
         self.computed = {node for binding, node in bound if binding.kind == "input"}
@@ -46,6 +48,13 @@ class Follower:
             for node, index in self._readers.get(state[0], ()) if state not in seen else ():
                 yield state, node, self.rule(node), index
             seen.add(state)
+
+
+@lru_cache(maxsize=2)
+def canonical_follower(graph: fx.Graph) -> Follower:
+    """Return the walk through the canonical form of a captured graph, which is only read: one for all plans that are
+    laid over the graph, and for its names."""
+    return Follower(canonicalize(graph))
 
 
 def factor_places(node: fx.Node, rule: OpRule, factor: str, outer: Outer = 1) -> Iterator[tuple[ValueKey, int, Outer]]:

@@ -26,8 +26,7 @@ from ...grammar.codes_placement import UNEVEN_HEADS
 from ...grammar.diagnostics import Diagnostic, Label, PlanError, Severity
 from ...grammar.nearest import listed
 from ..calls import ValueKey, operands_of
-from ..canonical.canonicalize import canonicalize
-from .follow import Follower, factor_places
+from .follow import Follower, canonical_follower, factor_places
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +123,7 @@ def find_copies(captured: Captured, plan: Plan, seeds: Sequence[PlacementSeed], 
     seeds = [seed for seed in seeds if seed.dim is not None and (seed.value, seed.dim) not in padded]
     if not seeds:
         return Copies()
-    follower = Follower(canonicalize(captured.graph))
+    follower = canonical_follower(captured.graph)
     errors: list[Diagnostic] = []
     sizes: dict[str, tuple[int, ...]] = {}
     kept: dict[tuple[str, str], int] = {}

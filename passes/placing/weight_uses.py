@@ -14,8 +14,7 @@ from ...compiler.ops.rules import facts
 from ...compiler.ops.words import words_for
 from ...compiler.resolve.names import ModelOperator, PlanNames, WeightUse
 from ..calls import computes
-from ..canonical.canonicalize import canonicalize
-from .follow import Follower, factor_places
+from .follow import Follower, canonical_follower, factor_places
 from .sites import sites_of
 
 
@@ -23,8 +22,7 @@ def names_of(captured: Captured) -> PlanNames:
     """Return the names that a plan's lines can use, with the use of each weight in the graph."""
     parameters = captured.placeholders("parameter")
     shapes = {name: tuple(noted(node).value.shape) for name, node in parameters.items()}
-    follower, canonical = Follower(captured.graph), cache(lambda: canonicalize(captured.graph))
-    canonicalized = cache(lambda: Follower(canonical()))
+    follower = Follower(captured.graph)
     uses: dict[str, WeightUse] = {}
     slotted = {
         module: routings[0].experts
@@ -54,9 +52,9 @@ def names_of(captured: Captured) -> PlanNames:
         captured.modules,
         uses,
         dict(captured.aliases),
-        lambda name, dim: _pieces(canonicalized(), name, dim),
+        lambda name, dim: _pieces(canonical_follower(captured.graph), name, dim),
         operators,
-        sites=cache(lambda: sites_of(canonical())),
+        sites=cache(lambda: sites_of(canonical_follower(captured.graph).graph)),
     )
 
 
