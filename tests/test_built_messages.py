@@ -148,7 +148,7 @@ COMMANDS = {
 def altered(folder: Path) -> list[str]:
     """Return the messages of ``verify`` and ``show`` for a build with a line of another meaning, and of ``show`` under
     another torch."""
-    made = build(folder, TENSOR)
+    made = build(folder, TENSOR, PLAN)
     program, manifest = made / "programs" / "stage0.F.py", made / "manifest.json"
     good = program.read_text()
     program.write_text(good.replace("aten.add.Tensor(x, ", "aten.sub.Tensor(x, "))

@@ -71,7 +71,7 @@ def close(found: Weights, wanted: Weights) -> None:
 def test_averages_are_those_of_torch_on_split_ranks_and_in_a_run_that_goes_on(tmp_path: Path) -> None:
     """Three steps of two stages of two ranks, and two more on one rank that keeps the optimizer's state in files."""
     split = build(tmp_path, STAGES + "zero 1 over dp\n" + EMA + FROZEN + EVAL, STAGED)
-    alone = build(tmp_path, 'offload optimizer to "state"\n' + EMA + FROZEN + EVAL, name="alone")
+    alone = build(tmp_path, 'offload optimizer to "state"\n' + EMA + FROZEN + EVAL, PLAN, "alone")
     weights, averages = averaged(alone, 3)
     losses = set()
     for found, kept, loss in run_ranks(trained, 4, str(split), 3, str(tmp_path / "saved")):
@@ -133,7 +133,7 @@ def test_averages_of_simulated_ranks_are_those_of_the_plain_module_in_float64(li
 def test_averages_begin_where_a_checkpoint_has_none_and_stay_behind_where_a_plan_has_none(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    without, ema = build(tmp_path, ""), build(tmp_path, EMA, name="ema")
+    without, ema = build(tmp_path, "", PLAN), build(tmp_path, EMA, PLAN, "ema")
     with parc.load(without) as first, parc.load(ema) as second:
         first.step(batch(0))
         first.save(tmp_path / "plain")

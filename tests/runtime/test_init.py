@@ -22,7 +22,7 @@ from parc.grammar.diagnostics import PlanError
 from parc.runtime.faults import RunError
 from parc.runtime.opening import task_of
 from parc.runtime.state.initial import Initial
-from tests.runtime.tiny import PLAN, TENSOR, batch, build
+from tests.runtime.tiny import FLAT, TENSOR, batch, build
 
 CPU = torch.device("cpu")
 INIT = 'init from "weights"\n'
@@ -52,7 +52,7 @@ def write(folder: Path, state: dict[str, torch.Tensor], files: int = 1) -> None:
 def test_runs_begin_with_the_files_weights(tmp_path: Path, files: int) -> None:
     state = tensors(tmp_path)
     write(tmp_path, state, files)
-    path = build(tmp_path, "", PLAN + INIT)
+    path = build(tmp_path, "", FLAT + INIT)
     session, plain = parc.load(path), parc.reference(path)
     found = session.state_dict()
     assert found.keys() == state.keys() | {"embed.weight"}
@@ -78,7 +78,7 @@ class Counted:
 def test_every_rank_reads_its_slices_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = tensors(tmp_path)
     write(tmp_path, state, 2)
-    made = read_build(build(tmp_path, TENSOR, PLAN + INIT))
+    made = read_build(build(tmp_path, TENSOR, FLAT + INIT))
     mesh = made.programs["F"].mesh
     types = {name: parse_type(text, mesh) for name, text in made.manifest["parameters"].items()}
     joined, read = weights_module._joined, list[int]()
@@ -140,7 +140,7 @@ def test_of_very_many_faults_layers_are_folded_and_each_other_one_named() -> Non
 def test_everything_that_does_not_fit_is_named_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     state = tensors(tmp_path)
     write(tmp_path, state)
-    path = build(tmp_path, "", PLAN + INIT)
+    path = build(tmp_path, "", FLAT + INIT)
     del state["norm.bias"]
     state["blocks.0.mlp.up.bias"] = torch.zeros(3)
     state["blocks.7.mlp.up.bias"] = torch.zeros(3)
@@ -166,7 +166,7 @@ def test_everything_that_does_not_fit_is_named_at_once(tmp_path: Path, capsys: p
 
 
 def test_a_folder_that_has_no_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    build(tmp_path, "", PLAN + INIT)
+    build(tmp_path, "", FLAT + INIT)
     assert main(["check", str(tmp_path / "build.parc")]) == 1
     assert "weights` is not a folder" in capsys.readouterr().err
     (tmp_path / "weights").mkdir()

@@ -192,7 +192,7 @@ def test_weights_and_biases_are_kept_and_not_sent(
 
 
 def test_the_operations_of_a_model_are_the_same_under_any_plan_and_follow_from_its_sizes(tmp_path: Path) -> None:
-    one, split = (open_build(build(tmp_path, lines, name=f"made{at}")) for at, lines in enumerate((ONE, TENSOR)))
+    one, split = (open_build(build(tmp_path, lines, PLAN, f"made{at}")) for at, lines in enumerate((ONE, TENSOR)))
     tokens, layers, width, vocab, length = 64, 2, 16, 256, 8
     weights = layers * 12 * width**2 + vocab * width
     scores = layers * 2 * length * width  # for each token

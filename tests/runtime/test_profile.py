@@ -11,11 +11,11 @@ import torch
 import parc
 from parc.runtime.faults import RunError
 from parc.runtime.observe.profile import Profile
-from tests.runtime.tiny import ONE, batch, build, profiled
+from tests.runtime.tiny import ONE, PLAN, batch, build, profiled
 
 
 def test_each_range_is_a_line_by_its_row_in_the_programs(tmp_path: Path) -> None:
-    made = build(tmp_path, ONE)
+    made = build(tmp_path, ONE, PLAN)
     with parc.load(made, "cpu") as session:
         actions = [str(action) for action in session.role.actions]
         profile = Profile(tmp_path / "profile", 0, torch.device("cpu"), 0, 9)

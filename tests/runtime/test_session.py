@@ -20,7 +20,7 @@ from parc.runtime.processes import DEVICE, check_device
 from parc.runtime.step import Stepper
 from parc.runtime.work import RankState
 from tests.runtime.ranks import run_ranks
-from tests.runtime.tiny import DATA, EVAL, ONE, PLAN, TENSOR, batch, build, without_onednn
+from tests.runtime.tiny import DATA, EVAL, FLAT, ONE, PLAN, TENSOR, batch, build, without_onednn
 
 STEPS = 3
 NODES = DATA.replace("dp=2", "dp=4") + "node 2\nzero 3 over dp within node\nhierarchical over dp\n"
@@ -147,7 +147,7 @@ def test_checkpoints_that_do_not_fit_are_refused(builds: dict[str, Path], tmp_pa
     other = build(tmp_path / "other", ONE, PLAN.replace("width=16", "width=32"))
     with parc.load(other) as session:
         session.save(tmp_path / "wide")
-    plan = PLAN.replace("adamw lr 1e-2 eps 1e-5 weight_decay 0.1", "sgd lr 1e-2 momentum 0.9")
+    plan = FLAT.replace("adamw lr 1e-2 eps 1e-5 weight_decay 0.1", "sgd lr 1e-2 momentum 0.9")
     with parc.load(build(tmp_path / "sgd", ONE, plan)) as session:
         session.step(batch(0))
         session.save(tmp_path / "by_sgd")

@@ -80,7 +80,7 @@ def test_gradients_are_added_up_in_the_plans_type(tmp_path: Path) -> None:
         assert 2 * memory["gradients"] == memory["parameters"]
     path = build(tmp_path, "", narrow)
     session, plain = parc.load(path), parc.reference(path)
-    exact = parc.reference(build(tmp_path, "", name="exact"))
+    exact = parc.reference(build(tmp_path, "", PLAN, "exact"))
     given = batch(0)
     ours, theirs, wide = (trainer.step(given) for trainer in (session, plain, exact))
     assert ours.loss == pytest.approx(theirs.loss, rel=1e-6)

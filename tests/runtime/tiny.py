@@ -32,6 +32,7 @@ seed      3
 steps     3
 schedule  microbatches 2
 """
+FLAT = PLAN.replace("layers=2", "layers=1")
 ONE = ""
 EVAL = "eval\n"
 DATA = """
@@ -49,8 +50,8 @@ vocab     embed, head over tp
 BOTH = TENSOR.replace("tp=2", "dp=2, tp=2") + DATA.split("\n", 2)[2]
 
 
-def build(folder: Path, placements: str, plan: str = PLAN, name: str = "build") -> Path:
-    """Build a plan in ``folder``, beside a copy of the example's model."""
+def build(folder: Path, placements: str, plan: str = FLAT, name: str = "build") -> Path:
+    """Build a plan in ``folder``, beside a copy of the example's model. If none is given, the model has one layer."""
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copy(EXAMPLES / "gpt.py", folder)
     text = folder / f"{name}.parc"

@@ -27,7 +27,7 @@ from tests.runtime import tiny
 
 torch.set_num_threads(1)  # a forked process has none of the threads of the pool
 with tempfile.TemporaryDirectory() as folder:
-    plan = tiny.PLAN.replace("layers=2, width=16", "layers=1, width=4")
+    plan = tiny.FLAT.replace("width=16", "width=4")
     with parc.load(tiny.build(Path(folder), tiny.EVAL, plan)) as session:
         session.step(tiny.batch(0))
         session.evaluate(tiny.batch(0))
