@@ -99,6 +99,11 @@ def forked_ranks() -> Iterator[None]:
         return Forked(command, env)
 
     ensure_running()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SubprocessHandler, "_popen", start)
-        yield
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(SubprocessHandler, "_popen", start)
+            yield
+    finally:
+        for number, handler in handlers.items():  # torch's agent sets its own, and leaves them
+            signal.signal(number, handler)
