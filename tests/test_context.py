@@ -165,7 +165,7 @@ def token_batch() -> dict[str, torch.Tensor]:
 def test_real_ranks_train_on_parts_of_sequences_as_one_on_the_whole(method: str, tmp_path: Path) -> None:
     text = (EXAMPLES / "llama-long.parc").read_text()
     text = text.replace(
-        "using=zigzag, layers=4, width=128, length=512", f"using={method}, layers=1, width=32, length=32"
+        "using=zigzag, layers=4, width=128, length=512", f"using={method}, layers=2, width=32, length=32"
     )
     made = compiled(text, EXAMPLES)
     write_build(made.to_write(report_of(made)), tmp_path / "build")

@@ -160,7 +160,7 @@ def ranks_train(folder: str) -> list[tuple[list[float], dict[str, torch.Tensor]]
 def test_four_processes_train_llama_with_split_sequences_as_without(tmp_path: Path) -> None:
     source = EXAMPLES / "llama-sequence.parc"
     for name, sequence in (("split", "tp"), ("whole", "none")):
-        made = compile_once(read_plan(source, {"sequence": sequence, "width": "32", "layers": "1"}), EXAMPLES)
+        made = compile_once(read_plan(source, {"sequence": sequence, "width": "32", "layers": "2"}), EXAMPLES)
         write_build(made.to_write(report_of(made)), tmp_path / name)
     for (losses, weights), (expected, others) in run_ranks(ranks_train, 4, str(tmp_path)):
         assert losses == pytest.approx(expected, rel=1e-6)

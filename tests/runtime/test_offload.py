@@ -160,7 +160,7 @@ def test_four_processes_train_llama_out_of_files(tmp_path: Path) -> None:
     (tmp_path / "llama.py").write_text((EXAMPLES / "llama.py").read_text())
     for name, plan in {"kept": text, "plain": re.sub(r"\noffload.*", "", text)}.items():
         (tmp_path / f"{name}.parc").write_text(plan)
-        defines = {"layers": "1", "width": "32", "place": "kept"}
+        defines = {"layers": "2", "width": "32", "place": "kept"}
         made = compile_once(read_plan(tmp_path / f"{name}.parc", defines), tmp_path)
         write_build(made.to_write(report_of(made)), tmp_path / f"{name}-build")
     parameters = len(read_build(tmp_path / "kept-build").types)
