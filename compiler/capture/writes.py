@@ -67,16 +67,24 @@ def _form(node: fx.Node) -> torch._ops.OpOverload | None:
     target: Any = node.target
     if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
         return None
-    name, overload = target._schema.name.removeprefix("aten::"), target._overloadname
-    form: Any = getattr(getattr(aten, name.removesuffix("_"), None), overload, None)
-    if not name.endswith("_") or form is None or not isinstance(node.args[0], fx.Node):
+    form = returning_form(target) if isinstance(node.args[0], fx.Node) else None
+    if form is None or not facts(form).exported or is_composite(form):
         return None
-    plain = facts(form).exported and not (is_composite(form) or torch.Tag.nondeterministic_seeded in form.tags)
-    return form if plain and torch.Tag.pointwise in form.tags and _operands(form) == _operands(target) else None
+    return form if torch.Tag.pointwise in form.tags and torch.Tag.nondeterministic_seeded not in form.tags else None
 
 
-def _operands(target: torch._ops.OpOverload) -> list[tuple[str, str]]:
-    return [(argument.name, str(argument.type)) for argument in target._schema.arguments]
+def returning_form(target: Any) -> torch._ops.OpOverload | None:
+    """Return the overload that takes the arguments of an operator in place and returns its result, or None; its name
+    may be another (``transpose_.default``, ``transpose.int``)."""
+    schema = target._schema
+    name, wanted = schema.name.partition("::")[2], [str(argument.type) for argument in schema.arguments]
+    packet = getattr(aten, name.rstrip("_"), None) if name.endswith("_") else None
+    names = packet.overloads() if packet is not None else ()
+    for name in sorted(names, key=lambda name: name != (schema.overload_name or "default")):
+        overload: torch._ops.OpOverload = getattr(packet, name)
+        if [str(argument.type) for argument in overload._schema.arguments] == wanted:
+            return overload
+    return None
 
 
 def _is_fresh(node: fx.Node) -> bool:

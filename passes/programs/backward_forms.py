@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from ...compiler.capture.node_facts import copy_facts, noted
+from ...compiler.capture.writes import returning_form
 from ...compiler.layout.collectives import TypeFault
 from ...compiler.ops.rules import facts, rule_for
 from ...compiler.ops.torch_ops import OPS, aten
@@ -22,21 +23,12 @@ def write_functional(graph: fx.Graph) -> None:
     for node in graph.nodes:
         schema = getattr(node.target, "_schema", None)
         if schema is not None and schema.is_mutable and schema.name.endswith("_"):
-            node.target = _returning(schema)
+            form = returning_form(node.target)
+            if form is None:
+                raise TypeFault(f"{node.target} has no form that returns its result")
+            node.target = form
         if node.target is aten.convolution_backward.default and not node.args[10][2]:
             node.update_arg(3, None)  # the bias's sizes, which another dim's may equal by chance
-
-
-def _returning(schema: Any) -> Any:
-    """Return the overload with the arguments of one in place; its name may be another (`transpose_.default`,
-    `transpose.int`)."""
-    packet = getattr(torch.ops.aten, schema.name.partition("::")[2].rstrip("_"))
-    wanted = [str(argument.type) for argument in schema.arguments]
-    for name in sorted(packet.overloads(), key=lambda name: name != (schema.overload_name or "default")):
-        overload = getattr(packet, name)
-        if [str(argument.type) for argument in overload._schema.arguments] == wanted:
-            return overload
-    raise TypeFault(f"{schema.name}.{schema.overload_name} has no form that returns its result")
 
 
 def fold_zeros(backward: Sequence[fx.Node]) -> set[fx.Node]:

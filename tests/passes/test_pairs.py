@@ -100,3 +100,13 @@ def test_the_oldest_pairs_are_dropped(
     traced.clear()
     _texts(tmp_path, _TP)
     assert "blocks.0" in traced
+
+
+def test_a_rule_given_between_two_builds_is_read(
+    tmp_path: Path, traced: list[str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = _texts(tmp_path, _TP)
+    traced.clear()
+    monkeypatch.setattr(pairs, "registered", lambda: {"own.scale.default": "... d, d -> ... d"})
+    assert _texts(tmp_path, _TP) == first
+    assert "blocks.0" in traced
