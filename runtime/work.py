@@ -71,13 +71,26 @@ class Work:
             self.sent[key] = sent
 
     def own(self, others: Iterable[torch.Tensor]) -> None:
-        """Give every gradient storage of its own, so that REDUCE may write over it."""
-        taken = {other.untyped_storage().data_ptr() for other in others}
+        """Give every gradient memory of its own, so that REDUCE may write over it. Some lie in parts of
+        one buffer."""
+        taken: dict[int, list[range]] = {other.untyped_storage().data_ptr(): [_ALL] for other in others}
         for key, value in self.totals.items():
             if key.kind == "gradient":
-                if value.untyped_storage().data_ptr() in taken:
-                    value = self.totals[key] = value.clone()
-                taken.add(value.untyped_storage().data_ptr())
+                spans, own = taken.setdefault(value.untyped_storage().data_ptr(), []), _bytes_of(value)
+                if any(own.start < span.stop and span.start < own.stop for span in spans):
+                    self.totals[key] = value.clone()
+                else:
+                    spans.append(own)
+
+
+_ALL = range(1 << 63)
+"""All bytes of a storage."""
+
+
+def _bytes_of(tensor: torch.Tensor) -> range:
+    """Return the bytes of its storage that a tensor may lie on."""
+    begin = tensor.storage_offset() * tensor.itemsize
+    return range(begin, begin + tensor.nbytes) if tensor.is_contiguous() else _ALL
 
 
 def bind(binding: Binding, work: Work, extra: BoundTensors) -> torch.Tensor:

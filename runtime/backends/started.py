@@ -181,25 +181,45 @@ def _start_sum(
     backend: Peers, pieces: Sequence[torch.Tensor], args: Sequence[Sequence[Any]], axes: tuple[str, ...],
     spare: Sequence[bool],
 ) -> Started:  # fmt: skip
-    """Sum large tensors where they are, and small ones packed: copies of large ones take longer than another sum."""
+    """Sum large tensors where they are, and small ones packed: copies of large ones take longer than another sum.
+    Tensors that lie one behind the other in memory are one."""
     results = [
         piece if own and piece.is_contiguous() else piece.clone(memory_format=torch.contiguous_format)
         for piece, own in zip(pieces, spare, strict=True)
     ]
-    small = [result for result in results if result.nbytes < _SMALL]
-    packed = [torch.cat([result.reshape(-1) for result in small])] if len(small) > 1 else small
-    large = [result for result in results if result.nbytes >= _SMALL]
+    lying = lying_together(results)
+    small = [tensor for tensor in lying if tensor.nbytes < _SMALL]
+    packed = [torch.cat([tensor.reshape(-1) for tensor in small])] if len(small) > 1 else small
+    large = [tensor for tensor in lying if tensor.nbytes >= _SMALL]
     works = [backend.meet(dist.all_reduce, tensor, axes=axes, async_op=True) for tensor in (*packed, *large)]
 
     def arrive() -> None:
         for work in works:
             work.wait()
         if len(small) > 1:
-            parts = packed[0].split([result.numel() for result in small])
-            for result, part in zip(small, parts, strict=True):
-                result.copy_(part.view(result.shape))
+            parts = packed[0].split([tensor.numel() for tensor in small])
+            for tensor, part in zip(small, parts, strict=True):
+                tensor.copy_(part.view(tensor.shape))
 
     return results, arrive
+
+
+def lying_together(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return contiguous tensors as fewer: those that lie one behind the other in one storage as one, flat. The order
+    does not depend on addresses, and so is the same on all ranks."""
+    storages: dict[int, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        storages.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
+    joined: list[torch.Tensor] = []
+    for lying in storages.values():
+        end = -1
+        for tensor in sorted(lying, key=torch.Tensor.storage_offset):
+            if tensor.storage_offset() == end and tensor.dtype == joined[-1].dtype:
+                joined[-1] = joined[-1].as_strided((joined[-1].numel() + tensor.numel(),), (1,))
+            else:
+                joined.append(tensor)
+            end = int(tensor.storage_offset()) + tensor.numel()
+    return joined
 
 
 START: Mapping[str, Callable[..., Started]] = {

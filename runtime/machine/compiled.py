@@ -145,6 +145,7 @@ class CompiledMachine(Machine):
     """A machine that runs the lines between collectives as compiled regions. Its lines cannot be watched."""
 
     adding = MappingProxyType({op: add for op, add in code_for("adding").items() if not facts(op).compiled})
+    into = MappingProxyType({op: make for op, make in code_for("into").items() if not facts(op).compiled})
     """The operators outside regions that add their result to a total. A result of a region may share its storage with
     something else."""
 

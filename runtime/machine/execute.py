@@ -20,6 +20,7 @@ from ...compiler.program.totals import addable, adds_up, uses_of
 from ...compiler.torch_private import profiling
 from ..communication import Arrival, Backend, BoundTensors, Environment, arrival_name, wait_for_nothing
 from .fusion import fused
+from .gradient_buffers import BufferPart, GradientBuffers
 from .kernels import KERNELS
 from .prepared import Prepared, ProfileRanges
 from .reuse import in_place, lives, own_in_main
@@ -36,6 +37,7 @@ class Machine:
 
     site: Callable[..., Site] = Site
     adding: Mapping[str, Callable[..., torch.Tensor]] = code_for("adding")
+    into: Mapping[str, Callable[..., torch.Tensor]] = code_for("into")
 
     def __init__(
         self,
@@ -55,6 +57,8 @@ class Machine:
         self.coordinates = [self.mesh.coordinates(rank) for rank in backend.ranks]
         self._adding = {op: self._adder(op, add) for op, add in self.adding.items() if reuse}
         self._addable = addable(program, self._adding)
+        self._into = {op: make for op, make in self.into.items() if reuse and op not in kernels}
+        self._buffers = GradientBuffers(program, addable(program, self._into)[program.main.name], self.dtype)
         self._later: list[Callable[[], torch.Tensor]] | None = None
         self._given: set[str] = set()
         self._own = own_in_main(program)
@@ -76,8 +80,8 @@ class Machine:
 
     @cached_property
     def addable(self) -> frozenset[Binding]:
-        """The bindings of results that ``run`` can add to a total. Without a total, these results have storage of their
-        own."""
+        """The bindings of results that ``run`` can add to a total. Without a total, these results have memory of their
+        own, which may be a part of a buffer."""
         main = self.program.main
         return frozenset(key for key, name in main.returns if name in self._addable[main.name])
 
@@ -101,6 +105,9 @@ class Machine:
         for environment, table in zip(environments, totals, strict=bool(totals)):
             environment.update((f"total of {names[key]}", total) for key, total in table.items())
         self._given = {names[key] for table in totals for key in table}
+        for environment in environments if self._buffers else ():
+            for name, part in self._buffers.parts(self.device):
+                environment.setdefault(f"total of {name}", part)
         for given in inputs:
             given.clear()
         sums = {} if arriving is None else arriving
@@ -313,12 +320,15 @@ class Machine:
         return lambda total, *args: total.add_(kernel(site, *args))
 
     def _added(self, line: Line, otherwise: Callable[[int, Environment], Any]) -> Callable[[int, Environment], Any]:
-        """Return a call that adds to the total of the line's result, where there is one."""
-        arguments, add = self._arguments(line), self._adding[line.op]
+        """Return a call that adds to the total of the line's result, or makes it in its part of a buffer, where there
+        is one."""
+        arguments, add, into = self._arguments(line), self._adding[line.op], self._into.get(line.op)
 
         def call(lane: int, environment: Environment) -> Any:
             total = environment.pop(f"total of {line.made[0].name}", None)
-            if total is None:
+            if isinstance(total, BufferPart) and into is not None:
+                return into(total.tensor(), *arguments(environment))
+            if total is None or isinstance(total, BufferPart):
                 return otherwise(lane, environment)
             if self._later is None:
                 return add(total, *arguments(environment))

@@ -91,4 +91,9 @@ def _embedding(total: torch.Tensor, grad: Any, index: Any, rows: int, padding: i
     return total.add_(torch.ops.aten.embedding_dense_backward(grad, index, rows, padding, by_frequency))
 
 
+@runs("aten.mm.default", "into")
+def _product(place: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.mm(a, b, out=place)
+
+
 runs("aten.mm.default", "adding")(torch.Tensor.addmm_)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 
@@ -12,12 +12,12 @@ from ...compiler.ops.rules import facts
 from ...compiler.program.program import operator
 
 Kernel = Callable[..., Any]
-Way = Literal["kernel", "reference", "over", "adding", "onednn"]
+Way = Literal["kernel", "reference", "over", "into", "adding", "onednn"]
 """The purposes of code. A *kernel* gets the site of its line, then the operator's arguments. Code for the *reference*
 replaces it in the captured graph, and that for *onednn* where this library is faster. Code that writes *over* its first
-operand, or is *adding* to a total that comes first, gets no site."""
+operand, *into* a tensor that comes first, or is *adding* to such a one, gets no site."""
 
-_CODE: dict[Way, dict[str, Kernel]] = {"kernel": {}, "reference": {}, "over": {}, "adding": {}, "onednn": {}}
+_CODE: dict[Way, dict[str, Kernel]] = {way: {} for way in get_args(Way)}
 _Code = TypeVar("_Code", bound=Kernel)
 
 

@@ -79,6 +79,17 @@ def real(axes: tuple[tuple[str, int], ...]) -> list[torch.Tensor]:
         arrival()
         arrival()  # every tensor of a message asks for it
         results += [tensor for (tensor,) in message]
+    buffer = torch.arange(12.0) + rank
+    parts = [buffer[8:].view(2, 2), buffer[:8].view(2, 4), piece(rank)]
+    axis = mesh.names[0]
+    message, arrival = backend.message(
+        "parc.all_reduce", [(axis,)] * 3, [[part] for part in parts], [True, True, False]
+    )
+    arrival()
+    assert [tensor.data_ptr() for (tensor,) in message[:2]] == [part.data_ptr() for part in parts[:2]]
+    peers = next(ranks for ranks in mesh.groups((axis,)) if rank in ranks)
+    assert torch.equal(buffer, sum(torch.arange(12.0) + peer for peer in peers))  # type: ignore[arg-type]
+    assert torch.equal(message[2][0], sum(map(piece, peers)))  # type: ignore[arg-type]
     return results
 
 

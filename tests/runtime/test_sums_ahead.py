@@ -10,6 +10,7 @@ import torch
 
 from parc.checking.checks import case_of
 from parc.compiling.compiled import Compiled
+from parc.runtime.backends.started import lying_together
 from parc.runtime.compare.simulate import Simulation
 from parc.runtime.data.random_batch import random_batch
 from tests.checked_plans import checked, compiled_net
@@ -78,3 +79,24 @@ def test_sums_of_a_stage_begin_in_its_last_backward(tmp_path: Path) -> None:
 
 def test_a_gradient_of_two_parts_is_summed_once_both_are_added(tmp_path: Path) -> None:
     assert sums(net(tmp_path, "tied=true")) == [["0B0", "0B0"]]
+
+
+def test_gradients_that_travel_together_are_made_one_behind_the_other(tmp_path: Path) -> None:
+    for microbatches in (1, 2):
+        case = case_of(net(tmp_path, lines=f"schedule microbatches {microbatches}\n"))
+        simulation, lengths = Simulation(case), list[list[int]]()
+        (stepper,) = simulation.steppers
+        message = stepper.backend.message
+
+        def noted(
+            op: str, args: Sequence[Any], pieces: Sequence[Sequence[torch.Tensor]], spare: Sequence[bool] = (),
+            message: Any = message, lengths: list[list[int]] = lengths,
+        ) -> Any:  # fmt: skip
+            assert all(spare), "a copy of every gradient"
+            for of_rank in zip(*pieces, strict=True):
+                lengths.append([tensor.numel() for tensor in lying_together(of_rank)])
+            return message(op, args, pieces, spare)
+
+        stepper.backend.message = noted  # type: ignore[method-assign]
+        simulation.step(random_batch(case.reference, microbatches, torch.Generator().manual_seed(0)), 0)
+        assert sorted(map(sorted, lengths)) == [[8, 3 * 8 * 8]] * 2, "the bias, and three weights in one piece"
