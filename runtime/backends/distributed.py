@@ -52,11 +52,14 @@ class _Waiter:
     def _run(self) -> None:
         while (pair := self._waits.get()) is not None:
             wait, future = pair
+            del pair
             try:
                 wait()
+                del wait  # it holds what was sent
                 future.set_result(None)
             except BaseException as error:  # whoever asks is told
                 future.set_exception(error)
+            del future
 
 
 @dataclass(frozen=True, slots=True)
