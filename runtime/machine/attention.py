@@ -270,7 +270,9 @@ class AttentionBackward:
             gq, gk, gv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 grad, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=how.scale
             )
-            return [gq, _fold_heads(gk, groups), _fold_heads(gv, groups)]
+            del k, v  # the repeated heads
+            gk = _fold_heads(gk, groups)
+            return [gq, gk, _fold_heads(gv, groups)]
         wide = _wide(q)
         weights = _weights(_raw_scores(q.to(wide), k.to(wide), mask, causal, how.scale), lse)
         grad, q_, k_, v_ = (x.to(wide) for x in (grad, q, k, v))
