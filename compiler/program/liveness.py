@@ -11,8 +11,9 @@ from ..layout.collectives import COLLECTIVES, SUMS, WAIT
 from ..layout.placement import Split, TensorType
 from ..layout.rings import RINGS
 from ..ops.rules import facts
+from .overwriting import form_over, operand_over
 from .program import Function, Line, Program, Ref
-from .totals import adds_up
+from .totals import addable, adds_up, lasting
 
 
 def local_bytes(type_: TensorType, program: Program, load: float = 1.0) -> int:
@@ -103,6 +104,7 @@ class Liveness:
 
     def __init__(self, program: Program, load: float = 1.0) -> None:
         self.program, self._load = program, load
+        self.addable = addable(program)
         self._storages: dict[str, Storages] = {}
         self._peaks: dict[object, Peak] = {}
 
@@ -182,6 +184,10 @@ class _Run:
         self.storages = liveness.storages(function)
         self.own_added, self.own_late = (table.get(function.name, frozenset[str]()) for table in (added, late))
         self.written = {value.name for value in function.bound("gradient").values() if function.returned("gradient")}
+        # no line is prepared to write over what may be added late, whether or not it is
+        kept = lasting(function, liveness.addable[function.name])
+        bound = {value.name for value in function.parameters} - self.written
+        self.apart = bound | {self.storages.root[name] for name in kept}
         self.gradients = {self.storages.root[name] for name in function.returned("gradient").values()}
         self.alive = _Alive()
         for name, size in given.items():
@@ -296,22 +302,18 @@ class _Run:
         self.alive.add(name, result, self._share(name, "messages"))
 
     def _dies(self, index: int, name: str) -> bool:
-        """Return whether a storage is this run's own, and is last read here."""
+        """Return whether a storage is this run's own, is last read here, and may be written over."""
         first = self.storages.root[name]
         own = first in self.alive.size or first in self.written
-        bound = {value.name for value in self.function.parameters} - self.written
-        return own and first not in bound and self.last[first] == index
+        return own and first not in self.apart and self.last[first] == index
 
     def _written_over(self, index: int, line: Line) -> str:
         """Return the storage of an operand that the result of a line is written over, or ""."""
-        row, values = facts(line.op), self.function.values()
-        if not row.elementwise:
+        if form_over(line.op) is None:
             return ""
-        result = line.made[0].type
-        for item in line.args[: 2 if row.computes in ("total", "multiple") and not line.kwargs else 1]:
-            if isinstance(item, Ref) and list(line.uses()).count(item.name) == 1 and self._dies(index, item.name):
-                type_ = values[item.name].type
-                mesh = self.liveness.program.mesh
-                if (type_.dtype, type_.local(mesh)) == (result.dtype, result.local(mesh)):
-                    return self.storages.root[item.name]
-        return ""
+        root = self.storages.root
+        read = [root[name] for name in line.uses()]
+        spare = {name for name in line.uses() if read.count(root[name]) == 1 and self._dies(index, name)}
+        at = operand_over(line, self.function, spare, self.liveness.program.mesh)
+        operand = None if at is None else line.args[at]
+        return root[operand.name] if isinstance(operand, Ref) else ""

@@ -13,9 +13,10 @@ import torch
 from ...compiler.layout.collectives import COLLECTIVES, MESSAGE, WAIT
 from ...compiler.layout.mesh import Mesh
 from ...compiler.ops.rules import facts
-from ...compiler.program.program import Function, Line, Program, Ref, operator
+from ...compiler.program.overwriting import form_over, operand_over
+from ...compiler.program.program import Function, Line, Program, operator
 from ...compiler.program.totals import lasting
-from .kernels import ADD_PRODUCT, KERNELS
+from .kernels import ADD_PRODUCT
 from .ways import code_for
 
 
@@ -131,41 +132,9 @@ def _found_own(function: Function, own: Mapping[str, frozenset[int]]) -> frozens
 def in_place(line: Line, function: Function, spare: Collection[str], mesh: Mesh) -> tuple[Any, list[Any]] | None:
     """Return the operator that writes a line's result over a spare operand, and its arguments with that operand first;
     None if there is none."""
-    (result, *more) = line.results
-    if not spare or more or result is None or (overload := _writing_over(line.op)) is None:
-        return None
-    values = function.values()
-    args = list(line.args)
-    commutes = facts(line.op).computes in ("total", "multiple") and not line.kwargs
-    for index in range(2 if commutes else 1):
-        operand = args[index]
-        if isinstance(operand, Ref) and operand.name in spare:
-            operand_type = values[operand.name].type
-            if (operand_type.dtype, operand_type.local(mesh)) == (result.type.dtype, result.type.local(mesh)):
-                return overload, [operand, *(arg for at, arg in enumerate(args) if at != index)]
-    return None
-
-
-def _writing_over(op: str) -> Any:
-    """Return the operator that writes an operator's result over its first operand, or None."""
-    if op in code_for("over"):
-        return code_for("over")[op]
-    return None if op in KERNELS else _form_in_place(operator(op))
-
-
-@cache
-def _form_in_place(target: Any) -> Any:
-    """Return torch's form of an operator that writes over its first operand, or None."""
-    if target.namespace != "aten" or torch.Tag.pointwise not in target.tags:
-        return None
-    packet = getattr(torch.ops.aten, f"{target.overloadpacket.__name__}_", None)
-    overload = getattr(packet, target._overloadname, None)
-    return overload if overload is not None and _takes_the_same(overload, target) else None
-
-
-def _takes_the_same(overload: Any, target: Any) -> bool:
-    first, second = ([(a.name, str(a.type)) for a in op._schema.arguments] for op in (overload, target))
-    return bool(first == second)
+    form = code_for("over").get(line.op) or form_over(line.op)
+    at = operand_over(line, function, spare, mesh) if form is not None else None
+    return None if at is None else (form, [line.args[at], *line.args[:at], *line.args[at + 1 :]])
 
 
 def may_alias(line: Line) -> bool:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import torch
 
 from parc.compiler.layout.mesh import Mesh
+from parc.compiler.ops.rules import TABLE
 from parc.compiler.program.binding import LOSS, Binding
+from parc.compiler.program.overwriting import form_over
+from parc.compiler.program.program import operator
 from parc.compiler.program.text import parse_program
 from parc.runtime.backends.in_process import InProcess
 from parc.runtime.machine.execute import Machine
@@ -107,3 +112,34 @@ def test_a_result_takes_the_storage_of_an_operand_that_is_laid_out_alike() -> No
     assert seen["mul"] != seen["t"], "transposed, it is not laid out as the result"
     seen = storages(TEXT.replace("aten.t.default(add)", "aten.abs.default(add)"))
     assert seen["mul"] == seen["t"]
+
+
+_NUMBERS = {"number": 1, "Optional[number]": 5, "float": 0.5, "Optional[float]": 0.1, "int": 1, "bool": False}
+"""Arguments by their types, beside tensors."""
+
+
+def test_every_form_over_an_operand_has_the_bits_of_its_operator() -> None:
+    """A form that writes while it still reads would differ in entries that it reads later."""
+    formed = {op: form for op in TABLE if (form := form_over(op)) is not None}
+    wanted = ("silu", "gelu", "tanh", "sigmoid", "threshold", "hardtanh", "leaky_relu", "elu")
+    assert {f"aten.{name}_backward.default" for name in wanted} < formed.keys()
+    compared = set()
+    for op, form in formed.items():
+        types = [str(argument.type) for argument in operator(op)._schema.arguments if not argument.has_default_value()]
+        for dtype in (torch.float32, torch.int64, torch.bool):
+            args = [
+                torch.rand(64, 64).mul(8).to(dtype) if type_ == "Tensor" else _NUMBERS.get(type_) for type_ in types
+            ]
+            with suppress(RuntimeError):  # not of this dtype
+                plain = operator(op)(*args)
+                if isinstance(args[0], torch.Tensor) and plain.dtype == dtype:
+                    over = form(*args)
+                    assert over is args[0], op
+                    torch.testing.assert_close(over, plain, rtol=0, atol=0, equal_nan=True)
+                    compared.add(op)
+    assert {f"aten.{name}_backward.default" for name in wanted} < compared
+
+
+def test_a_form_that_computes_elsewhere_and_copies_is_none() -> None:
+    assert form_over("aten.native_dropout_backward.default") is None
+    assert form_over("aten.clone.default") is None
