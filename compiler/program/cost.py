@@ -11,7 +11,6 @@ from .binding import BUFFERS, PARAMETERS, Binding, Kind
 from .liveness import Liveness, Peak, local_bytes
 from .program import Function, Program
 from .residual import residual_of
-from .totals import addable
 from .weights import parts_in_weights
 
 
@@ -127,7 +126,6 @@ class _Step:
             for key, name in (programs[UNSHARD].main.returns if weights else ()) if key in weights
         )  # fmt: skip
         self.live = {key: Liveness(program, load) for key, program in programs.items()}
-        self.addable = {key: addable(program) for key, program in programs.items()}
         self.totals: dict[Binding, int] = {}
         self.kept: dict[tuple[int, int], dict[str, int]] = {}
         self.held = _Held()
@@ -156,9 +154,12 @@ class _Step:
         key = action.program_in(self.programs)
         if action.message is not None and action.message.sends:
             self._note(Peak({}, {}, 0))
-            held.put(held.put(0, "made", action.kind, stage, m), action.kind, stage)
+            held.put(held.put(0, "made", action.kind, stage, m), "sent", action.kind, stage)
+            held.put(0, "left")
         if action.message is not None or key not in self.programs:
             return
+        if ACTIONS[action.kind].place == "after":
+            held.drop("sent")  # by then all messages are taken
         main, live = self._main(action, key), self.live[key]
         given: dict[str, int] = {}
         if action.works:
@@ -172,10 +173,13 @@ class _Step:
                     given[value.name] = here
         totals = any(Binding("gradient", name) in self.totals for name in main.returned("gradient")) and action.works
         sends = following is not None and following.kind == send_kind(action.kind) and not self.kept
-        added = self.addable[key] if totals else {}
-        peak = live.peak(main, given, *(({}, added) if sends else (added, {})))
+        # a last backward that starts sums over ranks delays nothing
+        delays = sends and main is not self.programs[key].last
+        added = live.addable if totals else {}
+        peak = live.peak(main, given, *(({}, added) if delays else (added, {})))
         before = self.inside if action.kind == UNSHARD else 0  # the last step's weights, in which parts lie
         self._note(peak, before)
+        held.put(peak.left, "left")
         self._keep(action, main, peak)
 
     def _note(self, peak: Peak, before: int = 0) -> None:
@@ -253,3 +257,8 @@ class _Held:
             self.bytes[what] = size
         self.total += size - before
         return before
+
+    def drop(self, word: str) -> None:
+        """Keep no more what lies under keys that begin with a word."""
+        for what in [what for what in self.bytes if what[0] == word]:
+            self.put(0, *what)

@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.storages import Storages
 from parc.checking.checks import check_build
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.ops.rules import TABLE
 from parc.compiler.program.binding import LOSS, Binding
 from parc.compiler.program.cost import estimate_memory
+from parc.compiler.program.liveness import Liveness
 from parc.compiler.program.program import Line, Program, Ref
 from parc.compiler.program.totals import addable
 from parc.compiler.schedules import timelines
@@ -189,8 +191,8 @@ def test_a_stage_sends_before_it_computes_the_last_gradients_of_its_weights() ->
 def test_what_gradients_are_made_of_after_a_send_is_in_the_estimate() -> None:
     """Three products in a row each make a gradient from the result of the line before. In the last microbatch all these
     results are there at the end, beside what was saved, and what the first microbatch sent. Where the products run at
-    once, one result is written over the other; then the first microbatch needs more, as what the second saved is there
-    too."""
+    once, as in a last backward of its own, which starts sums over ranks, a result lasts until the next is made; then
+    the first microbatch needs as much, as what the second saved is there too."""
     large, value = "f32[64, 4]", 64 * 4 * 4
     words = [f"d{n} = exp({'g' if n == 1 else f'd{n - 1}'})" for n in (1, 2, 3, 4)]
     made = [f"w{n} = mm(t, d{n})" for n in (1, 2, 3)]
@@ -205,7 +207,27 @@ def test_what_gradients_are_made_of_after_a_send_is_in_the_estimate() -> None:
     small = 4 * 4 * 4
     memory = estimate_memory({"1F": forward, "1B": backward}, actions, {}, {})
     assert (memory.activations, memory.gradients) == ((2 + 4) * value, 3 * small)
+    last = replace(backward, functions=(replace(backward.main, name="main_last"), backward.main))
+    assert estimate_memory({"1F": forward, "1B": last}, actions, {}, {}).activations == (2 + 2) * value
     first = replace(backward.main, returns=backward.main.returns[:3])
     unsent = replace(backward, functions=(first,))
     actions = tuple(action for action in actions if action.kind != "SEND_B")
     assert estimate_memory({"1F": forward, "1B": unsent}, actions, {}, {}).activations == (2 + 2) * value
+
+
+def test_a_machine_takes_what_is_estimated_where_results_are_written_over_operands() -> None:
+    """``d`` could hold ``e``, but for its product with ``t``, which another microbatch may compute after the others;
+    ``sum`` and ``s`` are written over what they read."""
+    large, value = "f32[64, 4]", 64 * 4 * 4
+    types = dict.fromkeys(("g", "x", "d", "y", "e", "sum", "s"), large) | {"t": "f32[4, 64]", "w": "f32[4, 4]"}
+    made = program("stage1", "B", "", (
+        "g:received g", "x:saved x", "t = t(x)", "d = exp(g)", "w = mm(t, d)", "y = neg(d)", "e = exp(d)",
+        "sum = sub.Tensor(y, e)", "s = silu_backward(sum, x)", "w w", "sent h s",
+    ), types)  # fmt: skip
+    with Storages() as storages:
+        given = {"g": torch.randn(64, 4), "x": torch.randn(64, 4)}
+        machine, inputs = Machine(made, InProcess(Mesh()), CPU, reuse=True), [given]
+        del given
+        machine.run(inputs)
+    live = Liveness(made)
+    assert storages.peak == live.peak(made.main, {"g": value, "x": value}, {}, {}).most == 4 * value + 4 * 4 * 4

@@ -14,6 +14,10 @@ from tests.runtime.tiny import DATA, PLAN, batch, build
 WIDE = PLAN.replace("layers=2, width=16", "layers=1, width=32").replace("B=8", "B=32")
 
 
+STAGES = "schedule 1f1b microbatches 4\nmesh pp=2, dp=2\nshard tokens, targets [B/dp, _]\nzero 1 over dp\n"
+STAGES += "stage before blocks.1 over pp\n"
+
+
 def peaks(*folders: str) -> list[int]:
     return [peak_of_a_step(folder) for folder in folders]
 
@@ -38,6 +42,16 @@ def test_a_step_takes_what_was_estimated(tmp_path: Path) -> None:
     hold(peaks(alone), estimated[:1])
     for found in run_ranks(peaks, 2, *split):
         hold(found, estimated[1:])
+
+
+def test_stages_take_what_was_estimated(tmp_path: Path) -> None:
+    """The last stage delays gradients of weights until after its sends, but not in the last microbatch, whose backward
+    starts sums over data ranks."""
+    plan = WIDE.replace("schedule  microbatches 2\n", "").replace("layers=1, width=32", "layers=2, width=64")
+    made = build(tmp_path, STAGES, plan)
+    estimated = [row["peak_bytes"] for row in json.loads((made / "report.json").read_text())["memory"]]
+    found = [peak for (peak,) in run_ranks(peaks, 4, str(made))]
+    hold(found, [estimated[0]] * 2 + [estimated[1]] * 2)
 
 
 def hold(found: list[int], estimated: list[int]) -> None:
