@@ -31,6 +31,11 @@ if TYPE_CHECKING:
 CompiledGraph = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
 
+def direct(function: Any) -> Callable[..., Any]:
+    """Return an operator's overload without the Python function that torch has around it; others are returned."""
+    return function._op if isinstance(function, torch._ops.OpOverload) else function
+
+
 def trace(
     function: Callable[..., Any],
     values: Sequence[torch.Tensor],

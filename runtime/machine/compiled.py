@@ -31,6 +31,7 @@ from ...compiler.torch_private import CompiledGraph, compile_graph, compiler_cac
 from ...grammar.codes_build import NO_COMPILER, NOT_COMPILED
 from ..communication import Backend, Environment
 from ..faults import RunError
+from .coded import coded
 from .execute import Machine
 from .prepared import Prepared
 from .reuse import last_uses, made_by, summed
@@ -155,6 +156,9 @@ class CompiledMachine(Machine):
         self.site = partial(_RegionSite, lifted=self._lifted)
         super().__init__(program, backend, device, **options)
 
+    def _each(self, function: Function) -> list[Prepared]:
+        return self._steps[function.name]  # what is compiled together runs together
+
     def _prepare(self, function: Function) -> list[Prepared]:
         groups, sums = _cut(function), summed(function.lines)
         steps = []
@@ -175,12 +179,11 @@ class CompiledMachine(Machine):
         inputs = tuple(dict.fromkeys(_read(lines)))
         region = _Region(lines, inputs, outputs, f"wide={self.wide}\n{self._text(function, lines, inputs, outputs)}")
         self._regions.texts.add(region.text)
-        runs = [self._compile(line, function, _NOTHING_SPARE) for line in lines]
+        stretch = coded([self._coded(line, function, _NOTHING_SPARE) for line in lines])
 
         def body(*values: torch.Tensor) -> list[torch.Tensor]:
             environment: Environment = dict(zip(inputs, values, strict=True))
-            for run in runs:
-                run([environment])
+            stretch([environment])
             return [environment[name] for name in outputs]
 
         def run(environments: Sequence[Environment]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property, partial
 from operator import itemgetter
 from typing import Any
@@ -15,15 +14,16 @@ from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.rings import RINGS
 from ...compiler.program.binding import Binding
 from ...compiler.program.early import on_their_way
-from ...compiler.program.program import Function, Line, LocalSize, Program, Ref, map_references, operator, references
+from ...compiler.program.program import Function, Line, LocalSize, Program, Ref, map_references, operator
 from ...compiler.program.totals import addable, adds_up, uses_of
 from ...compiler.torch_private import profiling
 from ..communication import Arrival, Backend, BoundTensors, Environment, arrival_name, wait_for_nothing
+from .coded import Added, CodedLine, coded
 from .fusion import fused
 from .gradient_buffers import BufferPart, GradientBuffers
 from .kernels import KERNELS
 from .prepared import Prepared, ProfileRanges
-from .reuse import in_place, lives, own_in_main
+from .reuse import Lives, in_place, lives, own_in_main
 from .site import Site
 from .ways import Kernel, binding, code_for
 
@@ -64,6 +64,7 @@ class Machine:
         self._own = own_in_main(program)
         self._on_their_way = frozenset(on_their_way(program).values())
         self._steps = {function.name: self._prepare(function) for function in program.functions}
+        self._lines: dict[str, list[Prepared]] = {}
         self._ranges = ProfileRanges(program)
 
     def summed(self, key: Binding, pieces: Sequence[torch.Tensor], rank: int) -> Environment:
@@ -121,8 +122,7 @@ class Machine:
         return results
 
     def _call(self, function: Function, environments: list[Environment]) -> list[BoundTensors]:
-        steps = self._steps[function.name]
-        for step in self._ranges.of(function, steps) if profiling() else steps:
+        for step in self._steps_of(function):
             for name in step.awaited:
                 environments[0].pop(arrival_name(name), wait_for_nothing)()
             step.run(environments)
@@ -137,28 +137,65 @@ class Machine:
                 environments[0].pop(arrival_name(name), wait_for_nothing)()
         return [{key: environment[name] for key, name in function.returns} for environment in environments]
 
+    def _steps_of(self, function: Function) -> list[Prepared]:
+        profiled = profiling()
+        if self.watch is None and not profiled:
+            return self._steps[function.name]
+        if function.name not in self._lines:
+            self._lines[function.name] = self._each(function)
+        steps = self._lines[function.name]
+        return self._ranges.of(function, steps) if profiled else steps
+
     def _prepare(self, function: Function) -> list[Prepared]:
-        if self.reuse:
-            function = fused(function, self.mesh, products="aten.mm.default" not in self.kernels)
-        known = lives(function, self._addable[function.name], self.reuse)
+        """Return a function's lines as stretches of code, and as single lines where other ranks take part."""
+        function, known = self._known(function)
+        steps, stretch = list[Prepared](), list[CodedLine]()
+
+        def end() -> None:
+            if stretch:
+                steps.append(Prepared(stretch[-1].line, coded(stretch), awaited_first, (), stretch[0].line))
+                stretch.clear()
+
+        awaited_first: tuple[str, ...] = ()
+        for line, spare, awaited, dead in zip(function.lines, known.spare, known.awaited, known.dead, strict=True):
+            alone = self._alone(line, function)
+            if alone or awaited:
+                end()
+            if alone:
+                steps.append(self._step(line, function, spare, awaited, dead))
+                continue
+            awaited_first = awaited_first if stretch else awaited
+            stretch.append(self._coded(line, function, spare, dead))
+        end()
+        return steps
+
+    def _each(self, function: Function) -> list[Prepared]:
+        """Return a function's lines one by one, as a watch or a profile sees them."""
+        function, known = self._known(function)
         return [
             self._step(line, function, spare, awaited, dead)
             for line, spare, awaited, dead in zip(function.lines, known.spare, known.awaited, known.dead, strict=True)
         ]
 
+    def _known(self, function: Function) -> tuple[Function, Lives]:
+        if self.reuse:
+            function = fused(function, self.mesh, products="aten.mm.default" not in self.kernels)
+        return function, lives(function, self._addable[function.name], self.reuse)
+
     def _step(
         self, line: Line, function: Function, spare: frozenset[str], awaited: tuple[str, ...], dead: tuple[str, ...]
     ) -> Prepared:
         if not line.calls_function:
-            return Prepared(line, self._compile(line, function, spare), awaited, dead)
+            return Prepared(line, self._run_of(line, function, spare), awaited, dead)
         dying = frozenset(dead).intersection(line.uses())  # they die within the call, after their last use there
         return Prepared(
             line, self._function_call(line, dying), awaited, tuple(name for name in dead if name not in dying)
         )
 
-    def _compile(
-        self, line: Line, function: Function, spare: frozenset[str]
-    ) -> Callable[[Sequence[Environment]], None]:
+    def _alone(self, line: Line, function: Function) -> bool:
+        return line.calls_function or line.op in COLLECTIVES or line.op in RINGS or adds_up(function, line)
+
+    def _run_of(self, line: Line, function: Function, spare: frozenset[str]) -> Callable[[Sequence[Environment]], None]:
         if MESSAGE in dict(line.kwargs):
             return self._message(function, line)
         if adds_up(function, line):
@@ -167,25 +204,24 @@ class Machine:
             return self._ring(line, function)
         if line.op in COLLECTIVES:
             return self._collective(line, bool(spare))
-        call = self._kernel(line, function) if line.op in self.kernels else self._aten(line)
-        if over := in_place(line, function, spare, self.mesh):
-            call = self._over(line, call, *over)
-        names = tuple(None if value is None else value.name for value in line.results)
-        single = names[0] if len(names) == 1 else None
-        if single in self._addable[function.name]:
-            call = self._added(line, call)
+        return coded([self._coded(line, function, spare)])
 
-        def run(environments: Sequence[Environment]) -> None:
-            for lane, environment in enumerate(environments):
-                result = call(lane, environment)
-                if single is not None and not isinstance(result, (list, tuple)):
-                    environment[single] = result
-                    continue
-                for name, item in zip(names, result, strict=True):
-                    if name is not None:
-                        environment[name] = item
-
-        return run
+    def _coded(self, line: Line, function: Function, spare: frozenset[str], dead: tuple[str, ...] = ()) -> CodedLine:
+        """Return a line that no other rank takes part in, with its code."""
+        kwargs = {key: self._literal(item) for key, item in line.kwargs}
+        kernel, sites = self.kernels.get(line.op), list[Site]()
+        if kernel is not None:
+            sites = self._sites(line, function)
+        elif any(argument.name == "device" for argument in operator(line.op)._schema.arguments):
+            kwargs["device"] = self.device
+        over = in_place(line, function, spare, self.mesh)
+        (name, *_) = (value.name for value in line.made)
+        return CodedLine(
+            line, kernel or binding(line.op), [self._literal(item) for item in line.args], kwargs, sites,
+            (over[0], [self._literal(item) for item in over[1]]) if over else None,
+            Added(f"total of {name}", self._adding_to(line.op)) if name in self._addable[function.name] else None,
+            dead,
+        )  # fmt: skip
 
     def _function_call(self, line: Line, given: frozenset[str]) -> Callable[[Sequence[Environment]], None]:
         function = self.program.function(line.op)
@@ -226,10 +262,14 @@ class Machine:
         return run
 
     def _ring(self, line: Line, function: Function) -> Callable[[Sequence[Environment]], None]:
-        part, axes = self._kernel(line, function), axes_of(line.args[1:])
+        kernel, sites, axes = self.kernels[line.op], self._sites(line, function), axes_of(line.args[1:])
+        args = [self._literal(item) for item in line.args]
 
         def run(environments: Sequence[Environment]) -> None:
-            parts = [part(lane, environment) for lane, environment in enumerate(environments)]
+            parts = [
+                kernel(site, *(map_references(item, environment.__getitem__) for item in args))
+                for site, environment in zip(sites, environments, strict=True)
+            ]
             for environment, made in zip(environments, self.backend.around(line.op, axes, parts), strict=True):
                 environment.update((v.name, x) for v, x in zip(line.results, made, strict=True) if v is not None)
 
@@ -279,37 +319,6 @@ class Machine:
             return type(item)(self._literal(inner) for inner in item)
         return item
 
-    def _arguments(self, line: Line) -> Callable[[Environment], list[Any]]:
-        args = [self._literal(item) for item in line.args]
-        if not any(isinstance(item, (list, tuple)) and any(references(item)) for item in args):
-            plan = [(item.name, True) if isinstance(item, Ref) else (item, False) for item in args]
-            return lambda environment: [environment[item] if named else item for item, named in plan]
-        return lambda environment: [map_references(item, environment.__getitem__) for item in args]
-
-    def _aten(self, line: Line) -> Callable[[int, Environment], Any]:
-        arguments = self._arguments(line)
-        kwargs = {key: self._literal(item) for key, item in line.kwargs}
-        if any(argument.name == "device" for argument in operator(line.op)._schema.arguments):
-            kwargs["device"] = self.device
-        call = binding(line.op)
-        return lambda _, environment: call(*arguments(environment), **kwargs)
-
-    def _over(
-        self, line: Line, otherwise: Callable[[int, Environment], Any], function: Any, args: list[Any]
-    ) -> Callable[[int, Environment], Any]:
-        """Return a call that writes over the first operand, unless its entries share storage, as those of an expanded
-        one do."""
-        first = args[0].name
-        arguments = self._arguments(replace(line, args=tuple(args)))
-        kwargs = {key: self._literal(item) for key, item in line.kwargs}
-
-        def call(lane: int, environment: Environment) -> Any:
-            if environment[first].is_contiguous():
-                return function(*arguments(environment), **kwargs)
-            return otherwise(lane, environment)
-
-        return call
-
     def _adder(self, op: str, add: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         """Return the function that adds an operator's result to a total. A kernel that replaces the operator has no
         such call: its result is made first."""
@@ -319,29 +328,22 @@ class Machine:
         site = Site(self.mesh, self.coordinates[0], (), (), self.device)
         return lambda total, *args: total.add_(kernel(site, *args))
 
-    def _added(self, line: Line, otherwise: Callable[[int, Environment], Any]) -> Callable[[int, Environment], Any]:
-        """Return a call that adds to the total of the line's result, or makes it in its part of a buffer, where there
-        is one."""
-        arguments, add, into = self._arguments(line), self._adding[line.op], self._into.get(line.op)
+    def _adding_to(self, op: str) -> Callable[..., Any]:
+        """Return the function that adds an operator's result to a total, or makes it in its part of a buffer."""
+        add, into = self._adding[op], self._into.get(op)
 
-        def call(lane: int, environment: Environment) -> Any:
-            total = environment.pop(f"total of {line.made[0].name}", None)
-            if isinstance(total, BufferPart) and into is not None:
-                return into(total.tensor(), *arguments(environment))
-            if total is None or isinstance(total, BufferPart):
-                return otherwise(lane, environment)
+        def added(total: Any, otherwise: Callable[..., Any], *args: Any) -> Any:
+            if isinstance(total, BufferPart):
+                return otherwise(*args) if into is None else into(total.tensor(), *args)
             if self._later is None:
-                return add(total, *arguments(environment))
-            self._later.append(partial(add, total, *arguments(environment)))
+                return add(total, *args)
+            self._later.append(partial(add, total, *args))
             return total
 
-        return call
+        return added
 
-    def _kernel(self, line: Line, function: Function) -> Callable[[int, Environment], Any]:
-        kernel = self.kernels[line.op]
-        arguments = self._arguments(line)
+    def _sites(self, line: Line, function: Function) -> list[Site]:
         values = function.values()
         operands = [values[name].type for name in line.uses()]
         results = [value.type for value in line.results if value is not None]
-        sites = [self.site(self.mesh, at, operands, results, self.device) for at in self.coordinates]
-        return lambda lane, environment: kernel(sites[lane], *arguments(environment))
+        return [self.site(self.mesh, at, operands, results, self.device) for at in self.coordinates]

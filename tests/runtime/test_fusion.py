@@ -50,6 +50,20 @@ def test_a_product_that_is_added_to_something_is_one_line_with_the_sum() -> None
     torch.testing.assert_close(found[LOSS], x.exp() @ w + x.exp())
 
 
+@pytest.mark.parametrize(("factor", "ops"), [(2.0, ["exp", "addcmul"]), (3.0, ["exp", "mul", "addcmul"])])
+def test_a_power_of_two_goes_into_the_line_of_its_sum(factor: float, ops: list[str]) -> None:
+    words = ("x:input x", "exp = exp(x)", f"scaled = mul.Scalar(x, {factor})", "product = mul.Tensor(exp, scaled)",
+             "sum = add.Tensor(exp, product)", "loss sum")  # fmt: skip
+    made = program("stage0", "F", "", words, dict.fromkeys(("x", "exp", "scaled", "product", "sum"), "f32[64, 64]"))
+    assert lines_of(made) == ops
+    x = torch.randn(64, 64)
+    plain, together = (
+        Machine(made, InProcess(Mesh()), CPU, reuse=reuse).run([{"x": x.clone()}])[0][LOSS] for reuse in (False, True)
+    )
+    torch.testing.assert_close(plain, together)
+    assert torch.equal(together, torch.addcmul(x.exp(), x * factor, x.exp()))
+
+
 @pytest.mark.parametrize(("more", "types", "ops"), [
     ((), {}, ["exp", "addcmul"]),
     (("loss product",), {}, ["exp", "mul", "add"]),

@@ -1,0 +1,172 @@
+"""Lines as code: a stretch of a function's lines becomes one Python function, whose variables are the values.
+
+    mm = aten.mm.default(x, w)                def stretch(__lane, __values):
+    relu = aten.relu.default(mm)                  x = _values['x']
+    mul = aten.mul.Tensor(relu, 2.0)              w = _values.pop('w')
+                                                  mm = _0(x, w)
+                                                  del w
+                                                  relu = _1(mm) if mm.is_contiguous() else _2(mm)
+                                                  ...
+                                                  _values['mul'] = mul
+
+Between two products the processor's caches hold little else than their operands, so what a line costs beside its
+operator is mostly the memory that Python touches for it. Code touches a few bytes for a line. A value dies with its
+variable, after its last use.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, lru_cache, partial
+from keyword import iskeyword
+from types import CodeType
+from typing import Any
+
+import torch
+
+from ...compiler.program.program import Line, Ref, operator, references
+from ...compiler.torch_private import direct
+from ..communication import Environment
+from .site import Site
+
+_INDENT = "\n    "
+_KEPT_CODES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Added:
+    """The sum into which a line's result may be added: ``add(total, otherwise, *args)`` is called where the environment
+    has a total of this ``name``; ``otherwise(*args)`` is the operator."""
+
+    name: str
+    add: Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class CodedLine:
+    """A line with its code: a ``function`` of the site of each lane, if there are ``sites``, and of the line's
+    arguments as this machine reads them. ``over`` is a function with arguments of its own, the first of which it writes
+    over. ``dead`` are the names that nobody reads after the line."""
+
+    line: Line
+    function: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    sites: Sequence[Site] = ()
+    over: tuple[Callable[..., Any], Sequence[Any]] | None = None
+    added: Added | None = None
+    dead: tuple[str, ...] = ()
+
+
+def coded(lines: Sequence[CodedLine]) -> Callable[[Sequence[Environment]], None]:
+    """Return a function that runs lines in the environment of each lane. Values that die in them leave the
+    environment."""
+    writer = _Writer()
+    source = writer.source(lines)
+    names = dict(writer.bound)
+    exec(_compiled(source), names)
+    stretch = names["stretch"]
+
+    def run(environments: Sequence[Environment]) -> None:
+        for lane, environment in enumerate(environments):
+            stretch(lane, environment)
+
+    return run
+
+
+@lru_cache(maxsize=_KEPT_CODES)
+def _compiled(source: str) -> CodeType:
+    """Return the code of a stretch; equal blocks have the same."""
+    return compile(source, "<lines of a program>", "exec")
+
+
+@dataclass(slots=True)
+class _Writer:
+    """The writer of one stretch. ``bound`` has its functions and constants, by the names that its text has for them."""
+
+    bound: dict[str, Any] = field(default_factory=dict)
+    _names: dict[int, str] = field(default_factory=dict)
+
+    def source(self, lines: Sequence[CodedLine]) -> str:
+        """Return the text of a stretch."""
+        made, dying = set[str](), {name for each in lines for name in each.dead}
+        given: dict[str, None] = {}
+        for each in lines:
+            given.update(dict.fromkeys(name for name in each.line.uses() if name not in made))
+            made.update(value.name for value in each.line.made)
+        rows = [f"{_local(name)} = __values{f'.pop({name!r})' if name in dying else f'[{name!r}]'}" for name in given]
+        for each in lines:
+            rows += self._rows(each)
+        rows += [f"__values[{name!r}] = {_local(name)}" for name in made_in_order(lines) if name not in dying]
+        return f"def stretch(__lane, __values):{_INDENT}{_INDENT.join(rows)}\n"
+
+    def _rows(self, each: CodedLine) -> Iterator[str]:
+        line = each.line
+        names = ["__" if value is None else _local(value.name) for value in line.results]
+        one_of_list = len(names) == 1 and not each.sites and _returns_list(line.op)
+        yield from self._call(each, f"({names[0]},)" if one_of_list else ", ".join(names))
+        gone = [_local(name) for name in each.dead] + ["__"] * ("__" in names)
+        if gone:
+            yield f"del {', '.join(gone)}"
+
+    def _call(self, each: CodedLine, result: str) -> Iterator[str]:
+        function, arguments = self._name(direct(each.function)), [*map(self._text, each.args)]
+        named = self._named(each.kwargs)
+        site = [f"{self._name(each.sites)}[__lane]"] if each.sites else []
+        call = f"{function}({', '.join([*site, *arguments, *named])})"
+        if each.over is not None:
+            over, args = each.over
+            call = (
+                f"{self._name(direct(over))}({', '.join([*map(self._text, args), *named])})"
+                f" if {self._text(args[0])}.is_contiguous() else {call}"
+            )
+        if each.added is None:
+            yield f"{result} = {call}"
+            return
+        otherwise = f"{self._name(partial)}({function}, {site[0]})" if site else function
+        add = f"{self._name(each.added.add)}({', '.join(['__total', otherwise, *arguments, *named])})"
+        yield f"__total = __values.pop({each.added.name!r}, None)"
+        yield f"{result} = {call} if __total is None else {add}"
+        yield "del __total"
+
+    def _named(self, kwargs: Mapping[str, Any]) -> list[str]:
+        return [
+            f"**{{{key!r}: {self._text(item)}}}" if iskeyword(key) else f"{key}={self._text(item)}"
+            for key, item in kwargs.items()
+        ]
+
+    def _text(self, item: Any) -> str:
+        """Return the text of an argument."""
+        if isinstance(item, Ref):
+            return _local(item.name)
+        if item is None or isinstance(item, (bool, int, str)) or (isinstance(item, float) and math.isfinite(item)):
+            return repr(item)
+        if isinstance(item, (list, tuple)) and any(references(item)):
+            inner = "".join(f"{self._text(one)}, " for one in item)
+            return f"[{inner}]" if isinstance(item, list) else f"({inner})"
+        return self._name(item)
+
+    def _name(self, item: Any) -> str:
+        """Return the name by which the text knows an object."""
+        if id(item) not in self._names:
+            self._names[id(item)] = f"__{len(self._names)}"
+            self.bound[self._names[id(item)]] = item  # which keeps it, and so its number
+        return self._names[id(item)]
+
+
+def _local(name: str) -> str:
+    """Return the variable of a value. Names that begin with ``__`` are the text's own."""
+    return f"v{name}" if name.startswith("__") else name
+
+
+@cache
+def _returns_list(op: str) -> bool:
+    """Return whether an operator of torch returns a list, also where it has one entry."""
+    return isinstance(operator(op)._schema.returns[0].type, torch.ListType)
+
+
+def made_in_order(lines: Sequence[CodedLine]) -> list[str]:
+    """Return the names of the values that lines make."""
+    return [value.name for each in lines for value in each.line.made]
