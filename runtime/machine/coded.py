@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache, partial
 from keyword import iskeyword
-from types import CodeType
+from types import CodeType, TracebackType
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from .site import Site
 
 _INDENT = "\n    "
 _KEPT_CODES = 1024
+_FILE = "<lines of a program>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ class CodedLine:
 
 def coded(lines: Sequence[CodedLine]) -> Callable[[Sequence[Environment]], None]:
     """Return a function that runs lines in the environment of each lane. Values that die in them leave the
-    environment."""
+    environment. An error has a note that says which line it is of."""
     writer = _Writer()
     source = writer.source(lines)
     names = dict(writer.bound)
@@ -70,8 +71,13 @@ def coded(lines: Sequence[CodedLine]) -> Callable[[Sequence[Environment]], None]
     stretch = names["stretch"]
 
     def run(environments: Sequence[Environment]) -> None:
-        for lane, environment in enumerate(environments):
-            stretch(lane, environment)
+        try:
+            for lane, environment in enumerate(environments):
+                stretch(lane, environment)
+        except Exception as error:
+            if (line := writer.line_at(error.__traceback__)) is not None:
+                error.add_note(f"in `{line.op}`, which makes `{line.made[0].name}` | {line.origin}")
+            raise
 
     return run
 
@@ -79,7 +85,7 @@ def coded(lines: Sequence[CodedLine]) -> Callable[[Sequence[Environment]], None]
 @lru_cache(maxsize=_KEPT_CODES)
 def _compiled(source: str) -> CodeType:
     """Return the code of a stretch; equal blocks have the same."""
-    return compile(source, "<lines of a program>", "exec")
+    return compile(source, _FILE, "exec")
 
 
 @dataclass(slots=True)
@@ -88,6 +94,14 @@ class _Writer:
 
     bound: dict[str, Any] = field(default_factory=dict)
     _names: dict[int, str] = field(default_factory=dict)
+    _row_ends: list[tuple[int, Line]] = field(default_factory=list)
+    """For each line the number of its last row in the text."""
+
+    def line_at(self, where: TracebackType | None) -> Line | None:
+        """Return the line that ran when an error left the text."""
+        while where is not None and where.tb_frame.f_code.co_filename != _FILE:
+            where = where.tb_next
+        return next((line for end, line in self._row_ends if where is not None and where.tb_lineno <= end), None)
 
     def source(self, lines: Sequence[CodedLine]) -> str:
         """Return the text of a stretch."""
@@ -99,6 +113,7 @@ class _Writer:
         rows = [f"{_local(name)} = __values{f'.pop({name!r})' if name in dying else f'[{name!r}]'}" for name in given]
         for each in lines:
             rows += self._rows(each)
+            self._row_ends.append((len(rows) + 1, each.line))
         rows += [f"__values[{name!r}] = {_local(name)}" for name in made_in_order(lines) if name not in dying]
         return f"def stretch(__lane, __values):{_INDENT}{_INDENT.join(rows)}\n"
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.layout.placement import Placement, TensorType
 from parc.compiler.program.binding import LOSS
-from parc.compiler.program.program import Line, Ref, Value
+from parc.compiler.program.program import Line, Origin, Ref, Value
 from parc.compiler.program.text import parse_program
 from parc.runtime.backends.in_process import InProcess
 from parc.runtime.communication import Environment
@@ -105,6 +107,18 @@ def test_a_result_is_added_where_there_is_a_total() -> None:
     each = CodedLine(line("y", Ref("x")), kernel, [Ref("x")], {}, sites, added=Added("total of y", add))
     assert run([each], x=2) == {"x": 2, "y": 20}
     assert run([each], x=2, **{"total of y": 5}) == {"x": 2, "y": 25}
+
+
+def test_an_error_says_of_which_line_it_is() -> None:
+    lines = [
+        CodedLine(replace(line(made, Ref("x")), origin=Origin(module, "net.py:7")), call, [Ref("x")], {}, dead=dead)
+        for made, module, call, dead in (
+            ("y", "model", torch.exp, ("y",)), ("z", "model.head", torch.linalg.inv, ()), ("w", "", torch.neg, ("x",))
+        )
+    ]  # fmt: skip
+    with pytest.raises(RuntimeError) as caught:
+        run(lines, x=torch.zeros(2, 3))
+    assert caught.value.__notes__ == ["in `aten.add.Tensor`, which makes `z` | model.head net.py:7"]
 
 
 def test_equal_functions_of_a_program_run_apart_from_sums_over_ranks() -> None:
