@@ -127,6 +127,7 @@ class Stepper:
         self._walk([action for action in self._left(work) if action.evaluated], work, step)
         return [StepResult(w.results[LOSS], None, {}, returned=w.returned) for w in work]
 
+    @torch.no_grad()  # the programs hold their backward, and a batch may require gradients
     def _walk(self, actions: Sequence[Action], work: Sequence[Work], step: int) -> None:
         self._mail.begin()
         self._later = []

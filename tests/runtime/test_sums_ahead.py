@@ -13,6 +13,7 @@ from parc.compiling.compiled import Compiled
 from parc.runtime.backends.started import lying_together
 from parc.runtime.compare.simulate import Simulation
 from parc.runtime.data.random_batch import random_batch
+from parc.runtime.step import Stepper
 from tests.checked_plans import checked, compiled_net
 
 _NET = """
@@ -100,3 +101,15 @@ def test_gradients_that_travel_together_are_made_one_behind_the_other(tmp_path: 
         stepper.backend.message = noted  # type: ignore[method-assign]
         simulation.step(random_batch(case.reference, microbatches, torch.Generator().manual_seed(0)), 0)
         assert sorted(map(sorted, lengths)) == [[8, 3 * 8 * 8]] * 2, "the bias, and three weights in one piece"
+
+
+def test_a_batch_that_requires_gradients_is_as_any_other(tmp_path: Path) -> None:
+    simulation = Simulation(case := case_of(net(tmp_path)))
+    batches = random_batch(case.reference, 1, torch.Generator().manual_seed(0))
+    expected, found = [
+        simulation.run(Stepper.gradients, [{name: x.requires_grad_(needs) for name, x in batches[0].items()}], 0)
+        for needs in (False, True)
+    ]
+    for plain, other in zip(expected, found, strict=True):
+        for name, gradient in plain.gradients.items():
+            assert torch.equal(gradient, other.gradients[name]) and not other.gradients[name].requires_grad
