@@ -13,6 +13,7 @@ from ..layout.rings import RINGS
 from ..ops.rules import facts
 from .overwriting import form_over, operand_over
 from .program import Function, Line, Program, Ref
+from .together import buffers_within
 from .totals import addable, adds_up, lasting
 
 
@@ -104,7 +105,7 @@ class Liveness:
 
     def __init__(self, program: Program, load: float = 1.0) -> None:
         self.program, self._load = program, load
-        self.addable = addable(program)
+        self.addable, self.buffers = addable(program), buffers_within(program)
         self._storages: dict[str, Storages] = {}
         self._peaks: dict[object, Peak] = {}
 
@@ -189,6 +190,7 @@ class _Run:
         bound = {value.name for value in function.parameters} - self.written
         self.apart = bound | {self.storages.root[name] for name in kept}
         self.gradients = {self.storages.root[name] for name in function.returned("gradient").values()}
+        self.buffers, self.begun = liveness.buffers.get(function.name, {}), set[int]()
         self.alive = _Alive()
         for name, size in given.items():
             self.alive.add(name, size)
@@ -269,6 +271,7 @@ class _Run:
             self.alive.add(made[0].name, self.alive.drop(over), self._share(made[0].name))
             return
         for value in made:
+            self._take_room(value.name)
             self.alive.add(value.name, self.storages.size[value.name], self._share(value.name))
         if (takes := facts(line.op).takes) is not None:
             self.alive.note(takes(self.liveness.bytes_of(self.function, next(line.uses()))))
@@ -276,6 +279,17 @@ class _Run:
             operands = [self.function.values()[name].type for name in line.uses()]
             travelling = COLLECTIVES[line.op].travelling(operands)
             self.alive.note(2 * sum(local_bytes(type_, self.liveness.program) for type_ in travelling))
+
+    def _take_room(self, name: str) -> None:
+        """Hold a gradient's whole buffer from the first that is made in it, and let go of the part of this one."""
+        if (buffer := self.buffers.get(name)) is None:
+            return
+        if buffer not in self.begun:
+            self.begun.add(buffer)
+            made = (value.name for line in self.function.lines if not line.calls_function for value in line.made)
+            room = sum(self.storages.size[one] for one in made if self.buffers.get(one) == buffer)
+            self.alive.hold(room, self._share(name))
+        self.alive.hold(-self.storages.size[name], self._share(name))
 
     def _share(self, name: str, otherwise: Share = "values") -> Share:
         return "gradients" if name in self.gradients else otherwise

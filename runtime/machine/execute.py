@@ -58,7 +58,7 @@ class Machine:
         self._adding = {op: self._adder(op, add) for op, add in self.adding.items() if reuse}
         self._addable = addable(program, self._adding)
         self._into = {op: make for op, make in self.into.items() if reuse and op not in kernels}
-        self._buffers = GradientBuffers(program, addable(program, self._into)[program.main.name], self.dtype)
+        self._buffers = GradientBuffers(program, self._into, self.dtype)
         self._later: list[Callable[[], torch.Tensor]] | None = None
         self._given: set[str] = set()
         self._own = own_in_main(program)

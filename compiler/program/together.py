@@ -1,0 +1,89 @@
+"""Gradients that lie together: those that ranks sum in one message, and that a machine makes one behind the other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..layout.collectives import MESSAGE, SUMS
+from ..layout.mesh import Shape
+from .program import Program
+from .totals import addable, adds_up
+
+MADE_INTO = ("aten.mm.default",)
+"""The operators whose result can be made in a given place."""
+_ALIGNED = 64
+"""The bytes of which every part begins at a multiple, as torch's own allocations do: products are slower elsewhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class LyingGradient:
+    """A gradient on one rank that lies in a buffer with others."""
+
+    name: str
+    shape: Shape
+    dtype: torch.dtype
+
+    @property
+    def aligns(self) -> bool:
+        """True where what lies behind the gradient is aligned if the gradient is."""
+        return math.prod(self.shape) * self.dtype.itemsize % _ALIGNED == 0
+
+
+def gradients_together(
+    program: Program,
+    operators: Collection[str] = MADE_INTO,
+    read: Callable[[torch.dtype], torch.dtype] = lambda dtype: dtype,
+) -> list[list[LyingGradient]]:
+    """Return the gradients of each message and dtype that lie one behind the other, in that order. ``operators`` make
+    them; ``read`` returns the dtype as which a machine reads one of the program."""
+    able = addable(program, operators)[program.main.name]
+    together: dict[tuple[object, torch.dtype], list[LyingGradient]] = {}
+    for message, name in _sent(program):
+        if name in able:
+            type_ = program.main.values()[name].type
+            gradient = LyingGradient(name, type_.local(program.mesh), read(type_.dtype))
+            together.setdefault((message, gradient.dtype), []).append(gradient)
+    lying = map(_in_order, together.values())
+    return [gradients for gradients in lying if len(gradients) > 1]
+
+
+def buffers_within(program: Program) -> dict[str, dict[str, int]]:
+    """Return, for each function, the number of the buffer of each value that is made in one. The calls of a function
+    are taken to be alike."""
+    lying = {value.name: at for at, values in enumerate(gradients_together(program)) for value in values}
+    within = {main.name: dict(lying) for main in program.mains} if lying else {}
+    left = list(program.mains) if lying else []
+    while left:
+        function = left.pop()
+        for line in function.lines:
+            if line.calls_function:
+                callee, known = program.function(line.op), within[function.name]
+                inner = within.setdefault(callee.name, {})
+                for value, (_, name) in zip(line.results, callee.returns, strict=True):
+                    if value is not None and value.name in known and name not in inner:
+                        inner[name] = known[value.name]
+                        left.append(callee)
+    return within
+
+
+def _in_order(gradients: Sequence[LyingGradient]) -> list[LyingGradient]:
+    """Return the gradients that can lie one behind the other, in that order: at most the last does not align."""
+    others = [gradient for gradient in gradients if not gradient.aligns]
+    return [*(gradient for gradient in gradients if gradient.aligns), *others[:1]]
+
+
+def _sent(program: Program) -> Iterator[tuple[object, str]]:
+    """Yield the number of each message that sums gradients, with the name of each gradient in it. With several
+    microbatches that is the name of the last one's, which is added to the others."""
+    if (last := program.last) is None:
+        return
+    added = {line.made[0].name: [*line.uses()][1] for line in last.lines if adds_up(last, line)}
+    for line in last.lines:
+        message = dict(line.kwargs).get(MESSAGE)
+        if message is not None and line.op == SUMS[0]:
+            (name,) = line.uses()
+            yield message, added.get(name, name)
