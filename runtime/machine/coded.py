@@ -172,8 +172,8 @@ class _Writer:
 
 
 def _local(name: str) -> str:
-    """Return the variable of a value. Names that begin with ``__`` are the text's own."""
-    return f"v{name}" if name.startswith("__") else name
+    """Return the variable of a value. Names that begin with ``__`` are the text's own; ``v__x`` may be a value, too."""
+    return f"v{name}" if name.lstrip("v").startswith("__") else name
 
 
 @cache

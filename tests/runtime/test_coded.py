@@ -55,6 +55,8 @@ def test_names_of_values_may_be_any() -> None:
     for name in values:
         made = run([CodedLine(line("made", Ref(name)), lambda x: [x], [Ref(name)], {})], **values)
         assert made["made"] == [values[name]] and {**made, "made": 0} == {**values, "made": 0}
+    both = CodedLine(line("made", Ref("__0"), Ref("v__0")), lambda x, y: [x, y], [Ref("__0"), Ref("v__0")], {})
+    assert run([both], **values)["made"] == [3, 5]
 
 
 def test_each_lane_has_its_site_and_its_values() -> None:
