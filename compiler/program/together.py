@@ -10,11 +10,10 @@ import torch
 
 from ..layout.collectives import MESSAGE, SUMS
 from ..layout.mesh import Shape
+from ..ops.rules import facts
 from .program import Program
 from .totals import addable, adds_up
 
-MADE_INTO = ("aten.mm.default",)
-"""The operators whose result can be made in a given place."""
 _ALIGNED = 64
 """The bytes of which every part begins at a multiple, as torch's own allocations do: products are slower elsewhere."""
 
@@ -33,9 +32,15 @@ class LyingGradient:
         return math.prod(self.shape) * self.dtype.itemsize % _ALIGNED == 0
 
 
+def made_in_place(op: str) -> bool:
+    """Return whether a machine can make an operator's result in a given place: it is a product that can be added to a
+    total."""
+    return facts(op).addable and facts(op).precision == "product"
+
+
 def gradients_together(
     program: Program,
-    operators: Collection[str] = MADE_INTO,
+    operators: Collection[str],
     read: Callable[[torch.dtype], torch.dtype] = lambda dtype: dtype,
 ) -> list[list[LyingGradient]]:
     """Return the gradients of each message and dtype that lie one behind the other, in that order. ``operators`` make
@@ -54,7 +59,12 @@ def gradients_together(
 def buffers_within(program: Program) -> dict[str, dict[str, int]]:
     """Return, for each function, the number of the buffer of each value that is made in one. The calls of a function
     are taken to be alike."""
-    lying = {value.name: at for at, values in enumerate(gradients_together(program)) for value in values}
+    used = {line.op for function in program.functions for line in function.lines if not line.calls_function}
+    lying = {
+        value.name: at
+        for at, values in enumerate(gradients_together(program, frozenset(filter(made_in_place, used))))
+        for value in values
+    }
     within = {main.name: dict(lying) for main in program.mains} if lying else {}
     left = list(program.mains) if lying else []
     while left:
