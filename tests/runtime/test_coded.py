@@ -14,7 +14,7 @@ from parc.compiler.layout.mesh import Mesh
 from parc.compiler.layout.placement import Placement, TensorType
 from parc.compiler.program.binding import LOSS
 from parc.compiler.program.program import Line, Origin, Ref, Value
-from parc.compiler.program.text import parse_program
+from parc.compiler.program.text import ProgramError, parse_program
 from parc.runtime.backends.in_process import InProcess
 from parc.runtime.communication import Environment
 from parc.runtime.machine.coded import Added, CodedLine, coded
@@ -152,3 +152,25 @@ def forward(
     Machine(program, InProcess(program.mesh), CPU, watch=watch).run(inputs)
     assert [name for name, _ in seen] == ["double", "whole", "exp", "sum"]
     assert seen[1][1] == ["double", "whole", "x"], "a watch sees what a line reads"
+
+
+@pytest.mark.parametrize("words", ["class = aten.exp.default(x)", "y; import os = aten.exp.default(x)",
+                                   "print(1) = aten.exp.default(x)", "y = aten.add.Tensor(x, x, **{'alpha': 1})",
+                                   "y = aten.add.Tensor(x, x, alpha=print(1))"])  # fmt: skip
+def test_a_program_of_a_build_brings_nothing_but_names_into_the_code(words: str) -> None:
+    text = """\"\"\"parc program: role stage0, action F\"\"\"
+
+mesh()
+
+
+def forward(
+    x: "f32[4]",  # input x
+):
+    LINE  # f32[4] | - -
+    return {
+        "loss": x,
+    }
+"""
+    parse_program(text.replace("LINE", "y = aten.exp.default(x)"))
+    with pytest.raises(ProgramError):
+        parse_program(text.replace("LINE", words))
