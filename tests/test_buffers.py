@@ -34,6 +34,10 @@ class Part(nn.Module):
             self.now, self.before = self.before, self.now
         if self.lines == "moves":
             self.now = 0.9 * self.now + 0.1 * mean
+        if self.lines == "spread":  # one number to all of a buffer, twice, and numbers of another type
+            self.now.copy_(mean[:1])
+            self.now.copy_(2 * mean.mean() + self.now.sum())
+            self.before.copy_((self.now + mean).double())
         if self.lines == "input":
             self.now = x.mean(0)
         if self.lines == "other":
@@ -84,7 +88,7 @@ class Called(Twice):
 
 ASSIGNED = (
     ("shift", "swap"), ("moves", "shift"), ("cache", "input"), ("other", "infinite"), ("", "one"), ("", "reset"),
-    ("last", "moves"),
+    ("last", "moves"), ("spread", "moves"),
 )  # fmt: skip
 """Pairs of what the first and the second part assign."""
 

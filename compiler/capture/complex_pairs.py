@@ -16,9 +16,9 @@ from ..ops.torch_ops import aten
 from ..torch_private import trace
 from .complex_numbers import ComplexPair, pair, real_form
 from .complex_rules import RULES
-from .composites import inline, parts_of
 from .faults import CaptureError
 from .node_facts import copy_place, keep_value, noted
+from .parts import inline, parts_of
 
 
 def as_pairs(graph: fx.Graph) -> None:

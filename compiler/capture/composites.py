@@ -4,60 +4,87 @@ copy."""
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
-from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses import FakeTensor
 from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind, OutputSpec, TensorArgument
 from torch.utils._pytree import tree_leaves
 
 from ..ops.rules import facts
 from ..ops.torch_ops import aten
-from ..torch_private import decomposed, is_composite, trace
-from .node_facts import copy_place, keep_value, noted
-from .writes import own_writes, without_writes
+from ..torch_private import decomposed, is_composite
+from .node_facts import noted
+from .parts import composite_parts, inline
+from .writes import forms_that_make, without_writes
 
 _REGION: Any = torch.ops.higher_order.wrap_with_set_grad_enabled
 
 
 def functional(exported: ExportedProgram) -> ExportedProgram:
     """Return an export with the graph that ``run_decompositions({})`` would make by tracing the whole model twice more.
-    A graph that writes into nothing but values of its own is rewritten in place instead: regions are inlined, and equal
-    composite calls are traced once."""
-    if _rewritten(exported.graph, exported.graph_module):
-        return exported
-    return decomposed(exported)
+    A graph that writes into nothing but buffers and values of its own is rewritten in place instead: regions are
+    inlined, and equal composite calls are traced once."""
+    buffers = _own_buffers(exported)
+    written = _rewritten(exported.graph, exported.graph_module, buffers)
+    if written is None:
+        return decomposed(exported)
+    results: Any = exported.graph.output_node().args[0]
+    exported.graph_signature.output_specs[:0] = [
+        OutputSpec(OutputKind.BUFFER_MUTATION, TensorArgument(new.name), buffers[node])
+        for node, new in zip(written, results, strict=False)
+    ]
+    return exported
 
 
-def _rewritten(graph: fx.Graph, module: fx.GraphModule) -> bool:
-    """Rewrite a graph. Return False, and leave it as it was, if something in it writes, or may write."""
+def _own_buffers(exported: ExportedProgram) -> Mapping[fx.Node, str]:
+    """Return the placeholders of buffers with their names, in order, but for those whose memory others share."""
+    specs = {spec.arg.name: spec for spec in exported.graph_signature.input_specs}
+    nodes = exported.graph.find_nodes(op="placeholder")
+    values = {**exported.constants, **exported.state_dict}
+    memory = {name: value.untyped_storage()._cdata for name, value in values.items() if isinstance(value, torch.Tensor)}
+    times = Counter(memory.values())
+    return {
+        node: str(spec.target)
+        for node in nodes
+        if (spec := specs[node.name]).kind is InputKind.BUFFER and times[memory[str(spec.target)]] == 1
+    }
+
+
+def _rewritten(graph: fx.Graph, module: fx.GraphModule, buffers: Collection[fx.Node]) -> Sequence[fx.Node] | None:
+    """Rewrite a graph, and return the buffers that it writes, in order: their new values are the first of its results.
+    Return None, and leave it as it was, if something in it writes something else, or may."""
     bodies = {region: _body(module, region) for region in graph.find_nodes(op="call_function", target=_REGION)}
     known = {*bodies, *(region.args[1] for region in bodies)}
-    writes = {part: own_writes(part) for part in (graph, *bodies.values())}
-    nodes = [node for part in writes for node in part.nodes if node not in known]
-    if not all(_is_plain(node, writes[node.graph].get(node, node.target)) for node in nodes):
-        return False
+    forms = {part: forms_that_make(part, buffers) for part in (graph, *bodies.values())}
+    nodes = [node for part in forms for node in part.nodes if node not in known]
+    formed = {node: form.target for part in forms.values() for node, form in part.items()}
+    if not all(_is_plain(node, formed.get(node, node.target)) for node in nodes):
+        return None
     parts: dict[str, fx.Graph] = {}
     for node in nodes:
-        if is_composite(node.target) and (call := _call(node)) not in parts:
+        if node not in formed and is_composite(node.target) and (call := _call(node)) not in parts:
             if not isinstance(next(iter(tree_leaves(noted(node).value)), None), FakeTensor):
-                return False
-            with enable_python_dispatcher():  # as torch has it there: some composites are made of others in Python
-                parts[call] = parts_of(node, node.target)
-            if not all(map(_is_view_or_copy, parts[call].nodes)):  # it may be made of a composite that stays whole
-                return False
-    for part, forms in writes.items():
-        without_writes(part, forms)
+                return None
+            found = composite_parts(node)
+            if found is None or not all(map(_is_view_or_copy, found.nodes)):  # of a composite that stays whole
+                return None
+            parts[call] = found
+    newest = {part: without_writes(part, forms[part]) for part in forms}[graph]
+    written, output = [node for node in buffers if node in newest], graph.output_node()
+    results: Any = output.args[0]
+    output.args = ((*map(newest.__getitem__, written), *results),)
     for region, body in bodies.items():
         inline(graph, region, body, region.args[2:], placed=True)
     for node in list(graph.nodes):
         if is_composite(node.target):
             inline(graph, node, parts[_call(node)], node.all_input_nodes)
     graph.eliminate_dead_code()
-    return True
+    return written
 
 
 def _body(module: fx.GraphModule, region: fx.Node) -> fx.Graph:
@@ -101,38 +128,3 @@ def _call(node: fx.Node) -> str:
         return f"{places[operand]}: {value.dtype} {lies}"
 
     return f"{node.target} {fx.node.map_arg((node.args, dict(node.kwargs)), described)}"
-
-
-def parts_of(
-    node: fx.Node, function: Callable[..., Any], decompositions: Mapping[Any, Callable[..., Any]] | None = None
-) -> fx.Graph:
-    """Trace a call of ``function`` with the arguments of ``node``. The operands of ``node`` are the placeholders of the
-    graph."""
-    places = {operand: at for at, operand in enumerate(node.all_input_nodes)}
-
-    def call(*values: torch.Tensor) -> Any:
-        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda operand: values[places[operand]])
-        return function(*args, **kwargs)
-
-    mode = tree_leaves(noted(node).value)[0].fake_mode
-    return trace(call, [noted(operand).value for operand in places], mode, decompositions)
-
-
-def inline(graph: fx.Graph, node: fx.Node, parts: fx.Graph, operands: Sequence[Any], placed: bool = False) -> None:
-    """Replace an operator by the nodes of ``parts``. They get the operator's place in the model's code, unless they are
-    ``placed``."""
-    placeholders = [part for part in parts.nodes if part.op == "placeholder"]
-    mapping: dict[fx.Node, fx.Node] = dict(zip(placeholders, operands, strict=True))
-    with graph.inserting_before(node):
-        outputs: Any = graph.graph_copy(parts, mapping)
-    for old, new in mapping.items():
-        if old.op == "call_function" and not placed:
-            keep_value(new)
-            copy_place(node, new)
-    if isinstance(outputs, fx.Node):
-        node.replace_all_uses_with(outputs)
-    else:
-        for user in list(node.users):
-            user.replace_all_uses_with(outputs[user.args[1]])
-            graph.erase_node(user)
-    graph.erase_node(node)

@@ -3,32 +3,48 @@
     weights = topk(x, 2)[0]; weights.div_(weights.sum())        becomes        weights.div(weights.sum())
 
 A value is its own where no other tensor shares its storage: an operator that never returns its operand or a view made
-it, and so are all operators that read it before it is written.
+it, and so are all operators that read it before it is written. A buffer is such a value too: its new value is one more
+result of the graph.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 
 from ..ops.rules import facts
 from ..ops.torch_ops import aten
 from ..torch_private import is_composite
-from .node_facts import noted
-
-Writes = Mapping[fx.Node, torch._ops.OpOverload]
-"""The operators of a graph that write, each with its form that makes a new value."""
+from .node_facts import copy_place, noted
 
 
-def own_writes(graph: fx.Graph) -> Writes:
-    """Return the operators of a graph that write into values of their own, in order."""
+@dataclass(frozen=True, slots=True)
+class MakingForm:
+    """An operator that makes new values in place of one that writes: its target, the places of the arguments that it
+    takes (None: all), and which result is the new value of the operand at each place that is written, None for the
+    only result. Whoever reads the old operator reads its first result."""
+
+    target: torch._ops.OpOverload
+    takes: tuple[int, ...] | None = None
+    news: Mapping[int, int | None] = field(default_factory=lambda: {0: None})
+
+    def arguments(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the arguments that it takes of those of the operator that writes."""
+        return args if self.takes is None else tuple(args[place] for place in self.takes)
+
+
+def forms_that_make(graph: fx.Graph, state: Collection[fx.Node] = ()) -> Mapping[fx.Node, MakingForm]:
+    """Return, for every operator of a graph that writes into values of its own, its form that makes new ones, in order;
+    and the form of every norm of a batch. ``state``: the placeholders of buffers that are values of their own."""
     written: dict[fx.Node, fx.Node] = {}
     """The value that holds what each of them made."""
-    forms: dict[fx.Node, torch._ops.OpOverload] = {}
+    forms: dict[fx.Node, MakingForm] = {}
     aliases: dict[fx.Node, set[fx.Node]] = {}
     seen = set[fx.Node]()
     for node in graph.nodes:
@@ -36,41 +52,98 @@ def own_writes(graph: fx.Graph) -> Writes:
         form = _form(node)
         if form is None:
             continue
-        target: Any = node.args[0]
-        value = written.get(target, target)
-        names = aliases.setdefault(value, {value})
-        readers = {reader for name in names for reader in name.users if reader in seen} - names - {node}
-        shared = any(not (reader in forms or _is_fresh(reader)) for reader in readers)
-        if _is_fresh(value) and not (shared or _twice(value)) and _keeps_type(node, form):
-            forms[node], written[node] = form, value
-            names.add(node)
+        targets: list[Any] = [node.args[place] for place in form.news]
+        values = [written.get(target, target) for target in targets]
+        for value in values:
+            names = aliases.setdefault(value, {value})
+            readers = {reader for name in names for reader in name.users if reader in seen} - names - {node}
+            shared = any(not (reader in forms or _is_fresh(reader)) for reader in readers)
+            if shared or not (value in state or (_is_fresh(value) and not _twice(value))):
+                break
+        else:
+            if form.takes is not None:
+                forms[node] = form
+            elif _keeps_type(node, form.target):
+                forms[node], written[node] = form, values[0]
+                aliases[values[0]].add(node)
     return forms
 
 
-def without_writes(graph: fx.Graph, writes: Writes) -> None:
-    """Write the operators of a graph that write into values of their own in the form that makes a new value: what reads
-    the old one after them reads the new one."""
+def without_writes(graph: fx.Graph, forms: Mapping[fx.Node, MakingForm]) -> Mapping[fx.Node, fx.Node]:
+    """Write the operators of a graph that have a form in it: what reads an old value after them reads the new one.
+    Return the newest value of each value that was written."""
     newest: dict[fx.Node, fx.Node] = {}
+    written: dict[fx.Node, fx.Node] = {}
+    """The value that each operator in place wrote, and returns."""
+
+    def now(operand: fx.Node) -> fx.Node:
+        return newest.get(written.get(operand, operand), operand)
+
     for node in list(graph.nodes):
-        for operand in node.all_input_nodes:
-            if operand in newest:
-                node.replace_input_with(operand, newest[operand])
-        if node in writes:
-            node.target = writes[node]
-            value: Any = node.args[0]
-            newest.update(dict.fromkeys([value, *(old for old, new in newest.items() if new is value)], node))
+        form = forms.get(node)
+        targets: list[Any] = [] if form is None else [node.args[place] for place in form.news]
+        node.args, node.kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), now)
+        if form is None:
+            continue
+        values = [written.get(target, target) for target in targets]
+        if form.takes is None:
+            node.target, written[node] = form.target, values[0]
+            source: Any = node.args[1] if len(node.args) > 1 else None
+            newest[values[0]] = source if _is_handed_on(form.target, noted(node).value, source) else node
+        else:
+            newest.update(zip(values, _write(graph, node, form), strict=True))
+    return newest
 
 
-def _form(node: fx.Node) -> torch._ops.OpOverload | None:
+def _is_handed_on(target: Any, value: torch.Tensor, source: fx.Node) -> bool:
+    """Return whether a copy of a whole value is as its source: nobody needs the copy, or what was there before."""
+    if target is not aten.copy.default:
+        return False
+    given: torch.Tensor = noted(source).value
+    return (given.dtype, given.shape, given.stride()) == (value.dtype, value.shape, value.stride())
+
+
+def _write(graph: fx.Graph, node: fx.Node, form: MakingForm) -> list[fx.Node]:
+    """Write a form with several results before an operator that it replaces. Return the new values."""
+    with graph.inserting_before(node):
+        made = graph.call_function(form.target, form.arguments(node.args))
+        parts = {index: graph.call_function(operator.getitem, (made, index)) for index in (0, *form.news.values())}
+    args = fx.node.map_arg(made.args, lambda operand: noted(operand).value)
+    with noted(node).value.fake_mode, enable_python_dispatcher():
+        results = form.target(*args)
+    for part, value in ((made, results), *((part, results[index]) for index, part in parts.items())):
+        copy_place(node, part)
+        noted(part).value = value
+    node.replace_all_uses_with(parts[0])
+    graph.erase_node(node)
+    return [parts[index] for index in form.news.values()]
+
+
+_TRAINING = MakingForm(aten._native_batch_norm_legit_functional.default, (0, 1, 2, 3, 4, 5, 6, 7), {3: 3, 4: 4})
+_EVALUATION = MakingForm(aten._native_batch_norm_legit_no_training.default, (0, 1, 2, 3, 4, 6, 7), {})
+_WITHOUT_STATE = MakingForm(aten._native_batch_norm_legit.no_stats, (0, 1, 2, 5, 6, 7), {})
+
+
+def _norm_form(node: fx.Node) -> MakingForm | None:
+    """Return the form of a norm of a batch, which writes its running statistics, though its schema does not say so."""
+    if any(statistics is None for statistics in node.args[3:5]):
+        return _WITHOUT_STATE
+    return _TRAINING if node.args[5] else _EVALUATION
+
+
+def _form(node: fx.Node) -> MakingForm | None:
     """Return the form of an operator that makes a new value, if all that the operator does is to write its first
-    operand: ``aten.add.Tensor`` for ``aten.add_.Tensor``."""
+    operand: ``aten.add.Tensor`` for ``aten.add_.Tensor``; and the form of a norm of a batch."""
     target: Any = node.target
+    if target is aten.batch_norm.default:
+        return _norm_form(node)
     if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
         return None
     form = returning_form(target) if isinstance(node.args[0], fx.Node) else None
     if form is None or not facts(form).exported or is_composite(form):
         return None
-    return form if torch.Tag.pointwise in form.tags and torch.Tag.nondeterministic_seeded not in form.tags else None
+    by_element = torch.Tag.pointwise in form.tags or form is aten.copy.default
+    return MakingForm(form) if by_element and torch.Tag.nondeterministic_seeded not in form.tags else None
 
 
 def returning_form(target: Any) -> torch._ops.OpOverload | None:

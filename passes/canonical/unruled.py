@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import fx
 from torch._decomp import decomposition_table
 
-from ...compiler.capture.composites import inline, parts_of
 from ...compiler.capture.node_facts import noted
+from ...compiler.capture.parts import inline, parts_of
 from ...compiler.ops.rules import has_rule
 from ...compiler.ops.torch_ops import aten
 from ..programs.backward_forms import write_functional
