@@ -19,7 +19,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes import 
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # or each cache begins with seconds of trying the C++ compiler
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # workers share few cores: one thread each is faster, and repeatable
 
-gc.set_threshold(200_000, 20, 100)  # a tenth of the time went into looking for garbage among torch's own objects
+gc.set_threshold(200_000, 50, 100)  # a tenth of the time went into looking for garbage among torch's own objects
 
 SLOW_IS_FINE = (HealthCheck.too_slow, HealthCheck.data_too_large)
 settings.register_profile("check", deadline=None, max_examples=25, derandomize=True, suppress_health_check=SLOW_IS_FINE)
@@ -34,8 +34,8 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_sessionfinish() -> None:
-    """Look for garbage once, and freeze what is left, of some millions of objects: pytest looks five times more."""
-    gc.collect()
+    """Look for garbage among what is new, and freeze all: pytest would look at millions of objects five times."""
+    gc.collect(1)
     gc.freeze()
 
 

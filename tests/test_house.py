@@ -3,12 +3,13 @@
 import ast
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
 import pytest
 
+from parc.compiler.program.binding import KINDS
 from parc.grammar.codes import CODES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,6 +44,12 @@ def tree(file: Path) -> ast.Module:
     return ast.parse(file.read_text())
 
 
+@cache
+def nodes(file: Path) -> tuple[ast.AST, ...]:
+    """Return all nodes of a file's syntax tree."""
+    return tuple(ast.walk(tree(file)))
+
+
 def shown(file: Path) -> str:
     """Return a file's name relative to the root, as test id and for messages."""
     return str(file.relative_to(ROOT))
@@ -65,7 +72,7 @@ def test_errors_of_a_run_have_a_way_out() -> None:
     calls = [
         (f"{shown(file)}:{node.lineno}", node, places[node.func.id])
         for file in python_files("runtime")
-        for node in ast.walk(tree(file))
+        for node in nodes(file)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in places
     ]
     lacking = [place for place, node, help_ in calls if len(node.args) <= help_ and not any(
@@ -94,7 +101,7 @@ def test_modules_open_with_a_sentence() -> None:
 def test_docstrings_begin_with_a_noun_or_a_verb() -> None:
     """A sentence such as "Whether it is one" has no subject: its reader has to find out first what it is about."""
     for file in FILES:
-        for node in ast.walk(tree(file)):
+        for node in nodes(file):
             match node:
                 case ast.Expr(value=ast.Constant(value=str() as text)):
                     headless = HEADLESS.match(text)
@@ -106,7 +113,7 @@ def test_files_and_functions_are_short() -> None:
     for file in FILES:
         lines = file.read_text().count("\n")
         assert lines <= MAX_FILE_LINES, f"{shown(file)}: {lines} lines: look for the second concept in it"
-        for node in ast.walk(tree(file)):
+        for node in nodes(file):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 length = (node.end_lineno or node.lineno) - node.lineno + 1
                 where = f"`{node.name}` of {shown(file)}"
@@ -127,7 +134,7 @@ def test_files_are_named_after_one_thing() -> None:
 def test_layers_import_each_other_relatively() -> None:
     """An absolute import of parc code would, in a checkout, load a second copy of the module."""
     for file in LAYER_FILES:
-        for node in ast.walk(tree(file)):
+        for node in nodes(file):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
                 names = [node.module]
@@ -152,7 +159,30 @@ def test_what_nodes_know_is_read_and_written_in_one_module() -> None:
     uses = [
         f"{shown(file)}:{node.lineno}"
         for file in python_files("compiler", "passes", "runtime", "parc", "tests")
-        for node in ast.walk(tree(file))
+        for node in nodes(file)
         if isinstance(node, ast.Attribute) and node.attr == "meta" and file != home
     ]
     assert not uses, uses
+
+
+def test_no_other_module_writes_or_splits_the_text_of_a_binding() -> None:
+    """Such texts are ``f"gradient {name}"`` and ``"saved "``. The language's own lines have more words: ``input tokens
+    int64 [B]``."""
+    home = ROOT / "compiler" / "program" / "binding.py"
+    kinds = [kind for kind, row in KINDS.items() if row.text == "kind name"]
+    pattern = re.compile(rf"({'|'.join(kinds)}) \S*")
+    texts = [(f"{shown(file)}:{line}", text) for file in python_files(*LAYERS, "parc")
+             if file != home for line, text in _texts(nodes(file))]  # fmt: skip
+    assert len(texts) > 5000
+    assert not [(place, text) for place, text in texts if pattern.fullmatch(text)]
+
+
+def _texts(nodes: Sequence[ast.AST]) -> Iterator[tuple[int, str]]:
+    """Return the strings of a module's nodes. An f-string's inserted values count as one word."""
+    joined = [node for node in nodes if isinstance(node, ast.JoinedStr)]
+    inside = {value for node in joined for value in node.values}
+    for text in joined:
+        yield text.lineno, "".join(str(v.value) if isinstance(v, ast.Constant) else "x" for v in text.values)
+    for node in nodes:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in inside:
+            yield node.lineno, node.value

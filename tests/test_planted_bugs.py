@@ -96,7 +96,8 @@ def test_sequences_whose_parts_meet_wrongly_are_refused() -> None:
 
 
 def test_evaluations_of_another_model_are_refused_almost_all_before_anything_runs() -> None:
-    """The accepted ones have the right numbers: without a gradient, a maximum may be made twice."""
+    """The accepted ones have the right numbers: without a gradient, a maximum may be made twice, and padding that meets
+    the zeros of a weight may be any finite number."""
     names = (MOODY_BUILD, "stack tp=2, two microbatches", "padded tp=4")
     for name in names:
         assert not (verdict := judge(build := evaluated_build(name), build.case.programs)).check, verdict.reason

@@ -71,8 +71,7 @@ def composite_parts(node: fx.Node) -> fx.Graph | None:
     """Return the graph of the operators that torch makes of a composite one; None where it reads a tensor that is no
     operand. The operands of ``node`` are the placeholders of the graph."""
     call, operands = _call_with_operands(node, node.target)
-    once = {id(operand): operand for operand in operands}
-    if len(once) < len(operands):  # two nodes for one tensor
+    if len({id(operand) for operand in operands}) < len(operands):  # two nodes for one tensor
         operands = [operand.detach() for operand in operands]
     recorder = _Recorder(operands)
     try:

@@ -124,7 +124,7 @@ _EVALUATION = MakingForm(aten._native_batch_norm_legit_no_training.default, (0, 
 _WITHOUT_STATE = MakingForm(aten._native_batch_norm_legit.no_stats, (0, 1, 2, 5, 6, 7), {})
 
 
-def _norm_form(node: fx.Node) -> MakingForm | None:
+def _norm_form(node: fx.Node) -> MakingForm:
     """Return the form of a norm of a batch, which writes its running statistics, though its schema does not say so."""
     if any(statistics is None for statistics in node.args[3:5]):
         return _WITHOUT_STATE

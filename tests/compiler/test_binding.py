@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import ast
-import re
-from collections.abc import Iterator
-
 import pytest
 
 from parc.compiler.program.binding import KINDS, Binding, Kind
 from parc.compiler.program.text import ProgramError, parse_program
 
-from ..test_house import LAYERS, ROOT, python_files, shown
 from .test_program import GOOD
-
-HOME = ROOT / "compiler" / "program" / "binding.py"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -43,25 +36,3 @@ def test_a_text_that_is_no_binding_is_refused(text: str) -> None:
 def test_a_program_with_a_text_that_is_no_binding_is_refused(old: str, new: str) -> None:
     with pytest.raises(ProgramError, match=r"program:\d+: `.*` is nothing that a value can be bound to"):
         parse_program(GOOD.replace(old, new))
-
-
-def test_no_other_module_writes_or_splits_the_text_of_a_binding() -> None:
-    """Such texts are ``f"gradient {name}"`` and ``"saved "``. The language's own lines have more words: ``input tokens
-    int64 [B]``."""
-    kinds = [kind for kind, row in KINDS.items() if row.text == "kind name"]
-    pattern = re.compile(rf"({'|'.join(kinds)}) \S*")
-    texts = [(f"{shown(file)}:{line}", text) for file in python_files(*LAYERS, "parc") if file != HOME
-             for line, text in _texts(ast.parse(file.read_text()))]  # fmt: skip
-    assert len(texts) > 5000
-    assert not [(place, text) for place, text in texts if pattern.fullmatch(text)]
-
-
-def _texts(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Return the strings of a module. An f-string's inserted values count as one word."""
-    joined = [node for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)]
-    inside = {value for node in joined for value in node.values}
-    for text in joined:
-        yield text.lineno, "".join(str(v.value) if isinstance(v, ast.Constant) else "x" for v in text.values)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in inside:
-            yield node.lineno, node.value
