@@ -18,7 +18,6 @@ import re
 from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import groupby
-from pathlib import Path
 
 import pytest
 import torch

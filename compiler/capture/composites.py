@@ -26,9 +26,9 @@ _REGION: Any = torch.ops.higher_order.wrap_with_set_grad_enabled
 
 
 def functional(exported: ExportedProgram) -> ExportedProgram:
-    """Return an export with the graph that ``run_decompositions({})`` would make by tracing the whole model twice more.
-    A graph that writes into nothing but buffers and values of its own is rewritten in place instead: regions are
-    inlined, and equal composite calls are traced once."""
+    """Return an export with the graph that ``run_decompositions({})`` would make by tracing the whole model twice more;
+    a conjugate is not copied before it is read. A graph that writes into nothing but buffers and values of its own is
+    rewritten in place instead: regions are inlined, and equal composite calls are traced once."""
     buffers = _own_buffers(exported)
     written = _rewritten(exported.graph, exported.graph_module, buffers)
     if written is None:
@@ -101,10 +101,7 @@ def _is_plain(node: fx.Node, target: Any) -> bool:
     if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable or not facts(target).exported:
         return False
     results = [value for value in tree_leaves(noted(node).value) if value is not None]
-    return all(
-        isinstance(value, torch.Tensor) and not value.is_complex() and all(type(size) is int for size in value.shape)
-        for value in results
-    )
+    return all(isinstance(value, torch.Tensor) and all(type(size) is int for size in value.shape) for value in results)
 
 
 def _is_view_or_copy(part: fx.Node) -> bool:

@@ -130,6 +130,10 @@ BODIES: dict[str, Callable[[Any, torch.Tensor], Any]] = {
         m.fc(x) * torch.cartesian_prod(x[0, :2, 0], x[0, :3, 0]).flatten()[:6, None],  # of composites
         torch.fft.rfft(x).conj().resolve_conj().imag.reshape(4, 30) + m.fc(x).mean(),
     ),
+    "turned": lambda m, x: (
+        torch.view_as_real(torch.view_as_complex(m.fc(x).unflatten(-1, (4, 2))) * torch.polar(x[..., :4], x[..., 4:])),
+        torch.fft.fft2(m.fc(x)).real.reshape(24, 8),
+    ),
     "lstm": lambda m, x: m.lstm(x)[0],
     "alike": lambda m, x: m.fc(m.fc(x).reshape(24, 8)).reshape(4, 6, 8).reshape(24, 8),
     "region": _no_grad,
@@ -159,7 +163,11 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-TOGETHER = [name for name in BODIES if name.startswith(("views", "dropout", "kept", "lstm", "alike", "no ", "written"))]
+TOGETHER = [
+    name
+    for name in BODIES
+    if name.startswith(("views", "dropout", "kept", "turned", "lstm", "alike", "no ", "written"))
+]
 """The bodies that neither change what another reads nor leave out what it makes."""
 BODIES["together"] = lambda m, x: tuple(BODIES[name](m, x) for name in TOGETHER)
 CHANGED_BY_EVAL = ("unread", "unread beside a write", "together", "buffers")
