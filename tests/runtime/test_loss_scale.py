@@ -22,11 +22,11 @@ from parc.runtime.faults import RunError
 from parc.runtime.launch.train import skip_text
 from parc.runtime.machine.kernels import KERNELS
 from parc.runtime.state.scaler import LEAST
-from tests.checked_plans import checked, compiled
+from tests.checked_plans import compiled, simulated
 from tests.draws import share
 from tests.planted_builds import TIED
 from tests.runtime.ranks import run_ranks
-from tests.runtime.tiny import BOTH, DATA, EVAL, ONE, PLAN, TENSOR, batch, build
+from tests.runtime.tiny import BOTH, DATA, EVAL, ONE, PLAN, batch, build
 
 DYNAMIC, FIXED = "precision fp16 loss_scale dynamic\n", "precision fp16 loss_scale 1024\n"
 PLAIN = PLAN.replace("dropout=0.1", "dropout=0.0")
@@ -209,11 +209,20 @@ STAGES = "mesh pp=2\nstage before blocks.1 over pp\n"
 PIPE = PLAIN.replace("schedule  microbatches 2", "schedule 1f1b microbatches 2")
 
 
+@pytest.fixture(scope="module")
+def trained_alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[Any, ...]]]:
+    """A build of one rank, and what its steps report."""
+    folder = tmp_path_factory.mktemp("alone")
+    one = build(folder, ONE, PLAIN + DYNAMIC)
+    return one, run_of(str(one), str(folder / "kept"))
+
+
 @pytest.mark.parametrize(("plan", "lines"), [(PIPE, STAGES), (PLAIN, DATA + "zero 3 over dp\n")])
-def test_real_ranks_skip_the_same_steps(tmp_path: Path, plan: str, lines: str) -> None:
-    one = build(tmp_path / "one", ONE, PLAIN + DYNAMIC)
+def test_real_ranks_skip_the_same_steps(
+    tmp_path: Path, trained_alone: tuple[Path, list[tuple[Any, ...]]], plan: str, lines: str
+) -> None:
+    one, alone = trained_alone
     many = build(tmp_path / "many", lines, plan + DYNAMIC)
-    alone = run_of(str(one), str(tmp_path / "kept"))
     first, second = run_ranks(run_of, 2, str(many), str(tmp_path / "others"))
     assert first == second
     skipped, others = (sum(row[0] for row in rows) for rows in (alone, first))
@@ -231,16 +240,18 @@ def test_real_ranks_skip_the_same_steps(tmp_path: Path, plan: str, lines: str) -
 )
 def test_builds_of_float16_are_accepted_and_proved_from_their_files(lines: str, tmp_path: Path) -> None:
     made = compiled(PLAN + BOTH + lines)
-    found = checked(made)
-    assert [row["directive"] for row in found.report["numerics"]] == [lines.strip().split("\n")[-1]]
-    write_build(made.to_write(found.report), tmp_path / "build")
+    report = simulated(made)
+    assert [row["directive"] for row in report["numerics"]] == [lines.strip().split("\n")[-1]]
+    write_build(made.to_write(report), tmp_path / "build")
     assert not check_files(read_build(tmp_path / "build"))
 
 
 def test_a_pipeline_with_tied_weights_and_a_range_of_sizes_are_accepted(tmp_path: Path) -> None:
     tied = TIED.format(layers=3) + "\nmesh tp=2, pp=2\ncolumn layers.1 over tp\nstage before layers.1 over pp\n"
-    checked(compiled(tied + "schedule 1f1b microbatches 2\n" + DYNAMIC, Path(__file__).parent.parent))
+    simulated(compiled(tied + "schedule 1f1b microbatches 2\n" + DYNAMIC, Path(__file__).parent.parent))
     frozen = tied.replace("mesh tp=2, pp=2", "mesh pp=3").replace("column layers.1 over tp\n", "")
     frozen += "stage before layers.2 over pp\nschedule gpipe microbatches 2\nfreeze layers.1\n"
     assert not prove(compiled(frozen + DYNAMIC, Path(__file__).parent.parent))  # a role without gradients
-    assert not prove(compiled(PLAN.replace("S=8", "S=4..8 by 4").replace("layers=2", "layers=1") + TENSOR + DYNAMIC))
+    ranged = SMALL.replace("./normed.py:Normed", "./padded_models.py:Mlp").replace("S=4", "S=4..8 by 4")
+    split = "mesh tp=2\ncolumn up over tp\nrow down over tp\n"
+    assert not prove(compiled(ranged + split + DYNAMIC, Path(__file__).parent.parent))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -11,9 +14,11 @@ import parc
 from benchmarks.kept import COMMON, GPT, LLAMA, kept_by_parc
 from parc.checking.checks import prove
 from parc.checking.twins import find_twin
+from parc.compiler.plan.plan import read_plan
 from parc.compiler.program.actions import BACKWARD
 from parc.compiling.compiled import Compiled
 from parc.grammar.diagnostics import PlanError
+from parc.grammar.source import Source
 from tests.checked_plans import compiled
 from tests.draws import star
 from tests.runtime.ranks import run_ranks
@@ -40,31 +45,45 @@ def trained(*folders: str) -> list[dict[str, torch.Tensor]]:
     return ends
 
 
-def same_bits(tmp_path: Path, plan: str, plain: str, recompute: str, ranks: int = 1) -> None:
+def same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
     """Hold training with and without a line to each other."""
-    plan = plan.replace("schedule  microbatches 2", "schedule 1f1b microbatches 4") if "stage" in plain else plan
-    folders = [str(build(tmp_path / name, plain + line, plan)) for name, line in (("a", ""), ("b", recompute))]
-    for one, other in run_ranks(trained, ranks, *folders) if ranks > 1 else [trained(*folders)]:
-        assert all(torch.equal(one[name], other[name]) for name in one)
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.fixture(scope="module")
+def plainly(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, torch.Tensor]]:
+    """Training under lines that make nothing again, once for all that do."""
+
+    @cache
+    def train(lines: str) -> dict[str, torch.Tensor]:
+        return trained(str(build(tmp_path_factory.mktemp("plain"), lines, DROPS)))[0]
+
+    return train
 
 
 KEEP = ("", " keep products, attention", " keep products", " keep random, gelu")
 
 
 @pytest.mark.parametrize(("keep", "lines"), star(KEEP, ["", "precision bf16\n"]))
-def test_dropout_is_replayed_to_the_bit(tmp_path: Path, lines: str, keep: str) -> None:
-    same_bits(tmp_path, DROPS, lines, f"recompute blocks.*{keep}\n")
+def test_dropout_is_replayed_to_the_bit(
+    tmp_path: Path, plainly: Callable[[str], dict[str, torch.Tensor]], lines: str, keep: str
+) -> None:
+    (found,) = trained(str(build(tmp_path, f"{lines}recompute blocks.*{keep}\n", DROPS)))
+    same_bits(plainly(lines), found)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "lines", "recompute"),
+    ("lines", "recompute"),
     [
-        (2, "mesh pp=2\n" + STAGES, "recompute blocks.*\n"),
-        (2, "mesh dp=2\nshard tokens, targets [B/dp, _]\nzero 3 over dp\nprecision bf16\n", "recompute blocks.0\n"),
+        ("mesh pp=2\n" + STAGES, "recompute blocks.*\n"),
+        ("mesh dp=2\nshard tokens, targets [B/dp, _]\nzero 3 over dp\nprecision bf16\n", "recompute blocks.0\n"),
     ],
 )
-def test_ranks_train_to_the_bit_as_without_it(tmp_path: Path, ranks: int, lines: str, recompute: str) -> None:
-    same_bits(tmp_path, DROPS, lines, recompute, ranks)
+def test_ranks_train_to_the_bit_as_without_it(tmp_path: Path, lines: str, recompute: str) -> None:
+    plan = DROPS.replace("schedule  microbatches 2", "schedule 1f1b microbatches 4") if "stage" in lines else DROPS
+    folders = [str(build(tmp_path / name, lines + line, plan)) for name, line in (("a", ""), ("b", recompute))]
+    for one, other in run_ranks(trained, 2, *folders):
+        same_bits(one, other)
 
 
 def plan_of(model: str, lines: str = "") -> Compiled:
@@ -132,5 +151,5 @@ def test_a_twin_without_blocks_of_each_kind_says_how_to_get_them() -> None:
     made = compiled(plan)
     with pytest.raises(PlanError, match="2 of 4 blocks"):
         find_twin(made, made.build.programs)
-    made = compiled(plan.replace("verify layers=2", "verify layers=4, width=8"))
-    assert not find_twin(made, made.build.programs)[1]
+    narrow = read_plan(Source("plan.parc", plan.replace("verify layers=2", "verify layers=4, width=8")))
+    assert not find_twin(replace(made, plan=narrow), made.build.programs)[1]
