@@ -142,8 +142,8 @@ def _form(node: fx.Node) -> MakingForm | None:
     form = returning_form(target) if isinstance(node.args[0], fx.Node) else None
     if form is None or not facts(form).exported or is_composite(form):
         return None
-    by_element = torch.Tag.pointwise in form.tags or form is aten.copy.default
-    return MakingForm(form) if by_element and torch.Tag.nondeterministic_seeded not in form.tags else None
+    makes = len(form._schema.returns) == 1 and form._schema.returns[0].alias_info is None
+    return MakingForm(form) if makes and torch.Tag.nondeterministic_seeded not in form.tags else None
 
 
 def returning_form(target: Any) -> torch._ops.OpOverload | None:

@@ -84,6 +84,15 @@ def _shares(x: torch.Tensor, grad: bool = True) -> torch.Tensor:
         return weights * places.to(weights.dtype)
 
 
+def _scattered(x: torch.Tensor) -> torch.Tensor:
+    """``[4, 6, 8]``, from entries that are written by their places."""
+    mask = torch.zeros_like(x).scatter_(-1, x.topk(2, -1)[1], 1.0)
+    summed = torch.zeros(24, 8).index_add_(0, torch.arange(4), x[0, :4]).index_fill_(0, torch.arange(1, 2), 2.0)
+    kept = x.masked_fill(mask > 0.0, 0.0).index_put_((torch.arange(1, 3),), x[0] * 2.0).cumsum_(0).tril_()
+    squares = torch.zeros(6, 6).addmm_(x[0], x[1].t())
+    return kept * mask + summed.sum() + squares.zero_().add_(1.0).sum()
+
+
 def _followed(model: Any, x: torch.Tensor) -> torch.Tensor:
     before = model.mean * 2.0
     made = model.fc(x).detach()
@@ -140,6 +149,7 @@ BODIES: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "no derivative": lambda m, x: m.fc(m.fc(x).view(torch.float32)),
     "written": lambda m, x: m.fc(x).add_(1.0).reshape(24, 8),
     "written again": lambda m, x: _written_again(m.fc(x), m.fc(x * 2.0)),
+    "written at places": lambda m, x: _scattered(m.fc(x)),
     "written in one of several": lambda m, x: _shares(m.fc(x)),
     "written in a region": lambda m, x: m.fc(x) * _shares(m.fc(x), grad=False).sum(),
     "written behind a view": lambda m, x: _behind_a_view(m.fc(x)),
