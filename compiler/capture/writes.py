@@ -4,14 +4,16 @@
 
 A value is its own where no other tensor shares its storage: an operator that never returns its operand or a view made
 it, and so are all operators that read it before it is written. A buffer is such a value too: its new value is one more
-result of the graph.
+result of the graph. A part of such a value may be written through a view, if nobody reads an older view afterwards:
+
+    cache[:, 2:] = x                                           becomes        cache = slice_scatter(cache, x, 1, 2)
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -33,6 +35,8 @@ class MakingForm:
     target: torch._ops.OpOverload
     takes: tuple[int, ...] | None = None
     news: Mapping[int, int | None] = field(default_factory=lambda: {0: None})
+    whole: fx.Node | None = None
+    """The value of which the first operand is a view of a part, where it is one."""
 
     def arguments(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the arguments that it takes of those of the operator that writes."""
@@ -46,26 +50,49 @@ def forms_that_make(graph: fx.Graph, state: Collection[fx.Node] = ()) -> Mapping
     """The value that holds what each of them made."""
     forms: dict[fx.Node, MakingForm] = {}
     aliases: dict[fx.Node, set[fx.Node]] = {}
-    seen = set[fx.Node]()
-    for node in graph.nodes:
-        seen.add(node)
+    seen: dict[fx.Node, int] = {}
+    last: dict[fx.Node, int] = {}
+    """The place of the last operator that wrote each value."""
+
+    def keeps_nothing(reader: fx.Node, node: fx.Node) -> bool:
+        """Return whether nothing that shares memory with an operand of ``reader`` is read after ``node``."""
+        form, target = forms.get(reader), reader.target
+        if _is_fresh(reader) or (form is not None and form.whole is None):
+            return True
+        is_view = isinstance(target, torch._ops.OpOverload) and not target._schema.is_mutable
+        users = (user for user in reader.users if user is not node)
+        return (form is not None or is_view) and all(user in seen and keeps_nothing(user, node) for user in users)
+
+    def is_own(value: fx.Node, node: fx.Node, view: fx.Node | None) -> bool:
+        """Return whether ``node`` may write a value, or the part of it that a view shows, which must be of its newest
+        numbers."""
+        names = aliases.setdefault(value, {value})
+        readers = {reader for name in names for reader in name.users if reader in seen} - names - {node}
+        alone = value in state or (_is_fresh(value) and not _twice(value))
+        newest = view is None or seen[view] > last.get(value, -1)
+        return alone and newest and all(keeps_nothing(reader, node) for reader in readers)
+
+    for place, node in enumerate(graph.nodes):
+        seen[node] = place
         form = _form(node)
         if form is None:
             continue
         targets: list[Any] = [node.args[place] for place in form.news]
+        view = targets[0] if form.takes is None and targets[0].target in _SCATTERS else None
+        targets = targets if view is None else [view.args[0]]
         values = [written.get(target, target) for target in targets]
-        for value in values:
-            names = aliases.setdefault(value, {value})
-            readers = {reader for name in names for reader in name.users if reader in seen} - names - {node}
-            shared = any(not (reader in forms or _is_fresh(reader)) for reader in readers)
-            if shared or not (value in state or (_is_fresh(value) and not _twice(value))):
-                break
+        if not all(is_own(value, node, view) for value in values):
+            continue
+        if form.takes is not None:
+            forms[node] = form
+        elif view is not None and _keeps_type(node, form.target, strides=False):
+            forms[node] = replace(form, whole=values[0])
+        elif view is None and _keeps_type(node, form.target):
+            forms[node], written[node] = form, values[0]
+            aliases[values[0]].add(node)
         else:
-            if form.takes is not None:
-                forms[node] = form
-            elif _keeps_type(node, form.target):
-                forms[node], written[node] = form, values[0]
-                aliases[values[0]].add(node)
+            continue
+        last.update(dict.fromkeys(values, place))
     return forms
 
 
@@ -86,7 +113,9 @@ def without_writes(graph: fx.Graph, forms: Mapping[fx.Node, MakingForm]) -> Mapp
         if form is None:
             continue
         values = [written.get(target, target) for target in targets]
-        if form.takes is None:
+        if form.whole is not None:
+            newest[form.whole] = _write_part(graph, node, form, newest.get(form.whole, form.whole))
+        elif form.takes is None:
             node.target, written[node] = form.target, values[0]
             source: Any = node.args[1] if len(node.args) > 1 else None
             newest[values[0]] = source if _is_handed_on(form.target, noted(node).value, source) else node
@@ -117,6 +146,41 @@ def _write(graph: fx.Graph, node: fx.Node, form: MakingForm) -> list[fx.Node]:
     node.replace_all_uses_with(parts[0])
     graph.erase_node(node)
     return [parts[index] for index in form.news.values()]
+
+
+_SCATTERS: Mapping[Any, Any] = {
+    aten.slice.Tensor: aten.slice_scatter.default,
+    aten.select.int: aten.select_scatter.default,
+}
+"""The operator that makes a value of which one part is new, by the operator that shows the part."""
+
+
+def _write_part(graph: fx.Graph, node: fx.Node, form: MakingForm, whole: fx.Node) -> fx.Node:
+    """Write an operator that writes a part of a value in its form. Return the value with the new part; what reads the
+    operator reads the part of it."""
+    view: Any = node.args[0]
+    readers, node.target = list(node.users), form.target
+    noted(node).value = _made(node)
+    with graph.inserting_after(node):
+        new = graph.call_function(_SCATTERS[view.target], (whole, node, *view.args[1:]))
+    with graph.inserting_after(new):
+        part = graph.call_function(view.target, (new, *view.args[1:]))
+    for made in (new, part):
+        copy_place(node, made)
+        noted(made).value = _made(made)
+    for reader in readers:
+        reader.replace_input_with(node, part)
+    if not readers:
+        graph.erase_node(part)
+    return new
+
+
+def _made(node: fx.Node) -> Any:
+    """Return the result of an operator on the values of its operands."""
+    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda operand: noted(operand).value)
+    target: Any = node.target
+    with next(operand.fake_mode for operand in args if isinstance(operand, torch.Tensor)):  # type: ignore[attr-defined]
+        return target(*args, **kwargs)
 
 
 _TRAINING = MakingForm(aten._native_batch_norm_legit_functional.default, (0, 1, 2, 3, 4, 5, 6, 7), {3: 3, 4: 4})
@@ -175,12 +239,12 @@ def _twice(node: fx.Node) -> bool:
     return node.target is operator.getitem and sum(user.args[1] == node.args[1] for user in maker.users) > 1
 
 
-def _keeps_type(node: fx.Node, form: torch._ops.OpOverload) -> bool:
-    """Return whether the new value has the dtype, and lies as the old one does."""
+def _keeps_type(node: fx.Node, form: torch._ops.OpOverload, strides: bool = True) -> bool:
+    """Return whether the new value has the dtype and the shape of the old one, and lies as it does."""
     values = fx.node.map_arg((node.args, dict(node.kwargs)), lambda operand: noted(operand).value)
     old: Any = noted(node.args[0]).value  # type: ignore[arg-type]
     if not isinstance(old, torch.Tensor):
         return False
     with old.fake_mode:  # type: ignore[attr-defined]
         new = form(*values[0], **values[1])
-    return (new.dtype, new.shape, new.stride()) == (old.dtype, old.shape, old.stride())
+    return (new.dtype, new.shape) == (old.dtype, old.shape) and (not strides or new.stride() == old.stride())

@@ -93,6 +93,36 @@ def _scattered(x: torch.Tensor) -> torch.Tensor:
     return kept * mask + summed.sum() + squares.zero_().add_(1.0).sum()
 
 
+def _in_parts(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    first = x[:3]  # a view that is made beside another may stand before or after it
+    y[1:] = x[1:]
+    y[1:].mul_(first)
+    y.add_(1.0)
+    y[:, 2] += 1.0
+    before = y * 2.0
+    columns, rows = before[..., 0], before[:, :2]
+    last = y[..., 5].add_(columns)
+    y[:, 3:5] = rows * last[:, :2, None]
+    return y + before
+
+
+def _older_part(y: torch.Tensor) -> torch.Tensor:
+    first = y[0]
+    y[1:] = 3.0
+    return y + first
+
+
+def _part_that_is_read(y: torch.Tensor) -> torch.Tensor:
+    row = y[:, 2].add_(1.0)
+    y.mul_(2.0)
+    return y[:, 1] + row
+
+
+def _buffer_in_a_part(model: Any, x: torch.Tensor) -> torch.Tensor:
+    model.mean[:4] = model.fc(x).detach()[0, 0, :4]
+    return model.fc(x) * model.mean
+
+
 def _followed(model: Any, x: torch.Tensor) -> torch.Tensor:
     before = model.mean * 2.0
     made = model.fc(x).detach()
@@ -129,14 +159,12 @@ BODIES: dict[str, Callable[[Any, torch.Tensor], Any]] = {
         m.fc(x).transpose(0, 1).reshape(24, 8).view(6, 4, 8).transpose(0, 1).contiguous(),  # copies
         m.fc(x.contiguous().to(torch.float32).reshape(4, 6, 8)),  # nothing to do
         m.fc(x.to(torch.float64).float()).to(torch.bfloat16).type_as(x),
-        m.fc(x) * torch.tensor([1.0, 2.0]).repeat(4),
     ),
     "unread": lambda m, x: (F.dropout(x, 0.5), F.dropout(m.fc(x), 0.1))[1],
     "unread beside a write": lambda m, x: (F.dropout(x, 0.5), F.dropout(m.fc(x).add_(1.0), 0.1))[1],
     "dropout": lambda m, x: F.dropout(m.drop(m.fc(x)), 0.5) + F.dropout(x, 0.5, training=False),
     "kept whole": lambda m, x: (
         F.scaled_dot_product_attention(m.fc(x), x, torch.einsum("bij,bkj->bij", x, x)),
-        m.fc(x) * torch.cartesian_prod(x[0, :2, 0], x[0, :3, 0]).flatten()[:6, None],  # of composites
         torch.fft.rfft(x).conj().resolve_conj().imag.reshape(4, 30) + m.fc(x).mean(),
     ),
     "turned": lambda m, x: (
@@ -146,10 +174,15 @@ BODIES: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "lstm": lambda m, x: m.lstm(x)[0],
     "alike": lambda m, x: m.fc(m.fc(x).reshape(24, 8)).reshape(4, 6, 8).reshape(24, 8),
     "region": _no_grad,
+    "of composites": lambda m, x: m.fc(x) * torch.cartesian_prod(x[0, :2, 0], x[0, :3, 0]).flatten()[:6, None],
+    "constants": lambda m, x: m.fc(x) * torch.tensor([1.0, 2.0]).repeat(4),
     "no derivative": lambda m, x: m.fc(m.fc(x).view(torch.float32)),
     "written": lambda m, x: m.fc(x).add_(1.0).reshape(24, 8),
     "written again": lambda m, x: _written_again(m.fc(x), m.fc(x * 2.0)),
     "written at places": lambda m, x: _scattered(m.fc(x)),
+    "written in parts": lambda m, x: _in_parts(x, m.fc(x)),
+    "written before an older part is read": lambda m, x: _older_part(m.fc(x)),
+    "written beside a part that is read": lambda m, x: _part_that_is_read(m.fc(x)),
     "written in one of several": lambda m, x: _shares(m.fc(x)),
     "written in a region": lambda m, x: m.fc(x) * _shares(m.fc(x), grad=False).sum(),
     "written behind a view": lambda m, x: _behind_a_view(m.fc(x)),
@@ -161,6 +194,7 @@ BODIES: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "buffers followed": _followed,
     "buffers assigned": _assigned,
     "buffers of a view": lambda m, x: m.mean.copy_(m.fc(x).detach().flatten()[:8].reshape(8)) * x,
+    "buffers in a part": _buffer_in_a_part,
     "buffers behind a view": _buffer_behind_a_view,
     "buffers without a gradient": _without_gradient,
     "statistics of each sample": lambda m, x: F.instance_norm(x, m.norm.running_mean, m.norm.running_var),
@@ -173,10 +207,22 @@ def _quiet() -> Iterator[None]:
         yield
 
 
+LEFT = (
+    "of composites",
+    "constants",
+    "no derivative",
+    "written behind a view",
+    "written in a wider sum",
+    "written in a view",
+    "written before an older part is read",
+    "written beside a part that is read",
+    "buffers behind a view",
+    "buffers without a gradient",
+)
+"""The bodies that torch traces again: most of them write what another value sees."""
+OWN = [name for name in BODIES if name not in LEFT]
 TOGETHER = [
-    name
-    for name in BODIES
-    if name.startswith(("views", "dropout", "kept", "turned", "lstm", "alike", "no ", "written"))
+    name for name in OWN if name.startswith(("views", "dropout", "kept", "turned", "lstm", "alike", "written "))
 ]
 """The bodies that neither change what another reads nor leave out what it makes."""
 BODIES["together"] = lambda m, x: tuple(BODIES[name](m, x) for name in TOGETHER)
@@ -186,11 +232,12 @@ CHANGED_BY_EVAL = ("unread", "unread beside a write", "together", "buffers")
 @pytest.mark.parametrize(
     ("name", "training"),
     [
-        *(wide(name, True) if name in TOGETHER else (name, True) for name in BODIES),
-        *((name, False) if name in CHANGED_BY_EVAL else wide(name, False) for name in BODIES),
+        *(wide(name, True) if name in TOGETHER else (name, True) for name in [*OWN, "together"]),
+        *((name, False) if name in CHANGED_BY_EVAL else wide(name, False) for name in [*OWN, "together"]),
     ],
 )
-def test_the_functional_form_is_torchs_own(name: str, training: bool) -> None:
+def test_the_functional_form_is_torchs_own(name: str, training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(composites, "decomposed", None)  # it is made here
     exported = torch.export.export(_Body(BODIES[name]).train(training), (X,), strict=False)
     wanted = exported.run_decompositions({})
     found = functional(exported)
@@ -236,22 +283,12 @@ def test_what_is_called_alike_is_traced_once(monkeypatch: pytest.MonkeyPatch) ->
     assert len(calls) == 3 and len(traced) == 2
 
 
-def test_a_write_that_others_see_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    left: list[Any] = []
-    for name in (name for name in BODIES if name.startswith(("written", "buffers"))):
+def test_a_graph_that_is_left_to_torch_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(composites, "decomposed", lambda exported: None)
+    for name in LEFT:
         exported = torch.export.export(_Body(BODIES[name]), (X,), strict=False)
         before = _text(copy.deepcopy(exported.graph))
-        monkeypatch.setattr(composites, "decomposed", left.append)
-        if functional(exported) is None:
-            assert _text(exported.graph) == before
-            left[-1] = name
-    assert left == [
-        "written behind a view",
-        "written in a wider sum",
-        "written in a view",
-        "buffers behind a view",
-        "buffers without a gradient",
-    ]
+        assert functional(exported) is None and _text(exported.graph) == before
 
 
 def test_two_buffers_of_one_memory_are_not_written_as_if_they_were_two() -> None:
