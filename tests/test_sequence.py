@@ -106,7 +106,7 @@ def test_bytes_are_those_of_tensor_parallelism_or_a_quarter_more() -> None:
     """A gather and a scatter are an all-reduce. For eight of them backward gathers two again."""
 
     def sent(line: str) -> int:
-        rows = report_of(compiled(split(lines=line), ROOT, dp=1, tp=2))["communication"]
+        rows = report_of(compiled(split(lines=line), ROOT, dp=2, tp=2))["communication"]
         return sum(row["wire_bytes"] for row in rows if row["carries"] == "activations" and row["module"])
 
     line = "sequence model.layers.* over tp"
@@ -143,7 +143,8 @@ def test_mistakes_are_told_at_their_line(lines: str) -> None:
 
 def test_a_length_that_does_not_divide_is_refused() -> None:
     with pytest.raises(PlanError) as error:
-        compiled(split(lines="sequence model.layers.* over tp").replace("S=8", "S=10"), ROOT, dp=1, tp=4)
+        text = split(more=", num_hidden_layers=1", lines="sequence model.layers.* over tp")
+        compiled(text.replace("S=8", "S=10"), ROOT, dp=1, tp=4)
     text = "\n".join(map(render, error.value.diagnostics))
     assert "`S` is 10, which does not divide by the 4 ranks of `tp`" in text and "such as 8 or 12" in text
 

@@ -17,7 +17,7 @@ from parc.desugar import desugar
 from parc.grammar.diagnostics import PlanError, Severity
 from tests.draws import each_once, wide
 
-from ..checked_plans import checked, compiled
+from ..checked_plans import checked, compiled, simulated
 
 PLAN = """
 model     "./fused.py:{model}" ({arguments})
@@ -44,11 +44,11 @@ row    attention.linear2 over tp
 
 
 def build(model: str, arguments: str, lines: str, tp: int, dp: int = 1, check: bool = True) -> Compiled:
-    """Compile a model under its plan; every check must pass."""
+    """Compile a model under its plan, and hold it to the captured graph."""
     text = PLAN.format(model=model, arguments=arguments, dp=dp, tp=tp) + lines
     made = compiled(text, Path(__file__).parent)
     if check:
-        checked(made)
+        simulated(made)
     return made
 
 
@@ -110,7 +110,7 @@ def test_few_keys_that_are_fused_with_queries_are_gathered_once_where_they_are_t
         assert not prove(made)
         twin, differences = find_twin(made, made.build.programs)
         assert not differences
-        checked(twin)
+        simulated(twin)
 
 
 @pytest.mark.parametrize(("repeat", "tp"), each_once(["true", "false"], [2, 8]))
@@ -122,7 +122,8 @@ def test_what_is_fused_with_more_and_is_no_heads_of_keys_stays_split(repeat: str
 
 
 def test_the_encoder_layer_of_torch_moves_sums_alone() -> None:
-    made = build("encoder", "heads=4", ENCODER, 2)
+    made = build("encoder", "heads=4", ENCODER, 2, check=False)
+    checked(made)
     assert not warnings_of(made) and {op for _, op in moved(made)} == {"all_reduce", "row_max"}
 
 

@@ -22,20 +22,20 @@ from tests.captured_once import compile_once
 from tests.checked_plans import checked
 
 MODELS = """
-def base(tied=False):
+def base(tied=False, layers=2):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return LlamaForCausalLM(LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=layers, num_attention_heads=2,
         num_key_value_heads=2, max_position_embeddings=16, use_cache=False, tie_word_embeddings=tied,
     ))
 
 
-def adapted(target="all-linear", saved="lm_head", tied=False):
+def adapted(target="all-linear", saved="lm_head", tied=False, layers=2):
     from peft import LoraConfig, get_peft_model
 
     target = target if target == "all-linear" else target.split(" ")
-    return get_peft_model(base(tied), LoraConfig(
+    return get_peft_model(base(tied, layers), LoraConfig(
         task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules=target, modules_to_save=saved.split() or None,
     ))
 """
@@ -48,6 +48,7 @@ loss cross_entropy(output.logits, targets)
 optimizer adamw lr 1e-2 eps 1e-4
 init from "pretrained"
 """
+SHORT = PLAN.replace(':adapted"', ':adapted" (layers=1)')
 SPLIT = """\
 include "parc:llama" (tp=2)
 """
@@ -96,10 +97,10 @@ def test_adapters_are_trained_beside_pretrained_weights_and_written_for_peft_and
     from peft import PeftModel
 
     (tmp_path / "models.py").write_text(MODELS)
-    models()["base"]().save_pretrained(tmp_path / "pretrained")
+    models()["base"](layers=1).save_pretrained(tmp_path / "pretrained")
     first = loaded(tmp_path / "pretrained").state_dict()
 
-    path, made = build(tmp_path, PLAN + SPLIT, "split")
+    path, made = build(tmp_path, SHORT + SPLIT, "split")
     assert checked(made).report["checks"]["numbers"] == "tested"
     types = json.loads((path / "manifest.json").read_text())["parameters"]
     layer = f"{PREFIX}model.layers.0."
@@ -109,10 +110,10 @@ def test_adapters_are_trained_beside_pretrained_weights_and_written_for_peft_and
             assert ("/tp" in types[f"{layer}{module}.{own}.weight"]) == (own in split), (module, own)
     assert "/tp" in types[f"{PREFIX}lm_head.modules_to_save.default.weight"]
 
-    alone = str(build(tmp_path, PLAN, "alone")[0])
+    alone = str(build(tmp_path, SHORT, "alone")[0])
     with parc.load(alone) as session:
         begun = session.state_dict()
-    plain: nn.Module = models()["adapted"]()
+    plain: nn.Module = models()["adapted"](layers=1)
     plain.load_state_dict(begun)
     assert torch.equal(begun[f"{layer}mlp.up_proj.base_layer.weight"], first["model.layers.0.mlp.up_proj.weight"])
     assert torch.equal(begun[f"{PREFIX}lm_head.modules_to_save.default.weight"], first["lm_head.weight"])
@@ -184,7 +185,7 @@ def test_a_plan_begins_with_adapters_too_and_a_shared_weight_is_not_merged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "models.py").write_text(MODELS)
-    arguments = '(target="embed_tokens q_proj", saved="", tied=true)'
+    arguments = '(target="embed_tokens q_proj", saved="", tied=true, layers=1)'
     text = PLAN.replace(':adapted"', f':adapted" {arguments}').replace('init from "pretrained"\n', "")
     path, _ = build(tmp_path, text, "first")
     wanted = trained(str(path), str(tmp_path / "saved"))

@@ -116,12 +116,12 @@ data synthetic
 """
 
 
-@pytest.mark.parametrize(("sizes", "read"), [("16", 32), ("4..8 by 1", 37)])
+@pytest.mark.parametrize(("sizes", "count", "read"), [("16", 37, 32), ("4..8 by 4", 36, 36)])
 def test_samples_that_fill_no_batch_are_left_out_where_the_loss_counts_no_targets(
-    sizes: str, read: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    sizes: str, count: int, read: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "squares.py").write_text("def squares(output):\n    return (output ** 2).mean()\n")
-    with parc.load(held(tmp_path, text=SQUARES.format(sizes=sizes))) as session:
+    with parc.load(held(tmp_path, count=count, text=SQUARES.format(sizes=sizes))) as session:
         left_out = "each evaluation leaves out the last 5 samples of its data: "
         with pytest.warns(UserWarning, match=left_out) if read == 32 else nullcontext():
             found = session.evaluation.mean(session.state)
@@ -143,14 +143,14 @@ def shares(output, targets):
 """
 
 
-@pytest.mark.parametrize("sizes", ["16", "4..8 by 1"])
+@pytest.mark.parametrize(("sizes", "count"), [("16", 37), ("4..8 by 4", 36)])
 def test_a_smaller_batch_counts_by_its_samples_where_the_loss_is_divided_by_a_share_of_them(
-    sizes: str, tmp_path: Path
+    sizes: str, count: int, tmp_path: Path
 ) -> None:
     (tmp_path / "shares.py").write_text(SHARES)
     text = WIDE.replace("cross_entropy(output, targets)", '"./shares.py:shares"(output, targets)')
-    with parc.load(held(tmp_path, text=text.replace("B=16", f"B={sizes}"))) as session:
-        found, (x, targets) = session.evaluation.mean(session.state), samples(37)
+    with parc.load(held(tmp_path, count=count, text=text.replace("B=16", f"B={sizes}"))) as session:
+        found, (x, targets) = session.evaluation.mean(session.state), samples(count)
         losses, keep = F.cross_entropy(of(session)(x), targets, reduction="none"), targets > 2
         assert found == pytest.approx(float(losses[keep].mean()), rel=1e-10)
 
