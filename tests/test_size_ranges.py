@@ -36,7 +36,6 @@ from parc.runtime.data.feed import Feed
 from parc.runtime.data.sizes import bound_build
 from parc.runtime.faults import RunError
 from tests.checked_plans import compiled
-from tests.family_plans import plan_text
 from tests.planted_sizes import hidden_shifts, hidden_sizes
 from tests.ranged_models import TASK, positions
 from tests.runtime.forked import forked_ranks
@@ -131,22 +130,29 @@ def test_a_llama_serves_a_range() -> None:
     hold(compiled, {"S": 16})
 
 
+def pictures(sizes: str, lines: str = "mesh dp=2\n") -> str:
+    """Return a plan of ``Pictures``, whose batch is split over dp."""
+    return (
+        'model "tests.ranged_models:Pictures"\ninput pictures float32 [B, 3, H, W]\ninput kinds int64 [B]\n'
+        f"sizes {sizes}\nloss cross_entropy(output, kinds)\noptimizer sgd lr 0.1\n{lines}"
+        "shard pictures [B/dp, ...]\nshard kinds [B/dp]\n"
+    )
+
+
 def test_pictures_of_many_heights_and_widths() -> None:
     """The sizes are no multiples of each other, and the mean is over their product."""
-    compiled = compiled_of(
-        'model "tests.ranged_models:Pictures"\ninput pictures float32 [B, 3, H, W]\ninput kinds int64 [B]\n'
-        "sizes B=4, H=8..40 by 4, W=8..64 by 2\nloss cross_entropy(output, kinds)\noptimizer sgd lr 0.1\n"
-        "mesh dp=2\nshard pictures [B/dp, ...]\nshard kinds [B/dp]\n"
-    )
+    compiled = compiled_of(pictures("B=4, H=8..40 by 4, W=8..64 by 2"))
     assert {"H-2", "H/2-1", "W/2-1", "4*H*W-8*H-8*W+16"} <= expressions(compiled)
     assert prove(compiled) == []
     hold(compiled, {"H": 12, "W": 22})
 
 
 def test_batches_as_large_as_a_layer_has_channels() -> None:
-    """At B=16 the size that dp splits cannot be told from the one that tp splits."""
-    text = plan_text("convolutions").replace("B=8, S=8", "B=8..16 by 8").replace("dp = 1", "dp = 2")
-    assert prove(compiled_of(text)) == []
+    """At B=4 the size that dp splits cannot be told from the one that tp splits."""
+    lines = "mesh dp=2, tp=2\ncolumn first over tp\nrow second over tp\n"
+    compiled = compiled_of(pictures("B=2..4 by 2, H=8, W=8", lines))
+    assert "B" in expressions(compiled)
+    assert prove(compiled) == []
 
 
 def test_fixed_sizes_make_no_template() -> None:
