@@ -22,7 +22,7 @@ from parc.compiler.program.text import parse_program
 from parc.compiling.compiled import Compiled
 from parc.desugar import desugar
 from parc.grammar.diagnostics import PlanError, Severity, render
-from tests.checked_plans import checked, compiled
+from tests.checked_plans import checked, compiled, held
 from tests.draws import all_but
 from tests.planted_builds import ROOT
 from tests.runtime.ranks import run_ranks
@@ -89,7 +89,7 @@ def folded_beside(beside: str) -> Compiled:
 @pytest.mark.parametrize("beside", all_but(["a capacity inside dp"], BESIDE))
 def test_experts_along_a_view_train_as_on_one_rank(beside: str) -> None:
     made = folded_beside(beside)
-    assert checked(made).report["checks"]["numbers"] == "tested"
+    assert held(made)
     assert not [found for found in warnings_of(made) if found.severity is not Severity.NOTE]
 
 
