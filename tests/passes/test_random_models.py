@@ -33,7 +33,7 @@ def test_random_models(most_layers: int, record_property: Callable[[str, object]
     a diagnostic; and the captured graph is the module's own mathematics."""
     tried: Counter[str] = Counter()
 
-    @settings(max_examples=settings().max_examples // SHARE + 3, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=settings().max_examples // SHARE - 1, suppress_health_check=list(HealthCheck))
     @given(trials(most_layers))
     def run(trial: tuple[ModelSpec, list[str]]) -> None:
         spec, texts = trial
