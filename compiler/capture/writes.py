@@ -22,6 +22,7 @@ from torch._dispatch.python import enable_python_dispatcher
 
 from ..ops.rules import facts
 from ..ops.torch_ops import aten
+from ..program.program import operator as overload
 from ..torch_private import is_composite
 from .node_facts import copy_place, noted
 
@@ -78,7 +79,7 @@ def forms_that_make(graph: fx.Graph, state: Collection[fx.Node] = ()) -> Mapping
         if form is None:
             continue
         targets: list[Any] = [node.args[place] for place in form.news]
-        view = targets[0] if form.takes is None and targets[0].target in _SCATTERS else None
+        view = targets[0] if form.takes is None and facts(targets[0].target).put_back else None
         targets = targets if view is None else [view.args[0]]
         values = [written.get(target, target) for target in targets]
         if not all(is_own(value, node, view) for value in values):
@@ -148,13 +149,6 @@ def _write(graph: fx.Graph, node: fx.Node, form: MakingForm) -> list[fx.Node]:
     return [parts[index] for index in form.news.values()]
 
 
-_SCATTERS: Mapping[Any, Any] = {
-    aten.slice.Tensor: aten.slice_scatter.default,
-    aten.select.int: aten.select_scatter.default,
-}
-"""The operator that makes a value of which one part is new, by the operator that shows the part."""
-
-
 def _write_part(graph: fx.Graph, node: fx.Node, form: MakingForm, whole: fx.Node) -> fx.Node:
     """Write an operator that writes a part of a value in its form. Return the value with the new part; what reads the
     operator reads the part of it."""
@@ -162,7 +156,7 @@ def _write_part(graph: fx.Graph, node: fx.Node, form: MakingForm, whole: fx.Node
     readers, node.target = list(node.users), form.target
     noted(node).value = _made(node)
     with graph.inserting_after(node):
-        new = graph.call_function(_SCATTERS[view.target], (whole, node, *view.args[1:]))
+        new = graph.call_function(overload(facts(view.target).put_back), (whole, node, *view.args[1:]))
     with graph.inserting_after(new):
         part = graph.call_function(view.target, (new, *view.args[1:]))
     for made in (new, part):

@@ -39,6 +39,10 @@ class OpCall:
     operands: tuple[Shape, ...]
     results: tuple[Shape, ...]
 
+    def __hash__(self) -> int:
+        """Return a hash without the arguments, some of which have none; calls that differ in them alone are few."""
+        return hash((self.op, self.operands, self.results))
+
     def argument(self, position: int, name: str, default: Any = None) -> Any:
         """The argument at `position` of the operator's schema, wherever the call passes it."""
         return self.args[position] if position < len(self.args) else self.kwargs.get(name, default)

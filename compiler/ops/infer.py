@@ -4,16 +4,20 @@ it."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
 
 from ..layout.collectives import TypeFault
 from ..layout.mesh import Mesh
 from ..layout.placement import AxisType, Placement, Split
 from ..layout.stretches import Outer, nest
 from .factors import OpCall, OpRule, RuleError, opaque
-from .rules import rule_for
+from .rules import TABLE, rule_for
 from .splits import from_factor, to_factor, to_factors
 
 Part = tuple[str, Outer]
+_MOST = 1 << 13
+"""The most inferred calls that are kept, a few kilobytes each."""
 
 
 def rule_or_opaque(call: OpCall) -> OpRule:
@@ -36,6 +40,16 @@ def infer(
     Raises:
         TypeFault: the operator, applied to these types, would need communication that is not there.
     """
+    row = TABLE.get(call.op)
+    return list(_inferred(call, tuple(operands), mesh, None if expected is None else tuple(expected), row and row.rule))
+
+
+@lru_cache(maxsize=_MOST)
+def _inferred(
+    call: OpCall, operands: tuple[Placement, ...], mesh: Mesh, expected: tuple[Placement, ...] | None, _: Any
+) -> tuple[Placement, ...]:
+    """Infer placements once for equal calls on equal types, which layers and plans repeat, as long as the operator has
+    the same rule."""
     rule = rule_or_opaque(call)
     results: list[dict[str, AxisType]] = [{} for _ in rule.results]
     for axis in mesh.names:
@@ -58,7 +72,7 @@ def infer(
             result[axis] = Split(*at) if at else "P"
     placements = [Placement.of(mesh, result) for result in results]
     _require_disjoint(call, placements, mesh)
-    return placements
+    return tuple(placements)
 
 
 def place_created(

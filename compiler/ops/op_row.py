@@ -81,6 +81,9 @@ class OpFacts:
     """The position of the operand that holds these numbers."""
     ignored_at: int | None = None
     """The position of the argument that is the number to ignore."""
+    put_back: str = ""
+    """The operator that gives the first operand with another tensor in the place of the part that this one takes: its
+    operands are both, and its other arguments are the same."""
     replaced: bool = False
     """True where another operator replaces this one if the counted dim is split; this one needs it whole."""
     unread_rows: bool = False

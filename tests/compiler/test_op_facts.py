@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from parc.compiler.ops.op_row import OpFacts
 from parc.compiler.ops.rules import TABLE, facts
+from parc.compiler.program.program import operator as program_operator
 from tests.draws import share
 
 from .op_cases import Draw, case_of
@@ -50,6 +51,12 @@ def hold(whole: Whole, row: OpFacts) -> int:
     if row.creates and whole.case.has_values:
         args = whole.case.args
         assert bool((results[0] == row.number_in(args)).all())
+        looked += 1
+    if row.put_back:
+        new, others = results[0] + 1, whole.case.args[1:]
+        made = program_operator(row.put_back)(operands[0], new, *others)
+        assert torch.equal(whole.case.target(made, *others), new)
+        assert torch.equal(program_operator(row.put_back)(made, results[0], *others), operands[0])
         looked += 1
     if row.casts and results[0].is_floating_point() and operands[0].is_floating_point():
         torch.testing.assert_close(results[0].double(), operands[0].double(), rtol=1e-2, atol=1e-2)

@@ -5,8 +5,9 @@ derive every set of operators that they need. So an operator is one row, and one
 """
 
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
+from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
@@ -60,11 +61,17 @@ def rule_for(call: OpCall) -> OpRule | None:
     if row is None or row.rule is None:
         return None
     try:
-        return row.rule(call)
+        return _rule(row.rule, call)
     except RuleError:
         if call.op in _REGISTERED:
             raise
         return None
+
+
+@lru_cache(maxsize=1 << 13)
+def _rule(rule_of: Callable[[OpCall], OpRule], call: OpCall) -> OpRule:
+    """Return the rule of a call; equal calls have one, whatever their placements."""
+    return rule_of(call)
 
 
 def localize(

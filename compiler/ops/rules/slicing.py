@@ -219,7 +219,9 @@ def _last_two(call: OpCall, rank: int) -> frozenset[int]:
 
 
 SLICING_RULES = {
-    **rows_of("slice.Tensor", _slice_row(1, long=0, short=1, moves="place", storage="view")),
+    **rows_of(
+        "slice.Tensor", _slice_row(1, 0, 1, moves="place", storage="view", put_back="aten.slice_scatter.default")
+    ),
     **rows_of("slice_backward", _slice_row(2, long=1, short=0, sizes=True, storage="fresh")),
     **rows_of("slice_scatter", _slice_row(2, long=0, short=1)),
     **rows_of("split.Tensor", _split_row("split_size", lambda sizes: sizes[0])),
@@ -231,7 +233,7 @@ SLICING_RULES = {
     **rows_of("cat", OpRow(_cat, moves="join", storage="fresh", plain=True)),
     **rows_of("glu", OpRow(_halves(1, "21"))),
     **rows_of("glu_backward", OpRow(_halves(2, "122", linear="0"))),
-    **rows_of("select.int", OpRow(_lacking(1), moves="place", storage="view")),
+    **rows_of("select.int", OpRow(_lacking(1), moves="place", storage="view", put_back="aten.select_scatter.default")),
     **rows_of("select_backward", OpRow(_lacking(2), result_shape(1, "input_sizes"), storage="fresh")),
     **rows_of("select_scatter", OpRow(_lacking(2))),
     **rows_of("unbind.int", OpRow(_lacking(1, 0), moves="place", storage="view")),
