@@ -75,7 +75,8 @@ def held(made: Compiled, steps: int = 1) -> Mapping[str, Any]:
 
 
 def checked(made: Compiled) -> Checked:
-    """Return the report of all checks of a build; every one must hold."""
+    """Return the report of all checks of a build, which must hold, and the promises of its plan with them."""
+    hold_promises(made)
     found = check_build(made)
     assert not found.faults, "\n".join(map(str, found.faults))
     return found
