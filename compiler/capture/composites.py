@@ -122,6 +122,7 @@ def _call(node: fx.Node) -> str:
     def described(operand: fx.Node) -> str:
         value = noted(operand).value
         lies = f"{list(value.shape)} {value.stride()} {value.storage_offset()} {value.device}"
+        lies += f" {value.is_conj()} {value.is_neg()}"  # facts of a tensor that torch may not have written yet
         return f"{places[operand]}: {value.dtype} {lies}"
 
     return f"{node.target} {fx.node.map_arg((node.args, dict(node.kwargs)), described)}"

@@ -130,7 +130,8 @@ def _is_handed_on(target: Any, value: torch.Tensor, source: fx.Node) -> bool:
     if target is not aten.copy.default:
         return False
     given: torch.Tensor = noted(source).value
-    return (given.dtype, given.shape, given.stride()) == (value.dtype, value.shape, value.stride())
+    alike = (given.dtype, given.shape, given.stride()) == (value.dtype, value.shape, value.stride())
+    return alike and not (given.is_conj() or given.is_neg())
 
 
 def _write(graph: fx.Graph, node: fx.Node, form: MakingForm) -> list[fx.Node]:

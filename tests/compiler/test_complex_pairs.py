@@ -42,7 +42,9 @@ EXPRESSIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
     "mul": lambda z, w, x: [z * w, z * x, x * 1j, z * (1 - 2j), z * 3, z * INDEX.sum(), z * w[0], torch.square(z)],
     "div": lambda z, w, x: [z / w, z / x, x / z, z / 2, 1 / z, z / 2j, z.reciprocal(), z.rsqrt()],
     "pow": lambda z, w, x: [z**2, z**3, z**-2, z**0, z**0.5, z**w, x.abs() ** z, 2**z, z**1.5, (1 + 1j) ** z],
-    "signs": lambda z, w, x: [-z, z.conj(), z.conj() * w, z.conj().imag, +z, z.conj().resolve_conj().T],
+    "signs": lambda z, w, x: [
+        -z, z.conj(), z.conj() * w, z.imag, z.conj().imag, +z, z.resolve_conj(), z.conj().resolve_conj().T,
+    ],
     "sizes": lambda z, w, x: [z.abs(), z.angle(), z.sgn(), z.norm(), torch.linalg.vector_norm(z, 1, -1)],
     "zero": lambda z, w, x: [(z - z).abs(), (z - z).sgn(), torch.complex(x * 0, x * 0).angle(), (z - z) * w],
     "parts": lambda z, w, x: [z.real, z.imag, torch.complex(x, x * 2), torch.polar(x.abs(), x), torch.view_as_real(z)],

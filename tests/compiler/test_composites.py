@@ -283,6 +283,16 @@ def test_what_is_called_alike_is_traced_once(monkeypatch: pytest.MonkeyPatch) ->
     assert len(calls) == 3 and len(traced) == 2
 
 
+def test_a_conjugate_has_parts_of_its_own() -> None:
+    def body(model: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        turned = torch.fft.rfft(model.fc(x))
+        return turned.imag * 2.0, turned.conj().imag * 3.0
+
+    found = functional(torch.export.export(_Body(body), (X,), strict=False))
+    names = [str(node.target) for node in found.graph.nodes]
+    assert names.count("aten.view_as_real.default") == 2 and names.count("aten._neg_view.default") == 1
+
+
 def test_a_graph_that_is_left_to_torch_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(composites, "decomposed", lambda exported: None)
     for name in LEFT:
