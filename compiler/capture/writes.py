@@ -155,14 +155,14 @@ def _write_part(graph: fx.Graph, node: fx.Node, form: MakingForm, whole: fx.Node
     operator reads the part of it."""
     view: Any = node.args[0]
     readers, node.target = list(node.users), form.target
-    noted(node).value = _made(node)
+    noted(node).value = _made(node, node.target)
     with graph.inserting_after(node):
         new = graph.call_function(overload(facts(view.target).put_back), (whole, node, *view.args[1:]))
     with graph.inserting_after(new):
         part = graph.call_function(view.target, (new, *view.args[1:]))
     for made in (new, part):
         copy_place(node, made)
-        noted(made).value = _made(made)
+        noted(made).value = _made(made, made.target)
     for reader in readers:
         reader.replace_input_with(node, part)
     if not readers:
@@ -170,10 +170,9 @@ def _write_part(graph: fx.Graph, node: fx.Node, form: MakingForm, whole: fx.Node
     return new
 
 
-def _made(node: fx.Node) -> Any:
-    """Return the result of an operator on the values of its operands."""
+def _made(node: fx.Node, target: Any) -> Any:
+    """Return the result of an operator ``target`` on the arguments of a node."""
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda operand: noted(operand).value)
-    target: Any = node.target
     with next(operand.fake_mode for operand in args if isinstance(operand, torch.Tensor)):  # type: ignore[attr-defined]
         return target(*args, **kwargs)
 
@@ -236,10 +235,8 @@ def _twice(node: fx.Node) -> bool:
 
 def _keeps_type(node: fx.Node, form: torch._ops.OpOverload, strides: bool = True) -> bool:
     """Return whether the new value has the dtype and the shape of the old one, and lies as it does."""
-    values = fx.node.map_arg((node.args, dict(node.kwargs)), lambda operand: noted(operand).value)
     old: Any = noted(node.args[0]).value  # type: ignore[arg-type]
     if not isinstance(old, torch.Tensor):
         return False
-    with old.fake_mode:  # type: ignore[attr-defined]
-        new = form(*values[0], **values[1])
+    new = _made(node, form)
     return (new.dtype, new.shape) == (old.dtype, old.shape) and (not strides or new.stride() == old.stride())

@@ -1,4 +1,4 @@
-"""Bindings: their texts are written and read in one module alone."""
+"""Bindings: a text that is written for one is read as the same."""
 
 from __future__ import annotations
 
