@@ -44,6 +44,17 @@ def launched() -> int:
     return 0
 
 
+def chosen_device() -> torch.device:
+    """Return the device that was chosen, else the CPU: that of work which needs no GPU.
+
+    Raises:
+        RunError: a GPU was chosen, and there is none.
+    """
+    device = torch.device(os.environ.get(DEVICE) or "cpu")
+    check_device(device)
+    return device
+
+
 def default_device() -> torch.device:
     """Return the device that was chosen; else this process's GPU, if there is one, else the CPU.
 

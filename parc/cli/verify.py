@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from parc.cli.refusal import show_refusal
@@ -20,6 +21,7 @@ def verify_options(parser: argparse.ArgumentParser) -> None:
         "--static", action="store_true", help="shapes, types and communication from the files alone; imports nothing"
     )
     parser.add_argument("--first-difference", action="store_true", help="where numbers differ, name the first line")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="where numbers are tested; default: on the CPU")
     parser.add_argument("--json", action="store_true", help="the outcome as JSON on stdout")
 
 
@@ -27,6 +29,10 @@ def verify_command(given: argparse.Namespace) -> int:
     """Print what holds. Return 5 if a check refuses, 1 if files were altered though every check holds."""
     with stages() as progress:
         progress("loading torch")
+        from parc.runtime.processes import DEVICE
+
+        if given.device:
+            os.environ[DEVICE] = given.device
         from parc.checking.verification import verify_build, verify_static
 
         if given.static:

@@ -20,8 +20,8 @@ from ...compiler.program.roles import Role
 from ..backends.in_process import InProcess
 from ..machine.execute import Machine
 from ..machine.kernels import REFERENCE_KERNELS
+from ..processes import chosen_device
 from ..state.optimizer import make_optimizer, update
-from .plain import CPU
 
 Microbatches = Sequence[Mapping[str, torch.Tensor]]
 """The inputs of each microbatch of a step, whole."""
@@ -55,6 +55,13 @@ class Case:
     """The state of steps before the first one."""
     biases: Mapping[str, Bias] = field(default_factory=dict)
     """The biases that balance experts, by the module of these."""
+    device: torch.device = field(default_factory=chosen_device)
+    """The device that all of it is computed on."""
+
+
+def on_device(tensors: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+    """Return tensors on a device: those that lie there as they are."""
+    return {name: tensor.to(device) for name, tensor in tensors.items()}
 
 
 def wide(tensor: torch.Tensor) -> torch.Tensor:
@@ -83,15 +90,16 @@ class ReferenceRun:
     def __init__(self, case: Case, float64: bool = True, watch: Watch | None = None) -> None:
         self.case = case
         self.machine = Machine(
-            case.reference, InProcess(Mesh()), CPU, wide=float64, kernels=REFERENCE_KERNELS, watch=watch
+            case.reference, InProcess(Mesh()), case.device, wide=float64, kernels=REFERENCE_KERNELS, watch=watch
         )
         self.counts = any(function.name == "count" for function in case.reference.functions)
         frozen = case.reference.main.bound("frozen")
         self._copied = wide if float64 else lambda value: value.detach().clone()
+        parameters, buffers = on_device(case.parameters, case.device), on_device(case.buffers, case.device)
         self.parameters = {
-            name: self._copied(value).requires_grad_(name not in frozen) for name, value in case.parameters.items()
+            name: self._copied(value).requires_grad_(name not in frozen) for name, value in parameters.items()
         }
-        self.buffers = {name: self._copied(value) for name, value in case.buffers.items()}
+        self.buffers = {name: self._copied(value) for name, value in buffers.items()}
         self.optimizer = make_optimizer(self.parameters, case.optimizer)
         self.loads: dict[str, torch.Tensor] = {}
         """The tokens of each expert in the last step, by the module of the experts."""
@@ -124,7 +132,9 @@ class ReferenceRun:
         self, batches: Microbatches, step: int, uncounted: float = 1.0
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return loss and whole gradients of one step; ``uncounted`` scales a loss that no count divides."""
-        scale, weights = torch.tensor(uncounted, dtype=torch.float64), dict[str, torch.Tensor]()
+        device = self.case.device
+        batches = [on_device(batch, device) for batch in batches]
+        scale, weights = torch.tensor(uncounted, dtype=torch.float64, device=device), dict[str, torch.Tensor]()
         if self.counts:
             counts = [
                 self.machine.run([self._environment("count", b, step, i)], "count")[0] for i, b in enumerate(batches)
@@ -134,7 +144,7 @@ class ReferenceRun:
             for number in self.case.reference.main.bound("term"):
                 own = totals.get(term_count(number), float(len(batches)))
                 weights[number] = totals[COUNT] / own
-        total, self.loads, self.returned = torch.zeros((), dtype=torch.float64), {}, {}
+        total, self.loads, self.returned = torch.zeros((), dtype=torch.float64, device=device), {}, {}
         for index, batch in enumerate(batches):
             (made_,) = self.machine.run([self._environment("forward", batch, step, index, weights)])
             if made_[LOSS].requires_grad:
@@ -152,7 +162,7 @@ class ReferenceRun:
         """Return loss and whole gradients of one step, then update the parameters."""
         (scaling, *_) = self.case.programs[SCALING].main.lines
         total, gradients = self.gradients(batches, step, 1.0 if self.counts else float(scaling.args[1]))
-        norm = torch.sqrt(sum((g.square().sum() for g in gradients.values()), torch.zeros((), dtype=torch.float64)))
+        norm = torch.sqrt(sum((g.square().sum() for g in gradients.values()), torch.zeros_like(total)))
         with torch.no_grad():
             self.metrics = {
                 name: value

@@ -91,4 +91,5 @@ def _moved(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Return each number moved by one rounding: up, down or not at all."""
     if value.dtype != torch.float64:
         return value
-    return value * (1 + 2.0**-52 * torch.randint(-1, 2, value.shape, generator=generator).double())
+    steps = torch.randint(-1, 2, value.shape, generator=generator).to(value)
+    return value * (1 + 2.0**-52 * steps)

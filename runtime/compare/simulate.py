@@ -28,9 +28,8 @@ from ..state.scaler import first_state
 from ..step import Stepper
 from ..work import RankState
 from .agreement import TOLERANCE, Agreement
-from .model_run import Case, Microbatches, ReferenceRun, largest, largest_difference, wide
+from .model_run import Case, Microbatches, ReferenceRun, largest, largest_difference, on_device, wide
 from .near_ties import DRAWS
-from .plain import CPU
 from .returned import joined, stacked
 from .roundings import Roundings
 from .two_spaces import TWO_SPACES, loaded_parameters, lying_elsewhere
@@ -58,7 +57,9 @@ class Simulation:
         ]
         options.setdefault("kernels", TWO_SPACES)
         self.steppers = [
-            Stepper(role.programs, role.actions, backend, CPU, axis=role.axis, wide=float64, watch=watch, **options)
+            Stepper(
+                role.programs, role.actions, backend, case.device, axis=role.axis, wide=float64, watch=watch, **options
+            )
             for role, backend in zip(self.roles, self.backends, strict=True)
         ]
         self.elsewhere = loaded_parameters(program for role in self.roles for program in role.programs.values())
@@ -72,7 +73,7 @@ class Simulation:
     def _state(self, rank: int, role: Role, owners: Mapping[str, Sequence[Role]]) -> RankState:
         def piece(whole: torch.Tensor, type_: TensorType, pads: Sequence[Pad] = ()) -> torch.Tensor:
             own = wide(whole) if self.float64 else whole.to(type_.dtype, copy=True)
-            return self.part(grow(own, pads), type_, rank)
+            return self.part(grow(own, pads), type_, rank).to(self.case.device)
 
         parameters = {name: type_ for name, type_ in self.types.items() if role in owners[name]}
         buffered = held(role, BUFFERS)
@@ -80,7 +81,7 @@ class Simulation:
         return RankState(
             {n: piece(self.case.parameters[n], t, self.case.pads.get(n, ())) for n, t in parameters.items()},
             {n: piece(self.case.buffers[n], t) for n, t in buffers.items()},
-            first_state(role.programs, self.case.state, CPU, self.float64),
+            first_state(role.programs, self.case.state, self.case.device, self.float64),
         )
 
     def part(self, whole: torch.Tensor, type_: TensorType, rank: int) -> torch.Tensor:
@@ -95,7 +96,8 @@ class Simulation:
         """Return each rank's part of each microbatch."""
         programs = [self.case.programs[action] for action in (FORWARD, COUNTING) if action in self.case.programs]
         types = {name: value.type for program in programs for name, value in program.main.bound("input").items()}
-        given = [[(name, whole, types[name]) for name, whole in batch.items() if name in types] for batch in batches]
+        there = [on_device(batch, self.case.device) for batch in batches]
+        given = [[(name, whole, types[name]) for name, whole in batch.items() if name in types] for batch in there]
         return [[{name: self.part(whole, type_, rank) for name, whole, type_ in batch} for batch in given]
                 for rank in range(self.case.mesh.world)]  # fmt: skip
 

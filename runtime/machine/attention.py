@@ -16,7 +16,7 @@ import torch
 from ...compiler.initial.counter import keep_mask
 from ...compiler.layout.pieces import Interval, row_major
 from ...compiler.layout.placement import TensorType
-from ...compiler.ops.torch_ops import aten
+from .flash import additive, flash_for, fold_heads, repeat_heads
 from .site import Site
 from .ways import runs
 
@@ -115,20 +115,6 @@ def _part(x: torch.Tensor, run: Interval) -> torch.Tensor:
     return x if run == (0, x.shape[2]) else x.narrow(2, *run)
 
 
-def _repeat_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
-    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
-
-
-def _fold_heads(grad: torch.Tensor, heads: int) -> torch.Tensor:
-    """Sum the gradients of repeated heads."""
-    if grad.shape[1] == heads:
-        return grad
-    repeated: torch.Tensor = grad.unflatten(1, (heads, -1))
-    if repeated.shape[2] == 2:  # torch's sum over a dim in the middle takes twice as long
-        return repeated[:, :, 0] + repeated[:, :, 1]
-    return repeated.sum(2)
-
-
 def _raw_scores(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float) -> Any:
     scores = torch.matmul(q, k.transpose(-2, -1)) * scale
     if causal:
@@ -144,23 +130,6 @@ def scale_of(q: torch.Tensor, scale: float | None) -> float:
     return float(q.shape[-1]) ** -0.5 if scale is None else scale
 
 
-def _flash(q: torch.Tensor, v: torch.Tensor, p: float) -> bool:
-    """Return whether torch's own CPU kernel, which keeps no scores, can do the work."""
-    return q.device.type == "cpu" and p == 0 and q.shape[-1] == v.shape[-1] > 0
-
-
-def _lying(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Return heads whose entries lie side by side in memory: the flash kernel relies on it without a check."""
-    return [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in tensors]
-
-
-def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    if mask is None or mask.dtype != torch.bool:
-        return mask
-    mask = mask.reshape(*[1] * (4 - mask.dim()), *mask.shape)
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
-
-
 def _weights(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
     """Return the softmax of scores. A query that may see no key gets zeros, as in torch."""
     return torch.exp(scores - lse.masked_fill(lse.isneginf(), 0.0)[..., None])
@@ -171,17 +140,15 @@ def _wide(q: torch.Tensor) -> torch.dtype:
 
 
 def _of_tile(how: Scores, tile: Tile, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Pair:
-    q, (k, v) = _part(q, tile.queries), (_repeat_heads(_part(x, tile.keys), q.shape[1]) for x in (k, v))
+    q, k, v = _part(q, tile.queries), _part(k, tile.keys), _part(v, tile.keys)
     mask, causal = how.hidden(tile, q), tile.seen == "diagonal"
-    if _flash(q, v, how.p):
-        bias = _additive(mask, q.dtype)
-        q, k, v = _lying(q, k, v)
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, causal, attn_mask=bias, scale=how.scale
-        )
+    if flash := flash_for(q, v, mask) if not how.p else None:
+        bias = additive(mask, q.dtype)
+        out, lse = flash.forward(q, k, v, bias, causal, how.scale)
         if bias is not None:  # of a query without a key the kernel says 0
             lse = lse.masked_fill(bias.isneginf().all(-1), float("-inf"))
         return out, lse
+    k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
     scores = _raw_scores(q.to(_wide(q)), k.to(_wide(q)), mask, causal, how.scale)
     lse = torch.logsumexp(scores, -1)
     weights = _weights(scores, lse)
@@ -258,21 +225,14 @@ class AttentionBackward:
         assert self._made is not None
         return self._made.to(self.q.dtype)
 
-    def _of_tile(self, tile: Tile, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
+    def _of_tile(self, tile: Tile, k: torch.Tensor, v: torch.Tensor) -> Sequence[torch.Tensor]:
         how, heads, groups = self.how, self.q.shape[1], k.shape[1]
         grad, q, out = (_part(x, tile.queries) for x in (self.grad, self.q, self.out))
-        lse = self.lse.narrow(2, *tile.queries)
-        k, v = (_repeat_heads(_part(x, tile.keys), heads) for x in (k, v))
+        lse, k, v = self.lse.narrow(2, *tile.queries), _part(k, tile.keys), _part(v, tile.keys)
         mask, causal = how.hidden(tile, q), tile.seen == "diagonal"
-        if _flash(q, v, how.p):
-            bias = _additive(mask, q.dtype)
-            grad, q, k, v, out = _lying(grad, q, k, v, out)
-            gq, gk, gv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                grad, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=how.scale
-            )
-            del k, v  # the repeated heads
-            gk = _fold_heads(gk, groups)
-            return [gq, gk, _fold_heads(gv, groups)]
+        if flash := flash_for(q, v, mask) if not how.p else None:
+            return flash.backward(grad, out, lse, q, k, v, additive(mask, q.dtype), causal, how.scale)
+        k, v = repeat_heads(k, heads), repeat_heads(v, heads)
         wide = _wide(q)
         weights = _weights(_raw_scores(q.to(wide), k.to(wide), mask, causal, how.scale), lse)
         grad, q_, k_, v_ = (x.to(wide) for x in (grad, q, k, v))
@@ -283,8 +243,8 @@ class AttentionBackward:
             grad_weights = grad_weights * kept
         delta = (grad * out.to(wide)).sum(-1, keepdim=True)
         grad_scores = weights * (grad_weights - delta) * how.scale
-        gk = _fold_heads(torch.matmul(grad_scores.transpose(-2, -1), q_), groups)
-        gv = _fold_heads(torch.matmul(dropped.transpose(-2, -1), grad), groups)
+        gk = fold_heads(torch.matmul(grad_scores.transpose(-2, -1), q_), groups)
+        gv = fold_heads(torch.matmul(dropped.transpose(-2, -1), grad), groups)
         return [torch.matmul(grad_scores, k_).to(q.dtype), gk.to(k.dtype), gv.to(v.dtype)]
 
 
@@ -331,7 +291,7 @@ def _plain_attention(
 ) -> Any:
     """Compute attention as the textbook has it, which autograd can follow; the other kernel is checked against it."""
     heads = q.shape[1]
-    k, v = _repeat_heads(k, heads), _repeat_heads(v, heads)
+    k, v = repeat_heads(k, heads), repeat_heads(v, heads)
     scores = _raw_scores(q, k, mask, causal, scale_of(q, scale))
     hidden = scores.isneginf().all(-1, keepdim=True)
     weights = torch.softmax(scores.masked_fill(hidden, 0.0), -1).masked_fill(hidden, 0.0)

@@ -15,9 +15,14 @@ from multiprocessing.reduction import DupFd
 from typing import Any, final
 
 import pytest
+import torch
 from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
 
+from parc.runtime.processes import DEVICE
 from tests.runtime.ranks import SERVER
+
+_MOST_RANKS = 8
+"""The most ranks of a test."""
 
 
 @final
@@ -103,6 +108,8 @@ def forked_ranks() -> Iterator[None]:
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(SubprocessHandler, "_popen", start)
+            if torch.cuda.is_available() and torch.cuda.device_count() < _MOST_RANKS:
+                patch.setenv(DEVICE, "cpu")  # over NCCL each rank wants a GPU of its own
             yield
     finally:
         for number, handler in handlers.items():  # torch's agent sets its own, and leaves them

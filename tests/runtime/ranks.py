@@ -92,7 +92,7 @@ def _read_builds(arguments: tuple[Any, ...]) -> None:
 def _rank(rank: int, folder: str, pipes: list[Any], function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     import torch
 
-    from parc.runtime.processes import STORE, join_processes, leave
+    from parc.runtime.processes import DEVICE, STORE, join_processes, leave
 
     for other in pipes[:rank] + pipes[rank + 1 :]:
         other.close()  # its end is seen when its own rank dies
@@ -101,6 +101,7 @@ def _rank(rank: int, folder: str, pipes: list[Any], function: Callable[..., Any]
     os.environ[STORE] = str(Path(folder) / "store")
     try:
         if len(pipes) > 1:
+            os.environ[DEVICE] = "cpu"  # over NCCL each rank wants a GPU of its own
             join_processes(timeout_s=240)  # a rank may compile for long where others want the cores
         pipes[rank].send_bytes(pickle.dumps((True, function(*arguments))))
         leave()

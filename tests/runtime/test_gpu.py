@@ -1,0 +1,221 @@
+"""A GPU: its kernels, NCCL, and sessions on it beside the CPU and the plain module. They are skipped without one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import parc
+from parc.checking.checks import case_of
+from parc.compiler.layout.mesh import Mesh
+from parc.compiler.layout.placement import Placement, TensorType
+from parc.runtime.backends.distributed import Distributed
+from parc.runtime.backends.in_process import InProcess
+from parc.runtime.compare.simulate import compare
+from parc.runtime.machine.flash import flash_for
+from parc.runtime.machine.kernels import KERNELS
+from parc.runtime.machine.site import Site
+from parc.runtime.processes import DEVICE, STORE, join_processes, leave
+from tests.checked_plans import compiled
+from tests.evaluated_plans import PLAN as EVALUATED
+from tests.evaluated_plans import PLANS
+from tests.family_plans import EXPERT_FAMILIES, MODELS, expert_plan_text, plan_text
+from tests.runtime.test_backends import cases, piece, program, together
+from tests.runtime.test_compiled import LLAMA, ODD, ODD_PLAN, SPLIT
+from tests.runtime.tiny import ONE, PLAN, batch, build
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+GPU = torch.device("cuda", 0)
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def masks(rows: int, columns: int) -> dict[str, torch.Tensor]:
+    """Return masks of scores; the second query of `hidden` sees no key."""
+    seen = torch.rand(2, 1, rows, columns) < 0.7
+    seen[..., 0] = True
+    hidden = seen.clone()
+    hidden[:, :, 1] = False
+    return {"bools": seen, "numbers": torch.randn(rows, columns), "hidden": hidden, "row": seen[:, :, :1]}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["none", "causal", "bools", "numbers", "hidden", "row"])
+@pytest.mark.parametrize(("rows", "heads", "size"), [(48, 4, 64), (37, 2, 16), (40, 1, 12)])
+def test_attention_is_that_of_wide_numbers_on_a_cpu(
+    rows: int, heads: int, size: int, kind: str, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    q, grad = (torch.randn(2, 4, rows, size) for _ in range(2))
+    k, v = (torch.randn(2, heads, rows, size).mT.contiguous().mT for _ in range(2))
+    mask = masks(rows, rows).get(kind)
+
+    def run(device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
+        given = [x.to(device, dtype) for x in (grad, q, k, v)]
+        bias = mask if mask is None else mask.to(device) if mask.dtype == torch.bool else mask.to(device, dtype)
+        types = [TensorType(dtype, tuple(x.shape), Placement(())) for x in given]
+        arguments = (bias, None)
+        out, lse = KERNELS["parc.attention.default"](
+            Site(Mesh(), {}, types[1:], [], device), *given[1:], *arguments, kind == "causal", None, 0.0
+        )
+        gradients = KERNELS["parc.attention_backward.default"](
+            Site(Mesh(), {}, types, [], device), *given, *arguments, out, lse, kind == "causal", None, 0.0
+        )
+        return [x.double().cpu() for x in (out, lse, *gradients)]
+
+    found, expected = run(GPU, dtype), run(torch.device("cpu"), torch.float64)
+    for one, other in zip(found, expected, strict=True):
+        error = float((one - other).norm() / other.norm())
+        assert error < (2e-5 if dtype == torch.float32 else 2e-2), error
+
+
+def test_torch_has_kernels_without_scores_for_the_usual_heads() -> None:
+    narrow = torch.empty(1, 2, 8, 64, dtype=torch.bfloat16, device=GPU)
+    wide = narrow.float()
+    made = [flash_for(x, x, mask) for x in (narrow, wide) for mask in (None, torch.ones(8, 8, device=GPU))]
+    assert None not in made and len({id(kernel) for kernel in made}) == 2
+    assert flash_for(wide.double(), wide.double(), None) is None
+    # so no scores are kept: those of a sequence of 32,768 would take 32 GiB
+    q = torch.randn(1, 8, 1 << 15, 64, dtype=torch.bfloat16, device=GPU)
+    type_ = TensorType(q.dtype, tuple(q.shape), Placement(()))
+    site = Site(Mesh(), {}, [type_] * 3, [], GPU)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    KERNELS["parc.attention.default"](site, q, q, q, None, None, True, None, 0.0)
+    assert torch.cuda.max_memory_allocated() - before < 1 << 28
+
+
+@pytest.fixture
+def nccl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A group of this process alone over NCCL."""
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", STORE: str(tmp_path / "store")}.items():
+        monkeypatch.setenv(name, value)
+    assert join_processes(GPU) == GPU and dist.get_backend() == "nccl"
+    yield
+    leave()
+
+
+@pytest.mark.usefixtures("nccl")
+def test_nccl_is_the_in_process_backend() -> None:
+    mesh = Mesh((("dp", 1),))
+    sides: list[tuple[Any, torch.device]] = [
+        (InProcess(mesh), torch.device("cpu")), (Distributed(mesh, [program(mesh)], 0, GPU), GPU)
+    ]  # fmt: skip
+    for op, args in cases(mesh):
+        both = [backend.collective(op, args, [piece(0).to(device)]) for backend, device in sides]
+        assert torch.equal(*(arrived(*made)[0].cpu() for made in both)), op
+    for op, each in together(mesh):
+        moved = [[[piece(at).to(device)] for at in range(len(each))] for _, device in sides]
+        both = [backend.message(op, each, parts) for (backend, _), parts in zip(sides, moved, strict=True)]
+        for (one,), (other,) in zip(*(arrived(*made) for made in both), strict=True):
+            assert torch.equal(one.cpu(), other.cpu()), op
+
+
+def arrived(made: Any, arrival: Any) -> Any:
+    """Return what a collective made, once it is there."""
+    if arrival is not None:
+        arrival()
+    return made
+
+
+def trained(session: Any, steps: int = 3) -> list[tuple[float, float]]:
+    reports = [session.step(batch(step)) for step in range(steps)]
+    return [(report.loss, report.grad_norm) for report in reports]
+
+
+def hold(found: list[tuple[float, float]], expected: list[tuple[float, float]], rtol: float = 2e-5) -> None:
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=rtol, atol=1e-6)
+
+
+@pytest.mark.usefixtures("nccl")
+@pytest.mark.parametrize(
+    "lines", [ONE, "precision bf16\n", "precision fp16 loss_scale dynamic\n", "recompute blocks.*\n"]
+)
+def test_a_session_trains_as_on_the_cpu_and_as_the_plain_module(tmp_path: Path, lines: str) -> None:
+    """Dropout draws the same numbers; a checkpoint goes from one device to the other."""
+    made = build(tmp_path, lines, PLAN)
+    rtol = 2e-2 if "precision" in lines else 2e-5
+    session, plain = parc.load(made, GPU), parc.reference(made, GPU)
+    assert {value.device for value in session.state.parameters.values()} == {GPU}
+    cpu = trained(parc.load(made, "cpu"))
+    found = trained(session)
+    hold(found, cpu, rtol)
+    hold(found, trained(plain), rtol)
+    session.save(tmp_path / "saved")
+    further = [session.step(batch(step)).loss for step in (3, 4)]
+    for device in (torch.device("cpu"), GPU):
+        again = parc.load(made, device)
+        again.restore(tmp_path / "saved")
+        losses = [again.step(batch(step)).loss for step in (3, 4)]
+        torch.testing.assert_close(losses, further, rtol=rtol if device != GPU else 1e-6, atol=0)
+
+
+def test_state_in_files_and_in_memory_is_trained_to_the_same_bits(tmp_path: Path) -> None:
+    words = 'optimizer, parameters, activations to "kept"', "optimizer, parameters, activations to cpu"
+    made = {where: build(tmp_path / str(at), f"offload {where}\n", PLAN) for at, where in enumerate(words)}
+    expected = trained(parc.load(build(tmp_path / "plain", ONE, PLAN), GPU))
+    for where, path in made.items():
+        with parc.load(path, GPU) as session:
+            hold(trained(session), expected)
+            assert {value.device.type for value in session.state.parameters.values()} == {"cpu"}, where
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama", "odd"])
+def test_compiled_regions_compute_what_lines_do(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    (tmp_path / "odd.py").write_text(ODD)
+    made = build(tmp_path, ONE, {"gpt": PLAN, "llama": LLAMA, "odd": ODD_PLAN}[name])
+
+    def losses(compile: bool) -> list[tuple[float, float]]:
+        session = parc.load(made, GPU, compile=compile)
+        given = [batch(step) for step in range(3)]
+        if name == "llama":
+            given = [{"input_ids": each["tokens"], "targets": each["targets"]} for each in given]
+        return [(report.loss, report.grad_norm) for report in map(session.step, given)]
+
+    hold(losses(True), losses(False), 1e-4)
+
+
+def test_a_command_trains_over_nccl(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    from parc.cli import main
+    from tests.runtime.forked import forked_ranks
+
+    made = build(tmp_path, ONE, PLAN)
+    with forked_ranks():
+        assert main(["run", str(made), "--device", "cuda", "--steps", "3", "--compile"]) == 0, capfd.readouterr().err
+    assert main(["verify", str(made), "--device", "cuda"]) == 0, capfd.readouterr().err
+
+
+FAMILIES = {name: (plan_text(name), {"dp": 2, "tp": 2}) for name in MODELS}
+EXPERTS = {name: (expert_plan_text(name), {"dp": 2, "tp": 1, "ep": 2, "zero": 3}) for name in EXPERT_FAMILIES}
+PIPELINES = {f"{name}, pp": (expert_plan_text(name), {"pp": 2, "tp": 2}) for name in ("Mixtral", "DeepseekV3")}
+ALL: dict[str, tuple[str, dict[str, int]]] = {
+    **FAMILIES, **EXPERTS, **PIPELINES, **{name: (EVALUATED + plan, {}) for name, plan in PLANS.items()}
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_all_ranks_together_compute_on_a_gpu_what_the_captured_graph_does(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(DEVICE, "cuda")
+    text, sizes = ALL[name]
+    made = compiled(text, ROOT, **sizes)
+    case = case_of(made)
+    assert case.device.type == "cuda"
+    agreement = compare(case, 2)
+    assert agreement.largest <= 1e-10, agreement
+
+
+def test_an_odd_model_padded_over_ranks_computes_on_a_gpu_what_the_captured_graph_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(DEVICE, "cuda")
+    (tmp_path / "odd.py").write_text(ODD)
+    agreement = compare(case_of(compiled(ODD_PLAN + SPLIT, tmp_path)), 2)
+    assert agreement.largest <= 1e-10, agreement
