@@ -36,6 +36,7 @@ SIZES = {"layers": 16, "width": 2048, "heads": 32, "kv_heads": 8, "ffn": 8192, "
 KINDS = {"bf16 weights": ["-D", "model=narrow"], "float32 weights": ["-D", "precision=bf16"]}
 """The kinds of bfloat16, with the words of their builds."""
 SIDES = ("plain eager", "parc eager", "torch.compile", "parc --compile")
+FOUND = {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
 Step = Callable[[], float]
 
 
@@ -102,7 +103,7 @@ def worker(kind: str, times: int, folder: Path, side: str, port: str) -> None:
 def measure(kind: str, sides: Sequence[str], folder: Path, times: int) -> dict[str, Any]:
     """Measure some sides in turn."""
     script = ["-m", "benchmarks.gpu", "--worker", kind, str(times), str(folder)]
-    in_turn({side: (script, {"PYTHONPATH": str(ROOT)}) for side in sides}, 1, times)
+    in_turn({side: (script, FOUND) for side in sides}, 1, times)
     return {side: json.loads((folder / f"{kind}, {side}.json").read_text(encoding="utf-8")) for side in sides}
 
 
@@ -139,7 +140,7 @@ def main(times: int = 10) -> None:
     ]
     for kind, words in KINDS.items():
         build = [sys.executable, "-m", "parc", "build", str(PLAN), "-o", str(folder / kind), *words]
-        subprocess.run(build, check=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
+        subprocess.run(build, check=True, cwd=ROOT, env={**os.environ, **FOUND})
         found = {}
         for sides in (SIDES[:2], SIDES[2:]):
             found.update(measure(kind, sides, folder, times))
