@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from ..ops.rules import facts
 from . import counter
 from .evaluate import Read, RecipeNode, contiguous_strides, dense
-from .nodes import Count, Elementwise, Fill, Write
+from .nodes import Count, Elementwise, Fill, Write, as_it_is
 
 Bound = dict[str, Any]
 Law = tuple[Callable[[int, Tensor], Tensor], float | None]
@@ -126,7 +126,7 @@ def _filled(call: Elements, number: Any) -> RecipeNode | None:
 
 
 def _copied(call: Elements, source: Read) -> RecipeNode:
-    return call.each(lambda entry: entry, source.expand(call.sizes))
+    return call.each(as_it_is, source.expand(call.sizes))
 
 
 def _arange(call: Elements) -> RecipeNode | None:
@@ -192,4 +192,4 @@ def _on_copies(func: Any, written: tuple[int, ...]) -> Callable[..., Tensor]:
 def _as_dtype(read: Read, dtype: torch.dtype) -> Read:
     if read.dtype == dtype:
         return read
-    return dense(Elementwise(math.prod(read.sizes), dtype, lambda x: x, True, (read,), {}, read.sizes), read.sizes)
+    return dense(Elementwise(math.prod(read.sizes), dtype, as_it_is, True, (read,), {}, read.sizes), read.sizes)

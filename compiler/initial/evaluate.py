@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 BLOCK = 1 << 15  # elements evaluated at once: in the cache, and too few for torch to wake a second thread
+_GPU_BLOCK = 1 << 22  # elements evaluated at once on a GPU: enough to fill it, and all that lies between takes 1 GiB
 VECTOR = 128  # every evaluation is filled up to a multiple of this: see `Elementwise`
 
 
@@ -27,10 +28,12 @@ class Replay:
         self._block: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def elements(self, read: Read, index: Tensor) -> Tensor:
-        """The elements of ``read`` at flat indices (int64, one dim, any number), evaluated block by block."""
-        out = torch.empty(index.numel(), dtype=read.dtype)
-        for start in range(0, index.numel(), BLOCK):
-            part = index[start : start + BLOCK]
+        """The elements of ``read`` at flat indices (int64, one dim, any number), evaluated block by block on the device
+        of these."""
+        out = torch.empty(index.numel(), dtype=read.dtype, device=index.device)
+        block = BLOCK if index.device.type == "cpu" else _GPU_BLOCK
+        for start in range(0, index.numel(), block):
+            part = index[start : start + block]
             self._block = {}
             out[start : start + part.numel()] = self.any_number(read, part)
         self._block = {}
@@ -82,6 +85,11 @@ class RecipeNode(ABC):
     def sources(self) -> Iterator[RecipeNode]:
         """The nodes whose elements this one reads."""
         return iter(())
+
+    @property
+    def anywhere(self) -> bool:
+        """Return whether every device computes the same bits of it, from equal bits of what it reads."""
+        return True
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,7 +28,7 @@ class Fill(RecipeNode):
     value: float | int | bool | complex
 
     def at(self, index: Tensor, replay: Replay) -> Tensor:
-        return torch.full(index.shape, self.value, dtype=self.dtype)
+        return torch.full(index.shape, self.value, dtype=self.dtype, device=index.device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +38,7 @@ class LiteralNode(RecipeNode):
     flat: Tensor
 
     def at(self, index: Tensor, replay: Replay) -> Tensor:
-        return self.flat[index]
+        return self.flat.to(index.device)[index]
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,8 +71,13 @@ class Draw(RecipeNode):
         numbers = cast(self.law(self.key(replay.seed), index), self.dtype)
         if self.below is None:
             return numbers
-        bound = torch.tensor(self.below, dtype=self.dtype)
+        bound = torch.full((), self.below, dtype=self.dtype, device=index.device)
         return torch.minimum(numbers, torch.nextafter(bound, torch.full_like(bound, -math.inf)))
+
+
+def as_it_is(entry: Tensor) -> Tensor:
+    """Return a tensor's entries: the function of copies and casts."""
+    return entry
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,9 +102,13 @@ class Elementwise(RecipeNode):
         result = cast(runs[0] if len(runs) == 1 else torch.cat(runs), self.dtype)
         return result if result.dim() else result.expand(index.shape)
 
+    @property
+    def anywhere(self) -> bool:
+        return self.function in (as_it_is, counter.inverse_erf)
+
     def _operand(self, read: Read, index: Tensor, replay: Replay) -> Tensor:
         if not read.sizes:  # stays without dims: type promotion asks for that
-            return replay.read(read, torch.zeros(VECTOR, dtype=torch.int64))[0]
+            return replay.read(read, index.new_zeros(VECTOR))[0]
         return replay.read(read if read.sizes == self.sizes else read.expand(self.sizes), index)
 
     def sources(self) -> Iterator[RecipeNode]:
@@ -116,8 +125,11 @@ class Write(RecipeNode):
     offset: int
 
     def at(self, index: Tensor, replay: Replay) -> Tensor:
-        out = torch.empty(index.shape, dtype=self.dtype)
-        todo, places = index, torch.arange(index.numel())  # storage indices not yet found, and where they go in `out`
+        out = torch.empty(index.shape, dtype=self.dtype, device=index.device)
+        todo, places = (
+            index,
+            torch.arange(index.numel(), device=index.device),
+        )  # storage indices not yet found, and where they go in `out`
         node: RecipeNode = self
         while isinstance(node, Write):  # a loop, not recursion: code that writes row by row makes long chains
             hit, logical = node.find(todo)
@@ -184,6 +196,10 @@ class Result(RecipeNode):
 
     def at(self, index: Tensor, replay: Replay) -> Tensor:
         return replay.once(self.call, lambda: self.call.run(replay))[self.place].reshape(-1)[index].to(self.dtype)
+
+    @property
+    def anywhere(self) -> bool:
+        return False
 
     def sources(self) -> Iterator[RecipeNode]:
         if self.call.draw is not None:

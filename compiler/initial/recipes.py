@@ -24,12 +24,14 @@ from .recorder import RecipeError, RecipeRecorder, truncated_normals_by
 __all__ = ["Recipe", "RecipeError", "Recorded", "initialize", "record"]
 
 _PART = 1 << 22  # elements whose indices are made at once
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """A recipe for the initial value of one parameter or buffer, of global shape ``shape``, computed on a CPU. A
-    complex value is computed as programs hold it, in its ``real_form``.
+    """A recipe for the initial value of one parameter or buffer, of global shape ``shape``. It is computed on a CPU,
+    or where it is wanted if every device has the same bits. A complex value is computed as programs hold it, in its
+    ``real_form``.
 
     Element i depends on the seed, on the parameter's name and on i alone, never on which other elements are asked for.
     """
@@ -41,20 +43,24 @@ class Recipe:
     elementwise: bool  # False: some operator in it (a factorisation, a sort) is computed whole, then cut
     read: Read
 
-    def elements(self, index: Tensor) -> Tensor:
-        """The elements at flat global indices (int64, any shape), in the shape of ``index``."""
+    def elements(self, index: Tensor, device: torch.device = _CPU) -> Tensor:
+        """The elements at flat global indices (int64, any shape), in the shape of ``index``, on a device."""
         with unset_fake_temporarily(), torch.no_grad():
-            flat = Replay(self.seed).elements(self.read, index.reshape(-1).to("cpu"))
-            return flat.reshape(index.shape)
+            flat = Replay(self.seed).elements(self.read, index.reshape(-1).to(self._computed_on(device)))
+            return flat.reshape(index.shape).to(device)
 
-    def whole(self) -> Tensor:
-        """All elements, as a contiguous tensor, without holding the indices of all at once."""
+    def whole(self, device: torch.device = _CPU) -> Tensor:
+        """All elements, as a contiguous tensor on a device, without holding the indices of all at once."""
         with unset_fake_temporarily(), torch.no_grad():
-            replay, flat = Replay(self.seed), torch.empty(math.prod(self.shape), dtype=self.dtype)
+            replay, flat = Replay(self.seed), torch.empty(math.prod(self.shape), dtype=self.dtype, device=device)
             for start in range(0, len(flat), _PART):
                 part = flat[start : start + _PART]
-                part.copy_(replay.elements(self.read, torch.arange(start, start + len(part))))
+                index = torch.arange(start, start + len(part), device=self._computed_on(device))
+                part.copy_(replay.elements(self.read, index))
             return flat.reshape(self.shape)
+
+    def _computed_on(self, device: torch.device) -> torch.device:
+        return device if all(node.anywhere for node in reachable(self.read.node)) else _CPU
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ import torch
 from ...compiler.initial.counter import keep_mask
 from ...compiler.layout.pieces import Interval, row_major
 from ...compiler.layout.placement import TensorType
-from .flash import additive, flash_for, fold_heads, repeat_heads
+from .flash import Flash, additive, flash_for, fold_heads, repeat_heads
 from .site import Site
 from .ways import runs
 
@@ -101,6 +101,12 @@ class Scores:
             return earlier
         return mask & earlier if mask.dtype == torch.bool else mask.masked_fill(~earlier, float("-inf"))
 
+    def flash(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool
+    ) -> Flash | None:
+        """Return torch's kernel that keeps no scores, if it has one for a tile; none of them drops weights."""
+        return None if self.p else flash_for(q, k, v, mask, causal, self.site.traced)
+
     def kept(self, tile: Tile, q: torch.Tensor) -> torch.Tensor:
         """Return the factors by which dropout multiplies the weights of a tile: 0 or 1 / (1 - p)."""
         if self.key is None:
@@ -142,7 +148,7 @@ def _wide(q: torch.Tensor) -> torch.dtype:
 def _of_tile(how: Scores, tile: Tile, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Pair:
     q, k, v = _part(q, tile.queries), _part(k, tile.keys), _part(v, tile.keys)
     mask, causal = how.hidden(tile, q), tile.seen == "diagonal"
-    if flash := flash_for(q, v, mask) if not how.p else None:
+    if flash := how.flash(q, k, v, mask, causal):
         bias = additive(mask, q.dtype)
         out, lse = flash.forward(q, k, v, bias, causal, how.scale)
         if bias is not None:  # of a query without a key the kernel says 0
@@ -230,7 +236,7 @@ class AttentionBackward:
         grad, q, out = (_part(x, tile.queries) for x in (self.grad, self.q, self.out))
         lse, k, v = self.lse.narrow(2, *tile.queries), _part(k, tile.keys), _part(v, tile.keys)
         mask, causal = how.hidden(tile, q), tile.seen == "diagonal"
-        if flash := flash_for(q, v, mask) if not how.p else None:
+        if flash := how.flash(q, k, v, mask, causal):
             return flash.backward(grad, out, lse, q, k, v, additive(mask, q.dtype), causal, how.scale)
         k, v = repeat_heads(k, heads), repeat_heads(v, heads)
         wide = _wide(q)

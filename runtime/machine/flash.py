@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...compiler.ops.torch_ops import aten
+from ...compiler.torch_private import prefers_cudnn
 
 _HALVES = (torch.bfloat16, torch.float16)
 _ALIGNED = 8
@@ -37,15 +38,18 @@ class Flash:
     backward: _Backward
 
 
-def flash_for(q: Tensor, v: Tensor, mask: Tensor | None) -> Flash | None:
-    """Return the kernel that can attend with such queries, values and mask; None where torch has none."""
+def flash_for(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, traced: bool) -> Flash | None:
+    """Return the kernel that can attend with such operands; None where torch has none. While a compiler is ``traced``
+    it is never cuDNN's, which is slow where heads do not lie as it likes."""
     if q.shape[-1] != v.shape[-1] or not q.shape[-1]:
         return None
     if q.device.type == "cpu":
         return _CPU
     if q.device.type != "cuda" or q.shape[-1] % _ALIGNED or q.dtype not in (torch.float32, *_HALVES):
         return None
-    return _GPU if mask is None and q.dtype in _HALVES and q.shape[-1] <= _WIDEST else _EFFICIENT
+    if mask is not None or q.dtype not in _HALVES or q.shape[-1] > _WIDEST:
+        return _EFFICIENT
+    return _CUDNN if not traced and prefers_cudnn(q, k, v, causal) else _GPU
 
 
 def additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -118,6 +122,24 @@ def _gpu_backward(
     return made
 
 
+def _cudnn(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = aten._scaled_dot_product_cudnn_attention(*_lying(q, k, v), None, True, 0.0, causal, scale=scale)
+    return out, lse[..., 0]
+
+
+def _cudnn_backward(
+    grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad, out, q, k, v = _lying(grad, out, q, k, v)
+    state = torch.empty((), dtype=torch.int64, device=q.device)
+    made: tuple[Tensor, Tensor, Tensor] = aten._scaled_dot_product_cudnn_attention_backward(
+        grad, q, k, v, out, lse[..., None].contiguous(), state, state, None, None, None, q.shape[2], k.shape[2], 0.0,
+        causal, scale=scale,
+    )  # fmt: skip
+    return made
+
+
 def _efficient(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -152,4 +174,5 @@ def _aligned(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
 
 _CPU = Flash(_cpu, _cpu_backward)
 _GPU = Flash(_gpu, _gpu_backward)
+_CUDNN = Flash(_cudnn, _cudnn_backward)
 _EFFICIENT = Flash(_efficient, _efficient_backward)

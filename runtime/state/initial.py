@@ -166,12 +166,12 @@ class Initial:
 
     def _made(self, recipe: Recipe, type_: TensorType, pads: Sequence[Pad]) -> torch.Tensor:
         if not type_.placement.split_axes() or not recipe.elementwise:
-            return self._take(grow(recipe.whole(), pads), type_)
+            return self._take(grow(recipe.whole(self._device), pads), type_)
         places = [real_entries(type_, dim, pads, self._mesh, self._coordinates) for dim in range(len(type_.shape))]
         index = torch.zeros((), dtype=torch.int64)
         for (_, entries), size in zip(places, recipe.shape, strict=True):
             index = index[..., None] * size + entries
-        made = spread(recipe.elements(index), [kept for kept, _ in places])
+        made = spread(recipe.elements(index, self._device), [kept for kept, _ in places])
         return made.contiguous().to(self._device, type_.dtype)
 
     def _take(self, whole: torch.Tensor, type_: TensorType) -> torch.Tensor:

@@ -44,11 +44,20 @@ def masks(rows: int, columns: int) -> dict[str, torch.Tensor]:
     return {"bools": seen, "numbers": torch.randn(rows, columns), "hidden": hidden, "row": seen[:, :, :1]}
 
 
+class _Traced(Site):
+    """A site on which kernels are chosen as for a compiler."""
+
+    @property
+    def traced(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("site", [Site, _Traced])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", ["none", "causal", "bools", "numbers", "hidden", "row"])
 @pytest.mark.parametrize(("rows", "heads", "size"), [(48, 4, 64), (37, 2, 16), (40, 1, 12)])
 def test_attention_is_that_of_wide_numbers_on_a_cpu(
-    rows: int, heads: int, size: int, kind: str, dtype: torch.dtype
+    rows: int, heads: int, size: int, kind: str, dtype: torch.dtype, site: type[Site]
 ) -> None:
     torch.manual_seed(0)
     q, grad = (torch.randn(2, 4, rows, size) for _ in range(2))
@@ -61,10 +70,10 @@ def test_attention_is_that_of_wide_numbers_on_a_cpu(
         types = [TensorType(dtype, tuple(x.shape), Placement(())) for x in given]
         arguments = (bias, None)
         out, lse = KERNELS["parc.attention.default"](
-            Site(Mesh(), {}, types[1:], [], device), *given[1:], *arguments, kind == "causal", None, 0.0
+            site(Mesh(), {}, types[1:], [], device), *given[1:], *arguments, kind == "causal", None, 0.0
         )
         gradients = KERNELS["parc.attention_backward.default"](
-            Site(Mesh(), {}, types, [], device), *given, *arguments, out, lse, kind == "causal", None, 0.0
+            site(Mesh(), {}, types, [], device), *given, *arguments, out, lse, kind == "causal", None, 0.0
         )
         return [x.double().cpu() for x in (out, lse, *gradients)]
 
@@ -77,9 +86,12 @@ def test_attention_is_that_of_wide_numbers_on_a_cpu(
 def test_torch_has_kernels_without_scores_for_the_usual_heads() -> None:
     narrow = torch.empty(1, 2, 8, 64, dtype=torch.bfloat16, device=GPU)
     wide = narrow.float()
-    made = [flash_for(x, x, mask) for x in (narrow, wide) for mask in (None, torch.ones(8, 8, device=GPU))]
-    assert None not in made and len({id(kernel) for kernel in made}) == 2
-    assert flash_for(wide.double(), wide.double(), None) is None
+    made = [
+        flash_for(x, x, x, mask, False, traced)
+        for x in (narrow, wide) for mask in (None, torch.ones(8, 8, device=GPU)) for traced in (False, True)
+    ]  # fmt: skip
+    assert None not in made
+    assert flash_for(*[wide.double()] * 3, None, False, False) is None
     # so no scores are kept: those of a sequence of 32,768 would take 32 GiB
     q = torch.randn(1, 8, 1 << 15, 64, dtype=torch.bfloat16, device=GPU)
     type_ = TensorType(q.dtype, tuple(q.shape), Placement(()))
@@ -189,6 +201,14 @@ def test_a_command_trains_over_nccl(tmp_path: Path, capfd: pytest.CaptureFixture
     with forked_ranks():
         assert main(["run", str(made), "--device", "cuda", "--steps", "3", "--compile"]) == 0, capfd.readouterr().err
     assert main(["verify", str(made), "--device", "cuda"]) == 0, capfd.readouterr().err
+
+
+def test_weights_begin_with_the_bits_that_they_have_on_a_cpu(tmp_path: Path) -> None:
+    (tmp_path / "odd.py").write_text(ODD)
+    for name, plan in {"gpt": PLAN, "llama": LLAMA, "odd": ODD_PLAN}.items():
+        made = build(tmp_path, ONE, plan, name=name)
+        one, other = (parc.load(made, device).state.parameters for device in ("cpu", GPU))
+        assert all(torch.equal(other[key].cpu(), value) for key, value in one.items()), name
 
 
 FAMILIES = {name: (plan_text(name), {"dp": 2, "tp": 2}) for name in MODELS}
