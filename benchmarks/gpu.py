@@ -103,7 +103,7 @@ def worker(kind: str, times: int, folder: Path, side: str, port: str) -> None:
 def measure(kind: str, sides: Sequence[str], folder: Path, times: int) -> dict[str, Any]:
     """Measure some sides in turn."""
     script = ["-m", "benchmarks.gpu", "--worker", kind, str(times), str(folder)]
-    in_turn({side: (script, FOUND) for side in sides}, 1, times)
+    in_turn(dict.fromkeys(sides, (script, FOUND)), 1, times)
     return {side: json.loads((folder / f"{kind}, {side}.json").read_text(encoding="utf-8")) for side in sides}
 
 
@@ -132,8 +132,8 @@ def main(times: int = 10) -> None:
         f"# A Llama of 1.1 B parameters in bfloat16 on one {torch.cuda.get_device_name(GPU)}",
         "",
         f"Written by `make bench-gpu` with torch {torch.__version__}: a step of {BATCH} sequences of {LENGTH} tokens,",
-        "with clipping and fused AdamW. Times are milliseconds of a step. Ratios are parc's median time and its memory by",
-        "those of the peer in the row above.",
+        "with clipping and fused AdamW. Times are milliseconds of a step. Ratios are those of parc's median time, and of",
+        "its memory, to those of the peer in the row above.",
         "",
         "| weights | side | least | median | ratio | GiB at most | ratio | last loss |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",

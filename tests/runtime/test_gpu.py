@@ -91,7 +91,8 @@ def test_torch_has_kernels_without_scores_for_the_usual_heads() -> None:
         for x in (narrow, wide) for mask in (None, torch.ones(8, 8, device=GPU)) for traced in (False, True)
     ]  # fmt: skip
     assert None not in made
-    assert flash_for(*[wide.double()] * 3, None, False, False) is None
+    double = wide.double()
+    assert flash_for(double, double, double, None, False, False) is None
     # so no scores are kept: those of a sequence of 32,768 would take 32 GiB
     q = torch.randn(1, 8, 1 << 15, 64, dtype=torch.bfloat16, device=GPU)
     type_ = TensorType(q.dtype, tuple(q.shape), Placement(()))
