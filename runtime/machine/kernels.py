@@ -134,7 +134,8 @@ def _carry(site: Site, x: torch.Tensor, what: str) -> torch.Tensor:
 def _square_sum(site: Site, x: torch.Tensor) -> torch.Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
     if x.device.type != "cpu":  # reads narrow numbers once; on a CPU a dot product is faster
-        return torch.linalg.vector_norm(x, dtype=wide).square()
+        norm: torch.Tensor = torch.linalg.vector_norm(x, dtype=wide)
+        return norm.square()
     flat = x.reshape(-1).to(wide)
     return torch.dot(flat, flat)
 
