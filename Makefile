@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-torch check fuzz bench bench-pipelines bench-batches bench-data bench-checkpoints bench-memory bench-peaks bench-experts bench-context bench-kept bench-fit bench-sequence build-time families outside docs wheel planted-bugs soak clean
+.PHONY: help demo test test-torch check fuzz bench bench-pipelines bench-batches bench-data bench-checkpoints bench-memory bench-peaks bench-experts bench-context bench-kept bench-fit bench-sequence bench-gpu build-time families outside docs wheel planted-bugs soak clean
 
 # The first Python of at least 3.11; choose another with `make test PYTHON=…`.
 PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13 python3.14; do \
@@ -33,6 +33,7 @@ help:
 	@echo "make bench-kept     bytes that a block keeps for backward, value by value, beside torch's AOTAutograd"
 	@echo "make bench-fit      what \`recompute … fit\` chooses for five sizes, its estimates beside peaks, and torch's own budget"
 	@echo "make bench-sequence split sequences beside tensor parallelism: bytes sent, and bytes kept beside the closed form"
+	@echo "make bench-gpu      a Llama of 1.1 B parameters on a GPU: time and memory beside the plain module, eager and compiled"
 	@echo "make build-time     build Llama 3 8B of 2 to 32 layers on 1 to 16,384 ranks: seconds, memory, a plot"
 	@echo "make families       every family of models under every plan: verified, what it sends, how exact it is"
 	@echo "make outside        models of other packages (transformers, timm, diffusers, x-transformers): verified, refused or crashed"
@@ -119,6 +120,9 @@ bench-fit: $(READY)
 
 bench-sequence: $(READY)
 	$(PY) -m benchmarks.sequence
+
+bench-gpu: $(READY)
+	$(PY) -m benchmarks.gpu
 
 bench-batches: $(READY)
 	$(PY) -m benchmarks.batches

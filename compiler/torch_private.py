@@ -23,7 +23,6 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 from torch.distributions import Distribution
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.nn.attention import SDPBackend
 
 if TYPE_CHECKING:
     import sympy
@@ -114,10 +113,9 @@ def missing_compiler(device: torch.device) -> str:
     return ""
 
 
-def prefers_cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> bool:
-    """Return whether torch's own attention would take cuDNN's kernel for these operands, which lie on a GPU."""
-    choice: int = torch._fused_sdp_choice(q, k, v, None, 0.0, causal, enable_gqa=q.shape[1] != k.shape[1])
-    return choice == SDPBackend.CUDNN_ATTENTION.value
+def attention_choice(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> int:
+    """Return the number of the ``SDPBackend`` that torch's own attention would take for these operands on a GPU."""
+    return int(torch._fused_sdp_choice(q, k, v, None, 0.0, causal, enable_gqa=q.shape[1] != k.shape[1]))
 
 
 def compiler_cache() -> str:

@@ -50,9 +50,7 @@ def chosen_device() -> torch.device:
     Raises:
         RunError: a GPU was chosen, and there is none.
     """
-    device = torch.device(os.environ.get(DEVICE) or "cpu")
-    check_device(device)
-    return device
+    return _named(os.environ.get(DEVICE) or "cpu")
 
 
 def default_device() -> torch.device:
@@ -61,9 +59,17 @@ def default_device() -> torch.device:
     Raises:
         RunError: a GPU was chosen, and there is none.
     """
-    device = torch.device(os.environ.get(DEVICE) or ("cuda" if torch.cuda.is_available() else "cpu"))
-    check_device(device)
+    device = _named(os.environ.get(DEVICE) or ("cuda" if torch.cuda.is_available() else "cpu"))
     return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
+
+
+def _named(word: str) -> torch.device:
+    try:
+        device = torch.device(word)
+    except RuntimeError:
+        raise RunError(NO_DEVICE, f"torch knows no device `{word}`", f"set `{DEVICE}` to `cpu` or `cuda`") from None
+    check_device(device)
+    return device
 
 
 def check_device(device: torch.device, processes: int = 1) -> None:

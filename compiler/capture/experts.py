@@ -198,7 +198,7 @@ def _of_transformers(experts: Any, hidden: torch.Tensor, index: torch.Tensor, we
 
         rows = linear(rows, "gate_up_proj" if experts.has_gate else "up_proj")
         rows = linear(experts._apply_gate(rows) if experts.has_gate else experts.act_fn(rows), "down_proj")
-        normed = getattr(experts, "has_post_expert_norm", False)  # a fact that transformers 5.17 does not have
+        normed = getattr(experts, "has_post_expert_norm", False)  # transformers 5.17 has no such fact
         return experts.post_expert_norm(rows) if normed else rows
 
     _check_routing(hidden, index, weights, experts.num_experts)

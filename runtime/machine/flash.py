@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from ...compiler.ops.torch_ops import aten
-from ...compiler.torch_private import prefers_cudnn
+from ...compiler.torch_private import attention_choice
 
 _HALVES = (torch.bfloat16, torch.float16)
 _ALIGNED = 8
@@ -49,7 +50,8 @@ def flash_for(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
         return None
     if mask is not None or q.dtype not in _HALVES or q.shape[-1] > _WIDEST:
         return _EFFICIENT
-    return _CUDNN if not traced and prefers_cudnn(q, k, v, causal) else _GPU
+    takes_cudnn = not traced and attention_choice(q, k, v, causal) == SDPBackend.CUDNN_ATTENTION.value
+    return _CUDNN if takes_cudnn else _GPU
 
 
 def additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
