@@ -44,32 +44,23 @@ def launched() -> int:
     return 0
 
 
-def chosen_device() -> torch.device:
-    """Return the device that was chosen, else the CPU: that of work which needs no GPU.
-
-    Raises:
-        RunError: a GPU was chosen, and there is none.
-    """
-    return _named(os.environ.get(DEVICE) or "cpu")
-
-
 def default_device() -> torch.device:
     """Return the device that was chosen; else this process's GPU, if there is one, else the CPU.
 
     Raises:
-        RunError: a GPU was chosen, and there is none.
+        RunError: a GPU was chosen, and there is none; or another kind of device.
     """
-    device = _named(os.environ.get(DEVICE) or ("cuda" if torch.cuda.is_available() else "cpu"))
-    return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
-
-
-def _named(word: str) -> torch.device:
+    word = os.environ.get(DEVICE) or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(word)
     except RuntimeError:
-        raise RunError(NO_DEVICE, f"torch knows no device `{word}`", f"set `{DEVICE}` to `cpu` or `cuda`") from None
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise RunError(
+            NO_DEVICE, f"`{DEVICE}` is `{word}`, and parc computes on `cpu` or `cuda`", "set it to one of these"
+        )
     check_device(device)
-    return device
+    return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
 
 
 def check_device(device: torch.device, processes: int = 1) -> None:

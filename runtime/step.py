@@ -62,6 +62,7 @@ class Stepper:
         self._following: Action | None = None
         self._later: list[Callable[[], torch.Tensor]] = []
         options.setdefault("reuse", options.get("watch") is None)  # who watches may keep
+        options["axis"] = axis
         self.machines = {name: machine(program, backend, device, **options) for name, program in programs.items()}
         self._mail = Mail(self.machines, backend, axis, self.actions)
         self._last = {action.stage: action for action in self.actions if action.kind == BACKWARD}

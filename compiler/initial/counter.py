@@ -236,9 +236,9 @@ def inverse_normal(u: Tensor) -> Tensor:
 
 
 def square_root(x: Tensor) -> Tensor:
-    """The square root of float64 numbers, rounded exactly. torch's own, where it has Intel's library, is wrong in the
-    last bit of one number in two hundred."""
-    return torch.from_numpy(numpy.sqrt(x.numpy())) if x.device.type == "cpu" else x.sqrt()
+    """The square root of float64 numbers, rounded exactly. torch's own on a CPU, where it has Intel's library, is
+    wrong in the last bit of one number in a hundred or two."""
+    return torch.from_numpy(numpy.asarray(numpy.sqrt(x.numpy()))) if x.device.type == "cpu" else x.sqrt()
 
 
 def natural_log(x: Tensor) -> Tensor:

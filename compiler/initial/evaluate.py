@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 BLOCK = 1 << 15  # elements evaluated at once: in the cache, and too few for torch to wake a second thread
-_GPU_BLOCK = 1 << 22  # elements evaluated at once on a GPU: enough to fill it, and all that lies between takes 1 GiB
+_GPU_BLOCK = 1 << 22  # elements evaluated at once on a GPU: enough to fill it, and what is made of them takes 1 GiB
 VECTOR = 128  # every evaluation is filled up to a multiple of this: see `Elementwise`
 
 
@@ -27,13 +27,14 @@ class Replay:
         self._wholes: dict[int, list[Tensor]] = {}
         self._block: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
-    def elements(self, read: Read, index: Tensor) -> Tensor:
-        """The elements of ``read`` at flat indices (int64, one dim, any number), evaluated block by block on the device
-        of these."""
-        out = torch.empty(index.numel(), dtype=read.dtype, device=index.device)
-        block = BLOCK if index.device.type == "cpu" else _GPU_BLOCK
+    def elements(self, read: Read, index: Tensor, device: torch.device | None = None) -> Tensor:
+        """The elements of ``read`` at flat indices (int64, one dim, any number), evaluated block by block on a device,
+        or on that of the indices."""
+        device = device or index.device
+        out = torch.empty(index.numel(), dtype=read.dtype, device=device)
+        block = BLOCK if device.type == "cpu" else _GPU_BLOCK
         for start in range(0, index.numel(), block):
-            part = index[start : start + block]
+            part = index[start : start + block].to(device)
             self._block = {}
             out[start : start + part.numel()] = self.any_number(read, part)
         self._block = {}

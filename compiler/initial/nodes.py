@@ -126,10 +126,8 @@ class Write(RecipeNode):
 
     def at(self, index: Tensor, replay: Replay) -> Tensor:
         out = torch.empty(index.shape, dtype=self.dtype, device=index.device)
-        todo, places = (
-            index,
-            torch.arange(index.numel(), device=index.device),
-        )  # storage indices not yet found, and where they go in `out`
+        todo = index  # storage indices not yet found
+        places = torch.arange(index.numel(), device=index.device)  # where they go in `out`
         node: RecipeNode = self
         while isinstance(node, Write):  # a loop, not recursion: code that writes row by row makes long chains
             hit, logical = node.find(todo)

@@ -46,17 +46,17 @@ class Recipe:
     def elements(self, index: Tensor, device: torch.device = _CPU) -> Tensor:
         """The elements at flat global indices (int64, any shape), in the shape of ``index``, on a device."""
         with unset_fake_temporarily(), torch.no_grad():
-            flat = Replay(self.seed).elements(self.read, index.reshape(-1).to(self._computed_on(device)))
+            flat = Replay(self.seed).elements(self.read, index.reshape(-1).to("cpu"), self._computed_on(device))
             return flat.reshape(index.shape).to(device)
 
     def whole(self, device: torch.device = _CPU) -> Tensor:
         """All elements, as a contiguous tensor on a device, without holding the indices of all at once."""
         with unset_fake_temporarily(), torch.no_grad():
             replay, flat = Replay(self.seed), torch.empty(math.prod(self.shape), dtype=self.dtype, device=device)
+            computed_on = self._computed_on(device)
             for start in range(0, len(flat), _PART):
                 part = flat[start : start + _PART]
-                index = torch.arange(start, start + len(part), device=self._computed_on(device))
-                part.copy_(replay.elements(self.read, index))
+                part.copy_(replay.elements(self.read, torch.arange(start, start + len(part), device=computed_on)))
             return flat.reshape(self.shape)
 
     def _computed_on(self, device: torch.device) -> torch.device:

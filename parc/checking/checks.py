@@ -51,6 +51,7 @@ from parc.report import plan_of, report_faults
 from parc.runtime.compare.agreement import TOLERANCE, Agreement
 from parc.runtime.compare.model_run import Case
 from parc.runtime.compare.near_ties import NEAR
+from parc.runtime.compare.plain import CPU
 from parc.runtime.compare.simulate import compare
 
 
@@ -206,9 +207,9 @@ def hold_template(compiled: Compiled) -> None:
             raise PlanError([misfit_diagnostic(compiled.plan, misfit)])
 
 
-def check_numbers(compiled: Compiled, checked: Checked) -> None:
-    """Train all ranks and the captured graph in float64; for a large build its twin is trained. Where sizes have
-    ranges, all choices that are checked otherwise are tested, those that are not the largest for one step.
+def check_numbers(compiled: Compiled, checked: Checked, device: torch.device = CPU) -> None:
+    """Train all ranks and the captured graph in float64 on a device; for a large build its twin is trained. Where sizes
+    have ranges, all choices that are checked otherwise are tested, those that are not the largest for one step.
 
     Raises:
         PlanError: what the model or its loss makes of random batches is not finite, or no function of them.
@@ -227,7 +228,7 @@ def check_numbers(compiled: Compiled, checked: Checked) -> None:
         case = case_of(at)
         with one_thread():
             eager = compare_with_eager(at, case)
-            agreement = compare(case, 1 if checked.agreement else chosen.steps)
+            agreement = compare(replace(case, device=device), 1 if checked.agreement else chosen.steps)
         if agreement.not_finite:
             line, help_ = (
                 (at.plan.optimizer, "take a smaller learning rate") if agreement.steps else (at.plan.loss, CLAMP)

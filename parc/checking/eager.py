@@ -35,7 +35,7 @@ from parc.runtime.communication import Environment
 from parc.runtime.compare.model_run import Case, ReferenceRun, largest, largest_difference
 from parc.runtime.compare.model_run import wide as as_wide
 from parc.runtime.compare.near_ties import DRAWS, Margin
-from parc.runtime.compare.plain import CPU, PlainModule
+from parc.runtime.compare.plain import PlainModule
 from parc.runtime.data.random_batch import random_batch
 from parc.runtime.faults import Watcher
 
@@ -336,7 +336,7 @@ def _captured(
     wide: bool = False,
     watch: Callable[[Line, Sequence[Environment]], None] | None = None,
 ) -> _Result:
-    run = ReferenceRun(replace(case, device=CPU), wide, watch)
+    run = ReferenceRun(case, wide, watch)
     loss, gradients = run.gradients([inputs], 0)
     returned = {str(Binding("output", name)): value for name, (value,) in run.returned.items()}
     return _Result(loss, gradients, {**run.buffers, **returned})

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from parc.checking.checks import Checked, case_of, check_files, check_numbers, proved
 from parc.checking.difference import first_difference
 from parc.checking.limits import hold_promises
@@ -17,7 +19,9 @@ from parc.compiler.program.actions import FORWARD
 from parc.compiler.program.faults import Fault
 from parc.compiling.driver import Progress, compile_plan
 from parc.report import plan_of
+from parc.runtime.compare.plain import CPU
 from parc.runtime.opening import check_fits, check_source_of
+from parc.runtime.processes import check_device
 
 
 @dataclass
@@ -46,8 +50,11 @@ def verify_static(path: Path) -> Verified:
     return verified
 
 
-def verify_build(path: Path, progress: Progress = lambda _: None, *, locate: bool = False) -> Verified:
-    """Prove shapes, types and communication of the programs in the files; test their numbers against the model.
+def verify_build(
+    path: Path, progress: Progress = lambda _: None, *, locate: bool = False, device: torch.device = CPU
+) -> Verified:
+    """Prove shapes, types and communication of the programs in the files; test their numbers against the model, on a
+    device.
 
     The plan is compiled again, which imports its model; files that are not what it compiles to are faults.
 
@@ -55,9 +62,10 @@ def verify_build(path: Path, progress: Progress = lambda _: None, *, locate: boo
 
     Raises:
         BuildError: files are missing or cannot be read as a build.
-        RunError: the model's file changed, or torch is another.
+        RunError: the model's file changed, torch is another, or there is no such device.
         PlanError: the build's plan can no longer be compiled, or its programs do not keep a promise of it.
     """
+    check_device(device)
     altered: list[str] = []
     build = read_build(path, altered=altered)
     check_fits(build, build.programs[FORWARD].mesh.world)
@@ -73,7 +81,7 @@ def verify_build(path: Path, progress: Progress = lambda _: None, *, locate: boo
     compiled = replace(compiled, written=build)
     hold_promises(compiled)
     checked = Checked({}, [])
-    check_numbers(compiled, checked)
+    check_numbers(compiled, checked, device)
     verified.faults += checked.faults
     verified.numbers = checked.report.get("numbers", {})
     if not verified.faults:
@@ -81,7 +89,7 @@ def verify_build(path: Path, progress: Progress = lambda _: None, *, locate: boo
     elif locate and checked.faults:
         progress("first difference")
         subject = subject_of(compiled).compiled
-        differing = (first_difference(case_of(at)) for at in subject.cases())
+        differing = (first_difference(replace(case_of(at), device=device)) for at in subject.cases())
         verified.difference = str(
             next(filter(None, differing), "no line of the forward differs: look at the backward of what is named above")
         )

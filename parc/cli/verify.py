@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 
 from parc.cli.refusal import show_refusal
@@ -17,11 +16,12 @@ def verify_options(parser: argparse.ArgumentParser) -> None:
         "(and that of its loss, where it is a callable): only once the model's file is found to be the one that was "
         "built. With --static nothing is imported; a build with custom operators, which needs its model, is refused."
     )
-    parser.add_argument(
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument(
         "--static", action="store_true", help="shapes, types and communication from the files alone; imports nothing"
     )
+    how.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="test numbers there; default: on the CPU")
     parser.add_argument("--first-difference", action="store_true", help="where numbers differ, name the first line")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="where numbers are tested; default: on the CPU")
     parser.add_argument("--json", action="store_true", help="the outcome as JSON on stdout")
 
 
@@ -29,16 +29,15 @@ def verify_command(given: argparse.Namespace) -> int:
     """Print what holds. Return 5 if a check refuses, 1 if files were altered though every check holds."""
     with stages() as progress:
         progress("loading torch")
-        from parc.runtime.processes import DEVICE
+        import torch
 
-        if given.device:
-            os.environ[DEVICE] = given.device
         from parc.checking.verification import verify_build, verify_static
 
         if given.static:
             verified = verify_static(given.build)
         else:
-            verified = verify_build(given.build, progress, locate=given.first_difference)
+            device = torch.device(given.device)
+            verified = verify_build(given.build, progress, locate=given.first_difference, device=device)
     if given.json:
         faults = [{"check": fault.check, "where": fault.where, "message": fault.message} for fault in verified.faults]
         outcome = {
@@ -68,5 +67,6 @@ def verify_command(given: argparse.Namespace) -> int:
         say(f"{given.build}: {held}; the model was not imported, numbers not tested")
         return 0
     worst = max(verified.numbers[kind] for kind in ("loss", "gradient", "parameter"))
-    say(f"{given.build}: {held} (largest relative error {worst:.1e}, on {verified.numbers['on']})")
+    where = " on the GPU" * (given.device == "cuda")
+    say(f"{given.build}: {held}{where} (largest relative error {worst:.1e}, on {verified.numbers['on']})")
     return 0

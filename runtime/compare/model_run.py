@@ -20,8 +20,8 @@ from ...compiler.program.roles import Role
 from ..backends.in_process import InProcess
 from ..machine.execute import Machine
 from ..machine.kernels import REFERENCE_KERNELS
-from ..processes import chosen_device
 from ..state.optimizer import make_optimizer, update
+from .plain import CPU
 
 Microbatches = Sequence[Mapping[str, torch.Tensor]]
 """The inputs of each microbatch of a step, whole."""
@@ -55,7 +55,7 @@ class Case:
     """The state of steps before the first one."""
     biases: Mapping[str, Bias] = field(default_factory=dict)
     """The biases that balance experts, by the module of these."""
-    device: torch.device = field(default_factory=chosen_device)
+    device: torch.device = CPU
     """The device that all of it is computed on."""
 
 

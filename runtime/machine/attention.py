@@ -205,6 +205,7 @@ class AttentionBackward:
     def __init__(self, how: Scores, given: Sequence[torch.Tensor], rows: Sequence[Interval]) -> None:
         self.how, self.rows = how, rows
         self.grad, self.q, self.out, self.lse = given
+        self.in_order = how.site.repeated(how.site.operands[0])
         self._made: torch.Tensor | None = None
 
     def add(self, k: torch.Tensor, v: torch.Tensor, columns: Sequence[Interval]) -> list[torch.Tensor]:
@@ -237,7 +238,8 @@ class AttentionBackward:
         lse, k, v = self.lse.narrow(2, *tile.queries), _part(k, tile.keys), _part(v, tile.keys)
         mask, causal = how.hidden(tile, q), tile.seen == "diagonal"
         if flash := how.flash(q, k, v, mask, causal):
-            return flash.backward(grad, out, lse, q, k, v, additive(mask, q.dtype), causal, how.scale)
+            backward = flash.in_order if self.in_order else flash.backward
+            return backward(grad, out, lse, q, k, v, additive(mask, q.dtype), causal, how.scale)
         k, v = repeat_heads(k, heads), repeat_heads(v, heads)
         wide = _wide(q)
         weights = _weights(_raw_scores(q.to(wide), k.to(wide), mask, causal, how.scale), lse)

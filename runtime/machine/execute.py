@@ -33,7 +33,7 @@ _WIDER = {torch.float32: torch.float64, torch.bfloat16: torch.float64, torch.flo
 class Machine:
     """The machine of one program. ``wide`` reads every floating dtype as float64; ``kernels`` are the code of parc's
     operators. With ``reuse`` lines are fused, and write over values that nobody reads again, also over gradients that
-    they are given."""
+    they are given. ``axis`` is that of the pipeline."""
 
     site: Callable[..., Site] = Site
     adding: Mapping[str, Callable[..., torch.Tensor]] = code_for("adding")
@@ -49,11 +49,12 @@ class Machine:
         kernels: Mapping[str, Kernel] = KERNELS,
         watch: Callable[[Line, Sequence[Environment]], None] | None = None,
         reuse: bool = False,
+        axis: str = "",
     ) -> None:
         self.program = program
         self.mesh: Mesh = program.mesh
         self.backend, self.device, self.wide, self.kernels, self.watch = backend, device, wide, kernels, watch
-        self.reuse = reuse
+        self.reuse, self.axis = reuse, axis
         self.coordinates = [self.mesh.coordinates(rank) for rank in backend.ranks]
         self._adding = {op: self._adder(op, add) for op, add in self.adding.items() if reuse}
         self._addable = addable(program, self._adding)
@@ -346,4 +347,4 @@ class Machine:
         values = function.values()
         operands = [values[name].type for name in line.uses()]
         results = [value.type for value in line.results if value is not None]
-        return [self.site(self.mesh, at, operands, results, self.device) for at in self.coordinates]
+        return [self.site(self.mesh, at, operands, results, self.device, self.axis) for at in self.coordinates]

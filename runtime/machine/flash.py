@@ -1,4 +1,4 @@
-"""torch's own kernels of attention that keep no scores: the table of those that this project uses, by device.
+"""torch's own kernels of attention that keep no scores, and which of them can do the work of a line.
 
 Each takes queries [b, h, s, d], keys [b, g, t, d], values [b, g, t, d], where h is a multiple of g, and gives the
 output [b, h, s, d] and the logarithms of the sums of exponentials [b, h, s] in float32 or wider. Backward gives the
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -21,41 +22,42 @@ from ...compiler.torch_private import attention_choice
 
 _HALVES = (torch.bfloat16, torch.float16)
 _ALIGNED = 8
-"""The multiple of which heads, and rows of masks, have to be on a GPU."""
-_WIDEST = 256
-"""The widest head of the flash kernel on a GPU."""
+"""The entries between aligned places of a GPU's memory. Heads, and rows of masks, have to be multiples of it."""
 _LSE_ROWS = 32
-"""The multiple of which the memory-efficient kernel has its sums."""
-_Forward = Callable[[Tensor, Tensor, Tensor, Tensor | None, bool, float], tuple[Tensor, Tensor]]
-_Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
+"""The memory-efficient kernel wants the number of its sums to be a multiple of this."""
+_Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Flash:
-    """One kernel: ``forward(q, k, v, bias, causal, scale)`` returns the output and the sums, and ``backward(grad, out,
-    lse, q, k, v, bias, causal, scale)`` the gradients of q, k and v."""
+    """One kernel: ``forward(q, k, v, bias, causal, scale)`` returns the output and the sums. ``backward(grad, out, lse,
+    q, k, v, bias, causal, scale)`` returns the gradients of q, k and v. ``in_order`` does the same, and adds numbers up
+    in one order, so that all ranks have the same bits; on GPUs that takes longer."""
 
-    forward: _Forward
-    backward: _Backward
+    forward: Callable[[Tensor, Tensor, Tensor, Tensor | None, bool, float], tuple[Tensor, Tensor]]
+    backward: Callable[..., _Gradients]
+    in_order: Callable[..., _Gradients]
 
 
 def flash_for(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, traced: bool) -> Flash | None:
-    """Return the kernel that can attend with such operands; None where torch has none. While a compiler is ``traced``
-    it is never cuDNN's, which is slow where heads do not lie as it likes."""
+    """Return the kernel that can attend with such operands; None where torch has none. While a compiler traces it is
+    never cuDNN's, which is slow where heads do not lie as it likes."""
     if q.shape[-1] != v.shape[-1] or not q.shape[-1]:
         return None
     if q.device.type == "cpu":
         return _CPU
-    if q.device.type != "cuda" or q.shape[-1] % _ALIGNED or q.dtype not in (torch.float32, *_HALVES):
+    if q.device.type != "cuda" or q.shape[-1] % _ALIGNED:
         return None
-    if mask is not None or q.dtype not in _HALVES or q.shape[-1] > _WIDEST:
-        return _EFFICIENT
-    takes_cudnn = not traced and attention_choice(q, k, v, causal) == SDPBackend.CUDNN_ATTENTION.value
-    return _CUDNN if takes_cudnn else _GPU
+    generation = _generation(q.device)
+    if mask is None and _takes_flash(q.dtype, q.shape[-1], generation):
+        takes_cudnn = not traced and attention_choice(q, k, v, causal) == SDPBackend.CUDNN_ATTENTION.value
+        return _CUDNN if takes_cudnn else _GPU
+    wide = _with_mask(q, mask)
+    return _EFFICIENT if wide in (torch.float32, torch.float16) or (wide in _HALVES and generation >= (8, 0)) else None
 
 
 def additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Return a mask as numbers to add, where it is of bools."""
+    """Return a mask of bools as numbers to add; one of numbers as it is."""
     if mask is None or mask.dtype != torch.bool:
         return mask
     mask = mask.reshape(*[1] * (4 - mask.dim()), *mask.shape)
@@ -77,9 +79,34 @@ def fold_heads(grad: Tensor, heads: int) -> Tensor:
     return repeated.sum(2)
 
 
+@lru_cache(maxsize=64)
+def _generation(device: torch.device) -> tuple[int, int]:
+    """Return the generation of a GPU: (8, 0) is Ampere, (9, 0) Hopper."""
+    return torch.cuda.get_device_capability(device)
+
+
+def _takes_flash(dtype: torch.dtype, size: int, generation: tuple[int, int]) -> bool:
+    """Return whether the flash kernel has a forward and a backward for heads of this size. Small GPUs have no room for
+    the backward of some."""
+    large = generation in ((8, 0), (9, 0), (10, 0))
+    return dtype in _HALVES and generation >= (8, 0) and (size <= 192 or 224 < size <= 256 or (large and size <= 256))
+
+
+def _with_mask(q: Tensor, mask: Tensor | None) -> torch.dtype:
+    """Return the type of scores: that of queries, or a mask's if it is the wider one."""
+    return q.dtype if mask is None or mask.dtype == torch.bool else torch.promote_types(q.dtype, mask.dtype)
+
+
 def _lying(*tensors: Tensor) -> list[Tensor]:
-    """Return heads whose entries lie side by side in memory: the kernels rely on it without a check."""
-    return [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in tensors]
+    """Return heads whose entries lie side by side in memory, on a GPU from aligned places on: the kernels rely on it
+    without a check."""
+
+    def lies(tensor: Tensor) -> bool:
+        steps = [step for size, step in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True) if size > 1]
+        aligned = tensor.device.type == "cpu" or not any(step % _ALIGNED for step in (tensor.storage_offset(), *steps))
+        return tensor.stride(-1) == 1 and aligned
+
+    return [tensor if lies(tensor) else tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
 
 
 def _cpu(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -93,7 +120,7 @@ def _cpu(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, sca
 def _cpu_backward(
     grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> _Gradients:  # fmt: skip
     groups = k.shape[1]
     grad, out, q, k, v = _lying(grad, out, q, *(repeat_heads(x, q.shape[1]) for x in (k, v)))
     gq, gk, gv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -112,13 +139,11 @@ def _gpu(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, sca
 def _gpu_backward(
     grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> _Gradients:  # fmt: skip
     grad, out, q, k, v = _lying(grad, out, q, k, v)
-    seed, offset = (
-        torch.empty(2, dtype=torch.uint64, device=q.device),
-        torch.empty((), dtype=torch.uint64, device=q.device),
-    )
-    made: tuple[Tensor, Tensor, Tensor] = aten._scaled_dot_product_flash_attention_backward(
+    seed = torch.empty(2, dtype=torch.uint64, device=q.device)  # of a dropout that there is not
+    offset = torch.empty((), dtype=torch.uint64, device=q.device)
+    made: _Gradients = aten._scaled_dot_product_flash_attention_backward(
         grad, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal, seed, offset, scale=scale
     )
     return made
@@ -132,10 +157,10 @@ def _cudnn(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, s
 def _cudnn_backward(
     grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> _Gradients:  # fmt: skip
     grad, out, q, k, v = _lying(grad, out, q, k, v)
     state = torch.empty((), dtype=torch.int64, device=q.device)
-    made: tuple[Tensor, Tensor, Tensor] = aten._scaled_dot_product_cudnn_attention_backward(
+    made: _Gradients = aten._scaled_dot_product_cudnn_attention_backward(
         grad, q, k, v, out, lse[..., None].contiguous(), state, state, None, None, None, q.shape[2], k.shape[2], 0.0,
         causal, scale=scale,
     )  # fmt: skip
@@ -145,25 +170,27 @@ def _cudnn_backward(
 def _efficient(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    q, k, v = _lying(q, *(repeat_heads(x, q.shape[1]) for x in (k, v)))
+    narrow, wide = q.dtype, _with_mask(q, bias)
+    q, k, v = _lying(*(x.to(wide) for x in (q, repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1]))))
     out, lse, *_ = aten._scaled_dot_product_efficient_attention(
         q, k, v, _aligned(bias, q, k), True, 0.0, causal, scale=scale
     )
-    return out, lse[..., : q.shape[2]]
+    return out.to(narrow), lse[..., : q.shape[2]]
 
 
 def _efficient_backward(
     grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    groups = k.shape[1]
-    grad, out, q, k, v = _lying(grad, out, q, *(repeat_heads(x, q.shape[1]) for x in (k, v)))
+) -> _Gradients:  # fmt: skip
+    groups, narrow, wide = k.shape[1], q.dtype, _with_mask(q, bias)
+    repeated = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
+    grad, out, q, k, v = _lying(*(x.to(wide) for x in (grad, out, q, *repeated)))
     state = torch.empty((), dtype=torch.int64, device=q.device)
     lse = F.pad(lse, (0, -lse.shape[-1] % _LSE_ROWS), value=float("inf")).contiguous()
     gq, gk, gv, _ = aten._scaled_dot_product_efficient_attention_backward(
         grad, q, k, v, _aligned(bias, q, k), out, lse, state, state, 0.0, [True, True, True, False], causal, scale=scale
     )
-    return gq, fold_heads(gk, groups), fold_heads(gv, groups)
+    return gq.to(narrow), fold_heads(gk, groups).to(narrow), fold_heads(gv, groups).to(narrow)
 
 
 def _aligned(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
@@ -174,7 +201,42 @@ def _aligned(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     return padded[..., : k.shape[2]].expand(*q.shape[:3], k.shape[2])
 
 
-_CPU = Flash(_cpu, _cpu_backward)
-_GPU = Flash(_gpu, _gpu_backward)
-_CUDNN = Flash(_cudnn, _cudnn_backward)
-_EFFICIENT = Flash(_efficient, _efficient_backward)
+@torch.library.custom_op("parc_runtime::attention_backward_in_order", mutates_args=())
+def _in_order(
+    grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool,
+    scale: float, efficient: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Run a kernel's backward as torch's deterministic algorithm. It is an operator, so that this holds in compiled
+    code, too."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        run = _efficient_backward if efficient else _gpu_backward
+        gq, gk, gv = run(grad, out, lse, q, k, v, bias, causal, scale)
+        return gq.contiguous(), gk.contiguous(), gv.contiguous()
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+@_in_order.register_fake
+def _in_order_fake(
+    grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool,
+    scale: float, efficient: bool,
+) -> _Gradients:  # fmt: skip
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _flash_in_order(*given: Tensor | bool | float | None) -> _Gradients:
+    made: _Gradients = _in_order(*given, False)
+    return made
+
+
+def _efficient_in_order(*given: Tensor | bool | float | None) -> _Gradients:
+    made: _Gradients = _in_order(*given, True)
+    return made
+
+
+_CPU = Flash(_cpu, _cpu_backward, _cpu_backward)
+_GPU = Flash(_gpu, _gpu_backward, _flash_in_order)
+_CUDNN = Flash(_cudnn, _cudnn_backward, _flash_in_order)
+_EFFICIENT = Flash(_efficient, _efficient_backward, _efficient_in_order)

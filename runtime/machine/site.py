@@ -16,18 +16,25 @@ from ...compiler.layout.stretches import atoms, terms
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """One line on one rank: the mesh, the rank's coordinates, the types of tensor operands and results, the device."""
+    """One line on one rank: the mesh, the rank's coordinates, the types of tensor operands and results, the device.
+    ``pipeline`` is the axis whose ranks compute other lines."""
 
     mesh: Mesh
     coordinates: Mapping[str, int]
     operands: Sequence[TensorType]
     results: Sequence[TensorType]
     device: torch.device
+    pipeline: str = ""
 
     @property
     def traced(self) -> bool:
         """True where a compiler traces the kernel: it fuses several passes into one by itself."""
         return False
+
+    def repeated(self, type_: TensorType) -> bool:
+        """Return whether other ranks have the very same value of a type, and so must compute the same bits from it."""
+        axes = {axis for axis, kind in type_.placement.types if kind in ("R", "I")}
+        return any(self.mesh.size(axis) > 1 for axis in axes.difference(self.mesh.parts(self.pipeline)))
 
     def index(self, type_: TensorType, dim: int) -> torch.Tensor:
         """Return the global coordinates of the rank's entries along a dim."""

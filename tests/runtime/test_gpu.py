@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ from parc.compiler.layout.placement import Placement, TensorType
 from parc.runtime.backends.distributed import Distributed
 from parc.runtime.backends.in_process import InProcess
 from parc.runtime.compare.simulate import compare
+from parc.runtime.machine.attention import Attention, AttentionBackward, Scores
 from parc.runtime.machine.flash import flash_for
 from parc.runtime.machine.kernels import KERNELS
 from parc.runtime.machine.site import Site
-from parc.runtime.processes import DEVICE, STORE, join_processes, leave
+from parc.runtime.processes import STORE, join_processes, leave
 from tests.checked_plans import compiled
 from tests.evaluated_plans import PLAN as EVALUATED
 from tests.evaluated_plans import PLANS
@@ -35,13 +37,16 @@ GPU = torch.device("cuda", 0)
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
-def masks(rows: int, columns: int) -> dict[str, torch.Tensor]:
-    """Return masks of scores; the second query of `hidden` sees no key."""
-    seen = torch.rand(2, 1, rows, columns) < 0.7
+def masks(rows: int) -> dict[str, torch.Tensor]:
+    """Return masks of scores. The second query of `hidden` sees no key. Those of numbers are float32, also for narrow
+    queries, and `slopes` are numbers that bfloat16 would round away."""
+    seen = torch.rand(2, 1, rows, rows) < 0.7
     seen[..., 0] = True
     hidden = seen.clone()
     hidden[:, :, 1] = False
-    return {"bools": seen, "numbers": torch.randn(rows, columns), "hidden": hidden, "row": seen[:, :, :1]}
+    slopes = torch.tensor([1.0, 0.25, 0.06, 0.01])[None, :, None, None] * (torch.arange(float(rows)) + 30)
+    numbers = torch.randn(1, 1, rows, rows)
+    return {"bools": seen, "numbers": numbers, "hidden": hidden, "row": seen[:, :, :1], "slopes": slopes}
 
 
 class _Traced(Site):
@@ -54,7 +59,7 @@ class _Traced(Site):
 
 @pytest.mark.parametrize("site", [Site, _Traced])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", ["none", "causal", "bools", "numbers", "hidden", "row"])
+@pytest.mark.parametrize("kind", ["none", "causal", "bools", "numbers", "hidden", "row", "slopes"])
 @pytest.mark.parametrize(("rows", "heads", "size"), [(48, 4, 64), (37, 2, 16), (40, 1, 12)])
 def test_attention_is_that_of_wide_numbers_on_a_cpu(
     rows: int, heads: int, size: int, kind: str, dtype: torch.dtype, site: type[Site]
@@ -62,11 +67,11 @@ def test_attention_is_that_of_wide_numbers_on_a_cpu(
     torch.manual_seed(0)
     q, grad = (torch.randn(2, 4, rows, size) for _ in range(2))
     k, v = (torch.randn(2, heads, rows, size).mT.contiguous().mT for _ in range(2))
-    mask = masks(rows, rows).get(kind)
+    mask = masks(rows).get(kind)
 
     def run(device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
         given = [x.to(device, dtype) for x in (grad, q, k, v)]
-        bias = mask if mask is None else mask.to(device) if mask.dtype == torch.bool else mask.to(device, dtype)
+        bias = mask if mask is None else mask.to(device)
         types = [TensorType(dtype, tuple(x.shape), Placement(())) for x in given]
         arguments = (bias, None)
         out, lse = KERNELS["parc.attention.default"](
@@ -81,6 +86,44 @@ def test_attention_is_that_of_wide_numbers_on_a_cpu(
     for one, other in zip(found, expected, strict=True):
         error = float((one - other).norm() / other.norm())
         assert error < (2e-5 if dtype == torch.float32 else 2e-2), error
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("causal", [False, True])
+def test_blocks_of_keys_are_joined_as_on_a_cpu(dtype: torch.dtype, causal: bool) -> None:
+    """A rank of a zigzag has the first and the last queries, and meets keys of other places one after the other."""
+    torch.manual_seed(0)
+    q, grad = (torch.randn(1, 4, 32, 16) for _ in range(2))
+    k, v = (torch.randn(1, 2, 64, 16) for _ in range(2))
+    rows, blocks = [(0, 16), (48, 16)], [[(0, 16), (48, 16)], [(16, 32)]]
+
+    def run(device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
+        grad_, q_, k_, v_ = (x.to(device, dtype) for x in (grad, q, k, v))
+        types = [TensorType(dtype, tuple(x.shape), Placement(())) for x in (grad_, q_, k_)]
+        how = Scores(Site(Mesh(), {}, types, [], device), types[1], types[2], None, None, causal, 0.25, 0.0)
+        made = Attention(how, q_, rows)
+        parts = [[torch.cat([x[:, :, at : at + many] for at, many in block], 2) for x in (k_, v_)] for block in blocks]
+        for block, (keys, values) in zip(blocks, parts, strict=True):
+            made.add(keys, values, block)
+        out, lse = made.result()
+        back = AttentionBackward(how, (grad_, q_, out, lse), rows)
+        gradients = [back.add(keys, values, block) for block, (keys, values) in zip(blocks, parts, strict=True)]
+        return [x.double().cpu() for x in (out, lse, back.result(), *gradients[0], *gradients[1])]
+
+    for one, other in zip(run(GPU, dtype), run(torch.device("cpu"), torch.float64), strict=True):
+        assert float((one - other).norm() / other.norm()) < (2e-5 if dtype == torch.float32 else 2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_equal_ranks_get_equal_bits(dtype: torch.dtype) -> None:
+    """Ranks along an axis that splits nothing compute attention's gradient alike, and nothing makes it equal later."""
+    grad, q, k, v = (torch.randn(1, 4, 4096, 64, dtype=dtype, device=GPU) for _ in range(4))
+    flash = flash_for(q, k, v, None, True, False)
+    assert flash is not None
+    out, lse = flash.forward(q, k, v, None, True, 0.125)
+    first, *more = (flash.in_order(grad, out, lse, q, k, v, None, True, 0.125) for _ in range(4))
+    assert all(torch.equal(a, b) for made in more for a, b in zip(first, made, strict=True))
+    torch.testing.assert_close(first, flash.backward(grad, out, lse, q, k, v, None, True, 0.125), rtol=0.05, atol=0.05)
 
 
 def test_torch_has_kernels_without_scores_for_the_usual_heads() -> None:
@@ -168,7 +211,7 @@ def test_a_session_trains_as_on_the_cpu_and_as_the_plain_module(tmp_path: Path, 
         torch.testing.assert_close(losses, further, rtol=rtol if device != GPU else 1e-6, atol=0)
 
 
-def test_state_in_files_and_in_memory_is_trained_to_the_same_bits(tmp_path: Path) -> None:
+def test_state_in_files_and_in_memory_is_trained_as_on_the_gpu(tmp_path: Path) -> None:
     words = 'optimizer, parameters, activations to "kept"', "optimizer, parameters, activations to cpu"
     made = {where: build(tmp_path / str(at), f"offload {where}\n", PLAN) for at, where in enumerate(words)}
     expected = trained(parc.load(build(tmp_path / "plain", ONE, PLAN), GPU))
@@ -221,22 +264,13 @@ ALL: dict[str, tuple[str, dict[str, int]]] = {
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_all_ranks_together_compute_on_a_gpu_what_the_captured_graph_does(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(DEVICE, "cuda")
+def test_all_ranks_together_compute_on_a_gpu_what_the_captured_graph_does(name: str) -> None:
     text, sizes = ALL[name]
-    made = compiled(text, ROOT, **sizes)
-    case = case_of(made)
-    assert case.device.type == "cuda"
-    agreement = compare(case, 2)
+    agreement = compare(replace(case_of(compiled(text, ROOT, **sizes)), device=GPU), 2)
     assert agreement.largest <= 1e-10, agreement
 
 
-def test_an_odd_model_padded_over_ranks_computes_on_a_gpu_what_the_captured_graph_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(DEVICE, "cuda")
+def test_an_odd_model_padded_over_ranks_computes_on_a_gpu_what_the_captured_graph_does(tmp_path: Path) -> None:
     (tmp_path / "odd.py").write_text(ODD)
-    agreement = compare(case_of(compiled(ODD_PLAN + SPLIT, tmp_path)), 2)
+    agreement = compare(replace(case_of(compiled(ODD_PLAN + SPLIT, tmp_path)), device=GPU), 2)
     assert agreement.largest <= 1e-10, agreement

@@ -239,6 +239,10 @@ def test_a_gpu_that_is_not_there_is_never_replaced_by_the_cpu(
     with monkeypatch.context() as chosen:
         chosen.setenv(DEVICE, "cuda")
         refused(lambda: parc.load(builds["dp"]), "torch finds no `cuda` here")
+        for word in ("meta", "banana"):
+            chosen.setenv(DEVICE, word)
+            with pytest.raises(RunError, match=f"`PARC_DEVICE` is `{word}`, and parc computes on `cpu` or `cuda`"):
+                parc.load(builds["dp"])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     refused(lambda: parc.load(builds["dp"], gpu), "torch finds 1 GPU here, and 2 processes need one each")
