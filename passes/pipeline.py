@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -65,12 +66,12 @@ __all__ = [
     "Built",
     "Choices",
     "Request",
+    "Reshards",
     "Trials",
     "build_programs",
     "mark_blocks",
     "names_of",
     "prepare",
-    "reshards_of",
 ]
 
 
@@ -173,9 +174,24 @@ def build_programs(captured: Captured, mesh: Mesh, request: Request) -> Built:
         return _build(captured, mesh, request)
 
 
-def reshards_of(captured: Captured, mesh: Mesh, request: Request) -> Sequence[Reshard]:
-    """Return the conversions that a build would make; later passes are left out."""
-    return _place(_forward(captured, request)[0].graph, mesh, request)[2]
+class Reshards:
+    """The conversions that builds of one captured model would make under requests one after the other; later passes
+    are left out. The graph is made ready once for all requests that differ in placements alone."""
+
+    _READY_FOR = ("frozen", "pads", "precision", "unbatched", "choices", "units", "terms", "seed", "evaluates")
+
+    def __init__(self, captured: Captured) -> None:
+        self._captured = captured
+        self._ready: list[tuple[list[Any], fx.Graph]] = []
+
+    def of(self, mesh: Mesh, request: Request) -> Sequence[Reshard]:
+        """Return the conversions under a request."""
+        asked = [getattr(request, name) for name in self._READY_FOR]
+        graph = next((graph for known, graph in self._ready if known == asked), None)
+        if graph is None:
+            graph = _forward(self._captured, request)[0].graph
+            self._ready.append((asked, graph))
+        return _place(graph, mesh, request)[2]
 
 
 class Trials:
