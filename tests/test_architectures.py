@@ -9,12 +9,12 @@ import pytest
 from parc.advice import warnings_of
 from parc.compiling.compiled import Compiled
 from parc.grammar.diagnostics import PlanError, render
-from tests.checked_plans import checked, compiled
+from tests.checked_plans import checked, compiled, held
 from tests.draws import wide
 
 HEAD = """
 model "./architectures.py:{model}"
-sizes B=8, S=4
+sizes B=8, S=2
 optimizer adamw lr 1e-3 eps 1e-5 clip 1.0
 mesh dp={dp}, tp={tp}
 schedule microbatches 2
@@ -59,7 +59,7 @@ def made(name: str, inputs: str, lines: str, dp: int, tp: int) -> Compiled:
 @pytest.mark.parametrize(("name", "dp", "tp"), ROWS)
 def test_operators_of_other_architectures_are_split(name: str, dp: int, tp: int) -> None:
     model = made(name, *MODELS[name], dp, tp)
-    checked(model)
+    (held if (name, dp, tp) == ("Readers", 1, 2) else checked)(model)  # whose module another mesh has
     assert model.built.without_rule == ()
     found = "\n".join(map(render, warnings_of(model)))
     assert bool(found) == ((name, dp, tp) in GATHERED), found

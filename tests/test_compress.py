@@ -22,6 +22,7 @@ from parc.grammar.source import Source
 from parc.runtime.compare.simulate import Simulation, compare
 from parc.runtime.data.random_batch import random_batch
 from tests.captured_once import compile_once
+from tests.draws import wide
 from tests.planted_builds import COMPRESSED_BUILD, good_build
 from tests.planted_compressed import compressed_rows
 from tests.runtime.ranks import run_ranks
@@ -76,7 +77,7 @@ def test_a_number_that_is_not_finite_stays_so() -> None:
 
 
 @pytest.mark.parametrize("lines", [
-    "mesh dp=2\ncompress gradients over dp using int8\n",
+    wide("mesh dp=2\ncompress gradients over dp using int8\n"),
     "mesh dp=4\nnode 2\nhierarchical over dp\nzero 1 over dp\ncompress gradients over dp using fp16\n",
     "mesh dp=4\nnode 2\nhierarchical over dp\nzero 1 over dp within node\ncompress gradients over dp using int8\n",
     "mesh dp=2\ncompress gradients over dp using int8\nzero 1 over dp on blocks\n",
@@ -227,10 +228,10 @@ def test_real_ranks_train_as_well_with_int8_and_go_on_from_a_checkpoint(tmp_path
     # on four ranks each has a quarter of what is left in all, also after a step that is skipped
     four = "mesh dp=4\nnode 2\nhierarchical over dp\nzero 1 over dp\nshard tokens, targets [B/dp, _]\n"
     narrow = "compress gradients over dp using fp16\nprecision fp16 loss_scale dynamic\n"
-    wide = str(build(tmp_path, four + narrow, name="wide"))
+    split = str(build(tmp_path, four + narrow, name="four"))
     name = residual("blocks.0.mlp.up.weight").name
     total = first["residuals"][name] + second["residuals"][name]
-    for notes, loss, (start, skipped, end) in run_ranks(skip_and_train, 4, wide, checkpoint, name):
+    for notes, loss, (start, skipped, end) in run_ranks(skip_and_train, 4, split, checkpoint, name):
         assert len(notes) == 1 and "divided equally over 4" in notes[0]
         torch.testing.assert_close(start * 4, total)
         assert torch.equal(start, skipped) and end.isfinite().all() and not torch.equal(start, end)

@@ -39,10 +39,10 @@ shard tokens, targets [B/dp, _]
 schedule microbatches 2
 """
 LLAMA = """\
-model "./llama.py:llama" (layers=1, width=32, heads=8, kv_heads=2, ffn=16, vocab=24, length=8)
+model "./llama.py:llama" (layers=1, width=32, heads=8, kv_heads=2, ffn=16, vocab=24, length=4)
 input input_ids int64 [B, S]
 input labels int64 [B, S]
-sizes B=4, S=8
+sizes B=2, S=4
 loss output.loss
 optimizer sgd lr 0.1
 mesh tp=8
@@ -58,10 +58,10 @@ def compiled(lines: str) -> Compiled:
     return compile_once(read_plan(Source("nodes.parc", GPT + lines)), EXAMPLES)
 
 
-def agreement_of(made: Compiled) -> Agreement:
+def agreement_of(made: Compiled, steps: int = 1) -> Agreement:
     """Prove the build's texts, and compare all ranks in one process with the captured graph."""
     assert static_faults(made.build) == []
-    return compare(case_of(made), 2)
+    return compare(case_of(made), steps)
 
 
 def rows(made: Compiled) -> list[dict[str, Any]]:
@@ -115,7 +115,7 @@ def test_nodes_that_cut_heads_unevenly_are_refused() -> None:
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_within_node_gathers_inside_and_sums_across(level: int) -> None:
     made = compiled(f"mesh dp=4\nnode 2\nzero {level} over dp within node\n")
-    agreement = agreement_of(made)
+    agreement = agreement_of(made, 2)
     assert agreement.largest <= 1e-10
     stored = made.build.types["blocks.0.mlp.up.weight"]
     assert stored.text(made.mesh) == "f32[64/dp_1, 16]"

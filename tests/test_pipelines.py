@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import parc
-from parc.build import build
 from parc.checking.checks import Checked, case_of, check_files, check_numbers, prove
 from parc.checking.reports import report_of
 from parc.compiler.build.directory import read_build, write_build
@@ -66,7 +65,7 @@ def test_seven_layers_on_three_ranks_are_naive_model_parallelism() -> None:
 def test_llama_trains_alike_under_every_schedule(schedule: str, pp: int, chunks: int) -> None:
     made = compiled("llama-pipeline", schedule=schedule, pp=pp, chunks=chunks, layers=4, microbatches=4)
     assert made.pipeline is not None and made.pipeline.stages == pp * chunks
-    assert compare(case_of(made), 2).largest < 1e-12
+    assert compare(case_of(made), 1).largest < 1e-12
 
 
 def test_a_schedule_may_be_a_table_beside_the_plan(tmp_path: Path) -> None:
@@ -75,10 +74,10 @@ def test_a_schedule_may_be_a_table_beside_the_plan(tmp_path: Path) -> None:
     plan = tmp_path / "seven.parc"
     text = plan.read_text().replace("schedule  gpipe microbatches 1", 'schedule  table "order.txt" microbatches 2')
     plan.write_text(text.replace("pp=3", "pp=2").replace("layers.2, layers.5", "layers.4"))
-    made = compile_plan(read_plan(plan), tmp_path)
+    made = compile_once(read_plan(plan), tmp_path)
     work = [str(action) for action in made.timelines["pp0"] if action.kind in ("F", "B")]
     assert work == ["0F0", "0F1", "0B1", "0B0"]
-    assert not prove(made) and error(made) < 1e-12
+    assert not prove(made) and compare(case_of(made), 2).largest < 1e-12
 
 
 def in_a_v(tmp_path: Path) -> Path:
@@ -96,11 +95,11 @@ def in_a_v(tmp_path: Path) -> Path:
 
 def test_stages_lie_where_a_table_says(tmp_path: Path) -> None:
     plan, out = in_a_v(tmp_path), tmp_path / "build"
-    made = compile_plan(read_plan(plan), tmp_path)
+    made = compile_once(read_plan(plan), tmp_path)
     assert made.pipeline is not None and made.pipeline.ranks == (0, 1, 1, 0)
     assert [role.stages for role in made.build.roles.values()] == [[0, 3], [1, 2]]
-    assert not prove(made) and error(made) < 1e-12
-    build(plan, out, {})
+    assert not prove(made) and compare(case_of(made), 2).largest < 1e-12
+    write_build(made.to_write(report_of(made)), out)
     found = read_build(out)
     assert found.stage_ranks == (0, 1, 1, 0) and not check_files(found)
     # from stage 1 to stage 2 and back nothing is sent: they are of one rank

@@ -20,7 +20,7 @@ from parc.cli import main
 from parc.runtime.faults import writing
 from parc.runtime.observe.writers import MetricsFile
 from tests.runtime.forked import Forked, forked_ranks
-from tests.runtime.tiny import DATA, ONE, PLAN, TENSOR, build, profiled
+from tests.runtime.tiny import DATA, FLAT, ONE, TENSOR, build, profiled
 
 SAMPLES = """
 import os
@@ -142,7 +142,7 @@ def test_a_run_with_nothing_left_to_train_says_so(
 
 
 def test_steps_after_the_rates_fall_are_announced(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    made = str(build(folder, ONE, PLAN.replace("lr 1e-2", "lr cosine 1e-2 to 1e-4"), name="falls"))
+    made = str(build(folder, ONE, FLAT.replace("lr 1e-2", "lr cosine 1e-2 to 1e-4"), name="falls"))
     for steps, announced in ((3, False), (4, True)):
         capsys.readouterr()
         assert main(["run", made, "--steps", str(steps)]) == 0
@@ -155,7 +155,7 @@ def test_steps_after_the_rates_fall_are_announced(folder: Path, capsys: pytest.C
 def test_a_padded_plan_goes_on_from_its_own_checkpoint_and_so_does_an_unpadded_one(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    odd = PLAN.replace("vocab=256", "vocab=257")
+    odd = FLAT.replace("vocab=256", "vocab=257")
     padded = build(tmp_path, TENSOR.replace("head over tp", "head over tp pad"), odd, "padded")
     one, checkpoint = build(tmp_path, ONE, odd, "one"), tmp_path / "checkpoint"
     losses: list[Any] = []
@@ -208,7 +208,7 @@ def test_a_run_that_torchrun_started(folder: Path, tmp_path: Path, capfd: pytest
 def test_a_rank_that_fails_is_said_once(
     folder: Path, capfd: pytest.CaptureFixture[str], data: str, code: int, expected: list[str]
 ) -> None:
-    made = build(folder, DATA, PLAN.replace('bytes "*.py"', f'"./samples.py:{data}" ()'), name=data)
+    made = build(folder, DATA, FLAT.replace('bytes "*.py"', f'"./samples.py:{data}" ()'), name=data)
     found, err = run(capfd, made, "--steps", 5, "--save", folder / f"{data}-saved", "--save-every", 1)
     assert found == code, err
     assert all(err.count(text) == 1 for text in expected), err
@@ -225,7 +225,7 @@ def test_a_rank_that_fails_is_said_once(
 def test_a_rank_that_does_not_answer_is_named_at_once(
     folder: Path, data: str, where: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    made = build(folder, DATA, PLAN.replace('bytes "*.py"', f'"./samples.py:{data}" ()'), name=f"{data}-build")
+    made = build(folder, DATA, FLAT.replace('bytes "*.py"', f'"./samples.py:{data}" ()'), name=f"{data}-build")
     code, err = run(capfd, made, "--steps", 5, "--timeout", 4)
     waited = time.time() - (folder / data).stat().st_mtime
     assert code == 4 and "rank 0 failed: it waited too long for another rank" in err, err
@@ -236,7 +236,7 @@ def test_a_rank_that_does_not_answer_is_named_at_once(
 def test_numbers_that_are_not_finite_stop_a_run_and_the_last_good_ones_are_saved(
     folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    made, checkpoint = build(folder, TENSOR, PLAN.replace("lr 1e-2", "lr 1e30"), name="steep"), tmp_path / "good"
+    made, checkpoint = build(folder, TENSOR, FLAT.replace("lr 1e-2", "lr 1e30"), name="steep"), tmp_path / "good"
     code, err = run(capfd, made, "--steps", 5, "--save", checkpoint)
     assert code == 4, err
     assert f"note: the state after step 1 was saved to {checkpoint}" in err
@@ -275,7 +275,7 @@ def test_a_plan_is_built_and_run(
     folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = folder / "alone.parc"
-    plan.write_text(PLAN)
+    plan.write_text(FLAT)
     monkeypatch.chdir(tmp_path)
     code, err = run(capfd, plan, "--steps", 1)
     assert code == 0, err

@@ -126,7 +126,12 @@ include "parc:llama" (tp=2)"""
 @pytest.mark.parametrize(
     ("model", "more", "dp", "lines"),
     [
-        ("decoder", ', name="llama", kv_heads=4, intermediate_size=49, tie_word_embeddings=true', 2, LLAMA),
+        (
+            "decoder",
+            ', name="llama", kv_heads=4, num_hidden_layers=1, intermediate_size=49, tie_word_embeddings=true',
+            2,
+            LLAMA,
+        ),
         wide("gpt2", ", n_layer=1", 1, 'include "parc:gpt2" (tp=4)'),
     ],
 )

@@ -91,10 +91,12 @@ CASES: dict[str, tuple[ModelSpec, dict[str, int], list[str]]] = {
         {"dp": 2, "tp": 2},
         ["shard x, y [B/dp, _]", "vocab head over tp"],
     ),
-    "nothing joined to something": (
-        ModelSpec(SIZES, "tokens", (Layer("linear", (True,)), Layer("plain", ("nothing",))), "cross_entropy"),
+    "nothing joined to something, one operand of an einsum summed first, attention without heads": (
+        ModelSpec(SIZES, "tokens", tuple(layer for kind in ("nothing", "outer", "scores")
+                                         for layer in (Layer("linear", (True,)), Layer("plain", (kind,)))),
+                  "cross_entropy"),
         {"dp": 2, "tp": 2},
-        ["shard x, y [B/dp, _]", "column layers.0 over tp"],
+        ["shard x, y [B/dp, _]", "column layers.0, layers.2, layers.4 over tp"],
     ),
     "two axes in each other's way": (
         ModelSpec(Sizes(4, 6, 4, 6, 24), "tied", (Layer("conv", (True, False), 0, 1), MLP), "mse", 2),
@@ -131,16 +133,6 @@ CASES: dict[str, tuple[ModelSpec, dict[str, int], list[str]]] = {
         ModelSpec(SIZES, "tokens", (attention(shared=2, repeat="interleave"),), "cross_entropy"),
         {"tp": 2},
         ["column layers.0.q over tp", "row layers.0.out over tp"],
-    ),
-    "what one operand of an einsum alone has is summed first": (
-        ModelSpec(SIZES, "tokens", (Layer("linear", (True,)), Layer("plain", ("outer",))), "cross_entropy"),
-        {"dp": 2, "tp": 2},
-        ["shard x, y [B/dp, _]", "column layers.0 over tp"],
-    ),
-    "attention without heads": (
-        ModelSpec(SIZES, "tokens", (Layer("linear", (True,)), Layer("plain", ("scores",))), "cross_entropy"),
-        {"dp": 2, "tp": 2},
-        ["shard x, y [B/dp, _]", "column layers.0 over tp"],
     ),
     "whole channels are dropped alike on every plan": (
         ModelSpec(SIZES, "tokens", (Layer("linear", (True,)), Layer("plain", ("drop",))), "cross_entropy"),

@@ -19,7 +19,7 @@ from parc.compiler.build.directory import write_build
 from parc.compiler.plan.plan import read_plan
 from parc.grammar.source import Source
 from tests.captured_once import compile_once
-from tests.checked_plans import checked
+from tests.checked_plans import checked, held
 
 MODELS = """
 def base(tied=False, layers=2):
@@ -160,17 +160,17 @@ stage before base_model.model.model.layers.1 over pp
 schedule 1f1b microbatches 2
 zero 1 over dp
 """
-ZERO = SPLIT + "mesh dp=2\nshard input_ids, targets [B/dp, _]\nzero 3 over dp\n"
+ZERO = SPLIT + "mesh dp=2\nshard input_ids, targets [B/dp, _]\nzero 3 over dp\nschedule microbatches 2\n"
 
 
 @pytest.mark.parametrize("lines", [STAGES, ZERO], ids=["dp, pp, zero 1", "dp, tp, zero 3"])
 def test_adapters_are_trained_in_pipelines_and_with_zero(tmp_path: Path, lines: str) -> None:
-    """All ranks are simulated; only what is trained has state of the optimizer."""
+    """All ranks of one model are simulated, and in the pipeline it is compared with the module itself; only what is
+    trained has state of the optimizer."""
     (tmp_path / "models.py").write_text(MODELS)
     text = PLAN.replace('init from "pretrained"\n', "").replace(':adapted"', ':adapted" (target="q_proj down_proj")')
     made = compile_once(read_plan(Source("plan.parc", text + lines)), tmp_path)
-    report = checked(made).report
-    assert report["checks"]["numbers"] == "tested" and report["numbers"]["steps"] == 3
+    report = checked(made).report if lines == STAGES else held(made, 2)
     types = made.build.manifest["parameters"]
     base, low = (f"{PREFIX}model.layers.1.mlp.down_proj.{own}.weight" for own in ("base_layer", "lora_A.default"))
     assert low not in made.frozen and "/dp" in types[low]

@@ -22,9 +22,9 @@ from parc.runtime.faults import RunError
 from tests import checked_plans
 from tests.passes.test_padding import compiled
 from tests.runtime.ranks import run_ranks
-from tests.runtime.tiny import DATA, EVAL, ONE, PLAN, batch, build
+from tests.runtime.tiny import DATA, EVAL, FLAT, ONE, batch, build
 
-CALM = PLAN.replace("dropout=0.1", "dropout=0.0")
+CALM = FLAT.replace("dropout=0.1", "dropout=0.0")
 FEW = re.sub("model .*", 'model "tests.padded_models:Mlp" (vocab=256, width=8, hidden=8)', CALM)
 """The plan of a model of few operators, for losses of all kinds."""
 
@@ -34,7 +34,7 @@ def builds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Plans of one rank and of two, of two microbatches of four samples; one with dropout."""
     folder = tmp_path_factory.mktemp("tails")
     return {"one": build(folder, EVAL, CALM, "one"), "dp": build(folder, DATA, CALM, "dp"),
-            "dropout": build(folder, ONE, PLAN, "dropout")}  # fmt: skip
+            "dropout": build(folder, ONE, FLAT, "dropout")}  # fmt: skip
 
 
 def short(count: int) -> dict[str, torch.Tensor]:
@@ -52,7 +52,7 @@ def gradients(path: str, count: int) -> tuple[torch.Tensor, torch.Tensor | None,
 def test_a_short_batch_is_the_mean_over_its_own_targets(builds: dict[str, Path]) -> None:
     module = parc.reference(builds["one"]).module
     with parc.load(builds["one"]) as session:
-        for count in (1, 4, 5, 7):
+        for count in (1, 4, 5):
             module.zero_grad()
             given = short(count)
             expected = F.cross_entropy(module(given["tokens"]).flatten(0, 1), given["targets"].flatten())
@@ -292,7 +292,7 @@ class Model(nn.Module):
 
 def test_statistics_that_each_sample_moves_by_itself_take_no_fewer(tmp_path: Path) -> None:
     (tmp_path / "meeting.py").write_text(MEETING)
-    plan = re.sub("model .*", 'model "./meeting.py:Model" ()', PLAN).replace("microbatches 2", "microbatches 8")
+    plan = re.sub("model .*", 'model "./meeting.py:Model" ()', FLAT).replace("microbatches 2", "microbatches 8")
     with parc.load(build(tmp_path, ONE, plan)) as session, pytest.raises(RunError) as refused:
         session.step(short(3))
     assert "`norm.running_mean` moves with every sample" in str(refused.value)
@@ -300,7 +300,7 @@ def test_statistics_that_each_sample_moves_by_itself_take_no_fewer(tmp_path: Pat
 
 def test_where_samples_meet_and_what_to_do_is_said(tmp_path: Path) -> None:
     (tmp_path / "meeting.py").write_text(MEETING)
-    plan = re.sub("model .*", 'model "./meeting.py:Model" ()', PLAN)
+    plan = re.sub("model .*", 'model "./meeting.py:Model" ()', FLAT)
     with parc.load(build(tmp_path, ONE, plan)) as session:
         with pytest.raises(RunError) as refused:
             session.step(short(3))
