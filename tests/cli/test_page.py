@@ -71,14 +71,26 @@ class Page(HTMLParser):
 def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Build]:
     """Builds of one rank, of two axes, of two stages with ZeRO, and of sizes with ranges."""
     folder = tmp_path_factory.mktemp("page")
-    plans = {"one": (ONE, SMALL), "both": (BOTH, PLAN), "stages": (PIPELINE + EVAL, STAGES),
+    plans = {"one": (ONE, PLAN), "both": (BOTH, PLAN), "stages": (PIPELINE + EVAL, STAGES),
              "ranges": (DATA + EVAL, RANGES)}  # fmt: skip
     return {name: read_build(build(folder, lines, plan, name)) for name, (lines, plan) in plans.items()}
 
 
+@pytest.fixture(scope="module")
+def facts(made: dict[str, Build]) -> dict[str, PageFacts]:
+    """The facts of each build."""
+    return {name: PageFacts(one) for name, one in made.items()}
+
+
+@pytest.fixture(scope="module")
+def pages(made: dict[str, Build]) -> dict[str, str]:
+    """The page of each build."""
+    return {name: page_of(one) for name, one in made.items()}
+
+
 @pytest.mark.parametrize("name", ["one", "both", "stages", "ranges"])
-def test_a_page_needs_nothing_else_and_its_links_lead_somewhere(made: dict[str, Build], name: str) -> None:
-    text = page_of(made[name])
+def test_a_page_needs_nothing_else_and_its_links_lead_somewhere(pages: dict[str, str], name: str) -> None:
+    text = pages[name]
     page = Page(text)
     assert not page.open and not page.loads
     assert not re.search(r"url\(|@import|https?://(?!www\.w3\.org/2000/svg)|fetch\(|import\(", text)
@@ -87,19 +99,20 @@ def test_a_page_needs_nothing_else_and_its_links_lead_somewhere(made: dict[str, 
     assert not {link[1:] for link in page.links} - {*page.anchors}
 
 
-def test_links_of_collectives_lead_to_the_lines_that_say_them(made: dict[str, Build]) -> None:
-    for one in made.values():
-        facts = PageFacts(one)
-        rows = {f.anchor(number): row for f in facts.listing.functions for number, row in enumerate(f.rows, 1)}
-        for entry in facts.entries:
+def test_links_of_collectives_lead_to_the_lines_that_say_them(facts: dict[str, PageFacts]) -> None:
+    for one in facts.values():
+        rows = {f.anchor(number): row for f in one.listing.functions for number, row in enumerate(f.rows, 1)}
+        for entry in one.entries:
             row = rows[entry["anchor"]]
             assert f"parc.{entry['op']}(" in row or (entry["op"] == "send" and row == "    return {")
 
 
 @pytest.mark.parametrize("name", ["stages", "ranges"])
-def test_an_evaluation_is_shown_with_what_it_sends_and_the_lines_that_say_so(made: dict[str, Build], name: str) -> None:
+def test_an_evaluation_is_shown_with_what_it_sends_and_the_lines_that_say_so(
+    made: dict[str, Build], facts: dict[str, PageFacts], pages: dict[str, str], name: str
+) -> None:
     one = made[name]
-    found = PageFacts(one).evaluation
+    found = facts[name].evaluation
     assert found is not None
     listing, messages = found
     for listed in listing.functions:
@@ -112,16 +125,16 @@ def test_an_evaluation_is_shown_with_what_it_sends_and_the_lines_that_say_so(mad
         assert f"parc.{message.entry['op']}(" in row or (message.entry["op"] == "send" and row == "    return {")
     assert ("send" in {message.entry["op"] for message in messages}) == (name == "stages")
     assert not any(message.entry["phase"] == "backward" for message in messages)
-    page = Page(page_of(one))
+    page = Page(pages[name])
     assert "#evaluation" in page.links and {message.anchor for message in messages} <= {link[1:] for link in page.links}
-    assert "#evaluation" not in Page(page_of(made["both"])).links
+    assert "#evaluation" not in Page(pages["both"]).links
 
 
-def test_bytes_of_modules_are_those_of_the_report(made: dict[str, Build]) -> None:
-    for one in made.values():
-        facts, plan = PageFacts(one), plan_of(one)
+def test_bytes_of_modules_are_those_of_the_report(made: dict[str, Build], facts: dict[str, PageFacts]) -> None:
+    for name, one in made.items():
+        plan = plan_of(one)
         for role, entry in zip(one.roles.values(), one.report["memory"], strict=True):
-            rows, state = facts.module_bytes(role).values(), entry["state"]
+            rows, state = facts[name].module_bytes(role).values(), entry["state"]
             assert sum(row["parameters"] for row in rows) == state["parameters"] + state["weights"]
             assert sum(row["gradients"] for row in rows) == state["gradients"]
             assert sum(row["optimizer"] for row in rows) == state["optimizer"]
@@ -129,18 +142,20 @@ def test_bytes_of_modules_are_those_of_the_report(made: dict[str, Build]) -> Non
             assert set(states_of(one, plan, role)) <= one.manifest["parameters"].keys()
 
 
-def test_programs_are_listed_as_their_files_have_them(made: dict[str, Build]) -> None:
-    for one in made.values():
-        for listed in PageFacts(one).listing.functions:
+def test_programs_are_listed_as_their_files_have_them(
+    made: dict[str, Build], facts: dict[str, PageFacts], pages: dict[str, str]
+) -> None:
+    for name, one in made.items():
+        for listed in facts[name].listing.functions:
             text = one.texts[listed.files[0]].split("\n")
             assert text[listed.start - 1 :][: len(listed.rows)] == listed.rows
-    stages = PageFacts(made["stages"]).listing.functions
+    stages = facts["stages"].listing.functions
     assert any(len(listed.files) == 2 for listed in stages), "stages share functions"
-    assert "{B" in page_of(made["ranges"]), "sizes are names in programs for ranges of sizes"
+    assert "{B" in pages["ranges"], "sizes are names in programs for ranges of sizes"
 
 
-def test_values_flow_between_modules_as_in_the_models_code(made: dict[str, Build]) -> None:
-    tree = PageFacts(made["both"]).tree
+def test_values_flow_between_modules_as_in_the_models_code(facts: dict[str, PageFacts]) -> None:
+    tree = facts["both"].tree
     assert [row.label for row in tree.rows if row.depth == 1][3] == "blocks.0..1"
     into = {to: {source for source, target in tree.edges if target == to} for _, to in tree.edges}
     assert into["drop"] == {"embed", "position"}
@@ -172,9 +187,11 @@ def test_names_from_a_persons_code_are_text_and_not_markup(made: dict[str, Build
     assert "<script>alert" not in text and "&lt;script&gt;alert" in text
 
 
-def test_a_page_is_written_where_one_may_write(capsys: Captured, made: dict[str, Build], tmp_path: Path) -> None:
+def test_a_page_is_written_where_one_may_write(
+    capsys: Captured, made: dict[str, Build], pages: dict[str, str], tmp_path: Path
+) -> None:
     code, out, err = parc(capsys, "show", made["both"].path, "--html", tmp_path / "page.html")
     assert (code, out) == (0, "") and err.startswith(f"wrote {tmp_path / 'page.html'} (")
-    assert (tmp_path / "page.html").read_text() == page_of(made["both"])
+    assert (tmp_path / "page.html").read_text() == pages["both"]
     code, _, err = parc(capsys, "show", made["both"].path, "--html", tmp_path / "page.html" / "inside.html")
     assert code == 1 and "error[P0412]" in err
