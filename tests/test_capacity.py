@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import parc
-from parc.checking.checks import check_build
+from parc.checking.checks import Checked, check_numbers
 from parc.checking.reports import report_of
 from parc.compiler.build.directory import write_build
 from parc.grammar.diagnostics import PlanError, render
@@ -44,7 +44,8 @@ def test_a_family_with_a_capacity_is_the_plain_module_with_the_same_rule(family:
 
 def test_the_plain_module_without_the_rule_is_another_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("parc.runtime.compare.plain._drop_tokens", lambda *given: (given[-2], given[-1]))
-    found = check_build(compiled(limited(factor="1"), ROOT / "tests"))
+    found = Checked({}, [])
+    check_numbers(compiled(limited(mesh="dp=1, ep=4", factor="1"), ROOT / "tests"), found)
     assert found.faults and "eager" in str(found.faults[0]), found.faults
 
 

@@ -12,7 +12,6 @@ from tests.planted_builds import ROOT
 from tests.test_experts import BACKWARD, FORWARD, plan
 
 ALIKE = {
-    "zero 1": ("Mixtral", "dp=2, tp=2", "zero 1 over dp\n"),
     "zero 3, bf16": ("Mixtral", "dp=2, tp=2", "zero 3 over dp\nprecision bf16\n"),
     "zero 2, a pipeline": (
         "Mixtral",
@@ -63,7 +62,9 @@ shard model.layers.*.mlp.experts.down_proj [_/ep, _, _/tp]
 """
 CONTEXT = "context model.layers.* dim S over cp using zigzag\n"
 SPLIT = {
-    "sequences between layers, tokens alike on tp": alike("Mixtral", "dp=2, tp=2", "sequence model.layers.* over tp\n"),
+    "sequences between layers, tokens alike on tp, zero 1": alike(
+        "Mixtral", "dp=2, tp=2", "sequence model.layers.* over tp\nzero 1 over dp\n"
+    ),
     "sequences between layers, tp inside experts": plan(
         "Mixtral", "dp=1, ep=2, tp=2", ATTENTION + INSIDE + "sequence model.layers.* over tp\n", num_attention_heads=4
     ),
