@@ -36,7 +36,7 @@ loss      cross_entropy(output, targets)
 optimizer sgd lr 0.1
 """
 DEEP = 6  # layers, of which a twin has fewer
-STAGES = "mesh pp=2\nstage balanced over pp\nschedule 1f1b microbatches 4\n"
+STAGES = "mesh pp=2\nstage balanced over pp\nschedule 1f1b microbatches 2\n"
 
 
 def plan(lines: str, layers: int = 2, length: str = "16") -> Compiled:

@@ -12,7 +12,7 @@ import torch
 
 import parc
 from parc.advice import warnings_of
-from parc.checking.checks import case_of, prove
+from parc.checking.checks import case_of
 from parc.checking.reports import report_of
 from parc.compiler.ops.precision import base_name
 from parc.compiler.program.cost import Memory
@@ -327,11 +327,6 @@ def test_the_models_own_casts_stay(tmp_path: Path, line: str) -> None:
     at_their_types(made, TOKENS)
     products = [makes for line, _, makes in lines(made.build.programs["F"]) if "mm" in line.op]
     assert products == [[torch.bfloat16], [torch.float32]]
-
-
-def test_sizes_may_be_ranges() -> None:
-    plan = PLAN.replace("S=8", "S=4..8 by 4").replace("layers=2", "layers=1") + TENSOR + BF16
-    assert not prove(compiled(plan))
 
 
 def test_torch_warns_of_nothing_when_a_norm_reads_narrow_values(

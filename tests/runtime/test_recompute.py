@@ -21,8 +21,10 @@ from parc.grammar.diagnostics import PlanError
 from parc.grammar.source import Source
 from tests.checked_plans import compiled
 from tests.draws import star
+from tests.planted_builds import ROOT
 from tests.runtime.ranks import run_ranks
-from tests.runtime.tiny import EXAMPLES, PLAN, batch, build
+from tests.runtime.tiny import PLAN, batch, build
+from tests.test_experts import plan
 
 TENSOR = """\
 column blocks.*.attn.qkv over tp rows (3 h/tp d)
@@ -80,8 +82,8 @@ def test_dropout_is_replayed_to_the_bit(
     ],
 )
 def test_ranks_train_to_the_bit_as_without_it(tmp_path: Path, lines: str, recompute: str) -> None:
-    plan = DROPS.replace("schedule  microbatches 2", "schedule 1f1b microbatches 4") if "stage" in lines else DROPS
-    folders = [str(build(tmp_path / name, lines + line, plan)) for name, line in (("a", ""), ("b", recompute))]
+    text = DROPS.replace("schedule  microbatches 2", "schedule 1f1b microbatches 4") if "stage" in lines else DROPS
+    folders = [str(build(tmp_path / name, lines + line, text)) for name, line in (("a", ""), ("b", recompute))]
     for one, other in run_ranks(trained, 2, *folders):
         same_bits(one, other)
 
@@ -139,17 +141,17 @@ def test_lines_without_a_meaning_are_refused(line: str, code: str, words: str) -
 
 @pytest.mark.parametrize("keep", ["", " keep collectives"])
 def test_exchanges_of_tokens_run_again(keep: str) -> None:
-    made = compiled(f"{(EXAMPLES / 'moe.parc').read_text()}recompute model.layers.*{keep}\n")
+    made = compiled(plan(mesh="dp=1, ep=2", lines=f"recompute model.layers.*{keep}\n"), ROOT / "tests")
     assert not prove(made)
     lines = [line for function in made.built.programs[BACKWARD].blocks for line in function.lines]
     assert sum(line.op == "parc.exchange" for line in lines) == (2 if keep else 4)
 
 
 def test_a_twin_without_blocks_of_each_kind_says_how_to_get_them() -> None:
-    model = PLAN.replace("layers=2", "layers=4").replace("dropout=0.1", "dropout=0.0")
-    plan = f"{model}verify layers=2\nrecompute blocks.[0..3:2]\n"
-    made = compiled(plan)
-    with pytest.raises(PlanError, match="2 of 4 blocks"):
+    model = PLAN.replace("layers=2", "layers=3").replace("dropout=0.1", "dropout=0.0")
+    text = f"{model}verify layers=2\nrecompute blocks.[0..2:2]\n"
+    made = compiled(text)
+    with pytest.raises(PlanError, match="2 of 3 blocks"):
         find_twin(made, made.build.programs)
-    narrow = read_plan(Source("plan.parc", plan.replace("verify layers=2", "verify layers=4, width=8")))
+    narrow = read_plan(Source("plan.parc", text.replace("verify layers=2", "verify layers=3, width=8")))
     assert not find_twin(replace(made, plan=narrow), made.build.programs)[1]
