@@ -25,7 +25,7 @@ from parc.passes.placing.heads import Copies
 from parc.runtime.compare.agreement import Agreement
 from parc.runtime.compare.simulate import compare
 from tests.captured_once import compile_once
-from tests.draws import share
+from tests.draws import share, wide
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 GPT = """\
@@ -132,7 +132,7 @@ def test_the_twin_keeps_both_levels_of_an_axis() -> None:
     assert agreement_of(twin).largest <= 1e-10
 
 
-@pytest.mark.parametrize("lines", ["", "zero 1 over dp\n", "zero 3 over dp\n", "zero 2 over dp within node\n"])
+@pytest.mark.parametrize("lines", ["", wide("zero 1 over dp\n"), "zero 3 over dp\n", "zero 2 over dp within node\n"])
 def test_collectives_in_two_levels_cross_nodes_once(lines: str) -> None:
     made = compiled(f"mesh dp=4\nnode 2\nhierarchical over dp\n{lines}")
     assert agreement_of(made).largest <= 1e-10

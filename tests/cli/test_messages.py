@@ -155,6 +155,8 @@ def test_check(capsys: Captured, plan: Path) -> None:
 
 AS_P0104 = (
     "error[P0105]",
+    "error[P0112]",
+    "error[P0303]: `tokens` of sample 0 is int32 [8], but `input tokens int64 [B, S]` asks for int64 [8]",
     "error[P0303]: `tokens` of sample 0 is int64 [8], but",
     "error[P0303]: the data's sample 0 holds `tokens`, `labels`, and no `targets`",
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+@cache
 def built(
     folder: Path, loss: str, microbatches: int, model: str = "Model", norm: bool = False, inputs: str = ""
 ) -> Compiled:

@@ -51,15 +51,12 @@ CASES: dict[str, tuple[ModelSpec, dict[str, int], list[str]]] = {
         {"dp": 4},
         ["shard x, y [B/dp, _]"],
     ),
-    "attention's dropout keeps float64": (
-        ModelSpec(SIZES, "tokens", (attention(p=0.3),), "cross_entropy"),
-        {"tp": 2},
-        ["column layers.0.q, layers.0.k, layers.0.v over tp", "row layers.0.out over tp"],
-    ),
-    "attention's dropout with shared heads": (
-        ModelSpec(SIZES, "tokens", (attention(shared=2, p=0.3, mask="triu"),), "cross_entropy"),
-        {"tp": 2},
-        ["column layers.0.q over tp", "row layers.0.out over tp"],
+    "attention's dropout keeps float64, also with shared heads, and whole channels are dropped alike": (
+        ModelSpec(SIZES, "tokens", (attention(p=0.3), attention(shared=2, p=0.3, mask="triu"),
+                                    Layer("linear", (True,)), Layer("plain", ("drop",))), "cross_entropy"),
+        {"dp": 2, "tp": 2},
+        ["shard x, y [B/dp, _]", "column layers.0.q, layers.0.k, layers.0.v, layers.1.q, layers.2 over tp",
+         "row layers.0.out, layers.1.out over tp"],
     ),
     "the gradient of a maximum makes zeros where they are read": (
         ModelSpec(SIZES, "floats", (Layer("linear", (True,)), Layer("plain", ("largest_rows",))), "mean"),
@@ -119,25 +116,11 @@ CASES: dict[str, tuple[ModelSpec, dict[str, int], list[str]]] = {
         {"dp": 2, "tp": 2},
         ["shard x, y [B/dp, ...]", "column layers.0.up over tp"],
     ),
-    "entries at places that are constants are split as their reader is": (
-        ModelSpec(SIZES, "tokens", (Layer("plain", ("index",)),), "cross_entropy"),
+    "keys repeated in place follow heads, a trained mask has its gradient, entries at constants go with their reader": (
+        ModelSpec(SIZES, "tokens", (attention(shared=2, repeat="interleave"), attention(mask="learned", shared=2),
+                                    Layer("plain", ("index",))), "cross_entropy"),
         {"dp": 2, "tp": 2},
-        ["shard x, y [B/dp, _]", "row head over tp"],
-    ),
-    "a trained mask of attention has its gradient": (
-        ModelSpec(SIZES, "tokens", (attention(mask="learned", shared=2),), "cross_entropy"),
-        {"dp": 2, "tp": 2},
-        ["shard x, y [B/dp, _]", "row layers.0.out over tp"],
-    ),
-    "keys that are repeated in place follow their heads": (
-        ModelSpec(SIZES, "tokens", (attention(shared=2, repeat="interleave"),), "cross_entropy"),
-        {"tp": 2},
-        ["column layers.0.q over tp", "row layers.0.out over tp"],
-    ),
-    "whole channels are dropped alike on every plan": (
-        ModelSpec(SIZES, "tokens", (Layer("linear", (True,)), Layer("plain", ("drop",))), "cross_entropy"),
-        {"dp": 2, "tp": 2},
-        ["shard x, y [B/dp, _]", "column layers.0 over tp"],
+        ["shard x, y [B/dp, _]", "column layers.0.q over tp", "row layers.0.out, layers.1.out, head over tp"],
     ),
     "a stage with nothing to train sends no gradient back": (
         ModelSpec(SIZES, "tokens", (MLP,), "cross_entropy", 2),
