@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -178,7 +178,8 @@ class Reshards:
     """The conversions that builds of one captured model would make under requests one after the other; later passes
     are left out. The graph is made ready once for all requests that differ in placements alone."""
 
-    _READY_FOR = ("frozen", "pads", "precision", "unbatched", "choices", "units", "terms", "seed", "evaluates")
+    _PLACING = frozenset(("claims", "fused", "sites", "few", "gathered", "replicas", "context", "shardings"))
+    """The fields of a request that say where values lie, which no pass before reads."""
 
     def __init__(self, captured: Captured) -> None:
         self._captured = captured
@@ -186,7 +187,7 @@ class Reshards:
 
     def of(self, mesh: Mesh, request: Request) -> Sequence[Reshard]:
         """Return the conversions under a request."""
-        asked = [getattr(request, name) for name in self._READY_FOR]
+        asked = [getattr(request, each.name) for each in fields(Request) if each.name not in self._PLACING]
         graph = next((graph for known, graph in self._ready if known == asked), None)
         if graph is None:
             graph = _forward(self._captured, request)[0].graph
