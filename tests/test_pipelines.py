@@ -99,6 +99,7 @@ def test_stages_lie_where_a_table_says(tmp_path: Path) -> None:
     assert made.pipeline is not None and made.pipeline.ranks == (0, 1, 1, 0)
     assert [role.stages for role in made.build.roles.values()] == [[0, 3], [1, 2]]
     assert not prove(made) and compare(case_of(made), 2).largest < 1e-12
+    check_sample(made.plan, tmp_path, made.build)
     write_build(made.to_write(report_of(made)), out)
     found = read_build(out)
     assert found.stage_ranks == (0, 1, 1, 0) and not check_files(found)

@@ -202,6 +202,8 @@ AS_P0104 = (
         (("blocks.*.mlp.up over", "blocks.*.mpl.up over"), (), ["error[P0104]", "blocks.*.mlp.up"]),
         (None, ("-D", "tp=3"), ["error[P0112]"]),
         (("vocab ", "row blocks.0.mlp.up over tp\nvocab "), (), ["error[P0105]"]),
+        (("column    blocks.*.attn", "shard blocks.0.mlp.up.weight [_, _/tp]\ncolumn    blocks.*.attn"), (),
+         ["error[P0105]", "help: a line with a layout places its tensors on every axis: write all"]),
     ],
 )  # fmt: skip
 def test_mistakes_in_plans(

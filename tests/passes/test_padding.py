@@ -279,6 +279,12 @@ def test_operands_that_are_padded_differently_are_refused() -> None:
             follow_padding(add, [(Extra(1, 1, 4, 6),), other], [torch.float32] * 2)
 
 
+def test_padding_that_fits_no_factor_of_a_dim_is_refused() -> None:
+    for extra in (Extra(1, 8, 1, 1), Extra(1, 2, 1, 2)):
+        with pytest.raises(PaddingFault, match="takes the padding of dim 1 of operand 0 apart"):
+            follow_padding(call("aten.gelu.default", (3, 8), result=(3, 8)), [(extra,)], [torch.float32])
+
+
 @share(0.6)
 @given(st.data())
 def test_a_rank_holds_its_part_of_the_padded_tensor(data: st.DataObject) -> None:

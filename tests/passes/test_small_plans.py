@@ -83,10 +83,10 @@ CASES: dict[str, tuple[ModelSpec, dict[str, int], list[str]]] = {
         {"dp": 2, "tp": 2},
         ["shard x, y [B/dp, _]", "vocab embed over tp"],
     ),
-    "classes that come second": (
-        ModelSpec(SIZES, "tokens", (MLP,), "cross_entropy_classes_second", 2),
+    "classes that come second, beside a mask of bool": (
+        ModelSpec(SIZES, "tokens", (MLP,), "cross_entropy_classes_second", 2, "mask"),
         {"dp": 2, "tp": 2},
-        ["shard x, y [B/dp, _]", "vocab head over tp"],
+        ["shard x, y, z [B/dp, _]", "vocab head over tp"],
     ),
     "nothing joined to something, one operand of an einsum summed first, attention without heads": (
         ModelSpec(SIZES, "tokens", tuple(layer for kind in ("nothing", "outer", "scores")
