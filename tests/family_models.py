@@ -40,9 +40,9 @@ def gpt2(**changes: Any) -> nn.Module:
     return AutoModelForCausalLM.from_config(made)
 
 
-def bert() -> nn.Module:
+def bert(**changes: Any) -> nn.Module:
     """Make a BERT as a masked language model."""
-    made = transformers.BertConfig(**_SIZES, vocab_size=64, max_position_embeddings=32)
+    made = transformers.BertConfig(**{**_SIZES, "vocab_size": 64, "max_position_embeddings": 32, **changes})
     return transformers.BertForMaskedLM(made)
 
 
@@ -54,9 +54,9 @@ def t5() -> nn.Module:
     return transformers.T5ForConditionalGeneration(made)
 
 
-def vit() -> nn.Module:
+def vit(**changes: Any) -> nn.Module:
     """Make a ViT with four patches of an image of 16 by 16."""
-    made = transformers.ViTConfig(**_SIZES, image_size=16, patch_size=8, num_labels=6)
+    made = transformers.ViTConfig(**{**_SIZES, "image_size": 16, "patch_size": 8, "num_labels": 6, **changes})
     return transformers.ViTForImageClassification(made)
 
 

@@ -86,7 +86,7 @@ by its inputs has its result, and the values of the batch's mean."""
 def plan_text(name: str, more: str = "") -> str:
     """Return the plan of a model made with ``more`` arguments; ``dp`` and ``tp`` are left to be given."""
     model, inputs, lines, *_ = MODELS[name]
-    return PLAN.format(model=f"{model}{more})", inputs=inputs, lines=lines)
+    return PLAN.format(model=f"{model}{more})".replace("(, ", "("), inputs=inputs, lines=lines)
 
 
 def expert_plan_text(name: str) -> str:

@@ -3,7 +3,7 @@ had."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from parc.compiler.layout.collectives import COLLECTIVES
@@ -54,30 +54,49 @@ class _Carrier:
             )
         ):
             return function
-        known = {name: value.type for name, value in good.values().items()}
-        unchanged = {id(line) for line in good.lines}
+        known, unchanged = _known(good)
         parameters = tuple(_retype(value, type_) for value, type_ in zip(function.parameters, given, strict=True))
-        types = {value.name: value.type for value in parameters}
+        types, others = dict(known), set[str]()  # others are values whose types are not what they were
+
+        def note(values: Iterable[Value]) -> None:
+            for value in values:
+                types[value.name] = value.type
+                if value.type != known.get(value.name):
+                    others.add(value.name)
+
+        note(parameters)
         lines = []
         for line in function.lines:
+            if id(line) in unchanged and not line.calls_function and others.isdisjoint(line.uses()):
+                lines.append(line)  # most lines of most mutants
+                continue
             operands = [types[name] for name in line.uses()]
             derived: list[TensorType | None] = [None if value is None else value.type for value in line.results]
             if line.calls_function:
                 inner = self.functions[line.op] = self.carry(self.functions[line.op], operands)
                 values = inner.values()
                 derived = [values[name].type for _, name in inner.returns]
-            elif id(line) not in unchanged or any(types[name] != known.get(name) for name in line.uses()):
+            else:
                 derived = _derive(self.program, line, operands)
             results = tuple(
                 value if value is None or type_ is None else _retype(value, type_)
                 for value, type_ in zip(line.results, derived, strict=True)
             )
-            types.update((value.name, value.type) for value in results if value is not None)
+            note(value for value in results if value is not None)
             same = all(a is b for a, b in zip(results, line.results, strict=True))
             lines.append(line if same else replace(line, results=results))
         if parameters == function.parameters and all(a is b for a, b in zip(lines, function.lines, strict=True)):
             return function
         return replace(function, parameters=parameters, lines=tuple(lines))
+
+
+def _known(good: Function) -> tuple[dict[str, TensorType], set[int]]:
+    """Return the types of all values of a good function, and which lines are its own; they are kept with it."""
+    if "known" not in good.derived:
+        types = {name: value.type for name, value in good.values().items()}
+        good.derived["known"] = types, {id(line) for line in good.lines}
+    stored: tuple[dict[str, TensorType], set[int]] = good.derived["known"]
+    return stored
 
 
 def _retype(value: Value, type_: TensorType) -> Value:

@@ -72,16 +72,16 @@ LINES = {
 @pytest.mark.parametrize("beside", LINES)
 def test_a_sequence_is_split_beside_other_axes(beside: str) -> None:
     mesh, lines = LINES[beside]
-    made = plan(f"context ** dim S over cp using zigzag\n{lines}", "p=0.1", mesh)
+    made = plan(f"context ** dim S over cp using zigzag\n{lines}", f"p=0.1, layers={2 if 'pp' in mesh else 1}", mesh)
     simulated(made)
     assert "ring_attention_backward" in steps_of(made)
 
 
 def test_a_ring_of_groups_has_heads_split_inside() -> None:
     lines = "context ** dim S over cp using zigzag\ncontext ** dim S over ci using ulysses\n"
-    made = plan(lines, 'mask="window"', "dp=1, cp=2, ci=2")
+    made = plan(lines, 'mask="window", layers=1', "dp=1, cp=2, ci=2")
     simulated(made)
-    assert steps_of(made) == {"ring_attention": 2, "ring_attention_backward": 2}
+    assert steps_of(made) == {"ring_attention": 1, "ring_attention_backward": 1}
     assert "i64[2, (2 12/~cp/ci)]" in made.build.texts["programs/stage0.F.py"]
 
 
@@ -97,7 +97,7 @@ def test_keys_travel_in_as_many_bytes_as_the_whole_has_beside_a_rank_s_own(metho
     ranks, whole = 4, 2 * (2 * 2 * 24 * 4) * 4  # keys and values of 2 samples, 2 heads, 24 places, 4 numbers
     promise = "expect 2 all_gather" if method == "gather" else "expect 1 ring"
     lines = f"context blocks.* dim S over cp using {method}\nprecision bf16\n{promise} in blocks.* during forward\n"
-    made = plan(lines, "groups=2", f"dp=1, cp={ranks}")
+    made = plan(lines, "groups=2, layers=1", f"dp=1, cp={ranks}")
     rows = [row for row in report_of(made)["communication"] if row["module"].startswith("blocks.0")]
     rows = [row for row in rows if row["carries"] == "activations"]
     sent = {phase: sum(row["wire_bytes"] for row in rows if row["phase"] == phase) for phase in ("forward", "backward")}
@@ -108,7 +108,7 @@ def test_keys_travel_in_as_many_bytes_as_the_whole_has_beside_a_rank_s_own(metho
 
 def test_a_report_names_the_ring_and_a_plan_in_primitives_keeps_its_line() -> None:
     lines = "context blocks.* dim S over cp using zigzag\n"
-    made = plan(lines, mesh="dp=2, cp=2")
+    made = plan(lines, "layers=1", "dp=2, cp=2")
     assert "cp     forward   ring_attention " in report_text(report_of(made))
     text = desugar(made)
     assert lines.split()[0] in text and "shard     tokens, targets [_/dp, _]" in text.replace(", document", "")
@@ -146,7 +146,7 @@ def test_a_line_that_cannot_be_is_refused_at_its_place(lines: str) -> None:
 @pytest.mark.parametrize("also", ["conv", "lstm"])
 def test_what_needs_the_whole_sequence_is_refused_at_the_model_s_line(also: str) -> None:
     with pytest.raises(PlanError) as refused:
-        plan("context ** dim S over cp using ring\n", f'also="{also}", layers=1', length="8")
+        plan("context ** dim S over cp using ring\n", f'also="{also}", layers=1', length="4")
     text = "\n".join(map(render, refused.value.diagnostics))
     assert "P0146" in text and "context_models.py:" in text and "plan.parc:10" in text, text
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import parc
 from parc.advice import warnings_of
 from parc.checking.reports import report_of
+from parc.checking.twins import subject_of
 from parc.compiler.build.directory import write_build
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.layout.packed_rows import exchange_rows
@@ -86,7 +87,9 @@ def test_numbers_of_many_ranks_and_layers_are_tested_on_fewer_experts_and_layers
     lines = "verify num_local_experts=4, num_hidden_layers=2\nstage balanced over pp\nschedule 1f1b microbatches 2\n"
     text = plan("Mixtral", "dp=2, ep=4, pp=2", lines, num_hidden_layers=3)
     made = compiled(text.replace("B=8", "B=16"), ROOT / "tests")
-    assert "the twin: num_local_experts=4, num_hidden_layers=2" in checked(made).report["numbers"]["on"]
+    twin = subject_of(made)
+    assert not twin.differences and "the twin: num_local_experts=4, num_hidden_layers=2" in twin.text
+    assert held(twin.compiled)
 
 
 @pytest.mark.parametrize("beside", BESIDE)

@@ -51,8 +51,14 @@ def collectives(report: Mapping[str, Any]) -> Counter[tuple[str, str, str]]:
 
 
 ONE_LAYER = ", num_hidden_layers=1"
-FEWER = {"phi3": 2, "olmo2": 4}
-"""Decoders that are tried with one layer, and what a layer adds up in forward and in backward: Llama tries two."""
+FEWER = {"phi3": 2, "olmo2": 4, "gpt2": 2, "bert": 2, "vit": 2}
+"""Models that are tried with one layer, and what a layer adds up in forward and in backward. Llama tries two, and T5,
+whose layers share the bias of positions."""
+
+
+def fewer(name: str) -> str:
+    """Return the argument for one layer of a model that is tried with one."""
+    return ", n_layer=1" if name == "gpt2" else ONE_LAYER * (name in FEWER)
 
 
 def test_every_family_is_tried() -> None:
@@ -87,7 +93,7 @@ def test_a_family_of_experts_serves_its_models(name: str, axes: dict[str, int]) 
 @pytest.mark.parametrize("dp", [2, wide(1)])
 @pytest.mark.parametrize("name", all_but(["mistral", "qwen2", "qwen3", "gemma2"], MODELS))
 def test_a_family_serves_its_models(name: str, dp: int) -> None:
-    made, counts = build(name, dp, 2, ONE_LAYER * (name in FEWER))
+    made, counts = build(name, dp, 2, fewer(name))
     assert made.captured.updates or not [key for key in counts if key[:2] == ("dp", "backward")]
     assert {op for _, _, op in counts} <= {"all_reduce", "row_max"}
     of_layer = FEWER.get(name, 0)
@@ -141,7 +147,8 @@ def test_key_heads_above_and_below_the_ranks_move_nothing(name: str, tp: int, kv
 
 @pytest.mark.parametrize(("name", "kv_heads"), [("olmo2", 2), wide("gemma2", 1), ("qwen3", 2)])
 def test_few_key_heads_of_other_families_move_nothing(name: str, kv_heads: int) -> None:
-    counts = collectives(simulated(compiled(plan_text(name, f", kv_heads={kv_heads}{ONE_LAYER}"), ROOT, tp=4)))
+    more = f", kv_heads={kv_heads}" * (kv_heads != 2)  # two is the models' own number
+    counts = collectives(simulated(compiled(plan_text(name, f"{more}{ONE_LAYER}"), ROOT, tp=4)))
     assert {op for _, _, op in counts} == {"all_reduce", "row_max"}
 
 
@@ -163,14 +170,14 @@ def test_heads_that_do_not_fit_the_ranks_are_refused(tp: int, heads: int, kv_hea
     assert "modeling_llama.py:" in text and "declared here" in text
 
 
-GATHERED = {"gpt2": 5, "llama": 5, "bert": 5, "t5": 12}
-"""The places before split layers in each model: two a layer (three where a decoder reads an encoder, and one for what
-the encoder gives), and one before the head."""
+GATHERED = {"gpt2": 3, "llama": 5, "bert": 3, "t5": 12}
+"""The places before split layers in each model, GPT-2 and BERT with one layer, the others with two: two a layer (three
+where a decoder reads an encoder, and one for what the encoder gives), and one before the head."""
 
 
 @pytest.mark.parametrize("name", GATHERED)
 def test_a_family_splits_its_sequences(name: str) -> None:
-    report = simulated(compiled(split(name), ROOT, dp=1, tp=2))
+    report = simulated(compiled(split(name, more=fewer(name)), ROOT, dp=1, tp=2))
     counts, places = activations(report), GATHERED[name]
     assert counts["forward", "all_gather"] == counts["forward", "reduce_scatter"] == places
     assert counts["backward", "reduce_scatter"] == places

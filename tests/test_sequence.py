@@ -83,6 +83,7 @@ BESIDE = {
 def test_sequences_are_split_beside(beside: str) -> None:
     mesh, lines = BESIDE[beside]
     more = ", attention_dropout=0.1" if "dropout" in beside else ", kv_heads=1" * ("one head" in beside)
+    more += "" if "pp" in mesh or "part" in beside else ", num_hidden_layers=1"
     where = "model.layers.0" if "part" in beside else "model.layers.*"
     text = split(more=more, lines=f"sequence {where} over tp\n{lines}")
     text = re.sub(r"mesh .*", f"mesh {mesh}", text).replace("dp = 1, tp = 2", mesh[mesh.index("tp") :])

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import parc
 from parc.advice import warnings_of
 from parc.checking.reports import report_of
+from parc.checking.twins import subject_of
 from parc.compiler.build.directory import write_build
 from parc.compiler.build.facts import fact_faults
 from parc.compiler.layout.mesh import Mesh
@@ -22,7 +23,7 @@ from parc.compiler.program.text import parse_program
 from parc.compiling.compiled import Compiled
 from parc.desugar import desugar
 from parc.grammar.diagnostics import PlanError, Severity, render
-from tests.checked_plans import checked, compiled, held
+from tests.checked_plans import checked, compiled, held, simulated
 from tests.draws import all_but
 from tests.planted_builds import ROOT
 from tests.runtime.ranks import run_ranks
@@ -86,7 +87,7 @@ def folded_beside(beside: str) -> Compiled:
     return compiled(text, ROOT / "tests")
 
 
-@pytest.mark.parametrize("beside", all_but(["a capacity inside dp"], BESIDE))
+@pytest.mark.parametrize("beside", all_but(["a capacity inside dp", "inside dp"], BESIDE))
 def test_experts_along_a_view_train_as_on_one_rank(beside: str) -> None:
     made = folded_beside(beside)
     assert held(made)
@@ -151,7 +152,9 @@ def test_a_large_view_s_twin_keeps_the_parts_of_factored_axes_at_two() -> None:
     text = folded("Mixtral", "dp=4, tp=4", "dp, tp as edp=2, ep=8", lines, **sizes)
     made = compiled(text.replace("B=8", "B=16"), ROOT / "tests")
     assert str(made.mesh) == "dp=2*2, tp=4, edp=dp_0, ep=dp_1*tp"
-    assert "mesh dp=2*2, tp=2, edp=dp_0, ep=dp_1*tp" in checked(made).report["numbers"]["on"]
+    twin = subject_of(made)
+    assert not twin.differences and "mesh dp=2*2, tp=2, edp=dp_0, ep=dp_1*tp" in twin.text
+    assert simulated(twin.compiled)
 
 
 def test_a_plan_in_primitives_names_the_axes_of_the_view() -> None:

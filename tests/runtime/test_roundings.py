@@ -91,8 +91,8 @@ def test_where_a_plan_rounds_losses_sums_and_gradients_may_not_be() -> None:
     assert tried == 5
     for action in ("SCALE", "REDUCE"):
         for name in programs[action].main.values():  # by the check of gradients that are sent too
-            changed = with_function(programs, action, rounded(programs[action].main, name))
-            assert faults(made, dict(changed), rounding), name
+            narrowed = with_function(programs, action, rounded(programs[action].main, name))
+            assert faults(made, dict(narrowed), rounding), name
     weights = next(function for function in programs["B"].functions if function.name.startswith("blocks"))
     for _, name in weights.returns:
         if weights.values()[name].type.dtype == torch.float32:
