@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
@@ -51,14 +52,11 @@ def default_device() -> torch.device:
         RunError: a GPU was chosen, and there is none; or another kind of device.
     """
     word = os.environ.get(DEVICE) or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(word)
-    except RuntimeError:
-        device = torch.device("meta")
-    if device.type not in ("cpu", "cuda"):
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", word):
         raise RunError(
             NO_DEVICE, f"`{DEVICE}` is `{word}`, and parc computes on `cpu` or `cuda`", "set it to one of these"
         )
+    device = torch.device(word)
     check_device(device)
     return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
 

@@ -108,6 +108,7 @@ MISTAKES: dict[str, tuple[Mistake, ...]] = {
         command("a plan where a build is wanted", "verify gpt.parc"),
         command("another number of processes", "run build --nproc 3"),
         command("a GPU that is not there", "run build --device cuda", without_gpu=True),
+        command("numbers to be tested on it", "verify build --device cuda", without_gpu=True),
         command("a checkpoint that is not there", "run build --resume checkpiont"),
         command("a folder that holds something else", "run alone --steps 1 --save texts"),
     ),

@@ -36,3 +36,13 @@ def family(name: str, **sizes: int) -> nn.Module:
     config = getattr(transformers, f"{name}{text}Config")(**{**_SIZES, **_FAMILIES[name], **sizes})
     model: nn.Module = getattr(transformers, f"{name}ForCausalLM")(config)
     return model
+
+
+def older(name: str) -> nn.Module:
+    """Make the model of a family as older versions of transformers do, whose experts do not say that they have no
+    norm."""
+    model = family(name)
+    for module in model.modules():
+        if hasattr(module, "has_post_expert_norm"):
+            del module.has_post_expert_norm
+    return model

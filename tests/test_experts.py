@@ -69,6 +69,11 @@ def plan(family: str = "Mixtral", mesh: str = "dp=2, ep=2", lines: str = "", **s
     return PLAN.format(family=family, mesh=mesh, sizes=more) + lines
 
 
+def test_experts_that_do_not_say_that_they_have_no_norm_have_none() -> None:
+    older, newer = (compiled(plan().replace(":family", f":{make}"), ROOT / "tests") for make in ("older", "family"))
+    assert older.built.programs["F"].main == newer.built.programs["F"].main
+
+
 @pytest.mark.parametrize("family", all_but([*EXPERT_FAMILIES], FAMILIES))  # whose own plans do the same
 def test_a_family_trains_with_its_experts_on_other_ranks_as_on_one(family: str) -> None:
     made = compiled(plan(family, lines="expect 4 exchange in **\n"), ROOT / "tests")

@@ -10,10 +10,11 @@ _SIDE = """
 import sys
 from benchmarks.turns import steps
 assert len(steps(lambda: None, sys.argv[-2], sys.argv[-1], 2)) == 2
-sys.exit(3)
+sys.exit(int(sys.argv[1]))
 """
 
 
 def test_a_side_that_ends_badly_after_its_steps_is_an_error() -> None:
+    good, bad = ((["-c", _SIDE, status], ONE_THREAD) for status in ("0", "3"))
     with pytest.raises(RuntimeError, match="bad ended with status 3"):
-        in_turn({"bad": (["-c", _SIDE], ONE_THREAD)}, 1, 2)
+        in_turn({"good": good, "bad": bad}, 1, 2)
