@@ -3,8 +3,10 @@
 import gc
 import os
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 collect_ignore = [
@@ -13,6 +15,7 @@ collect_ignore = [
     "passes",
     "runtime",
     "parc/examples",
+    "tests/runtime/warm.py",  # the server of ranks alone imports it
 ]  # the four are reached as parc/compiler, …
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes import parc: each would compile it anew
@@ -26,6 +29,15 @@ settings.register_profile("check", deadline=None, max_examples=25, derandomize=T
 settings.register_profile("fuzz", deadline=None, max_examples=1600, print_blob=True, suppress_health_check=SLOW_IS_FINE)
 settings.register_profile("soak", settings.get_profile("fuzz"), max_examples=160)  # short runs, seed after seed
 settings.load_profile("check")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_capture() -> Iterator[None]:
+    """Capture a model once for the many plans that are compiled of it."""
+    from tests.captured_once import captured_once
+
+    with captured_once():
+        yield
 
 
 def pytest_collection_finish() -> None:

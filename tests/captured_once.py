@@ -1,45 +1,65 @@
-"""Plans compiled with one capture for many. A model is captured again if its plan's task or its code differs."""
+"""One capture of a model for the many plans that tests compile of it. A model is captured again if its plan's task or
+its code differs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from parc.compiler.capture.capture import Captured
+from parc.compiler.capture.model_calls import TaskLines
 from parc.compiler.initial.recipes import Recorded
+from parc.compiler.ops.rules import registered
 from parc.compiler.plan.directives.experts import Experts
 from parc.compiler.plan.plan import Plan
-from parc.compiler.sizes.polynomials import moving
+from parc.compiling import driver, plan_capture
 from parc.compiling.compiled import Compiled
-from parc.compiling.driver import compile_captured, compile_plan, task_lines, with_evaluation
-from parc.compiling.plan_capture import capture_plan
-from parc.grammar.format import format_statements
+from parc.proposing import proposal
 
-_TASK = ("model", "input", "sizes", "loss", "seed")
 _MOST = 48
 _CAPTURES: dict[Any, tuple[Recorded, Captured]] = {}
 
 
+def capture_once(
+    plan: Plan, lines: TaskLines, folder: Path, overrides: Mapping[str, Any] | None, ranged: bool = False,
+    evaluates: bool = False,
+) -> tuple[Recorded, Captured]:  # fmt: skip
+    """Do as ``capture_plan``; what fails is not kept.
+
+    Raises:
+        PlanError: the model or its loss is at fault.
+    """
+    code = tuple((path.name, path.read_bytes()) for path in sorted(folder.glob("*.py")))
+    capacities = tuple((str(line.where), line.capacity) for line in plan.placements if isinstance(line, Experts))
+    smaller = sorted((overrides or {}).items()), plan.verify and plan.verify.values
+    given = repr((lines, smaller, plan.seed, plan_capture.input_specs(plan)))
+    rules = tuple(registered().items())
+    key = given, code, capacities if any(most for _, most in capacities) else (), rules, ranged, evaluates
+    captured = _CAPTURES.pop(key, None) or plan_capture.capture_plan(plan, lines, folder, overrides, ranged, evaluates)
+    _CAPTURES[key] = captured  # the last of a dict is the newest
+    if len(_CAPTURES) > _MOST:
+        del _CAPTURES[next(iter(_CAPTURES))]
+    return captured
+
+
+@contextmanager
+def captured_once() -> Iterator[None]:
+    """Enter a block in which every build of this process captures a model once for many plans."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (driver, proposal):
+            patch.setattr(module, "capture_plan", capture_once)
+        yield
+
+
 def compile_once(plan: Plan, folder: Path, overrides: Mapping[str, Any] | None = None) -> Compiled:
-    """Compile a plan, of whose model ``overrides`` are other arguments. A model is captured once for many plans of it,
-    unless a Python file of their folder was changed.
+    """Compile a plan, of whose model ``overrides`` are other arguments, in such a block.
 
     Raises:
         PlanError: the plan, the model or both are at fault.
     """
-    if moving(plan.sizes):
-        return compile_plan(plan, folder, overrides=overrides)
-    code = tuple((path.name, path.read_bytes()) for path in sorted(folder.glob("*.py")))
-    task = format_statements([line for line in plan.statements if line.verb.text in _TASK])
-    capacities = [(line.where, line.capacity) for line in plan.placements if isinstance(line, Experts)]
-    given = tuple(sorted((overrides or {}).items()))
-    key = task, plan.microbatches, code, given, tuple(capacities if any(most for _, most in capacities) else ())
-    captured = _CAPTURES.pop(key, None) or capture_plan(plan, task_lines(plan), folder, overrides)
-    _CAPTURES[key] = captured  # the last of a dict is the newest
-    if len(_CAPTURES) > _MOST:
-        del _CAPTURES[next(iter(_CAPTURES))]
-    made = compile_captured(plan, folder, *captured, smaller=overrides is not None)
-    made = replace(made, overrides=dict(overrides or {}))
-    return made if plan.evaluation is None else with_evaluation(made, plan)
+    with captured_once():
+        return driver.compile_plan(plan, folder, overrides=overrides)

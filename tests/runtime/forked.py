@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from multiprocessing.forkserver import ensure_running
 from multiprocessing.reduction import DupFd
 from typing import Any, final
 
@@ -19,7 +18,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
 
 from parc.runtime.processes import DEVICE
-from tests.runtime.ranks import SERVER
+from tests.runtime.ranks import SERVER, start_server
 
 _MOST_RANKS = 8
 """The most ranks of a test."""
@@ -95,15 +94,14 @@ def _parc(words: list[str], env: dict[str, str], folder: str, files: tuple[int, 
 
 @contextmanager
 def forked_ranks() -> Iterator[None]:
-    """Enter a block in which ``parc run`` forks its ranks. Their server starts in the folder of this moment, if it does
-    not run."""
+    """Enter a block in which ``parc run`` forks its ranks."""
 
     def start(handler: Any, command: tuple[str, ...], env: dict[str, str]) -> Any:
         sys.stdout.flush()
         sys.stderr.flush()
         return Forked(command, env)
 
-    ensure_running()
+    start_server()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         with pytest.MonkeyPatch.context() as patch:

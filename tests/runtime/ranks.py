@@ -12,7 +12,8 @@ import signal
 import tempfile
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import chdir, suppress
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,14 @@ from parc.compiler.build.directory import MANIFEST, read_build
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["tests.runtime.warm"])
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+def start_server() -> None:
+    """Start the server of ranks, if it does not run. It starts in the root folder: elsewhere it would not find what it
+    is to know, and would say nothing, and every rank would import torch for itself."""
+    with chdir(_ROOT):
+        ensure_running()
 
 
 def run_ranks(function: Callable[..., Any], world: int, *arguments: Any, wait_s: float = 90) -> list[Any]:
@@ -30,6 +39,7 @@ def run_ranks(function: Callable[..., Any], world: int, *arguments: Any, wait_s:
     Raises:
         AssertionError: a rank failed, with its traceback.
     """
+    start_server()
     with tempfile.TemporaryDirectory() as folder:
         pipes = [SERVER.Pipe(duplex=False) for _ in range(world)]
         first = SERVER.Process(
