@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 from unittest import mock
@@ -23,6 +22,8 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..ops.results import changed, example, results_of
+from ..ops.rules import facts
 from . import counter
 from .elementwise import Elements, bind_arguments, elements_of, law_of
 from .evaluate import Read, RecipeNode, Replay, dense, is_contiguous, seen_as
@@ -35,20 +36,6 @@ keep a machine busy until its memory is full."""
 
 class RecipeError(Exception):
     """The error of building code that does something with a tensor that cannot be recorded."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Given:
-    """The arguments of an operator: their leaves, how these lie in them, and the leaves with tensors as reads."""
-
-    leaves: Sequence[Any]
-    structure: pytree.TreeSpec
-    read: Sequence[Any]
-
-    def reads(self) -> tuple[Any, Any]:
-        """Return the arguments with tensors as reads."""
-        made: tuple[Any, Any] = pytree.tree_unflatten(self.read, self.structure)
-        return made
 
 
 class RecipeRecorder(TorchDispatchMode):
@@ -70,7 +57,7 @@ class RecipeRecorder(TorchDispatchMode):
             raise RecipeError(
                 f"it takes more than {_MOST:,} operators to make its tensors: does it have more layers than you meant?"
             )
-        leaves, structure = pytree.tree_flatten((args, kwargs))
+        leaves = [*_leaves((args, kwargs))]
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if func is torch.ops.aten.lift_fresh.default and not isinstance(args[0], FakeTensor):
             return self.adopt(func(*args), args[0])
@@ -79,16 +66,16 @@ class RecipeRecorder(TorchDispatchMode):
                 return func(*args, **kwargs)
         if func.namespace == "prim":
             return func(*args, **kwargs)
-        given = _Given(leaves, structure, [self.read(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
         if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
-            return self._compute_now(func, *given.reads())
+            return self._compute_now(func, args, kwargs)
+        written = _written(func, args, kwargs)
         try:
-            out = func(*args, **kwargs)
+            out = args[0] if not kwargs and _fills(func, args, written, tensors) else func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
-            return self._compute_now(func, *given.reads())
+            return self._compute_now(func, args, kwargs)
         # Modules change dtype by swapping their tensors with others, which weak references such as these forbid.
         self._mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
-        self._note(func, given, _written(func, args, kwargs), out)
+        self._note(func, args, kwargs, leaves, written, out)
         return out
 
     def read(self, tensor: Tensor) -> Read:
@@ -128,29 +115,32 @@ class RecipeRecorder(TorchDispatchMode):
         """Run an operator on real values, where the building code needs the result at once, as with ``item``."""
         if _written(func, args, kwargs):
             raise RecipeError(f"`{func}` writes a tensor in a way that depends on values")
+        replay = Replay(self._seed)
+        reads = changed((args, kwargs), self.read)
         with unset_fake_temporarily():
-            replay = Replay(self._seed)
-            real = pytree.tree_map(lambda leaf: replay.whole(leaf) if isinstance(leaf, Read) else leaf, (args, kwargs))
-            out = func(*real[0], **real[1])
+            args, kwargs = pytree.tree_map(lambda leaf: replay.whole(leaf) if isinstance(leaf, Read) else leaf, reads)
+            out = func(*args, **kwargs)
         return pytree.tree_map(
             lambda leaf: self.adopt(self._mode.from_tensor(leaf), leaf) if isinstance(leaf, Tensor) else leaf, out
         )
 
-    def _note(self, func: Any, given: _Given, written: list[Any], out: Any) -> None:
+    def _note(
+        self, func: Any, args: Any, kwargs: Any, leaves: Sequence[Any], written: Sequence[Any], out: Any
+    ) -> None:  # fmt: skip
         """Give a node to every storage that an operator made or wrote. Views share their storage's node."""
         results = [out] if isinstance(out, Tensor) else [x for x in pytree.tree_leaves(out) if isinstance(x, Tensor)]
         fresh = [tensor for tensor in results if tensor.untyped_storage()._cdata not in self._nodes]
         targets = written or fresh
         if not targets:
             return
-        reads = given.reads()
+        reads = changed((args, kwargs), self.read)
         if len(targets) == 1 and (written or len(results) == 1):
-            places = tuple(place for place, leaf in enumerate(given.leaves) if leaf is targets[0])
+            places = tuple(place for place, leaf in enumerate(leaves) if leaf is targets[0])
             node = self._elements(func, reads, places, targets[0])
             if node is not None:
                 self._store(targets[0], node)
                 return
-        places = tuple(next(i for i, leaf in enumerate(given.leaves) if leaf is tensor) for tensor in written)
+        places = tuple(next(i for i, leaf in enumerate(leaves) if leaf is tensor) for tensor in written)
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         draw = self._draw(counter.uniform, None, 0, torch.float64) if is_random else None
         args, kwargs = pytree.tree_map(lambda leaf: "cpu" if isinstance(leaf, torch.device) else leaf, reads)
@@ -215,6 +205,15 @@ def truncated_normals_by(recorder: RecipeRecorder) -> Iterator[None]:
         yield
 
 
+def _leaves(item: Any) -> Iterator[Any]:
+    """Yield what stands in an operator's arguments, in order."""
+    if isinstance(item, (tuple, list, dict)):
+        for inner in item.values() if isinstance(item, dict) else item:
+            yield from _leaves(inner)
+    else:
+        yield item
+
+
 def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
     """Return the arguments that the operator writes, by its schema."""
     out: list[Any] = []
@@ -222,6 +221,19 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
         value = args[place] if place < len(args) else kwargs.get(name)
         out.extend(value if isinstance(value, list | tuple) else [value] if value is not None else [])
     return out
+
+
+def _fills(func: Any, args: tuple[Any, ...], written: Sequence[Any], tensors: Sequence[Tensor]) -> bool:
+    """Return whether a call fills its first operand with numbers that no tensor says, as ``normal_`` does: half of the
+    operators of most models, which need not be run on each. What torch says of the numbers depends on the dtype alone.
+
+    Raises:
+        Exception: whatever torch raises for numbers that it does not take.
+    """
+    row = facts(func)
+    if not (row.law or row.creates) or len(written) != 1 or len(tensors) != 1 or args[0] is not written[0]:
+        return False
+    return results_of(func, (example(tensors[0].dtype, (1,)), *args[1:]), {}).in_place
 
 
 @cache
