@@ -11,9 +11,10 @@ from torch import fx
 
 from ..compiler.capture.node_facts import noted
 from ..compiler.layout.collectives import TypeFault
+from ..compiler.layout.mesh import Shape
 from ..compiler.ops.factors import OpCall, Operand, OpRule, RuleError, opaque
 from ..compiler.ops.packed import packed_result
-from ..compiler.ops.rules import facts, rule_for
+from ..compiler.ops.rules import facts, operator_name, rule_for
 from ..compiler.program.program import Origin
 
 ValueKey = tuple[fx.Node, int]
@@ -47,11 +48,15 @@ def operands_of(node: fx.Node) -> list[fx.Node]:
 
 def call_of(node: fx.Node) -> OpCall:
     """The node as a call on its global (or, in a local graph, local) shapes."""
-    counter = iter(range(10**9))
-    args, kwargs = substitute_nodes((node.args, node.kwargs), lambda n: Operand(next(counter)))
-    operands = tuple(tuple(fake(key_of(n)).shape) for n in operands_of(node))
+    operands: list[Shape] = []
+
+    def operand(of: fx.Node) -> Operand:
+        operands.append(tuple(fake(key_of(of)).shape))
+        return Operand(len(operands) - 1)
+
+    args, kwargs = substitute_nodes((node.args, node.kwargs), operand)
     results = tuple(tuple(value.shape) for value in tensors_of(node) if isinstance(value, torch.Tensor))
-    return OpCall(str(node.target), args, dict(kwargs), operands, results)
+    return OpCall(operator_name(node.target), args, dict(kwargs), tuple(operands), results)
 
 
 class MixedRows(ValueError):

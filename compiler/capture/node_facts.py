@@ -39,14 +39,14 @@ class Fact(Generic[_Fact]):
     """An attribute of ``NodeFacts``, which is stored in ``meta`` under a key: its own name unless torch has another. It
     has a default for nodes on which nobody noted it."""
 
-    def __init__(self, *default: _Fact, key: str = "") -> None:
+    def __init__(self, default: _Fact, key: str = "") -> None:
         self._default, self._key = default, key
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._key = self._key or name
 
     def __get__(self, facts: NodeFacts, owner: type) -> _Fact:
-        fact: _Fact = facts.meta.get(self._key, *self._default) if self._default else facts.meta[self._key]
+        fact: _Fact = facts.meta.get(self._key, self._default)
         return fact
 
     def __set__(self, facts: NodeFacts, value: _Fact) -> None:
@@ -101,16 +101,15 @@ class NodeFacts:
     stage = Fact(0)
     """The pipeline stage that computes the node."""
 
-    def __init__(self, meta: dict[str, Any]) -> None:
-        self.meta = meta
+    def __init__(self, node: fx.Node) -> None:
+        self.meta: dict[str, Any] = node.meta
 
 
 _PLACE = ("nn_module_stack", "stack_trace", "origin", "in_loss")
 
 
-def noted(node: fx.Node) -> NodeFacts:
-    """A node's facts, to read and to write."""
-    return NodeFacts(node.meta)
+noted = NodeFacts
+"""A node's facts, to read and to write: ``noted(node).value``."""
 
 
 def copy_facts(source: fx.Node, node: fx.Node) -> None:

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import product
 
 Shape = tuple[int, ...]
@@ -14,7 +14,7 @@ Shape = tuple[int, ...]
 _NAME = r"[A-Za-z_]\w*"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Mesh:
     """Named axes and their sizes; a rank's coordinate on the last axis varies fastest.
 
@@ -55,6 +55,9 @@ class Mesh:
         if unknown := [name for name, parts in self.views if not parts or not {*parts} <= {*self.names}]:
             raise ValueError(f"an axis consists of others that are none: {unknown}")
 
+    def __hash__(self) -> int:
+        return hash(self.axes)
+
     @classmethod
     @lru_cache(maxsize=256)  # one object for all programs of a mesh: what is remembered of it is found at once
     def parse(cls, text: str) -> Mesh:
@@ -91,7 +94,7 @@ class Mesh:
     def __contains__(self, axis: object) -> bool:
         return axis in self.names
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """The axes' names, outermost first."""
         return tuple(name for name, _ in self.axes)
@@ -107,8 +110,12 @@ class Mesh:
     def parts(self, axis: str) -> tuple[str, ...]:
         """Return the sub-axes of a declared axis, or the axes of which a view's axis consists, major first; any other
         axis is its own only part."""
-        sub_axes = tuple(f"{axis}_{i}" for i in range(dict(self.factored).get(axis, 0)))
-        return sub_axes or dict(self.views).get(axis, (axis,))
+        return self._parts.get(axis, (axis,))
+
+    @cached_property
+    def _parts(self) -> Mapping[str, tuple[str, ...]]:
+        factored = ((axis, tuple(f"{axis}_{i}" for i in range(number))) for axis, number in self.factored)
+        return dict((*self.views, *factored))
 
     @property
     def together(self) -> tuple[tuple[str, ...], ...]:
@@ -148,8 +155,12 @@ class Mesh:
         Raises:
             KeyError: the mesh has no such axis.
         """
-        sizes = dict(self.axes)
-        return math.prod(sizes[part] for part in self.parts(axis))
+        size = self._sizes.get(axis)
+        return math.prod(self._sizes[part] for part in self.parts(axis)) if size is None else size
+
+    @cached_property
+    def _sizes(self) -> Mapping[str, int]:
+        return dict(self.axes)
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return the index of a rank on each axis.

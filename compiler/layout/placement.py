@@ -6,9 +6,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import torch
 
@@ -16,8 +16,7 @@ from .mesh import Mesh, Shape
 from .stretches import Outer, atoms, count, inside, joined_stretches, nest, outer_of, terms
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Split:
+class Split(NamedTuple):
     """``S(dim, outer)``: see the dim as ``(outer, D / outer)`` and split the second part over the axis.
 
     ``outer`` counts *global* entries, so the types of different axes do not depend on each other; of two axes on one
@@ -61,6 +60,9 @@ class Placement:
     """One type per mesh axis, in mesh order."""
 
     types: tuple[tuple[str, AxisType], ...]
+
+    def __hash__(self) -> int:
+        return hash(self.types)
 
     @classmethod
     def whole(cls, mesh: Mesh, kind: AxisType = "I") -> Placement:
@@ -128,7 +130,7 @@ def along(axes: Iterable[str], kind: _Kind, mesh: Mesh) -> dict[str, _Kind]:
     for axis in axes:
         types[axis] = kind
         if isinstance(kind, Split):
-            kind = replace(kind, outer=inside(kind.outer, mesh.size(axis)))
+            kind = kind._replace(outer=inside(kind.outer, mesh.size(axis)))
     return types
 
 

@@ -20,7 +20,7 @@ from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.packed_rows import chosen_placement
 from ...compiler.layout.placement import AxisType, Placement, Split, TensorType
 from ...compiler.ops.infer import Part
-from ...compiler.ops.rules import facts
+from ...compiler.ops.rules import facts, operator_name
 from ...compiler.ops.splits import from_factor, to_factor
 from ...compiler.ops.torch_ops import OPS
 from ...compiler.program.program import Origin
@@ -332,7 +332,7 @@ class Partition:
                 origin = noted(node).origin  # a cast names the line that asked for it
                 self.origin = replace(origin, plan=origin.plan or self.placed.lines.get(node, 0))
                 self.block = noted(node).block
-                self.reader, self.kept = str(node.target), noted(node).kept
+                self.reader, self.kept = operator_name(node.target), noted(node).kept
                 self.operator(node)
         self.block, self.reader, self.kept = None, "output", True
         keys, made, results = noted(self.source.output_node()).results, outputs(self.source), []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -41,7 +40,7 @@ def _token_loss(
     result = Placement.of(mesh, types)
     peak = emit(OPS.row_max.default, (logits, ",".join(vocab)), (rows, 1), type_.dtype, result.data())
     shifted = {
-        axis: replace(kind, dim=kind.dim + 1) if isinstance(kind, Split) else kind for axis, kind in types.items()
+        axis: kind._replace(dim=kind.dim + 1) if isinstance(kind, Split) else kind for axis, kind in types.items()
     }
     stacked = Placement.of(mesh, shifted)
     partial = stacked.replace(dict.fromkeys(vocab, "P"))

@@ -17,7 +17,7 @@ from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.packed_rows import EXCHANGE
 from ...compiler.layout.placement import TensorType
 from ...compiler.ops.factors import OpCall, fill_operands
-from ...compiler.ops.rules import facts, localize
+from ...compiler.ops.rules import facts, localize, operator_name
 from ...compiler.ops.torch_ops import OPS
 from ...compiler.program.binding import Binding
 from ...compiler.program.blocks import starred
@@ -81,12 +81,15 @@ def _by_ratio(whole: int, local: int, axes: Mapping[tuple[int, int], tuple[str, 
 def dim_axes(types: Iterable[TensorType], mesh: Mesh, own: int = 0) -> dict[tuple[int, int], tuple[str, ...]]:
     """Return the axes, major first, of every split dim, by its sizes ``(global, local)``. Where several dims have these
     sizes, dim ``own`` counts, which the operator speaks of: at other sizes they may differ."""
+    cut: list[tuple[bool, int, int, TensorType, int]] = []
+    for index, type_ in enumerate(types):
+        pairs = enumerate(zip(type_.shape, type_.local(mesh), strict=True))
+        cut += [
+            (dim != own % len(type_.shape), index, dim, type_, local) for dim, (size, local) in pairs if size != local
+        ]
     axes: dict[tuple[int, int], tuple[str, ...]] = {}
-    every = [(dim != own % len(t.shape), index, dim, t) for index, t in enumerate(types) for dim in range(len(t.shape))]
-    for _, _, dim, type_ in sorted(every, key=lambda entry: entry[:3]):
-        whole, local = type_.shape[dim], type_.local(mesh)[dim]
-        if whole != local:
-            axes.setdefault((whole, local), tuple(axis for _, axis in type_.placement.splits(dim)))
+    for _, _, dim, type_, local in sorted(cut, key=lambda entry: entry[:3]):
+        axes.setdefault((type_.shape[dim], local), tuple(axis for _, axis in type_.placement.splits(dim)))
     return axes
 
 
@@ -145,7 +148,7 @@ class Emitter:
         return self.results[node]
 
     def _named(self, node: fx.Node) -> tuple[Value | None, ...]:
-        base = str(node.target).split(".")[1].strip("_") or "value"
+        base = operator_name(node.target).split(".")[1].strip("_") or "value"
         types = noted(node).types
         if not isinstance(noted(node).value, (tuple, list)):
             return (self.define(node, base),)

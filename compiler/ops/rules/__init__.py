@@ -11,11 +11,24 @@ from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
+from torch._ops import OpOverload
+
 from ...layout.mesh import Shape
 from ..factors import OpCall, OpRule, RuleError, rule
 from ..op_row import Localize, OpFacts, OpRow, contracted
 
-__all__ = ["OP_TABLES", "TABLE", "OpRow", "facts", "has_rule", "localize", "register", "registered", "rule_for"]
+__all__ = [
+    "OP_TABLES",
+    "TABLE",
+    "OpRow",
+    "facts",
+    "has_rule",
+    "localize",
+    "operator_name",
+    "register",
+    "registered",
+    "rule_for",
+]
 
 _FAMILIES = [import_module(f".{file.name}", __name__) for file in pkgutil.iter_modules(__path__)]
 OP_TABLES: tuple[dict[str, OpRow], ...] = tuple(
@@ -34,10 +47,24 @@ _UNKNOWN = OpRow()
 _REGISTERED: dict[str, tuple[str, str, Mapping[str, Any]]] = {}
 
 
+_NAMES: dict[int, tuple[object, str]] = {}
+"""The names of torch's operators, by the numbers of the objects, which are kept here so that no other gets them."""
+
+
+def operator_name(op: object) -> str:
+    """Return ``str(op)``, which torch composes anew each time: rows are looked up a hundred times for each node."""
+    if not isinstance(op, OpOverload):
+        return str(op)
+    known = _NAMES.get(id(op))
+    if known is None:
+        known = _NAMES[id(op)] = op, str(op)
+    return known[1]
+
+
 def facts(op: object) -> OpFacts:
     """Return the row of an operator, given its name or torch's own object. An overload without a row, and a form that
     writes its operand (``add_``), gets the row of the plain operator."""
-    name = str(op)
+    name = operator_name(op)
     row = TABLE.get(name)
     if row is None:
         packet, _, overload = name.rpartition(".") if name.count(".") > 1 else (name, "", "")
@@ -48,7 +75,7 @@ def facts(op: object) -> OpFacts:
 
 def has_rule(op: object) -> bool:
     """Return whether an operator has a row with a rule."""
-    row = TABLE.get(str(op))
+    row = TABLE.get(operator_name(op))
     return row is not None and row.rule is not None
 
 
