@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch._ops import OpOverload
 
 from parc.compiler.capture.capture import Captured
 from parc.compiler.capture.model_calls import TaskLines
@@ -28,7 +29,8 @@ def capture_once(
     plan: Plan, lines: TaskLines, folder: Path, overrides: Mapping[str, Any] | None, ranged: bool = False,
     evaluates: bool = False,
 ) -> tuple[Recorded, Captured]:  # fmt: skip
-    """Do as ``capture_plan``; what fails is not kept.
+    """Do as ``capture_plan``. Failures are not kept, and neither are graphs with custom operators: a library of another
+    test may have made them, and ended them with it.
 
     Raises:
         PlanError: the model or its loss is at fault.
@@ -40,10 +42,15 @@ def capture_once(
     rules = tuple(registered().items())
     key = given, code, capacities if any(most for _, most in capacities) else (), rules, ranged, evaluates
     captured = _CAPTURES.pop(key, None) or plan_capture.capture_plan(plan, lines, folder, overrides, ranged, evaluates)
-    _CAPTURES[key] = captured  # the last of a dict is the newest
+    if not any(_is_custom(node.target) for node in captured[1].graph.nodes):
+        _CAPTURES[key] = captured  # the last of a dict is the newest
     if len(_CAPTURES) > _MOST:
         del _CAPTURES[next(iter(_CAPTURES))]
     return captured
+
+
+def _is_custom(target: object) -> bool:
+    return isinstance(target, OpOverload) and target.namespace not in ("aten", "parc")
 
 
 @contextmanager

@@ -267,7 +267,7 @@ class _Row:
                 names = target.elts if isinstance(target, ast.Tuple) else [target]
             case _:
                 raise ValueError("a line is `results = operator(arguments)`")
-        op = ast.unparse(func)
+        op = self.text.encode()[func.col_offset : func.end_col_offset].decode()
         if op not in self.before and not allowed(op, self.custom):
             unknown = "; is the module that registers it imported?" if op in self.custom else ""
             raise ValueError(f"`{op}` is not an operator that a program may use{unknown}")
