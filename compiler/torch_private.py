@@ -15,6 +15,7 @@ from functools import cached_property, lru_cache
 from traceback import FrameSummary, StackSummary
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 import torch.fx.proxy
@@ -45,7 +46,7 @@ def trace(
 ) -> fx.Graph:
     """Return the ATen graph, forward and backward, of a function on fake tensors; with ``whole``, composites stay one
     operator."""
-    with mode, quiet(), without_code(), torch.backends.mkldnn.flags(enabled=False):
+    with mode, quiet(), without_code_and_layouts(), torch.backends.mkldnn.flags(enabled=False):
         return make_fx(function, decompositions, "real", True, pre_dispatch=whole)(*values).graph
 
 
@@ -254,9 +255,10 @@ def quiet(exporting: bool = False) -> Iterator[None]:
 
 
 @contextmanager
-def without_code() -> Iterator[None]:
+def without_code_and_layouts() -> Iterator[None]:
     """Enter a block in which a graph module writes and compiles its Python code before its first call, if any, and not
-    after each change. ``torch.export`` changes a model's graph a dozen times, and walks it node by node."""
+    after each change; and a trace notes no layouts (``tensor_meta``) beside fake tensors, which have them too.
+    ``torch.export`` changes a model's graph a dozen times, and walks it node by node."""
     write: Any = fx.GraphModule.recompile
 
     code: Any = cached_property(lambda module: write(module).src)
@@ -273,11 +275,9 @@ def without_code() -> Iterator[None]:
         module.__dict__.pop("_code", None)
         type(module)._code, type(module).forward = code, forward
 
-    try:
-        fx.GraphModule.recompile = later  # type: ignore[method-assign, assignment]
+    noted = mock.patch.object(torch.fx.experimental.proxy_tensor, "_extract_tensor_metadata", lambda *_: None)
+    with mock.patch.object(fx.GraphModule, "recompile", later), noted:
         yield
-    finally:
-        fx.GraphModule.recompile = write  # type: ignore[method-assign]
 
 
 def with_unread_draws() -> AbstractContextManager[None]:
@@ -339,12 +339,6 @@ def without_checkpoints(refusal: Exception) -> Iterator[None]:
             setattr(module, name, value)
 
 
-@contextmanager
-def without_validation() -> Iterator[None]:
+def without_validation() -> AbstractContextManager[Any]:
     """Enter a block in which ``torch.distributions`` do not check their values: a check depends on the values."""
-    before: bool = Distribution._validate_args
-    try:
-        Distribution.set_default_validate_args(False)
-        yield
-    finally:
-        Distribution.set_default_validate_args(before)
+    return mock.patch.object(Distribution, "_validate_args", False)

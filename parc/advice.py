@@ -218,7 +218,7 @@ def _large(compiled: Compiled) -> Iterator[Diagnostic]:
     for program in compiled.build.programs.values():
         values = program.main.values()
         for sent in (sent for sent in program.main.lines if "message" in dict(sent.kwargs)):
-            size = max(local_bytes(values[name].type, program) for name in (*sent.uses(), sent.made[0].name))
+            size = max(local_bytes(values[name].type, program) for name in (*sent.uses, sent.made[0].name))
             if size > compiled.plan.bucket:
                 sizes[sent.origin.module] = max(size, sizes.get(sent.origin.module, 0))
     if sizes:

@@ -112,7 +112,7 @@ class Watcher:
         if line.calls_function:
             return
         results = [environment[value.name] for value in line.results if value is not None]
-        operands = [environment[name] for name in line.uses() if name in environment]
+        operands = [environment[name] for name in line.uses if name in environment]
         made_nan = _any(results, torch.isnan) and not _any(operands, torch.isnan)
         made_inf = _any(results, torch.isinf) and not _any(operands, _not_finite) and not _writes_infinity(line)
         if made_nan or made_inf:

@@ -61,12 +61,12 @@ def unrounded(build: GoodBuild) -> Iterator[Mutant]:
     main = programs[REDUCE].main
     for at, line in enumerate(main.lines):
         if line.op == "aten.sub.Tensor":
-            for place, name in enumerate(line.uses()):
-                other = Ref([*line.uses()][1 - place])
+            for place, name in enumerate(line.uses):
+                other = Ref([*line.uses][1 - place])
                 yield Mutant("keep more or less than a rounding takes", f"{line.made[0].name} without {name}",
                              with_lines(programs, REDUCE, {at: with_argument(line, place, other)}))  # fmt: skip
         if line.op == "parc.reduce_scatter_int8":
-            source = next(made for made in main.lines if made.made[0].name in line.uses())
+            source = next(made for made in main.lines if made.made[0].name in line.uses)
             changed = with_argument(line, 0, source.args[0])
             plain = replace(line, op=line.op.removesuffix("_int8"))
             yield Mutant("send what is rounded unpacked", f"{line.made[0].name} by {plain.op}",

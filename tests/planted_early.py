@@ -26,7 +26,7 @@ def wrong_totals(build: GoodBuild) -> Iterator[Mutant]:
     kind = "reduce before the gradient is complete"
     totals = [(at, line) for at, line in enumerate(last.lines) if adds_up(last, line)]
     for at, line in totals:
-        before, own = line.uses()
+        before, own = line.uses
         total = line.made[0]
         for name in (before, own):
             function = reading(last, total.name, name, at + 1)

@@ -103,7 +103,7 @@ def wrong_weights(build: GoodBuild) -> Iterator[Mutant]:
     """Lose the weights by which experts' results are combined, or apply them twice; in backward too."""
     kind, programs = "lose or repeat combine weights", build.case.programs
     for site in sites(programs, "aten.mul.Tensor", "F", "B"):
-        rows = [name for name in site.line.uses() if _packed(site.function, name)]
+        rows = [name for name in site.line.uses if _packed(site.function, name)]
         widths = {name: site.function.values()[name].type.shape[1] for name in rows}
         weights = next((name for name in rows if widths[name] == 1), None)
         if weights is None or max(widths.values()) == 1:
@@ -132,7 +132,7 @@ def of_other_ranks(build: GoodBuild) -> Iterator[Mutant]:
                     yield Mutant(kind, f"{value.name}, a rank further", with_function(programs, "F", further))
     others = [axis for axis in mesh.names if axis not in mesh.parts("ep")]
     for site in collectives(programs):
-        chosen = any(_chosen(site.function.values()[name]) for name in site.line.uses())
+        chosen = any(_chosen(site.function.values()[name]) for name in site.line.uses)
         for axes in (*others, ",".join(mesh.names)) if chosen else ():
             if axes == site.line.args[1]:
                 continue

@@ -42,7 +42,7 @@ def exchanged(action: str, kind: str, every: bool, programs: Programs) -> Mutant
     """Let two calls of one function read one another's operands: all of a kind, or one."""
     roles = _roles(programs, action)
     for i, a, j, b in _alike(programs, action):
-        places = [at for at, (x, y) in enumerate(zip(a.uses(), b.uses(), strict=True))
+        places = [at for at, (x, y) in enumerate(zip(a.uses, b.uses, strict=True))
                   if x != y and roles.get(x, "").startswith(kind)]  # fmt: skip
         for chosen in [places] if every else [[place] for place in places]:
             first = tuple(b.args[at] if at in chosen else item for at, item in enumerate(a.args))
@@ -58,7 +58,7 @@ def within(action: str, kind: str, programs: Programs) -> Mutants:
     """Let a call read two operands of a kind and of one type in each other's place."""
     roles, values = _roles(programs, action), programs[action].main.values()
     for at, line in _calls(programs, action):
-        read = [name for name in line.uses() if roles.get(name, "").startswith(kind)]
+        read = [name for name in line.uses if roles.get(name, "").startswith(kind)]
         for one, other in combinations(read, 2):
             if values[one].type == values[other].type:
                 what = f"{action} {line.origin.module}: {one} and {other}"
@@ -95,10 +95,10 @@ def inputs(programs: Programs) -> Mutants:
 
 def reordered(programs: Programs) -> Mutants:
     """Run two consecutive calls of one function in the other order, each with its own weights."""
-    calls = [(i, a, j, b) for i, a, j, b in _alike(programs, "F") if set(b.uses()) & {v.name for v in a.made}]
+    calls = [(i, a, j, b) for i, a, j, b in _alike(programs, "F") if set(b.uses) & {v.name for v in a.made}]
     main = programs["F"].main
     for i, a, j, b in calls:
-        (between,) = {v.name for v in a.made} & set(b.uses())
+        (between,) = {v.name for v in a.made} & set(b.uses)
         place = [item.name for item in b.args].index(between)
         out = next(n.name for n, m in zip(b.results, a.results, strict=True) if n and m and m.name == between)
         first, second = with_argument(b, place, a.args[place]), with_argument(a, place, Ref(out))
@@ -136,7 +136,7 @@ def exchanged_results(action: str, programs: Programs) -> Mutants:
             if x is not None and y is not None:
                 changed = {i: _with_result(a, place, y), j: _with_result(b, place, x)}
                 order = programs[action].main.lines[i + 1 : j + 1]
-                if not any(y.name in line.uses() for line in order):
+                if not any(y.name in line.uses for line in order):
                     yield f"{action} {x.name} and {y.name}", with_lines(programs, action, changed)
 
 
@@ -200,11 +200,11 @@ def one_apart(action: str, programs: Programs) -> Mutants:
 def dropped(programs: Programs) -> Mutants:
     """Leave a block out of all programs, with its weights and their gradients."""
     for _, a, _, b in _alike(programs, "F"):
-        between = {v.name for v in a.made} & set(b.uses())
+        between = {v.name for v in a.made} & set(b.uses)
         if len(between) != 1:
             continue
         name = between.pop()
-        place = list(b.uses()).index(name)
+        place = b.uses.index(name)
         mine = {v.name for v in a.made}
         forward = programs["F"].main
         saved = {Binding("saved", v) for v in mine}
@@ -214,7 +214,7 @@ def dropped(programs: Programs) -> Mutants:
         returns = [pair for pair in forward.returns if pair[0] not in saved]
         made = with_main(programs, "F", lines=lines, returns=tuple(returns))
         backward = programs["B"].main
-        call = next(x for _, x in _calls(programs, "B") if x.op == f"{a.op}_backward" and set(gone) & set(x.uses()))
+        call = next(x for _, x in _calls(programs, "B") if x.op == f"{a.op}_backward" and set(gone) & set(x.uses))
         instead = next(v for v in call.made if v.type == forward.values()[name].type)
         rest = replace(backward, lines=tuple(line for line in backward.lines if line is not call))
         lines = reading(rest, instead.name, call.args[-1].name).lines
@@ -231,7 +231,7 @@ def dropped(programs: Programs) -> Mutants:
 
 def _read(programs: Programs, action: str) -> tuple[Any, ...]:
     main = programs[action].main
-    read = {name for line in main.lines for name in line.uses()} | {name for _, name in main.returns}
+    read = {name for line in main.lines for name in line.uses} | {name for _, name in main.returns}
     return tuple(value for value in main.parameters if value.name in read)
 
 

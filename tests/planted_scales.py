@@ -34,7 +34,7 @@ def unscaled(build: GoodBuild) -> Iterator[Mutant]:
     programs = build.case.programs
     if not (unscale := _named(build, REDUCE, UNSCALE)):
         return
-    for site in sites(programs, lambda line: unscale in line.uses(), AVERAGING, REDUCE):
+    for site in sites(programs, lambda line: unscale in line.uses, AVERAGING, REDUCE):
         yield Mutant("unscale forgotten", site.named("leave out"), site.replaced(read=site.source.name))
         twice = site.replaced(site.line, _again(site, unscale), read="again")
         yield Mutant("unscale twice", site.named("repeat"), twice)
@@ -52,7 +52,7 @@ def unscaled(build: GoodBuild) -> Iterator[Mutant]:
         yield Mutant("unscale forgotten", site.named("repeat"), twice)
     scale, main = _named(build, BACKWARD, SCALE), programs[BACKWARD].main
     for at, line in enumerate(main.lines):
-        if scale in line.uses():
+        if scale in line.uses:
             value = next(value for value in main.parameters if value.name == scale)
             square = Line((replace(value, name="square", binding=None),), "aten.mul.Tensor", (Ref(scale), Ref(scale)))
             args = tuple(Ref("square") if item == Ref(scale) else item for item in line.args)

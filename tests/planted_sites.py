@@ -87,7 +87,7 @@ def reading(function: Function, old: str, new: str, start: int = 0) -> Function:
     lines = [
         replace(line, args=map_references(line.args, change),
                 kwargs=tuple((key, map_references(item, change)) for key, item in line.kwargs))
-        if at >= start and old in line.uses() else line for at, line in enumerate(function.lines)
+        if at >= start and old in line.uses else line for at, line in enumerate(function.lines)
     ]  # fmt: skip
     returns = tuple((key, change(name).name) for key, name in function.returns)
     return replace(function, lines=tuple(lines), returns=returns)

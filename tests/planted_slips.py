@@ -58,13 +58,13 @@ def _backward_scale(build: GoodBuild, kind: str) -> Iterator[Mutant]:
 def split_sums(build: GoodBuild) -> Iterator[Mutant]:
     """Give a gradient that is the sum of several uses' only one of them."""
     programs = build.case.programs
-    for site in sites(programs, lambda line: line.op == "aten.add.Tensor" and len(list(line.uses())) == 2, "B"):
+    for site in sites(programs, lambda line: line.op == "aten.add.Tensor" and len(line.uses) == 2, "B"):
         whole = site.function.name == programs["B"].main.name
         kind = "split a tied weight's gradient" if whole else "forget a part of a sum in backward"
-        for name in site.line.uses():
+        for name in site.line.uses:
             yield Mutant(kind, site.named(f"keep {name} of"), site.replaced(read=name))
         if whole:
-            first, second = site.line.uses()
+            first, second = site.line.uses
             main = programs["B"].main
             apart = with_main(
                 site.replaced(read=first),
@@ -106,11 +106,11 @@ def unreduced(programs: Programs, gradient: Binding) -> Programs:
     for line in main.lines:
         (result,) = line.results
         assert result is not None
-        if line.op == "aten.stack.default" and gone & set(line.uses()):
+        if line.op == "aten.stack.default" and gone & set(line.uses):
             items = [item for item in line.args[0] if item.name not in gone]
             shape = replace(result, type=replace(result.type, shape=(len(items),)))
             lines.append(replace(line, args=(items,), results=(shape,)))
-        elif gone & set(line.uses()):
+        elif gone & set(line.uses):
             gone.add(result.name)
         else:
             lines.append(line)

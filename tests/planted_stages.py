@@ -170,7 +170,7 @@ def norms(programs: Programs) -> Mutants:
         main = program.main
         squares = [line for line in main.lines if line.op == "parc.square_sum.default"]
         gradients = main.returned("gradient").values() if program.action == "REDUCE" else ()
-        counted = {next(iter(line.uses())) for line in squares}
+        counted = {line.uses[0] for line in squares}
         for missing in [value for value in gradients if value not in counted]:
             extra = replace(squares[0], results=(replace(squares[0].made[0], name="again"),), args=(Ref(missing),))
             site = next(sites(programs, STACK, name))

@@ -74,7 +74,7 @@ def early(build: GoodBuild) -> Iterator[Mutant]:
         if line.calls_function or not line.op.startswith("aten.add"):
             continue
         total = line.made[0]
-        for name in line.uses():
+        for name in line.uses:
             function = reading(main, total.name, name, at + 1)
             lines = (*function.lines[:at], *function.lines[at + 1 :])
             changed = replace(function, lines=lines)

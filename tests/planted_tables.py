@@ -45,7 +45,7 @@ def made_of_positions(function: Function, exact: set[str]) -> list[str]:
     """Return the floating values that are computed from integers, from ``exact`` values, and from one another."""
     values, found = function.values(), []
     for line in function.lines:
-        read = [values[name] for name in line.uses()]
+        read = [values[name] for name in line.uses]
         if line.calls_function or not all(v.name in exact or not v.type.dtype.is_floating_point for v in read):
             continue
         for value in line.made:
@@ -63,7 +63,7 @@ def early_roundings(made: Compiled) -> Iterator[Mutant]:
     given: dict[str, set[str]] = {main.name: buffers}
     for call in (line for line in main.lines if line.calls_function):
         taken = programs["F"].function(call.op).parameters
-        known = {value.name for value, name in zip(taken, call.uses(), strict=True) if name in buffers}
+        known = {value.name for value, name in zip(taken, call.uses, strict=True) if name in buffers}
         given[call.op] = given.get(call.op, known) & known
     for function in programs["F"].functions:
         for name in made_of_positions(function, set(given[function.name])):

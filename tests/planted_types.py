@@ -67,10 +67,10 @@ class _Carrier:
         note(parameters)
         lines = []
         for line in function.lines:
-            if id(line) in unchanged and not line.calls_function and others.isdisjoint(line.uses()):
+            if id(line) in unchanged and not line.calls_function and others.isdisjoint(line.uses):
                 lines.append(line)  # most lines of most mutants
                 continue
-            operands = [types[name] for name in line.uses()]
+            operands = [types[name] for name in line.uses]
             derived: list[TensorType | None] = [None if value is None else value.type for value in line.results]
             if line.calls_function:
                 inner = self.functions[line.op] = self.carry(self.functions[line.op], operands)

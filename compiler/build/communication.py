@@ -76,7 +76,7 @@ def _walk(program: Program, function: Function, caller: Origin | None) -> Iterat
         type_ = values[source.name].type
         ranks = len(row.members(options) or ()) or math.prod(program.mesh.size(axis) for axis in axes)
         there, rows = type_.packed or (1, 1)
-        sent = row.travelling([values[name].type for name in line.uses()])
+        sent = row.travelling([values[name].type for name in line.uses])
         size = sum(payload_bytes(line.op, t.local(program.mesh), t.dtype.itemsize, ranks) for t in sent) * there // rows
         origin = line.origin
         if caller is not None:
@@ -107,7 +107,7 @@ def _weights(function: Function) -> set[str]:
     kinds = (*PARAMETERS, "weight")
     found = {value.name for value in function.parameters if value.binding is not None and value.binding.kind in kinds}
     for line in function.lines:
-        if not line.calls_function and found.issuperset(line.uses()):
+        if not line.calls_function and found.issuperset(line.uses):
             found.update(value.name for value in line.made)
     return found
 
@@ -118,7 +118,7 @@ def _hidden(program: Program, function: Function) -> set[str]:
     travelling: dict[str, bool] = {}
     hidden: set[str] = set()
     for line in function.lines:
-        for name in line.uses():
+        for name in line.uses:
             if travelling.pop(name, False):
                 hidden.add(name)
         if line.op in works or facts(line.op).precision == "product":
@@ -196,7 +196,7 @@ def saved_bytes(role: Role, mesh: Mesh, axis: str) -> int:
         row = COLLECTIVES.get(line.op)
         if row is None or not row.communicates or mesh.owner(row.axes(line.args[1:])[0]) != axis:
             continue
-        type_ = reduce.main.values()[next(line.uses())].type
+        type_ = reduce.main.values()[line.uses[0]].type
         if row.packed or type_.dtype == torch.float16:
             ranks = math.prod(map(mesh.size, row.axes(line.args[1:])))
             entries = math.prod(type_.local(mesh))

@@ -22,7 +22,7 @@ def multiply_adds(line: Line, values: Mapping[str, Value], mesh: Mesh) -> int:
     count = None if line.calls_function else facts(line.op).flops
     if count is None:
         return 0
-    read, made = [values[name].type for name in line.uses()], [value.type for value in line.made]
+    read, made = [values[name].type for name in line.uses], [value.type for value in line.made]
     call = line_call(line, read, made, lambda size: size.local(mesh))
     operands, results = (tuple(type_.local(mesh) for type_ in types) for types in (read, made))
     return count(replace(call, operands=operands, results=results))
@@ -37,7 +37,7 @@ def step_flops(build: Build) -> int:
         values = function.values()
         trained = {value.name for value in function.parameters if _is_trained(value)}
         for line in function.lines:
-            with_gradient = [name for name in line.uses() if name in trained]
+            with_gradient = [name for name in line.uses if name in trained]
             if with_gradient and not facts(line.op).stops_gradient:
                 trained.update(value.name for value in line.made if value.type.dtype.is_floating_point)
             total += multiply_adds(line, values, reference.mesh) * (1 + min(_BACKWARD, len(with_gradient)))

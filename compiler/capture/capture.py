@@ -24,7 +24,7 @@ from ..torch_private import (
     quiet,
     with_unread_draws,
     without_checkpoints,
-    without_code,
+    without_code_and_layouts,
     without_validation,
 )
 from .attributes import attribute_tensors, changed_numbers, check_memory, not_kept, plain_numbers
@@ -151,7 +151,7 @@ def capture(
         with (
             quiet(exporting=True),
             one_frame(_is_own),
-            without_code(),
+            without_code_and_layouts(),
             with_unread_draws(),
             without_checkpoints(no_checkpoint),
             without_validation(),

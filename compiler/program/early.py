@@ -84,7 +84,7 @@ class _Sums:
         """Return the gradient that a line adds to that of earlier microbatches, if it does that."""
         if line.op != "aten.add.Tensor" or line.kwargs or not all(isinstance(item, Ref) for item in line.args):
             return None
-        before, own = line.uses()
+        before, own = line.uses
         key = self.so_far.get(before)
         return key if key is not None and self.gradients[key][0] == own else None
 
@@ -107,7 +107,7 @@ def _with_sums(reduce: Program, sums: _Sums) -> Program:
             continue
         if line.calls_function:
             raise EarlyFault(f"{sums.where} calls `{line.op}`, which `{sums.program.main.name}` does not")
-        if unknown := [name for name in line.uses() if name not in names]:
+        if unknown := [name for name in line.uses if name not in names]:
             raise EarlyFault(f"{sums.where}: `{unknown[0]}` is read, which is no whole gradient or its sum")
         made = [value and replace(value, name=_fresh(value.name, taken)) for value in line.results]
         lines.append(replace(line, results=tuple(made)).renamed(names))

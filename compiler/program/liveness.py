@@ -33,7 +33,7 @@ def owners(function: Function) -> dict[str, str]:
     owner_of: dict[str, str] = {}
     for line in function.lines:
         if facts(line.op).storage == "view":  # it holds nothing of its own
-            source = next(line.uses())
+            source = line.uses[0]
             owner_of.update((value.name, owner_of.get(source, source)) for value in line.made)
     return owner_of
 
@@ -129,7 +129,7 @@ class Liveness:
                         first = there.setdefault(inner.root[name], value.name)
                         root[value.name] = root.get(first, first)
             else:
-                source = next(line.uses(), "")
+                source = next(iter(line.uses), "")
                 shares = (
                     line.op == WAIT
                     or adds_up(function, line)
@@ -142,7 +142,7 @@ class Liveness:
 
     def _copies(self, function: Function, line: Line, root: Mapping[str, str]) -> bool:
         """Return whether a line gives a value of repeated entries another shape, which no view of its storage has."""
-        source = next(line.uses())
+        source = line.uses[0]
         repeats = self.bytes_of(function, source) > self.bytes_of(function, root[source])
         return facts(line.op).moves == "shape" and repeats
 
@@ -159,7 +159,7 @@ class Liveness:
                 results = zip(line.results, callee.returns, strict=True)
                 names.update(value.name for value, (_, name) in results if value is not None and there[name] in inner)
             elif any(value.name in late.get(function.name, ()) for value in line.made):
-                names.update(line.uses())
+                names.update(line.uses)
         return {root[name] for name in names}
 
     def peak(
@@ -206,12 +206,12 @@ class _Run:
         last to the end."""
         lines, root, last = self.function.lines, self.storages.root, dict[str, int]()
         for index, line in enumerate(lines):
-            for name in (*line.uses(), *(value.name for value in line.made)):
+            for name in (*line.uses, *(value.name for value in line.made)):
                 last[root[name]] = index
         self.travels = {line.made[0].name: line for line in lines if "message" in dict(line.kwargs)}
         for index, line in enumerate(lines):
-            if line.op == WAIT and (started := self.travels.get(next(line.uses()))) is not None:
-                for name in started.uses():
+            if line.op == WAIT and (started := self.travels.get(line.uses[0])) is not None:
+                for name in started.uses:
                     last[root[name]] = max(last[root[name]], index)
         self.lasting = self.liveness.lasting(self.function, self.late) if self.own_late else set[str]()
         last.update(dict.fromkeys(self.lasting, len(lines)))
@@ -238,7 +238,7 @@ class _Run:
     def _call(self, index: int, line: Line) -> None:
         callee = self.liveness.program.function(line.op)
         root, alive = self.storages.root, self.alive
-        read = [root[name] for name in line.uses()]
+        read = [root[name] for name in line.uses]
         given = {
             value.name: alive.size[name]
             for value, name in zip(callee.parameters, read, strict=True)
@@ -274,9 +274,9 @@ class _Run:
             self._take_room(value.name)
             self.alive.add(value.name, self.storages.size[value.name], self._share(value.name))
         if (takes := facts(line.op).takes) is not None:
-            self.alive.note(takes(self.liveness.bytes_of(self.function, next(line.uses()))))
+            self.alive.note(takes(self.liveness.bytes_of(self.function, line.uses[0])))
         if line.op in RINGS:  # what is computed with, and what arrives meanwhile; of gradients what is added, too
-            operands = [self.function.values()[name].type for name in line.uses()]
+            operands = [self.function.values()[name].type for name in line.uses]
             travelling = COLLECTIVES[line.op].travelling(operands)
             self.alive.note(2 * sum(local_bytes(type_, self.liveness.program) for type_ in travelling))
 
@@ -295,7 +295,7 @@ class _Run:
         return "gradients" if name in self.gradients else otherwise
 
     def _collective(self, index: int, line: Line) -> None:
-        name, (source, *_) = line.made[0].name, line.uses()
+        name, (source, *_) = line.made[0].name, line.uses
         if line.op in SUMS and self._dies(index, source):
             self.alive.add(name, self.alive.drop(self.storages.root[source]), self._share(name))
             return
@@ -310,7 +310,7 @@ class _Run:
         if name not in self.travels:
             return
         result, line = self.storages.size[name], self.travels[name]
-        operand = self.liveness.bytes_of(self.function, next(line.uses()))
+        operand = self.liveness.bytes_of(self.function, line.uses[0])
         self.alive.note(COLLECTIVES[line.op].buffers(operand, result, line.args[1:]).on_arrival)
         self.alive.drop(name)
         self.alive.add(name, result, self._share(name, "messages"))
@@ -326,8 +326,8 @@ class _Run:
         if form_over(line.op) is None:
             return ""
         root = self.storages.root
-        read = [root[name] for name in line.uses()]
-        spare = {name for name in line.uses() if read.count(root[name]) == 1 and self._dies(index, name)}
+        read = [root[name] for name in line.uses]
+        spare = {name for name in line.uses if read.count(root[name]) == 1 and self._dies(index, name)}
         at = operand_over(line, self.function, spare, self.liveness.program.mesh)
         operand = None if at is None else line.args[at]
         return root[operand.name] if isinstance(operand, Ref) else ""

@@ -15,7 +15,7 @@ def making(function: Function, returns: tuple[tuple[Binding, str], ...]) -> Func
     for line in reversed(function.lines):
         if any(value.name in needed for value in line.made):
             lines.append(line)
-            needed.update(line.uses())
+            needed.update(line.uses)
     parameters = tuple(value for value in function.parameters if value.name in needed)
     return replace(function, parameters=parameters, lines=tuple(reversed(lines)), returns=returns)
 
@@ -25,7 +25,7 @@ def weighted_terms(function: Function) -> Mapping[str, Function]:
     numbers. Each returns its term as the loss."""
     terms = {}
     for number, weight in function.bound("term").items():
-        (term,) = (name for line in function.lines if weight.name in (used := [*line.uses()]) for name in used
+        (term,) = (name for line in function.lines if weight.name in (used := [*line.uses]) for name in used
                    if name != weight.name)  # fmt: skip
         terms[number] = making(function, ((LOSS, term),))
     return terms

@@ -88,6 +88,7 @@ class Origin:
         return cls(module, source, int(match[3] or 0))
 
 
+@lru_cache(maxsize=1 << 12)
 def _word(text: str) -> str:
     """Return a path as one word without blanks; ``-`` stands for an empty one."""
     quoted = re.sub(r"[%\s]", lambda found: quote(found[0], safe=""), text)
@@ -129,12 +130,9 @@ class Line:
         return replace(self, args=args, kwargs=tuple((key, map_references(item, new)) for key, item in self.kwargs))
 
     @cached_property
-    def _uses(self) -> tuple[str, ...]:
-        return tuple(references((self.args, [value for _, value in self.kwargs])))
-
-    def uses(self) -> Iterator[str]:
+    def uses(self) -> tuple[str, ...]:
         """Names of the values that the line reads, in order."""
-        return iter(self._uses)
+        return tuple(references((self.args, [value for _, value in self.kwargs])))
 
     def text(self, mesh: Mesh) -> str:
         """The line as it stands in a function."""
@@ -295,30 +293,18 @@ def operator(op: str) -> Any:
     Raises:
         AttributeError: there is none.
     """
+    return (
+        _lasting(op) if op.startswith(("aten.", "parc.")) else _found(op)
+    )  # others go with the library that made them
+
+
+def _found(op: str) -> Any:
     namespace, _, rest = op.partition(".")
     name, _, overload = rest.rpartition(".")
-    operators = OPS if namespace == "parc" else getattr(torch.ops, namespace)
-    return getattr(getattr(operators, name), overload)
+    return getattr(getattr(OPS if namespace == "parc" else getattr(torch.ops, namespace), name), overload)
 
 
-@lru_cache(maxsize=1024)
-def default_numbers(op: str) -> dict[str, float]:
-    """Return the numbers of an operator's arguments that need not be given, by argument."""
-    if op in COLLECTIVES or "." not in op:
-        return {}
-    named = ((argument.name, argument.default_value) for argument in operator(op)._schema.arguments)
-    return {name: value for name, value in named if isinstance(value, (int, float)) and not isinstance(value, bool)}
-
-
-def numbers_in(item: Any) -> Iterator[float]:
-    """Return the numbers in an argument; of a size that is cut, the size of the whole tensor."""
-    if isinstance(item, LocalSize):
-        yield item.size
-    elif isinstance(item, (dict, list, tuple)):
-        for inner in item.values() if isinstance(item, dict) else item:
-            yield from numbers_in(inner)
-    elif isinstance(item, (int, float)) and not isinstance(item, bool):
-        yield item
+_lasting = lru_cache(maxsize=None)(_found)
 
 
 # Namespaces of torch's own that are no part of a program: messages, allocations, profiling.

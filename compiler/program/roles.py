@@ -225,7 +225,7 @@ def _joined_once(programs: Sequence[Program]) -> Program:
         if parts[0] not in roots:
             returns[key] = _added(parts, values, lines, key.name or key.kind)
             continue
-        total = _added([name for part in parts for name in roots[part].uses()], values, lines, "square")
+        total = _added([name for part in parts for name in roots[part].uses], values, lines, "square")
         root = replace(values[parts[0]], name=key.name or key.kind)
         lines.append(replace(roots[parts[0]], results=(root,), args=(Ref(total),)))
         returns[key] = root.name
@@ -252,7 +252,7 @@ def _read(lines: Sequence[Line], returned: Iterable[str]) -> tuple[Line, ...]:
     kept = []
     for line in reversed(lines):
         if any(value is not None and value.name in wanted for value in line.results):
-            wanted.update(line.uses())
+            wanted.update(line.uses)
             kept.append(line)
     return tuple(reversed(kept))
 

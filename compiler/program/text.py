@@ -202,7 +202,7 @@ class _Reader:
             raise self.fail(index + 1, error.msg) from None
         except ValueError as error:
             raise self.fail(index + 1, str(error)) from None
-        for name in line.uses():
+        for name in line.uses:
             if name not in self.defined:
                 raise self.fail(index + 1, f"`{name}` is used before it is defined")
         for value in line.made:

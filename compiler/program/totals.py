@@ -12,7 +12,7 @@ from .program import LAST, Function, Line, Program, Ref, Value
 def uses_of(function: Function) -> Counter[str]:
     """Count how often each value is read or returned. Nobody changes the counter, which is kept."""
     if "uses" not in function.derived:
-        read = (name for line in function.lines for name in line.uses())
+        read = (name for line in function.lines for name in line.uses)
         function.derived["uses"] = Counter([*read, *(name for _, name in function.returns)])
     uses: Counter[str] = function.derived["uses"]
     return uses
@@ -67,4 +67,4 @@ def lasting(function: Function, added: Collection[str]) -> set[str]:
     that late: its operands last, and, if it calls a function, its other results, which the function may still read."""
     late = [line for line in function.lines if any(value.name in added for value in line.made)]
     back = {value.name for line in late if line.calls_function for value in line.made}
-    return ({name for line in late for name in line.uses()} | back) - set(added)
+    return ({name for line in late for name in line.uses} | back) - set(added)

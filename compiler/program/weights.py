@@ -42,10 +42,10 @@ def parts_in_weights(program: Program) -> dict[Binding, tuple[str, tuple[str, ..
     for key, name in main.returns:
         line = makers.get(name)
         if line is not None and line.op == WAIT:
-            line = makers.get(next(line.uses()))
+            line = makers.get(line.uses[0])
         if line is None or line.op != "parc.all_gather" or line.args[2:] != (0, 1):
             continue
-        source = stored.get(next(line.uses()))
+        source = stored.get(line.uses[0])
         if source is not None and source.binding is not None:
             parts[key] = source.binding.name, axes_of(line.args[1:])
     return parts
@@ -56,6 +56,6 @@ def stored_sources(program: Program, weights: WeightSources) -> dict[str, Bindin
     known = {value.name: weights.get(value.binding, value.binding) for value in program.main.parameters
              if value.binding is not None and (value.kind in PARAMETERS or value.binding in weights)}  # fmt: skip
     for line in program.main.lines:
-        if not line.calls_function and converts(line) and (source := known.get(next(line.uses()))) is not None:
+        if not line.calls_function and converts(line) and (source := known.get(line.uses[0])) is not None:
             known.update((value.name, source) for value in line.made)
     return known

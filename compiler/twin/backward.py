@@ -55,7 +55,7 @@ class Backward:
                 self.given[line.made[0].name] = "bound", self.stored[line.made[0].name]
                 continue
             if facts(line.op).carries:
-                self.given[line.made[0].name] = self.given[next(line.uses())]
+                self.given[line.made[0].name] = self.given[line.uses[0]]
                 continue
             if not line.calls_function:
                 self.sums[line.made[0].name] = _sum_of(line, self.sums, self.program, _Joined({}))
@@ -89,7 +89,7 @@ class Backward:
                 in zip(call.line.results, function.returns, strict=True) if result is not None]  # fmt: skip
         own.update(outs)
         values = function.values()
-        for at, (value, name) in enumerate(zip(self.program.function(line.op).parameters, line.uses(), strict=True)):
+        for at, (value, name) in enumerate(zip(self.program.function(line.op).parameters, line.uses, strict=True)):
             where = f"B {call.place} operand {at}"
             if value.name in own:
                 if self.given.get(name) != own[value.name]:
@@ -167,7 +167,7 @@ class _Joined:
 
     def note(self, line: Line, sums: Mapping[str, _Sum]) -> None:
         """Note the parts of a line's result, if it joins values or keeps the parts of one."""
-        (result,), uses = line.made, [*line.uses()]
+        (result,), uses = line.made, [*line.uses]
         if line.op == "aten.cat.default" and line.args[1:] in ((), (0,)):
             self.parts[result.name] = tuple((self.values[name].type.shape[0], len(sums[name])) for name in uses)
         elif len(uses) == 1 and uses[0] in self.parts and self.values[uses[0]].type.shape == result.type.shape:
@@ -175,7 +175,7 @@ class _Joined:
 
     def taken_out(self, line: Line, sums: Mapping[str, _Sum]) -> _Sum | None:
         """Return the terms of the parts that a line takes out; None if it does something else."""
-        name = next(line.uses(), "")
+        name = next(iter(line.uses), "")
         if line.op != "aten.slice.Tensor" or name not in self.parts or line.args[1] != 0:
             return None
         start, end = line.args[2:4]
@@ -196,10 +196,10 @@ class _Joined:
 def _sum_of(line: Line, known: dict[str, _Sum], program: Program, joined: _Joined) -> _Sum:
     """Return a line's result as a sum. An addition has its operands' terms; any other line adds itself to the way of
     each term."""
-    if unknown := [name for name in line.uses() if name not in known]:
+    if unknown := [name for name in line.uses if name not in known]:
         raise WiringFault(f"{program.action} computes `{line.op}` of `{unknown[0]}` outside its functions")
-    operands = [known[name] for name in line.uses()]
-    counts = [joined.counts(name, len(known[name])) for name in line.uses()]
+    operands = [known[name] for name in line.uses]
+    counts = [joined.counts(name, len(known[name])) for name in line.uses]
     args = [item for item in line.args if not isinstance(item, Ref)]
     row = facts(line.op)
     if row.makes_zeros(line.args):

@@ -17,7 +17,8 @@ from ..layout.collectives import COLLECTIVES, local_outer
 from ..layout.mesh import Mesh
 from ..layout.packed_rows import EXCHANGE
 from ..ops.precision import base_name
-from ..program.program import Function, Line, LocalSize, Ref, Value, default_numbers, operator
+from ..program.line_numbers import default_numbers
+from ..program.program import Function, Line, LocalSize, Ref, Value, operator
 
 _Key = TypeVar("_Key")
 Scalar = int | float
@@ -80,7 +81,7 @@ def lines_body(lines: Iterable[Line], names: Mapping[str, str], values: Mapping[
         args += [f"{key}={word}" for (key, _), word in zip(line.kwargs, words[len(line.args) :], strict=True)]
         types = "; ".join("-" if v is None else sizeless(v, mesh) for v in line.results)
         rows.append(f"{line.op}({', '.join(args)}): {types}")
-        read = (*(values[name] for name in line.uses()), *line.made)
+        read = (*(values[name] for name in line.uses), *line.made)
         origin = f"{star(line.origin.module)} {line.origin.source}"
         dims = (*(size for v in read for size in v.type.shape), *_places(line, read, mesh))
         numbers.append(Numbers(line.op, origin, tuple(given), dims))

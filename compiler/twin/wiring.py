@@ -149,7 +149,7 @@ class Graph:
 
     def _piece(self, run: Sequence[Line], values: Mapping[str, Value], kinds: Kinds) -> GraphPiece:
         inside = {v.name for line in run for v in line.made}
-        read = list(dict.fromkeys(name for line in run for name in line.uses() if name not in inside))
+        read = list(dict.fromkeys(name for line in run for name in line.uses if name not in inside))
         body = lines_body(run, {name: f"i{index}" for index, name in enumerate(read)}, values, Mesh())
         head = [f"{self.sources[name][0]} {sizeless(values[name], Mesh())}" for name in read]
         reads = [(self.sources[name], values[name]) for name in read]
@@ -188,13 +188,13 @@ class Forward:
                 before = called_before[place, kind[line.op]]
                 called_before[place, kind[line.op]] += 1
                 call = PieceCall(line, place, graph.pieces.get(place), kind[line.op], before)
-                call.reads = [self.sources[name] for name in line.uses()]
+                call.reads = [self.sources[name] for name in line.uses]
                 self._take_results(call)
                 self.calls.append(call)
             elif line.made[0].name in stored:
                 self.sources[line.made[0].name] = "bound", stored[line.made[0].name]
             elif facts(line.op).carries:
-                self.sources[line.made[0].name] = self.sources[next(line.uses())]
+                self.sources[line.made[0].name] = self.sources[line.uses[0]]
             else:
                 raise WiringFault(f"F computes `{line.op}` outside its functions")
         self.returned = {key: self.sources[name] for key, name in program.main.returns}
@@ -212,7 +212,7 @@ class Forward:
         """Yield the facts about F: the function and the operands of each call, and what F returns."""
         for call in self.calls:
             yield PieceFact(("call", call.kind), call.sort[0], NONE, f"F {call.place}")
-            for at, (source, name) in enumerate(zip(call.reads, call.line.uses(), strict=True)):
+            for at, (source, name) in enumerate(zip(call.reads, call.line.uses, strict=True)):
                 yield from self._read(call, at, source, self.values[name])
         for key, name in self.program.main.returns:
             if key.kind != "saved":

@@ -14,8 +14,8 @@ def averaging_reason(reference: Program, number: int) -> str:
     main = weighted_terms(reference.main).get(str(number), reference.main)
     made = {value.name: line for line in main.lines for value in line.made}
     line = made.get(dict(main.returns)[LOSS])
-    while line is not None and facts(line.op).computes in ("multiple", "ratio") and len(list(line.uses())) == 1:
-        line = made.get(next(iter(line.uses())))
+    while line is not None and facts(line.op).computes in ("multiple", "ratio") and len(line.uses) == 1:
+        line = made.get(line.uses[0])
     if line is None:
         return ""
     if facts(line.op).computes == "total" and all(isinstance(item, Ref) for item in line.args[:2]):
@@ -31,7 +31,7 @@ def averaging_reason(reference: Program, number: int) -> str:
         return f"its denominator{_place(line)} depends on the model, not on inputs alone"
     last = made.get(below.name)
     while last is not None and facts(last.op).casts:
-        last = made.get(next(iter(last.uses())))
+        last = made.get(last.uses[0])
     if last is not None and facts(last.op).elementwise:
         name = last.op.split(".")[1]
         floor = f"its denominator is `{name}` of a sum{_place(last)}"

@@ -16,7 +16,8 @@ from ..ops.precision import base_name
 from ..ops.rules import facts, has_rule
 from ..program.actions import FORWARD, work_kinds
 from ..program.faults import Fault
-from ..program.program import Function, Line, Program, default_numbers, numbers_in
+from ..program.line_numbers import default_numbers, numbers_in
+from ..program.program import Function, Line, Program
 from .lines import Question, follow
 
 _PLAIN: frozenset[Hashable] = frozenset({-inf, -1.0, 0.0, 1.0, inf})

@@ -151,8 +151,8 @@ class _Reduce:
         ):  # fmt: skip
             return None
         (last, *more) = rounded.roundings - whole.roundings or [""]
-        source = next(self.made[last].uses()) if last in self.made else ""
-        near = names[1] == last or next(self.made[names[1]].uses(), "") == last
+        source = self.made[last].uses[0] if last in self.made else ""
+        near = names[1] == last or next(iter(self.made[names[1]].uses), "") == last
         exact = source == names[0] and near and not more and whole.roundings < rounded.roundings
         return _Part(whole.name, "left", frozenset({last})) if exact else None
 

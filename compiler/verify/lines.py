@@ -104,7 +104,7 @@ def _unread(function: Function) -> Sequence[str]:
 
 
 def _never_read(function: Function) -> Iterator[str]:
-    read = {name for line in function.lines for name in line.uses()} | {name for _, name in function.returns}
+    read = {name for line in function.lines for name in line.uses} | {name for _, name in function.returns}
     updated = {key for key, _ in function.returns if key.kind == "buffer"}
     yield from (value.name for value in function.parameters if value.name not in read and value.binding not in updated)
     for line in function.lines:
@@ -114,7 +114,7 @@ def _never_read(function: Function) -> Iterator[str]:
 
 
 def call_faults(line: Line, values: Mapping[str, Value], called: Function) -> Iterator[tuple[str, str]]:
-    operands = [values[name].type for name in line.uses()]
+    operands = [values[name].type for name in line.uses]
     if operands != [value.type for value in called.parameters]:
         yield "types", f"calls `{called.name}` with operands of other types than it takes"
     inner = called.values()
@@ -136,7 +136,7 @@ def questions(function: Function, mesh: Mesh) -> Sequence[tuple[Line, Question |
 
 
 def _question(line: Line, types: Mapping[str, TensorType], mesh: Mesh) -> Question:
-    operands = tuple(types[name] for name in line.uses())
+    operands = tuple(types[name] for name in line.uses)
     known: Question | None = line.derived.get("question")  # lines are shared by functions that are almost equal
     if known is not None and (known.operands, known.mesh) == (operands, mesh):
         return known
@@ -170,7 +170,7 @@ def follow(
         if key not in memory:
             known = dict(zip((value.name for value in function.parameters), given, strict=True))
             for line, question in questions(function, program.mesh):
-                read = tuple(map(known.__getitem__, line.uses()))
+                read = tuple(map(known.__getitem__, line.uses))
                 if question is None:
                     facts_of_results: Sequence[Knowledge] = walk(program.function(line.op), read)
                 else:

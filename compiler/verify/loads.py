@@ -62,7 +62,7 @@ def _followed(program: Program) -> dict[str, _Made]:
         )
     for line in program.main.lines:
         for made in line.made:
-            known[made.name] = _made(line, [known[name] for name in line.uses()])
+            known[made.name] = _made(line, [known[name] for name in line.uses])
     return known
 
 

@@ -58,7 +58,7 @@ def _await_faults(
     coming.update(value.name for value in function.parameters if value.binding in given)
     awaited: set[str] = set()
     for line in function.lines:
-        for name in line.uses():
+        for name in line.uses:
             if line.op == WAIT and (name not in coming or name in awaited):
                 yield name, "is awaited, but is not on its way"
             elif line.op != WAIT and name in coming:

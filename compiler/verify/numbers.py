@@ -23,7 +23,8 @@ from typing import Any
 from ..layout.collectives import COLLECTIVES
 from ..layout.mesh import Shape
 from ..program.binding import Binding, Kind
-from ..program.program import REFERENCE_FILE, Function, Line, Program, numbers_in
+from ..program.line_numbers import numbers_in
+from ..program.program import REFERENCE_FILE, Function, Line, Program
 from ..sizes.polynomials import Polynomial, Sizes, check_points, choices_of
 from ..sizes.template import ShapeFault, Template
 
@@ -150,7 +151,7 @@ class _Held:
 def _shapes(line: Line, function: Function) -> frozenset[Shape]:
     """Return the shapes of a line's operands and results."""
     values = function.values()
-    return frozenset({values[name].type.shape for name in line.uses()} | {value.type.shape for value in line.made})
+    return frozenset({values[name].type.shape for name in line.uses} | {value.type.shape for value in line.made})
 
 
 def _place(line: Line) -> tuple[str, str]:

@@ -127,12 +127,12 @@ def _with_slopes(function: Function, made: _Follows[_Known], held: Callable[[_Kn
     an infinite one is no number. ``held`` tells what an operand holds in added samples."""
     trained = {value.name for value in function.parameters if value.kind == "parameter"}
     for line in function.lines:
-        if not trained.isdisjoint(line.uses()):
+        if not trained.isdisjoint(line.uses):
             trained.update(value.name for value in line.made)
 
     def follows(name: str, question: Question, operands: tuple[_Known, ...]) -> Sequence[_Known]:
         results, line, at = made(name, question, operands), question.line, [*map(held, operands)]
-        if facts(line.op).elementwise and at and None not in at and not trained.isdisjoint(line.uses()):
+        if facts(line.op).elementwise and at and None not in at and not trained.isdisjoint(line.uses):
             call = line_call(line, question.operands, question.results, lambda item: item.size)
             if not point(call, at, [type_.dtype for type_ in question.operands])[1]:
                 fault = PaddingFault(f"{line.op} has no finite slope at the numbers of the padding")

@@ -31,7 +31,7 @@ def _main_faults(main: Function, offload: Collection[str]) -> Iterator[tuple[str
     away = {v.name: _word(v.binding, v, offload) for v in main.parameters if _word(v.binding, v, offload)}
     for line in main.lines:
         way = "" if line.calls_function else facts(line.op).carries
-        for name in line.uses():
+        for name in line.uses:
             if name in away and way != "back":
                 yield name, f"is kept away, and `{line.op}` reads it: it lacks a `load`"
             elif name not in away and way == "back":

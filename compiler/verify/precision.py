@@ -80,7 +80,7 @@ def _floats(function: Function) -> Iterator[tuple[Line, list[Value], list[Value]
     """Yield each line with its floating operands and results."""
     values = function.values()
     for line in function.lines:
-        reads = [values[name] for name in line.uses() if values[name].type.dtype.is_floating_point]
+        reads = [values[name] for name in line.uses if values[name].type.dtype.is_floating_point]
         makes = [value for value in line.made if value.type.dtype.is_floating_point]
         yield line, reads, makes
 
@@ -138,7 +138,7 @@ def _line_faults(
     returned = {name for _, name in function.returns}
     for line in reversed(function.lines):  # parts of several stages are added up like those of microbatches
         if facts(line.op).computes == "total" and any(value.name in returned for value in line.made):
-            returned.update(line.uses())
+            returned.update(line.uses)
     for line, reads, makes in _floats(function):
         narrow = [value for value in (*makes, *reads) if is_narrow(value.type.dtype)]
         if line.calls_function:

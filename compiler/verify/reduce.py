@@ -92,7 +92,7 @@ def _followed(program: Program) -> dict[str, _Made | None]:
         if program.action == SCALING and COUNT not in bindings and facts(line.op).creates:
             meaning: _Made | None = _Made(_COUNTED)  # a number, which the captured graph gives
         else:
-            meaning = _made(line, [known[name] for name in line.uses()])
+            meaning = _made(line, [known[name] for name in line.uses])
         known.update((value.name, meaning) for value in line.made)
     return known
 
@@ -120,7 +120,7 @@ def _made(line: Line, given: list[_Made | None]) -> _Made | None:
     if row.computes == "multiple" and (product := _product(bindings)) is not None:
         return _Made(product)
     if row.reduces == "squares" and bindings[0] is not None and bindings[0].kind == "gradient":
-        return _Made(squares=tuple(line.uses()))
+        return _Made(squares=line.uses)
     root = row.power == 0.5
     summed = (row.moves == "join" or row.reduces == "sum" or root) and len(line.args) == 1
     if row.computes == "total" and not line.kwargs:

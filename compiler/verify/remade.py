@@ -45,7 +45,7 @@ def _makers(function: Function) -> dict[str, Line]:
     makers = {value.name: line for line in function.lines for value in line.made}
     started = {name: line for name, line in makers.items() if MESSAGE in dict(line.kwargs)}
     for name, line in makers.items():
-        if line.op == WAIT and (start := started.get(next(line.uses()))) is not None:
+        if line.op == WAIT and (start := started.get(line.uses[0])) is not None:
             kwargs = tuple((key, item) for key, item in start.kwargs if key != MESSAGE)
             makers[name] = replace(start, results=line.results, kwargs=kwargs)
     return {name: line for name, line in makers.items() if name not in started}
@@ -68,7 +68,7 @@ def _call_faults(forward: Program, backward: Program) -> Iterator[Fault]:
     for line in forward.main.lines:
         if line.calls_function:
             called = forward.function(line.op)
-            inner = zip((value.name for value in called.parameters), line.uses(), strict=True)
+            inner = zip((value.name for value in called.parameters), line.uses, strict=True)
             outer = zip(line.results, called.returns, strict=True)
             made = {name: value.name for value, (_, name) in outer if value is not None}
             calls[line.op].append({**dict(inner), **made})
@@ -78,7 +78,7 @@ def _call_faults(forward: Program, backward: Program) -> Iterator[Fault]:
         if callee is None or (own := _undone(forward, callee)) is None:
             continue
         given = {
-            value.name: name for value, name in zip(callee.parameters, line.uses(), strict=True)
+            value.name: name for value, name in zip(callee.parameters, line.uses, strict=True)
             if value.name in own.values() and values[name].kind == "saved"
         }  # fmt: skip
         if not any(all(call.get(name) == saved for name, saved in given.items()) for call in calls[own.name]):

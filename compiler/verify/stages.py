@@ -153,12 +153,12 @@ def _reduce_faults(roles: Mapping[str, Programs], mesh: Mesh, axis: str) -> Iter
                     "types", f"{program.role}.REDUCE {name}", f"is not summed once over the roles {owners[name]}"
                 )
         root = lines.get(ends.get(GRAD_NORM, ""))
-        square = next(iter(root.uses()), "") if root is not None and facts(root.op).power == 0.5 else ""
+        square = next(iter(root.uses), "") if root is not None and facts(root.op).power == 0.5 else ""
         line = lines.get(square)
         if line is None or line.op != AMONG or tuple(line.args[2]) != everyone:
             yield Fault("types", f"{program.role}.REDUCE {GRAD_NORM}", "is not summed once over all roles")
         else:
-            counted += parts[next(iter(line.uses()))]
+            counted += parts[line.uses[0]]
     for name in sorted(owners):
         times = counted.pop(_summed(name, owners), 0)
         if times != 1:
@@ -187,7 +187,7 @@ def _loss_faults(roles: Mapping[str, Programs], everyone: tuple[int, ...]) -> It
         if line is None or line.op != AMONG or tuple(line.args[2]) != everyone:
             yield Fault("types", f"{program.role}.LOSS {LOSS}", "is not summed once over all roles")
         else:
-            losses += parts[next(iter(line.uses()))]
+            losses += parts[line.uses[0]]
     if losses != Counter([(LOSS, ())]):
         yield Fault("types", "LOSS loss", "is not the loss of one role")
 
@@ -237,7 +237,7 @@ def _parts(program: Program, makes: Collection[str]) -> tuple[dict[str, Counter[
     others = {value: key for key, value in program.main.returns if key.kind == "gradient" and key.name not in makes}
     made_up: list[str] = []
     for line in program.main.lines:
-        uses = list(line.uses())
+        uses = line.uses
         results = [value.name for value in line.results if value is not None]
         counts = sum((parts[use] for use in uses), Counter[_Part]())
         if facts(line.op).makes_zeros(line.args):

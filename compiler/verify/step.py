@@ -237,7 +237,7 @@ def trained(captured: Function) -> list[str]:
     reach = {value.name: 1 << index for index, value in enumerate(parameters.values())}  # a set of parameters, as bits
     for line in captured.lines:
         reached = 0
-        for name in line.uses():
+        for name in line.uses:
             reached |= reach.get(name, 0)
         row = facts(line.op)
         if not row.creates and not row.stops_gradient:

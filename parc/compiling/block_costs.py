@@ -43,7 +43,7 @@ def _call_costs(program: Program) -> Iterator[tuple[str, BlockCost]]:
         if not line.calls_function:
             continue
         kept = 0
-        for name in line.uses():
+        for name in line.uses:
             if values[name].kind == "saved" and root[name] not in counted:
                 counted.add(root[name])
                 kept += live.bytes_of(main, name)

@@ -154,10 +154,10 @@ class ForwardWalk:
         """Note the lines of a function of which the caller uses the results ``wanted``."""
         for line in reversed(function.lines):
             if any(value.name in wanted for value in line.made):
-                wanted.update(line.uses())
+                wanted.update(line.uses)
         for index, line in enumerate(function.lines):
             module = complete(line.origin.module, caller.module)
-            used = list(line.uses())
+            used = list(line.uses)
             if line.calls_function:
                 callee = self.program.function(line.op)
                 given = {v.name for v, name in zip(callee.parameters, used, strict=True) if name in weights}
@@ -216,7 +216,7 @@ class _Flow:
     def _function(self, function: Function, makers: dict[str, Makers], caller: str) -> None:
         """Find the makers of all values of a function, where those of its parameters are known."""
         for line in function.lines:
-            used = [makers[name] for name in line.uses()]
+            used = [makers[name] for name in line.uses]
             flows = frozenset[str]().union(*(found for found in used if found is not None))
             module = self.tree.row_of(complete(line.origin.module, caller))
             if line.calls_function:

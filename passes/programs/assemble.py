@@ -274,7 +274,7 @@ def assemble(
     count = pipeline.stages if pipeline is not None else 1
     made_in = {v.name: s for line, s in zip(main.forward.lines, main.forward.stages, strict=True)
                for v in line.results if v is not None}  # fmt: skip
-    read_in = {name: s for line, s in zip(main.forward.lines, main.forward.stages, strict=True) for name in line.uses()}
+    read_in = {name: s for line, s in zip(main.forward.lines, main.forward.stages, strict=True) for name in line.uses}
     # a buffer that becomes what the program is given does so where its old value is read
     lying = [made_in.get(name, read_in.get(main.parameters[key].name, 0) if key in main.parameters else 0)
              for key, name in results.items()]  # fmt: skip

@@ -152,7 +152,7 @@ def split_lines(
                 home[value.name], values[value.name] = place, value
     own = [[line for line, place in zip(lines, at, strict=True) if place == here] for here in places]
     reads = [
-        {name for line in own[here] for name in line.uses()} | {name for _, name in returns[here]} for here in places
+        {name for line in own[here] for name in line.uses} | {name for _, name in returns[here]} for here in places
     ]
     last = {name: max((here for here in places if name in reads[here]), default=0) for name in home}
     pieces = []

@@ -50,7 +50,7 @@ def sum_early(programs: Programs, microbatches: int) -> Programs:
 
 def _chains(main: Function) -> list[_Chain]:
     """Return the sums of gradients of REDUCE's main function that read nothing else."""
-    uses, readers = uses_of(main), {name: line for line in main.lines for name in line.uses()}
+    uses, readers = uses_of(main), {name: line for line in main.lines for name in line.uses}
     chains = []
     for value in main.bound("gradient").values():
         lines: list[Line] = []
@@ -58,7 +58,7 @@ def _chains(main: Function) -> list[_Chain]:
         name = value.name
         while uses[name] == 1 and (line := readers.get(name)) is not None:
             row = COLLECTIVES.get(line.op)
-            if len([*line.uses()]) > 1 or len(line.made) != 1 or (row is not None and row.members(line.args[1:])):
+            if len([*line.uses]) > 1 or len(line.made) != 1 or (row is not None and row.members(line.args[1:])):
                 break
             lines.append(line)
             name = line.made[0].name
@@ -118,7 +118,7 @@ def wait_late(programs: Programs) -> Programs:
         usual = {name for _, name in program.main.returns}
         whole = {value.name for line in last.lines if line.op in SUMS for value in line.made}
         late = {name: sent for _, name in last.returns if name in waits and name not in usual
-                and (sent := next(waits[name].uses())) in whole}  # fmt: skip
+                and (sent := waits[name].uses[0]) in whole}  # fmt: skip
         lines = tuple(line for line in last.lines if line.op != WAIT or line.made[0].name not in late)
         coming.update(gradient for gradient, name in last.returns if name in late)
         returns = tuple((gradient, late.get(name, name)) for gradient, name in last.returns)
@@ -144,7 +144,7 @@ def _waiting(reduce: Program, coming: set[Binding]) -> Program:
             arrived[name] = result.name
 
     for line in main.lines:
-        for name in line.uses():
+        for name in line.uses:
             wait(name)
         lines.append(line.renamed(arrived))
     for _, name in main.returns:

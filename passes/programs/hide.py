@@ -43,7 +43,7 @@ class _Block:
         self.behind: list[frozenset[int]] = []
         """For each line the lines that it needs, itself among them."""
         for at, line in enumerate(self.source):
-            needed = (self.behind[maker[name]] for name in line.uses() if name in maker)
+            needed = (self.behind[maker[name]] for name in line.uses if name in maker)
             self.behind.append(frozenset({at}).union(*needed))
         self.exchanges = [at for at, line in enumerate(self.source) if line.op in _HIDING]
         self.made: list[Line] = []

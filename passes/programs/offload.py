@@ -33,7 +33,7 @@ def offload(roles: Mapping[str, Programs], lines: Mapping[str, int]) -> dict[str
 def _carried(main: Function, lines: Mapping[str, int], taken: set[str]) -> Function:
     """Return a main function that loads what it reads and stores what it returns."""
     values, last = main.values(), len(main.lines)
-    first_use = {name: at for at, line in reversed([*enumerate(main.lines)]) for name in line.uses()}
+    first_use = {name: at for at, line in reversed([*enumerate(main.lines)]) for name in line.uses}
     made_at = {value.name: at + 1 for at, line in enumerate(main.lines) for value in line.made}
     calls = [at for at, line in enumerate(main.lines) if line.calls_function]
     added: dict[int, list[Line]] = {}

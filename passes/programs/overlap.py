@@ -80,7 +80,7 @@ class _Overlap:
                 distance += near.counts
             (rest,) = before[at]
             calls = [unit.call] if unit.call is not None else []
-            read = {name for line in (*rest, *calls) for name in line.uses()}
+            read = {name for line in (*rest, *calls) for name in line.uses}
             if any(value.name in read for line in waiting for value in line.made):
                 yield from waiting
                 waiting = []
@@ -113,7 +113,7 @@ class _Overlap:
         needed = self._feeding(lines)
         for line in lines:
             feeds = any(value.name in needed for value in line.made)
-            if late.intersection(line.uses()) or not (self._apart(line) or feeds or now):
+            if late.intersection(line.uses) or not (self._apart(line) or feeds or now):
                 later.append(line)
                 late.update(value.name for value in line.made)
             elif self._apart(line):
@@ -133,7 +133,7 @@ class _Overlap:
         needed: set[str] = set()
         for line in reversed(lines):
             if self._apart(line) or any(value.name in needed for value in line.made):
-                needed.update(line.uses())
+                needed.update(line.uses)
         return needed
 
     def _numbered(self, lines: Sequence[Line]) -> Iterator[Line]:
@@ -143,7 +143,7 @@ class _Overlap:
         groups: dict[tuple[object, ...], list[list[Line]]] = {}
         sizes: dict[int, int] = {}
         for line in (line for line in lines if self._apart(line)):
-            source = next(line.uses())
+            source = line.uses[0]
             size = max(
                 local_bytes(self.values[source].type, self.program), local_bytes(line.made[0].type, self.program)
             )
@@ -169,7 +169,7 @@ def _units(main: Function, works: Collection[str]) -> list[_Unit]:
                 units.append(_Unit())
             units[-1].call, units[-1].counts = line, line.op in works or line.origin.module not in around
             made.update(value.name for value in line.made)
-        elif units[-1].call is not None and made.intersection(line.uses()):
+        elif units[-1].call is not None and made.intersection(line.uses):
             units[-1].behind.append(line)
             made.update(value.name for value in line.made)
         else:

@@ -55,7 +55,7 @@ def _in_rings(function: Function, mesh: Mesh, lines: Sequence[ContextLine]) -> F
     rings = {at: ring for at, ring in found.items() if ring is not None}
     returned = {name for _, name in function.returns}
     while True:
-        read = {name for at, line in enumerate(function.lines) if at not in rings for name in line.uses()} | returned
+        read = {name for at, line in enumerate(function.lines) if at not in rings for name in line.uses} | returned
         whole = [at for at, ring in rings.items() if any(one.made[0].name in read for one in ring.gathers)]
         if not whole:
             break
@@ -75,7 +75,7 @@ def _ring(
     names = [item.name for item in line.args[row.keys : row.keys + 2]]
     gathers = tuple(maker[name] for name in names if name in maker)
     gradients = [value for value in line.results[1:] if row.carries_gradients and value is not None]
-    sums = tuple(next(one for one in function.lines if value.name in one.uses()) for value in gradients)
+    sums = tuple(next(one for one in function.lines if value.name in one.uses) for value in gradients)
     over = {one.args[1] for one in (*gathers, *sums) if one.op in _ENDS and one.args[2] == SEQUENCE}
     axes = {",".join(mesh.parts(ring.axis)) for ring in lines if ring.names(line)}
     if len(gathers) < 2 or len(gradients) != 2 * row.carries_gradients or len(over) != 1 or not over <= axes:

@@ -46,7 +46,7 @@ def loaded_parameters(programs: Iterable[Program]) -> set[str]:
     """Return the names of the parameters that programs load, because they lie in the other space."""
     names = set()
     for main in (program.main for program in programs):
-        loaded = {name for line in main.lines if facts(line.op).carries == "back" for name in line.uses()}
+        loaded = {name for line in main.lines if facts(line.op).carries == "back" for name in line.uses}
         names |= {name for name, value in main.bound(*PARAMETERS).items() if value.name in loaded}
     return names
 

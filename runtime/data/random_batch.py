@@ -71,5 +71,5 @@ def class_bounds(program: Program) -> dict[str, tuple[int, int | None]]:
             ignore = ignore if row.ignored_at is None else line.args[row.ignored_at]
             bounds[name] = (min(bound, size), ignore)
         if row.ignored_at is None and (row.moves in ("index", "scatter") or not has_rule(line.op)):
-            indices.update(origin[name] for name in line.uses() if name in origin)
+            indices.update(origin[name] for name in line.uses if name in origin)
     return {name: (bound, None if name in indices else ignore) for name, (bound, ignore) in bounds.items()}

@@ -108,7 +108,7 @@ class _Writer:
         made, dying = set[str](), {name for each in lines for name in each.dead}
         given: dict[str, None] = {}
         for each in lines:
-            given.update(dict.fromkeys(name for name in each.line.uses() if name not in made))
+            given.update(dict.fromkeys(name for name in each.line.uses if name not in made))
             made.update(value.name for value in each.line.made)
         rows = [f"{_local(name)} = __values{f'.pop({name!r})' if name in dying else f'[{name!r}]'}" for name in given]
         for each in lines:

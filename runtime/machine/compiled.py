@@ -253,15 +253,15 @@ def _cut(function: Function) -> list[tuple[Line, ...]]:
     under_way = set[str]()
     for line in function.lines:
         local = _is_local(line) and not adds_up(function, line)
-        if region and not under_way.isdisjoint(line.uses()):
+        if region and not under_way.isdisjoint(line.uses):
             groups.append(tuple(region))
             region = []
-        under_way.difference_update(line.uses())
+        under_way.difference_update(line.uses)
         under_way.update(summed([line]))
         if local:
             region.append(line)
             continue
-        if region and (facts(line.op).compiled or not set(made_by(region)).isdisjoint(line.uses())):
+        if region and (facts(line.op).compiled or not set(made_by(region)).isdisjoint(line.uses)):
             groups.append(tuple(region))
             region = []
         groups.append((line,))
@@ -271,7 +271,7 @@ def _cut(function: Function) -> list[tuple[Line, ...]]:
 def _read(lines: Sequence[Line]) -> list[str]:
     """Return the names that lines read and do not make."""
     results = set(made_by(lines))
-    return [name for line in lines for name in line.uses() if name not in results]
+    return [name for line in lines for name in line.uses if name not in results]
 
 
 def _compile(values: Sequence[torch.Tensor], body: Callable[..., Any], lifted: _Lifted, device: torch.device) -> _Code:

@@ -73,7 +73,7 @@ class Machine:
         mesh; nothing, if there is no such sum. ``run`` takes it among its inputs, and does not sum again."""
         main = self.program.main
         name, uses = next((value.name for value in main.parameters if value.binding == key), ""), uses_of(main)
-        line = next((line for line in main.lines if line.op == SUMS[0] and name in line.uses()), None)
+        line = next((line for line in main.lines if line.op == SUMS[0] and name in line.uses), None)
         if line is None or uses[name] > 1:
             return {}
         row, args = COLLECTIVES[line.op], line.args[1:]
@@ -188,7 +188,7 @@ class Machine:
     ) -> Prepared:
         if not line.calls_function:
             return Prepared(line, self._run_of(line, function, spare), awaited, dead)
-        dying = frozenset(dead).intersection(line.uses())  # they die within the call, after their last use there
+        dying = frozenset(dead).intersection(line.uses)  # they die within the call, after their last use there
         return Prepared(
             line, self._function_call(line, dying), awaited, tuple(name for name in dead if name not in dying)
         )
@@ -248,7 +248,7 @@ class Machine:
 
     def _collective(self, line: Line, spare: bool) -> Callable[[Sequence[Environment]], None]:
         options = [item for item in line.args if not isinstance(item, Ref)]
-        take, result = itemgetter(*line.uses()), line.made[0].name  # a tuple, if it reads several
+        take, result = itemgetter(*line.uses), line.made[0].name  # a tuple, if it reads several
 
         def run(environments: Sequence[Environment]) -> None:
             if result in environments[0]:
@@ -279,9 +279,9 @@ class Machine:
     def _message(self, function: Function, first: Line) -> Callable[[Sequence[Environment]], None]:
         """Return the call of a line whose operand travels with those of other lines: the first of them starts all."""
         together = [line for line in function.lines if line.op == first.op and line.kwargs == first.kwargs]
-        takes = {line.made[0].name: itemgetter(*line.uses()) for line in together}  # a tuple, where it reads several
+        takes = {line.made[0].name: itemgetter(*line.uses) for line in together}  # a tuple, where it reads several
         options = [[item for item in line.args if not isinstance(item, Ref)] for line in together]
-        spare = [self.reuse and next(line.uses()) in self._own for line in together]
+        spare = [self.reuse and line.uses[0] in self._own for line in together]
 
         def run(environments: Sequence[Environment]) -> None:
             if first is not together[0]:
@@ -297,7 +297,7 @@ class Machine:
 
     def _added_up(self, line: Line) -> Callable[[Sequence[Environment]], None]:
         """Return the call of a line that adds a gradient to a total, unless it was added as it was made."""
-        total, part = line.uses()
+        total, part = line.uses
 
         def run(environments: Sequence[Environment]) -> None:
             for environment in environments:
@@ -345,6 +345,6 @@ class Machine:
 
     def _sites(self, line: Line, function: Function) -> list[Site]:
         values = function.values()
-        operands = [values[name].type for name in line.uses()]
+        operands = [values[name].type for name in line.uses]
         results = [value.type for value in line.results if value is not None]
         return [self.site(self.mesh, at, operands, results, self.device, self.axis) for at in self.coordinates]

@@ -39,7 +39,7 @@ class _Fusion:
         self.function, self.mesh, self.products = function, mesh, products
         self.values, self.uses, self.source = function.values(), uses_of(function), owners(function)
         self.makers = {value.name: (at, line) for at, line in enumerate(function.lines) for value in line.made}
-        self.last = {name: at for at, line in enumerate(function.lines) for name in line.uses()}
+        self.last = {name: at for at, line in enumerate(function.lines) for name in line.uses}
         self.kept = {value.name for value in function.parameters} | {name for _, name in function.returns}
         self.gone: set[str] = set()
 
@@ -68,7 +68,7 @@ class _Fusion:
         product's operands that die with it take no more bytes than its result."""
         first, made = self.makers[product.made[0].name][0], product.made[0].name
         between = {v.name for line in self.function.lines[first + 1 : at] for v in line.made if line.op != _RESHAPE}
-        dying = {name for name in product.uses() if name not in self.kept and self.last[name] == first}
+        dying = {name for name in product.uses if name not in self.kept and self.last[name] == first}
         return not between - self.gone or sum(map(self.size, dying)) <= self.size(made)
 
     def with_scale(self, at: int, product: Line) -> tuple[Sequence[Any], tuple[tuple[str, Any], ...]]:
@@ -98,7 +98,7 @@ class _Fusion:
                 view, product = None, self.made_for(other, "aten.mul.Tensor")
             if product is None or not all(isinstance(item, Ref) for item in product.args):
                 continue
-            read = [values[name].type.dtype for name in product.uses()]
+            read = [values[name].type.dtype for name in product.uses]
             if set(read) == {type_.dtype} and self.for_nothing(at, product):
                 self.gone.update(made.made[0].name for made in (view, product) if made)
                 if product.op == "aten.mm.default":

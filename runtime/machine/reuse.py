@@ -28,13 +28,13 @@ def made_by(lines: Iterable[Line]) -> list[str]:
 def summed(lines: Iterable[Line]) -> set[str]:
     """Return the names of values that may arrive later: collectives' results, and what lines wait for."""
     lines = list(lines)
-    given = {name for line in lines if line.op == WAIT for name in line.uses()}
+    given = {name for line in lines if line.op == WAIT for name in line.uses}
     return given.union(made_by(line for line in lines if line.op in COLLECTIVES))
 
 
 def last_uses(function: Function, groups: Sequence[Sequence[Line]]) -> list[tuple[str, ...]]:
     """Return, for each group of a function's lines, the names that nobody reads after it."""
-    last = {name: at for at, lines in enumerate(groups) for line in lines for name in (*line.uses(), *made_by([line]))}
+    last = {name: at for at, lines in enumerate(groups) for line in lines for name in (*line.uses, *made_by([line]))}
     returned = {name for _, name in function.returns}
     dead: list[list[str]] = [[] for _ in groups]
     for name, at in last.items():
@@ -62,7 +62,7 @@ def lives(function: Function, added: frozenset[str], reuse: bool) -> Lives:
         owned = [value.name for value in function.bound("gradient").values() if function.returned("gradient")]
         late, sums = lasting(function, added), summed(function.lines)
         spare = spare_operands(function, owned, late) if reuse else [frozenset[str]()] * len(function.lines)
-        awaited = [tuple(sums.intersection(line.uses())) for line in function.lines]
+        awaited = [tuple(sums.intersection(line.uses)) for line in function.lines]
         function.derived[key] = Lives(spare, awaited, last_uses(function, [(line,) for line in function.lines]))
     stored: Lives = function.derived[key]
     return stored
@@ -73,18 +73,18 @@ def spare_operands(function: Function, owned: Collection[str], late: Collection[
     caller, except those ``owned``. Values that are ``late`` may be read after the last line."""
     last: dict[str, float] = {}
     for index, line in enumerate(function.lines):
-        last.update(dict.fromkeys((*made_by([line]), *line.uses()), index))
+        last.update(dict.fromkeys((*made_by([line]), *line.uses), index))
     kept = {value.name for value in function.parameters} - set(owned) | set(late)
     last.update(dict.fromkeys(kept | {name for _, name in function.returns}, float("inf")))
     group, spare = _Groups(last), []
     for index, line in enumerate(function.lines):
-        roots = [group.root(name) for name in line.uses()]
+        roots = [group.root(name) for name in line.uses]
         spare.append(frozenset(
-            name for name, root in zip(line.uses(), roots, strict=True)
+            name for name, root in zip(line.uses, roots, strict=True)
             if group.last[root] == index and roots.count(root) == 1
         ))  # fmt: skip
         if may_alias(line):
-            group.join([*made_by([line]), *line.uses()])
+            group.join([*made_by([line]), *line.uses])
     return spare
 
 
@@ -117,12 +117,12 @@ def _found_own(function: Function, own: Mapping[str, frozenset[int]]) -> frozens
         if line.calls_function:
             made = [value for at, value in enumerate(line.results) if value is not None and at not in own[line.op]]
         if made and may_alias(line):
-            group.join([*(value.name for value in made), *line.uses()])
+            group.join([*(value.name for value in made), *line.uses])
     sent, read = set[str](), set[str]()  # what is read behind a message may not be written over by it
     for line in reversed(function.lines):
         if MESSAGE in dict(line.kwargs):
-            sent.update(name for name in line.uses() if group.root(name) not in read)
-        read.update(map(group.root, line.uses()))
+            sent.update(name for name in line.uses if group.root(name) not in read)
+        read.update(map(group.root, line.uses))
     names = [*sent, *(name for _, name in function.returns)]
     leaving = Counter(map(group.root, names))
     given = {group.root(value.name) for value in function.parameters}

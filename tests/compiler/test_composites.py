@@ -16,7 +16,7 @@ from parc.compiler.capture import composites
 from parc.compiler.capture.composites import functional
 from parc.compiler.capture.node_facts import noted
 from parc.compiler.capture.parts import composite_parts
-from parc.compiler.torch_private import quiet, with_unread_draws, without_code
+from parc.compiler.torch_private import quiet, with_unread_draws, without_code_and_layouts
 from tests.draws import wide
 
 X = torch.zeros(4, 6, 8)
@@ -309,7 +309,7 @@ def test_two_buffers_of_one_memory_are_not_written_as_if_they_were_two() -> None
 
 def test_code_that_is_written_late_is_that_of_the_graph() -> None:
     x = torch.ones(2)
-    with without_code():
+    with without_code_and_layouts():
         module = fx.symbolic_trace(nn.ReLU())
         node = module.graph.output_node().all_input_nodes[0]
         node.target, node.kwargs = torch.neg, {}

@@ -27,7 +27,7 @@ from parc.compiler.torch_private import (
     trace,
     with_unread_draws,
     without_checkpoints,
-    without_code,
+    without_code_and_layouts,
     without_dispatch,
     without_validation,
 )
@@ -120,7 +120,7 @@ def test_graph_modules_write_code_when_they_are_called() -> None:
     kept = torch.fx.GraphModule.recompile
     try:
         torch.fx.GraphModule.recompile = lambda module: written.append(module) or kept(module)  # type: ignore
-        with without_code():
+        with without_code_and_layouts():
             module = torch.fx.symbolic_trace(Mlp())
             module.recompile()
             other = copy.deepcopy(module)

@@ -46,7 +46,7 @@ def told(main: Function) -> str:
             numbers[line.made[0].name] = message
             words.append(f"{line.op.removeprefix('parc.')} {message}")
         elif line.op == "parc.wait":
-            words.append(f"wait {numbers[next(line.uses())]}")
+            words.append(f"wait {numbers[line.uses[0]]}")
         elif line.calls_function:
             words.append(line.op)
     return ", ".join(word for at, word in enumerate(words) if not at or words[at - 1] != word)
@@ -170,7 +170,7 @@ def test_narrow_weights_travel_narrow_and_gradients_whole() -> None:
         for function in program.functions[:-1]:
             casts = [line for line in function.lines if line.op == "aten._to_copy.default"]
             stored = {value.name for value in function.parameters if value.name.endswith("weight")}
-            assert not [line for line in casts if stored.intersection(line.uses())], "a block rounds a weight"
+            assert not [line for line in casts if stored.intersection(line.uses)], "a block rounds a weight"
 
 
 def test_a_dim_that_does_not_divide_is_padded_and_a_small_one_stays_whole() -> None:

@@ -50,7 +50,7 @@ def lines(program: Program) -> Iterator[tuple[Line, list[torch.dtype], list[torc
         values = function.values()
         for line in function.lines:
             if not line.calls_function:
-                reads = [values[name].type.dtype for name in line.uses()]
+                reads = [values[name].type.dtype for name in line.uses]
                 makes = [value.type.dtype for value in line.results if value is not None]
                 yield line, [t for t in reads if t.is_floating_point], [t for t in makes if t.is_floating_point]
 

@@ -115,7 +115,7 @@ def test_weights_are_gathered_once_for_a_backward_that_recomputes() -> None:
     def gathers(line: str) -> int:
         lines = "mesh dp=2\nshard tokens, targets [B/dp, _]\nzero 3 over dp\n" + line
         main = plan_of(GPT, lines).built.programs[BACKWARD].main
-        names = [value for line in main.lines if line.op == "parc.all_gather" for value in line.uses()]
+        names = [value for line in main.lines if line.op == "parc.all_gather" for value in line.uses]
         assert len(names) == len(set(names))
         return len(names)
 
