@@ -69,13 +69,15 @@ class RecipeRecorder(TorchDispatchMode):
         if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
             return self._compute_now(func, args, kwargs)
         written = _written(func, args, kwargs)
+        # ``t_`` and the like change how an operand lies in its memory
+        before = changed((args, kwargs), self.read) if written else None
         try:
             out = args[0] if not kwargs and _fills(func, args, written, tensors) else func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
             return self._compute_now(func, args, kwargs)
         # Modules change dtype by swapping their tensors with others, which weak references such as these forbid.
         self._mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
-        self._note(func, args, kwargs, leaves, written, out)
+        self._note(func, before or (args, kwargs), leaves, written, out)
         return out
 
     def read(self, tensor: Tensor) -> Read:
@@ -124,16 +126,15 @@ class RecipeRecorder(TorchDispatchMode):
             lambda leaf: self.adopt(self._mode.from_tensor(leaf), leaf) if isinstance(leaf, Tensor) else leaf, out
         )
 
-    def _note(
-        self, func: Any, args: Any, kwargs: Any, leaves: Sequence[Any], written: Sequence[Any], out: Any
-    ) -> None:  # fmt: skip
-        """Give a node to every storage that an operator made or wrote. Views share their storage's node."""
+    def _note(self, func: Any, given: tuple[Any, Any], leaves: Sequence[Any], written: Sequence[Any], out: Any) -> None:
+        """Give a node to every storage that an operator made or wrote. Views share their storage's node. ``given`` are
+        its arguments, already as reads if it wrote one."""
         results = [out] if isinstance(out, Tensor) else [x for x in pytree.tree_leaves(out) if isinstance(x, Tensor)]
         fresh = [tensor for tensor in results if tensor.untyped_storage()._cdata not in self._nodes]
         targets = written or fresh
         if not targets:
             return
-        reads = changed((args, kwargs), self.read)
+        reads = changed(given, self.read)
         if len(targets) == 1 and (written or len(results) == 1):
             places = tuple(place for place, leaf in enumerate(leaves) if leaf is targets[0])
             node = self._elements(func, reads, places, targets[0])

@@ -75,6 +75,8 @@ class Constants(nn.Module):
         indexed = torch.zeros(10)
         indexed[torch.tensor([1, 2])] = 3.0
         self.register_buffer("indexed", indexed)
+        turned = torch.arange(12.0).reshape(3, 1, 4)
+        self.register_buffer("turned", turned.squeeze_(1).t_().mul_(2))
         self.register_buffer("chosen", torch.arange(6.0)[torch.arange(6) % 2 == 0])
         self.rates = [rate.item() for rate in torch.linspace(0, 0.1, 4)]
 
