@@ -88,7 +88,8 @@ def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Results:
     tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
     if len(func._schema.returns) == 1 or not any(is_narrow(tensor.dtype) for tensor in tensors):
         try:
-            return _run_on(func, args, kwargs, "meta", torch.Tensor.detach)
+            # an operator that writes gets operands of its own
+            return _run_on(func, args, kwargs, "meta", torch.Tensor.detach if func._schema.is_mutable else None)
         except Exception:  # no kernel for it; or what it does not take, which fake tensors say as well
             return _run_fake(func, args, kwargs)
     return _run_fake(func, args, kwargs)
@@ -99,10 +100,12 @@ def _run_fake(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Results
         return _run_on(func, args, kwargs, "cpu", _fake)
 
 
-def _run_on(func: Any, args: Any, kwargs: Any, device: str, operand: Callable[[torch.Tensor], Any]) -> Results:
+def _run_on(
+    func: Any, args: Any, kwargs: Any, device: str, operand: Callable[[torch.Tensor], Any] | None
+) -> Results:  # fmt: skip
     if any(argument.name == "device" for argument in func._schema.arguments):
         kwargs = {**kwargs, "device": torch.device(device)}
-    args, kwargs = changed((args, kwargs), operand)
+    args, kwargs = changed((args, kwargs), operand) if operand is not None else (args, kwargs)
     made = func(*args, **kwargs)
     return Results(tree_map_only(torch.Tensor, example_of, made), bool(args) and made is args[0])
 

@@ -7,7 +7,6 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 import pytest
 import torch
@@ -234,6 +233,8 @@ def test_errors_in_a_persons_dataset_are_said_as_theirs(folder: Path) -> None:
 
 
 def test_folders_of_datasets_are_read(tmp_path: Path) -> None:
+    import datasets  # pandas comes with it, half a second for every worker that collects this file
+
     tables = {"tokens": [[n, n + 1, n + 2, n + 3] for n in range(6)], "targets": [[1, 2, 3, 4]] * 6, "text": ["a"] * 6}
     datasets.Dataset.from_dict(tables).save_to_disk(tmp_path / "rows")
     source = opened(tmp_path, "folder", names=["rows"])
