@@ -27,7 +27,7 @@ from .adapters import adapter_states, merged_weights, unadapted, write_configura
 from .faults import RunError
 from .opening import build_mesh, open_checkpoint, task_of
 from .state.checkpoint import Checkpoint, CheckpointReader
-from .state.initial import Initial, recorded_again
+from .state.initial import Initial
 
 SUFFIX = ".safetensors"
 _OTHER_FORMS = (".pt", ".pth", ".bin", ".ckpt", ".npz", ".npy", ".h5", ".gguf", ".onnx", ".pkl", ".zip")
@@ -136,8 +136,7 @@ class _State(Mapping[str, torch.Tensor]):
 
     def __init__(self, build: Build, checkpoint: Checkpoint, files: CheckpointReader, ema: bool) -> None:
         mesh = build_mesh(build)
-        recorded = recorded_again(build, task_of(build.manifest))  # libraries change the module that they write
-        self._initial = Initial(build, recorded, mesh, mesh.coordinates(0), torch.device("cpu"))
+        self._initial = Initial(build, task_of(build.manifest), mesh, mesh.coordinates(0), torch.device("cpu"))
         self._checkpoint, self._files, self._ema = checkpoint, files, ema
         self._names = [name for name in self._initial.kept if name not in build.manifest["aliases"]]
 

@@ -20,7 +20,7 @@ from .opening import build_mesh, task_of
 from .saving import checkpoint_facts, stored_of
 from .state.checkpoint import check_target
 from .state.index import Index, shard_name, write_index
-from .state.initial import Initial, recorded_again
+from .state.initial import Initial
 from .state.layouts import FileLayout
 from .state.shards import Piece, ShardFile, write_shard
 from .state.stacks import KEY, part_shapes
@@ -38,9 +38,7 @@ def import_weights(
             holds something else, or cannot be written.
     """
     mesh = build_mesh(build)
-    initial = Initial(
-        build, recorded_again(build, task_of(build.manifest)), mesh, mesh.coordinates(0), torch.device("cpu")
-    )
+    initial = Initial(build, task_of(build.manifest), mesh, mesh.coordinates(0), torch.device("cpu"))
     expected = state_tensors(initial.module, build.manifest["aliases"])
     try:
         weights = open_weights(source, rounded)

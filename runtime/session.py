@@ -39,7 +39,7 @@ from .reporting import Reporting
 from .results import StepReport, StepResult, consume
 from .saving import LocalPart, StateFiles, checkpoint_facts, stored_of
 from .state.gather import Gatherer, everywhere
-from .state.initial import Initial, recorded_once
+from .state.initial import Initial
 from .state.offload import Offloaded
 from .state.optimizer import rate, update
 from .state.scaler import changed_state, skips, state_after
@@ -71,7 +71,8 @@ class Session:
         compile: bool = False,
         trace: bool = False,
     ) -> None:
-        self.build, self.mesh, self._reporting = build, build_mesh(build), Reporting(build)
+        self.build, self._reporting = build, Reporting(build)
+        self.mesh = build_mesh(build)
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         check_fits(build, self.world)
         self.device = torch.device(device) if device is not None else default_device()
@@ -128,9 +129,8 @@ class Session:
         self.offloaded.close()
 
     def _initial_state(self) -> RankState:
-        build, constants = self.build, constants_of(self.build)
-        recorded = recorded_once(build, task_of(build.manifest))
-        self._initial = Initial(build, recorded, self.mesh, self.coordinates, self.device)
+        constants = constants_of(self.build)
+        self._initial = Initial(self.build, task_of(self.build.manifest), self.mesh, self.coordinates, self.device)
         buffered = held(self.role, BUFFERS) if self.role.axis else constants
         return self._initial.state(
             {name: type_ for name, type_ in self.types.items() if self.role in self._whole.owners[name]},

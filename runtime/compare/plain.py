@@ -39,7 +39,7 @@ from ..machine.kernels import REFERENCE_KERNELS
 from ..opening import check_source_of, open_build, task_of
 from ..processes import check_device
 from ..results import StepReport
-from ..state.initial import expected_of, recorded_once, weights_of
+from ..state.initial import expected_of, weights_of
 from ..state.optimizer import make_optimizer, rate, update
 from .counted import CountedDropout
 
@@ -180,8 +180,7 @@ class Plain:
         lines = task_of(manifest)
         self.build, self.device = build, device
         seed = int(manifest["seed"])
-        module = initialize(model_builder(lines, build.folder), seed, recorded_once(build, lines).recipes)
-        self.module: nn.Module = module.to(device)
+        self.module: nn.Module = initialize(model_builder(lines, build.folder), seed).to(device)
         self._read_weights()
         self.step_number = 0
         self._plain = PlainModule(self.module, lines, build.folder, seed, manifest["frozen"], capacities_in(manifest))

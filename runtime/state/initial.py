@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -13,7 +12,7 @@ from ...compiler.build.build import Build
 from ...compiler.capture.complex_numbers import own_form
 from ...compiler.capture.model_calls import TaskLines, model_builder
 from ...compiler.initial.files import Expected, Weights, WeightsError, open_weights, shown_faults
-from ...compiler.initial.recipes import Recipe, Recorded, record
+from ...compiler.initial.recipes import Recipe, record
 from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.pieces import take
 from ...compiler.layout.placement import TensorType
@@ -26,25 +25,6 @@ from ..work import RankState
 from .scaler import first_state
 
 _PUT_BACK = "put the files of `init from` back as they were built with, or build the plan again"
-
-
-_RECORDED: dict[tuple[Path, str, int], Recorded] = {}
-_MOST_RECORDED = 4
-
-
-def recorded_again(build: Build, lines: TaskLines) -> Recorded:
-    """Return the model of a build on fake tensors, which the caller may change, with the recipes of its values."""
-    return record(model_builder(lines, build.folder), int(build.manifest["seed"]))
-
-
-def recorded_once(build: Build, lines: TaskLines) -> Recorded:
-    """Return the same, made once for all that a process opens of one model; nobody may change it."""
-    key = build.folder, repr(lines), int(build.manifest["seed"])
-    recorded = _RECORDED.pop(key, None) or recorded_again(build, lines)
-    _RECORDED[key] = recorded  # the last of a dict is the newest
-    if len(_RECORDED) > _MOST_RECORDED:
-        del _RECORDED[next(iter(_RECORDED))]
-    return recorded
 
 
 def weights_of(build: Build) -> Weights | None:
@@ -84,9 +64,10 @@ class Initial:
     """The initial values of one build for the rank at ``coordinates``."""
 
     def __init__(
-        self, build: Build, recorded: Recorded, mesh: Mesh, coordinates: Mapping[str, int], device: torch.device
+        self, build: Build, lines: TaskLines, mesh: Mesh, coordinates: Mapping[str, int], device: torch.device
     ) -> None:
         self._build, self._mesh, self._coordinates, self._device = build, mesh, coordinates, device
+        recorded = record(model_builder(lines, build.folder), int(build.manifest["seed"]))
         self.module, self._recipes = recorded.module, recorded.recipes
         self._stacks = {
             part: (name, number)

@@ -19,9 +19,6 @@ from typing import Any
 
 from parc.compiler.build.build import BuildError
 from parc.compiler.build.directory import MANIFEST, read_build
-from parc.compiler.capture.callables import CallableError
-from parc.runtime.opening import task_of
-from parc.runtime.state.initial import recorded_once
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["tests.runtime.warm"])
@@ -94,14 +91,12 @@ def _first_rank(folder: str, pipes: list[Any], function: Callable[..., Any], arg
 
 
 def _read_builds(arguments: tuple[Any, ...]) -> None:
-    """Read the builds among the arguments, and those in folders among them, and make their models: what was read and
-    made once is known."""
+    """Read the builds among the arguments, and those in folders among them: what was read once is known."""
     for path in (Path(argument) for argument in arguments if isinstance(argument, str)):
         if path.is_dir():
-            for folder in [path] if (path / MANIFEST).is_file() else sorted(path.iterdir()):
-                with suppress(BuildError, CallableError):
-                    build = read_build(folder, imports=False)
-                    recorded_once(build, task_of(build.manifest))
+            for build in [path] if (path / MANIFEST).is_file() else sorted(path.iterdir()):
+                with suppress(BuildError):
+                    read_build(build, imports=False)
 
 
 def _rank(rank: int, folder: str, pipes: list[Any], function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:

@@ -21,7 +21,7 @@ from parc.compiler.layout.placement import Placement, Split, TensorType, parse_t
 from parc.grammar.diagnostics import PlanError
 from parc.runtime.faults import RunError
 from parc.runtime.opening import task_of
-from parc.runtime.state.initial import Initial, recorded_once
+from parc.runtime.state.initial import Initial
 from tests.runtime.tiny import FLAT, TENSOR, batch, build
 
 CPU = torch.device("cpu")
@@ -89,7 +89,7 @@ def test_every_rank_reads_its_slices_alone(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(weights_module, "_joined", counted)
     pieces = []
     for rank in range(mesh.world):
-        initial = Initial(made, recorded_once(made, task_of(made.manifest)), mesh, mesh.coordinates(rank), CPU)
+        initial = Initial(made, task_of(made.manifest), mesh, mesh.coordinates(rank), CPU)
         read.clear()
         pieces.append(initial.state(types, {}).parameters)
         assert sum(read) == sum(piece.numel() for piece in pieces[-1].values())

@@ -16,7 +16,7 @@ from parc.compiler.layout.placement import parse_type
 from parc.compiler.padding.pads import pads_from
 from parc.runtime.opening import task_of
 from parc.runtime.state.checkpoint import read_checkpoint
-from parc.runtime.state.initial import Initial, recorded_once
+from parc.runtime.state.initial import Initial
 from tests.runtime.ranks import run_ranks
 from tests.runtime.tiny import ONE, PLAN, TENSOR, batch, build
 
@@ -86,9 +86,7 @@ def test_a_rank_may_hold_nothing_but_padding(builds: dict[str, Path], more: str)
     types = {"embed.weight": parse_type(made.manifest["parameters"]["embed.weight"], mesh)}
     expected = parc.reference(builds["files" if more else "one"]).module.state_dict()["embed.weight"]
     for rank in (0, 85, 86, 127):
-        initial = Initial(
-            made, recorded_once(made, task_of(made.manifest)), mesh, mesh.coordinates(rank), torch.device("cpu")
-        )
+        initial = Initial(made, task_of(made.manifest), mesh, mesh.coordinates(rank), torch.device("cpu"))
         piece = initial.state(types, {}).parameters["embed.weight"]
         rows = expected[3 * rank : 3 * rank + 3]
         assert piece.shape == (3, 16) and torch.equal(piece[: len(rows)], rows)
