@@ -41,8 +41,8 @@ def one_capture() -> Iterator[None]:
 
 
 def pytest_collection_finish() -> None:
-    """Freeze the objects that exist before the first test, so that garbage collections skip them; as does hypothesis,
-    which looks at all others at its first example."""
+    """Freeze the objects that exist before the first test, so that garbage collections skip them. Then run a first
+    example: hypothesis looks for garbage at its first one, and finds few objects now."""
     gc.freeze()
     given(strategies.none())(lambda _: None)()
 

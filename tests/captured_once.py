@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch._ops import OpOverload
 
 from parc.compiler.capture.capture import Captured
@@ -35,7 +36,8 @@ def capture_once(
     Raises:
         PlanError: the model or its loss is at fault.
     """
-    code = tuple((path.name, path.read_bytes()) for path in sorted(folder.glob("*.py")))
+    read = sorted(path for path in folder.iterdir() if path.suffix in (".py", ".json"))
+    code = torch.get_default_dtype(), *((path.name, path.read_bytes()) for path in read)
     capacities = tuple((str(line.where), line.capacity) for line in plan.placements if isinstance(line, Experts))
     smaller = sorted((overrides or {}).items()), plan.verify and plan.verify.values
     given = repr((lines, smaller, plan.seed, plan_capture.input_specs(plan)))

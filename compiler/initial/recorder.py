@@ -225,8 +225,9 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
 
 
 def _fills(func: Any, args: tuple[Any, ...], written: Sequence[Any], tensors: Sequence[Tensor]) -> bool:
-    """Return whether a call fills its first operand with numbers that no tensor says, as ``normal_`` does: half of the
-    operators of most models, which need not be run on each. What torch says of the numbers depends on the dtype alone.
+    """Return whether a call fills its first operand with numbers that no tensor says, as ``normal_`` does. These are
+    half of the operators of most models. What torch says of their numbers depends on the dtype alone, so they are run
+    on one number.
 
     Raises:
         Exception: whatever torch raises for numbers that it does not take.
@@ -234,7 +235,8 @@ def _fills(func: Any, args: tuple[Any, ...], written: Sequence[Any], tensors: Se
     row = facts(func)
     if not (row.law or row.creates) or len(written) != 1 or len(tensors) != 1 or args[0] is not written[0]:
         return False
-    return results_of(func, (example(tensors[0].dtype, (1,)), *args[1:]), {}).in_place
+    with unset_fake_temporarily():  # examples outlive the mode
+        return results_of(func, (example(tensors[0].dtype, (1,)), *args[1:]), {}).in_place
 
 
 @cache

@@ -293,9 +293,8 @@ def operator(op: str) -> Any:
     Raises:
         AttributeError: there is none.
     """
-    return (
-        _lasting(op) if op.startswith(("aten.", "parc.")) else _found(op)
-    )  # others go with the library that made them
+    # a custom operator goes with the library that made it
+    return _lasting(op) if op.startswith(("aten.", "parc.")) else _found(op)
 
 
 def _found(op: str) -> Any:

@@ -12,10 +12,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 
 from parc.compiler.capture.attributes import attribute_tensors
 from parc.compiler.capture.complex_numbers import real_form
 from parc.compiler.initial.recipes import Recipe, RecipeError, initialize, record
+from parc.compiler.ops.results import example
 from tests.family_models import decoder, gpt2
 
 
@@ -254,6 +256,11 @@ def test_the_fake_module_can_be_exported() -> None:
     shapes = ({0: torch.export.Dim("b", min=2, max=64)},)
     program = torch.export.export(recorded.module, (tokens,), dynamic_shapes=shapes, strict=False)
     assert any("linear" in str(node.target) for node in program.graph.nodes)
+
+
+def test_no_fake_tensor_outlives_a_recording() -> None:
+    record(lambda: Holder(torch.empty(3, dtype=torch.float16).normal_()), 0)
+    assert not isinstance(example(torch.float16, (1,)), FakeTensor)
 
 
 def test_what_cannot_be_recorded_is_refused() -> None:
