@@ -1,0 +1,21 @@
+"""Captures: two of one model give the same programs, and so does one that was compiled before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import parc
+from parc.compiler.plan.plan import read_plan
+from parc.compiling.compiled import programs_of
+from parc.compiling.driver import compile_captured, task_lines
+from parc.compiling.plan_capture import capture_plan
+
+EXAMPLES = Path(parc.__file__).parent / "examples"
+
+
+def test_a_capture_is_repeatable_and_compiling_does_not_change_it() -> None:
+    plan = read_plan(EXAMPLES / "moe.parc")
+    first, second = (capture_plan(plan, task_lines(plan), EXAMPLES, None) for _ in range(2))
+    programs = programs_of(compile_captured(plan, EXAMPLES, *first))
+    assert programs_of(compile_captured(plan, EXAMPLES, *second)) == programs
+    assert programs_of(compile_captured(plan, EXAMPLES, *first)) == programs
