@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -15,14 +16,14 @@ collect_ignore = [
     "passes",
     "runtime",
     "parc/examples",
-    "tests/runtime/warm.py",  # the server of ranks alone imports it
 ]  # the four are reached as parc/compiler, …
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes import parc: each would compile it anew
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # or each cache begins with seconds of trying the C++ compiler
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # or to ask for GPUs keeps forked processes from using one
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # workers share few cores: one thread each is faster, and repeatable
 
-gc.set_threshold(200_000, 50, 100)  # a tenth of the time went into looking for garbage among torch's own objects
+gc.set_threshold(200_000, 500, 100)  # a tenth of the time went into looking for garbage among torch's own objects
 
 SLOW_IS_FINE = (HealthCheck.too_slow, HealthCheck.data_too_large)
 settings.register_profile("check", deadline=None, max_examples=25, derandomize=True, suppress_health_check=SLOW_IS_FINE)
@@ -40,11 +41,17 @@ def one_capture() -> Iterator[None]:
         yield
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Freeze the objects that exist before the first test, so that garbage collections skip them. Then run a first
-    example: hypothesis looks for garbage at its first one, and finds few objects now."""
+    example: hypothesis looks for garbage at its first one, and finds few objects now. Where files were collected that
+    need ranks, start their server, a fork of this process, while no test has changed a thing."""
+    ranks = None if session.config.option.collectonly else sys.modules.get("tests.runtime.ranks")
+    if ranks:
+        import tests.runtime.warm  # noqa: F401  before objects are frozen
     gc.freeze()
     given(strategies.none())(lambda _: None)()
+    if ranks:
+        ranks.start_server()
 
 
 def pytest_sessionfinish() -> None:

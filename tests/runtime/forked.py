@@ -86,6 +86,7 @@ def _parc(words: list[str], env: dict[str, str], folder: str, files: tuple[int, 
     os.environ.update(env)
     os.chdir(folder)
     sys.argv = ["parc", *words]
+    sys.modules.pop("parc.__main__", None)  # a test imports it, and here it is to begin
     try:
         runpy.run_module("parc", run_name="__main__", alter_sys=True)
     finally:

@@ -1,10 +1,12 @@
 """Real ranks for tests: functions run in processes that are joined by gloo, forked from a server that knows torch.
 
-The server forks rank 0, which reads the builds and forks the other ranks: so the programs' texts are read once.
+The server is a fork of the tests' process, made before the first test; warnings are errors in it too. It forks rank 0,
+which reads the builds, records their models and forks the other ranks: so this is done once for all ranks.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import pickle
@@ -12,24 +14,53 @@ import signal
 import tempfile
 import traceback
 from collections.abc import Callable
-from contextlib import chdir, suppress
-from multiprocessing.forkserver import ensure_running
+from contextlib import suppress
+from functools import cache
+from itertools import pairwise
+from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
 from typing import Any
 
-from parc.compiler.build.build import BuildError
+import pytest
+from torch.nn import Module
+
 from parc.compiler.build.directory import MANIFEST, read_build
+from parc.compiler.capture.model_calls import TaskLines, model_builder
+from parc.compiler.initial.recipes import record
+from parc.runtime.opening import task_of
+from parc.runtime.state import initial
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["tests.runtime.warm"])
-_ROOT = Path(__file__).resolve().parents[2]
+SERVER.set_forkserver_preload([])  # it is a fork: the modules are there
 
 
 def start_server() -> None:
-    """Start the server of ranks, if it does not run. It starts in the root folder: elsewhere it would not find what it
-    is to know, and would say nothing, and every rank would import torch for itself."""
-    with chdir(_ROOT):
-        ensure_running()
+    """Start the server of ranks, if it does not run."""
+    resource_tracker.ensure_running()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(util, "spawnv_passfds", _fork)
+        forkserver.ensure_running()
+
+
+def _fork(python: str, words: list[str], files: list[int]) -> int:
+    """Fork this process where multiprocessing would start a new Python for its server, which would import all anew.
+    Return the number of the new process; in it, be the server with these open files alone."""
+    from tests.runtime.warm import warm_up
+
+    if number := os.fork():
+        return number
+    try:
+        faulthandler.disable()  # it would write to a file that is closed now
+        for first, last in pairwise([2, *sorted(files), os.sysconf("SC_OPEN_MAX")]):
+            os.closerange(first + 1, last)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        warm_up()
+        exec(words[-1], {})
+    except Exception:
+        traceback.print_exc()
+    finally:
+        os._exit(0)
 
 
 def run_ranks(function: Callable[..., Any], world: int, *arguments: Any, wait_s: float = 90) -> list[Any]:
@@ -91,12 +122,27 @@ def _first_rank(folder: str, pipes: list[Any], function: Callable[..., Any], arg
 
 
 def _read_builds(arguments: tuple[Any, ...]) -> None:
-    """Read the builds among the arguments, and those in folders among them: what was read once is known."""
+    """Read the builds among the arguments, and those in folders among them, and record their models: what was read once
+    is known, and so is, for the short life of these processes, what was recorded once. What fails here fails again in
+    the rank that needs it."""
+    builders: dict[str, Callable[[], Module]] = {}
+
+    def builder_once(lines: TaskLines, folder: Path) -> Callable[[], Module]:
+        key = repr((lines, folder))
+        if key not in builders:
+            builders[key] = model_builder(lines, folder)
+        return builders[key]
+
+    record_once = cache(record)
+    for name, function in {"model_builder": builder_once, "record": record_once}.items():
+        setattr(initial, name, function)
     for path in (Path(argument) for argument in arguments if isinstance(argument, str)):
         if path.is_dir():
-            for build in [path] if (path / MANIFEST).is_file() else sorted(path.iterdir()):
-                with suppress(BuildError):
-                    read_build(build, imports=False)
+            for folder in [path] if (path / MANIFEST).is_file() else sorted(path.iterdir()):
+                with suppress(Exception):
+                    build = read_build(folder, imports=False)
+                    make = builder_once(task_of(build.manifest), build.folder)
+                    record_once(make, int(build.manifest["seed"]))
 
 
 def _rank(rank: int, folder: str, pipes: list[Any], function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
