@@ -13,6 +13,7 @@ import pickle
 import signal
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
@@ -47,7 +48,10 @@ def _fork(python: str, words: list[str], files: list[int]) -> int:
     Return the number of the new process; in it, be the server with these open files alone."""
     from tests.runtime.warm import warm_up
 
-    if number := os.fork():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of xdist's thread, which holds nothing that ranks need
+        number = os.fork()
+    if number:
         return number
     try:
         faulthandler.disable()  # it would write to a file that is closed now
