@@ -1,7 +1,8 @@
 """Processor seconds of the tests at two commits, in turn on one machine: of all processes, and of each file's tests.
 
 ``python benchmarks/test_time.py BEFORE AFTER [pytest's arguments]``; what a rank or a server of ranks takes is in the
-sum alone.
+sum alone. A machine that shares its cores with others may be faster in one run than in the other: so a small piece of
+work is timed once a second meanwhile, and the sum is also shown in units of it.
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ import subprocess
 import sys
 import tempfile
 import time
+import timeit
 from collections import defaultdict
 from collections.abc import Generator, Sequence
 from pathlib import Path
+from statistics import fmean
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -39,31 +43,43 @@ def pytest_runtest_protocol(item: Any) -> Generator[None, Any, Any]:
     return done
 
 
-def run(commit: str, arguments: Sequence[str], folder: Path) -> tuple[float, float, dict[str, float]]:
-    """Run a commit's tests. Return the seconds of the clock, those of processors, and those of processors by file."""
+def note_pace(ended: Event, seconds: list[float]) -> None:
+    """Time a small piece of work once a second, until the end."""
+    while not ended.wait(1):
+        seconds.append(min(timeit.repeat(lambda: [str(n) for n in range(10_000)], timer=time.thread_time, number=1)))
+
+
+def run(commit: str, arguments: Sequence[str], folder: Path) -> tuple[float, float, float, dict[str, float]]:
+    """Run a commit's tests. Return the seconds of the clock, those of processors, those of a small piece of work in the
+    mean, and those of processors by file."""
     tree, record = folder / "tree", folder / "record"
     record.write_text("")
     subprocess.run(["git", "worktree", "add", "-q", "--detach", tree, commit], cwd=ROOT, check=True)
     path = os.pathsep.join([str(tree), str(Path(__file__).parent)])
     environment = {**os.environ, "PYTHONPATH": path, _RECORD: str(record)}
+    ended, paces = Event(), list[float]()
+    pace = Thread(target=note_pace, args=(ended, paces))
+    pace.start()
     clock, start = time.monotonic(), used()
     try:
         words = [sys.executable, "-m", "pytest", "-q", "-p", "test_time", "-p", "no:cacheprovider", *arguments]
-        ended = subprocess.run(words, cwd=tree, env=environment, check=False).returncode
+        failed = subprocess.run(words, cwd=tree, env=environment, check=False).returncode
         while True:
             try:
                 os.wait()
             except ChildProcessError:
                 break
     finally:
+        ended.set()
+        pace.join()
         subprocess.run(["git", "worktree", "remove", "--force", tree], cwd=ROOT, check=True)
-    if ended:
+    if failed:
         sys.exit(f"the tests of {commit} failed")
     files: dict[str, float] = defaultdict(float)
     for line in record.read_text().splitlines():
         file, seconds = line.split("\t")
         files[file] += float(seconds)
-    return time.monotonic() - clock, used() - start, files
+    return time.monotonic() - clock, used() - start, fmean(paces), files
 
 
 def main(before: str, after: str, *arguments: str) -> None:
@@ -73,12 +89,15 @@ def main(before: str, after: str, *arguments: str) -> None:
     for commit in (before, after):
         with tempfile.TemporaryDirectory() as folder:
             runs.append(run(commit, arguments or ("-n", "2"), Path(folder)))
-    (clock, whole, files), (clock_after, whole_after, files_after) = runs
+    (clock, whole, pace, files), (clock_after, whole_after, pace_after, files_after) = runs
     print(f"{'processor seconds':<50}{before:>10}{after:>10}")
     for file in sorted({*files, *files_after}, key=lambda file: -files[file]):
         if max(files[file], files_after[file]) > 1:
             print(f"{file:<50}{files[file]:>10.1f}{files_after[file]:>10.1f}")
     print(f"{'all processes':<50}{whole:>10.0f}{whole_after:>10.0f}   {whole_after / whole:.2f} of before")
+    print(f"{'a small piece of work, milliseconds':<50}{pace * 1e3:>10.3f}{pace_after * 1e3:>10.3f}")
+    whole, whole_after = whole / pace, whole_after / pace_after
+    print(f"{'all, in small pieces':<50}{whole:>10.0f}{whole_after:>10.0f}   {whole_after / whole:.2f} of before")
     print(f"{'clock':<50}{clock:>10.0f}{clock_after:>10.0f}")
 
 
