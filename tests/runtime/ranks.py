@@ -25,6 +25,7 @@ from typing import Any
 import pytest
 from torch.nn import Module
 
+from parc.compiler.build.build import BuildError
 from parc.compiler.build.directory import MANIFEST, read_build
 from parc.compiler.capture.model_calls import TaskLines, model_builder
 from parc.compiler.initial.recipes import record
@@ -60,7 +61,7 @@ def _fork(python: str, words: list[str], files: list[int]) -> int:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         warm_up()
-        exec(words[-1], {})
+        exec(words[-1], {})  # what multiprocessing would give the new Python: it differs from version to version
     except Exception:
         traceback.print_exc()
     finally:
@@ -127,8 +128,8 @@ def _first_rank(folder: str, pipes: list[Any], function: Callable[..., Any], arg
 
 def _read_builds(arguments: tuple[Any, ...]) -> None:
     """Read the builds among the arguments, and those in folders among them, and record their models: what was read once
-    is known, and so is, for the short life of these processes, what was recorded once. What fails here fails again in
-    the rank that needs it."""
+    is known, and so is, for the short life of these processes, what was recorded once. A build that cannot be read is
+    refused where a rank opens it."""
     builders: dict[str, Callable[[], Module]] = {}
 
     def builder_once(lines: TaskLines, folder: Path) -> Callable[[], Module]:
@@ -143,7 +144,7 @@ def _read_builds(arguments: tuple[Any, ...]) -> None:
     for path in (Path(argument) for argument in arguments if isinstance(argument, str)):
         if path.is_dir():
             for folder in [path] if (path / MANIFEST).is_file() else sorted(path.iterdir()):
-                with suppress(Exception):
+                with suppress(BuildError):
                     build = read_build(folder, imports=False)
                     make = builder_once(task_of(build.manifest), build.folder)
                     record_once(make, int(build.manifest["seed"]))
