@@ -19,7 +19,7 @@ collect_ignore = [
 ]  # the four are reached as parc/compiler, …
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes import parc: each would compile it anew
-os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # or each cache begins with seconds of trying the C++ compiler
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # with `_without_probes`
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # or to ask for GPUs keeps forked processes from using one
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # workers share few cores: one thread each is faster, and repeatable
 
@@ -41,6 +41,15 @@ def one_capture() -> Iterator[None]:
         yield
 
 
+def _without_probes() -> None:
+    """Let torch's compiler choose among the instruction sets that it does not try with the C++ compiler first: this
+    takes seconds in each cache folder."""
+    sets: Any = sys.modules.get("torch._inductor.cpu_vec_isa")
+    if sets:
+        plain = sets.VecISA.__bool__
+        sets.supported_vec_isa_list = [known for known in sets.supported_vec_isa_list if type(known).__bool__ is plain]
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Freeze the objects that exist before the first test, so that garbage collections skip them. Then run a first
     example: hypothesis looks for garbage at its first one, and finds few objects now. Where files were collected that
@@ -48,6 +57,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     ranks = None if session.config.option.collectonly else sys.modules.get("tests.runtime.ranks")
     if ranks:
         import tests.runtime.warm  # noqa: F401  before objects are frozen
+    _without_probes()
     gc.freeze()
     given(strategies.none())(lambda _: None)()
     if ranks:
