@@ -51,17 +51,15 @@ def _without_probes() -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Freeze the objects that exist before the first test, so that garbage collections skip them. Then run a first
-    example: hypothesis looks for garbage at its first one, and finds few objects now. Where files were collected that
-    need ranks, start their server, a fork of this process, while no test has changed a thing."""
+    """Where files were collected that need ranks, start their server, a fork of this process, while no test has changed
+    a thing. Then freeze the objects that exist before the first test, so that garbage collections skip them; and run a
+    first example: hypothesis looks for garbage at its first one, and finds few objects now."""
     ranks = None if session.config.option.collectonly else sys.modules.get("tests.runtime.ranks")
-    if ranks:
-        import tests.runtime.warm  # noqa: F401  before objects are frozen
     _without_probes()
-    gc.freeze()
-    given(strategies.none())(lambda _: None)()
     if ranks:
         ranks.start_server()
+    gc.freeze()
+    given(strategies.none())(lambda _: None)()
 
 
 def pytest_sessionfinish() -> None:

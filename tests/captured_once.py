@@ -1,29 +1,35 @@
-"""One capture of a model for the many plans that tests compile of it. A model is captured again if its plan's task or
-its code differs."""
+"""One capture of a model for the many plans that tests compile of it, and one recording for the sessions and plain
+modules that run its builds. A model is captured and recorded again if its plan's task or its code differs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch._ops import OpOverload
 
 from parc.compiler.capture.capture import Captured
-from parc.compiler.capture.model_calls import TaskLines
-from parc.compiler.initial.recipes import Recorded
+from parc.compiler.capture.model_calls import TaskLines, model_builder
+from parc.compiler.initial.recipes import Recorded, initialize, record
 from parc.compiler.ops.rules import registered
 from parc.compiler.plan.directives.experts import Experts
 from parc.compiler.plan.plan import Plan
 from parc.compiling import driver, plan_capture
 from parc.compiling.compiled import Compiled
 from parc.proposing import proposal
+from parc.runtime import session
+from parc.runtime.compare import plain
+from parc.runtime.state import initial
 
-_MOST = 48
+_MOST = 96
 _CAPTURES: dict[Any, tuple[Recorded, Captured]] = {}
+_RECORDED: dict[Any, Recorded] = {}
 
 
 def capture_once(
@@ -36,8 +42,7 @@ def capture_once(
     Raises:
         PlanError: the model or its loss is at fault.
     """
-    read = sorted(path for path in folder.iterdir() if path.suffix in (".py", ".json"))
-    code = torch.get_default_dtype(), *((path.name, path.read_bytes()) for path in read)
+    code = _code(folder)
     capacities = tuple((str(line.where), line.capacity) for line in plan.placements if isinstance(line, Experts))
     smaller = sorted((overrides or {}).items()), plan.verify and plan.verify.values
     given = repr((lines, smaller, plan.seed, plan_capture.input_specs(plan)))
@@ -51,14 +56,56 @@ def capture_once(
     return captured
 
 
+def _code(folder: Path) -> tuple[Any, ...]:
+    """Return the files that a model of a folder is made of, and the dtype in which it is made."""
+    read = sorted(path for path in folder.iterdir() if path.suffix in (".py", ".json"))
+    return torch.get_default_dtype(), *((path.name, path.read_bytes()) for path in read)
+
+
+@dataclass(frozen=True)
+class _Builder:
+    """A function that makes a model, and all that the model depends on."""
+
+    make: Callable[[], nn.Module]
+    given: Any
+
+    def __call__(self) -> nn.Module:
+        return self.make()
+
+
+def initial_once(*given: Any) -> initial.Initial:
+    """Do as ``Initial``."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(initial, "model_builder", _builder)
+        patch.setattr(initial, "record", _record)
+        return initial.Initial(*given)
+
+
+def _builder(lines: TaskLines, folder: Path) -> _Builder:
+    return _Builder(model_builder(lines, folder), (repr(lines), _code(folder)))
+
+
+def _record(make: _Builder, seed: int) -> Recorded:
+    key = make.given, seed
+    recorded = _RECORDED.pop(key) if key in _RECORDED else record(make, seed)
+    _RECORDED[key] = recorded  # the last of a dict is the newest
+    if len(_RECORDED) > _MOST:
+        del _RECORDED[next(iter(_RECORDED))]
+    return recorded
+
+
 def _is_custom(target: object) -> bool:
     return isinstance(target, OpOverload) and target.namespace not in ("aten", "parc")
 
 
 @contextmanager
 def captured_once() -> Iterator[None]:
-    """Enter a block in which every build of this process captures a model once for many plans."""
+    """Enter a block in which this process captures a model once for many plans, and records it once for many sessions
+    and plain modules."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session, "Initial", initial_once)
+        patch.setattr(plain, "model_builder", _builder)
+        patch.setattr(plain, "initialize", lambda make, seed: initialize(make, seed, _record(make, seed).recipes))
         for module in (driver, proposal):
             patch.setattr(module, "capture_plan", capture_once)
         yield

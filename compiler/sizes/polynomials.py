@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
+from operator import mul
 
 from .size_range import SizeRange
 
@@ -175,17 +176,21 @@ def fit(points: Sequence[Sizes], numbers: Sequence[Fraction], ranges: Ranges) ->
     Where the points are all that the ranges allow, the simplest of those that have these values.
     """
     all_known = len(points) == choices_of(ranges)
-    names = tuple(ranges)
+    values = {monomial: [_value(monomial, point) for point in points] for monomial in _monomials(tuple(ranges))}
+    below = math.lcm(*(number.denominator for number in numbers))
+    whole = [int(number * below) for number in numbers]
     for count in range(1, min(len(points) - 1 + all_known, _MOST_TERMS) + 1):
         fitting = []
-        for chosen in itertools.combinations(_monomials(names), count):
-            rows = [[Fraction(_value(monomial, point)) for monomial in chosen] for point in points]
-            factors = _solve(rows[:count], numbers[:count])
+        for chosen in itertools.combinations(values, count):
+            rows = [*zip(*map(values.__getitem__, chosen), strict=True)]
+            factors = _solve(rows[:count], whole[:count])
             if factors is None or 0 in factors:
                 continue
-            if all(sum(f * x for f, x in zip(factors, row, strict=True)) == n
-                   for row, n in zip(rows[count:], numbers[count:], strict=True)):  # fmt: skip
-                fitting.append(Polynomial.of(dict(zip(chosen, factors, strict=True))))
+            lower = math.lcm(*(factor.denominator for factor in factors))
+            upper = [int(factor * lower) for factor in factors]
+            if all(sum(map(mul, upper, row)) == number * lower
+                   for row, number in zip(rows[count:], whole[count:], strict=True)):  # fmt: skip
+                fitting.append(Polynomial.of({m: f / below for m, f in zip(chosen, factors, strict=True)}))
         if fitting:
             return fitting[0] if all_known or all(_same(fitting[0], other, ranges) for other in fitting[1:]) else None
     return None
@@ -207,7 +212,7 @@ def _monomials(names: tuple[str, ...]) -> tuple[Monomial, ...]:
     return tuple(tuple(sorted((n, p) for n, p in zip(names, choice, strict=True) if p)) for choice in kept)
 
 
-def _solve(rows: Sequence[Sequence[Fraction]], right: Sequence[Fraction]) -> list[Fraction] | None:
+def _solve(rows: Sequence[Sequence[int]], right: Sequence[int]) -> list[Fraction] | None:
     """Return the solution of a square system, or None if it has none or many."""
     table = [[*row, number] for row, number in zip(rows, right, strict=True)]
     for column in range(len(table)):
@@ -215,11 +220,11 @@ def _solve(rows: Sequence[Sequence[Fraction]], right: Sequence[Fraction]) -> lis
         if pivot is None:
             return None
         table.remove(pivot)
-        table.insert(column, [x / pivot[column] for x in pivot])
+        table.insert(column, pivot)
         for index, row in enumerate(table):
             if index != column and row[column]:
-                table[index] = [x - row[column] * y for x, y in zip(row, table[column], strict=True)]
-    return [row[-1] for row in table]
+                table[index] = [x * pivot[column] - row[column] * y for x, y in zip(row, pivot, strict=True)]
+    return [Fraction(row[-1], row[column]) for column, row in enumerate(table)]
 
 
 # ---- whether it is a whole number

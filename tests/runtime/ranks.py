@@ -7,6 +7,7 @@ which reads the builds, records their models and forks the other ranks: so this 
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.nn import Module
 
 from parc.compiler.build.build import BuildError
@@ -38,6 +40,9 @@ SERVER.set_forkserver_preload([])  # it is a fork: the modules are there
 
 def start_server() -> None:
     """Start the server of ranks, if it does not run."""
+    from tests.runtime.warm import warm_up
+
+    warm_up()
     resource_tracker.ensure_running()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(util, "spawnv_passfds", _fork)
@@ -47,8 +52,7 @@ def start_server() -> None:
 def _fork(python: str, words: list[str], files: list[int]) -> int:
     """Fork this process where multiprocessing would start a new Python for its server, which would import all anew.
     Return the number of the new process; in it, be the server with these open files alone."""
-    from tests.runtime.warm import warm_up
-
+    gc.collect()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of xdist's thread, which holds nothing that ranks need
         number = os.fork()
@@ -60,7 +64,8 @@ def _fork(python: str, words: list[str], files: list[int]) -> int:
             os.closerange(first + 1, last)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        warm_up()
+        torch.set_num_threads(1)  # a forked process has none of the threads of the pool
+        gc.freeze()
         exec(words[-1], {})  # what multiprocessing would give the new Python: it differs from version to version
     except Exception:
         traceback.print_exc()
@@ -68,9 +73,11 @@ def _fork(python: str, words: list[str], files: list[int]) -> int:
         os._exit(0)
 
 
-def run_ranks(function: Callable[..., Any], world: int, *arguments: Any, wait_s: float = 90) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any], world: int, *arguments: Any, wait_s: float = 90, before: Callable[[], object] = bool
+) -> list[Any]:
     """Run ``function(*arguments)`` on every rank of a gloo group, and return the results in rank order; they may take
-    ``wait_s``.
+    ``wait_s``. What ``before`` does in a process is done once for all ranks.
 
     Raises:
         AssertionError: a rank failed, with its traceback.
@@ -79,7 +86,7 @@ def run_ranks(function: Callable[..., Any], world: int, *arguments: Any, wait_s:
     with tempfile.TemporaryDirectory() as folder:
         pipes = [SERVER.Pipe(duplex=False) for _ in range(world)]
         first = SERVER.Process(
-            target=_first_rank, args=(folder, [pipe for _, pipe in pipes], function, arguments), daemon=True
+            target=_first_rank, args=(folder, [pipe for _, pipe in pipes], before, function, arguments), daemon=True
         )
         first.start()
         for _, pipe in pipes:
@@ -109,9 +116,16 @@ def _receive(reader: Any, wait_s: float) -> tuple[bool, Any]:
     return bool(done), value
 
 
-def _first_rank(folder: str, pipes: list[Any], function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _first_rank(
+    folder: str,
+    pipes: list[Any],
+    before: Callable[[], object],
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> None:
     """Be rank 0, in a group of processes with the others, and wait for them at the end."""
     os.setsid()
+    before()
     _read_builds(arguments)
     others = []
     for rank in range(1, len(pipes)):
@@ -151,8 +165,6 @@ def _read_builds(arguments: tuple[Any, ...]) -> None:
 
 
 def _rank(rank: int, folder: str, pipes: list[Any], function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    import torch
-
     from parc.runtime.processes import DEVICE, STORE, join_processes, leave
 
     for other in pipes[:rank] + pipes[rank + 1 :]:

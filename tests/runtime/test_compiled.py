@@ -3,6 +3,7 @@ refusals."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from parc.checking.checks import case_of
 from parc.compiler.build.build import Build
 from parc.compiler.initial import counter
 from parc.compiler.program.roles import SINGLE
-from parc.compiler.torch_private import compile_graph, fake_mode, onednn_linear
+from parc.compiler.torch_private import compile_graph, fake_mode, onednn_linear, quiet
 from parc.compiling.compiled import Compiled
 from parc.grammar.codes_build import NO_COMPILER
 from parc.runtime.backends.in_process import InProcess
@@ -116,10 +117,16 @@ def hold(found: list[list[float]], plain: list[list[float]]) -> None:
 def test_padded_parameters_and_dropout_on_real_ranks_of_which_one_compiles_each_region(folder: Path, odd: Path) -> None:
     plain = parc.reference(odd)
     expected = [[report.loss, report.grad_norm] for report in (plain.step(batch(step)) for step in range(STEPS))]
-    for rows, fault, distinct in run_ranks(session, 2, str(odd), str(folder / "cache"), wait_s=240):
+    for rows, fault, distinct in run_ranks(session, 2, str(odd), str(folder / "cache"), wait_s=240, before=inductor):
         hold(rows, expected)
         assert "[P0302] step 12: " in fault and "  the first is NaN, computed in " in fault and " at odd.py:" in fault
         assert 5 < sum(1 for _ in (folder / "cache" / "fxgraph").glob("*/*")) <= distinct
+
+
+def inductor() -> None:
+    """Import the compiler, which takes a second."""
+    with quiet():
+        importlib.import_module("torch._inductor.compile_fx")
 
 
 def session(path: str, cache: str) -> tuple[list[list[float]], str, int]:

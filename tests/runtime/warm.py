@@ -1,17 +1,16 @@
 """The state from which ranks are forked: modules are there, and all that parc and torch set up at their first use.
 
-Modules that many ranks and tests would import each for itself are imported here. The server of ranks then makes,
-trains, saves and restores a tiny build: what torch sets up once in a process would be a quarter of the time in which a
-rank opens a build.
+Modules that many ranks and tests would import each for itself are imported here. The tests' process then makes, trains,
+saves and restores a tiny build: what torch sets up once in a process would be a quarter of the time in which a rank
+opens a build.
 """
 
-import gc
 import tempfile
 import threading
+from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
 import transformers.models.llama.modeling_llama
 import transformers.models.mixtral.modeling_mixtral  # noqa: F401
 from tqdm import tqdm  # type: ignore[import-untyped]
@@ -27,9 +26,10 @@ from parc.runtime.processes import DEVICE
 from tests.runtime import tiny
 
 
+@cache
 def warm_up() -> None:
-    """Be ready to fork ranks."""
-    torch.set_num_threads(1)  # a forked process has none of the threads of the pool
+    """Be ready to fork ranks, once."""
+    threads = threading.active_count()
     tqdm.get_lock()  # torch's compiler asks for it, and a rank that ends at once would leave a semaphore
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv(DEVICE, "cpu")  # a forked process cannot use a GPU that this one has used
@@ -39,6 +39,4 @@ def warm_up() -> None:
             session.evaluate(tiny.batch(0))
             session.save(Path(folder) / "checkpoint")
             session.restore(Path(folder) / "checkpoint")
-    assert threading.active_count() == 1  # and none of any others
-    gc.collect()
-    gc.freeze()
+    assert threading.active_count() == threads  # a forked process would lack them
