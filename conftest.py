@@ -23,7 +23,7 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # with `_without_probes`
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # or to ask for GPUs keeps forked processes from using one
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # workers share few cores: one thread each is faster, and repeatable
 
-gc.set_threshold(200_000, 50, 100)  # a tenth of the time went into looking for garbage among torch's own objects
+gc.set_threshold(5_000_000, 10, 10)  # half a gigabyte: a tenth of the time went into looking at torch's own objects
 
 SLOW_IS_FINE = (HealthCheck.too_slow, HealthCheck.data_too_large)
 settings.register_profile("check", deadline=None, max_examples=25, derandomize=True, suppress_health_check=SLOW_IS_FINE)
