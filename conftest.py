@@ -1,6 +1,7 @@
 """Root pytest settings: collect each file once, under its import name; one thread a worker; hypothesis profiles."""
 
 import gc
+import importlib
 import os
 import sys
 from collections import Counter
@@ -44,10 +45,9 @@ def one_capture() -> Iterator[None]:
 def _without_probes() -> None:
     """Let torch's compiler choose among the instruction sets that it does not try with the C++ compiler first: this
     takes seconds in each cache folder."""
-    sets: Any = sys.modules.get("torch._inductor.cpu_vec_isa")
-    if sets:
-        plain = sets.VecISA.__bool__
-        sets.supported_vec_isa_list = [known for known in sets.supported_vec_isa_list if type(known).__bool__ is plain]
+    sets: Any = importlib.import_module("torch._inductor.cpu_vec_isa")
+    known = getattr(sets, "supported_vec_isa_list", [])
+    sets.supported_vec_isa_list = [one for one in known if type(one).__bool__ is sets.VecISA.__bool__]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -55,8 +55,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     a thing. Then freeze the objects that exist before the first test, so that garbage collections skip them; and run a
     first example: hypothesis looks for garbage at its first one, and finds few objects now."""
     ranks = None if session.config.option.collectonly else sys.modules.get("tests.runtime.ranks")
-    _without_probes()
     if ranks:
+        _without_probes()
         ranks.start_server()
     gc.freeze()
     given(strategies.none())(lambda _: None)()

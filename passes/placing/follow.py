@@ -50,7 +50,7 @@ class Follower:
             seen.add(state)
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=2)
 def canonical_follower(graph: fx.Graph) -> Follower:
     """Return the walk through the canonical form of a captured graph, which is only read: one for all plans that are
     laid over the graph, and for its names."""

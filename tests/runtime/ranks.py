@@ -52,7 +52,7 @@ def start_server() -> None:
 def _fork(python: str, words: list[str], files: list[int]) -> int:
     """Fork this process where multiprocessing would start a new Python for its server, which would import all anew.
     Return the number of the new process; in it, be the server with these open files alone."""
-    gc.collect()
+    gc.collect()  # here, and not in each rank
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of xdist's thread, which holds nothing that ranks need
         number = os.fork()
