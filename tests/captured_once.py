@@ -1,5 +1,5 @@
-"""One capture of a model for the many plans that tests compile of it, and one recording for the sessions and plain
-modules that run its builds. A model is captured and recorded again if its plan's task or its code differs."""
+"""One capture of a model for the many plans that tests compile of it, and one recording for the sessions that run its
+builds. A model is captured and recorded again if its plan's task or its code differs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 
 from parc.compiler.capture.capture import Captured
 from parc.compiler.capture.model_calls import TaskLines, model_builder
-from parc.compiler.initial.recipes import Recorded, initialize, record
+from parc.compiler.initial.recipes import Recorded, record
 from parc.compiler.ops.rules import registered
 from parc.compiler.plan.directives.experts import Experts
 from parc.compiler.plan.plan import Plan
@@ -24,7 +24,6 @@ from parc.compiling import driver, plan_capture
 from parc.compiling.compiled import Compiled
 from parc.proposing import proposal
 from parc.runtime import session
-from parc.runtime.compare import plain
 from parc.runtime.state import initial
 
 _MOST = 96
@@ -100,12 +99,10 @@ def _is_custom(target: object) -> bool:
 
 @contextmanager
 def captured_once() -> Iterator[None]:
-    """Enter a block in which this process captures a model once for many plans, and records it once for many sessions
-    and plain modules."""
+    """Enter a block in which this process captures a model once for many plans, and records it once for many sessions.
+    Plain modules, beside which sessions are held, record for themselves."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(session, "Initial", initial_once)
-        patch.setattr(plain, "model_builder", _builder)
-        patch.setattr(plain, "initialize", lambda make, seed: initialize(make, seed, _record(make, seed).recipes))
         for module in (driver, proposal):
             patch.setattr(module, "capture_plan", capture_once)
         yield

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 import transformers.models.llama.modeling_llama
 import transformers.models.mixtral.modeling_mixtral  # noqa: F401
 from tqdm import tqdm  # type: ignore[import-untyped]
@@ -29,7 +30,8 @@ from tests.runtime import tiny
 @cache
 def warm_up() -> None:
     """Be ready to fork ranks, once."""
-    threads = threading.active_count()
+    threads, native = threading.active_count(), torch.get_num_threads()
+    torch.set_num_threads(1)  # a forked process has none of the threads of the pool
     tqdm.get_lock()  # torch's compiler asks for it, and a rank that ends at once would leave a semaphore
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv(DEVICE, "cpu")  # a forked process cannot use a GPU that this one has used
@@ -39,4 +41,5 @@ def warm_up() -> None:
             session.evaluate(tiny.batch(0))
             session.save(Path(folder) / "checkpoint")
             session.restore(Path(folder) / "checkpoint")
-    assert threading.active_count() == threads  # a forked process would lack them
+    torch.set_num_threads(native)
+    assert threading.active_count() == threads  # a forked process would lack them too
