@@ -21,7 +21,7 @@ from parc.compiling.driver import ask
 from parc.compiling.size_ranges import fixed, line_span
 from parc.grammar.diagnostics import PlanError
 from parc.grammar.source import Source, Span
-from parc.passes.pipeline import Reshards
+from parc.passes.pipeline import Trials
 from parc.passes.placing.reshards import Reshard
 
 _MOST_OPERATORS = 3000
@@ -66,10 +66,10 @@ def find_meant(compiled: Compiled) -> Meant | None:
     best, lines = _sent(compiled.built.reshards), dict[int, str]()
     groups = {group for reshard in unasked_gathers(plan, compiled.built.reshards)
               for kind in (reshard.source, reshard.result) for group in _groups(kind)}  # fmt: skip
-    left, model = cost, Reshards(compiled.captured)
+    left, trials = cost, Trials(compiled.captured)
     while len(lines) < _TOGETHER:
         tries = [(_sent(reshards), len(edits), edits, changed, reshards) for edits, changed in _changes(plan, groups)
-                 if (reshards := _tried(compiled, changed, model)) is not None]  # fmt: skip
+                 if (reshards := _tried(compiled, changed, trials)) is not None]  # fmt: skip
         none: tuple[int, int, Edits, Plan, Sequence[Reshard]] = (best, 0, (), plan, ())
         sent, _, edits, changed, reshards = min(tries, key=lambda tried: tried[:3], default=none)
         if sent >= best * (1 if left else _WORTH):
@@ -142,11 +142,11 @@ def _mistakes(text: str, line: SplitWeights, groups: set[int]) -> Iterator[str]:
             yield plain
 
 
-def _tried(compiled: Compiled, plan: Plan, model: Reshards) -> Sequence[Reshard] | None:
+def _tried(compiled: Compiled, plan: Plan, trials: Trials) -> Sequence[Reshard] | None:
     """Return the conversions of another plan for the same model; None if that plan does not fit it."""
     sizes = {name: size.high for name, size in plan.sizes.items()}
     try:
         asked = ask(fixed(plan, sizes), compiled.folder, compiled.recorded, compiled.captured)
     except PlanError:
         return None
-    return model.of(asked.mesh, asked.request)
+    return trials.place(asked.mesh, asked.request)[1]

@@ -66,7 +66,6 @@ __all__ = [
     "Built",
     "Choices",
     "Request",
-    "Reshards",
     "Trials",
     "build_programs",
     "mark_blocks",
@@ -174,9 +173,9 @@ def build_programs(captured: Captured, mesh: Mesh, request: Request) -> Built:
         return _build(captured, mesh, request)
 
 
-class Reshards:
-    """The conversions that builds of one captured model would make under requests one after the other; later passes
-    are left out. The graph is made ready once for all requests that differ in placements alone."""
+class Trials:
+    """The placements that builds of one captured model would give its values under requests one after the other; later
+    passes are left out. The graph is made ready once for all requests that differ in placements alone."""
 
     _PLACING = frozenset(("claims", "fused", "sites", "few", "gathered", "replicas", "context", "shardings"))
     """The fields of a request that say where values lie, which no pass before reads."""
@@ -185,26 +184,18 @@ class Reshards:
         self._captured = captured
         self._ready: list[tuple[list[Any], fx.Graph]] = []
 
-    def of(self, mesh: Mesh, request: Request) -> Sequence[Reshard]:
-        """Return the conversions under a request."""
+    def graph(self, request: Request) -> fx.Graph:
+        """Return the graph in which values are placed under a request."""
         asked = [getattr(request, each.name) for each in fields(Request) if each.name not in self._PLACING]
         graph = next((graph for known, graph in self._ready if known == asked), None)
         if graph is None:
             graph = _forward(self._captured, request)[0].graph
             self._ready.append((asked, graph))
-        return _place(graph, mesh, request)[2]
+        return graph
 
-
-class Trials:
-    """The placements of one captured model under one set of claims after the other: its graph is made ready once."""
-
-    def __init__(self, captured: Captured, mesh: Mesh, request: Request) -> None:
-        self.graph, self.mesh, self.request = _forward(captured, request)[0].graph, mesh, request
-
-    def place(self, claims: Sequence[tuple[Binding, str, Split | None, int]]) -> tuple[Placed, Sequence[Reshard]]:
-        """Return where values lie under the request's own claims and more, and the conversions between them."""
-        request = replace(self.request, claims=(*self.request.claims, *claims))
-        return _place(self.graph, self.mesh, request)[1:]
+    def place(self, mesh: Mesh, request: Request) -> tuple[Placed, Sequence[Reshard]]:
+        """Return where values lie under a request, and the conversions between them."""
+        return _place(self.graph(request), mesh, request)[1:]
 
 
 def _forward(captured: Captured, request: Request) -> tuple[SplitLoss, Program]:

@@ -62,7 +62,7 @@ def unrounded(build: GoodBuild) -> Iterator[Mutant]:
     for at, line in enumerate(main.lines):
         if line.op == "aten.sub.Tensor":
             for place, name in enumerate(line.uses):
-                other = Ref([*line.uses][1 - place])
+                other = Ref(line.uses[1 - place])
                 yield Mutant("keep more or less than a rounding takes", f"{line.made[0].name} without {name}",
                              with_lines(programs, REDUCE, {at: with_argument(line, place, other)}))  # fmt: skip
         if line.op == "parc.reduce_scatter_int8":

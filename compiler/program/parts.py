@@ -25,7 +25,7 @@ def weighted_terms(function: Function) -> Mapping[str, Function]:
     numbers. Each returns its term as the loss."""
     terms = {}
     for number, weight in function.bound("term").items():
-        (term,) = (name for line in function.lines if weight.name in (used := [*line.uses]) for name in used
+        (term,) = (name for line in function.lines if weight.name in line.uses for name in line.uses
                    if name != weight.name)  # fmt: skip
         terms[number] = making(function, ((LOSS, term),))
     return terms

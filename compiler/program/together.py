@@ -91,7 +91,7 @@ def _sent(program: Program) -> Iterator[tuple[object, str]]:
     microbatches that is the name of the last one's, which is added to the others."""
     if (last := program.last) is None:
         return
-    added = {line.made[0].name: [*line.uses][1] for line in last.lines if adds_up(last, line)}
+    added = {line.made[0].name: line.uses[1] for line in last.lines if adds_up(last, line)}
     for line in last.lines:
         message = dict(line.kwargs).get(MESSAGE)
         if message is not None and line.op == SUMS[0]:

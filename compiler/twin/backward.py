@@ -167,7 +167,7 @@ class _Joined:
 
     def note(self, line: Line, sums: Mapping[str, _Sum]) -> None:
         """Note the parts of a line's result, if it joins values or keeps the parts of one."""
-        (result,), uses = line.made, [*line.uses]
+        (result,), uses = line.made, line.uses
         if line.op == "aten.cat.default" and line.args[1:] in ((), (0,)):
             self.parts[result.name] = tuple((self.values[name].type.shape[0], len(sums[name])) for name in uses)
         elif len(uses) == 1 and uses[0] in self.parts and self.values[uses[0]].type.shape == result.type.shape:

@@ -157,7 +157,7 @@ class ForwardWalk:
                 wanted.update(line.uses)
         for index, line in enumerate(function.lines):
             module = complete(line.origin.module, caller.module)
-            used = list(line.uses)
+            used = line.uses
             if line.calls_function:
                 callee = self.program.function(line.op)
                 given = {v.name for v, name in zip(callee.parameters, used, strict=True) if name in weights}

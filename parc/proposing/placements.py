@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from parc.compiler.capture.capture import Captured
 from parc.compiler.layout.placement import Split
@@ -52,8 +52,9 @@ class Search:
 
     def __init__(self, captured: Captured, asked: Asked, axis: str) -> None:
         self.axis, self.ranks, self.names = axis, asked.mesh.size(axis), names_of(captured)
-        self._trials = Trials(captured, asked.mesh, asked.request)
-        follower = Follower(self._trials.graph)
+        self._asked, self.trials = asked, Trials(captured)
+        graph = self.trials.graph(asked.request)
+        follower = Follower(graph)
         self._nodes = {name: key[0] for name, key in follower.parameters.items()}
         self.heads = {
             name for name in self._nodes
@@ -62,14 +63,14 @@ class Search:
         """The weights that products read, also where tables are looked up in them."""
         self._attending = [
             node
-            for node in self._trials.graph.nodes
+            for node in graph.nodes
             if node.op == "call_function"
             and facts(node.target).precision == "product"
             and sum(operand in follower.computed for operand in operands_of(node)) > 1
         ]
         self._looked_up = {
             operand
-            for node in self._trials.graph.nodes
+            for node in graph.nodes
             if node.op == "call_function" and facts(node.target).looks_up and node in follower.computed
             for operand in operands_of(node)
             if operand not in follower.computed
@@ -97,8 +98,9 @@ class Search:
     def _place(self, claims: Claims) -> tuple[Claims, list[Reshard], bool]:
         """Return what is split under claims, the conversions that there are without them not, and whether heads of an
         attention are."""
-        lines = [(Binding("parameter", name), self.axis, split, 1) for name, split in claims.items()]
-        placed, reshards = self._trials.place(lines)
+        lines = tuple((Binding("parameter", name), self.axis, split, 1) for name, split in claims.items())
+        mesh, own = self._asked.mesh, self._asked.request
+        placed, reshards = self.trials.place(mesh, replace(own, claims=own.claims + lines))
         split = {name: at for name, node in self._nodes.items() if (at := placed.splits[node, 0].get(self.axis))}
         more = [reshard for reshard in reshards if identity(reshard) not in self.own]
         return split, more, any(self.axis in placed.parts[node] for node in self._attending)

@@ -28,7 +28,6 @@ from parc.grammar.codes_model import NO_INPUTS
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.grammar.nearest import did_you_mean, listed
 from parc.grammar.source import Source
-from parc.passes.pipeline import Reshards
 from parc.proposing.draft import ModelLine, plan_text
 from parc.proposing.inputs import Caller, ForwardCall, Guess
 from parc.proposing.lines import PlacingLine, lines_of
@@ -93,13 +92,13 @@ def propose(wish: Wish, folder: Path, name: str, progress: Progress = lambda _: 
     progress("looking for placements")
     asked = ask(draft, folder, recorded, captured)
     search = Search(captured, asked, "tp")
-    found, reshards = lines_of(search.groups(), search), Reshards(captured)
+    found = lines_of(search.groups(), search)
 
     def fits(lines: Sequence[PlacingLine]) -> int:
         """Return the entries of weights that lines split; -1 if they gather, or do not fit the model."""
         try:
             tried = ask(_read(wish, task, lines, name), folder, recorded, captured)
-            made = reshards.of(tried.mesh, tried.request)
+            made = search.trials.place(tried.mesh, tried.request)[1]
         except PlanError:
             return -1
         return -1 if any(gathers(one) and identity(one) not in search.own for one in made) else _split(tried, search)

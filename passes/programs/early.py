@@ -58,7 +58,7 @@ def _chains(main: Function) -> list[_Chain]:
         name = value.name
         while uses[name] == 1 and (line := readers.get(name)) is not None:
             row = COLLECTIVES.get(line.op)
-            if len([*line.uses]) > 1 or len(line.made) != 1 or (row is not None and row.members(line.args[1:])):
+            if len(line.uses) > 1 or len(line.made) != 1 or (row is not None and row.members(line.args[1:])):
                 break
             lines.append(line)
             name = line.made[0].name
