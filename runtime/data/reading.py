@@ -8,6 +8,7 @@ import multiprocessing
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
@@ -88,7 +89,11 @@ class RowReader:
         # An iterable is passed over up to a sample: a second reader would pass over all that the first one reads.
         self._workers = min(workers, 1) if isinstance(source.source, IterableSource) else workers
         self._next = self._end = -1
-        self._items: Iterator[dict[str, Tensor] | Failed] = iter(())
+        self._loaders: list[Iterator[dict[str, Tensor] | Failed]] = []
+        """The loader that reads now, if one does."""
+        # The list is held from outside too: a loader that is found as garbage of a cycle has lost the queue by which it
+        # tells its workers to end, and waits five seconds for each of them.
+        weakref.finalize(self, self._loaders.clear).atexit = False
 
     @property
     def count(self) -> int | None:
@@ -114,14 +119,14 @@ class RowReader:
         if first != self._next:
             self._start(first, end)
         try:
-            item = next(self._items)
+            item = next(self._loaders[0])
         except RuntimeError as error:  # what DataLoader says of a worker that was killed
-            self._next = -1
             message = f"a worker process that reads data ended: {str(error).splitlines()[0]}"
-            raise DataError(message, "read without `workers` to see why; often the memory is too small") from None
+            item = Failed(message, "read without `workers` to see why; often the memory is too small", "")
         self._next = first + self._batch if first + self._batch < self._end else -1
         if isinstance(item, Failed):
             self._next = -1
+            self._loaders.clear()
             raise DataError(item.message, item.help, place=item.place)
         return item
 
@@ -134,7 +139,7 @@ class RowReader:
         )  # fmt: skip
         with warnings.catch_warnings():  # from Python 3.12 on: of a fork beside threads, which is torch's own way here
             warnings.simplefilter("ignore", DeprecationWarning)
-            self._items = iter(loader)
+            self._loaders[:] = [iter(loader)]
 
 
 _READERS: dict[threading.Thread, threading.Event] = {}

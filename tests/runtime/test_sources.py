@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import struct
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from parc.runtime.data.reading import Closing, RowReader
 from parc.runtime.data.samples import DataError, SampleSource
@@ -315,3 +318,30 @@ def test_workers_read_what_is_read_without_them_and_name_the_sample_that_fails(f
     with pytest.raises(DataError, match="a worker process that reads data ended: DataLoader worker") as error:
         RowReader(Closing(dying, closed), [0, 1], 2, 1)(0)
     assert "read without `workers`" in error.value.help
+
+
+@pytest.mark.parametrize("read", [(0,), (0, 2, 4, 6)], ids=["left", "failed"])
+def test_workers_that_nobody_needs_any_more_are_told_to_end(
+    folder: Path, read: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end, seconds = _MultiProcessingDataLoaderIter._shutdown_workers, []
+
+    def timed(loader: _MultiProcessingDataLoaderIter) -> None:
+        start = time.monotonic()
+        end(loader)
+        seconds.append(time.monotonic() - start)
+
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter, "_shutdown_workers", timed)
+    source = opened(folder, "dataset", target="./code.py:pairs", inputs=PICTURES)
+    cycle: list[object] = []
+    cycle += [cycle, reader := RowReader(Closing(source, threading.Event()), [0, 1], 2, 2)]
+    try:
+        for first in read:
+            reader(first)
+    except DataError as error:
+        cycle.append(error)
+    assert (len(cycle) == 3) == (len(read) > 1)
+    del cycle, reader
+    gc.collect(0)
+    assert seconds
+    assert max(seconds) < 4  # torch waits five for each worker that was not told
