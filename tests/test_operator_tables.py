@@ -95,6 +95,9 @@ def most(pairs: Iterator[tuple[str, str]]) -> int:
     return max((len(list(group)) for _, group in groups), default=0)
 
 
+_FORMS = (ast.List, ast.Tuple, ast.Set, ast.Dict, ast.Constant, ast.BoolOp, ast.FunctionDef, ast.Call)
+
+
 def is_table(node: ast.AST) -> bool:
     """Return whether a node of a syntax tree is a table of operators."""
     if isinstance(node, (ast.List, ast.Tuple, ast.Set)):
@@ -131,10 +134,10 @@ def tables(module: ast.Module, allowed: frozenset[str] | set[str] = frozenset())
             continue
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             continue
-        if isinstance(node, ast.expr) and is_table(node):
+        if isinstance(node, _FORMS) and is_table(node):
             found.append(node)
-            continue
-        found += [node] if is_table(node) else []
+            if isinstance(node, ast.expr):
+                continue
         pending.extend(ast.iter_child_nodes(node))
     return found
 
