@@ -1,8 +1,8 @@
 """Lines that the tests run at two commits, by room: ``python -m benchmarks.covered BEFORE AFTER [pytest's arguments]``.
 
 Lines are statements as coverage.py counts them, also those that ranks and other processes of the tests run. Below the
-table stand the lines that are in both commits, word for word in a file of the same name, and that only the first's
-tests run: those are what a change of the tests has lost. ``pip install coverage`` first: nothing else of parc needs it.
+table stand the lines that are in both commits, and that only the first's tests run: those are what a change of the
+tests has lost. ``pip install coverage`` first: nothing else of parc needs it.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
+import tomllib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from difflib import SequenceMatcher
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-_PACKAGES = ("parc", "compiler", "grammar", "passes", "runtime")
+from .test_time import ROOT, checkout
+
 # `fork` and `_exit`: a rank is a fork of the tests' process, and leaves without Python's own end
 _SETTINGS = """[run]
 data_file = {folder}/data
@@ -38,25 +39,27 @@ class Covered:
     def __init__(self, tree: Path, files: dict[str, dict[str, list[int]]]) -> None:
         self.run = {(file, line) for file, data in files.items() for line in data["executed_lines"]}
         self.missed = {(file, line) for file, data in files.items() for line in data["missing_lines"]}
-        self._texts = {file: (tree / file).read_text().splitlines() for file in files}
+        self.texts = {file: (tree / file).read_text().splitlines() for file in files}
+        """The lines of each file."""
 
     def text(self, place: tuple[str, int]) -> tuple[str, str]:
         """Return a statement by the name of its file, which stays when the file moves, and the text of its line."""
         file, line = place
-        return Path(file).name, self._texts[file][line - 1].strip()
+        return Path(file).name, self.texts[file][line - 1].strip()
 
     def by_room(self) -> Counter[str]:
         """Count the statements that the tests run in each folder of packages, two levels deep."""
         return Counter("/".join(Path(file).parts[:-1][:2]) for file, _ in self.run)
 
 
-def measure(commit: str, arguments: Sequence[str], folder: Path) -> Covered:
+def measure(commit: str, arguments: Sequence[str]) -> Covered:
     """Run the tests of a commit under coverage.py in a checkout of its own."""
-    tree, settings = folder / "tree", folder / "settings"
-    source = ", ".join(str(tree / package) for package in _PACKAGES)
-    settings.write_text(_SETTINGS.format(folder=folder, source=source))
-    subprocess.run(["git", "worktree", "add", "-q", "--detach", tree, commit], cwd=ROOT, check=True)
-    try:
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["coverage"]["run"]["source"]
+    with checkout(commit) as tree:
+        folder = tree.parent
+        settings, record = folder / "settings", folder / "record"
+        source = ", ".join(str(tree / package) for package in packages)
+        settings.write_text(_SETTINGS.format(folder=folder, source=source))
         environment = {**os.environ, "PYTHONPATH": str(tree)}
 
         def coverage(command: str, *words: str | Path) -> int:
@@ -65,38 +68,40 @@ def measure(commit: str, arguments: Sequence[str], folder: Path) -> Covered:
 
         failed = coverage("run", "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments)
         # `-i`: a test may have written a file, run it and removed it
-        if coverage("combine", "-q") or coverage("json", "-q", "-i", "-o", folder / "json"):
+        if coverage("combine", "-q") or coverage("json", "-q", "-i", "-o", record):
             sys.exit(f"the tests of {commit} left nothing to read")
         if failed:
             print(f"some tests of {commit} failed", file=sys.stderr)
-        return Covered(tree, json.loads((folder / "json").read_text())["files"])
-    finally:
-        subprocess.run(["git", "worktree", "remove", "--force", tree], cwd=ROOT, check=True)
+        return Covered(tree, json.loads(record.read_text())["files"])
 
 
-def lost(before: Covered, after: Covered) -> Iterator[tuple[str, int]]:
-    """Yield the statements that no test runs any more, though they stand as before. A text that some line of the file
-    still has and runs is not lost: which of several equal lines was which is not told."""
+def lost(before: Covered, after: Covered) -> list[tuple[str, int]]:
+    """Return the statements that no test runs any more, though they stand as before: in the same place of a file, or,
+    where they were moved, word for word in a file of the same name of which no such line is run."""
+    gone = set[tuple[str, int]]()
+    for file in before.texts.keys() & after.texts.keys():
+        matcher = SequenceMatcher(None, before.texts[file], after.texts[file], autojunk=False)
+        for was, now, length in matcher.get_matching_blocks():
+            for line in range(1, length + 1):
+                if (file, was + line) in before.run and (file, now + line) in after.missed:
+                    gone.add((file, now + line))
     ran, runs = ({covered.text(place) for place in covered.run} for covered in (before, after))
     missed = {before.text(place) for place in before.missed}
-    for place in sorted(after.missed):
-        if (text := after.text(place)) in ran and text not in runs and text not in missed:
-            yield place
+    texts = ran - runs - missed
+    gone.update(place for place in after.missed if after.text(place) in texts)
+    return sorted(gone)
 
 
 def main(before: str, after: str, *arguments: str) -> None:
     """Print the table, and the lines that are lost."""
-    sides = []
-    for commit in (before, after):
-        with tempfile.TemporaryDirectory() as folder:
-            sides.append(measure(commit, arguments or ("-n", "2"), Path(folder)))
+    sides = [measure(commit, arguments or ("-n", "2")) for commit in (before, after)]
     counts = [side.by_room() for side in sides]
     print(f"{'lines that the tests run':24}{before[:12]:>13}{after[:12]:>13}")
     for room in sorted(set().union(*counts)):
         print(f"{room:24}" + "".join(f"{count[room]:13,}" for count in counts))
     print(f"{'all':24}" + "".join(f"{len(side.run):13,}" for side in sides))
     print(f"{'of':24}" + "".join(f"{len(side.run) + len(side.missed):13,}" for side in sides))
-    gone = list(lost(*sides))
+    gone = lost(*sides)
     print(f"{'run before, no more':24}{'':13}{len(gone):13,}")
     for place in gone:
         print(f"{place[0]}:{place[1]}: {sides[1].text(place)[1]}")

@@ -15,7 +15,8 @@ import tempfile
 import time
 import timeit
 from collections import defaultdict
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
 from threading import Event, Thread
@@ -26,6 +27,18 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 _RECORD = "PARC_TEST_TIME"
 _ADOPT = 36  # PR_SET_CHILD_SUBREAPER: processes that outlive their parents are waited for here
+
+
+@contextmanager
+def checkout(commit: str) -> Iterator[Path]:
+    """Check a commit out into a folder of its own, for the time of a block."""
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder) / "tree"
+        subprocess.run(["git", "worktree", "add", "-q", "--detach", tree, commit], cwd=ROOT, check=True)
+        try:
+            yield tree
+        finally:
+            subprocess.run(["git", "worktree", "remove", "--force", tree], cwd=ROOT, check=True)
 
 
 def used() -> float:
@@ -49,46 +62,43 @@ def note_pace(ended: Event, seconds: list[float]) -> None:
         seconds.append(min(timeit.repeat(lambda: [str(n) for n in range(10_000)], timer=time.thread_time, number=1)))
 
 
-def run(commit: str, arguments: Sequence[str], folder: Path) -> tuple[float, float, float, dict[str, float]]:
+def run(commit: str, arguments: Sequence[str]) -> tuple[float, float, float, dict[str, float]]:
     """Run a commit's tests. Return the seconds of the clock, those of processors, those of a small piece of work in the
     mean, and those of processors by file."""
-    tree, record = folder / "tree", folder / "record"
-    record.write_text("")
-    subprocess.run(["git", "worktree", "add", "-q", "--detach", tree, commit], cwd=ROOT, check=True)
-    path = os.pathsep.join([str(tree), str(Path(__file__).parent)])
-    environment = {**os.environ, "PYTHONPATH": path, _RECORD: str(record)}
     ended, paces = Event(), list[float]()
     pace = Thread(target=note_pace, args=(ended, paces))
-    pace.start()
-    clock, start = time.monotonic(), used()
-    try:
-        words = [sys.executable, "-m", "pytest", "-q", "-p", "test_time", "-p", "no:cacheprovider", *arguments]
-        failed = subprocess.run(words, cwd=tree, env=environment, check=False).returncode
-        while True:
-            try:
-                os.wait()
-            except ChildProcessError:
-                break
-    finally:
-        ended.set()
-        pace.join()
-        subprocess.run(["git", "worktree", "remove", "--force", tree], cwd=ROOT, check=True)
+    with checkout(commit) as tree:
+        record = tree.with_name("record")
+        record.write_text("")
+        path = os.pathsep.join([str(tree), str(Path(__file__).parent)])
+        environment = {**os.environ, "PYTHONPATH": path, _RECORD: str(record)}
+        pace.start()
+        clock, start = time.monotonic(), used()
+        try:
+            words = [sys.executable, "-m", "pytest", "-q", "-p", "test_time", "-p", "no:cacheprovider", *arguments]
+            failed = subprocess.run(words, cwd=tree, env=environment, check=False).returncode
+            while True:
+                try:
+                    os.wait()
+                except ChildProcessError:
+                    break
+        finally:
+            ended.set()
+            pace.join()
+        clock, seconds = time.monotonic() - clock, used() - start
+        lines = record.read_text().splitlines()
     if failed:
         sys.exit(f"the tests of {commit} failed")
     files: dict[str, float] = defaultdict(float)
-    for line in record.read_text().splitlines():
-        file, seconds = line.split("\t")
-        files[file] += float(seconds)
-    return time.monotonic() - clock, used() - start, fmean(paces), files
+    for file, taken in (line.split("\t") for line in lines):
+        files[file] += float(taken)
+    return clock, seconds, fmean(paces), files
 
 
 def main(before: str, after: str, *arguments: str) -> None:
     """Print the times of both commits, and the files that take more than a second at either, by their time."""
     ctypes.CDLL(None).prctl(_ADOPT, 1)
-    runs = []
-    for commit in (before, after):
-        with tempfile.TemporaryDirectory() as folder:
-            runs.append(run(commit, arguments or ("-n", "2"), Path(folder)))
+    runs = [run(commit, arguments or ("-n", "2")) for commit in (before, after)]
     (clock, whole, pace, files), (clock_after, whole_after, pace_after, files_after) = runs
     print(f"{'processor seconds':<50}{before:>10}{after:>10}")
     for file in sorted({*files, *files_after}, key=lambda file: -files[file]):

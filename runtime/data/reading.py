@@ -123,11 +123,11 @@ class RowReader:
         except RuntimeError as error:  # what DataLoader says of a worker that was killed
             message = f"a worker process that reads data ended: {str(error).splitlines()[0]}"
             item = Failed(message, "read without `workers` to see why; often the memory is too small", "")
-        self._next = first + self._batch if first + self._batch < self._end else -1
         if isinstance(item, Failed):
             self._next = -1
             self._loaders.clear()
             raise DataError(item.message, item.help, place=item.place)
+        self._next = first + self._batch if first + self._batch < self._end else -1
         return item
 
     def _start(self, first: int, end: int | None) -> None:
