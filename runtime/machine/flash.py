@@ -57,9 +57,14 @@ def flash_for(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
 
 
 def additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Return a mask of bools as numbers to add; one of numbers as it is."""
-    if mask is None or mask.dtype != torch.bool:
-        return mask
+    """Return a mask as numbers to add to the scores of queries with this dtype.
+
+    Numbers narrower than the queries are widened: torch's kernel on a CPU takes the memory of float32 ones for float64.
+    """
+    if mask is None:
+        return None
+    if mask.dtype != torch.bool:
+        return mask.to(torch.promote_types(mask.dtype, dtype))
     mask = mask.reshape(*[1] * (4 - mask.dim()), *mask.shape)
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
 

@@ -44,6 +44,22 @@ def test_heads_lie_as_they_may_and_values_have_a_size_of_their_own(strided: str,
     torch.testing.assert_close(found, wanted)
 
 
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-10), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_a_mask_of_float32_is_added_to_the_scores_of_any_queries(dtype: torch.dtype, rtol: float) -> None:
+    torch.manual_seed(0)
+    q, k, v, grad = (torch.randn(2, 4, 48, 8).to(dtype) for _ in range(4))
+    mask = torch.randn(1, 1, 48, 48)
+    wide_q, wide_k, wide_v = (x.detach().double().requires_grad_() for x in (q, k, v))
+    want = F.scaled_dot_product_attention(wide_q, wide_k, wide_v, mask.double())
+    wanted = torch.autograd.grad(want, (wide_q, wide_k, wide_v), grad.double())
+    out, lse = KERNELS["parc.attention.default"](site_of(q, k, v), q, k, v, mask, None, False, None, 0.0)
+    found = KERNELS["parc.attention_backward.default"](
+        site_of(grad, q, k, v), grad, q, k, v, mask, None, out, lse, False, None, 0.0
+    )
+    for one, other in zip((out, *found), (want.detach(), *wanted), strict=True):
+        assert one.dtype == dtype and float((one.double() - other).norm() / other.norm()) < rtol
+
+
 @pytest.mark.parametrize("p", [0.0, 0.5])
 @pytest.mark.parametrize("size", [8, 4])
 @pytest.mark.parametrize("kernels", [KERNELS, REFERENCE_KERNELS], ids=["kernel", "reference"])
