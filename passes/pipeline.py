@@ -27,7 +27,7 @@ from ..compiler.resolve.context_lines import ContextLine
 from ..compiler.resolve.seeds import PlacementSeed
 from ..compiler.verify.samples import averaged_terms, combination, is_one_fraction
 from .calls import computes, mark_packed
-from .canonical.canonicalize import canonicalize
+from .canonical.canonicalize import canonical_form, copied
 from .canonical.constants import fold_constants
 from .canonical.draws import drop_unread, uncounted
 from .canonical.loads import count_loads
@@ -200,7 +200,7 @@ class Trials:
 
 def _forward(captured: Captured, request: Request) -> tuple[SplitLoss, Program]:
     """Return the graph to place, with its loss taken apart, and the reference."""
-    graph = canonicalize(captured.graph, ranged=request.choices is not None)
+    graph = copied(canonical_form(captured.graph, ranged=request.choices is not None))
     fold_constants(graph, request.choices)
     freeze_parameters(graph, request.frozen)
     loss = split_loss(

@@ -10,8 +10,9 @@ import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
+from ..ops.results import changed
 from ..torch_private import trace
 from .node_facts import copy_place, keep_value, noted
 
@@ -55,7 +56,7 @@ class _Recorder(TorchDispatchMode):
         self._tensors.append(value)
 
     def _of(self, item: Any) -> Any:
-        return tree_map_only(torch.Tensor, lambda tensor: self._nodes[id(tensor)], item)
+        return changed(item, lambda tensor: self._nodes[id(tensor)])
 
 
 def parts_of(

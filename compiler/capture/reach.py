@@ -6,6 +6,7 @@ A checker asks neither question here: it follows the texts of programs (``verify
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from functools import cache
 
 import torch
 from torch import fx
@@ -22,17 +23,18 @@ class GradientFlow:
 
     def __init__(self) -> None:
         self._known: dict[fx.Node, bool] = {}
+        self._carries = cache(carries_gradient)
 
     def __contains__(self, node: fx.Node) -> bool:
         pending = [node]
         while pending:
             last = pending[-1]
-            read = last.all_input_nodes if carries_gradient(last) else []
+            read = last.all_input_nodes if self._carries(last) else []
             if unknown := [operand for operand in read if operand not in self._known]:
                 pending += unknown
                 continue
             trained = last.op == "placeholder" and noted(last).binding.kind == "parameter"
-            self._known[last] = carries_gradient(last) and (trained or any(self._known[operand] for operand in read))
+            self._known[last] = self._carries(last) and (trained or any(self._known[operand] for operand in read))
             pending.pop()
         return self._known[node]
 

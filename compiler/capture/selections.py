@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 from torch._subclasses import FakeTensor
-from torch.utils._pytree import tree_map_only
 
+from ..ops.results import changed
 from ..ops.torch_ops import aten
 from .node_facts import copy_facts, noted
 
@@ -29,7 +29,7 @@ def select_by_tensors(graph: fx.Graph) -> None:
             if not number.users:
                 graph.erase_node(number)
     for node in graph.nodes:  # what was selected, and views of it, began at a place that was not known
-        noted(node).value = tree_map_only(FakeTensor, _in_its_own_place, noted(node).value)
+        noted(node).value = changed(noted(node).value, _in_its_own_place)
 
 
 def _in_its_own_place(value: FakeTensor) -> torch.Tensor:

@@ -193,7 +193,7 @@ class TensorType:
 
     def local(self, mesh: Mesh) -> Shape:
         """Shape of one rank's piece."""
-        return local_shape(self.shape, self.placement, mesh)
+        return _local_shape(self.shape, self.placement, mesh)
 
     def text(self, mesh: Mesh) -> str:
         """The one notation of programs, reports and errors."""

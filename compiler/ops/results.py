@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch._subclasses import FakeTensorMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from ..torch_private import quiet
 from .precision import is_narrow
@@ -107,7 +107,7 @@ def _run_on(
         kwargs = {**kwargs, "device": torch.device(device)}
     args, kwargs = changed((args, kwargs), operand) if operand is not None else (args, kwargs)
     made = func(*args, **kwargs)
-    return Results(tree_map_only(torch.Tensor, example_of, made), bool(args) and made is args[0])
+    return Results(changed(made, example_of), bool(args) and made is args[0])
 
 
 def _fake(tensor: torch.Tensor) -> torch.Tensor:
@@ -122,7 +122,7 @@ def _fakes() -> FakeTensorMode:
 
 
 def changed(item: Any, change: Callable[[Any], Any]) -> Any:
-    """An argument with every tensor in it replaced."""
+    """Return an argument, or results, with every tensor in it replaced."""
     if isinstance(item, torch.Tensor):
         return change(item)
     if isinstance(item, (tuple, list)):

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..layout.collectives import COLLECTIVES
 from ..ops.factors import fill_operands
 from ..ops.precision import base_name
+from ..ops.results import changed
 from ..ops.rules import facts
 from ..program.actions import BACKWARD, step_kinds
 from ..program.binding import BUFFERS
@@ -153,7 +154,7 @@ class _Parts(TorchDispatchMode):
                 return numbers[0]
             args, kwargs = args[:1], {}
         options = tuple(sorted((key, item) for key, item in kwargs.items() if key not in _HOW))
-        words = tree_map(self._word, (list(args[1:3] if name == "iota" else args), options))
+        words = changed((list(args[1:3] if name == "iota" else args), options), self._word)
         expression = self.express(name, str(words), *dtypes)
         if row.moves == "join" or not varying:
             return expression
@@ -161,8 +162,8 @@ class _Parts(TorchDispatchMode):
         (self.arithmetic if whole else self.tables).append(expression)
         return expression
 
-    def _word(self, item: Any) -> Any:
-        return f"%{self.known.get(id(item), _ACTIVATION)}" if isinstance(item, torch.Tensor) else item
+    def _word(self, tensor: torch.Tensor) -> str:
+        return f"%{self.known.get(id(tensor), _ACTIVATION)}"
 
 
 def _counts(casts: bool, operands: Sequence[Any], results: Sequence[Any]) -> bool:

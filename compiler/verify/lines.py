@@ -322,17 +322,20 @@ def line_call(
 ) -> OpCall:  # fmt: skip
     """Return the line as a call, with its sizes read by ``size`` (whole or a rank's) and other whole numbers by
     ``number``."""
-    counter = iter(range(len(operands)))
-
-    def read(item: Any) -> Any:
-        if isinstance(item, Ref):
-            return Operand(next(counter))
-        if isinstance(item, LocalSize):
-            return size(item)
-        if isinstance(item, (list, tuple)):
-            return type(item)(read(inner) for inner in item)
-        return number(item) if type(item) is int else item
-
-    args = tuple(read(item) for item in line.args)
-    kwargs = {key: read(item) for key, item in line.kwargs}
+    places = iter(range(len(operands)))
+    args = tuple(_as_operand(item, places, size, number) for item in line.args)
+    kwargs = {key: _as_operand(item, places, size, number) for key, item in line.kwargs}
     return OpCall(line.op, args, kwargs, tuple(t.shape for t in operands), tuple(t.shape for t in results))
+
+
+def _as_operand(
+    item: Any, places: Iterator[int], size: Callable[[LocalSize], Any], number: Callable[[int], Any]
+) -> Any:  # fmt: skip
+    """Return an argument of a line as one of a call, in which a value is an operand by its place."""
+    if isinstance(item, Ref):
+        return Operand(next(places))
+    if isinstance(item, LocalSize):
+        return size(item)
+    if isinstance(item, (list, tuple)):
+        return type(item)(_as_operand(inner, places, size, number) for inner in item)
+    return number(item) if type(item) is int else item

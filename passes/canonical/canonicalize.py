@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 from torch import fx
@@ -224,6 +225,23 @@ def _index(c: Canonicalizer, node: Any) -> None:
     c.replace(node, x)
 
 
+def copied(graph: fx.Graph) -> fx.Graph:
+    """Return a copy of a graph, with the facts of its nodes."""
+    copy = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    copy.output(copy.graph_copy(graph, mapping))
+    for old, new in mapping.items():
+        copy_facts(old, new)
+    return copy
+
+
+@lru_cache(maxsize=4)
+def canonical_form(graph: fx.Graph, ranged: bool = False) -> fx.Graph:
+    """Return the canonical form of a captured graph, which is only read: one for all plans that are laid over the
+    graph, and for its names."""
+    return canonicalize(graph, ranged)
+
+
 def canonicalize(graph: fx.Graph, ranged: bool = False) -> fx.Graph:
     """Return the same function in canonical operators, as a new graph. With ``ranged`` these are the operators that it
     has at other sizes too.
@@ -231,11 +249,7 @@ def canonicalize(graph: fx.Graph, ranged: bool = False) -> fx.Graph:
     Dropout and attention dropout draw from counter-based streams, one ``key`` placeholder each; biases leave products;
     means become sums over counts; views become ``reshape``; creation operators become ``full`` and ``iota``.
     """
-    copy = fx.Graph()
-    mapping: dict[fx.Node, fx.Node] = {}
-    copy.output(copy.graph_copy(graph, mapping))
-    for old, new in mapping.items():
-        copy_facts(old, new)
+    copy = copied(graph)
     rewriter = Canonicalizer(copy, ranged)
     rewriter.rewrite()
     order = {node: index for index, node in enumerate(copy.nodes)}

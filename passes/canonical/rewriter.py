@@ -7,10 +7,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_map_only
 
 from ...compiler.capture.node_facts import copy_place, noted
-from ...compiler.ops.results import example_of, results_of
+from ...compiler.ops.results import changed, example_of, results_of
 from ...compiler.ops.rules import TABLE, OpRow
 from ...compiler.program.binding import Binding
 from ...compiler.program.program import operator
@@ -34,7 +33,7 @@ class Canonicalizer:
         copy_place(near, node)
         if val is None:
             examples: Any = fx.node.map_arg(args, lambda n: example_of(noted(n).value))
-            val = tree_map_only(torch.Tensor, self._fake, results_of(target, examples, kwargs).values)
+            val = changed(results_of(target, examples, kwargs).values, self._fake)
         noted(node).value = val
         return node
 

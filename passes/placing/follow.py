@@ -14,7 +14,7 @@ from ...compiler.ops.factors import OpRule
 from ...compiler.ops.splits import from_factor
 from ...compiler.program.binding import PARAMETERS
 from ..calls import ValueKey, computes, key_of, operands_of, rule_of
-from ..canonical.canonicalize import canonicalize
+from ..canonical.canonicalize import canonical_form
 
 _State = TypeVarTuple("_State")
 
@@ -52,9 +52,8 @@ class Follower:
 
 @lru_cache(maxsize=2)
 def canonical_follower(graph: fx.Graph) -> Follower:
-    """Return the walk through the canonical form of a captured graph, which is only read: one for all plans that are
-    laid over the graph, and for its names."""
-    return Follower(canonicalize(graph))
+    """Return the walk through the canonical form of a captured graph."""
+    return Follower(canonical_form(graph))
 
 
 def factor_places(node: fx.Node, rule: OpRule, factor: str, outer: Outer = 1) -> Iterator[tuple[ValueKey, int, Outer]]:

@@ -243,8 +243,9 @@ def _type_node(node: Any, known: Mapping[fx.Node, Placement], mesh: Mesh) -> Non
     else:
         expected = [known[node]] if node in known else None
         try:
-            placements = infer(call_of(node), operands, mesh, expected)
-            packed = packed_result(call_of(node), [type_.packed for type_ in read])
+            call = call_of(node)
+            placements = infer(call, operands, mesh, expected)
+            packed = packed_result(call, [type_.packed for type_ in read])
         except ValueError as fault:
             texts = ", ".join(node_type(operand).text(mesh) for operand in operands_of(node))
             raise InternalTypeFault(f"{node.format_node()} of ({texts}): {fault}") from fault

@@ -32,7 +32,7 @@ from ..communication import Environment
 from .site import Site
 
 _INDENT = "\n    "
-_KEPT_CODES = 1024
+_KEPT_CODES = 4096
 _FILE = "<lines of a program>"
 
 
@@ -68,7 +68,7 @@ def coded(lines: Sequence[CodedLine]) -> Callable[[Sequence[Environment]], None]
     source = writer.source(lines)
     names = dict(writer.bound)
     exec(_compiled(source), names)
-    stretch = names["stretch"]
+    stretch = names.pop("stretch")  # or it would be in its own globals, which only a search for garbage frees
 
     def run(environments: Sequence[Environment]) -> None:
         try:

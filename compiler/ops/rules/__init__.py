@@ -53,6 +53,8 @@ _NAMES: dict[int, tuple[object, str]] = {}
 
 def operator_name(op: object) -> str:
     """Return ``str(op)``, which torch composes anew each time: rows are looked up a hundred times for each node."""
+    if type(op) is str:
+        return op
     if not isinstance(op, OpOverload):
         return str(op)
     known = _NAMES.get(id(op))
