@@ -9,7 +9,7 @@ from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-from tests.test_house import LAYERS, ROOT, python_files, shown, tree
+from tests.test_house import LAYERS, ROOT, nodes, python_files, shown, tree
 
 Graph = Mapping[str, set[str]]
 """The imports of each module or room."""
@@ -33,7 +33,7 @@ def imports() -> Graph:
 def _imported(name: str, file: Path, files: Mapping[str, Path]) -> set[str]:
     package = name.split(".") if file.stem == "__init__" else name.split(".")[:-1]
     found = set()
-    for node in ast.walk(tree(file)):
+    for node in nodes(file):
         if isinstance(node, ast.ImportFrom):
             above = package[: len(package) - node.level + 1] if node.level else []
             source = ".".join([*above, *([node.module] if node.module else [])])
