@@ -67,8 +67,10 @@ def check_device(device: torch.device, processes: int = 1) -> None:
     Raises:
         RunError: they are GPUs, and torch finds none, or fewer.
     """
+    if device.type != "cuda":
+        return  # who computes on a CPU asks no driver
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device.type == "cuda" and gpus < max(processes, (device.index or 0) + 1):
+    if gpus < max(processes, (device.index or 0) + 1):
         fewer = f"torch finds {gpus} GPU{'s' * (gpus != 1)} here, and {processes} processes need one each"
         missing = f"torch finds no `{device}` here"
         help_ = '`--device cpu` runs on the CPU, and so does `parc.load(build, torch.device("cpu"))`'

@@ -202,9 +202,15 @@ def _held() -> int:
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
+def _writable() -> int:
+    """Return the bytes of memory of its own that this process may write, which are those that the limit counts."""
+    (words,) = re.findall(r"^VmData:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return 1024 * int(words)
+
+
 def _work(pipe: Connection, seed: int, made: Path, builds: bool) -> None:
     before = _held()
-    most = before + 3 * MOST["build" if builds else "read"][1]  # torch asks for more than it ever touches
+    most = _writable() + 3 * MOST["build" if builds else "read"][1]  # torch asks for more than it ever touches
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     while (number := pipe.recv()) is not None:
         outcome = run_input(seed, number, made, builds)

@@ -22,6 +22,7 @@ from parc.grammar.codes import CODES
 from parc.grammar.diagnostics import render
 from parc.runtime import lockstep
 from parc.runtime.faults import RunError
+from parc.runtime.processes import DEVICE
 from parc.runtime.state.checkpoint import target_held
 from tests.runtime.tiny import EVAL, EXAMPLES, FLAT, ONE, PLAN, TENSOR, batch, build
 
@@ -260,6 +261,7 @@ def command(*words: str) -> str:
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv(DEVICE, "cpu")  # of GPUs there may be too few
     command.capture = capsys  # type: ignore[attr-defined]
     shutil.copy(EXAMPLES / "gpt.py", tmp_path)
     (tmp_path / "models.py").write_text(MODELS)

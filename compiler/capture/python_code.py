@@ -229,6 +229,8 @@ def _tokens(root: ast.AST) -> Iterator[str]:
     todo: list[Any] = [root]
     while todo:
         item = todo.pop()
+        if isinstance(item, ast.JoinedStr):  # Python 3.12 has an empty text behind a format that is computed
+            item = ast.JoinedStr([part for part in item.values if not _is_empty(part)])
         match item:
             case str():
                 yield item
@@ -250,6 +252,10 @@ _UNSAID = frozenset({"kind", "type_comment", "type_ignores"})
 
 def _says_nothing(node: Any) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def _is_empty(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value == ""
 
 
 def _literal(value: Any) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from parc.cli import COMMANDS
+from parc.runtime.processes import DEVICE
 from tests.cli.commands import Captured, parc
 from tests.runtime.tiny import DATA, PLAN, TENSOR, build
 
@@ -239,12 +240,13 @@ def test_models_that_cannot_be_captured(capsys: Captured, plan: Path, model: str
     assert code == 1 and all(part in err for part in expected), err
 
 
-def test_runs_that_cannot_start(capsys: Captured, made: Path, tmp_path: Path) -> None:
+def test_runs_that_cannot_start(capsys: Captured, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(*words: object) -> tuple[int, str]:
         code, out, err = parc(capsys, "run", *words)
         assert out == ""
         return code, err
 
+    monkeypatch.setenv(DEVICE, "cpu")  # of GPUs there may be too few
     code, err = run(made, "--nproc", 3)
     assert code == 2 and "error[P0301]: 3 processes for a mesh of dp=2, which has 2 ranks" in err
     code, err = run(tmp_path / "missing")

@@ -200,16 +200,18 @@ def test_a_compiled_step_by_onednn_is_a_step(folder: Path, monkeypatch: pytest.M
     monkeypatch.setattr(products, "_LEAST", 1)
     monkeypatch.setattr(products, "_opaque", counted)
     path = build(folder, ONE, plan, name="mlp")
-    with without_onednn(), parc.load(path) as plain:
+    cpu = torch.device("cpu")
+    with without_onednn(), parc.load(path, cpu) as plain:
         expected = plain.step(batch(0))
     assert not calls
-    with parc.load(path, compile=True) as session:
+    with parc.load(path, cpu, compile=True) as session:
         found = session.step(batch(0))
     assert calls
     hold([[found.loss, found.grad_norm]], [[expected.loss, expected.grad_norm]])
 
 
-def test_a_gpu_without_a_compiler_is_told_so() -> None:
+def test_a_gpu_without_a_compiler_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.utils._triton.has_triton", lambda: False)
     with pytest.raises(RunError, match="needs Triton, with support of `cuda`") as caught:
         check_compiler(torch.device("cuda"))
     assert caught.value.code is NO_COMPILER

@@ -72,10 +72,10 @@ def test_who_turns_onednn_off_gets_torchs_products() -> None:
 
 @needs_onednn
 def test_ranks_that_do_not_agree_use_torchs_products(onednn: None, monkeypatch: pytest.MonkeyPatch, gpt: Path) -> None:
-    with load(gpt) as session:
+    with load(gpt, CPU) as session:
         assert session.kernels is not KERNELS
     monkeypatch.setattr(Session, "exchange", lambda self, row: [list(row), [0, 0]])
-    with load(gpt) as session:
+    with load(gpt, CPU) as session:
         assert session.kernels is KERNELS
 
 
@@ -91,10 +91,10 @@ def test_a_step_by_onednn_is_a_step(onednn: None, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(products, "_LEAST", 1)
     monkeypatch.setattr(products, "_direct", counted)
-    with without_onednn(), load(gpt) as plain:
+    with without_onednn(), load(gpt, CPU) as plain:
         expected = plain.step()
     assert not calls
-    with load(gpt) as session:
+    with load(gpt, CPU) as session:
         found = session.step()
     assert calls
     numbers = [found.loss, found.grad_norm], [expected.loss, expected.grad_norm]

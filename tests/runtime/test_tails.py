@@ -51,7 +51,7 @@ def gradients(path: str, count: int) -> tuple[torch.Tensor, torch.Tensor | None,
 
 def test_a_short_batch_is_the_mean_over_its_own_targets(builds: dict[str, Path]) -> None:
     module = parc.reference(builds["one"]).module
-    with parc.load(builds["one"]) as session:
+    with parc.load(builds["one"], torch.device("cpu")) as session:
         for count in (1, 4, 5):
             module.zero_grad()
             given = short(count)
