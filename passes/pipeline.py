@@ -200,7 +200,7 @@ class Trials:
 
 def _forward(captured: Captured, request: Request) -> tuple[SplitLoss, Program]:
     """Return the graph to place, with its loss taken apart, and the reference."""
-    graph = copied(canonical_form(captured.graph, ranged=request.choices is not None))
+    graph = copied(canonical_form(captured.graph, request.choices is not None))
     fold_constants(graph, request.choices)
     freeze_parameters(graph, request.frozen)
     loss = split_loss(

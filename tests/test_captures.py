@@ -9,6 +9,7 @@ from parc.compiler.plan.plan import read_plan
 from parc.compiling.compiled import programs_of
 from parc.compiling.driver import compile_captured, task_lines
 from parc.compiling.plan_capture import capture_plan
+from parc.passes.canonical.canonicalize import canonical_form
 
 EXAMPLES = Path(parc.__file__).parent / "examples"
 
@@ -16,6 +17,8 @@ EXAMPLES = Path(parc.__file__).parent / "examples"
 def test_a_capture_is_repeatable_and_compiling_does_not_change_it() -> None:
     plan = read_plan(EXAMPLES / "moe.parc")
     first, second = (capture_plan(plan, task_lines(plan), EXAMPLES, None) for _ in range(2))
+    canonical_form.cache_clear()
     programs = programs_of(compile_captured(plan, EXAMPLES, *first))
+    assert canonical_form.cache_info().misses == 1  # for the names of the plan's lines, and for its programs
     assert programs_of(compile_captured(plan, EXAMPLES, *second)) == programs
     assert programs_of(compile_captured(plan, EXAMPLES, *first)) == programs

@@ -122,7 +122,7 @@ def _fakes() -> FakeTensorMode:
 
 
 def changed(item: Any, change: Callable[[Any], Any]) -> Any:
-    """Return an argument, or results, with every tensor in it replaced."""
+    """Return an argument, or results, with every tensor in its tuples, lists and dicts replaced."""
     if isinstance(item, torch.Tensor):
         return change(item)
     if isinstance(item, (tuple, list)):

@@ -228,15 +228,13 @@ def _index(c: Canonicalizer, node: Any) -> None:
 def copied(graph: fx.Graph) -> fx.Graph:
     """Return a copy of a graph, with the facts of its nodes."""
     copy = fx.Graph()
-    mapping: dict[fx.Node, fx.Node] = {}
-    copy.output(copy.graph_copy(graph, mapping))
-    for old, new in mapping.items():
-        copy_facts(old, new)
+    results = copy.graph_copy(graph, {})  # fx copies each node's facts, but for those of the output
+    copy_facts(graph.output_node(), copy.output(results))
     return copy
 
 
 @lru_cache(maxsize=4)
-def canonical_form(graph: fx.Graph, ranged: bool = False) -> fx.Graph:
+def canonical_form(graph: fx.Graph, ranged: bool, /) -> fx.Graph:
     """Return the canonical form of a captured graph, which is only read: one for all plans that are laid over the
     graph, and for its names."""
     return canonicalize(graph, ranged)

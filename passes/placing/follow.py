@@ -53,7 +53,7 @@ class Follower:
 @lru_cache(maxsize=2)
 def canonical_follower(graph: fx.Graph) -> Follower:
     """Return the walk through the canonical form of a captured graph."""
-    return Follower(canonical_form(graph))
+    return Follower(canonical_form(graph, False))
 
 
 def factor_places(node: fx.Node, rule: OpRule, factor: str, outer: Outer = 1) -> Iterator[tuple[ValueKey, int, Outer]]:

@@ -67,10 +67,11 @@ class PlainModule:
     def forward(self, inputs: Mapping[str, Tensor], step: int = 0, microbatch: int = 0) -> tuple[Any, list[Tensor]]:
         """Return the model's output, and the terms of the loss; ``step`` and ``microbatch`` count from 0.
 
-        Attention takes torch's kernel that writes its weights: others draw their masks where nobody sees it.
+        Attention takes torch's kernel that writes its weights: others draw their masks where nobody sees it. On a CPU
+        torch takes it by itself for dropout; without, its other kernel errs where scores of float64 get a float32 mask.
         """
         mode = CountedDropout(self._seed, step, microbatch)
-        on_cpu = all(parameter.device.type == "cpu" for parameter in self.parameters.values())  # torch takes it there
+        usual = all(p.device.type == "cpu" and p.dtype != torch.float64 for p in self.parameters.values())
         with ExitStack() as within:
             for path, child in self._module.named_modules():
                 within.enter_context(child.register_forward_pre_hook(partial(mode.enter_module, path)))
@@ -80,7 +81,7 @@ class PlainModule:
                 hook = self._module.get_submodule(path).register_forward_pre_hook(drop, with_kwargs=True)
                 within.callback(hook.remove)
             within.enter_context(mode)
-            within.enter_context(nullcontext() if on_cpu else sdpa_kernel(SDPBackend.MATH))
+            within.enter_context(nullcontext() if usual else sdpa_kernel(SDPBackend.MATH))
             with as_made(self._module), self._attributes.pointing():
                 output = self._call(self._module, inputs)
             return output, [term(output, inputs) for term in self._terms]

@@ -15,6 +15,7 @@ import torch
 from parc.cli import main
 from parc.compiler.ops import rules as op_rules
 from parc.passes.canonical import rewriter
+from parc.passes.canonical.canonicalize import canonical_form
 
 Captured = pytest.CaptureFixture[str]
 
@@ -283,6 +284,7 @@ def test_a_fault_of_parcs_own_says_where_it_was(
     def fails(*_: object) -> None:
         raise KeyError("nobody foresaw this")
 
+    canonical_form.cache_clear()  # another test may have built this plan
     monkeypatch.setitem(rewriter.REWRITES, torch.ops.aten.linear.default, fails)
     code, err = said(capsys, tmp_path)
     assert code == 3 and "parc was at %linear" in err and ": fc models.py:" in err

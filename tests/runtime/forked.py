@@ -20,7 +20,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
 
 from parc.runtime.processes import DEVICE
-from tests.runtime.ranks import SERVER, start_server
+from tests.runtime.ranks import SERVER, hide_gpus, start_server
 
 _MOST_RANKS = 8
 """The most ranks of a test."""
@@ -86,6 +86,8 @@ def _parc(words: list[str], env: dict[str, str], folder: str, files: tuple[int, 
         os.dup2(file, number)
     os.environ.clear()
     os.environ.update(env)
+    if "cuda" not in words:
+        hide_gpus()
     os.chdir(folder)
     sys.argv = ["parc", *words]
     sys.modules.pop("parc.__main__", None)  # a test imports it, and here it is to begin

@@ -125,6 +125,7 @@ def _first_rank(
 ) -> None:
     """Be rank 0, in a group of processes with the others, and wait for them at the end."""
     os.setsid()
+    hide_gpus()
     before()
     _read_builds(arguments)
     others = []
@@ -138,6 +139,13 @@ def _first_rank(
     _rank(0, folder, pipes, function, arguments)
     for other in others:
         os.waitpid(other, 0)
+
+
+def hide_gpus() -> None:
+    """Compute on the CPU: the server of ranks has closed the files of a GPU's driver, which would be asked for them."""
+    from parc.runtime.processes import DEVICE
+
+    os.environ.update({DEVICE: "cpu", "CUDA_VISIBLE_DEVICES": ""})
 
 
 def _read_builds(arguments: tuple[Any, ...]) -> None:
@@ -165,7 +173,7 @@ def _read_builds(arguments: tuple[Any, ...]) -> None:
 
 
 def _rank(rank: int, folder: str, pipes: list[Any], function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    from parc.runtime.processes import DEVICE, STORE, join_processes, leave
+    from parc.runtime.processes import STORE, join_processes, leave
 
     for other in pipes[:rank] + pipes[rank + 1 :]:
         other.close()  # its end is seen when its own rank dies
@@ -174,7 +182,6 @@ def _rank(rank: int, folder: str, pipes: list[Any], function: Callable[..., Any]
     os.environ[STORE] = str(Path(folder) / "store")
     try:
         if len(pipes) > 1:
-            os.environ[DEVICE] = "cpu"  # over NCCL each rank wants a GPU of its own
             join_processes(timeout_s=240)  # a rank may compile for long where others want the cores
         pipes[rank].send_bytes(pickle.dumps((True, function(*arguments))))
         leave()
