@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 import torch
 from torch.nn import functional as F
 
+import parc
+from parc.compiler.build.directory import write_build
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.layout.placement import Placement, TensorType
 from parc.runtime.machine.kernels import KERNELS, REFERENCE_KERNELS
 from parc.runtime.machine.site import Site
 from parc.runtime.machine.ways import Kernel
+from tests.passes.few_lines import made
 
 
 def site_of(*operands: torch.Tensor) -> Site:
@@ -58,6 +62,32 @@ def test_a_mask_of_float32_is_added_to_the_scores_of_any_queries(dtype: torch.dt
     )
     for one, other in zip((out, *found), (want.detach(), *wanted), strict=True):
         assert one.dtype == dtype and float((one.double() - other).norm() / other.norm()) < rtol
+
+
+MASKED = """
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 24, dtype=torch.float64)
+        self.register_buffer("mask", torch.linspace(-2, 2, 256).sin().mul(3).reshape(16, 16))
+
+    def forward(self, x):
+        return F.scaled_dot_product_attention(*self.fc(x)[:, None].chunk(3, -1), self.mask).square().mean()
+"""
+
+
+def test_a_session_and_the_plain_module_add_a_mask_of_float32_to_scores_of_float64(tmp_path: Path) -> None:
+    """torch's own attention does not."""
+    compiled, found = made(tmp_path, MASKED, "input x float64 [B, 16, 8]")
+    write_build(compiled.to_write(found.report), tmp_path / "build")
+    given = {"x": torch.linspace(-3, 3, 512, dtype=torch.float64).sin().reshape(4, 16, 8)}
+    plain = parc.reference(tmp_path / "build")
+    q, k, v = plain.module.get_submodule("fc")(given["x"])[:, None].chunk(3, -1)
+    weights = torch.softmax(q @ k.mT * 8**-0.5 + plain.module.get_buffer("mask"), -1)
+    expected = float((weights @ v).square().mean().detach())
+    with parc.load(tmp_path / "build", "cpu") as session:
+        for side in (session, plain):
+            assert side.step(given).loss == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("p", [0.0, 0.5])
