@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-torch check fuzz bench bench-pipelines bench-batches bench-data bench-checkpoints bench-memory bench-peaks bench-experts bench-context bench-kept bench-fit bench-sequence bench-gpu build-time families outside docs wheel planted-bugs soak clean
+.PHONY: help demo test test-torch check fuzz bench bench-pipelines bench-batches bench-data bench-checkpoints bench-memory bench-peaks bench-experts bench-context bench-kept bench-fit bench-sequence bench-gpu build-time families goldens goldens-update outside docs wheel planted-bugs soak clean
 
 # The first Python of at least 3.11; choose another with `make test PYTHON=…`.
 PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13 python3.14; do \
@@ -36,6 +36,7 @@ help:
 	@echo "make bench-gpu      a Llama of 1.1 B parameters on a GPU: time and memory beside the plain module, eager and compiled"
 	@echo "make build-time     build Llama 3 8B of 2 to 32 layers on 1 to 16,384 ranks: seconds, memory, a plot"
 	@echo "make families       every family of models under every plan: verified, what it sends, how exact it is"
+	@echo "make goldens        the programs of some forty plans, letter by letter beside their golden hashes"
 	@echo "make outside        models of other packages (transformers, timm, diffusers, x-transformers): verified, refused or crashed"
 	@echo "make docs    the site of the documentation, built and checked: build/docs/site/index.html"
 	@echo "make report-look    pages of a few builds in a real browser: pictures for a desktop and a phone, light and dark"
@@ -139,6 +140,12 @@ build-time: $(READY)
 
 families: $(READY)
 	$(PY) -m benchmarks.families
+
+goldens: $(READY)
+	$(PY) -m tests.goldens
+
+goldens-update: $(READY)
+	$(PY) -m tests.goldens --update
 
 # An environment of its own, which finds all that .venv finds by a path file.
 OUTSIDE := .venv-outside
