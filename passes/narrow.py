@@ -25,7 +25,7 @@ from ..compiler.ops.precision import (
 from ..compiler.ops.rules import facts
 from ..compiler.ops.torch_ops import OPS, aten
 from ..compiler.program.program import Origin
-from .calls import computes, operands_of, outputs, substitute_nodes, tensors_of
+from .calls import FakeResults, computes, operands_of, outputs, substitute_nodes, tensors_of
 
 
 class _Flow(IntEnum):
@@ -97,7 +97,7 @@ class _Narrowing:
         self.flow: dict[fx.Node, _Flow] = {}
         self.cast: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
         self.made_of_sensitive: dict[Any, bool] = {}
-        self.mode = next(noted(n).value.fake_mode for n in graph.nodes if n.op == "placeholder")
+        self.results = FakeResults(graph)
 
     def run(self) -> None:
         for node in list(self.graph.nodes):
@@ -173,7 +173,8 @@ class _Narrowing:
         """Return whether an operator, or one of its parts (``square``: ``pow``), never takes a narrow type."""
         target: Any = node.target
         if target not in self.made_of_sensitive:
-            with self.mode:  # of one type: some operators take no other
+            mode = next(noted(n).value.fake_mode for n in self.graph.nodes if n.op == "placeholder")
+            with mode:  # of one type: some operators take no other
                 args, kwargs = substitute_nodes((node.args, node.kwargs), lambda n: _widened(noted(n).value))
                 with _Parts() as parts:
                     target(*args, **kwargs)
@@ -198,19 +199,16 @@ class _Narrowing:
         node.args, node.kwargs = substitute_nodes((node.args, node.kwargs), lambda n: forms.get(n, n))
         if all(n in self.captured and noted(n).value.dtype == self.captured[n][0].dtype for n in operands_of(node)):
             return
-        args, kwargs = substitute_nodes((node.args, node.kwargs), lambda n: noted(n).value)
-        target: Any = node.target
-        with self.mode:
-            noted(node).value = target(*args, **kwargs)
+        noted(node).value = self.results.of(node.target, node.args, node.kwargs)
 
     def form(self, value: fx.Node, dtype: torch.dtype, near: fx.Node, origin: Origin) -> fx.Node:
         """Return a value in a type. It is cast once for all readers, at ``near``."""
         if noted(value).value.dtype == dtype:
             return value
         if (value, dtype) not in self.cast:
-            with self.graph.inserting_before(near), self.mode:
+            with self.graph.inserting_before(near):
                 cast = self.graph.call_function(aten._to_copy.default, (value,), {"dtype": dtype})
-                noted(cast).value = aten._to_copy.default(noted(value).value, dtype=dtype)
+            noted(cast).value = self.results.of(cast.target, cast.args, cast.kwargs)
             noted(cast).origin, noted(cast).kept = origin, near.op == "output"
             self.flow[cast] = _Flow.NARROW
             self.cast[value, dtype] = cast

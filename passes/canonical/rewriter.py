@@ -9,10 +9,10 @@ import torch
 from torch import fx
 
 from ...compiler.capture.node_facts import copy_place, noted
-from ...compiler.ops.results import changed, example_of, results_of
 from ...compiler.ops.rules import TABLE, OpRow
 from ...compiler.program.binding import Binding
 from ...compiler.program.program import operator
+from ..calls import FakeResults
 
 
 class Canonicalizer:
@@ -23,7 +23,7 @@ class Canonicalizer:
         self.keys: dict[str, int] = {}
         self.iotas: dict[fx.Node, tuple[int, int]] = {}
         """The nodes that count 0, 1, … along one dim, as ``(dim, size)``."""
-        self._fakes: dict[int, torch.Tensor] = {}
+        self.results = FakeResults(graph)
 
     def emit(self, near: fx.Node, target: Any, *args: Any, val: Any = None, **kwargs: Any) -> fx.Node:
         """Add a node before ``near``, with its provenance. ``val`` defaults to the operator's result on fake
@@ -31,20 +31,8 @@ class Canonicalizer:
         with self.graph.inserting_before(near):
             node = self.graph.call_function(target, args, kwargs)
         copy_place(near, node)
-        if val is None:
-            examples: Any = fx.node.map_arg(args, lambda n: example_of(noted(n).value))
-            val = changed(results_of(target, examples, kwargs).values, self._fake)
-        noted(node).value = val
+        noted(node).value = self.results.of(target, args, kwargs) if val is None else val
         return node
-
-    def _fake(self, example: torch.Tensor) -> torch.Tensor:
-        """The fake tensor of the graph that has an example's layout."""
-        if id(example) not in self._fakes:
-            mode = next(noted(n).value.fake_mode for n in self.graph.nodes if n.op == "placeholder")
-            with mode:
-                fake = torch.empty_strided(example.shape, example.stride(), dtype=example.dtype)
-            self._fakes[id(example)] = fake
-        return self._fakes[id(example)]
 
     def replace(self, node: fx.Node, by: fx.Node) -> None:
         """Replace ``node`` by ``by`` for all readers."""
