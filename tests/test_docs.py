@@ -77,6 +77,25 @@ def test_what_a_page_links_to_is_there() -> None:
     assert not wrong, wrong
 
 
+_ROOMS = "compiler|grammar|passes|runtime|parc|tests|benchmarks"
+FILE = re.compile(rf"`((?:[\w.*-]+/)*[\w*-]+\.(?:py|lark)|(?:{_ROOMS})/[\w./-]*)`")
+
+
+def test_every_file_and_folder_that_a_page_names_is_there() -> None:
+    """A name may also be a file of the reader's, which a block of the page shows, or of a build."""
+    folders = [path for path in ROOT.iterdir() if path.is_dir() and path.name[0] != "."]
+    files = [path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".lark")]
+    wrong, named = [], 0
+    for page in sorted({*PAGES, *(f"docs/decisions/{path.name}" for path in (ROOT / "docs/decisions").iterdir())}):
+        text = text_of(page)
+        for name in FILE.findall(text):
+            named += 1
+            theirs = name.startswith("programs/") or re.search(rf'[ "/]{re.escape(name)}(?!`)', text)  # of a build
+            there = (ROOT / name).exists() or any(path.match(name) for path in files)
+            wrong += [] if there or theirs else [f"{page}: {name}"]
+    assert named > 150 and not wrong, wrong
+
+
 HEADLESS = re.compile(r"(?:What|Of|Who|Whose|Whoever|Whether)\b|.*\bmade again\b")
 
 
