@@ -22,7 +22,7 @@ from parc.compiler.plan.directives.experts import Experts
 from parc.compiler.plan.plan import Plan, read_plan
 from parc.compiler.program.actions import FORWARD, Action
 from parc.compiler.program.binding import PARAMETERS
-from parc.compiler.program.blocks import numbered_modules, starred
+from parc.compiler.program.blocks import block_of, starred
 from parc.compiler.program.cost import Memory, estimate_memory, state_bytes, states
 from parc.compiler.program.faults import Fault
 from parc.compiler.program.roles import Role
@@ -79,9 +79,10 @@ def _stage_rows(build: Build) -> dict[str, Any]:
         role = of_stage[stage]
         forward = role.programs[Action(stage, FORWARD).program_in(role.programs)]
         held = {name for kind in (*PARAMETERS, "weight") for name in forward.main.bound(kind)} & build.types.keys()
+        layers = {block_of(line.origin.module) for line in forward.main.lines if line.calls_function} - {None}
         rows.append(
             {
-                "stage": stage, "role": role.name, "layers": len(numbered_modules(forward)),
+                "stage": stage, "role": role.name, "layers": len(layers),
                 "parameters": sum(_count(build, name) for name in held),
                 "flops": sum(flops.values()) * build.microbatches,
             }

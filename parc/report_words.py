@@ -183,9 +183,8 @@ def flops_text(count: float) -> str:
     >>> flops_text(1_270_000_000_000), flops_text(640)
     ('1.27 TFLOP', '640 FLOP')
     """
-    powers = {word: 1000.0**power for power, word in enumerate(("", "k", "M", "G", "T", "P", "E"))}
-    word = max((word for word, size in powers.items() if count >= size), key=powers.__getitem__, default="")
-    return f"{count / powers[word]:.4g} {word}FLOP"
+    power = min((len(str(int(count))) - 1) // 3, 6)
+    return f"{count / 1000**power:.4g} {'kMGTPE'[power - 1] if power else ''}FLOP"
 
 
 def number_ranges(words: Iterable[str | int]) -> str:

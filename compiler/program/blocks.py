@@ -44,12 +44,6 @@ def complete(module: str, block: str) -> str:
     return ".".join(given[at] if name == "*" and at < len(given) else name for at, name in enumerate(names))
 
 
-def numbered_modules(program: Program) -> frozenset[str]:
-    """Return the outermost numbered modules whose work a program does."""
-    blocks = (block_of(line.origin.module) for line in program.main.lines if line.calls_function)
-    return frozenset(block for block in blocks if block is not None)
-
-
 def working(program: Program) -> frozenset[str]:
     """Return the names of a program's functions that have a product or an attention: work that messages hide beside."""
     return frozenset(

@@ -116,13 +116,15 @@ _GREY = "#5f6b7a"
 
 def svg(timeline: Timeline, title: str = "", unit: str = "") -> str:
     """An SVG picture with a lane a role, a box for each ``F`` and ``B`` with its microbatch, and an axis of time in
-    ``unit``; a box says more under the pointer. A page can change colors by the classes of its parts."""
+    ``unit``, or of ``%`` of the makespan; a box says more under the pointer. A page can change colors by the classes of
+    its parts."""
     work = [span for spans in timeline.spans.values() for span in spans if span.action.works]
     makespan, shades = timeline.makespan or 1, _shades(timeline)
     shortest = min((span.end - span.start for span in work if span.end > span.start), default=makespan)
     scale = min(max(900 / makespan, 20 / shortest), 6000 / makespan)
     right, bottom = _LEFT + makespan * scale, _TOP + len(timeline.spans) * (_ROW + _GAP)
-    parts = [*_legend(timeline, title, right), *_axis(makespan, scale, bottom, unit)]
+    by = 100 / makespan if unit == "%" else 1
+    parts = [*_legend(timeline, title, right), *_axis(makespan * by, scale / by, bottom, unit)]
     for lane, role in enumerate(timeline.spans):
         y = _TOP + lane * (_ROW + _GAP)
         parts += [
@@ -134,7 +136,7 @@ def svg(timeline: Timeline, title: str = "", unit: str = "") -> str:
         parts.append('<g class="work" text-anchor="middle" dominant-baseline="central" fill="#1f2933">')
         for span in timeline.spans[role]:
             if span.action.works:
-                parts += _box(span, _color(shades, span.action), scale, y, unit)
+                parts += _box(span, _color(shades, span.action), scale, y, by, unit)
         parts.append("</g>")
     width, height = f"{right + _RIGHT:.0f}", f"{bottom + _BOTTOM:.0f}"
     return (
@@ -152,13 +154,13 @@ def _words(x: float, y: float, text: str, anchor: str, color: str = "#1f2933", w
     )
 
 
-def _box(span: TimeSpan, color: str, scale: float, y: float, unit: str) -> Iterator[str]:
+def _box(span: TimeSpan, color: str, scale: float, y: float, by: float, unit: str) -> Iterator[str]:
     x, width = _LEFT + span.start * scale, (span.end - span.start) * scale
     number = str(span.action.microbatch)
     yield (
         f'<rect x="{x + 0.5:.1f}" y="{y}" width="{max(width - 1, 0.5):.1f}" height="{_ROW}" rx="3"'
         f' fill="{color}">'
-        f"<title>{span.action}: {span.start:.4g} to {span.end:.4g} {escape(unit)}</title></rect>"
+        f"<title>{span.action}: {span.start * by:.4g} to {span.end * by:.4g} {escape(unit)}</title></rect>"
     )
     if width >= 9 * len(number):
         yield f'<text x="{x + width / 2:.1f}" y="{y + _ROW / 2:g}">{number}</text>'

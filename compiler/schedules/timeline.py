@@ -40,16 +40,6 @@ class Timeline:
         """Return the time that a role does not work."""
         return self.makespan - self.busy(role)
 
-    def scaled(self, makespan: float) -> Timeline:
-        """Return the timeline with its times in another unit, in which the makespan is this number."""
-        by = makespan / (self.makespan or 1)
-        return Timeline(
-            {
-                role: [TimeSpan(span.action, span.start * by, span.end * by) for span in spans]
-                for role, spans in self.spans.items()
-            }
-        )
-
     def idle_share(self, role: str) -> float:
         """Return the fraction of the time that a role does not work: 1 - its work / the makespan."""
         return self.idle(role) / self.makespan if self.makespan else 0.0

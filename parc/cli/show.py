@@ -149,7 +149,7 @@ def _show_timeline(given: argparse.Namespace, build: Build) -> int:
     title = schedule_words(build.report)
     if given.svg:
         with writing(given.svg):
-            given.svg.write_text(svg(timeline.scaled(100), title, "%"), encoding="utf-8")
+            given.svg.write_text(svg(timeline, title, "%"), encoding="utf-8")
         axis = build.report["pipeline"].get("axis", "")
         ranks = f", on {build.programs[FORWARD].mesh.size(axis)} ranks of `{axis}`" if axis else ""
         say(f"drew {given.svg}: {title}{ranks}")

@@ -195,7 +195,7 @@ class _Page:
             played = step_timeline(self.build.roles)
         except ValueError as error:  # only a changed `schedule.txt` holds such an order
             raise BuildError(f"`{self.build.folder / 'schedule.txt'}`: {error}") from None
-        return Markup(svg(played.scaled(100), "", "%"))
+        return Markup(svg(played, "", "%"))
 
     def lines(self) -> list[dict[str, Any]]:
         """Return the lines of the plan with what each did."""

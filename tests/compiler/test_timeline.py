@@ -47,13 +47,14 @@ def test_a_time_of_all_work_stands_for_those_of_forward_and_backward() -> None:
     assert simulate(made, work=lambda action: taken[action.kind]) == simulate(made, 2, 5)
 
 
-def test_a_timeline_keeps_its_shares_in_another_unit() -> None:
-    played = simulate(timelines("1f1b", 2, 3), [1, 7], [2, 14])
-    scaled = played.scaled(100)
-    assert scaled.makespan == pytest.approx(100)
-    for role in played.spans:
-        assert scaled.idle_share(role) == pytest.approx(played.idle_share(role))
-    assert Timeline({"pp0": ()}).scaled(100).makespan == Timeline({"pp0": ()}).idle_share("pp0") == 0
+def test_an_axis_in_percent_is_of_the_whole_step() -> None:
+    played = simulate(timelines("1f1b", 2, 2), 3_000, [6_000, 9_000])
+    root = ElementTree.fromstring(svg(played, "", "%"))
+    words = [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"0", "100", "%"} <= {*words} and not any("000" in (word or "") for word in words)
+    titles = [title.text for title in root.iter("{http://www.w3.org/2000/svg}title")]
+    assert any((title or "").startswith("0B1: ") and (title or "").endswith(" to 100 %") for title in titles)
+    assert Timeline({"pp0": ()}).idle_share("pp0") == 0
 
 
 def test_an_order_that_never_ends_is_refused() -> None:
