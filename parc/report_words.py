@@ -139,13 +139,8 @@ def _batch_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the row of the samples of a step: those of a microbatch on a rank, microbatches, ranks of data."""
     if (batch := report["batch"]) is not None:
         samples, count, ranks = batch["samples"], batch["microbatches"], batch["data_ranks"]
-        yield (
-            "batch",
-            (
-                f"{samples:,} sample{'s' * (samples != 1)}: {samples // (count * ranks):,} a microbatch "
-                f"x {count} microbatch{'es' * (count != 1)} x {ranks} data rank{'s' * (ranks != 1)}"
-            ),
-        )
+        text = f"{samples:,} sample{'s' * (samples != 1)}: {samples // (count * ranks):,} a microbatch "
+        yield "batch", f"{text}x {count} microbatch{'es' * (count != 1)} x {ranks} data rank{'s' * (ranks != 1)}"
 
 
 def schedule_words(report: Mapping[str, Any]) -> str:
