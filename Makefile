@@ -14,6 +14,7 @@ READY := .venv/.parc-ready
 HAS_TORCH = $(PY) -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torch") is None)'
 WORKERS ?= 2
 SOAK_MINUTES ?= 60
+BEGAN := $(shell date +%s)
 
 help:
 	@echo "make demo    build a plan, train it on 4 processes beside the plain module, compare the losses"
@@ -58,14 +59,15 @@ $(READY): constraints.txt pyproject.toml
 		$(HAS_TORCH) || test -z "$$torch" || \
 			echo "$$torch" > $$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/kept-torch.pth; \
 	fi
-	@wanted=constraints.txt; \
-	if $(HAS_TORCH); then wanted=.venv/constraints-but-torch.txt; grep -v '^torch==' constraints.txt > $$wanted; fi; \
-	$(PY) -m pip install --quiet --disable-pip-version-check -r $$wanted
+	@wanted=constraints.txt; more=", of them torch, the largest"; \
+	if $(HAS_TORCH); then more=; wanted=.venv/constraints-but-torch.txt; grep -v '^torch==' constraints.txt > $$wanted; fi; \
+	echo "installing the $$(grep -c == $$wanted) packages of constraints.txt$$more; this is done once" >&2; \
+	$(PY) -m pip install --disable-pip-version-check -r $$wanted
 	@$(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps -e .
 	@touch $@
 
 demo: $(READY)
-	$(PY) examples/demo.py
+	$(PY) examples/demo.py $(BEGAN)
 
 test: $(READY)
 	$(PY) -m pytest -q -n $(WORKERS)

@@ -168,12 +168,15 @@ class _Scope:
             return item if value is None else replace(value, span=item.span)
         if isinstance(item, String):
             return self._string(item)
+        if isinstance(item, Word):
+            return self._name(item)
         if isinstance(item, Setting):
-            return replace(item, value=self._item(item.value))
+            return replace(item, name=self._name(item.name), value=self._item(item.value))
         if isinstance(item, SplitItem):
+            name = None if item.name is None else self._name(item.name)
             axes = tuple(self._needed(axis, (Word, Var), "an axis name") for axis in item.axes)
             size = None if item.size is None else self._needed(item.size, (Number, Var), "a number")
-            return replace(item, axes=axes, size=size)
+            return replace(item, name=name, axes=axes, size=size)
         if isinstance(item, Range):
             low, high = (self._needed(end, (Number, Var), "a number") for end in (item.low, item.high))
             return replace(item, low=low, high=high)
@@ -196,13 +199,27 @@ class _Scope:
         self.diagnostics.append(Diagnostic(WRONG_KIND, message, Label(item.span), help=help_))
         return item
 
-    def _string(self, string: String) -> String:
+    def _name(self, word: Word) -> Word:
+        """Return a dotted name, or a pattern of names, with values as its segments, numbers or alternatives."""
+        if "$" not in word.text:
+            return word
+        text = self._replaced(word)
+        if "$" not in text and not isinstance(parse_value(Source(word.span.source.name, text)), Word):
+            self._complete = False
+            message, help_ = f"`{word.text}` is `{text}`, which is no name", "give the `let` a number or a word"
+            self.diagnostics.append(Diagnostic(WRONG_KIND, message, Label(word.span), help=help_))
+        return replace(word, text=text)
+
+    def _replaced(self, item: String | Word) -> str:
         def text(match: re.Match[str]) -> str:
-            value = self._find(match[1], string.span)
+            value = self._find(match[1], item.span)
             return match[0] if value is None else _plain(value)
 
+        return IN_STRING.sub(text, item.text)
+
+    def _string(self, string: String) -> String:
         # a text of texts of texts has no end
-        whole = IN_STRING.sub(text, string.text)
+        whole = self._replaced(string)
         if len(whole) > LONGEST:
             self._complete = False
             message, help_ = f"the text has {len(whole):,} characters", f"write at most {LONGEST:,}"

@@ -13,18 +13,22 @@ from typing import Any
 from parc.compiler.build.build import Build, BuildError
 from parc.compiler.build.communication import communication_table
 from parc.compiler.build.directory import again, json_text
+from parc.compiler.build.flops import stage_flops, step_timeline
 from parc.compiler.build.plan_facts import view_facts
 from parc.compiler.layout.mesh import Mesh
+from parc.compiler.layout.placement import parts
 from parc.compiler.padding.pads import real_shape
 from parc.compiler.plan.directives.experts import Experts
 from parc.compiler.plan.plan import Plan, read_plan
+from parc.compiler.program.actions import FORWARD, Action
 from parc.compiler.program.binding import PARAMETERS
-from parc.compiler.program.blocks import starred
+from parc.compiler.program.blocks import block_of, starred
 from parc.compiler.program.cost import Memory, estimate_memory, state_bytes, states
 from parc.compiler.program.faults import Fault
 from parc.compiler.program.roles import Role
 from parc.compiler.program.room import room_bytes, room_of
 from parc.compiler.resolve.pattern import Pattern
+from parc.compiler.sizes.size_range import BATCH
 from parc.grammar.diagnostics import PlanError
 
 LINES = re.compile(r" plan:\d+|(?<=\.py):\d+\b")
@@ -32,7 +36,7 @@ LINES = re.compile(r" plan:\d+|(?<=\.py):\d+\b")
 
 
 def program_rows(build: Build, plan: Plan) -> dict[str, Any]:
-    """Return mesh, sizes, roles, memory and communication in the report's form."""
+    """Return mesh, sizes, batch, roles, stages, memory and communication in the report's form."""
     rows = [row for role in build.roles.values() for row in communication_table(role)]
     for row in rows:
         seen = seen_from(row["module"], plan, build.mesh)
@@ -42,12 +46,48 @@ def program_rows(build: Build, plan: Plan) -> dict[str, Any]:
         **view_facts(plan),
         "world": build.mesh.world,
         "sizes": {name: str(size) for name, size in plan.sizes.items()},
+        "batch": _batch_row(build),
         "roles": list(build.roles),
+        **_stage_rows(build),
         "parameters": sum(_count(build, name) for name in build.types),
         "memory": [_memory_row(build, plan, role) for role in build.roles.values()],
         "communication": rows,
         **_expert_rows(build, plan),
     }
+
+
+def _batch_row(build: Build) -> dict[str, int] | None:
+    """Return the samples of a step's batch, and into how many microbatches and for how many ranks they are split; None
+    where no input has a dim of samples."""
+    values = build.programs[FORWARD].main.bound("input")
+    dims = {line["name"]: line["dims"].index(BATCH) for line in build.manifest["inputs"] if BATCH in line["dims"]}
+    if not dims:
+        return None
+    ranks = [parts(values[name].type.placement, build.mesh, dim) for name, dim in dims.items() if name in values]
+    return {
+        "samples": int(build.manifest["sizes"][BATCH]), "microbatches": build.microbatches,
+        "data_ranks": max(ranks, default=1),
+    }  # fmt: skip
+
+
+def _stage_rows(build: Build) -> dict[str, Any]:
+    """Return each stage with its layers, its parameters and the operations of a step on one of its ranks, and the share
+    of a step's longest path in which the ranks of each role do not work."""
+    rows, timeline = [], step_timeline(build.roles)
+    of_stage = {stage: role for role in build.roles.values() for stage in role.stages}
+    for stage, flops in stage_flops(build.roles).items():
+        role = of_stage[stage]
+        forward = role.programs[Action(stage, FORWARD).program_in(role.programs)]
+        held = {name for kind in (*PARAMETERS, "weight") for name in forward.main.bound(kind)} & build.types.keys()
+        layers = {block_of(line.origin.module) for line in forward.main.lines if line.calls_function} - {None}
+        rows.append(
+            {
+                "stage": stage, "role": role.name, "layers": len(layers),
+                "parameters": sum(_count(build, name) for name in held),
+                "flops": sum(flops.values()) * build.microbatches,
+            }
+        )  # fmt: skip
+    return {"stages": rows, "idle": {name: timeline.idle_share(name) for name in build.roles}}
 
 
 def seen_from(name: str, plan: Plan, mesh: Mesh) -> Mesh:

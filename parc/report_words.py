@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from parc.compiler.program.actions import PHASES
@@ -24,7 +25,8 @@ def fact_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     Communication and checks are not in it."""
     mesh = ", ".join(f"{axis}={size}" for axis, size in report["mesh"].items()) or "one rank"
     rows = [("mesh", f"{mesh} ({report['world']} rank{'s' * (report['world'] != 1)})"), *_view_rows(report),
-            ("roles", ", ".join(report["roles"])), ("parameters", f"{report['parameters']:,}")]  # fmt: skip
+            ("roles", ", ".join(report["roles"])), ("parameters", f"{report['parameters']:,}"),
+            *_batch_rows(report)]  # fmt: skip
     if any(".." in size for size in report["sizes"].values()):
         rows.append(("sizes", f"{sizes_text(report['sizes'])}; bytes are those of the largest"))
     for entry in report["memory"]:
@@ -39,8 +41,7 @@ def fact_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     if whole := report["stored_whole"]:
         names = f"{len(whole)} parameter{'s' * (len(whole) != 1)}"
         rows.append(("stored whole", f"{names}, {size_text(sum(whole.values()))}: no dim divides without much padding"))
-    pipeline = report["pipeline"]
-    rows.append(("schedule", schedule_words(pipeline)))
+    rows.append(("schedule", schedule_words(report)))
     for entry in report["numerics"]:
         saved = f", at most {size_text(entry['saved_bytes'])} less a step from a rank" if "saved_bytes" in entry else ""
         rows.append(("rounds", f"{entry['directive']} (line {entry['line']}{saved})"))
@@ -134,11 +135,66 @@ def _expert_texts(report: Mapping[str, Any]) -> Iterable[str]:
         yield f"memory is that of a rank with {load:g} times the mean of their rows, and {most} with all that can come"
 
 
-def schedule_words(pipeline: Mapping[str, Any]) -> str:
+def _batch_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the row of the samples of a step: those of a microbatch on a rank, microbatches, ranks of data."""
+    if (batch := report["batch"]) is not None:
+        samples, count, ranks = batch["samples"], batch["microbatches"], batch["data_ranks"]
+        text = f"{samples:,} sample{'s' * (samples != 1)}: {samples // (count * ranks):,} a microbatch "
+        yield "batch", f"{text}x {count} microbatch{'es' * (count != 1)} x {ranks} data rank{'s' * (ranks != 1)}"
+
+
+def schedule_words(report: Mapping[str, Any]) -> str:
     """Return the schedule in words."""
-    count, stages = pipeline["microbatches"], pipeline.get("stages", 1)
+    pipeline = report["pipeline"]
+    count, stages = pipeline["microbatches"], len(report["stages"])
     words = f"{pipeline['schedule']}, {count} microbatch{'es' * (count != 1)}"
-    return words if stages == 1 else f"{words}, {stages} stages, {pipeline['bubble']:.0%} idle"
+    return words if stages == 1 else f"{words}, {stages} stages, {idle_words(report)}"
+
+
+def idle_words(report: Mapping[str, Any]) -> str:
+    """Return the share of a step in which ranks are idle; where they differ, that of the busiest and of the idlest."""
+    least, most = (f"{100 * choose(report['idle'].values()):.0f}" for choose in (min, max))
+    return f"{least}% idle" if least == most else f"{least} to {most}% idle"
+
+
+def stage_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Return rows of a table of a pipeline's stages: their numbers, the coordinates of their ranks, layers, parameters,
+    operations of a step on a rank, and the idle share of the rank. Alike stages that follow each other share a row."""
+
+    def facts(row: Mapping[str, Any]) -> tuple[str, ...]:
+        idle = f"{report['idle'][row['role']]:.0%}"
+        return str(row["layers"]), f"{row['parameters']:,}", flops_text(row["flops"]), idle
+
+    axis, rows = report["pipeline"].get("axis", ""), list[tuple[str, ...]]()
+    for words, alike in groupby(report["stages"] if axis else (), facts):
+        found = [(row["stage"], int(row["role"].removeprefix(axis))) for row in alike]
+        rows.append((*(number_ranges(sorted({*numbers})) for numbers in zip(*found, strict=True)), *words))
+    return rows
+
+
+def flops_text(count: float) -> str:
+    """Return a number of floating-point operations with a prefix of 1000s.
+
+    >>> flops_text(1_270_000_000_000), flops_text(640)
+    ('1.27 TFLOP', '640 FLOP')
+    """
+    power = min((len(str(int(count))) - 1) // 3, 6)
+    return f"{count / 1000**power:.4g} {'kMGTPE'[power - 1] if power else ''}FLOP"
+
+
+def number_ranges(words: Iterable[str | int]) -> str:
+    """Return numbers in order as a label.
+
+    >>> number_ranges(["0", "1", "2", "3", "5", "7", "8"])
+    '0..3,5,7..8'
+    """
+    found: list[list[int]] = []
+    for number in map(int, words):
+        if found and number == found[-1][-1] + 1:
+            found[-1].append(number)
+        else:
+            found.append([number])
+    return ",".join(f"{run[0]}..{run[-1]}" if len(run) > 1 else str(run[0]) for run in found)
 
 
 def _padding_texts(entries: Iterable[Mapping[str, Any]]) -> Iterable[str]:

@@ -13,13 +13,17 @@ import torch
 import parc
 from parc.checking.checks import Checked, case_of, check_files, check_numbers, prove
 from parc.checking.reports import report_of
+from parc.cli.build import report_text
 from parc.compiler.build.directory import read_build, write_build
+from parc.compiler.build.flops import stage_flops, step_timeline
 from parc.compiler.plan.plan import read_plan
 from parc.compiler.schedules.timeline import simulate
 from parc.compiling.compiled import Compiled
 from parc.compiling.driver import compile_plan
 from parc.compiling.plan_data import check_sample
 from parc.grammar.diagnostics import PlanError
+from parc.grammar.source import Source
+from parc.report_words import stage_rows
 from parc.runtime.compare.simulate import compare
 
 from .captured_once import compile_once
@@ -56,6 +60,59 @@ def test_seven_layers_on_three_ranks_are_naive_model_parallelism() -> None:
     timeline = simulate(made.timelines)
     assert [timeline.busy(role) / timeline.makespan for role in made.timelines] == [1 / 3] * 3
     assert error(made) < 1e-12
+
+
+UNEVEN = """
+model "./gpt.py:GPT" (layers=4, width=32, heads=4, vocab=64, length=16)
+input tokens int64 [B, S]
+input targets int64 [B, S]
+sizes B=16, S=16
+loss cross_entropy(output, targets)
+optimizer adamw lr 1e-3
+mesh dp=2, pp=2
+stage before blocks.3 over pp
+schedule 1f1b microbatches 4
+shard tokens, targets [B/dp, _]
+"""
+
+
+@pytest.mark.parametrize("again", ["", "recompute blocks.*"])
+def test_a_rank_is_idle_by_its_own_stage_beside_the_longest_path(again: str) -> None:
+    made = compile_once(read_plan(Source("uneven.parc", UNEVEN + again)), EXAMPLES)
+    report, flops = report_of(made), stage_flops(made.build.roles)
+    tokens, width, vocab, length = 2 * 16, 32, 64, 16  # of a microbatch on a rank
+    weights, scores = tokens * 12 * width**2, tokens * length * width
+    block = 2 * (weights + 2 * scores)
+    back = 2 * (2 * weights + 5 * scores)  # attention's own backward computes the scores again
+    back += block - 2 * tokens * 4 * width**2 if again else 0  # all but the last product, which no gradient reads
+    head = 2 * tokens * width * vocab
+    assert flops == {0: {"F": 3 * block, "B": 3 * back}, 1: {"F": block + head, "B": back + 2 * head}}
+    first, last = (4 * sum(flops[stage].values()) for stage in (0, 1))
+    longest = first + max(0, last // 4 - 3 * block)  # the first stage waits for the first gradient alone
+    assert report["idle"] == {"pp0": pytest.approx(1 - first / longest), "pp1": pytest.approx(1 - last / longest)}
+    embedding = vocab * width
+    layer = 12 * width**2 + 13 * width
+    assert report["stages"] == [
+        {"stage": 0, "role": "pp0", "layers": 3, "parameters": embedding + 16 * width + 3 * layer, "flops": first},
+        {"stage": 1, "role": "pp1", "layers": 1, "parameters": embedding + 2 * width + layer, "flops": last},
+    ]
+    assert report["batch"] == {"samples": 16, "microbatches": 4, "data_ranks": 2}
+    text = report_text(report)
+    assert "\nbatch        16 samples: 2 a microbatch x 4 microbatches x 2 data ranks\n" in text
+    least, most = (f"{100 - 100 * own / longest:.0f}" for own in (first, last))
+    assert f"1f1b, 4 microbatches, 2 stages, {least} to {most}% idle\nstages       stage  pp" in text
+
+
+def test_alike_stages_share_a_row() -> None:
+    made = compiled("llama-pipeline", schedule="gpipe", pp=4, layers=4, microbatches=4)
+    report = report_of(made)
+    rows = stage_rows(report)
+    assert [row[:3] for row in rows] == [("0", "0", "1"), ("1..2", "1..2", "1"), ("3", "3", "1")]
+    played = step_timeline(made.build.roles)
+    assert [row[5] for row in rows] == [f"{played.idle_share(role):.0%}" for role in ("pp0", "pp1", "pp3")]
+    in_turn = report_of(compiled("llama-pipeline", schedule="interleaved", pp=2, chunks=2, layers=4, microbatches=4))
+    assert [row[:2] for row in stage_rows(in_turn)] == [("0", "0"), ("1", "1"), ("2", "0"), ("3", "1")]
+    assert in_turn["idle"].keys() == {"pp0", "pp1"}
 
 
 @pytest.mark.parametrize(
@@ -160,12 +217,14 @@ def test_eight_processes_in_three_dimensions_train_as_the_plain_module(
     assert not prove(made)
     write_build(made.to_write(report_of(made)), out)
     assert main(["show", str(out), "--pipeline", "--svg", str(tmp_path / "drawn.svg")]) == 0
-    drawn = "drawn.svg: 1f1b, 4 microbatches, 2 stages, 20% idle, on 2 ranks of `pp`\n"
+    drawn = "drawn.svg: 1f1b, 4 microbatches, 2 stages, 14 to 45% idle, on 2 ranks of `pp`\n"
     assert capsys.readouterr().err.endswith(drawn) and (tmp_path / "drawn.svg").is_file()
     assert main(["show", str(out), "--pipeline", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
-    assert (shown["slots"], shown["bubble"]) == (15, 0.2)
-    assert {"action": "1B0", "start": 2, "end": 4} in shown["roles"]["pp1"]
+    flops = stage_flops(made.build.roles)
+    assert shown["idle"]["pp1"] == pytest.approx(1 - 4 * sum(flops[1].values()) / shown["flops"])
+    end = flops[0]["F"] + flops[1]["F"] + flops[1]["B"]
+    assert {"action": "1B0", "start": end - flops[1]["B"], "end": end} in shown["roles"]["pp1"]
     plain = parc.reference(out)
     expected = [plain.step().loss for _ in range(2)]
     weights = plain.module.state_dict()

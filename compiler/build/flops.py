@@ -1,4 +1,5 @@
-"""Floating-point operations of a build's model in a step, from its products."""
+"""Floating-point operations of a step, from the products of a build's model and programs; and the step on a clock that
+counts them."""
 
 from __future__ import annotations
 
@@ -8,7 +9,11 @@ from dataclasses import replace
 from ..layout.mesh import Mesh
 from ..layout.placement import TensorType
 from ..ops.rules import facts
-from ..program.program import Line, Value
+from ..program.actions import Action, work_kinds
+from ..program.program import Line, Program, Value
+from ..program.rings import without_rings
+from ..program.roles import Role
+from ..schedules.timeline import Timeline, simulate
 from ..verify.lines import line_call
 from .build import Build
 
@@ -26,6 +31,44 @@ def multiply_adds(line: Line, values: Mapping[str, Value], mesh: Mesh) -> int:
     call = line_call(line, read, made, lambda size: size.local(mesh))
     operands, results = (tuple(type_.local(mesh) for type_ in types) for types in (read, made))
     return count(replace(call, operands=operands, results=results))
+
+
+def function_work(program: Program) -> dict[str, int]:
+    """Return the multiply-adds on a rank of each function of a program, with those of the functions that it calls.
+    Values that a backward computes again count there; a ring counts as its attention."""
+    work: dict[str, int] = {}
+    for function in without_rings(program).functions:  # main functions stand behind the blocks that they call
+        values = function.values()
+        work[function.name] = sum(
+            work[line.op] if line.calls_function else multiply_adds(line, values, program.mesh)
+            for line in function.lines
+        )
+    return work
+
+
+def stage_flops(roles: Mapping[str, Role]) -> dict[int, dict[str, int]]:
+    """Return, for each stage and kind of its work, the floating-point operations of one microbatch on a rank."""
+    flops: dict[int, dict[str, int]] = {}
+    for role in roles.values():
+        for stage in role.stages:
+            of_kind = {kind: role.programs.get(Action(stage, kind).program_in(role.programs)) for kind in work_kinds()}
+            flops[stage] = {
+                kind: 2 * function_work(program)[program.main.name] for kind, program in of_kind.items() if program
+            }
+    return dict(sorted(flops.items()))
+
+
+def step_timeline(roles: Mapping[str, Role]) -> Timeline:
+    """Play the step of a build's roles with the floating-point operations of each work on a rank as its time, and no
+    time for messages. If nothing is a product, work takes its slots.
+
+    Raises:
+        ValueError: an order that never ends.
+    """
+    flops, actions = stage_flops(roles), {name: role.actions for name, role in roles.items()}
+    if not any(any(of_kind.values()) for of_kind in flops.values()):
+        return simulate(actions)
+    return simulate(actions, work=lambda action: flops[action.stage].get(action.kind, 0))
 
 
 def step_flops(build: Build) -> int:

@@ -114,7 +114,10 @@ REPORT_FORM: Form = {
     "views?": _VIEWS,
     "world": int,
     "sizes": Each(str),
+    "batch": Maybe({"samples": int, "microbatches": int, "data_ranks": int}),
     "roles": [str],
+    "stages": [{"stage": int, "role": str, "layers": int, "parameters": int, "flops": int}],
+    "idle": Each(_NUMBER),
     "parameters": int,
     "memory": [{
         "role": str, "peak_bytes": _NUMBER, "parameters": _NUMBER, "gradients": _NUMBER, "optimizer": _NUMBER,

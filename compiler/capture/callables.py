@@ -152,10 +152,17 @@ def _import(place: str, folder: Path) -> Any:
             return importlib.import_module(place)
     except ModuleNotFoundError as error:
         if error.name is not None and (place == error.name or place.startswith(f"{error.name}.")):
-            raise CallableError(f"there is no module `{place}`", _module_meant(error.name, folder)) from None
-        raise CallableError(f"importing `{place}` failed") from error
+            help_ = _module_meant(error.name, folder) or to_install(error)
+            raise CallableError(f"there is no module `{place}`", help_) from None
+        raise CallableError(f"importing `{place}` failed", to_install(error)) from error
     except Exception as error:
         raise CallableError(f"importing `{place}` failed") from error
+
+
+def to_install(error: BaseException) -> str:
+    """Return how the package is installed whose absence is an error; "" for any other error."""
+    name = error.name if isinstance(error, ModuleNotFoundError) else None
+    return f"`pip install {name}` installs it, if its package has that name" if name and "." not in name else ""
 
 
 def _module_meant(name: str, folder: Path) -> str:
@@ -183,7 +190,7 @@ def _load_file(path: Path) -> Any:
             spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[label]
-        raise CallableError(f"importing `{path.name}` failed") from error
+        raise CallableError(f"importing `{path.name}` failed", to_install(error)) from error
     return module
 
 

@@ -18,9 +18,15 @@ if TYPE_CHECKING:
 Cell = tuple[str, Action | None]
 
 
+def slot_of(timeline: Timeline) -> float:
+    """Return a slot of time for a drawing as text: that of the shortest work, but an eighth of the longest at least."""
+    times = [span.end - span.start for spans in timeline.spans.values() for span in spans if span.end > span.start]
+    return max(min(times), max(times) / 8) if times else 1
+
+
 def draw(timeline: Timeline, slot: float = 1, width: int | None = None) -> str:
-    """Return the timeline as text: a row per role, a column per ``slot`` of time, the microbatch after ``F`` or ``B``;
-    and how much of the time is idle.
+    """Return the timeline as text: a row per role, room for a label per ``slot`` of time, the microbatch after ``F`` or
+    ``B``; and how much of the time is idle.
 
     Where roles have several stages the stage comes first, as in ``4F0``. What is wider than ``width`` goes on below.
 
@@ -76,17 +82,18 @@ def _rows(
     work = {role: [span for span in spans if span.action.works] for role, spans in timeline.spans.items()}
     cell = 1 + max((len(label(span.action)) for spans in work.values() for span in spans), default=0)
     head = 1 + max(map(len, work), default=0)
-    columns = round(timeline.makespan / slot)
+    slot /= cell  # times are rounded to characters
+    columns = _rounded(timeline.makespan / slot)
     tails = {role: f" idle {_percent(timeline, role)}" for role in work}
-    fits = columns if width is None else (width - head - max(map(len, tails.values()))) // cell
-    room = max(fits, 1)
+    fits = columns if width is None else (width - head - max(map(len, tails.values()))) // cell * cell
+    room = max(fits, cell)
     grid: dict[str, list[Cell]] = {}
     for role, spans in work.items():
-        grid[role] = [(" " * cell, None)] * columns
+        grid[role] = [(" ", None)] * columns
         for span in spans:
-            first, end = round(span.start / slot), round(span.end / slot)
-            text = label(span.action).ljust((end - first) * cell - 1, fill) + " "
-            grid[role][first:end] = [(text[i * cell : (i + 1) * cell], span.action) for i in range(end - first)]
+            first, end = _rounded(span.start / slot), _rounded(span.end / slot)
+            text = label(span.action).ljust(end - first - 1, fill) + " "
+            grid[role][first:end] = [(char, span.action) for char in text[: end - first]]
     for start in range(0, columns, room):
         if start:
             yield []
@@ -95,8 +102,12 @@ def _rows(
             yield [(role.ljust(head), None), *cells[start : start + room], (tail, None)]
 
 
+def _rounded(number: float) -> int:
+    return floor(number + 0.5)
+
+
 def _percent(timeline: Timeline, role: str) -> str:
-    return f"{100 * timeline.idle(role) / (timeline.makespan or 1):.0f} %"
+    return f"{100 * timeline.idle_share(role):.0f} %"
 
 
 _ROW, _GAP, _LEFT, _RIGHT, _TOP, _BOTTOM = 30, 8, 64, 92, 44, 40
@@ -105,13 +116,15 @@ _GREY = "#5f6b7a"
 
 def svg(timeline: Timeline, title: str = "", unit: str = "") -> str:
     """An SVG picture with a lane a role, a box for each ``F`` and ``B`` with its microbatch, and an axis of time in
-    ``unit``; a box says more under the pointer. A page can change colors by the classes of its parts."""
+    ``unit``, or of ``%`` of the makespan; a box says more under the pointer. A page can change colors by the classes of
+    its parts."""
     work = [span for spans in timeline.spans.values() for span in spans if span.action.works]
     makespan, shades = timeline.makespan or 1, _shades(timeline)
     shortest = min((span.end - span.start for span in work if span.end > span.start), default=makespan)
     scale = min(max(900 / makespan, 20 / shortest), 6000 / makespan)
     right, bottom = _LEFT + makespan * scale, _TOP + len(timeline.spans) * (_ROW + _GAP)
-    parts = [*_legend(timeline, title, right), *_axis(makespan, scale, bottom, unit)]
+    by = 100 / makespan if unit == "%" else 1
+    parts = [*_legend(timeline, title, right), *_axis(makespan * by, scale / by, bottom, unit)]
     for lane, role in enumerate(timeline.spans):
         y = _TOP + lane * (_ROW + _GAP)
         parts += [
@@ -123,7 +136,7 @@ def svg(timeline: Timeline, title: str = "", unit: str = "") -> str:
         parts.append('<g class="work" text-anchor="middle" dominant-baseline="central" fill="#1f2933">')
         for span in timeline.spans[role]:
             if span.action.works:
-                parts += _box(span, _color(shades, span.action), scale, y, unit)
+                parts += _box(span, _color(shades, span.action), scale, y, by, unit)
         parts.append("</g>")
     width, height = f"{right + _RIGHT:.0f}", f"{bottom + _BOTTOM:.0f}"
     return (
@@ -141,13 +154,13 @@ def _words(x: float, y: float, text: str, anchor: str, color: str = "#1f2933", w
     )
 
 
-def _box(span: TimeSpan, color: str, scale: float, y: float, unit: str) -> Iterator[str]:
+def _box(span: TimeSpan, color: str, scale: float, y: float, by: float, unit: str) -> Iterator[str]:
     x, width = _LEFT + span.start * scale, (span.end - span.start) * scale
     number = str(span.action.microbatch)
     yield (
         f'<rect x="{x + 0.5:.1f}" y="{y}" width="{max(width - 1, 0.5):.1f}" height="{_ROW}" rx="3"'
         f' fill="{color}">'
-        f"<title>{span.action}: {span.start:g} to {span.end:g} {escape(unit)}</title></rect>"
+        f"<title>{span.action}: {span.start * by:.4g} to {span.end * by:.4g} {escape(unit)}</title></rect>"
     )
     if width >= 9 * len(number):
         yield f'<text x="{x + width / 2:.1f}" y="{y + _ROW / 2:g}">{number}</text>'

@@ -36,15 +36,13 @@ class Timeline:
         """Return the time that a role works."""
         return sum(span.end - span.start for span in self.spans[role] if span.action.works)
 
-    @property
-    def bubble(self) -> float:
-        """The fraction of the time in which ranks are idle, over all ranks."""
-        whole = self.makespan * len(self.spans)
-        return sum(map(self.idle, self.spans)) / whole if whole else 0.0
-
     def idle(self, role: str) -> float:
         """Return the time that a role does not work."""
         return self.makespan - self.busy(role)
+
+    def idle_share(self, role: str) -> float:
+        """Return the fraction of the time that a role does not work: 1 - its work / the makespan."""
+        return self.idle(role) / self.makespan if self.makespan else 0.0
 
 
 def peak_live(actions: Sequence[Action]) -> int:
@@ -66,11 +64,13 @@ def simulate(
     forward: Times = 1,
     backward: Times = 2,
     *,
+    work: Times | None = None,
     after: Times = 0,
     latency: float = 0,
 ) -> Timeline:
-    """Play timelines whose ``F`` and ``B`` take these times. ``after`` each ``SEND_B``, while the message is under way,
-    further work follows. Other work takes its slots, and everything else no time.
+    """Play timelines whose ``F`` and ``B`` take these times, and other work its slots; with ``work``, that is the time
+    of every kind of work. ``after`` each ``SEND_B``, while the message is under way, further work follows. Everything
+    else takes no time. The makespan is the longest path through the work of all roles and their messages.
 
     A message is there ``latency`` after it was sent. Senders do not wait, as in a run, which posts receives early.
 
@@ -78,8 +78,9 @@ def simulate(
         ValueError: an order that never ends, or a message that is never sent.
     """
     late = send_kind(BACKWARD)
-    works: Mapping[str, Times] = {row.kind: row.slots for row in ACTIONS.values() if row.works}
-    times = {**works, FORWARD: forward, BACKWARD: backward, late: after}
+    times: dict[str, Times] = {row.kind: row.slots for row in ACTIONS.values() if row.works}
+    times |= {FORWARD: forward, BACKWARD: backward} if work is None else dict.fromkeys(times, work)
+    times[late] = after
     spans: dict[str, list[TimeSpan]] = {role: [] for role in timelines}
     sent: dict[Action, float] = {}
     moved = True

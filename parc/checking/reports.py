@@ -7,7 +7,6 @@ from typing import Any
 
 from parc.compiler.build.communication import bytes_across, saved_bytes
 from parc.compiler.plan.directives.precision import WHOLE
-from parc.compiler.schedules.timeline import simulate
 from parc.compiling.compiled import Compiled
 from parc.compiling.fitted import report_rows
 from parc.grammar.format import format_statements
@@ -63,14 +62,13 @@ def place_text(span: Span) -> str:
 
 
 def _pipeline_row(compiled: Compiled) -> dict[str, Any]:
-    """Return the schedule, and the fraction of a step in which ranks are idle if all stages take the same time."""
+    """Return the schedule, with its number of stages."""
     pipeline, microbatches = compiled.pipeline, compiled.plan.microbatches
-    timelines = {name: role.actions for name, role in compiled.build.roles.items()}
     if pipeline is None or compiled.plan.schedule is None:
-        return {"schedule": "accumulation", "stages": 1, "microbatches": microbatches, "bubble": 0.0}
+        return {"schedule": "accumulation", "stages": 1, "microbatches": microbatches}
     return {
         "schedule": compiled.plan.schedule.name, "stages": pipeline.stages, "chunks": pipeline.chunks,
-        "microbatches": microbatches, "axis": pipeline.axis, "bubble": round(simulate(timelines).bubble, 4),
+        "microbatches": microbatches, "axis": pipeline.axis,
     }  # fmt: skip
 
 

@@ -64,9 +64,13 @@ def make(given: argparse.Namespace, plan: Path, out: Path) -> tuple[dict[str, An
 
 def report_text(report: Mapping[str, Any]) -> str:
     """Return a build's report for a reader."""
-    from parc.report_words import across_text, check_texts, fact_rows
+    from parc.report_words import across_text, check_texts, fact_rows, stage_rows
 
     lines = [f"{name:13}{text}" for name, text in fact_rows(report)]
+    if stages := stage_rows(report):
+        head = ("stage", report["pipeline"]["axis"], "layers", "parameters", "a rank's step", "idle")
+        text = text_table(stages, head, right=(2, 3, 4, 5))
+        lines += [f"{'' if at else 'stages':13}{line}" for at, line in enumerate(text.splitlines())]
     if report["communication"]:
         text = communication_text(report["communication"])
         lines += [f"{'' if at else 'collectives':13}{line}" for at, line in enumerate(text.splitlines())]

@@ -7,6 +7,7 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -15,8 +16,9 @@ from parc.cli.plan_arguments import chosen_sizes, define, positive
 from parc.cli.terminal import say, show, stages
 from parc.compiler.sizes.size_range import BATCH
 from parc.grammar.codes_model import UNCLEAR_MODEL
-from parc.grammar.diagnostics import Diagnostic, PlanError
+from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.grammar.nearest import did_you_mean
+from parc.grammar.source import Span
 
 if TYPE_CHECKING:
     from parc.proposing.draft import ModelLine
@@ -70,13 +72,32 @@ def init_command(given: argparse.Namespace) -> int:
 
         inputs = dict(given.inputs)
         wish = Wish(line, {"dp": given.dp, "tp": given.tp}, inputs, given.sizes, given.loss, _head(given))
-        proposal = propose(wish, given.out.resolve().parent, given.out.name, progress)
+        try:
+            proposal = propose(wish, given.out.resolve().parent, given.out.name, progress)
+        except PlanError as error:
+            raise PlanError(_of_draft(one, given.out.name) for one in error.diagnostics) from None
     show(warnings_of(proposal.compiled))
     given.out.parent.mkdir(parents=True, exist_ok=True)
     given.out.write_text(proposal.text, encoding="utf-8")
     for text in _report(proposal, given.out):
         say(text)
     return 0
+
+
+def _of_draft(diagnostic: Diagnostic, name: str) -> Diagnostic:
+    """Return a message about a plan that was drafted and not written, which says so in place of its file's name."""
+
+    def drafted(span: Span) -> Span:
+        source = span.source
+        if source.included is not None:
+            return replace(span, source=replace(source, included=drafted(source.included)))
+        return replace(span, source=replace(source, name=f"the draft of {name}")) if source.name == name else span
+
+    def label(one: Label) -> Label:
+        return replace(one, span=drafted(one.span))
+
+    primary = label(diagnostic.primary) if diagnostic.primary is not None else None
+    return replace(diagnostic, primary=primary, related=tuple(map(label, diagnostic.related)))
 
 
 def _head(given: argparse.Namespace) -> list[str]:
@@ -178,8 +199,16 @@ def _given_input(text: str) -> tuple[str, Guess]:
 
 
 def _report(proposal: Proposal, out: Path) -> Iterator[str]:
-    """Yield what was written, and the next commands."""
-    yield f"written {out}: it compiles, on {proposal.compiled.mesh.world} ranks"
-    yield f"next:  parc build {out} -o build        # tests its numbers beside the plain model's"
-    yield "       parc run build --steps 5 --save checkpoint"
-    yield "       parc export build checkpoint -o weights"
+    """Yield what was written, and the next commands: those of the README."""
+    build, ranks = Path("build") / out.stem, proposal.compiled.mesh.world
+    of_transformers = proposal.compiled.plan.model.callable.startswith("parc.hf:")
+    weights = "weights" if of_transformers else f"{out.stem}.safetensors"
+    commands = {
+        f"parc build {out} -o {build}": "tests its numbers beside the plain model's",
+        f"parc run {build} --steps 5 --save checkpoint": f"{ranks} process{'es' * (ranks != 1)} on this machine",
+        f"parc export checkpoint -o {weights}": "for `from_pretrained`" if of_transformers else "for the plain module",
+    }
+    yield f"written {out}: it compiles, on {ranks} rank{'s' * (ranks != 1)}"
+    width = max(map(len, commands))
+    for at, (command, why) in enumerate(commands.items()):
+        yield f"{'' if at else 'next:':7}{command:{width}}  # {why}"

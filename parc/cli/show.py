@@ -133,23 +133,23 @@ def _write_page(file: Path, build: Build) -> int:
 
 
 def _show_timeline(given: argparse.Namespace, build: Build) -> int:
-    """Print a step's work, played with equal stages whose backward takes twice as long as their forward."""
+    """Print a step's work, each box as long as its floating-point operations."""
     from rich.console import Console
 
     from parc.compiler.build.build import BuildError
-    from parc.compiler.schedules.drawing import draw, paint, svg
-    from parc.compiler.schedules.timeline import simulate
+    from parc.compiler.build.flops import step_timeline
+    from parc.compiler.schedules.drawing import draw, paint, slot_of, svg
     from parc.report_words import schedule_words
     from parc.runtime.faults import writing
 
     try:
-        timeline = simulate({name: role.actions for name, role in build.roles.items()})
+        timeline = step_timeline(build.roles)
     except ValueError as error:  # only a changed `schedule.txt` holds such an order
         raise BuildError(f"`{build.folder / 'schedule.txt'}`: {error}") from None
-    title = schedule_words(build.report["pipeline"])
+    title = schedule_words(build.report)
     if given.svg:
         with writing(given.svg):
-            given.svg.write_text(svg(timeline, title, "slots"), encoding="utf-8")
+            given.svg.write_text(svg(timeline, title, "%"), encoding="utf-8")
         axis = build.report["pipeline"].get("axis", "")
         ranks = f", on {build.programs[FORWARD].mesh.size(axis)} ranks of `{axis}`" if axis else ""
         say(f"drew {given.svg}: {title}{ranks}")
@@ -157,14 +157,15 @@ def _show_timeline(given: argparse.Namespace, build: Build) -> int:
     if given.json:
         roles = {role: [{"action": str(span.action), "start": span.start, "end": span.end} for span in spans]
                  for role, spans in timeline.spans.items()}  # fmt: skip
-        print_json({**build.report["pipeline"], "slots": timeline.makespan, "roles": roles})
+        idle = {role: timeline.idle_share(role) for role in roles}
+        print_json({**build.report["pipeline"], "idle": idle, "flops": timeline.makespan, "roles": roles})
         return 0
     console = Console(highlight=False, soft_wrap=True)
-    print(f"{title}; a slot is a forward, a backward two")
+    print(f"{title}; boxes are as long as their work")
     if console.is_terminal:
-        console.print(paint(timeline, width=console.width), end="")
+        console.print(paint(timeline, slot_of(timeline), width=console.width), end="")
     else:
-        print(draw(timeline))
+        print(draw(timeline, slot_of(timeline)))
     return 0
 
 

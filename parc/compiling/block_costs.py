@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from parc.compiler.build.flops import multiply_adds
-from parc.compiler.layout.mesh import Mesh
+from parc.compiler.build.flops import function_work
 from parc.compiler.program.actions import BACKWARD, FORWARD
 from parc.compiler.program.liveness import Liveness
-from parc.compiler.program.program import Function, Program
-from parc.compiler.program.rings import without_rings
+from parc.compiler.program.program import Program
 from parc.compiler.program.roles import Role
 
 
@@ -37,7 +35,7 @@ def block_costs(role: Role) -> dict[str, BlockCost]:
 
 def _call_costs(program: Program) -> Iterator[tuple[str, BlockCost]]:
     main, values, live = program.main, program.main.values(), Liveness(program)
-    work = {function.name: _work(function, program.mesh) for function in without_rings(program).functions}
+    work = function_work(program)
     root, counted = live.storages(main).root, set[str]()
     for line in main.lines:
         if not line.calls_function:
@@ -48,9 +46,3 @@ def _call_costs(program: Program) -> Iterator[tuple[str, BlockCost]]:
                 counted.add(root[name])
                 kept += live.bytes_of(main, name)
         yield line.origin.module, BlockCost(kept, work[line.op])
-
-
-def _work(function: Function, mesh: Mesh) -> int:
-    """Return the multiply-adds of a function on a rank."""
-    values = function.values()
-    return sum(multiply_adds(line, values, mesh) for line in function.lines)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from parc.compiler.capture.callables import CallableError
+from parc.compiler.capture.callables import CallableError, to_install
 from parc.compiler.capture.capture import Captured, InputSpec, capture
 from parc.compiler.capture.faults import CaptureError, user_frame
 from parc.compiler.capture.making import not_found
@@ -60,6 +60,7 @@ def make_model(plan: Plan, lines: TaskLines, folder: Path, overrides: Mapping[st
         why, help_ = not_found(error, {**dict(lines.arguments), **(overrides or {})}, folder)
         message = f"making the model failed: {why or f'{type(error).__name__}: {error}'}"
         notes = () if why else own_trace(error)
+        help_ = help_ or to_install(error)
         raise PlanError([Diagnostic(MODEL_FAILED, message, Label(model_span), help=help_, notes=notes)]) from None
 
 

@@ -11,6 +11,7 @@ from parc.compiler.program.actions import FORWARD
 from parc.compiler.program.binding import PARAMETERS, STORED
 from parc.compiler.program.blocks import complete
 from parc.compiler.program.program import Function, Line, Origin, Program
+from parc.report_words import number_ranges
 from parc.tables import natural
 
 RowKind = Literal["module", "block", "input", "output", "loss"]
@@ -261,18 +262,3 @@ class _Flow:
             at += 1
         rows.insert(at, ModuleRow(name, "output", block.depth + 1, [name], "output", block.type))
         self._edges(makers, name)
-
-
-def number_ranges(words: Iterable[str]) -> str:
-    """Return the numbers of equal modules, in order, as a label.
-
-    >>> number_ranges(["0", "1", "2", "3", "5", "7", "8"])
-    '0..3,5,7..8'
-    """
-    found: list[list[int]] = []
-    for number in map(int, words):
-        if found and number == found[-1][-1] + 1:
-            found[-1].append(number)
-        else:
-            found.append([number])
-    return ",".join(f"{run[0]}..{run[-1]}" if len(run) > 1 else str(run[0]) for run in found)

@@ -10,16 +10,26 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup, escape
 
 from parc.compiler.build.build import Build, BuildError
+from parc.compiler.build.flops import step_timeline
 from parc.compiler.program.cost import MEMORY_KINDS
 from parc.compiler.schedules.drawing import svg
-from parc.compiler.schedules.timeline import simulate
 from parc.grammar.syntax import size_text
 from parc.page.arcs import arcs_svg
 from parc.page.facts import STORED_KINDS, EqualMessages, PageFacts
-from parc.page.flow import ModuleRow, number_ranges
+from parc.page.flow import ModuleRow
 from parc.page.listing import ListedFunction
 from parc.placement_words import in_words
-from parc.report_words import across_text, check_texts, fact_rows, schedule_words, traffic_by, traffic_rows
+from parc.report_words import (
+    across_text,
+    check_texts,
+    fact_rows,
+    idle_words,
+    number_ranges,
+    schedule_words,
+    stage_rows,
+    traffic_by,
+    traffic_rows,
+)
 from parc.tables import parameter_rows
 
 ROW_HEIGHT = 30
@@ -79,7 +89,8 @@ class _Page:
             "peak": max(entry["peak_bytes"] for entry in report["memory"]),
             "budget": self.build.manifest.get("budget"),
             "sent": traffic_by(report["communication"]).get(()),
-            "pipeline": report["pipeline"], "schedule": schedule_words(report["pipeline"]),
+            "pipeline": report["pipeline"], "schedule": schedule_words(report),
+            "stages": stage_rows(report), "idle": idle_words(report),
             "facts": self.other_facts(), "across": across_text(report), "checks": report["checks"],
             "check_texts": check_texts(report)[1:],
             "rows": [self.module(row) for row in tree.rows], "arcs": Markup(arcs), "gutter": gutter,
@@ -178,13 +189,13 @@ class _Page:
 
     def timeline(self) -> Markup | None:
         """Return the drawing of a step; None where there is one stage."""
-        if self.report["pipeline"].get("stages", 1) == 1:
+        if len(self.report["stages"]) == 1:
             return None
         try:
-            played = simulate({name: role.actions for name, role in self.build.roles.items()})
+            played = step_timeline(self.build.roles)
         except ValueError as error:  # only a changed `schedule.txt` holds such an order
             raise BuildError(f"`{self.build.folder / 'schedule.txt'}`: {error}") from None
-        return Markup(svg(played, "", "slots"))
+        return Markup(svg(played, "", "%"))
 
     def lines(self) -> list[dict[str, Any]]:
         """Return the lines of the plan with what each did."""

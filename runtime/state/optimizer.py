@@ -6,6 +6,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -43,25 +44,35 @@ _RATIO = "parc_ratio"
 
 def rate(line: Mapping[str, Any], step: int) -> float:
     """Return the learning rate of a step, counted from 1. It rises in ``warmup`` steps, and then is constant, or falls
-    to ``to``, which it reaches at step ``over``; if its shape is ``wsd``, in the last ``fall`` steps before.
+    to ``to``, which it reaches at step ``over``; if its shape is ``wsd``, in the last ``fall`` steps before. It is
+    computed exactly from the decimals that a person wrote, and rounded once.
 
     >>> line = {"shape": "linear", "lr": 1.0, "warmup": 2, "to": 0.5, "over": 6}
     >>> [rate(line, step) for step in range(1, 8)]
     [0.5, 1.0, 0.875, 0.75, 0.625, 0.5, 0.5]
     >>> [rate({**line, "shape": "wsd", "fall": 2}, step) for step in range(1, 8)]
     [0.5, 1.0, 1.0, 1.0, 0.75, 0.5, 0.5]
+    >>> rate({**line, "lr": 2e-4, "warmup": 10}, 3)  # 2e-4 * 3 / 10 is 6.000000000000001e-05 in floats
+    6e-05
     """
     if line["shape"] == "table":
         return _between(line["table"], step)
-    peak = float(line["lr"])
+    peak = _as_written(line["lr"])
     if step <= line["warmup"]:
-        return peak * step / int(line["warmup"])
+        return float(peak * step / int(line["warmup"]))
     if line["shape"] == "constant":
-        return peak
+        return float(peak)
     begins = line["over"] - line["fall"] if line["shape"] == "wsd" else line["warmup"]
-    done = max(0.0, min(1.0, (step - begins) / (line["over"] - begins)))
-    left = (1 + math.cos(math.pi * done)) / 2 if line["shape"] == "cosine" else 1 - done
-    return float(line["to"] + (peak - line["to"]) * left)
+    done = max(Fraction(0), min(Fraction(1), Fraction(step - begins, line["over"] - begins)))
+    # a cosine is known to 15 digits
+    left = _as_written(round((1 + math.cos(math.pi * done)) / 2, 15)) if line["shape"] == "cosine" else 1 - done
+    to = _as_written(line["to"])
+    return float(to + (peak - to) * left)
+
+
+def _as_written(number: float) -> Fraction:
+    """Return the shortest decimal that is read as a number."""
+    return Fraction(repr(number))
 
 
 def _between(table: Sequence[tuple[int, float]], step: int) -> float:
@@ -73,7 +84,7 @@ def _between(table: Sequence[tuple[int, float]], step: int) -> float:
     at = bisect_right(table, step, key=lambda row: row[0])
     if at in (0, len(table)):
         return float(table[max(at - 1, 0)][1])
-    (begin, first), (end, last) = table[at - 1 : at + 1]
+    (begin, first), (end, last) = ((number, _as_written(lr)) for number, lr in table[at - 1 : at + 1])
     return float(first + (last - first) * (step - begin) / (end - begin))
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import parc
 from parc.cli import main
 from tests.cli.commands import Captured
 from tests.cli.commands import parc as command
+from tests.pages import ROOT, blocks_of
 from tests.proposed_models import KINDS, NANO, OUTPUTS
 from tests.runtime.forked import forked_ranks
 
@@ -45,6 +48,32 @@ def plain() -> Any:
     reference = parc.reference("build")
     reference.step()
     return reference
+
+
+def test_the_next_commands_are_those_of_the_readme(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = str(ROOT / "examples" / "gpt.py") + ":GPT"
+    code, _, err = command(capsys, "init", model, "layers=1", "width=16", "-o", "gpt.parc")
+    assert code == 0 and "written gpt.parc: it compiles, on 4 ranks\nnext:  parc build " in err, err
+    said = [shlex.split(line.removeprefix("next:"), comments=True) for line in err.splitlines()[-3:]]
+    shown = next(block.commands() for block in blocks_of("README.md") if "parc init" in block.text)
+    assert said == shown[1:] and shown[0][:2] == ["parc", "init"]
+
+
+def test_a_package_that_is_missing_is_named_with_its_installation_and_no_file_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)  # as where it is not installed
+    code, _, err = command(capsys, "init", "hf:Qwen2ForCausalLM", "-o", tmp_path / "plan.parc")
+    assert code == 1 and err.startswith("error[P0201]: making the model failed: ModuleNotFoundError: ")
+    assert "\n --> the draft of plan.parc:5:1\n" in err and not (tmp_path / "plan.parc").exists()
+    assert err.rstrip().endswith("help: `pip install transformers` installs it, if its package has that name")
+    (tmp_path / "model.py").write_text("import no_such_package.part\n")
+    code, _, err = command(capsys, "init", f"{tmp_path}/model.py:M", "-o", tmp_path / "plan.parc")
+    assert code == 1 and "--> the draft of plan.parc:" in err
+    assert err.rstrip().endswith("help: `pip install no_such_package` installs it, if its package has that name")
 
 
 def close(first: torch.Tensor, second: torch.Tensor) -> bool:

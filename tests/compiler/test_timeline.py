@@ -10,7 +10,7 @@ import pytest
 
 from parc.compiler.program.actions import Action
 from parc.compiler.schedules import timelines
-from parc.compiler.schedules.drawing import draw, paint, svg
+from parc.compiler.schedules.drawing import draw, paint, slot_of, svg
 from parc.compiler.schedules.timeline import Timeline, simulate
 
 
@@ -39,6 +39,22 @@ def test_the_slowest_stage_sets_the_pace() -> None:
     assert played.busy("pp1") == 90
     assert played.makespan == 1 + 90 + 2  # before its first forward, and after its last backward
     assert played.idle("pp0") == played.makespan - 30
+
+
+def test_a_time_of_all_work_stands_for_those_of_forward_and_backward() -> None:
+    made = timelines("1f1b", 2, 3)
+    taken = {"F": 2.0, "B": 5.0}
+    assert simulate(made, work=lambda action: taken[action.kind]) == simulate(made, 2, 5)
+
+
+def test_an_axis_in_percent_is_of_the_whole_step() -> None:
+    played = simulate(timelines("1f1b", 2, 2), 3_000, [6_000, 9_000])
+    root = ElementTree.fromstring(svg(played, "", "%"))
+    words = [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"0", "100", "%"} <= {*words} and not any("000" in (word or "") for word in words)
+    titles = [title.text for title in root.iter("{http://www.w3.org/2000/svg}title")]
+    assert any((title or "").startswith("0B1: ") and (title or "").endswith(" to 100 %") for title in titles)
+    assert Timeline({"pp0": ()}).idle_share("pp0") == 0
 
 
 def test_an_order_that_never_ends_is_refused() -> None:
@@ -77,6 +93,16 @@ def test_unequal_times_are_drawn_in_slots() -> None:
         "pp0 F0                   B0───  idle 66 %",
         "pp1    F0─── B0─────────        idle 34 %",
     ]
+
+
+def test_stages_of_unequal_work_are_drawn_to_scale_with_room_for_labels() -> None:
+    played = simulate(timelines("1f1b", 2, 3), [10, 15], [20, 30])
+    assert draw(played, slot_of(played)).splitlines() == [
+        "pp0 F0 F1            B0─── F2     B1───         B2───  idle 45 %",
+        "pp1    F0── B0────── F1─ B1────── F2── B2──────        idle 18 %",
+    ]
+    assert slot_of(simulate(timelines("1f1b", 2, 3), [1, 100], [2, 200])) == 25, "no work takes more than eight columns"
+    assert slot_of(Timeline({"pp0": ()})) == 1
 
 
 @pytest.mark.parametrize(("forward", "backward"), [(1, 2), (0.0013, 0.0031), (700.0, 1500.0)])

@@ -40,7 +40,7 @@ NOWHERE = Span(Source("", ""), 0, 0)
 SOUP = r"""
 over rows lr by bytes microbatches adamw dp tp B S blocks.*.up ** {q,k} x? 1f1b output int64 fp32 2 0 -100 3e-4 20GB
 9e99 9e999 $x $ ... .. / /tp h/tp = B=32 S=8..16 tp=2 x=true , ( ) [ ] f( + # ; ß \ " ' "a.py:f" [B/dp,_] (3 h/tp)
-cross_entropy(output,tokens) tokens [B,S]
+cross_entropy(output,tokens) tokens [B,S] $x.y a.$x.b$x {$x,q}
 """
 VERBS = verbs()
 TOKENS = (*VERBS, *SOUP.split(), "\n", "\x00", "x\u0301")

@@ -55,8 +55,8 @@ comment. The subject comes first, then clauses that begin with a keyword, in any
 lines below, a word in capitals stands for one phrase, parts in `[]` may be left out, and ` | ` separates alternatives.
 
 - **Numbers** may have a unit right behind them (`20GB`, `500ms`). **Strings** have double quotes and no escapes.
-- **`$name`** stands for the value of a `let`, in any item and inside strings. `-D name=value` on the command line
-  replaces that value, and nothing else.
+- **`$name`** stands for the value of a `let`, in any item, inside names (`blocks.$cut`, `layers.[0..$last]`) and inside
+  strings. `-D name=value` on the command line replaces that value, and nothing else.
 - **Names** are dotted paths of modules, parameters or inputs. In patterns `*` is one segment or a part of one, `**`
   any number of segments, `{q,k}` alternatives, `[0..3]` the numbers 0 to 3 (`blocks.[0..3].mlp.up`), `[0..31:2]` every
   second one. A pattern must match something, and so must each of its alternatives and numbers: else it is an error.
