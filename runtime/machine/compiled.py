@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -36,7 +35,6 @@ from .execute import Machine
 from .prepared import Prepared
 from .reuse import last_uses, made_by, summed
 from .site import Site
-from .ways import code_for
 
 _NOTHING_SPARE = frozenset[str]()
 """The empty set of values to write over. Inductor reuses storage within a region by itself, and the results of a region
@@ -145,16 +143,15 @@ class Regions:
 class CompiledMachine(Machine):
     """A machine that runs the lines between collectives as compiled regions. Its lines cannot be watched."""
 
-    adding = MappingProxyType({op: add for op, add in code_for("adding").items() if not facts(op).compiled})
-    into = MappingProxyType({op: make for op, make in code_for("into").items() if not facts(op).compiled})
-    """The operators outside regions that add their result to a total. A result of a region may share its storage with
-    something else."""
-
     def __init__(self, program: Program, backend: Backend, device: torch.device, *, regions: Regions, **options: Any):
         self._regions, self._lifted = regions, _Lifted()
         self._places: dict[tuple[int, OperandPlace], torch.Tensor] = {}
         self.site = partial(_RegionSite, lifted=self._lifted)
         super().__init__(program, backend, device, **options)
+
+    def _adds(self, function: Function, line: Line) -> bool:
+        # a result of a region may share its storage with something else
+        return not facts(line.op).compiled and super()._adds(function, line)
 
     def _each(self, function: Function) -> list[Prepared]:
         return self._steps[function.name]  # what is compiled together runs together

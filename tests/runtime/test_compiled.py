@@ -16,6 +16,7 @@ import parc
 from parc.checking.checks import case_of
 from parc.compiler.build.build import Build
 from parc.compiler.initial import counter
+from parc.compiler.program import products as facts
 from parc.compiler.program.roles import SINGLE
 from parc.compiler.torch_private import compile_graph, fake_mode, onednn_linear, quiet
 from parc.compiling.compiled import Compiled
@@ -197,7 +198,7 @@ def test_a_compiled_step_by_onednn_is_a_step(folder: Path, monkeypatch: pytest.M
         return opaque(*given)
 
     monkeypatch.setattr(products, "_is_faster", lambda threads: True)
-    monkeypatch.setattr(products, "_LEAST", 1)
+    monkeypatch.setattr(facts, "LEAST", 1)
     monkeypatch.setattr(products, "_opaque", counted)
     path = build(folder, ONE, plan, name="mlp")
     cpu = torch.device("cpu")

@@ -10,7 +10,7 @@ import parc
 from benchmarks.storages import Storages
 from parc.compiler.ops.rules import TABLE
 from parc.compiler.program.together import made_in_place
-from parc.runtime.machine.execute import Machine
+from parc.runtime.machine.ways import code_for
 from tests.runtime.ranks import run_ranks
 from tests.runtime.tiny import DATA, PLAN, batch, build
 
@@ -56,7 +56,7 @@ def test_stages_take_what_was_estimated(tmp_path: Path) -> None:
 
 
 def test_gradients_that_lie_together_take_their_room_when_the_first_is_made(tmp_path: Path) -> None:
-    assert {op for op in TABLE if made_in_place(op)} == set(Machine.into)
+    assert {op for op in TABLE if made_in_place(op)} == set(code_for("into"))
     plan = WIDE.replace("schedule  microbatches 2\n", "").replace("width=32", "width=256")
     made = build(tmp_path, DATA, plan)
     estimated = [row["peak_bytes"] for row in json.loads((made / "report.json").read_text())["memory"]]
