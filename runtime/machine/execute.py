@@ -15,7 +15,7 @@ from ...compiler.layout.rings import RINGS
 from ...compiler.program.aliases import aliases, own_in_main
 from ...compiler.program.binding import Binding
 from ...compiler.program.early import on_their_way
-from ...compiler.program.products import BLAS, ONEDNN, PRODUCT
+from ...compiler.program.products import PRODUCT
 from ...compiler.program.program import Function, Line, LocalSize, Program, Ref, map_references, operator
 from ...compiler.program.totals import addable, adds, adds_up, delayed, uses_of
 from ...compiler.torch_private import profiling
@@ -27,7 +27,7 @@ from .kernels import KERNELS
 from .prepared import Prepared, ProfileRanges
 from .reuse import Lives, in_place, lives
 from .site import Site
-from .ways import Kernel, binding, code_for
+from .ways import Kernel, binding, code_for, library_of
 
 _WIDER = {torch.float32: torch.float64, torch.bfloat16: torch.float64, torch.float16: torch.float64}
 
@@ -56,7 +56,7 @@ class Machine:
         self.backend, self.device, self.wide, self.kernels, self.watch = backend, device, wide, kernels, watch
         self.reuse, self.axis = reuse, axis
         self.coordinates = [self.mesh.coordinates(rank) for rank in backend.ranks]
-        self.products = ONEDNN if PRODUCT in kernels else BLAS
+        self.products = library_of(kernels)
         self._addable, self._delayed = addable(program, self._adds), delayed(program, self._adds)
         self._buffers = GradientBuffers(program, self._makes_in_place, self.dtype)
         self._joins = aliases(program)

@@ -188,7 +188,7 @@ def test_what_is_read_elsewhere_or_given_back_twice_is_not_added() -> None:
         (("turned = t(dw)", "v turned"), set()),
     ):
         made = program(
-            "stage0", "B", "", (*words, *more), TYPES | dict(t="f32[4, 2]", exp="f32[4, 4]", turned="f32[4, 4]")
+            "stage0", "B", "", (*words, *more), TYPES | {"t": "f32[4, 2]", "exp": "f32[4, 4]", "turned": "f32[4, 4]"}
         )
         assert addable(made)["main"] == names
 
