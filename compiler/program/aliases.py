@@ -31,8 +31,8 @@ def _may_pass_on(target: Any) -> bool:
     return torch.Tag.pointwise not in target.tags or any(v.alias_info is not None for v in target._schema.returns)
 
 
-class Groups:
-    """Groups of names that may share storage, each with the last line that reads it, given that of each name."""
+class StorageGroups:
+    """StorageGroups of names that may share storage, each with the last line that reads it, given that of each name."""
 
     def __init__(self, last: Mapping[str, float] | None = None) -> None:
         self.parent: dict[str, str] = {}
@@ -71,7 +71,7 @@ def aliases(program: Program) -> dict[str, Joins]:
         key = "aliases", tuple(seen[op] for op in called)
         if key not in function.derived:
             made = {line.made[0].name: list(_joined(program, line, seen)) for line in function.lines}
-            groups = Groups()
+            groups = StorageGroups()
             for names in chain.from_iterable(made.values()):
                 groups.join(names)
             ends = [*(value.name for value in function.parameters), *(name for _, name in function.returns)]
@@ -96,7 +96,7 @@ def own_in_main(program: Program) -> frozenset[str]:
     """Return the values that the main function returns or sends as a message, in storage that no parameter, no other
     such value and no line behind the message needs: messages may write over them. For backward, it is the main function
     of the last microbatch."""
-    function, groups = program.mains[0], Groups()
+    function, groups = program.mains[0], StorageGroups()
     joins = aliases(program)[function.name]
     for line in function.lines:
         for names in joins.of(line) if MESSAGE not in dict(line.kwargs) else ():

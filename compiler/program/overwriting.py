@@ -11,7 +11,7 @@ import torch
 
 from ..layout.mesh import Mesh
 from ..ops.rules import facts
-from .aliases import Groups, Joins
+from .aliases import StorageGroups, Joins
 from .program import Function, Line, Ref, operator
 from .totals import lasting
 
@@ -60,7 +60,7 @@ def spare_operands(function: Function, joins: Joins, delayed: frozenset[str]) ->
         last: dict[str, float] = {name: at for at, line in enumerate(function.lines) for name in line.uses}
         kept = {value.name for value in function.parameters} - owned | lasting(function, delayed)
         last.update(dict.fromkeys(kept | {name for _, name in function.returns}, float("inf")))
-        groups, spare = Groups(last), list[frozenset[str]]()
+        groups, spare = StorageGroups(last), list[frozenset[str]]()
         for index, line in enumerate(function.lines):
             roots = [groups.root(name) for name in line.uses]
             spare.append(frozenset(

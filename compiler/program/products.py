@@ -11,7 +11,7 @@ from ..layout.mesh import Mesh
 from .program import Function, Line, Program, Ref
 
 PRODUCT = "aten.mm.default"
-LEAST = 1 << 21
+LARGE_PRODUCT = 1 << 21
 """The multiply-adds from which on a product of float32 is large: below, oneDNN's longer start matters."""
 
 
@@ -46,4 +46,4 @@ def is_large(line: Line, function: Function, mesh: Mesh) -> bool:
     if line.op != PRODUCT or not all(isinstance(item, Ref) for item in line.args):
         return False
     left, right = (function.values()[name].type for name in line.uses)
-    return left.dtype == torch.float32 and (math.prod(left.local(mesh)) * right.local(mesh)[1] >= LEAST)
+    return left.dtype == torch.float32 and (math.prod(left.local(mesh)) * right.local(mesh)[1] >= LARGE_PRODUCT)

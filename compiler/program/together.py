@@ -13,7 +13,7 @@ from ..layout.mesh import Shape
 from ..ops.rules import facts
 from .products import Products
 from .program import Function, Line, Program
-from .totals import Choice, addable, adds_up
+from .totals import LineChoice, addable, adds_up
 
 _ALIGNED = 64
 """The bytes of which every part begins at a multiple, as torch's own allocations do: products are slower elsewhere."""
@@ -41,7 +41,7 @@ def made_in_place(op: str) -> bool:
 
 def gradients_together(
     program: Program,
-    chosen: Choice,
+    chosen: LineChoice,
     read: Callable[[torch.dtype], torch.dtype] = lambda dtype: dtype,
 ) -> list[list[LyingGradient]]:
     """Return the gradients of each message and dtype that lie one behind the other, in that order. ``chosen`` lines

@@ -19,7 +19,7 @@ def uses_of(function: Function) -> Counter[str]:
     return uses
 
 
-Choice = Callable[[Function, Line], bool]
+LineChoice = Callable[[Function, Line], bool]
 """A choice of lines, each in its function."""
 
 
@@ -28,7 +28,7 @@ def adds(function: Function, line: Line) -> bool:
     return not may_alias(line)
 
 
-def addable(program: Program, chosen: Choice = adds) -> dict[str, frozenset[str]]:
+def addable(program: Program, chosen: LineChoice = adds) -> dict[str, frozenset[str]]:
     """Return, for each function, the gradients that may be added to a total as they are made. Such a value is made by a
     ``chosen`` line, here or in a called function. It is returned as a gradient and not sent, and nothing else reads it.
     In a last backward, what it returns elsewhere may be read once: to be summed."""
@@ -54,7 +54,7 @@ def addable(program: Program, chosen: Choice = adds) -> dict[str, frozenset[str]
         read |= more
 
 
-def delayed(program: Program, chosen: Choice = adds) -> dict[str, frozenset[str]]:
+def delayed(program: Program, chosen: LineChoice = adds) -> dict[str, frozenset[str]]:
     """Return those ``addable`` values that a machine may make after what a backward sends. Their lines are work, and
     make no result beside the total: else it would cost memory to wait."""
     return addable(program, lambda function, line: chosen(function, line) and facts(line.op).addable

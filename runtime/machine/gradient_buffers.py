@@ -17,7 +17,7 @@ import torch
 from ...compiler.layout.mesh import Shape
 from ...compiler.program.program import Program
 from ...compiler.program.together import gradients_together
-from ...compiler.program.totals import Choice
+from ...compiler.program.totals import LineChoice
 
 
 @dataclass(slots=True)
@@ -55,7 +55,7 @@ class GradientBuffers:
     def __init__(
         self,
         program: Program,
-        chosen: Choice,
+        chosen: LineChoice,
         read: Callable[[torch.dtype], torch.dtype] = lambda dtype: dtype,
     ) -> None:
         self._lying = gradients_together(program, chosen, read)

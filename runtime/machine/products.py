@@ -65,7 +65,7 @@ def _seconds(function: Callable[[], object], times: int = 8) -> float:
 
 
 def _large(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.dtype == torch.float32 and a.shape[0] * a.shape[1] * b.shape[1] >= products.LEAST
+    return a.dtype == torch.float32 and a.shape[0] * a.shape[1] * b.shape[1] >= products.LARGE_PRODUCT
 
 
 @runs("aten.mm.default", "onednn")

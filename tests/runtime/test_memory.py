@@ -33,14 +33,14 @@ STAGES += "stage before blocks.1 over pp\n"
 @pytest.fixture(autouse=True)
 def every_product(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let oneDNN make products of any size where it makes large ones."""
-    monkeypatch.setattr(facts, "LEAST", 1)
+    monkeypatch.setattr(facts, "LARGE_PRODUCT", 1)
 
 
 def peaks(*folders: str) -> list[dict[str, int]]:
     """Return the peaks of a rank by the library that multiplies, which is forced, whichever is the faster here."""
     found: list[dict[str, int]] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(facts, "LEAST", 1)
+        patch.setattr(facts, "LARGE_PRODUCT", 1)
         for folder in folders:
             found.append({})
             for library in LIBRARIES:
@@ -110,7 +110,7 @@ def test_gradients_that_lie_together_take_their_room_when_the_first_is_made(tmp_
 
 
 def test_gradients_are_held_once_whatever_makes_them(tmp_path: Path) -> None:
-    """Those of a tied weight are added up first, and under ``precision`` all are cast."""
+    """Gradients of a tied weight are added up first, and under ``precision`` all are cast."""
     plan = WIDE.replace("width=32", "width=64").replace("dropout=0.1", "dropout=0.0")
     precise = ["", "precision bf16\n", "precision fp16\n"]
     made = [build(tmp_path, line, plan, name=f"build{at}") for at, line in enumerate(precise)]

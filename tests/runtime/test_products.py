@@ -90,7 +90,7 @@ def test_a_step_by_onednn_is_a_step(onednn: None, monkeypatch: pytest.MonkeyPatc
         calls.append(1)
         return direct(*given)
 
-    monkeypatch.setattr(facts, "LEAST", 1)
+    monkeypatch.setattr(facts, "LARGE_PRODUCT", 1)
     monkeypatch.setattr(products, "_direct", counted)
     with without_onednn(), load(gpt, CPU) as plain:
         expected = plain.step()
