@@ -22,7 +22,7 @@ from parc.compiler.program.binding import PARAMETERS
 from parc.compiler.program.blocks import starred
 from parc.compiler.program.cost import Memory, estimate_memory, state_bytes, states
 from parc.compiler.program.faults import Fault
-from parc.compiler.program.products import BLAS, LIBRARIES, ONEDNN, Products, makes_apart
+from parc.compiler.program.products import BLAS, LIBRARIES, ONEDNN, Products
 from parc.compiler.program.roles import Role
 from parc.compiler.program.room import room_bytes, room_of
 from parc.compiler.resolve.pattern import Pattern
@@ -104,10 +104,12 @@ def memory_of(
 def memory_by_library(build: Build, plan: Plan, role: Role, load: float | None = None) -> dict[str, Memory]:
     """Return the memory of a rank of a role by the name of the library that multiplies. A build does not know on which
     device it will run; an accelerator has the first."""
-    differ = any(makes_apart(program, ONEDNN) for program in role.programs.values())
-    return {
-        products.name: memory_of(build, plan, role, load, products) for products in (LIBRARIES if differ else (BLAS,))
-    }
+    differ = any(
+        ONEDNN.apart(line, function, program.mesh)
+        for program in role.programs.values() for function in program.functions for line in function.lines
+    )  # fmt: skip
+    libraries = LIBRARIES if differ else (BLAS,)
+    return {products.name: memory_of(build, plan, role, load, products) for products in libraries}
 
 
 def _moments(build: Build, plan: Plan) -> dict[str, int]:
@@ -121,7 +123,7 @@ def states_of(build: Build, plan: Plan, role: Role) -> dict[str, dict[str, int]]
 
 
 def _memory_row(build: Build, plan: Plan, role: Role) -> dict[str, Any]:
-    memories = memory_by_library(build, plan, role, None)
+    memories = memory_by_library(build, plan, role)
     memory = max(memories.values(), key=lambda memory: memory.peak_bytes)
     peaks = {name: memory.peak_bytes for name, memory in memories.items()}
     own = {name for program in role.programs.values() for name in program.main.bound(*PARAMETERS)}

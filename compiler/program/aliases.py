@@ -20,9 +20,8 @@ from .program import Line, Program, operator
 def may_alias(line: Line) -> bool:
     """Return whether a result of a line may share storage with an operand; of a line that calls a function, `aliases`
     knows more."""
-    if line.calls_function or line.op in COLLECTIVES:
-        return True
-    return facts(line.op).storage != "fresh" and _may_pass_on(operator(line.op))
+    outside = line.calls_function or line.op in COLLECTIVES
+    return outside or (facts(line.op).storage != "fresh" and _may_pass_on(operator(line.op)))
 
 
 @cache
@@ -32,7 +31,7 @@ def _may_pass_on(target: Any) -> bool:
 
 
 class StorageGroups:
-    """StorageGroups of names that may share storage, each with the last line that reads it, given that of each name."""
+    """Groups of names that may share storage, each with the last line that reads it, given that of each name."""
 
     def __init__(self, last: Mapping[str, float] | None = None) -> None:
         self.parent: dict[str, str] = {}

@@ -11,7 +11,7 @@ import torch
 
 from ..layout.mesh import Mesh
 from ..ops.rules import facts
-from .aliases import StorageGroups, Joins
+from .aliases import Joins, StorageGroups
 from .program import Function, Line, Ref, operator
 from .totals import lasting
 

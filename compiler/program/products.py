@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..layout.mesh import Mesh
-from .program import Function, Line, Program, Ref
+from .program import Function, Line, Ref
 
 PRODUCT = "aten.mm.default"
 LARGE_PRODUCT = 1 << 21
@@ -26,24 +26,14 @@ class Products:
 
     def apart(self, line: Line, function: Function, mesh: Mesh) -> bool:
         """Return whether a line is a product that this library makes by itself."""
-        return not self.in_place and is_large(line, function, mesh)
+        if self.in_place or line.op != PRODUCT or not all(isinstance(item, Ref) for item in line.args):
+            return False
+        left, right = (function.values()[name].type for name in line.uses)
+        size = math.prod(left.local(mesh)) * right.local(mesh)[1]
+        return left.dtype == torch.float32 and size >= LARGE_PRODUCT
 
 
 BLAS = Products("BLAS", True)
 ONEDNN = Products("oneDNN", False)
 LIBRARIES = BLAS, ONEDNN
 """The libraries that a run may multiply with: any on a CPU, on an accelerator the BLAS."""
-
-
-def makes_apart(program: Program, products: Products) -> bool:
-    """Return whether a program has a product that a library makes by itself."""
-    lines = ((line, function) for function in program.functions for line in function.lines)
-    return any(products.apart(line, function, program.mesh) for line, function in lines)
-
-
-def is_large(line: Line, function: Function, mesh: Mesh) -> bool:
-    """Return whether a line is a large product of float32 on a rank."""
-    if line.op != PRODUCT or not all(isinstance(item, Ref) for item in line.args):
-        return False
-    left, right = (function.values()[name].type for name in line.uses)
-    return left.dtype == torch.float32 and (math.prod(left.local(mesh)) * right.local(mesh)[1] >= LARGE_PRODUCT)
