@@ -110,8 +110,9 @@ def test_a_refusal_and_a_report_say_what_the_library_that_multiplies_changes(mon
     (role,) = made.build.roles.values()
     usual, more = (memory_of(made.build, made.plan, role, products=library).peak_bytes for library in LIBRARIES)
     assert more > 1.01 * usual
-    row = f"on a CPU as the library that multiplies float32: {size_text(usual)} by BLAS, {size_text(more)} by oneDNN"
-    assert ("", row) in fact_rows(report_of(made))
+    row = dict(fact_rows(report_of(made)))["memory"]
+    assert f"peak {size_text(more)} a rank (" in row
+    assert row.endswith(f"), {size_text(usual)} where BLAS multiplies float32")
     with pytest.raises(PlanError, match=f"a rank needs {size_text(more)}") as caught:
         hold_promises(compiled(f"{wide}budget memory {usual}B\n"))
     note = f"this is on a CPU whose products of float32 are oneDNN's; else it needs {size_text(usual)}"

@@ -65,6 +65,47 @@ def test_storage_is_spare_once_nobody_reads_it_under_any_name() -> None:
     ]  # fmt: skip
 
 
+CALL = (
+    TEXT.partition("def forward")[0]
+    + """def block(
+    x: "f32[4, 4]",
+    y: "f32[4, 4]",
+):
+    t = aten.t.default(x)  # f32[4, 4] | - -
+    exp = aten.exp.default(y)  # f32[4, 4] | - -
+    return {
+        "t": t,
+        "exp": exp,
+    }
+
+
+def forward(
+    x: "f32[4, 4]",  # input x
+):
+    neg = aten.neg.default(x)  # f32[4, 4] | - -
+    tanh = aten.tanh.default(x)  # f32[4, 4] | - -
+    turned, grown = block(neg, tanh)  # f32[4, 4]; f32[4, 4] | - -
+    add = aten.add.Tensor(grown, tanh)  # f32[4, 4] | - -
+    mul = aten.mul.Tensor(neg, add)  # f32[4, 4] | - -
+    sub = aten.sub.Tensor(turned, mul)  # f32[4, 4] | - -
+    return {
+        "loss": sub,
+    }
+"""
+)
+
+
+def test_the_results_of_a_call_share_storage_with_what_they_look_at_and_nothing_else() -> None:
+    program = parse_program(CALL)
+    assert spare_of(program)[3:] == [["grown", "tanh"], ["add"], ["mul", "turned"]]
+    x = torch.randn(4, 4)
+    plain, reused = (
+        Machine(program, InProcess(Mesh()), torch.device("cpu"), reuse=reuse).run([{"x": x.clone()}])[0][LOSS]
+        for reuse in (False, True)
+    )
+    assert torch.equal(plain, reused)
+
+
 def test_a_sum_over_ranks_may_be_written_over_what_nothing_else_needs() -> None:
     head, _, body = TEXT.partition("    add =")
     assert body
