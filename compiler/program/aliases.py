@@ -20,8 +20,10 @@ from .program import Line, Program, operator
 def may_alias(line: Line) -> bool:
     """Return whether a result of a line may share storage with an operand; of a line that calls a function, `aliases`
     knows more."""
-    outside = line.calls_function or line.op in COLLECTIVES
-    return outside or (facts(line.op).storage != "fresh" and _may_pass_on(operator(line.op)))
+    if line.calls_function or line.op in COLLECTIVES:
+        return True
+    known = line.op.startswith(("aten.", "parc."))  # who only reads a build may not have a person's own operators
+    return facts(line.op).storage != "fresh" and (not known or _may_pass_on(operator(line.op)))
 
 
 @cache

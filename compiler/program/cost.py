@@ -186,6 +186,8 @@ class _Step:
         self._note(peak, before)
         held.put(peak.left, "left")
         self._keep(action, main, peak)
+        if peak.later:
+            self._note(Peak({"values": peak.later}, {}, 0))
 
     def _note(self, peak: Peak, before: int = 0) -> None:
         """Note the memory while a program runs that has this peak, beside so many bytes of parameters of the last

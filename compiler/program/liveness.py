@@ -57,11 +57,13 @@ other values."""
 @dataclass(frozen=True, slots=True)
 class Peak:
     """The most bytes that a run holds at once, by their use. At its end it holds ``kept``, by storage, which are its
-    results, and ``left`` bytes more, because values that are added later need them."""
+    results, and ``left`` bytes more, because values that are added later need them; the largest of these takes
+    ``later`` bytes until it is added."""
 
     shares: Mapping[Share, int]
     kept: Mapping[str, int]
     left: int
+    later: int = 0
 
     @property
     def most(self) -> int:
@@ -196,7 +198,7 @@ class _Run:
         for name, size in given.items():
             self.alive.add(name, size, "gradients" if name in self.written else "values")
         self.alive.note()
-        self.left = 0
+        self.left = self.later = 0
         self.last = self._last()
         self.dying: dict[int, list[str]] = {}
         for name, index in self.last.items():
@@ -234,7 +236,7 @@ class _Run:
         returned = dict.fromkeys(self.storages.root[name] for _, name in self.function.returns)
         kept = {name: self.alive.size[name] for name in returned if name in self.alive.size}
         left = sum(self.alive.size.get(name, 0) for name in self.lasting - kept.keys())
-        return Peak(self.alive.peak, kept, self.left + left)
+        return Peak(self.alive.peak, kept, self.left + left, self.later)
 
     def _call(self, index: int, line: Line) -> None:
         callee = self.liveness.program.function(line.op)
@@ -250,7 +252,7 @@ class _Run:
         for parameter, name in zip(callee.parameters, read, strict=True):
             if parameter.name in given:
                 alive.drop(name)
-        self.left += inner.left
+        self.left, self.later = self.left + inner.left, max(self.later, inner.later)
         alive.hold(inner.left)
         sizes = self.liveness.storages(callee)
         for value, (_, name) in zip(line.results, callee.returns, strict=True):
@@ -266,6 +268,8 @@ class _Run:
         own = [value for value in line.made if self.storages.root[value.name] == value.name]
         apart = self.liveness.products.apart(line, self.function, self.liveness.program.mesh)
         direct = facts(line.op).addable and not apart
+        if apart and line.made[0].name in self.own_late:
+            self.later = max(self.later, self.storages.size[line.made[0].name])
         gone = self.own_added | self.own_late if direct else self.own_late
         made = [value for value in own if value.name not in gone]
         if line.op in COLLECTIVES and line.op not in RINGS:
