@@ -16,7 +16,7 @@ from .overwriting import form_over, operand_over, spare_operands
 from .products import BLAS, Products
 from .program import Function, Line, Program, Ref
 from .together import buffers_within
-from .totals import addable, adds_up, delayed
+from .totals import addable, adds_itself, adds_up, delayed
 
 
 def local_bytes(type_: TensorType, program: Program, load: float = 1.0) -> int:
@@ -267,7 +267,7 @@ class _Run:
     def _line(self, index: int, line: Line) -> None:
         own = [value for value in line.made if self.storages.root[value.name] == value.name]
         apart = self.liveness.products.apart(line, self.function, self.liveness.program.mesh)
-        direct = facts(line.op).addable and not apart
+        direct = adds_itself(self.function, line) and not apart
         if apart and line.made[0].name in self.own_late:
             self.later = max(self.later, self.storages.size[line.made[0].name])
         gone = self.own_added | self.own_late if direct else self.own_late

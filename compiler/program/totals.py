@@ -28,6 +28,13 @@ def adds(function: Function, line: Line) -> bool:
     return not may_alias(line)
 
 
+def adds_itself(function: Function, line: Line) -> bool:
+    """Return whether a line can add its result to a total without making it. A cast to a narrower type rounds first."""
+    if not facts(line.op).addable or not facts(line.op).casts:
+        return facts(line.op).addable
+    return function.values()[line.uses[0]].type.dtype.itemsize <= line.made[0].type.dtype.itemsize
+
+
 def addable(program: Program, chosen: LineChoice = adds) -> dict[str, frozenset[str]]:
     """Return, for each function, the gradients that may be added to a total as they are made. Such a value is made by a
     ``chosen`` line, here or in a called function. It is returned as a gradient and not sent, and nothing else reads it.

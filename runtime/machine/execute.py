@@ -17,7 +17,7 @@ from ...compiler.program.binding import Binding
 from ...compiler.program.early import on_their_way
 from ...compiler.program.products import PRODUCT
 from ...compiler.program.program import Function, Line, LocalSize, Program, Ref, map_references, operator
-from ...compiler.program.totals import addable, adds, adds_up, delayed, uses_of
+from ...compiler.program.totals import addable, adds, adds_itself, adds_up, delayed, uses_of
 from ...compiler.torch_private import profiling
 from ..communication import Arrival, Backend, BoundTensors, Environment, arrival_name, wait_for_nothing
 from .coded import Added, CodedLine, coded
@@ -219,7 +219,7 @@ class Machine:
             kwargs["device"] = self.device
         over = in_place(line, function, spare, self.mesh)
         addable = [value.name for value in line.made if value.name in self._addable[function.name]]
-        direct = line.op in code_for("adding") and bool(addable)
+        direct = adds_itself(function, line) and bool(addable)
         return CodedLine(
             line, kernel or binding(line.op), [self._literal(item) for item in line.args], kwargs, sites,
             (over[0], [self._literal(item) for item in over[1]]) if over else None,
