@@ -3,9 +3,10 @@
 
 The first table has the bytes of training state that a rank holds for each parameter, by level of ZeRO and precision, as
 builds report them. The next has ZeRO 3 beside torch's FSDP2 with each layer a unit, on four gloo ranks, for the Llama
-of 20 M parameters of ``peers.py``. The last has builds of a Llama of 5 M parameters, each beside the estimate in its
-report: the role whose estimate is furthest from what the largest of its ranks takes. Steps before the measured one have
-made the optimizer's state.
+of 20 M parameters of ``peers.py``. The last has builds of a Llama of 5 M parameters, and of a GPT whose embedding and
+head are one weight, under each library that may multiply, whichever is the faster here. Each is beside its estimate:
+the role whose estimate is furthest from what the largest of its ranks takes. Steps before the measured one have made
+the optimizer's state.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from benchmarks.peers import PLAN as LLAMA
 from benchmarks.peers import fsdp_step
 from benchmarks.storages import Storages
 from benchmarks.turns import LAUNCHED, ROOT
+from parc.compiler.program.products import BLAS, LIBRARIES, ONEDNN, Products
+from parc.compiler.torch_private import onednn_linear
 
 WARM_UP = 2
 MODEL = """\
@@ -37,6 +40,17 @@ input     input_ids int64 [B, S]
 input     targets int64 [B, S]
 sizes     B=16, S=128
 loss      cross_entropy(output.logits, targets)
+optimizer adamw lr 3e-4 weight_decay 0.1 clip 1.0
+seed      1
+data      synthetic
+"""
+TIED = """\
+model     "{examples}/gpt.py:GPT" (layers=2, width=128, heads=4, vocab=16384, length=128)
+verify    layers=1, width=32, heads=4, vocab=64
+input     tokens  int64 [B, S]
+input     targets int64 [B, S]
+sizes     B=4, S=128
+loss      cross_entropy(output, targets)
 optimizer adamw lr 3e-4 weight_decay 0.1 clip 1.0
 seed      1
 data      synthetic
@@ -54,11 +68,12 @@ PIPELINE = "stage     before model.layers.2 over pp\nschedule  1f1b microbatches
 
 @dataclass(frozen=True)
 class Case:
-    """A configuration: its name, its ranks, and its lines beside the model's."""
+    """A configuration: its name, its ranks, its lines beside the model's, and these."""
 
     name: str
     ranks: int
     lines: str
+    model: str = MODEL
 
 
 CASES = (
@@ -75,11 +90,22 @@ CASES = (
     Case("offload of all three", 1, 'offload optimizer, parameters, activations to "{folder}/state"\n'),
     Case("dp=2, zero 1, fp16", 2, "mesh dp=2\n" + BATCH + "zero 1 over dp\nprecision fp16 loss_scale dynamic\n"),
     Case("bf16", 1, "precision bf16\n"),
+    Case("bf16, 4 microbatches", 1, "precision bf16\nschedule microbatches 4\n"),
+    Case("bf16, 4 microbatches, accumulate bf16", 1, "precision bf16\nschedule microbatches 4 accumulate bf16\n"),
+    Case("4 microbatches, accumulate bf16", 1, "schedule microbatches 4 accumulate bf16\n"),
+    Case("dp=2, zero 1, bf16, 4 microbatches", 2,
+         "mesh dp=2\n" + BATCH + "zero 1 over dp\nprecision bf16\nschedule microbatches 4\n"),
+    Case("tied", 1, "", TIED),
+    Case("tied, 4 microbatches", 1, "schedule microbatches 4\n", TIED),
+    Case("tied, 4 microbatches, bf16", 1, "precision bf16\nschedule microbatches 4\n", TIED),
 )  # fmt: skip
 
 
-def worker(side: str, build: str) -> None:
-    """Train on one rank; the first prints the peak of each."""
+def worker(side: str, build: str, library: str) -> None:
+    """Train on one rank, with a library that multiplies; the first prints the peak of each."""
+    from parc.runtime.machine import products
+
+    products._is_faster = lambda threads: library == ONEDNN.name  # type: ignore[assignment]
     torch.set_num_threads(1)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         dist.init_process_group("gloo")
@@ -112,10 +138,10 @@ def parc_step(build: Path) -> Callable[[], float]:
     return lambda: session.step().loss
 
 
-def measured(side: str, ranks: int, build: str = "") -> list[int]:
+def measured(side: str, ranks: int, build: str = "", library: str = BLAS.name) -> list[int]:
     """Return the peak of each rank in bytes."""
     start = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
-    command = [sys.executable, *start, "-m", "benchmarks.peaks", "--worker", side, build]
+    command = [sys.executable, *start, "-m", "benchmarks.peaks", "--worker", side, build, library]
     done = subprocess.run(command, cwd=ROOT, check=True, env={**os.environ, **LAUNCHED}, stdout=subprocess.PIPE)
     peaks: list[int] = json.loads(done.stdout.decode().strip().splitlines()[-1])
     return peaks
@@ -128,15 +154,16 @@ def built(plan: Path, out: Path, *words: str) -> Path:
     return out
 
 
-def by_role(build: Path, peaks: list[int]) -> Iterator[tuple[int, int]]:
+def by_role(build: Path, peaks: list[int], library: Products) -> Iterator[tuple[int, int]]:
     """Yield, for each role, its estimate and the peak of the largest of its ranks, in bytes."""
+    from parc.report import memory_of, plan_of
     from parc.runtime.opening import build_mesh, open_build
 
     opened = open_build(build)
-    mesh = build_mesh(opened)
-    for row in opened.report["memory"]:
-        own = [peak for rank, peak in enumerate(peaks) if opened.role_at(mesh.coordinates(rank)).name == row["role"]]
-        yield row["peak_bytes"], max(own)
+    mesh, plan = build_mesh(opened), plan_of(opened)
+    for role in opened.roles.values():
+        own = [peak for rank, peak in enumerate(peaks) if opened.role_at(mesh.coordinates(rank)).name == role.name]
+        yield memory_of(opened, plan, role, products=library).peak_bytes, max(own)
 
 
 def beside_fsdp(folder: Path) -> None:
@@ -152,18 +179,21 @@ def beside_fsdp(folder: Path) -> None:
 
 def beside_estimates(folder: Path, wanted: str) -> None:
     """Print the table of builds."""
-    print("| | ranks | estimate, MB | peak, MB | off by |\n|---|---:|---:|---:|---:|", flush=True)
+    libraries = LIBRARIES if onednn_linear() is not None else (BLAS,)
+    heads = "".join(f" {library.name}: estimate, MB | peak, MB | off by |" for library in libraries)
+    print(f"| | ranks |{heads}\n|---|---:|{'---:|---:|---:|' * len(libraries)}", flush=True)
     for number, case in enumerate(case for case in CASES if wanted in case.name):
         plan = folder / f"case{number}.parc"
-        model, lines = MODEL.replace("{examples}", str(ROOT / "examples")), case.lines.replace("{folder}", str(folder))
+        model = case.model.replace("{examples}", str(ROOT / "examples"))
+        lines = case.lines.replace("{folder}", str(folder))
         plan.write_text(model + lines, encoding="utf-8")
         build = built(plan, folder / f"case{number}")
-        rows = by_role(build, measured("parc", case.ranks, str(build)))
-        estimate, peak = max(rows, key=lambda row: abs(row[0] / row[1] - 1))
-        print(
-            f"| {case.name} | {case.ranks} | {estimate / 1e6:.2f} | {peak / 1e6:.2f} | {estimate / peak - 1:+.1%} |",
-            flush=True,
-        )
+        print(f"| {case.name} | {case.ranks} |", end="", flush=True)
+        for library in libraries:
+            rows = by_role(build, measured("parc", case.ranks, str(build), library.name), library)
+            estimate, peak = max(rows, key=lambda row: abs(row[0] / row[1] - 1))
+            print(f" {estimate / 1e6:.2f} | {peak / 1e6:.2f} | {estimate / peak - 1:+.1%} |", end="", flush=True)
+        print(flush=True)
 
 
 def by_level(folder: Path) -> None:
@@ -191,7 +221,7 @@ def by_level(folder: Path) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("wanted", nargs="?", default="", help="only the builds whose name has this in it")
-    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.worker:
         worker(*given.worker)

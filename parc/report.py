@@ -25,12 +25,15 @@ from parc.compiler.program.binding import PARAMETERS
 from parc.compiler.program.blocks import block_of, starred
 from parc.compiler.program.cost import Memory, estimate_memory, state_bytes, states
 from parc.compiler.program.faults import Fault
+from parc.compiler.program.products import BLAS, LIBRARIES, ONEDNN, Products
 from parc.compiler.program.roles import Role
 from parc.compiler.program.room import room_bytes, room_of
 from parc.compiler.resolve.pattern import Pattern
 from parc.compiler.sizes.size_range import BATCH
 from parc.grammar.diagnostics import PlanError
 
+_APART = 0.01
+"""The difference of two estimates from which on a report names both."""
 LINES = re.compile(r" plan:\d+|(?<=\.py):\d+\b")
 """The numbers of a plan's lines and of a model's lines in texts."""
 
@@ -118,9 +121,14 @@ def _expert_rows(build: Build, plan: Plan) -> dict[str, Any]:
     return {"experts": list(rows.values()), "experts_peak_bytes": max(peaks)} if rows else {}
 
 
-def memory_of(build: Build, plan: Plan, role: Role, load: float | None = None) -> Memory:
+def memory_of(
+    build: Build, plan: Plan, role: Role, load: float | None = None, products: Products | None = None
+) -> Memory:
     """Return the memory of a rank of a role; of the busiest rank of experts, at the load that the plan's lines state or
-    at the one given."""
+    at the one given. ``products`` is the library that multiplies; without it, it is the one that needs more."""
+    if products is None:
+        every = memory_by_library(build, plan, role, load).values()
+        return max(every, key=lambda memory: memory.peak_bytes)
     moments = _moments(build, plan)
     load = (
         max((line.load for line in plan.placements if isinstance(line, Experts)), default=1.0) if load is None else load
@@ -128,8 +136,20 @@ def memory_of(build: Build, plan: Plan, role: Role, load: float | None = None) -
     arguments = role.programs, role.actions, build.types, moments, plan.offloaded
     room = room_of(*arguments)
     return replace(
-        estimate_memory(*arguments, load), offloaded={word: room_bytes(room[word]) for word in plan.offloaded}
+        estimate_memory(*arguments, load, products),
+        offloaded={word: room_bytes(room[word]) for word in plan.offloaded},
     )
+
+
+def memory_by_library(build: Build, plan: Plan, role: Role, load: float | None = None) -> dict[str, Memory]:
+    """Return the memory of a rank of a role by the name of the library that multiplies. A build does not know on which
+    device it will run; an accelerator has the first."""
+    differ = any(
+        ONEDNN.apart(line, function, program.mesh)
+        for program in role.programs.values() for function in program.functions for line in function.lines
+    )  # fmt: skip
+    libraries = LIBRARIES if differ else (BLAS,)
+    return {products.name: memory_of(build, plan, role, load, products) for products in libraries}
 
 
 def _moments(build: Build, plan: Plan) -> dict[str, int]:
@@ -143,12 +163,15 @@ def states_of(build: Build, plan: Plan, role: Role) -> dict[str, dict[str, int]]
 
 
 def _memory_row(build: Build, plan: Plan, role: Role) -> dict[str, Any]:
-    memory = memory_of(build, plan, role)
+    memories = memory_by_library(build, plan, role)
+    memory = max(memories.values(), key=lambda memory: memory.peak_bytes)
+    peaks = {name: memory.peak_bytes for name, memory in memories.items()}
     own = {name for program in role.programs.values() for name in program.main.bound(*PARAMETERS)}
     return {
         "role": role.name, "peak_bytes": memory.peak_bytes, **asdict(memory),
         "state": state_bytes(role.programs, build.types, _moments(build, plan)),
         "of": sum(_count(build, name) for name in own & build.types.keys()),
+        **({"peak_by_library": peaks} if max(peaks.values()) > (1 + _APART) * min(peaks.values()) else {}),
     }  # fmt: skip
 
 

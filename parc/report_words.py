@@ -31,7 +31,9 @@ def fact_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         rows.append(("sizes", f"{sizes_text(report['sizes'])}; bytes are those of the largest"))
     for entry in report["memory"]:
         held = ", ".join(f"{k} {size_text(entry[k])}" for k in MEMORY_KINDS if entry[k] or k in MEMORY_KINDS[:4])
-        rows.append(("memory", f"{entry['role']}: peak {size_text(entry['peak_bytes'])} a rank ({held})"))
+        library, least = min(entry.get("peak_by_library", {"": 0}).items(), key=lambda pair: pair[1])
+        less = f", {size_text(least)} where {library} multiplies float32" if library else ""
+        rows.append(("memory", f"{entry['role']}: peak {size_text(entry['peak_bytes'])} a rank ({held}){less}"))
         if away := entry["offloaded"]:
             rows.append(("", "beside it " + ", ".join(f"{word} {size_text(size)}" for word, size in away.items())))
     rows += [("experts" if at == 0 else "", text) for at, text in enumerate(_expert_texts(report))]

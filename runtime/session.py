@@ -32,6 +32,7 @@ from .lockstep import Together
 from .machine.compiled import Regions
 from .machine.execute import Machine
 from .machine.products import agreed_kernels
+from .machine.ways import library_of
 from .opening import build_mesh, check_fits, check_source_of, constants_of, task_of
 from .owners import held
 from .processes import default_device
@@ -95,6 +96,7 @@ class Session:
         self.offloaded = self._together.agreed("parc.load", lambda: Offloaded(build, self.role, self.rank, self.device))
         agreed = agreed_kernels(self.device, self.exchange)
         self.kernels = {**agreed, **self.offloaded.kernels} if self.offloaded.kernels else agreed
+        self.products = library_of(self.kernels)
         self._by_sizes = BySizes(build, self._at)
         self.feed = self._by_sizes().feed
         if check_source:

@@ -282,6 +282,8 @@ class Stepper:
         usual = dict(machine.program.main.returns)
         whole = {key for key, name in last.returns if name != usual[key]} if last is not None else set[Binding]()
         added = [{*given} for given in totals]
+        for w, more in zip(work, inputs, strict=True):  # totals die within the program, once they are summed
+            more.update({key: w.totals.pop(key) for key in whole & w.totals.keys()})
         for (w, made), there in zip(self._run(name, work, inputs, totals, later, last), added, strict=True):
             w.hand_over((action.stage, BACKWARD, action.microbatch), made)
             for key, value in made.items():

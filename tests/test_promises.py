@@ -9,9 +9,14 @@ from torch import Tensor, nn
 
 from parc.build import build
 from parc.checking.limits import hold_promises
+from parc.checking.reports import report_of
 from parc.cli import main
+from parc.compiler.program import products
+from parc.compiler.program.products import LIBRARIES
 from parc.grammar.diagnostics import Diagnostic, PlanError, render
+from parc.grammar.syntax import size_text
 from parc.report import memory_of
+from parc.report_words import fact_rows
 from tests.checked_plans import compiled
 from tests.runtime.tiny import BOTH, PLAN, TENSOR
 from tests.two_layers import MODULE, TASK
@@ -96,6 +101,24 @@ def test_a_budget_is_exact_and_names_what_is_large() -> None:
     whole = compiled(full + "mesh tp=2\nbudget memory 1KB\n")
     with pytest.raises(PlanError, match="write `vocab embed over tp`"):
         hold_promises(whole)
+
+
+def test_a_refusal_and_a_report_say_what_the_library_that_multiplies_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "LARGE_PRODUCT", 1)
+    wide = SHALLOW.replace("width=16", "width=64").replace("B=8", "B=32")
+    made = compiled(wide)
+    (role,) = made.build.roles.values()
+    usual, more = (memory_of(made.build, made.plan, role, products=library).peak_bytes for library in LIBRARIES)
+    assert more > 1.01 * usual
+    row = dict(fact_rows(report_of(made)))["memory"]
+    assert f"peak {size_text(more)} a rank (" in row
+    assert row.endswith(f"), {size_text(usual)} where BLAS multiplies float32")
+    with pytest.raises(PlanError, match=f"a rank needs {size_text(more)}") as caught:
+        hold_promises(compiled(f"{wide}budget memory {usual}B\n"))
+    note = f"this is on a CPU whose products of float32 are oneDNN's; else it needs {size_text(usual)}"
+    assert f"note: {note}" in render(caught.value.diagnostics[0])
+    narrow = report_of(compiled(f"{wide}precision bf16\n"))
+    assert not any("peak_by_library" in row for row in narrow["memory"]), "they are the BLAS's"
 
 
 class Tied(nn.Module):

@@ -122,7 +122,7 @@ REPORT_FORM: Form = {
     "memory": [{
         "role": str, "peak_bytes": _NUMBER, "parameters": _NUMBER, "gradients": _NUMBER, "optimizer": _NUMBER,
         "activations": _NUMBER, "messages": _NUMBER, "residuals": _NUMBER, "offloaded": Each(int), "state": Each(int),
-        "of": int,
+        "of": int, "peak_by_library?": Each(int),
     }],
     "communication": [{
         "number": int, "op": str, "axis": str, "phase": Among(PHASES), "count_per_step": int, "bytes": int,

@@ -119,7 +119,7 @@ class OpFacts:
     """True where the operator does more than its results say, or reads more than its operands: a file, a number in
     Python, the screen, or memory that nobody wrote. No program may use it."""
     addable: bool = False
-    """True where the operator makes gradients of weights, and can add them to a total."""
+    """True where the operator makes gradients of weights, and can add them to a total without a result of its own."""
     compiled: bool = True
     """False where Inductor must not compile the operator: it would add up in the order in which threads arrive, where
     torch's own operator repeats its bits; or the operator reads a tensor's numbers, or makes a shape of them."""

@@ -9,6 +9,7 @@ from ..layout.placement import TensorType
 from .actions import ACTIONS, AHEAD, UNSHARD, Action, receive_kind, send_kind
 from .binding import BUFFERS, PARAMETERS, Binding, Kind
 from .liveness import Liveness, Peak, local_bytes
+from .products import BLAS, Products
 from .program import Function, Program
 from .residual import residual_of
 from .weights import parts_in_weights
@@ -46,20 +47,20 @@ MEMORY_KINDS = ("parameters", "gradients", "optimizer", "activations", "messages
 
 def estimate_memory(
     programs: Mapping[str, Program], actions: Sequence[Action], stored: Mapping[str, TensorType],
-    moments: Mapping[str, int], offload: Collection[str] = (), load: float = 1.0,
+    moments: Mapping[str, int], offload: Collection[str] = (), load: float = 1.0, products: Products = BLAS,
 ) -> Memory:  # fmt: skip
     """Estimate the memory of a rank of a role: its own parameters among ``stored``, with ``moments`` optimizer tensors
     of each, and the values of its actions as they run one after the other. Between actions it keeps what is saved for
     backward, received, or sent and kept until the next such message, and sums of gradients. What the words of
     ``offload`` lines name lies elsewhere, but for single numbers. The busiest rank of experts has ``load`` times the
-    mean of their rows."""
+    mean of their rows. ``products`` is the library that multiplies."""
     here = {
         word: {name: type_ for name, type_ in stored.items() if word not in offload or not type_.shape}
         for word in ("parameters", "optimizer")
     }
     parameters = state_bytes(programs, here["parameters"], moments)["parameters"]
     optimizer = state_bytes(programs, here["optimizer"], moments)["optimizer"]
-    return _Step(programs, actions, parameters, optimizer, load).memory()
+    return _Step(programs, actions, parameters, optimizer, load, products).memory()
 
 
 def state_bytes(
@@ -110,8 +111,9 @@ class _Step:
     """The memory of a role's step, action by action."""
 
     def __init__(
-        self, programs: Mapping[str, Program], actions: Sequence[Action], parameters: int, optimizer: int, load: float
-    ) -> None:
+        self, programs: Mapping[str, Program], actions: Sequence[Action], parameters: int, optimizer: int, load: float,
+        products: Products,
+    ) -> None:  # fmt: skip
         self.programs, self.actions, self.load = programs, actions, load
         self.parameters, self.optimizer = parameters, optimizer
         microbatches = 1 + max((action.microbatch for action in actions), default=0)
@@ -125,7 +127,7 @@ class _Step:
             local_bytes(programs[UNSHARD].main.values()[name].type, programs[UNSHARD])
             for key, name in (programs[UNSHARD].main.returns if weights else ()) if key in weights
         )  # fmt: skip
-        self.live = {key: Liveness(program, load) for key, program in programs.items()}
+        self.live = {key: Liveness(program, load, products) for key, program in programs.items()}
         self.totals: dict[Binding, int] = {}
         self.kept: dict[tuple[int, int], dict[str, int]] = {}
         self.held = _Held()
@@ -162,6 +164,7 @@ class _Step:
             held.drop("sent")  # by then all messages are taken
         main, live = self._main(action, key), self.live[key]
         given: dict[str, int] = {}
+        totals = any(Binding("gradient", name) in self.totals for name in main.returned("gradient")) and action.works
         if action.works:
             held.put(0, receive_kind(action.kind), stage, m)
             held.put(0, "saved", stage, m)
@@ -171,16 +174,20 @@ class _Step:
                     size = saved.get(value.binding.name, 0) if value.binding.kind == "saved" else None
                     here = local_bytes(value.type, self.programs[key], self.load) if size is None else size
                     given[value.name] = here
-        totals = any(Binding("gradient", name) in self.totals for name in main.returned("gradient")) and action.works
+                elif value.binding is not None and value.kind == "gradient":  # a total that ends as its sum over ranks
+                    given[value.name] = self.totals.pop(value.binding)
         sends = following is not None and following.kind == send_kind(action.kind) and not self.kept
         # a last backward that starts sums over ranks delays nothing
         delays = sends and main is not self.programs[key].last
-        added = live.addable if totals else {}
-        peak = live.peak(main, given, *(({}, added) if delays else (added, {})))
+        added, late = live.addable if totals else {}, live.delayed if totals and delays else {}
+        added = {name: values - late.get(name, frozenset()) for name, values in added.items()}
+        peak = live.peak(main, given, added, late)
         before = self.inside if action.kind == UNSHARD else 0  # the last step's weights, in which parts lie
         self._note(peak, before)
         held.put(peak.left, "left")
         self._keep(action, main, peak)
+        if peak.later:
+            self._note(Peak({"values": peak.later}, {}, 0))
 
     def _note(self, peak: Peak, before: int = 0) -> None:
         """Note the memory while a program runs that has this peak, beside so many bytes of parameters of the last
@@ -217,7 +224,7 @@ class _Step:
             elif binding.kind == "sent":
                 sent += size
             elif name != usual[binding]:  # a sum over ranks, which may have been made in place
-                self.totals[binding] = size or self.totals[binding]
+                self.totals[binding] = size or self.totals.get(binding, 0)
             elif binding.home == "step":
                 self.totals[binding] = (
                     self.totals.get(binding, 0) + size

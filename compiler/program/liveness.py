@@ -11,10 +11,12 @@ from ..layout.collectives import COLLECTIVES, SUMS, WAIT
 from ..layout.placement import Split, TensorType
 from ..layout.rings import RINGS
 from ..ops.rules import facts
-from .overwriting import form_over, operand_over
+from .aliases import aliases, own_in_main
+from .overwriting import form_over, operand_over, spare_operands
+from .products import BLAS, Products
 from .program import Function, Line, Program, Ref
 from .together import buffers_within
-from .totals import addable, adds_up, lasting
+from .totals import addable, adds_itself, adds_up, delayed
 
 
 def local_bytes(type_: TensorType, program: Program, load: float = 1.0) -> int:
@@ -55,11 +57,13 @@ other values."""
 @dataclass(frozen=True, slots=True)
 class Peak:
     """The most bytes that a run holds at once, by their use. At its end it holds ``kept``, by storage, which are its
-    results, and ``left`` bytes more, because values that are added later need them."""
+    results, and ``left`` bytes more, because values that are added later need them; the largest of these takes
+    ``later`` bytes until it is added."""
 
     shares: Mapping[Share, int]
     kept: Mapping[str, int]
     left: int
+    later: int = 0
 
     @property
     def most(self) -> int:
@@ -101,11 +105,12 @@ class _Alive:
 class Liveness:
     """The liveness of one program. ``added`` says for each function which values are added to totals, that are there,
     as they are made; ``late`` which are added when the function has ended, so that their operands last. ``load`` is
-    that of the busiest rank of experts."""
+    that of the busiest rank of experts, and ``products`` the library that multiplies."""
 
-    def __init__(self, program: Program, load: float = 1.0) -> None:
-        self.program, self._load = program, load
-        self.addable, self.buffers = addable(program), buffers_within(program)
+    def __init__(self, program: Program, load: float = 1.0, products: Products = BLAS) -> None:
+        self.program, self._load, self.products = program, load, products
+        self.addable, self.delayed, self.buffers = addable(program), delayed(program), buffers_within(program, products)
+        self.joins, self.own = aliases(program), own_in_main(program)
         self._storages: dict[str, Storages] = {}
         self._peaks: dict[object, Peak] = {}
 
@@ -186,16 +191,14 @@ class _Run:
         self.own_added, self.own_late = (table.get(function.name, frozenset[str]()) for table in (added, late))
         self.written = {value.name for value in function.bound("gradient").values() if function.returned("gradient")}
         # no line is prepared to write over what may be added late, whether or not it is
-        kept = lasting(function, liveness.addable[function.name])
-        bound = {value.name for value in function.parameters} - self.written
-        self.apart = bound | {self.storages.root[name] for name in kept}
+        self.spare = spare_operands(function, liveness.joins[function.name], liveness.delayed[function.name])
         self.gradients = {self.storages.root[name] for name in function.returned("gradient").values()}
         self.buffers, self.begun = liveness.buffers.get(function.name, {}), set[int]()
         self.alive = _Alive()
         for name, size in given.items():
-            self.alive.add(name, size)
+            self.alive.add(name, size, "gradients" if name in self.written else "values")
         self.alive.note()
-        self.left = 0
+        self.left = self.later = 0
         self.last = self._last()
         self.dying: dict[int, list[str]] = {}
         for name, index in self.last.items():
@@ -207,7 +210,7 @@ class _Run:
         lines, root, last = self.function.lines, self.storages.root, dict[str, int]()
         for index, line in enumerate(lines):
             for name in (*line.uses, *(value.name for value in line.made)):
-                last[root[name]] = index
+                last[root[name]] = last[root[name]] if name in last and self._elsewhere(name) else index
         self.travels = {line.made[0].name: line for line in lines if "message" in dict(line.kwargs)}
         for index, line in enumerate(lines):
             if line.op == WAIT and (started := self.travels.get(line.uses[0])) is not None:
@@ -215,7 +218,7 @@ class _Run:
                     last[root[name]] = max(last[root[name]], index)
         self.lasting = self.liveness.lasting(self.function, self.late) if self.own_late else set[str]()
         last.update(dict.fromkeys(self.lasting, len(lines)))
-        last.update((root[name], len(lines)) for _, name in self.function.returns)
+        last.update((root[name], len(lines)) for _, name in self.function.returns if not self._elsewhere(name))
         return last
 
     def peak(self) -> Peak:
@@ -233,7 +236,7 @@ class _Run:
         returned = dict.fromkeys(self.storages.root[name] for _, name in self.function.returns)
         kept = {name: self.alive.size[name] for name in returned if name in self.alive.size}
         left = sum(self.alive.size.get(name, 0) for name in self.lasting - kept.keys())
-        return Peak(self.alive.peak, kept, self.left + left)
+        return Peak(self.alive.peak, kept, self.left + left, self.later)
 
     def _call(self, index: int, line: Line) -> None:
         callee = self.liveness.program.function(line.op)
@@ -249,7 +252,7 @@ class _Run:
         for parameter, name in zip(callee.parameters, read, strict=True):
             if parameter.name in given:
                 alive.drop(name)
-        self.left += inner.left
+        self.left, self.later = self.left + inner.left, max(self.later, inner.later)
         alive.hold(inner.left)
         sizes = self.liveness.storages(callee)
         for value, (_, name) in zip(line.results, callee.returns, strict=True):
@@ -263,7 +266,12 @@ class _Run:
 
     def _line(self, index: int, line: Line) -> None:
         own = [value for value in line.made if self.storages.root[value.name] == value.name]
-        made = [value for value in own if not self._elsewhere(value.name)]
+        apart = self.liveness.products.apart(line, self.function, self.liveness.program.mesh)
+        direct = adds_itself(self.function, line) and not apart
+        if apart and line.made[0].name in self.own_late:
+            self.later = max(self.later, self.storages.size[line.made[0].name])
+        gone = self.own_added | self.own_late if direct else self.own_late
+        made = [value for value in own if value.name not in gone]
         if line.op in COLLECTIVES and line.op not in RINGS:
             self._collective(index, line)
             return
@@ -296,11 +304,12 @@ class _Run:
 
     def _collective(self, index: int, line: Line) -> None:
         name, (source, *_) = line.made[0].name, line.uses
-        if line.op in SUMS and self._dies(index, source):
+        message = name in self.travels
+        if line.op in SUMS and (source in self.liveness.own if message else self._dies(index, source)):
             self.alive.add(name, self.alive.drop(self.storages.root[source]), self._share(name))
             return
         result, operand = self.storages.size[name], self.liveness.bytes_of(self.function, source)
-        buffers, message = COLLECTIVES[line.op].buffers(operand, result, line.args[1:]), name in self.travels
+        buffers = COLLECTIVES[line.op].buffers(operand, result, line.args[1:])
         self.alive.add(name, result + buffers.travelling * message, self._share(name, "messages"))
         self.alive.note(buffers.at_once * (not message))
 
@@ -316,18 +325,16 @@ class _Run:
         self.alive.add(name, result, self._share(name, "messages"))
 
     def _dies(self, index: int, name: str) -> bool:
-        """Return whether a storage is this run's own, is last read here, and may be written over."""
+        """Return whether the storage of an operand is this run's own, and may be written over."""
         first = self.storages.root[name]
-        own = first in self.alive.size or first in self.written
-        return own and first not in self.apart and self.last[first] == index
+        return name in self.spare[index] and (first in self.alive.size or first in self.written)
 
     def _written_over(self, index: int, line: Line) -> str:
         """Return the storage of an operand that the result of a line is written over, or ""."""
         if form_over(line.op) is None:
             return ""
         root = self.storages.root
-        read = [root[name] for name in line.uses]
-        spare = {name for name in line.uses if read.count(root[name]) == 1 and self._dies(index, name)}
+        spare = {name for name in line.uses if self._dies(index, name)}
         at = operand_over(line, self.function, spare, self.liveness.program.mesh)
         operand = None if at is None else line.args[at]
         return root[operand.name] if isinstance(operand, Ref) else ""

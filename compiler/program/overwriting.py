@@ -3,7 +3,7 @@ operand again, and estimates of memory count on it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import cache
 from typing import Any
 
@@ -11,7 +11,9 @@ import torch
 
 from ..layout.mesh import Mesh
 from ..ops.rules import facts
+from .aliases import Joins, StorageGroups
 from .program import Function, Line, Ref, operator
+from .totals import lasting
 
 
 @cache
@@ -46,6 +48,30 @@ def _into_first(given: Any, place: str) -> Callable[..., torch.Tensor]:
         return given(first, *args, **kwargs, **{place: first})  # type: ignore[no-any-return]
 
     return call
+
+
+def spare_operands(function: Function, joins: Joins, delayed: frozenset[str]) -> Sequence[frozenset[str]]:
+    """Return, for each line, the operands whose storage only its results need after it: lines may write over it.
+    Parameters belong to the caller, except what a program takes to give it back as another. What ``delayed`` values
+    are made of may be read after the last line. Lines ``joins`` what may share storage."""
+    key = "spare", joins, delayed
+    if key not in function.derived:
+        owned = {value.name for value in function.bound("gradient").values() if function.returned("gradient")}
+        last: dict[str, float] = {name: at for at, line in enumerate(function.lines) for name in line.uses}
+        kept = {value.name for value in function.parameters} - owned | lasting(function, delayed)
+        last.update(dict.fromkeys(kept | {name for _, name in function.returns}, float("inf")))
+        groups, spare = StorageGroups(last), list[frozenset[str]]()
+        for index, line in enumerate(function.lines):
+            roots = [groups.root(name) for name in line.uses]
+            spare.append(frozenset(
+                name for name, root in zip(line.uses, roots, strict=True)
+                if groups.last[root] == index and roots.count(root) == 1
+            ))  # fmt: skip
+            for names in joins.of(line):
+                groups.join(names)
+        function.derived[key] = spare
+    stored: Sequence[frozenset[str]] = function.derived[key]
+    return stored
 
 
 def operand_over(line: Line, function: Function, spare: Collection[str], mesh: Mesh) -> int | None:

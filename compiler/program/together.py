@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,8 +11,9 @@ import torch
 from ..layout.collectives import MESSAGE, SUMS
 from ..layout.mesh import Shape
 from ..ops.rules import facts
-from .program import Program
-from .totals import addable, adds_up
+from .products import Products
+from .program import Function, Line, Program
+from .totals import LineChoice, addable, adds_up
 
 _ALIGNED = 64
 """The bytes of which every part begins at a multiple, as torch's own allocations do: products are slower elsewhere."""
@@ -40,12 +41,12 @@ def made_in_place(op: str) -> bool:
 
 def gradients_together(
     program: Program,
-    operators: Collection[str],
+    chosen: LineChoice,
     read: Callable[[torch.dtype], torch.dtype] = lambda dtype: dtype,
 ) -> list[list[LyingGradient]]:
-    """Return the gradients of each message and dtype that lie one behind the other, in that order. ``operators`` make
-    them; ``read`` returns the dtype as which a machine reads one of the program."""
-    able = addable(program, operators)[program.main.name]
+    """Return the gradients of each message and dtype that lie one behind the other, in that order. ``chosen`` lines
+    make them; ``read`` returns the dtype as which a machine reads one of the program."""
+    able = addable(program, chosen)[program.main.name]
     together: dict[tuple[object, torch.dtype], list[LyingGradient]] = {}
     for message, name in _sent(program):
         if name in able:
@@ -56,15 +57,14 @@ def gradients_together(
     return [gradients for gradients in lying if len(gradients) > 1]
 
 
-def buffers_within(program: Program) -> dict[str, dict[str, int]]:
+def buffers_within(program: Program, products: Products) -> dict[str, dict[str, int]]:
     """Return, for each function, the number of the buffer of each value that is made in one. The calls of a function
     are taken to be alike."""
-    used = {line.op for function in program.functions for line in function.lines if not line.calls_function}
-    lying = {
-        value.name: at
-        for at, values in enumerate(gradients_together(program, frozenset(filter(made_in_place, used))))
-        for value in values
-    }
+
+    def in_place(function: Function, line: Line) -> bool:
+        return made_in_place(line.op) and not products.apart(line, function, program.mesh)
+
+    lying = {value.name: at for at, values in enumerate(gradients_together(program, in_place)) for value in values}
     within = {main.name: dict(lying) for main in program.mains} if lying else {}
     left = list(program.mains) if lying else []
     while left:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from ..ops.rules import facts
+from .aliases import may_alias
 from .program import LAST, Function, Line, Program, Ref, Value
 
 
@@ -18,21 +19,37 @@ def uses_of(function: Function) -> Counter[str]:
     return uses
 
 
-def addable(program: Program, operators: Collection[str] | None = None) -> dict[str, frozenset[str]]:
-    """Return, for each function, the values that may be added to a total as they are made. Such a value is made by one
-    of these ``operators`` (or by any whose row allows it), here or in a called function. It is returned and not sent,
-    and nothing else reads it. In a last backward, what it returns elsewhere may be read once: to be summed."""
-    read = {(main.name, name) for main in program.mains for name in main.returned("sent").values()}
-    mains = {main.name: program.main for main in program.mains}
+LineChoice = Callable[[Function, Line], bool]
+"""A choice of lines, each in its function."""
+
+
+def adds(function: Function, line: Line) -> bool:
+    """Return whether a line's results can be added to totals as they are made: they have storage of their own."""
+    return not may_alias(line)
+
+
+def adds_itself(function: Function, line: Line) -> bool:
+    """Return whether a line can add its result to a total without making it. A cast to a narrower type rounds first."""
+    if not facts(line.op).addable or not facts(line.op).casts:
+        return facts(line.op).addable
+    return function.values()[line.uses[0]].type.dtype.itemsize <= line.made[0].type.dtype.itemsize
+
+
+def addable(program: Program, chosen: LineChoice = adds) -> dict[str, frozenset[str]]:
+    """Return, for each function, the gradients that may be added to a total as they are made. Such a value is made by a
+    ``chosen`` line, here or in a called function. It is returned as a gradient and not sent, and nothing else reads it.
+    In a last backward, what it returns elsewhere may be read once: to be summed."""
+    read = set[tuple[str, str]]()
+    mains = {main.name: program.main.returned("gradient").values() for main in program.mains}
     while True:
         able: dict[str, frozenset[str]] = {}
         for function in program.functions:
             uses = uses_of(function)
-            returned = Counter(name for _, name in mains.get(function.name, function).returns)
+            returned = Counter(mains.get(function.name, [name for _, name in function.returns]))
             able[function.name] = frozenset(
                 value.name for line in function.lines for value, inner in _made(program, line)
-                if (inner in able[line.op] if line.calls_function else _adds(line.op, operators))
-                and uses[value.name] == returned[value.name] == 1 and (function.name, value.name) not in read
+                if uses[value.name] == returned[value.name] == 1 and (function.name, value.name) not in read
+                and (inner in able[line.op] if line.calls_function else chosen(function, line))
             )  # fmt: skip
         more = {  # what one caller reads is not added for the others
             (line.op, inner) for function in program.functions for line in function.lines if line.calls_function
@@ -44,15 +61,18 @@ def addable(program: Program, operators: Collection[str] | None = None) -> dict[
         read |= more
 
 
+def delayed(program: Program, chosen: LineChoice = adds) -> dict[str, frozenset[str]]:
+    """Return those ``addable`` values that a machine may make after what a backward sends. Their lines are work, and
+    make no result beside the total: else it would cost memory to wait."""
+    return addable(program, lambda function, line: chosen(function, line) and facts(line.op).addable
+                   and not facts(line.op).casts)  # fmt: skip
+
+
 def adds_up(function: Function, line: Line) -> bool:
     """Return whether a line of a last backward adds a microbatch's gradient to the total of earlier ones."""
     if not function.name.endswith(LAST) or line.op != "aten.add.Tensor" or not isinstance(line.args[0], Ref):
         return False
     return function.values()[line.args[0].name].kind == "gradient"
-
-
-def _adds(op: str, operators: Collection[str] | None) -> bool:
-    return facts(op).addable if operators is None else op in operators
 
 
 def _made(program: Program, line: Line) -> list[tuple[Value, str]]:

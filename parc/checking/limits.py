@@ -15,6 +15,7 @@ from parc.compiler.plan.limits import Promise
 from parc.compiler.program.actions import ACTIONS, BACKWARD, FORWARD, step_kinds
 from parc.compiler.program.cost import MEMORY_KINDS
 from parc.compiler.program.liveness import local_bytes
+from parc.compiler.program.products import BLAS, ONEDNN
 from parc.compiler.program.roles import join_roles
 from parc.compiler.resolve.names import find_modules, is_within
 from parc.compiler.schedules import EARLY, problem
@@ -25,7 +26,7 @@ from parc.grammar.codes_build import FORBIDDEN, NOT_EXPECTED, OVER_BUDGET
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.grammar.syntax import size_text
 from parc.passes.pipeline import names_of
-from parc.report import memory_of
+from parc.report import memory_by_library
 
 _SHOWN = 5
 _WORTH = 20  # a parameter that is less than this part of all is not worth a line
@@ -174,12 +175,18 @@ def _budget(compiled: Compiled) -> Iterator[Diagnostic]:
     if line is None:
         return
     build, types = compiled.build, compiled.build.types
-    memory = max((memory_of(build, compiled.plan, role) for role in build.roles.values()), key=lambda m: m.peak_bytes)
+    rows = [memory_by_library(build, compiled.plan, role) for role in build.roles.values()]
+    memory = max((memory for row in rows for memory in row.values()), key=lambda m: m.peak_bytes)
+    usual = max(row[BLAS.name].peak_bytes for row in rows)
     over = memory.peak_bytes - line.memory
     if over <= 0:
         return
     kinds = {name: size for name, size in memory.shares.items() if size or name in MEMORY_KINDS[:4]}
     notes = [", ".join(f"{name} {size_text(size)}" for name, size in kinds.items())]
+    if 100 * memory.peak_bytes > 101 * usual:
+        notes.append(
+            f"this is on a CPU whose products of float32 are {ONEDNN.name}'s; else it needs {size_text(usual)}"
+        )
     held = sorted([*_parameters(compiled, types), *_values(compiled)], key=lambda tensor: -tensor.bytes)
     notes += [f"{tensor.name} {tensor.text}, {size_text(tensor.bytes)}" for tensor in held[:_SHOWN]]
     message = f"a rank needs {size_text(memory.peak_bytes)}, {size_text(over)} more than the budget"

@@ -12,6 +12,7 @@ from torch import fx
 from ...compiler.capture.node_facts import StoredAs, noted
 from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.placement import TensorType
+from ...compiler.ops.rules import facts
 from ...compiler.program.actions import BACKWARD, COUNTING, FORWARD
 from ...compiler.program.binding import LOSS, RNG, SCALE, Binding
 from ...compiler.program.blocks import starred
@@ -261,11 +262,9 @@ def assemble(
     """
     main, pairs = call_segments(graph, mesh, seed)
     loss, *others = outputs(graph)
-    lines, reads, returned = _backward(main, loss)
-    gradients = []
-    for stage, name, value in returned:
-        lines.stage = stage
-        gradients.append((stage, name, _narrowed(value, sums, lines)))
+    lines, reads, gradients = _backward(main, loss)
+    if sums is not None:
+        gradients = _narrowed(lines, gradients, sums)
     keys = (LOSS, *noted(graph.output_node()).results)
     results = {key: main.bind(node).name for key, node in zip(keys, (loss, *others), strict=True)}
     for node in graph.find_nodes(op="placeholder"):
@@ -316,12 +315,32 @@ def _called(functions: Sequence[Function], piece: StagePiece) -> list[Function]:
     return [function for function in functions if function.name in used]
 
 
-def _narrowed(value: Value, sums: torch.dtype | None, lines: _Lines) -> Value:
-    """Cast a gradient to the smaller dtype in which it is summed, if there is one."""
-    if sums is None or sums.itemsize >= value.type.dtype.itemsize:
-        return value
-    narrow = replace(value.type, dtype=sums)
-    return lines.emit("aten._to_copy.default", (Ref(value.name),), narrow, name="narrow", dtype=sums)
+def _narrowed(
+    lines: _Lines, gradients: Sequence[tuple[int, str, Value]], sums: torch.dtype
+) -> list[tuple[int, str, Value]]:
+    """Cast gradients, where they are made, to the dtype in which they are summed, if it is smaller. One that a line
+    only widens is taken as it was before."""
+    wide = {value.name for _, _, value in gradients if sums.itemsize < value.type.dtype.itemsize}
+    read = {name for line in lines.lines for name in line.uses}
+    made = list(zip(lines.stages, lines.lines, strict=True))
+    values = {value.name: value for _, line in made for value in line.made}
+    lines.lines, lines.stages, narrow = [], [], dict[str, Value]()
+
+    def cast(value: Value, origin: Origin) -> Value:
+        if value.type.dtype == sums:
+            return value
+        type_ = replace(value.type, dtype=sums)
+        return lines.emit("aten._to_copy.default", (Ref(value.name),), type_, origin, "narrow", dtype=sums)
+
+    for lines.stage, line in made:
+        (first, *_) = line.made
+        source = values.get(line.uses[0]) if first.name in wide - read and facts(line.op).casts else None
+        if source is not None and source.type.dtype.itemsize < first.type.dtype.itemsize:
+            narrow[first.name] = cast(source, line.origin)
+            continue
+        lines.append(line)
+        narrow.update((value.name, cast(value, line.origin)) for value in line.made if value.name in wide)
+    return [(stage, name, narrow.get(value.name, value)) for stage, name, value in gradients]
 
 
 def assemble_count(graph: fx.Graph, counts: Sequence[Binding], mesh: Mesh, role: str) -> Program:

@@ -39,7 +39,7 @@ _FILE = "<lines of a program>"
 @dataclass(frozen=True, slots=True)
 class Added:
     """The sum into which a line's result may be added: ``add(total, otherwise, *args)`` is called where the environment
-    has a total of this ``name``; ``otherwise(*args)`` is the operator."""
+    has a total of the value of this ``name``; ``otherwise(*args)`` is the operator."""
 
     name: str
     add: Callable[..., Any]
@@ -49,7 +49,8 @@ class Added:
 class CodedLine:
     """A line with its code: a ``function`` of the site of each lane, if there are ``sites``, and of the line's
     arguments as this machine reads them. ``over`` is a function with arguments of its own, the first of which it writes
-    over. ``dead`` are the names that nobody reads after the line."""
+    over. ``totalled`` are the results that are added, once made, to totals that the environment has. ``dead`` are the
+    names that nobody reads after the line."""
 
     line: Line
     function: Callable[..., Any]
@@ -58,6 +59,7 @@ class CodedLine:
     sites: Sequence[Site] = ()
     over: tuple[Callable[..., Any], Sequence[Any]] | None = None
     added: Added | None = None
+    totalled: Sequence[str] = ()
     dead: tuple[str, ...] = ()
 
 
@@ -139,10 +141,13 @@ class _Writer:
             )
         if each.added is None:
             yield f"{result} = {call}"
+            for name in each.totalled:
+                local, total = _local(name), f"__values.pop({f'total of {name}'!r})"
+                yield f"{local} = {total}.add_({local}) if {f'total of {name}'!r} in __values else {local}"
             return
         otherwise = f"{self._name(partial)}({function}, {site[0]})" if site else function
         add = f"{self._name(each.added.add)}({', '.join(['__total', otherwise, *arguments, *named])})"
-        yield f"__total = __values.pop({each.added.name!r}, None)"
+        yield f"__total = __values.pop({f'total of {each.added.name}'!r}, None)"
         yield f"{result} = {call} if __total is None else {add}"
         yield "del __total"
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -36,7 +36,6 @@ from .execute import Machine
 from .prepared import Prepared
 from .reuse import last_uses, made_by, summed
 from .site import Site
-from .ways import code_for
 
 _NOTHING_SPARE = frozenset[str]()
 """The empty set of values to write over. Inductor reuses storage within a region by itself, and the results of a region
@@ -145,16 +144,14 @@ class Regions:
 class CompiledMachine(Machine):
     """A machine that runs the lines between collectives as compiled regions. Its lines cannot be watched."""
 
-    adding = MappingProxyType({op: add for op, add in code_for("adding").items() if not facts(op).compiled})
-    into = MappingProxyType({op: make for op, make in code_for("into").items() if not facts(op).compiled})
-    """The operators outside regions that add their result to a total. A result of a region may share its storage with
-    something else."""
-
     def __init__(self, program: Program, backend: Backend, device: torch.device, *, regions: Regions, **options: Any):
         self._regions, self._lifted = regions, _Lifted()
         self._places: dict[tuple[int, OperandPlace], torch.Tensor] = {}
         self.site = partial(_RegionSite, lifted=self._lifted)
         super().__init__(program, backend, device, **options)
+
+    def _makes_in_place(self, function: Function, line: Line) -> bool:
+        return not facts(line.op).compiled and super()._makes_in_place(function, line)
 
     def _each(self, function: Function) -> list[Prepared]:
         return self._steps[function.name]  # what is compiled together runs together
@@ -179,7 +176,9 @@ class CompiledMachine(Machine):
         inputs = tuple(dict.fromkeys(_read(lines)))
         region = _Region(lines, inputs, outputs, f"wide={self.wide}\n{self._text(function, lines, inputs, outputs)}")
         self._regions.texts.add(region.text)
-        stretch = coded([self._coded(line, function, _NOTHING_SPARE) for line in lines])
+        addable = self._addable[function.name].intersection(outputs)
+        plain = (self._coded(line, function, _NOTHING_SPARE) for line in lines)
+        stretch = coded([replace(line, added=None, totalled=()) for line in plain])
 
         def body(*values: torch.Tensor) -> list[torch.Tensor]:
             environment: Environment = dict(zip(inputs, values, strict=True))
@@ -191,6 +190,8 @@ class CompiledMachine(Machine):
                 values = [environment.pop(name) if name in dead else environment[name] for name in inputs]
                 results = self._run(region, lane, values, body)
                 environment.update(zip(outputs, results, strict=True))
+                if addable:
+                    _add_up(environment, addable, [*values, *results])
 
         return run
 
@@ -224,6 +225,18 @@ class CompiledMachine(Machine):
             results = ["_" if value is None else f"{number[value.name]}: {types[value.name]}" for value in line.results]
             rows.append(f"{'; '.join(results)} = {line.op}({', '.join(operands)})")
         return "\n".join([*rows, *(number[name] for name in outputs)])
+
+
+def _add_up(environment: Environment, addable: Collection[str], others: Sequence[torch.Tensor]) -> None:
+    """Add results of a region to totals. One without a total becomes a total: it may share storage with no other value
+    of the region."""
+    shared = Counter(other.untyped_storage().data_ptr() for other in others)
+    for name in addable:
+        result, total = environment[name], environment.pop(f"total of {name}", None)
+        if total is not None:
+            environment[name] = total.add_(result)
+        elif shared[result.untyped_storage().data_ptr()] > 1:
+            environment[name] = result.clone()
 
 
 def check_compiler(device: torch.device) -> None:

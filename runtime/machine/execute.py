@@ -12,10 +12,12 @@ import torch
 from ...compiler.layout.collectives import COLLECTIVES, MESSAGE, SUMS, axes_of
 from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.rings import RINGS
+from ...compiler.program.aliases import aliases, own_in_main
 from ...compiler.program.binding import Binding
 from ...compiler.program.early import on_their_way
+from ...compiler.program.products import PRODUCT
 from ...compiler.program.program import Function, Line, LocalSize, Program, Ref, map_references, operator
-from ...compiler.program.totals import addable, adds_up, uses_of
+from ...compiler.program.totals import addable, adds, adds_itself, adds_up, delayed, uses_of
 from ...compiler.torch_private import profiling
 from ..communication import Arrival, Backend, BoundTensors, Environment, arrival_name, wait_for_nothing
 from .coded import Added, CodedLine, coded
@@ -23,9 +25,9 @@ from .fusion import fused
 from .gradient_buffers import BufferPart, GradientBuffers
 from .kernels import KERNELS
 from .prepared import Prepared, ProfileRanges
-from .reuse import Lives, in_place, lives, own_in_main
+from .reuse import Lives, in_place, lives
 from .site import Site
-from .ways import Kernel, binding, code_for
+from .ways import Kernel, binding, code_for, library_of
 
 _WIDER = {torch.float32: torch.float64, torch.bfloat16: torch.float64, torch.float16: torch.float64}
 
@@ -36,8 +38,6 @@ class Machine:
     they are given. ``axis`` is that of the pipeline."""
 
     site: Callable[..., Site] = Site
-    adding: Mapping[str, Callable[..., torch.Tensor]] = code_for("adding")
-    into: Mapping[str, Callable[..., torch.Tensor]] = code_for("into")
 
     def __init__(
         self,
@@ -56,10 +56,10 @@ class Machine:
         self.backend, self.device, self.wide, self.kernels, self.watch = backend, device, wide, kernels, watch
         self.reuse, self.axis = reuse, axis
         self.coordinates = [self.mesh.coordinates(rank) for rank in backend.ranks]
-        self._adding = {op: self._adder(op, add) for op, add in self.adding.items() if reuse}
-        self._addable = addable(program, self._adding)
-        self._into = {op: make for op, make in self.into.items() if reuse and op not in kernels}
-        self._buffers = GradientBuffers(program, self._into, self.dtype)
+        self.products = library_of(kernels)
+        self._addable, self._delayed = addable(program, self._adds), delayed(program, self._adds)
+        self._buffers = GradientBuffers(program, self._makes_in_place, self.dtype)
+        self._joins = aliases(program)
         self._later: list[Callable[[], torch.Tensor]] | None = None
         self._given: set[str] = set()
         self._own = own_in_main(program)
@@ -99,7 +99,7 @@ class Machine:
         ``addable`` and has a total in ``totals``, it is added to the total, now or by calls put into ``later``; both
         return the total. ``arriving`` has the waits for inputs on their way, and gets those for such results.
 
-        ``inputs`` are taken apart while the program runs, so that values die after their last use.
+        ``inputs`` and ``totals`` are taken apart while the program runs, so that values die after their last use.
         """
         main = self.program.main if function is None else self.program.function(function)
         environments = [dict(given) for given in inputs]
@@ -107,6 +107,8 @@ class Machine:
         for environment, table in zip(environments, totals, strict=bool(totals)):
             environment.update((f"total of {names[key]}", total) for key, total in table.items())
         self._given = {names[key] for table in totals for key in table}
+        for table in totals:
+            table.clear()
         for environment in environments if self._buffers else ():
             for name, part in self._buffers.parts(self.device):
                 environment.setdefault(f"total of {name}", part)
@@ -180,8 +182,8 @@ class Machine:
 
     def _known(self, function: Function) -> tuple[Function, Lives]:
         if self.reuse:
-            function = fused(function, self.mesh, products="aten.mm.default" not in self.kernels)
-        return function, lives(function, self._addable[function.name], self.reuse)
+            function = fused(function, self.mesh, self.products)
+        return function, lives(function, self._joins[function.name], self._delayed[function.name], self.reuse)
 
     def _step(
         self, line: Line, function: Function, spare: frozenset[str], awaited: tuple[str, ...], dead: tuple[str, ...]
@@ -210,18 +212,18 @@ class Machine:
     def _coded(self, line: Line, function: Function, spare: frozenset[str], dead: tuple[str, ...] = ()) -> CodedLine:
         """Return a line that no other rank takes part in, with its code."""
         kwargs = {key: self._literal(item) for key, item in line.kwargs}
-        kernel, sites = self.kernels.get(line.op), list[Site]()
+        kernel, sites = self._kernel(line, function), list[Site]()
         if kernel is not None:
             sites = self._sites(line, function)
         elif any(argument.name == "device" for argument in operator(line.op)._schema.arguments):
             kwargs["device"] = self.device
         over = in_place(line, function, spare, self.mesh)
-        (name, *_) = (value.name for value in line.made)
+        addable = [value.name for value in line.made if value.name in self._addable[function.name]]
+        direct = adds_itself(function, line) and bool(addable)
         return CodedLine(
             line, kernel or binding(line.op), [self._literal(item) for item in line.args], kwargs, sites,
             (over[0], [self._literal(item) for item in over[1]]) if over else None,
-            Added(f"total of {name}", self._adding_to(line.op)) if name in self._addable[function.name] else None,
-            dead,
+            Added(addable[0], self._adding_to(line, function)) if direct else None, () if direct else addable, dead,
         )  # fmt: skip
 
     def _function_call(self, line: Line, given: frozenset[str]) -> Callable[[Sequence[Environment]], None]:
@@ -320,24 +322,36 @@ class Machine:
             return type(item)(self._literal(inner) for inner in item)
         return item
 
-    def _adder(self, op: str, add: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """Return the function that adds an operator's result to a total. A kernel that replaces the operator has no
-        such call: its result is made first."""
-        kernel = self.kernels.get(op)
-        if kernel is None or kernel is KERNELS.get(op):
-            return add
-        site = Site(self.mesh, self.coordinates[0], (), (), self.device)
-        return lambda total, *args: total.add_(kernel(site, *args))
+    def _adds(self, function: Function, line: Line) -> bool:
+        """Return whether the results of a line are added to totals as they are made."""
+        return self.reuse and adds(function, line)
 
-    def _adding_to(self, op: str) -> Callable[..., Any]:
-        """Return the function that adds an operator's result to a total, or makes it in its part of a buffer."""
-        add, into = self._adding[op], self._into.get(op)
+    def _makes_in_place(self, function: Function, line: Line) -> bool:
+        """Return whether the result of a line can be made in its part of a buffer."""
+        apart = self.products.apart(line, function, self.mesh)
+        return line.op in code_for("into") and not apart and self._adds(function, line)
 
-        def added(total: Any, otherwise: Callable[..., Any], *args: Any) -> Any:
+    def _kernel(self, line: Line, function: Function) -> Kernel | None:
+        """Return the code that replaces the operator of a line."""
+        library = line.op != PRODUCT or self.products.apart(line, function, self.mesh)
+        return self.kernels.get(line.op) if library else None
+
+    def _adding_to(self, line: Line, function: Function) -> Callable[..., Any]:
+        """Return the function that adds the result of a line to a total, or makes it in its part of a buffer. A product
+        that the library makes apart is made first."""
+        add, into, delays = code_for("adding")[line.op], code_for("into").get(line.op), self._delayed[function.name]
+        late, kernel = line.made[0].name in delays, self._kernel(line, function)
+        if kernel is not None and kernel is not KERNELS.get(line.op):
+            site = Site(self.mesh, self.coordinates[0], (), (), self.device)
+
+            def add(total: torch.Tensor, *args: Any) -> torch.Tensor:
+                return total.add_(kernel(site, *args))
+
+        def added(total: Any, otherwise: Callable[..., Any], *args: Any, **options: Any) -> Any:
             if isinstance(total, BufferPart):
                 return otherwise(*args) if into is None else into(total.tensor(), *args)
-            if self._later is None:
-                return add(total, *args)
+            if self._later is None or not late:
+                return add(total, *args, **options)
             self._later.append(partial(add, total, *args))
             return total
 

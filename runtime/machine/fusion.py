@@ -13,6 +13,7 @@ import torch
 from ...compiler.layout.collectives import COLLECTIVES
 from ...compiler.layout.mesh import Mesh
 from ...compiler.program.liveness import owners
+from ...compiler.program.products import PRODUCT, Products
 from ...compiler.program.program import Function, Line, Ref
 from ...compiler.program.totals import uses_of
 from .kernels import ADD_PRODUCT
@@ -21,10 +22,10 @@ from .ways import runs
 _RESHAPE = "aten.reshape.default"
 
 
-def fused(function: Function, mesh: Mesh, products: bool) -> Function:
-    """Return the function with ``x + a * b``, or ``x + a * (2 * b)``, as one line, and with ``products`` also
-    ``x + a @ b``, if nobody else reads the summand. A product's operands then live until the sum. So a product is left
-    alone if that takes memory, or if ``x`` is still on its way while the product is made."""
+def fused(function: Function, mesh: Mesh, products: Products) -> Function:
+    """Return the function with ``x + a * b``, or ``x + a * (2 * b)``, as one line, and also ``x + a @ b``, if nobody
+    else reads the summand and the library of ``products`` can. A product's operands then live until the sum. So a
+    product is left alone if that takes memory, or if ``x`` is still on its way while the product is made."""
     key = "fused", mesh, products
     if key not in function.derived:
         function.derived[key] = _Fusion(function, mesh, products).made()
@@ -35,7 +36,7 @@ def fused(function: Function, mesh: Mesh, products: bool) -> Function:
 class _Fusion:
     """The joining of one function's lines. ``gone`` are the values that no line makes any more."""
 
-    def __init__(self, function: Function, mesh: Mesh, products: bool) -> None:
+    def __init__(self, function: Function, mesh: Mesh, products: Products) -> None:
         self.function, self.mesh, self.products = function, mesh, products
         self.values, self.uses, self.source = function.values(), uses_of(function), owners(function)
         self.makers = {value.name: (at, line) for at, line in enumerate(function.lines) for value in line.made}
@@ -92,16 +93,16 @@ class _Fusion:
             if values[x.name].type != type_ or self.makers.get(x.name, (0, line))[1].op in COLLECTIVES:
                 continue
             view = self.made_for(other, _RESHAPE)
-            whole = self.products and values[other.name].type.shape == type_.shape
-            product = self.made_for(view.args[0] if view else other, "aten.mm.default") if whole else None
-            if product is None:
+            whole = values[other.name].type.shape == type_.shape
+            product = self.made_for(view.args[0] if view else other, PRODUCT) if whole else None
+            if product is None or self.products.apart(product, self.function, self.mesh):
                 view, product = None, self.made_for(other, "aten.mul.Tensor")
             if product is None or not all(isinstance(item, Ref) for item in product.args):
                 continue
             read = [values[name].type.dtype for name in product.uses]
             if set(read) == {type_.dtype} and self.for_nothing(at, product):
                 self.gone.update(made.made[0].name for made in (view, product) if made)
-                if product.op == "aten.mm.default":
+                if product.op == PRODUCT:
                     return replace(line, op=ADD_PRODUCT, args=(x, *product.args))
                 factors, kwargs = self.with_scale(at, product)
                 return replace(line, op="aten.addcmul.default", args=(x, *factors), kwargs=kwargs)
@@ -114,6 +115,11 @@ def _embedding(total: torch.Tensor, grad: Any, index: Any, rows: int, padding: i
     if padding < 0 and not by_frequency and total.device.type == "cpu":
         return total.index_add_(0, index.reshape(-1), grad.reshape(-1, grad.shape[-1]))
     return total.add_(torch.ops.aten.embedding_dense_backward(grad, index, rows, padding, by_frequency))
+
+
+@runs("aten._to_copy.default", "adding")
+def _cast(total: torch.Tensor, value: torch.Tensor, **_: Any) -> torch.Tensor:
+    return total.add_(value)
 
 
 @runs("aten.mm.default", "into")

@@ -8,7 +8,7 @@ the message is one sum and nothing is copied for it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import final
 
@@ -17,6 +17,7 @@ import torch
 from ...compiler.layout.mesh import Shape
 from ...compiler.program.program import Program
 from ...compiler.program.together import gradients_together
+from ...compiler.program.totals import LineChoice
 
 
 @dataclass(slots=True)
@@ -48,16 +49,16 @@ class BufferPart:
 
 @final
 class GradientBuffers:
-    """The buffers of a program's gradients, each of one message and one dtype. ``operators`` can make them in a given
-    place; ``read`` returns the dtype as which a machine reads one of the program."""
+    """The buffers of a program's gradients, each of one message and one dtype. ``chosen`` lines can make them in
+    a given place; ``read`` returns the dtype as which a machine reads one of the program."""
 
     def __init__(
         self,
         program: Program,
-        operators: Collection[str],
+        chosen: LineChoice,
         read: Callable[[torch.dtype], torch.dtype] = lambda dtype: dtype,
     ) -> None:
-        self._lying = gradients_together(program, operators, read)
+        self._lying = gradients_together(program, chosen, read)
 
     def __bool__(self) -> bool:
         return bool(self._lying)

@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 
+from ...compiler.program import products
 from ...compiler.torch_private import onednn_linear
 from ..processes import check_device
 from .kernels import KERNELS
 from .site import Site
 from .ways import Kernel, code_for, runs
 
-_LEAST = 1 << 21
-"""The multiply-adds from which on oneDNN's longer start does not matter."""
 _PROBE = 256
 """The rows and columns of the measured product, which takes a fraction of a millisecond."""
 _CLEARLY = 1.5
@@ -66,7 +65,7 @@ def _seconds(function: Callable[[], object], times: int = 8) -> float:
 
 
 def _large(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.dtype == torch.float32 and a.shape[0] * a.shape[1] * b.shape[1] >= _LEAST
+    return a.dtype == torch.float32 and a.shape[0] * a.shape[1] * b.shape[1] >= products.LARGE_PRODUCT
 
 
 @runs("aten.mm.default", "onednn")

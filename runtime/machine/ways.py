@@ -9,6 +9,7 @@ import torch
 
 from ...compiler.ops.precision import base_name
 from ...compiler.ops.rules import facts
+from ...compiler.program.products import BLAS, ONEDNN, PRODUCT, Products
 from ...compiler.program.program import operator
 
 Kernel = Callable[..., Any]
@@ -34,6 +35,11 @@ def runs(op: str, way: Way = "kernel") -> Callable[[_Code], _Code]:
 def code_for(way: Way) -> Mapping[str, Kernel]:
     """Return the code for a purpose by operator, from the modules that are imported."""
     return _CODE[way]
+
+
+def library_of(kernels: Mapping[str, Kernel]) -> Products:
+    """Return the library that makes large products of float32 with these kernels."""
+    return ONEDNN if PRODUCT in kernels else BLAS
 
 
 def binding(op: str) -> Callable[..., Any]:

@@ -106,9 +106,14 @@ def test_a_result_is_added_where_there_is_a_total() -> None:
         return site * x
 
     sites: Any = [10]
-    each = CodedLine(line("y", Ref("x")), kernel, [Ref("x")], {}, sites, added=Added("total of y", add))
+    each = CodedLine(line("y", Ref("x")), kernel, [Ref("x")], {}, sites, added=Added("y", add))
     assert run([each], x=2) == {"x": 2, "y": 20}
     assert run([each], x=2, **{"total of y": 5}) == {"x": 2, "y": 25}
+    pair = replace(line("y", Ref("x")), results=(*line("y", Ref("x")).results, *line("z", Ref("x")).results))
+    both = CodedLine(pair, torch.frexp, [Ref("x")], {}, totalled=("y", "z"))
+    total = torch.full((2,), 5.0)
+    found = run([both], x=torch.tensor([1.0, 3.0]), **{"total of y": total})
+    assert found["y"] is total and found["y"].tolist() == [5.5, 5.75] and found["z"].tolist() == [1, 2]
 
 
 def test_an_error_says_of_which_line_it_is() -> None:

@@ -16,6 +16,7 @@ import parc
 from parc.checking.checks import case_of
 from parc.compiler.build.build import Build
 from parc.compiler.initial import counter
+from parc.compiler.program import products as facts
 from parc.compiler.program.roles import SINGLE
 from parc.compiler.torch_private import compile_graph, fake_mode, onednn_linear, quiet
 from parc.compiling.compiled import Compiled
@@ -103,6 +104,7 @@ def train(made: Compiled, machine: Callable[..., Machine]) -> list[list[float]]:
         parts = [dict(zip((line.name for line in made.plan.inputs), half, strict=True)) for half in halves]
         results = simulation.run(Stepper.gradients, parts, step)
         for state, result in zip(simulation.states, results, strict=True):
+            assert max(len(m.addable) for m in simulation.steppers[0].machines.values()) == 3  # all but biases
             for name, gradient in result.gradients.items():
                 state.parameters[name] -= 0.5 * gradient
         rows.append([float(number) for r in results for number in (r.loss, r.grad_norm) if number is not None])
@@ -197,7 +199,7 @@ def test_a_compiled_step_by_onednn_is_a_step(folder: Path, monkeypatch: pytest.M
         return opaque(*given)
 
     monkeypatch.setattr(products, "_is_faster", lambda threads: True)
-    monkeypatch.setattr(products, "_LEAST", 1)
+    monkeypatch.setattr(facts, "LARGE_PRODUCT", 1)
     monkeypatch.setattr(products, "_opaque", counted)
     path = build(folder, ONE, plan, name="mlp")
     cpu = torch.device("cpu")

@@ -16,6 +16,7 @@ from parc.compiler.ops.rules import TABLE
 from parc.compiler.program.binding import LOSS, Binding
 from parc.compiler.program.cost import estimate_memory
 from parc.compiler.program.liveness import Liveness
+from parc.compiler.program.products import BLAS
 from parc.compiler.program.program import Line, Program, Ref
 from parc.compiler.program.totals import addable
 from parc.compiler.schedules import timelines
@@ -35,7 +36,7 @@ TYPES = {"w": "f32[4, 4]", "dw": "f32[4, 4]", "flat": "f32[8, 4]", "product": "f
 
 
 def lines_of(made: Program) -> list[str]:
-    return [line.op.split(".")[1] for line in fused(made.main, made.mesh, True).lines]
+    return [line.op.split(".")[1] for line in fused(made.main, made.mesh, BLAS).lines]
 
 
 def test_a_product_that_is_added_to_something_is_one_line_with_the_sum() -> None:
@@ -152,6 +153,30 @@ def test_a_gradient_is_added_to_its_total_at_once_or_after_the_program(late: boo
     torch.testing.assert_close(found[Binding("sent", "h")], 2 * g * x)
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "f16", "f32"])
+def test_a_gradient_that_is_cast_is_added_as_it_was(dtype: str) -> None:
+    """The bits are those of the cast gradient's sum; the product is made at once, also where others wait for a send."""
+    made = program("stage1", "B", "", (
+        "g:received g", "x:saved x", "t = t(x)", "dw = mm(t, g)", "wide = _to_copy(dw, dtype=torch.float32)", "w wide",
+    ), {"g": f"{dtype}[2, 4]", "x": f"{dtype}[2, 4]", "t": f"{dtype}[4, 2]", "dw": f"{dtype}[4, 4]",
+        "wide": "f32[4, 4]"})  # fmt: skip
+    machine = Machine(made, InProcess(Mesh()), CPU, reuse=True)
+    (type_,) = {value.type.dtype for value in made.main.parameters}
+    g, x, before = torch.randn(2, 4).to(type_), torch.randn(2, 4).to(type_), torch.randn(4, 4)
+    later: list[Callable[[], torch.Tensor]] = []
+    (found,) = machine.run([{"g": g, "x": x}], totals=[{W: before.clone()}], later=later)
+    assert not later and torch.equal(found[W], before + (x.t() @ g).float())
+
+
+def test_any_gradient_with_storage_of_its_own_is_added_once_made() -> None:
+    made = program("stage1", "B", "", ("g:received g", "dw = exp(g)", "w dw"), {"g": "f32[4, 4]", "dw": "f32[4, 4]"})
+    machine = Machine(made, InProcess(Mesh()), CPU, reuse=True)
+    g, total = torch.randn(4, 4), torch.randn(4, 4)
+    before = total.clone()
+    (found,) = machine.run([{"g": g}], totals=[{W: total}])
+    assert found[W] is total and torch.equal(total, before + g.exp())
+
+
 def test_what_is_read_elsewhere_or_given_back_twice_is_not_added() -> None:
     assert code_for("adding").keys() == {op for op, row in TABLE.items() if row.addable}
     words = ("x:input x", "t = t(x)", "dw = mm(t, x)")
@@ -159,9 +184,12 @@ def test_what_is_read_elsewhere_or_given_back_twice_is_not_added() -> None:
         (("sent x dw",), set()),
         (("w dw",), {"dw"}),
         (("w dw", "v dw"), set()),
-        (("exp = exp(dw)", "w dw", "v exp"), set()),
+        (("exp = exp(dw)", "w dw", "v exp"), {"exp"}),
+        (("turned = t(dw)", "v turned"), set()),
     ):
-        made = program("stage0", "B", "", (*words, *more), TYPES | {"t": "f32[4, 2]", "exp": "f32[4, 4]"})
+        made = program(
+            "stage0", "B", "", (*words, *more), TYPES | {"t": "f32[4, 2]", "exp": "f32[4, 4]", "turned": "f32[4, 4]"}
+        )
         assert addable(made)["main"] == names
 
 
@@ -177,7 +205,7 @@ def test_what_one_of_two_callers_reads_is_added_for_neither() -> None:
         returns = ((W, "e" if more else "first"), (Binding("gradient", "v"), "second"))
         main = replace(outer.main, lines=(*calls, *more), returns=returns)
         found = addable(replace(outer, functions=(inner, main)))
-        assert found == {"block": {"dw"} if names else set(), "main": names}
+        assert found == {"block": {"dw"} if names else set(), "main": names or {"e"}}
 
 
 def test_rows_of_an_embedding_are_added_to_their_total() -> None:

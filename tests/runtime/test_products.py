@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from parc.compiler.layout.mesh import Mesh
+from parc.compiler.program import products as facts
 from parc.compiler.torch_private import onednn_linear
 from parc.runtime.load import load
 from parc.runtime.machine import products
@@ -89,7 +90,7 @@ def test_a_step_by_onednn_is_a_step(onednn: None, monkeypatch: pytest.MonkeyPatc
         calls.append(1)
         return direct(*given)
 
-    monkeypatch.setattr(products, "_LEAST", 1)
+    monkeypatch.setattr(facts, "LARGE_PRODUCT", 1)
     monkeypatch.setattr(products, "_direct", counted)
     with without_onednn(), load(gpt, CPU) as plain:
         expected = plain.step()

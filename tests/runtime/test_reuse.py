@@ -8,13 +8,14 @@ import torch
 
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.ops.rules import TABLE
+from parc.compiler.program.aliases import aliases
 from parc.compiler.program.binding import LOSS, Binding
-from parc.compiler.program.overwriting import form_over
-from parc.compiler.program.program import operator
+from parc.compiler.program.overwriting import form_over, spare_operands
+from parc.compiler.program.program import Program, operator
 from parc.compiler.program.text import parse_program
 from parc.runtime.backends.in_process import InProcess
 from parc.runtime.machine.execute import Machine
-from parc.runtime.machine.reuse import in_place, spare_operands
+from parc.runtime.machine.reuse import in_place
 
 TEXT = '''"""parc program: role stage0, action F"""
 
@@ -39,9 +40,15 @@ def forward(
 '''
 
 
+def spare_of(program: Program) -> list[list[str]]:
+    """Return the spare operands of each line of the main function."""
+    main = program.main
+    return [sorted(names) for names in spare_operands(main, aliases(program)[main.name], frozenset())]
+
+
 def test_storage_is_spare_once_nobody_reads_it_under_any_name() -> None:
     (function,) = parse_program(TEXT).functions
-    spare = [sorted(names) for names in spare_operands(function, ())]
+    spare = spare_of(parse_program(TEXT))
     assert spare == [
         [],  # the caller's
         [],
@@ -56,6 +63,47 @@ def test_storage_is_spare_once_nobody_reads_it_under_any_name() -> None:
     assert [None if found is None else (str(found[0]), found[1][0].name) for found in lines] == [
         None, None, None, ("aten.mul_.Tensor", "t"), None, None, None, ("aten.sub_.Tensor", "expand"),
     ]  # fmt: skip
+
+
+CALL = (
+    TEXT.partition("def forward")[0]
+    + """def block(
+    x: "f32[4, 4]",
+    y: "f32[4, 4]",
+):
+    t = aten.t.default(x)  # f32[4, 4] | - -
+    exp = aten.exp.default(y)  # f32[4, 4] | - -
+    return {
+        "t": t,
+        "exp": exp,
+    }
+
+
+def forward(
+    x: "f32[4, 4]",  # input x
+):
+    neg = aten.neg.default(x)  # f32[4, 4] | - -
+    tanh = aten.tanh.default(x)  # f32[4, 4] | - -
+    turned, grown = block(neg, tanh)  # f32[4, 4]; f32[4, 4] | - -
+    add = aten.add.Tensor(grown, tanh)  # f32[4, 4] | - -
+    mul = aten.mul.Tensor(neg, add)  # f32[4, 4] | - -
+    sub = aten.sub.Tensor(turned, mul)  # f32[4, 4] | - -
+    return {
+        "loss": sub,
+    }
+"""
+)
+
+
+def test_the_results_of_a_call_share_storage_with_what_they_look_at_and_nothing_else() -> None:
+    program = parse_program(CALL)
+    assert spare_of(program)[3:] == [["grown", "tanh"], ["add"], ["mul", "turned"]]
+    x = torch.randn(4, 4)
+    plain, reused = (
+        Machine(program, InProcess(Mesh()), torch.device("cpu"), reuse=reuse).run([{"x": x.clone()}])[0][LOSS]
+        for reuse in (False, True)
+    )
+    assert torch.equal(plain, reused)
 
 
 def test_a_sum_over_ranks_may_be_written_over_what_nothing_else_needs() -> None:
@@ -74,10 +122,9 @@ def test_a_sum_over_ranks_may_be_written_over_what_nothing_else_needs() -> None:
     ]
     parameters = '    x: "f32[4, 4] +dp",  # input x\n    w: "f32[4, 4] +dp",  # gradient w\n):\n'
     text = head.partition("    x:")[0].replace("mesh()", "mesh(dp=2)") + parameters + "\n".join(lines)
-    (function,) = parse_program(text).functions
-    spare = spare_operands(function, ["w"])
-    assert [sorted(spare[at]) for at in (0, 3, 6)] == [["w"], ["flat"], []]
-    assert not spare_operands(function, ())[0], "the caller's"
+    spare = spare_of(parse_program(text))
+    assert [spare[at] for at in (0, 3, 6)] == [["w"], ["flat"], []]
+    assert not spare_of(parse_program(text.replace('"gradient w"', '"buffer w"')))[0], "the caller's"
 
 
 def test_reuse_changes_no_bit() -> None:

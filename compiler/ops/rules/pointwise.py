@@ -108,7 +108,8 @@ POINTWISE_RULES = {
     **_rows("where.self where.ScalarOther where.ScalarSelf", "12", chooses=(0, 1, 2), exact=True),
     **_rows("where.Scalar", chooses=(0, 1, 2), exact=True),
     **_rows("masked_fill.Tensor masked_fill.Scalar", "02", chooses=(1, 2, 0), bounds=True, exact=True),
-    **rows_of("_to_copy to.dtype", OpRow(_cast, casts=True, elementwise=True)),
+    **rows_of("_to_copy", OpRow(_cast, casts=True, elementwise=True, storage="fresh", addable=True)),
+    **rows_of("to.dtype", OpRow(_cast, casts=True, elementwise=True)),
     **rows_of("type_as", OpRow(_first_only, casts=True, elementwise=True)),
     **rows_of("prelu", OpRow(precision="product")),  # torch takes it apart before anything is placed
 }

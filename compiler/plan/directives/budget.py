@@ -9,7 +9,10 @@ from ..directive import Directive, argument
 
 @dataclass(frozen=True)
 class Budget(Directive):
-    """A promise that a build keeps or is refused: no rank needs more memory, as estimated from its programs."""
+    """A promise that a build keeps or is refused: no rank needs more memory, as estimated from its programs.
+
+    The memory of float32 products depends on the library that a CPU multiplies with. The larger estimate counts.
+    """
 
     USAGE = "budget memory SIZE"
 
