@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import math
+import re
 from collections.abc import Iterator, Sequence
 
 from parc.compiler.capture.model_calls import forward_text, passed_on
 from parc.compiler.layout.placement import Split
 from parc.compiler.layout.rings import RINGS
 from parc.compiler.ops.precision import is_narrow
-from parc.compiler.program.actions import FORWARD
+from parc.compiler.program.actions import ACTIONS, FORWARD
+from parc.compiler.program.binding import PARAMETERS
 from parc.compiler.program.liveness import local_bytes
 from parc.compiler.resolve.context_lines import RING_METHODS, context_lines
 from parc.compiler.verify.averaging import averaging_reason
@@ -17,7 +20,7 @@ from parc.compiling.compiled import Compiled
 from parc.compiling.size_ranges import line_span
 from parc.grammar.codes_build import AVERAGED, ROUNDED_UPDATES, UNASKED_RESHARD, WITHOUT_RULE
 from parc.grammar.codes_model import MEANT_OTHERWISE, NOT_REACHED, NUMBER_CHANGED, PASSED_ON
-from parc.grammar.codes_placement import SMALL_BUCKET, WHOLE_KEYS
+from parc.grammar.codes_placement import SMALL_BUCKET, WHOLE_KEYS, WHOLE_OUTPUTS
 from parc.grammar.diagnostics import Diagnostic, Label, Severity
 from parc.grammar.nearest import did_you_mean, listed
 from parc.grammar.source import Span
@@ -31,7 +34,7 @@ from parc.placement_words import in_words
 def warnings_of(compiled: Compiled) -> tuple[Diagnostic, ...]:
     """Return every warning of a compiled plan: of its lines, reshards, operators without a rule, loss, and weights."""
     warnings = (*_reshards(compiled), *_rules(compiled), *_averaged(compiled), *_rounded(compiled), *_large(compiled))
-    warnings = (*_whole_keys(compiled), *warnings)
+    warnings = (*_whole_keys(compiled), *_whole_outputs(compiled), *warnings)
     warnings = (*compiled.copies.notes, *_passed_on(compiled), *_not_reached(compiled), *_changed(compiled), *warnings)
     return (*compiled.plan.warnings, *compiled.resolved.warnings, *warnings)
 
@@ -49,11 +52,54 @@ def _reshards(compiled: Compiled) -> Iterator[Diagnostic]:
         yield _meant(meant, texts)
         return
     for (_, source, result, line), text in zip(groups, texts, strict=True):
-        span = _claim_span(compiled, groups[_, source, result, line][0])
+        first = groups[_, source, result, line][0]
+        span = _claim_span(compiled, first)
+        zero = ""
+        if first.value in compiled.build.types and not isinstance(first.result, Split):
+            zero = (
+                f"`{_zero_line(first.axis, first.value)}` in place of the line gathers the weight before each use; or "
+            )
         yield Diagnostic(
             UNASKED_RESHARD, text, Label(span) if span else None, notes=tuple(in_words((source, result))),
-            help="split the value in the same way where it is made and where it is read; or split neither over this"
-            " axis; or keep the plan, if you accept the cost", severity=Severity.WARNING,
+            help=f"{zero}split the value in the same way where it is made and where it is read; or split neither over"
+            " this axis; or keep the plan, if you accept the cost", severity=Severity.WARNING,
+        )  # fmt: skip
+
+
+def _zero_line(axis: str, parameter: str) -> str:
+    """Return the line that stores the weights of a module, and of its like in other blocks, in parts."""
+    module = re.sub(r"\b\d+\b", "*", parameter.rpartition(".")[0])
+    return f"zero 3 over {axis} on {module}"
+
+
+def _whole_outputs(compiled: Compiled) -> Iterator[Diagnostic]:
+    """Warn of layers whose outputs a line keeps whole, where fewer bytes would gather their weights."""
+    mesh, types, names = compiled.mesh, compiled.build.types, names_of(compiled.captured)
+    gathers = dict[tuple[int, str], list[Reshard]]()
+    for reshard in compiled.built.reshards:
+        if reshard.whole and isinstance(reshard.source, Split):
+            gathers.setdefault((reshard.cause.plan, reshard.axis), []).append(reshard)
+    works = [p.main.bound(*PARAMETERS, "weight") for p in compiled.build.programs.values() if ACTIONS[p.action].works]
+    for (line, axis), found in gathers.items():
+        outputs = weights = 0
+        for reshard in found:
+            outputs += reshard.bytes
+            own = {names.canonical(name) for name in (*types, *names.tied)
+                   if name.rpartition(".")[0] == reshard.cause.module}  # fmt: skip
+            for name, type_ in ((name, types[name]) for name in own):
+                if not {*mesh.parts(axis)}.isdisjoint(type_.placement.split_axes()):
+                    size = math.prod(type_.shape) // mesh.size(axis) * min(type_.dtype.itemsize, reshard.itemsize)
+                    weights += size * sum(name in read for read in works)
+        if not weights or weights >= outputs:
+            continue
+        module, times = found[0].cause.module, (mesh.size(axis) - 1) * compiled.plan.microbatches
+        many = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        span = line_span(compiled.plan, line)
+        yield Diagnostic(
+            WHOLE_OUTPUTS, f"a rank sends {size_text(outputs * times)} a step to gather the outputs of `{module}`{many}"
+            f", and would send {size_text(weights * times)} to gather the weights", Label(span) if span else None,
+            help=f"`{_zero_line(axis, f'{module}.')}` in place of the line that splits the weights does that; each rank"
+            " then multiplies all columns", severity=Severity.WARNING,
         )  # fmt: skip
 
 
