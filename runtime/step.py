@@ -280,13 +280,13 @@ class Stepper:
         # backward, there may be no memory to keep what these are made of
         later = self._later if sends and last is None and not any(w.kept for w in work) else None
         usual = dict(machine.program.main.returns)
-        whole = {key for key, name in last.returns if name != usual[key]} if last is not None else set[Binding]()
+        whole = {key for key, name in last.returns if name != usual.get(key)} if last is not None else set[Binding]()
         added = [{*given} for given in totals]
         for (w, made), there in zip(self._run(name, work, inputs, totals, later, last), added, strict=True):
             w.hand_over((action.stage, BACKWARD, action.microbatch), made)
             for key, value in made.items():
                 if key in whole:
-                    w.totals[key] = value
+                    (w.results if key.kind == "state" else w.totals)[key] = value
                 elif key.kind == "gradient" and key not in there:
                     w.total(key, value, key in machine.addable)
         self._hand_on(action, work)

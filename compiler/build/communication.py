@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from ..layout.collectives import COLLECTIVES, MESSAGE, SUMS, payload_bytes
+from ..layout.collectives import COLLECTIVES, MESSAGE, SUMS, axes_of, payload_bytes
 from ..layout.mesh import Mesh
 from ..layout.placement import TensorType
 from ..layout.rings import RINGS
@@ -200,15 +200,13 @@ def bytes_across(role: Role, mesh: Mesh, node: int) -> int:
 def saved_bytes(role: Role, mesh: Mesh, axis: str) -> int:
     """Return the bytes that a rank of a role sends less in a step because gradients are compressed over an axis, where
     it would send float32."""
-    saved, (reduce,) = 0, (program for program in role.programs.values() if program.action == REDUCE)
-    for line in reduce.main.lines:
-        row = COLLECTIVES.get(line.op)
-        if row is None or not row.communicates or mesh.owner(row.axes(line.args[1:])[0]) != axis:
+    saved = 0
+    for count, placed in placed_messages(role):
+        line = placed.function.lines[placed.index] if placed.message.carries == "gradients" else None
+        if line is None or {axis} != {*map(mesh.owner, axes_of(line.args[1:]))}:
             continue
-        type_ = reduce.main.values()[line.uses[0]].type
+        row, type_ = COLLECTIVES[line.op], placed.function.values()[line.uses[0]].type
         if row.packed or type_.dtype == torch.float16:
-            ranks = math.prod(map(mesh.size, row.axes(line.args[1:])))
-            entries = math.prod(type_.local(mesh))
-            sent = payload_bytes(line.op, type_.local(mesh), type_.dtype.itemsize, ranks)
-            saved += row.sent(4 * entries, ranks) - row.sent(sent, ranks)
+            ranks = math.prod(map(mesh.size, axes_of(line.args[1:])))
+            saved += count * (row.sent(4 * math.prod(type_.local(mesh)), ranks) - placed.message.wire_bytes)
     return saved

@@ -18,7 +18,7 @@ from .weights import parts_in_weights
 class Memory:
     """The memory of one rank in bytes, at the moment of a step in which it is largest. ``parameters`` are those that it
     stores, and what a step makes of them once; ``gradients`` the sums of the microbatches so far; ``messages`` what is
-    gathered or on its way between ranks; ``residuals`` what rounding left of gradients in the last step;
+    gathered or on its way between ranks; ``residuals`` what rounding left of gradients in the last step and in this one;
     ``activations`` all the rest, the batch and the model's buffers too."""
 
     parameters: int
@@ -118,7 +118,7 @@ class _Step:
         self.inputs = _bound_bytes(programs, *BUFFERS) + microbatches * _bound_bytes(programs, "input")
         self.residuals = sum(
             local_bytes(value.type, program)
-            for program in programs.values() for value in program.main.parameters if residual_of(value.binding)
+            for program in programs.values() for value in program.bound("state").values() if residual_of(value.binding)
         )  # fmt: skip
         weights = parts_in_weights(programs[UNSHARD]) if UNSHARD in programs else {}
         self.inside = sum(
@@ -186,7 +186,8 @@ class _Step:
         """Note the memory while a program runs that has this peak, beside so many bytes of parameters of the last
         step."""
         shares = {
-            kind: sum(size for key, size in self.totals.items() if key.kind == kind) for kind in ("weight", "gradient")
+            kind: sum(size for key, size in self.totals.items() if key.kind == kind)
+            for kind in ("weight", "gradient", "state")
         }
         memory = Memory(
             parameters=self.parameters + before + shares["weight"],
@@ -194,7 +195,7 @@ class _Step:
             optimizer=self.optimizer,
             activations=self.inputs + self.held.total + peak.shares.get("values", 0),
             messages=peak.shares.get("messages", 0),
-            residuals=self.residuals,
+            residuals=self.residuals + shares["state"],
         )
         self.most = max(self.most, memory, key=lambda memory: memory.peak_bytes)
 
@@ -208,7 +209,7 @@ class _Step:
         """Keep the results of a program for later actions, each storage once."""
         key, stage, m = action.program_in(self.programs), action.stage, action.microbatch
         root, left = self.live[key].storages(main).root, dict(peak.kept)
-        usual = dict(self.programs[key].main.returns)
+        usual, before = dict(self.programs[key].main.returns), dict(self.totals)
         saved, sent = dict[str, int](), 0
         for binding, name in main.returns:
             size = left.pop(root[name], 0)
@@ -216,6 +217,8 @@ class _Step:
                 saved[binding.name] = size
             elif binding.kind == "sent":
                 sent += size
+            elif binding.kind == "state":  # what is left of a gradient, which may be written over its total
+                self.totals[binding] = size or before.get(Binding("gradient", residual_of(binding)), 0)
             elif name != usual[binding]:  # a sum over ranks, which may have been made in place
                 self.totals[binding] = size or self.totals[binding]
             elif binding.home == "step":

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ...compiler.layout.buffers import parts_in_order
+from ...compiler.layout.int8 import pack, packed_bytes, sum_packed, unpack
 from ...compiler.layout.mesh import Shape
 from ...compiler.layout.packed_rows import Rows
 from ...compiler.layout.pieces import join_dim, slice_dim
@@ -139,6 +140,49 @@ def _start_all_to_all(
     return results, arrive
 
 
+def _start_scatter_int8(
+    backend: Peers, pieces: Sequence[torch.Tensor], args: Sequence[Sequence[Any]], axes: tuple[str, ...],
+    spare: Sequence[bool],
+) -> Started:  # fmt: skip
+    """Exchange the packed parts, and sum them locally in rank order when they are there."""
+    ranks = group_size(axes, backend.mesh)
+    parts = [
+        [slice_dim(piece, ranks, index, *own[1:]) for index in range(ranks)]
+        for piece, own in zip(pieces, args, strict=True)
+    ]
+    sent = torch.stack([torch.cat([pack(part) for part in of_rank]) for of_rank in zip(*parts, strict=True)])
+    received, results = torch.empty_like(sent), [torch.empty_like(row[0]) for row in parts]
+    work = backend.meet(dist.all_to_all_single, received, sent, axes=axes, async_op=True)
+
+    def arrive() -> None:
+        work.wait()
+        for result, rows in zip(
+            results, received.split([packed_bytes(one.numel()) for one in results], 1), strict=True
+        ):
+            result.copy_(sum_packed(rows, result))
+
+    return results, arrive
+
+
+def _start_gather_int8(
+    backend: Peers, pieces: Sequence[torch.Tensor], args: Sequence[Sequence[Any]], axes: tuple[str, ...],
+    spare: Sequence[bool],
+) -> Started:  # fmt: skip
+    """Gather the packed pieces, and join them when they are there."""
+    ranks, sent = group_size(axes, backend.mesh), torch.cat([pack(piece) for piece in pieces])
+    results = [piece.new_empty(_grown(piece.shape, own[1], ranks)) for piece, own in zip(pieces, args, strict=True)]
+    received = sent.new_empty(ranks, len(sent))
+    work = backend.meet(dist.all_gather, list(received.unbind(0)), sent, axes=axes, async_op=True)
+
+    def arrive() -> None:
+        work.wait()
+        parts = received.split([packed_bytes(piece.numel()) for piece in pieces], 1)
+        for result, piece, rows, own in zip(results, pieces, parts, args, strict=True):
+            result.copy_(join_dim([unpack(row, piece) for row in rows], *own[1:]))
+
+    return results, arrive
+
+
 def _packed_gather(
     backend: Peers, pieces: Sequence[torch.Tensor], args: Sequence[Sequence[Any]], axes: tuple[str, ...],
     results: Sequence[torch.Tensor],
@@ -228,5 +272,7 @@ START: Mapping[str, Callable[..., Started]] = {
     "parc.all_reduce": _start_sum,
     "parc.all_to_all": _start_all_to_all,
     "parc.exchange": _start_exchange,
+    "parc.reduce_scatter_int8": _start_scatter_int8,
+    "parc.all_gather_int8": _start_gather_int8,
 }
 """The collectives that may be a message of several tensors."""
