@@ -260,6 +260,15 @@ WHOLE_OUTPUTS = shown(
     example="mesh tp=4\ncolumn w over tp\nshard out(w) [_, _]",
     instead="mesh tp=4\nzero 3 over tp on w",
 )
+NODE_ORDER = shown(
+    name="P0149",
+    title="an order of the mesh that sends more to other nodes",
+    why="ranks are numbered along the mesh, and the last axis counts fastest, so the last axes lie inside nodes. The "
+    "axis that sends most while nothing is computed, mostly tensor parallelism, belongs there. A model's numbers do "
+    "not depend on the order.",
+    example="mesh tp=2, dp=4\nnode 2",
+    instead="mesh dp=4, tp=2\nnode 2",
+)
 IDLE_AXIS = Code(
     name="P0248",
     title="an axis that splits nothing",

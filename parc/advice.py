@@ -5,22 +5,30 @@ from __future__ import annotations
 import inspect
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import permutations
 
+from parc.compiler.build.communication import communication_table
 from parc.compiler.capture.model_calls import forward_text, passed_on
+from parc.compiler.layout.mesh import Mesh
+from parc.compiler.layout.nodes import UnevenNodes, node_levels
 from parc.compiler.layout.placement import Split
 from parc.compiler.layout.rings import RINGS
 from parc.compiler.ops.precision import is_narrow
 from parc.compiler.program.actions import ACTIONS, FORWARD
 from parc.compiler.program.binding import PARAMETERS
 from parc.compiler.program.liveness import local_bytes
+from parc.compiler.program.roles import Role
 from parc.compiler.resolve.context_lines import RING_METHODS, context_lines
 from parc.compiler.verify.averaging import averaging_reason
 from parc.compiling.compiled import Compiled
 from parc.compiling.size_ranges import line_span
 from parc.grammar.codes_build import AVERAGED, ROUNDED_UPDATES, UNASKED_RESHARD, WITHOUT_RULE
 from parc.grammar.codes_model import MEANT_OTHERWISE, NOT_REACHED, NUMBER_CHANGED, PASSED_ON
-from parc.grammar.codes_placement import SMALL_BUCKET, WHOLE_KEYS, WHOLE_OUTPUTS
+from parc.grammar.codes_placement import NODE_ORDER, SMALL_BUCKET, WHOLE_KEYS, WHOLE_OUTPUTS
 from parc.grammar.diagnostics import Diagnostic, Label, Severity
 from parc.grammar.nearest import did_you_mean, listed
 from parc.grammar.source import Span
@@ -34,7 +42,7 @@ from parc.placement_words import in_words
 def warnings_of(compiled: Compiled) -> tuple[Diagnostic, ...]:
     """Return every warning of a compiled plan: of its lines, reshards, operators without a rule, loss, and weights."""
     warnings = (*_reshards(compiled), *_rules(compiled), *_averaged(compiled), *_rounded(compiled), *_large(compiled))
-    warnings = (*_whole_keys(compiled), *_whole_outputs(compiled), *warnings)
+    warnings = (*_whole_keys(compiled), *_whole_outputs(compiled), *_node_order(compiled), *warnings)
     warnings = (*compiled.copies.notes, *_passed_on(compiled), *_not_reached(compiled), *_changed(compiled), *warnings)
     return (*compiled.plan.warnings, *compiled.resolved.warnings, *warnings)
 
@@ -101,6 +109,61 @@ def _whole_outputs(compiled: Compiled) -> Iterator[Diagnostic]:
             help=f"`{_zero_line(axis, f'{module}.')}` in place of the line that splits the weights does that; each rank"
             " then multiplies all columns", severity=Severity.WARNING,
         )  # fmt: skip
+
+
+def _node_order(compiled: Compiled) -> Iterator[Diagnostic]:
+    """Warn of an order of the mesh's axes if another one sends at most half as many bytes to other nodes, in all or
+    while nothing is computed, and no more of the other."""
+    plan, node = compiled.plan, compiled.plan.node
+    if node is None or len(plan.mesh.axes) >= _MOST_AXES:
+        return
+    mesh, tables = compiled.mesh, [_sent_over(role, compiled.mesh) for role in compiled.build.roles.values()]
+    now, costs = _across(mesh, plan.mesh.axes, node.ranks, tables), dict[tuple[tuple[str, int], ...], tuple[int, int]]()
+    for order in permutations(plan.mesh.axes):
+        names = [name for name, _ in order]
+        if all([*line.view.over] == sorted(line.view.over, key=names.index) for line in plan.views):
+            with suppress(UnevenNodes):
+                node_levels(replace(plan.mesh, axes=order), node.ranks)
+                costs[order] = _across(mesh, order, node.ranks, tables)
+    best = min((order for order, (sent, waiting) in costs.items() if sent <= now[0] and waiting <= now[1]),
+               key=lambda order: sum(costs[order]))  # fmt: skip
+    if any(2 * less <= many > 0 for less, many in zip(costs[best], now, strict=True)):
+        sent, waiting, less, rest = map(size_text, (*now, *costs[best]))
+        yield Diagnostic(
+            NODE_ORDER, f"a rank sends {sent} a step to other nodes, {waiting} of them while nothing is computed",
+            Label(plan.mesh_spans[best[-1][0]]),
+            help=f"write `mesh {', '.join(f'{axis}={size}' for axis, size in best)}`: {less}, and {rest} of them while "
+            "nothing is computed", severity=Severity.WARNING,
+        )  # fmt: skip
+
+
+_MOST_AXES = 8
+"""The number of a mesh's axes from which their orders are too many to try."""
+
+
+_Sent = Counter[tuple[tuple[str, ...], bool]]
+"""The bytes that a rank sends in a step over some axes, beside work (True) or while nothing is computed."""
+
+
+def _sent_over(role: Role, mesh: Mesh) -> _Sent:
+    sent = _Sent()
+    for row in communication_table(role):
+        if row["carries"] != "numbers":
+            axes = mesh.spread(row["axis"].split(","))
+            sent[axes, row["hidden"]] += row["count_per_step"] * row["wire_bytes"]
+    return sent
+
+
+def _across(mesh: Mesh, order: Sequence[tuple[str, int]], node: int, sent: Sequence[_Sent]) -> tuple[int, int]:
+    """Return the most bytes that a rank sends to other nodes, in all and while nothing is computed, with the mesh's
+    declared axes in another order."""
+    crossing, ranks = set[str](), 1
+    for part in (part for axis, _ in reversed(order) for part in reversed(mesh.parts(axis))):
+        ranks *= mesh.size(part)
+        crossing.update([part] if ranks > node else ())
+    rows = [[(hidden, size) for (axes, hidden), size in own.items() if crossing.intersection(axes)] for own in sent]
+    waiting = max(sum(size for hidden, size in own if not hidden) for own in rows)
+    return max(sum(size for _, size in own) for own in rows), waiting
 
 
 def _gather_text(found: Sequence[Reshard]) -> str:

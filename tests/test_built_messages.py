@@ -98,6 +98,9 @@ COMMANDS = {
         change=("B=8", "B=64"),
         lines="mesh tp=2\ncolumn blocks.*.attn.out over tp\nshard out(blocks.*.attn.out) [_, _, _]\n",
     ),
+    "P0149": Case(
+        lines=TENSOR.replace("tp=2", "tp=2, dp=2") + "node 2\nshard tokens, targets [B/dp, _]\n", change=("B=8", "B=64")
+    ),
     "P0133": Case(lines="mesh dp=2\nshard tokens, targets [B/dp, _]\nzero 3 over dp\nbucket 4KB\n"),
     "P0201": Case(change=("gpt.py:GPT", "gpt.py:GTP")),
     "P0202": Case("branch", lines=ONE),

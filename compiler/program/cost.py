@@ -18,8 +18,8 @@ from .weights import parts_in_weights
 class Memory:
     """The memory of one rank in bytes, at the moment of a step in which it is largest. ``parameters`` are those that it
     stores, and what a step makes of them once; ``gradients`` the sums of the microbatches so far; ``messages`` what is
-    gathered or on its way between ranks; ``residuals`` what rounding left of gradients in the last step and in this one;
-    ``activations`` all the rest, the batch and the model's buffers too."""
+    gathered or on its way between ranks; ``residuals`` what rounding left of gradients, in the last step and in this
+    one; ``activations`` all the rest, the batch and the model's buffers too."""
 
     parameters: int
     gradients: int
