@@ -101,7 +101,9 @@ class Compressor:
         if isinstance(first, Split) and kinds != along(one.axes, first, mesh):
             return None
         if one.format == "fp16":
-            return stored.placement if stored.dtype.itemsize > 2 else None
+            return (
+                stored.placement if stored.dtype.itemsize > 2 and stored.shape else None
+            )  # no single number is narrow
         if stored.dtype.itemsize not in (2, 4):
             return None
         if isinstance(first, Split):

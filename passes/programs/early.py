@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -118,7 +119,7 @@ def _last(main: Function, own: Mapping[str, _Sum], adds: bool) -> Function:
                     parameters[known[read.binding]] = replace(read, name=known[read.binding])
                 renamed[read.name] = known[read.binding]
             for summing in one.lines:
-                word = summing.made[0].name.rstrip("_0123456789") if one.left else "summed"
+                word = re.sub(r"_\d+$", "", summing.made[0].name) if one.left else "summed"
                 result = replace(summing.made[0], name=names.fresh(f"{value.name}_{word}"))
                 lines.append(replace(summing.renamed(renamed), results=(result,)))
                 renamed[summing.made[0].name] = result.name
