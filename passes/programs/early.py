@@ -62,7 +62,7 @@ def _sums(main: Function) -> Iterator[_Sum]:
         state = residual(gradient.binding.name if gradient.binding is not None else "")
         left = tuple((key, returned[key]) for key in (state,) if key in returned)
         end = returned.get(gradient.binding, "")
-        while (line := makers.get(end)) is not None and not _sends(line):
+        while (line := makers.get(end)) is not None and (not _sends(line) or _among(line)):
             end = line.uses[0] if line.uses else ""
         if line is None:
             continue
