@@ -13,7 +13,6 @@ from itertools import permutations
 
 from parc.compiler.build.communication import communication_table
 from parc.compiler.capture.model_calls import forward_text, passed_on
-from parc.compiler.layout.mesh import Mesh
 from parc.compiler.layout.nodes import UnevenNodes, node_levels
 from parc.compiler.layout.placement import Split
 from parc.compiler.layout.rings import RINGS
@@ -21,7 +20,6 @@ from parc.compiler.ops.precision import is_narrow
 from parc.compiler.program.actions import ACTIONS, FORWARD
 from parc.compiler.program.binding import PARAMETERS
 from parc.compiler.program.liveness import local_bytes
-from parc.compiler.program.roles import Role
 from parc.compiler.resolve.context_lines import RING_METHODS, context_lines
 from parc.compiler.verify.averaging import averaging_reason
 from parc.compiling.compiled import Compiled
@@ -89,81 +87,64 @@ def _whole_outputs(compiled: Compiled) -> Iterator[Diagnostic]:
             gathers.setdefault((reshard.cause.plan, reshard.axis), []).append(reshard)
     works = [p.main.bound(*PARAMETERS, "weight") for p in compiled.build.programs.values() if ACTIONS[p.action].works]
     for (line, axis), found in gathers.items():
-        outputs = weights = 0
+        outputs, weights, times = sum(reshard.bytes for reshard in found), 0, compiled.plan.microbatches
         for reshard in found:
-            outputs += reshard.bytes
-            own = {names.canonical(name) for name in (*types, *names.tied)
-                   if name.rpartition(".")[0] == reshard.cause.module}  # fmt: skip
-            for name, type_ in ((name, types[name]) for name in own):
-                if not {*mesh.parts(axis)}.isdisjoint(type_.placement.split_axes()):
-                    size = math.prod(type_.shape) // mesh.size(axis) * min(type_.dtype.itemsize, reshard.itemsize)
-                    weights += size * sum(name in read for read in works)
-        if not weights or weights >= outputs:
-            continue
-        module, times = found[0].cause.module, (mesh.size(axis) - 1) * compiled.plan.microbatches
-        many = f" and {len(found) - 1} more" if len(found) > 1 else ""
-        span = line_span(compiled.plan, line)
-        yield Diagnostic(
-            WHOLE_OUTPUTS, f"a rank sends {size_text(outputs * times)} a step to gather the outputs of `{module}`{many}"
-            f", and would send {size_text(weights * times)} to gather the weights", Label(span) if span else None,
-            help=f"`{_zero_line(axis, f'{module}.')}` in place of the line that splits the weights does that; each rank"
-            " then multiplies all columns", severity=Severity.WARNING,
-        )  # fmt: skip
+            named = (name for name in (*types, *names.tied) if name.rpartition(".")[0] == reshard.cause.module)
+            for name in {names.canonical(name) for name in named}:
+                if {*mesh.parts(axis)} & {*types[name].placement.split_axes()}:
+                    entries = math.prod(types[name].shape) // mesh.size(axis) * sum(name in read for read in works)
+                    weights += entries * min(types[name].dtype.itemsize, reshard.itemsize)
+        if 0 < weights < outputs:
+            sent, less = (size_text(size * (mesh.size(axis) - 1) * times) for size in (outputs, weights))
+            module, many = found[0].cause.module, f" and {len(found) - 1} more" if len(found) > 1 else ""
+            yield Diagnostic(
+                WHOLE_OUTPUTS, f"a rank sends {sent} a step to gather the outputs of `{module}`{many}, and would send "
+                f"{less} to gather the weights", Label(span) if (span := line_span(compiled.plan, line)) else None,
+                help=f"`{_zero_line(axis, f'{module}.')}` in place of the line that splits the weights does that; each "
+                "rank then multiplies all columns", severity=Severity.WARNING,
+            )  # fmt: skip
+
+
+_MOST_AXES = 8
+"""The number of a mesh's axes from which their orders are too many to try."""
+_Order = tuple[tuple[str, int], ...]
+"""The axes of a mesh with their sizes."""
 
 
 def _node_order(compiled: Compiled) -> Iterator[Diagnostic]:
     """Warn of an order of the mesh's axes if another one sends at most half as many bytes to other nodes, in all or
     while nothing is computed, and no more of the other."""
-    plan, node = compiled.plan, compiled.plan.node
+    plan, mesh, node = compiled.plan, compiled.mesh, compiled.plan.node
     if node is None or len(plan.mesh.axes) >= _MOST_AXES:
         return
-    mesh, tables = compiled.mesh, [_sent_over(role, compiled.mesh) for role in compiled.build.roles.values()]
-    now, costs = _across(mesh, plan.mesh.axes, node.ranks, tables), dict[tuple[tuple[str, int], ...], tuple[int, int]]()
+    sent = [Counter[tuple[tuple[str, ...], bool]]() for _ in compiled.build.roles]
+    for table, role in zip(sent, compiled.build.roles.values(), strict=True):
+        for row in (row for row in communication_table(role) if row["carries"] != "numbers"):
+            table[mesh.spread(row["axis"].split(",")), row["hidden"]] += row["count_per_step"] * row["wire_bytes"]
+    costs: dict[_Order, tuple[int, int]] = {}
     for order in permutations(plan.mesh.axes):
-        names = [name for name, _ in order]
-        if all([*line.view.over] == sorted(line.view.over, key=names.index) for line in plan.views):
-            with suppress(UnevenNodes):
-                node_levels(replace(plan.mesh, axes=order), node.ranks)
-                costs[order] = _across(mesh, order, node.ranks, tables)
-    best = min((order for order, (sent, waiting) in costs.items() if sent <= now[0] and waiting <= now[1]),
+        places, crossing, ranks = [name for name, _ in order], set[str](), 1
+        for part in reversed([part for name in places for part in mesh.parts(name)]):
+            ranks *= mesh.size(part)
+            crossing.update([part] if ranks > node.ranks else ())
+        with suppress(UnevenNodes):
+            node_levels(replace(plan.mesh, axes=order), node.ranks)
+            if all([*line.view.over] == sorted(line.view.over, key=places.index) for line in plan.views):
+                rows = [[(hidden, size) for (axes, hidden), size in table.items() if crossing.intersection(axes)]
+                        for table in sent]  # fmt: skip
+                waiting = max(sum(size for hidden, size in own if not hidden) for own in rows)
+                costs[order] = max(sum(size for _, size in own) for own in rows), waiting
+    now = costs[plan.mesh.axes]
+    best = min((order for order, cost in costs.items() if cost[0] <= now[0] and cost[1] <= now[1]),
                key=lambda order: sum(costs[order]))  # fmt: skip
     if any(2 * less <= many > 0 for less, many in zip(costs[best], now, strict=True)):
-        sent, waiting, less, rest = map(size_text, (*now, *costs[best]))
+        total, waiting_text, less, rest = map(size_text, (*now, *costs[best]))
         yield Diagnostic(
-            NODE_ORDER, f"a rank sends {sent} a step to other nodes, {waiting} of them while nothing is computed",
+            NODE_ORDER, f"a rank sends {total} a step to other nodes, {waiting_text} of them while nothing is computed",
             Label(plan.mesh_spans[best[-1][0]]),
             help=f"write `mesh {', '.join(f'{axis}={size}' for axis, size in best)}`: {less}, and {rest} of them while "
             "nothing is computed", severity=Severity.WARNING,
         )  # fmt: skip
-
-
-_MOST_AXES = 8
-"""The number of a mesh's axes from which their orders are too many to try."""
-
-
-_Sent = Counter[tuple[tuple[str, ...], bool]]
-"""The bytes that a rank sends in a step over some axes, beside work (True) or while nothing is computed."""
-
-
-def _sent_over(role: Role, mesh: Mesh) -> _Sent:
-    sent = _Sent()
-    for row in communication_table(role):
-        if row["carries"] != "numbers":
-            axes = mesh.spread(row["axis"].split(","))
-            sent[axes, row["hidden"]] += row["count_per_step"] * row["wire_bytes"]
-    return sent
-
-
-def _across(mesh: Mesh, order: Sequence[tuple[str, int]], node: int, sent: Sequence[_Sent]) -> tuple[int, int]:
-    """Return the most bytes that a rank sends to other nodes, in all and while nothing is computed, with the mesh's
-    declared axes in another order."""
-    crossing, ranks = set[str](), 1
-    for part in (part for axis, _ in reversed(order) for part in reversed(mesh.parts(axis))):
-        ranks *= mesh.size(part)
-        crossing.update([part] if ranks > node else ())
-    rows = [[(hidden, size) for (axes, hidden), size in own.items() if crossing.intersection(axes)] for own in sent]
-    waiting = max(sum(size for hidden, size in own if not hidden) for own in rows)
-    return max(sum(size for _, size in own) for own in rows), waiting
 
 
 def _gather_text(found: Sequence[Reshard]) -> str:

@@ -96,8 +96,8 @@ def exchanged_residuals(sums: Sums) -> Iterator[Mutant]:
                     yield sums.with_lines(kind, f"{line.made[0].name} adds {other.name}", at, changed)
     returned = [(at, key, values[name]) for at, (key, name) in enumerate(main.returns) if residual_of(key)]
     for at, key, value in returned:
-        for _, other, wrong in [row for row in returned if row[0] > at and row[2].type == value.type][:1]:
-            yield sums.returning(kind, f"{other} is returned as {key}", at, wrong.name)
+        for _, instead, wrong in [row for row in returned if row[0] > at and row[2].type == value.type][:1]:
+            yield sums.returning(kind, f"{instead} is returned as {key}", at, wrong.name)
 
 
 def unrounded(sums: Sums) -> Iterator[Mutant]:

@@ -114,10 +114,10 @@ def _with_sums(reduce: Program, sums: _Sums) -> Program:
         starts[key] = Value(_fresh(own, taken), values[own].type, key)
         if key not in summed:
             names[own] = starts[key].name
-    own = {value.binding: value.name for value in reduce.main.parameters}
-    reads = [replace(value, name=_fresh(value.name, taken)) for value in sums.reads if value.binding not in own]
-    own.update((value.binding, value.name) for value in reads)
-    names.update((value.name, own[value.binding]) for value in sums.reads)
+    known = {value.binding: value for value in reduce.main.parameters}
+    reads = [replace(value, name=_fresh(value.name, taken)) for value in sums.reads if value.binding not in known]
+    known.update((value.binding, value) for value in reads)
+    names.update((value.name, known[value.binding].name) for value in sums.reads)
     lines: list[Line] = []
     for line in sums.lines:
         if (added := sums.total(line)) is not None:

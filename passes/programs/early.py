@@ -58,10 +58,9 @@ def _sums(main: Function) -> Iterator[_Sum]:
     parameters = {value.name: value for value in main.parameters}
     order = {id(line): at for at, line in enumerate(main.lines)}
     uses, returned = uses_of(main), dict(main.returns)
-    for gradient in main.bound("gradient").values():
-        state = residual(gradient.binding.name if gradient.binding is not None else "")
+    for of, gradient in main.bound("gradient").items():
+        state, end = residual(of), returned.get(Binding("gradient", of), "")
         left = tuple((key, returned[key]) for key in (state,) if key in returned)
-        end = returned.get(gradient.binding, "")
         while (line := makers.get(end)) is not None and (not _sends(line) or _among(line)):
             end = line.uses[0] if line.uses else ""
         if line is None:

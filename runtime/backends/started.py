@@ -168,35 +168,27 @@ def _start_gather_int8(
     backend: Peers, pieces: Sequence[torch.Tensor], args: Sequence[Sequence[Any]], axes: tuple[str, ...],
     spare: Sequence[bool],
 ) -> Started:  # fmt: skip
-    """Gather the packed pieces, and join them when they are there."""
-    ranks, sent = group_size(axes, backend.mesh), torch.cat([pack(piece) for piece in pieces])
+    ranks = group_size(axes, backend.mesh)
     results = [piece.new_empty(_grown(piece.shape, own[1], ranks)) for piece, own in zip(pieces, args, strict=True)]
-    received = sent.new_empty(ranks, len(sent))
-    work = backend.meet(dist.all_gather, list(received.unbind(0)), sent, axes=axes, async_op=True)
-
-    def arrive() -> None:
-        work.wait()
-        parts = received.split([packed_bytes(piece.numel()) for piece in pieces], 1)
-        for result, piece, rows, own in zip(results, pieces, parts, args, strict=True):
-            result.copy_(join_dim([unpack(row, piece) for row in rows], *own[1:]))
-
-    return results, arrive
+    return results, _packed_gather(backend, pieces, args, axes, results, pack, unpack)
 
 
 def _packed_gather(
     backend: Peers, pieces: Sequence[torch.Tensor], args: Sequence[Sequence[Any]], axes: tuple[str, ...],
-    results: Sequence[torch.Tensor],
+    results: Sequence[torch.Tensor], pack: Callable[[torch.Tensor], torch.Tensor] = torch.flatten,
+    unpack: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.Tensor.view_as,
 ) -> Callable[[], None]:  # fmt: skip
     """Gather the packed pieces at once, and return the function that waits for them and fills the results."""
-    packed = torch.cat([piece.reshape(-1) for piece in pieces])
-    received = packed.new_empty(group_size(axes, backend.mesh), len(packed))
-    work = backend.meet(dist.all_gather_into_tensor, received, packed, axes=axes, async_op=True)
+    packed = [pack(piece) for piece in pieces]
+    sent = torch.cat(packed)
+    received = sent.new_empty(group_size(axes, backend.mesh), len(sent))
+    work = backend.meet(dist.all_gather_into_tensor, received, sent, axes=axes, async_op=True)
 
     def arrive() -> None:
         work.wait()
-        parts = received.split([piece.numel() for piece in pieces], 1)
+        parts = received.split([len(one) for one in packed], 1)
         for result, piece, part, (_, dim, outer) in zip(results, pieces, parts, args, strict=True):
-            result.copy_(join_dim([row.view(piece.shape) for row in part], dim, outer))
+            result.copy_(join_dim([unpack(row, piece) for row in part], dim, outer))
 
     return arrive
 
