@@ -43,7 +43,7 @@ class Sums:
 
     @property
     def residuals(self) -> dict[str, Value]:
-        """What the last step left of gradients, by the names of the values."""
+        """The residuals of the last step, by the names of the values."""
         return {value.name: value for value in self.main.parameters if residual_of(value.binding)}
 
     def mutant(self, kind: str, what: str, **changes: Any) -> Mutant:

@@ -58,7 +58,7 @@ class _Sums:
     reads: list[Value] = field(default_factory=list)
     """The other parameters that sums alone read: what the last step left of gradients, and one over the loss scale."""
     left: tuple[tuple[Binding, str], ...] = ()
-    """What is returned of that for the next step."""
+    """The residuals that are returned for the next step."""
 
     def __post_init__(self) -> None:
         main, last = self.program.main, self.program.last

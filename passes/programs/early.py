@@ -24,9 +24,9 @@ class _Sum:
     gradient: Value
     lines: tuple[Line, ...]
     end: Value
-    """What the last collective makes."""
+    """The value that the last collective makes."""
     reads: tuple[Value, ...]
-    """What the lines read besides: what the last step left of the gradient, and one over the loss scale."""
+    """The parameters that the lines read besides: the residual of the last step, and one over the loss scale."""
     left: tuple[tuple[Binding, str], ...]
     """The state that they return: what is left of the gradient now."""
 

@@ -15,6 +15,9 @@ from ...compiler.layout.packed_rows import Rows
 from ...compiler.layout.pieces import join_dim, slice_dim
 from .moves import Peers, all_to_all, group_size, send_rows
 
+_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""The collectives of one tensor, which newer versions of torch call otherwise."""
 _SMALL = 1 << 16
 """The bytes from which a tensor is summed by itself."""
 Started = tuple[list[torch.Tensor], Callable[[], None]]
@@ -181,12 +184,12 @@ def _packed_gather(
     """Gather the packed pieces at once, and return the function that waits for them and fills the results."""
     packed = [pack(piece) for piece in pieces]
     sent = torch.cat(packed)
-    received = sent.new_empty(group_size(axes, backend.mesh), len(sent))
-    work = backend.meet(dist.all_gather_into_tensor, received, sent, axes=axes, async_op=True)
+    received = sent.new_empty(group_size(axes, backend.mesh) * len(sent))
+    work = backend.meet(_GATHER, received, sent, axes=axes, async_op=True)
 
     def arrive() -> None:
         work.wait()
-        parts = received.split([len(one) for one in packed], 1)
+        parts = received.view(-1, len(sent)).split([len(one) for one in packed], 1)
         for result, piece, part, (_, dim, outer) in zip(results, pieces, parts, args, strict=True):
             result.copy_(join_dim([unpack(row, piece) for row in part], dim, outer))
 
@@ -203,7 +206,7 @@ def _packed_scatter(
     """Sum the packed parts at once, and return the function that waits for them and fills the results."""
     packed = torch.cat([part.reshape(-1) for of_rank in zip(*parts, strict=True) for part in of_rank])
     received = packed.new_empty(len(packed) // len(parts[0]))
-    work = backend.meet(dist.reduce_scatter_tensor, received, packed, axes=axes, async_op=True)
+    work = backend.meet(_SCATTER, received, packed, axes=axes, async_op=True)
 
     def arrive() -> None:
         work.wait()
