@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import pairwise
@@ -205,10 +205,11 @@ class Stepper:
         totals: Sequence[BoundTensors] = (),
         later: list[Callable[[], torch.Tensor]] | None = None,
         main: Function | None = None,
+        last: Collection[Binding] = (),
     ) -> Iterator[tuple[Work, BoundTensors]]:
         """Run a program, and yield each rank's work with the results on it. ``extra`` are values to bind beside those
         that the rank holds. Results are added to ``totals``, by calls put into ``later`` if that is a list. ``main`` is
-        the main function that runs, if it is not that of most microbatches."""
+        the main function that runs, if it is not that of most microbatches. Totals of ``last`` are the program's own."""
         machine = self.machines[name]
         main = main or machine.program.main
         given = [
@@ -220,6 +221,8 @@ class Stepper:
                 environment |= w.counted
         for more in extra:
             more.clear()  # values die within the program, after their last use
+        for key, w in ((key, w) for key in last for w in work):
+            w.totals.pop(key, None)
         return zip(work, machine.run(given, main.name, totals, later, work[0].arriving), strict=True)
 
     def _inputs(self, action: Action, step: int, work: Sequence[Work], *kinds: str) -> list[BoundTensors]:
@@ -282,7 +285,7 @@ class Stepper:
         usual = dict(machine.program.main.returns)
         whole = {key for key, name in last.returns if name != usual.get(key)} if last is not None else set[Binding]()
         added = [{*given} for given in totals]
-        for (w, made), there in zip(self._run(name, work, inputs, totals, later, last), added, strict=True):
+        for (w, made), there in zip(self._run(name, work, inputs, totals, later, last, whole), added, strict=True):
             w.hand_over((action.stage, BACKWARD, action.microbatch), made)
             for key, value in made.items():
                 if key in whole:

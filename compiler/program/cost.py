@@ -172,6 +172,9 @@ class _Step:
                     here = local_bytes(value.type, self.programs[key], self.load) if size is None else size
                     given[value.name] = here
         totals = any(Binding("gradient", name) in self.totals for name in main.returned("gradient")) and action.works
+        if main is self.programs[key].last:  # the totals that it takes are its own
+            given |= {value.name: self.totals.pop(value.binding, 0) for value in main.bound("gradient").values()
+                      if value.binding is not None}  # fmt: skip
         sends = following is not None and following.kind == send_kind(action.kind) and not self.kept
         # a last backward that starts sums over ranks delays nothing
         delays = sends and main is not self.programs[key].last
@@ -209,7 +212,7 @@ class _Step:
         """Keep the results of a program for later actions, each storage once."""
         key, stage, m = action.program_in(self.programs), action.stage, action.microbatch
         root, left = self.live[key].storages(main).root, dict(peak.kept)
-        usual, before = dict(self.programs[key].main.returns), dict(self.totals)
+        usual = dict(self.programs[key].main.returns)
         saved, sent = dict[str, int](), 0
         for binding, name in main.returns:
             size = left.pop(root[name], 0)
@@ -217,10 +220,8 @@ class _Step:
                 saved[binding.name] = size
             elif binding.kind == "sent":
                 sent += size
-            elif binding.kind == "state":  # what is left of a gradient, which may be written over its total
-                self.totals[binding] = size or before.get(Binding("gradient", residual_of(binding)), 0)
-            elif name != usual[binding]:  # a sum over ranks, which may have been made in place
-                self.totals[binding] = size or self.totals[binding]
+            elif name != usual.get(binding):  # a sum over ranks, or what is left of one
+                self.totals[binding] = size
             elif binding.home == "step":
                 self.totals[binding] = (
                     self.totals.get(binding, 0) + size

@@ -193,7 +193,7 @@ class _Run:
         self.buffers, self.begun = liveness.buffers.get(function.name, {}), set[int]()
         self.alive = _Alive()
         for name, size in given.items():
-            self.alive.add(name, size)
+            self.alive.add(name, size, "gradients" if name in self.written else "values")
         self.alive.note()
         self.left = 0
         self.last = self._last()

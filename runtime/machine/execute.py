@@ -99,7 +99,7 @@ class Machine:
         ``addable`` and has a total in ``totals``, it is added to the total, now or by calls put into ``later``; both
         return the total. ``arriving`` has the waits for inputs on their way, and gets those for such results.
 
-        ``inputs`` are taken apart while the program runs, so that values die after their last use.
+        ``inputs`` and ``totals`` are taken apart while the program runs, so that values die after their last use.
         """
         main = self.program.main if function is None else self.program.function(function)
         environments = [dict(given) for given in inputs]
@@ -110,7 +110,7 @@ class Machine:
         for environment in environments if self._buffers else ():
             for name, part in self._buffers.parts(self.device):
                 environment.setdefault(f"total of {name}", part)
-        for given in inputs:
+        for given in (*inputs, *totals):
             given.clear()
         sums = {} if arriving is None else arriving
         for value in main.parameters:

@@ -39,6 +39,7 @@ def peak_of_a_step(folder: str) -> int:
 
 def test_a_step_takes_what_was_estimated(tmp_path: Path) -> None:
     lines = ["zero 2 over dp\nprecision bf16\n", "zero 3 over dp\nbucket 4KB\n"]
+    lines.append("compress gradients over dp using int8\nbucket 4KB\n")
     made = [build(tmp_path, DATA + line, WIDE, name=f"build{at}") for at, line in enumerate(lines)]
     estimated = [json.loads((path / "report.json").read_text())["memory"][0]["peak_bytes"] for path in made]
     for found in run_ranks(peaks, 2, *map(str, made)):
