@@ -209,7 +209,7 @@ class Stepper:
     ) -> Iterator[tuple[Work, BoundTensors]]:
         """Run a program, and yield each rank's work with the results on it. ``extra`` are values to bind beside those
         that the rank holds. Results are added to ``totals``, by calls put into ``later`` if that is a list. ``main`` is
-        the main function that runs, if it is not that of most microbatches. Totals of ``last`` are the program's own."""
+        the main function that runs, if it is not that of most microbatches; it may let go of totals of ``last``."""
         machine = self.machines[name]
         main = main or machine.program.main
         given = [

@@ -110,8 +110,10 @@ class Machine:
         for environment in environments if self._buffers else ():
             for name, part in self._buffers.parts(self.device):
                 environment.setdefault(f"total of {name}", part)
-        for given in (*inputs, *totals):
+        for given in inputs:
             given.clear()
+        for table in totals:
+            table.clear()
         sums = {} if arriving is None else arriving
         for value in main.parameters:
             if value.binding in sums:
