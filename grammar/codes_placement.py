@@ -251,6 +251,24 @@ WHOLE_KEYS = shown(
     example="one, two = (F.scaled_dot_product_attention(q, k, v, is_causal=True) for q in queries)",
     instead="one, two = F.scaled_dot_product_attention(torch.cat(queries, 1), k, v, is_causal=True).chunk(2, 1)",
 )
+WHOLE_OUTPUTS = shown(
+    name="P0148",
+    title="whole outputs that take more bytes to gather than their weights",
+    why="a line splits a layer, and another one keeps its outputs whole: each rank multiplies its columns, and ranks "
+    "gather the outputs. With many samples the weights are smaller than the outputs. `zero 3` stores them in parts "
+    "too, and gathers them before each use; each rank then multiplies all columns.",
+    example="mesh tp=4\ncolumn w over tp\nshard out(w) [_, _]",
+    instead="mesh tp=4\nzero 3 over tp on w",
+)
+NODE_ORDER = shown(
+    name="P0149",
+    title="an order of the mesh that sends more to other nodes",
+    why="ranks are numbered along the mesh, and the last axis counts fastest, so the last axes lie inside nodes. The "
+    "axis that sends most while nothing is computed, mostly tensor parallelism, belongs there. A model's numbers do "
+    "not depend on the order.",
+    example="mesh tp=2, dp=4\nnode 2",
+    instead="mesh dp=4, tp=2\nnode 2",
+)
 IDLE_AXIS = Code(
     name="P0248",
     title="an axis that splits nothing",

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import inspect
+import math
+import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import permutations
 
+from parc.compiler.build.communication import communication_table
 from parc.compiler.capture.model_calls import forward_text, passed_on
+from parc.compiler.layout.nodes import UnevenNodes, node_levels
 from parc.compiler.layout.placement import Split
 from parc.compiler.layout.rings import RINGS
 from parc.compiler.ops.precision import is_narrow
-from parc.compiler.program.actions import FORWARD
+from parc.compiler.program.actions import ACTIONS, FORWARD
+from parc.compiler.program.binding import PARAMETERS
 from parc.compiler.program.liveness import local_bytes
 from parc.compiler.resolve.context_lines import RING_METHODS, context_lines
 from parc.compiler.verify.averaging import averaging_reason
@@ -17,7 +26,7 @@ from parc.compiling.compiled import Compiled
 from parc.compiling.size_ranges import line_span
 from parc.grammar.codes_build import AVERAGED, ROUNDED_UPDATES, UNASKED_RESHARD, WITHOUT_RULE
 from parc.grammar.codes_model import MEANT_OTHERWISE, NOT_REACHED, NUMBER_CHANGED, PASSED_ON
-from parc.grammar.codes_placement import SMALL_BUCKET, WHOLE_KEYS
+from parc.grammar.codes_placement import NODE_ORDER, SMALL_BUCKET, WHOLE_KEYS, WHOLE_OUTPUTS
 from parc.grammar.diagnostics import Diagnostic, Label, Severity
 from parc.grammar.nearest import did_you_mean, listed
 from parc.grammar.source import Span
@@ -31,7 +40,7 @@ from parc.placement_words import in_words
 def warnings_of(compiled: Compiled) -> tuple[Diagnostic, ...]:
     """Return every warning of a compiled plan: of its lines, reshards, operators without a rule, loss, and weights."""
     warnings = (*_reshards(compiled), *_rules(compiled), *_averaged(compiled), *_rounded(compiled), *_large(compiled))
-    warnings = (*_whole_keys(compiled), *warnings)
+    warnings = (*_whole_keys(compiled), *_whole_outputs(compiled), *_node_order(compiled), *warnings)
     warnings = (*compiled.copies.notes, *_passed_on(compiled), *_not_reached(compiled), *_changed(compiled), *warnings)
     return (*compiled.plan.warnings, *compiled.resolved.warnings, *warnings)
 
@@ -49,11 +58,92 @@ def _reshards(compiled: Compiled) -> Iterator[Diagnostic]:
         yield _meant(meant, texts)
         return
     for (_, source, result, line), text in zip(groups, texts, strict=True):
-        span = _claim_span(compiled, groups[_, source, result, line][0])
+        first = groups[_, source, result, line][0]
+        span = _claim_span(compiled, first)
+        zero = ""
+        if first.value in compiled.build.types and not isinstance(first.result, Split):
+            zero = (
+                f"`{_zero_line(first.axis, first.value)}` in place of the line gathers the weight before each use; or "
+            )
         yield Diagnostic(
             UNASKED_RESHARD, text, Label(span) if span else None, notes=tuple(in_words((source, result))),
-            help="split the value in the same way where it is made and where it is read; or split neither over this"
-            " axis; or keep the plan, if you accept the cost", severity=Severity.WARNING,
+            help=f"{zero}split the value in the same way where it is made and where it is read; or split neither over"
+            " this axis; or keep the plan, if you accept the cost", severity=Severity.WARNING,
+        )  # fmt: skip
+
+
+def _zero_line(axis: str, parameter: str) -> str:
+    """Return the line that stores the weights of a module, and of its like in other blocks, in parts."""
+    module = re.sub(r"\b\d+\b", "*", parameter.rpartition(".")[0])
+    return f"zero 3 over {axis} on {module}"
+
+
+def _whole_outputs(compiled: Compiled) -> Iterator[Diagnostic]:
+    """Warn of layers whose outputs a line keeps whole, where fewer bytes would gather their weights."""
+    mesh, types, names = compiled.mesh, compiled.build.types, names_of(compiled.captured)
+    gathers = dict[tuple[int, str], list[Reshard]]()
+    for reshard in compiled.built.reshards:
+        if reshard.whole and isinstance(reshard.source, Split):
+            gathers.setdefault((reshard.cause.plan, reshard.axis), []).append(reshard)
+    works = [p.main.bound(*PARAMETERS, "weight") for p in compiled.build.programs.values() if ACTIONS[p.action].works]
+    for (line, axis), found in gathers.items():
+        outputs, weights, times = sum(reshard.bytes for reshard in found), 0, compiled.plan.microbatches
+        for reshard in found:
+            named = (name for name in (*types, *names.tied) if name.rpartition(".")[0] == reshard.cause.module)
+            for name in {names.canonical(name) for name in named}:
+                if {*mesh.parts(axis)} & {*types[name].placement.split_axes()}:
+                    entries = math.prod(types[name].shape) // mesh.size(axis) * sum(name in read for read in works)
+                    weights += entries * min(types[name].dtype.itemsize, reshard.itemsize)
+        if 0 < weights < outputs:
+            sent, less = (size_text(size * (mesh.size(axis) - 1) * times) for size in (outputs, weights))
+            module, many = found[0].cause.module, f" and {len(found) - 1} more" if len(found) > 1 else ""
+            yield Diagnostic(
+                WHOLE_OUTPUTS, f"a rank sends {sent} a step to gather the outputs of `{module}`{many}, and would send "
+                f"{less} to gather the weights", Label(span) if (span := line_span(compiled.plan, line)) else None,
+                help=f"`{_zero_line(axis, f'{module}.')}` in place of the line that splits the weights does that; each "
+                "rank then multiplies all columns", severity=Severity.WARNING,
+            )  # fmt: skip
+
+
+_MOST_AXES = 8
+"""The number of a mesh's axes from which their orders are too many to try."""
+_Order = tuple[tuple[str, int], ...]
+"""The axes of a mesh with their sizes."""
+
+
+def _node_order(compiled: Compiled) -> Iterator[Diagnostic]:
+    """Warn of an order of the mesh's axes if another one sends at most half as many bytes to other nodes, in all or
+    while nothing is computed, and no more of the other."""
+    plan, mesh, node = compiled.plan, compiled.mesh, compiled.plan.node
+    if node is None or len(plan.mesh.axes) >= _MOST_AXES:
+        return
+    sent = [Counter[tuple[tuple[str, ...], bool]]() for _ in compiled.build.roles]
+    for table, role in zip(sent, compiled.build.roles.values(), strict=True):
+        for row in (row for row in communication_table(role) if row["carries"] != "numbers"):
+            table[mesh.spread(row["axis"].split(",")), row["hidden"]] += row["count_per_step"] * row["wire_bytes"]
+    costs: dict[_Order, tuple[int, int]] = {}
+    for order in permutations(plan.mesh.axes):
+        places, crossing, ranks = [name for name, _ in order], set[str](), 1
+        for part in reversed([part for name in places for part in mesh.parts(name)]):
+            ranks *= mesh.size(part)
+            crossing.update([part] if ranks > node.ranks else ())
+        with suppress(UnevenNodes):
+            node_levels(replace(plan.mesh, axes=order), node.ranks)
+            if all([*line.view.over] == sorted(line.view.over, key=places.index) for line in plan.views):
+                rows = [[(hidden, size) for (axes, hidden), size in table.items() if crossing.intersection(axes)]
+                        for table in sent]  # fmt: skip
+                waiting = max(sum(size for hidden, size in own if not hidden) for own in rows)
+                costs[order] = max(sum(size for _, size in own) for own in rows), waiting
+    now = costs[plan.mesh.axes]
+    best = min((order for order, cost in costs.items() if cost[0] <= now[0] and cost[1] <= now[1]),
+               key=lambda order: sum(costs[order]))  # fmt: skip
+    if any(2 * less <= many > 0 for less, many in zip(costs[best], now, strict=True)):
+        total, waiting_text, less, rest = map(size_text, (*now, *costs[best]))
+        yield Diagnostic(
+            NODE_ORDER, f"a rank sends {total} a step to other nodes, {waiting_text} of them while nothing is computed",
+            Label(plan.mesh_spans[best[-1][0]]),
+            help=f"write `mesh {', '.join(f'{axis}={size}' for axis, size in best)}`: {less}, and {rest} of them while "
+            "nothing is computed", severity=Severity.WARNING,
         )  # fmt: skip
 
 

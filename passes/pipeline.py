@@ -241,7 +241,7 @@ def _build(captured: Captured, mesh: Mesh, request: Request) -> Built:
         noted(typed.output_node()).results = results
     assembled = assemble(typed, mesh, request.seed, sums, request.pipeline)
     levels = TwoLevels(mesh, request.levels, request.shard_dims, request.choices)
-    compressor = Compressor(request.compress, request.shard_dims)
+    compressor = Compressor(request.compress, request.levels, request.shard_dims)
     step = StepParts(
         mesh,
         typed,
@@ -256,6 +256,8 @@ def _build(captured: Captured, mesh: Mesh, request: Request) -> Built:
         request.biases,
     )
     roles = levels.roles(make_roles(step, request.evaluates))
+    if request.levels and request.compress:
+        levels.before = make_roles(replace(step, compressor=Compressor(request.compress)))
     if not request.evaluates:
         roles = {role: sum_early(programs, request.microbatches) for role, programs in roles.items()}
     roles = {role: hide_exchanges(overlapped(programs, request.overlap)) for role, programs in roles.items()}

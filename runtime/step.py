@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import pairwise
@@ -33,6 +33,8 @@ from .mail import Mail
 from .results import StepResult
 from .trace import Recorder, recorded
 from .work import Batch, RankState, Work, bind, named
+
+_NO_LOSS = torch.zeros(())
 
 
 class Stepper:
@@ -107,11 +109,10 @@ class Stepper:
         """Return loss and gradients of a step that was begun."""
         self._walk([action for action in self._left(work) if action.kind != STEP], work, step)
         return [
-            StepResult(
-                r[LOSS], r.get(GRAD_NORM), named(r, "gradient"), named(r, "metric"), named(r, "state"), w.returned
-            )
+            StepResult(r.get(LOSS, _NO_LOSS), r.get(GRAD_NORM), named(r, "gradient"), named(r, "metric"),
+                       named(r, "state"), w.returned)
             for w, r in ((w, w.results) for w in work)
-        ]
+        ]  # fmt: skip
 
     def _left(self, work: Sequence[Work]) -> Iterator[Action]:
         counted = any(COUNT in w.totals for w in work)
@@ -125,8 +126,8 @@ class Stepper:
         """Return the loss alone of a step that was begun, or also the tensors that the model ``returns``."""
         for w in work:
             w.returns = returns
-        self._walk([action for action in self._left(work) if action.evaluated], work, step)
-        return [StepResult(w.results[LOSS], None, {}, returned=w.returned) for w in work]
+        self._walk([action for action in self._left(work) if action.serves("evaluation")], work, step)
+        return [StepResult(w.results.get(LOSS, _NO_LOSS), None, {}, returned=w.returned) for w in work]
 
     @torch.no_grad()  # the programs hold their backward, and a batch may require gradients
     def _walk(self, actions: Sequence[Action], work: Sequence[Work], step: int) -> None:
@@ -205,10 +206,11 @@ class Stepper:
         totals: Sequence[BoundTensors] = (),
         later: list[Callable[[], torch.Tensor]] | None = None,
         main: Function | None = None,
+        last: Collection[Binding] = (),
     ) -> Iterator[tuple[Work, BoundTensors]]:
         """Run a program, and yield each rank's work with the results on it. ``extra`` are values to bind beside those
         that the rank holds. Results are added to ``totals``, by calls put into ``later`` if that is a list. ``main`` is
-        the main function that runs, if it is not that of most microbatches."""
+        the main function that runs, if it is not that of most microbatches. The program owns the totals of ``last``."""
         machine = self.machines[name]
         main = main or machine.program.main
         given = [
@@ -220,6 +222,8 @@ class Stepper:
                 environment |= w.counted
         for more in extra:
             more.clear()  # values die within the program, after their last use
+        for key, w in ((key, w) for key in last for w in work):
+            w.totals.pop(key, None)
         return zip(work, machine.run(given, main.name, totals, later, work[0].arriving), strict=True)
 
     def _inputs(self, action: Action, step: int, work: Sequence[Work], *kinds: str) -> list[BoundTensors]:
@@ -280,15 +284,13 @@ class Stepper:
         # backward, there may be no memory to keep what these are made of
         later = self._later if sends and last is None and not any(w.kept for w in work) else None
         usual = dict(machine.program.main.returns)
-        whole = {key for key, name in last.returns if name != usual[key]} if last is not None else set[Binding]()
+        whole = {key for key, name in last.returns if name != usual.get(key)} if last is not None else set[Binding]()
         added = [{*given} for given in totals]
-        for w, more in zip(work, inputs, strict=True):  # totals die within the program, once they are summed
-            more.update({key: w.totals.pop(key) for key in whole & w.totals.keys()})
-        for (w, made), there in zip(self._run(name, work, inputs, totals, later, last), added, strict=True):
+        for (w, made), there in zip(self._run(name, work, inputs, totals, later, last, whole), added, strict=True):
             w.hand_over((action.stage, BACKWARD, action.microbatch), made)
             for key, value in made.items():
                 if key in whole:
-                    w.totals[key] = value
+                    (w.results if key.kind == "state" else w.totals)[key] = value
                 elif key.kind == "gradient" and key not in there:
                     w.total(key, value, key in machine.addable)
         self._hand_on(action, work)

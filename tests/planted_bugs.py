@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from parc.compiler.verify.precision import check_precision
-from tests.planted_builds import BUILDS, OFFLOADED, GoodBuild, good_build, judge
+from tests.planted_builds import BUILDS, COMPRESSED_BUILDS, OFFLOADED, GoodBuild, good_build, judge
 from tests.planted_compressed import compressed_rows
 from tests.planted_context import context_rows
 from tests.planted_conversions import CONVERSIONS
@@ -40,7 +40,7 @@ _SIMILAR = (wrong_norms, shortened, bounded, wrong_lines)
 _MANY = (wrong_gradients, renamed, *_SIMILAR)
 _FIRST, _FIRST_OF_ALL = 3, 12
 _FEW = (wrong_padding,)  # one build has them
-EARLY_BUILDS = (BUILDS[0], BUILDS[-2])
+EARLY_BUILDS = (BUILDS[0], BUILDS[-2], COMPRESSED_BUILDS[1])
 """The builds in which sums that backward starts are wrong."""
 
 
@@ -127,6 +127,7 @@ if __name__ == "__main__":
     found = table() | place_rows() | rounding_rows()
     print(f"{table_text(found)}\n{share_text(found)}")
     print(table_text(compressed_rows(), "compressed gradients, by texts alone"))
+    print(table_text(compressed_rows(early=True), "the same in backward, by texts alone"))
     print(table_text(early_rows(), "sums that backward starts"))
     print(table_text(expert_rows(), "experts over ranks"))
     print(table_text(sequence_rows(), "split sequences"))

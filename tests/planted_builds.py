@@ -186,8 +186,12 @@ PLANS = {
         _STACK[: _STACK.index("mesh")] + _NODES + "zero 3 over dp within node\nhierarchical over dp\n",
     ),
 }
-COMPRESSED_BUILD = "stack dp=2, compressed"
-PLANS[COMPRESSED_BUILD] = ("tests", _STACK[: _STACK.index("mesh")] + _COMPRESSED)
+COMPRESSED_BUILDS = ("stack dp=2, compressed", "stack dp=4 in nodes of 2, compressed across")
+PLANS[COMPRESSED_BUILDS[0]] = ("tests", _STACK[: _STACK.index("mesh")] + _COMPRESSED)
+PLANS[COMPRESSED_BUILDS[1]] = (
+    "tests",
+    PLANS[COMPRESSED_BUILDS[0]][1].replace("mesh dp=2\n", "mesh dp=4\nnode 2\nhierarchical over dp\n"),
+)
 BUILDS = tuple(PLANS)
 EXPERT_BUILDS = (
     "experts dp=2, ep=2",

@@ -94,6 +94,13 @@ COMMANDS = {
     "P0145": Case("plain", lines="mesh cp=4\ncontext ** dim S over cp using ulysses\n", of="Attending"),
     "P0146": Case("running", lines="mesh cp=2\ncontext ** dim S over cp using ring\n", of="Attending"),
     "P0147": Case("plain", lines="mesh cp=2\ncontext ** dim S over cp using ring\n", of="Twice"),
+    "P0148": Case(
+        change=("B=8", "B=64"),
+        lines="mesh tp=2\ncolumn blocks.*.attn.out over tp\nshard out(blocks.*.attn.out) [_, _, _]\n",
+    ),
+    "P0149": Case(
+        lines=TENSOR.replace("tp=2", "tp=2, dp=2") + "node 2\nshard tokens, targets [B/dp, _]\n", change=("B=8", "B=64")
+    ),
     "P0133": Case(lines="mesh dp=2\nshard tokens, targets [B/dp, _]\nzero 3 over dp\nbucket 4KB\n"),
     "P0201": Case(change=("gpt.py:GPT", "gpt.py:GTP")),
     "P0202": Case("branch", lines=ONE),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
+import re
+from collections.abc import Sequence
+from itertools import accumulate, permutations
 from operator import mul
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from parc.advice import warnings_of
 from parc.checking.checks import case_of, static_faults
 from parc.checking.reports import report_of
 from parc.checking.twins import find_twin
@@ -20,7 +23,9 @@ from parc.compiler.layout.nodes import UnevenNodes, node_levels
 from parc.compiler.layout.views import NoCommonParts
 from parc.compiler.plan.plan import read_plan
 from parc.compiling.compiled import Compiled
+from parc.grammar.diagnostics import render
 from parc.grammar.source import Source
+from parc.grammar.syntax import size_text
 from parc.passes.placing.heads import Copies
 from parc.runtime.compare.agreement import Agreement
 from parc.runtime.compare.simulate import compare
@@ -172,3 +177,39 @@ def test_heads_and_levels_share_an_axis() -> None:
     assert agreement_of(made).largest <= 1e-10
     inside = {row["axis"] for row in rows(made) if row["phase"] == "forward" and row["bytes"] > 8}
     assert {"tp_2", "tp_0,tp_1"} <= inside
+
+
+TOPOLOGY = """\
+node 2
+stage balanced over pp
+schedule 1f1b microbatches 4
+column blocks.*.attn.qkv over tp rows (3 h/tp d)
+row blocks.*.attn.out over tp
+column blocks.*.mlp.up over tp
+row blocks.*.mlp.down over tp
+"""
+
+
+@pytest.mark.parametrize("order", [*permutations(("tp", "pp", "dp"))])
+def test_an_order_of_axes_that_sends_twice_as_much_across_nodes_is_warned_of(order: tuple[str, ...]) -> None:
+    """The warning names the best order, and both numbers are those of the builds."""
+    text = GPT.replace("layers=1", "layers=4").replace("schedule microbatches 2\n", "") + TOPOLOGY
+
+    def warned(order: Sequence[str]) -> tuple[list[str], int]:
+        mesh = f"mesh {', '.join(f'{axis}=2' for axis in order)}"
+        made = compile_once(read_plan(Source("order.parc", f"{text}{mesh}\n")), EXAMPLES)
+        texts = [render(one) for one in warnings_of(made) if one.code.name == "P0149"]
+        return texts, report_of(made)["across_nodes"]["bytes"]
+
+    found, sent = warned(order)
+    assert len(found) == (order[-1] != "tp")
+    for message in found:
+        best = re.findall(r"(\w+)=2", message.partition("help: ")[2])
+        silent, less = warned(best)
+        assert silent == [] and best[-1] == "tp" and less < sent
+        assert f"sends {size_text(sent)[:3]}" in message and f": {size_text(less)[:3]}" in message
+
+
+def test_a_plan_within_one_node_has_no_better_order() -> None:
+    made = compiled("mesh dp=4\nnode 2\n")
+    assert not [one for one in warnings_of(made) if one.code.name == "P0149"]

@@ -119,8 +119,9 @@ class Build:
         """The precision lines of the plan, which say where programs may round, and the type of sums over
         microbatches."""
         lines = regions((line["type"], line["modules"], line["line"]) for line in self.manifest["precision"])
-        sent = frozenset((line["format"], line["axis"]) for line in self.manifest["compress"])
-        return Rounding(lines, getattr(torch, self.manifest["accumulate"]), sent)
+        sent = ((line["format"], part) for line in self.manifest["compress"]
+                for part in line.get("over", self.mesh.parts(line["axis"])))  # fmt: skip
+        return Rounding(lines, getattr(torch, self.manifest["accumulate"]), frozenset(sent))
 
     @property
     def axis(self) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 
-from ..layout.collectives import COLLECTIVES, MESSAGE, SUMS, payload_bytes
+from ..layout.collectives import COLLECTIVES, MESSAGE, SUMS, axes_of, payload_bytes
 from ..layout.mesh import Mesh
 from ..layout.placement import TensorType
 from ..layout.rings import RINGS
@@ -20,6 +20,7 @@ from ..program.blocks import complete, working
 from ..program.liveness import local_bytes
 from ..program.program import Function, Origin, Program, Ref
 from ..program.roles import Role, stage_key
+from ..program.weights import converts
 
 Carried = Literal["weights", "gradients", "activations", "numbers"]
 """The use of what a message carries. Numbers are the count of targets, the loss, the norm, loads and their like."""
@@ -60,12 +61,19 @@ def messages(program: Program) -> list[Communication]:
     return [placed.message for placed in _walk(program, program.mains[0], None)]
 
 
-def _walk(program: Program, function: Function, caller: Origin | None) -> Iterator[PlacedMessage]:
+def _walk(
+    program: Program, function: Function, caller: Origin | None, read: Collection[str] = ()
+) -> Iterator[PlacedMessage]:
+    """Yield the collectives of a function and of those that it calls. ``read`` are the weights among its parameters,
+    where its ``caller`` gives it some."""
     values = function.values()
-    hidden, weights = _hidden(program, function), _weights(function)
+    hidden, weights = _hidden(program, function), _weights(function, read)
     for index, line in enumerate(function.lines):
         if line.calls_function:
-            yield from _walk(program, program.function(line.op), line.origin)
+            called = program.function(line.op)
+            pairs = zip(line.args, called.parameters, strict=True)
+            given = [value.name for item, value in pairs if isinstance(item, Ref) and item.name in weights]
+            yield from _walk(program, called, line.origin, given)
         row = COLLECTIVES.get(line.op)
         if row is None or not row.communicates:
             continue
@@ -92,22 +100,23 @@ def _walk(program: Program, function: Function, caller: Origin | None) -> Iterat
 
 
 def _carried(caller: Origin | None, source: Ref, type_: TensorType, weights: set[str]) -> Carried:
-    """Return the use of an operand: blocks send activations, main functions weights, gradients and numbers."""
+    """Return the use of an operand. What is no weight is an activation in blocks, and a gradient in main functions."""
     if not type_.shape:
         return "numbers"
+    if source.name in weights:
+        return "weights"
     if caller is not None:
         return "activations"
-    if not type_.dtype.is_floating_point:  # the loads of experts
-        return "numbers"
-    return "weights" if source.name in weights else "gradients"
+    return "gradients" if type_.dtype.is_floating_point else "numbers"  # the loads of experts
 
 
-def _weights(function: Function) -> set[str]:
-    """Return what a main function has of parameters before a call computes with it."""
+def _weights(function: Function, read: Collection[str]) -> set[str]:
+    """Return what a function has of parameters before it computes with them: they, and what moves their entries."""
     kinds = (*PARAMETERS, "weight")
-    found = {value.name for value in function.parameters if value.binding is not None and value.binding.kind in kinds}
+    bound = (value.name for value in function.parameters if value.binding is not None and value.binding.kind in kinds)
+    found = {*read, *bound}
     for line in function.lines:
-        if not line.calls_function and found.issuperset(line.uses):
+        if line.uses and found.issuperset(line.uses) and (converts(line) or facts(line.op).moves):
             found.update(value.name for value in line.made)
     return found
 
@@ -191,15 +200,13 @@ def bytes_across(role: Role, mesh: Mesh, node: int) -> int:
 def saved_bytes(role: Role, mesh: Mesh, axis: str) -> int:
     """Return the bytes that a rank of a role sends less in a step because gradients are compressed over an axis, where
     it would send float32."""
-    saved, (reduce,) = 0, (program for program in role.programs.values() if program.action == REDUCE)
-    for line in reduce.main.lines:
-        row = COLLECTIVES.get(line.op)
-        if row is None or not row.communicates or mesh.owner(row.axes(line.args[1:])[0]) != axis:
+    saved = 0
+    for count, placed in placed_messages(role):
+        line = placed.function.lines[placed.index] if placed.message.carries == "gradients" else None
+        if line is None or {axis} != {*map(mesh.owner, axes_of(line.args[1:]))}:
             continue
-        type_ = reduce.main.values()[line.uses[0]].type
+        row, type_ = COLLECTIVES[line.op], placed.function.values()[line.uses[0]].type
         if row.packed or type_.dtype == torch.float16:
-            ranks = math.prod(map(mesh.size, row.axes(line.args[1:])))
-            entries = math.prod(type_.local(mesh))
-            sent = payload_bytes(line.op, type_.local(mesh), type_.dtype.itemsize, ranks)
-            saved += row.sent(4 * entries, ranks) - row.sent(sent, ranks)
+            ranks = math.prod(map(mesh.size, axes_of(line.args[1:])))
+            saved += count * (row.sent(4 * math.prod(type_.local(mesh)), ranks) - placed.message.wire_bytes)
     return saved

@@ -85,7 +85,7 @@ MANIFEST_FORM: Form = {
     "frozen": [str],
     "accumulate": str,
     "precision": [{"type": str, "modules": [str], "line": int}],
-    "compress": [{"axis": str, "format": str}],
+    "compress": [{"axis": str, "format": str, "over?": [str]}],
     "data": Maybe(SAMPLES_FORM),
     "init": Maybe({"folder": str, "rounded": bool, "tensors": [{
         "names": [str], "shape": [int], "dtype": str, "optional?": bool

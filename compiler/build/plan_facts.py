@@ -21,7 +21,7 @@ from ..sizes.polynomials import moving
 from .facts import fact_fault, unlike
 from .json_schema import MANIFEST_FORM
 
-_PARTS = ("optimizer", "init", "precision", "evaluation")
+_PARTS = ("optimizer", "init", "precision", "compress", "evaluation")
 """The facts of which the plan determines only a part; the rest is the model's."""
 
 

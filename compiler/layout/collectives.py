@@ -289,6 +289,7 @@ COLLECTIVES: dict[str, Collective] = {
             for i in range(len(pieces))
         ],
         packed=lambda ranks: ranks,
+        buffers=lambda operand, result, args: Buffers(2 * operand, operand // 2, operand),
     ),
     "parc.all_gather_int8": Collective(
         axes_of,
@@ -296,6 +297,7 @@ COLLECTIVES: dict[str, Collective] = {
         lambda pieces, args: [join_dim([round_int8(piece) for piece in pieces], args[1], args[2])] * len(pieces),
         sent=lambda payload, ranks: payload * (ranks - 1),
         packed=lambda ranks: 1,
+        buffers=lambda operand, result, args: Buffers(2 * result, (operand + result) // 4, 2 * result),
     ),
     **{op: _ring(op) for op in RINGS},
 }

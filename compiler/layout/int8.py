@@ -47,6 +47,12 @@ def unpack(packed: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return (numbers * scales.repeat_interleave(BLOCK_ENTRIES)[:count]).view(like.shape).to(like.dtype)
 
 
+def sum_packed(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return the sum in float32 of packed tensors of equal shape, in the shape and the type of another tensor."""
+    wide = like.float()
+    return torch.stack([unpack(row, wide) for row in rows]).sum(0).to(like.dtype)
+
+
 def round_int8(x: torch.Tensor) -> torch.Tensor:
     """Return a tensor as its receiver has it. In float64, in which nothing is rounded, it is the tensor itself."""
     return x if x.dtype == torch.float64 else unpack(pack(x), x)

@@ -124,7 +124,7 @@ class Binding(NamedTuple):
         Raises:
             ValueError: the text is of no kind.
         """
-        return cls("gradient", text) if action == "B" and not text.startswith("sent ") else cls.parse(text)
+        return cls("gradient", text) if action == "B" and not text.startswith(("sent ", "state ")) else cls.parse(text)
 
 
 COUNT, SCALE, UNSCALE, LOSS, GRAD_NORM, RNG = (

@@ -19,8 +19,8 @@ from .weights import parts_in_weights
 class Memory:
     """The memory of one rank in bytes, at the moment of a step in which it is largest. ``parameters`` are those that it
     stores, and what a step makes of them once; ``gradients`` the sums of the microbatches so far; ``messages`` what is
-    gathered or on its way between ranks; ``residuals`` what rounding left of gradients in the last step;
-    ``activations`` all the rest, the batch and the model's buffers too."""
+    gathered or on its way between ranks; ``residuals`` what rounding left of gradients, in the last step and in this
+    one; ``activations`` all the rest, the batch and the model's buffers too."""
 
     parameters: int
     gradients: int
@@ -120,7 +120,7 @@ class _Step:
         self.inputs = _bound_bytes(programs, *BUFFERS) + microbatches * _bound_bytes(programs, "input")
         self.residuals = sum(
             local_bytes(value.type, program)
-            for program in programs.values() for value in program.main.parameters if residual_of(value.binding)
+            for program in programs.values() for value in program.bound("state").values() if residual_of(value.binding)
         )  # fmt: skip
         weights = parts_in_weights(programs[UNSHARD]) if UNSHARD in programs else {}
         self.inside = sum(
@@ -174,8 +174,8 @@ class _Step:
                     size = saved.get(value.binding.name, 0) if value.binding.kind == "saved" else None
                     here = local_bytes(value.type, self.programs[key], self.load) if size is None else size
                     given[value.name] = here
-                elif value.binding is not None and value.kind == "gradient":  # a total that ends as its sum over ranks
-                    given[value.name] = self.totals.pop(value.binding)
+                elif value.binding is not None and value.kind == "gradient":  # a total, which is the program's own
+                    given[value.name] = self.totals.pop(value.binding, 0)
         sends = following is not None and following.kind == send_kind(action.kind) and not self.kept
         # a last backward that starts sums over ranks delays nothing
         delays = sends and main is not self.programs[key].last
@@ -193,7 +193,8 @@ class _Step:
         """Note the memory while a program runs that has this peak, beside so many bytes of parameters of the last
         step."""
         shares = {
-            kind: sum(size for key, size in self.totals.items() if key.kind == kind) for kind in ("weight", "gradient")
+            kind: sum(size for key, size in self.totals.items() if key.kind == kind)
+            for kind in ("weight", "gradient", "state")
         }
         memory = Memory(
             parameters=self.parameters + before + shares["weight"],
@@ -201,7 +202,7 @@ class _Step:
             optimizer=self.optimizer,
             activations=self.inputs + self.held.total + peak.shares.get("values", 0),
             messages=peak.shares.get("messages", 0),
-            residuals=self.residuals,
+            residuals=self.residuals + shares["state"],
         )
         self.most = max(self.most, memory, key=lambda memory: memory.peak_bytes)
 
@@ -216,15 +217,17 @@ class _Step:
         key, stage, m = action.program_in(self.programs), action.stage, action.microbatch
         root, left = self.live[key].storages(main).root, dict(peak.kept)
         usual = dict(self.programs[key].main.returns)
-        saved, sent = dict[str, int](), 0
+        saved, sent, returned = dict[str, int](), 0, 0
         for binding, name in main.returns:
             size = left.pop(root[name], 0)
             if binding.kind == "saved":
                 saved[binding.name] = size
             elif binding.kind == "sent":
                 sent += size
-            elif name != usual[binding]:  # a sum over ranks, which may have been made in place
-                self.totals[binding] = size or self.totals.get(binding, 0)
+            elif binding.kind == "output":
+                returned += size
+            elif name != usual.get(binding):  # a sum over ranks, or what is left of one
+                self.totals[binding] = size
             elif binding.home == "step":
                 self.totals[binding] = (
                     self.totals.get(binding, 0) + size
@@ -236,6 +239,7 @@ class _Step:
         if saved:
             self.kept[stage, m] = saved
         self.held.put(sum(saved.values()), "saved", stage, m)
+        self.held.put(returned, "returned", stage, m)
         to = stage + ACTIONS[action.kind].to
         there = (receive_kind(action.kind), to) if to in self.own_stages else ("made", send_kind(action.kind), stage)
         self.held.put(sent, *there, m)

@@ -2,7 +2,8 @@
 
 B then has two main functions. ``backward_last`` has every line of ``backward``, and lines between them that add a
 gradient to those of earlier microbatches and start its sum. Checks read such a step with the sums in REDUCE: there they
-mean the same, because they read nothing but whole gradients, and nothing in B reads them.
+mean the same, because they read nothing but whole gradients, what the last step left of these, and one over the loss
+scale, and nothing in B reads them.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from dataclasses import dataclass, field, replace
 
 from ..layout.collectives import MESSAGE
 from .actions import ACTIONS, REDUCE
-from .binding import Binding
+from .binding import UNSCALE, Binding
 from .program import Function, Line, Program, Ref, Value
+from .residual import residual, residual_of
 
 
 class EarlyFault(ValueError):
@@ -53,6 +55,10 @@ class _Sums:
     """The names of a microbatch's gradient and of its sum, for each gradient that is summed."""
     so_far: dict[str, Binding] = field(default_factory=dict)
     """The parameters that hold the gradients of earlier microbatches."""
+    reads: list[Value] = field(default_factory=list)
+    """The other parameters that sums alone read: what the last step left of gradients, and one over the loss scale."""
+    left: tuple[tuple[Binding, str], ...] = ()
+    """The residuals that are returned for the next step."""
 
     def __post_init__(self) -> None:
         main, last = self.program.main, self.program.last
@@ -61,16 +67,24 @@ class _Sums:
         for line in last.lines:
             (common if any(value.name in values for value in line.made) else self.lines).append(line)
         added = [value for value in last.parameters if value.name not in values]
+        self.left = tuple((key, name) for key, name in last.returns if residual_of(key))
+        results = [row for row in last.returns if row not in self.left]
         same = (
             _by_results(common) == _by_results(main.lines)
             and [value for value in last.parameters if value not in added] == list(main.parameters)
-            and [key for key, _ in last.returns] == [key for key, _ in main.returns]
+            and [key for key, _ in results] == [key for key, _ in main.returns]
         )
         ends = {
-            key: (own, end) for (key, own), (_, end) in zip(main.returns, last.returns, strict=True) if own != end
+            key: (own, end) for (key, own), (_, end) in zip(main.returns, results, strict=True) if own != end
         } if same else {}  # fmt: skip
-        self.so_far = {value.name: value.binding for value in added if value.binding is not None}
-        if not same or any(key.kind != "gradient" for key in ends) or not set(self.so_far.values()) <= ends.keys():
+        self.so_far = {value.name: value.binding for value in added
+                       if value.binding is not None and value.kind == "gradient"}  # fmt: skip
+        self.reads = [value for value in added if value.name not in self.so_far]
+        states = {value.binding for value in self.reads} - {UNSCALE}
+        if (
+            not same or any(key.kind != "gradient" for key in ends) or not set(self.so_far.values()) <= ends.keys()
+            or states != {key for key, _ in self.left} or not states <= {residual(key.name) for key in ends}
+        ):  # fmt: skip
             raise EarlyFault(f"{self.where} does other work than `{main.name}`")
         self.gradients = ends
 
@@ -100,6 +114,10 @@ def _with_sums(reduce: Program, sums: _Sums) -> Program:
         starts[key] = Value(_fresh(own, taken), values[own].type, key)
         if key not in summed:
             names[own] = starts[key].name
+    known = {value.binding: value for value in reduce.main.parameters}
+    reads = [replace(value, name=_fresh(value.name, taken)) for value in sums.reads if value.binding not in known]
+    known.update((value.binding, value) for value in reads)
+    names.update((value.name, known[value.binding].name) for value in sums.reads)
     lines: list[Line] = []
     for line in sums.lines:
         if (added := sums.total(line)) is not None:
@@ -108,10 +126,12 @@ def _with_sums(reduce: Program, sums: _Sums) -> Program:
         if line.calls_function:
             raise EarlyFault(f"{sums.where} calls `{line.op}`, which `{sums.program.main.name}` does not")
         if unknown := [name for name in line.uses if name not in names]:
-            raise EarlyFault(f"{sums.where}: `{unknown[0]}` is read, which is no whole gradient or its sum")
+            raise EarlyFault(f"{sums.where}: `{unknown[0]}` is read, which is no whole gradient or part of its sum")
         made = [value and replace(value, name=_fresh(value.name, taken)) for value in line.results]
         lines.append(replace(line, results=tuple(made)).renamed(names))
         names.update((v.name, fresh.name) for v, fresh in zip(line.results, made, strict=True) if v and fresh)
+    if missing := [name for _, name in sums.left if name not in names]:
+        raise EarlyFault(f"{sums.where}: `{missing[0]}` is returned, which is no part of a sum")
     main, parameters, given = reduce.main, list[Value](), {value.binding: value for value in reduce.main.parameters}
     ends = (sums.program.last or sums.program.main).values()
     replaced: dict[str, str] = {}
@@ -122,7 +142,8 @@ def _with_sums(reduce: Program, sums: _Sums) -> Program:
     parameters = [value if value.name not in replaced else starts[value.binding or key] for value in main.parameters]
     rest = [line.renamed(replaced) for line in main.lines]
     returns = tuple((key, replaced.get(name, name)) for key, name in main.returns)
-    function = Function(main.name, tuple(parameters), tuple(_numbered_anew([lines, rest])), returns)
+    returns += tuple((key, names[name]) for key, name in sums.left)
+    function = Function(main.name, (*parameters, *reads), tuple(_numbered_anew([lines, rest])), returns)
     return replace(reduce, functions=(function,))
 
 

@@ -233,6 +233,10 @@ class Program:
         """The main functions: the last microbatch's own one, where there is one, and that of all others."""
         return self.functions[-1:] if self.last is None else self.functions[-2:]
 
+    def bound(self, *kinds: Kind) -> dict[str, Value]:
+        """Return the parameters of main functions bound to one of these kinds, by their binding's name."""
+        return {name: value for main in self.mains for name, value in main.bound(*kinds).items()}
+
     @property
     def blocks(self) -> tuple[Function, ...]:
         """The functions that main functions call."""

@@ -34,7 +34,7 @@ def compress_lines(plan: Plan, names: PlanNames) -> tuple[tuple[CompressLine, ..
     lines: list[CompressLine] = []
     errors: list[Diagnostic] = []
     early = [(line, set(named_parameters(line.where, names)[0]))
-             for line in plan.zero if line.level >= REDUCED_EARLY]  # fmt: skip
+             for line in plan.zero if line.level >= REDUCED_EARLY and not line.within]  # fmt: skip
     said: dict[str, Compress] = {}
     for line in plan.compress:
         parameters, unknown = named_parameters(line.where, names)

@@ -7,7 +7,7 @@ gradient had added what the last step left of it; and it returns what each of it
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..layout.collectives import COLLECTIVES, WAIT
@@ -19,7 +19,7 @@ from ..program.program import Line, Program, Ref
 from ..program.residual import residual, residual_of
 
 Sent = frozenset[tuple[str, str]]
-"""The formats in which a plan's lines let gradients travel, each with its axis."""
+"""The formats in which a plan's lines let gradients travel, each with an axis, or the part of one across nodes."""
 _ROUND, _SCATTER, _GATHER = "parc.round_int8", "parc.reduce_scatter_int8", "parc.all_gather_int8"
 _MOVES = frozenset(
     {"parc.all_reduce", "parc.reduce_scatter", "parc.all_gather", "parc.shard", "parc.grow_pad.default", WAIT}
@@ -113,6 +113,10 @@ class _Reduce:
             return self._rounded(line, names[0], first)
         if line.op in COLLECTIVES and names and names[0] in self.made and self.made[names[0]].op == _ROUND:
             raise _Wrong(f"{line.op} sends what is rounded to int8 as it is")
+        if first is not None and first.roundings and line.op in COLLECTIVES:
+            row = COLLECTIVES[line.op]
+            if row.communicates and not row.keeps and not self._sent(row.axes(line.args[1:]), "fp16"):
+                raise _Wrong(f"{line.op} adds up what is rounded, over ranks that sum exactly")
         if line.op in COLLECTIVES or line.op in _MOVES or facts(line.op).casts:
             moves = line.op in _MOVES or line.op == "parc.pad" or facts(line.op).casts
             return first if moves else None
@@ -124,6 +128,10 @@ class _Reduce:
             return self._difference(names, *parts)
         return None
 
+    def _sent(self, axes: Collection[str], format_: str) -> bool:
+        """Return whether the plan lets gradients travel so over axes; it may name others."""
+        return {*axes} <= (over := {axis for name, axis in self.sent if name == format_}) and bool(over)
+
     def _narrows(self, line: Line, names: Sequence[str]) -> bool:
         if line.op in COLLECTIVES or not facts(line.op).casts or not names:
             return False
@@ -131,8 +139,7 @@ class _Reduce:
 
     def _rounded(self, line: Line, operand: str, part: _Part | None) -> _Part:
         axes = str(line.args[1]).split(",") if line.op in COLLECTIVES and line.args[1] else []
-        formats = {name for name, axis in self.sent if {*map(self.program.mesh.owner, axes)} <= {axis}}
-        if ("int8" if line.op in COLLECTIVES else "fp16") not in formats:
+        if not self._sent(axes, "int8" if line.op in COLLECTIVES else "fp16"):
             raise _Wrong(f"{line.op} rounds, which no line of the plan asks for")
         if part is None or part.what != "gradient":
             raise _Wrong(f"{line.op} rounds what is no gradient")

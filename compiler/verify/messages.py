@@ -28,7 +28,8 @@ def check_messages(programs: Programs, microbatches: int) -> Iterator[Fault]:
                 yield Fault("communication", f"{where}: {name}", problem)
         if (last := program.last) is not None:
             before = last.bound("gradient").keys()
-            summed = {key.name for key, name in last.returns if name != dict(program.main.returns).get(key)}
+            usual = dict(program.main.returns)
+            summed = {key.name for key, name in last.returns if key.kind == "gradient" and name != usual.get(key)}
             for name in sorted(before if microbatches == 1 else summed - before):
                 where = f"{program.role}.{program.action} {last.name}: {name}"
                 yield Fault("types", where, f"is not summed over {microbatches} microbatches")

@@ -139,6 +139,7 @@ def manifest_of(compiled: Compiled) -> dict[str, Any]:
         "frozen": sorted(compiled.frozen),
         "precision": [{**fact, "modules": list(line.modules), "line": line.line}
                       for fact, line in zip(facts["precision"], precision, strict=True)],
+        "compress": [{**fact, **_across(compiled, fact["axis"])} for fact in facts["compress"]],
         "init": init_facts(plan, compiled.recorded, compiled.captured),
         "aliases": dict(compiled.captured.aliases),
         "padding": facts_of({**compiled.resolved.pads, **built.stored.pads}),
@@ -147,6 +148,13 @@ def manifest_of(compiled: Compiled) -> dict[str, Any]:
            {"evaluation": {**facts["evaluation"], "constants": constant_facts(evaluation)}}),
         **routing_facts(compiled.routing),
     }  # fmt: skip
+
+
+def _across(compiled: Compiled, axis: str) -> dict[str, list[str]]:
+    """Return the parts of a compressed axis across nodes, where sums inside these are exact: the axis is in two
+    levels."""
+    levels = compiled.built.levels.levels if compiled.built.levels is not None else {}
+    return {"over": list(compiled.mesh.parts(axis)[: levels[axis]])} if axis in levels else {}
 
 
 def constants_by_name(compiled: Compiled) -> dict[str, Any]:

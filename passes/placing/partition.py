@@ -136,15 +136,18 @@ class Partition:
         node = self.call(OPS.convert.default, (form, *how), {}, [(key, want)])
         noted(node).again = self.placed.again(key, axes, source, result)
         self.block, self.origin = block, origin
-        cause = replace(origin, plan=self.placed.lines.get(key[0], origin.plan))
-        asked = computes(key[0]) and facts(key[0].target).reroutes  # by a line of `experts`
-        if (source, result) != ("I", "R") and not self.with_rows and not asked:
-            size = math.prod(self.type_of(key, have).local(self.mesh)) * fake(key).dtype.itemsize
+        whole = any((key, axis) in self.placed.whole for axis in axes)
+        cause = origin if whole else replace(origin, plan=self.placed.lines.get(key[0], origin.plan))
+        routed = computes(key[0]) and facts(key[0].target).reroutes  # by a line of `experts`
+        if (source, result) != ("I", "R") and not self.with_rows and not routed:
+            itemsize = fake(key).dtype.itemsize
+            size = math.prod(self.type_of(key, have).local(self.mesh)) * itemsize
             attends = str(OPS.attention.default) in (str(key[0].target), self.reader)
             for name in self.mesh.joined(axes):
                 axis = self.mesh.parts(name)[0]
                 named = noted(key[0]).binding.name if key[0].op == "placeholder" else key[0].name
-                about = self.placed.asks(key, axis, want[axis], self.reader), attends, self.grad[key]
+                asked = self.placed.asks(key, axis, want[axis], self.reader)
+                about = asked, attends, self.grad[key], whole and asked, itemsize
                 self.reshards.append(Reshard(named, have[axis], want[axis], name, cause, size, self.reader, *about))
         return node
 
@@ -237,6 +240,12 @@ class Partition:
                 after = reduced.replace({axis: split})
                 if placement[axis] == "P" and after.nests(tuple(fake(key).shape), self.mesh):
                     reduced = after
+            # what a line keeps whole is gathered here: backward takes its part, and sends nothing
+            whole = {axis: line for axis in parts if (line := self.placed.whole.get((key, axis)))
+                     and isinstance(reduced[axis], Split)}  # fmt: skip
+            if whole:
+                reduced = reduced.replace(dict.fromkeys(whole, "I"))
+                self.origin = replace(self.origin, plan=min(whole.values()))
             if reduced != placement:
                 self.convert(key, reduced)
                 self.state[key] = reduced

@@ -56,13 +56,16 @@ class Placed:
     """The values that lines split inside the model, and that follow from these, with the line on each axis."""
     keeps: frozenset[int] = frozenset()
     """The lines among those that keep such values gathered for backward, where a product gathers them."""
+    whole: dict[tuple[ValueKey, str], int] = field(default_factory=dict)
+    """The values inside the model that lines keep whole, with the line. If their maker is split, they are gathered."""
 
     def asks(self, key: ValueKey, axis: str, result: AxisType, reader: str) -> bool:
-        """Return whether a line, or a note, speaks of a conversion: the gather of few heads, or of a value that is
-        split between products."""
-        row = facts(reader)
-        gathers = not isinstance(result, Split) and (row.precision == "product" or row.moves == "shape")
-        return (key, axis) in self.gathered or (gathers and (key, axis) in self.sites)
+        """Return whether a line, or a note, speaks of a conversion: the gather of few heads, of a value that a line
+        keeps whole, or of one that is split between products."""
+        row, gathers = facts(reader), not isinstance(result, Split)
+        between = row.precision == "product" or row.moves == "shape"
+        found = (key, axis)
+        return found in self.gathered or (gathers and (found in self.whole or (between and found in self.sites)))
 
     def again(self, key: ValueKey, axes: Iterable[str], source: AxisType, result: AxisType) -> bool:
         """Return whether backward makes a conversion again: the gather of a value that lines split inside the model."""
@@ -170,7 +173,7 @@ class _Propagation:
                 continue
             at = from_factor(rule, dims, *part)
             have = self.placed.splits[key].get(axis)
-            if at is not None and (key, axis) in self.whole:
+            if at is not None and (key, axis) in self.whole and (key, axis) not in self.placed.whole:
                 return False
             if have is not None and at is not None and have != Split(*at):
                 return False
@@ -272,6 +275,8 @@ def propagate(
     for claim in real:
         if claim.split is None:
             state.whole.add((claim.value, claim.axis))
+            if claim.site:
+                state.placed.whole[claim.value, claim.axis] = claim.line
             if claim.few:
                 state.few.add((claim.value, claim.axis))
         else:

@@ -14,7 +14,8 @@ from ...compiler.program.program import Origin
 class Reshard:
     """A conversion that no line asked for explicitly: what it moves, and the operator ``reader`` that needed it.
     ``asked``: it gathers few heads, about which there is a note of its own, or what a line splits between products.
-    ``attends``: attention makes or reads the value. ``learns``: gradients flow through it."""
+    ``attends``: attention makes or reads the value. ``learns``: gradients flow through it. ``whole``: a line keeps the
+    value whole, whose maker is split. ``bytes`` are those of a rank's part, ``itemsize`` those of an entry."""
 
     value: str
     source: AxisType
@@ -26,6 +27,8 @@ class Reshard:
     asked: bool
     attends: bool
     learns: bool
+    whole: bool
+    itemsize: int
 
 
 class UnevenTokens(ValueError):

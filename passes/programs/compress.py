@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from ...compiler.layout.collectives import lower
+from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.placement import Placement, Split, TensorType, along
 from ...compiler.program.binding import Binding
 from ...compiler.program.program import Origin, Ref, Value
@@ -16,7 +17,7 @@ from ...compiler.program.residual import residual
 from ..choices import ShardDims
 from .conversions import emit_conversions
 from .emit import identifier
-from .two_levels import cuts_over
+from .two_levels import Levels, cuts_over
 from .writer import Writer
 
 
@@ -31,9 +32,11 @@ class Compression:
 
 @dataclass(slots=True)
 class Compressor:
-    """The writer of compressed sums. ``larger`` are the choices made for a larger model, whose twin this is."""
+    """The writer of compressed sums. Over axes in two levels (``levels``) they are exact inside nodes, where each rank
+    gets its part, and compressed across. ``larger`` are the choices made for a larger model, whose twin this is."""
 
     wanted: Mapping[str, Compression] = field(default_factory=dict)
+    levels: Levels = field(default_factory=dict)
     larger: ShardDims | None = None
     dims: dict[tuple[str, str], tuple[int, bool] | None] = field(default_factory=dict)
     """The dim along which each gradient is cut for its sum, by name and axes."""
@@ -48,48 +51,67 @@ class Compressor:
         gradient that several roles sum. What is left of one step meets the next one's gradient, so it is divided by
         the loss scale before, if there is one."""
         one = self.wanted.get(name)
-        if one is None or (made is not None and any(made.type.placement[axis] != "P" for axis in one.axes)):
+        if one is None:
             return []
         origin = replace(origin, plan=one.line)
+        mesh = write.mesh
+        inside = {part for axis, across in self.levels.items() for part in mesh.parts(axis)[across:]}.intersection(
+            one.axes
+        )
+        axes = tuple(axis for axis in one.axes if axis not in inside)
         # a parameter that is stored in parts within nodes: the sum inside is as it is, the one across is compressed
-        across = tuple(axis for axis in one.axes if not isinstance(stored.placement[axis], Split))
-        one = replace(one, axes=across or one.axes)
-        type_ = replace(stored, placement=stored.placement.replace(dict.fromkeys(one.axes, "P")))
-        cut = self._cut(name, one, type_, stored, write)
+        across = tuple(axis for axis in axes if not isinstance(stored.placement[axis], Split))
+        part, one = self._part(name, one, inside, stored, mesh), replace(one, axes=across or axes)
+        type_ = replace(part, placement=part.placement.replace(dict.fromkeys(one.axes, "P")))
+        cut = self._cut(name, one, type_, part, mesh)
+        if made is not None and any(made.type.placement[axis] != "P" for axis in one.axes):
+            return []
         if cut is None or made is None:
-            self.whole[name] = math.prod(stored.local(write.mesh)) * stored.dtype.itemsize
+            self.whole[name] = math.prod(stored.local(mesh)) * stored.dtype.itemsize
             return []
         value = write.take(identifier(name), made.type, Binding("gradient", name))
-        split = {axis: kind for axis, kind in stored.placement.items()
+        split = {axis: kind for axis, kind in part.placement.items()
                  if isinstance(kind, Split) and axis not in one.axes}  # fmt: skip
-        value = emit_conversions(write, value, replace(stored, placement=made.type.placement.replace(split)), origin)
+        value = emit_conversions(write, value, replace(part, placement=made.type.placement.replace(split)), origin)
         if others := [axis for axis in value.type.placement.partial if axis not in one.axes]:
             value = write.emit("parc.all_reduce", (Ref(value.name), ",".join(others)), type_, origin)
         value = value if unscale is None else write.times(value, unscale, origin)
         left = write.take(f"left_of_{identifier(name)}", value.type, residual(name))
         value = write.emit("aten.add.Tensor", (Ref(value.name), Ref(left.name)), value.type, origin)
         way = _as_float16 if one.format == "fp16" else _as_int8
-        return [*way(write, value, stored, cut, one.axes, origin)]
+        value, left = way(write, value, part, cut, one.axes, origin)
+        value = emit_conversions(write, value, replace(stored, dtype=value.type.dtype), origin)  # in the narrow type
+        return [emit_conversions(write, value, stored, origin), left]
 
-    def _cut(
-        self, name: str, one: Compression, type_: TensorType, stored: TensorType, write: Writer
-    ) -> Placement | None:
+    def _part(self, name: str, one: Compression, inside: Collection[str], stored: TensorType, mesh: Mesh) -> TensorType:
+        """Return the type in which a rank has a gradient that is summed over its node, and not across nodes yet: a part
+        of it, as it is stored or along the first dim that divides; else all of it."""
+        free = tuple(axis for axis in one.axes if axis in inside and not isinstance(stored.placement[axis], Split))
+        partial = replace(stored, placement=stored.placement.replace(dict.fromkeys(one.axes, "P")))
+        cut = self._dim(name, free, dict(cuts_over(partial, free, mesh))) if free else None
+        return stored if cut is None else replace(
+            stored, placement=stored.placement.replace({axis: cut[axis] for axis in free})
+        )  # fmt: skip
+
+    def _cut(self, name: str, one: Compression, type_: TensorType, stored: TensorType, mesh: Mesh) -> Placement | None:
         """Return the placement in which each rank sums its part, or the stored one where float16 is summed as it is;
         None where the gradient cannot be compressed."""
         kinds = {axis: stored.placement[axis] for axis in one.axes}
         first = kinds[one.axes[0]]
-        if isinstance(first, Split) and kinds != along(one.axes, first, write.mesh):
+        if isinstance(first, Split) and kinds != along(one.axes, first, mesh):
             return None
         if one.format == "fp16":
-            return stored.placement if stored.dtype.itemsize > 2 else None
+            return (
+                stored.placement if stored.dtype.itemsize > 2 and stored.shape else None
+            )  # no single number is narrow
         if stored.dtype.itemsize not in (2, 4):
             return None
         if isinstance(first, Split):
             return stored.placement
-        return self._dim(name, one, dict(cuts_over(type_, one.axes, write.mesh)))
+        return self._dim(name, one.axes, dict(cuts_over(type_, one.axes, mesh)))
 
-    def _dim(self, name: str, one: Compression, cuts: Mapping[int, Placement]) -> Placement | None:
-        key, dim = (name, ",".join(one.axes)), next(iter(cuts), None)
+    def _dim(self, name: str, axes: Sequence[str], cuts: Mapping[int, Placement]) -> Placement | None:
+        key, dim = (name, ",".join(axes)), next(iter(cuts), None)
         if self.larger is not None:
             dim, _ = self.larger.get(key) or (None, False)
         self.dims[key] = None if dim is None else (dim, False)
@@ -99,14 +121,14 @@ class Compressor:
 def _as_float16(
     write: Writer, value: Value, stored: TensorType, cut: Placement, axes: Sequence[str], origin: Origin
 ) -> tuple[Value, Value]:
-    """Return the sum in float16, and the difference that the cast of this rank's summand makes."""
+    """Return the sum, which stays in float16, and the difference that the cast of this rank's summand makes."""
     half = replace(value.type, dtype=torch.float16)
     sent = emit_conversions(write, value, half, origin)
     back = emit_conversions(write, sent, value.type, origin)
     left = write.emit("aten.sub.Tensor", (Ref(value.name), Ref(back.name)), value.type, origin, "left")
     split = {axis: kind for axis, kind in cut.items() if isinstance(kind, Split)}
     summed = emit_conversions(write, sent, replace(half, placement=value.type.placement.replace(split)), origin)
-    return emit_conversions(write, write.total(summed, origin), stored, origin), left
+    return write.total(summed, origin), left
 
 
 def _as_int8(

@@ -19,7 +19,7 @@ from ...compiler.program.roles import Programs
 from .early import wait_late
 from .emit import FreshNames
 
-_APART = ("parc.all_gather", "parc.reduce_scatter")
+_APART = ("parc.all_gather", "parc.reduce_scatter", "parc.all_gather_int8", "parc.reduce_scatter_int8")
 _SUM = "parc.all_reduce"
 
 

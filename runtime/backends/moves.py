@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ...compiler.layout.collectives import WAIT
-from ...compiler.layout.int8 import pack, unpack
+from ...compiler.layout.int8 import pack, sum_packed, unpack
 from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.packed_rows import RankOrder, Rows, orders
 from ...compiler.layout.pieces import join_dim, round_parts, slice_dim
@@ -80,8 +80,7 @@ def _reduce_scatter_int8(
     _, dim, outer = args
     ranks = group_size(axes, backend.mesh)
     parts = [slice_dim(piece, ranks, index, dim, outer) for index in range(ranks)]
-    received, like = _exchange(backend, [pack(part) for part in parts], axes), parts[0].float()
-    return torch.stack([unpack(packed, like) for packed in received.unbind(0)]).sum(0).to(piece.dtype)
+    return sum_packed(_exchange(backend, [pack(part) for part in parts], axes), parts[0])
 
 
 def _all_gather_int8(backend: Peers, piece: torch.Tensor, args: Sequence[Any], axes: tuple[str, ...]) -> torch.Tensor:

@@ -9,11 +9,15 @@ import torch
 import torch.distributed as dist
 
 from ...compiler.layout.buffers import parts_in_order
+from ...compiler.layout.int8 import pack, packed_bytes, sum_packed, unpack
 from ...compiler.layout.mesh import Shape
 from ...compiler.layout.packed_rows import Rows
 from ...compiler.layout.pieces import join_dim, slice_dim
 from .moves import Peers, all_to_all, group_size, send_rows
 
+_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""The collectives of one tensor, which newer versions of torch call otherwise."""
 _SMALL = 1 << 16
 """The bytes from which a tensor is summed by itself."""
 Started = tuple[list[torch.Tensor], Callable[[], None]]
@@ -139,20 +143,55 @@ def _start_all_to_all(
     return results, arrive
 
 
-def _packed_gather(
+def _start_scatter_int8(
     backend: Peers, pieces: Sequence[torch.Tensor], args: Sequence[Sequence[Any]], axes: tuple[str, ...],
-    results: Sequence[torch.Tensor],
-) -> Callable[[], None]:  # fmt: skip
-    """Gather the packed pieces at once, and return the function that waits for them and fills the results."""
-    packed = torch.cat([piece.reshape(-1) for piece in pieces])
-    received = packed.new_empty(group_size(axes, backend.mesh), len(packed))
-    work = backend.meet(dist.all_gather_into_tensor, received, packed, axes=axes, async_op=True)
+    spare: Sequence[bool],
+) -> Started:  # fmt: skip
+    """Exchange the packed parts, and sum them locally in rank order when they are there."""
+    ranks = group_size(axes, backend.mesh)
+    parts = [
+        [slice_dim(piece, ranks, index, *own[1:]) for index in range(ranks)]
+        for piece, own in zip(pieces, args, strict=True)
+    ]
+    sent = torch.stack([torch.cat([pack(part) for part in of_rank]) for of_rank in zip(*parts, strict=True)])
+    received, results = torch.empty_like(sent), [torch.empty_like(row[0]) for row in parts]
+    work = backend.meet(dist.all_to_all_single, received, sent, axes=axes, async_op=True)
 
     def arrive() -> None:
         work.wait()
-        parts = received.split([piece.numel() for piece in pieces], 1)
+        for result, rows in zip(
+            results, received.split([packed_bytes(one.numel()) for one in results], 1), strict=True
+        ):
+            result.copy_(sum_packed(rows, result))
+
+    return results, arrive
+
+
+def _start_gather_int8(
+    backend: Peers, pieces: Sequence[torch.Tensor], args: Sequence[Sequence[Any]], axes: tuple[str, ...],
+    spare: Sequence[bool],
+) -> Started:  # fmt: skip
+    ranks = group_size(axes, backend.mesh)
+    results = [piece.new_empty(_grown(piece.shape, own[1], ranks)) for piece, own in zip(pieces, args, strict=True)]
+    return results, _packed_gather(backend, pieces, args, axes, results, pack, unpack)
+
+
+def _packed_gather(
+    backend: Peers, pieces: Sequence[torch.Tensor], args: Sequence[Sequence[Any]], axes: tuple[str, ...],
+    results: Sequence[torch.Tensor], pack: Callable[[torch.Tensor], torch.Tensor] = torch.flatten,
+    unpack: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.Tensor.view_as,
+) -> Callable[[], None]:  # fmt: skip
+    """Gather the packed pieces at once, and return the function that waits for them and fills the results."""
+    packed = [pack(piece) for piece in pieces]
+    sent = torch.cat(packed)
+    received = sent.new_empty(group_size(axes, backend.mesh) * len(sent))
+    work = backend.meet(_GATHER, received, sent, axes=axes, async_op=True)
+
+    def arrive() -> None:
+        work.wait()
+        parts = received.view(-1, len(sent)).split([len(one) for one in packed], 1)
         for result, piece, part, (_, dim, outer) in zip(results, pieces, parts, args, strict=True):
-            result.copy_(join_dim([row.view(piece.shape) for row in part], dim, outer))
+            result.copy_(join_dim([unpack(row, piece) for row in part], dim, outer))
 
     return arrive
 
@@ -167,7 +206,7 @@ def _packed_scatter(
     """Sum the packed parts at once, and return the function that waits for them and fills the results."""
     packed = torch.cat([part.reshape(-1) for of_rank in zip(*parts, strict=True) for part in of_rank])
     received = packed.new_empty(len(packed) // len(parts[0]))
-    work = backend.meet(dist.reduce_scatter_tensor, received, packed, axes=axes, async_op=True)
+    work = backend.meet(_SCATTER, received, packed, axes=axes, async_op=True)
 
     def arrive() -> None:
         work.wait()
@@ -228,5 +267,7 @@ START: Mapping[str, Callable[..., Started]] = {
     "parc.all_reduce": _start_sum,
     "parc.all_to_all": _start_all_to_all,
     "parc.exchange": _start_exchange,
+    "parc.reduce_scatter_int8": _start_scatter_int8,
+    "parc.all_gather_int8": _start_gather_int8,
 }
 """The collectives that may be a message of several tensors."""

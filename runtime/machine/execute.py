@@ -114,6 +114,8 @@ class Machine:
                 environment.setdefault(f"total of {name}", part)
         for given in inputs:
             given.clear()
+        for table in totals:
+            table.clear()
         sums = {} if arriving is None else arriving
         for value in main.parameters:
             if value.binding in sums:

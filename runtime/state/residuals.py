@@ -33,7 +33,7 @@ def stored_residuals(roles: Sequence[Role], mesh: Mesh, pads: Pads) -> dict[str,
     found: dict[str, tuple[Value, list[str]]] = {}
     for role in roles:
         for program in role.programs.values():
-            for name, value in program.main.bound("state").items():
+            for name, value in program.bound("state").items():
                 if residual_of(value.binding):
                     found.setdefault(name, (value, []))[1].append(role.name)
     return {

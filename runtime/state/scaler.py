@@ -27,7 +27,7 @@ def first_state(
     no ``values``."""
     found = {}
     for program in programs.values():
-        for name, value in program.main.bound("state").items():
+        for name, value in program.bound("state").items():
             dtype = torch.float64 if float64 and value.type.dtype.is_floating_point else value.type.dtype
             shape = value.type.local(program.mesh)
             found[name] = torch.full(shape, values.get(name, 0), dtype=dtype, device=device)

@@ -34,13 +34,13 @@ X, Y, T = "input x float32 [B, 4, 8]", "input y float32 [B, 4, 8]", "input t int
 DATA = "mesh dp=2\nshard {} [B/dp, ...]"
 
 
-def made(folder: Path, body: str, lines: str, arguments: str = "") -> tuple[Compiled, Checked]:
+def made(folder: Path, body: str, lines: str, arguments: str = "", sizes: str = "B=4") -> tuple[Compiled, Checked]:
     """Compile a class `Model` with some body; every check must pass."""
     source = textwrap.dedent(body)
     if "class Model" not in source:
         source = "class Model(Base):\n" + textwrap.indent(source, "    ")
     (folder / "models.py").write_text(MODELS + "\n\n" + source)
-    head = f'model "./models.py:Model" {arguments}\nsizes B=4\noptimizer sgd lr 1e-2\nseed 3\nsteps 2\n'
+    head = f'model "./models.py:Model" {arguments}\nsizes {sizes}\noptimizer sgd lr 1e-2\nseed 3\nsteps 2\n'
     plan = folder / "some.parc"
     plan.write_text(head + ("" if "loss" in lines else "loss output\n") + lines + "\n")
     compiled = compile_plan(read_plan(plan), folder)

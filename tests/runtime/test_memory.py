@@ -85,6 +85,7 @@ def hold(found: Iterable[dict[str, int]], wanted: Iterable[dict[str, int]]) -> N
 
 def test_a_step_takes_what_was_estimated(tmp_path: Path) -> None:
     lines = ["zero 2 over dp\nprecision bf16\n", "zero 3 over dp\nbucket 4KB\n", "precision bf16\n"]
+    lines.append("compress gradients over dp using int8\nbucket 4KB\n")
     made = [build(tmp_path, DATA + line, WIDE, name=f"build{at}") for at, line in enumerate(lines)]
     wanted = [estimated(path)[0] for path in made]
     for found in run_ranks(peaks, 2, *map(str, made)):

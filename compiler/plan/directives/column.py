@@ -19,6 +19,8 @@ class Column(SplitWeights):
 
     With `pad` the number of outputs, or of heads, need not be a multiple of the ranks: entries that the model does not
     have are added. A `row` line that reads these outputs says `pad` too. `WHERE` names modules, or weights.
+
+    The outputs stay split for those who read them. `shard out(WHERE) [_, _]` gathers them.
     """
 
     USAGE = "column WHERE over AXIS [rows DIMS] [pad]"

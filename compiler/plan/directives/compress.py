@@ -21,13 +21,17 @@ class Compress(Directive):
 
     `fp16` sums gradients as float16. `int8` sends whole numbers of 8 bits, with one power of two for each block of 256
     entries. Each rank receives its part of the gradient from all ranks, adds these in float32, rounds the sum, and
-    sends it to all ranks. Two kinds of gradients are not compressed: those of which no dim is a multiple of the ranks,
-    and those in float64. `WHERE` names modules, with all their parameters, or parameters; without it, all are meant.
+    sends it to all ranks. Gradients of which no dim is a multiple of the ranks, single numbers, and gradients in
+    float64 are not compressed. `WHERE` names modules, with all their parameters, or parameters; without it, all are
+    meant.
 
-    `compress` needs gradients that are summed once a step; `zero 2` and `zero 3` over the same axis sum in every
-    backward instead, and are refused. With `zero 1 … within node` only the sum across nodes is compressed. Each rank
-    keeps a float32 tensor of the size of each gradient. A checkpoint holds these tensors for every rank. If a run
-    resumes with another size of the axis, they are shared out equally.
+    With `hierarchical` over the same axis, and with `zero … within node`, sums are exact inside nodes, and only those
+    across nodes are compressed. The sums start in the last backward of a step, and travel beside work.
+
+    `compress` needs gradients that are summed across nodes once a step; `zero 2` and `zero 3` over the whole axis sum
+    in every backward instead, and are refused. Each rank keeps a float32 tensor of the size of what it rounds: of each
+    gradient, or of its part of one if sums inside nodes come first. A checkpoint holds these tensors for every rank. If
+    a run resumes with another number of ranks or nodes, they are shared out equally.
     """
 
     USAGE = "compress gradients over AXIS using TYPE [on WHERE]"

@@ -20,7 +20,8 @@ class Hierarchical(Directive):
     An all-reduce over the whole axis becomes three collectives: a reduce-scatter among the ranks of a node, an
     all-reduce of each part across nodes, and an all-gather inside the node. A reduce-scatter goes inside nodes first,
     then across; an all-gather goes across first, then inside. So each rank sends only its own part to other nodes.
-    If no dim of a value divides, as in a single number, the value is summed in one level.
+    If no dim of a value divides, as in a single number, the value is summed in one level. Where `compress` names the
+    axis, what travels across nodes is compressed.
 
     Tokens on the way to their experts go inside the node first, to the rank that has the same place in its node as the
     expert has in its own; then across. They come back the other way round. So each rank exchanges messages with one

@@ -15,6 +15,11 @@ class Shard(Fix):
 
     If a product needs a split value whole, it is gathered, and gathered again in backward. With `keep gathered` it is
     kept as gathered for backward: fewer messages, more memory.
+
+    If a value is whole here and what makes it is split, it is gathered where it is made: with `column w over tp` and
+    `shard out(w) [_, _]` each rank multiplies its columns, ranks gather the outputs, and in backward each rank takes
+    its part of their gradient and sends nothing. If all readers take the parts that their ranks have, nothing is sent
+    at all. Weights are never gathered for that; `zero 3` is the line for it.
     """
 
     USAGE = "shard VALUES LAYOUT [keep gathered]"
