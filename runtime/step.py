@@ -35,6 +35,9 @@ from .trace import Recorder, recorded
 from .work import Batch, RankState, Work, bind, named
 
 
+_NO_LOSS = torch.zeros(())
+
+
 class Stepper:
     """The runner of a role's actions in a step up to its gradients; the update is the optimizer's. ``axis`` is the
     pipeline axis if the role has stages. With ``account`` the peak of the bytes that wait for backward is measured."""
@@ -108,7 +111,7 @@ class Stepper:
         self._walk([action for action in self._left(work) if action.kind != STEP], work, step)
         return [
             StepResult(
-                r[LOSS], r.get(GRAD_NORM), named(r, "gradient"), named(r, "metric"), named(r, "state"), w.returned
+                r.get(LOSS, _NO_LOSS), r.get(GRAD_NORM), named(r, "gradient"), named(r, "metric"), named(r, "state"), w.returned
             )
             for w, r in ((w, w.results) for w in work)
         ]
@@ -125,8 +128,8 @@ class Stepper:
         """Return the loss alone of a step that was begun, or also the tensors that the model ``returns``."""
         for w in work:
             w.returns = returns
-        self._walk([action for action in self._left(work) if action.evaluated], work, step)
-        return [StepResult(w.results[LOSS], None, {}, returned=w.returned) for w in work]
+        self._walk([action for action in self._left(work) if action.serves("evaluation")], work, step)
+        return [StepResult(w.results.get(LOSS, _NO_LOSS), None, {}, returned=w.returned) for w in work]
 
     @torch.no_grad()  # the programs hold their backward, and a batch may require gradients
     def _walk(self, actions: Sequence[Action], work: Sequence[Work], step: int) -> None:

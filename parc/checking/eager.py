@@ -172,7 +172,7 @@ def _eager(compiled: Compiled, inputs: Mapping[str, torch.Tensor], wide: bool = 
     build = model_builder(compiled.lines, compiled.folder, compiled.overrides)
     module = initialize(build, compiled.plan.seed, compiled.recorded.recipes)
     module = _widened(module) if wide else module
-    if compiled.evaluates:
+    if compiled.purpose != "training":
         module.eval()
     capacities = {path: layer.capacity for path, layer in compiled.routing.items() if layer.capacity is not None}
     plain = PlainModule(module, compiled.lines, compiled.folder, compiled.plan.seed, compiled.frozen, capacities)
@@ -184,9 +184,10 @@ def _eager(compiled: Compiled, inputs: Mapping[str, torch.Tensor], wide: bool = 
         """Return the tensors that the model returns, and last the loss."""
         with torch.random.fork_rng(devices=()):  # draws that no stream of a build makes are the same each time
             torch.manual_seed(compiled.plan.seed)
-            output, (first, *more) = plain.forward({name: value.clone() for name, value in inputs.items()})
+            output, terms = plain.forward({name: value.clone() for name, value in inputs.items()})
         returned.update(returned_tensors(output))
-        return *(leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)), sum(more, first)
+        loss = sum(terms[1:], terms[0]) if terms else torch.zeros(())
+        return *(leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)), loss
 
     def once_more(seed: int) -> tuple[torch.Tensor, ...]:
         """Run the forward again, with other random numbers in Python and NumPy."""

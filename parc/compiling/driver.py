@@ -102,7 +102,9 @@ def compile_plan(
         at, seconds = fixed(plan, sizes or {}), dict[str, float]()
         progress("capture")
         with _timed(seconds, "capture"):
-            recorded, captured = capture_plan(at, task_lines(at), folder, overrides, sizes is not None)
+            recorded, captured = capture_plan(
+                at, task_lines(at), folder, overrides, sizes is not None, evaluates=not at.trains
+            )
         progress("passes")
         with _timed(seconds, "passes"):
             made = compile_captured(
@@ -170,12 +172,8 @@ def with_evaluation(
         step=step,
     )  # fmt: skip
     compiled = _made(plan, folder, recorded, captured, asked)
-    compiled = replace(
-        compiled, overrides=step.overrides, evaluates=True, frozen=frozenset(captured.placeholders("parameter")),
-        timelines={role: tuple(filter(lambda action: action.evaluated, actions))
-                   for role, actions in compiled.timelines.items()},
-    )  # fmt: skip
-    return replace(step, evaluation=compiled)
+    frozen = frozenset(captured.placeholders("parameter"))
+    return replace(step, evaluation=replace(compiled, overrides=step.overrides, frozen=frozen))
 
 
 def _read_in_eval_alone(plan: Plan, names: Sequence[str]) -> Diagnostic:
@@ -193,12 +191,13 @@ def _made(plan: Plan, folder: Path, recorded: Recorded, captured: Captured, aske
         raise PlanError([refusal(plan, asked.mesh, asked.resolved, error)]) from error
     if errors := whole_sequences(plan, built.reshards):
         raise PlanError(errors)
-    pipeline = asked.request.pipeline
-    timelines = timelines_of(plan, built.programs, pipeline, folder)
+    pipeline, purpose = asked.request.pipeline, asked.request.purpose
+    timelines = {role: tuple(action for action in actions if action.serves(purpose))
+                 for role, actions in timelines_of(plan, built.programs, pipeline, folder).items()}  # fmt: skip
     sizes = {name: size.high for name, size in plan.sizes.items()}
     return Compiled(
         plan, folder, asked.mesh, task_lines(plan), recorded, captured, asked.resolved, built, timelines, pipeline,
-        sizes, frozen=asked.request.frozen, copies=asked.copies, routing=asked.routing,
+        sizes, frozen=asked.request.frozen, copies=asked.copies, routing=asked.routing, purpose=purpose,
     )  # fmt: skip
 
 
@@ -257,6 +256,8 @@ def ask(
         recompute=resolved.recompute,
         context=context_lines(plan, names, captured),
     )  # fmt: skip
+    if not plan.trains:
+        request = replace(request, purpose="inference")
     if step is not None:
         # buffers that steps change lie as they leave them; all else lies as an evaluation wants it
         lying = step.built.programs[FORWARD].main.bound("buffer")
@@ -265,17 +266,20 @@ def ask(
             (Binding("buffer", name), axis, kind if isinstance(kind, Split) else None, 0)
             for name, placement in kept for axis, kind in placement.items()
         )  # fmt: skip
-        request = replace(request, claims=claims, evaluates=True, loss_scale=None, compress={}, biases={}, recompute=(),
-                          shard_dims=step.built.dims)  # fmt: skip
+        request = replace(request, claims=claims, purpose="evaluation", loss_scale=None, compress={}, biases={},
+                          recompute=(), shard_dims=step.built.dims)  # fmt: skip
     return Asked(mesh, resolved, copies, request, routing)
 
 
 def frozen_parameters(plan: Plan, recorded: Recorded, captured: Captured, resolved: Resolved) -> frozenset[str]:
-    """Return the parameters that are not trained: the plan's, and those that the model itself does not train.
+    """Return the parameters that are not trained: the plan's, and those that the model itself does not train; all in
+    a plan for inference.
 
     Raises:
         PlanError: none is left.
     """
+    if not plan.trains:
+        return frozenset(captured.placeholders("parameter"))
     own = {name for name, value in recorded.module.named_parameters() if not value.requires_grad}
     frozen = resolved.frozen | own
     if not captured.trainable() - frozen:

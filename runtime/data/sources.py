@@ -167,7 +167,7 @@ def make_data(build: Build) -> SampleSource:
         raise RunError(BAD_DATA, NO_DATA, NO_DATA_HELP)
     bounds = {name: bound for name, (bound, _) in class_bounds(build.reference).items()}
     try:
-        return open_data(Wanted(line, manifest, build.folder, bounds), build.evaluates)
+        return open_data(Wanted(line, manifest, build.folder, bounds), not build.trains)
     except (CallableError, DataError) as error:
         notes = [note for note in (line_of(build), raised_at(error)) if note]
         message = f"the data's callable: {error}" if isinstance(error, CallableError) else str(error)
