@@ -129,7 +129,6 @@ class Request:
     purpose: Purpose = "training"
     """What the programs are for: only those of training have a backward."""
 
-
     @property
     def trains(self) -> bool:
         """True for the programs of training."""

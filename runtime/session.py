@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
@@ -25,7 +25,7 @@ from .communication import Backend
 from .data.batches import Batches
 from .data.feed import Feed, LocalParts
 from .data.sizes import AtSizes, BySizes
-from .evaluation import Evaluation
+from .evaluation import Evaluation, check_trains, evaluation_of, prediction_facts
 from .faults import Bad, RunError, bad_number, writing
 from .first_bad import find_bad
 from .lockstep import Together
@@ -151,6 +151,7 @@ class Session:
             RunError: on every rank: a batch is not one of the plan's, the ranks did not give one batch, the data cannot
                 be read, or an earlier error left a step.
         """
+        check_trains(self.build)
         self._check_trains()
         self._reporting.begin()
         begun = self._batches.begin("session.step", batch, local, self.state, self.step_number, self.last_step)
@@ -169,6 +170,7 @@ class Session:
         Raises:
             RunError: loss or norm is not finite, or the result was used before: on every rank, and nothing was changed.
         """
+        check_trains(self.build)
         self._check_trains()
         consume(result)
         loss, norm = float(result.loss), float(result.grad_norm) if result.grad_norm is not None else 0.0
@@ -230,7 +232,17 @@ class Session:
     def evaluation(self) -> Evaluation:
         """The programs that evaluate the model. ``session.evaluation.mean(session.state)`` returns the mean loss over
         the evaluation's data, a run's `eval_loss`. Collective."""
-        return Evaluation(self.build, self._at, self.mesh, self.rank, self._initial, self._together)
+        return self._evaluation(evaluation_of(self.build))
+
+    def _evaluation(self, build: Build) -> Evaluation:
+        by_sizes = self._by_sizes if build is self.build else BySizes(build, self._at)
+        return Evaluation(build, by_sizes, self.mesh, self.rank, self._initial, self._together)
+
+    def evaluation_on(self, samples: Mapping[str, Any]) -> Evaluation:
+        """Return the programs that evaluate the model with other samples than the plan's: those of a `data` line, in a
+        manifest's form, all and in their order."""
+        build = evaluation_of(self.build)
+        return self._evaluation(replace(build, manifest=prediction_facts(build, samples), template=None))
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -258,9 +270,13 @@ class Session:
             message = "inside `session.averaged()` the session has averages instead of its weights"
             raise RunError(NO_AVERAGES, message, "train, save and restore after the block")
 
-    def exchange(self, row: Sequence[int]) -> list[list[int]]:
-        """Return every rank's row of numbers, in rank order, on every rank."""
-        return self._together.meet("session.exchange", row)
+    def exchange(self, row: Sequence[int], act: Callable[[], object] = lambda: None) -> list[list[int]]:
+        """Return every rank's row of numbers, in rank order, on every rank, after each has done what ``act`` does.
+
+        Raises:
+            RunError: on every rank: that of the first rank whose ``act`` failed.
+        """
+        return self._together.exchanged("session.exchange", lambda: (act(), row))[1]
 
     def write_trace(self, path: Path | str) -> None:
         """Write every rank's actions with their times, for Perfetto or chrome://tracing.
@@ -320,6 +336,7 @@ class Session:
         Raises:
             RunError: on every rank: ``path`` holds something else, or cannot be written.
         """
+        check_trains(self.build)
         facts = checkpoint_facts(self.build, self.feed.facts(self.step_number), changed_state(self.state.steps))
         self._check_trains()
         self._files.save(Path(path), self.state, self.optimizer, facts)
@@ -334,8 +351,10 @@ class Session:
         """
         self._files.check_shared(Path(path))
 
-    def restore(self, path: Path | str) -> None:
+    def restore(self, path: Path | str, *, weights_only: bool = False) -> None:
         """Read a checkpoint of ``save``, under this plan or any other of the same model. Each rank reads its own parts.
+        With ``weights_only``, and always under a plan for inference, it reads the model's parameters and buffers and
+        nothing else: the checkpoint may be of any optimizer, and the number of steps done stays.
 
         Collective: every rank calls it.
 
@@ -344,7 +363,10 @@ class Session:
                 was changed.
         """
         self._check_trains()
+        optimizer = None if weights_only or not self.build.trains else self.optimizer
         facts, self.notes = self._files.restore(
-            Path(path), self.build, self.state, self.optimizer, self.offloaded.holds_slots
+            Path(path), self.build, self.state, optimizer, self.offloaded.holds_slots
         )
+        if optimizer is None:
+            return
         self.step_number = self._together.stepped(self.feed.go_on(facts))

@@ -34,7 +34,6 @@ from .results import StepResult
 from .trace import Recorder, recorded
 from .work import Batch, RankState, Work, bind, named
 
-
 _NO_LOSS = torch.zeros(())
 
 
@@ -111,7 +110,12 @@ class Stepper:
         self._walk([action for action in self._left(work) if action.kind != STEP], work, step)
         return [
             StepResult(
-                r.get(LOSS, _NO_LOSS), r.get(GRAD_NORM), named(r, "gradient"), named(r, "metric"), named(r, "state"), w.returned
+                r.get(LOSS, _NO_LOSS),
+                r.get(GRAD_NORM),
+                named(r, "gradient"),
+                named(r, "metric"),
+                named(r, "state"),
+                w.returned,
             )
             for w, r in ((w, w.results) for w in work)
         ]

@@ -137,8 +137,9 @@ def capture(
     """Trace ``loss(call(model, inputs), inputs)`` with ``torch.export``, before autograd.
 
     ``model`` lives on ``mode``'s fake tensors; nothing is computed. ``ranged``: the graph is to be the same at other
-    sizes of the inputs, as far as the model's own code is. Without a ``loss`` the model alone is traced. ``capacities`` are those of modules of experts. ``returns``:
-    the graph is to have the tensors that the model returns, too.
+    sizes of the inputs, as far as the model's own code is. Without a ``loss`` the model alone is traced.
+    ``capacities`` are those of modules of experts. ``returns``: the graph is to have the tensors that the model
+    returns, too.
 
     Raises:
         CaptureError: control flow that depends on data, a returned cache, a loss that is no number, any other fault

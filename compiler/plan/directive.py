@@ -41,7 +41,7 @@ class Directive:
     ONCE: ClassVar[bool] = True  # whether a plan has at most one of it
     ELSEWHERE: ClassVar[Mapping[str, str]] = {}  # words of other tools, each with an argument that says it here
     LIMITS: ClassVar[tuple[tuple[str, Limit], ...]] = ()  # of arguments that are numbers
-    TRAINING: ClassVar[Mapping[str, str]] = {}  # arguments that only training obeys ("" is the line), and what they do
+    TRAINING: ClassVar[tuple[tuple[str, str], ...]] = ()  # arguments of training alone ("": the line), and what they do
     INSTEAD: ClassVar[str] = ""  # what to write in a plan for inference, as " and ..."
 
     arguments: Arguments = field(compare=False, repr=False)
@@ -76,7 +76,7 @@ class Directive:
 
     def check_inference(self) -> Iterator[Diagnostic]:
         """Yield the errors of the statement in a plan for inference."""
-        for name, reason in self.TRAINING.items():
+        for name, reason in self.TRAINING:
             if not name or name in self.arguments:
                 called, what = name or self.arguments.statement.verb.text, f"`{name}`" if name else "the line"
                 message = f"`{called}` {reason}, and a plan without `loss` and `optimizer` trains nothing"
@@ -110,7 +110,9 @@ class Scope:
     @property
     def trains(self) -> bool:
         """False for a plan for inference, which has neither a ``loss`` nor an ``optimizer`` line."""
-        return not {line.arguments.statement.verb.text for line in self.directives}.union(self.broken).isdisjoint(TRAINING)
+        return not {line.arguments.statement.verb.text for line in self.directives}.union(self.broken).isdisjoint(
+            TRAINING
+        )
 
     def all(self, kind: type[D]) -> tuple[D, ...]:
         """Every directive of a kind, in order."""

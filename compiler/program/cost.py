@@ -209,13 +209,15 @@ class _Step:
         key, stage, m = action.program_in(self.programs), action.stage, action.microbatch
         root, left = self.live[key].storages(main).root, dict(peak.kept)
         usual = dict(self.programs[key].main.returns)
-        saved, sent = dict[str, int](), 0
+        saved, sent, returned = dict[str, int](), 0, 0
         for binding, name in main.returns:
             size = left.pop(root[name], 0)
             if binding.kind == "saved":
                 saved[binding.name] = size
             elif binding.kind == "sent":
                 sent += size
+            elif binding.kind == "output":
+                returned += size
             elif name != usual[binding]:  # a sum over ranks, which may have been made in place
                 self.totals[binding] = size or self.totals[binding]
             elif binding.home == "step":
@@ -229,6 +231,7 @@ class _Step:
         if saved:
             self.kept[stage, m] = saved
         self.held.put(sum(saved.values()), "saved", stage, m)
+        self.held.put(returned, "returned", stage, m)
         to = stage + ACTIONS[action.kind].to
         there = (receive_kind(action.kind), to) if to in self.own_stages else ("made", send_kind(action.kind), stage)
         self.held.put(sent, *there, m)

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from parc.compiler.build.build import Build
+    from parc.runtime.launch.predict import Predict
     from parc.runtime.launch.train import Options
 
 
@@ -46,8 +48,18 @@ def run_options(parser: argparse.ArgumentParser) -> None:
     )
     training.add_argument("--save-every", metavar="K", type=positive, help="and after every K steps")
     training.add_argument(
-        "--resume", metavar="DIR", type=Path, help="go on from a checkpoint, of any plan of the model"
+        "--resume",
+        metavar="DIR",
+        type=Path,
+        help="go on from a checkpoint, of any plan of the model; --predict reads its weights",
     )
+    predicting = parser.add_argument_group("predicting, in place of training")
+    predicting.add_argument(
+        "--predict", metavar="WORDS",
+        help="write what the model returns in eval() for samples, named by the words of a `data` line:"
+        " 'folder questions', 'tokens \"valid.npy\"'; the build has an `eval` line or is for inference",
+    )  # fmt: skip
+    predicting.add_argument("-o", "--out", metavar="DIR", type=Path, help="the folder of safetensors files to write")
     _observe_options(parser.add_argument_group("watching"))
     place = parser.add_argument_group("processes")
     place.add_argument("--device", choices=("cpu", "cuda"), help="default: the GPUs, where there are any")
@@ -146,9 +158,9 @@ def _run(given: argparse.Namespace) -> int:
         from parc.runtime.faults import RunError
 
         plan = read(given, target)
-        if plan.data is None:
+        if plan.data is None and plan.trains and not given.predict:
             raise RunError(BAD_DATA, NO_DATA, NO_DATA_HELP)
-        if not (given.steps or plan.steps):
+        if not (given.steps or plan.steps or given.predict) and plan.trains:
             say(NO_STEPS)
             return 2
         target = default_out(target)
@@ -190,17 +202,59 @@ def _wrong_usage(given: argparse.Namespace) -> str:
         return "--save-every needs --save DIR"
     if given.nnodes > 1 and not given.rdzv_endpoint:
         return "--nnodes needs --rdzv-endpoint HOST:PORT"
+    if bool(given.predict) != (given.out is not None):
+        return "--predict WORDS needs -o DIR, and -o DIR needs --predict WORDS"
+    wrong = [f"--{name.replace('_', '-')}" for name in _OF_TRAINING if given.predict and getattr(given, name)]
+    if wrong:
+        return f"--predict trains nothing, so there is no {wrong[0]}"
     if given.defines and not is_plan(given.target):
         return "-D is for plans; a build has its values already"
     return ""
 
 
-def _options(given: argparse.Namespace, build: Build) -> Options | None:
+_OF_TRAINING = (
+    "steps", "save", "save_every", "eval_every", "metrics", "tensorboard", "wandb", "trace", "profile", "peak_flops",
+)  # fmt: skip
+"""The options that mean nothing beside ``--predict``."""
+
+
+def _predict_options(given: argparse.Namespace, build: Build) -> Predict:
+    """Return the options of a run that predicts. Files are named from the current folder.
+
+    Raises:
+        PlanError: the words name no samples.
+        RunError: these have no end or another order, or the build has no programs that predict.
+    """
+    from parc.compiler.plan.directives.data import read_words
+    from parc.grammar.codes_build import BAD_DATA
     from parc.runtime.evaluation import evaluation_of
+    from parc.runtime.faults import RunError
+    from parc.runtime.launch.predict import Predict
+
+    evaluation_of(build)
+    facts = read_words(given.predict, "--predict").facts()
+    if facts["form"] in ("synthetic", "callable"):
+        help_ = 'name files, a folder, or a dataset with a length, as `dataset "./mine.py:questions"`'
+        raise RunError(BAD_DATA, f"the samples of `--predict {given.predict}` have no end", help_)
+    if other := next((word for word in ("shuffle", "split") if word in facts), ""):
+        message = f"`--predict` takes all samples in their order, so there is no `{other}`"
+        raise RunError(BAD_DATA, message, f"remove `{other}`")
+    here = Path.cwd()
+    facts["names"] = [name if name.startswith("{") else str(here / name) for name in facts["names"]]
+    if (target := facts["callable"] or "").partition(":")[0].endswith(".py"):
+        facts["callable"] = str(here / target)
+    return Predict(facts, given.out, given.resume)
+
+
+def _options(given: argparse.Namespace, build: Build) -> Options | Predict | None:
+    if given.predict:
+        return _predict_options(given, build)
+    from parc.runtime.evaluation import check_trains, evaluation_of
     from parc.runtime.launch.train import Options
     from parc.runtime.observe.observer import Observe
     from parc.runtime.observe.writers import FigurePlaces
 
+    check_trains(build)
     steps = given.steps or build.manifest["steps"]
     if steps is None:
         say(NO_STEPS)
@@ -215,7 +269,7 @@ def _options(given: argparse.Namespace, build: Build) -> Options | None:
     return Options(steps, observe, every, given.save, given.save_every, given.resume, given.trace)
 
 
-def _before_launch(given: argparse.Namespace, build: Build, options: Options) -> int:
+def _before_launch(given: argparse.Namespace, build: Build, options: Options | Predict) -> int:
     """Look for mistakes that every rank would meet, so that they are reported once. Return the number of processes on
     this host.
 
@@ -226,6 +280,8 @@ def _before_launch(given: argparse.Namespace, build: Build, options: Options) ->
     import torch
 
     from parc.runtime.data.sources import OWN_CODE, make_data
+    from parc.runtime.evaluation import evaluation_of, prediction_facts
+    from parc.runtime.launch.predict import Predict, check_predictions
     from parc.runtime.machine.compiled import check_compiler
     from parc.runtime.opening import build_mesh, check_fits, open_checkpoint
     from parc.runtime.processes import check_device, default_device
@@ -235,14 +291,20 @@ def _before_launch(given: argparse.Namespace, build: Build, options: Options) ->
     nproc = int(given.nproc or max(1, mesh.world // given.nnodes))
     check_fits(build, nproc * given.nnodes)
     if options.resume is not None:
-        open_checkpoint(build, options.resume)
+        open_checkpoint(build, options.resume, weights_only=isinstance(options, Predict))
     weights_of(build)
     device = torch_device(given) or torch.device(default_device().type)
     check_device(device, nproc)
     if given.compile:
         check_compiler(device)
-    own = build.manifest.get("evaluation", {}).get("data") if options.eval_every else None
-    for reads in filter(None, (build, build.evaluation if own else None)):
+    if isinstance(options, Predict):
+        check_predictions(options.out)
+        evaluation = evaluation_of(build)
+        read = [replace(evaluation, manifest=prediction_facts(evaluation, options.samples))]
+    else:
+        own = build.manifest.get("evaluation", {}).get("data") if options.eval_every else None
+        read = [build, *([build.evaluation] if own and build.evaluation is not None else [])]
+    for reads in read:
         line = reads.manifest["data"]
         if line is None or line["form"] not in OWN_CODE:
             make_data(reads)
@@ -256,10 +318,13 @@ def torch_device(given: argparse.Namespace) -> torch.device | None:
     return torch.device(given.device) if given.device else None
 
 
-def _train(given: argparse.Namespace, build: Build, options: Options, device: torch.device | None) -> int:
+def _train(given: argparse.Namespace, build: Build, options: Options | Predict, device: torch.device | None) -> int:
+    from parc.runtime.launch.predict import Predict, predict
     from parc.runtime.launch.train import train
     from parc.runtime.session import Session
 
+    if isinstance(options, Predict):
+        return predict(Session(build, device, compile=given.compile), options)
     return train(Session(build, device, compile=given.compile, trace=options.trace is not None), options)
 
 
@@ -289,7 +354,7 @@ def _launch(given: argparse.Namespace, target: Path, nproc: int) -> int:
 
 _PASSED_ON = (
     "steps", "metrics", "tensorboard", "wandb", "trace", "profile", "peak_flops", "eval_every", "save", "save_every",
-    "resume", "device",
+    "resume", "device", "predict", "out",
 )  # fmt: skip
 """The options that every rank is started with, where they are given."""
 

@@ -31,6 +31,7 @@ from parc.compiler.resolve.resolve import Resolved, resolve
 from parc.compiler.resolve.routing import RoutedLayer, biases_of, routing_of
 from parc.compiler.resolve.units import units_of
 from parc.compiler.sizes.polynomials import moving
+from parc.compiler.verify.returned import sample_dims
 from parc.compiling.axes import compressions_of, finer_axes, levels_of, replicas_of, shardings_of
 from parc.compiling.compiled import Compiled, constants_by_name, programs_of
 from parc.compiling.fit import compile_fitted
@@ -41,6 +42,7 @@ from parc.compiling.refusals import REFUSALS, refusal, whole_sequences
 from parc.compiling.sites import few_kept, keeping_lines, site_claims
 from parc.compiling.size_ranges import compile_range, fixed
 from parc.grammar.codes_build import NOTHING_TRAINED, READ_IN_EVAL
+from parc.grammar.codes_run import NOTHING_RETURNED
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.grammar.nearest import listed
 from parc.passes.choices import ShardDims
@@ -113,6 +115,10 @@ def compile_plan(
             )  # fmt: skip
             fitted = made.fitted
         made = replace(made, overrides=dict(overrides or {}), seconds=seconds)
+        if not at.trains and not sample_dims(made.built.reference, at.unbatched):
+            message = "the model returns no tensor that has a row for each sample, so there is nothing to predict"
+            help_ = "let its forward return one, as `logits`, or train it: add `loss` and `optimizer` lines"
+            raise PlanError([Diagnostic(NOTHING_RETURNED, message, Label(at.model.span), help=help_)])
         if at.evaluation is None:
             return made
         progress("evaluation")

@@ -20,8 +20,9 @@ from ..calls import computes, key_of, outputs
 
 @dataclass(frozen=True, slots=True)
 class SplitLoss:
-    """The loss in two parts. ``graph`` has the numerator as its first output, if there is a loss. ``count`` is a graph of the inputs alone
-    that makes the denominators with the bindings ``counts``; there is none where no term has one."""
+    """The loss in two parts. ``graph`` has the numerator as its first output, if there is a loss. ``count`` is a graph
+    of the inputs alone that makes the denominators with the bindings ``counts``; there is none where no term has
+    one."""
 
     graph: fx.Graph
     count: fx.Graph | None = None

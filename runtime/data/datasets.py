@@ -230,7 +230,7 @@ def folder_source(folder: Path, inputs: Inputs, form: WindowForm | None) -> MapS
     except ImportError:
         raise DataError("`folder` needs the package `datasets`", "install it: `pip install datasets`") from None
     try:
-        made = datasets.load_from_disk(str(folder))
+        made = datasets.Dataset.from_json(str(folder)) if folder.is_file() else datasets.load_from_disk(str(folder))
     except (FileNotFoundError, ValueError, OSError) as error:
         message = f"{folder} cannot be read as a dataset: {str(error).splitlines()[0]}"
         raise DataError(message, "name a folder that `dataset.save_to_disk` wrote, from the plan's folder") from None

@@ -136,19 +136,24 @@ class Checkpoint:
                     faults.append(f"`{name}` {said}; {_contents(parts)}")
         refuse_altered(self.folder, faults)
 
-    def check(self, parameters: Mapping[str, tuple[int, ...]], buffers: Mapping[str, tuple[int, ...]]) -> None:
-        """Check that the checkpoint fits a model's parameters, and the buffers that its steps change.
+    def check(
+        self, parameters: Mapping[str, tuple[int, ...]], buffers: Mapping[str, tuple[int, ...]], more: bool = False
+    ) -> None:
+        """Check that the checkpoint fits a model's parameters, and the buffers that its steps change. It may hold
+        ``more`` than these.
 
         Raises:
             RunError: tensors are missing, too many, or of other shapes; all of them are named.
         """
-        faults = self._faults("parameter", parameters) + (self._faults("buffer", buffers) if buffers else [])
+        faults = self._faults("parameter", parameters, more) + (
+            self._faults("buffer", buffers, more) if buffers else []
+        )
         refuse(self.folder, "is a checkpoint of another model", faults)
 
-    def _faults(self, kind: str, expected: Mapping[str, tuple[int, ...]]) -> list[str]:
+    def _faults(self, kind: str, expected: Mapping[str, tuple[int, ...]], more: bool) -> list[str]:
         have = {key.removeprefix(f"{kind}."): s for key, s in self.shapes.items() if key.startswith(f"{kind}.")}
         faults = [f"`{name}` is missing" for name in expected if name not in have]
-        faults += [f"`{name}` is not a {kind} of the model" for name in have if name not in expected]
+        faults += [f"`{name}` is not a {kind} of the model" for name in have if name not in expected and not more]
         return faults + [
             f"`{name}` is {list(have[name])} there and {list(shape)} in the model"
             for name, shape in expected.items()

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ....grammar.diagnostics import Diagnostic
+from ....grammar.diagnostics import Diagnostic, PlanError
+from ....grammar.parse import parse
+from ....grammar.source import Source
+from ....grammar.usage import parse_usage
 from ..directive import Directive, Scope, argument
-from ..samples_said import SamplesSaid, check_samples, read_samples, usages
+from ..samples_said import SAMPLE_FORMS, SamplesSaid, check_samples, read_samples, usages
 
 
 @dataclass(frozen=True)
@@ -61,3 +64,24 @@ class Data(Directive):
 
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
         yield from check_samples(self.arguments)
+
+
+def read_words(words: str, option: str) -> SamplesSaid:
+    """Return what the words of a ``data`` line say on the command line, as the value of an ``option``. A name needs no
+    quotes there.
+
+    Raises:
+        PlanError: they are no such words.
+    """
+    first, _, rest = words.strip().partition(" ")
+    if '"' not in words:
+        name, _, options = rest.strip().partition(" ")
+        bare = first in SAMPLE_FORMS and bool(name)
+        words = f'{first} "{name}" {options}' if bare else f'"{first}" {rest}' if ":" in first else words
+    statements, wrong = parse(Source(option, f"data {words}"))
+    arguments, faults = parse_usage(Data.USAGE).match(statements[0]) if statements else (None, ())
+    said = read_samples(arguments) if arguments is not None else None
+    errors = [*wrong, *faults, *(check_samples(arguments) if arguments is not None else ())]
+    if errors or said is None:
+        raise PlanError(errors)
+    return said

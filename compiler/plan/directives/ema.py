@@ -21,7 +21,7 @@ class Ema(Directive):
     """
 
     USAGE = "ema X [every N]"
-    TRAINING = {"": "averages the weights of steps"}
+    TRAINING = (("", "averages the weights of steps"),)
     INSTEAD = " (`parc export --ema` writes averages, which `init from` reads)"
     LIMITS = (("every", ONE_OR_MORE),)
 

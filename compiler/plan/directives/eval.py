@@ -39,7 +39,7 @@ class Eval(Directive):
     LEAD = _DATA
     """The word of the line before its phrase of samples."""
     LIMITS = (("every", ONE_OR_MORE), ("batches", ONE_OR_MORE))
-    TRAINING = {"every": "counts steps", "batches": "is of their evaluations"}
+    TRAINING = (("every", "counts steps"), ("batches", "is of their evaluations"))
 
     every: int | None = argument(lambda given: int(given.number("every", 0)) or None)
     batches: int | None = argument(lambda given: int(given.number("batches", 0)) or None)

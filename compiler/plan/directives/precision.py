@@ -46,7 +46,7 @@ class Precision(Directive):
     USAGE = "precision TYPE [on WHERE] [loss_scale SCALE]"
     ONCE = False
     LIMITS = (("loss_scale", _SCALES),)
-    TRAINING = {"loss_scale": "scales gradients"}
+    TRAINING = (("loss_scale", "scales gradients"),)
 
     type: str = argument(lambda given: given.text("type"))
     where: tuple[Word, ...] = argument(lambda given: given.words("on"))
