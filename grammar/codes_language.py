@@ -125,7 +125,7 @@ FOR_TRAINING = Code(
     title="a line for training in a plan for inference",
     why="a plan without `loss` and `optimizer` lines is for inference: its programs make the model's outputs in"
     " `eval()`. Gradients, the optimizer's state and all that training keeps are not there, so no line can place them.",
-    example="mesh dp=2\nzero 3 over dp",
+    example="# for inference\nmesh dp=2\nzero 3 over dp",
     instead="mesh dp=2",
 )
 INVISIBLE = shown(

@@ -127,7 +127,7 @@ class Request:
     context: tuple[ContextLine, ...] = ()
     """The axes that split sequences, and how attention works across them."""
     purpose: Purpose = "training"
-    """What the programs are for: only those of training have a backward."""
+    """The purpose of the programs: only those of training have a backward."""
 
     @property
     def trains(self) -> bool:

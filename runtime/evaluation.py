@@ -225,6 +225,14 @@ class Evaluation:
                 return predictions.local(result.returned)
             return predictions.whole(result.returned, batch, local)
 
+    def on(self, samples: Mapping[str, Any]) -> Evaluation:
+        """Return the evaluation with other samples than the plan's: those of a `data` line, in a manifest's form, all
+        and in their order."""
+        at, place = self._by_sizes(), self._mesh.coordinates(self._together.rank)
+        build = replace(self._build, manifest=prediction_facts(self._build, samples), template=None)
+        by_sizes = BySizes(build, lambda own: AtSizes(own, at.stepper, Feed(own, self._mesh, place, at.feed.device)))
+        return Evaluation(build, by_sizes, self._mesh, self._together.rank, self._initial, self._together)
+
     def predict_all(self, state: RankState) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
         """Yield what ``predict`` returns for all samples of the evaluation's data, batch by batch in their order, each
         with the number of its samples; the first pair has the number of all samples and nothing else.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
@@ -25,7 +25,7 @@ from .communication import Backend
 from .data.batches import Batches
 from .data.feed import Feed, LocalParts
 from .data.sizes import AtSizes, BySizes
-from .evaluation import Evaluation, check_trains, evaluation_of, prediction_facts
+from .evaluation import Evaluation, check_trains, evaluation_of
 from .faults import Bad, RunError, bad_number, writing
 from .first_bad import find_bad
 from .lockstep import Together
@@ -232,17 +232,9 @@ class Session:
     def evaluation(self) -> Evaluation:
         """The programs that evaluate the model. ``session.evaluation.mean(session.state)`` returns the mean loss over
         the evaluation's data, a run's `eval_loss`. Collective."""
-        return self._evaluation(evaluation_of(self.build))
-
-    def _evaluation(self, build: Build) -> Evaluation:
+        build = evaluation_of(self.build)
         by_sizes = self._by_sizes if build is self.build else BySizes(build, self._at)
         return Evaluation(build, by_sizes, self.mesh, self.rank, self._initial, self._together)
-
-    def evaluation_on(self, samples: Mapping[str, Any]) -> Evaluation:
-        """Return the programs that evaluate the model with other samples than the plan's: those of a `data` line, in a
-        manifest's form, all and in their order."""
-        build = evaluation_of(self.build)
-        return self._evaluation(replace(build, manifest=prediction_facts(build, samples), template=None))
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -270,13 +262,13 @@ class Session:
             message = "inside `session.averaged()` the session has averages instead of its weights"
             raise RunError(NO_AVERAGES, message, "train, save and restore after the block")
 
-    def exchange(self, row: Sequence[int], act: Callable[[], object] = lambda: None) -> list[list[int]]:
+    def exchange(self, row: Sequence[int], act: Callable[[], object] | None = None) -> list[list[int]]:
         """Return every rank's row of numbers, in rank order, on every rank, after each has done what ``act`` does.
 
         Raises:
             RunError: on every rank: that of the first rank whose ``act`` failed.
         """
-        return self._together.exchanged("session.exchange", lambda: (act(), row))[1]
+        return self._together.exchanged("session.exchange", lambda: (act and act(), row))[1]
 
     def write_trace(self, path: Path | str) -> None:
         """Write every rank's actions with their times, for Perfetto or chrome://tracing.

@@ -63,7 +63,7 @@ class Build:
     """The programs for all sizes, where the plan declares ranges; ``programs`` and ``manifest`` are those of one
     choice."""
     purpose: Purpose = "training"
-    """What the programs are for. Those that a step of training has and that stand in no file do nothing."""
+    """The purpose of the programs. Those that a step of training has and that stand in no file do nothing."""
     evaluation: Build | None = None
     """The programs that evaluate the model, if the plan asks for them."""
 

@@ -22,7 +22,7 @@ meanwhile."""
 
 
 Purpose = Literal["inference", "evaluation", "training"]
-"""What programs are for. An evaluation does what inference does, which makes the model's outputs, and makes the loss;
+"""The purpose of programs. An evaluation does what inference does, which makes the model's outputs, and makes the loss;
 training does that too, and has a backward and an update."""
 PURPOSES: tuple[Purpose, ...] = ("inference", "evaluation", "training")
 

@@ -261,14 +261,26 @@ def _fault(compiled: Compiled, case: Case, inputs: Mapping[str, torch.Tensor], e
         if not bool(value.isfinite().all()):
             message = f"the gradient of `{name}` is not finite on a batch of random data (the loss is {eager.loss:.6g})"
             return not_finite(compiled.plan.model, message)
+    lossless = not compiled.plan.trains
+    if lossless and any(bool(value.isnan().any()) for value in eager.output):
+        return not_finite(compiled.plan.model, "the model returns NaN on a batch of random data")
+
+    def same(output: Sequence[torch.Tensor]) -> bool:
+        return bool(output) and len(output) == len(eager.output) and all(map(torch.equal, output, eager.output))
+
     others = [other for other in eager.again if not torch.allclose(other[-1], eager.loss, rtol=1e-5, atol=0)]
+    others += [other for other in eager.again if lossless and not same(other[:-1])]
     if not others:
         return None
     *output, loss = others[0]
-    same = bool(output) and len(output) == len(eager.output) and all(map(torch.equal, output, eager.output))
-    line = compiled.plan.loss if same else compiled.plan.model
+    line = compiled.plan.loss if same(output) else compiled.plan.model
     message = (
         f"the loss is {eager.loss:.6g}, but {loss:.6g} the next time, with the same inputs, weights and seeds of torch"
+    )
+    message = (
+        "the model returns other numbers the next time, with the same inputs, weights and seeds of torch"
+        if lossless
+        else message
     )
     help_ = "draw with `torch.rand`, `torch.randn` or `torch.bernoulli`, or make the changing value an input"
     notes = (

@@ -158,9 +158,9 @@ def _run(given: argparse.Namespace) -> int:
         from parc.runtime.faults import RunError
 
         plan = read(given, target)
-        if plan.data is None and plan.trains and not given.predict:
+        if plan.data is None and plan.trains and given.predict is None:
             raise RunError(BAD_DATA, NO_DATA, NO_DATA_HELP)
-        if not (given.steps or plan.steps or given.predict) and plan.trains:
+        if not (given.steps or plan.steps or given.predict is not None) and plan.trains:
             say(NO_STEPS)
             return 2
         target = default_out(target)
@@ -202,9 +202,9 @@ def _wrong_usage(given: argparse.Namespace) -> str:
         return "--save-every needs --save DIR"
     if given.nnodes > 1 and not given.rdzv_endpoint:
         return "--nnodes needs --rdzv-endpoint HOST:PORT"
-    if bool(given.predict) != (given.out is not None):
+    if (given.predict is None) != (given.out is None):
         return "--predict WORDS needs -o DIR, and -o DIR needs --predict WORDS"
-    wrong = [f"--{name.replace('_', '-')}" for name in _OF_TRAINING if given.predict and getattr(given, name)]
+    wrong = [f"--{name.replace('_', '-')}" for name in _OF_TRAINING if given.predict is not None and getattr(given, name)]
     if wrong:
         return f"--predict trains nothing, so there is no {wrong[0]}"
     if given.defines and not is_plan(given.target):
@@ -247,7 +247,7 @@ def _predict_options(given: argparse.Namespace, build: Build) -> Predict:
 
 
 def _options(given: argparse.Namespace, build: Build) -> Options | Predict | None:
-    if given.predict:
+    if given.predict is not None:
         return _predict_options(given, build)
     from parc.runtime.evaluation import check_trains, evaluation_of
     from parc.runtime.launch.train import Options

@@ -67,7 +67,7 @@ class Compiled:
     written: Build | None = None
     """The build in files that this compilation is compared with, if there is one."""
     purpose: Purpose = "training"
-    """What the programs are for; the model of all but training is in ``eval()``."""
+    """The purpose of the programs; the model of all but training is in ``eval()``."""
     evaluation: Compiled | None = None
     """The same plan's evaluation, if it asks for one."""
 

@@ -107,6 +107,8 @@ def compile_plan(
             recorded, captured = capture_plan(
                 at, task_lines(at), folder, overrides, sizes is not None, evaluates=not at.trains
             )
+        if not at.trains and not captured.returned:
+            raise PlanError([_nothing_returned(at)])
         progress("passes")
         with _timed(seconds, "passes"):
             made = compile_captured(
@@ -116,9 +118,7 @@ def compile_plan(
             fitted = made.fitted
         made = replace(made, overrides=dict(overrides or {}), seconds=seconds)
         if not at.trains and not sample_dims(made.built.reference, at.unbatched):
-            message = "the model returns no tensor that has a row for each sample, so there is nothing to predict"
-            help_ = "let its forward return one, as `logits`, or train it: add `loss` and `optimizer` lines"
-            raise PlanError([Diagnostic(NOTHING_RETURNED, message, Label(at.model.span), help=help_)])
+            raise PlanError([_nothing_returned(at)])
         if at.evaluation is None:
             return made
         progress("evaluation")
@@ -180,6 +180,13 @@ def with_evaluation(
     compiled = _made(plan, folder, recorded, captured, asked)
     frozen = frozenset(captured.placeholders("parameter"))
     return replace(step, evaluation=replace(compiled, overrides=step.overrides, frozen=frozen))
+
+
+def _nothing_returned(plan: Plan) -> Diagnostic:
+    """Return the error of a plan for inference whose model returns no samples."""
+    message = "the model returns no tensor that has a row for each sample, so there is nothing to predict"
+    help_ = "let its forward return one, as `logits`, or train it: add `loss` and `optimizer` lines"
+    return Diagnostic(NOTHING_RETURNED, message, Label(plan.model.span), help=help_)
 
 
 def _read_in_eval_alone(plan: Plan, names: Sequence[str]) -> Diagnostic:

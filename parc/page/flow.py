@@ -190,7 +190,7 @@ class _Flow:
         self.reached: set[str] = set()  # from the inputs
 
     def follow(self) -> None:
-        """Follow the main function, from the inputs of the model to what it returns as the loss."""
+        """Follow the main function, from the inputs of the model to the loss, or else to what it returns."""
         main, makers = self.program.main, dict[str, Makers]()
         for value in main.parameters:
             is_weight = value.kind in STORED or value.kind == "weight"
@@ -202,9 +202,11 @@ class _Flow:
         self.tree.rows[:0] = inputs
         self.reached.update(row.path for row in inputs)
         self._function(main, makers, "")
-        for name in main.returned("loss").values():
-            self._edges(makers[name], LOSS_ROW)
-        self.tree.rows.append(ModuleRow(LOSS_ROW, "loss", 0, [LOSS_ROW], "loss"))
+        ends = {"loss": name for name in main.returned("loss").values()} or main.returned("output")
+        for label, name in ends.items():
+            row = LOSS_ROW if label == "loss" else f"/returned {label}"
+            self._edges(makers[name], row)
+            self.tree.rows.append(ModuleRow(row, label, 0, [row], "loss"))
         here = {row.path: at for at, row in enumerate(self.tree.rows)}
         self.tree.edges = {edge: None for edge in self.tree.edges if here[edge[0]] != here[edge[1]]}
 

@@ -25,7 +25,7 @@ from ..session import Session
 from .failures import begin
 from .train import Stop
 
-INDEX = "predictions.json"
+PREDICTIONS = "predictions.json"
 """The file of a folder of predictions that says what is in the others; it is written last."""
 PART_BYTES = 64 << 20
 """The bytes after which a part ends. A part has whole batches."""
@@ -53,7 +53,7 @@ def check_predictions(out: Path) -> None:
         check_place(out)
     except FolderError as error:
         raise RunError(BAD_STATE, str(error), "name a folder to be made in it") from None
-    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / INDEX).is_file())):
+    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / PREDICTIONS).is_file())):
         message = f"`{out}` exists and does not hold predictions; it is left as it is"
         raise RunError(BAD_STATE, message, "name another folder with `-o`")
 
@@ -97,7 +97,7 @@ class _Parts:
         """Write the last file, and the index."""
         self.write()
         index = {**facts, "dims": dict(self.dims), "parts": self.parts}
-        (self.folder / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+        (self.folder / PREDICTIONS).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
 
 
 class _Stopped(Exception):
@@ -118,7 +118,7 @@ def predict(session: Session, options: Predict) -> int:
             stack.enter_context(session)
             stop = stack.enter_context(Stop())
             begin()
-            evaluation = session.evaluation_on(options.samples)
+            evaluation = session.evaluation.on(options.samples)
             stack.callback(evaluation.close)
             _write(session, evaluation, options, lambda: stop.signal)
     except _Stopped as stopped:
