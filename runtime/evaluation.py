@@ -45,9 +45,9 @@ def evaluation_of(build: Build) -> Build:
     return build.evaluation
 
 
-def prediction_facts(build: Build, samples: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the manifest of an evaluation whose data are other ``samples``."""
-    return {**build.manifest, "data": samples, "said": PREDICTED}
+def with_samples(build: Build, samples: Mapping[str, Any]) -> Build:
+    """Return an evaluation at its largest sizes, with other ``samples``: all of those of a `data` line, in order."""
+    return replace(build, manifest={**build.manifest, "data": samples, "said": PREDICTED}, template=None)
 
 
 def check_trains(build: Build) -> None:
@@ -203,14 +203,9 @@ class Evaluation:
         return float(result.loss), count * begun.at.feed.batch if self._counts_a_share else count
 
     def predict(
-        self,
-        batch: Batch | None,
-        local: Batch | None,
-        state: RankState,
-        step: int,
-        split: bool,
+        self, batch: Batch | None, local: Batch | None, state: RankState, step: int, split: bool,
         last: int | None = None,
-    ) -> dict[str, torch.Tensor] | dict[str, LocalPart]:
+    ) -> dict[str, torch.Tensor] | dict[str, LocalPart]:  # fmt: skip
         """Return the tensors that the model returns for a batch, which is given as to ``loss`` and need not have inputs
         that the loss alone reads: whole tensors, or the parts of a rank where these are to stay ``split``. Of the
         evaluation's data nothing is read beyond batch ``last``."""
@@ -226,47 +221,42 @@ class Evaluation:
             return predictions.whole(result.returned, batch, local)
 
     def on(self, samples: Mapping[str, Any]) -> Evaluation:
-        """Return the evaluation with other samples than the plan's: those of a `data` line, in a manifest's form, all
-        and in their order."""
-        at, place = self._by_sizes(), self._mesh.coordinates(self._together.rank)
-        build = replace(self._build, manifest=prediction_facts(self._build, samples), template=None)
-        by_sizes = BySizes(build, lambda own: AtSizes(own, at.stepper, Feed(own, self._mesh, place, at.feed.device)))
-        return Evaluation(build, by_sizes, self._mesh, self._together.rank, self._initial, self._together)
+        """Return the evaluation ``with_samples``."""
+        at, build, rank = self._by_sizes(), with_samples(self._build, samples), self._together.rank
+        feed = Feed(build, self._mesh, self._mesh.coordinates(rank), at.feed.device)
+        by_sizes = BySizes(build, lambda build: AtSizes(build, at.stepper, feed))
+        return Evaluation(build, by_sizes, self._mesh, rank, self._initial, self._together)
 
-    def predict_all(self, state: RankState) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
-        """Yield what ``predict`` returns for all samples of the evaluation's data, batch by batch in their order, each
-        with the number of its samples; the first pair has the number of all samples and nothing else.
-
-        Collective: every rank takes as many.
+    @cached_property
+    def count(self) -> int:
+        """The number of samples of the data, which all ranks have alike. Collective: every rank asks for it.
 
         Raises:
-            RunError: on every rank: the data cannot be read, has no end, or is not the same everywhere; or the model
-                returns nothing to predict, or mixes samples, of which the last batch has too few.
+            RunError: on every rank: the data cannot be read or has no end; or the model returns nothing to predict, or
+                mixes samples, of which the last batch has too few.
         """
         at = self._by_sizes()
-        predictions, call = self._predictions_at(at), "session.predict"
 
         def counted() -> tuple[int, list[int]]:
-            count = at.feed.count
-            if count is None:
-                message, help_ = (
-                    "the samples to predict have no end",
-                    "name files, a folder, or a dataset with a length",
-                )
-                raise RunError(BAD_DATA, message, help_)
-            predictions.check(count % at.feed.batch)
+            if (count := at.feed.count) is None:
+                help_ = "name files, a folder, or a dataset with a length"
+                raise RunError(BAD_DATA, "the samples to predict have no end", help_)
+            self._predictions_at(at).check(count % at.feed.batch)
             return count, [count]
 
-        count, rows = self._together.exchanged(call, counted)
+        count, rows = self._together.exchanged("session.predict", counted)
         _check_alike(rows, "predict")
-        yield count, {}
-        whole, rest = divmod(count, at.feed.batch)
-        for number in range(whole + bool(rest)):
-            size = at.feed.batch if number < whole else rest
-            batch = None
-            if number == whole:
-                batch = self._together.agreed(call, lambda: at.feed.beginning(whole, rest))
-            yield size, cast(dict[str, torch.Tensor], self.predict(batch, None, state, number, False, whole))
+        return count
+
+    def predict_all(self, state: RankState) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
+        """Yield what ``predict`` returns for all samples of the data, batch by batch in their order, each with the
+        number of its samples. Collective: every rank takes as many."""
+        feed, (whole, rest) = self._by_sizes().feed, divmod(self.count, self._by_sizes().feed.batch)
+        for number in range(whole):
+            yield feed.batch, cast(dict[str, torch.Tensor], self.predict(None, None, state, number, False, whole))
+        if rest:
+            batch = self._together.agreed("session.predict", lambda: feed.beginning(whole, rest))
+            yield rest, cast(dict[str, torch.Tensor], self.predict(batch, None, state, whole, False))
 
     @property
     def sample_dims(self) -> Mapping[str, int | None]:

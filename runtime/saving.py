@@ -336,4 +336,4 @@ def _writes(folder: Path, file: str = "") -> Iterator[None]:
         message = f"{f'`{file}` of ' * bool(file)}`{folder}` cannot be written: {error}"
         raise RunError(BAD_STATE, message, "name another folder, or free some space") from None
     except FolderError as error:
-        raise RunError(BAD_STATE, str(error), "name a folder to be made in it") from None
+        raise RunError(BAD_STATE, str(error), error.help) from None

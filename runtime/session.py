@@ -151,7 +151,6 @@ class Session:
             RunError: on every rank: a batch is not one of the plan's, the ranks did not give one batch, the data cannot
                 be read, or an earlier error left a step.
         """
-        check_trains(self.build)
         self._check_trains()
         self._reporting.begin()
         begun = self._batches.begin("session.step", batch, local, self.state, self.step_number, self.last_step)
@@ -170,7 +169,6 @@ class Session:
         Raises:
             RunError: loss or norm is not finite, or the result was used before: on every rank, and nothing was changed.
         """
-        check_trains(self.build)
         self._check_trains()
         consume(result)
         loss, norm = float(result.loss), float(result.grad_norm) if result.grad_norm is not None else 0.0
@@ -258,6 +256,7 @@ class Session:
             self.state, self._together.inside = trained, outside
 
     def _check_trains(self) -> None:
+        check_trains(self.build)
         if self._together.inside:
             message = "inside `session.averaged()` the session has averages instead of its weights"
             raise RunError(NO_AVERAGES, message, "train, save and restore after the block")
@@ -328,9 +327,8 @@ class Session:
         Raises:
             RunError: on every rank: ``path`` holds something else, or cannot be written.
         """
-        check_trains(self.build)
-        facts = checkpoint_facts(self.build, self.feed.facts(self.step_number), changed_state(self.state.steps))
         self._check_trains()
+        facts = checkpoint_facts(self.build, self.feed.facts(self.step_number), changed_state(self.state.steps))
         self._files.save(Path(path), self.state, self.optimizer, facts)
 
     def check_save(self, path: Path | str) -> None:
@@ -354,7 +352,8 @@ class Session:
             RunError: on every rank: it is of another model or optimizer, or was altered; every fault is named, nothing
                 was changed.
         """
-        self._check_trains()
+        if self.build.trains:
+            self._check_trains()
         optimizer = None if weights_only or not self.build.trains else self.optimizer
         facts, self.notes = self._files.restore(
             Path(path), self.build, self.state, optimizer, self.offloaded.holds_slots

@@ -109,16 +109,10 @@ class Stepper:
         """Return loss and gradients of a step that was begun."""
         self._walk([action for action in self._left(work) if action.kind != STEP], work, step)
         return [
-            StepResult(
-                r.get(LOSS, _NO_LOSS),
-                r.get(GRAD_NORM),
-                named(r, "gradient"),
-                named(r, "metric"),
-                named(r, "state"),
-                w.returned,
-            )
+            StepResult(r.get(LOSS, _NO_LOSS), r.get(GRAD_NORM), named(r, "gradient"), named(r, "metric"),
+                       named(r, "state"), w.returned)
             for w, r in ((w, w.results) for w in work)
-        ]
+        ]  # fmt: skip
 
     def _left(self, work: Sequence[Work]) -> Iterator[Action]:
         counted = any(COUNT in w.totals for w in work)

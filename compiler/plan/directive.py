@@ -76,13 +76,15 @@ class Directive:
 
     def check_inference(self) -> Iterator[Diagnostic]:
         """Yield the errors of the statement in a plan for inference."""
+        phrases = self.arguments.phrases
         for name, reason in self.TRAINING:
-            if not name or name in self.arguments:
+            words = (item for phrase in phrases.values() for item in phrase.items if isinstance(item, Word))
+            word = next((word.span for word in words if word.text == name), None)
+            if (span := self.arguments.span(name) if not name or name in phrases else word) is not None:
                 called, what = name or self.arguments.statement.verb.text, f"`{name}`" if name else "the line"
                 message = f"`{called}` {reason}, and a plan without `loss` and `optimizer` trains nothing"
                 help_ = f"remove {what}{self.INSTEAD}, or add `loss` and `optimizer` lines"
-                label = Label(self.arguments.span(name) if name else self.span)
-                yield Diagnostic(FOR_TRAINING, message, label, help=help_)
+                yield Diagnostic(FOR_TRAINING, message, Label(span), help=help_)
 
     @property
     def span(self) -> Span:
@@ -110,9 +112,7 @@ class Scope:
     @property
     def trains(self) -> bool:
         """False for a plan for inference, which has neither a ``loss`` nor an ``optimizer`` line."""
-        return not {line.arguments.statement.verb.text for line in self.directives}.union(self.broken).isdisjoint(
-            TRAINING
-        )
+        return bool({*TRAINING} & {*self.broken, *(line.arguments.statement.verb.text for line in self.directives)})
 
     def all(self, kind: type[D]) -> tuple[D, ...]:
         """Every directive of a kind, in order."""

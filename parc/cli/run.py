@@ -9,7 +9,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,10 +47,7 @@ def run_options(parser: argparse.ArgumentParser) -> None:
     )
     training.add_argument("--save-every", metavar="K", type=positive, help="and after every K steps")
     training.add_argument(
-        "--resume",
-        metavar="DIR",
-        type=Path,
-        help="go on from a checkpoint, of any plan of the model; --predict reads its weights",
+        "--resume", metavar="DIR", type=Path, help="go on from a checkpoint, of any plan of the model, or predict by it"
     )
     predicting = parser.add_argument_group("predicting, in place of training")
     predicting.add_argument(
@@ -204,9 +200,8 @@ def _wrong_usage(given: argparse.Namespace) -> str:
         return "--nnodes needs --rdzv-endpoint HOST:PORT"
     if (given.predict is None) != (given.out is None):
         return "--predict WORDS needs -o DIR, and -o DIR needs --predict WORDS"
-    wrong = [f"--{name.replace('_', '-')}" for name in _OF_TRAINING if given.predict is not None and getattr(given, name)]
-    if wrong:
-        return f"--predict trains nothing, so there is no {wrong[0]}"
+    if given.predict is not None and (wrong := next((name for name in _OF_TRAINING if getattr(given, name)), "")):
+        return f"--predict trains nothing, so there is no --{wrong.replace('_', '-')}"
     if given.defines and not is_plan(given.target):
         return "-D is for plans; a build has its values already"
     return ""
@@ -233,16 +228,14 @@ def _predict_options(given: argparse.Namespace, build: Build) -> Predict:
 
     evaluation_of(build)
     facts = read_words(given.predict, "--predict").facts()
-    if facts["form"] in ("synthetic", "callable"):
-        help_ = 'name files, a folder, or a dataset with a length, as `dataset "./mine.py:questions"`'
-        raise RunError(BAD_DATA, f"the samples of `--predict {given.predict}` have no end", help_)
-    if other := next((word for word in ("shuffle", "split") if word in facts), ""):
-        message = f"`--predict` takes all samples in their order, so there is no `{other}`"
-        raise RunError(BAD_DATA, message, f"remove `{other}`")
-    here = Path.cwd()
+    for wrong in ("shuffle", "split", *({facts["form"]} & {"synthetic", "callable"})):
+        if wrong in facts or wrong == facts["form"]:
+            what = "have no end" if wrong == facts["form"] else f"are all taken in their order: there is no `{wrong}`"
+            help_ = "name files, a folder, or a dataset with a length, and nothing about their order"
+            raise RunError(BAD_DATA, f"the samples of `--predict {given.predict}` {what}", help_)
+    here, target = Path.cwd(), facts["callable"] or ""
     facts["names"] = [name if name.startswith("{") else str(here / name) for name in facts["names"]]
-    if (target := facts["callable"] or "").partition(":")[0].endswith(".py"):
-        facts["callable"] = str(here / target)
+    facts["callable"] = str(here / target) if ".py:" in target else facts["callable"]
     return Predict(facts, given.out, given.resume)
 
 
@@ -280,11 +273,12 @@ def _before_launch(given: argparse.Namespace, build: Build, options: Options | P
     import torch
 
     from parc.runtime.data.sources import OWN_CODE, make_data
-    from parc.runtime.evaluation import evaluation_of, prediction_facts
-    from parc.runtime.launch.predict import Predict, check_predictions
+    from parc.runtime.evaluation import evaluation_of, with_samples
+    from parc.runtime.launch.predict import PREDICTIONS, Predict
     from parc.runtime.machine.compiled import check_compiler
     from parc.runtime.opening import build_mesh, check_fits, open_checkpoint
     from parc.runtime.processes import check_device, default_device
+    from parc.runtime.state.checkpoint import check_target
     from parc.runtime.state.initial import weights_of
 
     mesh = build_mesh(build)
@@ -298,12 +292,11 @@ def _before_launch(given: argparse.Namespace, build: Build, options: Options | P
     if given.compile:
         check_compiler(device)
     if isinstance(options, Predict):
-        check_predictions(options.out)
-        evaluation = evaluation_of(build)
-        read = [replace(evaluation, manifest=prediction_facts(evaluation, options.samples))]
+        check_target(options.out, PREDICTIONS, "a folder of predictions")
+        read = [with_samples(evaluation_of(build), options.samples)]
     else:
         own = build.manifest.get("evaluation", {}).get("data") if options.eval_every else None
-        read = [build, *([build.evaluation] if own and build.evaluation is not None else [])]
+        read = [build, *filter(None, [build.evaluation if own else None])]
     for reads in read:
         line = reads.manifest["data"]
         if line is None or line["form"] not in OWN_CODE:

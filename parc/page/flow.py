@@ -202,11 +202,10 @@ class _Flow:
         self.tree.rows[:0] = inputs
         self.reached.update(row.path for row in inputs)
         self._function(main, makers, "")
-        ends = {"loss": name for name in main.returned("loss").values()} or main.returned("output")
-        for label, name in ends.items():
-            row = LOSS_ROW if label == "loss" else f"/returned {label}"
+        for label, name in (main.returned("loss") or main.returned("output")).items():
+            row = f"/returned {label}" if label else LOSS_ROW
             self._edges(makers[name], row)
-            self.tree.rows.append(ModuleRow(row, label, 0, [row], "loss"))
+            self.tree.rows.append(ModuleRow(row, label or "loss", 0, [row], "loss"))
         here = {row.path: at for at, row in enumerate(self.tree.rows)}
         self.tree.edges = {edge: None for edge in self.tree.edges if here[edge[0]] != here[edge[1]]}
 

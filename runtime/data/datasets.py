@@ -235,7 +235,9 @@ def folder_source(folder: Path, inputs: Inputs, form: WindowForm | None) -> MapS
     except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
         message = f"{folder} cannot be read as a dataset: {str(error.__cause__ or error).splitlines()[0]}"
         help_ = "name a folder that `dataset.save_to_disk` wrote, from the plan's folder"
-        help_ = "write an object a line: the tensors of a sample, as lists, by the inputs" if folder.is_file() else help_
+        help_ = (
+            "write an object a line: the tensors of a sample, as lists, by the inputs" if folder.is_file() else help_
+        )
         raise DataError(message, help_) from None
     if isinstance(made, Mapping):
         names = " or ".join(f'"{folder.name}/{name}"' for name in made)

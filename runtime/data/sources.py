@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, final
-
-import torch
-from torch import Tensor
+from typing import Any
 
 from ...compiler.build.build import Build
 from ...compiler.capture.callables import CallableError, check_arguments, load_callable
@@ -25,7 +22,7 @@ from .token_files import JoinedFiles, TokenFile, byte_file, token_file
 from .windows import Packing, WindowForm, Windows
 
 PREDICTED = "--predict"
-"""The word in place of a line's verb where the command line names the samples: they are read in their order."""
+"""The word in place of a line's verb where the command line names the samples: all are read in their order."""
 NO_DATA = "the plan has no `data` line"
 NO_DATA_HELP = (
     'add `data synthetic` for random samples that fit the model, or text such as `data bytes "{stdlib}/*.py"`'
@@ -144,10 +141,10 @@ OWN_CODE = ("callable", "dataset")
 """The forms whose samples are made by a person's code, which may differ from rank to rank."""
 
 
-def open_data(wanted: Wanted, evaluates: bool = False, shuffles: bool = True) -> SampleSource:
+def open_data(wanted: Wanted, evaluates: bool = False, in_order: bool = False) -> SampleSource:
     """Return the samples of a line, without end, in their order, by the plan's inputs. If it ``evaluates``, they are
     those that its ``split`` keeps for that, or all; they need not fill a batch. ``count`` is the number of an epoch.
-    If it does not ``shuffle``, windows of bytes are in their order too.
+    Windows of bytes are shuffled too, unless all samples are to be read ``in_order``.
 
     Raises:
         CallableError: the callable cannot be had, or takes other arguments.
@@ -157,7 +154,7 @@ def open_data(wanted: Wanted, evaluates: bool = False, shuffles: bool = True) ->
     if source.count is None:
         return source
     shuffled, held = bool(line.get("shuffle")) or line["form"] == "bytes", evaluates and "split" in line
-    shuffled = shuffled and shuffles
+    shuffled = shuffled and not in_order
     order = Order(source.count, int(wanted.facts["seed"]), shuffled and not held, float(line.get("split", 0)), held)
     check_order(order, 1 if evaluates else wanted.batch)
     return Ordered(source, order)
@@ -173,38 +170,13 @@ def make_data(build: Build) -> SampleSource:
     if line is None:
         raise RunError(BAD_DATA, NO_DATA, NO_DATA_HELP)
     bounds = {name: bound for name, (bound, _) in class_bounds(build.reference).items()}
-    predicted = manifest.get("said") == PREDICTED
     try:
-        source = open_data(Wanted(line, manifest, build.folder, bounds), not build.trains, not predicted)
-        return WithZeros(source, _unread(build)) if predicted else source
+        in_order = manifest.get("said") == PREDICTED
+        return open_data(Wanted(line, manifest, build.folder, bounds), not build.trains, in_order)
     except (CallableError, DataError) as error:
         notes = [note for note in (line_of(build), raised_at(error)) if note]
         message = f"the data's callable: {error}" if isinstance(error, CallableError) else str(error)
         raise RunError(BAD_DATA, message, error.help, notes) from error
-
-
-@final
-class WithZeros:
-    """Samples with ``zeros`` for the inputs that they lack."""
-
-    def __init__(self, source: SampleSource, zeros: Mapping[str, Tensor]) -> None:
-        self._source, self._zeros, self.count = source, zeros, source.count
-
-    def __call__(self, number: int) -> Mapping[str, Tensor]:
-        """Return sample ``number``."""
-        return {**self._zeros, **self._source(number)}
-
-
-def _unread(build: Build) -> dict[str, Tensor]:
-    """Return zeros for a sample's inputs that nothing reads of what the model returns, as the targets of its loss."""
-    from ...compiler.verify.returned import of_returned
-
-    read, sizes = of_returned(build.reference.main).bound("input"), build.manifest["sizes"]
-    return {
-        line["name"]: torch.zeros([sizes.get(dim, dim) for dim in line["dims"] if dim != BATCH],
-                                  dtype=getattr(torch, line["dtype"]))
-        for line in build.manifest["inputs"] if line["name"] not in read
-    }  # fmt: skip
 
 
 def line_of(build: Build, verb: str = "") -> str:

@@ -36,20 +36,16 @@ from .shards import ShardFault, check_shard
 from .stacks import in_parts, numbered
 
 
-def check_target(folder: Path) -> None:
-    """Check that a checkpoint may be written at ``folder``.
+def check_target(folder: Path, mark: str = FACTS, what: str = "a checkpoint") -> None:
+    """Check that a checkpoint, or ``what`` has a file ``mark``, may be written at ``folder``.
 
     Raises:
         RunError: it holds something else, which is left as it is, or is the current folder.
     """
     try:
-        check_place(folder)
+        check_place(folder, mark, what)
     except FolderError as error:
-        raise RunError(BAD_STATE, str(error), "name a folder to be made in it") from None
-    if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not (folder / FACTS).is_file())):
-        raise RunError(
-            BAD_STATE, f"`{folder}` exists and is not a checkpoint; it is left as it is", "name another folder"
-        )
+        raise RunError(BAD_STATE, str(error), error.help) from None
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -67,21 +68,17 @@ class Data(Directive):
 
 
 def read_words(words: str, option: str) -> SamplesSaid:
-    """Return what the words of a ``data`` line say on the command line, as the value of an ``option``. A name needs no
-    quotes there.
+    """Return what the words of a ``data`` line say as the value of an ``option``; a name needs no quotes there.
 
     Raises:
         PlanError: they are no such words.
     """
-    first, _, rest = words.strip().partition(" ")
-    if '"' not in words:
-        name, _, options = rest.strip().partition(" ")
-        bare = first in SAMPLE_FORMS and bool(name)
-        words = f'{first} "{name}" {options}' if bare else f'"{first}" {rest}' if ":" in first else words
+    named = rf"({'|'.join(SAMPLE_FORMS)}) +[^ ]+|[^ ]+:[^ ]+"
+    if '"' not in words and re.match(named, words):
+        words = re.sub(r"[^ ]*[./:][^ ]*|(?<= )[^ ]+", lambda word: f'"{word[0]}"', words, count=1)
     statements, wrong = parse(Source(option, f"data {words}"))
     arguments, faults = parse_usage(Data.USAGE).match(statements[0]) if statements else (None, ())
-    said = read_samples(arguments) if arguments is not None else None
     errors = [*wrong, *faults, *(check_samples(arguments) if arguments is not None else ())]
-    if errors or said is None:
+    if errors or arguments is None:
         raise PlanError(errors)
-    return said
+    return Data.read(arguments).said

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ....grammar.codes_language import FOR_TRAINING
-from ....grammar.diagnostics import Diagnostic, Label
+from ....grammar.diagnostics import Diagnostic
 from ..directive import ONE_OR_MORE, Directive, Scope, argument
-from ..samples_said import SamplesSaid, check_samples, read_samples, usages
+from ..samples_said import SAMPLE_FORMS, SamplesSaid, check_samples, read_samples, slot_of, usages
 
 _DATA = "data"
 
@@ -39,7 +38,10 @@ class Eval(Directive):
     LEAD = _DATA
     """The word of the line before its phrase of samples."""
     LIMITS = (("every", ONE_OR_MORE), ("batches", ONE_OR_MORE))
-    TRAINING = (("every", "counts steps"), ("batches", "is of their evaluations"))
+    TRAINING = (
+        ("every", "counts steps"), ("batches", "counts those of a loss"),
+        *((slot_of(form, _DATA), "names samples of a loss") for form in SAMPLE_FORMS),
+    )  # fmt: skip
 
     every: int | None = argument(lambda given: int(given.number("every", 0)) or None)
     batches: int | None = argument(lambda given: int(given.number("batches", 0)) or None)
@@ -48,10 +50,3 @@ class Eval(Directive):
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
         yield from super().check(scope)
         yield from check_samples(self.arguments, self.LEAD)
-
-    def check_inference(self) -> Iterator[Diagnostic]:
-        yield from super().check_inference()
-        if self.samples is not None:
-            message = "a plan without `loss` and `optimizer` evaluates no loss, so its `eval` line reads no samples"
-            help_ = "write `eval` alone, or nothing; a `data` line names the samples of `session.predict()`"
-            yield Diagnostic(FOR_TRAINING, message, Label(self.span), help=help_)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ....grammar.codes_language import BAD_VALUE, FOR_TRAINING, REPEATED
+from ....grammar.codes_language import BAD_VALUE, REPEATED
 from ....grammar.diagnostics import Diagnostic, Label
 from ....grammar.nearest import did_you_mean, listed
 from ....grammar.syntax import Word
@@ -28,6 +28,7 @@ class Offload(Directive):
     """
 
     USAGE = "offload STATES to FILE | STATES to cpu"
+    TRAINING = (("optimizer", "is the state of an update"), ("activations", "are kept for a backward"))
     ONCE = False
 
     states: tuple[Word, ...] = argument(lambda given: given.words("states"))
@@ -42,15 +43,6 @@ class Offload(Directive):
             if word.text not in OFFLOADED:
                 help_ = did_you_mean(word.text, OFFLOADED, f"name {listed(OFFLOADED)}")
                 yield Diagnostic(BAD_VALUE, f"`{word.text}` cannot be offloaded", Label(word.span), help=help_)
-        yield from self._check_once(scope)
-
-    def check_inference(self) -> Iterator[Diagnostic]:
-        for word in (word for word in self.states if word.text in OFFLOADED and word.text != "parameters"):
-            message = f"a plan without `loss` and `optimizer` trains nothing, so there are no `{word.text}` to offload"
-            help_ = "write `offload parameters`, or remove the line"
-            yield Diagnostic(FOR_TRAINING, message, Label(word.span), help=help_)
-
-    def _check_once(self, scope: Scope) -> Iterator[Diagnostic]:
         first: dict[str, Word] = {}
         for word in (word for line in scope.all(Offload) for word in line.states):
             if word.text in first and word in self.states:
