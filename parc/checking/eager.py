@@ -186,8 +186,9 @@ def _eager(compiled: Compiled, inputs: Mapping[str, torch.Tensor], wide: bool = 
             torch.manual_seed(compiled.plan.seed)
             output, terms = plain.forward({name: value.clone() for name, value in inputs.items()})
         returned.update(returned_tensors(output))
+        leaves = tree_leaves(output) if terms else returned.values()
         loss = sum(terms[1:], terms[0]) if terms else torch.zeros(())
-        return *(leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)), loss
+        return *(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), loss
 
     def once_more(seed: int) -> tuple[torch.Tensor, ...]:
         """Run the forward again, with other random numbers in Python and NumPy."""
