@@ -198,7 +198,7 @@ class Feed:
 
     @cached_property
     def _zeros(self) -> dict[str, torch.Tensor]:
-        """What stands for inputs that predicted samples may lack, as the loss alone reads them."""
+        """Zeros for inputs that predicted samples may lack, as the loss alone reads them."""
         if self._build.manifest.get("said") != PREDICTED:
             return {}
         read = of_returned(self._build.reference.main).bound("input")

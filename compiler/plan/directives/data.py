@@ -33,8 +33,8 @@ class Data(Directive):
     iterable of samples or of batches. A sample is a dict by the names of inputs, without the dim of the batch, or a
     tuple in the order of the `input` lines.
 
-    `folder "DIR"`: a dataset that Hugging Face's `datasets` has saved (`dataset.save_to_disk("DIR")`); its columns are
-    named as the inputs.
+    `folder "DIR"`: a dataset that Hugging Face's `datasets` has saved (`dataset.save_to_disk("DIR")`), or a file of
+    JSON with an object a line; its columns are named as the inputs.
 
     `"package.module:name" (name=value)` or `"./file.py:name"`: a callable that gets the global number of a sample (and
     the arguments). It returns a dict of tensors, its inputs by name, without the dim of the batch: `{"picture":
