@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import gc
 import json
-import math
 import signal
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 import parc
+from benchmarks.storages import Storages
 from parc.checking.checks import case_of, static_faults
 from parc.checking.reports import report_of
 from parc.cli import main
@@ -32,6 +33,7 @@ from tests.checked_plans import checked, compiled
 from tests.planted_builds import GoodBuild, judge
 from tests.predicting_models import Rows, Tagger
 from tests.runtime.ranks import run_ranks
+from tests.runtime.tiny import EXAMPLES
 
 ROOT = Path(__file__).parent.parent
 TESTS = Path(__file__).parent
@@ -85,13 +87,21 @@ def test_all_ranks_return_what_the_plain_module_returns(name: str) -> None:
     assert {row["phase"] for row in found.report["communication"]} == {"forward"}
 
 
-def test_memory_holds_what_the_model_returned_for_earlier_microbatches() -> None:
-    text = TAGGER.replace("B=8", "B=64") + "mesh dp=1\nschedule microbatches 8\n"
-    step = compiled(text, ROOT)
-    values = step.build.reference.main.values()
-    shapes = [values[name].type.shape for name in step.build.reference.main.returned("output").values()]
-    (row,) = report_of(step)["memory"]
-    assert row["activations"] > 8 * sum(4 * math.prod(shape) for shape in shapes)
+@pytest.mark.parametrize("lines", ["", "schedule microbatches 4\n"], ids=["whole", "microbatches"])
+def test_a_prediction_takes_the_memory_that_was_estimated(lines: str, tmp_path: Path) -> None:
+    """What the model returned for earlier microbatches is held to the end."""
+    text = 'model "./gpt.py:GPT" (layers=2, width=64, heads=4, vocab=64, length=32)\ninput tokens int64 [B, S]\n'
+    path = written(f"{text}sizes B=16, S=32\nmesh dp=1\n{lines}", tmp_path / "build", EXAMPLES)
+    (row,) = json.loads((path / "report.json").read_text())["memory"]
+    with Storages() as storages, parc.load(path) as session:
+        batch = {"tokens": torch.zeros(16, 32, dtype=torch.int64)}
+        session.predict(batch, split=True)
+        gc.collect()
+        storages.peak = storages.bytes
+        at = session.evaluation._by_sizes()
+        work = at.stepper.begin([session.state], [at.feed.cut(batch)], 0, keep=False)
+        at.stepper.evaluate(work, 0, returns=True)
+    assert abs(row["peak_bytes"] - storages.peak) < 0.05 * storages.peak
 
 
 def test_wrong_programs_are_refused() -> None:

@@ -22,7 +22,6 @@ from ...compiler.program.actions import COUNTING, FORWARD
 from ...compiler.program.program import Program
 from ...compiler.sizes.size_range import BATCH, SizeRange
 from ...compiler.sizes.template import sizes_text
-from ...compiler.verify.returned import of_returned
 from ...grammar.codes_build import BAD_DATA
 from ..faults import RunError
 from ..waits import WAITS
@@ -201,6 +200,8 @@ class Feed:
         """Zeros for inputs that predicted samples may lack, as the loss alone reads them."""
         if self._build.manifest.get("said") != PREDICTED:
             return {}
+        from ...compiler.verify.returned import of_returned  # proves in sympy, which most runs need not import
+
         read = of_returned(self._build.reference.main).bound("input")
         types = {name: type_ for name, type_ in self.types.items() if name not in read}
         return {n: torch.zeros(type_.shape[self._batched[n] :], dtype=type_.dtype) for n, type_ in types.items()}
@@ -299,8 +300,8 @@ class Feed:
         except DataError as error:
             raised = [note for note in (raised_at(error),) if note]
             raise RunError(BAD_DATA, f"step {step + 1}: {error}", error.help, [*notes, *raised]) from error
-        rows = len(next(iter(samples.values())))
-        samples = {**{name: zero.expand(rows, *zero.shape) for name, zero in self._zeros.items()}, **samples}
+        for name, zero in self._zeros.items():
+            samples.setdefault(name, zero.expand(len(next(iter(samples.values()))), *zero.shape))
         if missing := [name for name in self.types if name not in samples]:
             held = f"samples hold {', '.join(f'`{name}`' for name in samples)}"
             help_ = f"name inputs as the data does: {held}"
