@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -73,9 +72,10 @@ def read_words(words: str, option: str) -> SamplesSaid:
     Raises:
         PlanError: they are no such words.
     """
-    named = rf"({'|'.join(SAMPLE_FORMS)}) +[^ ]+|[^ ]+:[^ ]+"
-    if '"' not in words and re.match(named, words):
-        words = re.sub(r"[^ ]*[./:][^ ]*|(?<= )[^ ]+", lambda word: f'"{word[0]}"', words, count=1)
+    split = words.split() if '"' not in words else []
+    at = next((at for at, word in enumerate(split[:2]) if word not in SAMPLE_FORMS), None)
+    if at or (at == 0 and ":" in split[0]):
+        words = " ".join([*split[:at], f'"{split[at]}"', *split[at + 1 :]])
     statements, wrong = parse(Source(option, f"data {words}"))
     arguments, faults = parse_usage(Data.USAGE).match(statements[0]) if statements else (None, ())
     errors = [*wrong, *faults, *(check_samples(arguments) if arguments is not None else ())]
