@@ -199,6 +199,9 @@ def runs(folder: Path) -> list[str]:
     with pytest.raises(RunError) as stopped:
         parc.load(build(folder, EVAL, plan, "alone")).predict({})
     said.append(render(stopped.value.diagnostic()))
+    lines = [line for line in FLAT.splitlines() if not re.match(r"loss|optimizer|input +targets|steps", line)]
+    build(folder, ONE, "\n".join(lines) + "\n", "inference")
+    said.append(command("run", "inference"))
     result = session.gradients(batch(0))
     session.update(result)
     with pytest.raises(RunError) as stopped:
@@ -241,7 +244,7 @@ def compiles(folder: Path) -> list[str]:
 
 SCENES: dict[str, Callable[[Path], list[str]]] = {
     "P0210 P0211 P0212": altered,
-    "P0301 P0304 P0307 P0412 P0222 P0414 P0411 P0413 P0302 P0303 P0416 P0420 P0419 P0418 P0410 P0230 P0415": runs,
+    "P0301 P0304 P0307 P0412 P0222 P0414 P0411 P0413 P0302 P0303 P0416 P0420 P0421 P0419 P0418 P0410 P0230 P0415": runs,
     "P0305 P0306": compiles,
 }  # fmt: skip
 OTHER = "`session.step`"
