@@ -167,9 +167,7 @@ def runs(folder: Path) -> list[str]:
     """Return the messages that stop a run before or in a step."""
     build(folder, TENSOR)
     said = [
-        command("run", "build", "--nproc", "3"),
-        command("run", "build", "--resume", "."),
-        command("run", "build", "--sizes", "S=12"),
+        *(command("run", "build", *words) for words in (("--nproc", "3"), ("--resume", "."), ("--sizes", "S=12"))),
         command("show", "build", "--pipeline", "--svg", "build/plan.parc/out.svg"),
     ]
     with patch.object(torch.cuda, "is_available", return_value=False):
@@ -199,8 +197,7 @@ def runs(folder: Path) -> list[str]:
     with pytest.raises(RunError) as stopped:
         parc.load(build(folder, EVAL, plan, "alone")).predict({})
     said.append(render(stopped.value.diagnostic()))
-    lines = [line for line in FLAT.splitlines() if not re.match(r"loss|optimizer|input +targets|steps", line)]
-    build(folder, ONE, "\n".join(lines) + "\n", "inference")
+    build(folder, ONE, re.sub(r"(loss|optimizer|input +targets) .*", "", FLAT), "inference")
     said.append(command("run", "inference"))
     result = session.gradients(batch(0))
     session.update(result)

@@ -89,7 +89,7 @@ def test_all_ranks_return_what_the_plain_module_returns(name: str) -> None:
 
 @pytest.mark.parametrize("lines", ["", "schedule microbatches 4\n"], ids=["whole", "microbatches"])
 def test_a_prediction_takes_the_memory_that_was_estimated(lines: str, tmp_path: Path) -> None:
-    """What the model returned for earlier microbatches is held to the end."""
+    """The outputs of earlier microbatches are held to the end."""
     text = 'model "./gpt.py:GPT" (layers=2, width=64, heads=4, vocab=64, length=32)\ninput tokens int64 [B, S]\n'
     path = written(f"{text}sizes B=16, S=32\nmesh dp=1\n{lines}", tmp_path / "build", EXAMPLES)
     (row,) = json.loads((path / "report.json").read_text())["memory"]

@@ -10,7 +10,7 @@ from ..layout.mesh import Mesh
 from ..layout.placement import TensorType
 from ..ops.rules import facts
 from ..padding.pads import Pads, padded_shape
-from ..program.actions import ACTIONS, BACKWARD, FORWARD, SCALING, ActionRow, step_kinds
+from ..program.actions import ACTIONS, AVERAGING, BACKWARD, FORWARD, SCALING, ActionRow, step_kinds
 from ..program.binding import COUNT, KINDS, LOSS, OUTSIDE, PARAMETERS, UNSCALE, Binding, Kind
 from ..program.faults import Fault
 from ..program.loss_scale import LOSS_SCALE
@@ -85,7 +85,7 @@ def _result_faults(programs: Mapping[str, Program], stored: Mapping[str, TensorT
     """Find missing results of a program, results without a reader, and results in another placement than their readers
     expect."""
     trained: dict[Binding, None] = {}
-    lossy = LOSS in dict(programs[FORWARD].main.returns)
+    lossy = any(LOSS in dict(programs[kind].main.returns) for kind in (FORWARD, AVERAGING))
     for row in _rows(programs):
         main = programs[row.kind].main
         keys = [key for key, _ in main.returns]
