@@ -12,7 +12,8 @@ class Code:
     """A kind of message, documented where it is defined.
 
     ``example`` with ``language="parc"`` is a plan text that produces this code (the tests run it; statements it leaves
-    out are supplied, and a first line ``# -D name=value`` gives definitions); other languages are shown, not run.
+    out are supplied, but ``loss`` and ``optimizer`` after a first line ``# for inference``; a first line
+    ``# -D name=value`` gives definitions); other languages are shown, not run.
     """
 
     name: str

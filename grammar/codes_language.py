@@ -64,7 +64,8 @@ UNKNOWN_DEFINE = Code(
 MISSING_STATEMENT = Code(
     name="P0009",
     title="a plan lacks a statement",
-    why="a build needs a model, its inputs, a loss and an optimizer; and every name used in an input needs a size.",
+    why="a build needs a model and its inputs; training needs a loss and an optimizer, and inference neither; and every"
+    " name used in an input needs a size.",
     example="input tokens int64 [B, S]\nsizes B=4",
     instead="input tokens int64 [B, S]\nsizes B=4, S=128",
 )
@@ -118,6 +119,14 @@ UNSCALED = Code(
     " as float16 allows; bfloat16 has the range of float32 and needs none.",
     example="precision fp16",
     instead="precision fp16 loss_scale dynamic",
+)
+FOR_TRAINING = Code(
+    name="P0017",
+    title="a line for training in a plan for inference",
+    why="a plan without `loss` and `optimizer` lines is for inference: its programs make the model's outputs in"
+    " `eval()`. Gradients, the optimizer's state and all that training keeps are not there, so no line can place them.",
+    example="# for inference\nmesh dp=2\nzero 3 over dp",
+    instead="mesh dp=2",
 )
 INVISIBLE = shown(
     name="P0023",

@@ -78,6 +78,15 @@ NOTHING_RETURNED = Code(
     '    return {"loss": cross_entropy(logits, labels), "logits": logits}',
     language="python",
 )
+TRAINS_NOTHING = Code(
+    name="P0421",
+    title="a build for inference, of which training or a loss is asked",
+    why="a plan without `loss` and `optimizer` lines makes the programs that compute the model's outputs, and no"
+    " others. A session of it has weights, from the initial values or a checkpoint, and predicts.",
+    example="session.step(batch)  # its plan has no `loss` and no `optimizer` line",
+    instead="session.predict(batch)",
+    language="python",
+)
 NO_EVALUATION = Code(
     name="P0416",
     title="a build without programs for evaluation",

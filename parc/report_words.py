@@ -72,7 +72,7 @@ def check_texts(report: Mapping[str, Any]) -> list[str]:
     texts = [", ".join(f"{name} {how}" for name, how in report["checks"].items())]
     if "numbers" in report:
         numbers = report["numbers"]
-        worst = max(numbers[kind] for kind in ("loss", "gradient", "parameter"))
+        worst = max(numbers.get(kind, 0) for kind in ("loss", "gradient", "parameter", "output"))
         texts.append(f"numbers: {numbers['steps']} steps of all ranks on {numbers['on']}, "
                      f"largest relative error {worst:.1e} (at most {numbers['tolerance']:.0e})")  # fmt: skip
         if margin := numbers.get("margin"):

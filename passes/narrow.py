@@ -24,6 +24,7 @@ from ..compiler.ops.precision import (
 )
 from ..compiler.ops.rules import facts
 from ..compiler.ops.torch_ops import OPS, aten
+from ..compiler.program.binding import LOSS
 from ..compiler.program.program import Origin
 from .calls import FakeResults, computes, operands_of, outputs, substitute_nodes, tensors_of
 
@@ -112,7 +113,8 @@ class _Narrowing:
         results = outputs(self.graph)
         end = self.graph.output_node()
         types = [self.captured[n][0].dtype for n in results]
-        types[0] = torch.promote_types(types[0], torch.float32)  # the loss, whatever the model's own type is
+        if LOSS in noted(end).results:  # whatever the model's own type is
+            types[0] = torch.promote_types(types[0], torch.float32)
         end.args = (tuple(self.form(n, t, end, self.origin(n, n)) for n, t in zip(results, types, strict=True)),)
         self.graph.eliminate_dead_code()
         self.graph.lint()

@@ -78,16 +78,15 @@ class _Padder:
             elif node.op == "call_function":  # one result of several
                 noted(node).value = fake(key_of(node))
         out, every = self.graph.output_node(), outputs(self.graph)
-        keys = [None, *noted(out).results]
-        results = [self._result(node, key, out) for key, node in zip(keys, every, strict=True)]
+        results = [self._result(node, key, out) for key, node in zip(noted(out).results, every, strict=True)]
         out.args = (tuple(results),)
         self.graph.lint()
 
-    def _result(self, node: fx.Node, key: Binding | None, out: fx.Node) -> fx.Node:
+    def _result(self, node: fx.Node, key: Binding, out: fx.Node) -> fx.Node:
         """Return a value as the graph returns it. Tensors that the model returns keep padding behind their entries: to
         cut it, a rank would need the whole dim."""
         extras = self.extras.get(key_of(node), ())
-        returned = key is not None and key.kind == "output"
+        returned = key.kind == "output"
         return self._without(node, [extra for extra in extras if not returned or extra.outer > 1], out)
 
     def _placeholder(self, node: fx.Node, pads: BoundPads) -> None:

@@ -15,6 +15,7 @@ from ..compiler.layout.mesh import Mesh
 from ..compiler.layout.placement import Split, TensorType
 from ..compiler.ops.precision import PrecisionRegions
 from ..compiler.ops.recompute import RecomputeLine
+from ..compiler.program.actions import Purpose
 from ..compiler.program.binding import Binding
 from ..compiler.program.blocks import block_of
 from ..compiler.program.evaluations import with_idle
@@ -125,8 +126,13 @@ class Request:
     """The axes of views along which ranks hold the same experts, by the module of these."""
     context: tuple[ContextLine, ...] = ()
     """The axes that split sequences, and how attention works across them."""
-    evaluates: bool = False
-    """True for the programs of an evaluation, which has no backward."""
+    purpose: Purpose = "training"
+    """The purpose of the programs: only those of training have a backward."""
+
+    @property
+    def trains(self) -> bool:
+        """True for the programs of training."""
+        return self.purpose == "training"
 
 
 @dataclass(frozen=True)
@@ -206,7 +212,7 @@ def _forward(captured: Captured, request: Request) -> tuple[SplitLoss, Program]:
     loss = split_loss(
         graph, request.terms, lambda part, known: is_one_fraction(fraction_program(part), request.unbatched, known)
     )
-    count_loads(loss.graph, captured.updates, captured.returned, request.evaluates)
+    count_loads(loss.graph, captured.updates, captured.returned, not request.trains)
     mark_packed(loss.graph)
     reference = reference_program(loss.graph, loss.count, loss.counts, request.seed)
     narrow(loss.graph, request.precision)
@@ -232,7 +238,7 @@ def _build(captured: Captured, mesh: Mesh, request: Request) -> Built:
     parts = 1 if adds == "sum" else request.microbatches
     sums = request.accumulate if request.microbatches > 1 else None
     stored = store_parameters(typed, mesh, request.shardings, request.shard_dims)
-    if request.evaluates:  # each is stored as a step stores it, which depends on whether it is trained
+    if not request.trains:  # each is stored as a step stores it, which depends on whether it is trained
         freeze_parameters(typed)
     mark_recomputed(typed, request.recompute)
     if request.pipeline is not None:
@@ -255,16 +261,17 @@ def _build(captured: Captured, mesh: Mesh, request: Request) -> Built:
         compressor,
         request.biases,
     )
-    roles = levels.roles(make_roles(step, request.evaluates))
+    roles = levels.roles(make_roles(step, request.purpose))
     if request.levels and request.compress:
         levels.before = make_roles(replace(step, compressor=Compressor(request.compress)))
-    if not request.evaluates:
+    if request.trains:
         roles = {role: sum_early(programs, request.microbatches) for role, programs in roles.items()}
     roles = {role: hide_exchanges(overlapped(programs, request.overlap)) for role, programs in roles.items()}
     roles = offload(roles, request.offload)
     roles = {role: ring_attention(programs, request.context) for role, programs in roles.items()}
-    if request.evaluates:
-        reference, roles = without_training(reference), {role: with_idle(own) for role, own in roles.items()}
+    if not request.trains:
+        reference = without_training(reference)
+        roles = {role: with_idle(role, own, request.purpose) for role, own in roles.items()}
     missing = tuple(sorted({str(node.target) for node in placed.without_rule}))
     return Built(
         reference,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import final
+from typing import Any, cast, final
 
 import torch
 
@@ -16,10 +16,11 @@ from ..compiler.layout.mesh import Mesh
 from ..compiler.program.binding import BUFFERS, SCALE
 from ..compiler.sizes.size_range import BATCH
 from ..grammar.codes_build import BAD_DATA
-from ..grammar.codes_run import BATCHES_DIFFER, NO_EVALUATION
+from ..grammar.codes_run import BATCHES_DIFFER, NO_EVALUATION, TRAINS_NOTHING
 from .data.batches import Batches
 from .data.feed import Feed
 from .data.sizes import AtSizes, BySizes
+from .data.sources import PREDICTED
 from .faults import RunError
 from .lockstep import Together
 from .opening import constants_of
@@ -31,15 +32,34 @@ from .work import Batch, RankState
 
 
 def evaluation_of(build: Build) -> Build:
-    """Return the programs of a build's evaluation.
+    """Return the programs of a build's evaluation; those of a build for inference are the build itself.
 
     Raises:
         RunError: it has none.
     """
+    if not build.trains:
+        return build
     if build.evaluation is None:
         message = f"`{build.path}` has no programs that evaluate the model: its plan has no `eval` line"
         raise RunError(NO_EVALUATION, message, "add a line `eval` to the plan, and build again")
     return build.evaluation
+
+
+def with_samples(build: Build, samples: Mapping[str, Any]) -> Build:
+    """Return an evaluation at its largest sizes, with other ``samples``: all of those of a `data` line, in order."""
+    return replace(build, manifest={**build.manifest, "data": samples, "said": PREDICTED}, template=None)
+
+
+def check_trains(build: Build) -> None:
+    """Check that a build has a loss and an update.
+
+    Raises:
+        RunError: it is for inference.
+    """
+    if build.purpose == "inference":
+        message = f"`{build.path}` is for inference: its plan has no `loss` and no `optimizer` line"
+        help_ = "`session.predict`, or `parc run BUILD --predict WORDS -o DIR`; or add both lines, and build again"
+        raise RunError(TRAINS_NOTHING, message, help_)
 
 
 BATCHES = 100
@@ -79,29 +99,32 @@ def extent_of(feed: Feed, batches: int | None) -> Extent:
     return Extent(whole, rest)
 
 
+def _check_alike(rows: Sequence[Sequence[int]], what: str) -> None:
+    if other := next((rank for rank, row in enumerate(rows) if row != rows[0]), None):
+        message = f"rank {other} has other samples to {what} than rank 0: there are more, or fewer"
+        raise RunError(BATCHES_DIFFER, message, "give every rank the same data")
+
+
 @final
 class Evaluation:
-    """The evaluation of one rank's model; every rank calls alike. ``make`` makes what runs the programs of the
-    ``build``'s evaluation, for batches of each size.
-
-    Raises:
-        RunError: the build has none.
-    """
+    """The evaluation of one rank's model; every rank calls alike. ``by_sizes`` has what runs the programs of a
+    ``build`` that trains nothing, for batches of each size."""
 
     def __init__(
-        self, build: Build, make: Callable[[Build], AtSizes], mesh: Mesh, rank: int, initial: Initial,
-        together: Together,
-    ) -> None:  # fmt: skip
-        self._build = evaluation_of(build)
-        self._role, self._initial, self._together = self._build.role_at(mesh.coordinates(rank)), initial, together
-        self._by_sizes = BySizes(self._build, make)
-        self._batches, self._mesh = Batches(self._by_sizes, mesh, together), mesh
+        self, build: Build, by_sizes: BySizes[AtSizes], mesh: Mesh, rank: int, initial: Initial, together: Together
+    ) -> None:
+        self._build, self._by_sizes, self._mesh = build, by_sizes, mesh
+        self._role, self._initial, self._together = build.role_at(mesh.coordinates(rank)), initial, together
+        self._batches = Batches(by_sizes, mesh, together)
         self._predictions: dict[int, Predictions] = {}
         self._told = False
 
     @cached_property
     def _fixed(self) -> dict[str, torch.Tensor]:
-        """The buffers that no step changes, and the numbers in the model's code, as ``eval()`` reads them."""
+        """The buffers that no step changes, and the numbers in the model's code, as ``eval()`` reads them; none where
+        the session's own are these."""
+        if self._build.purpose == "inference":
+            return {}
         names = held(self._role, BUFFERS) - {*self._build.manifest["updates"]}
         types = {name: type_ for name, type_ in constants_of(self._build).items() if name in names}
         return self._initial.buffers(types, self._build.manifest["constants"])
@@ -130,9 +153,7 @@ class Evaluation:
             return found, [found.batches, found.rest]
 
         found, rows = self._together.exchanged(_MEAN, make)
-        if other := next((rank for rank, row in enumerate(rows) if row != rows[0]), None):
-            message = f"rank {other} has other samples to evaluate than rank 0: there are more, or fewer"
-            raise RunError(BATCHES_DIFFER, message, "give every rank the same data")
+        _check_alike(rows, "evaluate")
         return found
 
     def left_out(self) -> str:
@@ -147,6 +168,7 @@ class Evaluation:
         """Return the mean loss over the first batches of the evaluation's data, as many as the plan says, where there
         are so many. Each counts by its targets, or, where the loss counts none, by its samples: the mean is that over
         one large batch of all their samples. Samples that are left out are warned of once."""
+        check_trains(self._build)
         extent, feed, rest = self.extent, self._by_sizes().feed, None
         if not self._told and self.left_out() and not self._together.rank:
             warnings.warn(extent.note, stacklevel=2)
@@ -163,6 +185,7 @@ class Evaluation:
     def loss(self, batch: Batch | None, local: Batch | None, state: RankState, step: int) -> float:
         """Return the global loss of a batch, or of batch ``step`` (from 0) of the evaluation's data. Nothing of the
         ``state`` is changed."""
+        check_trains(self._build)
         return self._weighed(batch, local, state, step, None)[0]
 
     def _weighed(
@@ -180,13 +203,15 @@ class Evaluation:
         return float(result.loss), count * begun.at.feed.batch if self._counts_a_share else count
 
     def predict(
-        self, batch: Batch | None, local: Batch | None, state: RankState, step: int, split: bool
-    ) -> dict[str, torch.Tensor] | dict[str, LocalPart]:
+        self, batch: Batch | None, local: Batch | None, state: RankState, step: int, split: bool,
+        last: int | None = None,
+    ) -> dict[str, torch.Tensor] | dict[str, LocalPart]:  # fmt: skip
         """Return the tensors that the model returns for a batch, which is given as to ``loss`` and need not have inputs
-        that the loss alone reads: whole tensors, or the parts of a rank where these are to stay ``split``."""
+        that the loss alone reads: whole tensors, or the parts of a rank where these are to stay ``split``. Of the
+        evaluation's data nothing is read beyond batch ``last``."""
         own = replace(state, buffers={**state.buffers, **self._fixed})
         call = "session.predict(split=True)" if split else "session.predict"  # ranks talk in one of them alone
-        begun = self._batches.begin(call, batch, local, own, step, None, keep=False, complete=self._complete)
+        begun = self._batches.begin(call, batch, local, own, step, last, keep=False, complete=self._complete)
         predictions = self._predictions_at(begun.at)
         predictions.check()
         with self._together.doing("a prediction", own):
@@ -194,6 +219,49 @@ class Evaluation:
             if split:
                 return predictions.local(result.returned)
             return predictions.whole(result.returned, batch, local)
+
+    def on(self, samples: Mapping[str, Any]) -> Evaluation:
+        """Return the evaluation ``with_samples``."""
+        at, build, rank = self._by_sizes(), with_samples(self._build, samples), self._together.rank
+        feed = Feed(build, self._mesh, self._mesh.coordinates(rank), at.feed.device)
+        by_sizes = BySizes(build, lambda build: AtSizes(build, at.stepper, feed))
+        return Evaluation(build, by_sizes, self._mesh, rank, self._initial, self._together)
+
+    @cached_property
+    def count(self) -> int:
+        """The number of samples of the data, which all ranks have alike. Collective: every rank asks for it.
+
+        Raises:
+            RunError: on every rank: the data cannot be read or has no end; or the model returns nothing to predict, or
+                mixes samples, of which the last batch has too few.
+        """
+        at = self._by_sizes()
+
+        def counted() -> tuple[int, list[int]]:
+            if (count := at.feed.count) is None:
+                help_ = "name files, a folder, or a dataset with a length"
+                raise RunError(BAD_DATA, "the samples to predict have no end", help_)
+            self._predictions_at(at).check(count % at.feed.batch)
+            return count, [count]
+
+        count, rows = self._together.exchanged("session.predict", counted)
+        _check_alike(rows, "predict")
+        return count
+
+    def predict_all(self, state: RankState) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
+        """Yield what ``predict`` returns for all samples of the data, batch by batch in their order, each with the
+        number of its samples. Collective: every rank takes as many."""
+        feed, (whole, rest) = self._by_sizes().feed, divmod(self.count, self._by_sizes().feed.batch)
+        for number in range(whole):
+            yield feed.batch, cast(dict[str, torch.Tensor], self.predict(None, None, state, number, False, whole))
+        if rest:
+            batch = self._together.agreed("session.predict", lambda: feed.beginning(whole, rest))
+            yield rest, cast(dict[str, torch.Tensor], self.predict(batch, None, state, whole, False))
+
+    @property
+    def sample_dims(self) -> Mapping[str, int | None]:
+        """The dim of each returned tensor along which it has its samples; None where it is alike for all."""
+        return self._predictions_at(self._by_sizes()).dims
 
     def _complete(self, at: AtSizes, batch: Batch, shares: Mapping[str, int]) -> Batch:
         return self._predictions_at(at).completed(batch, shares)

@@ -113,6 +113,13 @@ def constants_of(build: Build) -> dict[str, TensorType]:
     return {name: value.type for name, value in build.programs[FORWARD].main.bound(*BUFFERS).items()}
 
 
+def buffers_of(build: Build) -> list[str]:
+    """Return the buffers that a checkpoint may hold: those that steps change. A build for inference does not know them,
+    so it may read any."""
+    names = build.manifest["updates"]
+    return [*names] if build.trains else [*build.programs[FORWARD].main.bound("buffer")]
+
+
 def checkpoint_bytes(build: Build) -> int:
     """Return the size of a build's checkpoint in bytes: parameters, the optimizer's state of each, buffers that steps
     change."""
@@ -142,9 +149,9 @@ def build_of(folder: Path) -> Build:
     return open_build(found)
 
 
-def open_checkpoint(build: Build, path: Path) -> tuple[Checkpoint, dict[str, list[str]]]:
+def open_checkpoint(build: Build, path: Path, *, weights_only: bool = False) -> tuple[Checkpoint, dict[str, list[str]]]:
     """Open a checkpoint from which a build can go on. The second result is the slots of the optimizer's state that it
-    holds for each parameter.
+    holds for each parameter; none if it is opened for its weights only, as by a build for inference always.
 
     Raises:
         RunError: it cannot be read, or is of another model or optimizer; every fault is named.
@@ -154,7 +161,12 @@ def open_checkpoint(build: Build, path: Path) -> tuple[Checkpoint, dict[str, lis
     types = {name: replace(type_, shape=real_shape(type_.shape, pads.get(name, ()))) for name, type_ in types.items()}
     constants = constants_of(build)
     shapes = part_shapes({name: type_.shape for name, type_ in types.items()})
-    checkpoint.check(shapes, {name: constants[name].shape for name in build.manifest["updates"]})
+    buffers = {name: constants[name].shape for name in buffers_of(build)}
+    if weights_only or not build.trains:
+        buffers = {name: shape for name, shape in buffers.items() if f"buffer.{name}" in checkpoint.shapes}
+        checkpoint.check(shapes, buffers, more=True)
+        return checkpoint, {}
+    checkpoint.check(shapes, buffers)
     dtypes = {part: type_.dtype for name, type_ in types.items() for part in part_shapes({name: type_.shape})}
     found = {name: (shape, dtypes[name]) for name, shape in shapes.items()}
     return checkpoint, restore_optimizer(checkpoint, build.manifest["optimizer"], found)

@@ -9,7 +9,7 @@ import torch
 from ..compiler.layout.mesh import Mesh
 from ..compiler.layout.pieces import put_together
 from ..compiler.layout.placement import Placement
-from ..compiler.program.binding import PARAMETERS, Binding, Kind
+from ..compiler.program.binding import BUFFERS, PARAMETERS, Binding, Kind
 from ..compiler.program.roles import Role
 
 
@@ -25,9 +25,14 @@ def owners_of(roles: Sequence[Role], parameters: Iterable[str]) -> dict[str, tup
 
 
 def keepers_of(roles: Sequence[Role], buffers: Iterable[str]) -> dict[str, tuple[Role, ...]]:
-    """Return the role that changes each buffer, which no other role reads."""
+    """Return the role that changes each buffer, which no other role reads, or all that read one that none changes."""
     writes = [(role, {key for program in role.programs.values() for key, _ in program.main.returns}) for role in roles]
-    return {name: tuple(role for role, keys in writes if Binding("buffer", name) in keys) for name in buffers}
+    reads = [(role, held(role, BUFFERS)) for role in roles]
+    return {
+        name: tuple(role for role, keys in writes if Binding("buffer", name) in keys)
+        or tuple(role for role, names in reads if name in names)
+        for name in buffers
+    }
 
 
 def piece_place(rank: int, placement: Placement, mesh: Mesh) -> tuple[int, ...]:

@@ -40,7 +40,7 @@ class Predictions:
         self._shapes = {name: main.values()[value].type.shape for name, value in main.returned("output").items()}
 
     @cached_property
-    def _dims(self) -> dict[str, int | None]:
+    def dims(self) -> dict[str, int | None]:
         """The dim of each returned tensor along which it has its samples; None where it is alike for all.
 
         Raises:
@@ -58,22 +58,31 @@ class Predictions:
         """The inputs that these tensors need."""
         from ..compiler.verify.returned import of_returned
 
-        return {*of_returned(self._build.reference.main, self._dims).bound("input")}
+        return {*of_returned(self._build.reference.main, self.dims).bound("input")}
 
     @cached_property
     def _mixed(self) -> str:
         """The reason why further samples would change what others get; "" if they do not."""
         from ..compiler.verify.returned import mixed_samples  # proves in sympy, which most runs need not import
 
-        return mixed_samples(self._build.reference, self._dims, self._unbatched)
+        return mixed_samples(self._build.reference, self.dims, self._unbatched)
 
-    def check(self) -> None:
-        """Check that there is anything to predict; every rank finds the same.
+    def check(self, count: int = 0) -> None:
+        """Check that there is anything to predict, and that a batch of ``count`` samples (0 for a whole one) can be
+        completed; every rank finds the same.
 
         Raises:
-            RunError: there is nothing.
+            RunError: there is nothing, or it cannot.
         """
-        _ = self._dims
+        if self.dims and count and self._mixed:
+            raise self._refusal(count, self._feed.batch, "the last batch")
+
+    def _refusal(self, count: int, size: int, what: str) -> RunError:
+        samples = f"{count} sample{'s' * (count != 1)}"
+        message = f"{what} has {samples} of the {size} that a prediction takes"
+        help_ = f"give {size}, or build the plan for another B"
+        notes = [f"further samples would change what these get: {self._mixed}"]
+        return RunError(BAD_DATA, message, help_, notes)
 
     def completed(self, batch: Batch, shares: Mapping[str, int]) -> Batch:
         """Return a batch with zeros for inputs that only the loss reads, and with copies of its first sample behind the
@@ -85,7 +94,7 @@ class Predictions:
         """
         if (
             not isinstance(batch, Mapping)
-            or not self._dims
+            or not self.dims
             or not {*batch} <= {line["name"] for line in self._feed.inputs}
         ):
             return batch  # whoever cuts it says what is wrong
@@ -109,13 +118,7 @@ class Predictions:
         if not 0 < count < size:
             return filled
         if self._mixed:
-            samples = f"{count} sample{'s' * (count != 1)}"
-            message = (
-                f"{'this rank has' if shares else 'the batch has'} {samples} of the {size} that a prediction takes"
-            )
-            help_ = f"give {size}, or build the plan for another B"
-            notes = [f"further samples would change what these get: {self._mixed}"]
-            raise RunError(BAD_DATA, message, help_, notes)
+            raise self._refusal(count, size, "this rank" if shares else "the batch")
         whole = {name: torch.cat([value, value[:1].expand(size - count, *value.shape[1:])])
                  for name, value in filled.items() if name not in self._unbatched}  # fmt: skip
         return {**filled, **whole}
@@ -128,7 +131,7 @@ class Predictions:
         shared = max(batched, key=lambda name: self._feed.shares[name], default="")
         count = given[shared].shape[0] if shared else None
         rows = self._feed.rows_of(shared) if shared and batch is None else None
-        for name, dim in self._dims.items():
+        for name, dim in self.dims.items():
             type_, owners = self._types[name]
             own = returned.get(name, [None] * int(self._build.manifest["microbatches"]))
             parts = [real_part(self._gatherer.whole(piece, type_, owners), self._shapes[name]) for piece in own]
@@ -145,8 +148,8 @@ class Predictions:
     def local(self, returned: Returned) -> dict[str, LocalPart]:
         """Return what this rank holds of every tensor, and of which entries of the whole tensor that is."""
         made = {}
-        for name in (name for name in self._dims if name in returned):
-            (type_, _), shape, dim = self._types[name], list(self._shapes[name]), self._dims[name]
+        for name in (name for name in self.dims if name in returned):
+            (type_, _), shape, dim = self._types[name], list(self._shapes[name]), self.dims[name]
             sizes = zip(type_.shape, shape, strict=True)
             pads = [Pad(at, 1, real, longer) for at, (longer, real) in enumerate(sizes) if real < longer]
             runs = runs_of(type_, pads, self._mesh, self._coordinates)

@@ -13,9 +13,9 @@ from .faults import RunError
 
 @dataclass(slots=True)
 class StepResult:
-    """The results of a step on one rank, before its update: the loss and the gradients' norm before clipping (the same
-    on all ranks), this rank's parts of the gradients, the numbers of other actions, and state of steps such as the loss
-    scale.
+    """The results of a step on one rank, before its update: the loss (0 without one) and the gradients' norm before
+    clipping (the same on all ranks), this rank's parts of the gradients, the numbers of other actions, and state of
+    steps such as the loss scale.
     """
 
     loss: torch.Tensor

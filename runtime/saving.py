@@ -25,7 +25,7 @@ from ..compiler.program.stacked import part_name
 from ..grammar.codes_build import BAD_STATE
 from .faults import RunError
 from .lockstep import RESTORE, Together
-from .opening import build_mesh, constants_of, open_checkpoint
+from .opening import buffers_of, build_mesh, constants_of, open_checkpoint
 from .owners import keepers_of, owners_of
 from .state.checkpoint import Checkpoint, check_target
 from .state.gather import everywhere, of_every_role
@@ -63,7 +63,7 @@ def stored_of(build: Build) -> dict[str, StoredTensor]:
     mesh, roles, pads = build_mesh(build), tuple(build.roles.values()), pads_from(build.manifest["padding"])
     constants = constants_of(build)
     parameters = {name: parse_type(text, mesh) for name, text in build.manifest["parameters"].items()}
-    buffers = {name: constants[name] for name in build.manifest["updates"]}
+    buffers = {name: constants[name] for name in buffers_of(build)}
     kinds = (("parameter", parameters, owners_of(roles, parameters)), ("buffer", buffers, keepers_of(roles, buffers)))
     stored = {
         f"{kind}.{name}": StoredTensor(type_, pads.get(name, ()), tuple(role.name for role in owners[name]))
@@ -234,10 +234,11 @@ class StateFiles:
     # ---- restoring
 
     def restore(
-        self, folder: Path, build: Build, state: RankState, optimizer: torch.optim.Optimizer, keep_slots: bool
+        self, folder: Path, build: Build, state: RankState, optimizer: torch.optim.Optimizer | None, keep_slots: bool
     ) -> tuple[Mapping[str, Any], tuple[str, ...]]:
         """Read a checkpoint together with all other ranks, each of them its own parts. Return its facts, and notes on
         what is otherwise than in this run. Ranks share the work of checking the files; only then is anything changed.
+        Without an ``optimizer`` parameters and buffers alone are read.
 
         Raises:
             RunError: on every rank: it is of another model or optimizer, or not as it was written.
@@ -245,7 +246,7 @@ class StateFiles:
         together = self._together
 
         def opened() -> tuple[tuple[Checkpoint, dict[str, list[str]]], list[int]]:
-            checkpoint, slots = open_checkpoint(build, folder)
+            checkpoint, slots = open_checkpoint(build, folder, weights_only=optimizer is None)
             return (checkpoint, slots), [zlib.crc32(repr((checkpoint.facts, checkpoint.index.shards)).encode())]
 
         (checkpoint, slots), rows = together.exchanged(RESTORE, opened)
@@ -253,9 +254,11 @@ class StateFiles:
             raise RunError(
                 BAD_STATE, f"rank {other} reads another checkpoint than rank 0", "name one checkpoint on all ranks"
             )
-        steps = together.agreed(RESTORE, lambda: read_state(checkpoint, state.steps))
-        notes = together.agreed(RESTORE, lambda: check_residuals(checkpoint, self._stored))
-        notes += average_notes(checkpoint, build.manifest["optimizer"])
+        steps, notes = dict[str, torch.Tensor](), tuple[str, ...]()
+        if optimizer is not None:
+            steps = together.agreed(RESTORE, lambda: read_state(checkpoint, state.steps))
+            notes = together.agreed(RESTORE, lambda: check_residuals(checkpoint, self._stored))
+            notes += average_notes(checkpoint, build.manifest["optimizer"])
         mine = range(self._rank, len(checkpoint.index.files), self._world)
         together.agreed(RESTORE, lambda: checkpoint.check_shards(mine))
         try:
@@ -272,11 +275,12 @@ class StateFiles:
         checkpoint: Checkpoint,
         slots: Mapping[str, Sequence[str]],
         state: RankState,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | None,
         keep_slots: bool,
     ) -> None:
         """Write this rank's parts over its state, tensor by tensor. ``slots`` are those of the optimizer's state that
-        the checkpoint has of each parameter. With ``keep_slots`` the tensors of others stay, with zeros.
+        the checkpoint has of each parameter. With ``keep_slots`` the tensors of others stay, with zeros. Without an
+        ``optimizer``, parameters are read, and those buffers that the checkpoint has.
 
         Raises:
             RunError: a file can no longer be read.
@@ -284,6 +288,8 @@ class StateFiles:
         with checkpoint.tensors() as files:
             for key, piece in self._pieces(state).items():
                 kind, _, name = key.partition(".")
+                if optimizer is None and (key.startswith(KEY) or (kind == "buffer" and key not in checkpoint.shapes)):
+                    continue
                 if key.startswith(KEY):
                     ranks = checkpoint.shapes.get(key, (0,))[0], self._stored[key].shape[0]
                     read_residual(files, key, ranks, piece.tensor, piece.runs)
@@ -293,6 +299,8 @@ class StateFiles:
                     files.fill(key, state.buffers[name], piece.runs)
                     continue
                 files.fill(key, piece.tensor, piece.runs)
+                if optimizer is None:
+                    continue
                 had = optimizer.state.pop(piece.tensor, {})
                 for slot in slots.get(part_name(name, 0), ()):
                     full = f"optimizer.{slot}.{name}"
@@ -328,4 +336,4 @@ def _writes(folder: Path, file: str = "") -> Iterator[None]:
         message = f"{f'`{file}` of ' * bool(file)}`{folder}` cannot be written: {error}"
         raise RunError(BAD_STATE, message, "name another folder, or free some space") from None
     except FolderError as error:
-        raise RunError(BAD_STATE, str(error), "name a folder to be made in it") from None
+        raise RunError(BAD_STATE, str(error), error.help) from None

@@ -25,7 +25,7 @@ from .communication import Backend
 from .data.batches import Batches
 from .data.feed import Feed, LocalParts
 from .data.sizes import AtSizes, BySizes
-from .evaluation import Evaluation
+from .evaluation import Evaluation, check_trains, evaluation_of
 from .faults import Bad, RunError, bad_number, writing
 from .first_bad import find_bad
 from .lockstep import Together
@@ -232,7 +232,9 @@ class Session:
     def evaluation(self) -> Evaluation:
         """The programs that evaluate the model. ``session.evaluation.mean(session.state)`` returns the mean loss over
         the evaluation's data, a run's `eval_loss`. Collective."""
-        return Evaluation(self.build, self._at, self.mesh, self.rank, self._initial, self._together)
+        build = evaluation_of(self.build)
+        by_sizes = self._by_sizes if build is self.build else BySizes(build, self._at)
+        return Evaluation(build, by_sizes, self.mesh, self.rank, self._initial, self._together)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -256,13 +258,18 @@ class Session:
             self.state, self._together.inside = trained, outside
 
     def _check_trains(self) -> None:
+        check_trains(self.build)
         if self._together.inside:
             message = "inside `session.averaged()` the session has averages instead of its weights"
             raise RunError(NO_AVERAGES, message, "train, save and restore after the block")
 
-    def exchange(self, row: Sequence[int]) -> list[list[int]]:
-        """Return every rank's row of numbers, in rank order, on every rank."""
-        return self._together.meet("session.exchange", row)
+    def exchange(self, row: Sequence[int], act: Callable[[], object] | None = None) -> list[list[int]]:
+        """Return every rank's row of numbers, in rank order, on every rank, after each has done what ``act`` does.
+
+        Raises:
+            RunError: on every rank: that of the first rank whose ``act`` failed.
+        """
+        return self._together.exchanged("session.exchange", lambda: (act and act(), row))[1]
 
     def write_trace(self, path: Path | str) -> None:
         """Write every rank's actions with their times, for Perfetto or chrome://tracing.
@@ -322,8 +329,8 @@ class Session:
         Raises:
             RunError: on every rank: ``path`` holds something else, or cannot be written.
         """
-        facts = checkpoint_facts(self.build, self.feed.facts(self.step_number), changed_state(self.state.steps))
         self._check_trains()
+        facts = checkpoint_facts(self.build, self.feed.facts(self.step_number), changed_state(self.state.steps))
         self._files.save(Path(path), self.state, self.optimizer, facts)
 
     def check_save(self, path: Path | str) -> None:
@@ -336,8 +343,10 @@ class Session:
         """
         self._files.check_shared(Path(path))
 
-    def restore(self, path: Path | str) -> None:
+    def restore(self, path: Path | str, *, weights_only: bool = False) -> None:
         """Read a checkpoint of ``save``, under this plan or any other of the same model. Each rank reads its own parts.
+        With ``weights_only``, and always under a plan for inference, it reads the model's parameters and buffers and
+        nothing else: the checkpoint may be of any optimizer, and the number of steps done stays.
 
         Collective: every rank calls it.
 
@@ -345,8 +354,12 @@ class Session:
             RunError: on every rank: it is of another model or optimizer, or was altered; every fault is named, nothing
                 was changed.
         """
-        self._check_trains()
+        if self.build.trains:
+            self._check_trains()
+        optimizer = None if weights_only or not self.build.trains else self.optimizer
         facts, self.notes = self._files.restore(
-            Path(path), self.build, self.state, self.optimizer, self.offloaded.holds_slots
+            Path(path), self.build, self.state, optimizer, self.offloaded.holds_slots
         )
+        if optimizer is None:
+            return
         self.step_number = self._together.stepped(self.feed.go_on(facts))

@@ -12,7 +12,7 @@ from ..compiler.layout.placement import TensorType
 from ..compiler.padding.pads import pads_from
 from ..compiler.program.roles import Role
 from ..compiler.program.stacked import is_stacked, part_names
-from .opening import constants_of
+from .opening import buffers_of, constants_of
 from .owners import keepers_of, owners_of
 from .state.gather import Gatherer
 from .state.initial import Initial
@@ -28,7 +28,7 @@ class WholeState:
         roles, constants = tuple(build.roles.values()), constants_of(build)
         self._gatherer, self._types, self._aliases = gatherer, types, build.manifest["aliases"]
         self._pads = pads_from(build.manifest["padding"])
-        self._updates = {name: constants[name] for name in build.manifest["updates"]}
+        self._updates = {name: constants[name] for name in buffers_of(build)}
         self.owners: Mapping[str, Sequence[Role]] = owners_of(roles, types)
         """The roles that hold each parameter."""
         self._keepers = keepers_of(roles, self._updates)

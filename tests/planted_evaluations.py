@@ -114,7 +114,9 @@ def pipeline_rows(names: Sequence[str] = tuple(PIPELINES), share: int = 1) -> di
         of_files = GoodBuild(name, case, build.compiled.build)
         for make in (dropped, doubled, retyped, regrouped):
             made += [(mutant.kind, (mutant.what, mutant.programs)) for mutant in make(of_files)]
-        written = {name: program for name, program in build.programs.items() if ACTIONS[program.action].evaluated}
+        written = {
+            name: program for name, program in build.programs.items() if ACTIONS[program.action].serves("evaluation")
+        }
         of_written = [row for row in made if any(row[1][1].get(name) != program for name, program in written.items())]
         for kind, (what, programs) in of_written[::share]:
             reasons = refusals(build, programs)

@@ -68,7 +68,7 @@ def refusals(build: Good, programs: Programs | None = None, schedule: str | None
         actions = parse_schedule(build.texts["schedule.txt"] if schedule is None else schedule)
         roles = roles_of(found, {name: actions.get(name, ()) for name in found})
         if schedule is not None:
-            return list(map(str, check_schedule(roles, compiled.plan.microbatches, compiled.build.evaluates)))
+            return list(map(str, check_schedule(roles, compiled.plan.microbatches, compiled.build.purpose)))
         faults = static_faults(replace(compiled.build, programs=join_roles(found), roles=roles))
     except ValueError as error:
         return [str(error)]

@@ -174,9 +174,7 @@ def runs(folder: Path) -> list[str]:
     """Return the messages that stop a run before or in a step."""
     build(folder, TENSOR)
     said = [
-        command("run", "build", "--nproc", "3"),
-        command("run", "build", "--resume", "."),
-        command("run", "build", "--sizes", "S=12"),
+        *(command("run", "build", *words) for words in (("--nproc", "3"), ("--resume", "."), ("--sizes", "S=12"))),
         command("show", "build", "--pipeline", "--svg", "build/plan.parc/out.svg"),
     ]
     with patch.object(torch.cuda, "is_available", return_value=False):
@@ -206,6 +204,8 @@ def runs(folder: Path) -> list[str]:
     with pytest.raises(RunError) as stopped:
         parc.load(build(folder, EVAL, plan, "alone")).predict({})
     said.append(render(stopped.value.diagnostic()))
+    build(folder, ONE, re.sub(r"(loss|optimizer|input +targets) .*", "", FLAT), "inference")
+    said.append(command("run", "inference"))
     result = session.gradients(batch(0))
     session.update(result)
     with pytest.raises(RunError) as stopped:
@@ -248,7 +248,7 @@ def compiles(folder: Path) -> list[str]:
 
 SCENES: dict[str, Callable[[Path], list[str]]] = {
     "P0210 P0211 P0212": altered,
-    "P0301 P0304 P0307 P0412 P0222 P0414 P0411 P0413 P0302 P0303 P0416 P0420 P0419 P0418 P0410 P0230 P0415": runs,
+    "P0301 P0304 P0307 P0412 P0222 P0414 P0411 P0413 P0302 P0303 P0416 P0420 P0421 P0419 P0418 P0410 P0230 P0415": runs,
     "P0305 P0306": compiles,
 }  # fmt: skip
 OTHER = "`session.step`"

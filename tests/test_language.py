@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from parc.cli.elsewhere import PLAN_LINES
+from parc.compiler.plan.directive import TRAINING
 from parc.compiler.plan.directives import language_page
 from parc.compiler.plan.directives.optimizer import Optimizer
 from parc.compiler.plan.plan import read_plan
@@ -54,10 +55,13 @@ class Block:
 
 
 def check(text: str, name: str = "plan.parc") -> tuple[tuple[Diagnostic, ...], Resolved | None]:
-    """Return every diagnostic of a plan on the small GPT; a first line ``# -D a=1 b=2`` gives definitions."""
+    """Return every diagnostic of a plan on the small GPT; a first line ``# -D a=1 b=2`` gives definitions, and
+    with ``# for inference`` no loss and no optimizer are added."""
     first = text.split("\n", 1)[0]
     defines = dict(re.findall(r"(\w+)=(\S+)", first)) if first.startswith("# -D ") else {}
-    supplied = [line for verb, line in SUPPLIED.items() if not re.search(rf"^\s*{verb}\b", text, re.MULTILINE)]
+    left_out = TRAINING if first == "# for inference" else ()
+    supplied = [line for verb, line in SUPPLIED.items()
+                if verb not in left_out and not re.search(rf"^\s*{verb}\b", text, re.MULTILINE)]  # fmt: skip
     try:
         plan = read_plan(Source(name, "\n".join([text.rstrip("\n"), *supplied])), defines)
         resolved = resolve(plan, gpt_names())

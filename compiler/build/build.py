@@ -16,7 +16,7 @@ from ..layout.mesh import Mesh
 from ..layout.placement import TensorType, parse_type
 from ..ops.precision import Rounding, regions
 from ..padding.pads import Pads, pads_from
-from ..program.actions import ACTIONS, Action, StageRanks, parse_schedule
+from ..program.actions import ACTIONS, Action, Purpose, StageRanks, parse_schedule
 from ..program.evaluations import with_idle
 from ..program.faults import Fault
 from ..program.program import REFERENCE_FILE, Program
@@ -25,7 +25,7 @@ from ..program.text import ProgramError, parse_program
 from ..sizes.polynomials import check_points
 from ..sizes.size_range import SizeRange
 from ..sizes.template import Template, sizes_text
-from .facts import evaluation_facts, evaluation_faults, fact_faults
+from .facts import evaluation_facts, evaluation_faults, fact_faults, purpose_of
 
 _PROGRAMS = "programs/"
 EVALUATION = "evaluation/"
@@ -62,23 +62,23 @@ class Build:
     template: Template | None = None
     """The programs for all sizes, where the plan declares ranges; ``programs`` and ``manifest`` are those of one
     choice."""
-    evaluates: bool = False
-    """True for the programs of an evaluation. Those of its programs that stand in no file do nothing."""
+    purpose: Purpose = "training"
+    """The purpose of the programs. Those that a step of training has and that stand in no file do nothing."""
     evaluation: Build | None = None
     """The programs that evaluate the model, if the plan asks for them."""
 
     @classmethod
     def of(
         cls, path: Path, texts: Mapping[str, str], manifest: Mapping[str, Any], report: Mapping[str, Any],
-        evaluates: bool = False,
+        purpose: Purpose | None = None,
     ) -> Build:  # fmt: skip
-        """Return the build that consists of these texts and of a manifest of the right form; that of an evaluation
-        alone, if it ``evaluates``.
+        """Return the build that consists of these texts and of a manifest of the right form. The ``purpose`` is the
+        manifest's, if none is given.
 
         Raises:
             ValueError: a program or the schedule is none, or they are not of one build.
         """
-        template = None
+        template, purpose = None, purpose or purpose_of(manifest)
         if "ranges" in manifest:
             ranges = {n: SizeRange(low, high, step) for n, (low, high, step) in manifest["ranges"].items()}
             if any(size.problem or manifest["sizes"].get(name) != size.high for name, size in ranges.items()):
@@ -86,18 +86,23 @@ class Build:
             template = Template.read(ranges, {n: text for n, text in texts.items() if n.startswith(_PROGRAMS)})
         timelines = parse_schedule(texts["schedule.txt"])
         read = texts if template is None else template.at(manifest["sizes"])
-        programs, reference = read_programs(read, timelines, evaluates)
+        programs, reference = read_programs(read, timelines, purpose)
         roles, evaluation = roles_of(programs, timelines), None
         if "evaluation" in manifest:
             own = {name.removeprefix(EVALUATION): text for name, text in texts.items() if name.startswith(EVALUATION)}
-            evaluation = cls.of(path, own, evaluation_facts(manifest), {}, evaluates=True)
+            evaluation = cls.of(path, own, evaluation_facts(manifest), {}, "evaluation")
         whole = join_roles(programs)
-        return cls(path, texts, manifest, whole, reference, roles, report, template, evaluates, evaluation)
+        return cls(path, texts, manifest, whole, reference, roles, report, template, purpose, evaluation)
 
     @property
     def mesh(self) -> Mesh:
         """The mesh of the build's ranks, with axes factored as its programs need them."""
         return next(iter(self.programs.values())).mesh
+
+    @property
+    def trains(self) -> bool:
+        """False for a build of an evaluation or of inference, whose model is in ``eval()``."""
+        return self.purpose == "training"
 
     @property
     def microbatches(self) -> int:
@@ -144,7 +149,7 @@ class Build:
         try:
             texts = self.template.at(sizes)
             timelines = {name: role.actions for name, role in self.roles.items()}
-            programs, reference = read_programs(texts, timelines, self.evaluates)
+            programs, reference = read_programs(texts, timelines, self.purpose)
             roles = {name: replace(role, programs=programs[name]) for name, role in self.roles.items()}
             whole = join_roles(programs)
         except (ProgramError, ValueError) as error:
@@ -174,7 +179,7 @@ class Build:
         """Return every program that has a file in the build."""
         programs = (
             program for role in self.roles.values() for program in role.programs.values()
-            if ACTIONS[program.action].evaluated or not self.evaluates
+            if ACTIONS[program.action].serves(self.purpose)
         )  # fmt: skip
         yield from {program_file(program): program for program in programs}.values()
 
@@ -203,10 +208,10 @@ class Build:
 
 
 def read_programs(
-    texts: Mapping[str, str], timelines: Mapping[str, Sequence[Action]], evaluates: bool = False
+    texts: Mapping[str, str], timelines: Mapping[str, Sequence[Action]], purpose: Purpose = "training"
 ) -> tuple[dict[str, dict[str, Program]], Program]:
-    """The programs of a build by role and key, and the reference; ``timelines`` say which role does a stage's work. If
-    it ``evaluates``, kinds of actions that an evaluation leaves out have programs that do nothing.
+    """The programs of a build by role and key, and the reference; ``timelines`` say which role does a stage's work.
+    Kinds of actions that the ``purpose`` leaves out have programs that do nothing.
 
     Raises:
         ValueError: they are not the programs of the roles of one build.
@@ -216,9 +221,7 @@ def read_programs(
         for name in sorted(texts)
         if name.startswith(_PROGRAMS) and name != REFERENCE_FILE
     ]
-    roles = group(programs, timelines)
-    if evaluates:
-        roles = {name: with_idle(own) for name, own in roles.items()}
+    roles = {name: with_idle(name, own, purpose) for name, own in group(programs, timelines).items()}
     return roles, parse_program(texts[REFERENCE_FILE], REFERENCE_FILE)
 
 

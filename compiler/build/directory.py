@@ -66,11 +66,9 @@ def check_out(path: Path) -> None:
         BuildError: it holds something that is not a build, which is left as it is, or is the current folder.
     """
     try:
-        check_place(path)
+        check_place(path, MANIFEST, "a build")
     except FolderError as error:
-        raise BuildError(str(error), "name a folder to be made in it") from None
-    if path.exists() and (not path.is_dir() or (any(path.iterdir()) and not (path / MANIFEST).is_file())):
-        raise BuildError(f"`{path}` exists and is not a build; it is left as it is", "name another folder with `-o`")
+        raise BuildError(str(error), error.help) from None
 
 
 def again(path: Path) -> str:

@@ -14,7 +14,7 @@ import torch
 from ..layout.mesh import Mesh
 from ..layout.placement import TensorType, parse_type
 from ..padding.pads import pads_from
-from ..program.actions import FORWARD, REDUCE, work_kinds
+from ..program.actions import ACTIONS, FORWARD, REDUCE, Purpose, work_kinds
 from ..program.binding import PARAMETERS
 from ..program.faults import Fault
 from ..program.program import Program
@@ -58,11 +58,16 @@ def fact_faults(
     mesh = programs[FORWARD].mesh
     wanted = {"mesh": dict(mesh.declared.axes), **program_facts(programs, reference)}
     return unlike(manifest, wanted, "programs say") or [
-        *_schedule_faults(manifest["microbatches"], roles),
+        *_schedule_faults(manifest, roles),
         *_view_faults(manifest, mesh),
         *_input_faults(manifest, reference),
         *_state_faults(manifest, programs),
     ]
+
+
+def purpose_of(manifest: Mapping[str, Any]) -> Purpose:
+    """Return what the programs of a build are for, by its manifest; those of its evaluation apart."""
+    return "training" if manifest["loss"] else "inference"
 
 
 def evaluation_facts(manifest: Mapping[str, Any]) -> dict[str, Any]:
@@ -187,11 +192,12 @@ def _shape(values: Any) -> tuple[int, ...]:
     return (len(values), *(inner.pop() if len(inner) == 1 else (-1,) * len(inner)))
 
 
-def _schedule_faults(microbatches: int, roles: Mapping[str, Role]) -> Iterator[Fault]:
+def _schedule_faults(manifest: Mapping[str, Any], roles: Mapping[str, Role]) -> Iterator[Fault]:
+    microbatches, purpose = manifest["microbatches"], purpose_of(manifest)
     for name, role in roles.items():
         done = Counter((action.stage, action.kind) for action in role.actions)
         for stage, kind in product(role.stages, work_kinds()):
-            if done[stage, kind] != microbatches:
+            if done[stage, kind] != (microbatches if ACTIONS[kind].serves(purpose) else 0):
                 yield fact_fault(f"`microbatches` is {microbatches}, but {name} does `{kind}` of stage {stage} "
                                  f"{done[stage, kind]} times")  # fmt: skip
 

@@ -13,7 +13,11 @@ from pathlib import Path
 
 
 class FolderError(Exception):
-    """The error of a path at which no folder can be put."""
+    """The error of a path at which no folder can be put. ``help`` is advice."""
+
+    def __init__(self, message: str, help: str = "name another folder") -> None:
+        super().__init__(message)
+        self.help = help
 
 
 class FolderHeld(Exception):
@@ -27,15 +31,19 @@ def current(path: Path) -> Path:
     return old if not path.exists() and old.is_dir() else path
 
 
-def check_place(path: Path) -> Path:
-    """Return the real path of a folder that is to be replaced, with links followed.
+def check_place(path: Path, mark: str = "", what: str = "") -> Path:
+    """Return the real path of a folder that is to be replaced, with links followed. With the name of a file ``mark``,
+    a folder that has files has that one: it is ``what`` it is to be.
 
     Raises:
-        FolderError: it is the current folder or one above it, which cannot be renamed away under a person's feet.
+        FolderError: it is something else, which is left as it is; or the current folder or one above it, which cannot
+            be renamed away under a person's feet.
     """
     real, here = path.resolve(), Path.cwd()
     if real == here or real in here.parents:
-        raise FolderError(f"`{path}` is the current folder or one above it")
+        raise FolderError(f"`{path}` is the current folder or one above it", "name a folder to be made in it")
+    if mark and path.exists() and (not path.is_dir() or (any(path.iterdir()) and not (path / mark).is_file())):
+        raise FolderError(f"`{path}` exists and is not {what}; it is left as it is")
     return real
 
 

@@ -58,7 +58,7 @@ class Captured:
 
     Every placeholder has a ``binding``: a parameter, a buffer, a constant or an input. Every other node has an
     ``origin``, and ``in_loss`` where it is outside the model, in the loss (`node_facts`). The graph's outputs are the
-    loss, then the new value of each buffer in ``updates``, then the tensors ``returned`` by the model.
+    loss, if there is one, then the new value of each buffer in ``updates``, then the tensors ``returned`` by the model.
     """
 
     graph: fx.Graph
@@ -91,7 +91,7 @@ class _Step(nn.Module):
     """Model and loss as one module, so that one export holds both; the model's names keep one known prefix."""
 
     def __init__(
-        self, model: nn.Module, call: CallModel, loss: LossFunction, names: tuple[str, ...], ranged: bool,
+        self, model: nn.Module, call: CallModel, loss: LossFunction | None, names: tuple[str, ...], ranged: bool,
         returns: bool,
     ) -> None:  # fmt: skip
         super().__init__()
@@ -111,15 +111,17 @@ class _Step(nn.Module):
             if getattr(output, "past_key_values", None) is not None:
                 raise CaptureError("cache", "the model returns a key/value cache")
             self.stage.in_loss = True
-            loss = self._loss(output, inputs)
+            losses = () if self._loss is None else (self._loss(output, inputs),)
             self.stage.in_loss = False
             self.stage.changed = changed_numbers(self.model, numbers)
-        if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
+        for loss in losses:
+            if isinstance(loss, torch.Tensor) and loss.dim() == 0:
+                continue
             what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise CaptureError("output", f"the loss is {what}, not a single number")
         returned = returned_tensors(output) if self._returns else {}
         self.stage.returned = tuple(returned)
-        return loss, *returned.values()
+        return *losses, *returned.values()
 
 
 def capture(
@@ -127,7 +129,7 @@ def capture(
     mode: FakeTensorMode,
     inputs: Mapping[str, InputSpec],
     call: CallModel,
-    loss: LossFunction,
+    loss: LossFunction | None,
     ranged: bool = False,
     capacities: Mapping[str, Capacity] = MappingProxyType({}),
     returns: bool = False,
@@ -135,8 +137,9 @@ def capture(
     """Trace ``loss(call(model, inputs), inputs)`` with ``torch.export``, before autograd.
 
     ``model`` lives on ``mode``'s fake tensors; nothing is computed. ``ranged``: the graph is to be the same at other
-    sizes of the inputs, as far as the model's own code is. ``capacities`` are those of modules of experts. ``returns``:
-    the graph is to have the tensors that the model returns, too.
+    sizes of the inputs, as far as the model's own code is. Without a ``loss`` the model alone is traced.
+    ``capacities`` are those of modules of experts. ``returns``: the graph is to have the tensors that the model
+    returns, too.
 
     Raises:
         CaptureError: control flow that depends on data, a returned cache, a loss that is no number, any other fault
@@ -287,11 +290,11 @@ def _read(exported: torch.export.ExportedProgram, step: _Step, names: tuple[str,
             values[target] = value
         elif spec.kind is OutputKind.USER_OUTPUT:
             own.append(value)
-    updates, (loss, *rest) = tuple(values), own
-    made = {name: node for name, node in zip(step.stage.returned, rest, strict=True) if _is_made(node)}
+    updates, losses = tuple(values), len(own) - len(step.stage.returned)
+    made = {name: node for name, node in zip(step.stage.returned, own[losses:], strict=True) if _is_made(node)}
     buffers = {binding.name: node for binding, node in canonical_nodes.items() if binding.kind == "buffer"}
     beside_makers({name: values[name] for name in updates}, buffers, graph)
-    graph.output((loss, *(values[name] for name in updates), *made.values()))
+    graph.output((*own[:losses], *(values[name] for name in updates), *made.values()))
     modules = frozenset(name for name, _ in step.model.named_modules() if name)
     written = {name: exported.constants[name] for name in signature.inputs_to_lifted_tensor_constants.values()}
     constants = {

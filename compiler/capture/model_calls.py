@@ -152,12 +152,14 @@ def passed_on(model: nn.Module, lines: TaskLines) -> dict[str, str]:
     return {name: place for place, (name, *_) in filled.items() if place not in parameters}
 
 
-def loss_function(lines: TaskLines, folder: Path) -> LossFunction:
-    """Return the function that computes the loss from the model's output and the inputs.
+def loss_function(lines: TaskLines, folder: Path) -> LossFunction | None:
+    """Return the function that computes the loss from the model's output and the inputs; None where there is no loss.
 
     Raises:
         CallableError: a callable of the loss cannot be had, or takes other arguments.
     """
+    if not lines.terms:
+        return None
     first, *more = term_functions(lines, folder)
 
     def loss(output: Any, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:

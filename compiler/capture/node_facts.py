@@ -80,8 +80,8 @@ class NodeFacts:
     kept = Fact(False)
     """True where a pass put the node at the graph's end, to give an output the form in which it is kept."""
     results = Fact[tuple[Binding, ...]](())
-    """The bindings of the results that follow the loss: loads of experts, and new values of buffers. A note of the
-    output node."""
+    """The bindings of the results: the loss, if there is one, loads of experts, new values of buffers, and outputs. A
+    note of the output node."""
     types = Fact[list[TensorType | None]]([])
     """The types of its results on the mesh."""
     line = Fact(0)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Self, TypeAlias, TypeVar
 
-from ...grammar.codes_language import BAD_VALUE, REPEATED, UNEXPECTED_ARGUMENT, WRONG_KIND
+from ...grammar.codes_language import BAD_VALUE, FOR_TRAINING, REPEATED, UNEXPECTED_ARGUMENT, WRONG_KIND
 from ...grammar.codes_placement import UNKNOWN_AXIS
 from ...grammar.codes_views import OUTSIDE_VIEW
 from ...grammar.diagnostics import Diagnostic, Label
@@ -22,6 +22,8 @@ WORD_VALUES: dict[str, Literal] = {"true": True, "false": False, "none": None}
 
 Limit = tuple[Callable[[int | float], bool], str]
 """A condition on a number, and the words for it."""
+TRAINING = ("loss", "optimizer")
+"""The verbs of the lines that make a plan one of training; a plan for inference has none of them."""
 ONE_OR_MORE: Limit = (lambda value: value >= 1, "1 or more")
 NOT_NEGATIVE: Limit = (lambda value: value >= 0, "0 or more")
 
@@ -39,6 +41,8 @@ class Directive:
     ONCE: ClassVar[bool] = True  # whether a plan has at most one of it
     ELSEWHERE: ClassVar[Mapping[str, str]] = {}  # words of other tools, each with an argument that says it here
     LIMITS: ClassVar[tuple[tuple[str, Limit], ...]] = ()  # of arguments that are numbers
+    TRAINING: ClassVar[tuple[tuple[str, str], ...]] = ()  # arguments of training alone ("": the line), and what they do
+    INSTEAD: ClassVar[str] = ""  # what to write in a plan for inference, as " and ..."
 
     arguments: Arguments = field(compare=False, repr=False)
 
@@ -70,6 +74,18 @@ class Directive:
                     message = f"`{called}` is {item.text}: it must be {wanted}"
                     yield Diagnostic(BAD_VALUE, message, Label(item.span), help=f"write a number that is {wanted}")
 
+    def check_inference(self) -> Iterator[Diagnostic]:
+        """Yield the errors of the statement in a plan for inference."""
+        phrases = self.arguments.phrases
+        for name, reason in self.TRAINING:
+            words = (item for phrase in phrases.values() for item in phrase.items if isinstance(item, Word))
+            word = next((word.span for word in words if word.text == name), None)
+            if (span := self.arguments.span(name) if not name or name in phrases else word) is not None:
+                called, what = name or self.arguments.statement.verb.text, f"`{name}`" if name else "the line"
+                message = f"`{called}` {reason}, and a plan without `loss` and `optimizer` trains nothing"
+                help_ = f"remove {what}{self.INSTEAD}, or add `loss` and `optimizer` lines"
+                yield Diagnostic(FOR_TRAINING, message, Label(span), help=help_)
+
     @property
     def span(self) -> Span:
         return self.arguments.statement.span
@@ -92,6 +108,11 @@ class Scope:
     mesh: Mesh
     broken: frozenset[str]
     viewed: frozenset[str] = frozenset()
+
+    @property
+    def trains(self) -> bool:
+        """False for a plan for inference, which has neither a ``loss`` nor an ``optimizer`` line."""
+        return bool({*TRAINING} & {*self.broken, *(line.arguments.statement.verb.text for line in self.directives)})
 
     def all(self, kind: type[D]) -> tuple[D, ...]:
         """Every directive of a kind, in order."""

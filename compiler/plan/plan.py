@@ -21,7 +21,7 @@ from ..layout.mesh import Mesh
 from ..layout.views import view_cuts, viewed
 from ..program.loss_scale import LossScale
 from ..sizes.size_range import BATCH, SizeRange
-from .directive import Directive, Scope, check_unique
+from .directive import TRAINING, Directive, Scope, check_unique
 from .directives import directive, verbs
 from .directives.bucket import DEFAULT as BUCKET
 from .directives.bucket import Bucket
@@ -126,6 +126,11 @@ class Plan:
         return next((dict(line.view.axes)[axis] for line in self.views if axis in dict(line.view.axes)), None) or (
             self.mesh.size(axis)
         )
+
+    @property
+    def trains(self) -> bool:
+        """False for a plan without `loss` and `optimizer`, which is for inference."""
+        return bool(self.loss.terms)
 
     @property
     def loss_scale(self) -> LossScale:
@@ -269,9 +274,16 @@ def _check(scope: Scope, source: Source) -> Iterator[Diagnostic]:
     }
     present = first_forms | scope.broken
     for required, example in REQUIRED.items():
-        if required not in present:
-            message = f"`{source.name}` has no `{required}` line"
-            yield Diagnostic(MISSING_STATEMENT, message, help=f"add a line: `{example}`")
+        if required not in present and (scope.trains or required not in TRAINING):
+            message, help_ = f"`{source.name}` has no `{required}` line", f"add a line: `{example}`"
+            others = [line for line in scope.directives if line.arguments.statement.verb.text in TRAINING]
+            if required in TRAINING and others:
+                other = others[0].arguments.statement.verb.text
+                help_ += f"; or remove the `{other}` line: a plan with neither is for inference"
+            label = Label(others[0].span) if required in TRAINING and others else None
+            yield Diagnostic(MISSING_STATEMENT, message, label, help=help_)
+    for line in scope.directives if not scope.trains else ():
+        yield from line.check_inference()
 
 
 def _position(diagnostic: Diagnostic) -> tuple[bool, int, int]:
@@ -292,8 +304,9 @@ def _assemble(
     warnings: tuple[Diagnostic, ...],
 ) -> Plan:
     one = scope.one
-    model, loss, optimizer = one(Model), one(Loss), one(Optimizer)
-    assert model is not None and loss is not None and optimizer is not None  # REQUIRED was checked
+    model, loss = one(Model), one(Loss)
+    assert model is not None  # REQUIRED was checked
+    optimizer = one(Optimizer) or Optimizer.none(model.arguments)
     sizes, seed, steps, schedule = one(Sizes), one(SeedLine), one(Steps), one(Schedule)
     return Plan(
         source=source,
@@ -303,7 +316,7 @@ def _assemble(
         verify=one(Verify),
         inputs=scope.all(Input),
         sizes=dict(sizes.ranges) if sizes is not None else {},
-        loss=loss,
+        loss=loss or Loss(model.arguments, ()),
         data=one(Data),
         optimizer=optimizer,
         groups=scope.all(OptimizerGroup),
@@ -322,7 +335,7 @@ def _assemble(
         offload=scope.all(Offload),
         promises=scope.all(Promise),
         budget=one(Budget),
-        evaluation=one(Eval),
+        evaluation=one(Eval) if loss is not None else None,
         init=one(Init),
         node=one(Node),
         hierarchical=scope.all(Hierarchical),

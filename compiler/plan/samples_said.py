@@ -68,7 +68,7 @@ def usages(lead: str = "") -> list[str]:
     return [f"{lead} {text}".lstrip() for text in SAMPLE_FORMS.values()]
 
 
-def _slot(form: str, lead: str) -> str:
+def slot_of(form: str, lead: str) -> str:
     """Return the name of the argument that a form has and others do not."""
     if form == "callable":
         return lead or form
@@ -77,7 +77,7 @@ def _slot(form: str, lead: str) -> str:
 
 def form_of(given: Arguments, lead: str = "") -> str:
     """Return the name of the form of a line's phrase, "" if the line has none."""
-    return next((form for form in SAMPLE_FORMS if _slot(form, lead) in given), "")
+    return next((form for form in SAMPLE_FORMS if slot_of(form, lead) in given), "")
 
 
 def read_samples(given: Arguments, lead: str = "") -> SamplesSaid | None:
@@ -103,7 +103,7 @@ def read_samples(given: Arguments, lead: str = "") -> SamplesSaid | None:
 
 def samples_items(given: Arguments, lead: str = "") -> tuple[String, ...]:
     """Return the strings of the phrase, with their places: globs, a folder's name, or the name of a callable."""
-    return tuple(item for item in given.items(_slot(form_of(given, lead), lead)) if isinstance(item, String))
+    return tuple(item for item in given.items(slot_of(form_of(given, lead), lead)) if isinstance(item, String))
 
 
 def samples_span(given: Arguments, text: str, lead: str = "") -> Span:
@@ -116,7 +116,7 @@ def check_samples(given: Arguments, lead: str = "") -> Iterator[Diagnostic]:
     """Yield the errors of the phrase that the plan alone can tell."""
     form = form_of(given, lead)
     if form in ("callable", "dataset"):
-        yield from check_callable(given, _slot(form, lead))
+        yield from check_callable(given, slot_of(form, lead))
         yield from check_literals(given, "args")
     for item in samples_items(given, lead):
         if not item.text.strip():

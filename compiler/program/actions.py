@@ -21,6 +21,12 @@ AHEAD = 2
 meanwhile."""
 
 
+Purpose = Literal["inference", "evaluation", "training"]
+"""The purpose of programs. An evaluation does what inference does, which makes the model's outputs, and makes the loss;
+training does that too, and has a backward and an update."""
+PURPOSES: tuple[Purpose, ...] = ("inference", "evaluation", "training")
+
+
 @dataclass(frozen=True, slots=True)
 class ActionRow:
     """A kind of action: its place in a step, the program that it runs, and the values that this program reads and
@@ -44,8 +50,8 @@ class ActionRow:
     """The kinds of values that the program returns, beside those that it hands to another stage."""
     optional: bool = False
     """True where only those steps have the action for which there is a program."""
-    evaluated: bool = False
-    """True where an evaluation, which has no backward, does the action too."""
+    purpose: Purpose = "training"
+    """The least of the purposes of programs for which the action is done; greater ones do it too."""
     compiled: bool = False
     """True where ``--compile`` compiles the action's program. Programs that run once a step are short, and REDUCE grows
     with the number of layers: they are not worth it."""
@@ -63,6 +69,10 @@ class ActionRow:
         """True where the action is work, the part of a step that a schedule puts in order."""
         return self.place == "work"
 
+    def serves(self, purpose: Purpose) -> bool:
+        """Return whether programs with a purpose do the action."""
+        return PURPOSES.index(self.purpose) <= PURPOSES.index(purpose)
+
     @property
     def follows(self) -> tuple[str, ...]:
         """The kinds of actions whose results this one reads: of work the one of the same stage and microbatch, else all
@@ -72,17 +82,18 @@ class ActionRow:
 
 
 ACTIONS: dict[str, ActionRow] = {row.kind: row for row in (
-    ActionRow(COUNTING, "before", "step", each=True, returns=("count",), optional=True, evaluated=True,
+    ActionRow(COUNTING, "before", "step", each=True, returns=("count",), optional=True, purpose="evaluation",
               phase="forward"),
-    ActionRow(SCALING, "before", "step", reads=("count",), returns=("scale", "unscale", "term"), evaluated=True,
-              phase="forward"),
-    ActionRow(UNSHARD, "before", "role", returns=("weight",), optional=True, evaluated=True, phase="forward"),
+    ActionRow(SCALING, "before", "step", reads=("count",), returns=("scale", "unscale", "term"),
+              purpose="evaluation", phase="forward"),
+    ActionRow(UNSHARD, "before", "role", returns=("weight",), optional=True, purpose="inference", phase="forward"),
     ActionRow(FORWARD, "work", "stage", each=True, reads=("weight", "term"),
-              returns=("loss", "load", "saved", "buffer", "output"), evaluated=True, compiled=True, phase="forward",
-              to=1, colors=("#4c8ed9", "#7db3ec", "#b1d3f7")),
+              returns=("loss", "load", "saved", "buffer", "output"), purpose="inference", compiled=True,
+              phase="forward", to=1, colors=("#4c8ed9", "#7db3ec", "#b1d3f7")),
     ActionRow(BACKWARD, "work", "stage", each=True, reads=("scale", "weight", "term", "saved"), returns=("gradient",),
               compiled=True, phase="backward", to=-1, slots=2, colors=("#3f9b5b", "#74be88", "#aedcba")),
-    ActionRow(AVERAGING, "after", "role", reads=("loss", "scale", "unscale"), returns=("loss",), evaluated=True),
+    ActionRow(AVERAGING, "after", "role", reads=("loss", "scale", "unscale"), returns=("loss",),
+              purpose="evaluation"),
     ActionRow(REDUCE, "after", "role", reads=("unscale", "gradient"), returns=("gradient", "grad_norm", "state")),
     ActionRow(LOADS, "after", "role", reads=("load",), returns=("metric", "buffer"), optional=True),
     ActionRow(RESCALE, "after", "step", reads=("grad_norm",), returns=("state",), optional=True),
@@ -150,11 +161,10 @@ class Action:
         """The row of the message that the action sends or receives; None where it does neither."""
         return message_row(self.kind)
 
-    @property
-    def evaluated(self) -> bool:
-        """True where an evaluation does the action: all but backward and its messages."""
+    def serves(self, purpose: Purpose) -> bool:
+        """Return whether programs with a purpose do the action; a message goes with its work."""
         message = self.message
-        return ACTIONS[self.kind if message is None else message.work].evaluated
+        return ACTIONS[self.kind if message is None else message.work].serves(purpose)
 
     def program_in(self, programs: Collection[str]) -> str:
         """Return the key of the action's program among a role's: ``2F`` where there are stages."""

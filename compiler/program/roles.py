@@ -9,7 +9,7 @@ from itertools import count
 
 from ..layout.collectives import MESSAGE
 from ..ops.rules import facts
-from .actions import ACTIONS, AVERAGING, FORWARD, Action, StageRanks, step_kinds
+from .actions import ACTIONS, FORWARD, Action, StageRanks, step_kinds
 from .binding import Binding
 from .early import EarlyFault, in_reduce
 from .program import Function, Line, Program, Ref, Value, map_references
@@ -282,7 +282,7 @@ def group(programs: Iterable[Program], timelines: Mapping[str, Sequence[Action]]
     listed = list(programs)
     if unknown := [program for program in listed if program.action not in ACTIONS]:
         raise JoinFault(f"there is no action `{unknown[0].action}`, which {unknown[0].role} has a program of")
-    roles = {program.role for program in listed if program.action == AVERAGING} or {SINGLE}
+    roles = {program.role for program in listed if ACTIONS[program.action].program == "role"} or {*timelines}
     axis = next((name[:-1] for name in roles if roles == {f"{name[:-1]}{rank}" for rank in range(len(roles))}), "")
     names = [SINGLE] if roles == {SINGLE} else [f"{axis}{rank}" for rank in range(len(roles))]
     if list(timelines) != names:

@@ -163,7 +163,8 @@ def _states(captured: Captured, held: Collection[fx.Node]) -> Iterator[tuple[str
     buffers = captured.placeholders("buffer")
     outputs = captured.graph.output_node().args[0]
     assert isinstance(outputs, tuple | list)
-    for name, value in zip(captured.updates, outputs[1:], strict=True):
+    updates = outputs[: len(outputs) - len(captured.returned)][-len(captured.updates) :]
+    for name, value in zip(captured.updates, updates if captured.updates else (), strict=True):
         nodes = [*(buffers[name].users if name in buffers else ()), value]
         for node in nodes:  # grows
             if isinstance(node, fx.Node) and node is not value and operations_of(node) == 0:

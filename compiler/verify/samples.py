@@ -65,7 +65,7 @@ def combination(reference: Program, unbatched: Collection[str] = ()) -> Adds:
     ``unbatched`` are inputs whose first dim is not the batch. Statistics of a microbatch, as of a BatchNorm, are taken
     to be meant in a mean, and in what a count divides. In microbatches of one sample only sums over samples are seen.
     """
-    loss = dependences(reference, unbatched)[LOSS]
+    loss = dependences(reference, unbatched).get(LOSS, _FREE)
     if loss == _FREE:
         return "mean"
     if loss.kind != "P":

@@ -12,7 +12,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import islice
 
-from ..program.actions import ACTIONS, Action, ActionRow, StageRanks, receive_kind, send_kind
+from ..program.actions import ACTIONS, Action, ActionRow, Purpose, StageRanks, receive_kind, send_kind
 from ..program.faults import Fault
 
 CAPACITY = 1
@@ -22,13 +22,13 @@ _LATE = ("after", "end")
 
 def check_timelines(
     timelines: Mapping[str, Sequence[Action]], ranks: StageRanks, microbatches: int, *, also: Collection[str] = (),
-    evaluates: bool = False,
+    purpose: Purpose = "training",
 ) -> list[Fault]:  # fmt: skip
     """Return the faults of the timelines of a step's roles, given in the order of their coordinates. Stage k lies on
     ``ranks[k]``.
 
-    ``also``: the optional kinds that the step has, as ``COUNT`` where the loss is over a count of targets. A step that
-    ``evaluates`` has only the kinds of an evaluation.
+    ``also``: the optional kinds that the step has, as ``COUNT`` where the loss is over a count of targets. A step has
+    only the kinds that serve its ``purpose``.
     """
     roles = len(timelines)
     own = [tuple(stage for stage, rank in enumerate(ranks) if rank == role) for role in range(roles)]
@@ -36,7 +36,7 @@ def check_timelines(
     if not even or (len(ranks) > 1 and roles == 1):
         return [_fault("schedule", f"{len(ranks)} stages are not on {roles} roles, the same number on each")]
     rows = [row for row in ACTIONS.values() if (not row.optional or row.kind in also)
-            and (row.evaluated or not evaluates)]  # fmt: skip
+            and row.serves(purpose)]  # fmt: skip
     faults = []
     for (role, actions), stages in zip(timelines.items(), own, strict=True):
         expected = dict.fromkeys(_own_actions(stages, rows, len(ranks), microbatches))

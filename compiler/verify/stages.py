@@ -173,6 +173,8 @@ def _reduce_faults(roles: Mapping[str, Programs], mesh: Mesh, axis: str) -> Iter
 def _loss_faults(roles: Mapping[str, Programs], everyone: tuple[int, ...]) -> Iterator[Fault]:
     """Find a loss that is not the sum over all roles of that of one of them and zeros."""
     losses = Counter[_Part]()
+    if not any(LOSS in dict(program.main.returns) for programs in roles.values() for program in programs.values()):
+        return  # programs of inference
     for programs in roles.values():
         program = programs[AVERAGING]
         if (LOSS in program.main.bindings) != any(

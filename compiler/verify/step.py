@@ -10,7 +10,7 @@ from ..layout.mesh import Mesh
 from ..layout.placement import TensorType
 from ..ops.rules import facts
 from ..padding.pads import Pads, padded_shape
-from ..program.actions import ACTIONS, BACKWARD, FORWARD, SCALING, ActionRow, step_kinds
+from ..program.actions import ACTIONS, AVERAGING, BACKWARD, FORWARD, SCALING, ActionRow, step_kinds
 from ..program.binding import COUNT, KINDS, LOSS, OUTSIDE, PARAMETERS, UNSCALE, Binding, Kind
 from ..program.faults import Fault
 from ..program.loss_scale import LOSS_SCALE
@@ -19,6 +19,8 @@ from .samples import combination
 from .scaling import check_scaling
 
 _HANDED_OVER = frozenset(kind for kind, row in KINDS.items() if row.home in ("stage", "step", "result"))
+_OF_LOSS = ("loss", "scale")
+"""The kinds of results that a step without a loss lacks."""
 _LASTING = frozenset(kind for kind, row in KINDS.items() if row.home in ("buffers", "state"))
 
 
@@ -83,10 +85,12 @@ def _result_faults(programs: Mapping[str, Program], stored: Mapping[str, TensorT
     """Find missing results of a program, results without a reader, and results in another placement than their readers
     expect."""
     trained: dict[Binding, None] = {}
+    lossy = any(LOSS in dict(programs[kind].main.returns) for kind in (FORWARD, AVERAGING))
     for row in _rows(programs):
         main = programs[row.kind].main
         keys = [key for key, _ in main.returns]
-        expected = [key for kind in row.returns for key in _due(kind, row, main, stored, trained)]
+        kinds = row.returns if lossy else [kind for kind in row.returns if kind not in _OF_LOSS]
+        expected = [key for kind in kinds for key in _due(kind, row, main, stored, trained)]
         for key in dict.fromkeys([*expected, *keys]):
             if (key in keys) != (key in expected):
                 why = "is not returned" if key in expected else "is returned, but nobody takes it"
@@ -187,6 +191,8 @@ def _outside_faults(programs: Mapping[str, Program], reference: Program, pads: P
     ours, theirs = (function.returned("buffer") for function in (forward, reference.main))
     for name in sorted(ours.keys() ^ theirs.keys()):
         yield Fault("types", f"F {Binding('buffer', name)}", "is updated in one of the model and the programs alone")
+    if len({LOSS in dict(function.returns) for function in (forward, reference.main)}) > 1:
+        yield Fault("types", f"F {LOSS}", "is made by one of the model and the programs alone")
     ours, theirs = (function.returned("output") for function in (forward, reference.main))
     for name in sorted(ours.keys() ^ theirs.keys()):
         yield Fault("types", f"F {Binding('output', name)}", "is returned by one of the model and the programs alone")
@@ -242,7 +248,7 @@ def trained(captured: Function) -> list[str]:
         row = facts(line.op)
         if not row.creates and not row.stops_gradient:
             reach.update((value.name, reached) for value in line.made if _real(value))
-    loss = reach.get(dict(captured.returns)[LOSS], 0)
+    loss = reach.get(dict(captured.returns).get(LOSS, ""), 0)
     return [name for index, name in enumerate(parameters) if loss >> index & 1]
 
 
@@ -261,6 +267,8 @@ def _gradient_faults(backward: Program, captured: Function) -> Iterator[Fault]:
 def _average_faults(scale: Program, reference: Program, microbatches: int, summed: bool | None) -> Iterator[Fault]:
     """Find a wrong scale of the loss, apart from the loss scale. Where no count of targets divides the loss, a loss
     that is a sum over samples is summed over microbatches, and any other is averaged."""
+    if LOSS not in dict(reference.main.returns):
+        return
     if len(reference.functions) > 1:
         if COUNT not in scale.main.bindings:
             yield Fault("types", SCALING, "does not read the count of targets")

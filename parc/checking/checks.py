@@ -17,7 +17,7 @@ from parc.checking.twins import subject_of
 from parc.compiler.build.build import Build
 from parc.compiler.build.plan_facts import plan_faults
 from parc.compiler.plan.plan import Plan
-from parc.compiler.program.actions import FORWARD
+from parc.compiler.program.actions import FORWARD, Purpose
 from parc.compiler.program.binding import BUFFERS
 from parc.compiler.program.faults import Fault
 from parc.compiler.program.loads import biases_in
@@ -101,18 +101,18 @@ def faults_by_check(build: Build, summed: bool | None = None) -> Iterator[list[F
     yield check_precision(programs, reference, build.rounding)
     yield [*check_padding(programs, build.pads, build.types)]
     yield [*check_remade(programs)]
-    yield check_schedule(roles, build.microbatches, build.evaluates)
+    yield check_schedule(roles, build.microbatches, build.purpose)
     for role in roles.values():
         yield [*check_messages(role.programs, build.microbatches)]
 
 
-def check_schedule(roles: Mapping[str, Role], microbatches: int, evaluates: bool = False) -> list[Fault]:
+def check_schedule(roles: Mapping[str, Role], microbatches: int, purpose: Purpose = "training") -> list[Fault]:
     """Check the action lists of all roles together, with the kinds of actions for which they have programs, and the
     ranks of stages."""
     actions = {name: role.actions for name, role in roles.items()}
     ranks = ranks_of({name: role.programs for name, role in roles.items()})
     kinds = {program.action for role in roles.values() for program in role.programs.values()}
-    return check_timelines(actions, ranks, microbatches, also=kinds, evaluates=evaluates)
+    return check_timelines(actions, ranks, microbatches, also=kinds, purpose=purpose)
 
 
 def check_build(compiled: Compiled, progress: Progress = lambda _: None) -> Checked:
@@ -246,13 +246,12 @@ def check_numbers(compiled: Compiled, checked: Checked, device: torch.device = C
             "parameter_beyond_rounding": agreement.parameter,
             "eager_loss": eager.loss, "eager_gradient": eager.gradient, "eager_buffer": eager.buffer,
         }  # fmt: skip
-        if agreement.metric:
-            errors["metric"] = agreement.metric
+        errors |= {kind: error for kind in ("metric", "output") if (error := getattr(agreement, kind))}
         numbers.update((name, max(numbers.get(name, 0), error)) for name, error in errors.items())
         if agreement.margin.apart < numbers.get("margin", {"apart": math.inf})["apart"]:
             numbers["margin"] = asdict(agreement.margin)
         where = f" at {sizes_text(at.sizes)}" if subject.template is not None else ""
-        where = f"{where} in evaluation" if at.evaluates else where
+        where = f"{where} in evaluation" if at.purpose == "evaluation" else where
         checked.faults += _number_faults(agreement, eager, where)
     checked.report["numbers"] = numbers
 

@@ -172,7 +172,7 @@ def _eager(compiled: Compiled, inputs: Mapping[str, torch.Tensor], wide: bool = 
     build = model_builder(compiled.lines, compiled.folder, compiled.overrides)
     module = initialize(build, compiled.plan.seed, compiled.recorded.recipes)
     module = _widened(module) if wide else module
-    if compiled.evaluates:
+    if compiled.purpose != "training":
         module.eval()
     capacities = {path: layer.capacity for path, layer in compiled.routing.items() if layer.capacity is not None}
     plain = PlainModule(module, compiled.lines, compiled.folder, compiled.plan.seed, compiled.frozen, capacities)
@@ -184,9 +184,11 @@ def _eager(compiled: Compiled, inputs: Mapping[str, torch.Tensor], wide: bool = 
         """Return the tensors that the model returns, and last the loss."""
         with torch.random.fork_rng(devices=()):  # draws that no stream of a build makes are the same each time
             torch.manual_seed(compiled.plan.seed)
-            output, (first, *more) = plain.forward({name: value.clone() for name, value in inputs.items()})
+            output, terms = plain.forward({name: value.clone() for name, value in inputs.items()})
         returned.update(returned_tensors(output))
-        return *(leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)), sum(more, first)
+        leaves = tree_leaves(output) if terms else returned.values()
+        loss = sum(terms[1:], terms[0]) if terms else torch.zeros(())
+        return *(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), loss
 
     def once_more(seed: int) -> tuple[torch.Tensor, ...]:
         """Run the forward again, with other random numbers in Python and NumPy."""
@@ -260,14 +262,26 @@ def _fault(compiled: Compiled, case: Case, inputs: Mapping[str, torch.Tensor], e
         if not bool(value.isfinite().all()):
             message = f"the gradient of `{name}` is not finite on a batch of random data (the loss is {eager.loss:.6g})"
             return not_finite(compiled.plan.model, message)
+    lossless = not compiled.plan.trains
+    if lossless and any(bool(value.isnan().any()) for value in eager.output):
+        return not_finite(compiled.plan.model, "the model returns NaN on a batch of random data")
+
+    def same(output: Sequence[torch.Tensor]) -> bool:
+        return bool(output) and len(output) == len(eager.output) and all(map(torch.equal, output, eager.output))
+
     others = [other for other in eager.again if not torch.allclose(other[-1], eager.loss, rtol=1e-5, atol=0)]
+    others += [other for other in eager.again if lossless and not same(other[:-1])]
     if not others:
         return None
     *output, loss = others[0]
-    same = bool(output) and len(output) == len(eager.output) and all(map(torch.equal, output, eager.output))
-    line = compiled.plan.loss if same else compiled.plan.model
+    line = compiled.plan.loss if same(output) else compiled.plan.model
     message = (
         f"the loss is {eager.loss:.6g}, but {loss:.6g} the next time, with the same inputs, weights and seeds of torch"
+    )
+    message = (
+        "the model returns other numbers the next time, with the same inputs, weights and seeds of torch"
+        if lossless
+        else message
     )
     help_ = "draw with `torch.rand`, `torch.randn` or `torch.bernoulli`, or make the changing value an input"
     notes = (

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from parc.compiler.build.build import Build
+    from parc.runtime.launch.predict import Predict
     from parc.runtime.launch.train import Options
 
 
@@ -46,8 +47,15 @@ def run_options(parser: argparse.ArgumentParser) -> None:
     )
     training.add_argument("--save-every", metavar="K", type=positive, help="and after every K steps")
     training.add_argument(
-        "--resume", metavar="DIR", type=Path, help="go on from a checkpoint, of any plan of the model"
+        "--resume", metavar="DIR", type=Path, help="go on from a checkpoint, of any plan of the model, or predict by it"
     )
+    predicting = parser.add_argument_group("predicting, in place of training")
+    predicting.add_argument(
+        "--predict", metavar="WORDS",
+        help="write what the model returns in eval() for samples, named by the words of a `data` line:"
+        " 'folder questions', 'tokens \"valid.npy\"'; the build has an `eval` line or is for inference",
+    )  # fmt: skip
+    predicting.add_argument("-o", "--out", metavar="DIR", type=Path, help="the folder of safetensors files to write")
     _observe_options(parser.add_argument_group("watching"))
     place = parser.add_argument_group("processes")
     place.add_argument("--device", choices=("cpu", "cuda"), help="default: the GPUs, where there are any")
@@ -146,9 +154,9 @@ def _run(given: argparse.Namespace) -> int:
         from parc.runtime.faults import RunError
 
         plan = read(given, target)
-        if plan.data is None:
+        if plan.data is None and plan.trains and given.predict is None:
             raise RunError(BAD_DATA, NO_DATA, NO_DATA_HELP)
-        if not (given.steps or plan.steps):
+        if not (given.steps or plan.steps or given.predict is not None) and plan.trains:
             say(NO_STEPS)
             return 2
         target = default_out(target)
@@ -190,17 +198,56 @@ def _wrong_usage(given: argparse.Namespace) -> str:
         return "--save-every needs --save DIR"
     if given.nnodes > 1 and not given.rdzv_endpoint:
         return "--nnodes needs --rdzv-endpoint HOST:PORT"
+    if (given.predict is None) != (given.out is None):
+        return "--predict WORDS needs -o DIR, and -o DIR needs --predict WORDS"
+    if given.predict is not None and (wrong := next((name for name in _OF_TRAINING if getattr(given, name)), "")):
+        return f"--predict trains nothing, so there is no --{wrong.replace('_', '-')}"
     if given.defines and not is_plan(given.target):
         return "-D is for plans; a build has its values already"
     return ""
 
 
-def _options(given: argparse.Namespace, build: Build) -> Options | None:
+_OF_TRAINING = (
+    "steps", "save", "save_every", "eval_every", "metrics", "tensorboard", "wandb", "trace", "profile", "peak_flops",
+)  # fmt: skip
+"""The options that mean nothing beside ``--predict``."""
+
+
+def _predict_options(given: argparse.Namespace, build: Build) -> Predict:
+    """Return the options of a run that predicts. Files are named from the current folder.
+
+    Raises:
+        PlanError: the words name no samples.
+        RunError: these have no end or another order, or the build has no programs that predict.
+    """
+    from parc.compiler.plan.directives.data import read_words
+    from parc.grammar.codes_build import BAD_DATA
     from parc.runtime.evaluation import evaluation_of
+    from parc.runtime.faults import RunError
+    from parc.runtime.launch.predict import Predict
+
+    evaluation_of(build)
+    facts = read_words(given.predict, "--predict").facts()
+    for wrong in ("shuffle", "split", *({facts["form"]} & {"synthetic", "callable"})):
+        if wrong in facts or wrong == facts["form"]:
+            what = "have no end" if wrong == facts["form"] else f"are all taken in their order: there is no `{wrong}`"
+            help_ = "name files, a folder, or a dataset with a length, and nothing about their order"
+            raise RunError(BAD_DATA, f"the samples of `--predict {given.predict}` {what}", help_)
+    here, target = Path.cwd(), facts["callable"] or ""
+    facts["names"] = [name if name.startswith("{") else str(here / name) for name in facts["names"]]
+    facts["callable"] = str(here / target) if ".py:" in target else facts["callable"]
+    return Predict(facts, given.out, given.resume)
+
+
+def _options(given: argparse.Namespace, build: Build) -> Options | Predict | None:
+    if given.predict is not None:
+        return _predict_options(given, build)
+    from parc.runtime.evaluation import check_trains, evaluation_of
     from parc.runtime.launch.train import Options
     from parc.runtime.observe.observer import Observe
     from parc.runtime.observe.writers import FigurePlaces
 
+    check_trains(build)
     steps = given.steps or build.manifest["steps"]
     if steps is None:
         say(NO_STEPS)
@@ -215,7 +262,7 @@ def _options(given: argparse.Namespace, build: Build) -> Options | None:
     return Options(steps, observe, every, given.save, given.save_every, given.resume, given.trace)
 
 
-def _before_launch(given: argparse.Namespace, build: Build, options: Options) -> int:
+def _before_launch(given: argparse.Namespace, build: Build, options: Options | Predict) -> int:
     """Look for mistakes that every rank would meet, so that they are reported once. Return the number of processes on
     this host.
 
@@ -226,23 +273,31 @@ def _before_launch(given: argparse.Namespace, build: Build, options: Options) ->
     import torch
 
     from parc.runtime.data.sources import OWN_CODE, make_data
+    from parc.runtime.evaluation import evaluation_of, with_samples
+    from parc.runtime.launch.predict import PREDICTIONS, Predict
     from parc.runtime.machine.compiled import check_compiler
     from parc.runtime.opening import build_mesh, check_fits, open_checkpoint
     from parc.runtime.processes import check_device, default_device
+    from parc.runtime.state.checkpoint import check_target
     from parc.runtime.state.initial import weights_of
 
     mesh = build_mesh(build)
     nproc = int(given.nproc or max(1, mesh.world // given.nnodes))
     check_fits(build, nproc * given.nnodes)
     if options.resume is not None:
-        open_checkpoint(build, options.resume)
+        open_checkpoint(build, options.resume, weights_only=isinstance(options, Predict))
     weights_of(build)
     device = torch_device(given) or torch.device(default_device().type)
     check_device(device, nproc)
     if given.compile:
         check_compiler(device)
-    own = build.manifest.get("evaluation", {}).get("data") if options.eval_every else None
-    for reads in filter(None, (build, build.evaluation if own else None)):
+    if isinstance(options, Predict):
+        check_target(options.out, PREDICTIONS, "a folder of predictions")
+        read = [with_samples(evaluation_of(build), options.samples)]
+    else:
+        own = build.manifest.get("evaluation", {}).get("data") if options.eval_every else None
+        read = [build, *filter(None, [build.evaluation if own else None])]
+    for reads in read:
         line = reads.manifest["data"]
         if line is None or line["form"] not in OWN_CODE:
             make_data(reads)
@@ -256,10 +311,13 @@ def torch_device(given: argparse.Namespace) -> torch.device | None:
     return torch.device(given.device) if given.device else None
 
 
-def _train(given: argparse.Namespace, build: Build, options: Options, device: torch.device | None) -> int:
+def _train(given: argparse.Namespace, build: Build, options: Options | Predict, device: torch.device | None) -> int:
+    from parc.runtime.launch.predict import Predict, predict
     from parc.runtime.launch.train import train
     from parc.runtime.session import Session
 
+    if isinstance(options, Predict):
+        return predict(Session(build, device, compile=given.compile), options)
     return train(Session(build, device, compile=given.compile, trace=options.trace is not None), options)
 
 
@@ -289,7 +347,7 @@ def _launch(given: argparse.Namespace, target: Path, nproc: int) -> int:
 
 _PASSED_ON = (
     "steps", "metrics", "tensorboard", "wandb", "trace", "profile", "peak_flops", "eval_every", "save", "save_every",
-    "resume", "device",
+    "resume", "device", "predict", "out",
 )  # fmt: skip
 """The options that every rank is started with, where they are given."""
 

@@ -66,7 +66,7 @@ def verify_command(given: argparse.Namespace) -> int:
     if given.static:
         say(f"{given.build}: {held}; the model was not imported, numbers not tested")
         return 0
-    worst = max(verified.numbers[kind] for kind in ("loss", "gradient", "parameter"))
+    worst = max(verified.numbers.get(kind, 0) for kind in ("loss", "gradient", "parameter", "output"))
     where = " on the GPU" * (given.device == "cuda")
     say(f"{given.build}: {held}{where} (largest relative error {worst:.1e}, on {verified.numbers['on']})")
     return 0

@@ -22,7 +22,7 @@ from parc.compiler.layout.mesh import Mesh
 from parc.compiler.ops.precision import regions
 from parc.compiler.padding.pads import facts_of
 from parc.compiler.plan.plan import Plan
-from parc.compiler.program.actions import ACTIONS, Action, schedule_text
+from parc.compiler.program.actions import ACTIONS, Action, Purpose, schedule_text
 from parc.compiler.program.program import REFERENCE_FILE
 from parc.compiler.resolve.resolve import Resolved
 from parc.compiler.resolve.routing import RoutedLayer, routing_facts
@@ -66,8 +66,8 @@ class Compiled:
     """The programs for all sizes, where the plan declares ranges; ``built`` holds those of the largest."""
     written: Build | None = None
     """The build in files that this compilation is compared with, if there is one."""
-    evaluates: bool = False
-    """True for the compilation of an evaluation alone, whose model is in ``eval()``."""
+    purpose: Purpose = "training"
+    """The purpose of the programs; the model of all but training is in ``eval()``."""
     evaluation: Compiled | None = None
     """The same plan's evaluation, if it asks for one."""
 
@@ -109,7 +109,7 @@ def programs_of(compiled: Compiled) -> dict[str, str]:
         return dict(compiled.template.texts)
     programs = {
         program_file(program): program.text() for made in compiled.built.roles.values() for program in made.values()
-        if ACTIONS[program.action].evaluated or not compiled.evaluates
+        if ACTIONS[program.action].serves(compiled.purpose)
     }  # fmt: skip
     own = {REFERENCE_FILE: compiled.built.reference.text(), **programs}
     evaluated = programs_of(compiled.evaluation) if compiled.evaluation is not None else {}

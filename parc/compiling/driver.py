@@ -31,6 +31,7 @@ from parc.compiler.resolve.resolve import Resolved, resolve
 from parc.compiler.resolve.routing import RoutedLayer, biases_of, routing_of
 from parc.compiler.resolve.units import units_of
 from parc.compiler.sizes.polynomials import moving
+from parc.compiler.verify.returned import sample_dims
 from parc.compiling.axes import compressions_of, finer_axes, levels_of, replicas_of, shardings_of
 from parc.compiling.compiled import Compiled, constants_by_name, programs_of
 from parc.compiling.fit import compile_fitted
@@ -41,6 +42,7 @@ from parc.compiling.refusals import REFUSALS, refusal, whole_sequences
 from parc.compiling.sites import few_kept, keeping_lines, site_claims
 from parc.compiling.size_ranges import compile_range, fixed
 from parc.grammar.codes_build import NOTHING_TRAINED, READ_IN_EVAL
+from parc.grammar.codes_run import NOTHING_RETURNED
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.grammar.nearest import listed
 from parc.passes.choices import ShardDims
@@ -102,7 +104,10 @@ def compile_plan(
         at, seconds = fixed(plan, sizes or {}), dict[str, float]()
         progress("capture")
         with _timed(seconds, "capture"):
-            recorded, captured = capture_plan(at, task_lines(at), folder, overrides, sizes is not None)
+            recorded, captured = capture_plan(
+                at, task_lines(at), folder, overrides, sizes is not None, evaluates=not at.trains
+            )
+        _check_returned(at, captured.returned)
         progress("passes")
         with _timed(seconds, "passes"):
             made = compile_captured(
@@ -111,6 +116,7 @@ def compile_plan(
             )  # fmt: skip
             fitted = made.fitted
         made = replace(made, overrides=dict(overrides or {}), seconds=seconds)
+        _check_returned(at, at.trains or sample_dims(made.built.reference, at.unbatched))
         if at.evaluation is None:
             return made
         progress("evaluation")
@@ -170,12 +176,16 @@ def with_evaluation(
         step=step,
     )  # fmt: skip
     compiled = _made(plan, folder, recorded, captured, asked)
-    compiled = replace(
-        compiled, overrides=step.overrides, evaluates=True, frozen=frozenset(captured.placeholders("parameter")),
-        timelines={role: tuple(filter(lambda action: action.evaluated, actions))
-                   for role, actions in compiled.timelines.items()},
-    )  # fmt: skip
-    return replace(step, evaluation=compiled)
+    frozen = frozenset(captured.placeholders("parameter"))
+    return replace(step, evaluation=replace(compiled, overrides=step.overrides, frozen=frozen))
+
+
+def _check_returned(plan: Plan, returned: object) -> None:
+    """Refuse a plan for inference whose model has returned nothing with samples."""
+    if not plan.trains and not returned:
+        message = "the model returns no tensor that has a row for each sample, so there is nothing to predict"
+        help_ = "let its forward return one, as `logits`, or train it: add `loss` and `optimizer` lines"
+        raise PlanError([Diagnostic(NOTHING_RETURNED, message, Label(plan.model.span), help=help_)])
 
 
 def _read_in_eval_alone(plan: Plan, names: Sequence[str]) -> Diagnostic:
@@ -193,12 +203,13 @@ def _made(plan: Plan, folder: Path, recorded: Recorded, captured: Captured, aske
         raise PlanError([refusal(plan, asked.mesh, asked.resolved, error)]) from error
     if errors := whole_sequences(plan, built.reshards):
         raise PlanError(errors)
-    pipeline = asked.request.pipeline
-    timelines = timelines_of(plan, built.programs, pipeline, folder)
+    pipeline, purpose = asked.request.pipeline, asked.request.purpose
+    timelines = {role: tuple(action for action in actions if action.serves(purpose))
+                 for role, actions in timelines_of(plan, built.programs, pipeline, folder).items()}  # fmt: skip
     sizes = {name: size.high for name, size in plan.sizes.items()}
     return Compiled(
         plan, folder, asked.mesh, task_lines(plan), recorded, captured, asked.resolved, built, timelines, pipeline,
-        sizes, frozen=asked.request.frozen, copies=asked.copies, routing=asked.routing,
+        sizes, frozen=asked.request.frozen, copies=asked.copies, routing=asked.routing, purpose=purpose,
     )  # fmt: skip
 
 
@@ -257,6 +268,8 @@ def ask(
         recompute=resolved.recompute,
         context=context_lines(plan, names, captured),
     )  # fmt: skip
+    if not plan.trains:
+        request = replace(request, purpose="inference")
     if step is not None:
         # buffers that steps change lie as they leave them; all else lies as an evaluation wants it
         lying = step.built.programs[FORWARD].main.bound("buffer")
@@ -265,17 +278,20 @@ def ask(
             (Binding("buffer", name), axis, kind if isinstance(kind, Split) else None, 0)
             for name, placement in kept for axis, kind in placement.items()
         )  # fmt: skip
-        request = replace(request, claims=claims, evaluates=True, loss_scale=None, compress={}, biases={}, recompute=(),
-                          shard_dims=step.built.dims)  # fmt: skip
+        request = replace(request, claims=claims, purpose="evaluation", loss_scale=None, compress={}, biases={},
+                          recompute=(), shard_dims=step.built.dims)  # fmt: skip
     return Asked(mesh, resolved, copies, request, routing)
 
 
 def frozen_parameters(plan: Plan, recorded: Recorded, captured: Captured, resolved: Resolved) -> frozenset[str]:
-    """Return the parameters that are not trained: the plan's, and those that the model itself does not train.
+    """Return the parameters that are not trained: the plan's, and those that the model itself does not train; all in
+    a plan for inference.
 
     Raises:
         PlanError: none is left.
     """
+    if not plan.trains:
+        return frozenset(captured.placeholders("parameter"))
     own = {name for name, value in recorded.module.named_parameters() if not value.requires_grad}
     frozen = resolved.frozen | own
     if not captured.trainable() - frozen:

@@ -191,7 +191,7 @@ class _Flow:
         self.reached: set[str] = set()  # from the inputs
 
     def follow(self) -> None:
-        """Follow the main function, from the inputs of the model to what it returns as the loss."""
+        """Follow the main function, from the inputs of the model to the loss, or else to what it returns."""
         main, makers = self.program.main, dict[str, Makers]()
         for value in main.parameters:
             is_weight = value.kind in STORED or value.kind == "weight"
@@ -203,9 +203,10 @@ class _Flow:
         self.tree.rows[:0] = inputs
         self.reached.update(row.path for row in inputs)
         self._function(main, makers, "")
-        for name in main.returned("loss").values():
-            self._edges(makers[name], LOSS_ROW)
-        self.tree.rows.append(ModuleRow(LOSS_ROW, "loss", 0, [LOSS_ROW], "loss"))
+        for label, name in (main.returned("loss") or main.returned("output")).items():
+            row = f"/returned {label}" if label else LOSS_ROW
+            self._edges(makers[name], row)
+            self.tree.rows.append(ModuleRow(row, label or "loss", 0, [row], "loss"))
         here = {row.path: at for at, row in enumerate(self.tree.rows)}
         self.tree.edges = {edge: None for edge in self.tree.edges if here[edge[0]] != here[edge[1]]}
 

@@ -9,7 +9,7 @@ from torch import fx
 from ...compiler.capture.node_facts import copy_facts, noted
 from ...compiler.capture.routed import routed_layers
 from ...compiler.ops.torch_ops import aten
-from ...compiler.program.binding import Binding, Kind
+from ...compiler.program.binding import LOSS, Binding, Kind
 from ...compiler.program.loads import TAKEN
 from ..calls import outputs
 
@@ -17,10 +17,11 @@ from ..calls import outputs
 def count_loads(
     graph: fx.Graph, updates: tuple[str, ...], returned: tuple[str, ...] = (), evaluates: bool = False
 ) -> None:
-    """Add the tokens of each expert to the graph's outputs, between the loss and the new values of the buffers
-    ``updates``, behind which are the tensors ``returned`` by the model; note the bindings of all outputs behind the
-    loss. In an evaluation nothing reads the tokens."""
-    loss, *others = outputs(graph)
+    """Add the tokens of each expert to the graph's outputs, between the loss, if there is one, and the new values of
+    the buffers ``updates``, behind which are the tensors ``returned`` by the model; note the bindings of all outputs.
+    In an evaluation nothing reads the tokens."""
+    every = outputs(graph)
+    first = len(every) - len(updates) - len(returned)
     loads: dict[Binding, fx.Node] = {}
     for module, routings in routed_layers(graph).items() if not evaluates else ():
         loads[Binding("load", module)] = _counted(graph, [routing.chosen for routing in routings])
@@ -28,9 +29,9 @@ def count_loads(
         if slots:
             loads[Binding("load", f"{module}{TAKEN}")] = _counted(graph, [_taken(graph, node) for node in slots])
     output = graph.output_node()
-    output.args = ((loss, *loads.values(), *others),)
+    output.args = ((*every[:first], *loads.values(), *every[first:]),)
     kept: tuple[tuple[Kind, tuple[str, ...]], ...] = (("buffer", updates), ("output", returned))
-    noted(output).results = (*loads, *(Binding(kind, name) for kind, names in kept for name in names))
+    noted(output).results = (*[LOSS] * first, *loads, *(Binding(kind, name) for kind, names in kept for name in names))
 
 
 def _taken(graph: fx.Graph, slots: fx.Node) -> fx.Node:

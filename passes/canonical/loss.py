@@ -20,8 +20,9 @@ from ..calls import computes, key_of, outputs
 
 @dataclass(frozen=True, slots=True)
 class SplitLoss:
-    """The loss in two parts. ``graph`` has the numerator as its first output. ``count`` is a graph of the inputs alone
-    that makes the denominators with the bindings ``counts``; there is none where no term has one."""
+    """The loss in two parts. ``graph`` has the numerator as its first output, if there is a loss. ``count`` is a graph
+    of the inputs alone that makes the denominators with the bindings ``counts``; there is none where no term has
+    one."""
 
     graph: fx.Graph
     count: fx.Graph | None = None
@@ -39,6 +40,8 @@ def split_loss(graph: fx.Graph, terms: int, is_one_fraction: Callable[[fx.Graph,
     A loss that is the sum of several ``terms`` is divided by the count of its first counted term. Every other term is
     multiplied by an input of its own, which SCALE makes, so that the same division leaves the right mean.
     """
+    if not terms:
+        return SplitLoss(graph)
     output = graph.output_node()
     loss, *updates = outputs(graph)
     roots = _terms(loss, terms)

@@ -164,9 +164,11 @@ def _kind(segment: Segment) -> tuple[str, str]:
     return starred(segment.block or ""), segment.signature
 
 
-def _backward(main: _Main, loss: fx.Node) -> tuple[_Lines, dict[str, Value], list[tuple[int, str, Value]]]:
+def _backward(main: _Main, loss: fx.Node | None) -> tuple[_Lines, dict[str, Value], list[tuple[int, str, Value]]]:
     """Write B's lines, segments in reverse. Return the values that B reads, and each parameter's gradient in every
-    stage that has one."""
+    stage that has one; without a loss there is nothing of that."""
+    if loss is None:
+        return _Lines(main.mesh, main.names), {}, []
     scale = Value(main.names.fresh("scale"), whole_type(main.mesh, node_type(loss).dtype), SCALE)
     lines = _Lines(main.mesh, main.names)
     reads: dict[str, Value] = {scale.name: scale}
@@ -245,7 +247,8 @@ class Assembled:
     work: tuple[StageWork, ...]
     gradients: tuple[tuple[int, str, Value], ...]
     """The gradients that work returns, by stage and parameter's name."""
-    loss: Value
+    loss: Value | None
+    """The loss's numerator; None where there is no loss."""
     last: int
     """The stage that makes the loss."""
     reads: tuple[frozenset[str], ...]
@@ -255,18 +258,17 @@ class Assembled:
 def assemble(
     graph: fx.Graph, mesh: Mesh, seed: int, sums: torch.dtype | None = None, pipeline: Pipeline | None = None
 ) -> Assembled:
-    """Write F and B of a typed graph whose first output is the loss's numerator.
+    """Write F and B of a typed graph whose first output is the loss's numerator, if there is a loss.
 
     B's gradients have the types of the parameters as F reads them, dual, in the dtype ``sums`` in which microbatches
     are added up.
     """
     main, pairs = call_segments(graph, mesh, seed)
-    loss, *others = outputs(graph)
-    lines, reads, gradients = _backward(main, loss)
+    made = dict(zip(noted(graph.output_node()).results, outputs(graph), strict=True))
+    lines, reads, gradients = _backward(main, made.get(LOSS))
     if sums is not None:
         gradients = _narrowed(lines, gradients, sums)
-    keys = (LOSS, *noted(graph.output_node()).results)
-    results = {key: main.bind(node).name for key, node in zip(keys, (loss, *others), strict=True)}
+    results = {key: main.bind(node).name for key, node in made.items()}
     for node in graph.find_nodes(op="placeholder"):
         if noted(node).binding in results:  # it has a type and a first value, also if nobody reads it
             main.bind(node)
@@ -307,7 +309,8 @@ def assemble(
         })  # fmt: skip
     reads_of = (frozenset(main.trained[key] for key in piece.function("forward").bindings if key in main.trained)
                 for piece in forwards)  # fmt: skip
-    return Assembled(tuple(work), tuple(gradients), main.bind(loss), lying[0], tuple(reads_of))
+    loss = main.bind(made[LOSS]) if LOSS in made else None
+    return Assembled(tuple(work), tuple(gradients), loss, lying[0], tuple(reads_of))
 
 
 def _called(functions: Sequence[Function], piece: StagePiece) -> list[Function]:

@@ -68,17 +68,16 @@ def in_stages(graph: fx.Graph, pipeline: Pipeline) -> fx.Graph:
     for stage, _, node in sorted(rows, key=lambda row: row[:2]):
         copy(node, stage)
     copy(graph.output_node(), len(pipeline.cuts))
-    loss, *_ = outputs(staged)
     kept = [copies[value, stage] if value in free else _seen_from(copies, value, stage, wanted)
             for value, stage in homes]  # fmt: skip
-    staged.output_node().args = ((loss, *kept),)
+    staged.output_node().args = (tuple(kept),)
     return staged
 
 
 def _homes(graph: fx.Graph, stages: Mapping[fx.Node, int]) -> list[tuple[fx.Node, int]]:
     """Return the new value of each buffer (two may share one), with the stage that reads the old value, and each other
     result with its own stage."""
-    _, *values = outputs(graph)
+    values = outputs(graph)
     bound = {noted(node).binding: node for node in graph.find_nodes(op="placeholder")}
     results = zip(values, noted(graph.output_node()).results, strict=True)
     near = [(value, list(bound[key].users) if key in bound else [value]) for value, key in results]

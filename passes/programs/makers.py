@@ -21,6 +21,7 @@ from ...compiler.program.actions import (
     RESCALE,
     SCALING,
     UNSHARD,
+    Purpose,
     StageRanks,
     step_kinds,
 )
@@ -139,12 +140,11 @@ MAKERS: dict[str, Maker] = {
 }
 
 
-def make_roles(parts: StepParts, evaluates: bool = False) -> dict[str, Programs]:
-    """Return the programs of every role: those that all share, its stages' work and its own; only those of an
-    evaluation, if it ``evaluates``."""
+def make_roles(parts: StepParts, purpose: Purpose = "training") -> dict[str, Programs]:
+    """Return the programs of every role that serve a purpose: those that all share, its stages' work and its own."""
     roles: dict[str, dict[str, Program]] = {name: {} for name in parts.roles}
     for row in step_kinds():
-        if evaluates and not row.evaluated:
+        if not row.serves(purpose):
             continue
         for at, program in enumerate(MAKERS[row.kind](parts) if row.program else ()):
             key = f"{at}{row.kind}" if row.program == "stage" and parts.pipeline is not None else row.kind

@@ -19,7 +19,7 @@ from .emit import Emitter, identifier, name_of
 def reference_program(graph: fx.Graph, count: fx.Graph | None, counts: tuple[Binding, ...], seed: int) -> Program:
     """Return ``model.py`` with the functions ``count`` (where the loss has one) and ``forward``, on global shapes."""
     functions = [_function("count", count, counts, seed)] if count is not None else []
-    keys = (LOSS, *noted(graph.output_node()).results)
+    keys = noted(graph.output_node()).results
     return Program("model", REFERENCE, Mesh(), (*functions, _function("forward", graph, keys, seed)))
 
 

@@ -51,6 +51,7 @@ def losses(mesh: Mesh, made: Assembled, pipeline: Pipeline | None, scaled: bool)
     """Write LOSS of every role: the sum of the loss's numerators over the axes on which they are partial, and over the
     roles, times one over the count. Where gradients are ``scaled``, the loss scale is taken out of that first, since
     the loss times its scale may be infinite."""
+    assert made.loss is not None
     for rank in range(mesh.size(pipeline.axis)) if pipeline is not None else (0,):
         across = Across(pipeline.axis, range(mesh.size(pipeline.axis)), {}, ()) if pipeline is not None else None
         write = Writer(mesh, across)

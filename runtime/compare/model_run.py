@@ -147,9 +147,10 @@ class ReferenceRun:
         total, self.loads, self.returned = torch.zeros((), dtype=torch.float64, device=device), {}, {}
         for index, batch in enumerate(batches):
             (made_,) = self.machine.run([self._environment("forward", batch, step, index, weights)])
-            if made_[LOSS].requires_grad:
-                (made_[LOSS] * scale).backward()
-            total += made_[LOSS].detach() * scale
+            for loss in (value for key, value in made_.items() if key == LOSS):
+                if loss.requires_grad:
+                    (loss * scale).backward()
+                total += loss.detach() * scale
             for key, value in made_.items():
                 if key.kind == "load":
                     self.loads[key.name] = self.loads.get(key.name, 0) + value
@@ -160,8 +161,9 @@ class ReferenceRun:
 
     def step(self, batches: Microbatches, step: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return loss and whole gradients of one step, then update the parameters."""
-        (scaling, *_) = self.case.programs[SCALING].main.lines
-        total, gradients = self.gradients(batches, step, 1.0 if self.counts else float(scaling.args[1]))
+        scaling = self.case.programs[SCALING].main.lines  # none without a loss
+        uncounted = float(scaling[0].args[1]) if scaling and not self.counts else 1.0
+        total, gradients = self.gradients(batches, step, uncounted)
         norm = torch.sqrt(sum((g.square().sum() for g in gradients.values()), torch.zeros_like(total)))
         with torch.no_grad():
             self.metrics = {

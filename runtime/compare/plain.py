@@ -33,6 +33,7 @@ from ...grammar.codes_experts import NO_EXPERTS
 from ..backends.in_process import InProcess
 from ..data.feed import Feed
 from ..data.sizes import BySizes
+from ..evaluation import check_trains
 from ..faults import RunError
 from ..machine.execute import Machine
 from ..machine.kernels import REFERENCE_KERNELS
@@ -214,6 +215,7 @@ class Plain:
         Raises:
             RunError: the batch is not one of the plan's, or the data cannot be read.
         """
+        check_trains(self.build)
         at, feed = self._by_sizes(batch)
         parts = feed.next(self.step_number, self.build.manifest["steps"]) if batch is None else feed.cut(batch)
         line = self.build.manifest["optimizer"]
@@ -234,6 +236,7 @@ class Plain:
         Raises:
             RunError: the batch is not one of the plan's, or the data cannot be read.
         """
+        check_trains(self.build)
         at, feed = self._evaluated(batch)
         parts = feed.next(self.step_number, self.build.manifest["steps"]) if batch is None else feed.cut(batch)
         modes = {module: module.training for module in self.module.modules()}

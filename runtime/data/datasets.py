@@ -220,7 +220,8 @@ def _document(item: Any, form: WindowForm, what: str) -> Tensor:
 
 
 def folder_source(folder: Path, inputs: Inputs, form: WindowForm | None) -> MapSource | Windows:
-    """Return the samples of a folder that ``datasets`` has saved; with ``form`` its rows are documents.
+    """Return the samples of a folder that ``datasets`` has saved, or of a file of JSON with an object for each; with
+    ``form`` its rows are documents.
 
     Raises:
         DataError: there is no such folder, it holds several datasets, or ``datasets`` is not installed.
@@ -230,10 +231,14 @@ def folder_source(folder: Path, inputs: Inputs, form: WindowForm | None) -> MapS
     except ImportError:
         raise DataError("`folder` needs the package `datasets`", "install it: `pip install datasets`") from None
     try:
-        made = datasets.load_from_disk(str(folder))
-    except (FileNotFoundError, ValueError, OSError) as error:
-        message = f"{folder} cannot be read as a dataset: {str(error).splitlines()[0]}"
-        raise DataError(message, "name a folder that `dataset.save_to_disk` wrote, from the plan's folder") from None
+        made = datasets.Dataset.from_json(str(folder)) if folder.is_file() else datasets.load_from_disk(str(folder))
+    except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
+        message = f"{folder} cannot be read as a dataset: {str(error.__cause__ or error).splitlines()[0]}"
+        help_ = "name a folder that `dataset.save_to_disk` wrote, from the plan's folder"
+        help_ = (
+            "write an object a line: the tensors of a sample, as lists, by the inputs" if folder.is_file() else help_
+        )
+        raise DataError(message, help_) from None
     if isinstance(made, Mapping):
         names = " or ".join(f'"{folder.name}/{name}"' for name in made)
         raise DataError(f"{folder} holds {len(made)} datasets", f"name one: {names}")

@@ -21,6 +21,8 @@ from .samples import DataError, SampleSource, asked, raised_at
 from .token_files import JoinedFiles, TokenFile, byte_file, token_file
 from .windows import Packing, WindowForm, Windows
 
+PREDICTED = "--predict"
+"""The word in place of a line's verb where the command line names the samples: all are read in their order."""
 NO_DATA = "the plan has no `data` line"
 NO_DATA_HELP = (
     'add `data synthetic` for random samples that fit the model, or text such as `data bytes "{stdlib}/*.py"`'
@@ -139,9 +141,10 @@ OWN_CODE = ("callable", "dataset")
 """The forms whose samples are made by a person's code, which may differ from rank to rank."""
 
 
-def open_data(wanted: Wanted, evaluates: bool = False) -> SampleSource:
+def open_data(wanted: Wanted, evaluates: bool = False, in_order: bool = False) -> SampleSource:
     """Return the samples of a line, without end, in their order, by the plan's inputs. If it ``evaluates``, they are
     those that its ``split`` keeps for that, or all; they need not fill a batch. ``count`` is the number of an epoch.
+    Windows of bytes are shuffled too, unless all samples are to be read ``in_order``.
 
     Raises:
         CallableError: the callable cannot be had, or takes other arguments.
@@ -151,6 +154,7 @@ def open_data(wanted: Wanted, evaluates: bool = False) -> SampleSource:
     if source.count is None:
         return source
     shuffled, held = bool(line.get("shuffle")) or line["form"] == "bytes", evaluates and "split" in line
+    shuffled = shuffled and not in_order
     order = Order(source.count, int(wanted.facts["seed"]), shuffled and not held, float(line.get("split", 0)), held)
     check_order(order, 1 if evaluates else wanted.batch)
     return Ordered(source, order)
@@ -167,7 +171,8 @@ def make_data(build: Build) -> SampleSource:
         raise RunError(BAD_DATA, NO_DATA, NO_DATA_HELP)
     bounds = {name: bound for name, (bound, _) in class_bounds(build.reference).items()}
     try:
-        return open_data(Wanted(line, manifest, build.folder, bounds), build.evaluates)
+        in_order = manifest.get("said") == PREDICTED
+        return open_data(Wanted(line, manifest, build.folder, bounds), not build.trains, in_order)
     except (CallableError, DataError) as error:
         notes = [note for note in (line_of(build), raised_at(error)) if note]
         message = f"the data's callable: {error}" if isinstance(error, CallableError) else str(error)

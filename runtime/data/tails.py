@@ -24,6 +24,7 @@ class Tails:
 
     def __init__(self, build: Build, batched: Mapping[str, bool]) -> None:
         self._reference, self._balanced = build.reference, bool(biases_in(build.manifest))
+        self._lossless = build.purpose == "inference"
         self._names = [name for name, has in batched.items() if has]
         self._unbatched = frozenset(batched) - {*self._names}
         self._size = int(build.manifest["sizes"].get(BATCH, 1))
@@ -49,6 +50,8 @@ class Tails:
         """The reason why samples that the loss is not to count would change it, "" where they do not."""
         from ...compiler.verify.padding import tail_fault  # proves in sympy, which most runs need not import
 
+        if self._lossless:
+            return "there are no targets to ignore; `session.predict(batch)` completes a whole batch, and cuts it again"
         if self._balanced:
             return "the biases that balance its experts move by the tokens of all samples"
         return tail_fault(self._reference, self._ignored, self._unbatched)

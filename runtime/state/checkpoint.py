@@ -36,20 +36,16 @@ from .shards import ShardFault, check_shard
 from .stacks import in_parts, numbered
 
 
-def check_target(folder: Path) -> None:
-    """Check that a checkpoint may be written at ``folder``.
+def check_target(folder: Path, mark: str = FACTS, what: str = "a checkpoint") -> None:
+    """Check that a checkpoint, or ``what`` has a file ``mark``, may be written at ``folder``.
 
     Raises:
         RunError: it holds something else, which is left as it is, or is the current folder.
     """
     try:
-        check_place(folder)
+        check_place(folder, mark, what)
     except FolderError as error:
-        raise RunError(BAD_STATE, str(error), "name a folder to be made in it") from None
-    if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not (folder / FACTS).is_file())):
-        raise RunError(
-            BAD_STATE, f"`{folder}` exists and is not a checkpoint; it is left as it is", "name another folder"
-        )
+        raise RunError(BAD_STATE, str(error), error.help) from None
 
 
 @contextmanager
@@ -136,19 +132,24 @@ class Checkpoint:
                     faults.append(f"`{name}` {said}; {_contents(parts)}")
         refuse_altered(self.folder, faults)
 
-    def check(self, parameters: Mapping[str, tuple[int, ...]], buffers: Mapping[str, tuple[int, ...]]) -> None:
-        """Check that the checkpoint fits a model's parameters, and the buffers that its steps change.
+    def check(
+        self, parameters: Mapping[str, tuple[int, ...]], buffers: Mapping[str, tuple[int, ...]], more: bool = False
+    ) -> None:
+        """Check that the checkpoint fits a model's parameters, and the buffers that its steps change. It may hold
+        ``more`` than these.
 
         Raises:
             RunError: tensors are missing, too many, or of other shapes; all of them are named.
         """
-        faults = self._faults("parameter", parameters) + (self._faults("buffer", buffers) if buffers else [])
+        faults = self._faults("parameter", parameters, more) + (
+            self._faults("buffer", buffers, more) if buffers else []
+        )
         refuse(self.folder, "is a checkpoint of another model", faults)
 
-    def _faults(self, kind: str, expected: Mapping[str, tuple[int, ...]]) -> list[str]:
+    def _faults(self, kind: str, expected: Mapping[str, tuple[int, ...]], more: bool) -> list[str]:
         have = {key.removeprefix(f"{kind}."): s for key, s in self.shapes.items() if key.startswith(f"{kind}.")}
         faults = [f"`{name}` is missing" for name in expected if name not in have]
-        faults += [f"`{name}` is not a {kind} of the model" for name in have if name not in expected]
+        faults += [f"`{name}` is not a {kind} of the model" for name in have if name not in expected and not more]
         return faults + [
             f"`{name}` is {list(have[name])} there and {list(shape)} in the model"
             for name, shape in expected.items()

@@ -97,4 +97,4 @@ def test_every_error_comes_at_once() -> None:
     with pytest.raises(PlanError) as caught:
         read_plan(Source("p", text), {"c": "1"})
     codes = [found.code.name for found in caught.value.diagnostics]
-    assert codes == ["P0001", "P0003", "P0002", "P0006", "P0007", "P0008", *["P0009"] * 4]
+    assert codes == ["P0001", "P0003", "P0002", "P0006", "P0007", "P0008", *["P0009"] * 2]

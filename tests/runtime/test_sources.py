@@ -244,6 +244,10 @@ def test_folders_of_datasets_are_read(tmp_path: Path) -> None:
     assert (
         source.count == 6 and source(2)["tokens"].tolist() == [2, 3, 4, 5] and set(source(0)) == {"tokens", "targets"}
     )
+    (tmp_path / "rows.json").write_text('{"tokens": [0, 1, 2, 3]}\n{"tokens": [2, 3, 4, 5]}\n')
+    source = opened(tmp_path, "folder", names=["rows.json"])
+    assert source.count == 2 and source(1)["tokens"].tolist() == [2, 3, 4, 5]
+    (tmp_path / "broken.json").write_text("{{{")
     documents = {"tokens": [[1, 2, 3], [10, 11, 12, 13], [20, 21], [30]]}
     datasets.Dataset.from_dict(documents).save_to_disk(tmp_path / "documents")
     packed = opened(tmp_path, "folder", names=["documents"], pack=True)
@@ -253,6 +257,7 @@ def test_folders_of_datasets_are_read(tmp_path: Path) -> None:
     for name, message in {
         "several": r"holds 1 datasets",
         "nothing": r"nothing cannot be read as a dataset",
+        "broken.json": r"broken.json cannot be read as a dataset: JSON parse error",
     }.items():
         with pytest.raises(DataError, match=message):
             opened(tmp_path, "folder", names=[name])

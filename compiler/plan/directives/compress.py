@@ -35,6 +35,7 @@ class Compress(Directive):
     """
 
     USAGE = "compress gradients over AXIS using TYPE [on WHERE]"
+    TRAINING = (("", "sums gradients"),)
     ONCE = False
 
     axis: Word = argument(lambda given: given.word("gradients over"))

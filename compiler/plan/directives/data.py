@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ....grammar.diagnostics import Diagnostic
+from ....grammar.diagnostics import Diagnostic, PlanError
+from ....grammar.parse import parse
+from ....grammar.source import Source
+from ....grammar.usage import parse_usage
 from ..directive import Directive, Scope, argument
-from ..samples_said import SamplesSaid, check_samples, read_samples, usages
+from ..samples_said import SAMPLE_FORMS, SamplesSaid, check_samples, read_samples, usages
 
 
 @dataclass(frozen=True)
@@ -29,8 +32,8 @@ class Data(Directive):
     iterable of samples or of batches. A sample is a dict by the names of inputs, without the dim of the batch, or a
     tuple in the order of the `input` lines.
 
-    `folder "DIR"`: a dataset that Hugging Face's `datasets` has saved (`dataset.save_to_disk("DIR")`); its columns are
-    named as the inputs.
+    `folder "DIR"`: a dataset that Hugging Face's `datasets` has saved (`dataset.save_to_disk("DIR")`), or a file of
+    JSON with an object a line; its columns are named as the inputs.
 
     `"package.module:name" (name=value)` or `"./file.py:name"`: a callable that gets the global number of a sample (and
     the arguments). It returns a dict of tensors, its inputs by name, without the dim of the batch: `{"picture":
@@ -61,3 +64,21 @@ class Data(Directive):
 
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
         yield from check_samples(self.arguments)
+
+
+def read_words(words: str, option: str) -> SamplesSaid:
+    """Return what the words of a ``data`` line say as the value of an ``option``; a name needs no quotes there.
+
+    Raises:
+        PlanError: they are no such words.
+    """
+    split = words.split() if '"' not in words else []
+    at = next((at for at, word in enumerate(split[:2]) if word not in SAMPLE_FORMS), None)
+    if at or (at == 0 and ":" in split[0]):
+        words = " ".join([*split[:at], f'"{split[at]}"', *split[at + 1 :]])
+    statements, wrong = parse(Source(option, f"data {words}"))
+    arguments, faults = parse_usage(Data.USAGE).match(statements[0]) if statements else (None, ())
+    errors = [*wrong, *faults, *(check_samples(arguments) if arguments is not None else ())]
+    if errors or arguments is None:
+        raise PlanError(errors)
+    return Data.read(arguments).said

@@ -21,6 +21,8 @@ class Ema(Directive):
     """
 
     USAGE = "ema X [every N]"
+    TRAINING = (("", "averages the weights of steps"),)
+    INSTEAD = " (`parc export --ema` writes averages, which `init from` reads)"
     LIMITS = (("every", ONE_OR_MORE),)
 
     decay: float = argument(lambda given: float(given.number("x", 0)))

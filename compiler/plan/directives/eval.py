@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ....grammar.diagnostics import Diagnostic
 from ..directive import ONE_OR_MORE, Directive, Scope, argument
-from ..samples_said import SamplesSaid, check_samples, read_samples, usages
+from ..samples_said import SAMPLE_FORMS, SamplesSaid, check_samples, read_samples, slot_of, usages
 
 _DATA = "data"
 
@@ -38,6 +38,10 @@ class Eval(Directive):
     LEAD = _DATA
     """The word of the line before its phrase of samples."""
     LIMITS = (("every", ONE_OR_MORE), ("batches", ONE_OR_MORE))
+    TRAINING = (
+        ("every", "counts steps"), ("batches", "counts those of a loss"),
+        *((slot_of(form, _DATA), "names samples of a loss") for form in SAMPLE_FORMS),
+    )  # fmt: skip
 
     every: int | None = argument(lambda given: int(given.number("every", 0)) or None)
     batches: int | None = argument(lambda given: int(given.number("batches", 0)) or None)

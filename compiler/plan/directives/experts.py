@@ -53,6 +53,7 @@ class Experts(SplitWeights):
         ("balance bias", (lambda value: value > 0, "more than 0")), ("load", ONE_OR_MORE),
         ("capacity", (lambda value: value > 0, "more than 0")),
     )  # fmt: skip
+    TRAINING = (("balance bias", "moves a bias after each step"),)
 
     capacity: float | None = argument(lambda given: given.number("capacity", None))
     """The most tokens of a sequence that an expert takes, over the mean; None where it takes all."""

@@ -17,6 +17,7 @@ class Freeze(Directive):
     """
 
     USAGE = "freeze WHERE"
+    TRAINING = (("", "says what an update leaves alone"),)
     ONCE = False
 
     where: tuple[Word, ...] = argument(lambda given: given.words("where"))

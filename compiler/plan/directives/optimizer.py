@@ -85,6 +85,15 @@ class Optimizer(Directive):
     def form(cls, arguments: Arguments) -> type[Directive]:
         return OptimizerGroup if "on" in arguments else cls
 
+    @classmethod
+    def none(cls, arguments: Arguments) -> Optimizer:
+        """Return what stands for the optimizer in a plan for inference: it updates nothing. ``arguments`` are those of
+        the line that messages name."""
+        return cls(
+            arguments, "sgd", (), (), "constant", warmup=0, to=0.0, over=None, fall=0, weight_decay=0.0, clip=None,
+            betas=(0.9, 0.999), eps=OPTIMIZERS["sgd"].eps, momentum=0.0, nesterov=False,
+        )  # fmt: skip
+
     @property
     def lr(self) -> float:
         """The rate from which others fall, the largest of a table."""

@@ -46,6 +46,7 @@ class Precision(Directive):
     USAGE = "precision TYPE [on WHERE] [loss_scale SCALE]"
     ONCE = False
     LIMITS = (("loss_scale", _SCALES),)
+    TRAINING = (("loss_scale", "scales gradients"),)
 
     type: str = argument(lambda given: given.text("type"))
     where: tuple[Word, ...] = argument(lambda given: given.words("on"))
@@ -65,7 +66,7 @@ class Precision(Directive):
         scaled = [line for line in lines if line.loss_scale is not None]
         if self.loss_scale is not None:
             yield from self._check_scale(scaled[0])
-        elif not scaled and self is next((line for line in lines if line.type == HALF), None):
+        elif scope.trains and not scaled and self is next((line for line in lines if line.type == HALF), None):
             message = "small gradients of float16 become zero without a loss scale"
             help_ = "write `precision fp16 loss_scale dynamic`, or `precision bf16`, which needs none"
             yield Diagnostic(UNSCALED, message, label, help=help_, severity=Severity.WARNING)

@@ -37,6 +37,7 @@ class Recompute(Directive):
     """
 
     USAGE = "recompute WHERE [keep OPS] | WHERE fit SIZE"
+    TRAINING = (("", "saves memory of a backward"),)
     ONCE = False
 
     where: tuple[Word, ...] = argument(lambda given: given.words("where"))

@@ -58,6 +58,7 @@ class Schedule(Directive):
         " | table TABLE microbatches N [chunks N] [accumulate TYPE]"
     )
     LIMITS = (("microbatches", ONE_OR_MORE), ("chunks", ONE_OR_MORE))
+    TRAINING = (("accumulate", "adds up gradients"),)
 
     name: str = argument(lambda given: TABLE_WORD if TABLE_WORD in given else given.text("schedule"))
     """One of ``SCHEDULES``, ``table``, or empty: one stage, its microbatches one after the other."""

@@ -36,6 +36,8 @@ class Zero(Directive):
     """
 
     USAGE = "zero LEVEL over AXIS [within node] [unit WHERE] [on WHERE]"
+    TRAINING = (("", "stores the state of training in parts"),)
+    INSTEAD = " (`column`, `row`, `vocab`, `experts`, `shard` and `stage` split weights)"
     ONCE = False
 
     level: int = argument(lambda given: int(given.number("level", 0)))
