@@ -16,7 +16,8 @@ from parc.runtime.compare.model_run import Case
 from parc.runtime.compare.simulate import compare
 from parc.runtime.state.optimizer import make_optimizer, update
 from tests.checked_plans import compiled
-from tests.runtime.test_optimizers import EXAMPLES, FEW, LINE, SPLIT
+from tests.runtime.test_optimizers import FEW, LINE, SPLIT
+from tests.runtime.tiny import EXAMPLES
 
 GROUPS = "\noptimizer on **.bias weight_decay 0\noptimizer on head lr 1e-3\nema 0.9 every 2\n"
 LINES = {
