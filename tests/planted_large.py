@@ -109,6 +109,18 @@ experts model.layers.*.mlp.experts over ep dropless
 schedule microbatches 2
 """
 
+_LOSSES = """\
+model "./moe_families.py:family" (name="Mixtral", num_hidden_layers=5, output_router_logits=true)
+verify num_hidden_layers=2, hidden_size=8
+input input_ids int64 [B, S]
+input targets int64 [B, S]
+sizes B=16, S=8
+loss cross_entropy(output.logits, targets) + 0.02 output.aux_loss
+optimizer sgd lr 0.1
+mesh dp=16
+shard input_ids, targets [B/dp, _]
+"""
+
 PLANS = {
     "gpt dp=8, tp=2": ("examples", _GPT),
     "gpt dp=8, tp=2, bf16": ("examples", _GPT + "precision bf16\n"),
@@ -116,6 +128,7 @@ PLANS = {
     "llama dp=8, tp=2": ("examples", _LLAMA),
     "tower dp=8, tp=2": ("tests", _TOWER),
     "experts dp=4, ep=4": ("tests", _EXPERTS),
+    "losses of all routers dp=16": ("tests", _LOSSES),
 }
 
 

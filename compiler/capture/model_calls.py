@@ -78,6 +78,21 @@ def model_builder(
     return build
 
 
+def whole_arguments(make: Callable[..., Any], module: nn.Module, given: Mapping[str, Any]) -> dict[str, int]:
+    """Return the whole numbers among the arguments of the callable that made a model: as given, by default, or of the
+    configuration that takes them."""
+    try:
+        parameters = inspect.signature(make).parameters.values()
+    except (TypeError, ValueError):
+        return {}
+    found: dict[str, Any] = {parameter.name: parameter.default for parameter in parameters}
+    config: Any = getattr(module, "config", None)
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters) and hasattr(config, "to_dict"):
+        found |= config.to_dict()
+    found |= given
+    return {name: value for name, value in found.items() if type(value) is int and value > 1}
+
+
 def caller(model: nn.Module, lines: TaskLines) -> CallModel:
     """Return a function that calls the model with the inputs, by the names of its forward's parameters.
 

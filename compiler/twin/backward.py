@@ -77,8 +77,11 @@ class Backward:
             self._note(gradient, ("bound", Binding("parameter", name)), f"B {name}")
             yield PieceFact(("whole gradient", star(name)), frozenset(way for _, way in gradient), NONE, f"B {name}")
         for (call, at), slots in self.goes.items():
-            choices = frozenset(tuple(sorted(choice)) for choice in product(*slots))
-            yield PieceFact(("goes", call.sort, at), len(slots), choices, f"B {call.place} result {at}")
+            operands = self.forward.bodies[call.line.op].form.operands
+            place, number = self.forward.backward[call.line.op].form.results[at]
+            read = ([(operands[slot][0], operands[slot][1] - number) for slot in own] for own in slots)
+            choices = frozenset(tuple(sorted(choice)) for choice in product(*read))
+            yield PieceFact(("goes", call.sort, place), len(slots), choices, f"B {call.place} result {at}")
 
     def _undo(self, call: PieceCall, line: Line) -> Iterator[PieceFact]:
         """Yield the facts about one call of B, which reads the operands and results of its call of F and the gradients
@@ -106,7 +109,11 @@ class Backward:
                 if not isinstance(term, Binding):
                     self.goes[term].append([slot for _, source in fits for slot in self._slots(term, source)])
             ways = frozenset(way for _, way in terms)
-            yield PieceFact(("gradient", call.sort, at), ways, frozenset(name for name, _ in fits), where)
+            names, place = (
+                self.forward.bodies[call.line.op].names,
+                self.forward.backward[call.line.op].form.operands[at],
+            )
+            yield PieceFact(("gradient", call.sort, place), ways, frozenset(names[name] for name, _ in fits), where)
 
     def _note(self, terms: _Sum, source: PieceSource, where: str) -> None:
         """Note that a sum is the gradient of a value of F."""

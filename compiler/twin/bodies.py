@@ -13,12 +13,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..layout.collectives import COLLECTIVES, local_outer
+from ..layout.collectives import COLLECTIVES, MESSAGE, local_outer
 from ..layout.mesh import Mesh
 from ..layout.packed_rows import EXCHANGE
 from ..ops.precision import base_name
 from ..program.line_numbers import default_numbers
 from ..program.program import Function, Line, LocalSize, Ref, Value, operator
+from .repeats import ShortForm, short_form
 
 _Key = TypeVar("_Key")
 Scalar = int | float
@@ -51,41 +52,53 @@ class Body:
     numbers: tuple[Numbers, ...]
     names: Mapping[str, str]
     """The name of each value in the rows."""
+    form: ShortForm
+    """The lines, with the places of operands and results in the rows."""
 
 
-def function_body(function: Function, mesh: Mesh, names: Mapping[str, str] | None = None) -> Body:
-    """Return a function's body. Parameters have the ``names``, or are numbered."""
-    names = names or {value.name: f"x{index}" for index, value in enumerate(function.parameters)}
-    key = "body", mesh, tuple(names.items())
+def function_body(
+    function: Function, mesh: Mesh, names: Mapping[str, str] | None = None, families: Sequence[Sequence[str]] = ()
+) -> Body:
+    """Return a function's body. Parameters have the ``names``, or are numbered; ``families`` are those of which there
+    may be more or fewer."""
+    key = "body", mesh, tuple((names or {}).items()), tuple(map(tuple, families))
     if key not in function.derived:
-        values = function.values()
-        head = [f"{names[v.name]}: {sizeless(v, mesh)}" for v in function.parameters]
-        body = lines_body(function.lines, names, values, mesh)
-        end = f"return {', '.join(body.names[name] for _, name in function.returns)}"
-        function.derived[key] = Body((*head, *body.rows, end), body.numbers, body.names)
+        body = lines_body(function.lines, [value.name for value in function.parameters], function.values(), mesh,
+                          families, [name for _, name in function.returns], names)  # fmt: skip
+        function.derived[key] = body
     stored: Body = function.derived[key]
     return stored
 
 
-def lines_body(lines: Iterable[Line], names: Mapping[str, str], values: Mapping[str, Value], mesh: Mesh) -> Body:
-    """Return the body of some lines of a function with ``values``. ``names`` has the values that they read from
-    outside."""
-    known, rows, numbers = dict(names), [], []
-    for index, line in enumerate(lines):
+def lines_body(
+    lines: Sequence[Line], read: Sequence[str], values: Mapping[str, Value], mesh: Mesh,
+    families: Sequence[Sequence[str]] = (), returned: Sequence[str] = (), names: Mapping[str, str] | None = None,
+) -> Body:  # fmt: skip
+    """Return the body of some lines of a function with ``values``. They ``read`` values from outside, which have
+    ``names`` or are numbered, and some are ``returned``."""
+    form = short_form(lines, read, returned, families)
+    kept = [name for name, (_, number) in zip(read, form.operands, strict=True) if number == 0]
+    known = {name: (names or {}).get(name, f"x{slot}") for slot, name in enumerate(kept)}
+    rows = [*([form.order] if form.order else []), *(f"{known[name]}: {sizeless(values[name], mesh)}" for name in kept)]
+    numbers = []
+    for index, line in enumerate(form.lines):
         known.update((result.name, f"{index}.{at}") for at, result in enumerate(line.results) if result is not None)
         given: list[tuple[str, Scalar, bool]] = []
         kinds = _arguments(line.op)
-        places = [*((str(at), item) for at, item in enumerate(line.args)), *line.kwargs]
+        kwargs = [item for item in line.kwargs if item[0] != MESSAGE]  # which message a sum travels in is no number
+        places = [*((str(at), item) for at, item in enumerate(line.args)), *kwargs]
         words = [_word(item, known, given, *kinds.get(place, (place, ""))) for place, item in places]
         args = [*words[: len(line.args)]]
-        args += [f"{key}={word}" for (key, _), word in zip(line.kwargs, words[len(line.args) :], strict=True)]
+        args += [f"{key}={word}" for (key, _), word in zip(kwargs, words[len(line.args) :], strict=True)]
         types = "; ".join("-" if v is None else sizeless(v, mesh) for v in line.results)
         rows.append(f"{line.op}({', '.join(args)}): {types}")
-        read = (*(values[name] for name in line.uses), *line.made)
+        beside = (*(values[name] for name in line.uses), *line.made)
         origin = f"{star(line.origin.module)} {line.origin.source}"
-        dims = (*(size for v in read for size in v.type.shape), *_places(line, read, mesh))
+        dims = (*(size for v in beside for size in v.type.shape), *_places(line, beside, mesh))
         numbers.append(Numbers(line.op, origin, tuple(given), dims))
-    return Body(tuple(rows), tuple(numbers), known)
+    end = f"return {', '.join(known[name] for name in form.returned)}"
+    known |= {name: known.get(other, other) for name, other in form.names.items()}
+    return Body((*rows, end), tuple(numbers), known, form)
 
 
 def _places(line: Line, read: Iterable[Value], mesh: Mesh) -> Iterator[int]:

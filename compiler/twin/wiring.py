@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -21,7 +21,8 @@ from ..program.binding import Binding
 from ..program.blocks import block_of
 from ..program.program import Function, Line, Program, Value
 from ..program.weights import WeightSources, stored_sources
-from .bodies import Body, Numbers, function_body, lines_body, sizeless, star
+from .bodies import Body, Numbers, function_body, lines_body, star
+from .repeats import FamilySlots
 
 _NUMBER = re.compile(r"\d+")
 _KEY = "parc.stream_key.default"
@@ -80,6 +81,10 @@ class GraphPiece:
     ``kind`` are equal except for numbers; with the same ``numbers_kind`` these are equal too."""
 
     reads: list[tuple[PieceSource, Value]]
+    slots: FamilySlots
+    """The place of each value in the short form, and its number in its family."""
+    families: list[list[int]]
+    """The values that are one part of every layer, by their numbers among the ones read."""
     numbers: tuple[Numbers, ...]
     kind: int
     numbers_kind: int
@@ -95,8 +100,8 @@ class PieceCall:
     line: Line
     place: str
     piece: GraphPiece | None
-    kind: int
-    before: int
+    kind: int = -1
+    before: int = 0
     reads: list[PieceSource] = field(default_factory=list)
 
     @property
@@ -150,10 +155,18 @@ class Graph:
     def _piece(self, run: Sequence[Line], values: Mapping[str, Value], kinds: Kinds) -> GraphPiece:
         inside = {v.name for line in run for v in line.made}
         read = list(dict.fromkeys(name for line in run for name in line.uses if name not in inside))
-        body = lines_body(run, {name: f"i{index}" for index, name in enumerate(read)}, values, Mesh())
-        head = [f"{self.sources[name][0]} {sizeless(values[name], Mesh())}" for name in read]
+        parts: dict[PieceSource, dict[str, int]] = {}
+        for index, (kind, *source) in enumerate(self.sources[name] for name in read):
+            if kind == "made":
+                parts.setdefault((star(source[0]), *source[1:]), {})[source[0]] = index
+        families = [[*members.values()] for members in parts.values() if len(members) > 1]
+        body = lines_body(run, read, values, Mesh(), [[read[index] for index in family] for family in families])
+        head = [
+            self.sources[name][0] for name, (_, number) in zip(read, body.form.operands, strict=True) if number == 0
+        ]
         reads = [(self.sources[name], values[name]) for name in read]
-        return GraphPiece(reads, body.numbers, kinds.of((*head, *body.rows)), kinds.of(body.numbers))
+        kind = kinds.of((*head, *body.rows))
+        return GraphPiece(reads, body.form.operands, families, body.numbers, kind, kinds.of(body.numbers))
 
 
 class Forward:
@@ -164,13 +177,12 @@ class Forward:
         self, program: Program, backward: Program | None, graph: Graph, kinds: Kinds, weights: WeightSources
     ) -> None:
         self.program, self.graph = program, graph
-        self.bodies = {f.name: function_body(f, program.mesh) for f in program.blocks}
-        self.backward = _backward_bodies(backward, self.bodies) if backward is not None else {}
         self.functions = {f.name: f for f in program.functions}
-        kind = {
-            name: kinds.of((body.rows, self.backward[name].rows if name in self.backward else None))
-            for name, body in self.bodies.items()
-        }
+        self.undoing = _undoing(backward, self.functions) if backward is not None else {}
+        self.bodies: dict[str, Body] = {}
+        self.backward: dict[str, Body] = {}
+        """The bodies of functions that undo others, by the names of these."""
+        kind: dict[str, int] = {}
         stored = stored_sources(program, weights)
         self.sources: dict[str, PieceSource] = {
             value.name: ("bound", stored.get(value.name, value.binding)) for value in program.main.parameters
@@ -185,10 +197,11 @@ class Forward:
                 self.sources[line.made[0].name] = ("stream", *line.args[1:])
             elif line.calls_function:
                 place = next(where)
-                before = called_before[place, kind[line.op]]
-                called_before[place, kind[line.op]] += 1
-                call = PieceCall(line, place, graph.pieces.get(place), kind[line.op], before)
-                call.reads = [self.sources[name] for name in line.uses]
+                call = PieceCall(line, place, graph.pieces.get(place), reads=[self.sources[name] for name in line.uses])
+                if line.op not in kind:
+                    kind[line.op] = kinds.of(self._rows(call))
+                call.kind, call.before = kind[line.op], called_before[place, kind[line.op]]
+                called_before[place, call.kind] += 1
                 self._take_results(call)
                 self.calls.append(call)
             elif line.made[0].name in stored:
@@ -198,6 +211,31 @@ class Forward:
             else:
                 raise WiringFault(f"F computes `{line.op}` outside its functions")
         self.returned = {key: self.sources[name] for key, name in program.main.returns}
+
+    def _rows(self, call: PieceCall) -> Hashable:
+        """Return the text of a call's function, with that of its backward; both have families where the piece has."""
+        function = self.functions[call.line.op]
+        families = [self._operands(call, family) for family in (call.piece.families if call.piece else ())]
+        families = [family for family in families if family]
+        body = function_body(function, self.program.mesh, families=families)
+        self.bodies[function.name] = body
+        if (undoing := self.undoing.get(function.name)) is None:
+            return body.rows, None
+        names = {value.name: body.names[value.name] for value in undoing.parameters if value.name in body.names}
+        tangents = (value.name for value in undoing.parameters if value.name not in names)
+        names.update((name, f"tangent {number}") for number, name in enumerate(tangents))
+        saved = [family for family in body.form.families if {*family} <= names.keys()]
+        self.backward[function.name] = function_body(undoing, self.program.mesh, names, saved)
+        return body.rows, self.backward[function.name].rows
+
+    def _operands(self, call: PieceCall, family: Sequence[int]) -> list[str]:
+        """Return the operands of a call's function that are a family of its piece; none where that cannot be told."""
+        assert call.piece is not None
+        found, operands = list[str](), [*zip(self.functions[call.line.op].parameters, call.reads, strict=True)]
+        for source, value in (call.piece.reads[index] for index in family):
+            made = (own for own, read in operands if read[0] == "made" and self.calls[read[1]].place == source[1])
+            found += [own.name for own in made if own.type.shape == value.type.shape]
+        return found if len({*found}) == len(found) == len(family) else []
 
     def _take_results(self, call: PieceCall) -> None:
         """Note the origin of each result of a call. A result that the function returns as it was given has the origin
@@ -221,23 +259,31 @@ class Forward:
     def _read(self, call: PieceCall, at: int, source: PieceSource, value: Value) -> Iterator[PieceFact]:
         """Yield the facts about one operand of a call: which of the values that its piece of the graph reads it may
         be."""
-        slot, where = ("reads", call.sort, at), f"F {call.place} operand {at}"
+        place, number = self.bodies[call.line.op].form.operands[at]
+        slot, where = ("reads", call.sort, place), f"F {call.place} operand {at}"
         wanted = call.piece.reads if call.piece is not None else []
+
+        def options(indices: Iterable[int]) -> frozenset[Hashable]:
+            """Return places in the piece's short form, with the distance of a member of a family from this one."""
+            slots = (call.piece.slots[index] for index in indices) if call.piece is not None else ()
+            return frozenset((other, member - number) for other, member in slots)
+
         if source[0] != "made":
-            matches = frozenset(index for index, (other, _) in enumerate(wanted) if other == source)
+            matches = options(index for index, (other, _) in enumerate(wanted) if other == source)
             kind = source[1].kind if source[0] == "bound" else "stream"
             yield PieceFact(slot, (kind, bool(matches)), matches or _names(str(source[1]), call.place), where)
             return
         maker = self.calls[source[1]]
-        origin = maker.kind, source[2]
+        made = self.bodies[maker.line.op].form.results[source[2]][0]
+        origin = maker.kind, made
         near = [(k, other) for k, (other, _) in enumerate(wanted) if other[:2] == ("made", maker.place)]
         same = [(k, other) for k, other in near if wanted[k][1].type.shape == value.type.shape]
         if maker.place == call.place:
             yield PieceFact(slot, (origin, "own"), NONE, where)
         elif near:
-            yield PieceFact(slot, (origin, "graph"), frozenset(k for k, _ in same or near), where)
+            yield PieceFact(slot, (origin, "graph"), options(k for k, _ in same or near), where)
             lines = frozenset(other[2:] for _, other in same or near)
-            yield PieceFact(("makes", maker.sort, source[2]), "graph", lines, where)
+            yield PieceFact(("makes", maker.sort, made), "graph", lines, where)
         else:
             yield PieceFact(slot, (origin, "other"), self._otherwise(call, source), where)
 
@@ -283,16 +329,10 @@ def _names(name: str, place: str) -> frozenset[Hashable]:
     return frozenset({name, (star(name), *other[1:], int(other[0]) - int(own[0]))})
 
 
-def _backward_bodies(backward: Program, forward: dict[str, Body]) -> dict[str, Body]:
-    """Return the bodies of B's functions by the functions of F that they undo. Values that F's function has too keep
-    their names there."""
-    bodies = {}
-    for function in backward.blocks:
-        name = function.name.removesuffix("_backward")
+def _undoing(backward: Program, forward: Mapping[str, Function]) -> dict[str, Function]:
+    """Return B's functions by the names of those of F that they undo."""
+    undoing = {function.name.removesuffix("_backward"): function for function in backward.blocks}
+    for name, function in undoing.items():
         if name == function.name or name not in forward:
             raise WiringFault(f"B has a function `{function.name}`, which is of none of F's")
-        names: dict[str, str] = {}
-        for value in function.parameters:
-            names[value.name] = forward[name].names.get(value.name, f"tangent {len(names)}")
-        bodies[name] = function_body(function, backward.mesh, names)
-    return bodies
+    return undoing

@@ -242,8 +242,7 @@ def check_numbers(compiled: Compiled, checked: Checked, device: torch.device = C
         errors = {
             "steps": agreement.steps,
             "loss": agreement.loss, "gradient": agreement.gradient, "grad_norm": agreement.norm,
-            "parameter": agreement.updated,
-            "parameter_beyond_rounding": agreement.parameter,
+            "parameter": agreement.parameter, "buffer": agreement.buffer,
             "eager_loss": eager.loss, "eager_gradient": eager.gradient, "eager_buffer": eager.buffer,
         }  # fmt: skip
         errors |= {kind: error for kind in ("metric", "output") if (error := getattr(agreement, kind))}
@@ -266,7 +265,8 @@ def _number_faults(agreement: Agreement, eager: EagerAgreement, at: str) -> Iter
     for kind, where in agreement.worst.items():
         error = getattr(agreement, kind)
         if not error <= TOLERANCE:
-            message = f"the {kind} differs from the captured graph's by {error:.1e}"
+            whose = "its optimizer's formula" if kind == "parameter" else "the captured graph's"
+            message = f"the {kind} differs from {whose} by {error:.1e}"
             if (margin := agreement.margin).at:
                 message += f"; no top-k decides it, whose scores are at least {margin.apart:.1e} of the largest apart"
             yield Fault("numbers", f"{where}{at}", message)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from parc.checking.small_models import SmallArguments, SmallModels
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.plan.directive import Literal
 from parc.compiler.plan.directives.stage import Stage
@@ -24,6 +25,7 @@ from parc.compiling.compiled import Compiled
 from parc.compiling.driver import compile_plan
 from parc.grammar.codes_build import MANY_AXES, NO_TWIN
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
+from parc.grammar.nearest import listed
 from parc.passes.pipeline import names_of
 
 _SMALL_WORK = 200_000_000  # multiply-adds of a step's forward: half a second of tests, less than a twin costs
@@ -73,7 +75,7 @@ def subject_of(compiled: Compiled) -> Subject:
             if part > 0.5 or work * part > _LARGE_WORK:
                 continue
             try:
-                smaller = _compiled(compiled, compiled.mesh, sizes, {})
+                smaller = _compiled(compiled, compiled.mesh, sizes, {}, compiled.plan.stages)
             except PlanError:
                 continue  # the model does not take these
             if not _differences(compiled, smaller, compiled.build.programs):
@@ -88,17 +90,29 @@ def subject_of(compiled: Compiled) -> Subject:
 def find_twin(compiled: Compiled, programs: Mapping[str, Program]) -> tuple[Compiled, list[Fault]]:
     """Return the smallest twin with the same programs; if there is none, the nearest and its differences.
 
+    Its model has the fewest blocks that may show what the build does; if no mesh helps, twice and four times as many.
+
     Raises:
         PlanError: the plan has no ``verify`` line that makes the model small enough, or the twin cannot be made.
     """
     first: tuple[Compiled, list[Fault]] | None = None
     problem: PlanError | None = None
-    for mesh in _meshes(compiled.mesh, rings_of(compiled.plan)):
-        arguments = _arguments(compiled.plan)
-        chosen = {name: int(arguments.pop(name)) for name in compiled.plan.sizes if name in arguments}  # type: ignore[arg-type]
+    given = _arguments(compiled.plan)
+    chosen = {name: int(given.pop(name)) for name in compiled.plan.sizes if name in given}  # type: ignore[arg-type]
+    models, tried = SmallModels(compiled, given), list[tuple[Mesh, SmallArguments]]()
+    meshes = [*_meshes(compiled.mesh, rings_of(compiled.plan), models.least_ranks())]
+    choices = [(mesh, 1) for mesh in meshes]
+    choices = [*choices[:1], *((mesh, 2) for mesh in meshes[:1]), *choices[1:], *((mesh, 4) for mesh in meshes[:1])]
+    for mesh, times in choices:
+        if times > 1 and (wide := _wide_unit(compiled)) is not None:
+            raise PlanError([wide])
+        arguments = models.arguments(mesh, times)
+        if (mesh, arguments) in tried:
+            continue
+        tried.append((mesh, arguments))
         for sizes in _smaller_sizes(compiled, mesh, chosen):
             try:
-                twin = _small_enough(_compiled(compiled, mesh, sizes, arguments))
+                twin = _small_enough(_compiled(compiled, mesh, sizes, arguments, models.stages(mesh, arguments)))
             except PlanError as error:  # that it is too large is said before that its sizes are not the model's
                 too_large = error.diagnostics[0].code is NO_TWIN
                 problem = error if problem is None or too_large else problem
@@ -107,11 +121,13 @@ def find_twin(compiled: Compiled, programs: Mapping[str, Program]) -> tuple[Comp
             if not differences:
                 return twin, []
             first = first or (twin, differences)
+    too_large = problem is not None and problem.diagnostics[0].code is NO_TWIN
+    if meshes and not too_large and (few := models.fault(meshes[0])) is not None:
+        raise PlanError([few])
     if first is None:
         raise problem or _many_axes(compiled)
-    for problem_of in (_wide_unit, _uneven_blocks):
-        if (found := problem_of(compiled)) is not None:
-            raise PlanError([found])
+    if (uneven := _uneven_blocks(compiled)) is not None:
+        raise PlanError([uneven])
     return first
 
 
@@ -144,8 +160,6 @@ def _uneven_blocks(compiled: Compiled) -> Diagnostic | None:
                 f"the line names {len(meant)} of {len(alike)} blocks, and the smaller model has too few blocks for that"
             )
             help_ = "a `verify` line with more layers, twice as many as its pattern repeats, has blocks of each kind"
-            if compiled.fitted is not None and compiled.fitted.line.line == resolved.line:
-                help_ = f"a `verify` line with {compiled.fitted.least_blocks} layers has blocks of each kind"
             return Diagnostic(NO_TWIN, message, Label(line.span), help=help_)
     return None
 
@@ -176,10 +190,10 @@ def rings_of(plan: Plan) -> frozenset[str]:
     return frozenset(line.axis.text for line in plan.context if line.method in RING_METHODS)
 
 
-def _meshes(mesh: Mesh, rings: Collection[str]) -> Iterator[Mesh]:
-    """Yield the mesh with axes cut to 2, ``rings`` to 3; then with one axis after the other as it is, because
-    something may divide by 2 and not by more."""
-    small = {axis: min(size, 3 if axis in rings else 2) for axis, size in mesh.axes}
+def _meshes(mesh: Mesh, rings: Collection[str], least: Mapping[str, int]) -> Iterator[Mesh]:
+    """Yield the mesh with axes cut to 2, ``rings`` to 3, and others to the ``least`` that they need; then with one axis
+    after the other as it is, because something may divide by 2 and not by more."""
+    small = {axis: min(size, 3 if axis in rings else least.get(axis, 2)) for axis, size in mesh.axes}
     choices = [small]
     choices += [{**small, axis: size} for axis, size in mesh.axes if size > 2]
     choices += [{axis: min(size, 4) for axis, size in mesh.axes}, dict(mesh.axes)]
@@ -228,8 +242,11 @@ def _pieces(compiled: Compiled, mesh: Mesh) -> dict[str, int]:
     return pieces
 
 
-def _compiled(compiled: Compiled, mesh: Mesh, sizes: Mapping[str, int], given: Mapping[str, Literal]) -> Compiled:
-    """Compile the same plan on another mesh, with ``given`` arguments, at other sizes (two of each that has a range).
+def _compiled(
+    compiled: Compiled, mesh: Mesh, sizes: Mapping[str, int], given: SmallArguments, stages: tuple[Stage, ...]
+) -> Compiled:
+    """Compile the same plan on another mesh, with ``given`` arguments and ``stages``, at other sizes (two of each that
+    has a range).
 
     Raises:
         PlanError: the model does not take them, or something does not divide.
@@ -240,16 +257,20 @@ def _compiled(compiled: Compiled, mesh: Mesh, sizes: Mapping[str, int], given: M
         ranges[name] = SizeRange(chosen, chosen) if plan.sizes[name].fixed else SizeRange(step, 2 * step, step)
     factors = {axis: tuple(map(mesh.size, mesh.parts(axis))) for axis, _ in mesh.factored}
     copies, pads = replace(compiled.copies, sizes=factors), compiled.resolved.pads
-    small = replace(plan, sizes=ranges, mesh=mesh.declared, stages=_stages(plan, mesh), views=_views(plan, mesh))
-    return compile_plan(small, compiled.folder, overrides={**compiled.overrides, **given}, copies=copies, longer=pads,
-                        dims=compiled.built.dims, fitted=compiled.fitted)  # fmt: skip
+    small = replace(plan, sizes=ranges, mesh=mesh.declared, stages=stages, views=_views(plan, mesh))
+    return compile_plan(small, compiled.folder, overrides={**compiled.overrides, **given} or None, copies=copies,
+                        longer=pads, dims=compiled.built.dims, fitted=compiled.fitted)  # fmt: skip
 
 
 def _small_enough(twin: Compiled) -> Compiled:
     if (work := work_of(twin)) > _MOST_WORK:
         line = twin.plan.verify or twin.plan.model
         message = f"the model is too large to test its numbers: {work:.0e} multiply-adds a step, even small"
+        whole = [name for name, value in twin.plan.model.values if type(value) is int and value > 1]
+        names = [name for name in whole if name not in twin.overrides]
         help_ = "a `verify` line names smaller arguments of the model, e.g. `verify layers=2, width=64`"
+        if names:
+            help_ = f"give smaller numbers for {listed(names)} in {'the' if twin.overrides else 'a'} `verify` line"
         raise PlanError([Diagnostic(NO_TWIN, message, Label(line.span), help=help_)])
     return twin
 
@@ -261,13 +282,6 @@ def _views(plan: Plan, mesh: Mesh) -> tuple[ViewLine, ...]:
         replace(line, view=replace(line.view, axes=tuple((name, sizes.get(name, 1)) for name, _ in line.view.axes)))
         for line in plan.views
     )
-
-
-def _stages(plan: Plan, mesh: Mesh) -> tuple[Stage, ...]:
-    """Return the plan's stages for a model that may have fewer layers than its lines name."""
-    if not plan.stages or (mesh.declared == plan.mesh and plan.verify is None):
-        return plan.stages
-    return (replace(plan.stages[0], before=(), after=(), balanced=True),)
 
 
 def _arguments(plan: Plan) -> dict[str, Literal]:
@@ -284,8 +298,6 @@ def _smaller(value: Literal, own: Literal) -> Literal:
 
 def twin_text(twin: Compiled, few_steps: bool = False) -> str:
     """Return the words that say how the twin is smaller."""
-    arguments = _arguments(twin.plan)
-    words = [f"{name}={value}" for name, value in arguments.items()]
-    words += [f"{name}={size}" for name, size in twin.plan.sizes.items() if name not in arguments]
+    words = [f"{name}={value}" for name, value in {**twin.overrides, **twin.plan.sizes}.items()]
     few = " (large for its numbers, so no more steps)" if few_steps else ""
     return f"the twin: {', '.join(words)}, mesh {twin.mesh}{few}"

@@ -56,12 +56,11 @@ class Fitted:
             policies |= zip(there, chosen, strict=True)
         return replace(self, policies=policies, stages=stages)
 
-    @property
-    def least_blocks(self) -> int:
-        """The least number of blocks of a kind with which a smaller model, in two stages if this has more than one, has
-        every pair of neighbours."""
-        parts = 2 if any(self.stages.values()) else 1
-        return max(self._least(self._places(kind), parts) for kind in map(starred, self.policies))
+    def least_blocks(self, stages: int) -> dict[str, int]:
+        """Return the least number of blocks of each kind with which a smaller model of so many stages has every pair of
+        neighbours."""
+        kinds = dict.fromkeys(map(starred, self.policies))
+        return {kind: self._least(self._places(kind), stages) for kind in kinds}
 
     def _least(self, places: Sequence[_Place], parts: int) -> int:
         sizes = range(parts, len(places) + parts, parts)

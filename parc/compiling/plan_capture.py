@@ -45,7 +45,6 @@ def make_model(plan: Plan, lines: TaskLines, folder: Path, overrides: Mapping[st
     Raises:
         PlanError: the model is at fault.
     """
-    model_span = plan.model.arguments.statement.span
     smaller = {name: value for name, value in plan.verify.values if name not in plan.sizes} if plan.verify else {}
     try:
         if overrides is None:
@@ -53,15 +52,24 @@ def make_model(plan: Plan, lines: TaskLines, folder: Path, overrides: Mapping[st
         build = model_builder(lines, folder, overrides)
         return record(build, plan.seed)
     except CaptureError as error:
-        raise PlanError([capture_diagnostic(plan, error)]) from None
+        raise PlanError([capture_diagnostic(plan, error, overrides)]) from None
     except CallableError as error:
         raise PlanError([callable_diagnostic(MODEL_FAILED, error, plan.model, plan.verify)]) from None
     except Exception as error:
         why, help_ = not_found(error, {**dict(lines.arguments), **(overrides or {})}, folder)
         message = f"making the model failed: {why or f'{type(error).__name__}: {error}'}"
-        notes = () if why else own_trace(error)
-        help_ = help_ or to_install(error)
-        raise PlanError([Diagnostic(MODEL_FAILED, message, Label(model_span), help=help_, notes=notes)]) from None
+        line, said = _model_line(plan, overrides)
+        notes, help_ = (*said, *(() if why else own_trace(error))), help_ or to_install(error)
+        label = Label(line.arguments.statement.span)
+        raise PlanError([Diagnostic(MODEL_FAILED, message, label, help=help_, notes=notes)]) from None
+
+
+def _model_line(plan: Plan, overrides: Mapping[str, Any] | None) -> tuple[Directive, tuple[str, ...]]:
+    """Return the line that names a model's arguments: that of ``verify`` for a smaller model, with a note of these."""
+    if plan.verify is None or not overrides:
+        return plan.model, ()
+    arguments = ", ".join(f"{name}={value}" for name, value in overrides.items())
+    return plan.verify, (f"numbers are tested on a smaller model, with {arguments}",)
 
 
 def capture_plan(
@@ -89,7 +97,7 @@ def capture_plan(
             recorded.module, recorded.mode, input_specs(plan), call, loss, ranged, capacities, returns=evaluates
         )
     except CaptureError as error:
-        raise PlanError([capture_diagnostic(plan, error)]) from None
+        raise PlanError([capture_diagnostic(plan, error, overrides)]) from None
     drawn = prepare(captured.graph)
     if drawn is not None:
         message = (
@@ -113,8 +121,8 @@ def _inputs_diagnostic(plan: Plan, error: InputsError) -> Diagnostic:
     return Diagnostic(WRONG_INPUTS, str(error), label, help=error.help)
 
 
-def capture_diagnostic(plan: Plan, error: CaptureError) -> Diagnostic:
-    """Return the error of a plan whose model cannot be captured."""
+def capture_diagnostic(plan: Plan, error: CaptureError, overrides: Mapping[str, Any] | None = None) -> Diagnostic:
+    """Return the error of a plan whose model cannot be captured, or whose smaller one, with ``overrides``."""
     code, help_ = {
         "checkpoint": (
             NOT_RECOMPUTED,
@@ -128,13 +136,14 @@ def capture_diagnostic(plan: Plan, error: CaptureError) -> Diagnostic:
         "capacity": (LOW_CAPACITY, error.help),
         "complex": (NOT_IN_REALS, "write it with arithmetic, powers, `exp`, `log`, products, sums, FFTs and views"),
     }.get(error.kind, (CAPTURE_FAILED, error.help or _TRY))
-    line: Directive = plan.loss if error.kind == "output" or error.in_loss else plan.model
+    line, said = _model_line(plan, overrides)
+    line = plan.loss if error.kind == "output" or error.in_loss else line
     if error.kind == "capacity":
         line = next(line for line in plan.placements if isinstance(line, Experts) and line.capacity is not None)
     shapes = ((given, list(plan.input_shape(given))) for given in plan.inputs if code is CAPTURE_FAILED)
     what = "given in each microbatch as" if plan.microbatches > 1 else "given as"
     related = (Label(given.span, f"{what} {given.dtype} {shape}") for given, shape in shapes)
-    notes = [f"at {error.source}"] if error.source else []
+    notes = [*([f"at {error.source}"] if error.source else []), *said]
     if error.__cause__ is not None and error.kind == "other":
         notes += own_trace(error.__cause__)
     span = plan.loss.span_of(error.named) if error.named else line.span

@@ -14,7 +14,7 @@ from torch import nn
 from parc.compiler.capture.callables import load_callable
 from parc.compiler.capture.capture import Captured
 from parc.compiler.capture.faults import explain_failure, user_frame
-from parc.compiler.capture.model_calls import forward_text
+from parc.compiler.capture.model_calls import forward_text, whole_arguments
 from parc.compiler.capture.model_output import tensors_in
 from parc.compiler.initial.recipes import Recorded
 from parc.compiler.plan.include import FAMILY, families
@@ -34,7 +34,7 @@ from parc.proposing.lines import PlacingLine, lines_of
 from parc.proposing.placements import Search, gathers, identity
 from parc.proposing.positions import longest
 from parc.proposing.tasks import Task, tasks_of
-from parc.proposing.twins import LARGE, entries, smaller_arguments, whole_arguments
+from parc.proposing.twins import LARGE, entries, smaller_arguments
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 from torch import nn
 
@@ -59,18 +57,3 @@ def kinds_of(module: nn.Module) -> set[tuple[str, tuple[int, ...]]]:
 def entries(module: nn.Module) -> int:
     """Return the entries of all parameters."""
     return sum(math.prod(value.shape) for value in module.parameters())
-
-
-def whole_arguments(make: Callable[..., Any], module: nn.Module, given: Mapping[str, Any]) -> dict[str, int]:
-    """Return the whole numbers among the arguments of the callable that made a model: as given, by default, or of the
-    configuration that takes them."""
-    try:
-        parameters = inspect.signature(make).parameters.values()
-    except (TypeError, ValueError):
-        return {}
-    found: dict[str, Any] = {parameter.name: parameter.default for parameter in parameters}
-    config: Any = getattr(module, "config", None)
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters) and hasattr(config, "to_dict"):
-        found |= config.to_dict()
-    found |= given
-    return {name: value for name, value in found.items() if type(value) is int and value > 1}

@@ -19,9 +19,9 @@ class Agreement:
     norm: float = 0.0
     metric: float = 0.0
     parameter: float = 0.0
+    """The error of updated parameters, and of the optimizer's state, beside its formula."""
+    buffer: float = 0.0
     output: float = 0.0
-    updated: float = 0.0
-    """The error of updated parameters as measured; ``parameter`` is the part that rounding does not explain."""
     worst: dict[str, str] = field(default_factory=dict)
     steps: int = 0
     not_finite: str = ""
@@ -41,7 +41,7 @@ class Agreement:
     @property
     def largest(self) -> float:
         """The largest of these errors."""
-        return max(self.loss, self.gradient, self.norm, self.metric, self.parameter, self.output)
+        return max(self.loss, self.gradient, self.norm, self.metric, self.parameter, self.buffer, self.output)
 
     def note(self, kind: str, error: float, where: str) -> None:
         """Keep an error if it is the largest of its kind; a number that is not finite is the largest of all."""

@@ -79,7 +79,6 @@ class Roundings:
             self._found = {
                 LOSS: loss,
                 **{Binding("gradient", name): value for name, value in gradients.items()},
-                **{Binding("parameter", name): value.detach().clone() for name, value in run.parameters.items()},
                 **{Binding("buffer", name): value for name, value in run.buffers.items()},
                 **{Binding("output", name): value for name, value in stacked(run.returned).items()},
             }

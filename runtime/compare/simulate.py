@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -33,9 +33,12 @@ from .near_ties import DRAWS
 from .returned import joined, stacked
 from .roundings import Roundings
 from .two_spaces import TWO_SPACES, loaded_parameters, lying_elsewhere
+from .updates import FormulaUpdates
 
 _LATE = (1 << 53) + 1
 """The number of a late step: no type but int64 holds it, and no small modulus leaves it as it is."""
+_LEAST_UPDATE = 1e-4
+"""The least size of an update beside its parameter's: the sum of the two rounds a smaller one too much to tell."""
 
 
 class Simulation:
@@ -103,12 +106,12 @@ class Simulation:
 
     def step(self, batches: Microbatches, step: int) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
         """Return every rank's loss, and the whole gradients, then update every rank."""
+        self.before = [{name: value.clone() for name, value in state.parameters.items()} for state in self.states]
         results = self.run(Stepper.gradients, batches, step)
-        gradients = [result.gradients for result in results]
-        whole = {
-            name: self._whole(gradients, name) for name in dict.fromkeys(n for of_rank in gradients for n in of_rank)
-        }
-        self.spread = _spread(gradients, self.types, self.case.mesh)
+        self.gradients = [result.gradients for result in results]
+        names = dict.fromkeys(name for of_rank in self.gradients for name in of_rank)
+        whole = {name: self._whole(self.gradients, name) for name in names}
+        self.spread = _spread(self.gradients, self.types, self.case.mesh)
         self.norms = [result.grad_norm for result in results]
         self.metrics = [result.metrics for result in results]
         self.returned = [stacked(result.returned) for result in results]
@@ -206,6 +209,7 @@ def _compare(case: Case, steps: int, seed: int) -> Agreement:
     agreement = Agreement()
     watch = agreement.margin.watch
     reference, simulation, roundings = ReferenceRun(case, watch=watch), Simulation(case), Roundings(case, watch)
+    formula = FormulaUpdates(case.optimizer)
     generator = torch.Generator().manual_seed(seed)
     draws = RNG in case.reference.main.bindings
     for index in range(steps):
@@ -243,7 +247,8 @@ def _compare(case: Case, steps: int, seed: int) -> Agreement:
                 apart = roundings.beyond(Binding("gradient", name), expected, apart, TOLERANCE * top, top)
             apart = max(apart, simulation.spread.get(name, 0.0), 0.0 if kept else float("inf"))
             agreement.note("gradient", apart / top, f"step {step}, {name}")
-        _compare_state(agreement, reference, simulation, roundings, step)
+        _compare_updates(agreement, simulation, formula, norm, step)
+        _compare_buffers(agreement, reference, simulation, roundings, step)
         if agreement.largest > TOLERANCE and roundings.amplified:
             agreement.amplified = f"{roundings.amplified} in step {step + 1}"
         simulation.take_state(reference)
@@ -289,20 +294,38 @@ def _unpadded(value: torch.Tensor, pads: tuple[Pad, ...]) -> tuple[torch.Tensor,
     return real, not pads or torch.equal(grow(real, pads), value)
 
 
-def _compare_state(
+def _compare_updates(
+    agreement: Agreement, simulation: Simulation, formula: FormulaUpdates, norm: float, step: int
+) -> None:
+    """Compare the updated parameters and the optimizer's state with its formula on each piece of a parameter and of its
+    gradient, which have the global ``norm``. Replicas must be bitwise equal, and padding exactly zero."""
+    case, spread, seen = simulation.case, simulation.parameter_spread(), set[Hashable]()
+    for rank, (before, optimizer) in enumerate(zip(simulation.before, simulation.optimizers, strict=True)):
+        for name, old in before.items():
+            key = name, piece_place(rank, simulation.types[name].placement, case.mesh)
+            if key in seen:
+                continue
+            seen.add(key)
+            value, gradient = simulation.states[rank].parameters[name], simulation.gradients[rank].get(name)
+            expected, slots = old, dict[str, torch.Tensor]()
+            if gradient is not None:
+                expected, slots = formula.after(key, name, old, gradient, norm, step + 1)
+            top = max(_largest(expected - old), _LEAST_UPDATE * _largest(old), 1e-30)
+            agreement.note("parameter", max(_largest(value - expected), spread[name]) / top, f"step {step}, {name}")
+            for slot, wanted in slots.items():
+                apart = _largest(optimizer.state[value][slot] - wanted) / max(_largest(wanted), 1e-30)
+                agreement.note("parameter", apart, f"step {step}, {slot} of {name}")
+    for name, whole in simulation.parameters() if case.pads else ():
+        if not _unpadded(whole, case.pads.get(name, ()))[1]:
+            agreement.note("parameter", float("inf"), f"step {step}, {name} (padding)")
+
+
+def _compare_buffers(
     agreement: Agreement, reference: ReferenceRun, simulation: Simulation, roundings: Roundings, step: int
 ) -> None:
-    """Compare parameters, and buffers that the model keeps, after an update; replicas must be bitwise equal."""
+    """Compare the buffers that the model keeps after an update."""
     case = simulation.case
     top = max(1e-30, max((_largest(p.detach()) for p in reference.parameters.values()), default=1.0))
-    spread = simulation.parameter_spread()
-    for name, value in simulation.parameters():
-        value, kept = _unpadded(value, case.pads.get(name, ()))
-        expected = reference.parameters[name].detach()
-        raw = _largest(value - expected) if kept else float("inf")
-        agreement.updated = max(agreement.updated, raw / top)
-        apart = roundings.beyond(Binding("parameter", name), expected, raw, TOLERANCE * top, top)
-        agreement.note("parameter", max(apart, spread[name]) / top, f"step {step}, {name}")
     moved = list(case.reference.main.returned("buffer"))
     floor = 1e-3 * max((largest(reference.buffers[name]) for name in moved), default=0.0)
     floor = max(floor, 1e-3 * top)  # of a mean that is 0 rounding is all there is
@@ -312,4 +335,4 @@ def _compare_state(
         for rank, piece in pieces.items():
             raw = largest_difference(piece, simulation.part(expected, type_, rank))
             apart = roundings.beyond(Binding("buffer", name), expected, raw, TOLERANCE * size, size) / size
-            agreement.note("parameter", apart, f"step {step}, buffer {name}, rank {rank}")
+            agreement.note("buffer", apart, f"step {step}, buffer {name}, rank {rank}")

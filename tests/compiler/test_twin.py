@@ -44,7 +44,7 @@ def test_a_twin_is_nowhere_larger_than_its_build() -> None:
     made = compiled(PLAN.replace("layers=2", "layers=1") + lines)
     twin, differences = find_twin(made, made.build.programs)
     assert not differences
-    assert twin_text(twin).startswith("the twin: layers=1, width=8, S=8, B=4, mesh tp=2")
+    assert twin_text(twin).startswith("the twin: layers=1, width=8, B=4, S=8, mesh tp=2")
 
 
 def test_a_mesh_of_six_axes_has_a_twin() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -14,11 +13,9 @@ import parc
 from benchmarks.kept import COMMON, GPT, LLAMA, kept_by_parc
 from parc.checking.checks import prove
 from parc.checking.twins import find_twin
-from parc.compiler.plan.plan import read_plan
 from parc.compiler.program.actions import BACKWARD
 from parc.compiling.compiled import Compiled
 from parc.grammar.diagnostics import PlanError
-from parc.grammar.source import Source
 from tests.checked_plans import compiled
 from tests.draws import star
 from tests.planted_builds import ROOT
@@ -147,11 +144,11 @@ def test_exchanges_of_tokens_run_again(keep: str) -> None:
     assert sum(line.op == "parc.exchange" for line in lines) == (2 if keep else 4)
 
 
-def test_a_twin_without_blocks_of_each_kind_says_how_to_get_them() -> None:
-    model = PLAN.replace("layers=2", "layers=3").replace("dropout=0.1", "dropout=0.0")
-    text = f"{model}verify layers=2\nrecompute blocks.[0..2:2]\n"
-    made = compiled(text)
-    with pytest.raises(PlanError, match="2 of 3 blocks"):
-        find_twin(made, made.build.programs)
-    narrow = read_plan(Source("plan.parc", text.replace("verify layers=2", "verify layers=3, width=8")))
-    assert not find_twin(replace(made, plan=narrow), made.build.programs)[1]
+def test_a_twin_gets_blocks_of_each_kind_or_says_how() -> None:
+    model = PLAN.replace("dropout=0.1", "dropout=0.0") + "verify layers=1\n"
+    made = compiled(model.replace("layers=2", "layers=3") + "recompute blocks.[0..2:2]\n")
+    twin, differences = find_twin(made, made.build.programs)
+    assert not differences and twin.overrides == {"layers": 3}
+    deep = compiled(model.replace("layers=2", "layers=10") + "recompute blocks.[0..8]\n")
+    with pytest.raises(PlanError, match="9 of 10 blocks"):
+        find_twin(deep, deep.build.programs)

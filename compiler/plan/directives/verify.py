@@ -14,7 +14,9 @@ class Verify(Directive):
     """Arguments of the model that are smaller on the twin: the same code, built a second time, on which numbers are
     tested.
 
-    Names of sizes may be given too. If the model or the plan already has a smaller number, it stays as it is.
+    Names of sizes may be given too. If the model or the plan already has a smaller number, it stays as it is. If the
+    twin needs more blocks for the plan's stages, or other numbers of experts for its ranks, parc gives the arguments
+    that these follow other values; `parc build` says which.
     """
 
     USAGE = "verify NAME=VALUE, ..."

@@ -1,0 +1,172 @@
+"""The model of a twin: the ``verify`` line's arguments, with as many blocks and experts as show what the build does."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from parc.compiler.capture.callables import load_callable
+from parc.compiler.capture.model_calls import whole_arguments
+from parc.compiler.layout.mesh import Mesh
+from parc.compiler.plan.directive import Literal
+from parc.compiler.plan.directives.experts import Experts
+from parc.compiler.plan.directives.stage import Stage
+from parc.compiler.program.blocks import block_of, starred
+from parc.compiler.resolve.names import is_within
+from parc.compiler.resolve.stage_lines import stage_count
+from parc.compiling.compiled import Compiled
+from parc.compiling.fit import stages_of
+from parc.compiling.plan_capture import make_model
+from parc.grammar.codes_build import NO_TWIN
+from parc.grammar.diagnostics import Diagnostic, Label, PlanError
+from parc.grammar.nearest import listed
+from parc.grammar.syntax import Word
+
+SmallArguments = Mapping[str, Literal]
+_FEW = 2
+"""The blocks of a stage of which one is the first, and another follows one of the same stage."""
+
+
+class SmallModels:
+    """The arguments of smaller models for meshes. Which of them the numbers of blocks and of experts follow is found by
+    making the model with others, without allocating it."""
+
+    def __init__(self, compiled: Compiled, given: SmallArguments) -> None:
+        plan, module = compiled.plan, compiled.recorded.module
+        self._compiled, self._given, self._made = compiled, given, dict[tuple[Any, ...], nn.Module | None]()
+        self._own = whole_arguments(
+            load_callable(plan.model.callable, compiled.folder), module, dict(plan.model.values)
+        )
+        names = _blocks(module)
+        self._blocks = Counter(map(starred, names))
+        stages = stages_of(compiled, dict.fromkeys(names, ()))
+        last = compiled.pipeline.stages - 1 if compiled.pipeline is not None else 0
+        self._empty = min(stages.values(), default=0), last - max(stages.values(), default=last)
+        """The stages without blocks before those that have some, and behind them."""
+        in_stages = Counter((starred(name), stages[name]) for name in names)
+        self._most = {kind: max(n for (of, _), n in in_stages.items() if of == kind) for kind in self._blocks}
+        """The most blocks of each kind in a stage."""
+        axes = {line.axis.text for line in plan.placements if isinstance(line, Experts)}
+        layers = [layer for layer in compiled.routing.values() if layer.ranks > 1]
+        self._experts = (layers[0], axes.pop()) if layers and len(axes) == 1 else None
+
+    def least_ranks(self) -> dict[str, int]:
+        """Return the fewest ranks of axes on which two stages have blocks, and a token does not choose all experts."""
+        least, plan = dict[str, int](), self._compiled.plan
+        if plan.stages and plan.schedule is not None:
+            least[plan.stages[0].axis.text] = max(2, -(-(2 + sum(self._empty)) // plan.schedule.chunks))
+        if self._experts is not None:
+            (layer, axis), ranks = self._experts, 2
+            while layer.experts // layer.ranks * ranks <= layer.top:
+                ranks *= 2
+            least[axis] = ranks
+        return least
+
+    def arguments(self, mesh: Mesh, times: int = 1) -> SmallArguments:
+        """Return the arguments of a model for a mesh: the given ones, with at least two blocks a stage and chunk, or
+        ``times`` as many, and as many experts a rank as the build has, as far as arguments are found that say so."""
+        chosen, wanted = self._given, self._wanted(mesh, times)
+        lacks = self._lacks(chosen, wanted) or {}
+        smaller = [name for name, value in chosen.items() if type(value) is int and value < self._own.get(name, 0)]
+        for name in sorted(smaller, key=lambda name: self._own[name] not in self._blocks.values()):
+            factor = max((-(-wanted[kind] // max(wanted[kind] - n, 1)) for kind, n in lacks.items()), default=1)
+            larger = {**chosen, name: min(int(chosen[name]) * factor, self._own[name])}  # type: ignore[arg-type]
+            left = self._lacks(larger, wanted) if factor > 1 else None
+            if left is not None and sum(left.values()) < sum(lacks.values()):
+                chosen, lacks = larger, left
+        if self._experts is None:
+            return chosen
+        layer, axis = self._experts
+        experts = layer.experts // layer.ranks * mesh.size(axis)
+        for name in (name for name, value in self._own.items() if value == layer.experts):
+            fewer = {**chosen, name: experts}
+            if experts != chosen.get(name, layer.experts) and self._has_experts(fewer, experts):
+                return fewer
+        return chosen
+
+    def stages(self, mesh: Mesh, arguments: SmallArguments) -> tuple[Stage, ...]:
+        """Return the plan's stages for a smaller model. Its widths are not those that the plan's stages balance, so
+        they have equal numbers of blocks; those without any, as of a large head, are as in the build."""
+        plan, pipeline = self._compiled.plan, self._compiled.pipeline
+        if not plan.stages or (mesh.declared == plan.mesh and not arguments):
+            return plan.stages
+        line = replace(plan.stages[0], before=(), after=(), balanced=True)
+        if pipeline is None or not arguments or (module := self._module(arguments)) is None:
+            return (line,)
+        names, (ahead, behind) = _blocks(module), self._empty
+        count = stage_count(replace(plan, mesh=mesh.declared)) - ahead - behind
+        if not names or count < 1:
+            return (line,)
+        cuts = [(names[0] if block_of(name) else name, after) for name, after in pipeline.cuts[:ahead]]
+        cuts += [(names[len(names) * stage // count], False) for stage in range(1, count)]
+        last = pipeline.cuts[len(pipeline.cuts) - behind :]
+        cuts += [(names[-1] if block_of(name) else name, after) for name, after in last]
+        ways = [tuple(Word(name, line.span) for name, after in cuts if after == way) for way in (False, True)]
+        lines = (replace(line, before=ways[0], balanced=not cuts), replace(line, after=ways[1], balanced=not cuts))
+        return tuple(line for line in lines if line.before or line.after) or lines[:1]
+
+    def fault(self, mesh: Mesh) -> Diagnostic | None:
+        """Return the error of a ``verify`` line with which the model has too few blocks, whatever was tried; None where
+        it has enough."""
+        line, wanted = self._compiled.plan.verify, self._wanted(mesh, 1)
+        lacks = self._lacks(self.arguments(mesh), wanted)
+        if not lacks or line is None:
+            return None
+        kind, missing = max(lacks.items(), key=lambda item: item[1])
+        message = (
+            f"the smaller model has {wanted[kind] - missing} of the blocks `{kind}`, and a test needs {wanted[kind]}"
+        )
+        smaller = [name for name, value in self._given.items() if value != self._own.get(name)]
+        help_ = f"change {listed(smaller, 'or')} of the `verify` line so that there are as many"
+        stages = stage_count(replace(self._compiled.plan, mesh=mesh.declared))
+        notes = (f"a stage of the build has up to {self._most[kind]}, and the test has {stages} stages",)
+        return Diagnostic(NO_TWIN, message, Label(line.span), help=help_, notes=notes if stages > 1 else ())
+
+    def _wanted(self, mesh: Mesh, times: int) -> dict[str, int]:
+        """Return the least number of blocks of each kind."""
+        parts = stage_count(replace(self._compiled.plan, mesh=mesh.declared))
+        wanted = {kind: parts * min(most, times * _FEW) for kind, most in self._most.items()}
+        if (fitted := self._compiled.fitted) is not None:
+            wanted |= {kind: max(least, wanted.get(kind, 0)) for kind, least in fitted.least_blocks(parts).items()}
+        return {kind: min(count, self._blocks[kind]) for kind, count in wanted.items()}
+
+    def _lacks(self, arguments: SmallArguments, wanted: Mapping[str, int]) -> dict[str, int] | None:
+        """Return how many blocks of each kind a model has too few; None for one that cannot be made."""
+        module = self._module(arguments)
+        if module is None:
+            return None
+        have = Counter(map(starred, _blocks(module)))
+        return {kind: count - have[kind] for kind, count in wanted.items() if have[kind] < count}
+
+    def _has_experts(self, arguments: SmallArguments, experts: int) -> bool:
+        """Return whether a model has so many experts where the plan's own model has all."""
+        assert self._experts is not None
+        module, kinds = self._module(arguments), {starred(path) for path in self._compiled.routing}
+        here, there = dict(_rows(self._compiled.recorded.module, kinds)), dict(_rows(module, kinds))
+        return any(rows == self._experts[0].experts and there.get(name) == experts for name, rows in here.items())
+
+    def _module(self, arguments: SmallArguments) -> nn.Module | None:
+        """Return a model on fake tensors; None where its code does not take these arguments."""
+        key, compiled = tuple(map(repr, arguments.items())), self._compiled
+        if key not in self._made:
+            try:
+                made = make_model(compiled.plan, compiled.lines, compiled.folder, {**compiled.overrides, **arguments})
+                self._made[key] = made.module
+            except PlanError:
+                self._made[key] = None
+        return self._made[key]
+
+
+def _blocks(module: nn.Module) -> list[str]:
+    return [name for name, _ in module.named_modules() if name and block_of(name) == name]
+
+
+def _rows(module: nn.Module | None, kinds: set[str]) -> Iterator[tuple[str, int]]:
+    """Yield the first dim of each parameter within modules of some kinds."""
+    for name, value in module.named_parameters() if module is not None else ():
+        if value.dim() and any(is_within(starred(name), kind) for kind in kinds):
+            yield starred(name), value.shape[0]
