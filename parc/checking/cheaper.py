@@ -28,7 +28,7 @@ _ADD_RANKS = "add ranks to an axis that splits the largest of these, or place th
 
 
 @dataclass(frozen=True)
-class Change:
+class PlanChange:
     """Another plan: the words that make it, the bytes that they take from a rank at most, their edits of the plan's
     text (from, to, new text), and their ``-D``."""
 
@@ -37,10 +37,10 @@ class Change:
     edits: tuple[tuple[int, int, str], ...] = ()
     defines: tuple[tuple[str, str], ...] = ()
 
-    def __add__(self, other: Change) -> Change:
+    def __add__(self, other: PlanChange) -> PlanChange:
         parts = zip((self.words, self.edits, self.defines), (other.words, other.edits, other.defines), strict=True)
         words, edits, defines = ((*first, *second) for first, second in parts)
-        return Change(words, self.saves + other.saves, edits, defines)
+        return PlanChange(words, self.saves + other.saves, edits, defines)
 
     def plan(self, plan: Plan) -> Plan:
         """Return the changed plan.
@@ -67,7 +67,7 @@ def cheaper_plans(compiled: Compiled, memory: Memory, budget: int, progress: Pro
     over = memory.peak_bytes - budget
     needs: list[tuple[int, str]] = []  # the bytes of a rank, with the words for them and for the change
 
-    def need(change: Change) -> int | None:
+    def need(change: PlanChange) -> int | None:
         words = " and ".join(f"`{each}`" for each in change.words)
         progress(f"over budget: trying {words}")
         try:
@@ -89,7 +89,7 @@ def cheaper_plans(compiled: Compiled, memory: Memory, budget: int, progress: Pro
             break
     if within:
         return "write " + "; or ".join(within)
-    together = Change((), 0)
+    together = PlanChange((), 0)
     for at, group in enumerate(groups, 1):
         wider = together + max(group, key=lambda change: change.saves)
         if wider.saves >= over or at >= len(groups) - 1:
@@ -102,26 +102,26 @@ def cheaper_plans(compiled: Compiled, memory: Memory, budget: int, progress: Pro
     return f"closest comes {min(needs)[1]}; {_ADD_RANKS}" if needs else _ADD_RANKS
 
 
-def _added(plan: Plan, line: str, saves: float) -> Change:
+def _added(plan: Plan, line: str, saves: float) -> PlanChange:
     end = len(plan.source.text)
-    return Change((line,), saves, ((end, end, f"\n{line}\n"),))
+    return PlanChange((line,), saves, ((end, end, f"\n{line}\n"),))
 
 
-def _rewritten(plan: Plan, span: Span, place: str, value: int, saves: float) -> Iterator[Change]:
+def _rewritten(plan: Plan, span: Span, place: str, value: int, saves: float) -> Iterator[PlanChange]:
     """Yield the change of a number, at a place of a line, if the line is the plan's own: by ``-D`` where the line reads
     a ``let``."""
     found = re.search(place, span.text)
     if found is None or span.source is not plan.source:
         return
     if found[1].startswith("$"):
-        yield Change((f"-D {found[1][1:]}={value}",), saves, defines=((found[1][1:], str(value)),))
+        yield PlanChange((f"-D {found[1][1:]}={value}",), saves, defines=((found[1][1:], str(value)),))
     else:
         line = f"{span.text[: found.start(1)]}{value}{span.text[found.end(1) :]}"
         edit = span.start + found.start(1), span.start + found.end(1), str(value)
-        yield Change((" ".join(line.split()),), saves, (edit,))
+        yield PlanChange((" ".join(line.split()),), saves, (edit,))
 
 
-def _zero(compiled: Compiled, memory: Memory) -> Iterator[Change]:
+def _zero(compiled: Compiled, memory: Memory) -> Iterator[PlanChange]:
     """Yield higher levels of ZeRO over a data axis."""
     plan, axis = compiled.plan, next(iter(_data_axes(compiled)), None)
     if axis is None:
@@ -135,7 +135,7 @@ def _zero(compiled: Compiled, memory: Memory) -> Iterator[Change]:
             yield from new if line is None else _rewritten(plan, line.span, r"zero\s+(\S+)", level, saves)
 
 
-def _recompute(compiled: Compiled, memory: Memory) -> Iterator[Change]:
+def _recompute(compiled: Compiled, memory: Memory) -> Iterator[PlanChange]:
     """Yield the recomputation of all blocks."""
     lines = compiled.resolved.recompute
     blocks = {block for name in compiled.captured.modules if (block := block_of(name)) is not None}
@@ -145,7 +145,7 @@ def _recompute(compiled: Compiled, memory: Memory) -> Iterator[Change]:
         yield _added(compiled.plan, f"recompute {where}", memory.activations)
 
 
-def _microbatches(compiled: Compiled, memory: Memory) -> Iterator[Change]:
+def _microbatches(compiled: Compiled, memory: Memory) -> Iterator[PlanChange]:
     """Yield more microbatches, of which fewer samples are held at once, and one microbatch, which needs no totals of
     gradients."""
     plan, now = compiled.plan, compiled.plan.microbatches
@@ -162,7 +162,7 @@ def _microbatches(compiled: Compiled, memory: Memory) -> Iterator[Change]:
             yield _added(plan, f"schedule microbatches {n}", size)
 
 
-def _split(compiled: Compiled, memory: Memory) -> Iterator[Change]:
+def _split(compiled: Compiled, memory: Memory) -> Iterator[PlanChange]:
     """Yield the split of a large parameter that is whole, over an axis without samples or stages."""
     names, types, mesh = names_of(compiled.captured), compiled.build.types, compiled.mesh
     taken = {*_data_axes(compiled), compiled.pipeline.axis if compiled.pipeline is not None else ""}
@@ -178,7 +178,7 @@ def _split(compiled: Compiled, memory: Memory) -> Iterator[Change]:
             return
 
 
-def _axes(compiled: Compiled, memory: Memory) -> Iterator[Change]:
+def _axes(compiled: Compiled, memory: Memory) -> Iterator[PlanChange]:
     """Yield another axis with twice the ranks, inside a node or of stages: the data axis has half of its own, or, if
     there is none, the plan twice the ranks."""
     plan, data = compiled.plan, next(iter(_data_axes(compiled)), None)
@@ -198,13 +198,13 @@ def _axes(compiled: Compiled, memory: Memory) -> Iterator[Change]:
             yield replace(sum(parts[1:], parts[0]), words=(words,), saves=memory.peak_bytes / 2)
 
 
-def _offload(compiled: Compiled, memory: Memory) -> Iterator[Change]:
+def _offload(compiled: Compiled, memory: Memory) -> Iterator[PlanChange]:
     """Yield the optimizer's state in the host's memory."""
     if "optimizer" not in compiled.plan.offloaded:
         yield _added(compiled.plan, "offload optimizer to cpu", memory.optimizer)
 
 
-_KINDS: Sequence[Callable[[Compiled, Memory], Iterator[Change]]] = (
+_KINDS: Sequence[Callable[[Compiled, Memory], Iterator[PlanChange]]] = (
     _zero, _recompute, _microbatches, _split, _offload, _axes,
 )  # fmt: skip
 
