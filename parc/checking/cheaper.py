@@ -62,8 +62,8 @@ def most_memory(compiled: Compiled) -> Memory:
 
 def cheaper_plans(compiled: Compiled, memory: Memory, budget: int, progress: Progress) -> str:
     """Return the help for a plan that is over its budget: up to three changes with which it is not, or several that are
-    enough together, or those that come closest. At most eight are compiled, and of one kind the mildest and the
-    strongest of those that could be enough by the shares of the memory."""
+    enough together, or those that come closest. At most eight are compiled, and of one kind the two mildest and
+    the strongest of those that could be enough by the shares of the memory."""
     over = memory.peak_bytes - budget
     needs: list[tuple[int, str]] = []  # the bytes of a rank, with the words for them and for the change
 
@@ -83,7 +83,7 @@ def cheaper_plans(compiled: Compiled, memory: Memory, budget: int, progress: Pro
     groups = [group for group in found if group]
     for group in groups:
         enough = [change for change in group if change.saves >= over]
-        any((need(change) or budget + 1) <= budget for change in dict.fromkeys(enough[:1] + enough[-1:]))
+        any((need(change) or budget + 1) <= budget for change in dict.fromkeys(enough[:2] + enough[-1:]))
         within = [words for size, words in needs if size <= budget]
         if len(within) == _MOST_NAMED or len(needs) >= _MOST_ALONE:
             break
@@ -91,7 +91,7 @@ def cheaper_plans(compiled: Compiled, memory: Memory, budget: int, progress: Pro
         return "write " + "; or ".join(within)
     together = PlanChange((), 0)
     for at, group in enumerate(groups, 1):
-        wider = together + max(group, key=lambda change: change.saves)
+        wider = together + max(reversed(group), key=lambda change: change.saves)
         if wider.saves >= over or at >= len(groups) - 1:
             size = need(wider) if len(needs) < _MOST_COMPILED else None
             if size is None:
@@ -127,12 +127,11 @@ def _zero(compiled: Compiled, memory: Memory) -> Iterator[PlanChange]:
     if axis is None:
         return
     line = next((line for line in plan.zero if line.axis.text == axis), None)
-    part, saves = 1 - 1 / plan.mesh.size(axis), 0.0
-    for level, share in enumerate((memory.optimizer, memory.gradients, memory.parameters), 1):
-        if line is None or level > line.level:
-            saves += share * part
-            new = [_added(plan, f"zero {level} over {axis}", saves)]
-            yield from new if line is None else _rewritten(plan, line.span, r"zero\s+(\S+)", level, saves)
+    state = memory.optimizer + memory.gradients + memory.parameters  # what level 1 leaves whole depends on the schedule
+    saves = state * (1 - 1 / plan.mesh.size(axis))
+    for level in range(line.level + 1 if line is not None else 1, 4):
+        new = [_added(plan, f"zero {level} over {axis}", saves)]
+        yield from new if line is None else _rewritten(plan, line.span, r"zero\s+(\S+)", level, saves)
 
 
 def _recompute(compiled: Compiled, memory: Memory) -> Iterator[PlanChange]:
