@@ -106,7 +106,8 @@ CHANGES = {
     "recomputation": (LONG + BOTH, 230, ["recompute blocks.*", "schedule microbatches 4"]),
     "a whole table": (SHALLOW + "mesh tp=2\n", 156,
                       ["schedule microbatches 8", "vocab embed over tp"]),
-    "another axis": (STAGED, 64, ["recompute blocks.* schedule 1f1b microbatches 8 offload optimizer to cpu mesh pp=4"]),
+    "another axis": (STAGED, 64,
+                     ["recompute blocks.* schedule 1f1b microbatches 8 offload optimizer to cpu mesh pp=4"]),
 }  # fmt: skip
 """A plan; a budget that it does not keep, in KiB; and changes with which it does."""
 

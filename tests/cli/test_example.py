@@ -9,7 +9,6 @@ import pytest
 from tests.cli.commands import Captured, parc
 from tests.runtime.forked import forked_ranks
 
-
 LARGE = ("llama3-8b", "llama3-70b", "llama3-405b", "llama-470b", "llama-1t", "deepseek-v3")
 
 
