@@ -1,7 +1,7 @@
 """``make figures``: what introductions to parallel training promise, beside what builds of parc's examples have.
 
-The rows stand in ``docs/figures.md``: a claim, what is counted, its formula's number, parc's number, and the example with
-its variants. parc's numbers are read from reports and programs of builds, printed, and written into the page.
+The rows stand in ``docs/figures.md``: a claim, the unit, its formula's number, parc's number, and the example with its
+variants. parc's numbers are read from reports and programs of builds, printed, and written into the page.
 """
 
 from __future__ import annotations
