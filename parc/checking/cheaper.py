@@ -122,8 +122,8 @@ def _rewritten(plan: Plan, span: Span, place: str, value: int, saves: float) -> 
 
 
 def _zero(compiled: Compiled, memory: Memory) -> Iterator[PlanChange]:
-    """Yield higher levels of ZeRO over a data axis."""
-    plan, axis = compiled.plan, next(iter(_data_axes(compiled)), None)
+    """Yield higher levels of ZeRO over an axis whose ranks read other parts of the inputs."""
+    plan, axis = compiled.plan, next(iter(_data_axes(compiled, of_samples=False)), None)
     if axis is None:
         return
     line = next((line for line in plan.zero if line.axis.text == axis), None)
@@ -208,8 +208,9 @@ _KINDS: Sequence[Callable[[Compiled, Memory], Iterator[PlanChange]]] = (
 )  # fmt: skip
 
 
-def _data_axes(compiled: Compiled) -> list[str]:
-    """Return the axes of several ranks over which samples are split, outermost first."""
-    inputs = compiled.build.programs[FORWARD].main.bound("input").values()
-    axes = (axis for value in inputs if value.type.shape for _, axis in value.type.placement.splits(0))
+def _data_axes(compiled: Compiled, of_samples: bool = True) -> list[str]:
+    """Return the axes of several ranks that split inputs: ``of_samples``, or sequences too."""
+    inputs = [value.type for value in compiled.build.programs[FORWARD].main.bound("input").values()]
+    axes = [axis for type_ in inputs if type_.shape for _, axis in type_.placement.splits(0)]
+    axes += [] if of_samples else [axis for type_ in inputs for axis in type_.placement.split_axes()]
     return [axis for axis in dict.fromkeys(map(compiled.mesh.owner, axes)) if compiled.plan.mesh.size(axis) > 1]
