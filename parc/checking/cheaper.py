@@ -79,9 +79,8 @@ def cheaper_plans(compiled: Compiled, memory: Memory, budget: int, progress: Pro
         needs.append((size, f"{words}: a rank then needs {size_text(size)}{on}"))
         return size
 
-    found = ([change for change in make(compiled, memory) if change.saves > 0] for make in _KINDS)
-    groups = [group for group in found if group]
-    for group in groups:
+    found = {make: [change for change in make(compiled, memory) if change.saves > 0] for make in _KINDS}
+    for group in found.values():
         enough = [change for change in group if change.saves >= over]
         any((need(change) or budget + 1) <= budget for change in dict.fromkeys(enough[:2] + enough[-1:]))
         within = [words for size, words in needs if size <= budget]
@@ -90,6 +89,7 @@ def cheaper_plans(compiled: Compiled, memory: Memory, budget: int, progress: Pro
     if within:
         return "write " + "; or ".join(within)
     together = PlanChange((), 0)
+    groups = [found[make] for make in sorted(_KINDS, key=lambda make: make is _axes) if found[make]]
     for at, group in enumerate(groups, 1):
         wider = together + max(reversed(group), key=lambda change: change.saves)
         if wider.saves >= over or at >= len(groups) - 1:
@@ -204,7 +204,7 @@ def _offload(compiled: Compiled, memory: Memory) -> Iterator[PlanChange]:
 
 
 _KINDS: Sequence[Callable[[Compiled, Memory], Iterator[PlanChange]]] = (
-    _zero, _recompute, _microbatches, _split, _offload, _axes,
+    _zero, _recompute, _microbatches, _split, _axes, _offload,
 )  # fmt: skip
 
 
