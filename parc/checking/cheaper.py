@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from parc.compiler.ops.recompute import line_for
 from parc.compiler.plan.plan import Plan, read_plan
@@ -22,7 +23,7 @@ from parc.grammar.syntax import size_text
 from parc.passes.pipeline import names_of
 from parc.report import memory_of
 
-_MOST_NAMED, _MOST_ALONE, _MOST_COMPILED = 3, 6, 8
+_MOST_NAMED, _MOST_OF_A_KIND, _MOST_ALONE, _MOST_COMPILED = 3, 3, 6, 8
 _WORTH = 20  # a parameter that is less than this part of all is not worth a line
 _ADD_RANKS = "add ranks to an axis that splits the largest of these, or place them over another axis"
 
@@ -62,8 +63,8 @@ def most_memory(compiled: Compiled) -> Memory:
 
 def cheaper_plans(compiled: Compiled, memory: Memory, budget: int, progress: Progress) -> str:
     """Return the help for a plan that is over its budget: up to three changes with which it is not, or several that are
-    enough together, or those that come closest. At most eight are compiled, and of one kind the two mildest and
-    the strongest of those that could be enough by the shares of the memory."""
+    enough together, or those that come closest. At most eight are compiled: of one kind the mildest three of those that
+    could be enough by the shares of the memory."""
     over = memory.peak_bytes - budget
     needs: list[tuple[int, str]] = []  # the bytes of a rank, with the words for them and for the change
 
@@ -81,18 +82,20 @@ def cheaper_plans(compiled: Compiled, memory: Memory, budget: int, progress: Pro
 
     found = {make: [change for change in make(compiled, memory) if change.saves > 0] for make in _KINDS}
     for group in found.values():
-        enough = [change for change in group if change.saves >= over]
-        any((need(change) or budget + 1) <= budget for change in dict.fromkeys(enough[:2] + enough[-1:]))
+        sizes = (size for change in group if change.saves >= over and (size := need(change)) is not None)
+        any(size <= budget for size in islice(sizes, _MOST_OF_A_KIND))
         within = [words for size, words in needs if size <= budget]
         if len(within) == _MOST_NAMED or len(needs) >= _MOST_ALONE:
             break
     if within:
         return "write " + "; or ".join(within)
     together = PlanChange((), 0)
-    groups = [found[make] for make in sorted(_KINDS, key=lambda make: make is _axes) if found[make]]
-    for at, group in enumerate(groups, 1):
-        wider = together + max(reversed(group), key=lambda change: change.saves)
-        if wider.saves >= over or at >= len(groups) - 1:
+    makes = sorted((make for make in _KINDS if found[make]), key=lambda make: make is _axes)
+    for at, make in enumerate(makes, 1):
+        strongest = max(reversed(found[make]), key=lambda change: change.saves)
+        enough = (change for change in found[make] if together.saves + change.saves >= over)
+        wider = together + (next(enough, strongest) if make is _axes else strongest)
+        if wider.saves >= over or at >= len(makes) - 1:
             size = need(wider) if len(needs) < _MOST_COMPILED else None
             if size is None:
                 continue
@@ -127,9 +130,10 @@ def _zero(compiled: Compiled, memory: Memory) -> Iterator[PlanChange]:
     if axis is None:
         return
     line = next((line for line in plan.zero if line.axis.text == axis), None)
-    state = memory.optimizer + memory.gradients + memory.parameters  # what level 1 leaves whole depends on the schedule
-    saves = state * (1 - 1 / plan.mesh.size(axis))
     for level in range(line.level + 1 if line is not None else 1, 4):
+        totals = level == 1 and plan.microbatches > 1  # of gradients, which level 1 leaves whole
+        saves = memory.optimizer + memory.parameters + (0 if totals else memory.gradients)
+        saves *= 1 - 1 / plan.mesh.size(axis)
         new = [_added(plan, f"zero {level} over {axis}", saves)]
         yield from new if line is None else _rewritten(plan, line.span, r"zero\s+(\S+)", level, saves)
 
@@ -178,23 +182,26 @@ def _split(compiled: Compiled, memory: Memory) -> Iterator[PlanChange]:
 
 
 def _axes(compiled: Compiled, memory: Memory) -> Iterator[PlanChange]:
-    """Yield another axis with twice the ranks, inside a node or of stages: the data axis has half of its own, or, if
-    there is none, the plan twice the ranks."""
-    plan, data = compiled.plan, next(iter(_data_axes(compiled)), None)
-    stages = compiled.pipeline.axis if compiled.pipeline is not None else next((s.axis.text for s in plan.stages), "")
-    for axis, size in reversed(plan.mesh.axes):
-        if axis == data or (axis != stages and plan.node is not None and 2 * size > plan.node.ranks):
+    """Yield axes inside a node or of stages with 2, 4, … times the ranks, which the data axis then lacks; without one,
+    with twice the ranks."""
+    plan, data = compiled.plan, next(iter(_data_axes(compiled)), "")
+    free = plan.mesh.size(data) if data else 2
+    stages = next((line.axis.text for line in plan.stages), "")
+    choices = ((2**power, *axis) for power in range(1, free.bit_length()) for axis in reversed(plan.mesh.axes))
+    for factor, axis, size in choices:
+        outside = axis != stages and plan.node is not None and factor * size > plan.node.ranks
+        if axis == data or free % factor or outside:
             continue
-        wanted = {
-            name: ranks // 2 if name == data else 2 * ranks for name, ranks in plan.mesh.axes if name in (data, axis)
-        }
-        parts = [change for name, ranks in wanted.items()
-                 for change in _rewritten(plan, plan.mesh_spans[name], r"=\s*(\S+)", ranks, 0)]  # fmt: skip
+        wanted = {axis: factor * size} | ({data: free // factor} if data else {})
+        axes = {name: wanted.get(name, ranks) for name, ranks in plan.mesh.axes}
+        parts = [change for name in axes if name in wanted
+                 for change in _rewritten(plan, plan.mesh_spans[name], r"=\s*(\S+)", axes[name], 0)]  # fmt: skip
         if len(parts) == len(wanted):
             words = " ".join(part.words[0] for part in parts)
             if not all(part.defines for part in parts):
-                words = "mesh " + ", ".join(f"{name}={wanted.get(name, ranks)}" for name, ranks in plan.mesh.axes)
-            yield replace(sum(parts[1:], parts[0]), words=(words,), saves=memory.peak_bytes / 2)
+                words = "mesh " + ", ".join(f"{name}={ranks}" for name, ranks in axes.items())
+            saves = memory.peak_bytes * (1 - 1 / factor)
+            yield replace(sum(parts[1:], parts[0]), words=(words,), saves=saves)
 
 
 def _offload(compiled: Compiled, memory: Memory) -> Iterator[PlanChange]:
