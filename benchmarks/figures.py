@@ -100,8 +100,9 @@ def measured(row: re.Match[str]) -> str:
     """Return a row with parc's numbers, one for each variant; ``without`` is the example as it is."""
     plan, _, rest = row["build"].strip("`").partition("`")
     variants = [found[1] or "" for found in re.finditer(r"`([^`]+)`?|without", rest)] or [""]
-    numbers = " / ".join(f"{READERS[row['unit']](read(plan, variant)):,.3g}" for variant in variants)
-    text = f"| {row['claim']} | {row['unit']} | {row['formula']} | {numbers} | {row['build']} |"
+    numbers = [READERS[row["unit"]](read(plan, variant)) for variant in variants]
+    cell = " / ".join(f"{number:,.0f}" if number >= 100 else f"{number:.3g}" for number in numbers)
+    text = f"| {row['claim']} | {row['unit']} | {row['formula']} | {cell} | {row['build']} |"
     print(text, flush=True)
     return text
 
