@@ -159,10 +159,14 @@ def _microbatches(compiled: Compiled, memory: Memory) -> Iterator[PlanChange]:
     if now > 1:
         saves[1] = memory.gradients - memory.activations * (now - 1)
     for n, size in sorted(saves.items(), key=lambda item: (item[0] <= now, item[0])):
-        if plan.schedule is not None:
-            yield from _rewritten(plan, plan.schedule.span, r"microbatches\s+(\S+)", n, size)
-        else:
-            yield _added(plan, f"schedule microbatches {n}", size)
+        yield from _scheduled(plan, n, size)
+
+
+def _scheduled(plan: Plan, microbatches: int, saves: float) -> Iterator[PlanChange]:
+    if plan.schedule is not None:
+        yield from _rewritten(plan, plan.schedule.span, r"microbatches\s+(\S+)", microbatches, saves)
+    else:
+        yield _added(plan, f"schedule microbatches {microbatches}", saves)
 
 
 def _split(compiled: Compiled, memory: Memory) -> Iterator[PlanChange]:
@@ -183,7 +187,8 @@ def _split(compiled: Compiled, memory: Memory) -> Iterator[PlanChange]:
 
 def _axes(compiled: Compiled, memory: Memory) -> Iterator[PlanChange]:
     """Yield axes inside a node or of stages with 2, 4, … times the ranks, which the data axis then lacks; without one,
-    with twice the ranks."""
+    with twice the ranks. Of an axis that splits sequences microbatches are as many times more: it saves nothing where a
+    rank has as many samples more."""
     plan, data = compiled.plan, next(iter(_data_axes(compiled)), "")
     free = plan.mesh.size(data) if data else 2
     stages = next((line.axis.text for line in plan.stages), "")
@@ -200,8 +205,9 @@ def _axes(compiled: Compiled, memory: Memory) -> Iterator[PlanChange]:
             words = " ".join(part.words[0] for part in parts)
             if not all(part.defines for part in parts):
                 words = "mesh " + ", ".join(f"{name}={ranks}" for name, ranks in axes.items())
-            saves = memory.peak_bytes * (1 - 1 / factor)
-            yield replace(sum(parts[1:], parts[0]), words=(words,), saves=saves)
+            change = replace(sum(parts[1:], parts[0]), words=(words,), saves=memory.peak_bytes * (1 - 1 / factor))
+            long = data and any(line.axis.text == axis for line in plan.context)
+            yield sum(_scheduled(plan, plan.microbatches * factor, 0) if long else (), change)
 
 
 def _offload(compiled: Compiled, memory: Memory) -> Iterator[PlanChange]:
