@@ -42,11 +42,11 @@ class Read:
         role = [*self.report["roles"], *self.report["roles"]][1]
         rows = (row for row in self.report["communication"] if row["role"] == role and row["carries"] in carries)
         rows = (row for row in rows if op in row["op"] and module in row["module"])
-        return sum(row["count_per_step"] * (row[key] if key else 1) for row in rows)
+        return float(sum(row["count_per_step"] * (row[key] if key else 1) for row in rows))
 
     def most(self, kind: str) -> float:
         """Return the bytes of a kind of memory, of the role that has most."""
-        return max(row[kind] for row in self.report["memory"])
+        return float(max(row[kind] for row in self.report["memory"]))
 
     def state(self) -> int:
         """Return the bytes of the first role's training state."""

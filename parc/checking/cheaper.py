@@ -39,9 +39,8 @@ class PlanChange:
     defines: tuple[tuple[str, str], ...] = ()
 
     def __add__(self, other: PlanChange) -> PlanChange:
-        parts = zip((self.words, self.edits, self.defines), (other.words, other.edits, other.defines), strict=True)
-        words, edits, defines = ((*first, *second) for first, second in parts)
-        return PlanChange(words, self.saves + other.saves, edits, defines)
+        words, edits = (*self.words, *other.words), (*self.edits, *other.edits)
+        return PlanChange(words, self.saves + other.saves, edits, (*self.defines, *other.defines))
 
     def plan(self, plan: Plan) -> Plan:
         """Return the changed plan.
@@ -132,8 +131,8 @@ def _zero(compiled: Compiled, memory: Memory) -> Iterator[PlanChange]:
     line = next((line for line in plan.zero if line.axis.text == axis), None)
     for level in range(line.level + 1 if line is not None else 1, 4):
         totals = level == 1 and plan.microbatches > 1  # of gradients, which level 1 leaves whole
-        saves = memory.optimizer + memory.parameters + (0 if totals else memory.gradients)
-        saves *= 1 - 1 / plan.mesh.size(axis)
+        split = memory.optimizer + memory.parameters + (0 if totals else memory.gradients)
+        saves = split * (1 - 1 / plan.mesh.size(axis))
         new = [_added(plan, f"zero {level} over {axis}", saves)]
         yield from new if line is None else _rewritten(plan, line.span, r"zero\s+(\S+)", level, saves)
 
