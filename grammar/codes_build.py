@@ -313,8 +313,8 @@ OVER_BUDGET = shown(
     why="parc estimates the memory of a rank from the programs: parameters, gradients, optimizer state, and the"
     " values alive at the peak. The message names the largest of them. Its help names up to three changes of the plan,"
     " each compiled and within the budget, with the memory that a rank then needs.",
-    example="budget memory 80GB    # a rank needs 94.8 GiB",
-    instead="zero 2 over dp        # a rank then needs 38.5 GiB; or what else the help names",
+    example="budget memory 80GB    # a rank needs 148.8 GiB",
+    instead="zero 1 over dp        # a rank then needs 63.5 GiB; or what else the help names",
 )
 FORBIDDEN = shown(
     name="P0402",
