@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-torch check fuzz bench bench-pipelines bench-batches bench-data bench-checkpoints bench-memory bench-peaks bench-experts bench-context bench-kept bench-fit bench-sequence bench-gpu build-time families goldens goldens-update outside docs wheel planted-bugs soak clean
+.PHONY: help demo test test-torch check fuzz bench bench-pipelines bench-batches bench-data bench-checkpoints bench-memory bench-peaks bench-experts bench-context bench-kept bench-fit bench-sequence bench-gpu build-time figures families goldens goldens-update outside docs wheel planted-bugs soak clean
 
 # The first Python of at least 3.11; choose another with `make test PYTHON=…`.
 PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13 python3.14; do \
@@ -36,6 +36,7 @@ help:
 	@echo "make bench-sequence split sequences beside tensor parallelism: bytes sent, and bytes kept beside the closed form"
 	@echo "make bench-gpu      a Llama of 1.1 B parameters on a GPU: time and memory beside the plain module, eager and compiled"
 	@echo "make build-time     build Llama 3 8B of 2 to 32 layers on 1 to 16,384 ranks: seconds, memory, a plot"
+	@echo "make figures        what introductions to parallel training promise, beside what builds of the examples have: docs/figures.md"
 	@echo "make families       every family of models under every plan: verified, what it sends, how exact it is"
 	@echo "make goldens        the programs of some forty plans, letter by letter beside their golden hashes"
 	@echo "make outside        models of other packages (transformers, timm, diffusers, x-transformers): verified, refused or crashed"
@@ -139,6 +140,9 @@ bench-checkpoints: $(READY)
 build-time: $(READY)
 	$(PY) benchmarks/small_build_time.py
 	$(PY) benchmarks/build_time.py
+
+figures: $(READY)
+	$(PY) -m benchmarks.figures
 
 families: $(READY)
 	$(PY) -m benchmarks.families

@@ -1,12 +1,11 @@
 """``make bench-peaks``: the memory of a rank, as reports give it, and as a step takes it, followed tensor by tensor
 (``storages.py``).
 
-The first table has the bytes of training state that a rank holds for each parameter, by level of ZeRO and precision, as
-builds report them. The next has ZeRO 3 beside torch's FSDP2 with each layer a unit, on four gloo ranks, for the Llama
-of 20 M parameters of ``peers.py``. The last has builds of a Llama of 5 M parameters, and of a GPT whose embedding and
-head are one weight, under each library that may multiply, whichever is the faster here. Each is beside its estimate:
-the role whose estimate is furthest from what the largest of its ranks takes. Steps before the measured one have made
-the optimizer's state.
+The first table has ZeRO 3 beside torch's FSDP2 with each layer a unit, on four gloo ranks, for the Llama of 20 M
+parameters of ``peers.py``. The second has builds of a Llama of 5 M parameters, and of a GPT whose embedding and head
+are one weight, under each library that may multiply, whichever is the faster here. Each is beside its estimate: the
+role whose estimate is furthest from what the largest of its ranks takes. Steps before the measured one have made the
+optimizer's state.
 """
 
 from __future__ import annotations
@@ -196,28 +195,6 @@ def beside_estimates(folder: Path, wanted: str) -> None:
         print(flush=True)
 
 
-def by_level(folder: Path) -> None:
-    """Print the table of levels and precisions."""
-    from parc.checking.reports import report_of
-    from parc.compiler.plan.plan import read_plan
-    from parc.compiling.driver import compile_plan
-
-    model = MODEL.replace("{examples}", str(ROOT / "examples"))
-    print("| bytes a parameter at dp=4 | zero 0 | zero 1 | zero 2 | zero 3 |\n|---|---:|---:|---:|---:|")
-    for precision in ("", "precision bf16", "precision fp16 loss_scale dynamic"):
-        cells = []
-        for level in range(4):
-            plan = folder / "level.parc"
-            plan.write_text(f"{model}mesh dp=4\n{BATCH}zero {level} over dp\n{precision}\n", encoding="utf-8")
-            (row,) = report_of(compile_plan(read_plan(plan, {}), folder))["memory"]
-            parts = [
-                f"{row['state'][word] / row['of']:.3g}" for word in ("parameters", "weights", "gradients", "optimizer")
-            ]
-            cells.append(f"{sum(row['state'].values()) / row['of']:.3g} ({' + '.join(parts)})")
-        print(f"| {precision or 'precision fp32'} | {' | '.join(cells)} |")
-    print("\nin brackets: parameters as stored, weights that a step makes of them once, gradients, optimizer\n")
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("wanted", nargs="?", default="", help="only the builds whose name has this in it")
@@ -227,6 +204,5 @@ if __name__ == "__main__":
         worker(*given.worker)
     with tempfile.TemporaryDirectory() as name:
         if not given.wanted:
-            by_level(Path(name))
             beside_fsdp(Path(name))
         beside_estimates(Path(name), given.wanted)

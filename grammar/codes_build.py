@@ -311,9 +311,10 @@ OVER_BUDGET = shown(
     name="P0401",
     title="a rank needs more memory than the budget",
     why="parc estimates the memory of a rank from the programs: parameters, gradients, optimizer state, and the"
-    " values alive at the peak. The message names the largest of them.",
-    example="budget memory 16GiB      # a rank needs 24.1 GiB",
-    instead="schedule microbatches 4  # fewer samples at once, or split what is largest over another axis",
+    " values alive at the peak. The message names the largest of them. Its help names up to three changes of the plan,"
+    " each compiled and within the budget, with the memory that a rank then needs.",
+    example="budget memory 80GB    # a rank needs 148.8 GiB",
+    instead="zero 1 over dp        # a rank then needs 63.5 GiB; or what else the help names",
 )
 FORBIDDEN = shown(
     name="P0402",

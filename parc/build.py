@@ -40,7 +40,7 @@ def build(
     with sample_said(plan, folder):
         compiled = compile_plan(plan, folder, progress=progress)
     check_weights(compiled.plan, compiled.folder, compiled.recorded, compiled.captured)
-    hold_promises(compiled)
+    hold_promises(compiled, progress)
     check_sample(plan, folder, compiled.build)
     checked = check_build(compiled, progress)
     if checked.faults:

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 from torch import Tensor, nn
 
 from parc.build import build
+from parc.checking.cheaper import most_memory
 from parc.checking.limits import hold_promises
 from parc.checking.reports import report_of
 from parc.cli import main
+from parc.compiler.plan.plan import read_plan
 from parc.compiler.program import products
 from parc.compiler.program.products import LIBRARIES
+from parc.compiling.driver import compile_plan
 from parc.grammar.diagnostics import Diagnostic, PlanError, render
 from parc.grammar.syntax import size_text
 from parc.report import memory_of
 from parc.report_words import fact_rows
 from tests.checked_plans import compiled
-from tests.runtime.tiny import BOTH, PLAN, TENSOR
+from tests.runtime.tiny import BOTH, EXAMPLES, PLAN, TENSOR
 from tests.two_layers import MODULE, TASK
 
 SHALLOW = PLAN.replace("layers=2", "layers=1")
@@ -93,14 +97,69 @@ def test_a_budget_is_exact_and_names_what_is_large() -> None:
     text = render(found)
     assert "error[P0401]: a rank needs" in text and "1 B more than the budget" in text
     assert "note: parameters " in text and "note: `embed.weight` f32[256/tp, 16], 8.0 KiB" in text
-    assert "add ranks to an axis that splits the largest" in found.help
-    large = compiled(SHALLOW.replace("B=8", "B=64") + BOTH + "budget memory 1KB\n")
-    with pytest.raises(PlanError, match="`microbatches 4`: activations are the largest part"):
-        hold_promises(large)
-    full = SHALLOW.replace("microbatches 2", "microbatches 8")
-    whole = compiled(full + "mesh tp=2\nbudget memory 1KB\n")
-    with pytest.raises(PlanError, match="write `vocab embed over tp`"):
-        hold_promises(whole)
+
+
+LETS = "let dp=2, tp=2, m=2, level=0\n" + SHALLOW.replace("microbatches 2", "microbatches $m")
+LETS += BOTH.replace("dp=2, tp=2", "dp=$dp, tp=$tp") + "zero $level over dp\n"
+STAGED = SHALLOW.replace("schedule  micro", "schedule 1f1b micro").replace("layers=1", "layers=2")
+STAGED += "mesh pp=2\nstage balanced over pp\n"
+LONG = SHALLOW.replace("B=8", "B=64")
+CHANGES = {
+    "a level of ZeRO": (SHALLOW + BOTH, 82, ["zero 1 over dp", "schedule microbatches 4", "offload optimizer to cpu"]),
+    "values of lets": (LETS, 82, ["-D level=1", "-D m=4", "offload optimizer to cpu"]),
+    "several together": (LETS, 55, ["-D level=3 recompute blocks.* -D m=4 offload optimizer to cpu"]),
+    "recomputation": (LONG + BOTH, 230, ["recompute blocks.*", "schedule microbatches 4"]),
+    "a whole table": (SHALLOW + "mesh tp=2\n", 156,
+                      ["schedule microbatches 8", "vocab embed over tp"]),
+    "another axis": (STAGED, 64,
+                     ["recompute blocks.* schedule 1f1b microbatches 8 offload optimizer to cpu mesh pp=4"]),
+}  # fmt: skip
+"""A plan; a budget that it does not keep, in KiB; and changes with which it does."""
+
+
+def changed(plan: str, words: list[str]) -> tuple[str, dict[str, int]]:
+    """Return a plan with changes as a message words them, and its ``-D``."""
+    defines = dict(word.split("=") for each in words if each.startswith("-D") for word in each.split() if "=" in word)
+    for line in (each for each in words if not each.startswith("-D")):
+        verb = line.split()[0]
+        rest = [old for old in plan.splitlines() if verb in ("vocab", "offload") or old.split()[:1] != [verb]]
+        plan = "\n".join([*rest, line, ""])
+    return plan, {name: int(value) for name, value in defines.items()}
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_what_is_named_for_a_budget_is_compiled_and_within_it(kind: str) -> None:
+    plan, kib, expected = CHANGES[kind]
+    with pytest.raises(PlanError) as error:
+        hold_promises(compiled(f"{plan}budget memory {kib}KiB\n"))
+    help_ = error.value.diagnostics[0].help
+    assert help_.startswith("write `")
+    named = [re.findall("`([^`]+)`", choice) for choice in help_.split("; or ")]
+    sizes = re.findall(r"a rank then needs ([\d.]+) KiB", help_)
+    assert [" ".join(words) for words in named] == expected and len(sizes) == len(named)
+    for words, size in zip(named, sizes, strict=True):
+        text, defines = changed(plan, words)
+        assert most_memory(compiled(text, **defines)).peak_bytes <= min(kib, float(size) + 0.1) * 1024
+
+
+def test_of_changes_that_are_not_enough_the_closest_is_named() -> None:
+    with pytest.raises(PlanError) as error:
+        hold_promises(compiled(f"{STAGED}budget memory 43KiB\n"))
+    assert error.value.diagnostics[0].help == (
+        "closest comes `recompute blocks.*` and `schedule 1f1b microbatches 8` and `offload optimizer to cpu` and "
+        "`mesh pp=4`: a rank then needs 50.9 KiB on 4 ranks; add ranks to an axis that splits the largest of these, or "
+        "place them over another axis"
+    )
+
+
+def test_a_change_of_an_included_file_is_not_advised(tmp_path: Path) -> None:
+    """Its lines are no lines of the plan: what is named can be written in the plan itself."""
+    (tmp_path / "part.parc").write_text("zero 1 over dp\n")
+    text = SHALLOW.replace("./gpt.py", str(EXAMPLES / "gpt.py")) + BOTH + 'include "./part.parc"\nbudget memory 60KiB\n'
+    (tmp_path / "plan.parc").write_text(text)
+    with pytest.raises(PlanError) as error:
+        hold_promises(compile_plan(read_plan(tmp_path / "plan.parc"), tmp_path))
+    assert "zero" not in error.value.diagnostics[0].help
 
 
 def test_a_refusal_and_a_report_say_what_the_library_that_multiplies_changes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,17 +210,6 @@ def test_sums_among_stages_are_collectives_too() -> None:
     assert "`all_reduce_among` over `pp` in `embed.weight` is forbidden" in told(
         "forbid any in embed over pp during step\n"
     )
-
-
-@pytest.mark.parametrize(("schedule", "advised"), [("1f1b", True), ("gpipe", False)])
-def test_a_budget_of_a_pipeline_is_kept_by_what_its_schedule_and_axes_allow(schedule: str, advised: bool) -> None:
-    plan = PLAN.replace("schedule  micro", f"schedule {schedule} micro")
-    lines = "mesh pp=2\nstage balanced over pp\nbudget memory 1KB\n"
-    with pytest.raises(PlanError) as error:
-        hold_promises(compiled(plan + lines))
-    (found,) = error.value.diagnostics
-    assert ("`microbatches 4`" in found.help) is advised
-    assert "over pp" not in found.help
 
 
 NET_PLAN = f"""

@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/concepts.md: ``python -m website.pictures`` writes docs/pictures."""
+"""Draws the pictures of docs/concepts.md and docs/strategy.md: ``python -m website.pictures`` writes docs/pictures."""
 
 from __future__ import annotations
 
@@ -150,7 +150,32 @@ def pipeline() -> str:
     return svg(simulate(timelines("1f1b", 4, 8)), "1f1b, 8 microbatches, 4 stages", "slots")
 
 
-PICTURES = (mesh, placements, column_row, zero, ring, roles, pipeline)
+def strategy() -> str:
+    """The questions in the order in which models meet the limits, each with the line of a plan that answers it."""
+    steps = (
+        ("Is the batch too large?", "schedule microbatches 8", "one GPU"),
+        ("Is one GPU too slow?", "mesh dp=8, shard … [B/dp, _]", "data parallel"),
+        ("Is the state too large?", "zero 1 over dp, then 2, then 3", "ZeRO"),
+        ("Is a layer too large or slow?", "column, row, vocab … over tp, sequence", "tensor parallel, inside a node"),
+        ("Is it too large for a node?", "stage balanced over pp, schedule 1f1b", "pipeline, across nodes"),
+        ("Are sequences too long?", "context … over cp", "context parallel"),
+        ("Are there experts?", "experts … over ep", "expert parallel"),
+        ("Is it still over the budget?", "recompute blocks.*, then offload", "time for memory"),
+    )
+    sheet = Sheet(480, 62 * len(steps) + 38, "Which line next? From one GPU to many")
+    for number, (question, line, name) in enumerate(steps):
+        y = 8 + 62 * number
+        sheet.box(8, y, 196, 40, "#ffffff", question, 12)
+        sheet.box(238, y, 234, 40, RANKS[number % 4], f"{name}\n{line}", 12)
+        sheet.arrow(204, y + 20, 236, y + 20)
+        sheet.words(221, y + 14, "yes", 11, "middle", SOFT)
+        sheet.arrow(106, y + 40, 106, y + 60)
+        sheet.words(114, y + 55, "no, or not enough" if number < len(steps) - 1 else "no", 11, color=SOFT)
+    sheet.box(8, 8 + 62 * len(steps), 196, 26, WHOLE, "build, and train", 12)
+    return sheet.text()
+
+
+PICTURES = (mesh, placements, column_row, zero, ring, roles, pipeline, strategy)
 
 
 def pictures() -> dict[str, str]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from parc.checking.cheaper import cheaper_plans, most_memory
 from parc.compiler.build.communication import Communication, messages
-from parc.compiler.layout.placement import TensorType
 from parc.compiler.ops.rules import facts
 from parc.compiler.plan.limits import Promise
 from parc.compiler.program.actions import ACTIONS, BACKWARD, FORWARD, step_kinds
@@ -18,9 +17,8 @@ from parc.compiler.program.liveness import local_bytes
 from parc.compiler.program.products import BLAS, ONEDNN
 from parc.compiler.program.roles import join_roles
 from parc.compiler.resolve.names import find_modules, is_within
-from parc.compiler.schedules import EARLY, problem
-from parc.compiler.sizes.size_range import BATCH
 from parc.compiling.compiled import Compiled
+from parc.compiling.driver import Progress
 from parc.compiling.size_ranges import line_span
 from parc.grammar.codes_build import FORBIDDEN, NOT_EXPECTED, OVER_BUDGET
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
@@ -29,7 +27,6 @@ from parc.passes.pipeline import names_of
 from parc.report import memory_by_library
 
 _SHOWN = 5
-_WORTH = 20  # a parameter that is less than this part of all is not worth a line
 _INSTEAD = dict.fromkeys(
     ("all_gather", "all_to_all"),
     "split the value in the same way where it is made and where it is read, or name fewer modules",
@@ -43,13 +40,14 @@ _COUNTED = {
 _DIGITS = re.compile(r"\d+")
 
 
-def hold_promises(compiled: Compiled) -> None:
-    """Check that a compiled plan keeps its ``budget``, ``forbid`` and ``expect`` lines.
+def hold_promises(compiled: Compiled, progress: Progress = lambda _: None) -> None:
+    """Check that a compiled plan keeps its ``budget``, ``forbid`` and ``expect`` lines. Changes of one that needs more
+    memory are compiled, so that the error can name some with which it does not.
 
     Raises:
         PlanError: with every promise that the build would not keep.
     """
-    broken = [*_collectives(compiled), *_budget(compiled)]
+    broken = [*_collectives(compiled), *_budget(compiled, progress)]
     if broken:
         raise PlanError(broken)
 
@@ -170,14 +168,12 @@ class _Held:
     bytes: int
 
 
-def _budget(compiled: Compiled) -> Iterator[Diagnostic]:
+def _budget(compiled: Compiled, progress: Progress) -> Iterator[Diagnostic]:
     line = compiled.plan.budget
     if line is None:
         return
-    build, types = compiled.build, compiled.build.types
-    rows = [memory_by_library(build, compiled.plan, role) for role in build.roles.values()]
-    memory = max((memory for row in rows for memory in row.values()), key=lambda m: m.peak_bytes)
-    usual = max(row[BLAS.name].peak_bytes for row in rows)
+    memory, rows = most_memory(compiled), compiled.build.roles.values()
+    usual = max(memory_by_library(compiled.build, compiled.plan, role)[BLAS.name].peak_bytes for role in rows)
     over = memory.peak_bytes - line.memory
     if over <= 0:
         return
@@ -187,16 +183,16 @@ def _budget(compiled: Compiled) -> Iterator[Diagnostic]:
         notes.append(
             f"this is on a CPU whose products of float32 are {ONEDNN.name}'s; else it needs {size_text(usual)}"
         )
-    held = sorted([*_parameters(compiled, types), *_values(compiled)], key=lambda tensor: -tensor.bytes)
+    held = sorted([*_parameters(compiled), *_values(compiled)], key=lambda tensor: -tensor.bytes)
     notes += [f"{tensor.name} {tensor.text}, {size_text(tensor.bytes)}" for tensor in held[:_SHOWN]]
     message = f"a rank needs {size_text(memory.peak_bytes)}, {size_text(over)} more than the budget"
-    help_ = _way_out(compiled, types, kinds["activations"] == max(kinds.values()))
+    help_ = cheaper_plans(compiled, memory, line.memory, progress)
     yield Diagnostic(OVER_BUDGET, message, Label(line.span), help=help_, notes=tuple(notes))
 
 
-def _parameters(compiled: Compiled, types: Mapping[str, TensorType]) -> Iterator[_Held]:
+def _parameters(compiled: Compiled) -> Iterator[_Held]:
     forward = compiled.build.programs[FORWARD]
-    for name, type_ in types.items():
+    for name, type_ in compiled.build.types.items():
         yield _Held(f"`{name}`", type_.text(compiled.mesh), local_bytes(type_, forward))
 
 
@@ -219,52 +215,3 @@ def _values(compiled: Compiled) -> Iterator[_Held]:
                 if module not in largest or largest[module].bytes < size:
                     largest[module] = _Held(where, value.type.text(compiled.mesh), size)
     yield from largest.values()
-
-
-def _way_out(compiled: Compiled, types: Mapping[str, TensorType], activations: bool) -> str:
-    """Return a line that would take less memory: more microbatches, or a split of the largest parameter that is
-    whole."""
-    plan = compiled.plan
-    if activations and BATCH in plan.sizes:
-        batch = plan.sizes[BATCH]
-        unit = batch.low if batch.fixed else batch.step
-        more = next((n for n in range(plan.microbatches + 1, unit + 1) if unit % n == 0 and _cuts(compiled, n)), None)
-        if more is not None:
-            line = "" if plan.schedule is not None else "schedule "
-            return f"write `{line}microbatches {more}`: activations are the largest part, and fewer are held at once"
-    names = names_of(compiled.captured)
-    data = {axis for type_ in _inputs(compiled) for axis in type_.placement.split_axes()}
-    taken = data | ({compiled.pipeline.axis} if compiled.pipeline is not None else set())
-    free = [axis for axis in compiled.mesh.names if compiled.mesh.size(axis) > 1 and axis not in taken]
-    sizes = {name: local_bytes(type_, compiled.build.programs[FORWARD]) for name, type_ in types.items()}
-    for name in sorted(types, key=lambda n: -sizes[n]):
-        if sizes[name] * _WORTH < sum(sizes.values()):
-            break
-        verb = {"lookup": "vocab", "linear": "column"}.get(names.use(name).kind)
-        axis = next((axis for axis in free if axis not in types[name].placement.split_axes()), None)
-        if verb is not None and axis is not None:
-            return f"`{name}` is whole: write `{verb} {name.removesuffix('.weight')} over {axis}`"
-    return "add ranks to an axis that splits the largest of these, or place them over another axis"
-
-
-def _cuts(compiled: Compiled, microbatches: int) -> bool:
-    """Return whether the batch can be cut into so many microbatches: each still divides over the data ranks, and the
-    schedule then keeps less at a time."""
-    schedule, pipeline = compiled.plan.schedule, compiled.pipeline
-    if (
-        schedule is not None
-        and pipeline is not None
-        and (schedule.name not in EARLY or problem(schedule.name, pipeline.stages, microbatches, pipeline.chunks))
-    ):
-        return False
-    batch = compiled.plan.sizes[BATCH]
-    part = (batch.low if batch.fixed else batch.step) // microbatches
-    ways = 1
-    for type_ in _inputs(compiled):
-        split = type_.placement.splits(0) if type_.shape else ()
-        ways = max(ways, math.prod(compiled.mesh.size(axis) for _, axis in split))
-    return part % ways == 0
-
-
-def _inputs(compiled: Compiled) -> Iterator[TensorType]:
-    return (value.type for value in compiled.build.programs[FORWARD].main.bound("input").values())

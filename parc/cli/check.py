@@ -51,7 +51,8 @@ def check_command(given: argparse.Namespace) -> int:
         faults = prove(compiled)
     show(warnings_of(compiled))
     check_weights(plan, compiled.folder, compiled.recorded, compiled.captured)
-    hold_promises(compiled)
+    with stages() as progress:
+        hold_promises(compiled, progress)
     check_sample(plan, compiled.folder, compiled.build)
     if faults:
         return show_refusal(faults)

@@ -37,7 +37,7 @@ from parc.compiling.compiled import Compiled, constants_by_name, programs_of
 from parc.compiling.fit import compile_fitted
 from parc.compiling.fitted import Fitted
 from parc.compiling.pipelines import pipeline_of, timelines_of
-from parc.compiling.plan_capture import capture_plan
+from parc.compiling.plan_capture import capture_plan, input_specs
 from parc.compiling.refusals import REFUSALS, refusal, whole_sequences
 from parc.compiling.sites import few_kept, keeping_lines, site_claims
 from parc.compiling.size_ranges import compile_range, fixed
@@ -152,6 +152,21 @@ def compile_captured(
 
     compiled, chosen = compile_fitted(asked.resolved.recompute, captured, fitted, make)
     return replace(compiled, fitted=chosen)
+
+
+@_uncollected()
+def compile_changed(compiled: Compiled, plan: Plan) -> Compiled:
+    """Compile a changed plan for the model of a compiled one, at its largest sizes and without its evaluation. The
+    model is captured again where it is called in another way.
+
+    Raises:
+        PlanError: the changed plan is at fault.
+    """
+    at = fixed(plan, {name: size.high for name, size in plan.sizes.items()})
+    recorded, captured = compiled.recorded, compiled.captured
+    if (at.model, input_specs(at)) != (compiled.plan.model, input_specs(compiled.plan)):
+        recorded, captured = capture_plan(at, task_lines(at), compiled.folder, None)
+    return compile_captured(at, compiled.folder, recorded, captured)
 
 
 def with_evaluation(

@@ -9,6 +9,8 @@ import pytest
 from tests.cli.commands import Captured, parc
 from tests.runtime.forked import forked_ranks
 
+LARGE = ("llama3-8b", "llama3-70b", "llama3-405b", "llama-470b", "llama-1t", "deepseek-v3")
+
 
 def test_an_example_is_copied_with_its_model(capsys: Captured, tmp_path: Path) -> None:
     names = [line.split()[0] for line in parc(capsys, "example")[1].splitlines()[1:]]
@@ -16,7 +18,7 @@ def test_an_example_is_copied_with_its_model(capsys: Captured, tmp_path: Path) -
     for name in names:
         code, _, err = parc(capsys, "example", name, tmp_path / "new")
         assert code == 0 and f"\nnext:  parc build {tmp_path / 'new' / name}.parc -o {tmp_path / 'new' / name}\n" in err
-        assert ("trains it" in err) == (name in ("llama3-8b", "llama3-405b", "llama-470b", "deepseek-v3"))
+        assert ("trains it" in err) == (name in LARGE)
         assert parc(capsys, "check", "--static", tmp_path / "new" / f"{name}.parc")[0] == 0
     assert {path.name for path in (tmp_path / "new").iterdir()} >= {"gpt.parc", "gpt.py", "llama.parc", "llama.py"}
     (tmp_path / "gpt.py").write_text("mine\n")

@@ -1,0 +1,228 @@
+"""Changes of a plan that keep a rank within its budget of memory: each is compiled before a message names it."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+
+from parc.compiler.ops.recompute import line_for
+from parc.compiler.plan.plan import Plan, read_plan
+from parc.compiler.program.actions import FORWARD
+from parc.compiler.program.blocks import block_of, starred
+from parc.compiler.program.cost import Memory
+from parc.compiler.program.liveness import local_bytes
+from parc.compiler.sizes.size_range import BATCH
+from parc.compiling.compiled import Compiled
+from parc.compiling.driver import Progress, compile_changed
+from parc.grammar.diagnostics import PlanError
+from parc.grammar.source import Span
+from parc.grammar.syntax import size_text
+from parc.passes.pipeline import names_of
+from parc.report import memory_of
+
+_MOST_NAMED, _MOST_OF_A_KIND, _MOST_ALONE, _MOST_COMPILED = 3, 3, 6, 8
+_WORTH = 20  # a parameter that is less than this part of all is not worth a line
+_ADD_RANKS = "add ranks to an axis that splits the largest of these, or place them over another axis"
+
+
+@dataclass(frozen=True)
+class PlanChange:
+    """Another plan: the words that make it, the bytes that they take from a rank at most, their edits of the plan's
+    text (from, to, new text), and their ``-D``."""
+
+    words: tuple[str, ...]
+    saves: float
+    edits: tuple[tuple[int, int, str], ...] = ()
+    defines: tuple[tuple[str, str], ...] = ()
+
+    def __add__(self, other: PlanChange) -> PlanChange:
+        words, edits = (*self.words, *other.words), (*self.edits, *other.edits)
+        return PlanChange(words, self.saves + other.saves, edits, (*self.defines, *other.defines))
+
+    def plan(self, plan: Plan) -> Plan:
+        """Return the changed plan.
+
+        Raises:
+            PlanError: it is none.
+        """
+        text = plan.source.text
+        for start, end, new in sorted(self.edits, reverse=True):
+            text = text[:start] + new + text[end:]
+        return read_plan(replace(plan.source, text=text), dict((*plan.defines, *self.defines)))
+
+
+def most_memory(compiled: Compiled) -> Memory:
+    """Return the memory of a rank of the role that needs most."""
+    build = compiled.build
+    return max((memory_of(build, compiled.plan, role) for role in build.roles.values()), key=lambda m: m.peak_bytes)
+
+
+def cheaper_plans(compiled: Compiled, memory: Memory, budget: int, progress: Progress) -> str:
+    """Return the help for a plan that is over its budget: up to three changes with which it is not, or several that are
+    enough together, or those that come closest. At most eight are compiled: of one kind the mildest three of those that
+    could be enough by the shares of the memory."""
+    over = memory.peak_bytes - budget
+    needs: list[tuple[int, str]] = []  # the bytes of a rank, with the words for them and for the change
+
+    def need(change: PlanChange) -> int | None:
+        words = " and ".join(f"`{each}`" for each in change.words)
+        progress(f"over budget: trying {words}")
+        try:
+            changed = compile_changed(compiled, change.plan(compiled.plan))
+        except PlanError:  # such as heads that do not divide
+            return None
+        size, world = most_memory(changed).peak_bytes, changed.mesh.world
+        on = f" on {world:,} ranks" if world != compiled.mesh.world else ""
+        needs.append((size, f"{words}: a rank then needs {size_text(size)}{on}"))
+        return size
+
+    found = {make: [change for change in make(compiled, memory) if change.saves > 0] for make in _KINDS}
+    for group in found.values():
+        sizes = (size for change in group if change.saves >= over and (size := need(change)) is not None)
+        any(size <= budget for size in islice(sizes, _MOST_OF_A_KIND))
+        within = [words for size, words in needs if size <= budget]
+        if len(within) == _MOST_NAMED or len(needs) >= _MOST_ALONE:
+            break
+    if within:
+        return "write " + "; or ".join(within)
+    together = PlanChange((), 0)
+    makes = sorted((make for make in _KINDS if found[make]), key=lambda make: make is _axes)
+    for at, make in enumerate(makes, 1):
+        strongest = max(reversed(found[make]), key=lambda change: change.saves)
+        enough = (change for change in found[make] if together.saves + change.saves >= over)
+        wider = together + (next(enough, strongest) if make is _axes else strongest)
+        if wider.saves >= over or at >= len(makes) - 1:
+            size = need(wider) if len(needs) < _MOST_COMPILED else None
+            if size is None:
+                continue
+            if size <= budget:
+                return f"write {needs[-1][1]}"
+        together = wider
+    return f"closest comes {min(needs)[1]}; {_ADD_RANKS}" if needs else _ADD_RANKS
+
+
+def _added(plan: Plan, line: str, saves: float) -> PlanChange:
+    end = len(plan.source.text)
+    return PlanChange((line,), saves, ((end, end, f"\n{line}\n"),))
+
+
+def _rewritten(plan: Plan, span: Span, place: str, value: int, saves: float) -> Iterator[PlanChange]:
+    """Yield the change of a number, at a place of a line, if the line is the plan's own: by ``-D`` where the line reads
+    a ``let``."""
+    found = re.search(place, span.text)
+    if found is None or span.source is not plan.source:
+        return
+    if found[1].startswith("$"):
+        yield PlanChange((f"-D {found[1][1:]}={value}",), saves, defines=((found[1][1:], str(value)),))
+    else:
+        line = f"{span.text[: found.start(1)]}{value}{span.text[found.end(1) :]}"
+        edit = span.start + found.start(1), span.start + found.end(1), str(value)
+        yield PlanChange((" ".join(line.split()),), saves, (edit,))
+
+
+def _zero(compiled: Compiled, memory: Memory) -> Iterator[PlanChange]:
+    """Yield higher levels of ZeRO over an axis whose ranks read other parts of the inputs."""
+    plan, axis = compiled.plan, next(iter(_data_axes(compiled, of_samples=False)), None)
+    if axis is None:
+        return
+    line = next((line for line in plan.zero if line.axis.text == axis), None)
+    for level in range(line.level + 1 if line is not None else 1, 4):
+        totals = level == 1 and plan.microbatches > 1  # of gradients, which level 1 leaves whole
+        split = memory.optimizer + memory.parameters + (0 if totals else memory.gradients)
+        saves = split * (1 - 1 / plan.mesh.size(axis))
+        new = [_added(plan, f"zero {level} over {axis}", saves)]
+        yield from new if line is None else _rewritten(plan, line.span, r"zero\s+(\S+)", level, saves)
+
+
+def _recompute(compiled: Compiled, memory: Memory) -> Iterator[PlanChange]:
+    """Yield the recomputation of all blocks."""
+    lines = compiled.resolved.recompute
+    blocks = {block for name in compiled.captured.modules if (block := block_of(name)) is not None}
+    chosen = [line_for(lines, block) for block in blocks]
+    if any(line is None or line.keep for line in chosen) and not any(line.fit for line in lines):
+        where = ", ".join(sorted({starred(block) for block in blocks}))
+        yield _added(compiled.plan, f"recompute {where}", memory.activations)
+
+
+def _microbatches(compiled: Compiled, memory: Memory) -> Iterator[PlanChange]:
+    """Yield more microbatches, of which fewer samples are held at once, and one microbatch, which needs no totals of
+    gradients."""
+    plan, now = compiled.plan, compiled.plan.microbatches
+    batch = plan.sizes.get(BATCH)
+    unit = 1 if batch is None else batch.low if batch.fixed else batch.step
+    ways = math.prod(map(plan.mesh.size, _data_axes(compiled)))
+    saves = {n: memory.activations * (1 - now / n) for n in range(now + 1, unit + 1) if unit % (n * ways) == 0}
+    if now > 1:
+        saves[1] = memory.gradients - memory.activations * (now - 1)
+    for n, size in sorted(saves.items(), key=lambda item: (item[0] <= now, item[0])):
+        yield from _scheduled(plan, n, size)
+
+
+def _scheduled(plan: Plan, microbatches: int, saves: float) -> Iterator[PlanChange]:
+    if plan.schedule is not None:
+        yield from _rewritten(plan, plan.schedule.span, r"microbatches\s+(\S+)", microbatches, saves)
+    else:
+        yield _added(plan, f"schedule microbatches {microbatches}", saves)
+
+
+def _split(compiled: Compiled, memory: Memory) -> Iterator[PlanChange]:
+    """Yield the split of a large parameter that is whole, over an axis without samples or stages."""
+    names, types, mesh = names_of(compiled.captured), compiled.build.types, compiled.mesh
+    taken = {*_data_axes(compiled), compiled.pipeline.axis if compiled.pipeline is not None else ""}
+    sizes = {name: local_bytes(type_, compiled.build.programs[FORWARD]) for name, type_ in types.items()}
+    for name in sorted(types, key=lambda name: -sizes[name]):
+        if sizes[name] * _WORTH < sum(sizes.values()):
+            return
+        verb = {"lookup": "vocab", "linear": "column"}.get(names.use(name).kind)
+        split = {mesh.owner(axis) for axis in types[name].placement.split_axes()}
+        axis = next((axis for axis, size in mesh.declared.axes if size > 1 and axis not in taken | split), None)
+        if verb is not None and axis is not None:
+            yield _added(compiled.plan, f"{verb} {name.removesuffix('.weight')} over {axis}", memory.peak_bytes)
+            return
+
+
+def _axes(compiled: Compiled, memory: Memory) -> Iterator[PlanChange]:
+    """Yield axes inside a node or of stages with 2, 4, … times the ranks, which the data axis then lacks; without one,
+    with twice the ranks. Of an axis that splits sequences microbatches are as many times more: it saves nothing where a
+    rank has as many samples more."""
+    plan, data = compiled.plan, next(iter(_data_axes(compiled)), "")
+    free = plan.mesh.size(data) if data else 2
+    stages = next((line.axis.text for line in plan.stages), "")
+    choices = ((2**power, *axis) for power in range(1, free.bit_length()) for axis in reversed(plan.mesh.axes))
+    for factor, axis, size in choices:
+        outside = axis != stages and plan.node is not None and factor * size > plan.node.ranks
+        if axis == data or free % factor or outside:
+            continue
+        wanted = {axis: factor * size} | ({data: free // factor} if data else {})
+        axes = {name: wanted.get(name, ranks) for name, ranks in plan.mesh.axes}
+        parts = [change for name in axes if name in wanted
+                 for change in _rewritten(plan, plan.mesh_spans[name], r"=\s*(\S+)", axes[name], 0)]  # fmt: skip
+        if len(parts) == len(wanted):
+            words = " ".join(part.words[0] for part in parts)
+            if not all(part.defines for part in parts):
+                words = "mesh " + ", ".join(f"{name}={ranks}" for name, ranks in axes.items())
+            change = replace(sum(parts[1:], parts[0]), words=(words,), saves=memory.peak_bytes * (1 - 1 / factor))
+            long = data and any(line.axis.text == axis for line in plan.context)
+            yield sum(_scheduled(plan, plan.microbatches * factor, 0) if long else (), change)
+
+
+def _offload(compiled: Compiled, memory: Memory) -> Iterator[PlanChange]:
+    """Yield the optimizer's state in the host's memory."""
+    if "optimizer" not in compiled.plan.offloaded:
+        yield _added(compiled.plan, "offload optimizer to cpu", memory.optimizer)
+
+
+_KINDS: Sequence[Callable[[Compiled, Memory], Iterator[PlanChange]]] = (
+    _zero, _recompute, _microbatches, _split, _axes, _offload,
+)  # fmt: skip
+
+
+def _data_axes(compiled: Compiled, of_samples: bool = True) -> list[str]:
+    """Return the axes of several ranks that split inputs: ``of_samples``, or sequences too."""
+    inputs = [value.type for value in compiled.build.programs[FORWARD].main.bound("input").values()]
+    axes = [axis for type_ in inputs if type_.shape for _, axis in type_.placement.splits(0)]
+    axes += [] if of_samples else [axis for type_ in inputs for axis in type_.placement.split_axes()]
+    return [axis for axis in dict.fromkeys(map(compiled.mesh.owner, axes)) if compiled.plan.mesh.size(axis) > 1]
