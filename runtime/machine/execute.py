@@ -107,8 +107,6 @@ class Machine:
         for environment, table in zip(environments, totals, strict=bool(totals)):
             environment.update((f"total of {names[key]}", total) for key, total in table.items())
         self._given = {names[key] for table in totals for key in table}
-        for table in totals:
-            table.clear()
         for environment in environments if self._buffers else ():
             for name, part in self._buffers.parts(self.device):
                 environment.setdefault(f"total of {name}", part)
