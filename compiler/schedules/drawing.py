@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Cell = tuple[str, Action | None]
 
 
-def slot_of(timeline: Timeline) -> float:
+def time_slot(timeline: Timeline) -> float:
     """Return a slot of time for a drawing as text: that of the shortest work, but an eighth of the longest at least."""
     times = [span.end - span.start for spans in timeline.spans.values() for span in spans if span.end > span.start]
     return max(min(times), max(times) / 8) if times else 1

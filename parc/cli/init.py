@@ -201,7 +201,7 @@ def _given_input(text: str) -> tuple[str, Guess]:
 def _report(proposal: Proposal, out: Path) -> Iterator[str]:
     """Yield what was written, and the next commands: those of the README."""
     build, ranks = Path("build") / out.stem, proposal.compiled.mesh.world
-    of_transformers = proposal.compiled.plan.model.callable.startswith("parc.hf:")
+    of_transformers = proposal.compiled.plan.model.callable.partition(":")[0] == "parc.hf"
     weights = "weights" if of_transformers else f"{out.stem}.safetensors"
     commands = {
         f"parc build {out} -o {build}": "tests its numbers beside the plain model's",

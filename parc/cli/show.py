@@ -138,7 +138,7 @@ def _show_timeline(given: argparse.Namespace, build: Build) -> int:
 
     from parc.compiler.build.build import BuildError
     from parc.compiler.build.flops import step_timeline
-    from parc.compiler.schedules.drawing import draw, paint, slot_of, svg
+    from parc.compiler.schedules.drawing import draw, paint, svg, time_slot
     from parc.report_words import schedule_words
     from parc.runtime.faults import writing
 
@@ -163,9 +163,9 @@ def _show_timeline(given: argparse.Namespace, build: Build) -> int:
     console = Console(highlight=False, soft_wrap=True)
     print(f"{title}; boxes are as long as their work")
     if console.is_terminal:
-        console.print(paint(timeline, slot_of(timeline), width=console.width), end="")
+        console.print(paint(timeline, time_slot(timeline), width=console.width), end="")
     else:
-        print(draw(timeline, slot_of(timeline)))
+        print(draw(timeline, time_slot(timeline)))
     return 0
 
 

@@ -42,7 +42,7 @@ def graph_of(text: str) -> fx.Graph:
     for line in (line for line in function.lines if line.op != _KEY):
         _add(graph, line, nodes, mode)
     end = graph.output(tuple(nodes[name] for _, name in function.returns))
-    noted(end).results = tuple(key for key, _ in function.returns[1:])
+    noted(end).results = tuple(key for key, _ in function.returns)
     mark_blocks(graph)
     return graph
 
@@ -64,7 +64,10 @@ def _add(graph: fx.Graph, line: Line, nodes: dict[str, fx.Node], mode: FakeTenso
 
 
 def text_of(graph: fx.Graph) -> str:
-    """Return the text of a graph's function."""
+    """Return the text of a graph's function. Results are named after their nodes where a pass left them no bindings."""
+    end = graph.output_node()
+    if len(noted(end).results) != len(outputs(graph)):
+        noted(end).results = tuple(Binding("value", node.name) for node in outputs(graph))
     return reference_program(graph, None, (), 0).main.text(Mesh(), "reference")
 
 
