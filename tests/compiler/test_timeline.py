@@ -10,7 +10,7 @@ import pytest
 
 from parc.compiler.program.actions import Action
 from parc.compiler.schedules import timelines
-from parc.compiler.schedules.drawing import draw, paint, slot_of, svg
+from parc.compiler.schedules.drawing import draw, paint, svg, time_slot
 from parc.compiler.schedules.timeline import Timeline, simulate
 
 
@@ -97,12 +97,14 @@ def test_unequal_times_are_drawn_in_slots() -> None:
 
 def test_stages_of_unequal_work_are_drawn_to_scale_with_room_for_labels() -> None:
     played = simulate(timelines("1f1b", 2, 3), [10, 15], [20, 30])
-    assert draw(played, slot_of(played)).splitlines() == [
+    assert draw(played, time_slot(played)).splitlines() == [
         "pp0 F0 F1            B0─── F2     B1───         B2───  idle 45 %",
         "pp1    F0── B0────── F1─ B1────── F2── B2──────        idle 18 %",
     ]
-    assert slot_of(simulate(timelines("1f1b", 2, 3), [1, 100], [2, 200])) == 25, "no work takes more than eight columns"
-    assert slot_of(Timeline({"pp0": ()})) == 1
+    assert time_slot(simulate(timelines("1f1b", 2, 3), [1, 100], [2, 200])) == 25, (
+        "no work takes more than eight columns"
+    )
+    assert time_slot(Timeline({"pp0": ()})) == 1
 
 
 @pytest.mark.parametrize(("forward", "backward"), [(1, 2), (0.0013, 0.0031), (700.0, 1500.0)])
