@@ -101,9 +101,7 @@ def test_stages_of_unequal_work_are_drawn_to_scale_with_room_for_labels() -> Non
         "pp0 F0 F1            B0─── F2     B1───         B2───  idle 45 %",
         "pp1    F0── B0────── F1─ B1────── F2── B2──────        idle 18 %",
     ]
-    assert time_slot(simulate(timelines("1f1b", 2, 3), [1, 100], [2, 200])) == 25, (
-        "no work takes more than eight columns"
-    )
+    assert time_slot(simulate(timelines("1f1b", 2, 3), [1, 100], [2, 200])) == 25, "no work has more than eight columns"
     assert time_slot(Timeline({"pp0": ()})) == 1
 
 
