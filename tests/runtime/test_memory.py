@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+import torch
 
 import parc
 from benchmarks.storages import Storages
@@ -53,7 +54,7 @@ def peaks(*folders: str) -> list[dict[str, int]]:
 def peak_of_a_step(folder: str) -> tuple[str, int]:
     """Return the library of a session, and the most bytes that tensors of this rank take at once in its second step."""
     with Storages() as storages:
-        session = parc.load(folder)
+        session = parc.load(folder, torch.device("cpu"))
         given = {name: value.repeat(4, 1) for name, value in batch(0).items()}
         session.step(given)
         gc.collect()

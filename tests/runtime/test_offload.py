@@ -23,6 +23,8 @@ from tests.captured_once import compile_once
 from tests.runtime.ranks import run_ranks
 from tests.runtime.tiny import EXAMPLES, ONE, PLAN, batch, build
 
+CPU = torch.device("cpu")
+
 ALL = 'offload optimizer, parameters, activations to "kept"\n'
 SGD = PLAN.replace("adamw lr 1e-2 eps 1e-5 weight_decay 0.1 clip 1.0", "sgd lr 1e-2 momentum 0.9 weight_decay 0.1")
 
@@ -48,10 +50,10 @@ def same(first: tuple[Any, Any], second: tuple[Any, Any]) -> bool:
 
 @pytest.mark.parametrize("plan", [PLAN, SGD], ids=["adamw", "sgd"])
 def test_state_in_files_is_trained_to_the_same_bits(tmp_path: Path, plan: str) -> None:
-    plain, kept = parc.load(build(tmp_path / "a", ONE, plan)), build(tmp_path / "b", ALL, plan)
+    plain, kept = parc.load(build(tmp_path / "a", ONE, plan), CPU), build(tmp_path / "b", ALL, plan)
     plain.save(tmp_path / "unbegun")
     expected = trained(plain)
-    with parc.load(kept) as session:
+    with parc.load(kept, CPU) as session:
         assert [path.name for path in (tmp_path / "b" / "kept").iterdir() if not path.name.startswith(".")] == ["rank0"]
         room = {word: dict(place._have) for word, place in session.offloaded._places.items()}  # type: ignore[attr-defined]
         found = trained(session)
@@ -66,7 +68,7 @@ def test_state_in_files_is_trained_to_the_same_bits(tmp_path: Path, plan: str) -
     assert not list((tmp_path / "b" / "kept").iterdir())
     plain.restore(tmp_path / "saved")
     assert same(trained(plain), further)
-    with parc.load(kept) as session:
+    with parc.load(kept, CPU) as session:
         session.restore(tmp_path / "saved")
         assert same(trained(session), further)
         session.restore(tmp_path / "unbegun")  # has no state of the optimizer

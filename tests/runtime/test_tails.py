@@ -44,7 +44,7 @@ def short(count: int) -> dict[str, torch.Tensor]:
 
 def gradients(path: str, count: int) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, torch.Tensor]]:
     """Return loss, norm and this rank's gradients of a short batch."""
-    with parc.load(path) as session:
+    with parc.load(path, torch.device("cpu")) as session:
         result = session.gradients(short(count))
         return result.loss, result.grad_norm, result.gradients
 
