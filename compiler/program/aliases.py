@@ -14,7 +14,7 @@ import torch
 
 from ..layout.collectives import COLLECTIVES, MESSAGE
 from ..ops.rules import facts
-from .program import Line, Program, operator
+from .program import Function, Line, Program, operator
 
 
 def may_alias(line: Line) -> bool:
@@ -93,11 +93,10 @@ def _joined(program: Program, line: Line, seen: Mapping[str, Sequence[str]]) -> 
     return [names for names in groups.values() if len(names) > 1]
 
 
-def own_in_main(program: Program) -> frozenset[str]:
-    """Return the values that the main function returns or sends as a message, in storage that no parameter, no other
-    such value and no line behind the message needs: messages may write over them. For backward, it is the main function
-    of the last microbatch."""
-    function, groups = program.mains[0], StorageGroups()
+def own_in_main(program: Program, function: Function) -> frozenset[str]:
+    """Return the values that a main function returns or sends as a message, in storage that no parameter, no other such
+    value and no line behind the message needs: messages may write over them."""
+    groups = StorageGroups()
     joins = aliases(program)[function.name]
     for line in function.lines:
         for names in joins.of(line) if MESSAGE not in dict(line.kwargs) else ():

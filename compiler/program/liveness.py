@@ -110,7 +110,8 @@ class Liveness:
     def __init__(self, program: Program, load: float = 1.0, products: Products = BLAS) -> None:
         self.program, self._load, self.products = program, load, products
         self.addable, self.delayed, self.buffers = addable(program), delayed(program), buffers_within(program, products)
-        self.joins, self.own = aliases(program), own_in_main(program)
+        self.joins = aliases(program)
+        self.own = {main.name: own_in_main(program, main) for main in program.mains}
         self._storages: dict[str, Storages] = {}
         self._peaks: dict[object, Peak] = {}
 
@@ -305,7 +306,9 @@ class _Run:
     def _collective(self, index: int, line: Line) -> None:
         name, (source, *_) = line.made[0].name, line.uses
         message = name in self.travels
-        if line.op in SUMS and (source in self.liveness.own if message else self._dies(index, source)):
+        if line.op in SUMS and (
+            source in self.liveness.own.get(self.function.name, ()) if message else self._dies(index, source)
+        ):
             self.alive.add(name, self.alive.drop(self.storages.root[source]), self._share(name))
             return
         result, operand = self.storages.size[name], self.liveness.bytes_of(self.function, source)

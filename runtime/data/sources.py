@@ -79,7 +79,7 @@ class Wanted:
         """Return the form of windows of tokens: which inputs get them, and their length."""
         operands = [name for term in self.facts["loss"] for name in term["operands"]]
         names = byte_inputs(self.inputs, operands)
-        tokens, targets = names.get("tokens", "tokens"), names.get("targets", "targets")
+        tokens, targets = names.get("tokens", "tokens"), names.get("targets", "targets" if operands else None)
         dims = next((line["dims"] for line in self.inputs if line["name"] == tokens), self.inputs[0]["dims"])
         length = int(self.facts["sizes"].get(dims[-1], dims[-1])) if dims else 0
         ignored = (term["ignore"] for term in self.facts["loss"] if targets in term["operands"])

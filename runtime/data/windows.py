@@ -1,4 +1,4 @@
-"""Windows of a text of tokens as samples: tokens, and as targets the token after each."""
+"""Windows of a text of tokens as samples: tokens and, where an input takes them, the token after each as targets."""
 
 from __future__ import annotations
 
@@ -37,16 +37,24 @@ class Packing:
 
 @dataclass(frozen=True, slots=True)
 class WindowForm:
-    """The form of a window: ``length`` tokens, under the names of the inputs for tokens and for targets. With
-    ``packing`` the first token of a document is no target."""
+    """The form of a window: ``length`` tokens, under the names of the inputs for tokens and for targets; where no input
+    takes targets, that is None. With ``packing`` the first token of a document is no target."""
 
     length: int
     tokens: str
-    targets: str
+    targets: str | None
     packing: Packing | None = None
 
+    @property
+    def reads(self) -> int:
+        """The tokens of a text that a window reads: its own, and the one after it as the last target."""
+        return self.length + (self.targets is not None)
+
     def sample(self, text: Tensor, begins: Callable[[], Tensor]) -> dict[str, Tensor]:
-        """Return the sample of ``length + 1`` tokens. ``begins`` says which of all but the first begin a document."""
+        """Return the sample of as many tokens as it ``reads``. ``begins`` says which of all but the first begin a
+        document."""
+        if self.targets is None:
+            return {self.tokens: text}
         tokens, targets = text[:-1], text[1:]
         if self.packing is not None:
             first = begins()
@@ -63,8 +71,8 @@ class WindowForm:
         """
         if self.length < 1:
             raise DataError(f"a sample has at least one token, not {self.length}", "make samples longer")
-        if size < self.length + 1:
-            message = f"{what}: a sample of {self.length} tokens needs {self.length + 1}"
+        if size < self.reads:
+            message = f"{what}: a sample of {self.length} tokens needs {self.reads}"
             raise DataError(message, "name more data, or make samples shorter")
 
 
@@ -79,12 +87,12 @@ class Windows:
     def __init__(self, text: Text, form: WindowForm, what: str) -> None:
         form.check(text.size, what)
         self._text, self._form = text, form
-        self.count = (text.size - 1) // form.length
+        self.count = (text.size - form.reads) // form.length + 1
 
     def __call__(self, number: int) -> dict[str, Tensor]:
-        """Return window ``number`` >= 0: tokens and targets, both int64 [length]."""
+        """Return window ``number`` >= 0: tokens and, where an input takes them, targets, int64 [length]."""
         start = number * self._form.length
-        text = self._text.read(start, self._form.length + 1)
+        text = self._text.read(start, self._form.reads)
         return self._form.sample(text, lambda: self._text.begins(start + 1, self._form.length))
 
 
@@ -130,7 +138,7 @@ def packed_documents(documents: Iterable[Tensor], form: WindowForm) -> Iterator[
         begins = torch.zeros(len(document), dtype=torch.bool)
         begins[:1] = True
         text, first = torch.cat([text, document]), torch.cat([first, begins])
-        while len(text) > form.length:
-            window = first[1 : form.length + 1]
-            yield form.sample(text[: form.length + 1], lambda window=window: window)  # type: ignore[misc]
+        while len(text) >= form.reads:
+            window = first[1 : form.reads]
+            yield form.sample(text[: form.reads], lambda window=window: window)  # type: ignore[misc]
             text, first = text[form.length :], first[form.length :]

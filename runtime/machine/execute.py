@@ -62,7 +62,7 @@ class Machine:
         self._joins = aliases(program)
         self._later: list[Callable[[], torch.Tensor]] | None = None
         self._given: set[str] = set()
-        self._own = own_in_main(program)
+        self._own = {main.name: own_in_main(program, main) for main in program.mains}
         self._on_their_way = frozenset(on_their_way(program).values())
         self._steps = {function.name: self._prepare(function) for function in program.functions}
         self._lines: dict[str, list[Prepared]] = {}
@@ -283,7 +283,8 @@ class Machine:
         together = [line for line in function.lines if line.op == first.op and line.kwargs == first.kwargs]
         takes = {line.made[0].name: itemgetter(*line.uses) for line in together}  # a tuple, where it reads several
         options = [[item for item in line.args if not isinstance(item, Ref)] for line in together]
-        spare = [self.reuse and line.uses[0] in self._own for line in together]
+        own = self._own.get(function.name, frozenset[str]()) if self.reuse else frozenset[str]()
+        spare = [line.uses[0] in own for line in together]
 
         def run(environments: Sequence[Environment]) -> None:
             if first is not together[0]:

@@ -39,6 +39,15 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def test_windows_without_targets_need_no_token_behind_them(folder: Path) -> None:
+    text = JoinedFiles([byte_file(str(folder / "a.txt"))])
+    source = Windows(text, WindowForm(5, "tokens", None), "10 bytes")
+    assert [source(number)["tokens"].tolist() for number in range(source.count)] == [[*range(5)], [*range(5, 10)]]
+    assert [*source(0)] == ["tokens"] and Windows(text, WindowForm(10, "tokens", None), "10 bytes").count == 1
+    with pytest.raises(DataError, match="a sample of 11 tokens needs 11"):
+        Windows(text, WindowForm(11, "tokens", None), "10 bytes")
+
+
 def test_windows_cover_the_sorted_text_once_an_epoch(folder: Path) -> None:
     data = shuffled(windows(["*.txt", "below/*"], folder, 5))
     assert data.count == 12
