@@ -146,9 +146,9 @@ def test_of_changes_that_are_not_enough_the_closest_is_named() -> None:
     with pytest.raises(PlanError) as error:
         hold_promises(compiled(f"{STAGED}budget memory 43KiB\n"))
     assert error.value.diagnostics[0].help == (
-        "closest comes `recompute blocks.*` and `schedule 1f1b microbatches 8` and `offload optimizer to cpu` and "
-        "`mesh pp=4`: a rank then needs 50.9 KiB on 4 ranks; add ranks to an axis that splits the largest of these, or "
-        "place them over another axis"
+        "closest comes `recompute blocks.*` and `schedule 1f1b microbatches 8` in place of line 11 and `offload "
+        "optimizer to cpu` and `mesh pp=4` in place of line 12: a rank then needs 50.9 KiB on 4 ranks; add ranks to an "
+        "axis that splits the largest of these, or place them over another axis"
     )
 
 

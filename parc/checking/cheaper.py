@@ -30,10 +30,10 @@ _ADD_RANKS = "add ranks to an axis that splits the largest of these, or place th
 
 @dataclass(frozen=True)
 class PlanChange:
-    """Another plan: the words that make it, the bytes that they take from a rank at most, their edits of the plan's
-    text (from, to, new text), and their ``-D``."""
+    """Another plan: the words that make it, each with the number of the line that they replace (0: they are new), the
+    bytes that they take from a rank at most, their edits of the plan's text (from, to, new text), and their ``-D``."""
 
-    words: tuple[str, ...]
+    words: tuple[tuple[str, int], ...]
     saves: float
     edits: tuple[tuple[int, int, str], ...] = ()
     defines: tuple[tuple[str, str], ...] = ()
@@ -68,7 +68,8 @@ def cheaper_plans(compiled: Compiled, memory: Memory, budget: int, progress: Pro
     needs: list[tuple[int, str]] = []  # the bytes of a rank, with the words for them and for the change
 
     def need(change: PlanChange) -> int | None:
-        words = " and ".join(f"`{each}`" for each in change.words)
+        said = (f"`{words}`" + (f" in place of line {line}" if line else "") for words, line in change.words)
+        words = " and ".join(said)
         progress(f"over budget: trying {words}")
         try:
             changed = compile_changed(compiled, change.plan(compiled.plan))
@@ -106,7 +107,7 @@ def cheaper_plans(compiled: Compiled, memory: Memory, budget: int, progress: Pro
 
 def _added(plan: Plan, line: str, saves: float) -> PlanChange:
     end = len(plan.source.text)
-    return PlanChange((line,), saves, ((end, end, f"\n{line}\n"),))
+    return PlanChange(((line, 0),), saves, ((end, end, f"\n{line}\n"),))
 
 
 def _rewritten(plan: Plan, span: Span, place: str, value: int, saves: float) -> Iterator[PlanChange]:
@@ -116,11 +117,11 @@ def _rewritten(plan: Plan, span: Span, place: str, value: int, saves: float) -> 
     if found is None or span.source is not plan.source:
         return
     if found[1].startswith("$"):
-        yield PlanChange((f"-D {found[1][1:]}={value}",), saves, defines=((found[1][1:], str(value)),))
+        yield PlanChange(((f"-D {found[1][1:]}={value}", 0),), saves, defines=((found[1][1:], str(value)),))
     else:
         line = f"{span.text[: found.start(1)]}{value}{span.text[found.end(1) :]}"
         edit = span.start + found.start(1), span.start + found.end(1), str(value)
-        yield PlanChange((" ".join(line.split()),), saves, (edit,))
+        yield PlanChange(((" ".join(line.split()), span.line),), saves, (edit,))
 
 
 def _zero(compiled: Compiled, memory: Memory) -> Iterator[PlanChange]:
@@ -201,9 +202,10 @@ def _axes(compiled: Compiled, memory: Memory) -> Iterator[PlanChange]:
         parts = [change for name in axes if name in wanted
                  for change in _rewritten(plan, plan.mesh_spans[name], r"=\s*(\S+)", axes[name], 0)]  # fmt: skip
         if len(parts) == len(wanted):
-            words = " ".join(part.words[0] for part in parts)
+            words = " ".join(part.words[0][0] for part in parts), 0
             if not all(part.defines for part in parts):
-                words = "mesh " + ", ".join(f"{name}={ranks}" for name, ranks in axes.items())
+                mesh = "mesh " + ", ".join(f"{name}={ranks}" for name, ranks in axes.items())
+                words = mesh, plan.mesh_spans[axis].line
             change = replace(sum(parts[1:], parts[0]), words=(words,), saves=memory.peak_bytes * (1 - 1 / factor))
             long = data and any(line.axis.text == axis for line in plan.context)
             yield sum(_scheduled(plan, plan.microbatches * factor, 0) if long else (), change)
