@@ -40,18 +40,17 @@ def short_form(
     lines: Sequence[Line], operands: Sequence[str], results: Sequence[str], families: Sequence[Sequence[str]]
 ) -> ShortForm:
     """Return the short form of a function's lines for families of its operands, all of one size, each in order; the
-    lines as they are where they are no repetitions."""
+    lines as they are where they are no repetitions. The first member or the last may stand alone."""
     uses = {name: [at for at, line in enumerate(lines) if name in line.uses] for of in families for name in of}
     ways = [slice(None), slice(1, None), slice(-1)]  # a sum from zero has no addition of its first term
-    for of in ([family[way] for family in families] for way in ways):
-        if families and all(uses.values()) and len(of[0]) > 1:
-            firsts = [uses[name][0] for name in of[0]]
-            steps, first = {later - before for before, later in pairwise(firsts)}, min(firsts)
-            step = steps.pop()
-            for begin in range(first, max(first - abs(step), -1), -1) if step and not steps else ():
-                repeats = _Repeats(lines, begin, abs(step), of, down=step < 0)
-                if repeats.hold(uses) and (short := repeats.short_form(operands, results)) is not None:
-                    return short
+    for of in ([family[way] for family in families] for way in ways if families and all(uses.values())):
+        firsts = [uses[name][0] for name in of[0]]
+        steps, first = {later - before for before, later in pairwise(firsts)}, min(firsts, default=0)
+        step = steps.pop() if steps else 0
+        for begin in range(first, max(first - abs(step), -1), -1) if step and not steps else ():
+            repeats = _Repeats(lines, begin, abs(step), of, down=step < 0)
+            if repeats.hold(uses) and (short := repeats.short_form(operands, results)) is not None:
+                return short
     own, given = (tuple((at, 0) for at in range(len(names))) for names in (operands, results))
     return ShortForm(tuple(lines), own, given, tuple(results))
 
