@@ -116,7 +116,8 @@ class _Repeats:
         """Return the short form; None where a single result is that of a repetition between the first and the last."""
         heads = {name: head for name, (head, _) in self.members.items()}
         last = {name: self.named[1, place] for name, (turn, place) in self.made.items() if turn == self.count - 1}
-        places, orders, families = list[tuple[int, int]](), ["down" if self.down else "up"], [*map(tuple, self.families)]
+        families = [*map(tuple, self.families)]
+        places, orders = list[tuple[int, int]](), ["down" if self.down else "up"]
         returned: list[str] = []
         at = 0
         while at < len(results):
