@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -33,7 +35,7 @@ class Routers(nn.Module):
             logits.append(scores)
             if self.way == "means":
                 means.append(scores.logsumexp(-1).square().mean())
-        loss = torch.zeros(())
+        loss: Any = 0
         if self.way == "from zero":
             loss = sum(scores.logsumexp(-1).square() for scores in logits)
         elif self.way == "zeros":
@@ -41,7 +43,6 @@ class Routers(nn.Module):
             for scores in logits:
                 loss = loss + scores.logsumexp(-1).square()
         elif self.way == "reversed":
-            loss = 0
             for scores in reversed(logits):
                 loss = loss * 0.5 + scores.logsumexp(-1).square()
         elif self.way == "means":

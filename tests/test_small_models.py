@@ -110,7 +110,7 @@ def test_a_twin_has_two_blocks_in_each_stage_and_chunk(
 def test_a_report_says_which_smaller_model_was_tested(tmp_path: Path) -> None:
     made = net(tmp_path, "layers=1, D=8, width=8", ranks=4)
     twin = subject_of(made)
-    assert twin.text == "the twin: layers=4, width=8, B=16, D=8, mesh pp=2, dp=2"
+    assert not twin.differences and twin.text == "the twin: layers=4, width=8, B=16, D=8, mesh pp=2, dp=2"
 
 
 def test_a_verify_line_with_too_few_blocks_for_the_stages_is_told_what_to_change(tmp_path: Path) -> None:

@@ -46,11 +46,12 @@ _PASS = 10  # multiply-adds in the time in which a number is read and written
 @dataclass(frozen=True, slots=True)
 class Subject:
     """The build on which numbers are tested, which may be smaller than the plan's: the words that say how it is
-    smaller, and its number of steps."""
+    smaller, its number of steps, and the places where programs that were read from files differ."""
 
     compiled: Compiled
     text: str
     steps: int = _STEPS
+    differences: tuple[Fault, ...] = ()
 
 
 def work_of(compiled: Compiled) -> int:
@@ -84,10 +85,10 @@ def subject_of(compiled: Compiled) -> Subject:
                 return Subject(smaller, f"the same programs at {sizes_text(sizes)}")
     if work > _LARGE_WORK or not few_ranks:
         twin, differences = find_twin(compiled, compiled.build.programs)
-        if differences:
+        if differences and compiled.written is None:
             raise PlanError([_other_programs(compiled, twin, differences[0])])
         few = work_of(twin) > _MOST_WORK // _STEPS
-        return Subject(twin, twin_text(twin, few), 1 if few else _STEPS)
+        return Subject(twin, twin_text(twin, few), 1 if few else _STEPS, tuple(differences))
     return Subject(compiled, "the build itself")
 
 
