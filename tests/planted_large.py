@@ -121,6 +121,22 @@ mesh dp=16
 shard input_ids, targets [B/dp, _]
 """
 
+_ROUTERS = """\
+model "./router_losses.py:Routers" (way="{way}", layers=7)
+verify layers=2, width=8
+input tokens int64 [B, S]
+input targets int64 [B, S]
+sizes B=16, S=8
+loss cross_entropy(output.logits, targets) + 0.1 output.aux
+optimizer sgd lr 0.1
+mesh dp=16
+shard tokens, targets [B/dp, _]
+"""
+
+ROUTERS = {
+    f"routers, {way}": ("tests", _ROUTERS.format(way=way)) for way in ("from zero", "zeros", "reversed", "means")
+}
+
 PLANS = {
     "gpt dp=8, tp=2": ("examples", _GPT),
     "gpt dp=8, tp=2, bf16": ("examples", _GPT + "precision bf16\n"),
@@ -129,6 +145,7 @@ PLANS = {
     "tower dp=8, tp=2": ("tests", _TOWER),
     "experts dp=4, ep=4": ("tests", _EXPERTS),
     "losses of all routers dp=16": ("tests", _LOSSES),
+    **ROUTERS,
 }
 
 

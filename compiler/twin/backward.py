@@ -3,7 +3,8 @@ gradient."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -14,6 +15,7 @@ from ..program.program import Line, LocalSize, Program, Ref, Value
 from ..program.residual import residual_of
 from ..program.weights import WeightSources, stored_sources
 from .bodies import sizeless, star
+from .repeats import FamilySlots
 from .wiring import NONE, Forward, PieceCall, PieceFact, PieceSource, WiringFault
 
 _Term = tuple[PieceCall, int] | Binding
@@ -80,8 +82,9 @@ class Backward:
             operands = self.forward.bodies[call.line.op].form.operands
             place, number = self.forward.backward[call.line.op].form.results[at]
             read = ([(operands[slot][0], operands[slot][1] - number) for slot in own] for own in slots)
-            choices = frozenset(tuple(sorted(choice)) for choice in product(*read))
-            yield PieceFact(("goes", call.sort, place), len(slots), choices, f"B {call.place} result {at}")
+            choices = frozenset(_with_whole_families(choice, operands) for choice in product(*read))
+            count = frozenset(map(len, choices))
+            yield PieceFact(("goes", call.sort, place), count, choices, f"B {call.place} result {at}")
 
     def _undo(self, call: PieceCall, line: Line) -> Iterator[PieceFact]:
         """Yield the facts about one call of B, which reads the operands and results of its call of F and the gradients
@@ -129,6 +132,13 @@ class Backward:
         if isinstance(term, Binding):
             return [0] * (source == self.forward.returned.get(LOSS))
         return [slot for slot, read in enumerate(term[0].reads) if read == source]
+
+
+def _with_whole_families(choice: Sequence[tuple[int, int]], operands: FamilySlots) -> tuple[Hashable, ...]:
+    """Return the operands that a gradient goes to, in order; a family of which each member gets it once is one."""
+    sizes, goes = Counter(place for place, _ in operands), Counter(choice)
+    whole = {place for place, size in sizes.items() if size > 1 and all(goes[place, n] == 1 for n in range(size))}
+    return (*sorted(slot for slot in choice if slot[0] not in whole), *((place, "each") for place in sorted(whole)))
 
 
 def reduce_facts(reduce: Program) -> Iterator[PieceFact]:

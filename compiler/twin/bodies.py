@@ -247,6 +247,8 @@ def _follows(
         return True
     if any((here + a, there + b) in sizes for a, b in sizes):  # the last part of a dim begins there
         return True
+    if any(a != b and here == here // a * a and (here // a) * b == there for a, b in sizes if a):
+        return True  # one of the equal parts that a dim is joined of begins there
     whole = [p for p in sizes | near if sizes and 0 < p[0] <= abs(here)]
     return any(pair in ((a + c, b + d), (a * c, b * d)) for a, b in whole for c, d in whole)
 

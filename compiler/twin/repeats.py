@@ -31,7 +31,7 @@ class ShortForm:
     names: Mapping[str, str] = field(default_factory=dict)
     """The names in the short form of values that have others, or none, there."""
     families: tuple[tuple[str, ...], ...] = ()
-    """The families of results."""
+    """The families of operands that repetitions read, and those of results."""
     order: str = ""
     """The order in which repetitions read their family and make their results; "" where nothing repeats."""
 
@@ -40,14 +40,15 @@ def short_form(
     lines: Sequence[Line], operands: Sequence[str], results: Sequence[str], families: Sequence[Sequence[str]]
 ) -> ShortForm:
     """Return the short form of a function's lines for families of its operands, all of one size, each in order; the
-    lines as they are where they are no repetitions."""
+    lines as they are where they are no repetitions. The first member or the last may stand alone."""
     uses = {name: [at for at, line in enumerate(lines) if name in line.uses] for of in families for name in of}
-    if families and all(uses.values()):
-        firsts = [uses[name][0] for name in families[0]]
-        steps, first = {later - before for before, later in pairwise(firsts)}, min(firsts)
-        step = steps.pop()
+    ways = [slice(None), slice(1, None), slice(-1)]  # a sum from zero has no addition of its first term
+    for of in ([family[way] for family in families] for way in ways if families and all(uses.values())):
+        firsts = [uses[name][0] for name in of[0]]
+        steps, first = {later - before for before, later in pairwise(firsts)}, min(firsts, default=0)
+        step = steps.pop() if steps else 0
         for begin in range(first, max(first - abs(step), -1), -1) if step and not steps else ():
-            repeats = _Repeats(lines, begin, abs(step), families, down=step < 0)
+            repeats = _Repeats(lines, begin, abs(step), of, down=step < 0)
             if repeats.hold(uses) and (short := repeats.short_form(operands, results)) is not None:
                 return short
     own, given = (tuple((at, 0) for at in range(len(names))) for names in (operands, results))
@@ -62,7 +63,7 @@ class _Repeats:
         self, lines: Sequence[Line], begin: int, period: int, families: Sequence[Sequence[str]], *, down: bool
     ) -> None:
         self.lines, self.begin, self.period, self.down = lines, begin, period, down
-        self.count = len(families[0])
+        self.count, self.families = len(families[0]), families
         self.end = begin + self.count * period
         self.members = {name: (of[0], number) for of in families for number, name in enumerate(of)}
         self.before = {
@@ -115,7 +116,8 @@ class _Repeats:
         """Return the short form; None where a single result is that of a repetition between the first and the last."""
         heads = {name: head for name, (head, _) in self.members.items()}
         last = {name: self.named[1, place] for name, (turn, place) in self.made.items() if turn == self.count - 1}
-        places, orders, families = list[tuple[int, int]](), ["down" if self.down else "up"], list[tuple[str, ...]]()
+        families = [*map(tuple, self.families)]
+        places, orders = list[tuple[int, int]](), ["down" if self.down else "up"]
         returned: list[str] = []
         at = 0
         while at < len(results):
@@ -137,6 +139,7 @@ class _Repeats:
         left = [*self.lines[: self.begin + 2 * self.period], *(line.renamed(last) for line in self.lines[self.end :])]
         between = {name: f"{place} of repetition {turn}" for name, (turn, place) in self.made.items()
                    if 0 < turn < self.count - 1}  # fmt: skip
+        between |= {name: f"{head} of repetition {number}" for name, (head, number) in self.members.items() if number}
         return ShortForm(
             tuple(line.renamed(heads) for line in left), self._operands(operands), tuple(places),
             tuple(returned), {**between, **last}, tuple(families), ", ".join(orders),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -12,6 +13,7 @@ from parc.compiler.plan.directive import Literal
 from parc.compiler.plan.directives.stage import Stage
 from parc.compiler.plan.directives.view import ViewLine
 from parc.compiler.plan.plan import Plan
+from parc.compiler.program.actions import FORWARD
 from parc.compiler.program.blocks import block_of, innermost, starred
 from parc.compiler.program.faults import Fault
 from parc.compiler.program.program import Program
@@ -21,6 +23,7 @@ from parc.compiler.resolve.names import find_modules
 from parc.compiler.sizes.size_range import BATCH, SizeRange
 from parc.compiler.sizes.template import sizes_text
 from parc.compiler.twin.structure import compare_structure
+from parc.compiler.twin.wiring import Kinds
 from parc.compiling.compiled import Compiled
 from parc.compiling.driver import compile_plan
 from parc.grammar.codes_build import MANY_AXES, NO_TWIN
@@ -43,7 +46,7 @@ _PASS = 10  # multiply-adds in the time in which a number is read and written
 @dataclass(frozen=True, slots=True)
 class Subject:
     """The build on which numbers are tested, which may be smaller than the plan's: the words that say how it is
-    smaller, its number of steps, and the places where its programs differ."""
+    smaller, its number of steps, and the places where programs that were read from files differ."""
 
     compiled: Compiled
     text: str
@@ -66,7 +69,7 @@ def subject_of(compiled: Compiled) -> Subject:
     the build itself.
 
     Raises:
-        PlanError: nothing is small enough, or the twin cannot be made.
+        PlanError: nothing is small enough, the twin cannot be made, or its programs are not the build's.
     """
     work, few_ranks = work_of(compiled), compiled.mesh.world <= _LARGE_WORLD
     if work > _SMALL_WORK and few_ranks and compiled.template is None:
@@ -82,6 +85,8 @@ def subject_of(compiled: Compiled) -> Subject:
                 return Subject(smaller, f"the same programs at {sizes_text(sizes)}")
     if work > _LARGE_WORK or not few_ranks:
         twin, differences = find_twin(compiled, compiled.build.programs)
+        if differences and compiled.written is None:
+            raise PlanError([_other_programs(compiled, twin, differences[0])])
         few = work_of(twin) > _MOST_WORK // _STEPS
         return Subject(twin, twin_text(twin, few), 1 if few else _STEPS, tuple(differences))
     return Subject(compiled, "the build itself")
@@ -162,6 +167,29 @@ def _uneven_blocks(compiled: Compiled) -> Diagnostic | None:
             help_ = "a `verify` line with more layers, twice as many as its pattern repeats, has blocks of each kind"
             return Diagnostic(NO_TWIN, message, Label(line.span), help=help_)
     return None
+
+
+def _other_programs(compiled: Compiled, twin: Compiled, fault: Fault) -> Diagnostic:
+    """Return the error of a build whose twin has other programs. Mostly the model is the cause: code outside its blocks
+    reads a value of each, and does with them what fewer blocks do not show."""
+    line, kinds, main = compiled.plan.verify or compiled.plan.model, Kinds(), compiled.build.reference.main
+    ours, theirs = (kinds.graph(of.build.reference.main, of.build.programs[FORWARD]).pieces for of in (compiled, twin))
+    alike = {piece.kind for piece in theirs.values()}
+    place, piece = next(((name, each) for name, each in ours.items() if each.kind not in alike), ("", None))
+    why = f"`{place}` is as no part of it" if piece is not None else f"its programs differ in {fault.where}"
+    if piece is not None and piece.families:
+        of = [piece.reads[index] for index in piece.families[0]]
+        reader = next(each for each in main.lines if of[0][1].name in each.uses).origin.source
+        first, last = (str(source[1]).removeprefix("after ") for source, _ in (of[0], of[-1]))
+        why = f"`{reader or place}` reads a value of each of `{first}` to `{last}`, and not in equal repetitions"
+    counts = Counter(starred(name) for name in compiled.captured.modules if block_of(name) == name).values()
+    own = [(name, n) for name, n in compiled.plan.model.values if n in counts and twin.overrides.get(name, n) != n]
+    help_ = "please report the plan and this message: parc should make the same programs of both"
+    if own:
+        all_ = " and ".join(f"`{name}={n}`" for name, n in own)
+        help_ = f"keep {all_} in the `verify` line, with other arguments smaller, or add up inside the modules"
+    message = f"numbers cannot be tested on the smaller model: {why}"
+    return Diagnostic(NO_TWIN, message, Label(line.span), notes=() if own else (str(fault),), help=help_)
 
 
 def _many_axes(compiled: Compiled) -> PlanError:

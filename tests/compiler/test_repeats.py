@@ -7,9 +7,15 @@ from dataclasses import replace
 
 import pytest
 
+from parc.checking.twins import subject_of
+from parc.compiler.plan.plan import read_plan
 from parc.compiler.program.program import Function, Program
 from parc.compiler.twin.structure import compare_structure
-from tests.planted_large import LargeBuild, large_build, refusals
+from parc.compiling.driver import compile_plan
+from parc.grammar.diagnostics import PlanError, render
+from parc.grammar.source import Source
+from tests.planted_builds import ROOT
+from tests.planted_large import ROUTERS, LargeBuild, large_build, refusals
 from tests.planted_rows import table_text
 
 NAME = "losses of all routers dp=16"
@@ -23,7 +29,8 @@ def build() -> LargeBuild:
 def head(build: LargeBuild, action: str) -> tuple[Program, Function]:
     """Return a program, and its function that reads a part of every layer, or makes the gradient of each."""
     program = build.programs[action]
-    (function,) = (f for f in program.blocks if f.name.startswith("part_1"))
+    last = build.programs["F"].main.lines[-1].op
+    (function,) = (f for f in program.blocks if f.name.removesuffix("_backward") == last)
     return program, function
 
 
@@ -50,20 +57,41 @@ def test_a_loss_of_all_layers_is_carried_over_from_two(build: LargeBuild) -> Non
     assert build.twin.overrides["num_hidden_layers"] == 2 < len(build.compiled.routing)
 
 
-@pytest.mark.parametrize("action", ["F", "B"])
-def test_every_wrong_operand_of_a_repetition_is_seen_beside_fewer_of_them(build: LargeBuild, action: str) -> None:
-    program, function = head(build, action)
-    mutants = [*changed(function)]
-    assert len(mutants) > 100
+@pytest.mark.parametrize("name", [NAME, *ROUTERS])
+def test_every_wrong_operand_of_a_repetition_is_seen_beside_fewer_of_them(name: str) -> None:
+    build = large_build(name)
     twin = build.twin.build
-    for what, mutant in mutants[:: len(mutants) // 40]:
-        functions = tuple(mutant if f is function else f for f in program.functions)
-        programs = {**build.programs, action: replace(program, functions=functions)}
-        assert compare_structure(programs, build.compiled.build.reference, twin.programs, twin.reference), what
+    for action in ("F", "B"):
+        program, function = head(build, action)
+        mutants = [*changed(function)]
+        assert len(mutants) > 10
+        for what, mutant in mutants[:: -(-len(mutants) // 40)]:
+            functions = tuple(mutant if f is function else f for f in program.functions)
+            programs = {**build.programs, action: replace(program, functions=functions)}
+            assert compare_structure(programs, build.compiled.build.reference, twin.programs, twin.reference), what
+
+
+@pytest.mark.parametrize(("way", "layers"), [("from zero", 4), ("zeros", 2), ("reversed", 4), ("means", 4)])
+def test_losses_of_all_layers_are_carried_over_however_they_are_added(way: str, layers: int) -> None:
+    assert large_build(f"routers, {way}").twin.overrides["layers"] == layers
+
+
+@pytest.mark.parametrize("way", ["weighted", "cat", "stack"])
+def test_a_loss_of_all_layers_without_repetitions_names_its_line_and_the_way_out(way: str) -> None:
+    text = ROUTERS["routers, zeros"][1].replace("zeros", way).replace("layers=7", "layers=9")
+    made = compile_plan(read_plan(Source("large.parc", text)), ROOT / "tests")
+    with pytest.raises(PlanError) as refused:
+        subject_of(made)
+    message = render(refused.value.diagnostics[0])
+    assert "P0213" in message and "large.parc:2:1" in message and "parc's own" not in message
+    assert "reads a value of each of `blocks.0` to `blocks.8`, and not in equal repetitions" in message
+    assert "router_losses.py:" in message and "keep `layers=9` in the `verify` line" in message
+    whole = compile_plan(read_plan(Source("large.parc", text.replace("verify layers=2, ", "verify "))), ROOT / "tests")
+    assert "width=8" in subject_of(whole).text
 
 
 def test_what_is_wrong_with_one_layers_part_is_refused() -> None:
-    rows = refusals(1, [NAME])
+    rows = refusals(1, [NAME, *ROUTERS])
     print(table_text(rows))
     assert not [what for row in rows.values() for what in row.accepted]
     assert sum(row.first["twin"] for row in rows.values()) >= 10
