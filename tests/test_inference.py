@@ -13,7 +13,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import parc
 from benchmarks.storages import Storages
@@ -27,6 +27,7 @@ from parc.compiler.program.binding import LOSS, Binding
 from parc.compiler.program.program import Function
 from parc.compiling.compiled import Compiled
 from parc.grammar.diagnostics import PlanError, render
+from parc.grammar.syntax import size_text
 from parc.runtime.launch import predict
 from parc.runtime.launch.train import Stop
 from tests.checked_plans import checked, compiled
@@ -268,6 +269,23 @@ def test_a_command_predicts_with_a_build_for_inference_and_one_of_training(
     (out / "part-00000.safetensors").write_text("old")
     assert main(words) == 0
     torch.testing.assert_close(predicted(out)["logits"], expected["logits"])
+
+
+def test_predictions_by_first_weights_are_warned_of_and_what_is_written_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    resume, out = ["--resume", str(trained(tmp_path, "sgd lr 0.1"))], tmp_path / "out"
+    save_file(torch.load(tmp_path / "weights.pt"), tmp_path / "model.safetensors")
+    (tmp_path / "rows.py").write_text("def rows():\n    return [{'x': [float(row)] * 8} for row in range(9)]\n")
+    first = written(MOODY + "mesh dp=1\n", tmp_path / "first")
+    other = written(f'{MOODY}mesh dp=1\ninit from "{tmp_path / "model.safetensors"}"\n', tmp_path / "other")
+    for build, more, times in ((first, [], 1), (first, resume, 0), (other, [], 0)):
+        words = ["run", str(build), "--predict", f"dataset {tmp_path}/rows.py:rows", "-o", str(out), "--device", "cpu"]
+        assert main([*words, *more]) == 0
+        *before, last = capsys.readouterr().err.splitlines()
+        assert before.count(predict.FIRST_WEIGHTS) == times == len(before) - 1
+        size = size_text(sum(file.stat().st_size for file in out.iterdir()))
+        assert last == f"written {out}: 1 file of tensors and predictions.json, {size}"
 
 
 def test_a_run_that_is_stopped_leaves_what_was_there(
