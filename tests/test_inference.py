@@ -300,14 +300,28 @@ def test_a_run_that_is_stopped_leaves_what_was_there(
     assert sorted(tmp_path.iterdir()) == before
 
 
+FORMS = "help: forms are `bytes GLOBS`, `tokens GLOBS`, `dataset CALLABLE` and `folder FILE`"
 REFUSED = {
     "synthetic": "the samples of `--predict synthetic` have no end",
     '"./mine.py:sample"': "have no end",
     "folder x.json shuffle": "are all taken in their order: there is no `shuffle`",
     "folder x.json split 0.1": "there is no `split`",
-    "foldr x.json": "`data` takes no `foldr` here",
-    "tokens nothing.npy": "no file matches",
-    "": "data",
+    "foldr x.json": f"`foldr` is not a form of samples\n --> --predict:1:1\n1 | foldr x.json\n  | ^^^^^\n{FORMS};"
+    " did you mean `folder`?\n",
+    "datset ./mine.py:rows": f"{FORMS}; did you mean `dataset`?\n",
+    "callable ./mine.py:rows": "`callable` is not a form of samples\n --> --predict:1:1\n",
+    "data dataset ./mine.py:rows": "`data` begins a plan's line, and is left out in `--predict`\n --> --predict:1:1\n",
+    "data  tokens x.npy": "help: write `tokens x.npy`\n",
+    "data": FORMS,
+    "x.pt": "nothing says what `x.pt` holds\n",
+    '"texts/*.txt"': "help: write a form before it: forms are `bytes GLOBS`,",
+    "tokens nothing.npy": 'P0303]: no file matches "HERE/nothing.npy"\nhelp: name files that are there: "texts/*.txt";',
+    "tokens token.npy": 'matches "HERE/token.npy"\nhelp: did you mean `tokens.npy`?',
+    "bytes {stdlib}/none.py": 'no file matches "{stdlib}/none.py"\nhelp: name files that are there: ',
+    "folder questions.json": "P0303]: there is no folder or file HERE/questions.json\nhelp: name a folder that"
+    " `dataset.save_to_disk` wrote, or a file of JSON with an object a line\n",
+    "dataset ./mine.py:rows": "P0303]: the data's callable: there is no file `HERE/mine.py`\n",
+    "": f"P0003]: `--predict` names no samples\n{FORMS}\n",
 }
 
 
@@ -321,7 +335,7 @@ def test_what_cannot_be_predicted_is_said_before_anything_runs(
 
     def said(*words: str, code: int = 1) -> str:
         assert main(["run", *words, "--device", "cpu"]) == code
-        return capsys.readouterr().err
+        return capsys.readouterr().err.replace(str(tmp_path), "HERE")
 
     for words, text in REFUSED.items():
         assert text in said("build", "--predict", words, "-o", "out"), words
