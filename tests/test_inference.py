@@ -343,6 +343,11 @@ def test_what_cannot_be_predicted_is_said_before_anything_runs(
     assert "the last batch has 5 samples of the 8" in said("mixes", "--predict", "tokens tokens.npy", "-o", "out")
     assert "is not a folder of predictions" in said("build", "--predict", "tokens tokens.npy", "-o", "trains")
     assert "P0421" in said("build")
+    (tmp_path / "model.safetensors").touch()
+    for place, text in (("model.safetensors", "is a file, and a checkpoint is a folder"), (".", "is not a checkpoint")):
+        error = said("build", "--predict", "tokens tokens.npy", "-o", "out", "--resume", place)
+        assert error.startswith(f"error[P0304]: `{place}` {text}")
+        assert f"help: `parc import BUILD {place} -o DIR` makes a checkpoint of a model's weights\n" in error
     assert "there is no --steps" in said("build", "--predict", "a", "-o", "out", "--steps", "3", code=2)
     assert "needs -o DIR" in said("build", "--predict", "a", code=2)
     assert not (tmp_path / "out").exists()

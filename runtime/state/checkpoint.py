@@ -269,10 +269,15 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         for name, place in facts.get("loaders", {}).items():
             if not isinstance(place, list) or [type(number) for number in place] != [int, int] or min(place) < 0:
                 raise ValueError(f"its {FACTS} has {place!r} as the place of the loader {name!r}")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         lacks = f"is not a checkpoint: it has no {FACTS} or no {TENSORS}" if folder.exists() else "does not exist"
         lacks = "is a build, not a checkpoint" if (folder / MANIFEST).is_file() else lacks
-        help_ = path_meant(named, is_checkpoint, "name a folder that `parc run --save` or `session.save` wrote")
+        lacks = "is a file, and a checkpoint is a folder" if folder.is_file() else lacks
+        help_ = "name a folder that `parc run --save` or `session.save` wrote"
+        marked = any((folder / name).is_file() for name in (FACTS, MANIFEST))
+        if not marked and any(path.is_file() for path in (named, *named.glob("*")) if path.suffix == ".safetensors"):
+            help_ = f"`parc import BUILD {named} -o DIR` makes a checkpoint of a model's weights"
+        help_ = path_meant(named, is_checkpoint, help_)
         raise RunError(BAD_STATE, f"`{named}` {lacks}", help_) from None
     except (SafetensorError, FormError, ValueError, KeyError, TypeError, AttributeError, OSError) as broken:
         file = f"{TENSORS} in " if isinstance(broken, SafetensorError) else ""
