@@ -57,7 +57,7 @@ PLANS = {
         'model "./moe_forms.py:Model" (name="listed")\ninput input_ids int64 [B, S]\nsizes B=8, S=4\nmesh dp=1, ep=2\n'
         "shard input_ids [B/dp/ep, _]\nexperts layers.*.experts over ep dropless\n", TESTS,
     ),
-    "statistics": (MOODY + TENSOR + "budget memory 1MB\nforbid all_gather in first\nsteps 5\n", ROOT),
+    "statistics": (MOODY + TENSOR + "budget memory 1MB\nforbid all_gather in first\n", ROOT),
     "sizes": (MOODY.replace("B=8", "B=4..12 by 4") + TENSOR, ROOT),
 }  # fmt: skip
 
