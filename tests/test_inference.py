@@ -343,6 +343,9 @@ def test_what_cannot_be_predicted_is_said_before_anything_runs(
     assert "the last batch has 5 samples of the 8" in said("mixes", "--predict", "tokens tokens.npy", "-o", "out")
     assert "is not a folder of predictions" in said("build", "--predict", "tokens tokens.npy", "-o", "trains")
     assert "P0421" in said("build")
+    trained(tmp_path, "sgd lr 0.1")
+    error = said("build", "--predict", "tokens tokens.npy", "-o", "out", "--resume", "checkpoint")
+    assert error.count(" is missing\n") == 5 and "\n = note: and 1 more\nhelp: " in error
     (tmp_path / "model.safetensors").touch()
     for place, text in (("model.safetensors", "is a file, and a checkpoint is a folder"), (".", "is not a checkpoint")):
         error = said("build", "--predict", "tokens tokens.npy", "-o", "out", "--resume", place)

@@ -139,7 +139,7 @@ class Checkpoint:
         ``more`` than these.
 
         Raises:
-            RunError: tensors are missing, too many, or of other shapes; all of them are named.
+            RunError: tensors are missing, too many, or of other shapes; the first of them are named.
         """
         faults = self._faults("parameter", parameters, more) + (
             self._faults("buffer", buffers, more) if buffers else []
@@ -157,6 +157,9 @@ class Checkpoint:
         ]
 
 
+_SHOWN = 5
+
+
 def refuse(folder: Path, what: str, faults: Sequence[str]) -> None:
     """Raise the error of a checkpoint with these faults, if there are any.
 
@@ -164,7 +167,10 @@ def refuse(folder: Path, what: str, faults: Sequence[str]) -> None:
         RunError: something is.
     """
     if faults:
-        raise RunError(BAD_STATE, f"`{folder}` {what}", "name a checkpoint that this model wrote", shown_faults(faults))
+        notes = shown_faults(faults)
+        more = [f"and {len(notes) - _SHOWN} more"] if len(notes) > _SHOWN else []
+        help_ = "name a checkpoint that this model wrote"
+        raise RunError(BAD_STATE, f"`{folder}` {what}", help_, [*notes[:_SHOWN], *more])
 
 
 def refuse_altered(folder: Path, faults: Sequence[str]) -> None:
