@@ -154,7 +154,7 @@ def open_checkpoint(build: Build, path: Path, *, weights_only: bool = False) -> 
     holds for each parameter; none if it is opened for its weights only, as by a build for inference always.
 
     Raises:
-        RunError: it cannot be read, or is of another model or optimizer; every fault is named.
+        RunError: it cannot be read, or is of another model or optimizer; the first faults are named.
     """
     checkpoint, mesh, pads = read_checkpoint(path), build_mesh(build), pads_from(build.manifest["padding"])
     types = {name: parse_type(text, mesh) for name, text in build.manifest["parameters"].items()}

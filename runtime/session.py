@@ -351,8 +351,8 @@ class Session:
         Collective: every rank calls it.
 
         Raises:
-            RunError: on every rank: it is of another model or optimizer, or was altered; every fault is named, nothing
-                was changed.
+            RunError: on every rank: it is of another model or optimizer, or was altered; the first faults are named,
+                nothing was changed.
         """
         if self.build.trains:
             self._check_trains()

@@ -204,7 +204,7 @@ def runs(folder: Path) -> list[str]:
     with pytest.raises(RunError) as stopped:
         parc.load(build(folder, EVAL, plan, "alone")).predict({})
     said.append(render(stopped.value.diagnostic()))
-    build(folder, ONE, re.sub(r"(loss|optimizer|input +targets) .*", "", FLAT), "inference")
+    build(folder, ONE, re.sub(r"(loss|optimizer|steps|input +targets) .*", "", FLAT), "inference")
     said.append(command("run", "inference"))
     result = session.gradients(batch(0))
     session.update(result)

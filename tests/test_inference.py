@@ -13,7 +13,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import parc
 from benchmarks.storages import Storages
@@ -27,6 +27,7 @@ from parc.compiler.program.binding import LOSS, Binding
 from parc.compiler.program.program import Function
 from parc.compiling.compiled import Compiled
 from parc.grammar.diagnostics import PlanError, render
+from parc.grammar.syntax import size_text
 from parc.runtime.launch import predict
 from parc.runtime.launch.train import Stop
 from tests.checked_plans import checked, compiled
@@ -56,7 +57,7 @@ PLANS = {
         'model "./moe_forms.py:Model" (name="listed")\ninput input_ids int64 [B, S]\nsizes B=8, S=4\nmesh dp=1, ep=2\n'
         "shard input_ids [B/dp/ep, _]\nexperts layers.*.experts over ep dropless\n", TESTS,
     ),
-    "statistics": (MOODY + TENSOR + "budget memory 1MB\nforbid all_gather in first\nsteps 5\n", ROOT),
+    "statistics": (MOODY + TENSOR + "budget memory 1MB\nforbid all_gather in first\n", ROOT),
     "sizes": (MOODY.replace("B=8", "B=4..12 by 4") + TENSOR, ROOT),
 }  # fmt: skip
 
@@ -270,6 +271,23 @@ def test_a_command_predicts_with_a_build_for_inference_and_one_of_training(
     torch.testing.assert_close(predicted(out)["logits"], expected["logits"])
 
 
+def test_predictions_by_first_weights_are_warned_of_and_what_is_written_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    resume, out = ["--resume", str(trained(tmp_path, "sgd lr 0.1"))], tmp_path / "out"
+    save_file(torch.load(tmp_path / "weights.pt"), tmp_path / "model.safetensors")
+    (tmp_path / "rows.py").write_text("def rows():\n    return [{'x': [float(row)] * 8} for row in range(9)]\n")
+    first = written(MOODY + "mesh dp=1\n", tmp_path / "first")
+    other = written(f'{MOODY}mesh dp=1\ninit from "{tmp_path / "model.safetensors"}"\n', tmp_path / "other")
+    for build, more, times in ((first, [], 1), (first, resume, 0), (other, [], 0)):
+        words = ["run", str(build), "--predict", f"dataset {tmp_path}/rows.py:rows", "-o", str(out), "--device", "cpu"]
+        assert main([*words, *more]) == 0
+        *before, last = capsys.readouterr().err.splitlines()
+        assert before.count(predict.FIRST_WEIGHTS) == times == len(before) - 1
+        size = size_text(sum(file.stat().st_size for file in out.iterdir()))
+        assert last == f"written {out}: 1 file of tensors and predictions.json, {size}"
+
+
 def test_a_run_that_is_stopped_leaves_what_was_there(
     tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -282,14 +300,28 @@ def test_a_run_that_is_stopped_leaves_what_was_there(
     assert sorted(tmp_path.iterdir()) == before
 
 
+FORMS = "help: forms are `bytes GLOBS`, `tokens GLOBS`, `dataset CALLABLE` and `folder FILE`"
 REFUSED = {
     "synthetic": "the samples of `--predict synthetic` have no end",
     '"./mine.py:sample"': "have no end",
     "folder x.json shuffle": "are all taken in their order: there is no `shuffle`",
     "folder x.json split 0.1": "there is no `split`",
-    "foldr x.json": "`data` takes no `foldr` here",
-    "tokens nothing.npy": "no file matches",
-    "": "data",
+    "foldr x.json": f"`foldr` is not a form of samples\n --> --predict:1:1\n1 | foldr x.json\n  | ^^^^^\n{FORMS};"
+    " did you mean `folder`?\n",
+    "datset ./mine.py:rows": f"{FORMS}; did you mean `dataset`?\n",
+    "callable ./mine.py:rows": "`callable` is not a form of samples\n --> --predict:1:1\n",
+    "data dataset ./mine.py:rows": "`data` begins a plan's line, and is left out in `--predict`\n --> --predict:1:1\n",
+    "data  tokens x.npy": "help: write `tokens x.npy`\n",
+    "data": FORMS,
+    "x.pt": "nothing says what `x.pt` holds\n",
+    '"texts/*.txt"': "help: write a form before it: forms are `bytes GLOBS`,",
+    "tokens nothing.npy": 'P0303]: no file matches "HERE/nothing.npy"\nhelp: name files that are there: "texts/*.txt";',
+    "tokens token.npy": 'matches "HERE/token.npy"\nhelp: did you mean `tokens.npy`?',
+    "bytes {stdlib}/none.py": 'no file matches "{stdlib}/none.py"\nhelp: name files that are there: ',
+    "folder questions.json": "P0303]: there is no folder or file HERE/questions.json\nhelp: name a folder that"
+    " `dataset.save_to_disk` wrote, or a file of JSON with an object a line\n",
+    "dataset ./mine.py:rows": "P0303]: the data's callable: there is no file `HERE/mine.py`\n",
+    "": f"P0003]: `--predict` names no samples\n{FORMS}\n",
 }
 
 
@@ -303,7 +335,7 @@ def test_what_cannot_be_predicted_is_said_before_anything_runs(
 
     def said(*words: str, code: int = 1) -> str:
         assert main(["run", *words, "--device", "cpu"]) == code
-        return capsys.readouterr().err
+        return capsys.readouterr().err.replace(str(tmp_path), "HERE")
 
     for words, text in REFUSED.items():
         assert text in said("build", "--predict", words, "-o", "out"), words
@@ -311,6 +343,14 @@ def test_what_cannot_be_predicted_is_said_before_anything_runs(
     assert "the last batch has 5 samples of the 8" in said("mixes", "--predict", "tokens tokens.npy", "-o", "out")
     assert "is not a folder of predictions" in said("build", "--predict", "tokens tokens.npy", "-o", "trains")
     assert "P0421" in said("build")
+    trained(tmp_path, "sgd lr 0.1")
+    error = said("build", "--predict", "tokens tokens.npy", "-o", "out", "--resume", "checkpoint")
+    assert error.count(" is missing\n") == 5 and "\n = note: and 1 more\nhelp: " in error
+    (tmp_path / "model.safetensors").touch()
+    for place, text in (("model.safetensors", "is a file, and a checkpoint is a folder"), (".", "is not a checkpoint")):
+        error = said("build", "--predict", "tokens tokens.npy", "-o", "out", "--resume", place)
+        assert error.startswith(f"error[P0304]: `{place}` {text}")
+        assert f"help: `parc import BUILD {place} -o DIR` makes a checkpoint of a model's weights\n" in error
     assert "there is no --steps" in said("build", "--predict", "a", "-o", "out", "--steps", "3", code=2)
     assert "needs -o DIR" in said("build", "--predict", "a", code=2)
     assert not (tmp_path / "out").exists()

@@ -76,7 +76,7 @@ def load_callable(target: str, folder: Path) -> Callable[..., Any]:
     place, _, name = target.rpartition(":")
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
-    module = _load_file(folder / place) if place.endswith(".py") else _import(place, folder)
+    module = _load_file(existing(folder, place)) if place.endswith(".py") else _import(place, folder)
     value = module
     for part in name.split("."):
         if not hasattr(value, part):
@@ -97,7 +97,7 @@ def look_up(target: str, folder: Path) -> None:
     place, _, name = target.rpartition(":")
     if not place.endswith(".py"):
         return
-    path, first = existing((folder / place).resolve()), name.partition(".")[0]
+    path, first = existing(folder, place), name.partition(".")[0]
     text = path.read_bytes()
     if (tree := parsed(text)) is not None and not OPEN.search(text):
         names = set(bound_names(tree))
@@ -177,7 +177,6 @@ def _module_meant(name: str, folder: Path) -> str:
 
 def _load_file(path: Path) -> Any:
     """Load a file as a module of its own, once a process, so that its classes are the same everywhere."""
-    path = existing(path.resolve())
     label = f"parc_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if label in sys.modules:
         return sys.modules[label]
@@ -194,13 +193,15 @@ def _load_file(path: Path) -> Any:
     return module
 
 
-def existing(path: Path) -> Path:
-    """Return the path of a file that exists.
+def existing(folder: Path, place: str) -> Path:
+    """Return the whole path of a file that exists, named from ``folder``, which is that of the plan.
 
     Raises:
         CallableError: it is not.
     """
+    path = (folder / place).resolve()
     if not path.is_file():
         meant = did_you_mean(path.name, (other.name for other in path.parent.glob("*.py")))
-        raise CallableError(f"there is no file `{path.name}` beside the plan", meant)
+        said = f"`{path}`" if Path(place).is_absolute() else f"`{path.name}` beside the plan"
+        raise CallableError(f"there is no file {said}", meant)
     return path

@@ -82,7 +82,7 @@ def _reach(targets: Sequence[str], folder: Path) -> dict[Path, tuple[ReachedCode
     reached = _Reached(folder)
     for target in targets:
         place, _, name = target.rpartition(":")
-        first = [existing((folder / place).resolve())] if place.endswith(".py") else _files_of(place.split("."), folder)
+        first = [existing(folder, place)] if place.endswith(".py") else _files_of(place.split("."), folder)
         files = [reached.run(file) for file in first]
         for file in files[-1:]:
             reached.name(file, name.partition(".")[0])

@@ -26,6 +26,8 @@ SAMPLE_FORMS = {
     "callable": "CALLABLE [ARGS] [workers N]",
 }
 """The forms of the phrase, by name."""
+ENDLESS = ("synthetic", "callable")
+"""The forms of samples without an end."""
 
 
 @dataclass(frozen=True, slots=True)

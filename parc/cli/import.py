@@ -26,7 +26,9 @@ def import_command(given: argparse.Namespace) -> int:
     from parc.runtime.importing import import_weights
     from parc.runtime.opening import open_build
 
-    tensors, size = import_weights(open_build(given.build), given.weights, given.out, given.rounded)
+    build = open_build(given.build)
+    tensors, size = import_weights(build, given.weights, given.out, given.rounded)
     say(f"written {given.out}: {tensors} tensors, {size_text(size)}")
-    say(f"next:  parc run {given.build} --resume {given.out} --save {given.out}")
+    use = f"--save {given.out}" if build.trains else "--predict WORDS -o DIR"
+    say(f"next:  parc run {given.build} --resume {given.out} {use}")
     return 0

@@ -221,6 +221,7 @@ def _predict_options(given: argparse.Namespace, build: Build) -> Predict:
         RunError: these have no end or another order, or the build has no programs that predict.
     """
     from parc.compiler.plan.directives.data import read_words
+    from parc.compiler.plan.samples_said import ENDLESS
     from parc.grammar.codes_build import BAD_DATA
     from parc.runtime.evaluation import evaluation_of
     from parc.runtime.faults import RunError
@@ -228,7 +229,7 @@ def _predict_options(given: argparse.Namespace, build: Build) -> Predict:
 
     evaluation_of(build)
     facts = read_words(given.predict, "--predict").facts()
-    for wrong in ("shuffle", "split", *({facts["form"]} & {"synthetic", "callable"})):
+    for wrong in ("shuffle", "split", *({facts["form"]} & {*ENDLESS})):
         if wrong in facts or wrong == facts["form"]:
             what = "have no end" if wrong == facts["form"] else f"are all taken in their order: there is no `{wrong}`"
             help_ = "name files, a folder, or a dataset with a length, and nothing about their order"

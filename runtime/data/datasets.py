@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...compiler.sizes.size_range import BATCH
+from ...grammar.nearest import path_meant
 from .samples import DataError, asked
 from .windows import JoinedDocuments, WindowForm, Windows, packed_documents
 
@@ -230,11 +231,14 @@ def folder_source(folder: Path, inputs: Inputs, form: WindowForm | None) -> MapS
         import datasets
     except ImportError:
         raise DataError("`folder` needs the package `datasets`", "install it: `pip install datasets`") from None
+    help_ = "name a folder that `dataset.save_to_disk` wrote, or a file of JSON with an object a line"
+    if not folder.exists():
+        meant = path_meant(folder, lambda path: path.is_dir() or path.suffix.startswith(".json"), help_)
+        raise DataError(f"there is no folder or file {folder}", meant)
     try:
         made = datasets.Dataset.from_json(str(folder)) if folder.is_file() else datasets.load_from_disk(str(folder))
     except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
         message = f"{folder} cannot be read as a dataset: {str(error.__cause__ or error).splitlines()[0]}"
-        help_ = "name a folder that `dataset.save_to_disk` wrote, from the plan's folder"
         help_ = (
             "write an object a line: the tensors of a sample, as lists, by the inputs" if folder.is_file() else help_
         )

@@ -28,21 +28,24 @@ def matching_files(patterns: Sequence[str], root: Path) -> list[str]:
         if "{stdlib}" in pattern:  # what else is installed there differs from machine to machine
             files = {name for name in files if not {"site-packages", "dist-packages"} & set(Path(name).parts)}
         if not files:
-            raise DataError(f'no file matches "{pattern}" in {root}', _meant(pattern, root), pattern)
+            whole = os.path.isabs(absolute if "{stdlib}" in pattern else pattern)
+            where, otherwise = ("", "") if whole else (f" in {root}", ", from the plan's folder")
+            help_ = _meant(pattern, root, _PATTERNS.format(otherwise))
+            raise DataError(f'no file matches "{pattern}"{where}', help_, pattern)
         matches |= files
     return sorted(name for name in matches if os.path.getsize(name)) or sorted(matches)[:1]
 
 
-def _meant(pattern: str, root: Path) -> str:
+def _meant(pattern: str, root: Path, otherwise: str) -> str:
     """Return the question "did you mean ...?" with names similar to the first part of a pattern that does not exist;
-    without such names, a text that says where patterns are looked for."""
+    ``otherwise`` without such names."""
     for part in Path(pattern).parts:
         if glob.has_magic(part) or not root.is_dir():
             break
         if not (root / part).exists():
-            return did_you_mean(part, (entry.name for entry in root.iterdir()), _PATTERNS)
+            return did_you_mean(part, (entry.name for entry in root.iterdir()), otherwise)
         root /= part
-    return _PATTERNS
+    return otherwise
 
 
-_PATTERNS = 'name files that are there, from the plan\'s folder: "texts/*.txt"; `**` goes into all folders below'
+_PATTERNS = 'name files that are there{}: "texts/*.txt"; `**` goes into all folders below'

@@ -18,11 +18,16 @@ import torch
 from safetensors.torch import save_file
 
 from ...compiler.build.folders import replacing
+from ...grammar.syntax import size_text
 from ..faults import writing
 from ..session import Session
 from .failures import begin
 from .train import Stop
 
+FIRST_WEIGHTS = (
+    "warning: the weights are the model's first ones, which no step has trained: name a checkpoint with `--resume"
+    " CHECKPOINT`, or weights of other tools with an `init from` line in the plan"
+)
 PREDICTIONS = "predictions.json"
 """The file that says what is in the others; it is written last."""
 PART_BYTES = 64 << 20
@@ -51,6 +56,7 @@ class _Parts:
     waiting: list[tuple[int, Mapping[str, torch.Tensor]]] = field(default_factory=list)
     stack: ExitStack = field(default_factory=ExitStack)
     folder: Path | None = None
+    bytes: int = 0
 
     def add(self, samples: int, returned: Mapping[str, torch.Tensor]) -> None:
         """Add a batch; write a file once there are enough."""
@@ -70,18 +76,21 @@ class _Parts:
             name = f"part-{len(self.files):05d}.safetensors"
             save_file(tensors, self.folder / name)
             (self.folder / name).chmod(0o644)
+            self.bytes += (self.folder / name).stat().st_size
         self.files.append({"file": name, "samples": sum(samples for samples, _ in self.waiting)})
         self.waiting = []
 
     def end(self, facts: Mapping[str, Any]) -> None:
-        """Write the last file and the index, and name the folder."""
+        """Write the last file and the index, name the folder, and say so."""
         if self.waiting:
             self.write()
         with writing(self.out):
             assert self.folder is not None
             text = json.dumps({**facts, "dims": dict(self.dims), "parts": self.files}, indent=1)
-            (self.folder / PREDICTIONS).write_text(text + "\n", encoding="utf-8")
+            self.bytes += (self.folder / PREDICTIONS).write_bytes(f"{text}\n".encode())
             self.stack.close()
+        files = f"{len(self.files):,} file{'s' * (len(self.files) != 1)} of tensors"
+        print(f"written {self.out}: {files} and {PREDICTIONS}, {size_text(self.bytes)}", file=sys.stderr)
 
 
 def predict(session: Session, options: Predict) -> int:
@@ -95,6 +104,8 @@ def predict(session: Session, options: Predict) -> int:
         session.restore(options.resume, weights_only=True)
     with session, Stop() as stop, ExitStack() as stack:
         begin()
+        if options.resume is None and session.build.manifest["init"] is None and session.rank == 0:
+            print(FIRST_WEIGHTS, file=sys.stderr)
         evaluation = session.evaluation.on(options.samples)
         stack.callback(evaluation.close)
         total, done, began = evaluation.count, 0, time.perf_counter()

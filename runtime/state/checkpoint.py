@@ -139,7 +139,7 @@ class Checkpoint:
         ``more`` than these.
 
         Raises:
-            RunError: tensors are missing, too many, or of other shapes; all of them are named.
+            RunError: tensors are missing, too many, or of other shapes; the first of them are named.
         """
         faults = self._faults("parameter", parameters, more) + (
             self._faults("buffer", buffers, more) if buffers else []
@@ -157,6 +157,9 @@ class Checkpoint:
         ]
 
 
+_SHOWN = 5
+
+
 def refuse(folder: Path, what: str, faults: Sequence[str]) -> None:
     """Raise the error of a checkpoint with these faults, if there are any.
 
@@ -164,7 +167,10 @@ def refuse(folder: Path, what: str, faults: Sequence[str]) -> None:
         RunError: something is.
     """
     if faults:
-        raise RunError(BAD_STATE, f"`{folder}` {what}", "name a checkpoint that this model wrote", shown_faults(faults))
+        notes = shown_faults(faults)
+        more = [f"and {len(notes) - _SHOWN} more"] if len(notes) > _SHOWN else []
+        help_ = "name a checkpoint that this model wrote"
+        raise RunError(BAD_STATE, f"`{folder}` {what}", help_, [*notes[:_SHOWN], *more])
 
 
 def refuse_altered(folder: Path, faults: Sequence[str]) -> None:
@@ -269,10 +275,15 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         for name, place in facts.get("loaders", {}).items():
             if not isinstance(place, list) or [type(number) for number in place] != [int, int] or min(place) < 0:
                 raise ValueError(f"its {FACTS} has {place!r} as the place of the loader {name!r}")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         lacks = f"is not a checkpoint: it has no {FACTS} or no {TENSORS}" if folder.exists() else "does not exist"
         lacks = "is a build, not a checkpoint" if (folder / MANIFEST).is_file() else lacks
-        help_ = path_meant(named, is_checkpoint, "name a folder that `parc run --save` or `session.save` wrote")
+        lacks = "is a file, and a checkpoint is a folder" if folder.is_file() else lacks
+        help_ = "name a folder that `parc run --save` or `session.save` wrote"
+        marked = any((folder / name).is_file() for name in (FACTS, MANIFEST))
+        if not marked and any(path.is_file() for path in (named, *named.glob("*")) if path.suffix == ".safetensors"):
+            help_ = f"`parc import BUILD {named} -o DIR` makes a checkpoint of a model's weights"
+        help_ = path_meant(named, is_checkpoint, help_)
         raise RunError(BAD_STATE, f"`{named}` {lacks}", help_) from None
     except (SafetensorError, FormError, ValueError, KeyError, TypeError, AttributeError, OSError) as broken:
         file = f"{TENSORS} in " if isinstance(broken, SafetensorError) else ""

@@ -79,11 +79,11 @@ error[P0303]: the data has 0 samples
 help: give it 1 or more
 """,
     'folder "wiki"': """\
-error[P0303]: wiki cannot be read as a dataset: Directory wiki not found
+error[P0303]: there is no folder or file wiki
  --> plan.parc:7:18
 7 | data      folder "wiki"
   |                  ^^^^^^
-help: name a folder that `dataset.save_to_disk` wrote, from the plan's folder
+help: name a folder that `dataset.save_to_disk` wrote, or a file of JSON with an object a line
 """,
 }
 

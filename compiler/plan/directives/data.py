@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ....grammar.diagnostics import Diagnostic, PlanError
+from ....grammar.codes_language import MISSING_ARGUMENT, UNEXPECTED_ARGUMENT
+from ....grammar.diagnostics import Diagnostic, Label, PlanError
+from ....grammar.nearest import did_you_mean, listed
 from ....grammar.parse import parse
-from ....grammar.source import Source
+from ....grammar.source import Source, Span
 from ....grammar.usage import parse_usage
 from ..directive import Directive, Scope, argument
-from ..samples_said import SAMPLE_FORMS, SamplesSaid, check_samples, read_samples, usages
+from ..samples_said import ENDLESS, SAMPLE_FORMS, SamplesSaid, check_samples, read_samples, usages
 
 
 @dataclass(frozen=True)
@@ -72,9 +74,12 @@ def read_words(words: str, option: str) -> SamplesSaid:
     Raises:
         PlanError: they are no such words.
     """
-    split = words.split() if '"' not in words else []
-    at = next((at for at, word in enumerate(split[:2]) if word not in SAMPLE_FORMS), None)
-    if at or (at == 0 and ":" in split[0]):
+    split = words.replace('"', " ").split()
+    first = split[0] if split else ""
+    if ":" not in first and first not in {*SAMPLE_FORMS} - {"callable"}:
+        raise PlanError([_no_form(words, first, option)])
+    at = int(first in SAMPLE_FORMS)
+    if '"' not in words and at < len(split):
         words = " ".join([*split[:at], f'"{split[at]}"', *split[at + 1 :]])
     statements, wrong = parse(Source(option, f"data {words}"))
     arguments, faults = parse_usage(Data.USAGE).match(statements[0]) if statements else (None, ())
@@ -82,3 +87,24 @@ def read_words(words: str, option: str) -> SamplesSaid:
     if errors or arguments is None:
         raise PlanError(errors)
     return Data.read(arguments).said
+
+
+def _no_form(words: str, first: str, option: str) -> Diagnostic:
+    """Return the error of words whose ``first`` is not a form of samples, with the forms of samples that have an
+    end."""
+    known = {form: " ".join(text.split()[:2]) for form, text in SAMPLE_FORMS.items() if form not in ENDLESS}
+    help_ = f"forms are {listed(known.values())}"
+    if not first:
+        return Diagnostic(MISSING_ARGUMENT, f"`{option}` names no samples", help=help_)
+    at = words.index(first)
+    message, rest = f"`{first}` is not a form of samples", words[at + len(first) :].strip()
+    if first == "data":
+        message = f"`data` begins a plan's line, and is left out in `{option}`"
+        help_ = f"write `{rest}`" if rest else help_
+    elif "." in first or "/" in first:
+        message = f"nothing says what `{first}` holds"
+        help_ = f"write a form before it: {help_}; `dataset` takes a function, which may read any file"
+    elif meant := did_you_mean(first, known):
+        help_ += f"; {meant}"
+    label = Label(Span(Source(option, words), at, at + len(first)))
+    return Diagnostic(UNEXPECTED_ARGUMENT, message, label, help=help_)

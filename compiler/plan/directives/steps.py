@@ -15,5 +15,6 @@ class Steps(Directive):
 
     USAGE = "steps N"
     LIMITS = (("n", ONE_OR_MORE),)
+    TRAINING = (("", "counts steps"),)
 
     value: int = argument(lambda given: int(given.number("n", 0)))
