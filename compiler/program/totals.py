@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection
 
+import torch
+
 from ..ops.rules import facts
 from .aliases import may_alias
 from .program import LAST, Function, Line, Program, Ref, Value
@@ -29,10 +31,11 @@ def adds(function: Function, line: Line) -> bool:
 
 
 def adds_itself(function: Function, line: Line) -> bool:
-    """Return whether a line can add its result to a total without making it. A cast to a narrower type rounds first."""
+    """Return whether a line can add its result to a total without making it. A cast that may round does so first."""
     if not facts(line.op).addable or not facts(line.op).casts:
         return facts(line.op).addable
-    return function.values()[line.uses[0]].type.dtype.itemsize <= line.made[0].type.dtype.itemsize
+    result = line.made[0].type.dtype
+    return torch.promote_types(function.values()[line.uses[0]].type.dtype, result) == result
 
 
 def addable(program: Program, chosen: LineChoice = adds) -> dict[str, frozenset[str]]:

@@ -153,19 +153,22 @@ def test_a_gradient_is_added_to_its_total_at_once_or_after_the_program(late: boo
     torch.testing.assert_close(found[Binding("sent", "h")], 2 * g * x)
 
 
+@pytest.mark.parametrize("sums", ["f32", "bf16"])
 @pytest.mark.parametrize("dtype", ["bf16", "f16", "f32"])
-def test_a_gradient_that_is_cast_is_added_as_it_was(dtype: str) -> None:
-    """The bits are those of the cast gradient's sum; the product is made at once, also where others wait for a send."""
+def test_a_gradient_that_is_cast_is_added_as_the_cast_gradient(dtype: str, sums: str) -> None:
+    """The bits are those of the cast gradient's sum, also if a cast rounds; the product is made at once, also where
+    others wait for a send."""
+    wide = {"f32": torch.float32, "bf16": torch.bfloat16}[sums]
     made = program("stage1", "B", "", (
-        "g:received g", "x:saved x", "t = t(x)", "dw = mm(t, g)", "wide = _to_copy(dw, dtype=torch.float32)", "w wide",
+        "g:received g", "x:saved x", "t = t(x)", "dw = mm(t, g)", f"cast = _to_copy(dw, dtype={wide})", "w cast",
     ), {"g": f"{dtype}[2, 4]", "x": f"{dtype}[2, 4]", "t": f"{dtype}[4, 2]", "dw": f"{dtype}[4, 4]",
-        "wide": "f32[4, 4]"})  # fmt: skip
+        "cast": f"{sums}[4, 4]"})  # fmt: skip
     machine = Machine(made, InProcess(Mesh()), CPU, reuse=True)
     (type_,) = {value.type.dtype for value in made.main.parameters}
-    g, x, before = torch.randn(2, 4).to(type_), torch.randn(2, 4).to(type_), torch.randn(4, 4)
+    g, x, before = torch.randn(2, 4).to(type_), torch.randn(2, 4).to(type_), torch.randn(4, 4).to(wide)
     later: list[Callable[[], torch.Tensor]] = []
     (found,) = machine.run([{"g": g, "x": x}], totals=[{W: before.clone()}], later=later)
-    assert not later and torch.equal(found[W], before + (x.t() @ g).float())
+    assert not later and torch.equal(found[W], before + (x.t() @ g).to(wide))
 
 
 def test_any_gradient_with_storage_of_its_own_is_added_once_made() -> None:
