@@ -256,7 +256,7 @@ def test_folders_of_datasets_are_read(tmp_path: Path) -> None:
     datasets.DatasetDict({"train": datasets.Dataset.from_dict(tables)}).save_to_disk(tmp_path / "several")
     for name, message in {
         "several": r"holds 1 datasets",
-        "nothing": r"nothing cannot be read as a dataset",
+        "nothing": r"there is no folder or file .*nothing",
         "broken.json": r"broken.json cannot be read as a dataset: JSON parse error",
     }.items():
         with pytest.raises(DataError, match=message):
