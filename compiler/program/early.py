@@ -15,8 +15,9 @@ from dataclasses import dataclass, field, replace
 from ..layout.collectives import MESSAGE
 from .actions import ACTIONS, REDUCE
 from .binding import UNSCALE, Binding
-from .program import Function, Line, Program, Ref, Value
+from .program import Line, Program, Ref, Value
 from .residual import residual, residual_of
+from .rewriter import Rewriter
 
 
 class EarlyFault(ValueError):
@@ -105,20 +106,16 @@ class _Sums:
 
 def _with_sums(reduce: Program, sums: _Sums) -> Program:
     """Return REDUCE with these sums ahead of its lines."""
-    taken = {*reduce.main.values()}
-    names: dict[str, str] = {}
-    starts: dict[Binding, Value] = {}
-    values = sums.program.main.values()
-    summed = {*sums.so_far.values()}
-    for key, (own, _) in sums.gradients.items():
-        starts[key] = Value(_fresh(own, taken), values[own].type, key)
-        if key not in summed:
-            names[own] = starts[key].name
+    rewriter, values = Rewriter(reduce.mesh, reduce.main), sums.program.main.values()
+    rewriter.insert_after(None)
+    fresh, summed = rewriter.names.fresh, {*sums.so_far.values()}
+    starts = {key: Value(fresh(own), values[own].type, key) for key, (own, _) in sums.gradients.items()}
+    names = {own: starts[key].name for key, (own, _) in sums.gradients.items() if key not in summed}
     known = {value.binding: value for value in reduce.main.parameters}
-    reads = [replace(value, name=_fresh(value.name, taken)) for value in sums.reads if value.binding not in known]
-    known.update((value.binding, value) for value in reads)
-    names.update((value.name, known[value.binding].name) for value in sums.reads)
-    lines: list[Line] = []
+    for value in sums.reads:
+        if value.binding not in known:
+            known[value.binding] = rewriter.take(value.name, value.type, value.binding)
+        names[value.name] = known[value.binding].name
     for line in sums.lines:
         if (added := sums.total(line)) is not None:
             names[line.made[0].name] = starts[added].name
@@ -127,24 +124,23 @@ def _with_sums(reduce: Program, sums: _Sums) -> Program:
             raise EarlyFault(f"{sums.where} calls `{line.op}`, which `{sums.program.main.name}` does not")
         if unknown := [name for name in line.uses if name not in names]:
             raise EarlyFault(f"{sums.where}: `{unknown[0]}` is read, which is no whole gradient or part of its sum")
-        made = [value and replace(value, name=_fresh(value.name, taken)) for value in line.results]
-        lines.append(replace(line, results=tuple(made)).renamed(names))
-        names.update((v.name, fresh.name) for v, fresh in zip(line.results, made, strict=True) if v and fresh)
+        results = tuple(value and replace(value, name=fresh(value.name)) for value in line.results)
+        rewriter.add(replace(line, results=results).renamed(names))
+        names.update((v.name, new.name) for v, new in zip(line.results, results, strict=True) if v and new)
     if missing := [name for _, name in sums.left if name not in names]:
         raise EarlyFault(f"{sums.where}: `{missing[0]}` is returned, which is no part of a sum")
-    main, parameters, given = reduce.main, list[Value](), {value.binding: value for value in reduce.main.parameters}
     ends = (sums.program.last or sums.program.main).values()
-    replaced: dict[str, str] = {}
     for key, (_, end) in sums.gradients.items():
-        if end not in names or key not in given or given[key].type != ends[end].type:
+        gradient = known.get(key)
+        if end not in names or gradient is None or gradient.type != ends[end].type:
             raise EarlyFault(f"{sums.where}: `{end}` is not the gradient `{key.name}` as {REDUCE} reads it")
-        replaced[given[key].name] = names[end]
-    parameters = [value if value.name not in replaced else starts[value.binding or key] for value in main.parameters]
-    rest = [line.renamed(replaced) for line in main.lines]
-    returns = tuple((key, replaced.get(name, name)) for key, name in main.returns)
-    returns += tuple((key, names[name]) for key, name in sums.left)
-    function = Function(main.name, (*parameters, *reads), tuple(_numbered_anew([lines, rest])), returns)
-    return replace(reduce, functions=(function,))
+        rewriter.parameters[gradient.name] = starts[key]
+        rewriter.rename(gradient.name, names[end])
+    rewriter.returns |= {key: names[name] for key, name in sums.left}
+    main = rewriter.function()
+    own = len(main.lines) - len(reduce.main.lines)
+    lines = _numbered_anew([main.lines[:own], main.lines[own:]])
+    return replace(reduce, functions=(replace(main, lines=tuple(lines)),))
 
 
 def _numbered_anew(parts: Sequence[Sequence[Line]]) -> Iterator[Line]:
@@ -173,10 +169,3 @@ def _by_results(lines: Sequence[Line]) -> dict[tuple[Value | None, ...], Line]:
     return {
         line.results: replace(line, kwargs=tuple(item for item in line.kwargs if item[0] != MESSAGE)) for line in lines
     }
-
-
-def _fresh(name: str, taken: set[str]) -> str:
-    while name in taken:
-        name += "_"
-    taken.add(name)
-    return name

@@ -6,18 +6,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from .binding import LOSS, Binding
-from .program import Function
+from .program import Function, needed
 
 
 def making(function: Function, returns: tuple[tuple[Binding, str], ...]) -> Function:
     """Return a function that returns these, with the lines and parameters alone that they need."""
-    needed, lines = {name for _, name in returns}, []
-    for line in reversed(function.lines):
-        if any(value.name in needed for value in line.made):
-            lines.append(line)
-            needed.update(line.uses)
-    parameters = tuple(value for value in function.parameters if value.name in needed)
-    return replace(function, parameters=parameters, lines=tuple(reversed(lines)), returns=returns)
+    lines, read = needed(function.lines, (name for _, name in returns))
+    parameters = tuple(value for value in function.parameters if value.name in read)
+    return replace(function, parameters=parameters, lines=lines, returns=returns)
 
 
 def weighted_terms(function: Function) -> Mapping[str, Function]:
@@ -25,7 +21,6 @@ def weighted_terms(function: Function) -> Mapping[str, Function]:
     numbers. Each returns its term as the loss."""
     terms = {}
     for number, weight in function.bound("term").items():
-        (term,) = (name for line in function.lines if weight.name in line.uses for name in line.uses
-                   if name != weight.name)  # fmt: skip
+        (term,) = (name for line in function.readers[weight.name] for name in line.uses if name != weight.name)
         terms[number] = making(function, ((LOSS, term),))
     return terms

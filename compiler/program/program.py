@@ -6,7 +6,8 @@ import ast
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from types import MappingProxyType
@@ -158,6 +159,17 @@ def references(item: Any) -> Iterator[str]:
             yield from references(inner)
 
 
+def needed(lines: Sequence[Line], names: Iterable[str]) -> tuple[tuple[Line, ...], set[str]]:
+    """Return the lines that make some values, with all that make their operands, in order; and the names of these
+    values and operands. What is left out is dead code, if nothing else is read."""
+    wanted, live = set(names), list[Line]()
+    for line in reversed(lines):
+        if any(value.name in wanted for value in line.made):
+            wanted.update(line.uses)
+            live.append(line)
+    return tuple(reversed(live)), wanted
+
+
 def map_references(item: Any, change: Callable[[str], Any]) -> Any:
     """The argument with every use replaced by ``change(name)``."""
     if isinstance(item, Ref):
@@ -186,6 +198,35 @@ class Function:
     def _values(self) -> Mapping[str, Value]:
         made = (value for line in self.lines for value in line.results if value is not None)
         return MappingProxyType({value.name: value for value in (*self.parameters, *made)})
+
+    def at(self, line: Line) -> int:
+        """The index of one of the function's lines."""
+        return self._order[id(line)]
+
+    @cached_property
+    def _order(self) -> Mapping[int, int]:
+        return {id(line): at for at, line in enumerate(self.lines)}
+
+    @cached_property
+    def makers(self) -> Mapping[str, Line]:
+        """The line that makes each value; a parameter has none."""
+        return MappingProxyType({value.name: line for line in self.lines for value in line.made})
+
+    @cached_property
+    def readers(self) -> Mapping[str, Sequence[Line]]:
+        """The lines that read each value, in order; a value that is only returned has none."""
+        readers: dict[str, list[Line]] = {name: [] for name in self.values()}
+        for line in self.lines:
+            for name in dict.fromkeys(line.uses):
+                readers.setdefault(name, []).append(line)
+        return MappingProxyType(readers)
+
+    @cached_property
+    def uses(self) -> Counter[str]:
+        """The number of times that each value is read or returned, in the order of the first time. Nobody changes the
+        counter, which is kept."""
+        read = (name for line in self.lines for name in line.uses)
+        return Counter([*read, *(name for _, name in self.returns)])
 
     @property
     def bindings(self) -> list[Binding]:

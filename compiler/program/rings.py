@@ -5,7 +5,7 @@ That is what the line of a ring means, so every check of a build knows rings wit
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from ..layout.collectives import local_outer
@@ -13,6 +13,7 @@ from ..layout.mesh import Mesh
 from ..layout.placement import Split, TensorType
 from ..layout.rings import RINGS, SEQUENCE
 from .program import Function, Line, Program, Ref, Value
+from .rewriter import Rewriter
 
 
 class RingFault(ValueError):
@@ -27,46 +28,43 @@ def without_rings(program: Program) -> Program:
     """
     if not any(line.op in RINGS for function in program.functions for line in function.lines):
         return program
-    functions = (
-        replace(function, lines=tuple(made for line in function.lines for made in _lines(line, function, program.mesh)))
-        for function in program.functions
-    )
-    return replace(program, functions=tuple(functions))
+    return replace(program, functions=tuple(_without_rings(function, program.mesh) for function in program.functions))
 
 
-def _lines(line: Line, function: Function, mesh: Mesh) -> Iterator[Line]:
-    if line.op not in RINGS:
-        yield line
-        return
-    row = RINGS[line.op]
+def _without_rings(function: Function, mesh: Mesh) -> Function:
+    rewriter = Rewriter(mesh, function)
+    for line in (line for line in function.lines if line.op in RINGS):
+        _expand(line, rewriter)
+    return rewriter.function()
+
+
+def _expand(line: Line, rewriter: Rewriter) -> None:
+    """Put the lines that a ring stands for in its place."""
+    row, mesh, origin = RINGS[line.op], rewriter.mesh, line.origin
     if len(line.args) < row.keys + 3 or not isinstance(line.args[1], str) or line.kwargs:
         raise RingFault(f"{line.op} takes a value, axes, and what attention takes")
-    axes, args, values = line.args[1], row.inner(line.args), function.values()
-    first = line.made[0].name
-    gathered = []
+    axes, args, values = line.args[1], row.inner(line.args), rewriter.source.values()
+    rewriter.insert_before(line)
     for at, what in ((row.keys, "keys"), (row.keys + 1, "values")):
         if not isinstance(args[at], Ref) or args[at].name not in values:
             raise RingFault(f"{line.op} reads no {what}")
         type_ = values[args[at].name].type
-        value = Value(f"{first}_whole_{what}", _changed(type_, axes, "I", line))
-        yield Line(
-            (value,), "parc.all_gather", (args[at], axes, SEQUENCE, _outer(type_, axes, mesh, line)), (), line.origin
-        )
-        gathered.append(value)
-    args[row.keys : row.keys + 2] = (Ref(value.name) for value in gathered)
+        gathered, name = _changed(type_, axes, "I", line), f"{line.made[0].name}_whole_{what}"
+        operands = args[at], axes, SEQUENCE, _outer(type_, axes, mesh)
+        args[at] = Ref(rewriter.emit("parc.all_gather", operands, gathered, origin, name).name)
     if not row.carries_gradients:
-        yield Line(line.results, row.attention, tuple(args), (), line.origin)
+        rewriter.replace(line, Line(line.results, row.attention, tuple(args), (), origin))
         return
     if len(line.results) != 3:
         raise RingFault(f"{line.op} makes three gradients")
     partial: dict[Value, Value] = {}
     for result in filter(None, line.results[1:]):
-        partial[result] = Value(f"{result.name}_in_parts", _changed(result.type, axes, "P", line))
+        name = rewriter.names.fresh(f"{result.name}_in_parts")
+        partial[result] = Value(name, _changed(result.type, axes, "P", line))
     results = (line.results[0], *(result and partial[result] for result in line.results[1:]))
-    yield Line(results, row.attention, tuple(args), (), line.origin)
-    for result, part in partial.items():
-        outer = _outer(result.type, axes, mesh, line)
-        yield Line((result,), "parc.reduce_scatter", (Ref(part.name), axes, SEQUENCE, outer), (), line.origin)
+    sums = (Line((result,), "parc.reduce_scatter", (Ref(part.name), axes, SEQUENCE, _outer(result.type, axes, mesh)),
+                 (), origin) for result, part in partial.items())  # fmt: skip
+    rewriter.replace(line, Line(results, row.attention, tuple(args), (), origin), *sums)
 
 
 def _changed(type_: TensorType, axes: str, kind: str, line: Line) -> TensorType:
@@ -77,5 +75,5 @@ def _changed(type_: TensorType, axes: str, kind: str, line: Line) -> TensorType:
     return replace(type_, placement=type_.placement.replace(changes))  # type: ignore[arg-type]
 
 
-def _outer(type_: TensorType, axes: str, mesh: Mesh, line: Line) -> object:
+def _outer(type_: TensorType, axes: str, mesh: Mesh) -> object:
     return local_outer(type_.placement, mesh, axes.split(",")[0])

@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
 
 from ..layout.collectives import MESSAGE
 from ..ops.rules import facts
 from .actions import ACTIONS, FORWARD, Action, StageRanks, step_kinds
 from .binding import Binding
 from .early import EarlyFault, in_reduce
-from .program import Function, Line, Program, Ref, Value, map_references
+from .program import Function, Line, Program, Ref, Value, map_references, needed
+from .rewriter import FreshNames, LineWriter
 from .rings import RingFault, without_rings
 
 Programs = Mapping[str, Program]
@@ -146,9 +146,8 @@ def _chain(programs: Sequence[Program]) -> Program:
     by the same line. Gradients of one name are summed."""
     functions: dict[str, Function] = {}
     parameters: dict[Binding | None, Value] = {}
-    lines: list[Line] = []
+    writer = LineWriter(programs[0].mesh)
     makers: dict[str, Value | Line] = {}
-    returns: dict[Binding, str] = {}
     for program in programs:
         for function in program.blocks:
             if functions.setdefault(function.name, function) != function:
@@ -160,13 +159,16 @@ def _chain(programs: Sequence[Program]) -> Program:
             elif makers.setdefault(value.name, value) != value or parameters.setdefault(value.binding, value) != value:
                 raise JoinFault(f"`{value.binding}` of {program.role} is another value in an earlier stage")
         for line in program.main.lines:
-            names = [value.name for value in line.results if value is not None]
+            names = [value.name for value in line.made]
             if not any(name in makers for name in names):
-                lines.append(line)
+                writer.add(line)
                 makers.update(dict.fromkeys(names, line))
             elif (line.op != "parc.stream_key.default" and not facts(line.op).carries) or makers.get(names[0]) != line:
                 raise JoinFault(f"{program.role}.{program.action} makes `{names[0]}`, which an earlier stage makes")
-    types = {v.name: v.type for v in (*parameters.values(), *(v for line in lines for v in line.results if v))}
+    writer.parameters.update((value.name, value) for value in parameters.values())
+    types = {value.name: value.type
+             for value in (*parameters.values(), *(value for line in writer.lines for value in line.made))}  # fmt: skip
+    writer.names, returns = FreshNames(dict.fromkeys(types, 1)), writer.returns
     for program in programs:
         for key, name in program.main.returns:
             if key.kind == "sent" or (key.kind == "saved" and returns.get(key) == name):
@@ -175,13 +177,11 @@ def _chain(programs: Sequence[Program]) -> Program:
                 text = key.key_in(program.action)
                 raise JoinFault(f"{program.role}.{program.action} returns `{text}`, which another stage returns too")
             if key in returns:
-                fresh = next(f"tied_{number}" for number in count() if f"tied_{number}" not in types)
-                types[fresh] = types[name]
-                made = Value(fresh, types[name])
-                lines.append(Line((made,), "aten.add.Tensor", (Ref(returns[key]), Ref(name))))
-                name = fresh
+                args, type_ = (Ref(returns[key]), Ref(name)), types[name]
+                name = writer.emit("aten.add.Tensor", args, type_, name="tied").name
+                types[name] = type_
             returns[key] = name
-    main = Function(programs[0].main.name, tuple(parameters.values()), tuple(lines), tuple(returns.items()))
+    main = writer.function(programs[0].main.name)
     return replace(programs[0], role=SINGLE, functions=(*functions.values(), main))
 
 
@@ -190,8 +190,8 @@ def _joined_once(programs: Sequence[Program]) -> Program:
     role that has it; the others make it by the same lines. All else is a sum of the roles' values, as the loss, or the
     root of a sum, as the norm."""
     parameters: dict[Binding | None, Value] = {}
-    lines: list[Line] = []
-    returns: dict[Binding, str] = {}
+    writer = LineWriter(programs[0].mesh)
+    fresh, returns = writer.names.fresh, writer.returns
     summed: dict[Binding, list[str]] = {}
     values: dict[str, Value] = {}
     ways: dict[Binding, object] = {}
@@ -199,17 +199,20 @@ def _joined_once(programs: Sequence[Program]) -> Program:
     for index, program in enumerate(programs):
         names: dict[str, str] = {}
         for value in program.main.parameters:
-            names[value.name] = parameters.setdefault(value.binding, replace(value, name=f"{value.name}_{index}")).name
+            if value.binding not in parameters:
+                parameters[value.binding] = replace(value, name=fresh(f"{value.name}_{index}"))
+            names[value.name] = parameters[value.binding].name
         given, made_by = set(program.main.bindings), _made_by(program.main)
         for line in program.main.lines:
             if line.op == "parc.all_reduce_among" and isinstance(line.args[0], Ref) and line.results[0] is not None:
                 names[line.results[0].name] = names[line.args[0].name]
                 continue
-            results = tuple(v and replace(v, name=f"{v.name}_{index}") for v in line.results)
-            names.update((v.name, f"{v.name}_{index}") for v in line.results if v is not None)
-            values.update((v.name, v) for v in results if v is not None)
-            lines.append(replace(line, results=results).renamed(names))
-            roots.update((v.name, lines[-1]) for v in lines[-1].made if facts(line.op).power == 0.5)
+            results = tuple(value and replace(value, name=fresh(f"{value.name}_{index}")) for value in line.results)
+            renamed = replace(line, results=results).renamed(names)
+            names.update((value.name, new.name) for value, new in zip(line.made, renamed.made, strict=True))
+            values.update((value.name, value) for value in renamed.made)
+            writer.add(renamed)
+            roots.update((value.name, renamed) for value in renamed.made if facts(line.op).power == 0.5)
         for key, name in program.main.returns:
             if key.kind not in ("gradient", "state", "weight", "buffer"):
                 summed.setdefault(key, []).append(names[name])
@@ -223,15 +226,17 @@ def _joined_once(programs: Sequence[Program]) -> Program:
         if len(parts) != len(programs) or len({part in roots for part in parts}) > 1:
             raise JoinFault(f"not every role's {programs[0].action} makes `{key}`, as a sum or as the root of one")
         if parts[0] not in roots:
-            returns[key] = _added(parts, values, lines, key.name or key.kind)
+            returns[key] = _added(parts, values, writer, key.name or key.kind)
             continue
-        total = _added([name for part in parts for name in roots[part].uses], values, lines, "square")
-        root = replace(values[parts[0]], name=key.name or key.kind)
-        lines.append(replace(roots[parts[0]], results=(root,), args=(Ref(total),)))
+        total = _added([name for part in parts for name in roots[part].uses], values, writer, "square")
+        root = replace(values[parts[0]], name=fresh(key.name or key.kind))
+        writer.add(replace(roots[parts[0]], results=(root,), args=(Ref(total),)))
         returns[key] = root.name
-    first = programs[0]
-    main = Function(first.main.name, tuple(parameters.values()), _read(lines, returns.values()), tuple(returns.items()))
-    return replace(first, role=SINGLE, functions=(main,))
+    writer.parameters.update((value.name, value) for value in parameters.values())
+    main = writer.function(programs[0].main.name)
+    # of a gradient that several roles have, only the first role's lines remain
+    lines, _ = needed(main.lines, returns.values())
+    return replace(programs[0], role=SINGLE, functions=(replace(main, lines=lines),))
 
 
 def _made_by(function: Function) -> dict[str, object]:
@@ -245,32 +250,17 @@ def _made_by(function: Function) -> dict[str, object]:
     return known
 
 
-def _read(lines: Sequence[Line], returned: Iterable[str]) -> tuple[Line, ...]:
-    """Return the lines whose results somebody reads; of a gradient that several roles have, only the first role's lines
-    remain."""
-    wanted = set(returned)
-    kept = []
-    for line in reversed(lines):
-        if any(value is not None and value.name in wanted for value in line.results):
-            wanted.update(line.uses)
-            kept.append(line)
-    return tuple(reversed(kept))
-
-
-def _added(names: Sequence[str], values: dict[str, Value], lines: list[Line], base: str) -> str:
-    """Return the name of the sum of the roles' values; zeros are left out."""
-    zeros = {value.name for line in lines if facts(line.op).makes_zeros(line.args) for value in line.made}
+def _added(names: Sequence[str], values: Mapping[str, Value], writer: LineWriter, base: str) -> str:
+    """Add the sum of the roles' values and return its name; zeros are left out."""
+    zeros = {value.name for line in writer.lines if facts(line.op).makes_zeros(line.args) for value in line.made}
     parts = [name for name in names if name not in zeros] or names[:1]
     if len(parts) == 1:
         return parts[0]
-    one = values[parts[0]]
-    row = replace(one, name=f"{base}_stack", type=replace(one.type, shape=(len(parts), *one.type.shape)))
-    total = replace(one, name=f"{base}_sum")
-    lines.append(Line((row,), "aten.stack.default", ([Ref(name) for name in parts],)))
-    args = (Ref(row.name), [0], False) if one.type.shape else (Ref(row.name),)
-    lines.append(Line((total,), "aten.sum.dim_IntList" if one.type.shape else "aten.sum.default", args))
-    values.update({row.name: row, total.name: total})
-    return total.name
+    type_ = values[parts[0]].type
+    stacked = replace(type_, shape=(len(parts), *type_.shape))
+    row = writer.emit("aten.stack.default", ([Ref(name) for name in parts],), stacked, name=f"{base}_stack")
+    op, *dims = ("aten.sum.dim_IntList", [0], False) if type_.shape else ("aten.sum.default",)
+    return writer.emit(op, (Ref(row.name), *dims), type_, name=f"{base}_sum").name
 
 
 def group(programs: Iterable[Program], timelines: Mapping[str, Sequence[Action]]) -> dict[str, dict[str, Program]]:

@@ -11,16 +11,6 @@ from ..ops.rules import facts
 from .aliases import may_alias
 from .program import LAST, Function, Line, Program, Ref, Value
 
-
-def uses_of(function: Function) -> Counter[str]:
-    """Count how often each value is read or returned. Nobody changes the counter, which is kept."""
-    if "uses" not in function.derived:
-        read = (name for line in function.lines for name in line.uses)
-        function.derived["uses"] = Counter([*read, *(name for _, name in function.returns)])
-    uses: Counter[str] = function.derived["uses"]
-    return uses
-
-
 LineChoice = Callable[[Function, Line], bool]
 """A choice of lines, each in its function."""
 
@@ -47,11 +37,10 @@ def addable(program: Program, chosen: LineChoice = adds) -> dict[str, frozenset[
     while True:
         able: dict[str, frozenset[str]] = {}
         for function in program.functions:
-            uses = uses_of(function)
             returned = Counter(mains.get(function.name, [name for _, name in function.returns]))
             able[function.name] = frozenset(
                 value.name for line in function.lines for value, inner in _made(program, line)
-                if uses[value.name] == returned[value.name] == 1 and (function.name, value.name) not in read
+                if function.uses[value.name] == returned[value.name] == 1 and (function.name, value.name) not in read
                 and (inner in able[line.op] if line.calls_function else chosen(function, line))
             )  # fmt: skip
         more = {  # what one caller reads is not added for the others

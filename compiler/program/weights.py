@@ -36,7 +36,7 @@ def parts_in_weights(program: Program) -> dict[Binding, tuple[str, tuple[str, ..
     """Return the weights of UNSHARD in which a stored parameter lies as some of their rows, by their bindings: the
     parameter's name, and the axes over which its rows are gathered, by one line. It needs no memory of its own."""
     main = program.main
-    makers = {value.name: line for line in main.lines for value in line.made}
+    makers = main.makers
     stored = {value.name: value for value in main.parameters if value.kind == "parameter"}
     parts: dict[Binding, tuple[str, tuple[str, ...]]] = {}
     for key, name in main.returns:

@@ -12,7 +12,7 @@ def averaging_reason(reference: Program, number: int) -> str:
     """Return the reason why a term of the loss (numbered from 1) is averaged over microbatches and not divided once a
     step: it is a sum of terms, or a fraction whose denominator is no sum of inputs. "" if it is neither."""
     main = weighted_terms(reference.main).get(str(number), reference.main)
-    made = {value.name: line for line in main.lines for value in line.made}
+    made = main.makers
     line = made.get(dict(main.returns)[LOSS])
     while line is not None and facts(line.op).computes in ("multiple", "ratio") and len(line.uses) == 1:
         line = made.get(line.uses[0])

@@ -104,7 +104,7 @@ def _unread(function: Function) -> Sequence[str]:
 
 
 def _never_read(function: Function) -> Iterator[str]:
-    read = {name for line in function.lines for name in line.uses} | {name for _, name in function.returns}
+    read = function.uses
     updated = {key for key, _ in function.returns if key.kind == "buffer"}
     yield from (value.name for value in function.parameters if value.name not in read and value.binding not in updated)
     for line in function.lines:

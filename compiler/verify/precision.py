@@ -23,7 +23,7 @@ from ..ops.rules import facts
 from ..program.actions import BACKWARD, FORWARD, REDUCE, UNSHARD, work_kinds
 from ..program.binding import BUFFERS, LOSS, Binding
 from ..program.faults import Fault
-from ..program.program import Function, Line, Program, Value
+from ..program.program import Function, Line, Program, Value, needed
 from .lines import Question, follow
 from .remade import forward_lines
 
@@ -135,10 +135,9 @@ def _line_faults(
 ) -> Iterator[tuple[Line, str]]:
     """Yield the lines that round what they may not, with the fault. ``remade`` are the values of a backward that are
     forward's, which `check_remade` proves."""
-    returned = {name for _, name in function.returns}
-    for line in reversed(function.lines):  # parts of several stages are added up like those of microbatches
-        if facts(line.op).computes == "total" and any(value.name in returned for value in line.made):
-            returned.update(line.uses)
+    totals = [line for line in function.lines if facts(line.op).computes == "total"]
+    # parts of several stages are added up like those of microbatches
+    _, returned = needed(totals, (name for _, name in function.returns))
     for line, reads, makes in _floats(function):
         narrow = [value for value in (*makes, *reads) if is_narrow(value.type.dtype)]
         if line.calls_function:

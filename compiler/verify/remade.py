@@ -42,9 +42,9 @@ def check_remade(programs: Mapping[str, Program]) -> Iterator[Fault]:
 
 def _makers(function: Function) -> dict[str, Line]:
     """Return the line that makes each value; of one that is awaited, the collective as if it were not on its way."""
-    makers = {value.name: line for line in function.lines for value in line.made}
+    makers = dict(function.makers)
     started = {name: line for name, line in makers.items() if MESSAGE in dict(line.kwargs)}
-    for name, line in makers.items():
+    for name, line in function.makers.items():
         if line.op == WAIT and (start := started.get(line.uses[0])) is not None:
             kwargs = tuple((key, item) for key, item in start.kwargs if key != MESSAGE)
             makers[name] = replace(start, results=line.results, kwargs=kwargs)

@@ -144,7 +144,7 @@ def _reduce_faults(roles: Mapping[str, Programs], mesh: Mesh, axis: str) -> Iter
                 "types", f"{program.role}.REDUCE {made_up[0]}", "is no part of what the roles sum, and not zero"
             )
         ends = dict(program.main.returns)
-        lines = {v.name: line for line in program.main.lines for v in line.results if v is not None}
+        lines = program.main.makers
         for name in (name for name, found in owners.items() if rank in found):
             end, alone = ends.get(Binding("gradient", name), ""), len(owners[name]) == 1
             last = alone or (end in lines and lines[end].op == AMONG)
@@ -184,7 +184,7 @@ def _loss_faults(roles: Mapping[str, Programs], everyone: tuple[int, ...]) -> It
         parts, made_up = _parts(program, ())
         if made_up:
             yield Fault("types", f"{program.role}.LOSS {made_up[0]}", "is no part of what the roles sum, and not zero")
-        lines = {value.name: line for line in program.main.lines for value in line.made}
+        lines = program.main.makers
         line = lines.get(dict(program.main.returns).get(LOSS, ""))
         if line is None or line.op != AMONG or tuple(line.args[2]) != everyone:
             yield Fault("types", f"{program.role}.LOSS {LOSS}", "is not summed once over all roles")
@@ -199,7 +199,7 @@ def _metric_faults(roles: Mapping[str, Programs], everyone: tuple[int, ...]) -> 
     for programs in roles.values():
         for kind in _together(programs):
             main = programs[kind].main
-            lines = {value.name: line for line in main.lines for value in line.made}
+            lines = main.makers
             for label, name in main.returned("metric").items():
                 line = lines.get(name)
                 if line is None or line.op != AMONG or tuple(line.args[2]) != everyone:

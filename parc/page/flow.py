@@ -10,7 +10,7 @@ from parc.compiler.build.build import Build
 from parc.compiler.program.actions import FORWARD
 from parc.compiler.program.binding import PARAMETERS, STORED
 from parc.compiler.program.blocks import complete
-from parc.compiler.program.program import Function, Line, Origin, Program
+from parc.compiler.program.program import Function, Line, Origin, Program, needed
 from parc.report_words import number_ranges
 from parc.tables import natural
 
@@ -153,9 +153,7 @@ class ForwardWalk:
 
     def _lines(self, function: Function, caller: Origin, weights: set[str], early: Places, wanted: set[str]) -> None:
         """Note the lines of a function of which the caller uses the results ``wanted``."""
-        for line in reversed(function.lines):
-            if any(value.name in wanted for value in line.made):
-                wanted.update(line.uses)
+        _, wanted = needed(function.lines, wanted)
         for index, line in enumerate(function.lines):
             module = complete(line.origin.module, caller.module)
             used = line.uses

@@ -17,40 +17,31 @@ from ...compiler.program.actions import BACKWARD, COUNTING, FORWARD
 from ...compiler.program.binding import LOSS, RNG, SCALE, Binding
 from ...compiler.program.blocks import starred
 from ...compiler.program.program import Function, Line, Origin, Program, Ref, Value
+from ...compiler.program.rewriter import FreshNames, LineWriter
 from ...compiler.program.roles import StageWork
 from ..calls import outputs
 from .conversions import emit_conversions
 from .cut import Pipeline, StagePiece, split_lines
-from .emit import BlockPair, FreshNames, identifier, name_of, size_argument
+from .emit import BlockPair, identifier, name_of, size_argument
 from .pairs import pair_of
 from .segments import Segment, cut_segments, node_type
 from .weights import weight_of
-from .writer import ORIGIN, whole_type
+from .writer import whole_type
 
 
-@dataclass(slots=True)
-class _Lines:
+class _Lines(LineWriter):
     """A main function's lines in order, each with the stage that was current when it was added. ``whole`` are the
     parameters that its lines gathered, by the stage that reads them."""
 
-    mesh: Mesh
-    names: FreshNames
-    stage: int = 0
-    whole: dict[tuple[fx.Node, int], Value] = field(default_factory=dict)
-    lines: list[Line] = field(default_factory=list)
-    stages: list[int] = field(default_factory=list)
+    def __init__(self, mesh: Mesh, names: FreshNames) -> None:
+        super().__init__(mesh, names)
+        self.stage, self.stages = 0, list[int]()
+        self.whole: dict[tuple[fx.Node, int], Value] = {}
 
-    def append(self, line: Line) -> None:
+    def add(self, line: Line) -> None:
         """Add a line to the current stage."""
-        self.lines.append(line)
+        super().add(line)
         self.stages.append(self.stage)
-
-    def emit(self, op: str, args: tuple[object, ...], type_: TensorType, origin: Origin = ORIGIN, name: str = "",
-             **options: object) -> Value:  # fmt: skip
-        """Add a line and return its result."""
-        value = Value(self.names.fresh(name or op.split(".")[1].strip("_")), type_)
-        self.append(Line((value,), op, args, tuple(options.items()), origin))
-        return value
 
 
 @dataclass(slots=True)
@@ -122,7 +113,7 @@ class _Main:
                 type_ = whole_type(self.mesh, torch.int64, (2,))
                 self.parameters[RNG] = Value(self.names.fresh("rng"), type_, RNG)
             args = (Ref(self.parameters[RNG].name), name, self.seed)
-            self.forward.append(Line((value,), "parc.stream_key.default", args, (), Origin(name.rsplit(".", 1)[0])))
+            self.forward.add(Line((value,), "parc.stream_key.default", args, (), Origin(name.rsplit(".", 1)[0])))
         return value
 
 
@@ -152,7 +143,7 @@ def call_segments(graph: fx.Graph, mesh: Mesh, seed: int) -> tuple[_Main, dict[t
             table[label] = value
             results.append(value)
         origin = Origin(segment.block or "")
-        main.forward.append(Line(tuple(results), pair.forward.name, arguments, (), origin))
+        main.forward.add(Line(tuple(results), pair.forward.name, arguments, (), origin))
         for node, label in zip(segment.outputs, pair.outputs, strict=True):
             main.values[node] = table[label]
         main.calls.append((segment, pair, prefix, table))
@@ -195,9 +186,7 @@ def _backward(main: _Main, loss: fx.Node | None) -> tuple[_Lines, dict[str, Valu
         results = {
             label: Value(main.names.fresh(f"{prefix}_{label}"), inner[label].type) for _, label in pair.backward.returns
         }
-        lines.append(
-            Line(tuple(results.values()), pair.backward.name, tuple(arguments), (), Origin(segment.block or ""))
-        )
+        lines.add(Line(tuple(results.values()), pair.backward.name, tuple(arguments), (), Origin(segment.block or "")))
         for index, label in pair.gradients:
             node = segment.inputs[index]
             key = node, segment.stage if node.op == "placeholder" else 0
@@ -273,12 +262,8 @@ def assemble(
         if noted(node).binding in results:  # it has a type and a first value, also if nobody reads it
             main.bind(node)
     count = pipeline.stages if pipeline is not None else 1
-    made_in = {v.name: s for line, s in zip(main.forward.lines, main.forward.stages, strict=True)
-               for v in line.results if v is not None}  # fmt: skip
-    read_in = {name: s for line, s in zip(main.forward.lines, main.forward.stages, strict=True) for name in line.uses}
-    # a buffer that becomes what the program is given does so where its old value is read
-    lying = [made_in.get(name, read_in.get(main.parameters[key].name, 0) if key in main.parameters else 0)
-             for key, name in results.items()]  # fmt: skip
+    function = main.forward.function("forward")
+    lying = [_stage_of(main, function, key, name) for key, name in results.items()]
     # B has the buffers that F updates as F read them, not as it left them
     backward_parameters = [
         replace(v, binding=Binding("saved", v.name)) if v.binding is None or v.binding in results else v
@@ -313,6 +298,15 @@ def assemble(
     return Assembled(tuple(work), tuple(gradients), loss, lying[0], tuple(reads_of))
 
 
+def _stage_of(main: _Main, forward: Function, key: Binding, name: str) -> int:
+    """Return the stage of F that makes a result. A buffer that becomes what the program is given does so where its old
+    value is read."""
+    line = forward.makers.get(name)
+    if line is None and key in main.parameters:
+        line = next(iter(forward.readers.get(main.parameters[key].name, ())[::-1]), None)
+    return 0 if line is None else main.forward.stages[forward.at(line)]
+
+
 def _called(functions: Sequence[Function], piece: StagePiece) -> list[Function]:
     used = {line.op for line in piece.lines}
     return [function for function in functions if function.name in used]
@@ -324,9 +318,7 @@ def _narrowed(
     """Cast gradients, where they are made, to the dtype in which they are summed, if it is smaller. One that a line
     only widens is taken as it was before."""
     wide = {value.name for _, _, value in gradients if sums.itemsize < value.type.dtype.itemsize}
-    read = {name for line in lines.lines for name in line.uses}
-    made = list(zip(lines.stages, lines.lines, strict=True))
-    values = {value.name: value for _, line in made for value in line.made}
+    backward, stages = lines.function("backward"), lines.stages
     lines.lines, lines.stages, narrow = [], [], dict[str, Value]()
 
     def cast(value: Value, origin: Origin) -> Value:
@@ -335,13 +327,14 @@ def _narrowed(
         type_ = replace(value.type, dtype=sums)
         return lines.emit("aten._to_copy.default", (Ref(value.name),), type_, origin, "narrow", dtype=sums)
 
-    for lines.stage, line in made:
-        (first, *_) = line.made
-        source = values.get(line.uses[0]) if first.name in wide - read and facts(line.op).casts else None
+    for lines.stage, line in zip(stages, backward.lines, strict=True):
+        first = line.made[0]
+        casts = facts(line.op).casts and first.name in wide and not backward.uses[first.name]
+        source = backward.values().get(line.uses[0]) if casts else None
         if source is not None and source.type.dtype.itemsize < first.type.dtype.itemsize:
             narrow[first.name] = cast(source, line.origin)
             continue
-        lines.append(line)
+        lines.add(line)
         narrow.update((value.name, cast(value, line.origin)) for value in line.made if value.name in wide)
     return [(stage, name, narrow.get(value.name, value)) for stage, name, value in gradients]
 

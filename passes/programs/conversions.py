@@ -5,24 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from ...compiler.layout.collectives import lower
 from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.placement import Placement, Split, TensorType
 from ...compiler.layout.stretches import count
 from ...compiler.program.program import Origin, Ref, Value
-
-
-class Lines(Protocol):
-    """Anything to which lines are added: a program's one function, or a main function."""
-
-    mesh: Mesh
-
-    def emit(self, op: str, args: tuple[object, ...], type_: TensorType, origin: Origin, name: str = "",
-             **options: object) -> Value:  # fmt: skip
-        """Add a line and return its result."""
-
+from ...compiler.program.rewriter import LineWriter
 
 Conversion = tuple[str, tuple[Any, ...], Mapping[str, Any], TensorType]
 """A line without its names: operator, arguments behind the operand, options, and the result's type."""
@@ -73,7 +63,7 @@ def _order(before: Placement, after: Placement, mesh: Mesh) -> list[tuple[str, .
     return sorted((unit for unit in units if any(before[axis] != after[axis] for axis in unit)), key=turn)
 
 
-def emit_conversions(writer: Lines, value: Value, after: TensorType, origin: Origin) -> Value:
+def emit_conversions(writer: LineWriter, value: Value, after: TensorType, origin: Origin) -> Value:
     """Add the lines that turn a value into one of another type, and return that one. Their results are named after the
     value: ``whole_head_weight`` is ``head_weight`` gathered."""
     base = value.name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ...compiler.layout.collectives import COLLECTIVES, SUMS, WAIT
@@ -12,9 +12,8 @@ from ...compiler.program.actions import ACTIONS, REDUCE
 from ...compiler.program.binding import UNSCALE, Binding
 from ...compiler.program.program import LAST, Function, Line, Program, Ref, Value
 from ...compiler.program.residual import residual
+from ...compiler.program.rewriter import Rewriter
 from ...compiler.program.roles import Programs
-from ...compiler.program.totals import uses_of
-from .emit import FreshNames
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,28 +35,28 @@ def sum_early(programs: Programs, microbatches: int) -> Programs:
 
     A gradient that several stages make stays in REDUCE, as does a value that is returned as two gradients.
     """
-    made, moved = dict(programs), list[_Sum]()
-    sums = {one.gradient.binding: one for one in _sums(programs[REDUCE].main)}
+    changed, reduce = dict(programs), Rewriter(programs[REDUCE].mesh, programs[REDUCE].main)
+    sums = {one.gradient.binding: one for one in _sums(reduce.source)}
     work = {key: program for key, program in programs.items() if ACTIONS[program.action].works}
-    returned = [key for program in work.values() for key, _ in program.main.returns]
+    stages = Counter(key for program in work.values() for key, _ in program.main.returns)
     for at, program in work.items():
-        names = [name for _, name in program.main.returns]
-        own = {name: sums[key] for key, name in program.main.returns
-               if key in sums and returned.count(key) == 1 and names.count(name) == 1}  # fmt: skip
-        if own:
-            made[at] = replace(program, functions=(*program.blocks, _last(program.main, own, microbatches > 1),
-                                                   program.main))  # fmt: skip
-            moved += own.values()
-    made[REDUCE] = _without(programs[REDUCE], moved)
-    return made
+        names = Counter(name for _, name in program.main.returns)
+        early = {name: sums[key] for key, name in program.main.returns
+                 if key in sums and stages[key] == names[name] == 1}  # fmt: skip
+        if early:
+            last = _last(program, early, microbatches > 1)
+            changed[at] = replace(program, functions=(*program.blocks, last, program.main))
+        for one in early.values():
+            _leave_out(one, reduce)
+    main = reduce.function()
+    main = replace(main, parameters=tuple(value for value in main.parameters if main.uses[value.name]))
+    changed[REDUCE] = replace(programs[REDUCE], functions=(main,))
+    return changed
 
 
 def _sums(main: Function) -> Iterator[_Sum]:
     """Yield the sums of gradients of REDUCE's main function of which no other line reads a part."""
-    makers = {value.name: line for line in main.lines for value in line.made}
-    parameters = {value.name: value for value in main.parameters}
-    order = {id(line): at for at, line in enumerate(main.lines)}
-    uses, returned = uses_of(main), dict(main.returns)
+    makers, returned = main.makers, dict(main.returns)
     for of, gradient in main.bound("gradient").items():
         state, end = residual(of), returned.get(Binding("gradient", of), "")
         left = tuple((key, returned[key]) for key in (state,) if key in returned)
@@ -71,12 +70,11 @@ def _sums(main: Function) -> Iterator[_Sum]:
             if name not in needed:
                 needed[name] = None
                 pending += makers[name].uses if name in makers else ()
-        found = {order[id(makers[name])]: makers[name] for name in needed if name in makers}
-        lines = tuple(found[at] for at in sorted(found))
-        reads = tuple(parameters[name] for name in needed if name in parameters and name != gradient.name)
-        inner = Counter([*(name for line in lines for name in line.uses), *(name for _, name in left)])
+        lines = tuple(sorted((makers[name] for name in needed if name in makers), key=main.at))
+        reads = tuple(main.values()[name] for name in needed if name not in makers and name != gradient.name)
+        inside = Counter([*(name for line in lines for name in line.uses), *(name for _, name in left)])
         own = needed.keys() - {end, *(value.name for value in reads)}
-        alone = gradient.name in needed and all(inner[name] == uses[name] for name in own)
+        alone = gradient.name in needed and all(inside[name] == main.uses[name] for name in own)
         if alone and {value.binding for value in reads} <= {state, UNSCALE} and not any(map(_among, lines)):
             yield _Sum(gradient, lines, line.made[0], reads, left)
 
@@ -92,96 +90,70 @@ def _among(line: Line) -> bool:
     return len(line.made) != 1 or (row is not None and bool(row.members(line.args[1:])))
 
 
-def _last(main: Function, own: Mapping[str, _Sum], adds: bool) -> Function:
-    """Return the main function of the last microbatch: behind the line that makes a gradient it is added to those of
+def _last(program: Program, sums: Mapping[str, _Sum], adds: bool) -> Function:
+    """Return the main function of the last microbatch: after the line that makes a gradient it is added to those of
     earlier microbatches, and summed."""
-    names = FreshNames()
-    for name in main.values():
-        names.fresh(name)
-    lines, parameters, returns = list[Line](), {value.name: value for value in main.parameters}, dict(main.returns)
+    main, last = program.main, Rewriter(program.mesh, program.main)
     known = {value.binding: value.name for value in main.parameters}
-    for line in main.lines:
-        lines.append(line)
-        for value in line.made:
-            if (one := own.get(value.name)) is None:
-                continue
-            renamed = {one.gradient.name: value.name}
-            if adds:
-                before = Value(names.fresh(f"{value.name}_so_far"), value.type, one.gradient.binding)
-                total = Value(names.fresh(f"{value.name}_total"), value.type)
-                parameters[before.name], renamed[one.gradient.name] = before, total.name
-                args = (Ref(before.name), Ref(value.name))
-                lines.append(Line((total,), "aten.add.Tensor", args, (), one.lines[0].origin))
-            for read in one.reads:
-                if read.binding not in known:
-                    known[read.binding] = names.fresh(read.name)
-                    parameters[known[read.binding]] = replace(read, name=known[read.binding])
-                renamed[read.name] = known[read.binding]
-            for summing in one.lines:
-                word = re.sub(r"_\d+$", "", summing.made[0].name) if one.left else "summed"
-                result = replace(summing.made[0], name=names.fresh(f"{value.name}_{word}"))
-                lines.append(replace(summing.renamed(renamed), results=(result,)))
-                renamed[summing.made[0].name] = result.name
-            returns |= {key: renamed[one.end.name] for key, name in main.returns if name == value.name}
-            returns |= {key: renamed[name] for key, name in one.left}
-    return Function(f"{main.name}{LAST}", tuple(parameters.values()), tuple(lines), tuple(returns.items()))
+    for line, value in ((maker, made) for maker in main.lines for made in maker.made if made.name in sums):
+        last.insert_after(line)
+        one, total = sums[value.name], value
+        key = one.gradient.binding
+        assert key is not None
+        if adds:
+            before = last.take(f"{value.name}_so_far", value.type, key)
+            args, origin = (Ref(before.name), Ref(value.name)), one.lines[0].origin
+            total = last.emit("aten.add.Tensor", args, value.type, origin, f"{value.name}_total")
+        renamed = {one.gradient.name: total.name}
+        for read in one.reads:
+            if read.binding not in known:
+                known[read.binding] = last.take(read.name, read.type, read.binding).name
+            renamed[read.name] = known[read.binding]
+        for summing in one.lines:
+            word = re.sub(r"_\d+$", "", summing.made[0].name) if one.left else "summed"
+            result = replace(summing.made[0], name=last.names.fresh(f"{value.name}_{word}"))
+            last.add(replace(summing.renamed(renamed), results=(result,)))
+            renamed[summing.made[0].name] = result.name
+        last.returns[key] = renamed[one.end.name]
+        last.returns |= {key: renamed[name] for key, name in one.left}
+    return last.function(f"{main.name}{LAST}")
 
 
-def _without(reduce: Program, moved: Sequence[_Sum]) -> Program:
-    """Return REDUCE without these sums: it is given their results."""
-    gone = {line for one in moved for line in map(id, one.lines)}
-    given = {one.gradient.name: replace(one.gradient, type=one.end.type) for one in moved}
-    names = {one.end.name: one.gradient.name for one in moved}
-    states = {key for one in moved for key, _ in one.left}
-    main = reduce.main
-    lines = [line.renamed(names) for line in main.lines if id(line) not in gone]
-    returns = tuple((key, names.get(name, name)) for key, name in main.returns if key not in states)
-    read = {*(name for line in lines for name in line.uses), *(name for _, name in returns)}
-    parameters = tuple(given.get(value.name, value) for value in main.parameters if value.name in read)
-    return replace(reduce, functions=(Function(main.name, parameters, tuple(lines), returns),))
+def _leave_out(one: _Sum, reduce: Rewriter) -> None:
+    """Leave a sum out of REDUCE, which is given its result in place of the gradient."""
+    reduce.drop(one.lines)
+    reduce.parameters[one.gradient.name] = replace(one.gradient, type=one.end.type)
+    reduce.rename(one.end.name, one.gradient.name)
+    for key, _ in one.left:
+        del reduce.returns[key]
 
 
 def wait_late(programs: Programs) -> Programs:
     """Return the programs of a role in which REDUCE, and not the last backward, waits for the sums that this returns:
     each right before its first reader. Where parts of gradients are summed, backward waits: the whole ones can go."""
-    made, coming = dict(programs), set[Binding]()
+    changed, coming = dict(programs), set[Binding]()
     for key, program in programs.items():
         if (last := program.last) is None:
             continue
-        waits = {line.made[0].name: line for line in last.lines if line.op == WAIT}
-        usual = {name for _, name in program.main.returns}
-        whole = {value.name for line in last.lines if line.op in SUMS for value in line.made}
-        late = {name: sent for _, name in last.returns if name in waits and name not in usual
-                and (sent := waits[name].uses[0]) in whole}  # fmt: skip
-        lines = tuple(line for line in last.lines if line.op != WAIT or line.made[0].name not in late)
-        coming.update(gradient for gradient, name in last.returns if name in late)
-        returns = tuple((gradient, late.get(name, name)) for gradient, name in last.returns)
-        last = replace(last, lines=lines, returns=returns)
-        made[key] = replace(program, functions=(*program.blocks, last, program.main))
+        rewriter, usual = Rewriter(program.mesh, last), {name for _, name in program.main.returns}
+        for gradient, name in last.returns:
+            wait = last.makers.get(name)
+            if wait is not None and wait.op == WAIT and name not in usual and last.makers[wait.uses[0]].op in SUMS:
+                coming.add(gradient)
+                rewriter.drop([wait])
+                rewriter.returns[gradient] = wait.uses[0]
+        changed[key] = replace(program, functions=(*program.blocks, rewriter.function(), program.main))
     if coming:
-        made[REDUCE] = _waiting(programs[REDUCE], coming)
-    return made
+        changed[REDUCE] = _waiting(programs[REDUCE], coming)
+    return changed
 
 
 def _waiting(reduce: Program, coming: set[Binding]) -> Program:
-    main, names = reduce.main, FreshNames()
-    for name in main.values():
-        names.fresh(name)
+    """Return REDUCE with a wait for each of these gradients before its first reader."""
+    main, rewriter = reduce.main, Rewriter(reduce.mesh, reduce.main)
     arriving = {value.name: value for value in main.parameters if value.binding in coming}
-    arrived: dict[str, str] = {}
-    lines: list[Line] = []
-
-    def wait(name: str) -> None:
-        if name in arriving and name not in arrived:
-            result = replace(arriving[name], name=names.fresh(f"{name}_summed"), binding=None)
-            lines.append(Line((result,), WAIT, (Ref(name),)))
-            arrived[name] = result.name
-
-    for line in main.lines:
-        for name in line.uses:
-            wait(name)
-        lines.append(line.renamed(arrived))
-    for _, name in main.returns:
-        wait(name)
-    returns = tuple((key, arrived.get(name, name)) for key, name in main.returns)
-    return replace(reduce, functions=(replace(main, lines=tuple(lines), returns=returns),))
+    for name in (name for name in main.uses if name in arriving):
+        rewriter.insert_before(next(iter(main.readers[name]), None))
+        waited = rewriter.emit(WAIT, (Ref(name),), arriving[name].type, name=f"{name}_summed")
+        rewriter.rename(name, waited.name)
+    return replace(reduce, functions=(rewriter.function(),))

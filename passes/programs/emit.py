@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import keyword
 import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from ...compiler.program.binding import Binding
 from ...compiler.program.blocks import starred
 from ...compiler.program.program import Function, Line, LocalSize, Origin, Ref, Value
 from ...compiler.program.program import operator as torch_operator
+from ...compiler.program.rewriter import FreshNames
 from ..calls import call_of, operands_of
 from .joint import Joint
 from .segments import Segment, node_type
@@ -39,24 +39,6 @@ def identifier(text: str) -> str:
 def name_of(binding: Binding) -> str:
     """Return a Python name for what is bound: its own name, or the whole binding where that is a number."""
     return identifier(str(binding) if binding.name.isdigit() else binding.name)
-
-
-@dataclass(slots=True)
-class FreshNames:
-    """The names of one function's values: the operator's own name, numbered from its second use on."""
-
-    taken: dict[str, int] = field(default_factory=dict)
-
-    def fresh(self, base: str) -> str:
-        """Return a name that is not used yet."""
-        base = f"{base}_" if keyword.iskeyword(base) or base in ("inf", "nan") else base
-        while True:
-            count = self.taken.get(base, 0)
-            self.taken[base] = count + 1
-            name = base if count == 0 else f"{base}_{count}"
-            if count == 0 or name not in self.taken:
-                self.taken.setdefault(name, 1)
-                return name
 
 
 def cut_argument(whole: Any, local: Any, axes: Mapping[tuple[int, int], tuple[str, ...]]) -> Any:

@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from ...compiler.layout.collectives import MESSAGE, WAIT
 from ...compiler.layout.packed_rows import EXCHANGE
 from ...compiler.ops.rules import facts
-from ...compiler.program.program import Function, Line, Ref
+from ...compiler.program.program import Function, Line
+from ...compiler.program.rewriter import FreshNames, started
 from ...compiler.program.roles import Programs
-from .emit import FreshNames
 
 _HIDING = (EXCHANGE, "parc.all_to_all")
 
@@ -38,12 +37,11 @@ class _Block:
 
     def __init__(self, function: Function) -> None:
         self.source = function.lines
-        self.names = FreshNames(dict.fromkeys(function.values(), 1))
-        maker = {value.name: at for at, line in enumerate(self.source) for value in line.made}
+        self.names = FreshNames.beside(function)
         self.behind: list[frozenset[int]] = []
         """For each line the lines that it needs, itself among them."""
         for at, line in enumerate(self.source):
-            needed = (self.behind[maker[name]] for name in line.uses if name in maker)
+            needed = (self.behind[function.at(function.makers[name])] for name in line.uses if name in function.makers)
             self.behind.append(frozenset({at}).union(*needed))
         self.exchanges = [at for at, line in enumerate(self.source) if line.op in _HIDING]
         self.made: list[Line] = []
@@ -83,9 +81,8 @@ class _Block:
         for at in ready[: -(-len(ready) // len(ahead))]:
             self._put(self.behind[at])
         if start + 1 < len(self.made):
-            line, self.message = self.made[start], self.message + 1
-            sent = replace(line.made[0], name=self.names.fresh(f"{line.made[0].name}_on_its_way"))
-            self.made[start] = replace(line, results=(sent,), kwargs=((MESSAGE, self.message),))
-            self.made.append(Line(line.results, WAIT, (Ref(sent.name),), (), line.origin))
+            self.message += 1
+            self.made[start], wait = started(self.made[start], self.names, self.message)
+            self.made.append(wait)
         ahead.remove(coming)
         self.done.add(coming)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 
 from ...compiler.layout.collectives import COLLECTIVES
+from ...compiler.layout.mesh import Mesh
 from ...compiler.program.binding import Binding
 from ...compiler.program.places import CARRIERS, kept_away
 from ...compiler.program.program import Function, Line, Origin, Ref, Value
+from ...compiler.program.rewriter import FreshNames, Rewriter
 from ...compiler.program.roles import Programs
 
 
@@ -21,43 +24,39 @@ def offload(roles: Mapping[str, Programs], lines: Mapping[str, int]) -> dict[str
     """
     if not lines:
         return dict(roles)
-    taken = {name for programs in roles.values() for program in programs.values() for name in program.main.values()}
+    mains = [program.main for programs in roles.values() for program in programs.values()]
+    names = FreshNames({name: 1 for main in mains for name in main.values()})
+    stored = cache(lambda name: names.fresh(f"{name}_stored"))  # alike in F, which saves a value, and in B
     return {
         role: {key: replace(program, functions=(*program.blocks,
-                                                *(_carried(main, lines, taken) for main in program.mains)))
+                                                *(_carried(one, program.mesh, lines, stored) for one in program.mains)))
                for key, program in programs.items()}
         for role, programs in roles.items()
     }  # fmt: skip
 
 
-def _carried(main: Function, lines: Mapping[str, int], taken: set[str]) -> Function:
-    """Return a main function that loads what it reads and stores what it returns."""
-    values, last = main.values(), len(main.lines)
-    first_use = {name: at for at, line in reversed([*enumerate(main.lines)]) for name in line.uses}
-    made_at = {value.name: at + 1 for at, line in enumerate(main.lines) for value in line.made}
+def _carried(main: Function, mesh: Mesh, lines: Mapping[str, int], stored: Callable[[str], str]) -> Function:
+    """Return a main function that loads what it reads and stores what it returns. ``stored`` gives a value the name
+    under which it is kept away."""
+    rewriter, values = Rewriter(mesh, main), main.values()
     calls = [at for at, line in enumerate(main.lines) if line.calls_function]
-    added: dict[int, list[Line]] = {}
-    parameters: list[Value] = []
     for value in main.parameters:
-        word = kept_away(value.binding, value, lines)
-        if not word:
-            parameters.append(value)
-            continue
-        away, use = _away(value, taken), first_use.get(value.name, last)
-        ahead = max((at for at in calls if at < use), default=_whole_message(main.lines, use, -1))
-        added.setdefault(ahead, []).append(_carrying("back", away, replace(value, binding=None), word, lines))
-        parameters.append(away)
-    returns: list[tuple[Binding, str]] = []
+        if word := kept_away(value.binding, value, lines):
+            away = rewriter.parameters[value.name] = _away(value, stored)
+            first = min(map(main.at, main.readers[value.name]), default=len(main.lines))
+            place = max((at for at in calls if at < first), default=_whole_message(main.lines, first, -1))
+            rewriter.insert_at(place)
+            rewriter.add(_carrying("back", away, replace(value, binding=None), word, lines))
+    rewriter.returns = {}
     for key, name in main.returns:
         if word := kept_away(key, values[name], lines):
-            away = _away(replace(values[name], binding=key), taken)
-            stored = replace(away, binding=None)
-            behind = _whole_message(main.lines, made_at.get(name, 0), 1)
-            added.setdefault(behind, []).append(_carrying("away", values[name], stored, word, lines))
+            away = _away(replace(values[name], binding=key), stored)
+            made = main.at(main.makers[name]) + 1 if name in main.makers else 0
+            rewriter.insert_at(_whole_message(main.lines, made, 1))
+            rewriter.add(_carrying("away", values[name], replace(away, binding=None), word, lines))
             key, name = away.binding or key, away.name
-        returns.append((key, name))
-    woven = [line for at in range(last + 1) for line in (*added.get(at, ()), *main.lines[at : at + 1])]
-    return replace(main, parameters=tuple(parameters), lines=tuple(woven), returns=tuple(returns))
+        rewriter.returns[key] = name
+    return rewriter.function()
 
 
 def _whole_message(lines: Sequence[Line], at: int, way: int) -> int:
@@ -72,11 +71,8 @@ def _carrying(way: str, source: Value, result: Value, word: str, lines: Mapping[
     return Line((result,), CARRIERS[way], (Ref(source.name), word), (), Origin(plan=lines[word]))
 
 
-def _away(value: Value, taken: set[str]) -> Value:
-    """Return a value as it is kept away, under a name that no program has. What F saves is bound by that name."""
-    name = f"{value.name}_stored"
-    while name in taken:
-        name += "_"
-    binding = value.binding
+def _away(value: Value, stored: Callable[[str], str]) -> Value:
+    """Return a value as it is kept away. What F saves is bound by that name."""
+    name, binding = stored(value.name), value.binding
     saved = binding is not None and binding.kind == "saved"
     return replace(value, name=name, binding=Binding("saved", name) if saved else binding)

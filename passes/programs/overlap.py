@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from ...compiler.layout.collectives import MESSAGE, WAIT
+from ...compiler.layout.collectives import MESSAGE
 from ...compiler.program.actions import ACTIONS
 from ...compiler.program.blocks import working
 from ...compiler.program.liveness import local_bytes
-from ...compiler.program.program import Function, Line, Program, Ref
+from ...compiler.program.program import Function, Line, Program, needed
+from ...compiler.program.rewriter import FreshNames, started
 from ...compiler.program.roles import Programs
 from .early import wait_late
-from .emit import FreshNames
 
 _APART = ("parc.all_gather", "parc.reduce_scatter", "parc.all_gather_int8", "parc.reduce_scatter_int8")
 _SUM = "parc.all_reduce"
@@ -62,9 +62,7 @@ class _Overlap:
     def __init__(self, program: Program, main: Function, choices: OverlapChoices, apart: Collection[str]) -> None:
         self.program, self.main, self.choices, self.apart = program, main, choices, apart
         self.values = main.values()
-        self.names = FreshNames()
-        for name in self.values:
-            self.names.fresh(name)
+        self.names = FreshNames.beside(main)
         self.message = 0
 
     def lines(self) -> Iterator[Line]:
@@ -110,16 +108,16 @@ class _Overlap:
         first: list[Line] = []
         later: list[Line] = []
         late: set[str] = set()
-        needed = self._feeding(lines)
+        _, sent = needed(lines, (name for line in lines if self._apart(line) for name in line.uses))
         for line in lines:
-            feeds = any(value.name in needed for value in line.made)
+            feeds = any(value.name in sent for value in line.made)
             if late.intersection(line.uses) or not (self._apart(line) or feeds or now):
                 later.append(line)
                 late.update(value.name for value in line.made)
             elif self._apart(line):
-                coming = replace(line.made[0], name=self.names.fresh(f"{line.made[0].name}_on_its_way"))
-                first.append(replace(line, results=(coming,)))
-                later.append(Line(line.results, WAIT, (Ref(coming.name),), (), line.origin))
+                start, wait = started(line, self.names)
+                first.append(start)
+                later.append(wait)
                 late.add(line.made[0].name)
             else:
                 first.append(line)
@@ -127,14 +125,6 @@ class _Overlap:
 
     def _apart(self, line: Line) -> bool:
         return line.op in self.apart
-
-    def _feeding(self, lines: Sequence[Line]) -> set[str]:
-        """Return the values from which the operands of collectives are made."""
-        needed: set[str] = set()
-        for line in reversed(lines):
-            if self._apart(line) or any(value.name in needed for value in line.made):
-                needed.update(line.uses)
-        return needed
 
     def _numbered(self, lines: Sequence[Line]) -> Iterator[Line]:
         """Yield lines with the numbers of their messages: tensors that travel alike, up to a bucket's bytes, behind the

@@ -9,12 +9,13 @@ the sums of gradients behind it too.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.rings import RINGS, SEQUENCE
 from ...compiler.program.program import Function, Line
+from ...compiler.program.rewriter import Rewriter
 from ...compiler.program.roles import Programs
 from ...compiler.resolve.context_lines import RING_METHODS, ContextLine
 
@@ -29,9 +30,7 @@ def ring_attention(programs: Programs, lines: Sequence[ContextLine]) -> Programs
     if not rings:
         return programs
     return {
-        key: replace(
-            program, functions=tuple(_in_rings(function, program.mesh, rings) for function in program.functions)
-        )
+        key: replace(program, functions=tuple(_in_rings(one, program.mesh, rings) for one in program.functions))
         for key, program in programs.items()
     }
 
@@ -41,6 +40,7 @@ class _Ring:
     """An attention that can be a ring: the gathers of its keys and values, the sums of their gradients in backward, and
     the line in its place."""
 
+    attention: Line
     gathers: tuple[Line, ...]
     sums: tuple[Line, ...]
     line: Line
@@ -48,34 +48,30 @@ class _Ring:
 
 def _in_rings(function: Function, mesh: Mesh, lines: Sequence[ContextLine]) -> Function:
     """Return a function with a ring for each attention of which no other line reads the gathered keys."""
-    maker = {value.name: line for line in function.lines for value in line.made}
-    found = {
-        at: _ring(line, function, maker, mesh, lines) for at, line in enumerate(function.lines) if line.op in _SPREAD
-    }
-    rings = {at: ring for at, ring in found.items() if ring is not None}
     returned = {name for _, name in function.returns}
+    found = (_ring(line, function, mesh, lines) for line in function.lines if line.op in _SPREAD)
+    rings = [ring for ring in found if ring is not None]
     while True:
-        read = {name for at, line in enumerate(function.lines) if at not in rings for name in line.uses} | returned
-        whole = [at for at, ring in rings.items() if any(one.made[0].name in read for one in ring.gathers)]
+        attentions = {id(ring.attention) for ring in rings}
+        whole = [ring for ring in rings for name in (one.made[0].name for one in ring.gathers)
+                 if name in returned or not attentions.issuperset(map(id, function.readers[name]))]  # fmt: skip
         if not whole:
             break
-        rings = {at: ring for at, ring in rings.items() if at not in whole}
-    dropped = {id(line) for ring in rings.values() for line in (*ring.gathers, *ring.sums)}
-    made = (
-        rings[at].line if at in rings else line for at, line in enumerate(function.lines) if id(line) not in dropped
-    )
-    return replace(function, lines=tuple(made))
+        rings = [ring for ring in rings if ring not in whole]
+    rewriter = Rewriter(mesh, function)
+    for ring in rings:
+        rewriter.replace(ring.attention, ring.line)
+        rewriter.drop((*ring.gathers, *ring.sums))
+    return rewriter.function()
 
 
-def _ring(
-    line: Line, function: Function, maker: Mapping[str, Line], mesh: Mesh, lines: Sequence[ContextLine]
-) -> _Ring | None:
+def _ring(line: Line, function: Function, mesh: Mesh, lines: Sequence[ContextLine]) -> _Ring | None:
     """Return the ring that an attention can be; None where its keys are not gathered over the axis of a line."""
     op, row = _SPREAD[line.op]
     names = [item.name for item in line.args[row.keys : row.keys + 2]]
-    gathers = tuple(maker[name] for name in names if name in maker)
+    gathers = tuple(function.makers[name] for name in names if name in function.makers)
     gradients = [value for value in line.results[1:] if row.carries_gradients and value is not None]
-    sums = tuple(next(one for one in function.lines if value.name in one.uses) for value in gradients)
+    sums = tuple(function.readers[value.name][0] for value in gradients)
     over = {one.args[1] for one in (*gathers, *sums) if one.op in _ENDS and one.args[2] == SEQUENCE}
     axes = {",".join(mesh.parts(ring.axis)) for ring in lines if ring.names(line)}
     if len(gathers) < 2 or len(gradients) != 2 * row.carries_gradients or len(over) != 1 or not over <= axes:
@@ -85,4 +81,4 @@ def _ring(
     args = list(line.args)
     args[row.keys : row.keys + 2] = (one.args[0] for one in gathers)
     results = (line.results[0], *(one.results[0] for one in sums)) if row.carries_gradients else line.results
-    return _Ring(gathers, sums, replace(line, results=results, op=op, args=row.line(over.pop(), args)))
+    return _Ring(line, gathers, sums, replace(line, results=results, op=op, args=row.line(over.pop(), args)))

@@ -13,7 +13,8 @@ from ...compiler.program.binding import COUNT, GRAD_NORM, SCALE, UNSCALE, Bindin
 from ...compiler.program.loss_scale import BACKOFF, GROWTH, INTERVAL, LOSS_SCALE, NEXT_SCALE, SCALER
 from ...compiler.program.loss_terms import term_count
 from ...compiler.program.program import Line, Program, Ref, Value
-from .writer import ORIGIN, Writer, whole_type
+from ...compiler.program.rewriter import ORIGIN
+from .writer import Writer, whole_type
 
 
 def scale_program(
@@ -63,5 +64,5 @@ def rescale_program(norm: torch.dtype, mesh: Mesh, role: str) -> Program:
     given += [write.take(key.name, whole_type(mesh, getattr(torch, row.dtype)), key) for key, row in SCALER.items()]
     made = tuple(Value(write.names.fresh(f"next_{value.name}"), value.type) for value in given[1:])
     args = (*(Ref(value.name) for value in given), GROWTH, BACKOFF, INTERVAL)
-    write.lines.append(Line(made, NEXT_SCALE, args, (), ORIGIN))
+    write.add(Line(made, NEXT_SCALE, args, (), ORIGIN))
     return write.program(role, RESCALE, [(key, value.name) for key, value in zip(SCALER, made, strict=True)])

@@ -15,10 +15,10 @@ from typing import Any
 from ...compiler.layout.collectives import axes_of, global_outer, lower
 from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.placement import Placement, Split, TensorType, along
-from ...compiler.program.program import Function, Line, Program, Ref, Value
+from ...compiler.program.program import Function, Program, Ref
+from ...compiler.program.rewriter import Rewriter
 from ...compiler.program.roles import Programs
 from ..choices import Choices, ShardDims
-from .emit import FreshNames
 
 Levels = Mapping[str, int]
 """The number of sub-axes, major first, of each axis in two levels that lie across nodes; the others lie inside."""
@@ -120,23 +120,20 @@ class TwoLevels:
         return replace(program, functions=tuple(self._function(one, program, places) for one in program.functions))
 
     def _function(self, function: Function, program: Program, places: Counter[str]) -> Function:
-        values = function.values()
-        names, lines = FreshNames(dict.fromkeys(values, 1)), list[Line]()
-        for line in function.lines:
-            steps: list[Step] = []
-            if line.op in _WAYS and isinstance(line.args[0], Ref):
-                place = f"{program.action} {line.origin.module} {line.origin.source}"
-                places[place] += 1
-                types = values[line.args[0].name].type, line.made[0].type
-                choose = self._chooser(f"{place} {places[place]}")
-                steps = steps_of(line.op, line.args[1:], *types, self.mesh, self.levels, choose)
-            operand = line.args[0] if line.args else None
+        values, rewriter = function.values(), Rewriter(self.mesh, function)
+        for line in (line for line in function.lines if line.op in _WAYS and isinstance(line.args[0], Ref)):
+            place = f"{program.action} {line.origin.module} {line.origin.source}"
+            places[place] += 1
+            operand, made = line.args[0], line.made[0]
+            types, choose = (values[operand.name].type, made.type), self._chooser(f"{place} {places[place]}")
+            steps = steps_of(line.op, line.args[1:], *types, self.mesh, self.levels, choose)
+            rewriter.insert_before(line)
             for op, args, type_ in steps[:-1]:
-                value = Value(names.fresh(f"{op.removeprefix('parc.')}_{line.made[0].name}"), type_)
-                lines.append(Line((value,), op, (operand, *args), (), line.origin))
-                operand = Ref(value.name)
-            lines.append(replace(line, op=steps[-1][0], args=(operand, *steps[-1][1])) if steps else line)
-        return replace(function, lines=tuple(lines))
+                name = f"{op.removeprefix('parc.')}_{made.name}"
+                operand = Ref(rewriter.emit(op, (operand, *args), type_, line.origin, name).name)
+            for op, args, _ in steps[-1:]:
+                rewriter.replace(line, replace(line, op=op, args=(operand, *args)))
+        return rewriter.function()
 
     def _chooser(self, place: str) -> Choose:
         def choose(dims: Sequence[int], axes: str) -> int | None:

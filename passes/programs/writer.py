@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.placement import Placement, Split, TensorType
 from ...compiler.program.binding import Binding
-from ...compiler.program.program import Function, Line, Origin, Program, Ref, Value
+from ...compiler.program.program import Origin, Program, Ref, Value
+from ...compiler.program.rewriter import ORIGIN, LineWriter
 from .conversions import emit_conversions
-from .emit import FreshNames, identifier, size_argument
-
-ORIGIN = Origin()
-"""The origin of lines that stand for no line of the model."""
+from .emit import identifier, size_argument
 
 
 def whole_type(mesh: Mesh, dtype: torch.dtype, shape: tuple[int, ...] = ()) -> TensorType:
@@ -35,27 +33,12 @@ class Across:
     """The parameters of several roles that another role counts in the norm."""
 
 
-@dataclass(slots=True)
-class Writer:
+class Writer(LineWriter):
     """The one function of such a program under construction; with ``across`` it is that of one of several roles."""
 
-    mesh: Mesh
-    across: Across | None = None
-    names: FreshNames = field(default_factory=FreshNames)
-    parameters: list[Value] = field(default_factory=list)
-    lines: list[Line] = field(default_factory=list)
-
-    def take(self, base: str, type_: TensorType, binding: Binding) -> Value:
-        """Add a parameter and return it."""
-        self.parameters.append(Value(self.names.fresh(base), type_, binding))
-        return self.parameters[-1]
-
-    def emit(self, op: str, args: tuple[object, ...], type_: TensorType, origin: Origin = ORIGIN, name: str = "",
-             **options: object) -> Value:  # fmt: skip
-        """Add a line and return its result, which is named after its operator unless told otherwise."""
-        value = Value(self.names.fresh(name or op.split(".")[1].strip("_")), type_)
-        self.lines.append(Line((value,), op, args, tuple(options.items()), origin))
-        return value
+    def __init__(self, mesh: Mesh, across: Across | None = None) -> None:
+        super().__init__(mesh)
+        self.across = across
 
     def stacked_sum(self, values: Sequence[Value]) -> Value:
         """Add the sum of values of one type, each a single number."""
@@ -102,8 +85,8 @@ class Writer:
 
     def program(self, role: str, action: str, returns: Sequence[tuple[Binding, str]]) -> Program:
         """Return the program of an action, with all that was written as its one function."""
-        function = Function(action.lower(), tuple(self.parameters), tuple(self.lines), tuple(returns))
-        return Program(role, action, self.mesh, (function,))
+        self.returns = dict(returns)
+        return Program(role, action, self.mesh, (self.function(action.lower()),))
 
 
 def summed_type(type_: TensorType) -> TensorType:

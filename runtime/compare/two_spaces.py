@@ -46,8 +46,8 @@ def loaded_parameters(programs: Iterable[Program]) -> set[str]:
     """Return the names of the parameters that programs load, because they lie in the other space."""
     names = set()
     for main in (program.main for program in programs):
-        loaded = {name for line in main.lines if facts(line.op).carries == "back" for name in line.uses}
-        names |= {name for name, value in main.bound(*PARAMETERS).items() if value.name in loaded}
+        names |= {name for name, value in main.bound(*PARAMETERS).items()
+                  if any(facts(line.op).carries == "back" for line in main.readers[value.name])}  # fmt: skip
     return names
 
 

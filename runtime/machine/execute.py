@@ -17,7 +17,7 @@ from ...compiler.program.binding import Binding
 from ...compiler.program.early import on_their_way
 from ...compiler.program.products import PRODUCT
 from ...compiler.program.program import Function, Line, LocalSize, Program, Ref, map_references, operator
-from ...compiler.program.totals import addable, adds, adds_itself, adds_up, delayed, uses_of
+from ...compiler.program.totals import addable, adds, adds_itself, adds_up, delayed
 from ...compiler.torch_private import profiling
 from ..communication import Arrival, Backend, BoundTensors, Environment, arrival_name, wait_for_nothing
 from .coded import Added, CodedLine, coded
@@ -72,8 +72,8 @@ class Machine:
         """Return the result of the sum that alone reads a parameter, for one rank, given the pieces of all ranks of the
         mesh; nothing, if there is no such sum. ``run`` takes it among its inputs, and does not sum again."""
         main = self.program.main
-        name, uses = next((value.name for value in main.parameters if value.binding == key), ""), uses_of(main)
-        line = next((line for line in main.lines if line.op == SUMS[0] and name in line.uses), None)
+        name, uses = next((value.name for value in main.parameters if value.binding == key), ""), main.uses
+        line = next((line for line in main.readers.get(name, ()) if line.op == SUMS[0]), None)
         if line is None or uses[name] > 1:
             return {}
         row, args = COLLECTIVES[line.op], line.args[1:]

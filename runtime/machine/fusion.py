@@ -15,7 +15,6 @@ from ...compiler.layout.mesh import Mesh
 from ...compiler.program.liveness import owners
 from ...compiler.program.products import PRODUCT, Products
 from ...compiler.program.program import Function, Line, Ref
-from ...compiler.program.totals import uses_of
 from .kernels import ADD_PRODUCT
 from .ways import runs
 
@@ -38,7 +37,7 @@ class _Fusion:
 
     def __init__(self, function: Function, mesh: Mesh, products: Products) -> None:
         self.function, self.mesh, self.products = function, mesh, products
-        self.values, self.uses, self.source = function.values(), uses_of(function), owners(function)
+        self.values, self.uses, self.source = function.values(), function.uses, owners(function)
         self.makers = {value.name: (at, line) for at, line in enumerate(function.lines) for value in line.made}
         self.last = {name: at for at, line in enumerate(function.lines) for name in line.uses}
         self.kept = {value.name for value in function.parameters} | {name for _, name in function.returns}
