@@ -108,8 +108,8 @@ def _with_sums(reduce: Program, sums: _Sums) -> Program:
     """Return REDUCE with these sums ahead of its lines."""
     rewriter, values = Rewriter(reduce.mesh, reduce.main), sums.program.main.values()
     rewriter.insert_after(None)
-    fresh, summed = rewriter.names.fresh, {*sums.so_far.values()}
-    starts = {key: Value(fresh(own), values[own].type, key) for key, (own, _) in sums.gradients.items()}
+    starts = {key: Value(rewriter.names.fresh(own), values[own].type, key) for key, (own, _) in sums.gradients.items()}
+    summed = {*sums.so_far.values()}
     names = {own: starts[key].name for key, (own, _) in sums.gradients.items() if key not in summed}
     known = {value.binding: value for value in reduce.main.parameters}
     for value in sums.reads:
@@ -124,9 +124,7 @@ def _with_sums(reduce: Program, sums: _Sums) -> Program:
             raise EarlyFault(f"{sums.where} calls `{line.op}`, which `{sums.program.main.name}` does not")
         if unknown := [name for name in line.uses if name not in names]:
             raise EarlyFault(f"{sums.where}: `{unknown[0]}` is read, which is no whole gradient or part of its sum")
-        results = tuple(value and replace(value, name=fresh(value.name)) for value in line.results)
-        rewriter.add(replace(line, results=results).renamed(names))
-        names.update((v.name, new.name) for v, new in zip(line.results, results, strict=True) if v and new)
+        rewriter.copy(line, names)
     if missing := [name for _, name in sums.left if name not in names]:
         raise EarlyFault(f"{sums.where}: `{missing[0]}` is returned, which is no part of a sum")
     ends = (sums.program.last or sums.program.main).values()

@@ -159,6 +159,12 @@ def references(item: Any) -> Iterator[str]:
             yield from references(inner)
 
 
+def operands(lines: Sequence[Line]) -> list[str]:
+    """Return the names of the values that lines read and do not make, each once, in order."""
+    made = {value.name for line in lines for value in line.made}
+    return [name for name in dict.fromkeys(name for line in lines for name in line.uses) if name not in made]
+
+
 def needed(lines: Sequence[Line], names: Iterable[str]) -> tuple[tuple[Line, ...], set[str]]:
     """Return the lines that make some values, with all that make their operands, in order; and the names of these
     values and operands. What is left out is dead code, if nothing else is read."""

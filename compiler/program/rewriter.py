@@ -1,15 +1,7 @@
 """The rewriter of one function: a pass inserts, replaces, drops and renames lines, under fresh names.
 
-    rewriter = Rewriter(mesh, main)
-    for line in main.lines:
-        if line.op == "aten.relu.default":
-            rewriter.insert_after(line)
-            doubled = rewriter.emit("aten.mul.Tensor", (Ref(line.made[0].name), 2.0), line.made[0].type)
-            rewriter.rename(line.made[0].name, doubled.name)
-    main = rewriter.function()
-
 A function never changes, so its makers, readers and uses stay true while a pass runs: the rewriter notes the changes,
-and makes a new function of them at the end.
+and makes a new function of them at the end. The architecture notes show a pass.
 """
 
 from __future__ import annotations
@@ -79,6 +71,15 @@ class LineWriter:
         value = Value(self.names.fresh(base), type_, binding)
         self.parameters[value.name] = value
         return value
+
+    def copy(self, line: Line, names: dict[str, str], title: str = "{}") -> Line:
+        """Add a copy of a line, and return it. It reads other values where ``names`` has them. Its results have fresh
+        names in the form of ``title``, such as ``{}_copy``, and are put into ``names`` for the lines that read them."""
+        fresh = (value and replace(value, name=self.names.fresh(title.format(value.name))) for value in line.results)
+        copied = replace(line, results=tuple(fresh)).renamed(names)
+        names.update((value.name, new.name) for value, new in zip(line.made, copied.made, strict=True))
+        self.add(copied)
+        return copied
 
     def function(self, name: str) -> Function:
         """Return what is written so far as a function."""

@@ -12,7 +12,7 @@ from ..layout.collectives import local_outer
 from ..layout.mesh import Mesh
 from ..layout.placement import Split, TensorType
 from ..layout.rings import RINGS, SEQUENCE
-from .program import Function, Line, Program, Ref, Value
+from .program import Line, Program, Ref, Value
 from .rewriter import Rewriter
 
 
@@ -28,14 +28,13 @@ def without_rings(program: Program) -> Program:
     """
     if not any(line.op in RINGS for function in program.functions for line in function.lines):
         return program
-    return replace(program, functions=tuple(_without_rings(function, program.mesh) for function in program.functions))
-
-
-def _without_rings(function: Function, mesh: Mesh) -> Function:
-    rewriter = Rewriter(mesh, function)
-    for line in (line for line in function.lines if line.op in RINGS):
-        _expand(line, rewriter)
-    return rewriter.function()
+    functions = []
+    for function in program.functions:
+        rewriter = Rewriter(program.mesh, function)
+        for line in (line for line in function.lines if line.op in RINGS):
+            _expand(line, rewriter)
+        functions.append(rewriter.function())
+    return replace(program, functions=tuple(functions))
 
 
 def _expand(line: Line, rewriter: Rewriter) -> None:

@@ -191,7 +191,7 @@ def _joined_once(programs: Sequence[Program]) -> Program:
     root of a sum, as the norm."""
     parameters: dict[Binding | None, Value] = {}
     writer = LineWriter(programs[0].mesh)
-    fresh, returns = writer.names.fresh, writer.returns
+    returns = writer.returns
     summed: dict[Binding, list[str]] = {}
     values: dict[str, Value] = {}
     ways: dict[Binding, object] = {}
@@ -200,19 +200,16 @@ def _joined_once(programs: Sequence[Program]) -> Program:
         names: dict[str, str] = {}
         for value in program.main.parameters:
             if value.binding not in parameters:
-                parameters[value.binding] = replace(value, name=fresh(f"{value.name}_{index}"))
+                parameters[value.binding] = writer.take(f"{value.name}_{index}", value.type, value.binding)
             names[value.name] = parameters[value.binding].name
         given, made_by = set(program.main.bindings), _made_by(program.main)
         for line in program.main.lines:
             if line.op == "parc.all_reduce_among" and isinstance(line.args[0], Ref) and line.results[0] is not None:
                 names[line.results[0].name] = names[line.args[0].name]
                 continue
-            results = tuple(value and replace(value, name=fresh(f"{value.name}_{index}")) for value in line.results)
-            renamed = replace(line, results=results).renamed(names)
-            names.update((value.name, new.name) for value, new in zip(line.made, renamed.made, strict=True))
-            values.update((value.name, value) for value in renamed.made)
-            writer.add(renamed)
-            roots.update((value.name, renamed) for value in renamed.made if facts(line.op).power == 0.5)
+            copied = writer.copy(line, names, f"{{}}_{index}")
+            values.update((value.name, value) for value in copied.made)
+            roots.update((value.name, copied) for value in copied.made if facts(line.op).power == 0.5)
         for key, name in program.main.returns:
             if key.kind not in ("gradient", "state", "weight", "buffer"):
                 summed.setdefault(key, []).append(names[name])
@@ -229,10 +226,9 @@ def _joined_once(programs: Sequence[Program]) -> Program:
             returns[key] = _added(parts, values, writer, key.name or key.kind)
             continue
         total = _added([name for part in parts for name in roots[part].uses], values, writer, "square")
-        root = replace(values[parts[0]], name=fresh(key.name or key.kind))
+        root = replace(values[parts[0]], name=writer.names.fresh(key.name or key.kind))
         writer.add(replace(roots[parts[0]], results=(root,), args=(Ref(total),)))
         returns[key] = root.name
-    writer.parameters.update((value.name, value) for value in parameters.values())
     main = writer.function(programs[0].main.name)
     # of a gradient that several roles have, only the first role's lines remain
     lines, _ = needed(main.lines, returns.values())

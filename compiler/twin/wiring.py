@@ -19,7 +19,7 @@ from ..layout.mesh import Mesh
 from ..ops.rules import facts
 from ..program.binding import Binding
 from ..program.blocks import block_of
-from ..program.program import Function, Line, Program, Value
+from ..program.program import Function, Line, Program, Value, operands
 from ..program.weights import WeightSources, stored_sources
 from .bodies import Body, Numbers, function_body, lines_body, star
 from .repeats import FamilySlots
@@ -153,8 +153,7 @@ class Graph:
                 self.pieces[source[1]].returned.append(key)
 
     def _piece(self, run: Sequence[Line], values: Mapping[str, Value], kinds: Kinds) -> GraphPiece:
-        inside = {v.name for line in run for v in line.made}
-        read = list(dict.fromkeys(name for line in run for name in line.uses if name not in inside))
+        read = operands(run)
         parts: dict[PieceSource, dict[str, int]] = {}
         for index, (kind, *source) in enumerate(self.sources[name] for name in read):
             if kind == "made":

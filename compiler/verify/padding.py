@@ -7,7 +7,6 @@ its rule; what is reduced must hold there what ``neutral`` proves to add nothing
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import TypeVar
 
@@ -171,9 +170,8 @@ def _of_the_loss(function: Function) -> Function:
     """Return a function that does not count the tokens of experts, which are counted for extra samples too and change
     no other number, and that does not return what the model returns."""
     loads = set(function.returned("load").values())
-    lines = tuple(line for line in function.lines if loads.isdisjoint(value.name for value in line.made))
     returns = tuple((key, name) for key, name in function.returns if name not in loads and key.kind != "output")
-    return making(replace(function, lines=lines), returns)
+    return making(function, returns)
 
 
 def _stored_faults(pads: Pads, stored: Mapping[str, TensorType]) -> Iterator[Fault]:

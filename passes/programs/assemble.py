@@ -21,7 +21,7 @@ from ...compiler.program.rewriter import FreshNames, LineWriter
 from ...compiler.program.roles import StageWork
 from ..calls import outputs
 from .conversions import emit_conversions
-from .cut import Pipeline, StagePiece, split_lines
+from .cut import Pipeline, split_lines
 from .emit import BlockPair, identifier, name_of, size_argument
 from .pairs import pair_of
 from .segments import Segment, cut_segments, node_type
@@ -77,7 +77,7 @@ class _Main:
     def given(self, binding: Binding, label: str, type_: TensorType, trained: str) -> Value:
         """Return F's parameter of a binding; ``trained`` is the name of the trained parameter that it stands for."""
         if binding not in self.parameters:
-            self.parameters[binding] = Value(self.names.fresh(identifier(label)), type_, binding)
+            self.parameters[binding] = self.forward.take(identifier(label), type_, binding)
             if trained:
                 self.trained[binding] = trained
         return self.parameters[binding]
@@ -110,8 +110,7 @@ class _Main:
         if kind == "key" and (value.name, self.forward.stage) not in self.keys:
             self.keys.add((value.name, self.forward.stage))
             if RNG not in self.parameters:
-                type_ = whole_type(self.mesh, torch.int64, (2,))
-                self.parameters[RNG] = Value(self.names.fresh("rng"), type_, RNG)
+                self.parameters[RNG] = self.forward.take("rng", whole_type(self.mesh, torch.int64, (2,)), RNG)
             args = (Ref(self.parameters[RNG].name), name, self.seed)
             self.forward.add(Line((value,), "parc.stream_key.default", args, (), Origin(name.rsplit(".", 1)[0])))
         return value
@@ -262,37 +261,33 @@ def assemble(
         if noted(node).binding in results:  # it has a type and a first value, also if nobody reads it
             main.bind(node)
     count = pipeline.stages if pipeline is not None else 1
-    function = main.forward.function("forward")
-    lying = [_stage_of(main, function, key, name) for key, name in results.items()]
+    forward = main.forward.function("forward")
+    lying = [_stage_of(main, forward, key, name) for key, name in results.items()]
     # B has the buffers that F updates as F read them, not as it left them
-    backward_parameters = [
-        replace(v, binding=Binding("saved", v.name)) if v.binding is None or v.binding in results else v
+    lines.parameters = {
+        v.name: replace(v, binding=Binding("saved", v.name)) if v.binding is None or v.binding in results else v
         for v in reads.values()
-    ]
+    }
     backwards = split_lines(
-        backward_parameters, lines.lines, [count - 1 - stage for stage in lines.stages],
+        lines.function("backward"), [count - 1 - stage for stage in lines.stages],
         [[(Binding("gradient", name), value.name) for at, name, value in gradients if at == stage]
          for stage in reversed(range(count))],
     )[::-1]  # fmt: skip
-    saved = [[(Binding("saved", name), name) for name in piece.function("backward").bound("saved")]
-             for piece in backwards]  # fmt: skip
+    saved = [[(Binding("saved", name), name) for name in piece.bound("saved")] for piece in backwards]
     forwards = split_lines(
-        list(main.parameters.values()), main.forward.lines, main.forward.stages,
+        forward, main.forward.stages,
         [[*(pair for pair, at in zip(results.items(), lying, strict=True) if at == stage), *saved[stage]]
          for stage in range(count)],
     )  # fmt: skip
     unique = list({pair.forward.name: pair for pair in pairs.values()}.values())
     work = []
-    for stage, (forward, backward) in enumerate(zip(forwards, backwards, strict=True)):
-        role = f"stage{stage}"
-        shared = [[pair.forward for pair in unique], [pair.backward for pair in unique if pair.backward]]
+    shared = [[pair.forward for pair in unique], [pair.backward for pair in unique if pair.backward]]
+    for stage, mains in enumerate(zip(forwards, backwards, strict=True)):
         work.append({
-            action: Program(role, action, mesh, (*_called(functions, piece), piece.function(name)))
-            for action, name, functions, piece in (
-                (FORWARD, "forward", shared[0], forward), (BACKWARD, "backward", shared[1], backward)
-            )
+            action: Program(f"stage{stage}", action, mesh, (*_called(functions, own), own))
+            for action, functions, own in zip((FORWARD, BACKWARD), shared, mains, strict=True)
         })  # fmt: skip
-    reads_of = (frozenset(main.trained[key] for key in piece.function("forward").bindings if key in main.trained)
+    reads_of = (frozenset(main.trained[key] for key in piece.bindings if key in main.trained)
                 for piece in forwards)  # fmt: skip
     loss = main.bind(made[LOSS]) if LOSS in made else None
     return Assembled(tuple(work), tuple(gradients), loss, lying[0], tuple(reads_of))
@@ -307,8 +302,8 @@ def _stage_of(main: _Main, forward: Function, key: Binding, name: str) -> int:
     return 0 if line is None else main.forward.stages[forward.at(line)]
 
 
-def _called(functions: Sequence[Function], piece: StagePiece) -> list[Function]:
-    used = {line.op for line in piece.lines}
+def _called(functions: Sequence[Function], main: Function) -> list[Function]:
+    used = {line.op for line in main.lines}
     return [function for function in functions if function.name in used]
 
 
@@ -342,6 +337,6 @@ def _narrowed(
 def assemble_count(graph: fx.Graph, counts: Sequence[Binding], mesh: Mesh, role: str) -> Program:
     """Write COUNT: the parts of the loss's denominators from one microbatch, still partial on a rank."""
     main, pairs = call_segments(graph, mesh, 0)
-    returns = tuple((key, main.bind(count).name) for key, count in zip(counts, outputs(graph), strict=True))
-    function = Function("count", tuple(main.parameters.values()), tuple(main.forward.lines), returns)
-    return Program(role, COUNTING, mesh, (*(pair.forward for pair in pairs.values()), function))
+    main.forward.returns = {key: main.bind(one).name for key, one in zip(counts, outputs(graph), strict=True)}
+    blocks = (pair.forward for pair in pairs.values())
+    return Program(role, COUNTING, mesh, (*blocks, main.forward.function("count")))

@@ -13,7 +13,7 @@ from ...compiler.capture.node_facts import copy_facts, noted
 from ...compiler.capture.reach import computed_anywhere
 from ...compiler.program.actions import StageRanks
 from ...compiler.program.binding import Binding
-from ...compiler.program.program import Function, Line, Value
+from ...compiler.program.program import Function
 from ..calls import computes, outputs
 
 
@@ -119,47 +119,27 @@ def _place(nodes: Sequence[fx.Node], module: str, after: bool, modules: Sequence
     return next((index for index, origin in enumerate(origins) if origin in later), len(nodes))
 
 
-@dataclass(frozen=True, slots=True)
-class StagePiece:
-    """The part of a main function that one stage runs."""
-
-    parameters: tuple[Value, ...]
-    lines: tuple[Line, ...]
-    returns: tuple[tuple[Binding, str], ...]
-
-    def function(self, name: str) -> Function:
-        """Return the piece as a function."""
-        return Function(name, self.parameters, self.lines, self.returns)
-
-
-def split_lines(
-    parameters: Sequence[Value], lines: Sequence[Line], at: Sequence[int],
-    returns: Sequence[Sequence[tuple[Binding, str]]],
-) -> list[StagePiece]:  # fmt: skip
-    """Split a main function's lines into one piece for every place, in order. ``at`` has each line's place, ``returns``
-    the returns of each piece.
+def split_lines(main: Function, at: Sequence[int], returns: Sequence[Sequence[tuple[Binding, str]]]) -> list[Function]:
+    """Split a main function into one for every place, in order. ``at`` has each line's place, ``returns`` the returns
+    of each function.
 
     Parameters are there at every place that reads them or returns what they become. Any other value is handed from
     place to place until nobody further reads it: ``sent NAME`` of one piece is ``received NAME`` of the next, in the
     order in which values were made. What several places make alike is made wherever it is read.
     """
     places = range(len(returns))
-    home, values = {}, {}
-    for line, place in zip(lines, at, strict=True):
-        for value in line.results:
-            if value is not None:
-                home[value.name], values[value.name] = place, value
-    own = [[line for line, place in zip(lines, at, strict=True) if place == here] for here in places]
+    home = {value.name: place for line, place in zip(main.lines, at, strict=True) for value in line.made}
+    own = [[line for line, place in zip(main.lines, at, strict=True) if place == here] for here in places]
     reads = [
         {name for line in own[here] for name in line.uses} | {name for _, name in returns[here]} for here in places
     ]
     last = {name: max((here for here in places if name in reads[here]), default=0) for name in home}
-    pieces = []
+    pieces, values = [], main.values()
     for here in places:
-        received = [replace(value, binding=Binding("received", name)) for name, value in values.items()
+        received = [replace(values[name], binding=Binding("received", name)) for name in home
                     if home[name] < here <= last[name]]  # fmt: skip
-        sent = [(Binding("sent", name), name) for name in values if home[name] <= here < last[name]]
+        sent = [(Binding("sent", name), name) for name in home if home[name] <= here < last[name]]
         updated = {key for key, _ in returns[here] if key.kind == "buffer"}
-        kept = [v for v in parameters if v.name in reads[here] or v.binding in updated or len(places) == 1]
-        pieces.append(StagePiece((*kept, *received), tuple(own[here]), (*returns[here], *sent)))
+        kept = [v for v in main.parameters if v.name in reads[here] or v.binding in updated or len(places) == 1]
+        pieces.append(Function(main.name, (*kept, *received), tuple(own[here]), (*returns[here], *sent)))
     return pieces

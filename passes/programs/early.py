@@ -111,9 +111,7 @@ def _last(program: Program, sums: Mapping[str, _Sum], adds: bool) -> Function:
             renamed[read.name] = known[read.binding]
         for summing in one.lines:
             word = re.sub(r"_\d+$", "", summing.made[0].name) if one.left else "summed"
-            result = replace(summing.made[0], name=last.names.fresh(f"{value.name}_{word}"))
-            last.add(replace(summing.renamed(renamed), results=(result,)))
-            renamed[summing.made[0].name] = result.name
+            last.copy(summing, renamed, f"{value.name}_{word}")
         last.returns[key] = renamed[one.end.name]
         last.returns |= {key: renamed[name] for key, name in one.left}
     return last.function(f"{main.name}{LAST}")

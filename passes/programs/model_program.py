@@ -12,6 +12,7 @@ from ...compiler.layout.placement import Placement, TensorType
 from ...compiler.program.actions import REFERENCE
 from ...compiler.program.binding import COUNT, LOSS, RNG, Binding
 from ...compiler.program.program import Function, Line, Origin, Program, Ref, Value
+from ...compiler.program.rewriter import LineWriter
 from ..calls import outputs, tensors_of
 from .emit import Emitter, identifier, name_of
 
@@ -43,10 +44,8 @@ def without_training(reference: Program) -> Program:
 
 def _function(name: str, graph: fx.Graph, keys: tuple[Binding, ...], seed: int) -> Function:
     emitter = Emitter(Mesh(), differentiated=True)
-    parameters: list[Value] = []
-    streams: list[Line] = []
+    writer, nodes = LineWriter(emitter.mesh, emitter.names), []
     rng: Value | None = None
-    nodes = []
     for node in graph.nodes:
         if node.op in ("placeholder", "call_function"):
             noted(node).types = [
@@ -61,15 +60,14 @@ def _function(name: str, graph: fx.Graph, keys: tuple[Binding, ...], seed: int) 
             binding: Binding = noted(node).binding
             path = binding.name
             if binding.kind != "key":
-                parameters.append(emitter.define(node, name_of(binding), binding))
+                value = emitter.define(node, name_of(binding), binding)
+                writer.parameters[value.name] = value
                 continue
             if rng is None:
-                value = TensorType(noted(node).value.dtype, (2,), Placement(()))
-                rng = Value(emitter.names.fresh("rng"), value, RNG)
-                parameters.append(rng)
+                rng = writer.take("rng", TensorType(noted(node).value.dtype, (2,), Placement(())), RNG)
             key = emitter.define(node, f"key_{identifier(path)}")
             args = (Ref(rng.name), path, seed)
-            streams.append(Line((key,), "parc.stream_key.default", args, (), Origin(path.rsplit(".", 1)[0])))
-    lines = emitter.lines(nodes)
-    returns = tuple((key, emitter.value_of[node].name) for key, node in zip(keys, outputs(graph), strict=True))
-    return Function(name, tuple(parameters), (*streams, *lines), returns)
+            writer.add(Line((key,), "parc.stream_key.default", args, (), Origin(path.rsplit(".", 1)[0])))
+    writer.lines += emitter.lines(nodes)
+    writer.returns = {key: emitter.value_of[node].name for key, node in zip(keys, outputs(graph), strict=True)}
+    return writer.function(name)

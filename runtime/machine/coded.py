@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from ...compiler.program.program import Line, Ref, operator, references
+from ...compiler.program.program import Line, Ref, operands, operator, references
 from ...compiler.torch_private import direct
 from ..communication import Environment
 from .site import Site
@@ -107,11 +107,7 @@ class _Writer:
 
     def source(self, lines: Sequence[CodedLine]) -> str:
         """Return the text of a stretch."""
-        made, dying = set[str](), {name for each in lines for name in each.dead}
-        given: dict[str, None] = {}
-        for each in lines:
-            given.update(dict.fromkeys(name for name in each.line.uses if name not in made))
-            made.update(value.name for value in each.line.made)
+        dying, given = {name for each in lines for name in each.dead}, operands([each.line for each in lines])
         rows = [f"{_local(name)} = __values{f'.pop({name!r})' if name in dying else f'[{name!r}]'}" for name in given]
         for each in lines:
             rows += self._rows(each)

@@ -25,7 +25,7 @@ from ...compiler.layout.collectives import COLLECTIVES
 from ...compiler.layout.placement import TensorType
 from ...compiler.ops.rules import facts
 from ...compiler.program.actions import ACTIONS
-from ...compiler.program.program import Function, Line, Program, Ref, argument_text, map_references
+from ...compiler.program.program import Function, Line, Program, Ref, argument_text, map_references, operands
 from ...compiler.program.totals import adds_up
 from ...compiler.torch_private import CompiledGraph, compile_graph, compiler_cache, fake_mode, missing_compiler
 from ...grammar.codes_build import NO_COMPILER, NOT_COMPILED
@@ -160,7 +160,7 @@ class CompiledMachine(Machine):
         groups, sums = _cut(function), summed(function.lines)
         steps = []
         for group, dead in zip(groups, last_uses(function, groups), strict=True):
-            awaited = tuple(sums.intersection(_read(group)))
+            awaited = tuple(sums.intersection(operands(group)))
             if len(group) == 1 and (not _is_local(group[0]) or adds_up(function, group[0])):
                 steps.append(self._step(group[0], function, _NOTHING_SPARE, awaited, dead))
                 continue
@@ -173,7 +173,7 @@ class CompiledMachine(Machine):
     def _region(
         self, function: Function, lines: tuple[Line, ...], outputs: tuple[str, ...], dead: frozenset[str]
     ) -> Callable[[Sequence[Environment]], None]:
-        inputs = tuple(dict.fromkeys(_read(lines)))
+        inputs = tuple(operands(lines))
         region = _Region(lines, inputs, outputs, f"wide={self.wide}\n{self._text(function, lines, inputs, outputs)}")
         self._regions.texts.add(region.text)
         addable = self._addable[function.name].intersection(outputs)
@@ -279,12 +279,6 @@ def _cut(function: Function) -> list[tuple[Line, ...]]:
             region = []
         groups.append((line,))
     return [*groups, tuple(region)] if region else groups
-
-
-def _read(lines: Sequence[Line]) -> list[str]:
-    """Return the names that lines read and do not make."""
-    results = set(made_by(lines))
-    return [name for line in lines for name in line.uses if name not in results]
 
 
 def _compile(values: Sequence[torch.Tensor], body: Callable[..., Any], lifted: _Lifted, device: torch.device) -> _Code:

@@ -12,7 +12,7 @@ import torch
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.layout.placement import Placement, TensorType
 from parc.compiler.program.binding import Binding
-from parc.compiler.program.program import Function, Line, Ref, needed
+from parc.compiler.program.program import Function, Line, Ref, needed, operands
 from parc.compiler.program.rewriter import FreshNames, LineWriter, Rewriter, started
 from parc.compiler.program.text import parse_program
 
@@ -79,6 +79,22 @@ def test_needed_lines_leave_dead_code_out(function: Function) -> None:
     assert [line.made[0].name for line in lines] == ["mul", "relu", "add", "sum"]
     assert read == {"sum", "add", "relu", "mul", "x", "w"}
     assert needed(function.lines, ["w"]) == ((), {"w"})
+
+
+def test_operands_of_lines_are_what_others_make(function: Function) -> None:
+    assert operands(function.lines) == ["x", "w"]
+    assert operands(function.lines[2:4]) == ["relu", "mul"]
+
+
+def test_copied_lines_read_the_copies_of_what_they_read(function: Function) -> None:
+    rewriter, lines, names = Rewriter(MESH, function), lines_of(function), {"mul": "x"}
+    rewriter.copy(lines["relu"], names)
+    rewriter.copy(lines["add"], names, "{}_again")
+    assert rows(rewriter.function())[-4:-2] == [
+        "relu_1 = aten.relu.default(x)",
+        "add_again = aten.add.Tensor(relu_1, x)",
+    ]
+    assert names == {"mul": "x", "relu": "relu_1", "add": "add_again"}
 
 
 def test_a_rewriter_without_changes_makes_the_same_function(function: Function) -> None:
