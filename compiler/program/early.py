@@ -127,6 +127,8 @@ def _with_sums(reduce: Program, sums: _Sums) -> Program:
         rewriter.copy(line, names)
     if missing := [name for _, name in sums.left if name not in names]:
         raise EarlyFault(f"{sums.where}: `{missing[0]}` is returned, which is no part of a sum")
+    if twice := [key for key, _ in sums.left if key in rewriter.returns]:
+        raise EarlyFault(f"{sums.where} returns `{twice[0]}`, and so does {REDUCE}")
     ends = (sums.program.last or sums.program.main).values()
     for key, (_, end) in sums.gradients.items():
         gradient = known.get(key)

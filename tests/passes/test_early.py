@@ -135,3 +135,13 @@ def test_a_sum_of_one_stage_alone_is_refused_where_another_has_a_part() -> None:
     other = replace(programs["B"], functions=(*programs["B"].blocks, programs["B"].main))
     with pytest.raises(EarlyFault, match="of which another stage makes a part"):
         in_reduce({"0B": other, "1B": programs["B"], "REDUCE": programs["REDUCE"]})
+
+
+def test_a_residual_that_reduce_returns_beside_backward_is_no_build() -> None:
+    programs = own("compress gradients over dp using int8")
+    reduce, last = programs["REDUCE"].main, programs["B"].last
+    assert last is not None
+    left = next(key for key, _ in last.returns if key.kind == "state")
+    twice = replace(reduce, returns=(*reduce.returns, (left, reduce.parameters[0].name)))
+    with pytest.raises(EarlyFault, match=f"returns `{left}`, and so does REDUCE"):
+        in_reduce(with_function(programs, "REDUCE", twice))
