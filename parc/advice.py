@@ -281,9 +281,8 @@ def _whole_keys(compiled: Compiled) -> Iterator[Diagnostic]:
         found: dict[str, int] = {}
         axes = ",".join(compiled.mesh.parts(ring.axis))
         for program, function in functions if ring.method in RING_METHODS else ():
-            maker = function.makers
             for line in (line for line in function.lines if line.op == RINGS["parc.ring_attention"].attention):
-                gathers = [maker[item.name] for item in line.args[1:3] if item.name in maker]
+                gathers = [function.makers[item.name] for item in line.args[1:3] if item.name in function.makers]
                 if ring.names(line) and any(one.op == "parc.all_gather" and one.args[1] == axes for one in gathers):
                     size = sum(local_bytes(one.made[0].type, program) for one in gathers)
                     found[line.origin.module] = size

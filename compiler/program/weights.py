@@ -36,13 +36,12 @@ def parts_in_weights(program: Program) -> dict[Binding, tuple[str, tuple[str, ..
     """Return the weights of UNSHARD in which a stored parameter lies as some of their rows, by their bindings: the
     parameter's name, and the axes over which its rows are gathered, by one line. It needs no memory of its own."""
     main = program.main
-    makers = main.makers
     stored = {value.name: value for value in main.parameters if value.kind == "parameter"}
     parts: dict[Binding, tuple[str, tuple[str, ...]]] = {}
     for key, name in main.returns:
-        line = makers.get(name)
+        line = main.makers.get(name)
         if line is not None and line.op == WAIT:
-            line = makers.get(line.uses[0])
+            line = main.makers.get(line.uses[0])
         if line is None or line.op != "parc.all_gather" or line.args[2:] != (0, 1):
             continue
         source = stored.get(line.uses[0])

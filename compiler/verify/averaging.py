@@ -12,10 +12,9 @@ def averaging_reason(reference: Program, number: int) -> str:
     """Return the reason why a term of the loss (numbered from 1) is averaged over microbatches and not divided once a
     step: it is a sum of terms, or a fraction whose denominator is no sum of inputs. "" if it is neither."""
     main = weighted_terms(reference.main).get(str(number), reference.main)
-    made = main.makers
-    line = made.get(dict(main.returns)[LOSS])
+    line = main.makers.get(dict(main.returns)[LOSS])
     while line is not None and facts(line.op).computes in ("multiple", "ratio") and len(line.uses) == 1:
-        line = made.get(line.uses[0])
+        line = main.makers.get(line.uses[0])
     if line is None:
         return ""
     if facts(line.op).computes == "total" and all(isinstance(item, Ref) for item in line.args[:2]):
@@ -29,9 +28,9 @@ def averaging_reason(reference: Program, number: int) -> str:
     denominator = making(main, ((Binding("value", below.name), below.name),))
     if any(value.kind != "input" for value in denominator.parameters):
         return f"its denominator{_place(line)} depends on the model, not on inputs alone"
-    last = made.get(below.name)
+    last = main.makers.get(below.name)
     while last is not None and facts(last.op).casts:
-        last = made.get(last.uses[0])
+        last = main.makers.get(last.uses[0])
     if last is not None and facts(last.op).elementwise:
         name = last.op.split(".")[1]
         floor = f"its denominator is `{name}` of a sum{_place(last)}"

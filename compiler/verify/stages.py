@@ -199,9 +199,8 @@ def _metric_faults(roles: Mapping[str, Programs], everyone: tuple[int, ...]) -> 
     for programs in roles.values():
         for kind in _together(programs):
             main = programs[kind].main
-            lines = main.makers
             for label, name in main.returned("metric").items():
-                line = lines.get(name)
+                line = main.makers.get(name)
                 if line is None or line.op != AMONG or tuple(line.args[2]) != everyone:
                     where = f"{programs[kind].role}.{kind} {label}"
                     yield Fault("types", where, "is not summed once over all roles")
