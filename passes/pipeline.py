@@ -188,10 +188,12 @@ class Pass(NamedTuple):
 
 Values = Mapping[str, Any]
 """The values of a step by name."""
+Watch = Callable[[Pass, Values], None]
 
 
-def run_passes(passes: Sequence[Pass], values: Values) -> Values:
-    """Run passes one after the other, and return the values with those that they give."""
+def run_passes(passes: Sequence[Pass], values: Values, watch: Watch = lambda row, values: None) -> Values:
+    """Run passes one after the other, and return the values with those that they give. ``watch`` is called after each
+    pass that ran, and sees the values as they then are."""
     values, fresh = dict(values), set[str]()
     for each in passes:
         if each.when and not values[each.when]:
@@ -201,6 +203,7 @@ def run_passes(passes: Sequence[Pass], values: Values) -> Values:
         result = each.run(*(values[name] for name in each.needs.split()))
         values.update(zip(gives, [result] if len(gives) == 1 else result or (), strict=True))
         fresh |= changed.union(gives)
+        watch(each, values)
     return values
 
 
@@ -309,14 +312,19 @@ PLACING = (
 """The passes that say where every value lies, and insert the conversions between."""
 
 
-def _count(values: Values) -> fx.Graph | None:
+_COUNTING = "graph count placed mesh sites few fused context replicas gathered choices levels"
+
+
+def _count(*values: Any) -> fx.Graph | None:
     """Return the typed graph of the denominators, which reads its inputs placed as the forward has them."""
-    if values["count"] is None:
+    known = dict(zip(_COUNTING.split(), values, strict=True))
+    if known["count"] is None:
         return None
-    graph, placed, mesh = values["graph"], values["placed"], values["mesh"]
-    inputs = {noted(node).binding: placed.splits[node, 0] for node in graph.nodes if node.op == "placeholder"}
-    claims = tuple((binding, axis, at.get(axis), 0) for binding, at in inputs.items() for axis in mesh.names)
-    typed: fx.Graph = run_passes(PLACING, {**values, "graph": values["count"], "claims": claims})["typed"]
+    inputs = {
+        noted(node).binding: known["placed"].splits[node, 0] for node in known["graph"].find_nodes(op="placeholder")
+    }
+    claims = tuple((binding, axis, at.get(axis), 0) for binding, at in inputs.items() for axis in known["mesh"].names)
+    typed: fx.Graph = run_passes(PLACING, {**known, "graph": known["count"], "claims": claims})["typed"]
     return typed
 
 
@@ -337,12 +345,14 @@ def _in_stages(typed: fx.Graph, pipeline: Pipeline) -> fx.Graph:
     return staged
 
 
-def _programs(step: StepParts, levels: TwoLevels, purpose: Purpose) -> dict[str, Programs]:
-    """Return the programs of all roles, their collectives in one level or two."""
-    roles = levels.roles(make_roles(step, purpose))
-    if levels.levels and step.compressor.wanted:
-        levels.before = make_roles(replace(step, compressor=Compressor(step.compressor.wanted)))
-    return roles
+def _in_two_levels(
+    roles: Mapping[str, Programs], step: StepParts, two_levels: TwoLevels, purpose: Purpose
+) -> dict[str, Programs]:
+    """Return the programs with collectives in two levels, which keep those in one level, not compressed in two."""
+    split = two_levels.roles(roles)
+    if two_levels.levels and step.compressor.wanted:
+        two_levels.before = make_roles(replace(step, compressor=Compressor(step.compressor.wanted)), purpose)
+    return split
 
 
 def _each(change: Callable[..., Programs]) -> Callable[..., dict[str, Programs]]:
@@ -355,17 +365,19 @@ def _idle(roles: Mapping[str, Programs], purpose: Purpose) -> dict[str, Programs
 
 
 STEP = (
+    Pass("denominators", _count, _COUNTING, gives="counted"),
     Pass("sums of microbatches", _sums, "reference unbatched microbatches accumulate", gives="parts sums averaged"),
     Pass("storage", store_parameters, "typed mesh shardings shard_dims", gives="stored", changes="typed"),
     Pass("no training", freeze_parameters, "typed", changes="typed", when="evaluates"),
     Pass("recomputation", mark_recomputed, "typed recompute", changes="typed"),
     Pass("stages", _in_stages, "typed pipeline", gives="typed", when="pipeline"),
     Pass("segments", assemble, "typed mesh seed sums pipeline", gives="assembled"),
-    Pass("two levels", TwoLevels, "mesh levels shard_dims choices", gives="two_levels"),
+    Pass("levels", TwoLevels, "mesh levels shard_dims choices", gives="two_levels"),
     Pass("compression", Compressor, "compress levels shard_dims", gives="compressor"),
     Pass("parts of a step", StepParts,
          "mesh typed counted counts parts microbatches assembled pipeline loss_scale compressor biases", gives="step"),
-    Pass("programs", _programs, "step two_levels purpose", gives="roles"),
+    Pass("programs", make_roles, "step purpose", gives="roles"),
+    Pass("two levels", _in_two_levels, "roles step two_levels purpose", gives="roles"),
     Pass("early sums", _each(sum_early), "roles microbatches", gives="roles", when="trains"),
     Pass("overlap", _each(overlapped), "roles overlap", gives="roles"),
     Pass("hidden exchanges", _each(hide_exchanges), "roles", gives="roles"),
@@ -375,6 +387,9 @@ STEP = (
     Pass("idle stages", _idle, "roles purpose", gives="roles", when="evaluates"),
 )  # fmt: skip
 """The passes from a typed graph to the programs of every role."""
+
+PASSES = (*FORWARD, *PLACING, *STEP)
+"""All passes of a build in their order."""
 
 
 def prepare(captured: Captured) -> tuple[Captured, fx.Node | None]:
@@ -392,8 +407,7 @@ def build_programs(captured: Captured, mesh: Mesh, request: Request) -> Built:
     """
     check_registered(captured.graph)
     with explained(captured.graph):
-        values = run_passes((*FORWARD, *PLACING), values_of(captured, mesh, request))
-        values = run_passes(STEP, {**values, "counted": _count(values)})
+        values = run_passes(PASSES, values_of(captured, mesh, request))
         placed, roles = values["placed"], values["roles"]
         return Built(
             reference=values["reference"],
