@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -32,7 +32,7 @@ from .canonical.canonicalize import canonical_form, copied
 from .canonical.constants import fold_constants
 from .canonical.draws import drop_unread, uncounted
 from .canonical.loads import count_loads
-from .canonical.loss import SplitLoss, split_loss, stop_gradients
+from .canonical.loss import Denominators, split_loss, stop_gradients
 from .canonical.unruled import expand_unruled
 from .choices import Choices, ShardDims
 from .narrow import narrow
@@ -75,13 +75,19 @@ __all__ = [
 ]
 
 
+BoundClaim = tuple[Binding, str, Split | None, int]
+"""A claim on a placeholder: its binding, an axis, the split or None for whole, and the plan's line."""
+SiteClaim = tuple[str, str, Split | None, int]
+"""A claim on a value inside the model, by its name."""
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """The demands of a plan on the passes, beside the mesh: claims, by the binding of the value they speak of, and the
     facts below."""
 
-    claims: tuple[tuple[Binding, str, Split | None, int], ...]
-    """The claims ``(binding, axis, split or None for whole, line)``, in the order of the plan's lines."""
+    claims: tuple[BoundClaim, ...]
+    """The claims on placeholders, in the order of the plan's lines."""
     microbatches: int
     seed: int
     frozen: frozenset[str] = frozenset()
@@ -116,8 +122,8 @@ class Request:
     """The biases that balance experts, by the module of these."""
     recompute: Sequence[RecomputeLine] = ()
     """The modules whose values backward makes again."""
-    sites: tuple[tuple[str, str, Split | None, int], ...] = ()
-    """The claims on values inside the model, by their names."""
+    sites: tuple[SiteClaim, ...] = ()
+    """The claims on values inside the model."""
     few: frozenset[tuple[str, str]] = frozenset()
     """The parameters of which ranks along an axis keep the same heads, though a line splits them."""
     gathered: frozenset[int] = frozenset()
@@ -160,155 +166,45 @@ class Built:
         return {**self.stored.dims, **self.compressor.dims, **levels}
 
 
-def prepare(graph: fx.Graph) -> fx.Node | None:
-    """Write operators without a rule as their parts, in place, before a plan's names and every pass see the graph.
-    Return the first operator whose random numbers no stream counts: it cannot be built."""
-    drop_unread(graph)
-    expand_unruled(graph)
-    return uncounted(graph)
+class Pass(NamedTuple):
+    """A pass: a function, and the values of a step that it reads and makes, by name. Names are those of a request's
+    fields, ``mesh``, what a captured model has, and what earlier passes give.
 
-
-def build_programs(captured: Captured, mesh: Mesh, request: Request) -> Built:
-    """Run every pass.
-
-    Raises:
-        RuleMisfit: a rule that the user registered is not the operator's.
+    A pass that ``changes`` a graph does so in place. A graph that no pass of the same run has given is copied before,
+    so nobody else sees the change.
     """
-    check_registered(captured.graph)
-    with explained(captured.graph):
-        return _build(captured, mesh, request)
+
+    name: str
+    run: Callable[..., Any]
+    needs: str
+    """The names of its arguments, in order."""
+    gives: str = ""
+    """The names of its results, in order."""
+    changes: str = ""
+    """The names of the graphs that it changes."""
+    when: str = ""
+    """The name of the value without which there is nothing to do, if there is one."""
 
 
-class Trials:
-    """The placements that builds of one captured model would give its values under requests one after the other; later
-    passes are left out. The graph is made ready once for all requests that differ in placements alone."""
-
-    _PLACING = frozenset(("claims", "fused", "sites", "few", "gathered", "replicas", "context", "shardings"))
-    """The fields of a request that say where values lie, which no pass before reads."""
-
-    def __init__(self, captured: Captured) -> None:
-        self._captured = captured
-        self._ready: list[tuple[list[Any], fx.Graph]] = []
-
-    def graph(self, request: Request) -> fx.Graph:
-        """Return the graph in which values are placed under a request."""
-        asked = [getattr(request, each.name) for each in fields(Request) if each.name not in self._PLACING]
-        graph = next((graph for known, graph in self._ready if known == asked), None)
-        if graph is None:
-            graph = _forward(self._captured, request)[0].graph
-            self._ready.append((asked, graph))
-        return graph
-
-    def place(self, mesh: Mesh, request: Request) -> tuple[Placed, Sequence[Reshard]]:
-        """Return where values lie under a request, and the conversions between them."""
-        return _place(self.graph(request), mesh, request)[1:]
+Values = Mapping[str, Any]
+"""The values of a step by name."""
+Watch = Callable[[Pass, Values], None]
 
 
-def _forward(captured: Captured, request: Request) -> tuple[SplitLoss, Program]:
-    """Return the graph to place, with its loss taken apart, and the reference."""
-    graph = copied(canonical_form(captured.graph, request.choices is not None))
-    fold_constants(graph, request.choices)
-    freeze_parameters(graph, request.frozen)
-    loss = split_loss(
-        graph, request.terms, lambda part, known: is_one_fraction(fraction_program(part), request.unbatched, known)
-    )
-    count_loads(loss.graph, captured.updates, captured.returned, not request.trains)
-    mark_packed(loss.graph)
-    reference = reference_program(loss.graph, loss.count, loss.counts, request.seed)
-    narrow(loss.graph, request.precision)
-    pad(loss.graph, request.pads)
-    stop_gradients(loss.graph)
-    for part in (loss.graph, loss.count):
-        if part is not None:
-            mark_packed(part)
-            mark_blocks(part, request.units)
-    return loss, reference
-
-
-def _build(captured: Captured, mesh: Mesh, request: Request) -> Built:
-    loss, reference = _forward(captured, request)
-    typed, placed, reshards = _place(loss.graph, mesh, request)
-    counted = None
-    if loss.count is not None:
-        # what the count reads is placed as the forward has it
-        inputs = {noted(n).binding: placed.splits[n, 0] for n in loss.graph.nodes if n.op == "placeholder"}
-        claims = tuple((binding, axis, at.get(axis), 0) for binding, at in inputs.items() for axis in mesh.names)
-        counted, _, _ = _place(loss.count, mesh, replace(request, claims=claims))
-    adds = combination(reference, request.unbatched) if request.microbatches > 1 else "sum"
-    parts = 1 if adds == "sum" else request.microbatches
-    sums = request.accumulate if request.microbatches > 1 else None
-    stored = store_parameters(typed, mesh, request.shardings, request.shard_dims)
-    if not request.trains:  # each is stored as a step stores it, which depends on whether it is trained
-        freeze_parameters(typed)
-    mark_recomputed(typed, request.recompute)
-    if request.pipeline is not None:
-        results = noted(typed.output_node()).results
-        typed = in_stages(typed, request.pipeline)
-        noted(typed.output_node()).results = results
-    assembled = assemble(typed, mesh, request.seed, sums, request.pipeline)
-    levels = TwoLevels(mesh, request.levels, request.shard_dims, request.choices)
-    compressor = Compressor(request.compress, request.levels, request.shard_dims)
-    step = StepParts(
-        mesh,
-        typed,
-        counted,
-        loss.counts,
-        parts,
-        request.microbatches,
-        assembled,
-        request.pipeline,
-        request.loss_scale,
-        compressor,
-        request.biases,
-    )
-    roles = levels.roles(make_roles(step, request.purpose))
-    if request.levels and request.compress:
-        levels.before = make_roles(replace(step, compressor=Compressor(request.compress)))
-    if request.trains:
-        roles = {role: sum_early(programs, request.microbatches) for role, programs in roles.items()}
-    roles = {role: hide_exchanges(overlapped(programs, request.overlap)) for role, programs in roles.items()}
-    roles = offload(roles, request.offload)
-    roles = {role: ring_attention(programs, request.context) for role, programs in roles.items()}
-    if not request.trains:
-        reference = without_training(reference)
-        roles = {role: with_idle(role, own, request.purpose) for role, own in roles.items()}
-    missing = tuple(sorted({str(node.target) for node in placed.without_rule}))
-    return Built(
-        reference,
-        join_roles(roles),
-        roles,
-        tuple(reshards),
-        missing,
-        stored,
-        levels,
-        compressor,
-        site_types(loss.graph, mesh, placed, {name for name, *_ in request.sites}),
-        averaged_terms(reference, request.unbatched) if request.microbatches > 1 else (),
-    )
-
-
-def _place(graph: fx.Graph, mesh: Mesh, request: Request) -> tuple[fx.Graph, Placed, Sequence[Reshard]]:
-    nodes = {noted(node).binding: node for node in graph.nodes if node.op == "placeholder"}
-    claims = [Claim((nodes[key], 0), axis, split, line, few=(key.name, axis) in request.few)
-              for key, axis, split, line in request.claims if key in nodes]  # fmt: skip
-    sites = site_values(graph) if request.sites else {}
-    claims += [
-        Claim(sites[name], axis, split, line, name) for name, axis, split, line in request.sites if name in sites
-    ]
-    gathered, heads = few_heads(graph, request.fused), heads_over(graph, request.context)
-    placed = propagate(graph, mesh, claims, gathered, heads)
-    slices, behind = slice_tokens(graph, mesh, placed, request.replicas)
-    if slices:
-        placed = propagate(graph, mesh, [*claims, *slices], gathered | behind, heads)
-    check_sites(claims, placed, mesh)
-    placed.keeps = request.gathered
-    partition = Partition(graph, mesh, placed, request.choices, request.levels)
-    typed = partition.run()
-    lift_parameters(typed)
-    fuse_bias(typed)
-    typed.eliminate_dead_code()
-    typed.lint()
-    return typed, placed, partition.reshards
+def run_passes(passes: Sequence[Pass], values: Values, watch: Watch = lambda row, values: None) -> Values:
+    """Run passes one after the other, and return the values with those that they give. ``watch`` is called after each
+    pass that ran, and sees the values as they then are."""
+    values, fresh = dict(values), set[str]()
+    for each in passes:
+        if each.when and not values[each.when]:
+            continue
+        changed, gives = set(each.changes.split()), each.gives.split()
+        values.update((name, copied(values[name])) for name in changed - fresh if values[name] is not None)
+        result = each.run(*(values[name] for name in each.needs.split()))
+        values.update(zip(gives, [result] if len(gives) == 1 else result or (), strict=True))
+        fresh |= changed.union(gives)
+        watch(each, values)
+    return values
 
 
 def freeze_parameters(graph: fx.Graph, names: frozenset[str] | None = None) -> None:
@@ -325,3 +221,235 @@ def mark_blocks(graph: fx.Graph, units: frozenset[str] = frozenset()) -> None:
     for node in graph.nodes:
         if computes(node):
             noted(node).block = block_of(noted(node).origin.module, units)
+
+
+def _frozen(graph: fx.Graph, frozen: frozenset[str]) -> None:
+    freeze_parameters(graph, frozen)
+
+
+def _loss(graph: fx.Graph, terms: int, unbatched: frozenset[str]) -> Denominators:
+    return split_loss(graph, terms, lambda part, known: is_one_fraction(fraction_program(part), unbatched, known))
+
+
+def _marks(graph: fx.Graph, count: fx.Graph | None, units: frozenset[str]) -> None:
+    for part in (graph, count):
+        if part is not None:
+            mark_packed(part)
+            mark_blocks(part, units)
+
+
+PREPARING = (
+    Pass("unread", drop_unread, "graph", changes="graph"),
+    Pass("operators without a rule", expand_unruled, "graph", changes="graph"),
+)
+"""The passes of every captured graph: operators without a rule become their parts, before a plan's names see them."""
+
+FORWARD = (
+    Pass("canonical form", lambda graph, choices: copied(canonical_form(graph, choices is not None)),
+         "captured choices", gives="graph"),
+    Pass("constants", fold_constants, "graph choices", changes="graph"),
+    Pass("what is not trained", _frozen, "graph frozen", changes="graph"),
+    Pass("loss", _loss, "graph terms unbatched", gives="count counts", changes="graph"),
+    Pass("loads", count_loads, "graph updates returned evaluates", changes="graph"),
+    Pass("packed rows", mark_packed, "graph", changes="graph"),
+    Pass("reference", reference_program, "graph count counts seed", gives="reference"),
+    Pass("precision", narrow, "graph precision", changes="graph"),
+    Pass("padding", pad, "graph pads", changes="graph"),
+    Pass("detached values", stop_gradients, "graph", changes="graph"),
+    Pass("rows and blocks", _marks, "graph count units", changes="graph count"),
+)  # fmt: skip
+"""The passes before values are placed: on one device, with global shapes."""
+
+
+def _claimed(
+    graph: fx.Graph, claims: Sequence[BoundClaim], sites: Sequence[SiteClaim], few: frozenset[tuple[str, str]]
+) -> Sequence[Claim]:
+    """Return the claims on the graph's values: on placeholders, and on values inside the model."""
+    nodes = {noted(node).binding: node for node in graph.nodes if node.op == "placeholder"}
+    values = site_values(graph) if sites else {}
+    return [
+        *(Claim((nodes[key], 0), axis, split, line, few=(key.name, axis) in few)
+          for key, axis, split, line in claims if key in nodes),
+        *(Claim(values[name], axis, split, line, name) for name, axis, split, line in sites if name in values),
+    ]  # fmt: skip
+
+
+def _placed(
+    graph: fx.Graph, mesh: Mesh, claims: Sequence[Claim], fused: Sequence[tuple[PlacementSeed, Sequence[str]]],
+    context: tuple[ContextLine, ...], replicas: Mapping[str, frozenset[str]],
+) -> Placed:  # fmt: skip
+    """Return where every value lies. Tokens that ranks with the same experts share out are placed in a second round."""
+    gathered, heads = few_heads(graph, fused), heads_over(graph, context)
+    placed = propagate(graph, mesh, claims, gathered, heads)
+    slices, behind = slice_tokens(graph, mesh, placed, replicas)
+    if slices:
+        placed = propagate(graph, mesh, [*claims, *slices], gathered | behind, heads)
+    check_sites(claims, placed, mesh)
+    return placed
+
+
+def _converted(
+    graph: fx.Graph, mesh: Mesh, placed: Placed, keeps: frozenset[int], choices: Choices | None, levels: Levels
+) -> tuple[fx.Graph, Sequence[Reshard]]:
+    placed.keeps = keeps
+    partition = Partition(graph, mesh, placed, choices, levels)
+    return partition.run(), partition.reshards
+
+
+def _cleaned(typed: fx.Graph) -> None:
+    typed.eliminate_dead_code()
+    typed.lint()
+
+
+PLACING = (
+    Pass("claims", _claimed, "graph claims sites few", gives="claimed"),
+    Pass("placements", _placed, "graph mesh claimed fused context replicas", gives="placed"),
+    Pass("conversions", _converted, "graph mesh placed gathered choices levels", gives="typed reshards"),
+    Pass("parameters first", lift_parameters, "typed", changes="typed"),
+    Pass("biases in products", fuse_bias, "typed", changes="typed"),
+    Pass("dead code", _cleaned, "typed", changes="typed"),
+)
+"""The passes that say where every value lies, and insert the conversions between."""
+
+
+_COUNTING = "graph count placed mesh sites few fused context replicas gathered choices levels"
+
+
+def _count(*values: Any) -> fx.Graph | None:
+    """Return the typed graph of the denominators, which reads its inputs placed as the forward has them."""
+    known = dict(zip(_COUNTING.split(), values, strict=True))
+    if known["count"] is None:
+        return None
+    inputs = {
+        noted(node).binding: known["placed"].splits[node, 0] for node in known["graph"].find_nodes(op="placeholder")
+    }
+    claims = tuple((binding, axis, at.get(axis), 0) for binding, at in inputs.items() for axis in known["mesh"].names)
+    typed: fx.Graph = run_passes(PLACING, {**known, "graph": known["count"], "claims": claims})["typed"]
+    return typed
+
+
+def _sums(
+    reference: Program, unbatched: frozenset[str], microbatches: int, accumulate: torch.dtype
+) -> tuple[int, torch.dtype | None, Sequence[int]]:
+    """Return the number of parts of which the loss is the mean, the type in which gradients of microbatches are added
+    up, and the loss's terms whose mean over microbatches may not be that of the whole batch."""
+    if microbatches == 1:
+        return 1, None, ()
+    adds = combination(reference, unbatched)
+    return 1 if adds == "sum" else microbatches, accumulate, averaged_terms(reference, unbatched)
+
+
+def _in_stages(typed: fx.Graph, pipeline: Pipeline) -> fx.Graph:
+    staged = in_stages(typed, pipeline)
+    noted(staged.output_node()).results = noted(typed.output_node()).results
+    return staged
+
+
+def _in_two_levels(
+    roles: Mapping[str, Programs], step: StepParts, two_levels: TwoLevels, purpose: Purpose
+) -> dict[str, Programs]:
+    """Return the programs with collectives in two levels, which keep those in one level, not compressed in two."""
+    split = two_levels.roles(roles)
+    if two_levels.levels and step.compressor.wanted:
+        two_levels.before = make_roles(replace(step, compressor=Compressor(step.compressor.wanted)), purpose)
+    return split
+
+
+def _each(change: Callable[..., Programs]) -> Callable[..., dict[str, Programs]]:
+    """Return a pass over the programs of one role as a pass over those of all roles."""
+    return lambda roles, *options: {role: change(programs, *options) for role, programs in roles.items()}
+
+
+def _idle(roles: Mapping[str, Programs], purpose: Purpose) -> dict[str, Programs]:
+    return {role: with_idle(role, programs, purpose) for role, programs in roles.items()}
+
+
+STEP = (
+    Pass("denominators", _count, _COUNTING, gives="counted"),
+    Pass("sums of microbatches", _sums, "reference unbatched microbatches accumulate", gives="parts sums averaged"),
+    Pass("storage", store_parameters, "typed mesh shardings shard_dims", gives="stored", changes="typed"),
+    Pass("no training", freeze_parameters, "typed", changes="typed", when="evaluates"),
+    Pass("recomputation", mark_recomputed, "typed recompute", changes="typed"),
+    Pass("stages", _in_stages, "typed pipeline", gives="typed", when="pipeline"),
+    Pass("segments", assemble, "typed mesh seed sums pipeline", gives="assembled"),
+    Pass("levels", TwoLevels, "mesh levels shard_dims choices", gives="two_levels"),
+    Pass("compression", Compressor, "compress levels shard_dims", gives="compressor"),
+    Pass("parts of a step", StepParts,
+         "mesh typed counted counts parts microbatches assembled pipeline loss_scale compressor biases", gives="step"),
+    Pass("programs", make_roles, "step purpose", gives="roles"),
+    Pass("two levels", _in_two_levels, "roles step two_levels purpose", gives="roles"),
+    Pass("early sums", _each(sum_early), "roles microbatches", gives="roles", when="trains"),
+    Pass("overlap", _each(overlapped), "roles overlap", gives="roles"),
+    Pass("hidden exchanges", _each(hide_exchanges), "roles", gives="roles"),
+    Pass("offload", offload, "roles offload", gives="roles"),
+    Pass("rings", _each(ring_attention), "roles context", gives="roles"),
+    Pass("reference of an evaluation", without_training, "reference", gives="reference", when="evaluates"),
+    Pass("idle stages", _idle, "roles purpose", gives="roles", when="evaluates"),
+)  # fmt: skip
+"""The passes from a typed graph to the programs of every role."""
+
+PASSES = (*FORWARD, *PLACING, *STEP)
+"""All passes of a build in their order."""
+
+
+def prepare(captured: Captured) -> tuple[Captured, fx.Node | None]:
+    """Write operators without a rule as their parts, before a plan's names and every pass see the graph. Return the
+    model with the new graph, and the first operator whose random numbers no stream counts: it cannot be built."""
+    graph = run_passes(PREPARING, {"graph": captured.graph})["graph"]
+    return replace(captured, graph=graph), uncounted(graph)
+
+
+def build_programs(captured: Captured, mesh: Mesh, request: Request) -> Built:
+    """Run every pass.
+
+    Raises:
+        RuleMisfit: a rule that the user registered is not the operator's.
+    """
+    check_registered(captured.graph)
+    with explained(captured.graph):
+        values = run_passes(PASSES, values_of(captured, mesh, request))
+        placed, roles = values["placed"], values["roles"]
+        return Built(
+            reference=values["reference"],
+            programs=join_roles(roles),
+            roles=roles,
+            reshards=tuple(values["reshards"]),
+            without_rule=tuple(sorted({str(node.target) for node in placed.without_rule})),
+            stored=values["stored"],
+            levels=values["two_levels"],
+            compressor=values["compressor"],
+            sites=site_types(values["graph"], mesh, placed, {name for name, *_ in request.sites}),
+            averaged=tuple(values["averaged"]),
+        )
+
+
+def values_of(captured: Captured, mesh: Mesh, request: Request) -> Values:
+    """Return the values that the first passes read, by name."""
+    asked = {each.name: getattr(request, each.name) for each in fields(Request)}
+    model = {"captured": captured.graph, "updates": captured.updates, "returned": captured.returned}
+    return {**asked, **model, "mesh": mesh, "trains": request.trains, "evaluates": not request.trains}
+
+
+class Trials:
+    """The placements that builds of one captured model would give its values under requests one after the other; later
+    passes are left out. The graph is made ready once for all requests that differ in placements alone."""
+
+    def __init__(self, captured: Captured) -> None:
+        self._captured = captured
+        self._ready: list[tuple[Values, fx.Graph]] = []
+
+    def graph(self, request: Request) -> fx.Graph:
+        """Return the graph in which values are placed under a request."""
+        values = values_of(self._captured, Mesh(), request)
+        read = {name: values[name] for each in FORWARD for name in each.needs.split() if name in values}
+        graph = next((graph for known, graph in self._ready if known == read), None)
+        if graph is None:
+            graph = run_passes(FORWARD, values)["graph"]
+            self._ready.append((read, graph))
+        return graph
+
+    def place(self, mesh: Mesh, request: Request) -> tuple[Placed, Sequence[Reshard]]:
+        """Return where values lie under a request, and the conversions between them."""
+        values = {**values_of(self._captured, mesh, request), "graph": self.graph(request)}
+        placing = run_passes(PLACING, values)
+        return placing["placed"], placing["reshards"]

@@ -71,7 +71,7 @@ def local_outer(placement: Placement, mesh: Mesh, axis: str) -> Outer:
 
 def _local_count(splits: Sequence[tuple[int, str]], mesh: Mesh, axis: str) -> int:
     own = next(outer for outer, name in splits if name == axis)
-    return own // math.prod(mesh.size(name) for outer, name in splits if abs(outer) < abs(own) and name != axis)
+    return own // math.prod(mesh.size(name) for outer, name in splits if count(outer) < count(own) and name != axis)
 
 
 def global_outer(placement: Placement, mesh: Mesh, dim: int, outer: Outer) -> Outer:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .placement import AxisType, Packed, Placement, Split, TensorType
-from .stretches import count
+from .stretches import Atom, count, is_zigzag, zigzag
 
 EXCHANGE = "parc.exchange"
 """The collective by which packed rows change from a split over tokens to one over experts, or back."""
@@ -33,7 +33,7 @@ def _of_chosen(outer: Any, experts: int) -> tuple[int, Any]:
     if count(outer) < experts:
         return 0, outer
     within = count(outer) // experts
-    return 1, -within if isinstance(outer, int) and outer < 0 else within
+    return 1, zigzag(within) if is_zigzag(outer) else within
 
 
 def chosen_type(rows: TensorType) -> TensorType:
@@ -71,11 +71,10 @@ def rows_by_rank(chosen: torch.Tensor, ranks: int, dim: int, outer: int) -> Rank
     experts (0) or tokens (1)."""
     if (dim, outer) == (0, 1):  # packed by expert
         return RankOrder(chosen.reshape(ranks, -1).sum(1).tolist(), None)
-    part = chosen.shape[dim] // abs(outer) // ranks
+    part = chosen.shape[dim] // count(outer) // ranks
     parts = chosen.nonzero()[:, dim].div(part, rounding_mode="floor")
-    owners = parts % ranks
-    if outer < 0:
-        owners = torch.where(parts.div(ranks, rounding_mode="floor") % 2 == 1, ranks - 1 - owners, owners)
+    deal = Atom(ranks, "", is_zigzag(outer))
+    owners = deal.entry(parts.div(ranks, rounding_mode="floor"), parts % ranks)
     return RankOrder(owners.bincount(minlength=ranks).tolist(), owners.sort(stable=True)[1])
 
 

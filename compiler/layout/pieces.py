@@ -10,7 +10,7 @@ import torch
 from .int8 import round_int8
 from .mesh import Mesh
 from .placement import AxisType, Placement, Split, parts
-from .stretches import Outer, atoms, sizes_of, terms
+from .stretches import Atom, Outer, atoms, count, is_zigzag, sizes_of, terms
 
 
 def _chosen(parts: torch.Tensor, dim: int, numbers: Sequence[int]) -> torch.Tensor:
@@ -23,9 +23,10 @@ def slice_dim(x: torch.Tensor, ranks: int, index: int, dim: int, outer: Outer) -
     """Return part ``index`` of ``ranks`` along ``dim``, seen as ``(outer, ranks, rest)``. Where parts are unequal, each
     is cut so."""
     size = x.shape[dim]
-    if isinstance(outer, int) and outer < 0:
-        numbers = [part * ranks + (ranks - 1 - index if part % 2 else index) for part in range(-outer)]
-        return _chosen(x.unflatten(dim, (-outer * ranks, -1)), dim, numbers)
+    if is_zigzag(outer):
+        parts, deal = count(outer), Atom(ranks, "", mirrored=True)
+        numbers = [part * ranks + deal.entry(part, index) for part in range(parts)]
+        return _chosen(x.unflatten(dim, (parts * ranks, -1)), dim, numbers)
     if not isinstance(outer, int):
         parts = x.split(sizes_of(outer, size), dim)
         return torch.cat([slice_dim(part, ranks, index, dim, 1) for part in parts], dim)
@@ -40,9 +41,10 @@ def join_dim(pieces: Sequence[torch.Tensor], dim: int, outer: Outer) -> torch.Te
         return torch.cat([part for ranks in parts for part in ranks], dim)
     if outer == 1:
         return torch.cat(list(pieces), dim)
-    if outer < 0:
-        ranks, whole = len(pieces), join_dim(pieces, dim, -outer).unflatten(dim, (-outer * len(pieces), -1))
-        numbers = [part * ranks + (ranks - 1 - at if part % 2 else at) for part in range(-outer) for at in range(ranks)]
+    if is_zigzag(outer):
+        ranks, many = len(pieces), count(outer)
+        whole, deal = join_dim(pieces, dim, many).unflatten(dim, (many * ranks, -1)), Atom(ranks, "", mirrored=True)
+        numbers = [part * ranks + deal.entry(part, index) for part in range(many) for index in range(ranks)]
         return _chosen(whole, dim, numbers)
     views = [piece.unflatten(dim, (outer, 1, piece.shape[dim] // outer)) for piece in pieces]
     return torch.cat(views, dim + 1).flatten(dim, dim + 2)

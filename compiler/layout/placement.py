@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, TypeVar
 import torch
 
 from .mesh import Mesh, Shape
-from .stretches import Outer, atoms, count, inside, joined_stretches, nest, outer_of, terms
+from .stretches import Outer, atoms, count, inside, is_zigzag, joined_stretches, nest, outer_of, terms, zigzag
 
 
 class Split(NamedTuple):
@@ -21,8 +21,8 @@ class Split(NamedTuple):
 
     ``outer`` counts *global* entries, so the types of different axes do not depend on each other; of two axes on one
     dim the minor one has ``outer`` = the size of the major one. Fused rows ``(3 h d)`` have ``outer`` = 3; parts that
-    are not equal have their proportions there: rows of 64 + 32 + 32 have ``outer`` = (2, 1, 1). ``outer`` = -2 splits
-    two parts, the second in reverse: ``(2 64/~cp)`` in text.
+    are not equal have their proportions there: rows of 64 + 32 + 32 have ``outer`` = (2, 1, 1). ``zigzag(2)``
+    splits two parts, the second in reverse: ``(2 64/~cp)`` in text.
     """
 
     dim: int
@@ -222,14 +222,14 @@ def _sub_dims(size: int, splits: Sequence[tuple[int, str]], mesh: Mesh) -> list[
     start, end = 1, 1
     axes: list[str] = []
     for parts, axis in splits:
-        outer = abs(parts)
+        outer = count(parts)
         if outer != end:
             pieces.append((outer // start, axes))
             start, axes = outer, []
         axes.append(axis)
         end = outer * mesh.size(axis)
     pieces.append((size // start, axes))
-    reverse = {axis for outer, axis in splits if outer < 0}
+    reverse = {axis for outer, axis in splits if is_zigzag(outer)}
     texts = []
     for number, names in pieces:
         dealt = [f"~{axis}" if axis in reverse else axis for axis in names]
@@ -261,7 +261,7 @@ def parse_type(text: str, mesh: Mesh) -> TensorType:
                 number, *axes = word.split("/")
                 outer = size
                 for axis in mesh.spread(name.removeprefix("~") for name in axes):
-                    outers.setdefault(axis, []).append(-outer if f"~{axis}" in axes else outer)
+                    outers.setdefault(axis, []).append(zigzag(outer) if f"~{axis}" in axes else outer)
                     outer *= mesh.size(axis) if axis in mesh else 1
                 size *= int(number)
             sizes.append(size)

@@ -11,8 +11,19 @@ from typing import Any
 
 Outer = int | tuple[int, ...]
 """The parts of a dim: their number where they are equal, else their proportions. ``(2, 1, 1)`` of 128 is 64, 32 and
-32. A negative number says that every second part is dealt out in reverse: of ``-2`` parts over 3 ranks these have 0 and
-5, 1 and 4, 2 and 3 of six (zigzag)."""
+32. A zigzag number of equal parts is negative, also in a program's text (`zigzag`); products and quotients keep it so.
+No other module looks at the sign."""
+
+
+def zigzag(parts: int) -> int:
+    """Return equal parts of which every second one is dealt out in reverse: of two parts over 3 ranks these have 0 and
+    5, 1 and 4, 2 and 3 of six."""
+    return -parts
+
+
+def is_zigzag(outer: Outer) -> bool:
+    """Return whether every second part is dealt out in reverse."""
+    return isinstance(outer, int) and outer < 0
 
 
 def outer_of(sizes: Sequence[int]) -> Outer:
@@ -121,8 +132,9 @@ class Atom:
     axis: str | None
     mirrored: bool = False
 
-    def entry(self, before: Any, coordinate: int) -> Any:
-        """Return the entry that a rank has at these numbers (or this tensor of them) of the factors before."""
+    def entry(self, before: Any, coordinate: Any) -> Any:
+        """Return the entry that a rank has at these numbers (or this tensor of them) of the factors before; given an
+        entry, the rank that has it."""
         if not self.mirrored:
             return coordinate
         return coordinate + before % 2 * (self.size - 1 - 2 * coordinate)
@@ -138,14 +150,14 @@ def atoms(size: int, splits: Sequence[tuple[int, str]], ranks: Callable[[str], i
     result: list[Atom] = []
     position = 1
     for parts, axis in splits:
-        outer = abs(parts)
+        outer = count(parts)
         if outer % position:
             raise ValueError(f"a split at {outer} falls inside another that ends at {position}")
         if outer != position:
             result.append(Atom(outer // position, None))
-        if parts < 0 and outer // position % 2:
+        if is_zigzag(parts) and outer // position % 2:
             raise ValueError(f"a split in reverse at {outer} needs pairs of parts on a rank, after {position}")
-        result.append(Atom(ranks(axis), axis, parts < 0))
+        result.append(Atom(ranks(axis), axis, is_zigzag(parts)))
         position = outer * ranks(axis)
     if size % position:
         raise ValueError(f"{size} does not divide by {position}")

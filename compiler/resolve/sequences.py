@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from ...grammar.codes_placement import UNEVEN_SHARD
 from ...grammar.diagnostics import Diagnostic, Label
+from ..layout.stretches import zigzag
 from ..plan.plan import Plan
 from ..plan.sub_dims import multiples
 from .seeds import PlacementSeed, Seeds
@@ -44,7 +45,7 @@ def _seeds_of(plan: Plan) -> Iterator[PlacementSeed | Diagnostic]:
             help_ = f"choose a multiple of {unit}, such as {near}"
             yield Diagnostic(UNEVEN_SHARD, message, Label(line.dim.span), related, help=help_)
             continue
+        dealt = zigzag(outer) if halves > 1 else outer
         for given in plan.inputs:
             for dim in (at for at, called in enumerate(given.dims) if called == name):
-                # of two halves the second is dealt out in reverse
-                yield PlacementSeed(given.name, axis, dim, -outer if halves > 1 else outer, line.span, fixed=False)
+                yield PlacementSeed(given.name, axis, dim, dealt, line.span, fixed=False)

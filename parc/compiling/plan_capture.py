@@ -98,7 +98,7 @@ def capture_plan(
         )
     except CaptureError as error:
         raise PlanError([capture_diagnostic(plan, error, overrides)]) from None
-    drawn = prepare(captured.graph)
+    captured, drawn = prepare(captured)
     if drawn is not None:
         message = (
             f"the model draws random numbers with `{drawn.target}`, which parc cannot make the same on every layout"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,22 +16,16 @@ from ...compiler.program.binding import COUNT, Binding
 from ...compiler.program.loss_terms import term_count, term_weight
 from ..calls import computes, key_of, outputs
 
-
-@dataclass(frozen=True, slots=True)
-class SplitLoss:
-    """The loss in two parts. ``graph`` has the numerator as its first output, if there is a loss. ``count`` is a graph
-    of the inputs alone that makes the denominators with the bindings ``counts``; there is none where no term has
-    one."""
-
-    graph: fx.Graph
-    count: fx.Graph | None = None
-    counts: tuple[Binding, ...] = ()
+Denominators = tuple[fx.Graph | None, tuple[Binding, ...]]
+"""A graph of the inputs alone that makes the denominators of a loss, and their bindings; no graph where no term has
+one."""
 
 
-def split_loss(graph: fx.Graph, terms: int, is_one_fraction: Callable[[fx.Graph, bool], bool]) -> SplitLoss:
-    """Take the division by a count out of a mean cross entropy, out of a sum over samples that is divided by a sum over
-    inputs, and out of a multiple of these. It is then done once a step, by the count over all data ranks and
-    microbatches. A mean of means would weigh targets unequally.
+def split_loss(graph: fx.Graph, terms: int, is_one_fraction: Callable[[fx.Graph, bool], bool]) -> Denominators:
+    """Take the division by a count, in place, out of a mean cross entropy, out of a sum over samples that is divided by
+    a sum over inputs, and out of a multiple of these. It is then done once a step, by the count over all data ranks and
+    microbatches. A mean of means would weigh targets unequally. The first output becomes the loss's numerator; return
+    what makes the denominators.
 
     ``is_one_fraction`` tells of the graph of a numerator and a denominator whether they add up over microbatches. If it
     is given True too, the numerator is a sum of token losses, and the graph makes the denominator alone.
@@ -41,7 +34,7 @@ def split_loss(graph: fx.Graph, terms: int, is_one_fraction: Callable[[fx.Graph,
     multiplied by an input of its own, which SCALE makes, so that the same division leaves the right mean.
     """
     if not terms:
-        return SplitLoss(graph)
+        return None, ()
     output = graph.output_node()
     loss, *updates = outputs(graph)
     roots = _terms(loss, terms)
@@ -49,14 +42,14 @@ def split_loss(graph: fx.Graph, terms: int, is_one_fraction: Callable[[fx.Graph,
     found = {number: _denominator(chain[-1], is_one_fraction) for number, chain in enumerate(chains, 1)}
     denominators = {number: node for number, node in found.items() if node is not None}
     if not denominators:
-        return SplitLoss(graph)
+        return None, ()
     base = min(denominators)
     for number in denominators:
         roots[number - 1] = _numerator(graph, chains[number - 1])
     output.args = ((_sum_of(graph, loss, roots, base), *updates),)
     count = _graph_of(list(denominators.values()))
     graph.eliminate_dead_code()
-    return SplitLoss(graph, count, tuple(COUNT if number == base else term_count(number) for number in denominators))
+    return count, tuple(COUNT if number == base else term_count(number) for number in denominators)
 
 
 def _terms(loss: fx.Node, count: int) -> list[fx.Node]:

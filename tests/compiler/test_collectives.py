@@ -15,14 +15,14 @@ from parc.compiler.layout.mesh import Mesh
 from parc.compiler.layout.pieces import join_dim, put_together, slice_dim
 from parc.compiler.layout.placement import AxisType, Placement, Split, TensorType, parse_type
 from parc.compiler.layout.rings import RINGS
-from parc.compiler.layout.stretches import Outer, nest
+from parc.compiler.layout.stretches import Outer, nest, zigzag
 from parc.compiler.ops.torch_ops import OPS
 from parc.compiler.plan.limits import COLLECTIVE_WORDS
 
 from .drawn import meshes, numbered, pieces_of, placed
 
 MESH = Mesh.parse("dp=2, tp=2")
-OUTERS: tuple[Outer, ...] = (1, 2, 3, 4, 6, (2, 1, 1), (1, 3), -2, -4)
+OUTERS: tuple[Outer, ...] = (1, 2, 3, 4, 6, (2, 1, 1), (1, 3), zigzag(2), zigzag(4))
 
 
 def run(op: str, options: Sequence[Any], pieces: Sequence[torch.Tensor], mesh: Mesh) -> list[torch.Tensor]:

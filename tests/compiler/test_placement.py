@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from parc.compiler.layout.collectives import local_outer
 from parc.compiler.layout.mesh import Mesh
-from parc.compiler.layout.pieces import dim_index, put_together, row_major, take
+from parc.compiler.layout.packed_rows import rows_by_rank
+from parc.compiler.layout.pieces import dim_index, join_dim, put_together, row_major, slice_dim, take
 from parc.compiler.layout.placement import Placement, Split, TensorType, dual, local_shape, parse_kind, parse_type
-from parc.compiler.layout.stretches import atoms
+from parc.compiler.layout.stretches import atoms, zigzag
 
 from .drawn import DTYPES, meshes, numbered, pieces_of, placed
 
@@ -42,6 +43,7 @@ def test_a_type_reads_back_from_its_text(case: tuple[Mesh, TensorType], dtype: t
         ("bf16[]", {}, ()),
         ("f32[(8/tp + 4/tp + 4/tp), 3]", {"tp": Split(0, (2, 1, 1))}, (16, 3)),
         ("f32[(8/dp/tp + 4/dp/tp)]", {"dp": Split(0, (2, 1)), "tp": Split(0, (2, 2, 1, 1))}, (12,)),
+        ("f32[(2 4/~dp), 3]", {"dp": Split(0, zigzag(2))}, (8, 3)),
         ("f32[(8/dp + 6/dp + 6/dp)]", {"dp": Split(0, (4, 3, 3))}, (20,)),
     ],
 )
@@ -49,6 +51,17 @@ def test_the_notation(text: str, kinds: dict[str, Split], shape: tuple[int, ...]
     type_ = parse_type(text, MESH)
     assert (type_.shape, type_.placement) == (shape, Placement.of(MESH, kinds))
     assert type_.text(MESH) == text
+
+
+def test_a_zigzag_deals_out_every_second_part_in_reverse() -> None:
+    parts = torch.arange(6)
+    pieces = [slice_dim(parts, 3, rank, 0, zigzag(2)) for rank in range(3)]
+    assert [piece.tolist() for piece in pieces] == [[0, 5], [1, 4], [2, 3]]
+    assert join_dim(pieces, 0, zigzag(2)).tolist() == parts.tolist()
+    chosen = torch.ones(1, 6, dtype=torch.bool)  # one expert, which all six tokens chose
+    assert rows_by_rank(chosen, 3, 1, zigzag(2)).sizes == [2, 2, 2]
+    order = rows_by_rank(chosen, 3, 1, zigzag(2)).ordered(parts)
+    assert order.tolist() == [0, 5, 1, 4, 2, 3]
 
 
 @pytest.mark.parametrize(
