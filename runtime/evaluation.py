@@ -46,8 +46,13 @@ def evaluation_of(build: Build) -> Build:
 
 
 def with_samples(build: Build, samples: Mapping[str, Any]) -> Build:
-    """Return an evaluation at its largest sizes, with other ``samples``: all of those of a `data` line, in order."""
-    return replace(build, manifest={**build.manifest, "data": samples, "said": PREDICTED}, template=None)
+    """Return an evaluation at its largest sizes, with other ``samples``: all of those of a `data` line, in order. They
+    need not have inputs that the loss alone reads."""
+    from ..compiler.verify.returned import of_returned  # proves in sympy, which most runs need not import
+
+    needed = [*of_returned(build.reference.main).bound("input")]
+    return replace(build, manifest={**build.manifest, "data": samples, "said": PREDICTED, "needed": needed},
+                   template=None)  # fmt: skip
 
 
 def check_trains(build: Build) -> None:

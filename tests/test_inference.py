@@ -240,8 +240,8 @@ def test_ranks_write_a_data_set_in_its_order_by_the_weights_of_another_plan_and_
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """Return a file of tokens, 29 windows of 6."""
-    numpy.save(tmp_path / "tokens.npy", torch.randint(11, (29 * 6 + 1,)).numpy())
+    """Return a file of tokens, 29 windows of 6 and nothing behind them."""
+    numpy.save(tmp_path / "tokens.npy", torch.randint(11, (29 * 6,)).numpy())
     return tmp_path / "tokens.npy"
 
 
@@ -249,7 +249,7 @@ def plain_rows(model: type[Tagger], path: Path, data: Path) -> dict[str, torch.T
     plain = model()
     plain.load_state_dict(parc.reference(path).module.state_dict())
     with torch.no_grad():
-        output: dict[str, torch.Tensor] = plain.eval()(torch.from_numpy(numpy.load(data))[:-1].reshape(29, 6))
+        output: dict[str, torch.Tensor] = plain.eval()(torch.from_numpy(numpy.load(data)).reshape(29, 6))
     return output
 
 
