@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, cast, final
 
 import torch
@@ -55,6 +56,13 @@ def with_samples(build: Build, samples: Mapping[str, Any]) -> Build:
                    template=None)  # fmt: skip
 
 
+def trains_nothing(path: Path) -> RunError:
+    """Return the error of a plan for inference, or of its build, of which training is asked."""
+    message = f"`{path}` is for inference: the plan has no `loss` and no `optimizer` line"
+    help_ = "`session.predict`, or `parc run BUILD --predict WORDS -o DIR`; or add both lines, and build again"
+    return RunError(TRAINS_NOTHING, message, help_)
+
+
 def check_trains(build: Build) -> None:
     """Check that a build has a loss and an update.
 
@@ -62,9 +70,7 @@ def check_trains(build: Build) -> None:
         RunError: it is for inference.
     """
     if build.purpose == "inference":
-        message = f"`{build.path}` is for inference: its plan has no `loss` and no `optimizer` line"
-        help_ = "`session.predict`, or `parc run BUILD --predict WORDS -o DIR`; or add both lines, and build again"
-        raise RunError(TRAINS_NOTHING, message, help_)
+        raise trains_nothing(build.path)
 
 
 BATCHES = 100

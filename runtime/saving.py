@@ -144,7 +144,7 @@ class StateFiles:
                 if self._rank:
                     return ""
                 check_target(folder)
-                with _writes(folder):
+                with writing_folder(folder):
                     return stack.enter_context(replacing(folder)).name
 
             fresh = everywhere(self._together.agreed(SAVE, begin), self._world)[0]
@@ -155,7 +155,7 @@ class StateFiles:
 
             def end() -> None:
                 if not self._rank:
-                    with _writes(folder):
+                    with writing_folder(folder):
                         write_index(folder.resolve().with_name(fresh), self.index(shards, slots), facts)
                         stack.close()
 
@@ -173,7 +173,7 @@ class StateFiles:
                 if self._rank:
                     return ""
                 real = folder.resolve()
-                with _writes(folder):
+                with writing_folder(folder):
                     real.parent.mkdir(parents=True, exist_ok=True)
                     return Path(stack.enter_context(TemporaryDirectory(prefix=f".{real.name}.", dir=real.parent))).name
 
@@ -214,7 +214,7 @@ class StateFiles:
         if not pieces:
             return None
         name = shard_name(self._rank, self._world)
-        with _writes(folder, name):
+        with writing_folder(folder, name):
             return write_shard(place / name, pieces)
 
     def index(self, shards: Sequence[ShardFile | None], slots: Slots) -> Index:
@@ -329,7 +329,12 @@ def _slots(parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimi
 
 
 @contextmanager
-def _writes(folder: Path, file: str = "") -> Iterator[None]:
+def writing_folder(folder: Path, file: str = "") -> Iterator[None]:
+    """Write a folder of a run, or a file of it, in the block.
+
+    Raises:
+        RunError: it cannot be written, or there is no place for a folder.
+    """
     try:
         yield
     except OSError as error:

@@ -268,18 +268,20 @@ def test_a_command_predicts_with_a_build_for_inference_and_one_of_training(
         torch.testing.assert_close(found[name], expected[name])
     (out / "part-00000.safetensors").write_text("old")
     assert main(words) == 0
+    assert capsys.readouterr().err.endswith(", in place of older ones\n")
     torch.testing.assert_close(predicted(out)["logits"], expected["logits"])
 
 
 def test_predictions_by_first_weights_are_warned_of_and_what_is_written_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    resume, out = ["--resume", str(trained(tmp_path, "sgd lr 0.1"))], tmp_path / "out"
+    resume = ["--resume", str(trained(tmp_path, "sgd lr 0.1"))]
     save_file(torch.load(tmp_path / "weights.pt"), tmp_path / "model.safetensors")
     (tmp_path / "rows.py").write_text("def rows():\n    return [{'x': [float(row)] * 8} for row in range(9)]\n")
     first = written(MOODY + "mesh dp=1\n", tmp_path / "first")
     other = written(f'{MOODY}mesh dp=1\ninit from "{tmp_path / "model.safetensors"}"\n', tmp_path / "other")
     for build, more, times in ((first, [], 1), (first, resume, 0), (other, [], 0)):
+        out = tmp_path / f"out{len(more)}{build.name}"
         words = ["run", str(build), "--predict", f"dataset {tmp_path}/rows.py:rows", "-o", str(out), "--device", "cpu"]
         assert main([*words, *more]) == 0
         *before, last = capsys.readouterr().err.splitlines()
@@ -300,28 +302,45 @@ def test_a_run_that_is_stopped_leaves_what_was_there(
     assert sorted(tmp_path.iterdir()) == before
 
 
-FORMS = "help: forms are `bytes GLOBS`, `tokens GLOBS`, `dataset CALLABLE` and `folder FILE`"
+def test_a_rank_leaves_a_folder_of_other_things_and_says_what_cannot_be_written(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that torchrun starts have no command before them that looks."""
+    path, mine = written(TAGGER + "mesh dp=1\n", tmp_path / "build"), tmp_path / "mine" / "notes.txt"
+    mine.parent.mkdir()
+    mine.write_text("mine")
+    facts = {"form": "tokens", "names": [str(data)], "callable": None, "arguments": {}}
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(parc.RunError, match="is not a folder of predictions; it is left"):
+        predict.predict(parc.load(path), predict.Predict(facts, mine.parent))
+    monkeypatch.setattr(predict, "write_shard", lambda path, _: open(path / "nothing", "xb"))
+    with pytest.raises(parc.RunError, match=r"`part-00000\.safetensors` of `.*out` cannot be written"):
+        predict.predict(parc.load(path), predict.Predict(facts, tmp_path / "out"))
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+FORMS = (
+    "help: begin with a form: `bytes GLOBS`, `tokens GLOBS`, `dataset CALLABLE` or `folder FILE`; `dataset` takes a"
+    " function, which may read any file\n"
+)
 REFUSED = {
-    "synthetic": "the samples of `--predict synthetic` have no end",
-    '"./mine.py:sample"': "have no end",
-    "folder x.json shuffle": "are all taken in their order: there is no `shuffle`",
-    "folder x.json split 0.1": "there is no `split`",
-    "foldr x.json": f"`foldr` is not a form of samples\n --> --predict:1:1\n1 | foldr x.json\n  | ^^^^^\n{FORMS};"
-    " did you mean `folder`?\n",
-    "datset ./mine.py:rows": f"{FORMS}; did you mean `dataset`?\n",
-    "callable ./mine.py:rows": "`callable` is not a form of samples\n --> --predict:1:1\n",
-    "data dataset ./mine.py:rows": "`data` begins a plan's line, and is left out in `--predict`\n --> --predict:1:1\n",
-    "data  tokens x.npy": "help: write `tokens x.npy`\n",
-    "data": FORMS,
-    "x.pt": "nothing says what `x.pt` holds\n",
-    '"texts/*.txt"': "help: write a form before it: forms are `bytes GLOBS`,",
+    "synthetic": "`--predict` takes samples with an end, and `synthetic` is none of their forms\n --> --predict:1:1\n"
+    f"1 | synthetic\n  | ^^^^^^^^^\n{FORMS}",
+    '"./mine.py:sample"': FORMS,
+    "folder x.json shuffle": "`predict` takes no `shuffle` here\n",
+    "folder x.json split 0.1": "help: usage: predict folder FILE [pack] [workers N]\n",
+    "foldr x.json": "help: did you mean `folder`?\n",
+    "datset ./mine.py:rows": "help: did you mean `dataset`?\n",
+    "x.pt": FORMS,
+    '"texts/*.txt"': FORMS,
+    "data tokens nothing.npy": 'no file matches "HERE/nothing.npy"',
     "tokens nothing.npy": 'P0303]: no file matches "HERE/nothing.npy"\nhelp: name files that are there: "texts/*.txt";',
     "tokens token.npy": 'matches "HERE/token.npy"\nhelp: did you mean `tokens.npy`?',
     "bytes {stdlib}/none.py": 'no file matches "{stdlib}/none.py"\nhelp: name files that are there: ',
     "folder questions.json": "P0303]: there is no folder or file HERE/questions.json\nhelp: name a folder that"
     " `dataset.save_to_disk` wrote, or a file of JSON with an object a line\n",
     "dataset ./mine.py:rows": "P0303]: the data's callable: there is no file `HERE/mine.py`\n",
-    "": f"P0003]: `--predict` names no samples\n{FORMS}\n",
+    "": "`predict` needs `bytes GLOBS` or `tokens GLOBS` or `dataset CALLABLE` or `folder FILE`\n",
 }
 
 
@@ -343,6 +362,8 @@ def test_what_cannot_be_predicted_is_said_before_anything_runs(
     assert "the last batch has 5 samples of the 8" in said("mixes", "--predict", "tokens tokens.npy", "-o", "out")
     assert "is not a folder of predictions" in said("build", "--predict", "tokens tokens.npy", "-o", "trains")
     assert "P0421" in said("build")
+    Path("alone.parc").write_text(TAGGER + "mesh dp=1\n")
+    assert "P0421" in said("alone.parc") and not Path("alone.parc.build").exists()
     trained(tmp_path, "sgd lr 0.1")
     error = said("build", "--predict", "tokens tokens.npy", "-o", "out", "--resume", "checkpoint")
     assert error.count(" is missing\n") == 5 and "\n = note: and 1 more\nhelp: " in error

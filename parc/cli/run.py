@@ -151,14 +151,18 @@ def _run(given: argparse.Namespace) -> int:
         from parc.cli.build import make
         from parc.grammar.codes_build import BAD_DATA
         from parc.runtime.data.sources import NO_DATA, NO_DATA_HELP
+        from parc.runtime.evaluation import trains_nothing
         from parc.runtime.faults import RunError
 
         plan = read(given, target)
-        if plan.data is None and plan.trains and given.predict is None:
-            raise RunError(BAD_DATA, NO_DATA, NO_DATA_HELP)
-        if not (given.steps or plan.steps or given.predict is not None) and plan.trains:
-            say(NO_STEPS)
-            return 2
+        if given.predict is None:
+            if not plan.trains:
+                raise trains_nothing(target)
+            if plan.data is None:
+                raise RunError(BAD_DATA, NO_DATA, NO_DATA_HELP)
+            if not (given.steps or plan.steps):
+                say(NO_STEPS)
+                return 2
         target = default_out(target)
         outcome = make(given, given.target, target)
         if isinstance(outcome, int):
@@ -217,23 +221,15 @@ def _predict_options(given: argparse.Namespace, build: Build) -> Predict:
     """Return the options of a run that predicts. Files are named from the current folder.
 
     Raises:
-        PlanError: the words name no samples.
-        RunError: these have no end or another order, or the build has no programs that predict.
+        PlanError: the words name no samples, or some without an end.
+        RunError: the build has no programs that predict.
     """
     from parc.compiler.plan.directives.data import read_words
-    from parc.compiler.plan.samples_said import ENDLESS
-    from parc.grammar.codes_build import BAD_DATA
     from parc.runtime.evaluation import evaluation_of
-    from parc.runtime.faults import RunError
     from parc.runtime.launch.predict import Predict
 
     evaluation_of(build)
     facts = read_words(given.predict, "--predict").facts()
-    for wrong in ("shuffle", "split", *({facts["form"]} & {*ENDLESS})):
-        if wrong in facts or wrong == facts["form"]:
-            what = "have no end" if wrong == facts["form"] else f"are all taken in their order: there is no `{wrong}`"
-            help_ = "name files, a folder, or a dataset with a length, and nothing about their order"
-            raise RunError(BAD_DATA, f"the samples of `--predict {given.predict}` {what}", help_)
     here, target = Path.cwd(), facts["callable"] or ""
     facts["names"] = [name if name.startswith("{") else str(here / name) for name in facts["names"]]
     facts["callable"] = str(here / target) if ".py:" in target else facts["callable"]
@@ -275,11 +271,10 @@ def _before_launch(given: argparse.Namespace, build: Build, options: Options | P
 
     from parc.runtime.data.sources import OWN_CODE, make_data
     from parc.runtime.evaluation import evaluation_of, with_samples
-    from parc.runtime.launch.predict import PREDICTIONS, Predict
+    from parc.runtime.launch.predict import Predict, check_out
     from parc.runtime.machine.compiled import check_compiler
     from parc.runtime.opening import build_mesh, check_fits, open_checkpoint
     from parc.runtime.processes import check_device, default_device
-    from parc.runtime.state.checkpoint import check_target
     from parc.runtime.state.initial import weights_of
 
     mesh = build_mesh(build)
@@ -293,7 +288,7 @@ def _before_launch(given: argparse.Namespace, build: Build, options: Options | P
     if given.compile:
         check_compiler(device)
     if isinstance(options, Predict):
-        check_target(options.out, PREDICTIONS, "a folder of predictions")
+        check_out(options.out)
         read = [with_samples(evaluation_of(build), options.samples)]
     else:
         own = build.manifest.get("evaluation", {}).get("data") if options.eval_every else None
