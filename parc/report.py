@@ -48,6 +48,7 @@ def program_rows(build: Build, plan: Plan) -> dict[str, Any]:
         "mesh": dict(build.mesh.declared.axes),
         **view_facts(plan),
         "world": build.mesh.world,
+        "purpose": build.purpose,
         "sizes": {name: str(size) for name, size in plan.sizes.items()},
         "batch": _batch_row(build),
         "roles": list(build.roles),

@@ -222,11 +222,15 @@ class Session:
         """Return the tensors that the model returns for a batch in ``eval()``, by name: ``logits``, ``1``, or
         ``output`` for the only one. They are whole and on the CPU, with the samples of the batch; with ``split`` they
         are what this rank holds. The batch is given as to ``evaluate``, and inputs that the loss alone reads may be
-        left out. Tensors without a row for each sample, as a mean over the batch, are left out.
+        left out; a session of a plan for inference reads the next batch of the plan's data at each call without one.
+        Tensors without a row for each sample, as a mean over the batch, are left out.
 
         Collective: every rank calls it, every rank gets all samples of ``batch``, or those of its own ``local``.
         """
-        return self.evaluation.predict(batch, local, self.state, self.step_number, split)
+        returned = self.evaluation.predict(batch, local, self.state, self.step_number, split)
+        if self.build.purpose == "inference" and batch is None and local is None:
+            self.step_number = self._together.stepped(self.step_number + 1)
+        return returned
 
     @cached_property
     def evaluation(self) -> Evaluation:

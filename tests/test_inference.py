@@ -20,6 +20,7 @@ from benchmarks.storages import Storages
 from parc.checking.checks import case_of, static_faults
 from parc.checking.reports import report_of
 from parc.cli import main
+from parc.cli.build import report_text
 from parc.compiler.build.build import Build
 from parc.compiler.build.directory import write_build
 from parc.compiler.program.actions import Action
@@ -86,6 +87,8 @@ def test_all_ranks_return_what_the_plain_module_returns(name: str) -> None:
     for row in found.report["memory"]:
         assert row["gradients"] == row["optimizer"] == 0 < row["parameters"] < row["peak_bytes"]
     assert {row["phase"] for row in found.report["communication"]} == {"forward"}
+    text = report_text(found.report)
+    assert "gradients" not in text and "step" not in text and text.count("memory   ") == 1 + (name == "pp")
 
 
 @pytest.mark.parametrize("lines", ["", "schedule microbatches 4\n"], ids=["whole", "microbatches"])
@@ -182,6 +185,14 @@ def test_real_ranks_predict_what_the_plain_module_returns_and_train_nothing(line
     reference = parc.reference(path)
     with pytest.raises(parc.RunError, match="P0421"):
         reference.step()
+
+
+def test_a_session_for_inference_goes_on_in_the_data_of_its_plan(tmp_path: Path, data: Path) -> None:
+    text = TAGGER.replace("Tagger", "Rows") + f'mesh dp=1\ndata tokens "{data}"\n'
+    path = written(text, tmp_path / "build")
+    with parc.load(path) as session:
+        found = [session.predict()["logits"] for _ in range(2)]
+    assert torch.equal(torch.cat(found), plain_rows(Rows, path, data)["logits"][: 16 * 6])
 
 
 # ---- whole data sets
@@ -313,7 +324,7 @@ def test_a_rank_leaves_a_folder_of_other_things_and_says_what_cannot_be_written(
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(parc.RunError, match="is not a folder of predictions; it is left"):
         predict.predict(parc.load(path), predict.Predict(facts, mine.parent))
-    monkeypatch.setattr(predict, "write_shard", lambda path, _: open(path / "nothing", "xb"))
+    monkeypatch.setattr(predict, "write_shard", lambda path, _: (path / "nothing").touch())
     with pytest.raises(parc.RunError, match=r"`part-00000\.safetensors` of `.*out` cannot be written"):
         predict.predict(parc.load(path), predict.Predict(facts, tmp_path / "out"))
     assert sorted(tmp_path.rglob("*")) == before

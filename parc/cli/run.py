@@ -271,7 +271,7 @@ def _before_launch(given: argparse.Namespace, build: Build, options: Options | P
 
     from parc.runtime.data.sources import OWN_CODE, make_data
     from parc.runtime.evaluation import evaluation_of, with_samples
-    from parc.runtime.launch.predict import Predict, check_out
+    from parc.runtime.launch.predict import Predict, check_predictions
     from parc.runtime.machine.compiled import check_compiler
     from parc.runtime.opening import build_mesh, check_fits, open_checkpoint
     from parc.runtime.processes import check_device, default_device
@@ -288,7 +288,7 @@ def _before_launch(given: argparse.Namespace, build: Build, options: Options | P
     if given.compile:
         check_compiler(device)
     if isinstance(options, Predict):
-        check_out(options.out)
+        check_predictions(options.out)
         read = [with_samples(evaluation_of(build), options.samples)]
     else:
         own = build.manifest.get("evaluation", {}).get("data") if options.eval_every else None

@@ -36,7 +36,7 @@ PART_BYTES = 64 << 20
 _SHOWN_S = 2.0
 
 
-def check_out(folder: Path) -> None:
+def check_predictions(folder: Path) -> None:
     """Check that predictions may be written at ``folder``.
 
     Raises:
@@ -68,7 +68,7 @@ class _Parts:
 
     def begin(self, stack: ExitStack) -> None:
         """Make the folder; an error that passes the ``stack`` removes it."""
-        check_out(self._out)
+        check_predictions(self._out)
         with writing_folder(self._out):
             self._folder = stack.enter_context(replacing(self._out))
 
