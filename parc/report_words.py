@@ -205,7 +205,7 @@ def stage_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
     if not (axis := report["pipeline"].get("axis", "")):
         return []
-    rows = [("stage", axis, "layers", "parameters", f"a rank's {unit_of(report)}", "idle")]
+    rows: list[tuple[str, ...]] = [("stage", axis, "layers", "parameters", f"a rank's {unit_of(report)}", "idle")]
     for words, alike in groupby(report["stages"], facts):
         places = [(row["stage"], int(row["role"].removeprefix(axis))) for row in alike]
         rows.append((*(number_ranges(sorted({*numbers})) for numbers in zip(*places, strict=True)), *words))

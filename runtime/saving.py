@@ -246,7 +246,7 @@ class StateFiles:
         together = self._together
 
         def opened() -> tuple[tuple[Checkpoint, dict[str, list[str]]], list[int]]:
-            checkpoint, slots = open_checkpoint(build, folder, weights_only=optimizer is None)
+            checkpoint, slots = open_checkpoint(build, folder)
             return (checkpoint, slots), [zlib.crc32(repr((checkpoint.facts, checkpoint.index.shards)).encode())]
 
         (checkpoint, slots), rows = together.exchanged(RESTORE, opened)

@@ -29,8 +29,11 @@ from parc.compiler.program.program import Function
 from parc.compiling.compiled import Compiled
 from parc.grammar.diagnostics import PlanError, render
 from parc.grammar.syntax import size_text
+from parc.runtime.evaluation import with_samples
 from parc.runtime.launch import predict
 from parc.runtime.launch.train import Stop
+from parc.runtime.opening import open_build
+from parc.runtime.session import Session
 from tests.checked_plans import checked, compiled
 from tests.planted_builds import GoodBuild, judge
 from tests.predicting_models import Rows, Tagger
@@ -223,8 +226,8 @@ def predict_ranks(path: str, folder: str) -> int:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(predict, "PART_BYTES", 8 * 8 * 4)
         facts = {"form": "dataset", "names": [], "callable": f"{folder}/rows.py:rows", "arguments": {}}
-        options = predict.Predict(facts, Path(folder, "out"), Path(folder, "checkpoint"))
-        return predict.predict(parc.load(path), options)
+        build = with_samples(open_build(Path(path)), facts)
+        return predict.predict(Session(build), Path(folder, "out"), Path(folder, "checkpoint"))
 
 
 def test_ranks_write_a_data_set_in_its_order_by_the_weights_of_another_plan_and_optimizer(tmp_path: Path) -> None:
@@ -320,13 +323,13 @@ def test_a_rank_leaves_a_folder_of_other_things_and_says_what_cannot_be_written(
     path, mine = written(TAGGER + "mesh dp=1\n", tmp_path / "build"), tmp_path / "mine" / "notes.txt"
     mine.parent.mkdir()
     mine.write_text("mine")
-    facts = {"form": "tokens", "names": [str(data)], "callable": None, "arguments": {}}
-    before = sorted(tmp_path.rglob("*"))
+    facts: dict[str, Any] = {"form": "tokens", "names": [str(data)], "callable": None, "arguments": {}}
+    build, before = with_samples(open_build(path), facts), sorted(tmp_path.rglob("*"))
     with pytest.raises(parc.RunError, match="is not a folder of predictions; it is left"):
-        predict.predict(parc.load(path), predict.Predict(facts, mine.parent))
+        predict.predict(Session(build), mine.parent)
     monkeypatch.setattr(predict, "write_shard", lambda path, _: (path / "nothing").touch())
     with pytest.raises(parc.RunError, match=r"`part-00000\.safetensors` of `.*out` cannot be written"):
-        predict.predict(parc.load(path), predict.Predict(facts, tmp_path / "out"))
+        predict.predict(Session(build), tmp_path / "out")
     assert sorted(tmp_path.rglob("*")) == before
 
 

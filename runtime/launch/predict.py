@@ -7,9 +7,8 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, final
@@ -45,32 +44,24 @@ def check_predictions(folder: Path) -> None:
     check_target(folder, PREDICTIONS, "a folder of predictions")
 
 
-@dataclass(frozen=True, slots=True)
-class Predict:
-    """The options of a run that predicts: its ``samples``, as a `data` line's in a manifest, the folder of the files,
-    and a checkpoint whose weights are used."""
-
-    samples: Mapping[str, Any]
-    out: Path
-    resume: Path | None = None
-
-
 @final
 class _Parts:
-    """The files of predictions, in a folder that gets its name at the ``end``. ``dims`` are the dims along which
-    tensors have their samples; a tensor without one is in the first file alone."""
+    """The files of predictions, in a folder that gets its name at the ``end``; an error that passes the ``stack``
+    removes it. ``dims`` are the dims along which tensors have their samples; a tensor without one is in the first file
+    alone."""
 
-    def __init__(self, out: Path, dims: Mapping[str, int | None]) -> None:
-        self._out, self._dims, self._replaces = out, dims, out.exists()
+    def __init__(self, out: Path, dims: Mapping[str, int | None], stack: ExitStack) -> None:
+        self._out, self._dims, self._stack = out, dims, stack
+        self._replaces = out.exists()
         self._parts: list[dict[str, Any]] = []
         self._waiting: list[tuple[int, Mapping[str, torch.Tensor]]] = []
         self._bytes = 0
 
-    def begin(self, stack: ExitStack) -> None:
-        """Make the folder; an error that passes the ``stack`` removes it."""
+    def begin(self) -> None:
+        """Make the folder."""
         check_predictions(self._out)
         with writing_folder(self._out):
-            self._folder = stack.enter_context(replacing(self._out))
+            self._folder = self._stack.enter_context(replacing(self._out))
 
     def add(self, samples: int, returned: Mapping[str, torch.Tensor]) -> None:
         """Add a batch; write a file once there are enough."""
@@ -89,14 +80,14 @@ class _Parts:
         self._parts.append({"file": file, "samples": sum(samples for samples, _ in self._waiting)})
         self._waiting = []
 
-    def end(self, stack: ExitStack, facts: Mapping[str, Any]) -> None:
+    def end(self, facts: Mapping[str, Any]) -> None:
         """Write the last file and the index, give the folder its name, and say so."""
         if self._waiting:
             self._write()
         text = json.dumps({**facts, "dims": dict(self._dims), "parts": self._parts}, indent=1)
         with writing_folder(self._out):
             self._bytes += (self._folder / PREDICTIONS).write_bytes(f"{text}\n".encode())
-            stack.close()
+            self._stack.close()
         files = f"{len(self._parts):,} file{'s' * (len(self._parts) != 1)} of tensors and {PREDICTIONS}"
         older = ", in place of older ones" * self._replaces
         print(f"written {self._out}: {files}, {size_text(self._bytes)}{older}", file=sys.stderr)
@@ -106,49 +97,44 @@ class _Stopped(Exception):
     """A signal asked every rank to stop."""
 
 
-def predict(session: Session, options: Predict) -> int:
-    """Write what the model returns for all samples. The first rank writes, and holds one file at a time. Return 0, or
-    128 + the number of the signal that stopped every rank.
+def predict(session: Session, out: Path, resume: Path | None = None) -> int:
+    """Write what the model returns for all samples that a session ``with_samples`` reads, by the weights of a
+    checkpoint if there is one. The first rank writes, and holds one file at a time. Return 0, or 128 + the number of
+    the signal that stopped every rank.
 
     Raises:
         RunError: data, checkpoint or folder are at fault, or the model returns nothing to predict.
     """
-    first = session.rank == 0
-    if options.resume is not None:
-        session.restore(options.resume, weights_only=True)
-    elif session.build.manifest["init"] is None and first:
+    if resume is not None:
+        session.restore(resume)
+    elif session.build.manifest["init"] is None and session.rank == 0:
         print(FIRST_WEIGHTS, file=sys.stderr)
+    checkpoint = None if resume is None else str(resume.resolve())
     try:
-        with session, Stop() as stop:
+        with session, Stop() as stop, ExitStack() as stack:
             begin()
-            _predict_all(session, options, stop)
+            _write_all(session, _Parts(out, session.evaluation.sample_dims, stack), stop, {"checkpoint": checkpoint})
     except _Stopped as stopped:
         (number,) = stopped.args
-        if first:
+        if session.rank == 0:
             print(f"stopped by {signal.Signals(number).name}; nothing was written", file=sys.stderr)
         return int(128 + number)
     return 0
 
 
-def _predict_all(session: Session, options: Predict, stop: Stop) -> None:
-    first = session.rank == 0
-    with closing(session.evaluation.on(options.samples)) as evaluation, ExitStack() as writing:
-        total, parts, done, began = (
-            evaluation.count,
-            _Parts(options.out, evaluation.sample_dims),
-            0,
-            time.perf_counter(),
-        )
-        shown = began
-        session.exchange([], partial(parts.begin, writing) if first else None)
-        for samples, returned in evaluation.predict_all(session.state):
-            rows = session.exchange([stop.signal], partial(parts.add, samples, returned) if first else None)
-            if number := max(row[0] for row in rows):
-                raise _Stopped(number)
-            done, now = done + samples, time.perf_counter()
-            if first and (now - shown >= _SHOWN_S or done == total):
-                shown = now
-                print(f"{done:,} of {total:,} samples, {done / (now - began):.4g} a second", file=sys.stderr)
-        checkpoint = None if options.resume is None else str(options.resume.resolve())
-        facts = {"samples": total, "build": str(session.build.path.resolve()), "checkpoint": checkpoint}
-        session.exchange([], partial(parts.end, writing, facts) if first else None)
+def _write_all(session: Session, parts: _Parts, stop: Stop, facts: Mapping[str, Any]) -> None:
+    def first(act: Callable[..., None], *arguments: Any) -> Callable[[], None] | None:
+        return partial(act, *arguments) if session.rank == 0 else None
+
+    total, done, began = session.evaluation.count, 0, time.perf_counter()
+    shown = began
+    session.exchange([], first(parts.begin))
+    for samples, returned in session.evaluation.predict_all(session.state):
+        rows = session.exchange([stop.signal], first(parts.add, samples, returned))
+        if number := max(row[0] for row in rows):
+            raise _Stopped(number)
+        done, now = done + samples, time.perf_counter()
+        if session.rank == 0 and (now - shown >= _SHOWN_S or done == total):
+            shown = now
+            print(f"{done:,} of {total:,} samples, {done / (now - began):.4g} a second", file=sys.stderr)
+    session.exchange([], first(parts.end, {"samples": total, "build": str(session.build.path.resolve()), **facts}))
