@@ -339,10 +339,7 @@ def _launch(given: argparse.Namespace, target: Path, nproc: int) -> int:
     return outcome.exit_code
 
 
-_PASSED_ON = (
-    "steps", "metrics", "tensorboard", "wandb", "trace", "profile", "peak_flops", "eval_every", "save", "save_every",
-    "resume", "device", "predict", "out",
-)  # fmt: skip
+_PASSED_ON = (*_OF_TRAINING, "resume", "device", "predict", "out")
 """The options that every rank is started with, where they are given."""
 
 
