@@ -161,12 +161,11 @@ def open_checkpoint(build: Build, path: Path) -> tuple[Checkpoint, dict[str, lis
     types = {name: replace(type_, shape=real_shape(type_.shape, pads.get(name, ()))) for name, type_ in types.items()}
     constants = constants_of(build)
     shapes = part_shapes({name: type_.shape for name, type_ in types.items()})
-    buffers = {name: constants[name].shape for name in buffers_of(build)}
+    buffers = {name: constants[name].shape for name in buffers_of(build)
+               if build.trains or f"buffer.{name}" in checkpoint.shapes}  # fmt: skip
+    checkpoint.check(shapes, buffers, more=not build.trains)
     if not build.trains:
-        buffers = {name: shape for name, shape in buffers.items() if f"buffer.{name}" in checkpoint.shapes}
-        checkpoint.check(shapes, buffers, more=True)
         return checkpoint, {}
-    checkpoint.check(shapes, buffers)
     dtypes = {part: type_.dtype for name, type_ in types.items() for part in part_shapes({name: type_.shape})}
     found = {name: (shape, dtypes[name]) for name, shape in shapes.items()}
     return checkpoint, restore_optimizer(checkpoint, build.manifest["optimizer"], found)

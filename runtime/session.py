@@ -361,10 +361,8 @@ class Session:
         """
         if self.build.trains:
             self._check_trains()
-        optimizer = self.optimizer if self.build.trains else None
         facts, self.notes = self._files.restore(
-            Path(path), self.build, self.state, optimizer, self.offloaded.holds_slots
+            Path(path), self.build, self.state, self.optimizer, self.offloaded.holds_slots
         )
-        if optimizer is None:
-            return
-        self.step_number = self._together.stepped(self.feed.go_on(facts))
+        if self.build.trains:
+            self.step_number = self._together.stepped(self.feed.go_on(facts))
