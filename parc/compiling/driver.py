@@ -282,10 +282,8 @@ def ask(
         few=few_kept(resolved, copies, mesh),
         biases=biases_of(routing), replicas=replicas_of(routing, resolved, mesh, copies),
         recompute=resolved.recompute,
-        context=context_lines(plan, names, captured),
+        context=context_lines(plan, names, captured), purpose="training" if plan.trains else "inference",
     )  # fmt: skip
-    if not plan.trains:
-        request = replace(request, purpose="inference")
     if step is not None:
         # buffers that steps change lie as they leave them; all else lies as an evaluation wants it
         lying = step.built.programs[FORWARD].main.bound("buffer")

@@ -288,7 +288,8 @@ class Feed:
             samples = read()
         except DataError as error:
             raised = [note for note in (raised_at(error),) if note]
-            raise RunError(BAD_DATA, f"step {step + 1}: {error}", error.help, [*notes, *raised]) from error
+            at = f"{'step' if self._build.trains else 'batch'} {step + 1}"
+            raise RunError(BAD_DATA, f"{at}: {error}", error.help, [*notes, *raised]) from error
         count, needed = len(next(iter(samples.values()))), self._build.manifest.get("needed", self.types)
         for name in self.types.keys() - samples.keys() - {*needed}:
             shape = self.types[name].shape[1:] if self._batched[name] else self.types[name].shape
