@@ -155,14 +155,14 @@ def built(plan: Path, out: Path, *words: str) -> Path:
 
 def by_role(build: Path, peaks: list[int], library: Products) -> Iterator[tuple[int, int]]:
     """Yield, for each role, its estimate and the peak of the largest of its ranks, in bytes."""
-    from parc.report import memory_of, plan_of
+    from parc.report import memory_by_library, plan_of
     from parc.runtime.opening import build_mesh, open_build
 
     opened = open_build(build)
     mesh, plan = build_mesh(opened), plan_of(opened)
     for role in opened.roles.values():
         own = [peak for rank, peak in enumerate(peaks) if opened.role_at(mesh.coordinates(rank)).name == role.name]
-        yield memory_of(opened, plan, role, products=library).peak_bytes, max(own)
+        yield memory_by_library(opened, plan, role)[library.name].peak_bytes, max(own)
 
 
 def beside_fsdp(folder: Path) -> None:

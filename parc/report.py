@@ -25,7 +25,7 @@ from parc.compiler.program.binding import PARAMETERS
 from parc.compiler.program.blocks import block_of, starred
 from parc.compiler.program.cost import Memory, estimate_memory, state_bytes, states
 from parc.compiler.program.faults import Fault
-from parc.compiler.program.products import BLAS, LIBRARIES, ONEDNN, Products
+from parc.compiler.program.products import BLAS, ONEDNN
 from parc.compiler.program.roles import Role
 from parc.compiler.program.room import room_bytes, room_of
 from parc.compiler.resolve.pattern import Pattern
@@ -48,6 +48,7 @@ def program_rows(build: Build, plan: Plan) -> dict[str, Any]:
         "mesh": dict(build.mesh.declared.axes),
         **view_facts(plan),
         "world": build.mesh.world,
+        "purpose": build.purpose,
         "sizes": {name: str(size) for name, size in plan.sizes.items()},
         "batch": _batch_row(build),
         "roles": list(build.roles),
@@ -121,35 +122,26 @@ def _expert_rows(build: Build, plan: Plan) -> dict[str, Any]:
     return {"experts": list(rows.values()), "experts_peak_bytes": max(peaks)} if rows else {}
 
 
-def memory_of(
-    build: Build, plan: Plan, role: Role, load: float | None = None, products: Products | None = None
-) -> Memory:
-    """Return the memory of a rank of a role; of the busiest rank of experts, at the load that the plan's lines state or
-    at the one given. ``products`` is the library that multiplies; without it, it is the one that needs more."""
-    if products is None:
-        every = memory_by_library(build, plan, role, load).values()
-        return max(every, key=lambda memory: memory.peak_bytes)
-    moments = _moments(build, plan)
-    load = (
-        max((line.load for line in plan.placements if isinstance(line, Experts)), default=1.0) if load is None else load
-    )
-    arguments = role.programs, role.actions, build.types, moments, plan.offloaded
-    room = room_of(*arguments)
-    return replace(
-        estimate_memory(*arguments, load, products),
-        offloaded={word: room_bytes(room[word]) for word in plan.offloaded},
-    )
+def memory_of(build: Build, plan: Plan, role: Role, load: float | None = None) -> Memory:
+    """Return the memory of a rank of a role, with the library that needs more."""
+    return max(memory_by_library(build, plan, role, load).values(), key=lambda memory: memory.peak_bytes)
 
 
 def memory_by_library(build: Build, plan: Plan, role: Role, load: float | None = None) -> dict[str, Memory]:
-    """Return the memory of a rank of a role by the name of the library that multiplies. A build does not know on which
-    device it will run; an accelerator has the first."""
+    """Return the memory of a rank of a role by the name of the library that multiplies: a build does not know on which
+    device it will run. It is that of the busiest rank of experts, at the load that the plan's lines state or at the one
+    given."""
+    load = max((e.load for e in plan.placements if isinstance(e, Experts)), default=1.0) if load is None else load
+    arguments = role.programs, role.actions, build.types, _moments(build, plan), plan.offloaded
+    room = room_of(*arguments)
+    offloaded = {word: room_bytes(room[word]) for word in plan.offloaded}
     differ = any(
         ONEDNN.apart(line, function, program.mesh)
         for program in role.programs.values() for function in program.functions for line in function.lines
     )  # fmt: skip
-    libraries = LIBRARIES if differ else (BLAS,)
-    return {products.name: memory_of(build, plan, role, load, products) for products in libraries}
+    usual = replace(estimate_memory(*arguments, load, BLAS), offloaded=offloaded)
+    other = replace(estimate_memory(*arguments, load, ONEDNN), offloaded=offloaded) if differ else usual
+    return {BLAS.name: usual, ONEDNN.name: other}
 
 
 def _moments(build: Build, plan: Plan) -> dict[str, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -29,13 +29,7 @@ def fact_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
             *_batch_rows(report)]  # fmt: skip
     if any(".." in size for size in report["sizes"].values()):
         rows.append(("sizes", f"{sizes_text(report['sizes'])}; bytes are those of the largest"))
-    for entry in report["memory"]:
-        held = ", ".join(f"{k} {size_text(entry[k])}" for k in MEMORY_KINDS if entry[k] or k in MEMORY_KINDS[:4])
-        library, least = min(entry.get("peak_by_library", {"": 0}).items(), key=lambda pair: pair[1])
-        less = f", {size_text(least)} where {library} multiplies float32" if library else ""
-        rows.append(("memory", f"{entry['role']}: peak {size_text(entry['peak_bytes'])} a rank ({held}){less}"))
-        if away := entry["offloaded"]:
-            rows.append(("", "beside it " + ", ".join(f"{word} {size_text(size)}" for word, size in away.items())))
+    rows += _memory_rows(report)
     rows += [("experts" if at == 0 else "", text) for at, text in enumerate(_expert_texts(report))]
     rows += [("made again" if at == 0 else "", text) for at, text in enumerate(_again_texts(report.get("recompute")))]
     rows += [("a parameter" if at == 0 else "", text) for at, text in enumerate(_state_texts(report["memory"]))]
@@ -58,13 +52,54 @@ def fact_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
+def unit_of(report: Mapping[str, Any]) -> str:
+    """Return what a build does at a time: a step of training, or a batch of predictions."""
+    return "step" if report["purpose"] == "training" else "batch"
+
+
+def _of_roles(texts: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Return the roles that have each text, in words, where not all have the same.
+
+    >>> _of_roles([("pp0", "all"), ("pp1", "all")]), _of_roles([("pp0", "all"), ("pp1", "none"), ("pp2", "none")])
+    ({'all': ''}, {'all': 'pp0: ', 'none': 'pp1..2: '})
+    """
+    alike: dict[str, list[str]] = {}
+    for role, text in texts:
+        alike.setdefault(text, []).append(role)
+    return {text: f"{role_names(roles)}: " if len(alike) > 1 else "" for text, roles in alike.items()}
+
+
+def role_names(roles: Sequence[str]) -> str:
+    """Return the names of roles of one axis, which end in numbers."""
+    name = roles[0].rstrip("0123456789")
+    return name + number_ranges(role.removeprefix(name) for role in roles)
+
+
+def _memory_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the rows of the memory of ranks, and of what they offload; roles that are alike share them."""
+    shown = MEMORY_KINDS[:4] if report["purpose"] == "training" else ()
+    alike: dict[tuple[str, str], list[str]] = {}
+    for entry in report["memory"]:
+        held = ", ".join(f"{kind} {size_text(entry[kind])}" for kind in MEMORY_KINDS if entry[kind] or kind in shown)
+        library, least = min(entry.get("peak_by_library", {"": 0}).items(), key=lambda pair: pair[1])
+        less = f", {size_text(least)} where {library} multiplies float32" if library else ""
+        away = ", ".join(f"{word} {size_text(size)}" for word, size in entry["offloaded"].items())
+        alike.setdefault((f"peak {size_text(entry['peak_bytes'])} a rank ({held}){less}", away), []).append(
+            entry["role"]
+        )
+    for (text, away), roles in alike.items():
+        yield "memory", f"{role_names(roles)}: {text}"
+        if away:
+            yield "", f"beside it {away}"
+
+
 def across_text(report: Mapping[str, Any]) -> str:
     """Return what one rank sends to other nodes; "" where the plan names none."""
     if (across := report.get("across_nodes")) is None:
         return ""
     saved = across["in_one_level"] - across["bytes"]
     less = f", {size_text(saved)} less than in one level" if saved else ""
-    return f"at most {size_text(across['bytes'])} a step from one rank{less}"
+    return f"at most {size_text(across['bytes'])} a {unit_of(report)} from one rank{less}"
 
 
 def check_texts(report: Mapping[str, Any]) -> list[str]:
@@ -73,7 +108,8 @@ def check_texts(report: Mapping[str, Any]) -> list[str]:
     if "numbers" in report:
         numbers = report["numbers"]
         worst = max(numbers.get(kind, 0) for kind in ("loss", "gradient", "parameter", "output"))
-        texts.append(f"numbers: {numbers['steps']} steps of all ranks on {numbers['on']}, "
+        units = "steps" if unit_of(report) == "step" else "batches"
+        texts.append(f"numbers: {numbers['steps']} {units} of all ranks on {numbers['on']}, "
                      f"largest relative error {worst:.1e} (at most {numbers['tolerance']:.0e})")  # fmt: skip
         if margin := numbers.get("margin"):
             texts.append(f"top-k: the closest scores that it tells apart differ by {margin['apart']:.1e} of the "
@@ -81,7 +117,7 @@ def check_texts(report: Mapping[str, Any]) -> list[str]:
     return texts
 
 
-_STATE_WORDS = {"weights": "copies that a step computes with"}
+_STATE_WORDS = {"weights": "copies to compute with"}
 """The words for a part of a rank's training state, where its own name says too little."""
 
 
@@ -91,21 +127,21 @@ def _state_texts(entries: Iterable[Mapping[str, Any]]) -> Iterable[str]:
 
     >>> state = {"parameters": 400, "weights": 200, "gradients": 0, "optimizer": 800}
     >>> _state_texts([{"role": "stage0", "of": 100, "state": state}])
-    ['14 bytes of state a rank (parameters 4, copies that a step computes with 2, optimizer 8), 1,400 in all']
+    ['14 bytes of state a rank (parameters 4, copies to compute with 2, optimizer 8), 1,400 in all']
     """
-    alike: dict[str, list[str]] = {}
+    texts = []
     for entry in (entry for entry in entries if entry["of"]):
         parts = {word: size / entry["of"] for word, size in entry["state"].items() if size}
         words = ", ".join(f"{_STATE_WORDS.get(word, word)} {share:.4g}" for word, share in parts.items())
         text = f"{sum(parts.values()):.4g} bytes of state a rank ({words}), {sum(entry['state'].values()):,} in all"
-        alike.setdefault(text, []).append(entry["role"])
-    return [text if len(alike) == 1 else f"{', '.join(roles)}: {text}" for text, roles in alike.items()]
+        texts.append((entry["role"], text))
+    return [f"{roles}{text}" for text, roles in _of_roles(texts).items()]
 
 
 def _again_texts(chosen: Mapping[str, Any] | None) -> Iterable[str]:
     """Return lines about the blocks that a line has chosen to make again, and what that costs; roles that are alike
     share a line."""
-    alike: dict[str, list[str]] = {}
+    texts = []
     for row in chosen["roles"] if chosen is not None else ():
         blocks = row["kept"] + row["selective"] + row["full"]
         words = [f"{row[key]} {what}" for key, what in (("full", "in full"), ("selective", "but for products"))
@@ -114,9 +150,8 @@ def _again_texts(chosen: Mapping[str, Any] | None) -> Iterable[str]:
         text = f"{' and '.join(words) or 'none'} of {blocks} block{'s' * (blocks != 1)}{cost}"
         if (more := row["next_peak_bytes"]) is not None:
             text += f"; with less, a rank would need {size_text(more)}"
-        alike.setdefault(text, []).append(row["role"])
-    for text, roles in alike.items():
-        yield text if len(alike) == 1 else f"{', '.join(roles)}: {text}"
+        texts.append((row["role"], text))
+    yield from (f"{roles}{text}" for text, roles in _of_roles(texts).items())
     if chosen is not None:
         yield f"so that a rank needs at most {size_text(chosen['fit'])} (line {chosen['line']})"
 
@@ -160,17 +195,20 @@ def idle_words(report: Mapping[str, Any]) -> str:
 
 
 def stage_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """Return rows of a table of a pipeline's stages: their numbers, the coordinates of their ranks, layers, parameters,
-    operations of a step on a rank, and the idle share of the rank. Alike stages that follow each other share a row."""
+    """Return a table of a pipeline's stages, with its head: their numbers, the coordinates of their ranks, layers,
+    parameters, operations of a step on a rank, and the idle share of the rank. Alike stages that follow each other
+    share a row. Without stages it is empty."""
 
     def facts(row: Mapping[str, Any]) -> tuple[str, ...]:
         idle = f"{report['idle'][row['role']]:.0%}"
         return str(row["layers"]), f"{row['parameters']:,}", flops_text(row["flops"]), idle
 
-    axis, rows = report["pipeline"].get("axis", ""), list[tuple[str, ...]]()
-    for words, alike in groupby(report["stages"] if axis else (), facts):
-        found = [(row["stage"], int(row["role"].removeprefix(axis))) for row in alike]
-        rows.append((*(number_ranges(sorted({*numbers})) for numbers in zip(*found, strict=True)), *words))
+    if not (axis := report["pipeline"].get("axis", "")):
+        return []
+    rows: list[tuple[str, ...]] = [("stage", axis, "layers", "parameters", f"a rank's {unit_of(report)}", "idle")]
+    for words, alike in groupby(report["stages"], facts):
+        places = [(row["stage"], int(row["role"].removeprefix(axis))) for row in alike]
+        rows.append((*(number_ranges(sorted({*numbers})) for numbers in zip(*places, strict=True)), *words))
     return rows
 
 

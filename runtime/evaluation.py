@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, cast, final
 
 import torch
@@ -46,8 +47,20 @@ def evaluation_of(build: Build) -> Build:
 
 
 def with_samples(build: Build, samples: Mapping[str, Any]) -> Build:
-    """Return an evaluation at its largest sizes, with other ``samples``: all of those of a `data` line, in order."""
-    return replace(build, manifest={**build.manifest, "data": samples, "said": PREDICTED}, template=None)
+    """Return an evaluation at its largest sizes, with other ``samples``: all of those of a `data` line, in order. They
+    need not have inputs that the loss alone reads."""
+    from ..compiler.verify.returned import of_returned  # proves in sympy, which most runs need not import
+
+    needed = [*of_returned(build.reference.main).bound("input")]
+    return replace(build, manifest={**build.manifest, "data": samples, "said": PREDICTED, "needed": needed},
+                   template=None)  # fmt: skip
+
+
+def trains_nothing(path: Path) -> RunError:
+    """Return the error of a plan for inference, or of its build, of which training is asked."""
+    message = f"`{path}` is for inference: the plan has no `loss` and no `optimizer` line"
+    help_ = "`session.predict`, or `parc run BUILD --predict WORDS -o DIR`; or add both lines, and build again"
+    return RunError(TRAINS_NOTHING, message, help_)
 
 
 def check_trains(build: Build) -> None:
@@ -57,9 +70,7 @@ def check_trains(build: Build) -> None:
         RunError: it is for inference.
     """
     if build.purpose == "inference":
-        message = f"`{build.path}` is for inference: its plan has no `loss` and no `optimizer` line"
-        help_ = "`session.predict`, or `parc run BUILD --predict WORDS -o DIR`; or add both lines, and build again"
-        raise RunError(TRAINS_NOTHING, message, help_)
+        raise trains_nothing(build.path)
 
 
 BATCHES = 100
@@ -108,22 +119,23 @@ def _check_alike(rows: Sequence[Sequence[int]], what: str) -> None:
 @final
 class Evaluation:
     """The evaluation of one rank's model; every rank calls alike. ``by_sizes`` has what runs the programs of a
-    ``build`` that trains nothing, for batches of each size."""
+    ``build`` that trains nothing, for batches of each size. ``initial`` makes what ``eval()`` reads and a step of
+    training does not; None where the state is that of a session of the ``build`` itself."""
 
     def __init__(
-        self, build: Build, by_sizes: BySizes[AtSizes], mesh: Mesh, rank: int, initial: Initial, together: Together
+        self, build: Build, by_sizes: BySizes[AtSizes], mesh: Mesh, initial: Initial | None, together: Together
     ) -> None:
         self._build, self._by_sizes, self._mesh = build, by_sizes, mesh
-        self._role, self._initial, self._together = build.role_at(mesh.coordinates(rank)), initial, together
+        self._initial, self._together = initial, together
+        self._role = build.role_at(mesh.coordinates(together.rank))
         self._batches = Batches(by_sizes, mesh, together)
         self._predictions: dict[int, Predictions] = {}
         self._told = False
 
     @cached_property
     def _fixed(self) -> dict[str, torch.Tensor]:
-        """The buffers that no step changes, and the numbers in the model's code, as ``eval()`` reads them; none where
-        the session's own are these."""
-        if self._build.purpose == "inference":
+        """The buffers that no step changes, and the numbers in the model's code, as ``eval()`` reads them."""
+        if self._initial is None:
             return {}
         names = held(self._role, BUFFERS) - {*self._build.manifest["updates"]}
         types = {name: type_ for name, type_ in constants_of(self._build).items() if name in names}
@@ -219,13 +231,6 @@ class Evaluation:
             if split:
                 return predictions.local(result.returned)
             return predictions.whole(result.returned, batch, local)
-
-    def on(self, samples: Mapping[str, Any]) -> Evaluation:
-        """Return the evaluation ``with_samples``."""
-        at, build, rank = self._by_sizes(), with_samples(self._build, samples), self._together.rank
-        feed = Feed(build, self._mesh, self._mesh.coordinates(rank), at.feed.device)
-        by_sizes = BySizes(build, lambda build: AtSizes(build, at.stepper, feed))
-        return Evaluation(build, by_sizes, self._mesh, rank, self._initial, self._together)
 
     @cached_property
     def count(self) -> int:

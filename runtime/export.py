@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
@@ -99,7 +100,7 @@ def export_weights(build: Build, folder: Path, out: Path, form: ExportForm = Exp
             out.rmdir()
         os.replace(made, out)
         return Exported(tuple(sorted(out.iterdir())), tensors, size)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise RunError(BAD_STATE, f"`{out}` cannot be written: {error}", "name another place") from None
     finally:
         shutil.rmtree(made, ignore_errors=True)
@@ -192,6 +193,7 @@ class _Shards:
     def _put(self, tensors: dict[str, torch.Tensor]) -> None:
         name = f"part-{len(self.names)}"
         save_file(tensors, self.folder / name, metadata={"format": "pt"})
+        (self.folder / name).chmod(0o644)  # for others to read, as the folder
         self.places |= dict.fromkeys(tensors, len(self.names))
         self.bytes += sum(tensor.nbytes for tensor in tensors.values())
         self.names.append(name)

@@ -13,7 +13,6 @@ from ..compiler.build.folders import replacing
 from ..compiler.initial.expected import state_tensors
 from ..compiler.initial.files import Expected, Weights, WeightsError, open_weights, shown_faults
 from ..compiler.layout.mesh import Shape
-from ..compiler.padding.runs import packed
 from ..grammar.codes_build import BAD_STATE, BAD_WEIGHTS
 from .faults import RunError
 from .opening import build_mesh, task_of
@@ -94,7 +93,7 @@ def _write(
         if waiting and size + value.nbytes > shard_bytes:
             put()
             size = 0
-        waiting[name] = Piece(value, tuple(packed(((0, length),)) for length in value.shape))
+        waiting[name] = Piece.whole(value)
         layouts[name], dtypes[name] = FileLayout.whole(value.shape, len(shards)), value.dtype
         size, total = size + value.nbytes, total + value.nbytes
     put()

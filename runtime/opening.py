@@ -149,9 +149,9 @@ def build_of(folder: Path) -> Build:
     return open_build(found)
 
 
-def open_checkpoint(build: Build, path: Path, *, weights_only: bool = False) -> tuple[Checkpoint, dict[str, list[str]]]:
+def open_checkpoint(build: Build, path: Path) -> tuple[Checkpoint, dict[str, list[str]]]:
     """Open a checkpoint from which a build can go on. The second result is the slots of the optimizer's state that it
-    holds for each parameter; none if it is opened for its weights only, as by a build for inference always.
+    holds for each parameter; a build that trains nothing reads weights alone, so it has none.
 
     Raises:
         RunError: it cannot be read, or is of another model or optimizer; the first faults are named.
@@ -161,12 +161,11 @@ def open_checkpoint(build: Build, path: Path, *, weights_only: bool = False) -> 
     types = {name: replace(type_, shape=real_shape(type_.shape, pads.get(name, ()))) for name, type_ in types.items()}
     constants = constants_of(build)
     shapes = part_shapes({name: type_.shape for name, type_ in types.items()})
-    buffers = {name: constants[name].shape for name in buffers_of(build)}
-    if weights_only or not build.trains:
-        buffers = {name: shape for name, shape in buffers.items() if f"buffer.{name}" in checkpoint.shapes}
-        checkpoint.check(shapes, buffers, more=True)
+    buffers = {name: constants[name].shape for name in buffers_of(build)
+               if build.trains or f"buffer.{name}" in checkpoint.shapes}  # fmt: skip
+    checkpoint.check(shapes, buffers, more=not build.trains)
+    if not build.trains:
         return checkpoint, {}
-    checkpoint.check(shapes, buffers)
     dtypes = {part: type_.dtype for name, type_ in types.items() for part in part_shapes({name: type_.shape})}
     found = {name: (shape, dtypes[name]) for name, shape in shapes.items()}
     return checkpoint, restore_optimizer(checkpoint, build.manifest["optimizer"], found)

@@ -144,7 +144,7 @@ class StateFiles:
                 if self._rank:
                     return ""
                 check_target(folder)
-                with _writes(folder):
+                with writing_folder(folder):
                     return stack.enter_context(replacing(folder)).name
 
             fresh = everywhere(self._together.agreed(SAVE, begin), self._world)[0]
@@ -155,7 +155,7 @@ class StateFiles:
 
             def end() -> None:
                 if not self._rank:
-                    with _writes(folder):
+                    with writing_folder(folder):
                         write_index(folder.resolve().with_name(fresh), self.index(shards, slots), facts)
                         stack.close()
 
@@ -173,7 +173,7 @@ class StateFiles:
                 if self._rank:
                     return ""
                 real = folder.resolve()
-                with _writes(folder):
+                with writing_folder(folder):
                     real.parent.mkdir(parents=True, exist_ok=True)
                     return Path(stack.enter_context(TemporaryDirectory(prefix=f".{real.name}.", dir=real.parent))).name
 
@@ -214,7 +214,7 @@ class StateFiles:
         if not pieces:
             return None
         name = shard_name(self._rank, self._world)
-        with _writes(folder, name):
+        with writing_folder(folder, name):
             return write_shard(place / name, pieces)
 
     def index(self, shards: Sequence[ShardFile | None], slots: Slots) -> Index:
@@ -234,11 +234,10 @@ class StateFiles:
     # ---- restoring
 
     def restore(
-        self, folder: Path, build: Build, state: RankState, optimizer: torch.optim.Optimizer | None, keep_slots: bool
+        self, folder: Path, build: Build, state: RankState, optimizer: torch.optim.Optimizer, keep_slots: bool
     ) -> tuple[Mapping[str, Any], tuple[str, ...]]:
         """Read a checkpoint together with all other ranks, each of them its own parts. Return its facts, and notes on
         what is otherwise than in this run. Ranks share the work of checking the files; only then is anything changed.
-        Without an ``optimizer`` parameters and buffers alone are read.
 
         Raises:
             RunError: on every rank: it is of another model or optimizer, or not as it was written.
@@ -246,7 +245,7 @@ class StateFiles:
         together = self._together
 
         def opened() -> tuple[tuple[Checkpoint, dict[str, list[str]]], list[int]]:
-            checkpoint, slots = open_checkpoint(build, folder, weights_only=optimizer is None)
+            checkpoint, slots = open_checkpoint(build, folder)
             return (checkpoint, slots), [zlib.crc32(repr((checkpoint.facts, checkpoint.index.shards)).encode())]
 
         (checkpoint, slots), rows = together.exchanged(RESTORE, opened)
@@ -254,11 +253,9 @@ class StateFiles:
             raise RunError(
                 BAD_STATE, f"rank {other} reads another checkpoint than rank 0", "name one checkpoint on all ranks"
             )
-        steps, notes = dict[str, torch.Tensor](), tuple[str, ...]()
-        if optimizer is not None:
-            steps = together.agreed(RESTORE, lambda: read_state(checkpoint, state.steps))
-            notes = together.agreed(RESTORE, lambda: check_residuals(checkpoint, self._stored))
-            notes += average_notes(checkpoint, build.manifest["optimizer"])
+        steps = together.agreed(RESTORE, lambda: read_state(checkpoint, state.steps))
+        notes = together.agreed(RESTORE, lambda: check_residuals(checkpoint, self._stored))
+        notes += average_notes(checkpoint, build.manifest["optimizer"])
         mine = range(self._rank, len(checkpoint.index.files), self._world)
         together.agreed(RESTORE, lambda: checkpoint.check_shards(mine))
         try:
@@ -275,12 +272,12 @@ class StateFiles:
         checkpoint: Checkpoint,
         slots: Mapping[str, Sequence[str]],
         state: RankState,
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: torch.optim.Optimizer,
         keep_slots: bool,
     ) -> None:
         """Write this rank's parts over its state, tensor by tensor. ``slots`` are those of the optimizer's state that
-        the checkpoint has of each parameter. With ``keep_slots`` the tensors of others stay, with zeros. Without an
-        ``optimizer``, parameters are read, and those buffers that the checkpoint has.
+        the checkpoint has of each parameter. With ``keep_slots`` the tensors of others stay, with zeros. Buffers that
+        the checkpoint does not have stay.
 
         Raises:
             RunError: a file can no longer be read.
@@ -288,19 +285,16 @@ class StateFiles:
         with checkpoint.tensors() as files:
             for key, piece in self._pieces(state).items():
                 kind, _, name = key.partition(".")
-                if optimizer is None and (key.startswith(KEY) or (kind == "buffer" and key not in checkpoint.shapes)):
-                    continue
                 if key.startswith(KEY):
                     ranks = checkpoint.shapes.get(key, (0,))[0], self._stored[key].shape[0]
                     read_residual(files, key, ranks, piece.tensor, piece.runs)
                     continue
                 if kind == "buffer":
-                    state.buffers[name] = torch.zeros_like(piece.tensor)
-                    files.fill(key, state.buffers[name], piece.runs)
+                    if key in checkpoint.shapes:
+                        state.buffers[name] = torch.zeros_like(piece.tensor)
+                        files.fill(key, state.buffers[name], piece.runs)
                     continue
                 files.fill(key, piece.tensor, piece.runs)
-                if optimizer is None:
-                    continue
                 had = optimizer.state.pop(piece.tensor, {})
                 for slot in slots.get(part_name(name, 0), ()):
                     full = f"optimizer.{slot}.{name}"
@@ -329,7 +323,12 @@ def _slots(parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimi
 
 
 @contextmanager
-def _writes(folder: Path, file: str = "") -> Iterator[None]:
+def writing_folder(folder: Path, file: str = "") -> Iterator[None]:
+    """Write a folder of a run, or a file of it, in the block.
+
+    Raises:
+        RunError: it cannot be written, or there is no place for a folder.
+    """
     try:
         yield
     except OSError as error:

@@ -222,19 +222,24 @@ class Session:
         """Return the tensors that the model returns for a batch in ``eval()``, by name: ``logits``, ``1``, or
         ``output`` for the only one. They are whole and on the CPU, with the samples of the batch; with ``split`` they
         are what this rank holds. The batch is given as to ``evaluate``, and inputs that the loss alone reads may be
-        left out. Tensors without a row for each sample, as a mean over the batch, are left out.
+        left out; a session of a plan for inference reads the next batch of the plan's data at each call without one.
+        Tensors without a row for each sample, as a mean over the batch, are left out.
 
         Collective: every rank calls it, every rank gets all samples of ``batch``, or those of its own ``local``.
         """
-        return self.evaluation.predict(batch, local, self.state, self.step_number, split)
+        returned = self.evaluation.predict(batch, local, self.state, self.step_number, split)
+        if batch is None and local is None and not self.build.trains:
+            self.step_number = self._together.stepped(self.step_number + 1)
+        return returned
 
     @cached_property
     def evaluation(self) -> Evaluation:
         """The programs that evaluate the model. ``session.evaluation.mean(session.state)`` returns the mean loss over
         the evaluation's data, a run's `eval_loss`. Collective."""
         build = evaluation_of(self.build)
-        by_sizes = self._by_sizes if build is self.build else BySizes(build, self._at)
-        return Evaluation(build, by_sizes, self.mesh, self.rank, self._initial, self._together)
+        if build is self.build:
+            return Evaluation(build, self._by_sizes, self.mesh, None, self._together)
+        return Evaluation(build, BySizes(build, self._at), self.mesh, self._initial, self._together)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -343,10 +348,10 @@ class Session:
         """
         self._files.check_shared(Path(path))
 
-    def restore(self, path: Path | str, *, weights_only: bool = False) -> None:
+    def restore(self, path: Path | str) -> None:
         """Read a checkpoint of ``save``, under this plan or any other of the same model. Each rank reads its own parts.
-        With ``weights_only``, and always under a plan for inference, it reads the model's parameters and buffers and
-        nothing else: the checkpoint may be of any optimizer, and the number of steps done stays.
+        Under a plan for inference it reads the model's parameters and buffers and nothing else: the checkpoint may be
+        of any optimizer, and the number of steps done stays.
 
         Collective: every rank calls it.
 
@@ -356,10 +361,8 @@ class Session:
         """
         if self.build.trains:
             self._check_trains()
-        optimizer = None if weights_only or not self.build.trains else self.optimizer
         facts, self.notes = self._files.restore(
-            Path(path), self.build, self.state, optimizer, self.offloaded.holds_slots
+            Path(path), self.build, self.state, self.optimizer, self.offloaded.holds_slots
         )
-        if optimizer is None:
-            return
-        self.step_number = self._together.stepped(self.feed.go_on(facts))
+        if self.build.trains:
+            self.step_number = self._together.stepped(self.feed.go_on(facts))

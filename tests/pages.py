@@ -18,7 +18,7 @@ from pathlib import Path
 
 import parc
 from parc.cli import main, parse_words
-from parc.compiler.plan.directive import TRAINING
+from parc.compiler.plan.directive import TRAINERS
 from parc.compiler.plan.plan import read_plan
 from parc.grammar.diagnostics import PlanError, render
 from parc.grammar.source import Source
@@ -96,8 +96,8 @@ def plan_faults(block: Block) -> str:
     text = block.text
     verbs = set(re.findall(r"^\s*(\w+)", text, re.MULTILINE))
     used = {axis for axis in AXES if re.search(rf"(over|/|,|as) ?{axis}\b", text)}
-    if block.title and verbs.isdisjoint(TRAINING):  # a whole plan, for inference
-        verbs.update(TRAINING)
+    if block.title and verbs.isdisjoint(TRAINERS):  # a whole plan, for inference
+        verbs.update(TRAINERS)
     lines = [line for verb, line in SUPPLIED.items() if verb not in verbs and (verb != "schedule" or "stage" in verbs)]
     if "mesh" not in verbs and "include" not in verbs and used:
         lines.append("mesh " + ", ".join(f"{axis}=2" for axis in AXES if axis in used))

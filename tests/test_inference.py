@@ -20,6 +20,7 @@ from benchmarks.storages import Storages
 from parc.checking.checks import case_of, static_faults
 from parc.checking.reports import report_of
 from parc.cli import main
+from parc.cli.build import report_text
 from parc.compiler.build.build import Build
 from parc.compiler.build.directory import write_build
 from parc.compiler.program.actions import Action
@@ -28,8 +29,11 @@ from parc.compiler.program.program import Function
 from parc.compiling.compiled import Compiled
 from parc.grammar.diagnostics import PlanError, render
 from parc.grammar.syntax import size_text
+from parc.runtime.evaluation import with_samples
 from parc.runtime.launch import predict
 from parc.runtime.launch.train import Stop
+from parc.runtime.opening import open_build
+from parc.runtime.session import Session
 from tests.checked_plans import checked, compiled
 from tests.planted_builds import GoodBuild, judge
 from tests.predicting_models import Rows, Tagger
@@ -86,6 +90,8 @@ def test_all_ranks_return_what_the_plain_module_returns(name: str) -> None:
     for row in found.report["memory"]:
         assert row["gradients"] == row["optimizer"] == 0 < row["parameters"] < row["peak_bytes"]
     assert {row["phase"] for row in found.report["communication"]} == {"forward"}
+    text = report_text(found.report)
+    assert "gradients" not in text and "step" not in text and text.count("memory   ") == 1 + (name == "pp")
 
 
 @pytest.mark.parametrize("lines", ["", "schedule microbatches 4\n"], ids=["whole", "microbatches"])
@@ -184,6 +190,14 @@ def test_real_ranks_predict_what_the_plain_module_returns_and_train_nothing(line
         reference.step()
 
 
+def test_a_session_for_inference_goes_on_in_the_data_of_its_plan(tmp_path: Path, data: Path) -> None:
+    text = TAGGER.replace("Tagger", "Rows") + f'mesh dp=1\ndata tokens "{data}"\n'
+    path = written(text, tmp_path / "build")
+    with parc.load(path) as session:
+        found = [session.predict()["logits"] for _ in range(2)]
+    assert torch.equal(torch.cat(found), plain_rows(Rows, path, data)["logits"][: 16 * 6])
+
+
 # ---- whole data sets
 
 
@@ -212,8 +226,8 @@ def predict_ranks(path: str, folder: str) -> int:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(predict, "PART_BYTES", 8 * 8 * 4)
         facts = {"form": "dataset", "names": [], "callable": f"{folder}/rows.py:rows", "arguments": {}}
-        options = predict.Predict(facts, Path(folder, "out"), Path(folder, "checkpoint"))
-        return predict.predict(parc.load(path), options)
+        build = with_samples(open_build(Path(path)), facts)
+        return predict.predict(Session(build), Path(folder, "out"), Path(folder, "checkpoint"))
 
 
 def test_ranks_write_a_data_set_in_its_order_by_the_weights_of_another_plan_and_optimizer(tmp_path: Path) -> None:
@@ -240,8 +254,8 @@ def test_ranks_write_a_data_set_in_its_order_by_the_weights_of_another_plan_and_
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """Return a file of tokens, 29 windows of 6."""
-    numpy.save(tmp_path / "tokens.npy", torch.randint(11, (29 * 6 + 1,)).numpy())
+    """Return a file of tokens, 29 windows of 6 and nothing behind them."""
+    numpy.save(tmp_path / "tokens.npy", torch.randint(11, (29 * 6,)).numpy())
     return tmp_path / "tokens.npy"
 
 
@@ -249,7 +263,7 @@ def plain_rows(model: type[Tagger], path: Path, data: Path) -> dict[str, torch.T
     plain = model()
     plain.load_state_dict(parc.reference(path).module.state_dict())
     with torch.no_grad():
-        output: dict[str, torch.Tensor] = plain.eval()(torch.from_numpy(numpy.load(data))[:-1].reshape(29, 6))
+        output: dict[str, torch.Tensor] = plain.eval()(torch.from_numpy(numpy.load(data)).reshape(29, 6))
     return output
 
 
@@ -268,18 +282,20 @@ def test_a_command_predicts_with_a_build_for_inference_and_one_of_training(
         torch.testing.assert_close(found[name], expected[name])
     (out / "part-00000.safetensors").write_text("old")
     assert main(words) == 0
+    assert capsys.readouterr().err.endswith(", in place of older ones\n")
     torch.testing.assert_close(predicted(out)["logits"], expected["logits"])
 
 
 def test_predictions_by_first_weights_are_warned_of_and_what_is_written_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    resume, out = ["--resume", str(trained(tmp_path, "sgd lr 0.1"))], tmp_path / "out"
+    resume = ["--resume", str(trained(tmp_path, "sgd lr 0.1"))]
     save_file(torch.load(tmp_path / "weights.pt"), tmp_path / "model.safetensors")
     (tmp_path / "rows.py").write_text("def rows():\n    return [{'x': [float(row)] * 8} for row in range(9)]\n")
     first = written(MOODY + "mesh dp=1\n", tmp_path / "first")
     other = written(f'{MOODY}mesh dp=1\ninit from "{tmp_path / "model.safetensors"}"\n', tmp_path / "other")
     for build, more, times in ((first, [], 1), (first, resume, 0), (other, [], 0)):
+        out = tmp_path / f"out{len(more)}{build.name}"
         words = ["run", str(build), "--predict", f"dataset {tmp_path}/rows.py:rows", "-o", str(out), "--device", "cpu"]
         assert main([*words, *more]) == 0
         *before, last = capsys.readouterr().err.splitlines()
@@ -300,28 +316,45 @@ def test_a_run_that_is_stopped_leaves_what_was_there(
     assert sorted(tmp_path.iterdir()) == before
 
 
-FORMS = "help: forms are `bytes GLOBS`, `tokens GLOBS`, `dataset CALLABLE` and `folder FILE`"
+def test_a_rank_leaves_a_folder_of_other_things_and_says_what_cannot_be_written(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that torchrun starts have no command before them that looks."""
+    path, mine = written(TAGGER + "mesh dp=1\n", tmp_path / "build"), tmp_path / "mine" / "notes.txt"
+    mine.parent.mkdir()
+    mine.write_text("mine")
+    facts: dict[str, Any] = {"form": "tokens", "names": [str(data)], "callable": None, "arguments": {}}
+    build, before = with_samples(open_build(path), facts), sorted(tmp_path.rglob("*"))
+    with pytest.raises(parc.RunError, match="is not a folder of predictions; it is left"):
+        predict.predict(Session(build), mine.parent)
+    monkeypatch.setattr(predict, "write_shard", lambda path, _: (path / "nothing").touch())
+    with pytest.raises(parc.RunError, match=r"`part-00000\.safetensors` of `.*out` cannot be written"):
+        predict.predict(Session(build), tmp_path / "out")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+FORMS = (
+    "help: begin with a form: `bytes GLOBS`, `tokens GLOBS`, `dataset CALLABLE` or `folder FILE`; `dataset` takes a"
+    " function, which may read any file\n"
+)
 REFUSED = {
-    "synthetic": "the samples of `--predict synthetic` have no end",
-    '"./mine.py:sample"': "have no end",
-    "folder x.json shuffle": "are all taken in their order: there is no `shuffle`",
-    "folder x.json split 0.1": "there is no `split`",
-    "foldr x.json": f"`foldr` is not a form of samples\n --> --predict:1:1\n1 | foldr x.json\n  | ^^^^^\n{FORMS};"
-    " did you mean `folder`?\n",
-    "datset ./mine.py:rows": f"{FORMS}; did you mean `dataset`?\n",
-    "callable ./mine.py:rows": "`callable` is not a form of samples\n --> --predict:1:1\n",
-    "data dataset ./mine.py:rows": "`data` begins a plan's line, and is left out in `--predict`\n --> --predict:1:1\n",
-    "data  tokens x.npy": "help: write `tokens x.npy`\n",
-    "data": FORMS,
-    "x.pt": "nothing says what `x.pt` holds\n",
-    '"texts/*.txt"': "help: write a form before it: forms are `bytes GLOBS`,",
+    "synthetic": "`--predict` takes samples with an end, and `synthetic` is none of their forms\n --> --predict:1:1\n"
+    f"1 | synthetic\n  | ^^^^^^^^^\n{FORMS}",
+    '"./mine.py:sample"': FORMS,
+    "folder x.json shuffle": "`predict` takes no `shuffle` here\n",
+    "folder x.json split 0.1": "help: usage: predict folder FILE [pack] [workers N]\n",
+    "foldr x.json": "help: did you mean `folder`?\n",
+    "datset ./mine.py:rows": "help: did you mean `dataset`?\n",
+    "x.pt": FORMS,
+    '"texts/*.txt"': FORMS,
+    "data tokens nothing.npy": 'no file matches "HERE/nothing.npy"',
     "tokens nothing.npy": 'P0303]: no file matches "HERE/nothing.npy"\nhelp: name files that are there: "texts/*.txt";',
     "tokens token.npy": 'matches "HERE/token.npy"\nhelp: did you mean `tokens.npy`?',
     "bytes {stdlib}/none.py": 'no file matches "{stdlib}/none.py"\nhelp: name files that are there: ',
     "folder questions.json": "P0303]: there is no folder or file HERE/questions.json\nhelp: name a folder that"
     " `dataset.save_to_disk` wrote, or a file of JSON with an object a line\n",
     "dataset ./mine.py:rows": "P0303]: the data's callable: there is no file `HERE/mine.py`\n",
-    "": f"P0003]: `--predict` names no samples\n{FORMS}\n",
+    "": "`predict` needs `bytes GLOBS` or `tokens GLOBS` or `dataset CALLABLE` or `folder FILE`\n",
 }
 
 
@@ -343,6 +376,8 @@ def test_what_cannot_be_predicted_is_said_before_anything_runs(
     assert "the last batch has 5 samples of the 8" in said("mixes", "--predict", "tokens tokens.npy", "-o", "out")
     assert "is not a folder of predictions" in said("build", "--predict", "tokens tokens.npy", "-o", "trains")
     assert "P0421" in said("build")
+    Path("alone.parc").write_text(TAGGER + "mesh dp=1\n")
+    assert "P0421" in said("alone.parc") and not Path("alone.parc.build").exists()
     trained(tmp_path, "sgd lr 0.1")
     error = said("build", "--predict", "tokens tokens.npy", "-o", "out", "--resume", "checkpoint")
     assert error.count(" is missing\n") == 5 and "\n = note: and 1 more\nhelp: " in error

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from parc.cli.elsewhere import PLAN_LINES
-from parc.compiler.plan.directive import TRAINING
+from parc.compiler.plan.directive import TRAINERS
 from parc.compiler.plan.directives import language_page
 from parc.compiler.plan.directives.optimizer import Optimizer
 from parc.compiler.plan.plan import read_plan
@@ -59,7 +59,7 @@ def check(text: str, name: str = "plan.parc") -> tuple[tuple[Diagnostic, ...], R
     with ``# for inference`` no loss and no optimizer are added."""
     first = text.split("\n", 1)[0]
     defines = dict(re.findall(r"(\w+)=(\S+)", first)) if first.startswith("# -D ") else {}
-    left_out = TRAINING if first == "# for inference" else ()
+    left_out = TRAINERS if first == "# for inference" else ()
     supplied = [line for verb, line in SUPPLIED.items()
                 if verb not in left_out and not re.search(rf"^\s*{verb}\b", text, re.MULTILINE)]  # fmt: skip
     try:

@@ -106,12 +106,13 @@ def test_a_rank_is_idle_by_its_own_stage_beside_the_longest_path(again: str) -> 
 def test_alike_stages_share_a_row() -> None:
     made = compiled("llama-pipeline", schedule="gpipe", pp=4, layers=4, microbatches=4)
     report = report_of(made)
-    rows = stage_rows(report)
+    head, *rows = stage_rows(report)
+    assert head == ("stage", "pp", "layers", "parameters", "a rank's step", "idle")
     assert [row[:3] for row in rows] == [("0", "0", "1"), ("1..2", "1..2", "1"), ("3", "3", "1")]
     played = step_timeline(made.build.roles)
     assert [row[5] for row in rows] == [f"{played.idle_share(role):.0%}" for role in ("pp0", "pp1", "pp3")]
     in_turn = report_of(compiled("llama-pipeline", schedule="interleaved", pp=2, chunks=2, layers=4, microbatches=4))
-    assert [row[:2] for row in stage_rows(in_turn)] == [("0", "0"), ("1", "1"), ("2", "0"), ("3", "1")]
+    assert [row[:2] for row in stage_rows(in_turn)[1:]] == [("0", "0"), ("1", "1"), ("2", "0"), ("3", "1")]
     assert in_turn["idle"].keys() == {"pp0", "pp1"}
 
 

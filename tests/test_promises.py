@@ -15,11 +15,10 @@ from parc.checking.reports import report_of
 from parc.cli import main
 from parc.compiler.plan.plan import read_plan
 from parc.compiler.program import products
-from parc.compiler.program.products import LIBRARIES
 from parc.compiling.driver import compile_plan
 from parc.grammar.diagnostics import Diagnostic, PlanError, render
 from parc.grammar.syntax import size_text
-from parc.report import memory_of
+from parc.report import memory_by_library, memory_of
 from parc.report_words import fact_rows
 from tests.checked_plans import compiled
 from tests.runtime.tiny import BOTH, EXAMPLES, PLAN, TENSOR
@@ -167,7 +166,7 @@ def test_a_refusal_and_a_report_say_what_the_library_that_multiplies_changes(mon
     wide = SHALLOW.replace("width=16", "width=64").replace("B=8", "B=32")
     made = compiled(wide)
     (role,) = made.build.roles.values()
-    usual, more = (memory_of(made.build, made.plan, role, products=library).peak_bytes for library in LIBRARIES)
+    usual, more = (memory.peak_bytes for memory in memory_by_library(made.build, made.plan, role).values())
     assert more > 1.01 * usual
     row = dict(fact_rows(report_of(made)))["memory"]
     assert f"peak {size_text(more)} a rank (" in row

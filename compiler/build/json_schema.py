@@ -113,6 +113,7 @@ REPORT_FORM: Form = {
     "mesh": Each(int),
     "views?": _VIEWS,
     "world": int,
+    "purpose": str,
     "sizes": Each(str),
     "batch": Maybe({"samples": int, "microbatches": int, "data_ranks": int}),
     "roles": [str],

@@ -22,7 +22,7 @@ WORD_VALUES: dict[str, Literal] = {"true": True, "false": False, "none": None}
 
 Limit = tuple[Callable[[int | float], bool], str]
 """A condition on a number, and the words for it."""
-TRAINING = ("loss", "optimizer")
+TRAINERS = ("loss", "optimizer")
 """The verbs of the lines that make a plan one of training; a plan for inference has none of them."""
 ONE_OR_MORE: Limit = (lambda value: value >= 1, "1 or more")
 NOT_NEGATIVE: Limit = (lambda value: value >= 0, "0 or more")
@@ -68,7 +68,7 @@ class Directive:
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
         """Yield the errors of the statement that the plan alone can tell."""
         for name, (holds, wanted) in self.LIMITS:
-            called = self.arguments.statement.verb.text if name == "n" else name  # `steps N` is called by its verb
+            called = self.verb if name == "n" else name  # `steps N` is called by its verb
             for item in self.arguments.items(name):
                 if isinstance(item, Number) and not holds(item.value):
                     message = f"`{called}` is {item.text}: it must be {wanted}"
@@ -76,15 +76,21 @@ class Directive:
 
     def check_inference(self) -> Iterator[Diagnostic]:
         """Yield the errors of the statement in a plan for inference."""
-        phrases = self.arguments.phrases
+        words = (item for phrase in self.arguments.phrases.values() for item in phrase.items if isinstance(item, Word))
+        places = {word.text: word.span for word in words}
+        places |= {name: phrase.span for name, phrase in self.arguments.phrases.items()} | {"": self.span}
         for name, reason in self.TRAINING:
-            words = (item for phrase in phrases.values() for item in phrase.items if isinstance(item, Word))
-            word = next((word.span for word in words if word.text == name), None)
-            if (span := self.arguments.span(name) if not name or name in phrases else word) is not None:
-                called, what = name or self.arguments.statement.verb.text, f"`{name}`" if name else "the line"
-                message = f"`{called}` {reason}, and a plan without `loss` and `optimizer` trains nothing"
-                help_ = f"remove {what}{self.INSTEAD}, or add `loss` and `optimizer` lines"
-                yield Diagnostic(FOR_TRAINING, message, Label(span), help=help_)
+            if name in places:
+                message = f"`{name or self.verb}` {reason}, and a plan without `loss` and `optimizer` trains nothing"
+                help_ = (
+                    f"remove {f'`{name}`' if name else 'the line'}{self.INSTEAD}, or add `loss` and `optimizer` lines"
+                )
+                yield Diagnostic(FOR_TRAINING, message, Label(places[name]), help=help_)
+
+    @property
+    def verb(self) -> str:
+        """The first word of the line."""
+        return self.arguments.statement.verb.text
 
     @property
     def span(self) -> Span:
@@ -112,7 +118,12 @@ class Scope:
     @property
     def trains(self) -> bool:
         """False for a plan for inference, which has neither a ``loss`` nor an ``optimizer`` line."""
-        return bool({*TRAINING} & {*self.broken, *(line.arguments.statement.verb.text for line in self.directives)})
+        return not self.verbs.isdisjoint(TRAINERS)
+
+    @property
+    def verbs(self) -> frozenset[str]:
+        """The verbs of all lines."""
+        return self.broken | {line.verb for line in self.directives}
 
     def all(self, kind: type[D]) -> tuple[D, ...]:
         """Every directive of a kind, in order."""

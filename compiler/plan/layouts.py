@@ -91,7 +91,7 @@ class SplitWeights(Directive):
     @property
     def style(self) -> str:
         """``column``, ``row``, ``vocab`` or ``experts``."""
-        return self.arguments.statement.verb.text
+        return self.verb
 
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
         yield from super().check(scope)

@@ -21,7 +21,7 @@ from ..layout.mesh import Mesh
 from ..layout.views import view_cuts, viewed
 from ..program.loss_scale import LossScale
 from ..sizes.size_range import BATCH, SizeRange
-from .directive import TRAINING, Directive, Scope, check_unique
+from .directive import TRAINERS, Directive, Scope, check_unique
 from .directives import directive, verbs
 from .directives.bucket import DEFAULT as BUCKET
 from .directives.bucket import Bucket
@@ -243,7 +243,7 @@ def _broken(expanded: Expanded, directives: Sequence[Directive]) -> frozenset[st
         return frozenset(verbs())
     texts = (line for source in expanded.sources for line in source.text.split("\n"))
     lines = Counter(match[1] for line in texts if (match := re.match(r"\s*(\w+)", line)))
-    read = Counter(found.arguments.statement.verb.text for found in directives)
+    read = Counter(line.verb for line in directives)
     return frozenset(verb for verb in lines if lines[verb] > read[verb])
 
 
@@ -261,27 +261,22 @@ def _check(scope: Scope, source: Source) -> Iterator[Diagnostic]:
     first: dict[type[Directive], Directive] = {}
     for line in scope.directives:
         if line.ONCE and type(line) in first:
-            verb = line.arguments.statement.verb
             related = (Label(first[type(line)].span, "given here first"),)
-            message = f"a plan has one `{verb.text}` line"
-            yield Diagnostic(REPEATED, message, Label(verb.span), related, help="remove one of them")
+            place = Label(line.arguments.statement.verb.span)
+            yield Diagnostic(REPEATED, f"a plan has one `{line.verb}` line", place, related, help="remove one of them")
         first.setdefault(type(line), line)
         yield from line.check(scope)
     names = [line.arguments.words("name")[0] for line in scope.all(Input)]
     yield from check_unique(tuple(names), "input")
-    first_forms = {
-        line.arguments.statement.verb.text for line in scope.directives if not isinstance(line, OptimizerGroup)
-    }
-    present = first_forms | scope.broken
+    present = scope.broken | {line.verb for line in scope.directives if not isinstance(line, OptimizerGroup)}
+    trainer = next((line for line in scope.directives if line.verb in TRAINERS), None)
     for required, example in REQUIRED.items():
-        if required not in present and (scope.trains or required not in TRAINING):
-            message, help_ = f"`{source.name}` has no `{required}` line", f"add a line: `{example}`"
-            others = [line for line in scope.directives if line.arguments.statement.verb.text in TRAINING]
-            if required in TRAINING and others:
-                other = others[0].arguments.statement.verb.text
-                help_ += f"; or remove the `{other}` line: a plan with neither is for inference"
-            label = Label(others[0].span) if required in TRAINING and others else None
-            yield Diagnostic(MISSING_STATEMENT, message, label, help=help_)
+        if required not in present and (scope.trains or required not in TRAINERS):
+            label, help_ = None, f"add a line: `{example}`"
+            if required in TRAINERS and trainer is not None:
+                label = Label(trainer.span)
+                help_ += f"; or remove the `{trainer.verb}` line: a plan with neither is for inference"
+            yield Diagnostic(MISSING_STATEMENT, f"`{source.name}` has no `{required}` line", label, help=help_)
     for line in scope.directives if not scope.trains else ():
         yield from line.check_inference()
 

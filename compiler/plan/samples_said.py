@@ -16,7 +16,8 @@ from .directive import Literal, check_callable, check_literals, read_literals
 
 TOKEN_TYPES = ("uint8", "uint16", "uint32", "int8", "int16", "int32", "int64")
 """The types that the numbers of a token file may have."""
-_OPTIONS = "[shuffle] [split X] [workers N]"
+ORDER = "[shuffle] [split X] "
+_OPTIONS = f"{ORDER}[workers N]"
 SAMPLE_FORMS = {
     "bytes": f"bytes GLOBS [pack] {_OPTIONS}",
     "tokens": f"tokens GLOBS [dtype TYPE] [pack] [end N] {_OPTIONS}",
@@ -25,9 +26,7 @@ SAMPLE_FORMS = {
     "synthetic": "synthetic",
     "callable": "CALLABLE [ARGS] [workers N]",
 }
-"""The forms of the phrase, by name."""
-ENDLESS = ("synthetic", "callable")
-"""The forms of samples without an end."""
+"""The forms of the phrase, by name. Those of samples with an end have an ``ORDER``."""
 
 
 @dataclass(frozen=True, slots=True)

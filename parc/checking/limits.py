@@ -177,7 +177,8 @@ def _budget(compiled: Compiled, progress: Progress) -> Iterator[Diagnostic]:
     over = memory.peak_bytes - line.memory
     if over <= 0:
         return
-    kinds = {name: size for name, size in memory.shares.items() if size or name in MEMORY_KINDS[:4]}
+    shown = MEMORY_KINDS[:4] if compiled.plan.trains else ()
+    kinds = {name: size for name, size in memory.shares.items() if size or name in shown}
     notes = [", ".join(f"{name} {size_text(size)}" for name, size in kinds.items())]
     if 100 * memory.peak_bytes > 101 * usual:
         notes.append(

@@ -64,15 +64,14 @@ def make(given: argparse.Namespace, plan: Path, out: Path) -> tuple[dict[str, An
 
 def report_text(report: Mapping[str, Any]) -> str:
     """Return a build's report for a reader."""
-    from parc.report_words import across_text, check_texts, fact_rows, stage_rows
+    from parc.report_words import across_text, check_texts, fact_rows, stage_rows, unit_of
 
     lines = [f"{name:13}{text}" for name, text in fact_rows(report)]
     if stages := stage_rows(report):
-        head = ("stage", report["pipeline"]["axis"], "layers", "parameters", "a rank's step", "idle")
-        text = text_table(stages, head, right=(2, 3, 4, 5))
+        text = text_table(stages[1:], stages[0], right=(2, 3, 4, 5))
         lines += [f"{'' if at else 'stages':13}{line}" for at, line in enumerate(text.splitlines())]
     if report["communication"]:
-        text = communication_text(report["communication"])
+        text = communication_text(report["communication"], unit_of(report))
         lines += [f"{'' if at else 'collectives':13}{line}" for at, line in enumerate(text.splitlines())]
     if across := across_text(report):
         lines.append(f"{'across nodes':13}{across}")
@@ -80,11 +79,11 @@ def report_text(report: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def communication_text(entries: Collection[Mapping[str, Any]]) -> str:
-    """Return the collectives of one rank in one step, by phase, axis and operator; of several roles the one that sends
-    most."""
+def communication_text(entries: Collection[Mapping[str, Any]], unit: str = "step") -> str:
+    """Return the collectives of one rank in one step, or another ``unit``, by phase, axis and operator; of several
+    roles the one that sends most."""
     from parc.report_words import traffic_rows
 
     rows = [(*key, sent.count, size_text(sent.bytes), size_text(sent.hidden)) for *key, sent in traffic_rows(entries)]
-    head = ("axis", "phase", "collective", "of", "a step", "sent by a rank", "beside work")
+    head = ("axis", "phase", "collective", "of", f"a {unit}", "sent by a rank", "beside work")
     return text_table(rows, head, right=(4, 5, 6))

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     import torch
 
     from parc.compiler.build.build import Build
-    from parc.runtime.launch.predict import Predict
     from parc.runtime.launch.train import Options
 
 
@@ -143,7 +142,6 @@ def _run(given: argparse.Namespace) -> int:
     from parc.compiler.build.directory import misfit_error
     from parc.compiler.build.plan_facts import plan_faults
     from parc.report import plan_of
-    from parc.runtime.data.sizes import bound_build
     from parc.runtime.opening import open_build
 
     target = given.target
@@ -151,14 +149,18 @@ def _run(given: argparse.Namespace) -> int:
         from parc.cli.build import make
         from parc.grammar.codes_build import BAD_DATA
         from parc.runtime.data.sources import NO_DATA, NO_DATA_HELP
+        from parc.runtime.evaluation import trains_nothing
         from parc.runtime.faults import RunError
 
         plan = read(given, target)
-        if plan.data is None and plan.trains and given.predict is None:
-            raise RunError(BAD_DATA, NO_DATA, NO_DATA_HELP)
-        if not (given.steps or plan.steps or given.predict is not None) and plan.trains:
-            say(NO_STEPS)
-            return 2
+        if given.predict is None:
+            if not plan.trains:
+                raise trains_nothing(target)
+            if plan.data is None:
+                raise RunError(BAD_DATA, NO_DATA, NO_DATA_HELP)
+            if not (given.steps or plan.steps):
+                say(NO_STEPS)
+                return 2
         target = default_out(target)
         outcome = make(given, given.target, target)
         if isinstance(outcome, int):
@@ -167,7 +169,7 @@ def _run(given: argparse.Namespace) -> int:
     build = open_build(target)
     if faults := plan_faults(build.manifest, plan_of(build)):
         raise misfit_error(build.path, faults)
-    build = bound_build(build, given.sizes)
+    build = _at_work(given, build)
     options = _options(given, build)
     if options is None:
         return 2
@@ -213,41 +215,38 @@ _OF_TRAINING = (
 """The options that mean nothing beside ``--predict``."""
 
 
-def _predict_options(given: argparse.Namespace, build: Build) -> Predict:
-    """Return the options of a run that predicts. Files are named from the current folder.
+def _at_work(given: argparse.Namespace, build: Build) -> Build:
+    """Return the build that a run works with: at the sizes chosen; with `--predict` its evaluation, on the samples
+    named. Their files are named from the current folder.
 
     Raises:
-        PlanError: the words name no samples.
-        RunError: these have no end or another order, or the build has no programs that predict.
+        PlanError: the words name no samples, or some without an end.
+        RunError: there are no such sizes, or the build has no programs that predict.
     """
+    from parc.runtime.data.sizes import bound_build
+
+    build = bound_build(build, given.sizes)
+    if given.predict is None:
+        return build
     from parc.compiler.plan.directives.data import read_words
-    from parc.compiler.plan.samples_said import ENDLESS
-    from parc.grammar.codes_build import BAD_DATA
-    from parc.runtime.evaluation import evaluation_of
-    from parc.runtime.faults import RunError
-    from parc.runtime.launch.predict import Predict
+    from parc.runtime.evaluation import evaluation_of, with_samples
 
-    evaluation_of(build)
-    facts = read_words(given.predict, "--predict").facts()
-    for wrong in ("shuffle", "split", *({facts["form"]} & {*ENDLESS})):
-        if wrong in facts or wrong == facts["form"]:
-            what = "have no end" if wrong == facts["form"] else f"are all taken in their order: there is no `{wrong}`"
-            help_ = "name files, a folder, or a dataset with a length, and nothing about their order"
-            raise RunError(BAD_DATA, f"the samples of `--predict {given.predict}` {what}", help_)
-    here, target = Path.cwd(), facts["callable"] or ""
-    facts["names"] = [name if name.startswith("{") else str(here / name) for name in facts["names"]]
-    facts["callable"] = str(here / target) if ".py:" in target else facts["callable"]
-    return Predict(facts, given.out, given.resume)
+    evaluation, here = evaluation_of(build), Path.cwd()
+    samples = read_words(given.predict, "--predict").facts()
+    samples["names"] = [name if name.startswith("{") else str(here / name) for name in samples["names"]]
+    if ".py:" in (samples["callable"] or ""):
+        samples["callable"] = str(here / samples["callable"])
+    return with_samples(evaluation, samples)
 
 
-def _options(given: argparse.Namespace, build: Build) -> Options | Predict | None:
-    if given.predict is not None:
-        return _predict_options(given, build)
+def _options(given: argparse.Namespace, build: Build) -> Options | None:
     from parc.runtime.evaluation import check_trains, evaluation_of
     from parc.runtime.launch.train import Options
     from parc.runtime.observe.observer import Observe
     from parc.runtime.observe.writers import FigurePlaces
 
+    if given.predict is not None:
+        return Options(0, resume=given.resume)
     check_trains(build)
     steps = given.steps or build.manifest["steps"]
     if steps is None:
@@ -263,7 +262,7 @@ def _options(given: argparse.Namespace, build: Build) -> Options | Predict | Non
     return Options(steps, observe, every, given.save, given.save_every, given.resume, given.trace)
 
 
-def _before_launch(given: argparse.Namespace, build: Build, options: Options | Predict) -> int:
+def _before_launch(given: argparse.Namespace, build: Build, options: Options) -> int:
     """Look for mistakes that every rank would meet, so that they are reported once. Return the number of processes on
     this host.
 
@@ -274,31 +273,26 @@ def _before_launch(given: argparse.Namespace, build: Build, options: Options | P
     import torch
 
     from parc.runtime.data.sources import OWN_CODE, make_data
-    from parc.runtime.evaluation import evaluation_of, with_samples
-    from parc.runtime.launch.predict import PREDICTIONS, Predict
+    from parc.runtime.launch.predict import check_predictions
     from parc.runtime.machine.compiled import check_compiler
     from parc.runtime.opening import build_mesh, check_fits, open_checkpoint
     from parc.runtime.processes import check_device, default_device
-    from parc.runtime.state.checkpoint import check_target
     from parc.runtime.state.initial import weights_of
 
     mesh = build_mesh(build)
     nproc = int(given.nproc or max(1, mesh.world // given.nnodes))
     check_fits(build, nproc * given.nnodes)
     if options.resume is not None:
-        open_checkpoint(build, options.resume, weights_only=isinstance(options, Predict))
+        open_checkpoint(build, options.resume)
     weights_of(build)
     device = torch_device(given) or torch.device(default_device().type)
     check_device(device, nproc)
     if given.compile:
         check_compiler(device)
-    if isinstance(options, Predict):
-        check_target(options.out, PREDICTIONS, "a folder of predictions")
-        read = [with_samples(evaluation_of(build), options.samples)]
-    else:
-        own = build.manifest.get("evaluation", {}).get("data") if options.eval_every else None
-        read = [build, *filter(None, [build.evaluation if own else None])]
-    for reads in read:
+    if given.predict is not None:
+        check_predictions(given.out)
+    own = build.manifest.get("evaluation", {}).get("data") if options.eval_every else None
+    for reads in filter(None, (build, build.evaluation if own else None)):
         line = reads.manifest["data"]
         if line is None or line["form"] not in OWN_CODE:
             make_data(reads)
@@ -312,14 +306,13 @@ def torch_device(given: argparse.Namespace) -> torch.device | None:
     return torch.device(given.device) if given.device else None
 
 
-def _train(given: argparse.Namespace, build: Build, options: Options | Predict, device: torch.device | None) -> int:
-    from parc.runtime.launch.predict import Predict, predict
+def _train(given: argparse.Namespace, build: Build, options: Options, device: torch.device | None) -> int:
+    from parc.runtime.launch.predict import predict
     from parc.runtime.launch.train import train
     from parc.runtime.session import Session
 
-    if isinstance(options, Predict):
-        return predict(Session(build, device, compile=given.compile), options)
-    return train(Session(build, device, compile=given.compile, trace=options.trace is not None), options)
+    session = Session(build, device, compile=given.compile, trace=options.trace is not None)
+    return train(session, options) if given.predict is None else predict(session, given.out, given.resume)
 
 
 def _launch(given: argparse.Namespace, target: Path, nproc: int) -> int:
@@ -346,10 +339,7 @@ def _launch(given: argparse.Namespace, target: Path, nproc: int) -> int:
     return outcome.exit_code
 
 
-_PASSED_ON = (
-    "steps", "metrics", "tensorboard", "wandb", "trace", "profile", "peak_flops", "eval_every", "save", "save_every",
-    "resume", "device", "predict", "out",
-)  # fmt: skip
+_PASSED_ON = (*_OF_TRAINING, "resume", "device", "predict", "out")
 """The options that every rank is started with, where they are given."""
 
 
@@ -389,11 +379,10 @@ def _rank(given: argparse.Namespace) -> int:
 
 
 def _train_rank(given: argparse.Namespace) -> int:
-    from parc.runtime.data.sizes import bound_build
     from parc.runtime.opening import check_fits, open_build
     from parc.runtime.processes import STORE, join_processes, launched, leave
 
-    build = bound_build(open_build(given.target), given.sizes)
+    build = _at_work(given, open_build(given.target))
     check_fits(build, launched())
     options = _options(given, build)
     if options is None:

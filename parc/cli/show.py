@@ -183,6 +183,8 @@ def _show_programs(given: argparse.Namespace, build: Build) -> int:
 
 
 def _communication(build: Build) -> str:
+    from parc.report_words import unit_of
+
     entries = build.report.get("communication", ())
     several = len(build.roles) > 1
     rows = [
@@ -191,5 +193,6 @@ def _communication(build: Build) -> str:
          e["line"] or "-")
         for e in entries
     ]  # fmt: skip
-    head = ["no.", "collective", "axis", "phase", "a step", "bytes", "dtype", "of", "time", "module", "plan line"]
+    unit = f"a {unit_of(build.report)}"
+    head = ["no.", "collective", "axis", "phase", unit, "bytes", "dtype", "of", "time", "module", "plan line"]
     return text_table(rows, ["role"] * several + head, right=[at + several for at in (0, 4, 5, 10)])

@@ -107,7 +107,8 @@ def compile_plan(
             recorded, captured = capture_plan(
                 at, task_lines(at), folder, overrides, sizes is not None, evaluates=not at.trains
             )
-        _check_returned(at, captured.returned)
+        if not (at.trains or captured.returned):
+            raise PlanError([_nothing_returned(at)])
         progress("passes")
         with _timed(seconds, "passes"):
             made = compile_captured(
@@ -116,7 +117,8 @@ def compile_plan(
             )  # fmt: skip
             fitted = made.fitted
         made = replace(made, overrides=dict(overrides or {}), seconds=seconds)
-        _check_returned(at, at.trains or sample_dims(made.built.reference, at.unbatched))
+        if not (at.trains or sample_dims(made.built.reference, at.unbatched)):
+            raise PlanError([_nothing_returned(at)])
         if at.evaluation is None:
             return made
         progress("evaluation")
@@ -195,12 +197,11 @@ def with_evaluation(
     return replace(step, evaluation=replace(compiled, overrides=step.overrides, frozen=frozen))
 
 
-def _check_returned(plan: Plan, returned: object) -> None:
-    """Refuse a plan for inference whose model has returned nothing with samples."""
-    if not plan.trains and not returned:
-        message = "the model returns no tensor that has a row for each sample, so there is nothing to predict"
-        help_ = "let its forward return one, as `logits`, or train it: add `loss` and `optimizer` lines"
-        raise PlanError([Diagnostic(NOTHING_RETURNED, message, Label(plan.model.span), help=help_)])
+def _nothing_returned(plan: Plan) -> Diagnostic:
+    """Return the error of a plan for inference whose model returns nothing with samples."""
+    message = "the model returns no tensor that has a row for each sample, so there is nothing to predict"
+    help_ = "let its forward return one, as `logits`, or train it: add `loss` and `optimizer` lines"
+    return Diagnostic(NOTHING_RETURNED, message, Label(plan.model.span), help=help_)
 
 
 def _read_in_eval_alone(plan: Plan, names: Sequence[str]) -> Diagnostic:
@@ -281,10 +282,8 @@ def ask(
         few=few_kept(resolved, copies, mesh),
         biases=biases_of(routing), replicas=replicas_of(routing, resolved, mesh, copies),
         recompute=resolved.recompute,
-        context=context_lines(plan, names, captured),
+        context=context_lines(plan, names, captured), purpose="training" if plan.trains else "inference",
     )  # fmt: skip
-    if not plan.trains:
-        request = replace(request, purpose="inference")
     if step is not None:
         # buffers that steps change lie as they leave them; all else lies as an evaluation wants it
         lying = step.built.programs[FORWARD].main.bound("buffer")

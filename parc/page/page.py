@@ -29,6 +29,7 @@ from parc.report_words import (
     stage_rows,
     traffic_by,
     traffic_rows,
+    unit_of,
 )
 from parc.tables import parameter_rows
 
@@ -89,7 +90,7 @@ class _Page:
             "peak": max(entry["peak_bytes"] for entry in report["memory"]),
             "budget": self.build.manifest.get("budget"),
             "sent": traffic_by(report["communication"]).get(()),
-            "pipeline": report["pipeline"], "schedule": schedule_words(report),
+            "pipeline": report["pipeline"], "schedule": schedule_words(report), "unit": unit_of(report),
             "stages": stage_rows(report), "idle": idle_words(report),
             "facts": self.other_facts(), "across": across_text(report), "checks": report["checks"],
             "check_texts": check_texts(report)[1:],

@@ -227,22 +227,22 @@ def folder_source(folder: Path, inputs: Inputs, form: WindowForm | None) -> MapS
     Raises:
         DataError: there is no such folder, it holds several datasets, or ``datasets`` is not installed.
     """
-    try:
-        import datasets
-    except ImportError:
-        raise DataError("`folder` needs the package `datasets`", "install it: `pip install datasets`") from None
     help_ = "name a folder that `dataset.save_to_disk` wrote, or a file of JSON with an object a line"
     if not folder.exists():
         meant = path_meant(folder, lambda path: path.is_dir() or path.suffix.startswith(".json"), help_)
         raise DataError(f"there is no folder or file {folder}", meant)
     try:
-        made = datasets.Dataset.from_json(str(folder)) if folder.is_file() else datasets.load_from_disk(str(folder))
+        import datasets
+    except ImportError:
+        raise DataError("`folder` needs the package `datasets`", "install it: `pip install datasets`") from None
+    read = datasets.load_from_disk
+    if folder.is_file():
+        read, help_ = datasets.Dataset.from_json, "write an object a line: the tensors of a sample, as lists, by inputs"
+    try:
+        made = read(str(folder))
     except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
-        message = f"{folder} cannot be read as a dataset: {str(error.__cause__ or error).splitlines()[0]}"
-        help_ = (
-            "write an object a line: the tensors of a sample, as lists, by the inputs" if folder.is_file() else help_
-        )
-        raise DataError(message, help_) from None
+        why, _, _ = str(error.__cause__ or error).partition("\n")
+        raise DataError(f"{folder} cannot be read as a dataset: {why}", help_) from None
     if isinstance(made, Mapping):
         names = " or ".join(f'"{folder.name}/{name}"' for name in made)
         raise DataError(f"{folder} holds {len(made)} datasets", f"name one: {names}")

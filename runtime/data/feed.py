@@ -28,7 +28,7 @@ from ..waits import WAITS
 from .random_batch import beyond, beyond_help, class_bounds
 from .reading import Closing, RowReader, in_thread
 from .samples import DataError, raised_at, sample_misfit
-from .sources import OWN_CODE, PREDICTED, line_of, make_data
+from .sources import OWN_CODE, line_of, make_data
 from .tails import Tails
 
 LocalParts = list[dict[str, torch.Tensor]]
@@ -195,17 +195,6 @@ class Feed:
             samples = self._samples(lambda: reader.rows(self.position(step), rows), step, 0)
         return {name: samples[name] if self._batched[name] else samples[name][0] for name in self.types}
 
-    @cached_property
-    def _zeros(self) -> dict[str, torch.Tensor]:
-        """Zeros for inputs that predicted samples may lack, as the loss alone reads them."""
-        if self._build.manifest.get("said") != PREDICTED:
-            return {}
-        from ...compiler.verify.returned import of_returned  # proves in sympy, which most runs need not import
-
-        read = of_returned(self._build.reference.main).bound("input")
-        types = {name: type_ for name, type_ in self.types.items() if name not in read}
-        return {n: torch.zeros(type_.shape[self._batched[n] :], dtype=type_.dtype) for n, type_ in types.items()}
-
     def _opened(self) -> RowReader:
         if self._reader is None:
             self._closed = threading.Event()
@@ -299,9 +288,12 @@ class Feed:
             samples = read()
         except DataError as error:
             raised = [note for note in (raised_at(error),) if note]
-            raise RunError(BAD_DATA, f"step {step + 1}: {error}", error.help, [*notes, *raised]) from error
-        for name, zero in self._zeros.items():
-            samples.setdefault(name, zero.expand(len(next(iter(samples.values()))), *zero.shape))
+            at = f"{'step' if self._build.trains else 'batch'} {step + 1}"
+            raise RunError(BAD_DATA, f"{at}: {error}", error.help, [*notes, *raised]) from error
+        count, needed = len(next(iter(samples.values()))), self._build.manifest.get("needed", self.types)
+        for name in self.types.keys() - samples.keys() - {*needed}:
+            shape = self.types[name].shape[1:] if self._batched[name] else self.types[name].shape
+            samples[name] = torch.zeros((), dtype=self.types[name].dtype).expand(count, *shape)
         if missing := [name for name in self.types if name not in samples]:
             held = f"samples hold {', '.join(f'`{name}`' for name in samples)}"
             help_ = f"name inputs as the data does: {held}"

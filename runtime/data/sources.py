@@ -41,8 +41,9 @@ _CALLABLE_HELP = {
 
 @dataclass(frozen=True)
 class Wanted:
-    """The samples of a line, as a manifest has it, and the facts of its plan: ``inputs``, ``loss``, ``sizes`` and
-    ``seed``. Files are named from ``folder``; ``bounds`` are the counts of rows or classes that inputs may name."""
+    """The samples of a line, as a manifest has it, and the facts of its plan: ``inputs``, ``loss``, ``sizes``,
+    ``seed``, and the names of the inputs that are ``needed``, where these are not all. Files are named from ``folder``;
+    ``bounds`` are the counts of rows or classes that inputs may name."""
 
     line: Mapping[str, Any]
     facts: Mapping[str, Any]
@@ -80,6 +81,7 @@ class Wanted:
         operands = [name for term in self.facts["loss"] for name in term["operands"]]
         names = byte_inputs(self.inputs, operands)
         tokens, targets = names.get("tokens", "tokens"), names.get("targets", "targets" if operands else None)
+        targets = targets if targets in self.facts.get("needed", (targets,)) else None
         dims = next((line["dims"] for line in self.inputs if line["name"] == tokens), self.inputs[0]["dims"])
         length = int(self.facts["sizes"].get(dims[-1], dims[-1])) if dims else 0
         ignored = (term["ignore"] for term in self.facts["loss"] if targets in term["operands"])
@@ -141,10 +143,9 @@ OWN_CODE = ("callable", "dataset")
 """The forms whose samples are made by a person's code, which may differ from rank to rank."""
 
 
-def open_data(wanted: Wanted, evaluates: bool = False, in_order: bool = False) -> SampleSource:
+def open_data(wanted: Wanted, evaluates: bool = False) -> SampleSource:
     """Return the samples of a line, without end, in their order, by the plan's inputs. If it ``evaluates``, they are
     those that its ``split`` keeps for that, or all; they need not fill a batch. ``count`` is the number of an epoch.
-    Windows of bytes are shuffled too, unless all samples are to be read ``in_order``.
 
     Raises:
         CallableError: the callable cannot be had, or takes other arguments.
@@ -153,8 +154,8 @@ def open_data(wanted: Wanted, evaluates: bool = False, in_order: bool = False) -
     source, line = OPENERS[wanted.line["form"]](wanted), wanted.line
     if source.count is None:
         return source
-    shuffled, held = bool(line.get("shuffle")) or line["form"] == "bytes", evaluates and "split" in line
-    shuffled = shuffled and not in_order
+    predicted, held = wanted.facts.get("said") == PREDICTED, evaluates and "split" in line
+    shuffled = not predicted and (bool(line.get("shuffle")) or line["form"] == "bytes")
     order = Order(source.count, int(wanted.facts["seed"]), shuffled and not held, float(line.get("split", 0)), held)
     check_order(order, 1 if evaluates else wanted.batch)
     return Ordered(source, order)
@@ -171,8 +172,7 @@ def make_data(build: Build) -> SampleSource:
         raise RunError(BAD_DATA, NO_DATA, NO_DATA_HELP)
     bounds = {name: bound for name, (bound, _) in class_bounds(build.reference).items()}
     try:
-        in_order = manifest.get("said") == PREDICTED
-        return open_data(Wanted(line, manifest, build.folder, bounds), not build.trains, in_order)
+        return open_data(Wanted(line, manifest, build.folder, bounds), not build.trains)
     except (CallableError, DataError) as error:
         notes = [note for note in (line_of(build), raised_at(error)) if note]
         message = f"the data's callable: {error}" if isinstance(error, CallableError) else str(error)

@@ -7,20 +7,20 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import torch
-from safetensors.torch import save_file
 
 from ...compiler.build.folders import replacing
 from ...grammar.syntax import size_text
-from ..faults import writing
+from ..saving import writing_folder
 from ..session import Session
+from ..state.checkpoint import check_target
+from ..state.shards import Piece, write_shard
 from .failures import begin
 from .train import Stop
 
@@ -35,93 +35,106 @@ PART_BYTES = 64 << 20
 _SHOWN_S = 2.0
 
 
-@dataclass(frozen=True, slots=True)
-class Predict:
-    """The options of a run that predicts: its ``samples``, as a `data` line's in a manifest, the folder of the files,
-    and a checkpoint whose weights are used."""
+def check_predictions(folder: Path) -> None:
+    """Check that predictions may be written at ``folder``.
 
-    samples: Mapping[str, Any]
-    out: Path
-    resume: Path | None = None
+    Raises:
+        RunError: it holds something else, which is left as it is, or is the current folder.
+    """
+    check_target(folder, PREDICTIONS, "a folder of predictions")
 
 
-@dataclass
+@final
 class _Parts:
-    """The files of predictions, in a folder that gets its name once all are ``ended``. ``dims`` are the dims along
-    which tensors have their samples; a tensor without one is in the first file alone."""
+    """The files of predictions, in a folder that gets its name at the ``end``; an error that passes the ``stack``
+    removes it. ``dims`` are the dims along which tensors have their samples; a tensor without one is in the first file
+    alone."""
 
-    out: Path
-    dims: Mapping[str, int | None]
-    files: list[dict[str, Any]] = field(default_factory=list)
-    waiting: list[tuple[int, Mapping[str, torch.Tensor]]] = field(default_factory=list)
-    stack: ExitStack = field(default_factory=ExitStack)
-    folder: Path | None = None
-    bytes: int = 0
+    def __init__(self, out: Path, dims: Mapping[str, int | None], stack: ExitStack) -> None:
+        self._out, self._dims, self._stack = out, dims, stack
+        self._replaces = out.exists()
+        self._parts: list[dict[str, Any]] = []
+        self._waiting: list[tuple[int, Mapping[str, torch.Tensor]]] = []
+        self._bytes = 0
+
+    def begin(self) -> None:
+        """Make the folder."""
+        check_predictions(self._out)
+        with writing_folder(self._out):
+            self._folder = self._stack.enter_context(replacing(self._out))
 
     def add(self, samples: int, returned: Mapping[str, torch.Tensor]) -> None:
         """Add a batch; write a file once there are enough."""
-        self.waiting.append((samples, returned))
-        if sum(tensor.nbytes for _, batch in self.waiting for tensor in batch.values()) >= PART_BYTES:
-            self.write()
+        self._waiting.append((samples, returned))
+        if sum(tensor.nbytes for _, batch in self._waiting for tensor in batch.values()) >= PART_BYTES:
+            self._write()
 
-    def write(self) -> None:
-        """Write what waits to a file."""
-        with writing(self.out):
-            self.folder = self.folder or self.stack.enter_context(replacing(self.out))
-            batches = [batch for _, batch in self.waiting]
-            tensors = {
-                name: torch.cat([batch[name] for batch in (batches if dim is not None else batches[:1])], dim or 0)
-                for name, dim in self.dims.items() if batches and (dim is not None or not self.files)
-            }  # fmt: skip
-            name = f"part-{len(self.files):05d}.safetensors"
-            save_file(tensors, self.folder / name)
-            (self.folder / name).chmod(0o644)
-            self.bytes += (self.folder / name).stat().st_size
-        self.files.append({"file": name, "samples": sum(samples for samples, _ in self.waiting)})
-        self.waiting = []
+    def _write(self) -> None:
+        batches = [batch for _, batch in self._waiting]
+        tensors = {name: torch.cat([batch[name] for batch in batches], dim) if dim is not None else batches[0][name]
+                   for name, dim in self._dims.items() if dim is not None or not self._parts}  # fmt: skip
+        file = f"part-{len(self._parts):05d}.safetensors"
+        with writing_folder(self._out, file):
+            pieces = {name: Piece.whole(tensor) for name, tensor in tensors.items()}
+            self._bytes += write_shard(self._folder / file, pieces).bytes
+        self._parts.append({"file": file, "samples": sum(samples for samples, _ in self._waiting)})
+        self._waiting = []
 
     def end(self, facts: Mapping[str, Any]) -> None:
-        """Write the last file and the index, name the folder, and say so."""
-        if self.waiting:
-            self.write()
-        with writing(self.out):
-            assert self.folder is not None
-            text = json.dumps({**facts, "dims": dict(self.dims), "parts": self.files}, indent=1)
-            self.bytes += (self.folder / PREDICTIONS).write_bytes(f"{text}\n".encode())
-            self.stack.close()
-        files = f"{len(self.files):,} file{'s' * (len(self.files) != 1)} of tensors"
-        print(f"written {self.out}: {files} and {PREDICTIONS}, {size_text(self.bytes)}", file=sys.stderr)
+        """Write the last file and the index, give the folder its name, and say so."""
+        if self._waiting:
+            self._write()
+        text = json.dumps({**facts, "dims": dict(self._dims), "parts": self._parts}, indent=1)
+        with writing_folder(self._out):
+            self._bytes += (self._folder / PREDICTIONS).write_bytes(f"{text}\n".encode())
+            self._stack.close()
+        files = f"{len(self._parts):,} file{'s' * (len(self._parts) != 1)} of tensors and {PREDICTIONS}"
+        older = ", in place of older ones" * self._replaces
+        print(f"written {self._out}: {files}, {size_text(self._bytes)}{older}", file=sys.stderr)
 
 
-def predict(session: Session, options: Predict) -> int:
-    """Write what the model returns for all samples. The first rank writes, and holds one file at a time. Return 0, or
-    128 + the number of the signal that stopped every rank.
+class _Stopped(Exception):
+    """A signal asked every rank to stop."""
+
+
+def predict(session: Session, out: Path, resume: Path | None = None) -> int:
+    """Write what the model returns for all samples that a session ``with_samples`` reads, by the weights of a
+    checkpoint if there is one. The first rank writes, and holds one file at a time. Return 0, or 128 + the number of
+    the signal that stopped every rank.
 
     Raises:
         RunError: data, checkpoint or folder are at fault, or the model returns nothing to predict.
     """
-    if options.resume is not None:
-        session.restore(options.resume, weights_only=True)
-    with session, Stop() as stop, ExitStack() as stack:
-        begin()
-        if options.resume is None and session.build.manifest["init"] is None and session.rank == 0:
-            print(FIRST_WEIGHTS, file=sys.stderr)
-        evaluation = session.evaluation.on(options.samples)
-        stack.callback(evaluation.close)
-        total, done, began = evaluation.count, 0, time.perf_counter()
-        shown, parts, first = began, _Parts(options.out, evaluation.sample_dims), session.rank == 0
-        stack.push(lambda *_: parts.stack.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None))
-        for samples, returned in evaluation.predict_all(session.state):
-            rows = session.exchange([stop.signal], partial(parts.add, samples, returned) if first else None)
-            if asked := max(row[0] for row in rows):
-                if first:
-                    print(f"stopped by {signal.Signals(asked).name}; nothing was written", file=sys.stderr)
-                return 128 + asked
-            done, now = done + samples, time.perf_counter()
-            if first and (now - shown >= _SHOWN_S or done == total):
-                shown = now
-                print(f"{done:,} of {total:,} samples, {done / (now - began):.4g} a second", file=sys.stderr)
-        checkpoint = None if options.resume is None else str(options.resume.resolve())
-        facts = {"samples": total, "build": str(session.build.path.resolve()), "checkpoint": checkpoint}
-        session.exchange([], partial(parts.end, facts) if first else None)
+    if resume is not None:
+        session.restore(resume)
+    elif session.build.manifest["init"] is None and session.rank == 0:
+        print(FIRST_WEIGHTS, file=sys.stderr)
+    checkpoint = None if resume is None else str(resume.resolve())
+    try:
+        with session, Stop() as stop, ExitStack() as stack:
+            begin()
+            _write_all(session, _Parts(out, session.evaluation.sample_dims, stack), stop, {"checkpoint": checkpoint})
+    except _Stopped as stopped:
+        (number,) = stopped.args
+        if session.rank == 0:
+            print(f"stopped by {signal.Signals(number).name}; nothing was written", file=sys.stderr)
+        return int(128 + number)
     return 0
+
+
+def _write_all(session: Session, parts: _Parts, stop: Stop, facts: Mapping[str, Any]) -> None:
+    def first(act: Callable[..., None], *arguments: Any) -> Callable[[], None] | None:
+        return partial(act, *arguments) if session.rank == 0 else None
+
+    total, done, began = session.evaluation.count, 0, time.perf_counter()
+    shown = began
+    session.exchange([], first(parts.begin))
+    for samples, returned in session.evaluation.predict_all(session.state):
+        rows = session.exchange([stop.signal], first(parts.add, samples, returned))
+        if number := max(row[0] for row in rows):
+            raise _Stopped(number)
+        done, now = done + samples, time.perf_counter()
+        if session.rank == 0 and (now - shown >= _SHOWN_S or done == total):
+            shown = now
+            print(f"{done:,} of {total:,} samples, {done / (now - began):.4g} a second", file=sys.stderr)
+    session.exchange([], first(parts.end, {"samples": total, "build": str(session.build.path.resolve()), **facts}))

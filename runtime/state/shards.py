@@ -17,7 +17,7 @@ import torch
 
 from ...compiler.layout.mesh import Shape
 from ...compiler.layout.placement import DTYPES
-from ...compiler.padding.runs import EntryRun
+from ...compiler.padding.runs import EntryRun, packed
 from ...grammar.bounded import MOST_JSON, check_regular, parse_json
 
 _BLOCK = 16 << 20
@@ -46,6 +46,11 @@ class Piece:
 
     tensor: torch.Tensor
     runs: tuple[tuple[EntryRun, ...], ...]
+
+    @classmethod
+    def whole(cls, tensor: torch.Tensor) -> Piece:
+        """Return a whole tensor as a piece of itself."""
+        return cls(tensor, tuple(packed(((0, length),)) for length in tensor.shape))
 
     @property
     def shape(self) -> Shape:

@@ -128,6 +128,7 @@ def test_a_plain_module_loads_one_file_with_its_buffers(tmp_path: Path) -> None:
     exec(MODELS, scope)
     module = scope["Own"]()
     load_model(module, tmp_path / "own.safetensors")
+    assert (tmp_path / "own.safetensors").stat().st_mode & 0o777 == 0o644  # others may read it
     assert all(torch.equal(module.state_dict()[name], value) for name, value in wanted.items())
     assert main(["import", str(build), str(tmp_path / "own.safetensors"), "-o", str(tmp_path / "imported")]) == 0
     with parc.load(build) as session:

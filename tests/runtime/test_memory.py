@@ -17,7 +17,7 @@ from parc.compiler.program import products as facts
 from parc.compiler.program.products import LIBRARIES, ONEDNN
 from parc.compiler.program.together import made_in_place
 from parc.compiler.torch_private import onednn_linear
-from parc.report import memory_of, plan_of
+from parc.report import memory_by_library, plan_of
 from parc.runtime.machine import products
 from parc.runtime.machine.ways import code_for
 from parc.runtime.opening import open_build
@@ -69,7 +69,7 @@ def estimated(folder: Path) -> list[dict[str, int]]:
     build = open_build(folder)
     plan, report = plan_of(build), json.loads((folder / "report.json").read_text())
     rows = [
-        {library.name: memory_of(build, plan, role, products=library).peak_bytes for library in LIBRARIES}
+        {name: memory.peak_bytes for name, memory in memory_by_library(build, plan, role).items()}
         for role in build.roles.values()
     ]
     assert [max(row.values()) for row in rows] == [row["peak_bytes"] for row in report["memory"]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import struct
+import sys
 import threading
 import time
 from pathlib import Path
@@ -233,6 +234,17 @@ def test_errors_in_a_persons_dataset_are_said_as_theirs(folder: Path) -> None:
     with pytest.raises(DataError, match=message) as error:
         RowReader(Closing(of("Broken", last=0), threading.Event()), [0, 1], 2, 1)(0)
     assert "code.py:" in error.value.place
+
+
+def test_a_folder_that_is_not_there_is_said_where_the_package_is_not_there_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(DataError, match="there is no folder or file"):
+        opened(tmp_path, "folder", names=["rows.json"])
+    (tmp_path / "rows.json").touch()
+    with pytest.raises(DataError, match="`folder` needs the package `datasets`"):
+        opened(tmp_path, "folder", names=["rows.json"])
 
 
 def test_folders_of_datasets_are_read(tmp_path: Path) -> None:

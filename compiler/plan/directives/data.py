@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ....grammar.codes_language import MISSING_ARGUMENT, UNEXPECTED_ARGUMENT
+from ....grammar.codes_language import UNEXPECTED_ARGUMENT
 from ....grammar.diagnostics import Diagnostic, Label, PlanError
 from ....grammar.nearest import did_you_mean, listed
 from ....grammar.parse import parse
 from ....grammar.source import Source, Span
 from ....grammar.usage import parse_usage
 from ..directive import Directive, Scope, argument
-from ..samples_said import ENDLESS, SAMPLE_FORMS, SamplesSaid, check_samples, read_samples, usages
+from ..samples_said import ORDER, SAMPLE_FORMS, SamplesSaid, check_samples, read_samples, usages
 
 
 @dataclass(frozen=True)
@@ -69,42 +69,30 @@ class Data(Directive):
 
 
 def read_words(words: str, option: str) -> SamplesSaid:
-    """Return what the words of a ``data`` line say as the value of an ``option``; a name needs no quotes there.
+    """Return what the words of a ``data`` line say as the value of an ``option`` that reads all samples in their order.
+    The word ``data`` may be left out, and the quotes around a name.
 
     Raises:
-        PlanError: they are no such words.
+        PlanError: they are no such words, or the samples have no end.
     """
-    split = words.replace('"', " ").split()
-    first = split[0] if split else ""
-    if ":" not in first and first not in {*SAMPLE_FORMS} - {"callable"}:
-        raise PlanError([_no_form(words, first, option)])
-    at = int(first in SAMPLE_FORMS)
-    if '"' not in words and at < len(split):
-        words = " ".join([*split[:at], f'"{split[at]}"', *split[at + 1 :]])
-    statements, wrong = parse(Source(option, f"data {words}"))
-    arguments, faults = parse_usage(Data.USAGE).match(statements[0]) if statements else (None, ())
-    errors = [*wrong, *faults, *(check_samples(arguments) if arguments is not None else ())]
-    if errors or arguments is None:
-        raise PlanError(errors)
-    return Data.read(arguments).said
-
-
-def _no_form(words: str, first: str, option: str) -> Diagnostic:
-    """Return the error of words whose ``first`` is not a form of samples, with the forms of samples that have an
-    end."""
-    known = {form: " ".join(text.split()[:2]) for form, text in SAMPLE_FORMS.items() if form not in ENDLESS}
-    help_ = f"forms are {listed(known.values())}"
-    if not first:
-        return Diagnostic(MISSING_ARGUMENT, f"`{option}` names no samples", help=help_)
-    at = words.index(first)
-    message, rest = f"`{first}` is not a form of samples", words[at + len(first) :].strip()
-    if first == "data":
-        message = f"`data` begins a plan's line, and is left out in `{option}`"
-        help_ = f"write `{rest}`" if rest else help_
-    elif "." in first or "/" in first:
-        message = f"nothing says what `{first}` holds"
-        help_ = f"write a form before it: {help_}; `dataset` takes a function, which may read any file"
-    elif meant := did_you_mean(first, known):
-        help_ += f"; {meant}"
-    label = Label(Span(Source(option, words), at, at + len(first)))
-    return Diagnostic(UNEXPECTED_ARGUMENT, message, label, help=help_)
+    words, verb = words.strip().removeprefix("data "), option.strip("-")
+    forms = {form: text.replace(ORDER, "") for form, text in SAMPLE_FORMS.items() if ORDER in text}
+    first, *others = words.replace('"', " ").split() or [""]
+    if first and first not in forms:
+        shown = listed((" ".join(text.split()[:2]) for text in forms.values()), "or")
+        help_ = f"begin with a form: {shown}; `dataset` takes a function, which may read any file"
+        message = f"`{option}` takes samples with an end, and `{first}` is none of their forms"
+        at = words.index(first)
+        label = Label(Span(Source(option, words), at, at + len(first)))
+        raise PlanError([Diagnostic(UNEXPECTED_ARGUMENT, message, label, help=did_you_mean(first, forms, help_))])
+    if '"' not in words and others:
+        words = " ".join([first, f'"{others[0]}"', *others[1:]])
+    statements, wrong = parse(Source(option, f"{verb} {words}"))
+    usage, errors = parse_usage(f"{verb} {' | '.join(forms.values())}"), list(wrong)
+    for statement in statements:
+        arguments, faults = usage.match(statement)
+        errors += faults
+        errors += () if arguments is None else check_samples(arguments)
+        if not errors and arguments is not None:
+            return Data.read(arguments).said
+    raise PlanError(errors)

@@ -36,7 +36,8 @@ class Loss(Directive):
 
     A plan without `loss` and `optimizer` lines is for inference: its programs make the tensors that the model returns
     in `eval()`, and hold neither gradients nor an optimizer's state. An `eval` line changes nothing there, and a `data`
-    line names the samples of `session.predict()`. Lines that only training obeys, such as `zero`, are refused.
+    line names the samples of `session.predict()`, a batch at each call. Lines that only training obeys, such as `zero`,
+    are refused.
 
     A loss may be a sum of terms, as `cross_entropy(output.logits, targets) + 0.01 output.aux_loss`. Each term with a
     count, as a mean cross entropy, is divided by its own count of the whole step. Other terms, such as the balance of

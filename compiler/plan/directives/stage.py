@@ -46,8 +46,7 @@ class Stage(Directive):
             yield from self._check_beside(first)
             return
         yield from self._check_placements(scope)
-        verbs = {other.arguments.statement.verb.text for other in scope.directives} | scope.broken
-        if "schedule" not in verbs:
+        if "schedule" not in scope.verbs:
             help_ = "add a line: `schedule 1f1b microbatches 8`"
             yield Diagnostic(NO_SCHEDULE, "stages have no schedule", Label(self.span), help=help_)
 
