@@ -11,7 +11,8 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import permutations
 
-from parc.compiler.build.communication import communication_table
+from parc.compiler.analysis.communication import communication_table
+from parc.compiler.analysis.samples import averaging_reason
 from parc.compiler.capture.model_calls import forward_text, passed_on
 from parc.compiler.layout.nodes import UnevenNodes, node_levels
 from parc.compiler.layout.placement import Split
@@ -21,7 +22,6 @@ from parc.compiler.program.actions import ACTIONS, FORWARD
 from parc.compiler.program.binding import PARAMETERS
 from parc.compiler.program.liveness import local_bytes
 from parc.compiler.resolve.context_lines import RING_METHODS, context_lines
-from parc.compiler.verify.averaging import averaging_reason
 from parc.compiling.compiled import Compiled
 from parc.compiling.size_ranges import line_span
 from parc.grammar.codes_build import AVERAGED, ROUNDED_UPDATES, UNASKED_RESHARD, WITHOUT_RULE

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
+from parc.compiler.analysis.communication import communication_table
+from parc.compiler.analysis.flops import stage_flops, step_timeline
 from parc.compiler.build.build import Build, BuildError
-from parc.compiler.build.communication import communication_table
 from parc.compiler.build.directory import again, json_text
-from parc.compiler.build.flops import stage_flops, step_timeline
 from parc.compiler.build.plan_facts import view_facts
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.layout.placement import parts

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from ..compiler.analysis.samples import averaged_terms, combination, is_one_fraction
 from ..compiler.capture.capture import Captured
 from ..compiler.capture.node_facts import noted
 from ..compiler.layout.mesh import Mesh
@@ -26,7 +27,6 @@ from ..compiler.program.roles import SINGLE as ROLE
 from ..compiler.program.roles import Programs, join_roles
 from ..compiler.resolve.context_lines import ContextLine
 from ..compiler.resolve.seeds import PlacementSeed
-from ..compiler.verify.samples import averaged_terms, combination, is_one_fraction
 from .calls import computes, mark_packed
 from .canonical.canonicalize import canonical_form, copied
 from .canonical.constants import fold_constants
@@ -186,12 +186,12 @@ class Pass(NamedTuple):
     """The name of the value without which there is nothing to do, if there is one."""
 
 
-Values = Mapping[str, Any]
+StepValues = Mapping[str, Any]
 """The values of a step by name."""
-Watch = Callable[[Pass, Values], None]
+AfterPass = Callable[[Pass, StepValues], None]
 
 
-def run_passes(passes: Sequence[Pass], values: Values, watch: Watch = lambda row, values: None) -> Values:
+def run_passes(passes: Sequence[Pass], values: StepValues, watch: AfterPass = lambda row, values: None) -> StepValues:
     """Run passes one after the other, and return the values with those that they give. ``watch`` is called after each
     pass that ran, and sees the values as they then are."""
     values, fresh = dict(values), set[str]()
@@ -238,13 +238,13 @@ def _marks(graph: fx.Graph, count: fx.Graph | None, units: frozenset[str]) -> No
             mark_blocks(part, units)
 
 
-PREPARING = (
+PREPARING_PASSES = (
     Pass("unread", drop_unread, "graph", changes="graph"),
     Pass("operators without a rule", expand_unruled, "graph", changes="graph"),
 )
 """The passes of every captured graph: operators without a rule become their parts, before a plan's names see them."""
 
-FORWARD = (
+GLOBAL_PASSES = (
     Pass("canonical form", lambda graph, choices: copied(canonical_form(graph, choices is not None)),
          "captured choices", gives="graph"),
     Pass("constants", fold_constants, "graph choices", changes="graph"),
@@ -301,7 +301,7 @@ def _cleaned(typed: fx.Graph) -> None:
     typed.lint()
 
 
-PLACING = (
+PLACING_PASSES = (
     Pass("claims", _claimed, "graph claims sites few", gives="claimed"),
     Pass("placements", _placed, "graph mesh claimed fused context replicas", gives="placed"),
     Pass("conversions", _converted, "graph mesh placed gathered choices levels", gives="typed reshards"),
@@ -324,7 +324,7 @@ def _count(*values: Any) -> fx.Graph | None:
         noted(node).binding: known["placed"].splits[node, 0] for node in known["graph"].find_nodes(op="placeholder")
     }
     claims = tuple((binding, axis, at.get(axis), 0) for binding, at in inputs.items() for axis in known["mesh"].names)
-    typed: fx.Graph = run_passes(PLACING, {**known, "graph": known["count"], "claims": claims})["typed"]
+    typed: fx.Graph = run_passes(PLACING_PASSES, {**known, "graph": known["count"], "claims": claims})["typed"]
     return typed
 
 
@@ -364,7 +364,7 @@ def _idle(roles: Mapping[str, Programs], purpose: Purpose) -> dict[str, Programs
     return {role: with_idle(role, programs, purpose) for role, programs in roles.items()}
 
 
-STEP = (
+PROGRAM_PASSES = (
     Pass("denominators", _count, _COUNTING, gives="counted"),
     Pass("sums of microbatches", _sums, "reference unbatched microbatches accumulate", gives="parts sums averaged"),
     Pass("storage", store_parameters, "typed mesh shardings shard_dims", gives="stored", changes="typed"),
@@ -388,14 +388,14 @@ STEP = (
 )  # fmt: skip
 """The passes from a typed graph to the programs of every role."""
 
-PASSES = (*FORWARD, *PLACING, *STEP)
+ALL_PASSES = (*GLOBAL_PASSES, *PLACING_PASSES, *PROGRAM_PASSES)
 """All passes of a build in their order."""
 
 
 def prepare(captured: Captured) -> tuple[Captured, fx.Node | None]:
     """Write operators without a rule as their parts, before a plan's names and every pass see the graph. Return the
     model with the new graph, and the first operator whose random numbers no stream counts: it cannot be built."""
-    graph = run_passes(PREPARING, {"graph": captured.graph})["graph"]
+    graph = run_passes(PREPARING_PASSES, {"graph": captured.graph})["graph"]
     return replace(captured, graph=graph), uncounted(graph)
 
 
@@ -407,7 +407,7 @@ def build_programs(captured: Captured, mesh: Mesh, request: Request) -> Built:
     """
     check_registered(captured.graph)
     with explained(captured.graph):
-        values = run_passes(PASSES, values_of(captured, mesh, request))
+        values = run_passes(ALL_PASSES, values_of(captured, mesh, request))
         placed, roles = values["placed"], values["roles"]
         return Built(
             reference=values["reference"],
@@ -423,7 +423,7 @@ def build_programs(captured: Captured, mesh: Mesh, request: Request) -> Built:
         )
 
 
-def values_of(captured: Captured, mesh: Mesh, request: Request) -> Values:
+def values_of(captured: Captured, mesh: Mesh, request: Request) -> StepValues:
     """Return the values that the first passes read, by name."""
     asked = {each.name: getattr(request, each.name) for each in fields(Request)}
     model = {"captured": captured.graph, "updates": captured.updates, "returned": captured.returned}
@@ -436,20 +436,20 @@ class Trials:
 
     def __init__(self, captured: Captured) -> None:
         self._captured = captured
-        self._ready: list[tuple[Values, fx.Graph]] = []
+        self._ready: list[tuple[StepValues, fx.Graph]] = []
 
     def graph(self, request: Request) -> fx.Graph:
         """Return the graph in which values are placed under a request."""
         values = values_of(self._captured, Mesh(), request)
-        read = {name: values[name] for each in FORWARD for name in each.needs.split() if name in values}
+        read = {name: values[name] for each in GLOBAL_PASSES for name in each.needs.split() if name in values}
         graph = next((graph for known, graph in self._ready if known == read), None)
         if graph is None:
-            graph = run_passes(FORWARD, values)["graph"]
+            graph = run_passes(GLOBAL_PASSES, values)["graph"]
             self._ready.append((read, graph))
         return graph
 
     def place(self, mesh: Mesh, request: Request) -> tuple[Placed, Sequence[Reshard]]:
         """Return where values lie under a request, and the conversions between them."""
         values = {**values_of(self._captured, mesh, request), "graph": self.graph(request)}
-        placing = run_passes(PLACING, values)
+        placing = run_passes(PLACING_PASSES, values)
         return placing["placed"], placing["reshards"]

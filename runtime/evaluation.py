@@ -144,7 +144,7 @@ class Evaluation:
     @cached_property
     def _counts_a_share(self) -> bool:
         """True where the loss is divided by a mean over samples, and batches have different numbers of samples."""
-        from ..compiler.verify.samples import counts_a_share  # asked where sizes have ranges alone
+        from ..compiler.analysis.samples import counts_a_share  # asked where sizes have ranges alone
 
         template, inputs = self._build.template, self._build.manifest["inputs"]
         unbatched = [line["name"] for line in inputs if line["dims"][:1] != [BATCH]]

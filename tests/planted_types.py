@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from parc.compiler.analysis.dataflow import line_call
 from parc.compiler.layout.collectives import COLLECTIVES
 from parc.compiler.layout.placement import TensorType
 from parc.compiler.ops.infer import infer
 from parc.compiler.program.binding import Binding
 from parc.compiler.program.program import Function, Line, Program, Value
-from parc.compiler.verify.lines import line_call
 from tests.planted_sites import Programs
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from parc.cli import main
-from parc.compiler.build.communication import communication_table
+from parc.compiler.analysis.communication import communication_table
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.layout.placement import Placement, Split, TensorType
 from parc.compiling.compiled import Compiled

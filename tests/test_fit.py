@@ -14,8 +14,8 @@ from parc.checking.checks import prove
 from parc.checking.reports import report_of
 from parc.checking.twins import find_twin
 from parc.cli.build import report_text
+from parc.compiler.analysis.flops import BlockCost, block_costs
 from parc.compiler.plan.plan import read_plan
-from parc.compiling.block_costs import BlockCost, block_costs
 from parc.compiling.compiled import Compiled
 from parc.compiling.fit import options_of
 from parc.compiling.fitted import condensed

@@ -14,8 +14,8 @@ import parc
 from parc.checking.checks import Checked, case_of, check_files, check_numbers, prove
 from parc.checking.reports import report_of
 from parc.cli.build import report_text
+from parc.compiler.analysis.flops import stage_flops, step_timeline
 from parc.compiler.build.directory import read_build, write_build
-from parc.compiler.build.flops import stage_flops, step_timeline
 from parc.compiler.plan.plan import read_plan
 from parc.compiler.schedules.timeline import simulate
 from parc.compiling.compiled import Compiled

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping
 from math import inf, isnan, nan
 
+from ..analysis.dataflow import Question, follow
 from ..layout.collectives import COLLECTIVES
 from ..ops.precision import base_name
 from ..ops.rules import facts, has_rule
@@ -18,7 +19,6 @@ from ..program.actions import FORWARD, work_kinds
 from ..program.faults import Fault
 from ..program.line_numbers import default_numbers, numbers_in
 from ..program.program import Function, Line, Program
-from .lines import Question, follow
 
 _PLAIN: frozenset[Hashable] = frozenset({-inf, -1.0, 0.0, 1.0, inf})
 """Numbers with which derivatives and masks compare though no line of a model has them."""

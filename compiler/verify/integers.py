@@ -18,6 +18,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..analysis.dataflow import Question, follow, line_call
 from ..layout.collectives import COLLECTIVES
 from ..ops.factors import fill_operands
 from ..ops.precision import base_name
@@ -28,7 +29,6 @@ from ..program.binding import BUFFERS
 from ..program.faults import Fault
 from ..program.program import Program, Value, operator
 from ..torch_private import is_composite
-from .lines import Question, follow, line_call
 
 _HOW = frozenset({"dtype", "layout", "device", "pin_memory", "memory_format"})
 _ACTIVATION = 0

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import TypeVar
 
+from ..analysis.dataflow import Question, follow, line_call
 from ..layout.collectives import COLLECTIVES
 from ..layout.placement import TensorType
 from ..ops.neutral import is_neutral
@@ -23,7 +24,6 @@ from ..program.faults import Fault
 from ..program.parts import making, weighted_terms
 from ..program.program import Function, Program
 from ..program.residual import residual_of
-from .lines import Question, follow, line_call
 
 _Known = TypeVar("_Known", Extras, Held)
 _Follows = Callable[[str, Question, tuple[_Known, ...]], Sequence[_Known]]

@@ -16,6 +16,7 @@ from enum import Enum
 
 import torch
 
+from ..analysis.dataflow import Question, follow
 from ..layout.collectives import COLLECTIVES
 from ..layout.mesh import Shape
 from ..ops.precision import Rounding, base_name, is_narrow, is_sensitive, may_narrow
@@ -24,7 +25,6 @@ from ..program.actions import BACKWARD, FORWARD, REDUCE, UNSHARD, work_kinds
 from ..program.binding import BUFFERS, LOSS, Binding
 from ..program.faults import Fault
 from ..program.program import Function, Line, Program, Value, needed
-from .lines import Question, follow
 from .remade import forward_lines
 
 

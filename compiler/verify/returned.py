@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
+from ..analysis.samples import dependences
 from ..layout.placement import Split
 from ..padding.flow import Extra, PaddingFault
 from ..program.parts import making
 from ..program.program import Function, Program
 from .padding import follow_rows, where_samples_meet
-from .samples import dependences
 
 
 def of_returned(function: Function, names: Collection[str] | None = None) -> Function:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import isnan
 
+from ..analysis.dataflow import Question, follow, line_call
 from ..layout.collectives import COLLECTIVES
 from ..ops.factors import OpCall
 from ..ops.infer import rule_or_opaque
@@ -23,7 +24,6 @@ from ..program.faults import Fault
 from ..program.loss_scale import LOSS_SCALE
 from ..program.program import Program, Ref
 from ..program.residual import residual_of
-from .lines import Question, follow, line_call
 
 Degree = float | None
 """The power of a scale in a value: 1.0 if it is multiplied by it once. None is not known."""

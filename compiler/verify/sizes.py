@@ -16,6 +16,7 @@ from typing import Any
 import sympy
 import torch
 
+from ..analysis.dataflow import Question, line_call, questions
 from ..layout.collectives import COLLECTIVES
 from ..layout.mesh import Mesh
 from ..layout.placement import TensorType
@@ -26,7 +27,7 @@ from ..program.text import parse_program
 from ..sizes.polynomials import Polynomial
 from ..sizes.template import ShapeFault, Template
 from ..torch_private import SymbolicSizes
-from .lines import Question, call_faults, collective_faults, forms_of, line_call, questions
+from .lines import call_faults, collective_faults, forms_of
 from .numbers import binding_faults, number_faults
 
 _MOST_CHOICES = 1 << 20

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from operator import le
 from types import MappingProxyType
 
+from ..analysis.samples import combination
 from ..layout.mesh import Mesh
 from ..layout.placement import TensorType
 from ..ops.rules import facts
@@ -15,7 +16,6 @@ from ..program.binding import COUNT, KINDS, LOSS, OUTSIDE, PARAMETERS, UNSCALE, 
 from ..program.faults import Fault
 from ..program.loss_scale import LOSS_SCALE
 from ..program.program import Function, LocalSize, Program, Value
-from .samples import combination
 from .scaling import check_scaling
 
 _HANDED_OVER = frozenset(kind for kind, row in KINDS.items() if row.home in ("stage", "step", "result"))

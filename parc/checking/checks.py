@@ -14,6 +14,7 @@ import torch
 from parc.checking.eager import CLAMP, EagerAgreement, amplified, compare_with_eager, near_tie, not_finite
 from parc.checking.reports import report_of
 from parc.checking.twins import subject_of
+from parc.compiler.analysis.samples import combination
 from parc.compiler.build.build import Build
 from parc.compiler.build.plan_facts import plan_faults
 from parc.compiler.plan.plan import Plan
@@ -37,7 +38,6 @@ from parc.compiler.verify.precision import check_precision
 from parc.compiler.verify.reduce import check_reduce
 from parc.compiler.verify.remade import check_remade
 from parc.compiler.verify.rescale import check_rescale
-from parc.compiler.verify.samples import combination
 from parc.compiler.verify.schedule import check_timelines
 from parc.compiler.verify.sizes import size_faults
 from parc.compiler.verify.stages import check_stages

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from parc.checking.cheaper import cheaper_plans, most_memory
-from parc.compiler.build.communication import Communication, messages
+from parc.compiler.analysis.communication import Communication, messages
 from parc.compiler.ops.rules import facts
 from parc.compiler.plan.limits import Promise
 from parc.compiler.program.actions import ACTIONS, BACKWARD, FORWARD, step_kinds

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from parc.compiler.build.communication import bytes_across, saved_bytes
+from parc.compiler.analysis.communication import bytes_across, saved_bytes
 from parc.compiler.plan.directives.precision import WHOLE
 from parc.compiling.compiled import Compiled
 from parc.compiling.fitted import report_rows

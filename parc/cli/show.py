@@ -136,8 +136,8 @@ def _show_timeline(given: argparse.Namespace, build: Build) -> int:
     """Print a step's work, each box as long as its floating-point operations."""
     from rich.console import Console
 
+    from parc.compiler.analysis.flops import step_timeline
     from parc.compiler.build.build import BuildError
-    from parc.compiler.build.flops import step_timeline
     from parc.compiler.schedules.drawing import draw, paint, svg, time_slot
     from parc.report_words import schedule_words
     from parc.runtime.faults import writing

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Generic, Protocol, TypeVar
 
+from parc.compiler.analysis.flops import BlockCost, block_costs
 from parc.compiler.build.build import Build
 from parc.compiler.capture.capture import Captured
 from parc.compiler.capture.node_facts import noted
@@ -23,7 +24,6 @@ from parc.compiler.program.actions import FORWARD
 from parc.compiler.program.blocks import block_of, starred
 from parc.compiler.program.cost import Memory
 from parc.compiler.program.roles import stage_key
-from parc.compiling.block_costs import BlockCost, block_costs
 from parc.compiling.fitted import POLICIES, Fitted, RoleFit
 from parc.grammar.codes_placement import NO_FIT
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from parc.compiler.analysis.communication import communication_table, placed_messages
 from parc.compiler.build.build import Build, BuildError
-from parc.compiler.build.communication import communication_table, placed_messages
 from parc.compiler.build.directory import again
 from parc.compiler.program.actions import FORWARD, PHASES
 from parc.compiler.program.blocks import starred

@@ -9,8 +9,8 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup, escape
 
+from parc.compiler.analysis.flops import step_timeline
 from parc.compiler.build.build import Build, BuildError
-from parc.compiler.build.flops import step_timeline
 from parc.compiler.program.cost import MEMORY_KINDS
 from parc.compiler.schedules.drawing import svg
 from parc.grammar.syntax import size_text

@@ -10,8 +10,8 @@ from typing import Any, final
 
 import torch
 
+from ...compiler.analysis.flops import product_type, step_flops
 from ...compiler.build.build import Build
-from ...compiler.build.flops import product_type, step_flops
 from ...compiler.sizes.size_range import BATCH
 from ..results import StepReport
 from ..session import Session
@@ -63,12 +63,12 @@ class Meter:
     def __init__(self, session: Session, peak: float | None = None) -> None:
         self._device = session.device
         self.what, self.count = work_per_step(session.build)
-        self.flops = step_flops(session.build)
+        self.flops = step_flops(session.build.reference, session.build.microbatches)
         self._all_devices = self._peak(session.build, peak) * session.world
 
     def _peak(self, build: Build, peak: float | None) -> float:
         """Return the peak of one device, 0 where it is not known."""
-        type_ = product_type(build)
+        type_ = product_type(build.programs.values())
         if peak is None and self._device.type == "cuda" and type_ is not None:
             peak = peak_flops(torch.cuda.get_device_name(self._device), type_.dtype)
         return peak or 0.0

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from parc.compiler.analysis.flops import block_costs
 from parc.compiler.build.build import Build
 from parc.compiler.build.directory import read_build
-from parc.compiling.block_costs import block_costs
 from parc.page.facts import PageFacts
 from parc.page.page import page_of
 from parc.report import plan_of, states_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from parc.cli.build import communication_text
-from parc.compiler.build.communication import communication_table, messages
+from parc.compiler.analysis.communication import communication_table, messages
 from parc.compiler.program.actions import accumulation
 from parc.compiler.program.program import Program
 from parc.compiler.program.roles import Role

@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 
-from parc.compiler.build.communication import communication_table
+from parc.compiler.analysis.communication import communication_table
 from parc.compiling.compiled import Compiled
 from tests import checked_plans
 from tests.draws import wide

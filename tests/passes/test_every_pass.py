@@ -16,7 +16,7 @@ from parc.compiler.program.program import Program
 from parc.compiling.driver import ask, task_lines
 from parc.compiling.plan_capture import capture_plan
 from parc.grammar.source import Source
-from parc.passes.pipeline import PASSES, Pass, Values, run_passes, values_of
+from parc.passes.pipeline import ALL_PASSES, Pass, StepValues, run_passes, values_of
 
 from .as_text import text_of, typed_text
 
@@ -53,7 +53,7 @@ WITHOUT_TEXT = {
 """The passes that note or decide what later ones write."""
 
 
-def _texts(values: Values) -> Mapping[str, str]:
+def _texts(values: StepValues) -> Mapping[str, str]:
     """Return the texts of a step's graphs and programs, by name."""
     mesh: Mesh = values["mesh"]
 
@@ -80,7 +80,7 @@ def _changes(kinds: str, sizes: str, lines: str) -> Iterator[tuple[str, str]]:
     before: dict[str, str] = {}
     changes: list[tuple[str, str]] = []
 
-    def watch(row: Pass, values: Values) -> None:
+    def watch(row: Pass, values: StepValues) -> None:
         after = _texts(values)
         for name in sorted(after.keys() | before.keys()):
             old, new = before.get(name, ""), after.get(name, "")
@@ -89,7 +89,7 @@ def _changes(kinds: str, sizes: str, lines: str) -> Iterator[tuple[str, str]]:
                 changes.append((row.name, "\n".join(line for line in rows if not line.startswith("@@"))))
         before.update(after)
 
-    run_passes(PASSES, values_of(captured, asked.mesh, request), watch)
+    run_passes(ALL_PASSES, values_of(captured, asked.mesh, request), watch)
     yield from changes
 
 
@@ -102,7 +102,7 @@ def written() -> str:
             if name not in shown:
                 first.setdefault(name, []).append(rows)
         shown.update((name, f"({title})\n" + "\n\n".join(texts)) for name, texts in first.items())
-    return "\n\n\n".join(f"# {row.name} {shown[row.name]}" for row in PASSES if row.name in shown) + "\n"
+    return "\n\n\n".join(f"# {row.name} {shown[row.name]}" for row in ALL_PASSES if row.name in shown) + "\n"
 
 
 def test_every_pass_changes_what_its_golden_says() -> None:
@@ -115,4 +115,4 @@ def test_every_pass_changes_what_its_golden_says() -> None:
 
 def test_every_pass_has_a_golden_or_writes_no_text() -> None:
     text = GOLDEN.read_text(encoding="utf-8")
-    assert {row.name for row in PASSES if f"# {row.name} (" not in text} == WITHOUT_TEXT
+    assert {row.name for row in ALL_PASSES if f"# {row.name} (" not in text} == WITHOUT_TEXT

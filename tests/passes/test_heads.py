@@ -10,7 +10,7 @@ import pytest
 from parc.advice import warnings_of
 from parc.checking.checks import prove
 from parc.checking.twins import find_twin
-from parc.compiler.build.communication import messages
+from parc.compiler.analysis.communication import messages
 from parc.compiler.program.roles import SINGLE
 from parc.compiling.compiled import Compiled
 from parc.desugar import desugar

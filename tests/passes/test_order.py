@@ -11,7 +11,7 @@ from torch import fx
 from parc.compiler.capture.node_facts import noted
 from parc.compiler.layout.mesh import Mesh
 from parc.passes.canonical.canonicalize import canonical_form
-from parc.passes.pipeline import PASSES, PREPARING, Pass, Request, run_passes, values_of
+from parc.passes.pipeline import ALL_PASSES, PREPARING_PASSES, Pass, Request, run_passes, values_of
 
 from ..checked_plans import compiled
 from ..runtime.tiny import EXAMPLES
@@ -22,22 +22,22 @@ PLAN = (EXAMPLES / "gpt.parc").read_text()
 def test_every_value_that_a_pass_reads_is_there_before_it() -> None:
     captured = compiled(PLAN).captured
     there = {"graph"}
-    for each in PREPARING:
+    for each in PREPARING_PASSES:
         assert there.issuperset(each.needs.split()), each.name
     there = set(values_of(captured, Mesh(), Request((), 1, 0)))
-    for each in PASSES:
+    for each in ALL_PASSES:
         assert there.issuperset(chain(each.needs.split(), each.when.split())), each.name
         assert set(each.needs.split()).issuperset(each.changes.split()), each.name
         there.update(each.gives.split())
 
 
 def test_every_part_of_a_request_is_read_by_a_pass() -> None:
-    read = {name for each in PASSES for name in each.needs.split()}
+    read = {name for each in ALL_PASSES for name in each.needs.split()}
     assert {each.name for each in fields(Request)} <= read
 
 
 def test_passes_have_names_of_their_own() -> None:
-    names = [each.name for each in (*PREPARING, *PASSES)]
+    names = [each.name for each in (*PREPARING_PASSES, *ALL_PASSES)]
     assert len(names) == len(set(names)) > 25
 
 

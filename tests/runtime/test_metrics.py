@@ -15,7 +15,8 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import parc
-from parc.compiler.build.flops import product_type, step_flops
+from parc.compiler.analysis.flops import product_type, step_flops
+from parc.compiler.build.build import Build
 from parc.grammar.codes_run import UNWRITTEN
 from parc.runtime.faults import RunError
 from parc.runtime.observe.figures import Meter, peak_flops, work_per_step
@@ -191,16 +192,21 @@ def test_weights_and_biases_are_kept_and_not_sent(
     assert all(word in kept.read_bytes() for word in (b"project", b"loss", b"2.5", b"peak_bytes/rank 1"))
 
 
+def flops_of(build: Build) -> int:
+    """Return the floating-point operations of a build's step."""
+    return step_flops(build.reference, build.microbatches)
+
+
 def test_the_operations_of_a_model_are_the_same_under_any_plan_and_follow_from_its_sizes(tmp_path: Path) -> None:
     one, split = (open_build(build(tmp_path, lines, PLAN, f"made{at}")) for at, lines in enumerate((ONE, TENSOR)))
     tokens, layers, width, vocab, length = 64, 2, 16, 256, 8
     weights = layers * 12 * width**2 + vocab * width
     scores = layers * 2 * length * width  # for each token
-    assert step_flops(one) == step_flops(split) == 6 * tokens * (weights + scores)
+    assert flops_of(one) == flops_of(split) == 6 * tokens * (weights + scores)
     frozen = open_build(build(tmp_path, ONE, PLAN + "freeze blocks.**\n", "frozen"))
-    assert step_flops(one) - step_flops(frozen) == 2 * tokens * layers * 12 * width**2
+    assert flops_of(one) - flops_of(frozen) == 2 * tokens * layers * 12 * width**2
     narrow = open_build(build(tmp_path, TENSOR, PLAN + "precision bf16\n", "narrow"))
-    types = [type_.dtype for made in (one, narrow) if (type_ := product_type(made)) is not None]
+    types = [type_.dtype for made in (one, narrow) if (type_ := product_type(made.programs.values())) is not None]
     assert types == [torch.float32, torch.bfloat16]
 
 
@@ -222,7 +228,7 @@ def test_calls_after_steps_and_the_figures_of_a_loop_of_ones_own(tmp_path: Path)
         assert calls[2:] == [("first", 2), ("second", 2)]
         assert report.seconds > report.waited_for_data + report.waited_for_ranks >= report.waited_for_ranks == 0
         figures = meter.figures(report, 0.5, session.exchange(meter.own(report)) * 3)
-        assert figures["mfu"] == figures["model_flops_per_s"] / 1e9 == step_flops(session.build) / 0.5e9
+        assert figures["mfu"] == figures["model_flops_per_s"] / 1e9 == flops_of(session.build) / 0.5e9
         assert figures["tokens_per_s"] == 128 and len(figures["peak_bytes"]) == 3
 
         def fails(report: object) -> None:

@@ -1,21 +1,22 @@
-"""Floating-point operations of a step, from the products of a build's model and programs; and the step on a clock that
-counts them."""
+"""Floating-point operations of lines, blocks and a step, from the products of programs; and the step on a clock that
+counts them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 from ..layout.mesh import Mesh
 from ..layout.placement import TensorType
 from ..ops.rules import facts
-from ..program.actions import Action, work_kinds
+from ..program.actions import BACKWARD, FORWARD, Action, work_kinds
+from ..program.liveness import Liveness
 from ..program.program import Line, Program, Value
 from ..program.rings import without_rings
 from ..program.roles import Role
 from ..schedules.timeline import Timeline, simulate
-from ..verify.lines import line_call
-from .build import Build
+from .dataflow import line_call
 
 _BACKWARD = 2
 """The most gradients of operands that the backward of a product makes, each by as many multiply-adds as the product.
@@ -71,11 +72,11 @@ def step_timeline(roles: Mapping[str, Role]) -> Timeline:
     return simulate(actions, work=lambda action: flops[action.stage].get(action.kind, 0))
 
 
-def step_flops(build: Build) -> int:
+def step_flops(reference: Program, microbatches: int) -> int:
     """Count the floating-point operations of a step's products on its whole batch, two for each multiply-add: those of
     the model's forward, and of a backward that makes the gradients of what is trained. What ranks compute twice, or
     make again in backward, counts once."""
-    reference, total = build.reference, 0
+    total = 0
     for function in reference.functions:
         values = function.values()
         trained = {value.name for value in function.parameters if _is_trained(value)}
@@ -84,20 +85,59 @@ def step_flops(build: Build) -> int:
             if with_gradient and not facts(line.op).stops_gradient:
                 trained.update(value.name for value in line.made if value.type.dtype.is_floating_point)
             total += multiply_adds(line, values, reference.mesh) * (1 + min(_BACKWARD, len(with_gradient)))
-    return 2 * total * build.microbatches
+    return 2 * total * microbatches
 
 
 def _is_trained(value: Value) -> bool:
     return value.binding is not None and value.binding.kind == "parameter"
 
 
-def product_type(build: Build) -> TensorType | None:
-    """Return the type of the result of the largest product of a rank's forward; None where it has no product."""
-    found = [
+def product_type(programs: Iterable[Program]) -> TensorType | None:
+    """Return the type of the result of the largest product of programs; None where they have none."""
+    products = [
         (multiply_adds(line, function.values(), program.mesh), line.made[0].type)
-        for program in build.programs.values()
+        for program in programs
         for function in program.functions
         for line in function.lines
         if not line.calls_function and facts(line.op).flops is not None
     ]
-    return max(found, key=lambda pair: pair[0])[1] if found else None
+    return max(products, key=lambda pair: pair[0])[1] if products else None
+
+
+# ---- the costs of a block in programs: the bytes that it keeps for backward, and its multiply-adds.
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCost:
+    """The bytes that a microbatch keeps of a block, and the multiply-adds of its forward and backward, on a rank."""
+
+    kept: int = 0
+    work: int = 0
+
+    def __add__(self, other: BlockCost) -> BlockCost:
+        return BlockCost(self.kept + other.kept, self.work + other.work)
+
+
+def block_costs(role: Role) -> dict[str, BlockCost]:
+    """Return the costs of a role's blocks, by their modules; what lies outside blocks is under ""."""
+    costs: dict[str, BlockCost] = {}
+    for program in role.programs.values():
+        if program.action in (FORWARD, BACKWARD):
+            for module, cost in _call_costs(program):
+                costs[module] = costs.get(module, BlockCost()) + cost
+    return costs
+
+
+def _call_costs(program: Program) -> Iterator[tuple[str, BlockCost]]:
+    main, values, live = program.main, program.main.values(), Liveness(program)
+    work = function_work(program)
+    root, counted = live.storages(main).root, set[str]()
+    for line in main.lines:
+        if not line.calls_function:
+            continue
+        kept = 0
+        for name in line.uses:
+            if values[name].kind == "saved" and root[name] not in counted:
+                counted.add(root[name])
+                kept += live.bytes_of(main, name)
+        yield line.origin.module, BlockCost(kept, work[line.op])
