@@ -168,14 +168,16 @@ class _Step:
         if action.works:
             held.put(0, receive_kind(action.kind), stage, m)
             held.put(0, "saved", stage, m)
-            saved = self.kept.pop((stage, m), {})
-            for value in main.parameters:
-                if value.binding is not None and value.binding.home in ("stage", "neighbour"):
-                    size = saved.get(value.binding.name, 0) if value.binding.kind == "saved" else None
-                    here = local_bytes(value.type, self.programs[key], self.load) if size is None else size
-                    given[value.name] = here
-                elif value.binding is not None and value.kind == "gradient":  # a total, which is the program's own
-                    given[value.name] = self.totals.pop(value.binding, 0)
+        saved = self.kept.pop((stage, m), {}) if action.works else {}
+        for value in main.parameters:
+            if value.binding is None:
+                continue
+            if value.binding.kind == "gradient":  # a total, which is the program's own
+                given[value.name] = self.totals.pop(value.binding, 0)
+            elif value.binding.kind == "saved":
+                given[value.name] = saved.get(value.binding.name, 0)
+            elif value.binding.home in ("stage", "neighbour"):
+                given[value.name] = local_bytes(value.type, self.programs[key], self.load)
         sends = following is not None and following.kind == send_kind(action.kind) and not self.kept
         # a last backward that starts sums over ranks delays nothing
         delays = sends and main is not self.programs[key].last

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from ..layout.collectives import COLLECTIVES, SUMS, WAIT
+from ..layout.buffers import Buffers
+from ..layout.collectives import COLLECTIVES, MESSAGE, SUMS, WAIT
 from ..layout.placement import Split, TensorType
 from ..layout.rings import RINGS
 from ..ops.rules import facts
@@ -94,6 +95,12 @@ class _Alive:
         size = self.size.pop(name, 0)
         self.hold(-size, self.share.pop(name, "values"))
         return size
+
+    def resize(self, name: str, size: int) -> None:
+        """Hold so many bytes of a storage, if it is held."""
+        if name in self.size:
+            self.hold(size - self.size[name], self.share[name])
+            self.size[name] = size
 
     def note(self, more: int = 0) -> None:
         """Note what is held at this moment, and so much more."""
@@ -195,6 +202,8 @@ class _Run:
         self.spare = spare_operands(function, liveness.joins[function.name], liveness.delayed[function.name])
         self.gradients = {self.storages.root[name] for name in function.returned("gradient").values()}
         self.buffers, self.begun = liveness.buffers.get(function.name, {}), set[int]()
+        self.travels = {line.made[0].name: line for line in function.lines if MESSAGE in dict(line.kwargs)}
+        self.arrived = set[object]()
         self.alive = _Alive()
         for name, size in given.items():
             self.alive.add(name, size, "gradients" if name in self.written else "values")
@@ -206,17 +215,20 @@ class _Run:
             self.dying.setdefault(index, []).append(name)
 
     def _last(self) -> dict[str, int]:
-        """Return the last line that reads each storage. What travels is read until it has arrived, and some values
-        last to the end."""
+        """Return the last line that reads each storage. What a message holds is read until the first of its tensors is
+        awaited, and some values last to the end."""
         lines, root, last = self.function.lines, self.storages.root, dict[str, int]()
         for index, line in enumerate(lines):
             for name in (*line.uses, *(value.name for value in line.made)):
                 last[root[name]] = last[root[name]] if name in last and self._elsewhere(name) else index
-        self.travels = {line.made[0].name: line for line in lines if "message" in dict(line.kwargs)}
+        arrivals = dict[object, int]()
         for index, line in enumerate(lines):
-            if line.op == WAIT and (started := self.travels.get(line.uses[0])) is not None:
-                for name in started.uses:
-                    last[root[name]] = max(last[root[name]], index)
+            if line.op == WAIT and line.uses[0] in self.travels:
+                arrivals.setdefault(self.travels[line.uses[0]].kwargs, index)
+        for line in self.travels.values():
+            if self._buffers(line).holds:
+                arrival = arrivals.get(line.kwargs, len(lines))
+                last.update((root[name], max(last[root[name]], arrival)) for name in line.uses)
         self.lasting = self.liveness.lasting(self.function, self.late) if self.own_late else set[str]()
         last.update(dict.fromkeys(self.lasting, len(lines)))
         last.update((root[name], len(lines)) for _, name in self.function.returns if not self._elsewhere(name))
@@ -236,6 +248,10 @@ class _Run:
                 self.alive.drop(name)
         returned = dict.fromkeys(self.storages.root[name] for _, name in self.function.returns)
         kept = {name: self.alive.size[name] for name in returned if name in self.alive.size}
+        for name in kept.keys() & self.travels.keys():
+            line = self.travels[name]
+            if line.kwargs not in self.arrived and self._buffers(line).holds:
+                kept[name] += sum(self.alive.drop(operand) for operand in line.uses if operand not in kept)
         left = sum(self.alive.size.get(name, 0) for name in self.lasting - kept.keys())
         return Peak(self.alive.peak, kept, self.left + left, self.later)
 
@@ -305,27 +321,33 @@ class _Run:
 
     def _collective(self, index: int, line: Line) -> None:
         name, (source, *_) = line.made[0].name, line.uses
-        message = name in self.travels
+        message, buffers = name in self.travels, self._buffers(line)
+        travelling = buffers.travelling if message else 0
         if line.op in SUMS and (
             source in self.liveness.own.get(self.function.name, ()) if message else self._dies(index, source)
         ):
-            self.alive.add(name, self.alive.drop(self.storages.root[source]), self._share(name))
+            self.alive.add(name, self.alive.drop(self.storages.root[source]) + travelling, self._share(name))
             return
-        result, operand = self.storages.size[name], self.liveness.bytes_of(self.function, source)
-        buffers = COLLECTIVES[line.op].buffers(operand, result, line.args[1:])
-        self.alive.add(name, result + buffers.travelling * message, self._share(name, "messages"))
-        self.alive.note(buffers.at_once * (not message))
+        self.alive.add(name, self.storages.size[name] + travelling, self._share(name, "messages"))
+        self.alive.note(0 if message else buffers.at_once)
+
+    def _buffers(self, line: Line) -> Buffers:
+        """Return the buffers of a collective."""
+        operand, result = (self.liveness.bytes_of(self.function, name) for name in (line.uses[0], line.made[0].name))
+        return COLLECTIVES[line.op].buffers(operand, result, line.args[1:])
 
     def _arrival(self, name: str) -> None:
-        """Let go of what a message needs beside its result until it is there. One that another program sent is its
-        result alone."""
-        if name not in self.travels:
-            return
-        result, line = self.storages.size[name], self.travels[name]
-        operand = self.liveness.bytes_of(self.function, line.uses[0])
-        self.alive.note(COLLECTIVES[line.op].buffers(operand, result, line.args[1:]).on_arrival)
-        self.alive.drop(name)
-        self.alive.add(name, result, self._share(name, "messages"))
+        """Let go of what a message needs beside its results: all of them are there when the first is awaited. One that
+        another program began is a parameter, with what its message needs."""
+        line = self.travels.get(name)
+        if line is None:
+            self.alive.resize(name, self.storages.size[name])
+        elif line.kwargs not in self.arrived:
+            self.arrived.add(line.kwargs)
+            together = [(result, other) for result, other in self.travels.items() if other.kwargs == line.kwargs]
+            self.alive.note(max(self._buffers(other).on_arrival for _, other in together))
+            for result, _ in together:
+                self.alive.resize(result, self.storages.size[result])
 
     def _dies(self, index: int, name: str) -> bool:
         """Return whether the storage of an operand is this run's own, and may be written over."""

@@ -182,17 +182,16 @@ class Distributed:
         """Start a message of several tensors. Its results are there once it is awaited."""
         axes = COLLECTIVES[op].axes(args[0])
         self._what = f"rank {self.rank} waited for the other ranks of `{op}` over `{','.join(axes)}`"
-        made, arrive = START[op](self, [tensors[0] for tensors in pieces], args, axes, spare)
-        what, done = self._what, False
+        results, wait = START[op](self, [tensors[0] for tensors in pieces], args, axes, spare)
+        what, waits = self._what, [wait]
+        del wait  # it holds the message's buffers
 
         def arrival() -> None:
-            nonlocal done
-            if not done:
-                done = True
+            if waits:
                 with _naming(what):
-                    arrive()
+                    waits.pop()()
 
-        return [[piece] for piece in made], arrival
+        return [[result] for result in results], arrival
 
     def around(self, op: str, axes: tuple[str, ...], parts: Sequence[RingPart]) -> list[list[torch.Tensor]]:
         """Run this rank's part of a ring: what it yields is on its way while it goes on."""

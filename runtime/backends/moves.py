@@ -80,14 +80,14 @@ def _reduce_scatter_int8(
     _, dim, outer = args
     ranks = group_size(axes, backend.mesh)
     parts = [slice_dim(piece, ranks, index, dim, outer) for index in range(ranks)]
-    return sum_packed(_exchange(backend, [pack(part) for part in parts], axes), parts[0])
+    return sum_packed(_exchange(backend, [pack(part) for part in parts], axes).unbind(), torch.empty_like(parts[0]))
 
 
 def _all_gather_int8(backend: Peers, piece: torch.Tensor, args: Sequence[Any], axes: tuple[str, ...]) -> torch.Tensor:
     packed = pack(piece)
     received = [torch.empty_like(packed) for _ in range(group_size(axes, backend.mesh))]
     backend.meet(dist.all_gather, received, packed, axes=axes)
-    return join_dim([unpack(one, piece) for one in received], *args[1:])
+    return join_dim([unpack(one, torch.empty_like(piece)) for one in received], *args[1:])
 
 
 def all_to_all(backend: Peers, piece: torch.Tensor, args: Sequence[Any], axes: tuple[str, ...]) -> torch.Tensor:
