@@ -217,7 +217,7 @@ class _Step:
     def _keep(self, action: Action, main: Function, peak: Peak) -> None:
         """Keep the results of a program for later actions, each storage once."""
         key, stage, m = action.program_in(self.programs), action.stage, action.microbatch
-        root, left = self.live[key].storages(main).root, dict(peak.kept)
+        root, left = self.live[key].root(main), dict(peak.kept)
         usual = dict(self.programs[key].main.returns)
         saved, sent, returned = dict[str, int](), 0, 0
         for binding, name in main.returns:

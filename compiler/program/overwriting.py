@@ -11,7 +11,7 @@ import torch
 
 from ..layout.mesh import Mesh
 from ..ops.rules import facts
-from .aliases import Joins, StorageGroups
+from .aliases import Aliases, StorageGroups
 from .program import Function, Line, Ref, operator
 from .totals import lasting
 
@@ -50,11 +50,11 @@ def _into_first(given: Any, place: str) -> Callable[..., torch.Tensor]:
     return call
 
 
-def spare_operands(function: Function, joins: Joins, delayed: frozenset[str]) -> Sequence[frozenset[str]]:
+def spare_operands(function: Function, known: Aliases, delayed: frozenset[str]) -> Sequence[frozenset[str]]:
     """Return, for each line, the operands whose storage only its results need after it: lines may write over it.
     Parameters belong to the caller, except what a program takes to give it back as another. What ``delayed`` values
-    are made of may be read after the last line. Lines ``joins`` what may share storage."""
-    key = "spare", joins, delayed
+    are made of may be read after the last line. ``known`` has the function's aliases."""
+    key = "spare", known, delayed
     if key not in function.derived:
         owned = {value.name for value in function.bound("gradient").values() if function.returned("gradient")}
         last: dict[str, float] = {name: at for at, line in enumerate(function.lines) for name in line.uses}
@@ -67,7 +67,7 @@ def spare_operands(function: Function, joins: Joins, delayed: frozenset[str]) ->
                 name for name, root in zip(line.uses, roots, strict=True)
                 if groups.last[root] == index and roots.count(root) == 1
             ))  # fmt: skip
-            for names in joins.of(line):
+            for names in known.of(line):
                 groups.join(names)
         function.derived[key] = spare
     stored: Sequence[frozenset[str]] = function.derived[key]

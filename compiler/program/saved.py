@@ -17,7 +17,7 @@ def saved_bytes_by_module(program: Program, load: float = 1.0) -> dict[str, int]
         for value in main.parameters
         if value.binding is not None and value.binding.home in ("stage", "neighbour")
     }
-    kept, root = dict(live.peak(main, given, {}, {}).kept), live.storages(main).root
+    kept, root = dict(live.peak(main, given, {}, {}).kept), live.root(main)
     makers = _makers(program, main, Origin())
     sizes: dict[str, int] = {}
     for name in main.returned("saved").values():

@@ -11,9 +11,10 @@ import torch
 from ..layout.collectives import MESSAGE, SUMS
 from ..layout.mesh import Shape
 from ..ops.rules import facts
+from .aliases import adds_up
 from .products import Products
 from .program import Function, Line, Program
-from .totals import LineChoice, addable, adds_up
+from .totals import LineChoice, addable
 
 _ALIGNED = 64
 """The bytes of which every part begins at a multiple, as torch's own allocations do: products are slower elsewhere."""

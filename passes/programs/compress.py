@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -67,7 +66,7 @@ class Compressor:
         if made is not None and any(made.type.placement[axis] != "P" for axis in one.axes):
             return []
         if cut is None or made is None:
-            self.whole[name] = math.prod(stored.local(mesh)) * stored.dtype.itemsize
+            self.whole[name] = stored.local_bytes(mesh)
             return []
         value = write.take(identifier(name), made.type, Binding("gradient", name))
         split = {axis: kind for axis, kind in part.placement.items()

@@ -25,8 +25,8 @@ from ...compiler.layout.collectives import COLLECTIVES
 from ...compiler.layout.placement import TensorType
 from ...compiler.ops.rules import facts
 from ...compiler.program.actions import ACTIONS
+from ...compiler.program.aliases import adds_up
 from ...compiler.program.program import Function, Line, Program, Ref, argument_text, map_references
-from ...compiler.program.totals import adds_up
 from ...compiler.torch_private import CompiledGraph, compile_graph, compiler_cache, fake_mode, missing_compiler
 from ...grammar.codes_build import NO_COMPILER, NOT_COMPILED
 from ..communication import Backend, Environment

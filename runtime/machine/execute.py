@@ -12,12 +12,12 @@ import torch
 from ...compiler.layout.collectives import COLLECTIVES, MESSAGE, SUMS, axes_of
 from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.rings import RINGS
-from ...compiler.program.aliases import aliases, own_in_main
+from ...compiler.program.aliases import adds_up, aliases, own_in_main
 from ...compiler.program.binding import Binding
 from ...compiler.program.early import on_their_way
 from ...compiler.program.products import PRODUCT
 from ...compiler.program.program import Function, Line, LocalSize, Program, Ref, map_references, operator
-from ...compiler.program.totals import addable, adds, adds_itself, adds_up, delayed, uses_of
+from ...compiler.program.totals import addable, adds, adds_itself, delayed, uses_of
 from ...compiler.torch_private import profiling
 from ..communication import Arrival, Backend, BoundTensors, Environment, arrival_name, wait_for_nothing
 from .coded import Added, CodedLine, coded
@@ -59,7 +59,7 @@ class Machine:
         self.products = library_of(kernels)
         self._addable, self._delayed = addable(program, self._adds), delayed(program, self._adds)
         self._buffers = GradientBuffers(program, self._makes_in_place, self.dtype)
-        self._joins = aliases(program)
+        self._aliases = aliases(program)
         self._later: list[Callable[[], torch.Tensor]] | None = None
         self._given: set[str] = set()
         self._own = {main.name: own_in_main(program, main) for main in program.mains}
@@ -181,9 +181,10 @@ class Machine:
         ]
 
     def _known(self, function: Function) -> tuple[Function, Lives]:
+        known, late = self._aliases[function.name], self._delayed[function.name]
         if self.reuse:
-            function = fused(function, self.mesh, self.products)
-        return function, lives(function, self._joins[function.name], self._delayed[function.name], self.reuse)
+            function = fused(function, known, self.mesh, self.products)
+        return function, lives(function, known, late, self.reuse)
 
     def _step(
         self, line: Line, function: Function, spare: frozenset[str], awaited: tuple[str, ...], dead: tuple[str, ...]

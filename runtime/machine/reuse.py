@@ -8,7 +8,7 @@ from typing import Any
 
 from ...compiler.layout.collectives import COLLECTIVES, WAIT
 from ...compiler.layout.mesh import Mesh
-from ...compiler.program.aliases import Joins
+from ...compiler.program.aliases import Aliases
 from ...compiler.program.overwriting import form_over, operand_over, spare_operands
 from ...compiler.program.program import Function, Line
 from .ways import code_for
@@ -47,13 +47,13 @@ class Lives:
     dead: Sequence[tuple[str, ...]]
 
 
-def lives(function: Function, joins: Joins, delayed: frozenset[str], reuse: bool) -> Lives:
-    """Return the lives of a function's values, some of which are ``delayed``. Lines ``joins`` what may share storage.
+def lives(function: Function, known: Aliases, delayed: frozenset[str], reuse: bool) -> Lives:
+    """Return the lives of a function's values, some of which are ``delayed``. ``known`` has its aliases.
     Without ``reuse`` no storage is spare."""
-    key = "lives", joins, delayed, reuse
+    key = "lives", known, delayed, reuse
     if key not in function.derived:
         sums = summed(function.lines)
-        spare = spare_operands(function, joins, delayed) if reuse else [frozenset[str]()] * len(function.lines)
+        spare = spare_operands(function, known, delayed) if reuse else [frozenset[str]()] * len(function.lines)
         awaited = [tuple(sums.intersection(line.uses)) for line in function.lines]
         function.derived[key] = Lives(spare, awaited, last_uses(function, [(line,) for line in function.lines]))
     stored: Lives = function.derived[key]
