@@ -70,11 +70,11 @@ def round_buffers(operand: int, result: int, args: Sequence[Any]) -> Buffers:
 def packed_scatter_buffers(operand: int, result: int, args: Sequence[Any]) -> Buffers:
     """Return the buffers of a scattered sum of float32 in int8: the packed parts that are sent and received, and each
     received one, unpacked."""
-    return Buffers(at_once=operand + result, travelling=operand // 2, on_arrival=result)
+    return Buffers(at_once=operand // 2 + result, travelling=operand // 2, on_arrival=result)
 
 
 def packed_gather_buffers(operand: int, result: int, args: Sequence[Any]) -> Buffers:
     """Return the buffers of a gather of float32 in int8: what is sent and received is packed, and unpacked where it
     lies in the result, or apart and then joined."""
     packed, apart = (operand + result) // 4, 0 if parts_in_order(*args[1:]) else result
-    return Buffers(at_once=packed + result, travelling=packed, on_arrival=apart)
+    return Buffers(at_once=packed + apart, travelling=packed, on_arrival=apart)

@@ -94,18 +94,18 @@ def _followed(program: Program, function: Function, ends: Mapping[str, _Ends]) -
     root = {value.name: value.name for value in function.parameters}
     joined, groups = dict[str, list[list[str]]](), StorageGroups()
     for line in function.lines:
-        made = [value.name for value in line.made]
+        results = [value.name for value in line.made]
         if line.calls_function:
             sure, possible = (list(_where_called(line, there)) for there in ends[line.op])
         else:
             shares = bool(line.uses) and _shares(program, function, line, root)
-            sure = [[line.uses[0], *made]] if shares else [[name] for name in made]
-            possible = [[*made, *line.uses]] if line.uses and may_alias(line) else []
+            sure = [[line.uses[0], *results]] if shares else [[name] for name in results]
+            possible = [[*results, *line.uses]] if line.uses and may_alias(line) else []
         for first, *others in sure:
             root.setdefault(first, first)
             root.update(dict.fromkeys(others, root[first]))
-        joined[made[0]] = [names for names in possible if len(names) > 1]
-        for names in joined[made[0]]:
+        joined[results[0]] = [names for names in possible if len(names) > 1]
+        for names in joined[results[0]]:
             groups.join(names)
     names = [*(value.name for value in function.parameters), *(name for _, name in function.returns)]
     return Aliases(root, joined), (tuple(root[name] for name in names), tuple(map(groups.root, names)))
@@ -144,5 +144,5 @@ def own_in_main(program: Program, function: Function) -> frozenset[str]:
         read.update(map(groups.root, line.uses))
     names = [*sent, *(name for _, name in function.returns)]
     leaving = Counter(map(groups.root, names))
-    given = {groups.root(value.name) for value in function.parameters}
-    return frozenset(name for name in names if leaving[groups.root(name)] == 1 and groups.root(name) not in given)
+    parameters = {groups.root(value.name) for value in function.parameters}
+    return frozenset(name for name in names if leaving[groups.root(name)] == 1 and groups.root(name) not in parameters)

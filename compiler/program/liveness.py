@@ -131,14 +131,14 @@ class Liveness:
         return {root[name] for name in names}
 
     def peak(
-        self, function: Function, given: Mapping[str, int], added: Mapping[str, frozenset[str]],
+        self, function: Function, owned: Mapping[str, int], added: Mapping[str, frozenset[str]],
         late: Mapping[str, frozenset[str]],
     ) -> Peak:  # fmt: skip
-        """Return the peak of a run that is ``given`` parameters of so many bytes to let go of; others are its
+        """Return the peak of a run that owns parameters of so many bytes, and lets go of them; others are its
         caller's."""
-        key = function.name, tuple(given.items()), added.get(function.name), late.get(function.name)
+        key = function.name, tuple(owned.items()), added.get(function.name), late.get(function.name)
         if key not in self._peaks:
-            self._peaks[key] = _Run(self, function, given, added, late).peak()
+            self._peaks[key] = _Run(self, function, owned, added, late).peak()
         return self._peaks[key]
 
 
@@ -146,7 +146,7 @@ class _Run:
     """One run of a function."""
 
     def __init__(
-        self, liveness: Liveness, function: Function, given: Mapping[str, int],
+        self, liveness: Liveness, function: Function, owned: Mapping[str, int],
         added: Mapping[str, frozenset[str]], late: Mapping[str, frozenset[str]],
     ) -> None:  # fmt: skip
         self.liveness, self.function, self.added, self.late = liveness, function, added, late
@@ -160,7 +160,7 @@ class _Run:
         self.travels = {line.made[0].name: line for line in function.lines if MESSAGE in dict(line.kwargs)}
         self.arrived = set[object]()
         self.alive = _Alive()
-        for name, size in given.items():
+        for name, size in owned.items():
             self.alive.add(name, size, "gradients" if name in self.written else "values")
         self.alive.note()
         self.left = self.later = 0
@@ -206,7 +206,7 @@ class _Run:
         for name in kept.keys() & self.travels.keys():
             line = self.travels[name]
             if line.kwargs not in self.arrived and self._buffers(line).holds:
-                kept[name] += sum(self.alive.drop(operand) for operand in line.uses if operand not in kept)
+                kept[name] += sum(map(self.alive.drop, {self.root[operand] for operand in line.uses} - kept.keys()))
         left = sum(self.alive.size.get(name, 0) for name in self.lasting - kept.keys())
         return Peak(self.alive.peak, kept, self.left + left, self.later)
 
@@ -214,23 +214,23 @@ class _Run:
         callee = self.liveness.program.function(line.op)
         root, alive = self.root, self.alive
         read = [root[name] for name in line.uses]
-        given = {
-            value.name: alive.size[name]
+        dying = {
+            value.name: name
             for value, name in zip(callee.parameters, read, strict=True)
             if name in alive.size and self.last[name] == index and read.count(name) == 1
         }
-        inner = self.liveness.peak(callee, given, self.added, self.late)
-        alive.note(inner.most - sum(given.values()))
-        for parameter, name in zip(callee.parameters, read, strict=True):
-            if parameter.name in given:
-                alive.drop(name)
+        owned = {parameter: alive.size[name] for parameter, name in dying.items()}
+        inner = self.liveness.peak(callee, owned, self.added, self.late)
+        alive.note(inner.most - sum(owned.values()))
+        for name in dying.values():
+            alive.drop(name)
         self.left, self.later = self.left + inner.left, max(self.later, inner.later)
         alive.hold(inner.left)
         inside = self.liveness.root(callee)
         for value, (_, name) in zip(line.results, callee.returns, strict=True):
             if value is not None and root[value.name] == value.name and not self._elsewhere(value.name):
                 first = inside[name]
-                size = given.get(first, self.liveness.bytes_of(callee, first))
+                size = owned.get(first, self.liveness.bytes_of(callee, first))
                 alive.add(value.name, size, self._share(value.name))
 
     def _size(self, name: str) -> int:
@@ -241,22 +241,21 @@ class _Run:
         return name in self.own_added or name in self.own_late
 
     def _line(self, index: int, line: Line) -> None:
-        own = [value for value in line.made if self.root[value.name] == value.name]
-        apart = self.liveness.products.apart(line, self.function, self.liveness.program.mesh)
-        direct = adds_itself(self.function, line) and not apart
-        if apart and line.made[0].name in self.own_late:
-            self.later = max(self.later, self._size(line.made[0].name))
-        gone = self.own_added | self.own_late if direct else self.own_late
-        made = [value for value in own if value.name not in gone]
         if line.op in COLLECTIVES and line.op not in RINGS:
             self._collective(index, line)
             return
-        if len(made) == 1 and (over := self._written_over(index, line)):
-            self.alive.add(made[0].name, self.alive.drop(over), self._share(made[0].name))
+        names = [value.name for value in line.made if self.root[value.name] == value.name]
+        apart = self.liveness.products.apart(line, self.function, self.liveness.program.mesh)
+        if apart and line.made[0].name in self.own_late:
+            self.later = max(self.later, self._size(line.made[0].name))
+        added_inside = self.own_added if adds_itself(self.function, line) and not apart else frozenset[str]()
+        names = [name for name in names if name not in self.own_late | added_inside]
+        if len(names) == 1 and (over := self._written_over(index, line)):
+            self.alive.add(names[0], self.alive.drop(over), self._share(names[0]))
             return
-        for value in made:
-            self._take_room(value.name)
-            self.alive.add(value.name, self._size(value.name), self._share(value.name))
+        for name in names:
+            self._take_room(name)
+            self.alive.add(name, self._size(name), self._share(name))
         if (takes := facts(line.op).takes) is not None:
             self.alive.note(takes(self._size(line.uses[0])))
         if line.op in RINGS:  # what is computed with, and what arrives meanwhile; of gradients what is added, too
@@ -270,9 +269,9 @@ class _Run:
             return
         if buffer not in self.begun:
             self.begun.add(buffer)
-            made = (value.name for line in self.function.lines if not line.calls_function for value in line.made)
-            room = sum(self._size(one) for one in made if self.buffers.get(one) == buffer)
-            self.alive.hold(room, self._share(name))
+            lines = (line for line in self.function.lines if not line.calls_function)
+            parts = (value.name for line in lines for value in line.made if self.buffers.get(value.name) == buffer)
+            self.alive.hold(sum(map(self._size, parts)), self._share(name))
         self.alive.hold(-self._size(name), self._share(name))
 
     def _share(self, name: str, otherwise: Share = "values") -> Share:

@@ -28,11 +28,11 @@ def form_over(op: str) -> Callable[..., torch.Tensor] | None:
     if inside is not None and _taken(inside) == _taken(target):
         return inside  # type: ignore[no-any-return]
     for name in target.overloadpacket.overloads() if len(target._schema.returns) == 1 else ():
-        given = getattr(target.overloadpacket, name)
-        places = [argument.name for argument in given._schema.arguments if argument.is_out]
+        overload = getattr(target.overloadpacket, name)
+        places = [argument.name for argument in overload._schema.arguments if argument.is_out]
         # a generated form computes the result elsewhere and copies it
-        if len(places) == 1 and _taken(given) == _taken(target) and torch.Tag.generated not in given.tags:
-            return _into_first(given, places[0])
+        if len(places) == 1 and _taken(overload) == _taken(target) and torch.Tag.generated not in overload.tags:
+            return _into_first(overload, places[0])
     return None
 
 
@@ -41,11 +41,11 @@ def _taken(target: Any) -> list[tuple[str, str]]:
     return [(argument.name, str(argument.type)) for argument in target._schema.arguments if not argument.is_out]
 
 
-def _into_first(given: Any, place: str) -> Callable[..., torch.Tensor]:
+def _into_first(overload: Any, place: str) -> Callable[..., torch.Tensor]:
     """Return the call of an operator whose first operand is the place for its result."""
 
     def call(first: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return given(first, *args, **kwargs, **{place: first})  # type: ignore[no-any-return]
+        return overload(first, *args, **kwargs, **{place: first})  # type: ignore[no-any-return]
 
     return call
 

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from .started import START
 
 _MOST_TENSORS = 4096
 """The most tensors of one message: tags of two messages are so far apart."""
+_Arrived = TypeVar("_Arrived")
 GroupPlace = tuple[tuple[str, ...], tuple[int, ...] | None]
 """The axes of a group, and the coordinates that are in it, if it is not all of them."""
 
@@ -164,13 +165,16 @@ class Distributed:
     def collective(
         self, op: str, args: Sequence[Any], pieces: Sequence[torch.Tensor], spare: bool = False
     ) -> tuple[list[torch.Tensor], Callable[[], object] | None]:
-        """Run a collective with the other processes; a sum is only started."""
+        """Run a collective with the other processes; a sum, or one that packs what it sends, is only started."""
         (piece,) = pieces
         row = COLLECTIVES[op]
         axes, members = row.axes(args), row.members(args)
         self._what = f"rank {self.rank} waited for the other ranks of `{op}` over `{','.join(axes)}`"
-        if op not in SUMS:
+        if op in RUN:
             return [RUN[op](self, piece, args, axes)], None
+        if op not in SUMS:
+            (results,), arrival = self.message(op, [args], [pieces])
+            return results, arrival
         result = piece if spare and piece.is_contiguous() else piece.clone(memory_format=torch.contiguous_format)
         work = self.meet(dist.all_reduce, result, axes=axes, members=members, async_op=True)
         return [result], _wait_for([work], self._what)
@@ -249,12 +253,7 @@ class Distributed:
         peer = self._peer(message, message.stage)
         works = [self._start(dist.irecv, tensor, peer, message, at) for at, tensor in enumerate(tensors)]
         wait = _wait_for(works, f"rank {self.rank} waited for {message} of stage {message.stage} (rank {peer})")
-
-        def take() -> list[list[torch.Tensor]]:
-            wait()
-            return [tensors]
-
-        return take
+        return _taken(wait, [tensors])
 
     def _start(self, run: Callable[..., Any], tensor: torch.Tensor, peer: int, message: Message, at: int) -> Any:
         channel = message.stage * len(self._kinds) + self._kinds.index(message.kind)
@@ -280,12 +279,12 @@ def _wait_for(works: Sequence[Any], what: str) -> Callable[[], None]:
     return wait
 
 
-def _taken(wait: Callable[[], None], tensors: list[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
-    """Return a function that waits and returns tensors."""
+def _taken(wait: Callable[[], None], arrived: _Arrived) -> Callable[[], _Arrived]:
+    """Return a function that waits, and returns what has arrived."""
 
-    def take() -> list[torch.Tensor]:
+    def take() -> _Arrived:
         wait()
-        return tensors
+        return arrived
 
     return take
 

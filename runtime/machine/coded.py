@@ -29,6 +29,7 @@ import torch
 from ...compiler.program.program import Line, Ref, operator, references
 from ...compiler.torch_private import direct
 from ..communication import Environment
+from .reuse import made_by
 from .site import Site
 
 _INDENT = "\n    "
@@ -107,16 +108,15 @@ class _Writer:
 
     def source(self, lines: Sequence[CodedLine]) -> str:
         """Return the text of a stretch."""
-        made, dying = set[str](), {name for each in lines for name in each.dead}
-        given: dict[str, None] = {}
-        for each in lines:
-            given.update(dict.fromkeys(name for name in each.line.uses if name not in made))
-            made.update(value.name for value in each.line.made)
-        rows = [f"{_local(name)} = __values{f'.pop({name!r})' if name in dying else f'[{name!r}]'}" for name in given]
+        dying = {name for each in lines for name in each.dead}
+        read = dict.fromkeys(name for each in lines for name in each.line.uses)
+        made = dict.fromkeys(made_by(each.line for each in lines))
+        inputs = [name for name in read if name not in made]  # a line reads what lines before it make
+        rows = [f"{_local(name)} = __values{f'.pop({name!r})' if name in dying else f'[{name!r}]'}" for name in inputs]
         for each in lines:
             rows += self._rows(each)
             self._row_ends.append((len(rows) + 1, each.line))
-        rows += [f"__values[{name!r}] = {_local(name)}" for name in made_in_order(lines) if name not in dying]
+        rows += [f"__values[{name!r}] = {_local(name)}" for name in made if name not in dying]
         return f"def stretch(__lane, __values):{_INDENT}{_INDENT.join(rows)}\n"
 
     def _rows(self, each: CodedLine) -> Iterator[str]:
@@ -185,8 +185,3 @@ def _local(name: str) -> str:
 def _returns_list(op: str) -> bool:
     """Return whether an operator of torch returns a list, also where it has one entry."""
     return isinstance(operator(op)._schema.returns[0].type, torch.ListType)
-
-
-def made_in_order(lines: Sequence[CodedLine]) -> list[str]:
-    """Return the names of the values that lines make."""
-    return [value.name for each in lines for value in each.line.made]

@@ -300,9 +300,9 @@ def _compile(values: Sequence[torch.Tensor], body: Callable[..., Any], lifted: _
             for at in keys:
                 fakes[at] = torch.empty(2, dtype=torch.int64, device=device)
 
-        def function(*given: torch.Tensor) -> Any:
-            lifted.places = dict(zip(places, given[len(values) :], strict=True))
-            return body(*given[: len(values)])
+        def function(*operands: torch.Tensor) -> Any:
+            lifted.places = dict(zip(places, operands[len(values) :], strict=True))
+            return body(*operands[: len(values)])
 
         call = compile_graph(function, [*fakes, *places.values()])
     finally:

@@ -15,15 +15,15 @@ from .ways import code_for
 
 
 def made_by(lines: Iterable[Line]) -> list[str]:
-    """Yield the names of lines' results."""
-    return [value.name for line in lines for value in line.results if value is not None]
+    """Return the names of the values that lines make."""
+    return [value.name for line in lines for value in line.made]
 
 
 def summed(lines: Iterable[Line]) -> set[str]:
     """Return the names of values that may arrive later: collectives' results, and what lines wait for."""
     lines = list(lines)
-    given = {name for line in lines if line.op == WAIT for name in line.uses}
-    return given.union(made_by(line for line in lines if line.op in COLLECTIVES))
+    awaited = {name for line in lines if line.op == WAIT for name in line.uses}
+    return awaited.union(made_by(line for line in lines if line.op in COLLECTIVES))
 
 
 def last_uses(function: Function, groups: Sequence[Sequence[Line]]) -> list[tuple[str, ...]]:
