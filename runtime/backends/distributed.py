@@ -175,7 +175,7 @@ class Distributed:
         if op not in SUMS:
             (results,), arrival = self.message(op, [args], [pieces])
             return results, arrival
-        result = piece if spare and piece.is_contiguous() else piece.clone(memory_format=torch.contiguous_format)
+        result = _to_sum(piece, spare)
         work = self.meet(dist.all_reduce, result, axes=axes, members=members, async_op=True)
         return [result], _wait_for([work], self._what)
 
@@ -186,7 +186,10 @@ class Distributed:
         """Start a message of several tensors. Its results are there once it is awaited."""
         axes = COLLECTIVES[op].axes(args[0])
         self._what = f"rank {self.rank} waited for the other ranks of `{op}` over `{','.join(axes)}`"
-        results, wait = START[op](self, [tensors[0] for tensors in pieces], args, axes, spare)
+        tensors = [of_ranks[0] for of_ranks in pieces]
+        if op in SUMS:
+            tensors = [_to_sum(tensor, own) for tensor, own in zip(tensors, spare, strict=True)]
+        results, wait = START[op](self, tensors, args, axes)
         what, waits = self._what, [wait]
         del wait  # it holds the message's buffers
 
@@ -266,6 +269,11 @@ class Distributed:
     def _peer(self, message: Message, stage: int) -> int:
         """Return the rank of a stage that has this rank's place on all other axes."""
         return self.mesh.rank({**self.coordinates, message.axis: self.stages[stage]})
+
+
+def _to_sum(tensor: torch.Tensor, spare: bool) -> torch.Tensor:
+    """Return a contiguous tensor that a sum may be written over: the tensor itself, if it is ``spare``, or a copy."""
+    return tensor if spare and tensor.is_contiguous() else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _wait_for(works: Sequence[Any], what: str) -> Callable[[], None]:

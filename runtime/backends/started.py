@@ -17,14 +17,14 @@ from .moves import Peers, all_to_all, group_size, send_rows
 _GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 """The collectives of one tensor, which newer versions of torch call otherwise."""
+Args = Sequence[Sequence[Any]]
+"""For each tensor of a message the arguments of its collective behind the operand."""
+Axes = tuple[str, ...]
 Started = tuple[list[torch.Tensor], Callable[[], None]]
 """Results that are on their way, and the function that waits for them and fills them."""
 
 
-def _start_gather(
-    backend: Peers, pieces: Sequence[torch.Tensor], args: Sequence[Sequence[Any]], axes: tuple[str, ...],
-    spare: Sequence[bool],
-) -> Started:  # fmt: skip
+def _start_gather(backend: Peers, pieces: Sequence[torch.Tensor], args: Args, axes: Axes) -> Started:
     ranks = group_size(axes, backend.mesh)
     if backend.native_reduce_scatter:
         return _packed_gather(
@@ -49,10 +49,7 @@ def _start_gather(
     return results, arrive
 
 
-def _start_scatter(
-    backend: Peers, pieces: Sequence[torch.Tensor], args: Sequence[Sequence[Any]], axes: tuple[str, ...],
-    spare: Sequence[bool],
-) -> Started:  # fmt: skip
+def _start_scatter(backend: Peers, pieces: Sequence[torch.Tensor], args: Args, axes: Axes) -> Started:
     """Exchange the parts, and sum them locally in rank order when they are there."""
     ranks = group_size(axes, backend.mesh)
     parts = [
@@ -99,9 +96,7 @@ def _exchanged(
     return wait
 
 
-def _start_exchange(
-    backend: Peers, pieces: Sequence[Rows], args: Sequence[Sequence[Any]], axes: tuple[str, ...], spare: Sequence[bool]
-) -> Started:
+def _start_exchange(backend: Peers, pieces: Sequence[Rows], args: Args, axes: Axes) -> Started:
     started = [send_rows(backend, *one, axes, async_op=True) for one in zip(pieces, args, strict=True)]
     results = [received if coming.places is None else torch.empty_like(received) for received, coming, _ in started]
 
@@ -114,10 +109,7 @@ def _start_exchange(
     return results, arrive
 
 
-def _start_all_to_all(
-    backend: Peers, pieces: Sequence[torch.Tensor], args: Sequence[Sequence[Any]], axes: tuple[str, ...],
-    spare: Sequence[bool],
-) -> Started:  # fmt: skip
+def _start_all_to_all(backend: Peers, pieces: Sequence[torch.Tensor], args: Args, axes: Axes) -> Started:
     """Exchange the parts of each tensor, and join them when they are there. Another split of the same dim is made at
     once."""
     ranks, results, started = group_size(axes, backend.mesh), list[torch.Tensor](), list[tuple[Any, ...]]()
@@ -140,10 +132,7 @@ def _start_all_to_all(
     return results, arrive
 
 
-def _start_scatter_int8(
-    backend: Peers, pieces: Sequence[torch.Tensor], args: Sequence[Sequence[Any]], axes: tuple[str, ...],
-    spare: Sequence[bool],
-) -> Started:  # fmt: skip
+def _start_scatter_int8(backend: Peers, pieces: Sequence[torch.Tensor], args: Args, axes: Axes) -> Started:
     """Exchange the packed parts, and sum them locally in rank order when they are there."""
     ranks = group_size(axes, backend.mesh)
     results = [_room(piece, own[1], piece.shape[own[1]] // ranks) for piece, own in zip(pieces, args, strict=True)]
@@ -163,15 +152,12 @@ def _start_scatter_int8(
     return results, arrive
 
 
-def _start_gather_int8(
-    backend: Peers, pieces: Sequence[torch.Tensor], args: Sequence[Sequence[Any]], axes: tuple[str, ...],
-    spare: Sequence[bool],
-) -> Started:  # fmt: skip
+def _start_gather_int8(backend: Peers, pieces: Sequence[torch.Tensor], args: Args, axes: Axes) -> Started:
     return _packed_gather(backend, pieces, args, axes, pack, unpack)
 
 
 def _packed_gather(
-    backend: Peers, pieces: Sequence[torch.Tensor], args: Sequence[Sequence[Any]], axes: tuple[str, ...],
+    backend: Peers, pieces: Sequence[torch.Tensor], args: Args, axes: Axes,
     pack: Callable[[torch.Tensor], torch.Tensor], unpack: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> Started:  # fmt: skip
     """Gather the packed pieces at once, and unpack them when they are there."""
@@ -217,17 +203,10 @@ def _packed_scatter(
     return arrive
 
 
-def _start_sum(
-    backend: Peers, pieces: Sequence[torch.Tensor], args: Sequence[Sequence[Any]], axes: tuple[str, ...],
-    spare: Sequence[bool],
-) -> Started:  # fmt: skip
-    """Sum large tensors where they are, and small ones packed: copies of large ones take longer than another sum.
-    Tensors that lie one behind the other in memory are one."""
-    results = [
-        piece if own and piece.is_contiguous() else piece.clone(memory_format=torch.contiguous_format)
-        for piece, own in zip(pieces, spare, strict=True)
-    ]
-    lying = lying_together(results)
+def _start_sum(backend: Peers, pieces: Sequence[torch.Tensor], args: Args, axes: Axes) -> Started:
+    """Sum contiguous tensors, large ones where they are and small ones packed: copies of large ones take longer than
+    another sum. Tensors that lie one behind the other in memory are one."""
+    lying = lying_together(pieces)
     small = [tensor for tensor in lying if tensor.nbytes < SMALL_SUM]
     packed = [torch.cat([tensor.reshape(-1) for tensor in small])] if len(small) > 1 else small
     large = [tensor for tensor in lying if tensor.nbytes >= SMALL_SUM]
@@ -241,7 +220,7 @@ def _start_sum(
             for tensor, part in zip(small, parts, strict=True):
                 tensor.copy_(part.view(tensor.shape))
 
-    return results, arrive
+    return list(pieces), arrive
 
 
 def lying_together(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
