@@ -244,7 +244,9 @@ class Stepper:
         if row.place == "after":
             self._settle(step)
         inputs = self._inputs(action, step, work) if row.each else ()
-        for w, made in self._run(action.kind, work, inputs):
+        gradients = self.machines[action.kind].program.main.bound("gradient").values()  # nobody else reads their totals
+        last = [value.binding for value in gradients if value.binding is not None]
+        for w, made in self._run(action.kind, work, inputs, last=last):
             if row.place == "after":
                 w.results |= made
                 w.state.buffers.update(named(made, "buffer"))

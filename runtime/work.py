@@ -71,16 +71,18 @@ class Work:
             self.sent[key] = sent
 
     def own(self, others: Iterable[torch.Tensor]) -> None:
-        """Give every gradient memory of its own, so that REDUCE may write over it. Some lie in parts of
-        one buffer."""
+        """Give every gradient memory of its own, so that REDUCE may write over it. Some lie in parts of one buffer. One
+        whose sum is on its way stays where it arrives."""
         taken: dict[int, list[range]] = {other.untyped_storage().data_ptr(): [_ALL] for other in others}
-        for key, value in self.totals.items():
-            if key.kind == "gradient":
-                spans, own = taken.setdefault(value.untyped_storage().data_ptr(), []), _bytes_of(value)
-                if any(own.start < span.stop and span.start < own.stop for span in spans):
-                    self.totals[key] = value.clone()
-                else:
-                    spans.append(own)
+        gradients = [key for key in self.totals if key.kind == "gradient"]
+        for key in sorted(gradients, key=lambda key: key not in self.arriving):
+            value = self.totals[key]
+            spans, bytes_ = taken.setdefault(value.untyped_storage().data_ptr(), []), _bytes_of(value)
+            overlaps = any(bytes_.start < span.stop and span.start < bytes_.stop for span in spans)
+            if overlaps and key not in self.arriving:
+                self.totals[key] = value.clone()
+            else:
+                spans.append(bytes_)
 
 
 _ALL = range(1 << 63)

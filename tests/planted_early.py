@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from parc.compiler.layout.collectives import MESSAGE, WAIT
 from parc.compiler.program.actions import BACKWARD, REDUCE
+from parc.compiler.program.aliases import adds_up
 from parc.compiler.program.program import Function, Line, Ref
-from parc.compiler.program.totals import adds_up
 from tests.planted_builds import GoodBuild
 from tests.planted_sites import Mutant, Programs, reading, sites, with_argument, with_function, with_main
 

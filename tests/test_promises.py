@@ -104,8 +104,8 @@ STAGED = SHALLOW.replace("schedule  micro", "schedule 1f1b micro").replace("laye
 STAGED += "mesh pp=2\nstage balanced over pp\n"
 LONG = SHALLOW.replace("B=8", "B=64")
 CHANGES = {
-    "a level of ZeRO": (SHALLOW + BOTH, 82, ["zero 1 over dp", "schedule microbatches 4", "offload optimizer to cpu"]),
-    "values of lets": (LETS, 82, ["-D level=1", "-D m=4", "offload optimizer to cpu"]),
+    "a level of ZeRO": (SHALLOW + BOTH, 85, ["zero 1 over dp", "schedule microbatches 4", "offload optimizer to cpu"]),
+    "values of lets": (LETS, 85, ["-D level=1", "-D m=4", "offload optimizer to cpu"]),
     "several together": (LETS, 55, ["-D level=3 recompute blocks.* -D m=4 offload optimizer to cpu"]),
     "recomputation": (LONG + BOTH, 230, ["recompute blocks.*", "schedule microbatches 4"]),
     "a whole table": (SHALLOW + "mesh tp=2\n", 156,

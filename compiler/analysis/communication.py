@@ -62,18 +62,18 @@ def messages(program: Program) -> list[Communication]:
 
 
 def _walk(
-    program: Program, function: Function, caller: Origin | None, read: Collection[str] = ()
+    program: Program, function: Function, caller: Origin | None, passed: Collection[str] = ()
 ) -> Iterator[PlacedMessage]:
-    """Yield the collectives of a function and of those that it calls. ``read`` are the weights among its parameters,
-    where its ``caller`` gives it some."""
+    """Yield the collectives of a function and of those that it calls. ``passed`` are the parameters that are weights of
+    its ``caller``."""
     values = function.values()
-    hidden, weights = _hidden(program, function), _weights(function, read)
+    hidden, weights = _hidden(program, function), _weights(function, passed)
     for index, line in enumerate(function.lines):
         if line.calls_function:
             called = program.function(line.op)
             pairs = zip(line.args, called.parameters, strict=True)
-            given = [value.name for item, value in pairs if isinstance(item, Ref) and item.name in weights]
-            yield from _walk(program, called, line.origin, given)
+            inner = [value.name for item, value in pairs if isinstance(item, Ref) and item.name in weights]
+            yield from _walk(program, called, line.origin, inner)
         row = COLLECTIVES.get(line.op)
         if row is None or not row.communicates:
             continue
@@ -110,15 +110,16 @@ def _carried(caller: Origin | None, source: Ref, type_: TensorType, weights: set
     return "gradients" if type_.dtype.is_floating_point else "numbers"  # the loads of experts
 
 
-def _weights(function: Function, read: Collection[str]) -> set[str]:
-    """Return what a function has of parameters before it computes with them: they, and what moves their entries."""
+def _weights(function: Function, passed: Collection[str]) -> set[str]:
+    """Return a function's weights: its bound parameters, those ``passed`` to it, and what casts these or moves their
+    entries."""
     kinds = (*PARAMETERS, "weight")
     bound = (value.name for value in function.parameters if value.binding is not None and value.binding.kind in kinds)
-    found = {*read, *bound}
+    weights = {*passed, *bound}
     for line in function.lines:
-        if line.uses and found.issuperset(line.uses) and (converts(line) or facts(line.op).moves):
-            found.update(value.name for value in line.made)
-    return found
+        if line.uses and weights.issuperset(line.uses) and (converts(line) or facts(line.op).moves):
+            weights.update(value.name for value in line.made)
+    return weights
 
 
 def _hidden(program: Program, function: Function) -> set[str]:

@@ -131,7 +131,7 @@ def block_costs(role: Role) -> dict[str, BlockCost]:
 def _call_costs(program: Program) -> Iterator[tuple[str, BlockCost]]:
     main, values, live = program.main, program.main.values(), Liveness(program)
     work = function_work(program)
-    root, counted = live.storages(main).root, set[str]()
+    root, counted = live.root(main), set[str]()
     for line in main.lines:
         if not line.calls_function:
             continue

@@ -291,20 +291,20 @@ def _read(exported: torch.export.ExportedProgram, step: _Step, names: tuple[str,
         elif spec.kind is OutputKind.USER_OUTPUT:
             own.append(value)
     updates, losses = tuple(values), len(own) - len(step.stage.returned)
-    made = {name: node for name, node in zip(step.stage.returned, own[losses:], strict=True) if _is_made(node)}
+    computed = {name: node for name, node in zip(step.stage.returned, own[losses:], strict=True) if _is_computed(node)}
     buffers = {binding.name: node for binding, node in canonical_nodes.items() if binding.kind == "buffer"}
     beside_makers({name: values[name] for name in updates}, buffers, graph)
-    graph.output((*own[:losses], *(values[name] for name in updates), *made.values()))
+    graph.output((*own[:losses], *(values[name] for name in updates), *computed.values()))
     modules = frozenset(name for name, _ in step.model.named_modules() if name)
     written = {name: exported.constants[name] for name in signature.inputs_to_lifted_tensor_constants.values()}
     constants = {
         n.removeprefix("model."): real_form(value) for n, value in written.items() if not isinstance(value, FakeTensor)
     }
-    return Captured(graph, updates, aliases, modules, constants, step.stage.changed, tuple(made))
+    return Captured(graph, updates, aliases, modules, constants, step.stage.changed, tuple(computed))
 
 
-def _is_made(node: Any) -> bool:
-    """Return whether an operator makes a value that the model returns, and not the caller or the model's state."""
+def _is_computed(node: Any) -> bool:
+    """Return whether a value that the model returns is an operator's, and not an input or the model's state."""
     return isinstance(node, fx.Node) and node.op == "call_function"
 
 

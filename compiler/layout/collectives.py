@@ -9,7 +9,17 @@ from typing import Any
 
 import torch
 
-from .buffers import Buffers, exchange_buffers, gather_buffers, rows_buffers, scatter_buffers
+from .buffers import (
+    Buffers,
+    exchange_buffers,
+    gather_buffers,
+    packed_gather_buffers,
+    packed_scatter_buffers,
+    round_buffers,
+    rows_buffers,
+    scatter_buffers,
+    sum_buffers,
+)
 from .int8 import packed_bytes, round_int8
 from .mesh import Mesh, Shape
 from .packed_rows import EXCHANGE, chosen_types, exchange_rows
@@ -238,7 +248,7 @@ def _ring(op: str) -> Collective:
 
 COLLECTIVES: dict[str, Collective] = {
     "parc.all_reduce": Collective(
-        axes_of, _all_reduce, lambda pieces, args: [_sum(pieces)] * len(pieces), sent=_around_twice
+        axes_of, _all_reduce, lambda pieces, args: [_sum(pieces)] * len(pieces), sent=_around_twice, buffers=sum_buffers
     ),
     "parc.all_reduce_among": Collective(
         axes_of,
@@ -280,7 +290,9 @@ COLLECTIVES: dict[str, Collective] = {
         communicates=False,
         keeps=True,
     ),
-    "parc.round_int8": Collective(_some_axes, _round_int8, _group_round_int8, communicates=False),
+    "parc.round_int8": Collective(
+        _some_axes, _round_int8, _group_round_int8, communicates=False, buffers=round_buffers
+    ),
     "parc.reduce_scatter_int8": Collective(
         axes_of,
         _cut("reduce_scatter_int8", "P"),
@@ -289,7 +301,7 @@ COLLECTIVES: dict[str, Collective] = {
             for i in range(len(pieces))
         ],
         packed=lambda ranks: ranks,
-        buffers=lambda operand, result, args: Buffers(2 * operand, operand // 2, operand),
+        buffers=packed_scatter_buffers,
     ),
     "parc.all_gather_int8": Collective(
         axes_of,
@@ -297,7 +309,7 @@ COLLECTIVES: dict[str, Collective] = {
         lambda pieces, args: [join_dim([round_int8(piece) for piece in pieces], args[1], args[2])] * len(pieces),
         sent=lambda payload, ranks: payload * (ranks - 1),
         packed=lambda ranks: 1,
-        buffers=lambda operand, result, args: Buffers(2 * result, (operand + result) // 4, 2 * result),
+        buffers=packed_gather_buffers,
     ),
     **{op: _ring(op) for op in RINGS},
 }

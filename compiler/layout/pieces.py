@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
+from .buffers import parts_in_order
 from .int8 import round_int8
 from .mesh import Mesh
 from .placement import AxisType, Placement, Split, parts
@@ -52,6 +53,11 @@ def join_dim(pieces: Sequence[torch.Tensor], dim: int, outer: Outer) -> torch.Te
 
 def round_parts(x: torch.Tensor, ranks: int, dim: int, outer: Outer) -> torch.Tensor:
     """Return a value whose parts along a dim are each rounded to int8."""
+    if parts_in_order(dim, outer):
+        result = torch.empty_like(x, memory_format=torch.contiguous_format)
+        for part, place in zip(x.chunk(ranks), result.chunk(ranks), strict=True):
+            round_int8(part, place)
+        return result
     return join_dim([round_int8(slice_dim(x, ranks, index, dim, outer)) for index in range(ranks)], dim, outer)
 
 

@@ -195,6 +195,10 @@ class TensorType:
         """Shape of one rank's piece."""
         return _local_shape(self.shape, self.placement, mesh)
 
+    def local_bytes(self, mesh: Mesh) -> int:
+        """Bytes of one rank's piece; of a packed one those of all the rows for which it has room."""
+        return math.prod(self.local(mesh)) * self.dtype.itemsize
+
     def text(self, mesh: Mesh) -> str:
         """The one notation of programs, reports and errors."""
         return _type_text(self, mesh)

@@ -130,7 +130,8 @@ class _Step:
         self.live = {key: Liveness(program, load, products) for key, program in programs.items()}
         self.totals: dict[Binding, int] = {}
         self.kept: dict[tuple[int, int], dict[str, int]] = {}
-        self.held = _Held()
+        self.held: dict[tuple[object, ...], int] = {}
+        """The bytes that are kept between actions beside sums of gradients."""
         self.most = Memory(0, 0, 0, 0)
         self.own_stages = {action.stage for action in actions if action.works}
 
@@ -140,8 +141,7 @@ class _Step:
             for coming in self.actions[index : index + 1 + AHEAD]:
                 message = coming.message
                 if message is not None and not message.sends:
-                    size = self._received(coming)
-                    self.held.put(size, coming.kind, coming.stage, coming.microbatch)
+                    self.held[coming.kind, coming.stage, coming.microbatch] = self._received(coming)
             following = self.actions[index + 1] if index + 1 < len(self.actions) else None
             self._action(action, following)
         return self.most
@@ -156,35 +156,37 @@ class _Step:
         key = action.program_in(self.programs)
         if action.message is not None and action.message.sends:
             self._note(Peak({}, {}, 0))
-            held.put(held.put(0, "made", action.kind, stage, m), "sent", action.kind, stage)
-            held.put(0, "left")
+            held["sent", action.kind, stage] = held.pop(("made", action.kind, stage, m), 0)
+            held.pop(("left",), None)
         if action.message is not None or key not in self.programs:
             return
         if ACTIONS[action.kind].place == "after":
-            held.drop("sent")  # by then all messages are taken
+            self.held = held = {key: size for key, size in held.items() if key[0] != "sent"}  # all are taken by then
         main, live = self._main(action, key), self.live[key]
-        given: dict[str, int] = {}
+        owned: dict[str, int] = {}
         totals = any(Binding("gradient", name) in self.totals for name in main.returned("gradient")) and action.works
         if action.works:
-            held.put(0, receive_kind(action.kind), stage, m)
-            held.put(0, "saved", stage, m)
-            saved = self.kept.pop((stage, m), {})
-            for value in main.parameters:
-                if value.binding is not None and value.binding.home in ("stage", "neighbour"):
-                    size = saved.get(value.binding.name, 0) if value.binding.kind == "saved" else None
-                    here = local_bytes(value.type, self.programs[key], self.load) if size is None else size
-                    given[value.name] = here
-                elif value.binding is not None and value.kind == "gradient":  # a total, which is the program's own
-                    given[value.name] = self.totals.pop(value.binding, 0)
+            held.pop((receive_kind(action.kind), stage, m), None)
+            held.pop(("saved", stage, m), None)
+        saved = self.kept.pop((stage, m), {}) if action.works else {}
+        for value in main.parameters:
+            if value.binding is None:
+                continue
+            if value.binding.kind == "gradient":  # a total, which is the program's own
+                owned[value.name] = self.totals.pop(value.binding, 0)
+            elif value.binding.kind == "saved":
+                owned[value.name] = saved.get(value.binding.name, 0)
+            elif value.binding.home in ("stage", "neighbour"):
+                owned[value.name] = local_bytes(value.type, self.programs[key], self.load)
         sends = following is not None and following.kind == send_kind(action.kind) and not self.kept
         # a last backward that starts sums over ranks delays nothing
         delays = sends and main is not self.programs[key].last
         added, late = live.addable if totals else {}, live.delayed if totals and delays else {}
         added = {name: values - late.get(name, frozenset()) for name, values in added.items()}
-        peak = live.peak(main, given, added, late)
+        peak = live.peak(main, owned, added, late)
         before = self.inside if action.kind == UNSHARD else 0  # the last step's weights, in which parts lie
         self._note(peak, before)
-        held.put(peak.left, "left")
+        held["left",] = peak.left
         self._keep(action, main, peak)
         if peak.later:
             self._note(Peak({"values": peak.later}, {}, 0))
@@ -200,7 +202,7 @@ class _Step:
             parameters=self.parameters + before + shares["weight"],
             gradients=shares["gradient"] + peak.shares.get("gradients", 0),
             optimizer=self.optimizer,
-            activations=self.inputs + self.held.total + peak.shares.get("values", 0),
+            activations=self.inputs + sum(self.held.values()) + peak.shares.get("values", 0),
             messages=peak.shares.get("messages", 0),
             residuals=self.residuals + shares["state"],
         )
@@ -215,7 +217,7 @@ class _Step:
     def _keep(self, action: Action, main: Function, peak: Peak) -> None:
         """Keep the results of a program for later actions, each storage once."""
         key, stage, m = action.program_in(self.programs), action.stage, action.microbatch
-        root, left = self.live[key].storages(main).root, dict(peak.kept)
+        root, left = self.live[key].root(main), dict(peak.kept)
         usual = dict(self.programs[key].main.returns)
         saved, sent, returned = dict[str, int](), 0, 0
         for binding, name in main.returns:
@@ -238,11 +240,11 @@ class _Step:
             return
         if saved:
             self.kept[stage, m] = saved
-        self.held.put(sum(saved.values()), "saved", stage, m)
-        self.held.put(returned, "returned", stage, m)
+        self.held["saved", stage, m] = sum(saved.values())
+        self.held["returned", stage, m] = returned
         to = stage + ACTIONS[action.kind].to
         there = (receive_kind(action.kind), to) if to in self.own_stages else ("made", send_kind(action.kind), stage)
-        self.held.put(sent, *there, m)
+        self.held[*there, m] = sent
 
 
 def _bound_bytes(programs: Mapping[str, Program], *kinds: Kind) -> int:
@@ -252,24 +254,3 @@ def _bound_bytes(programs: Mapping[str, Program], *kinds: Kind) -> int:
         for program in programs.values() for name, value in program.main.bound(*kinds).items()
     }  # fmt: skip
     return sum(sizes.values())
-
-
-class _Held:
-    """The bytes that are kept, each amount under a key."""
-
-    def __init__(self) -> None:
-        self.bytes: dict[tuple[object, ...], int] = {}
-        self.total = 0
-
-    def put(self, size: int, *what: object) -> int:
-        """Keep so many bytes under a key from now on, and return the bytes that were kept there before."""
-        before = self.bytes.pop(what, 0)
-        if size:
-            self.bytes[what] = size
-        self.total += size - before
-        return before
-
-    def drop(self, word: str) -> None:
-        """Keep no more what lies under keys that begin with a word."""
-        for what in [what for what in self.bytes if what[0] == word]:
-            self.put(0, *what)

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from ..layout.collectives import COLLECTIVES, SUMS, WAIT
+from ..layout.buffers import Buffers
+from ..layout.collectives import COLLECTIVES, MESSAGE, SUMS, WAIT
 from ..layout.placement import Split, TensorType
 from ..layout.rings import RINGS
 from ..ops.rules import facts
@@ -16,37 +17,18 @@ from .overwriting import form_over, operand_over, spare_operands
 from .products import BLAS, Products
 from .program import Function, Line, Program, Ref
 from .together import buffers_within
-from .totals import addable, adds_itself, adds_up, delayed
+from .totals import addable, adds_itself, delayed
 
 
 def local_bytes(type_: TensorType, program: Program, load: float = 1.0) -> int:
     """Return the bytes of one rank's piece; of a packed one those of its rows, if all experts are chosen alike. Where
     ranks hold rows by experts, the busiest has ``load`` times as many."""
-    size = math.prod(type_.local(program.mesh)) * type_.dtype.itemsize
+    size = type_.local_bytes(program.mesh)
     if type_.packed is None:
         return size
     there, rows = type_.packed
     by_experts = any(kind == Split(0) for _, kind in type_.placement.items())
     return math.ceil(size * there // rows * (load if by_experts else 1.0))
-
-
-def owners(function: Function) -> dict[str, str]:
-    """Return, for each value that is a view, the value whose storage it shares."""
-    owner_of: dict[str, str] = {}
-    for line in function.lines:
-        if facts(line.op).storage == "view":  # it holds nothing of its own
-            source = line.uses[0]
-            owner_of.update((value.name, owner_of.get(source, source)) for value in line.made)
-    return owner_of
-
-
-@dataclass(frozen=True, slots=True)
-class Storages:
-    """The storages of a function's values: the value that each shares one with (itself, if it is the first), and the
-    bytes of each storage by its first value."""
-
-    root: Mapping[str, str]
-    size: Mapping[str, int]
 
 
 Share = Literal["values", "messages", "gradients"]
@@ -95,6 +77,12 @@ class _Alive:
         self.hold(-size, self.share.pop(name, "values"))
         return size
 
+    def resize(self, name: str, size: int) -> None:
+        """Hold so many bytes of a storage, if it is held."""
+        if name in self.size:
+            self.hold(size - self.size[name], self.share[name])
+            self.size[name] = size
+
     def note(self, more: int = 0) -> None:
         """Note what is held at this moment, and so much more."""
         if self.total + more > self.most:
@@ -110,55 +98,29 @@ class Liveness:
     def __init__(self, program: Program, load: float = 1.0, products: Products = BLAS) -> None:
         self.program, self._load, self.products = program, load, products
         self.addable, self.delayed, self.buffers = addable(program), delayed(program), buffers_within(program, products)
-        self.joins = aliases(program)
+        self.aliases = aliases(program)
         self.own = {main.name: own_in_main(program, main) for main in program.mains}
-        self._storages: dict[str, Storages] = {}
+        self._bytes: dict[tuple[str, str], int] = {}
         self._peaks: dict[object, Peak] = {}
 
     def bytes_of(self, function: Function, name: str) -> int:
         """Return the bytes of a value of a function."""
-        return local_bytes(function.values()[name].type, self.program, self._load)
+        key = function.name, name
+        if key not in self._bytes:
+            self._bytes[key] = local_bytes(function.values()[name].type, self.program, self._load)
+        return self._bytes[key]
 
-    def storages(self, function: Function) -> Storages:
-        """Return the storages of a function's values. What a call returns may share one with another result, or with an
-        operand."""
-        if (made := self._storages.get(function.name)) is not None:
-            return made
-        root = {value.name: value.name for value in function.parameters}
-        for line in function.lines:
-            if line.calls_function:
-                callee = self.program.function(line.op)
-                inner = self.storages(callee)
-                there = {value.name: item.name for value, item in zip(callee.parameters, line.args, strict=True)}
-                for value, (_, name) in zip(line.results, callee.returns, strict=True):
-                    if value is not None:
-                        first = there.setdefault(inner.root[name], value.name)
-                        root[value.name] = root.get(first, first)
-            else:
-                source = next(iter(line.uses), "")
-                shares = (
-                    line.op == WAIT
-                    or adds_up(function, line)
-                    or (facts(line.op).storage == "view" and not self._copies(function, line, root))
-                )
-                root.update((value.name, root[source] if shares else value.name) for value in line.made)
-        size = {name: self.bytes_of(function, name) for name in dict.fromkeys(root.values())}
-        self._storages[function.name] = Storages(root, size)
-        return self._storages[function.name]
-
-    def _copies(self, function: Function, line: Line, root: Mapping[str, str]) -> bool:
-        """Return whether a line gives a value of repeated entries another shape, which no view of its storage has."""
-        source = line.uses[0]
-        repeats = self.bytes_of(function, source) > self.bytes_of(function, root[source])
-        return facts(line.op).moves == "shape" and repeats
+    def root(self, function: Function) -> Mapping[str, str]:
+        """Return, for each value of a function, the first one that lies in its storage."""
+        return self.aliases[function.name].root
 
     def lasting(self, function: Function, late: Mapping[str, frozenset[str]]) -> set[str]:
         """Return the storages that are read when the function has ended, to make the values that are added ``late``."""
-        root, names = self.storages(function).root, set[str]()
+        root, names = self.root(function), set[str]()
         for line in function.lines:
             if line.calls_function:
                 callee = self.program.function(line.op)
-                inner, there = self.lasting(callee, late), self.storages(callee).root
+                inner, there = self.lasting(callee, late), self.root(callee)
                 names.update(
                     item.name for value, item in zip(callee.parameters, line.args, strict=True) if value.name in inner
                 )
@@ -169,14 +131,14 @@ class Liveness:
         return {root[name] for name in names}
 
     def peak(
-        self, function: Function, given: Mapping[str, int], added: Mapping[str, frozenset[str]],
+        self, function: Function, owned: Mapping[str, int], added: Mapping[str, frozenset[str]],
         late: Mapping[str, frozenset[str]],
     ) -> Peak:  # fmt: skip
-        """Return the peak of a run that is ``given`` parameters of so many bytes to let go of; others are its
+        """Return the peak of a run that owns parameters of so many bytes, and lets go of them; others are its
         caller's."""
-        key = function.name, tuple(given.items()), added.get(function.name), late.get(function.name)
+        key = function.name, tuple(owned.items()), added.get(function.name), late.get(function.name)
         if key not in self._peaks:
-            self._peaks[key] = _Run(self, function, given, added, late).peak()
+            self._peaks[key] = _Run(self, function, owned, added, late).peak()
         return self._peaks[key]
 
 
@@ -184,19 +146,21 @@ class _Run:
     """One run of a function."""
 
     def __init__(
-        self, liveness: Liveness, function: Function, given: Mapping[str, int],
+        self, liveness: Liveness, function: Function, owned: Mapping[str, int],
         added: Mapping[str, frozenset[str]], late: Mapping[str, frozenset[str]],
     ) -> None:  # fmt: skip
         self.liveness, self.function, self.added, self.late = liveness, function, added, late
-        self.storages = liveness.storages(function)
+        self.root = liveness.root(function)
         self.own_added, self.own_late = (table.get(function.name, frozenset[str]()) for table in (added, late))
         self.written = {value.name for value in function.bound("gradient").values() if function.returned("gradient")}
         # no line is prepared to write over what may be added late, whether or not it is
-        self.spare = spare_operands(function, liveness.joins[function.name], liveness.delayed[function.name])
-        self.gradients = {self.storages.root[name] for name in function.returned("gradient").values()}
+        self.spare = spare_operands(function, liveness.aliases[function.name], liveness.delayed[function.name])
+        self.gradients = {self.root[name] for name in function.returned("gradient").values()}
         self.buffers, self.begun = liveness.buffers.get(function.name, {}), set[int]()
+        self.travels = {line.made[0].name: line for line in function.lines if MESSAGE in dict(line.kwargs)}
+        self.arrived = set[object]()
         self.alive = _Alive()
-        for name, size in given.items():
+        for name, size in owned.items():
             self.alive.add(name, size, "gradients" if name in self.written else "values")
         self.alive.note()
         self.left = self.later = 0
@@ -206,17 +170,20 @@ class _Run:
             self.dying.setdefault(index, []).append(name)
 
     def _last(self) -> dict[str, int]:
-        """Return the last line that reads each storage. What travels is read until it has arrived, and some values
-        last to the end."""
-        lines, root, last = self.function.lines, self.storages.root, dict[str, int]()
+        """Return the last line that reads each storage. What a message holds is read until the first of its tensors is
+        awaited, and some values last to the end."""
+        lines, root, last = self.function.lines, self.root, dict[str, int]()
         for index, line in enumerate(lines):
             for name in (*line.uses, *(value.name for value in line.made)):
                 last[root[name]] = last[root[name]] if name in last and self._elsewhere(name) else index
-        self.travels = {line.made[0].name: line for line in lines if "message" in dict(line.kwargs)}
+        arrivals = dict[object, int]()
         for index, line in enumerate(lines):
-            if line.op == WAIT and (started := self.travels.get(line.uses[0])) is not None:
-                for name in started.uses:
-                    last[root[name]] = max(last[root[name]], index)
+            if line.op == WAIT and line.uses[0] in self.travels:
+                arrivals.setdefault(self.travels[line.uses[0]].kwargs, index)
+        for line in self.travels.values():
+            if self._buffers(line).holds:
+                arrival = arrivals.get(line.kwargs, len(lines))
+                last.update((root[name], max(last[root[name]], arrival)) for name in line.uses)
         self.lasting = self.liveness.lasting(self.function, self.late) if self.own_late else set[str]()
         last.update(dict.fromkeys(self.lasting, len(lines)))
         last.update((root[name], len(lines)) for _, name in self.function.returns if not self._elsewhere(name))
@@ -228,62 +195,69 @@ class _Run:
             if line.calls_function:
                 self._call(index, line)
             elif line.op == WAIT:
-                self._arrival(self.storages.root[line.made[0].name])
+                self._arrival(self.root[line.made[0].name])
             elif facts(line.op).carries != "away":
                 self._line(index, line)
             self.alive.note()
             for name in self.dying.get(index, ()):
                 self.alive.drop(name)
-        returned = dict.fromkeys(self.storages.root[name] for _, name in self.function.returns)
+        returned = dict.fromkeys(self.root[name] for _, name in self.function.returns)
         kept = {name: self.alive.size[name] for name in returned if name in self.alive.size}
+        for name in kept.keys() & self.travels.keys():
+            line = self.travels[name]
+            if line.kwargs not in self.arrived and self._buffers(line).holds:
+                kept[name] += sum(map(self.alive.drop, {self.root[operand] for operand in line.uses} - kept.keys()))
         left = sum(self.alive.size.get(name, 0) for name in self.lasting - kept.keys())
         return Peak(self.alive.peak, kept, self.left + left, self.later)
 
     def _call(self, index: int, line: Line) -> None:
         callee = self.liveness.program.function(line.op)
-        root, alive = self.storages.root, self.alive
+        root, alive = self.root, self.alive
         read = [root[name] for name in line.uses]
-        given = {
-            value.name: alive.size[name]
+        dying = {
+            value.name: name
             for value, name in zip(callee.parameters, read, strict=True)
             if name in alive.size and self.last[name] == index and read.count(name) == 1
         }
-        inner = self.liveness.peak(callee, given, self.added, self.late)
-        alive.note(inner.most - sum(given.values()))
-        for parameter, name in zip(callee.parameters, read, strict=True):
-            if parameter.name in given:
-                alive.drop(name)
+        owned = {parameter: alive.size[name] for parameter, name in dying.items()}
+        inner = self.liveness.peak(callee, owned, self.added, self.late)
+        alive.note(inner.most - sum(owned.values()))
+        for name in dying.values():
+            alive.drop(name)
         self.left, self.later = self.left + inner.left, max(self.later, inner.later)
         alive.hold(inner.left)
-        sizes = self.liveness.storages(callee)
+        inside = self.liveness.root(callee)
         for value, (_, name) in zip(line.results, callee.returns, strict=True):
             if value is not None and root[value.name] == value.name and not self._elsewhere(value.name):
-                first = sizes.root[name]
-                alive.add(value.name, given.get(first, sizes.size[first]), self._share(value.name))
+                first = inside[name]
+                size = owned.get(first, self.liveness.bytes_of(callee, first))
+                alive.add(value.name, size, self._share(value.name))
+
+    def _size(self, name: str) -> int:
+        return self.liveness.bytes_of(self.function, name)
 
     def _elsewhere(self, name: str) -> bool:
         """Return whether a value goes to a total that is there."""
         return name in self.own_added or name in self.own_late
 
     def _line(self, index: int, line: Line) -> None:
-        own = [value for value in line.made if self.storages.root[value.name] == value.name]
-        apart = self.liveness.products.apart(line, self.function, self.liveness.program.mesh)
-        direct = adds_itself(self.function, line) and not apart
-        if apart and line.made[0].name in self.own_late:
-            self.later = max(self.later, self.storages.size[line.made[0].name])
-        gone = self.own_added | self.own_late if direct else self.own_late
-        made = [value for value in own if value.name not in gone]
         if line.op in COLLECTIVES and line.op not in RINGS:
             self._collective(index, line)
             return
-        if len(made) == 1 and (over := self._written_over(index, line)):
-            self.alive.add(made[0].name, self.alive.drop(over), self._share(made[0].name))
+        names = [value.name for value in line.made if self.root[value.name] == value.name]
+        apart = self.liveness.products.apart(line, self.function, self.liveness.program.mesh)
+        if apart and line.made[0].name in self.own_late:
+            self.later = max(self.later, self._size(line.made[0].name))
+        added_inside = self.own_added if adds_itself(self.function, line) and not apart else frozenset[str]()
+        names = [name for name in names if name not in self.own_late | added_inside]
+        if len(names) == 1 and (over := self._written_over(index, line)):
+            self.alive.add(names[0], self.alive.drop(over), self._share(names[0]))
             return
-        for value in made:
-            self._take_room(value.name)
-            self.alive.add(value.name, self.storages.size[value.name], self._share(value.name))
+        for name in names:
+            self._take_room(name)
+            self.alive.add(name, self._size(name), self._share(name))
         if (takes := facts(line.op).takes) is not None:
-            self.alive.note(takes(self.liveness.bytes_of(self.function, line.uses[0])))
+            self.alive.note(takes(self._size(line.uses[0])))
         if line.op in RINGS:  # what is computed with, and what arrives meanwhile; of gradients what is added, too
             operands = [self.function.values()[name].type for name in line.uses]
             travelling = COLLECTIVES[line.op].travelling(operands)
@@ -295,48 +269,54 @@ class _Run:
             return
         if buffer not in self.begun:
             self.begun.add(buffer)
-            made = (value.name for line in self.function.lines if not line.calls_function for value in line.made)
-            room = sum(self.storages.size[one] for one in made if self.buffers.get(one) == buffer)
-            self.alive.hold(room, self._share(name))
-        self.alive.hold(-self.storages.size[name], self._share(name))
+            lines = (line for line in self.function.lines if not line.calls_function)
+            parts = (value.name for line in lines for value in line.made if self.buffers.get(value.name) == buffer)
+            self.alive.hold(sum(map(self._size, parts)), self._share(name))
+        self.alive.hold(-self._size(name), self._share(name))
 
     def _share(self, name: str, otherwise: Share = "values") -> Share:
         return "gradients" if name in self.gradients else otherwise
 
     def _collective(self, index: int, line: Line) -> None:
         name, (source, *_) = line.made[0].name, line.uses
-        message = name in self.travels
+        message, buffers = name in self.travels, self._buffers(line)
+        travelling = buffers.travelling if message else 0
         if line.op in SUMS and (
             source in self.liveness.own.get(self.function.name, ()) if message else self._dies(index, source)
         ):
-            self.alive.add(name, self.alive.drop(self.storages.root[source]), self._share(name))
+            self.alive.add(name, self.alive.drop(self.root[source]) + travelling, self._share(name))
             return
-        result, operand = self.storages.size[name], self.liveness.bytes_of(self.function, source)
-        buffers = COLLECTIVES[line.op].buffers(operand, result, line.args[1:])
-        self.alive.add(name, result + buffers.travelling * message, self._share(name, "messages"))
-        self.alive.note(buffers.at_once * (not message))
+        self.alive.add(name, self._size(name) + travelling, self._share(name, "messages"))
+        self.alive.note(0 if message else buffers.at_once)
+
+    def _buffers(self, line: Line) -> Buffers:
+        """Return the buffers of a collective."""
+        operand, result = map(self._size, (line.uses[0], line.made[0].name))
+        return COLLECTIVES[line.op].buffers(operand, result, line.args[1:])
 
     def _arrival(self, name: str) -> None:
-        """Let go of what a message needs beside its result until it is there. One that another program sent is its
-        result alone."""
-        if name not in self.travels:
-            return
-        result, line = self.storages.size[name], self.travels[name]
-        operand = self.liveness.bytes_of(self.function, line.uses[0])
-        self.alive.note(COLLECTIVES[line.op].buffers(operand, result, line.args[1:]).on_arrival)
-        self.alive.drop(name)
-        self.alive.add(name, result, self._share(name, "messages"))
+        """Let go of what a message needs beside its results: all of them are there when the first is awaited. One that
+        another program began is a parameter, with what its message needs."""
+        line = self.travels.get(name)
+        if line is None:
+            self.alive.resize(name, self._size(name))
+        elif line.kwargs not in self.arrived:
+            self.arrived.add(line.kwargs)
+            together = [(result, other) for result, other in self.travels.items() if other.kwargs == line.kwargs]
+            self.alive.note(max(self._buffers(other).on_arrival for _, other in together))
+            for result, _ in together:
+                self.alive.resize(result, self._size(result))
 
     def _dies(self, index: int, name: str) -> bool:
         """Return whether the storage of an operand is this run's own, and may be written over."""
-        first = self.storages.root[name]
+        first = self.root[name]
         return name in self.spare[index] and (first in self.alive.size or first in self.written)
 
     def _written_over(self, index: int, line: Line) -> str:
         """Return the storage of an operand that the result of a line is written over, or ""."""
         if form_over(line.op) is None:
             return ""
-        root = self.storages.root
+        root = self.root
         spare = {name for name in line.uses if self._dies(index, name)}
         at = operand_over(line, self.function, spare, self.liveness.program.mesh)
         operand = None if at is None else line.args[at]

@@ -11,7 +11,7 @@ import torch
 
 from ..layout.mesh import Mesh
 from ..ops.rules import facts
-from .aliases import Joins, StorageGroups
+from .aliases import Aliases, StorageGroups
 from .program import Function, Line, Ref, operator
 from .totals import lasting
 
@@ -28,11 +28,11 @@ def form_over(op: str) -> Callable[..., torch.Tensor] | None:
     if inside is not None and _taken(inside) == _taken(target):
         return inside  # type: ignore[no-any-return]
     for name in target.overloadpacket.overloads() if len(target._schema.returns) == 1 else ():
-        given = getattr(target.overloadpacket, name)
-        places = [argument.name for argument in given._schema.arguments if argument.is_out]
+        overload = getattr(target.overloadpacket, name)
+        places = [argument.name for argument in overload._schema.arguments if argument.is_out]
         # a generated form computes the result elsewhere and copies it
-        if len(places) == 1 and _taken(given) == _taken(target) and torch.Tag.generated not in given.tags:
-            return _into_first(given, places[0])
+        if len(places) == 1 and _taken(overload) == _taken(target) and torch.Tag.generated not in overload.tags:
+            return _into_first(overload, places[0])
     return None
 
 
@@ -41,20 +41,20 @@ def _taken(target: Any) -> list[tuple[str, str]]:
     return [(argument.name, str(argument.type)) for argument in target._schema.arguments if not argument.is_out]
 
 
-def _into_first(given: Any, place: str) -> Callable[..., torch.Tensor]:
+def _into_first(overload: Any, place: str) -> Callable[..., torch.Tensor]:
     """Return the call of an operator whose first operand is the place for its result."""
 
     def call(first: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return given(first, *args, **kwargs, **{place: first})  # type: ignore[no-any-return]
+        return overload(first, *args, **kwargs, **{place: first})  # type: ignore[no-any-return]
 
     return call
 
 
-def spare_operands(function: Function, joins: Joins, delayed: frozenset[str]) -> Sequence[frozenset[str]]:
+def spare_operands(function: Function, known: Aliases, delayed: frozenset[str]) -> Sequence[frozenset[str]]:
     """Return, for each line, the operands whose storage only its results need after it: lines may write over it.
     Parameters belong to the caller, except what a program takes to give it back as another. What ``delayed`` values
-    are made of may be read after the last line. Lines ``joins`` what may share storage."""
-    key = "spare", joins, delayed
+    are made of may be read after the last line. ``known`` has the function's aliases."""
+    key = "spare", known, delayed
     if key not in function.derived:
         owned = {value.name for value in function.bound("gradient").values() if function.returned("gradient")}
         last: dict[str, float] = {name: at for at, line in enumerate(function.lines) for name in line.uses}
@@ -67,7 +67,7 @@ def spare_operands(function: Function, joins: Joins, delayed: frozenset[str]) ->
                 name for name, root in zip(line.uses, roots, strict=True)
                 if groups.last[root] == index and roots.count(root) == 1
             ))  # fmt: skip
-            for names in joins.of(line):
+            for names in known.of(line):
                 groups.join(names)
         function.derived[key] = spare
     stored: Sequence[frozenset[str]] = function.derived[key]

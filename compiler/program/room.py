@@ -23,20 +23,20 @@ def room_of(
     """Return the buffers for a role's share of what ``offload`` lines name: its own parameters among ``stored``, each
     with its number of optimizer tensors (``moments``), the weights that a step makes of them, and what waits for
     backward as its actions run one after the other."""
-    made: dict[str, Counter[int]] = {word: Counter() for word in offload}
+    rooms: dict[str, Counter[int]] = {word: Counter() for word in offload}
     any_program = next(iter(programs.values()))
     own = {name for program in programs.values() for name in program.main.bound(*PARAMETERS)}
     for name, type_ in stored.items():
         size = local_bytes(type_, any_program)
         if name in own and type_.shape and size:
             for word, count in (("optimizer", moments.get(name, 0)), ("parameters", 1)):
-                if word in made and count:
-                    made[word][size] += count
-    if "parameters" in made:
-        made["parameters"] += sum((_stored(program, "weight", offload) for program in programs.values()), Counter())
-    if "activations" in made:
-        made["activations"] = _waiting(programs, actions, offload)
-    return made
+                if word in rooms and count:
+                    rooms[word][size] += count
+    if "parameters" in rooms:
+        rooms["parameters"] += sum((_stored(program, "weight", offload) for program in programs.values()), Counter())
+    if "activations" in rooms:
+        rooms["activations"] = _waiting(programs, actions, offload)
+    return rooms
 
 
 def _stored(program: Program, kind: str, offload: Collection[str]) -> Counter[int]:

@@ -12,12 +12,12 @@ def saved_bytes_by_module(program: Program, load: float = 1.0) -> dict[str, int]
     the first saved value in it; what a stage has received is under ``""``. The busiest rank of experts has ``load``
     times the mean of their rows."""
     main, live = program.main, Liveness(program, load)
-    given = {
+    owned = {
         value.name: local_bytes(value.type, program, load)
         for value in main.parameters
         if value.binding is not None and value.binding.home in ("stage", "neighbour")
     }
-    kept, root = dict(live.peak(main, given, {}, {}).kept), live.storages(main).root
+    kept, root = dict(live.peak(main, owned, {}, {}).kept), live.root(main)
     makers = _makers(program, main, Origin())
     sizes: dict[str, int] = {}
     for name in main.returned("saved").values():

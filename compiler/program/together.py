@@ -11,9 +11,10 @@ import torch
 from ..layout.collectives import MESSAGE, SUMS
 from ..layout.mesh import Shape
 from ..ops.rules import facts
+from .aliases import adds_up
 from .products import Products
 from .program import Function, Line, Program
-from .totals import LineChoice, addable, adds_up
+from .totals import LineChoice, addable
 
 _ALIGNED = 64
 """The bytes of which every part begins at a multiple, as torch's own allocations do: products are slower elsewhere."""
@@ -65,18 +66,14 @@ def buffers_within(program: Program, products: Products) -> dict[str, dict[str, 
         return made_in_place(line.op) and not products.apart(line, function, program.mesh)
 
     lying = {value.name: at for at, values in enumerate(gradients_together(program, in_place)) for value in values}
-    within = {main.name: dict(lying) for main in program.mains} if lying else {}
-    left = list(program.mains) if lying else []
-    while left:
-        function = left.pop()
-        for line in function.lines:
-            if line.calls_function:
-                callee, known = program.function(line.op), within[function.name]
-                inner = within.setdefault(callee.name, {})
-                for value, (_, name) in zip(line.results, callee.returns, strict=True):
-                    if value is not None and value.name in known and name not in inner:
-                        inner[name] = known[value.name]
-                        left.append(callee)
+    within: dict[str, dict[str, int]] = {function.name: {} for function in program.functions}
+    within.update((main.name, dict(lying)) for main in program.mains)
+    for function in reversed(program.functions) if lying else ():  # callers first
+        for line in (line for line in function.lines if line.calls_function):
+            callee = program.function(line.op)
+            for value, (_, name) in zip(line.results, callee.returns, strict=True):
+                if value is not None and value.name in within[function.name]:
+                    within[callee.name].setdefault(name, within[function.name][value.name])
     return within
 
 

@@ -9,7 +9,7 @@ import torch
 
 from ..ops.rules import facts
 from .aliases import may_alias
-from .program import LAST, Function, Line, Program, Ref, Value
+from .program import Function, Line, Program, Value
 
 LineChoice = Callable[[Function, Line], bool]
 """A choice of lines, each in its function."""
@@ -58,13 +58,6 @@ def delayed(program: Program, chosen: LineChoice = adds) -> dict[str, frozenset[
     make no result beside the total: else it would cost memory to wait."""
     return addable(program, lambda function, line: chosen(function, line) and facts(line.op).addable
                    and not facts(line.op).casts)  # fmt: skip
-
-
-def adds_up(function: Function, line: Line) -> bool:
-    """Return whether a line of a last backward adds a microbatch's gradient to the total of earlier ones."""
-    if not function.name.endswith(LAST) or line.op != "aten.add.Tensor" or not isinstance(line.args[0], Ref):
-        return False
-    return function.values()[line.args[0].name].kind == "gradient"
 
 
 def _made(program: Program, line: Line) -> list[tuple[Value, str]]:

@@ -7,7 +7,6 @@ split it, its gradient or its optimizer state over an axis whose ranks all use t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -119,7 +118,7 @@ def _sharded(
             chosen = None
         if chosen is None:
             stored.dims[key] = None
-            stored.whole[name] = math.prod(type_.local(mesh)) * type_.dtype.itemsize
+            stored.whole[name] = type_.local_bytes(mesh)
             continue
         pads = (Pad(chosen.dim, 1, chosen.real, chosen.padded),) if chosen.padding else ()
         stored.dims[key] = chosen.dim, bool(pads)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -50,65 +49,64 @@ class Compressor:
         stored, with what rounding leaves of it. Return nothing where it is not to be, or cannot be: None stands for a
         gradient that several roles sum. What is left of one step meets the next one's gradient, so it is divided by
         the loss scale before, if there is one."""
-        one = self.wanted.get(name)
-        if one is None:
+        demand = self.wanted.get(name)
+        if demand is None:
             return []
-        origin = replace(origin, plan=one.line)
-        mesh = write.mesh
-        inside = {part for axis, across in self.levels.items() for part in mesh.parts(axis)[across:]}.intersection(
-            one.axes
-        )
-        axes = tuple(axis for axis in one.axes if axis not in inside)
+        origin, mesh = replace(origin, plan=demand.line), write.mesh
+        within_nodes = {part for axis, across in self.levels.items() for part in mesh.parts(axis)[across:]}
+        part = self._part(name, demand.axes, within_nodes, stored, mesh)
+        axes = tuple(axis for axis in demand.axes if axis not in within_nodes)
         # a parameter that is stored in parts within nodes: the sum inside is as it is, the one across is compressed
-        across = tuple(axis for axis in axes if not isinstance(stored.placement[axis], Split))
-        part, one = self._part(name, one, inside, stored, mesh), replace(one, axes=across or axes)
-        type_ = replace(part, placement=part.placement.replace(dict.fromkeys(one.axes, "P")))
-        cut = self._cut(name, one, type_, part, mesh)
-        if made is not None and any(made.type.placement[axis] != "P" for axis in one.axes):
+        axes = tuple(axis for axis in axes if not isinstance(stored.placement[axis], Split)) or axes
+        type_ = replace(part, placement=part.placement.replace(dict.fromkeys(axes, "P")))
+        cut = self._cut(name, axes, demand.format, type_, part, mesh)
+        if made is not None and any(made.type.placement[axis] != "P" for axis in axes):
             return []
         if cut is None or made is None:
-            self.whole[name] = math.prod(stored.local(mesh)) * stored.dtype.itemsize
+            self.whole[name] = stored.local_bytes(mesh)
             return []
         value = write.take(identifier(name), made.type, Binding("gradient", name))
         split = {axis: kind for axis, kind in part.placement.items()
-                 if isinstance(kind, Split) and axis not in one.axes}  # fmt: skip
+                 if isinstance(kind, Split) and axis not in axes}  # fmt: skip
         value = emit_conversions(write, value, replace(part, placement=made.type.placement.replace(split)), origin)
-        if others := [axis for axis in value.type.placement.partial if axis not in one.axes]:
+        if others := [axis for axis in value.type.placement.partial if axis not in axes]:
             value = write.emit("parc.all_reduce", (Ref(value.name), ",".join(others)), type_, origin)
         value = value if unscale is None else write.times(value, unscale, origin)
         left = write.take(f"left_of_{identifier(name)}", value.type, residual(name))
         value = write.emit("aten.add.Tensor", (Ref(value.name), Ref(left.name)), value.type, origin)
-        way = _as_float16 if one.format == "fp16" else _as_int8
-        value, left = way(write, value, part, cut, one.axes, origin)
+        way = _as_float16 if demand.format == "fp16" else _as_int8
+        value, left = way(write, value, part, cut, axes, origin)
         value = emit_conversions(write, value, replace(stored, dtype=value.type.dtype), origin)  # in the narrow type
         return [emit_conversions(write, value, stored, origin), left]
 
-    def _part(self, name: str, one: Compression, inside: Collection[str], stored: TensorType, mesh: Mesh) -> TensorType:
+    def _part(
+        self, name: str, axes: Sequence[str], within_nodes: Collection[str], stored: TensorType, mesh: Mesh
+    ) -> TensorType:
         """Return the type in which a rank has a gradient that is summed over its node, and not across nodes yet: a part
         of it, as it is stored or along the first dim that divides; else all of it."""
-        free = tuple(axis for axis in one.axes if axis in inside and not isinstance(stored.placement[axis], Split))
-        partial = replace(stored, placement=stored.placement.replace(dict.fromkeys(one.axes, "P")))
+        free = tuple(axis for axis in axes if axis in within_nodes and not isinstance(stored.placement[axis], Split))
+        partial = replace(stored, placement=stored.placement.replace(dict.fromkeys(axes, "P")))
         cut = self._dim(name, free, dict(cuts_over(partial, free, mesh))) if free else None
-        return stored if cut is None else replace(
-            stored, placement=stored.placement.replace({axis: cut[axis] for axis in free})
-        )  # fmt: skip
+        if cut is None:
+            return stored
+        return replace(stored, placement=stored.placement.replace({axis: cut[axis] for axis in free}))
 
-    def _cut(self, name: str, one: Compression, type_: TensorType, stored: TensorType, mesh: Mesh) -> Placement | None:
+    def _cut(
+        self, name: str, axes: Sequence[str], format_: str, type_: TensorType, stored: TensorType, mesh: Mesh
+    ) -> Placement | None:
         """Return the placement in which each rank sums its part, or the stored one where float16 is summed as it is;
         None where the gradient cannot be compressed."""
-        kinds = {axis: stored.placement[axis] for axis in one.axes}
-        first = kinds[one.axes[0]]
-        if isinstance(first, Split) and kinds != along(one.axes, first, mesh):
+        kinds = {axis: stored.placement[axis] for axis in axes}
+        first = kinds[axes[0]]
+        if isinstance(first, Split) and kinds != along(axes, first, mesh):
             return None
-        if one.format == "fp16":
-            return (
-                stored.placement if stored.dtype.itemsize > 2 and stored.shape else None
-            )  # no single number is narrow
+        if format_ == "fp16":  # no single number is narrow
+            return stored.placement if stored.dtype.itemsize > 2 and stored.shape else None
         if stored.dtype.itemsize not in (2, 4):
             return None
-        if isinstance(first, Split):
-            return stored.placement
-        return self._dim(name, one.axes, dict(cuts_over(type_, one.axes, mesh)))
+        return (
+            stored.placement if isinstance(first, Split) else self._dim(name, axes, dict(cuts_over(type_, axes, mesh)))
+        )
 
     def _dim(self, name: str, axes: Sequence[str], cuts: Mapping[int, Placement]) -> Placement | None:
         key, dim = (name, ",".join(axes)), next(iter(cuts), None)

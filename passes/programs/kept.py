@@ -8,7 +8,6 @@ then finds the values to keep: of all sets from which the others can be made, on
 
 from __future__ import annotations
 
-import math
 import operator
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -110,8 +109,7 @@ def _shares(node: Any) -> bool:
 
 
 def _bytes(node: fx.Node, mesh: Mesh) -> int:
-    type_ = node_type(node)
-    return math.prod(type_.local(mesh)) * type_.dtype.itemsize
+    return node_type(node).local_bytes(mesh)
 
 
 def _behind_cut(room: _Room) -> set[_Place]:

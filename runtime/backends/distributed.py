@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from .started import START
 
 _MOST_TENSORS = 4096
 """The most tensors of one message: tags of two messages are so far apart."""
+_Arrived = TypeVar("_Arrived")
 GroupPlace = tuple[tuple[str, ...], tuple[int, ...] | None]
 """The axes of a group, and the coordinates that are in it, if it is not all of them."""
 
@@ -164,14 +165,17 @@ class Distributed:
     def collective(
         self, op: str, args: Sequence[Any], pieces: Sequence[torch.Tensor], spare: bool = False
     ) -> tuple[list[torch.Tensor], Callable[[], object] | None]:
-        """Run a collective with the other processes; a sum is only started."""
+        """Run a collective with the other processes; a sum, or one that packs what it sends, is only started."""
         (piece,) = pieces
         row = COLLECTIVES[op]
         axes, members = row.axes(args), row.members(args)
         self._what = f"rank {self.rank} waited for the other ranks of `{op}` over `{','.join(axes)}`"
-        if op not in SUMS:
+        if op in RUN:
             return [RUN[op](self, piece, args, axes)], None
-        result = piece if spare and piece.is_contiguous() else piece.clone(memory_format=torch.contiguous_format)
+        if op not in SUMS:
+            (results,), arrival = self.message(op, [args], [pieces])
+            return results, arrival
+        result = _to_sum(piece, spare)
         work = self.meet(dist.all_reduce, result, axes=axes, members=members, async_op=True)
         return [result], _wait_for([work], self._what)
 
@@ -182,17 +186,19 @@ class Distributed:
         """Start a message of several tensors. Its results are there once it is awaited."""
         axes = COLLECTIVES[op].axes(args[0])
         self._what = f"rank {self.rank} waited for the other ranks of `{op}` over `{','.join(axes)}`"
-        made, arrive = START[op](self, [tensors[0] for tensors in pieces], args, axes, spare)
-        what, done = self._what, False
+        tensors = [of_ranks[0] for of_ranks in pieces]
+        if op in SUMS:
+            tensors = [_to_sum(tensor, own) for tensor, own in zip(tensors, spare, strict=True)]
+        results, wait = START[op](self, tensors, args, axes)
+        what, waits = self._what, [wait]
+        del wait  # it holds the message's buffers
 
         def arrival() -> None:
-            nonlocal done
-            if not done:
-                done = True
+            if waits:
                 with _naming(what):
-                    arrive()
+                    waits.pop()()
 
-        return [[piece] for piece in made], arrival
+        return [[result] for result in results], arrival
 
     def around(self, op: str, axes: tuple[str, ...], parts: Sequence[RingPart]) -> list[list[torch.Tensor]]:
         """Run this rank's part of a ring: what it yields is on its way while it goes on."""
@@ -250,12 +256,7 @@ class Distributed:
         peer = self._peer(message, message.stage)
         works = [self._start(dist.irecv, tensor, peer, message, at) for at, tensor in enumerate(tensors)]
         wait = _wait_for(works, f"rank {self.rank} waited for {message} of stage {message.stage} (rank {peer})")
-
-        def take() -> list[list[torch.Tensor]]:
-            wait()
-            return [tensors]
-
-        return take
+        return _taken(wait, [tensors])
 
     def _start(self, run: Callable[..., Any], tensor: torch.Tensor, peer: int, message: Message, at: int) -> Any:
         channel = message.stage * len(self._kinds) + self._kinds.index(message.kind)
@@ -270,6 +271,11 @@ class Distributed:
         return self.mesh.rank({**self.coordinates, message.axis: self.stages[stage]})
 
 
+def _to_sum(tensor: torch.Tensor, spare: bool) -> torch.Tensor:
+    """Return a contiguous tensor that a sum may be written over: the tensor itself, if it is ``spare``, or a copy."""
+    return tensor if spare and tensor.is_contiguous() else tensor.clone(memory_format=torch.contiguous_format)
+
+
 def _wait_for(works: Sequence[Any], what: str) -> Callable[[], None]:
     """Wait for all of them; the error says ``what`` was waited for."""
 
@@ -281,12 +287,12 @@ def _wait_for(works: Sequence[Any], what: str) -> Callable[[], None]:
     return wait
 
 
-def _taken(wait: Callable[[], None], tensors: list[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
-    """Return a function that waits and returns tensors."""
+def _taken(wait: Callable[[], None], arrived: _Arrived) -> Callable[[], _Arrived]:
+    """Return a function that waits, and returns what has arrived."""
 
-    def take() -> list[torch.Tensor]:
+    def take() -> _Arrived:
         wait()
-        return tensors
+        return arrived
 
     return take
 

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from ...compiler.layout.collectives import WAIT
-from ...compiler.layout.int8 import pack, sum_packed, unpack
 from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.packed_rows import RankOrder, Rows, orders
 from ...compiler.layout.pieces import join_dim, round_parts, slice_dim
@@ -71,23 +70,6 @@ def _reduce_scatter(backend: Peers, piece: torch.Tensor, args: Sequence[Any], ax
 
 def _round_int8(backend: Peers, piece: torch.Tensor, args: Sequence[Any], axes: tuple[str, ...]) -> torch.Tensor:
     return round_parts(piece, group_size(axes, backend.mesh), *args[1:])
-
-
-def _reduce_scatter_int8(
-    backend: Peers, piece: torch.Tensor, args: Sequence[Any], axes: tuple[str, ...]
-) -> torch.Tensor:
-    """Exchange packed parts, and sum them locally in rank order, as float32."""
-    _, dim, outer = args
-    ranks = group_size(axes, backend.mesh)
-    parts = [slice_dim(piece, ranks, index, dim, outer) for index in range(ranks)]
-    return sum_packed(_exchange(backend, [pack(part) for part in parts], axes), parts[0])
-
-
-def _all_gather_int8(backend: Peers, piece: torch.Tensor, args: Sequence[Any], axes: tuple[str, ...]) -> torch.Tensor:
-    packed = pack(piece)
-    received = [torch.empty_like(packed) for _ in range(group_size(axes, backend.mesh))]
-    backend.meet(dist.all_gather, received, packed, axes=axes)
-    return join_dim([unpack(one, piece) for one in received], *args[1:])
 
 
 def all_to_all(backend: Peers, piece: torch.Tensor, args: Sequence[Any], axes: tuple[str, ...]) -> torch.Tensor:
@@ -165,7 +147,5 @@ RUN: Mapping[str, Run] = {
     "parc.shard": _local("parc.shard"),
     "parc.pad": _local("parc.pad"),
     "parc.round_int8": _round_int8,
-    "parc.reduce_scatter_int8": _reduce_scatter_int8,
-    "parc.all_gather_int8": _all_gather_int8,
     WAIT: lambda backend, piece, args, axes: piece,
 }

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...compiler.layout.buffers import parts_in_order
+from ...compiler.layout.buffers import SMALL_SUM, parts_in_order
 from ...compiler.layout.int8 import pack, packed_bytes, sum_packed, unpack
-from ...compiler.layout.mesh import Shape
 from ...compiler.layout.packed_rows import Rows
 from ...compiler.layout.pieces import join_dim, slice_dim
 from .moves import Peers, all_to_all, group_size, send_rows
@@ -18,20 +17,20 @@ from .moves import Peers, all_to_all, group_size, send_rows
 _GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 """The collectives of one tensor, which newer versions of torch call otherwise."""
-_SMALL = 1 << 16
-"""The bytes from which a tensor is summed by itself."""
+Args = Sequence[Sequence[Any]]
+"""For each tensor of a message the arguments of its collective behind the operand."""
+Axes = tuple[str, ...]
 Started = tuple[list[torch.Tensor], Callable[[], None]]
 """Results that are on their way, and the function that waits for them and fills them."""
 
 
-def _start_gather(
-    backend: Peers, pieces: Sequence[torch.Tensor], args: Sequence[Sequence[Any]], axes: tuple[str, ...],
-    spare: Sequence[bool],
-) -> Started:  # fmt: skip
+def _start_gather(backend: Peers, pieces: Sequence[torch.Tensor], args: Args, axes: Axes) -> Started:
     ranks = group_size(axes, backend.mesh)
-    results = [piece.new_empty(_grown(piece.shape, own[1], ranks)) for piece, own in zip(pieces, args, strict=True)]
     if backend.native_reduce_scatter:
-        return results, _packed_gather(backend, pieces, args, axes, results)
+        return _packed_gather(
+            backend, pieces, args, axes, torch.flatten, lambda row, place: place.copy_(row.view_as(place))
+        )
+    results = [_room(piece, own[1], piece.shape[own[1]] * ranks) for piece, own in zip(pieces, args, strict=True)]
     sent = [[piece.contiguous()] * ranks for piece in pieces]
     # where the parts of a result lie one behind the other, they arrive in their places
     rows = [
@@ -50,10 +49,7 @@ def _start_gather(
     return results, arrive
 
 
-def _start_scatter(
-    backend: Peers, pieces: Sequence[torch.Tensor], args: Sequence[Sequence[Any]], axes: tuple[str, ...],
-    spare: Sequence[bool],
-) -> Started:  # fmt: skip
+def _start_scatter(backend: Peers, pieces: Sequence[torch.Tensor], args: Args, axes: Axes) -> Started:
     """Exchange the parts, and sum them locally in rank order when they are there."""
     ranks = group_size(axes, backend.mesh)
     parts = [
@@ -100,9 +96,7 @@ def _exchanged(
     return wait
 
 
-def _start_exchange(
-    backend: Peers, pieces: Sequence[Rows], args: Sequence[Sequence[Any]], axes: tuple[str, ...], spare: Sequence[bool]
-) -> Started:
+def _start_exchange(backend: Peers, pieces: Sequence[Rows], args: Args, axes: Axes) -> Started:
     started = [send_rows(backend, *one, axes, async_op=True) for one in zip(pieces, args, strict=True)]
     results = [received if coming.places is None else torch.empty_like(received) for received, coming, _ in started]
 
@@ -111,15 +105,11 @@ def _start_exchange(
             work.wait()
             if coming.places is not None:
                 result.copy_(coming.packed(received))
-        started.clear()
 
     return results, arrive
 
 
-def _start_all_to_all(
-    backend: Peers, pieces: Sequence[torch.Tensor], args: Sequence[Sequence[Any]], axes: tuple[str, ...],
-    spare: Sequence[bool],
-) -> Started:  # fmt: skip
+def _start_all_to_all(backend: Peers, pieces: Sequence[torch.Tensor], args: Args, axes: Axes) -> Started:
     """Exchange the parts of each tensor, and join them when they are there. Another split of the same dim is made at
     once."""
     ranks, results, started = group_size(axes, backend.mesh), list[torch.Tensor](), list[tuple[Any, ...]]()
@@ -131,73 +121,70 @@ def _start_all_to_all(
         sent = torch.stack([slice_dim(piece, ranks, index, to_dim, to_outer) for index in range(ranks)])
         received = torch.empty_like(sent)
         work = backend.meet(dist.all_to_all_single, received, sent, axes=axes, async_op=True)
-        results.append(piece.new_empty(_grown(received.shape[1:], dim, ranks)))
+        results.append(_room(received[0], dim, received.shape[1:][dim] * ranks))
         started.append((results[-1], received, work, dim, outer))
 
     def arrive() -> None:
         for result, received, work, dim, outer in started:
             work.wait()
             result.copy_(join_dim(received.unbind(0), dim, outer))
-        started.clear()
 
     return results, arrive
 
 
-def _start_scatter_int8(
-    backend: Peers, pieces: Sequence[torch.Tensor], args: Sequence[Sequence[Any]], axes: tuple[str, ...],
-    spare: Sequence[bool],
-) -> Started:  # fmt: skip
+def _start_scatter_int8(backend: Peers, pieces: Sequence[torch.Tensor], args: Args, axes: Axes) -> Started:
     """Exchange the packed parts, and sum them locally in rank order when they are there."""
     ranks = group_size(axes, backend.mesh)
-    parts = [
-        [slice_dim(piece, ranks, index, *own[1:]) for index in range(ranks)]
-        for piece, own in zip(pieces, args, strict=True)
-    ]
-    sent = torch.stack([torch.cat([pack(part) for part in of_rank]) for of_rank in zip(*parts, strict=True)])
-    received, results = torch.empty_like(sent), [torch.empty_like(row[0]) for row in parts]
+    results = [_room(piece, own[1], piece.shape[own[1]] // ranks) for piece, own in zip(pieces, args, strict=True)]
+    lengths = [packed_bytes(result.numel()) for result in results]
+    sent = pieces[0].new_empty(ranks, sum(lengths), dtype=torch.int8)
+    for piece, own, places in zip(pieces, args, sent.split(lengths, 1), strict=True):
+        for index, place in enumerate(places):
+            pack(slice_dim(piece, ranks, index, *own[1:]), place)
+    received = torch.empty_like(sent)
     work = backend.meet(dist.all_to_all_single, received, sent, axes=axes, async_op=True)
 
     def arrive() -> None:
         work.wait()
-        for result, rows in zip(
-            results, received.split([packed_bytes(one.numel()) for one in results], 1), strict=True
-        ):
-            result.copy_(sum_packed(rows, result))
+        for result, rows in zip(results, received.split(lengths, 1), strict=True):
+            sum_packed(rows.unbind(), result)
 
     return results, arrive
 
 
-def _start_gather_int8(
-    backend: Peers, pieces: Sequence[torch.Tensor], args: Sequence[Sequence[Any]], axes: tuple[str, ...],
-    spare: Sequence[bool],
-) -> Started:  # fmt: skip
-    ranks = group_size(axes, backend.mesh)
-    results = [piece.new_empty(_grown(piece.shape, own[1], ranks)) for piece, own in zip(pieces, args, strict=True)]
-    return results, _packed_gather(backend, pieces, args, axes, results, pack, unpack)
+def _start_gather_int8(backend: Peers, pieces: Sequence[torch.Tensor], args: Args, axes: Axes) -> Started:
+    return _packed_gather(backend, pieces, args, axes, pack, unpack)
 
 
 def _packed_gather(
-    backend: Peers, pieces: Sequence[torch.Tensor], args: Sequence[Sequence[Any]], axes: tuple[str, ...],
-    results: Sequence[torch.Tensor], pack: Callable[[torch.Tensor], torch.Tensor] = torch.flatten,
-    unpack: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.Tensor.view_as,
-) -> Callable[[], None]:  # fmt: skip
-    """Gather the packed pieces at once, and return the function that waits for them and fills the results."""
-    packed = [pack(piece) for piece in pieces]
-    sent = torch.cat(packed)
-    received = sent.new_empty(group_size(axes, backend.mesh) * len(sent))
+    backend: Peers, pieces: Sequence[torch.Tensor], args: Args, axes: Axes,
+    pack: Callable[[torch.Tensor], torch.Tensor], unpack: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> Started:  # fmt: skip
+    """Gather the packed pieces at once, and unpack them when they are there."""
+    ranks, packed = group_size(axes, backend.mesh), [pack(piece) for piece in pieces]
+    sent, lengths, shapes = torch.cat(packed), [len(one) for one in packed], [piece.shape for piece in pieces]
+    packed.clear()
+    received = sent.new_empty(ranks * len(sent))
+    results = [_room(piece, own[1], piece.shape[own[1]] * ranks) for piece, own in zip(pieces, args, strict=True)]
     work = backend.meet(_GATHER, received, sent, axes=axes, async_op=True)
 
     def arrive() -> None:
         work.wait()
-        parts = received.view(-1, len(sent)).split([len(one) for one in packed], 1)
-        for result, piece, part, (_, dim, outer) in zip(results, pieces, parts, args, strict=True):
-            result.copy_(join_dim([unpack(row, piece) for row in part], dim, outer))
+        parts = received.view(ranks, -1).split(lengths, 1)
+        for result, shape, rows, (_, dim, outer) in zip(results, shapes, parts, args, strict=True):
+            in_order = parts_in_order(dim, outer)
+            places = result.chunk(ranks) if in_order else [result.new_empty(shape) for _ in range(ranks)]
+            for row, place in zip(rows, places, strict=True):
+                unpack(row, place)
+            if not in_order:
+                result.copy_(join_dim(places, dim, outer))
 
-    return arrive
+    return results, arrive
 
 
-def _grown(shape: Shape, dim: int, ranks: int) -> tuple[int, ...]:
-    return (*shape[:dim], shape[dim] * ranks, *shape[dim + 1 :])
+def _room(piece: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    """Return a tensor without values that is like a piece, but for its size along a dim."""
+    return piece.new_empty(*piece.shape[:dim], size, *piece.shape[dim + 1 :])
 
 
 def _packed_scatter(
@@ -216,20 +203,13 @@ def _packed_scatter(
     return arrive
 
 
-def _start_sum(
-    backend: Peers, pieces: Sequence[torch.Tensor], args: Sequence[Sequence[Any]], axes: tuple[str, ...],
-    spare: Sequence[bool],
-) -> Started:  # fmt: skip
-    """Sum large tensors where they are, and small ones packed: copies of large ones take longer than another sum.
-    Tensors that lie one behind the other in memory are one."""
-    results = [
-        piece if own and piece.is_contiguous() else piece.clone(memory_format=torch.contiguous_format)
-        for piece, own in zip(pieces, spare, strict=True)
-    ]
-    lying = lying_together(results)
-    small = [tensor for tensor in lying if tensor.nbytes < _SMALL]
+def _start_sum(backend: Peers, pieces: Sequence[torch.Tensor], args: Args, axes: Axes) -> Started:
+    """Sum contiguous tensors, large ones where they are and small ones packed: copies of large ones take longer than
+    another sum. Tensors that lie one behind the other in memory are one."""
+    lying = lying_together(pieces)
+    small = [tensor for tensor in lying if tensor.nbytes < SMALL_SUM]
     packed = [torch.cat([tensor.reshape(-1) for tensor in small])] if len(small) > 1 else small
-    large = [tensor for tensor in lying if tensor.nbytes >= _SMALL]
+    large = [tensor for tensor in lying if tensor.nbytes >= SMALL_SUM]
     works = [backend.meet(dist.all_reduce, tensor, axes=axes, async_op=True) for tensor in (*packed, *large)]
 
     def arrive() -> None:
@@ -240,7 +220,7 @@ def _start_sum(
             for tensor, part in zip(small, parts, strict=True):
                 tensor.copy_(part.view(tensor.shape))
 
-    return results, arrive
+    return list(pieces), arrive
 
 
 def lying_together(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

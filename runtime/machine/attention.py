@@ -212,16 +212,16 @@ class AttentionBackward:
         """Add keys and values with these positions. Return the parts of their gradients, in their own dtype if one
         tile makes them, else in a wider one."""
         todo = self.how.tiles(self.rows, columns)
-        made = [(tile, self._of_tile(tile, k, v)) for tile in todo]
+        parts = [(tile, self._of_tile(tile, k, v)) for tile in todo]
         whole = [tile for tile in todo if (tile.queries, tile.keys) == ((0, self.q.shape[2]), (0, k.shape[2]))]
         if whole and len(todo) == 1:
-            (_, (gq, gk, gv)), before = made[0], self._made
+            (_, (gq, gk, gv)), before = parts[0], self._made
             self._made = gq if before is None else before.to(self.lse.dtype) + gq
             return [gk, gv]
         wide = self.lse.dtype
         gk, gv = (torch.zeros_like(x, dtype=wide) for x in (k, v))
         self._made = torch.zeros_like(self.q, dtype=wide) if self._made is None else self._made.to(wide)
-        for tile, (q_part, k_part, v_part) in made:
+        for tile, (q_part, k_part, v_part) in parts:
             _part(self._made, tile.queries).add_(q_part)
             _part(gk, tile.keys).add_(k_part)
             _part(gv, tile.keys).add_(v_part)
@@ -259,9 +259,11 @@ class AttentionBackward:
 @runs("parc.attention.default")
 def _attention(site: Site, q: Any, k: Any, v: Any, mask: Any, key: Any, causal: bool, scale: Any, p: float) -> Any:
     queries, keys = site.operands[:2]
-    made = Attention(Scores(site, queries, keys, mask, key, causal, scale_of(q, scale), p), q, site.runs(queries, 2))
-    made.add(k, v, site.runs(keys, 2))
-    return made.result()
+    attention = Attention(
+        Scores(site, queries, keys, mask, key, causal, scale_of(q, scale), p), q, site.runs(queries, 2)
+    )
+    attention.add(k, v, site.runs(keys, 2))
+    return attention.result()
 
 
 @runs("parc.attention_backward.default")
@@ -281,9 +283,9 @@ def _attention_backward(
 ) -> Any:
     queries, keys = site.operands[1:3]
     how = Scores(site, queries, keys, mask, key, causal, scale_of(q, scale), p)
-    made = AttentionBackward(how, (grad, q, out, lse), site.runs(queries, 2))
-    gk, gv = made.add(k, v, site.runs(keys, 2))
-    return made.result(), gk.to(k.dtype), gv.to(v.dtype)
+    attention = AttentionBackward(how, (grad, q, out, lse), site.runs(queries, 2))
+    gk, gv = attention.add(k, v, site.runs(keys, 2))
+    return attention.result(), gk.to(k.dtype), gv.to(v.dtype)
 
 
 def _kept(site: Site, key: torch.Tensor, p: float) -> torch.Tensor:

@@ -29,6 +29,7 @@ import torch
 from ...compiler.program.program import Line, Ref, operands, operator, references
 from ...compiler.torch_private import direct
 from ..communication import Environment
+from .reuse import made_by
 from .site import Site
 
 _INDENT = "\n    "
@@ -107,12 +108,13 @@ class _Writer:
 
     def source(self, lines: Sequence[CodedLine]) -> str:
         """Return the text of a stretch."""
-        dying, given = {name for each in lines for name in each.dead}, operands([each.line for each in lines])
-        rows = [f"{_local(name)} = __values{f'.pop({name!r})' if name in dying else f'[{name!r}]'}" for name in given]
+        dying, inputs = {name for each in lines for name in each.dead}, operands([each.line for each in lines])
+        rows = [f"{_local(name)} = __values{f'.pop({name!r})' if name in dying else f'[{name!r}]'}" for name in inputs]
         for each in lines:
             rows += self._rows(each)
             self._row_ends.append((len(rows) + 1, each.line))
-        rows += [f"__values[{name!r}] = {_local(name)}" for name in made_in_order(lines) if name not in dying]
+        rows += [f"__values[{name!r}] = {_local(name)}" for name in dict.fromkeys(made_by(each.line for each in lines))
+                 if name not in dying]  # fmt: skip
         return f"def stretch(__lane, __values):{_INDENT}{_INDENT.join(rows)}\n"
 
     def _rows(self, each: CodedLine) -> Iterator[str]:
@@ -181,8 +183,3 @@ def _local(name: str) -> str:
 def _returns_list(op: str) -> bool:
     """Return whether an operator of torch returns a list, also where it has one entry."""
     return isinstance(operator(op)._schema.returns[0].type, torch.ListType)
-
-
-def made_in_order(lines: Sequence[CodedLine]) -> list[str]:
-    """Return the names of the values that lines make."""
-    return [value.name for each in lines for value in each.line.made]

@@ -25,8 +25,8 @@ from ...compiler.layout.collectives import COLLECTIVES
 from ...compiler.layout.placement import TensorType
 from ...compiler.ops.rules import facts
 from ...compiler.program.actions import ACTIONS
+from ...compiler.program.aliases import adds_up
 from ...compiler.program.program import Function, Line, Program, Ref, argument_text, map_references, operands
-from ...compiler.program.totals import adds_up
 from ...compiler.torch_private import CompiledGraph, compile_graph, compiler_cache, fake_mode, missing_compiler
 from ...grammar.codes_build import NO_COMPILER, NOT_COMPILED
 from ..communication import Backend, Environment
@@ -294,9 +294,9 @@ def _compile(values: Sequence[torch.Tensor], body: Callable[..., Any], lifted: _
             for at in keys:
                 fakes[at] = torch.empty(2, dtype=torch.int64, device=device)
 
-        def function(*given: torch.Tensor) -> Any:
-            lifted.places = dict(zip(places, given[len(values) :], strict=True))
-            return body(*given[: len(values)])
+        def function(*operands: torch.Tensor) -> Any:
+            lifted.places = dict(zip(places, operands[len(values) :], strict=True))
+            return body(*operands[: len(values)])
 
         call = compile_graph(function, [*fakes, *places.values()])
     finally:

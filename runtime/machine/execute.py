@@ -12,17 +12,18 @@ import torch
 from ...compiler.layout.collectives import COLLECTIVES, MESSAGE, SUMS, axes_of
 from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.rings import RINGS
-from ...compiler.program.aliases import aliases, own_in_main
+from ...compiler.program.aliases import adds_up, aliases, own_in_main
 from ...compiler.program.binding import Binding
 from ...compiler.program.early import on_their_way
 from ...compiler.program.products import PRODUCT
 from ...compiler.program.program import Function, Line, LocalSize, Program, Ref, map_references, operator
-from ...compiler.program.totals import addable, adds, adds_itself, adds_up, delayed
+from ...compiler.program.together import gradients_together
+from ...compiler.program.totals import addable, adds, adds_itself, delayed
 from ...compiler.torch_private import profiling
 from ..communication import Arrival, Backend, BoundTensors, Environment, arrival_name, wait_for_nothing
 from .coded import Added, CodedLine, coded
 from .fusion import fused
-from .gradient_buffers import BufferPart, GradientBuffers
+from .gradient_buffers import BufferPart, buffer_parts
 from .kernels import KERNELS
 from .prepared import Prepared, ProfileRanges
 from .reuse import Lives, in_place, lives
@@ -58,8 +59,8 @@ class Machine:
         self.coordinates = [self.mesh.coordinates(rank) for rank in backend.ranks]
         self.products = library_of(kernels)
         self._addable, self._delayed = addable(program, self._adds), delayed(program, self._adds)
-        self._buffers = GradientBuffers(program, self._makes_in_place, self.dtype)
-        self._joins = aliases(program)
+        self._together = gradients_together(program, self._makes_in_place, self.dtype)
+        self._aliases = aliases(program)
         self._later: list[Callable[[], torch.Tensor]] | None = None
         self._given: set[str] = set()
         self._own = {main.name: own_in_main(program, main) for main in program.mains}
@@ -102,16 +103,16 @@ class Machine:
         ``inputs`` and ``totals`` are taken apart while the program runs, so that values die after their last use.
         """
         main = self.program.main if function is None else self.program.function(function)
-        environments = [dict(given) for given in inputs]
+        environments = [dict(values) for values in inputs]
         names, self._later = dict(self.program.main.returns), later
         for environment, table in zip(environments, totals, strict=bool(totals)):
             environment.update((f"total of {names[key]}", total) for key, total in table.items())
         self._given = {names[key] for table in totals for key in table}
-        for environment in environments if self._buffers else ():
-            for name, part in self._buffers.parts(self.device):
+        for environment in environments:
+            for name, part in buffer_parts(self._together, self.device):
                 environment.setdefault(f"total of {name}", part)
-        for given in inputs:
-            given.clear()
+        for values in inputs:
+            values.clear()
         for table in totals:
             table.clear()
         sums = {} if arriving is None else arriving
@@ -181,9 +182,10 @@ class Machine:
         ]
 
     def _known(self, function: Function) -> tuple[Function, Lives]:
+        known, late = self._aliases[function.name], self._delayed[function.name]
         if self.reuse:
-            function = fused(function, self.mesh, self.products)
-        return function, lives(function, self._joins[function.name], self._delayed[function.name], self.reuse)
+            function = fused(function, known, self.mesh, self.products)
+        return function, lives(function, known, late, self.reuse)
 
     def _step(
         self, line: Line, function: Function, spare: frozenset[str], awaited: tuple[str, ...], dead: tuple[str, ...]
@@ -226,7 +228,7 @@ class Machine:
             Added(addable[0], self._adding_to(line, function)) if direct else None, () if direct else addable, dead,
         )  # fmt: skip
 
-    def _function_call(self, line: Line, given: frozenset[str]) -> Callable[[Sequence[Environment]], None]:
+    def _function_call(self, line: Line, dying: frozenset[str]) -> Callable[[Sequence[Environment]], None]:
         function = self.program.function(line.op)
         pairs = [(value.name, item.name) for value, item in zip(function.parameters, line.args, strict=True)]
         names = [value.name for value in line.results if value is not None]
@@ -240,7 +242,7 @@ class Machine:
         def run(environments: Sequence[Environment]) -> None:
             inner = [{to: environment[name] for to, name in pairs} for environment in environments]
             for environment, into in zip(environments, inner, strict=True):
-                for name in given:
+                for name in dying:
                     del environment[name]
                 into.update((to, environment.pop(name)) for to, name in added if name in environment)
             for environment, results in zip(environments, self._call(function, inner), strict=True):
@@ -273,8 +275,8 @@ class Machine:
                 kernel(site, *(map_references(item, environment.__getitem__) for item in args))
                 for site, environment in zip(sites, environments, strict=True)
             ]
-            for environment, made in zip(environments, self.backend.around(line.op, axes, parts), strict=True):
-                environment.update((v.name, x) for v, x in zip(line.results, made, strict=True) if v is not None)
+            for environment, results in zip(environments, self.backend.around(line.op, axes, parts), strict=True):
+                environment.update((v.name, x) for v, x in zip(line.results, results, strict=True) if v is not None)
 
         return run
 
@@ -290,8 +292,8 @@ class Machine:
             if first is not together[0]:
                 return  # the first line began all
             pieces = [[*map(take, environments)] for take in takes.values()]
-            made, arrival = self.backend.message(first.op, options, pieces, spare)
-            for name, of_ranks in zip(takes, made, strict=True):
+            results, arrival = self.backend.message(first.op, options, pieces, spare)
+            for name, of_ranks in zip(takes, results, strict=True):
                 for environment, piece in zip(environments, of_ranks, strict=True):
                     environment[name] = piece
                 environments[0][arrival_name(name)] = arrival or wait_for_nothing

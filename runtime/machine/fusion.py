@@ -12,7 +12,7 @@ import torch
 
 from ...compiler.layout.collectives import COLLECTIVES
 from ...compiler.layout.mesh import Mesh
-from ...compiler.program.liveness import owners
+from ...compiler.program.aliases import Aliases
 from ...compiler.program.products import PRODUCT, Products
 from ...compiler.program.program import Function, Line, Ref
 from .kernels import ADD_PRODUCT
@@ -21,13 +21,13 @@ from .ways import runs
 _RESHAPE = "aten.reshape.default"
 
 
-def fused(function: Function, mesh: Mesh, products: Products) -> Function:
+def fused(function: Function, known: Aliases, mesh: Mesh, products: Products) -> Function:
     """Return the function with ``x + a * b``, or ``x + a * (2 * b)``, as one line, and also ``x + a @ b``, if nobody
     else reads the summand and the library of ``products`` can. A product's operands then live until the sum. So a
     product is left alone if that takes memory, or if ``x`` is still on its way while the product is made."""
-    key = "fused", mesh, products
+    key = "fused", known, mesh, products
     if key not in function.derived:
-        function.derived[key] = _Fusion(function, mesh, products).made()
+        function.derived[key] = _Fusion(function, known, mesh, products).made()
     stored: Function = function.derived[key]
     return stored
 
@@ -35,9 +35,9 @@ def fused(function: Function, mesh: Mesh, products: Products) -> Function:
 class _Fusion:
     """The joining of one function's lines. ``gone`` are the values that no line makes any more."""
 
-    def __init__(self, function: Function, mesh: Mesh, products: Products) -> None:
+    def __init__(self, function: Function, known: Aliases, mesh: Mesh, products: Products) -> None:
         self.function, self.mesh, self.products = function, mesh, products
-        self.values, self.uses, self.source = function.values(), function.uses, owners(function)
+        self.values, self.uses, self.root = function.values(), function.uses, known.root
         self.makers = {value.name: (at, line) for at, line in enumerate(function.lines) for value in line.made}
         self.last = {name: at for at, line in enumerate(function.lines) for name in line.uses}
         self.kept = {value.name for value in function.parameters} | {name for _, name in function.returns}
@@ -60,8 +60,7 @@ class _Fusion:
 
     def size(self, name: str) -> int:
         """Return the bytes that a value keeps alive."""
-        type_ = self.values[self.source.get(name, name)].type
-        return math.prod(type_.local(self.mesh)) * type_.dtype.itemsize
+        return self.values[self.root[name]].type.local_bytes(self.mesh)
 
     def for_nothing(self, at: int, product: Line) -> bool:
         """Return whether the sum at a line may compute the product itself: no value is made between the two, or the

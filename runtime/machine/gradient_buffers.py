@@ -8,16 +8,14 @@ the message is one sum and nothing is copied for it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import final
 
 import torch
 
 from ...compiler.layout.mesh import Shape
-from ...compiler.program.program import Program
-from ...compiler.program.together import gradients_together
-from ...compiler.program.totals import LineChoice
+from ...compiler.program.together import LyingGradient
 
 
 @dataclass(slots=True)
@@ -47,26 +45,10 @@ class BufferPart:
         return buffer.memory[self.begin : self.begin + math.prod(self.shape)].view(self.shape)
 
 
-@final
-class GradientBuffers:
-    """The buffers of a program's gradients, each of one message and one dtype. ``chosen`` lines can make them in
-    a given place; ``read`` returns the dtype as which a machine reads one of the program."""
-
-    def __init__(
-        self,
-        program: Program,
-        chosen: LineChoice,
-        read: Callable[[torch.dtype], torch.dtype] = lambda dtype: dtype,
-    ) -> None:
-        self._lying = gradients_together(program, chosen, read)
-
-    def __bool__(self) -> bool:
-        return bool(self._lying)
-
-    def parts(self, device: torch.device) -> Iterator[tuple[str, BufferPart]]:
-        """Yield the names of the gradients, each with its part of a new buffer, which takes no memory yet."""
-        for gradients in self._lying:
-            buffer = _Buffer(gradients[0].dtype, device)
-            for gradient in gradients:
-                yield gradient.name, BufferPart(buffer, buffer.entries, gradient.shape)
-                buffer.entries += math.prod(gradient.shape)
+def buffer_parts(together: Iterable[Sequence[LyingGradient]], device: torch.device) -> Iterator[tuple[str, BufferPart]]:
+    """Yield the names of gradients that lie together, each with its part of a new buffer, which takes no memory yet."""
+    for gradients in together:
+        buffer = _Buffer(gradients[0].dtype, device)
+        for gradient in gradients:
+            yield gradient.name, BufferPart(buffer, buffer.entries, gradient.shape)
+            buffer.entries += math.prod(gradient.shape)

@@ -8,22 +8,22 @@ from typing import Any
 
 from ...compiler.layout.collectives import COLLECTIVES, WAIT
 from ...compiler.layout.mesh import Mesh
-from ...compiler.program.aliases import Joins
+from ...compiler.program.aliases import Aliases
 from ...compiler.program.overwriting import form_over, operand_over, spare_operands
 from ...compiler.program.program import Function, Line
 from .ways import code_for
 
 
 def made_by(lines: Iterable[Line]) -> list[str]:
-    """Yield the names of lines' results."""
-    return [value.name for line in lines for value in line.results if value is not None]
+    """Return the names of the values that lines make."""
+    return [value.name for line in lines for value in line.made]
 
 
 def summed(lines: Iterable[Line]) -> set[str]:
     """Return the names of values that may arrive later: collectives' results, and what lines wait for."""
     lines = list(lines)
-    given = {name for line in lines if line.op == WAIT for name in line.uses}
-    return given.union(made_by(line for line in lines if line.op in COLLECTIVES))
+    awaited = {name for line in lines if line.op == WAIT for name in line.uses}
+    return awaited.union(made_by(line for line in lines if line.op in COLLECTIVES))
 
 
 def last_uses(function: Function, groups: Sequence[Sequence[Line]]) -> list[tuple[str, ...]]:
@@ -47,13 +47,13 @@ class Lives:
     dead: Sequence[tuple[str, ...]]
 
 
-def lives(function: Function, joins: Joins, delayed: frozenset[str], reuse: bool) -> Lives:
-    """Return the lives of a function's values, some of which are ``delayed``. Lines ``joins`` what may share storage.
+def lives(function: Function, known: Aliases, delayed: frozenset[str], reuse: bool) -> Lives:
+    """Return the lives of a function's values, some of which are ``delayed``. ``known`` has its aliases.
     Without ``reuse`` no storage is spare."""
-    key = "lives", joins, delayed, reuse
+    key = "lives", known, delayed, reuse
     if key not in function.derived:
         sums = summed(function.lines)
-        spare = spare_operands(function, joins, delayed) if reuse else [frozenset[str]()] * len(function.lines)
+        spare = spare_operands(function, known, delayed) if reuse else [frozenset[str]()] * len(function.lines)
         awaited = [tuple(sums.intersection(line.uses)) for line in function.lines]
         function.derived[key] = Lives(spare, awaited, last_uses(function, [(line,) for line in function.lines]))
     stored: Lives = function.derived[key]

@@ -13,6 +13,7 @@ from benchmarks.storages import Storages
 from parc.checking.checks import check_build
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.ops.rules import TABLE
+from parc.compiler.program.aliases import aliases
 from parc.compiler.program.binding import LOSS, Binding
 from parc.compiler.program.cost import estimate_memory
 from parc.compiler.program.liveness import Liveness
@@ -36,7 +37,7 @@ TYPES = {"w": "f32[4, 4]", "dw": "f32[4, 4]", "flat": "f32[8, 4]", "product": "f
 
 
 def lines_of(made: Program) -> list[str]:
-    return [line.op.split(".")[1] for line in fused(made.main, made.mesh, BLAS).lines]
+    return [line.op.split(".")[1] for line in fused(made.main, aliases(made)[made.main.name], made.mesh, BLAS).lines]
 
 
 def test_a_product_that_is_added_to_something_is_one_line_with_the_sum() -> None:

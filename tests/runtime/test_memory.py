@@ -86,8 +86,11 @@ def hold(found: Iterable[dict[str, int]], wanted: Iterable[dict[str, int]]) -> N
 
 def test_a_step_takes_what_was_estimated(tmp_path: Path) -> None:
     lines = ["zero 2 over dp\nprecision bf16\n", "zero 3 over dp\nbucket 4KB\n", "precision bf16\n"]
-    lines.append("compress gradients over dp using int8\nbucket 4KB\n")
-    made = [build(tmp_path, DATA + line, WIDE, name=f"build{at}") for at, line in enumerate(lines)]
+    rows = [(line, WIDE) for line in lines]
+    # where gradients take more than activations, what messages hold beside their results decides
+    narrow = WIDE.replace("width=32", "width=64").replace("microbatches 2", "microbatches 4")
+    rows += [(f"compress gradients over dp using {format_}\n", narrow) for format_ in ("fp16", "int8")]
+    made = [build(tmp_path, DATA + line, plan, name=f"build{at}") for at, (line, plan) in enumerate(rows)]
     wanted = [estimated(path)[0] for path in made]
     for found in run_ranks(peaks, 2, *map(str, made)):
         hold(found, wanted)

@@ -9,11 +9,13 @@ from typing import Any
 import torch
 
 from parc.checking.checks import case_of
+from parc.compiler.program.binding import Binding
 from parc.compiling.compiled import Compiled
 from parc.runtime.backends.started import lying_together
 from parc.runtime.compare.simulate import Simulation
 from parc.runtime.data.random_batch import random_batch
 from parc.runtime.step import Stepper
+from parc.runtime.work import RankState, Work
 from tests.checked_plans import checked, compiled_net
 
 _NET = """
@@ -101,6 +103,16 @@ def test_gradients_that_travel_together_are_made_one_behind_the_other(tmp_path: 
         stepper.backend.message = noted  # type: ignore[method-assign]
         simulation.step(random_batch(case.reference, microbatches, torch.Generator().manual_seed(0)), 0)
         assert sorted(map(sorted, lengths)) == [[8, 3 * 8 * 8]] * 2, "the bias, and three weights in one piece"
+
+
+def test_a_gradient_whose_sum_is_on_its_way_stays_where_it_arrives() -> None:
+    here, coming, memory = Binding("gradient", "here"), Binding("gradient", "coming"), torch.zeros(4)
+    work = Work(
+        RankState({}), [], keep=True, totals={here: memory, coming: memory[2:]}, arriving={coming: lambda: None}
+    )
+    work.own([])
+    assert work.totals[coming].data_ptr() == memory[2:].data_ptr()
+    assert work.totals[here].untyped_storage().data_ptr() != memory.untyped_storage().data_ptr()
 
 
 def test_a_batch_that_requires_gradients_is_as_any_other(tmp_path: Path) -> None:
