@@ -178,9 +178,9 @@ def _other_programs(compiled: Compiled, twin: Compiled, fault: Fault) -> Diagnos
     place, piece = next(((name, each) for name, each in ours.items() if each.kind not in alike), ("", None))
     why = f"`{place}` is as no part of it" if piece is not None else f"its programs differ in {fault.where}"
     if piece is not None and piece.families:
-        of = [piece.reads[index] for index in piece.families[0]]
-        reader = next(each for each in main.lines if of[0][1].name in each.uses).origin.source
-        first, last = (str(source[1]).removeprefix("after ") for source, _ in (of[0], of[-1]))
+        places = {value.name: str(source[1]).removeprefix("after ") for source, value, _ in piece.reads}
+        first, *_, last = (places[name] for name in piece.families[0])
+        reader = next(line for line in main.lines if piece.families[0][0] in line.uses).origin.source
         why = f"`{reader or place}` reads a value of each of `{first}` to `{last}`, and not in equal repetitions"
     counts = Counter(starred(name) for name in compiled.captured.modules if block_of(name) == name).values()
     own = [(name, n) for name, n in compiled.plan.model.values if n in counts and twin.overrides.get(name, n) != n]

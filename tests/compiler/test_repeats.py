@@ -6,10 +6,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+import torch
 
 from parc.checking.twins import subject_of
+from parc.compiler.layout.placement import Placement, TensorType
 from parc.compiler.plan.plan import read_plan
-from parc.compiler.program.program import Function, Program
+from parc.compiler.program.program import Function, Line, Program, Ref, Value
+from parc.compiler.twin.repeats import short_form
 from parc.compiler.twin.structure import compare_structure
 from parc.compiling.driver import compile_plan
 from parc.grammar.diagnostics import PlanError, render
@@ -95,3 +98,17 @@ def test_what_is_wrong_with_one_layers_part_is_refused() -> None:
     print(table_text(rows))
     assert not [what for row in rows.values() for what in row.accepted]
     assert sum(row.first["twin"] for row in rows.values()) >= 10
+
+
+def test_operands_that_a_function_returns_are_a_family_of_results() -> None:
+    """As logits that a model returns beside their loss."""
+    type_ = TensorType(torch.float32, (4,), Placement(()))
+    lines, total = list[Line](), "zero"
+    for at in range(4):
+        lines.append(Line((Value(f"sum{at}", type_),), "aten.add.Tensor", (Ref(total), Ref(f"x{at}"))))
+        total = f"sum{at}"
+    scores = [f"x{at}" for at in range(4)]
+    form = short_form(lines, ["zero", *scores], [total, *scores], [scores])
+    assert len(form.lines) == 2 and form.operands == ((0, 0), (1, 0), (1, 1), (1, 2), (1, 3))
+    assert form.returned == ("sum1", "x0") and form.results == ((0, 0), (1, 0), (1, 1), (1, 2), (1, 3))
+    assert len(short_form(lines, ["zero", *scores], [total, "x1"], [scores]).lines) == 4
