@@ -11,7 +11,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
 
-from ..program.program import Line
+from ..program.program import Function, Line
 
 FamilySlots = tuple[tuple[int, int], ...]
 """The place of each operand or result among those of the short form, where a family has one place, and its number in
@@ -39,22 +39,21 @@ class ShortForm:
     """The order in which repetitions read their family and make their results; "" where nothing repeats."""
 
 
-def short_form(
-    lines: Sequence[Line], operands: Sequence[str], results: Sequence[str], families: Sequence[Sequence[str]]
-) -> ShortForm:
-    """Return the short form of a function's lines for families of its operands, all of one size, each in order; the
-    lines as they are where they are no repetitions."""
+def short_form(function: Function, families: Sequence[Sequence[str]]) -> ShortForm:
+    """Return the short form of a function for families of its operands, all of one size, each in order; the function as
+    it is where its lines are no repetitions."""
+    lines = function.lines
     uses = {name: [at for at, line in enumerate(lines) if name in line.uses] for of in families for name in of}
     for of in ([family[part] for family in families] for part in _PARTS if families and all(uses.values())):
         firsts = [uses[name][0] for name in of[0]]
         steps = {later - before for before, later in pairwise(firsts)}
         step = steps.pop() if len(steps) == 1 else 0
-        for begin in range(min(firsts, default=0), max(min(firsts, default=0) - abs(step), -1), -1):
+        for begin in range(min(firsts), max(min(firsts) - abs(step), -1), -1):
             repeats = _Repeats(lines, begin, step, of)
-            if repeats.hold(uses) and (short := repeats.short_form(operands, results)) is not None:
+            if repeats.hold(uses) and (short := repeats.short_form(function)) is not None:
                 return short
-    operand_slots, result_slots = (tuple((at, 0) for at in range(len(names))) for names in (operands, results))
-    return ShortForm(tuple(lines), operand_slots, result_slots, tuple(results))
+    operands, results = (tuple((at, 0) for at, _ in enumerate(of)) for of in (function.parameters, function.returns))
+    return ShortForm(lines, operands, results, tuple(name for _, name in function.returns))
 
 
 class _Repeats:
@@ -94,14 +93,14 @@ class _Repeats:
         """Return whether a value is none of a repetition between the first and the last."""
         return name not in self.turns or (name not in self.members and self.turns[name][0] in (0, self.count - 1))
 
-    def short_form(self, operands: Sequence[str], results: Sequence[str]) -> ShortForm | None:
+    def short_form(self, function: Function) -> ShortForm | None:
         """Return the short form; None where a single result is that of a repetition between the first and the last."""
         last = {name: self.named[1, place] for name, (turn, place) in self.turns.items()
                 if turn == self.count - 1 and name not in self.members}  # fmt: skip
         heads = {name: head for name, (head, _) in self.members.items()}
         families, orders = [*map(tuple, self.families)], [self.order]
         places, returned = list[tuple[int, int]](), list[str]()
-        for _, same in groupby(results, key=lambda name: self.turns.get(name, (0, name))[1]):
+        for _, same in groupby((name for _, name in function.returns), lambda name: self.turns.get(name, (0, name))[1]):
             names = tuple(same)
             turns = [self.turns[name][0] for name in names if name in self.turns]
             if turns in ([*range(self.count)], [*reversed(range(self.count))]):
@@ -117,6 +116,7 @@ class _Repeats:
         left = [*self.lines[: self.begin + 2 * self.period], *(line.renamed(last) for line in self.lines[self.end :])]
         hidden = {name: f"{place} of repetition {turn}" for name, (turn, place) in self.turns.items()
                   if heads.get(name) != name and (name in heads or 0 < turn < self.count - 1)}  # fmt: skip
+        operands = [value.name for value in function.parameters]
         kept = {name: slot for slot, name in enumerate(name for name in operands if heads.get(name, name) == name)}
         slots = (self.members.get(name, (name, 0)) for name in operands)
         return ShortForm(

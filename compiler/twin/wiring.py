@@ -21,7 +21,7 @@ from ..program.binding import Binding
 from ..program.blocks import block_of
 from ..program.program import Function, Line, Program, Value
 from ..program.weights import WeightSources, stored_sources
-from .bodies import Body, Numbers, function_body, lines_body, star
+from .bodies import Body, Numbers, function_body, star
 
 _NUMBER = re.compile(r"\d+")
 _KEY = "parc.stream_key.default"
@@ -156,10 +156,11 @@ class Graph:
         sources = [self.sources[name] for name in read]
         made = ((name, source) for name, source in zip(read, sources, strict=True) if source[0] == "made")
         families = _families((name, place, tuple(result)) for name, (_, place, *result) in made)
-        body = lines_body(run, read, values, Mesh(), families)
+        function = Function("", tuple(values[name] for name in read), tuple(run), ())
+        body = function_body(function, Mesh(), families=families)
         slots = body.form.operands
         kind = kinds.of((*(source[0] for source, slot in zip(sources, slots, strict=True) if slot[1] == 0), *body.rows))
-        reads = [*zip(sources, (values[name] for name in read), slots, strict=True)]
+        reads = [*zip(sources, function.parameters, slots, strict=True)]
         return GraphPiece(reads, families, body.numbers, kind, kinds.of(body.numbers))
 
 

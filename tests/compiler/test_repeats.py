@@ -11,8 +11,9 @@ import torch
 from parc.checking.twins import subject_of
 from parc.compiler.layout.placement import Placement, TensorType
 from parc.compiler.plan.plan import read_plan
+from parc.compiler.program.binding import Binding
 from parc.compiler.program.program import Function, Line, Program, Ref, Value
-from parc.compiler.twin.repeats import short_form
+from parc.compiler.twin.repeats import ShortForm, short_form
 from parc.compiler.twin.structure import compare_structure
 from parc.compiling.driver import compile_plan
 from parc.grammar.diagnostics import PlanError, render
@@ -108,7 +109,13 @@ def test_operands_that_a_function_returns_are_a_family_of_results() -> None:
         lines.append(Line((Value(f"sum{at}", type_),), "aten.add.Tensor", (Ref(total), Ref(f"x{at}"))))
         total = f"sum{at}"
     scores = [f"x{at}" for at in range(4)]
-    form = short_form(lines, ["zero", *scores], [total, *scores], [scores])
-    assert len(form.lines) == 2 and form.operands == ((0, 0), (1, 0), (1, 1), (1, 2), (1, 3))
-    assert form.returned == ("sum1", "x0") and form.results == ((0, 0), (1, 0), (1, 1), (1, 2), (1, 3))
-    assert len(short_form(lines, ["zero", *scores], [total, "x1"], [scores]).lines) == 4
+    read = tuple(Value(name, type_) for name in ("zero", *scores))
+
+    def short(*returned: str) -> ShortForm:
+        keys = [Binding("output", name) for name in returned]
+        return short_form(Function("head", read, tuple(lines), tuple(zip(keys, returned, strict=True))), [scores])
+
+    form, slots = short(total, *scores), ((0, 0), (1, 0), (1, 1), (1, 2), (1, 3))
+    assert len(form.lines) == 2 and form.returned == ("sum1", "x0")
+    assert form.operands == form.results == slots
+    assert len(short(total, "x1").lines) == 4
