@@ -219,7 +219,8 @@ class Forward:
         self.bodies[function.name] = body
         if (undoing := self.undoing.get(function.name)) is None:
             return body.rows, None
-        names = {value.name: body.names[value.name] for value in undoing.parameters if value.name in body.names}
+        shared = (value.name for value in undoing.parameters if value.name in body.names)
+        names = {name: f"F {body.names[name]}" for name in shared}  # B's own lines are numbered from 0 too
         tangents = (value.name for value in undoing.parameters if value.name not in names)
         names.update((name, f"tangent {number}") for number, name in enumerate(tangents))
         saved = [family for family in body.form.families if {*family} <= names.keys()]
