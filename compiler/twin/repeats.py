@@ -32,7 +32,7 @@ class ShortForm:
     returned: tuple[str, ...]
     """The value of each result that is left."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """The names in the short form of values that have others, or none, there."""
+    """Other names: of values that are left out, and of the second repetition's, whose names those of the last have."""
     families: tuple[tuple[str, ...], ...] = ()
     """The families of operands that repetitions read, and those of results."""
     order: str = ""

@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from parc.checking.twins import subject_of
+from parc.compiler.layout.mesh import Mesh
 from parc.compiler.layout.placement import Placement, TensorType
 from parc.compiler.plan.plan import read_plan
 from parc.compiler.program.binding import Binding
 from parc.compiler.program.program import Function, Line, Program, Ref, Value
+from parc.compiler.twin.bodies import function_body
 from parc.compiler.twin.repeats import ShortForm, short_form
 from parc.compiler.twin.structure import compare_structure
 from parc.compiling.driver import compile_plan
@@ -119,3 +121,7 @@ def test_operands_that_a_function_returns_are_a_family_of_results() -> None:
     assert len(form.lines) == 2 and form.returned == ("sum1", "x0")
     assert form.operands == form.results == slots
     assert len(short(total, "x1").lines) == 4
+    for count in (2, 3, 4):
+        head = Function("head", read[: count + 1], tuple(lines[:count]), ((Binding("output", "x"), f"sum{count - 1}"),))
+        names = function_body(head, Mesh(), families=[scores[:count]]).names
+        assert len({*names.values()}) == len(names), "backward may read any of them by its name"
