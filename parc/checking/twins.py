@@ -104,7 +104,8 @@ def find_twin(compiled: Compiled, programs: Mapping[str, Program]) -> tuple[Comp
     models, tried = SmallModels(compiled, given), list[tuple[Mesh, SmallArguments]]()
     meshes = [*_meshes(compiled.mesh, models.least_ranks())]
     choices = [(mesh, 1) for mesh in meshes]
-    choices = [*choices[:1], *((mesh, 2) for mesh in meshes[:1]), *choices[1:], *((mesh, 4) for mesh in meshes[:1])]
+    choices[1:1] = [(mesh, 2) for mesh in meshes[:1]]
+    choices += [(mesh, 4) for mesh in meshes[:1]]
     for mesh, times in choices:
         arguments = models.arguments(mesh, times)
         if (mesh, arguments) in tried:
@@ -114,8 +115,8 @@ def find_twin(compiled: Compiled, programs: Mapping[str, Program]) -> tuple[Comp
             try:
                 twin = _small_enough(_compiled(compiled, mesh, sizes, arguments, models.stages(mesh, arguments)))
             except PlanError as error:  # that it is too large is said before that its sizes are not the model's
-                too_large = error.diagnostics[0].code is NO_TWIN
-                problem = error if problem is None or too_large else problem
+                if problem is None or error.diagnostics[0].code is NO_TWIN:
+                    problem = error
                 continue
             differences = _differences(compiled, twin, programs)
             if not differences:
