@@ -91,7 +91,7 @@ def test_a_large_model_without_smaller_arguments_is_tested_on_a_smaller_batch(
 
 
 def test_no_two_values_of_a_function_of_b_have_one_name_beside_the_twin() -> None:
-    """Those that F saved are named by F's lines, and its own by B's."""
+    """Values that F saved are named by F's lines, and its own by B's."""
     build = large_build("gpt dp=8, tp=2")
     captured, weights, kinds = build.compiled.build.reference.main, weight_sources(build.programs), Kinds()
     graph = kinds.graph(captured, build.programs["F"])
