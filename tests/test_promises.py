@@ -155,12 +155,12 @@ def test_of_changes_that_are_not_enough_the_closest_is_named() -> None:
 
 def test_of_two_changes_of_one_number_the_later_counts() -> None:
     """As of microbatches, of which an axis that splits sequences takes more."""
-    plan = read_plan(Source("plan.parc", LETS.replace("$m", "4")), {"m": "2"})
+    plan = read_plan(Source("plan.parc", LETS.replace("$m", "4  # few")), {"m": "2"})
     start = plan.source.text.index("microbatches 4") + len("microbatches ")
     changes = [PlanChange(1, {(start, start + 1): f"{n}"}, defines={"tp": f"{n}"}) for n in (8, 16)]
     both = changes[0] + changes[1]
-    assert both.saves == 2 and "microbatches 16\n" in both.text(plan)
-    assert re.fullmatch(r"`-D tp=16` and `schedule +microbatches 16` in place of line \d+", both.words(plan))
+    assert both.saves == 2 and "microbatches 16  # few\n" in both.text(plan)
+    assert re.fullmatch(r"`-D tp=16` and `schedule microbatches 16` in place of line \d+", both.words(plan))
 
 
 def test_a_change_of_an_included_file_is_not_advised(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ class PlanChange:
         """Return what a person writes to change the plan: options, lines in place of others, and new lines."""
         options = " ".join(f"-D {name}={value}" for name, value in self.defines.items())
         lines = zip(plan.source.text.splitlines(), self.text(plan).splitlines(), strict=False)
-        replaced = [f"`{' '.join(new.split())}` in place of line {number}"
+        replaced = [f"`{' '.join(new.partition('#')[0].split())}` in place of line {number}"
                     for number, (old, new) in enumerate(lines, 1) if old != new]  # fmt: skip
         return " and ".join([*([f"`{options}`"] if options else []), *replaced, *(f"`{line}`" for line in self.lines)])
 
