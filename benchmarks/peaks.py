@@ -161,8 +161,8 @@ def by_role(build: Path, peaks: list[int], library: Products) -> Iterator[tuple[
     opened = open_build(build)
     mesh, plan = build_mesh(opened), plan_of(opened)
     for role in opened.roles.values():
-        own = [peak for rank, peak in enumerate(peaks) if opened.role_at(mesh.coordinates(rank)).name == role.name]
-        yield memory_by_library(opened, plan, role)[library.name].peak_bytes, max(own)
+        of_role = [peak for rank, peak in enumerate(peaks) if opened.role_at(mesh.coordinates(rank)).name == role.name]
+        yield memory_by_library(opened, plan, role)[library.name].peak_bytes, max(of_role)
 
 
 def beside_fsdp(folder: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -20,6 +19,7 @@ from parc.compiler.layout.rings import RINGS
 from parc.compiler.ops.precision import is_narrow
 from parc.compiler.program.actions import ACTIONS, FORWARD
 from parc.compiler.program.binding import PARAMETERS
+from parc.compiler.program.blocks import starred
 from parc.compiler.program.liveness import local_bytes
 from parc.compiler.resolve.context_lines import RING_METHODS, context_lines
 from parc.compiling.compiled import Compiled
@@ -60,11 +60,9 @@ def _reshards(compiled: Compiled) -> Iterator[Diagnostic]:
     for (_, source, result, line), text in zip(groups, texts, strict=True):
         first = groups[_, source, result, line][0]
         span = _claim_span(compiled, first)
-        zero = ""
-        if first.value in compiled.build.types and not isinstance(first.result, Split):
-            zero = (
-                f"`{_zero_line(first.axis, first.value)}` in place of the line gathers the weight before each use; or "
-            )
+        zero = f"`{_zero_line(first.axis, first.value)}` in place of the line gathers the weight before each use; or "
+        if first.value not in compiled.build.types or isinstance(first.result, Split):
+            zero = ""
         yield Diagnostic(
             UNASKED_RESHARD, text, Label(span) if span else None, notes=tuple(in_words((source, result))),
             help=f"{zero}split the value in the same way where it is made and where it is read; or split neither over"
@@ -74,8 +72,7 @@ def _reshards(compiled: Compiled) -> Iterator[Diagnostic]:
 
 def _zero_line(axis: str, parameter: str) -> str:
     """Return the line that stores the weights of a module, and of its like in other blocks, in parts."""
-    module = re.sub(r"\b\d+\b", "*", parameter.rpartition(".")[0])
-    return f"zero 3 over {axis} on {module}"
+    return f"zero 3 over {axis} on {starred(parameter.rpartition('.')[0])}"
 
 
 def _whole_outputs(compiled: Compiled) -> Iterator[Diagnostic]:
@@ -86,9 +83,9 @@ def _whole_outputs(compiled: Compiled) -> Iterator[Diagnostic]:
         if reshard.whole and isinstance(reshard.source, Split):
             gathers.setdefault((reshard.cause.plan, reshard.axis), []).append(reshard)
     works = [p.main.bound(*PARAMETERS, "weight") for p in compiled.build.programs.values() if ACTIONS[p.action].works]
-    for (line, axis), found in gathers.items():
-        outputs, weights, times = sum(reshard.bytes for reshard in found), 0, compiled.plan.microbatches
-        for reshard in found:
+    for (line, axis), gathered in gathers.items():
+        outputs, weights, times = sum(reshard.bytes for reshard in gathered), 0, compiled.plan.microbatches
+        for reshard in gathered:
             named = (name for name in (*types, *names.tied) if name.rpartition(".")[0] == reshard.cause.module)
             for name in {names.canonical(name) for name in named}:
                 if {*mesh.parts(axis)} & {*types[name].placement.split_axes()}:
@@ -96,7 +93,7 @@ def _whole_outputs(compiled: Compiled) -> Iterator[Diagnostic]:
                     weights += entries * min(types[name].dtype.itemsize, reshard.itemsize)
         if 0 < weights < outputs:
             sent, less = (size_text(size * (mesh.size(axis) - 1) * times) for size in (outputs, weights))
-            module, many = found[0].cause.module, f" and {len(found) - 1} more" if len(found) > 1 else ""
+            module, many = gathered[0].cause.module, f" and {len(gathered) - 1} more" if len(gathered) > 1 else ""
             yield Diagnostic(
                 WHOLE_OUTPUTS, f"a rank sends {sent} a step to gather the outputs of `{module}`{many}, and would send "
                 f"{less} to gather the weights", Label(span) if (span := line_span(compiled.plan, line)) else None,
@@ -132,8 +129,8 @@ def _node_order(compiled: Compiled) -> Iterator[Diagnostic]:
             if all([*line.view.over] == sorted(line.view.over, key=places.index) for line in plan.views):
                 rows = [[(hidden, size) for (axes, hidden), size in table.items() if crossing.intersection(axes)]
                         for table in sent]  # fmt: skip
-                waiting = max(sum(size for hidden, size in own if not hidden) for own in rows)
-                costs[order] = max(sum(size for _, size in own) for own in rows), waiting
+                waiting = max(sum(size for hidden, size in of_role if not hidden) for of_role in rows)
+                costs[order] = max(sum(size for _, size in of_role) for of_role in rows), waiting
     now = costs[plan.mesh.axes]
     best = min((order for order, cost in costs.items() if cost[0] <= now[0] and cost[1] <= now[1]),
                key=lambda order: sum(costs[order]))  # fmt: skip

@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor, nn
 
 from parc.build import build
-from parc.checking.cheaper import most_memory
+from parc.checking.cheaper import PlanChange, most_memory
 from parc.checking.limits import hold_promises
 from parc.checking.reports import report_of
 from parc.cli import main
@@ -17,6 +17,7 @@ from parc.compiler.plan.plan import read_plan
 from parc.compiler.program import products
 from parc.compiling.driver import compile_plan
 from parc.grammar.diagnostics import Diagnostic, PlanError, render
+from parc.grammar.source import Source
 from parc.grammar.syntax import size_text
 from parc.report import memory_by_library, memory_of
 from parc.report_words import fact_rows
@@ -106,12 +107,12 @@ LONG = SHALLOW.replace("B=8", "B=64")
 CHANGES = {
     "a level of ZeRO": (SHALLOW + BOTH, 85, ["zero 1 over dp", "schedule microbatches 4", "offload optimizer to cpu"]),
     "values of lets": (LETS, 85, ["-D level=1", "-D m=4", "offload optimizer to cpu"]),
-    "several together": (LETS, 55, ["-D level=3 recompute blocks.* -D m=4 offload optimizer to cpu"]),
+    "several together": (LETS, 55, ["-D level=3 -D m=4 recompute blocks.* offload optimizer to cpu"]),
     "recomputation": (LONG + BOTH, 230, ["recompute blocks.*", "schedule microbatches 4"]),
     "a whole table": (SHALLOW + "mesh tp=2\n", 156,
                       ["schedule microbatches 8", "vocab embed over tp"]),
     "another axis": (STAGED, 64,
-                     ["recompute blocks.* schedule 1f1b microbatches 8 offload optimizer to cpu mesh pp=4"]),
+                     ["schedule 1f1b microbatches 8 mesh pp=4 recompute blocks.* offload optimizer to cpu"]),
 }  # fmt: skip
 """A plan; a budget that it does not keep, in KiB; and changes with which it does."""
 
@@ -145,10 +146,20 @@ def test_of_changes_that_are_not_enough_the_closest_is_named() -> None:
     with pytest.raises(PlanError) as error:
         hold_promises(compiled(f"{STAGED}budget memory 43KiB\n"))
     assert error.value.diagnostics[0].help == (
-        "closest comes `recompute blocks.*` and `schedule 1f1b microbatches 8` in place of line 11 and `offload "
-        "optimizer to cpu` and `mesh pp=4` in place of line 12: a rank then needs 50.9 KiB on 4 ranks; add ranks to an "
+        "closest comes `schedule 1f1b microbatches 8` in place of line 11 and `mesh pp=4` in place of line 12 and "
+        "`recompute blocks.*` and `offload optimizer to cpu`: a rank then needs 50.9 KiB on 4 ranks; add ranks to an "
         "axis that splits the largest of these, or place them over another axis"
     )
+
+
+def test_of_two_changes_of_one_number_the_later_counts() -> None:
+    """As of microbatches, of which an axis that splits sequences takes more."""
+    plan = read_plan(Source("plan.parc", LETS.replace("$m", "4  # few")), {"m": "2"})
+    start = plan.source.text.index("microbatches 4") + len("microbatches ")
+    changes = [PlanChange(1, {(start, start + 1): f"{n}"}, defines={"tp": f"{n}"}) for n in (8, 16)]
+    both = changes[0] + changes[1]
+    assert both.saves == 2 and "microbatches 16  # few\n" in both.text(plan)
+    assert re.fullmatch(r"`-D tp=16` and `schedule microbatches 16` in place of line \d+", both.words(plan))
 
 
 def test_a_change_of_an_included_file_is_not_advised(tmp_path: Path) -> None:

@@ -65,11 +65,12 @@ def net(
     stages: int = 4,
     ranks: int = 2,
     schedule: str = "1f1b microbatches 4",
+    lines: str = "",
 ) -> Compiled:
     """Compile a model of blocks that all read one value which is made before them."""
     (folder / "net.py").write_text(_NET)
     text = _PLAN.format(verify=verify, model=model, stages=stages, ranks=ranks, schedule=schedule)
-    return compile_plan(read_plan(Source("net.parc", text)), folder)
+    return compile_plan(read_plan(Source("net.parc", text + lines)), folder)
 
 
 def blocks(twin: Compiled) -> list[int]:
@@ -118,6 +119,22 @@ def test_a_verify_line_with_too_few_blocks_for_the_stages_is_told_what_to_change
     assert "P0213" in text and "verify tiny=true" in text
     assert "the smaller model has 1 of the blocks `blocks.*`, and a test needs 4" in text
     assert "change `tiny` of the `verify` line" in text
+
+
+@pytest.mark.parametrize(
+    ("lines", "why"),
+    [
+        ("zero 3 over dp unit blocks\n", "no part of it is like `blocks`"),
+        ("precision bf16\nprecision fp32 on blocks.{5,11}\n", "its programs differ in F blocks."),
+    ],
+)
+def test_what_fewer_blocks_do_not_show_names_the_argument_that_keeps_them(tmp_path: Path, lines: str, why: str) -> None:
+    given: dict[str, Any] = {"model": "layers=12", "stages": 1, "ranks": 16, "schedule": "1f1b microbatches 2"}
+    with pytest.raises(PlanError) as refused:
+        subject_of(net(tmp_path, "layers=1", lines=lines, **given))
+    text = render(refused.value.diagnostics[0])
+    assert "P0213" in text and why in text and "keep `layers=12` in the `verify` line" in text
+    assert subject_of(net(tmp_path, "layers=12", lines=lines, **given)).text.startswith("the twin: layers=12, ")
 
 
 def test_a_smaller_model_that_cannot_be_made_is_the_fault_of_the_verify_line(tmp_path: Path) -> None:

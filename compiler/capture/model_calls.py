@@ -85,12 +85,12 @@ def whole_arguments(make: Callable[..., Any], module: nn.Module, given: Mapping[
         parameters = inspect.signature(make).parameters.values()
     except (TypeError, ValueError):
         return {}
-    found: dict[str, Any] = {parameter.name: parameter.default for parameter in parameters}
+    values: dict[str, Any] = {parameter.name: parameter.default for parameter in parameters}
     config: Any = getattr(module, "config", None)
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters) and hasattr(config, "to_dict"):
-        found |= config.to_dict()
-    found |= given
-    return {name: value for name, value in found.items() if type(value) is int and value > 1}
+        values |= config.to_dict()
+    values |= given
+    return {name: value for name, value in values.items() if type(value) is int and value > 1}
 
 
 def caller(model: nn.Module, lines: TaskLines) -> CallModel:

@@ -112,10 +112,8 @@ class Backward:
                 if not isinstance(term, Binding):
                     self.goes[term].append([slot for _, source in fits for slot in self._slots(term, source)])
             ways = frozenset(way for _, way in terms)
-            names, place = (
-                self.forward.bodies[call.line.op].names,
-                self.forward.backward[call.line.op].form.operands[at],
-            )
+            names = self.forward.bodies[call.line.op].names
+            place = self.forward.backward[call.line.op].form.operands[at]
             yield PieceFact(("gradient", call.sort, place), ways, frozenset(names[name] for name, _ in fits), where)
 
     def _note(self, terms: _Sum, source: PieceSource, where: str) -> None:

@@ -63,22 +63,16 @@ def function_body(
     may be more or fewer."""
     key = "body", mesh, tuple((names or {}).items()), tuple(map(tuple, families))
     if key not in function.derived:
-        body = lines_body(function.lines, [value.name for value in function.parameters], function.values(), mesh,
-                          families, [name for _, name in function.returns], names)  # fmt: skip
-        function.derived[key] = body
+        function.derived[key] = _body(function, mesh, names or {}, families)
     stored: Body = function.derived[key]
     return stored
 
 
-def lines_body(
-    lines: Sequence[Line], read: Sequence[str], values: Mapping[str, Value], mesh: Mesh,
-    families: Sequence[Sequence[str]] = (), returned: Sequence[str] = (), names: Mapping[str, str] | None = None,
-) -> Body:  # fmt: skip
-    """Return the body of some lines of a function with ``values``. They ``read`` values from outside, which have
-    ``names`` or are numbered, and some are ``returned``."""
-    form = short_form(lines, read, returned, families)
-    kept = [name for name, (_, number) in zip(read, form.operands, strict=True) if number == 0]
-    known = {name: (names or {}).get(name, f"x{slot}") for slot, name in enumerate(kept)}
+def _body(function: Function, mesh: Mesh, names: Mapping[str, str], families: Sequence[Sequence[str]]) -> Body:
+    form, values = short_form(function, families), function.values()
+    slots = zip(function.parameters, form.operands, strict=True)
+    kept = [value.name for value, (_, number) in slots if number == 0]
+    known = {name: names.get(name, f"x{slot}") for slot, name in enumerate(kept)}
     rows = [*([form.order] if form.order else []), *(f"{known[name]}: {sizeless(values[name], mesh)}" for name in kept)]
     numbers = []
     for index, line in enumerate(form.lines):

@@ -21,8 +21,7 @@ from ..program.binding import Binding
 from ..program.blocks import block_of
 from ..program.program import Function, Line, Program, Value, operands
 from ..program.weights import WeightSources, stored_sources
-from .bodies import Body, Numbers, function_body, lines_body, star
-from .repeats import FamilySlots
+from .bodies import Body, Numbers, function_body, star
 
 _NUMBER = re.compile(r"\d+")
 _KEY = "parc.stream_key.default"
@@ -80,11 +79,10 @@ class GraphPiece:
     """A piece of the captured graph: the values that it reads from outside, in order, and its numbers. Pieces of one
     ``kind`` are equal except for numbers; with the same ``numbers_kind`` these are equal too."""
 
-    reads: list[tuple[PieceSource, Value]]
-    slots: FamilySlots
-    """The place of each value in the short form, and its number in its family."""
-    families: list[list[int]]
-    """The values that are one part of every layer, by their numbers among the ones read."""
+    reads: list[tuple[PieceSource, Value, tuple[int, int]]]
+    """The origin of each value, and its place in the short form with its number in its family."""
+    families: list[list[str]]
+    """The values that are one part of every layer."""
     numbers: tuple[Numbers, ...]
     kind: int
     numbers_kind: int
@@ -154,18 +152,15 @@ class Graph:
 
     def _piece(self, run: Sequence[Line], values: Mapping[str, Value], kinds: Kinds) -> GraphPiece:
         read = operands(run)
-        parts: dict[PieceSource, dict[str, int]] = {}
-        for index, (kind, *source) in enumerate(self.sources[name] for name in read):
-            if kind == "made":
-                parts.setdefault((star(source[0]), *source[1:]), {})[source[0]] = index
-        families = [[*members.values()] for members in parts.values() if len(members) > 1]
-        body = lines_body(run, read, values, Mesh(), [[read[index] for index in family] for family in families])
-        head = [
-            self.sources[name][0] for name, (_, number) in zip(read, body.form.operands, strict=True) if number == 0
-        ]
-        reads = [(self.sources[name], values[name]) for name in read]
-        kind = kinds.of((*head, *body.rows))
-        return GraphPiece(reads, body.form.operands, families, body.numbers, kind, kinds.of(body.numbers))
+        sources = [self.sources[name] for name in read]
+        made = ((name, source) for name, source in zip(read, sources, strict=True) if source[0] == "made")
+        families = _families((name, place, tuple(result)) for name, (_, place, *result) in made)
+        function = Function("", tuple(values[name] for name in read), tuple(run), ())
+        body = function_body(function, Mesh(), families=families)
+        slots = body.form.operands
+        kind = kinds.of((*(source[0] for source, slot in zip(sources, slots, strict=True) if slot[1] == 0), *body.rows))
+        reads = [*zip(sources, function.parameters, slots, strict=True)]
+        return GraphPiece(reads, families, body.numbers, kind, kinds.of(body.numbers))
 
 
 class Forward:
@@ -214,27 +209,22 @@ class Forward:
     def _rows(self, call: PieceCall) -> Hashable:
         """Return the text of a call's function, with that of its backward; both have families where the piece has."""
         function = self.functions[call.line.op]
-        families = [self._operands(call, family) for family in (call.piece.families if call.piece else ())]
-        families = [family for family in families if family]
+        families = []
+        if call.piece is not None and call.piece.families:
+            reads = zip((value.name for value in function.parameters), call.reads, strict=True)
+            made = [(name, self.calls[source[1]], source[2]) for name, source in reads if source[0] == "made"]
+            families = _families((name, maker.place, (maker.kind, maker.before, at)) for name, maker, at in made)
         body = function_body(function, self.program.mesh, families=families)
         self.bodies[function.name] = body
         if (undoing := self.undoing.get(function.name)) is None:
             return body.rows, None
-        names = {value.name: body.names[value.name] for value in undoing.parameters if value.name in body.names}
+        shared = (value.name for value in undoing.parameters if value.name in body.names)
+        names = {name: f"F {body.names[name]}" for name in shared}  # B's own lines are numbered from 0 too
         tangents = (value.name for value in undoing.parameters if value.name not in names)
         names.update((name, f"tangent {number}") for number, name in enumerate(tangents))
         saved = [family for family in body.form.families if {*family} <= names.keys()]
         self.backward[function.name] = function_body(undoing, self.program.mesh, names, saved)
         return body.rows, self.backward[function.name].rows
-
-    def _operands(self, call: PieceCall, family: Sequence[int]) -> list[str]:
-        """Return the operands of a call's function that are a family of its piece; none where that cannot be told."""
-        assert call.piece is not None
-        found, operands = list[str](), [*zip(self.functions[call.line.op].parameters, call.reads, strict=True)]
-        for source, value in (call.piece.reads[index] for index in family):
-            made = (own for own, read in operands if read[0] == "made" and self.calls[read[1]].place == source[1])
-            found += [own.name for own in made if own.type.shape == value.type.shape]
-        return found if len({*found}) == len(found) == len(family) else []
 
     def _take_results(self, call: PieceCall) -> None:
         """Note the origin of each result of a call. A result that the function returns as it was given has the origin
@@ -262,27 +252,26 @@ class Forward:
         slot, where = ("reads", call.sort, place), f"F {call.place} operand {at}"
         wanted = call.piece.reads if call.piece is not None else []
 
-        def options(indices: Iterable[int]) -> frozenset[Hashable]:
+        def options(reads: Iterable[tuple[PieceSource, Value, tuple[int, int]]]) -> frozenset[Hashable]:
             """Return places in the piece's short form, with the distance of a member of a family from this one."""
-            slots = (call.piece.slots[index] for index in indices) if call.piece is not None else ()
-            return frozenset((other, member - number) for other, member in slots)
+            return frozenset((other, member - number) for _, _, (other, member) in reads)
 
         if source[0] != "made":
-            matches = options(index for index, (other, _) in enumerate(wanted) if other == source)
+            matches = options(read for read in wanted if read[0] == source)
             kind = source[1].kind if source[0] == "bound" else "stream"
             yield PieceFact(slot, (kind, bool(matches)), matches or _names(str(source[1]), call.place), where)
             return
         maker = self.calls[source[1]]
-        made = self.bodies[maker.line.op].form.results[source[2]][0]
-        origin = maker.kind, made
-        near = [(k, other) for k, (other, _) in enumerate(wanted) if other[:2] == ("made", maker.place)]
-        same = [(k, other) for k, other in near if wanted[k][1].type.shape == value.type.shape]
+        result = self.bodies[maker.line.op].form.results[source[2]][0]
+        origin = maker.kind, result
+        near = [read for read in wanted if read[0][:2] == ("made", maker.place)]
+        near = [read for read in near if read[1].type.shape == value.type.shape] or near
         if maker.place == call.place:
             yield PieceFact(slot, (origin, "own"), NONE, where)
         elif near:
-            yield PieceFact(slot, (origin, "graph"), options(k for k, _ in same or near), where)
-            lines = frozenset(other[2:] for _, other in same or near)
-            yield PieceFact(("makes", maker.sort, made), "graph", lines, where)
+            yield PieceFact(slot, (origin, "graph"), options(near), where)
+            lines = frozenset(made[2:] for made, _, _ in near)
+            yield PieceFact(("makes", maker.sort, result), "graph", lines, where)
         else:
             yield PieceFact(slot, (origin, "other"), self._otherwise(call, source), where)
 
@@ -317,6 +306,15 @@ class Forward:
 
 
 NONE: frozenset[Hashable] = frozenset({None})
+
+
+def _families(made: Iterable[tuple[str, str, Hashable]]) -> list[list[str]]:
+    """Return the values that are one part of every layer, of values with the place and the result of their maker: they
+    are the same result at places that differ in their numbers alone."""
+    parts: dict[Hashable, dict[str, str]] = {}
+    for name, place, result in made:
+        parts.setdefault((star(place), result), {})[place] = name
+    return [[*members.values()] for members in parts.values() if len(members) > 1]
 
 
 def _names(name: str, place: str) -> frozenset[Hashable]:

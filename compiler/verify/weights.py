@@ -43,7 +43,7 @@ def check_stored(programs: Mapping[str, Program], reference: Program) -> Iterato
 def _read_faults(forward: Forward) -> Iterator[Fault]:
     """Find parameters that a call reads and that its place in the captured graph does not."""
     for call in forward.calls:
-        known = {source for source, _ in call.piece.reads} if call.piece is not None else set()
+        known = {source for source, *_ in call.piece.reads} if call.piece is not None else set()
         for source, name in zip(call.reads, call.line.uses, strict=True):
             if known and source[0] == "bound" and source[1].kind in ("parameter", "frozen") and source not in known:
                 yield Fault(

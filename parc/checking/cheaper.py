@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import islice
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from parc.compiler.ops.recompute import line_for
 from parc.compiler.plan.plan import Plan, read_plan
@@ -30,28 +29,32 @@ _ADD_RANKS = "add ranks to an axis that splits the largest of these, or place th
 
 @dataclass(frozen=True)
 class PlanChange:
-    """Another plan: the words that make it, each with the number of the line that they replace (0: they are new), the
-    bytes that they take from a rank at most, their edits of the plan's text (from, to, new text), and their ``-D``."""
+    """Another plan: the bytes that it takes from a rank at most, the new text of parts of its lines, by where these
+    begin and end, its new lines, and its new ``-D``. Of two changes of one part, or of one ``-D``, the later counts."""
 
-    words: tuple[tuple[str, int], ...]
     saves: float
-    edits: tuple[tuple[int, int, str], ...] = ()
-    defines: tuple[tuple[str, str], ...] = ()
+    edits: Mapping[tuple[int, int], str] = field(default_factory=dict)
+    lines: tuple[str, ...] = ()
+    defines: Mapping[str, str] = field(default_factory=dict)
 
     def __add__(self, other: PlanChange) -> PlanChange:
-        words, edits = (*self.words, *other.words), (*self.edits, *other.edits)
-        return PlanChange(words, self.saves + other.saves, edits, (*self.defines, *other.defines))
+        edits, defines = {**self.edits, **other.edits}, {**self.defines, **other.defines}
+        return PlanChange(self.saves + other.saves, edits, (*self.lines, *other.lines), defines)
 
-    def plan(self, plan: Plan) -> Plan:
-        """Return the changed plan.
-
-        Raises:
-            PlanError: it is none.
-        """
+    def text(self, plan: Plan) -> str:
+        """Return the changed plan's text."""
         text = plan.source.text
-        for start, end, new in sorted(self.edits, reverse=True):
+        for (start, end), new in sorted(self.edits.items(), reverse=True):
             text = text[:start] + new + text[end:]
-        return read_plan(replace(plan.source, text=text), dict((*plan.defines, *self.defines)))
+        return "\n".join([text, *self.lines, ""])
+
+    def words(self, plan: Plan) -> str:
+        """Return what a person writes to change the plan: options, lines in place of others, and new lines."""
+        options = " ".join(f"-D {name}={value}" for name, value in self.defines.items())
+        lines = zip(plan.source.text.splitlines(), self.text(plan).splitlines(), strict=False)
+        replaced = [f"`{' '.join(new.partition('#')[0].split())}` in place of line {number}"
+                    for number, (old, new) in enumerate(lines, 1) if old != new]  # fmt: skip
+        return " and ".join([*([f"`{options}`"] if options else []), *replaced, *(f"`{line}`" for line in self.lines)])
 
 
 def most_memory(compiled: Compiled) -> Memory:
@@ -64,64 +67,58 @@ def cheaper_plans(compiled: Compiled, memory: Memory, budget: int, progress: Pro
     """Return the help for a plan that is over its budget: up to three changes with which it is not, or several that are
     enough together, or those that come closest. At most eight are compiled: of one kind the mildest three of those that
     could be enough by the shares of the memory."""
-    over = memory.peak_bytes - budget
-    needs: list[tuple[int, str]] = []  # the bytes of a rank, with the words for them and for the change
+    plan, over = compiled.plan, memory.peak_bytes - budget
+    needs: list[tuple[float, str]] = []  # the bytes of a rank, with the words for them and for the change
 
-    def need(change: PlanChange) -> int | None:
-        said = (f"`{words}`" + (f" in place of line {line}" if line else "") for words, line in change.words)
-        words = " and ".join(said)
+    def need(change: PlanChange) -> float:
+        words = change.words(plan)
         progress(f"over budget: trying {words}")
         try:
-            changed = compile_changed(compiled, change.plan(compiled.plan))
+            text = replace(plan.source, text=change.text(plan))
+            changed = compile_changed(compiled, read_plan(text, {**dict(plan.defines), **change.defines}))
         except PlanError:  # such as heads that do not divide
-            return None
+            return math.inf
         size, world = most_memory(changed).peak_bytes, changed.mesh.world
         on = f" on {world:,} ranks" if world != compiled.mesh.world else ""
         needs.append((size, f"{words}: a rank then needs {size_text(size)}{on}"))
         return size
 
-    found = {make: [change for change in make(compiled, memory) if change.saves > 0] for make in _KINDS}
-    for group in found.values():
-        sizes = (size for change in group if change.saves >= over and (size := need(change)) is not None)
-        any(size <= budget for size in islice(sizes, _MOST_OF_A_KIND))
+    changes = {make: [change for change in make(compiled, memory) if change.saves > 0] for make in _KINDS}
+    for of_kind in changes.values():
+        most = len(needs) + _MOST_OF_A_KIND
+        for change in (change for change in of_kind if change.saves >= over):
+            if need(change) <= budget or len(needs) == most:
+                break
         within = [words for size, words in needs if size <= budget]
         if len(within) == _MOST_NAMED or len(needs) >= _MOST_ALONE:
             break
     if within:
         return "write " + "; or ".join(within)
-    together = PlanChange((), 0)
-    makes = sorted((make for make in _KINDS if found[make]), key=lambda make: make is _axes)
+    together, makes = PlanChange(0), sorted(filter(changes.get, _KINDS), key=lambda make: make is _axes)
     for at, make in enumerate(makes, 1):
-        strongest = max(reversed(found[make]), key=lambda change: change.saves)
-        enough = (change for change in found[make] if together.saves + change.saves >= over)
+        strongest = max(reversed(changes[make]), key=lambda change: change.saves)
+        enough = (change for change in changes[make] if together.saves + change.saves >= over)
         wider = together + (next(enough, strongest) if make is _axes else strongest)
         if wider.saves >= over or at >= len(makes) - 1:
-            size = need(wider) if len(needs) < _MOST_COMPILED else None
-            if size is None:
-                continue
+            size = need(wider) if len(needs) < _MOST_COMPILED else math.inf
             if size <= budget:
                 return f"write {needs[-1][1]}"
+            if size == math.inf:
+                continue
         together = wider
     return f"closest comes {min(needs)[1]}; {_ADD_RANKS}" if needs else _ADD_RANKS
-
-
-def _added(plan: Plan, line: str, saves: float) -> PlanChange:
-    end = len(plan.source.text)
-    return PlanChange(((line, 0),), saves, ((end, end, f"\n{line}\n"),))
 
 
 def _rewritten(plan: Plan, span: Span, place: str, value: int, saves: float) -> Iterator[PlanChange]:
     """Yield the change of a number, at a place of a line, if the line is the plan's own: by ``-D`` where the line reads
     a ``let``."""
-    found = re.search(place, span.text)
-    if found is None or span.source is not plan.source:
+    number = re.search(place, span.text)
+    if number is None or span.source is not plan.source:
         return
-    if found[1].startswith("$"):
-        yield PlanChange(((f"-D {found[1][1:]}={value}", 0),), saves, defines=((found[1][1:], str(value)),))
+    if number[1].startswith("$"):
+        yield PlanChange(saves, defines={number[1][1:]: str(value)})
     else:
-        line = f"{span.text[: found.start(1)]}{value}{span.text[found.end(1) :]}"
-        edit = span.start + found.start(1), span.start + found.end(1), str(value)
-        yield PlanChange(((" ".join(line.split()), span.line),), saves, (edit,))
+        yield PlanChange(saves, {(span.start + number.start(1), span.start + number.end(1)): str(value)})
 
 
 def _zero(compiled: Compiled, memory: Memory) -> Iterator[PlanChange]:
@@ -134,7 +131,7 @@ def _zero(compiled: Compiled, memory: Memory) -> Iterator[PlanChange]:
         totals = level == 1 and plan.microbatches > 1  # of gradients, which level 1 leaves whole
         split = memory.optimizer + memory.parameters + (0 if totals else memory.gradients)
         saves = split * (1 - 1 / plan.mesh.size(axis))
-        new = [_added(plan, f"zero {level} over {axis}", saves)]
+        new = [PlanChange(saves, lines=(f"zero {level} over {axis}",))]
         yield from new if line is None else _rewritten(plan, line.span, r"zero\s+(\S+)", level, saves)
 
 
@@ -145,7 +142,7 @@ def _recompute(compiled: Compiled, memory: Memory) -> Iterator[PlanChange]:
     chosen = [line_for(lines, block) for block in blocks]
     if any(line is None or line.keep for line in chosen) and not any(line.fit for line in lines):
         where = ", ".join(sorted({starred(block) for block in blocks}))
-        yield _added(compiled.plan, f"recompute {where}", memory.activations)
+        yield PlanChange(memory.activations, lines=(f"recompute {where}",))
 
 
 def _microbatches(compiled: Compiled, memory: Memory) -> Iterator[PlanChange]:
@@ -166,7 +163,7 @@ def _scheduled(plan: Plan, microbatches: int, saves: float) -> Iterator[PlanChan
     if plan.schedule is not None:
         yield from _rewritten(plan, plan.schedule.span, r"microbatches\s+(\S+)", microbatches, saves)
     else:
-        yield _added(plan, f"schedule microbatches {microbatches}", saves)
+        yield PlanChange(saves, lines=(f"schedule microbatches {microbatches}",))
 
 
 def _split(compiled: Compiled, memory: Memory) -> Iterator[PlanChange]:
@@ -181,7 +178,7 @@ def _split(compiled: Compiled, memory: Memory) -> Iterator[PlanChange]:
         split = {mesh.owner(axis) for axis in types[name].placement.split_axes()}
         axis = next((axis for axis, size in mesh.declared.axes if size > 1 and axis not in taken | split), None)
         if verb is not None and axis is not None:
-            yield _added(compiled.plan, f"{verb} {name.removesuffix('.weight')} over {axis}", memory.peak_bytes)
+            yield PlanChange(memory.peak_bytes, lines=(f"{verb} {name.removesuffix('.weight')} over {axis}",))
             return
 
 
@@ -198,23 +195,18 @@ def _axes(compiled: Compiled, memory: Memory) -> Iterator[PlanChange]:
         if axis == data or free % factor or outside:
             continue
         wanted = {axis: factor * size} | ({data: free // factor} if data else {})
-        axes = {name: wanted.get(name, ranks) for name, ranks in plan.mesh.axes}
-        parts = [change for name in axes if name in wanted
-                 for change in _rewritten(plan, plan.mesh_spans[name], r"=\s*(\S+)", axes[name], 0)]  # fmt: skip
+        parts = [change for name in plan.mesh.names if name in wanted
+                 for change in _rewritten(plan, plan.mesh_spans[name], r"=\s*(\S+)", wanted[name], 0)]  # fmt: skip
         if len(parts) == len(wanted):
-            words = " ".join(part.words[0][0] for part in parts), 0
-            if not all(part.defines for part in parts):
-                mesh = "mesh " + ", ".join(f"{name}={ranks}" for name, ranks in axes.items())
-                words = mesh, plan.mesh_spans[axis].line
-            change = replace(sum(parts[1:], parts[0]), words=(words,), saves=memory.peak_bytes * (1 - 1 / factor))
-            long = data and any(line.axis.text == axis for line in plan.context)
-            yield sum(_scheduled(plan, plan.microbatches * factor, 0) if long else (), change)
+            if data and any(line.axis.text == axis for line in plan.context):
+                parts += _scheduled(plan, plan.microbatches * factor, 0)
+            yield sum(parts, PlanChange(memory.peak_bytes * (1 - 1 / factor)))
 
 
 def _offload(compiled: Compiled, memory: Memory) -> Iterator[PlanChange]:
     """Yield the optimizer's state in the host's memory."""
     if "optimizer" not in compiled.plan.offloaded:
-        yield _added(compiled.plan, "offload optimizer to cpu", memory.optimizer)
+        yield PlanChange(memory.optimizer, lines=("offload optimizer to cpu",))
 
 
 _KINDS: Sequence[Callable[[Compiled, Memory], Iterator[PlanChange]]] = (

@@ -275,14 +275,8 @@ def _fault(compiled: Compiled, case: Case, inputs: Mapping[str, torch.Tensor], e
         return None
     *output, loss = others[0]
     line = compiled.plan.loss if same(output) else compiled.plan.model
-    message = (
-        f"the loss is {eager.loss:.6g}, but {loss:.6g} the next time, with the same inputs, weights and seeds of torch"
-    )
-    message = (
-        "the model returns other numbers the next time, with the same inputs, weights and seeds of torch"
-        if lossless
-        else message
-    )
+    other = "the model returns other numbers" if lossless else f"the loss is {eager.loss:.6g}, but {loss:.6g}"
+    message = f"{other} the next time, with the same inputs, weights and seeds of torch"
     help_ = "draw with `torch.rand`, `torch.randn` or `torch.bernoulli`, or make the changing value an input"
     notes = (
         "does the code read Python's `random`, NumPy's, a counter or the clock? a build has one graph for all steps",

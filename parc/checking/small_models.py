@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from parc.compiler.plan.directive import Literal
 from parc.compiler.plan.directives.experts import Experts
 from parc.compiler.plan.directives.stage import Stage
 from parc.compiler.program.blocks import block_of, starred
+from parc.compiler.resolve.context_lines import RING_METHODS
 from parc.compiler.resolve.names import is_within
 from parc.compiler.resolve.stage_lines import stage_count
 from parc.compiling.compiled import Compiled
@@ -36,12 +38,9 @@ class SmallModels:
     making the model with others, without allocating it."""
 
     def __init__(self, compiled: Compiled, given: SmallArguments) -> None:
-        plan, module = compiled.plan, compiled.recorded.module
-        self._compiled, self._given, self._made = compiled, given, dict[tuple[Any, ...], nn.Module | None]()
-        self._own = whole_arguments(
-            load_callable(plan.model.callable, compiled.folder), module, dict(plan.model.values)
-        )
-        names = _blocks(module)
+        plan, names = compiled.plan, blocks_in(compiled.recorded.module)
+        self._compiled, self._given, self._own = compiled, given, own_arguments(compiled)
+        self._modules = dict[tuple[Any, ...], nn.Module | None]()
         self._blocks = Counter(map(starred, names))
         stages = stages_of(compiled, dict.fromkeys(names, ()))
         last = compiled.pipeline.stages - 1 if compiled.pipeline is not None else 0
@@ -55,8 +54,10 @@ class SmallModels:
         self._experts = (layers[0], axes.pop()) if layers and len(axes) == 1 else None
 
     def least_ranks(self) -> dict[str, int]:
-        """Return the fewest ranks of axes on which two stages have blocks, and a token does not choose all experts."""
-        least, plan = dict[str, int](), self._compiled.plan
+        """Return the fewest ranks of axes on which two stages have blocks, a token does not choose all experts, and the
+        rank behind another on a ring is not the one before it."""
+        plan = self._compiled.plan
+        least = {line.axis.text: 3 for line in plan.context if line.method in RING_METHODS}
         if plan.stages and plan.schedule is not None:
             least[plan.stages[0].axis.text] = max(2, -(-(2 + sum(self._empty)) // plan.schedule.chunks))
         if self._experts is not None:
@@ -73,20 +74,20 @@ class SmallModels:
         lacks = self._lacks(chosen, wanted) or {}
         smaller = [name for name, value in chosen.items() if type(value) is int and value < self._own.get(name, 0)]
         for name in sorted(smaller, key=lambda name: self._own[name] not in self._blocks.values()):
-            factor = max((-(-wanted[kind] // max(wanted[kind] - n, 1)) for kind, n in lacks.items()), default=1)
+            if not lacks:
+                break
+            factor = max(-(-wanted[kind] // max(wanted[kind] - n, 1)) for kind, n in lacks.items())
             larger = {**chosen, name: min(int(chosen[name]) * factor, self._own[name])}  # type: ignore[arg-type]
-            left = self._lacks(larger, wanted) if factor > 1 else None
+            left = self._lacks(larger, wanted)
             if left is not None and sum(left.values()) < sum(lacks.values()):
                 chosen, lacks = larger, left
         if self._experts is None:
             return chosen
         layer, axis = self._experts
         experts = layer.experts // layer.ranks * mesh.size(axis)
-        for name in (name for name, value in self._own.items() if value == layer.experts):
-            fewer = {**chosen, name: experts}
-            if experts != chosen.get(name, layer.experts) and self._has_experts(fewer, experts):
-                return fewer
-        return chosen
+        names = [name for name, value in self._own.items() if value == layer.experts]
+        fewer = ({**chosen, name: experts} for name in names if chosen.get(name, layer.experts) != experts)
+        return next((arguments for arguments in fewer if self._has_experts(arguments, experts)), chosen)
 
     def stages(self, mesh: Mesh, arguments: SmallArguments) -> tuple[Stage, ...]:
         """Return the plan's stages for a smaller model. Its widths are not those that the plan's stages balance, so
@@ -94,20 +95,18 @@ class SmallModels:
         plan, pipeline = self._compiled.plan, self._compiled.pipeline
         if not plan.stages or (mesh.declared == plan.mesh and not arguments):
             return plan.stages
-        line = replace(plan.stages[0], before=(), after=(), balanced=True)
-        if pipeline is None or not arguments or (module := self._module(arguments)) is None:
+        line, module = replace(plan.stages[0], before=(), after=(), balanced=True), self._module(arguments)
+        names, (ahead, behind) = blocks_in(module) if module is not None else [], self._empty
+        count = self._count(mesh) - ahead - behind
+        if pipeline is None or not arguments or not names or count < 1:
             return (line,)
-        names, (ahead, behind) = _blocks(module), self._empty
-        count = stage_count(replace(plan, mesh=mesh.declared)) - ahead - behind
-        if not names or count < 1:
-            return (line,)
+        last = len(pipeline.cuts) - behind
         cuts = [(names[0] if block_of(name) else name, after) for name, after in pipeline.cuts[:ahead]]
         cuts += [(names[len(names) * stage // count], False) for stage in range(1, count)]
-        last = pipeline.cuts[len(pipeline.cuts) - behind :]
-        cuts += [(names[-1] if block_of(name) else name, after) for name, after in last]
-        ways = [tuple(Word(name, line.span) for name, after in cuts if after == way) for way in (False, True)]
-        lines = (replace(line, before=ways[0], balanced=not cuts), replace(line, after=ways[1], balanced=not cuts))
-        return tuple(line for line in lines if line.before or line.after) or lines[:1]
+        cuts += [(names[-1] if block_of(name) else name, after) for name, after in pipeline.cuts[last:]]
+        before, after = (tuple(Word(name, line.span) for name, end in cuts if end == way) for way in (False, True))
+        lines = replace(line, before=before, balanced=False), replace(line, after=after, balanced=False)
+        return tuple(line for line in lines if line.before or line.after)
 
     def fault(self, mesh: Mesh) -> Diagnostic | None:
         """Return the error of a ``verify`` line with which the model has too few blocks, whatever was tried; None where
@@ -122,51 +121,60 @@ class SmallModels:
         )
         smaller = [name for name, value in self._given.items() if value != self._own.get(name)]
         help_ = f"change {listed(smaller, 'or')} of the `verify` line so that there are as many"
-        stages = stage_count(replace(self._compiled.plan, mesh=mesh.declared))
+        stages = self._count(mesh)
         notes = (f"a stage of the build has up to {self._most[kind]}, and the test has {stages} stages",)
         return Diagnostic(NO_TWIN, message, Label(line.span), help=help_, notes=notes if stages > 1 else ())
 
+    def _count(self, mesh: Mesh) -> int:
+        """Return the number of stages on a mesh."""
+        return stage_count(replace(self._compiled.plan, mesh=mesh.declared))
+
     def _wanted(self, mesh: Mesh, times: int) -> dict[str, int]:
         """Return the least number of blocks of each kind."""
-        parts = stage_count(replace(self._compiled.plan, mesh=mesh.declared))
-        wanted = {kind: parts * min(most, times * _FEW) for kind, most in self._most.items()}
+        stages = self._count(mesh)
+        wanted = {kind: stages * min(most, times * _FEW) for kind, most in self._most.items()}
         if (fitted := self._compiled.fitted) is not None:
-            wanted |= {kind: max(least, wanted.get(kind, 0)) for kind, least in fitted.least_blocks(parts).items()}
+            wanted |= {kind: max(least, wanted.get(kind, 0)) for kind, least in fitted.least_blocks(stages).items()}
         return {kind: min(count, self._blocks[kind]) for kind, count in wanted.items()}
 
     def _lacks(self, arguments: SmallArguments, wanted: Mapping[str, int]) -> dict[str, int] | None:
         """Return how many blocks of each kind a model has too few; None for one that cannot be made."""
-        module = self._module(arguments)
-        if module is None:
+        if (module := self._module(arguments)) is None:
             return None
-        have = Counter(map(starred, _blocks(module)))
+        have = Counter(map(starred, blocks_in(module)))
         return {kind: count - have[kind] for kind, count in wanted.items() if have[kind] < count}
 
     def _has_experts(self, arguments: SmallArguments, experts: int) -> bool:
-        """Return whether a model has so many experts where the plan's own model has all."""
+        """Return whether a model has so many experts where the plan's own model has all: they are the rows of a
+        parameter."""
+        kinds = {starred(path) for path in self._compiled.routing}
+
+        def rows(module: nn.Module | None) -> set[tuple[str, int]]:
+            named = module.named_parameters() if module is not None else ()
+            inside = ((name, value) for name, value in named if any(is_within(starred(name), kind) for kind in kinds))
+            return {(starred(name), len(value)) for name, value in inside if value.dim()}
+
         assert self._experts is not None
-        module, kinds = self._module(arguments), {starred(path) for path in self._compiled.routing}
-        here, there = dict(_rows(self._compiled.recorded.module, kinds)), dict(_rows(module, kinds))
-        return any(rows == self._experts[0].experts and there.get(name) == experts for name, rows in here.items())
+        own, total = rows(self._compiled.recorded.module), self._experts[0].experts
+        return any((name, total) in own and count == experts for name, count in rows(self._module(arguments)))
 
     def _module(self, arguments: SmallArguments) -> nn.Module | None:
         """Return a model on fake tensors; None where its code does not take these arguments."""
         key, compiled = tuple(map(repr, arguments.items())), self._compiled
-        if key not in self._made:
-            try:
-                made = make_model(compiled.plan, compiled.lines, compiled.folder, {**compiled.overrides, **arguments})
-                self._made[key] = made.module
-            except PlanError:
-                self._made[key] = None
-        return self._made[key]
+        if key not in self._modules:
+            overrides = {**compiled.overrides, **arguments}
+            self._modules[key] = None
+            with suppress(PlanError):
+                self._modules[key] = make_model(compiled.plan, compiled.lines, compiled.folder, overrides).module
+        return self._modules[key]
 
 
-def _blocks(module: nn.Module) -> list[str]:
+def own_arguments(compiled: Compiled) -> dict[str, int]:
+    """Return the whole numbers among the arguments of a plan's own model."""
+    make = load_callable(compiled.plan.model.callable, compiled.folder)
+    return whole_arguments(make, compiled.recorded.module, dict(compiled.plan.model.values))
+
+
+def blocks_in(module: nn.Module) -> list[str]:
+    """Return the names of a model's blocks."""
     return [name for name, _ in module.named_modules() if name and block_of(name) == name]
-
-
-def _rows(module: nn.Module | None, kinds: set[str]) -> Iterator[tuple[str, int]]:
-    """Yield the first dim of each parameter within modules of some kinds."""
-    for name, value in module.named_parameters() if module is not None else ():
-        if value.dim() and any(is_within(starred(name), kind) for kind in kinds):
-            yield starred(name), value.shape[0]

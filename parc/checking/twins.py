@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from parc.checking.small_models import SmallArguments, SmallModels
+from parc.checking.small_models import SmallArguments, SmallModels, blocks_in, own_arguments
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.plan.directive import Literal
 from parc.compiler.plan.directives.stage import Stage
 from parc.compiler.plan.directives.view import ViewLine
 from parc.compiler.plan.plan import Plan
 from parc.compiler.program.actions import FORWARD
-from parc.compiler.program.blocks import block_of, innermost, starred
+from parc.compiler.program.blocks import starred
 from parc.compiler.program.faults import Fault
 from parc.compiler.program.program import Program
 from parc.compiler.resolve.balance import numbers_of, products_of
-from parc.compiler.resolve.context_lines import RING_METHODS
-from parc.compiler.resolve.names import find_modules
 from parc.compiler.sizes.size_range import BATCH, SizeRange
 from parc.compiler.sizes.template import sizes_text
 from parc.compiler.twin.structure import compare_structure
@@ -29,7 +27,6 @@ from parc.compiling.driver import compile_plan
 from parc.grammar.codes_build import MANY_AXES, NO_TWIN
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.grammar.nearest import listed
-from parc.passes.pipeline import names_of
 
 _SMALL_WORK = 200_000_000  # multiply-adds of a step's forward: half a second of tests, less than a twin costs
 _LARGE_WORK = 2_000_000_000
@@ -105,12 +102,11 @@ def find_twin(compiled: Compiled, programs: Mapping[str, Program]) -> tuple[Comp
     given = _arguments(compiled.plan)
     chosen = {name: int(given.pop(name)) for name in compiled.plan.sizes if name in given}  # type: ignore[arg-type]
     models, tried = SmallModels(compiled, given), list[tuple[Mesh, SmallArguments]]()
-    meshes = [*_meshes(compiled.mesh, rings_of(compiled.plan), models.least_ranks())]
+    meshes = [*_meshes(compiled.mesh, models.least_ranks())]
     choices = [(mesh, 1) for mesh in meshes]
-    choices = [*choices[:1], *((mesh, 2) for mesh in meshes[:1]), *choices[1:], *((mesh, 4) for mesh in meshes[:1])]
+    choices[1:1] = [(mesh, 2) for mesh in meshes[:1]]
+    choices += [(mesh, 4) for mesh in meshes[:1]]
     for mesh, times in choices:
-        if times > 1 and (wide := _wide_unit(compiled)) is not None:
-            raise PlanError([wide])
         arguments = models.arguments(mesh, times)
         if (mesh, arguments) in tried:
             continue
@@ -119,8 +115,8 @@ def find_twin(compiled: Compiled, programs: Mapping[str, Program]) -> tuple[Comp
             try:
                 twin = _small_enough(_compiled(compiled, mesh, sizes, arguments, models.stages(mesh, arguments)))
             except PlanError as error:  # that it is too large is said before that its sizes are not the model's
-                too_large = error.diagnostics[0].code is NO_TWIN
-                problem = error if problem is None or too_large else problem
+                if problem is None or error.diagnostics[0].code is NO_TWIN:
+                    problem = error
                 continue
             differences = _differences(compiled, twin, programs)
             if not differences:
@@ -131,42 +127,7 @@ def find_twin(compiled: Compiled, programs: Mapping[str, Program]) -> tuple[Comp
         raise PlanError([few])
     if first is None:
         raise problem or _many_axes(compiled)
-    if (uneven := _uneven_blocks(compiled)) is not None:
-        raise PlanError([uneven])
     return first
-
-
-def _wide_unit(compiled: Compiled) -> Diagnostic | None:
-    """Return the error of a unit with blocks inside it: a twin may have fewer of them."""
-    names = names_of(compiled.captured)
-    for word in (word for line in compiled.plan.zero for word in line.units):
-        found = find_modules(word, names)
-        for unit in found if not isinstance(found, Diagnostic) else ():
-            inside = sorted(
-                name for name in names.modules if innermost(name, [unit]) == unit and block_of(name) == name != unit
-            )
-            if inside and block_of(unit) is None:
-                message = f"`{word.text}` is one unit of {len(inside)} blocks, such as `{inside[0]}`"
-                help_ = "use blocks, or parts of them, as units: numbers are tested on a model of fewer blocks"
-                return Diagnostic(NO_TWIN, message, Label(word.span), help=help_)
-    return None
-
-
-def _uneven_blocks(compiled: Compiled) -> Diagnostic | None:
-    """Return the error of a line of recomputation that means some of a model's equal blocks: a twin must have blocks of
-    both kinds, first ones and further ones."""
-    for resolved in compiled.resolved.recompute:
-        line = next(line for line in compiled.plan.recompute if line.span.root.line == resolved.line)
-        blocks = {name for name in compiled.captured.modules if block_of(name) == name}
-        meant = {name for name in blocks if resolved.holds(name)}
-        alike = {name for name in blocks if starred(name) in set(map(starred, meant))}
-        if meant and meant != alike:
-            message = (
-                f"the line names {len(meant)} of {len(alike)} blocks, and the smaller model has too few blocks for that"
-            )
-            help_ = "a `verify` line with more layers, twice as many as its pattern repeats, has blocks of each kind"
-            return Diagnostic(NO_TWIN, message, Label(line.span), help=help_)
-    return None
 
 
 def _other_programs(compiled: Compiled, twin: Compiled, fault: Fault) -> Diagnostic:
@@ -174,22 +135,24 @@ def _other_programs(compiled: Compiled, twin: Compiled, fault: Fault) -> Diagnos
     reads a value of each, and does with them what fewer blocks do not show."""
     line, kinds, main = compiled.plan.verify or compiled.plan.model, Kinds(), compiled.build.reference.main
     ours, theirs = (kinds.graph(of.build.reference.main, of.build.programs[FORWARD]).pieces for of in (compiled, twin))
-    alike = {piece.kind for piece in theirs.values()}
-    place, piece = next(((name, each) for name, each in ours.items() if each.kind not in alike), ("", None))
-    why = f"`{place}` is as no part of it" if piece is not None else f"its programs differ in {fault.where}"
+    known, why, inside = {piece.kind for piece in theirs.values()}, f"its programs differ in {fault.where}", ""
+    place, piece = next(((place, piece) for place, piece in ours.items() if piece.kind not in known), ("", None))
+    if piece is not None:
+        why = f"no part of it is like `{place}`"
     if piece is not None and piece.families:
-        of = [piece.reads[index] for index in piece.families[0]]
-        reader = next(each for each in main.lines if of[0][1].name in each.uses).origin.source
-        first, last = (str(source[1]).removeprefix("after ") for source, _ in (of[0], of[-1]))
+        places = {value.name: str(source[1]).removeprefix("after ") for source, value, _ in piece.reads}
+        first, *_, last = (places[name] for name in piece.families[0])
+        reader = next(line for line in main.lines if piece.families[0][0] in line.uses).origin.source
         why = f"`{reader or place}` reads a value of each of `{first}` to `{last}`, and not in equal repetitions"
-    counts = Counter(starred(name) for name in compiled.captured.modules if block_of(name) == name).values()
-    own = [(name, n) for name, n in compiled.plan.model.values if n in counts and twin.overrides.get(name, n) != n]
+        inside = ", or add up inside the modules"
+    counts = Counter(map(starred, blocks_in(compiled.recorded.module))).values()
+    own = own_arguments(compiled)
+    whole = [f"`{name}={own[name]}`" for name, n in twin.overrides.items() if n != own.get(name, n) in counts]
     help_ = "please report the plan and this message: parc should make the same programs of both"
-    if own:
-        all_ = " and ".join(f"`{name}={n}`" for name, n in own)
-        help_ = f"keep {all_} in the `verify` line, with other arguments smaller, or add up inside the modules"
+    if whole:
+        help_ = f"keep {' and '.join(whole)} in the `verify` line, with other arguments smaller{inside}"
     message = f"numbers cannot be tested on the smaller model: {why}"
-    return Diagnostic(NO_TWIN, message, Label(line.span), notes=() if own else (str(fault),), help=help_)
+    return Diagnostic(NO_TWIN, message, Label(line.span), notes=() if whole else (str(fault),), help=help_)
 
 
 def _many_axes(compiled: Compiled) -> PlanError:
@@ -213,15 +176,10 @@ def _differences(compiled: Compiled, twin: Compiled, programs: Mapping[str, Prog
     return [replace(fault, where=f"evaluation {fault.where}") for fault in faults]
 
 
-def rings_of(plan: Plan) -> frozenset[str]:
-    """Return the axes around which keys go: with two ranks those before and behind one would be the same."""
-    return frozenset(line.axis.text for line in plan.context if line.method in RING_METHODS)
-
-
-def _meshes(mesh: Mesh, rings: Collection[str], least: Mapping[str, int]) -> Iterator[Mesh]:
-    """Yield the mesh with axes cut to 2, ``rings`` to 3, and others to the ``least`` that they need; then with one axis
-    after the other as it is, because something may divide by 2 and not by more."""
-    small = {axis: min(size, 3 if axis in rings else least.get(axis, 2)) for axis, size in mesh.axes}
+def _meshes(mesh: Mesh, least: Mapping[str, int]) -> Iterator[Mesh]:
+    """Yield the mesh with axes cut to 2, or to the ``least`` that they need; then with one axis after the other as it
+    is, because something may divide by 2 and not by more."""
+    small = {axis: min(size, least.get(axis, 2)) for axis, size in mesh.axes}
     choices = [small]
     choices += [{**small, axis: size} for axis, size in mesh.axes if size > 2]
     choices += [{axis: min(size, 4) for axis, size in mesh.axes}, dict(mesh.axes)]

@@ -62,10 +62,10 @@ class Placed:
     def asks(self, key: ValueKey, axis: str, result: AxisType, reader: str) -> bool:
         """Return whether a line, or a note, speaks of a conversion: the gather of few heads, of a value that a line
         keeps whole, or of one that is split between products."""
-        row, gathers = facts(reader), not isinstance(result, Split)
+        row, place = facts(reader), (key, axis)
         between = row.precision == "product" or row.moves == "shape"
-        found = (key, axis)
-        return found in self.gathered or (gathers and (found in self.whole or (between and found in self.sites)))
+        lines = place in self.whole or (between and place in self.sites)
+        return place in self.gathered or (lines and not isinstance(result, Split))
 
     def again(self, key: ValueKey, axes: Iterable[str], source: AxisType, result: AxisType) -> bool:
         """Return whether backward makes a conversion again: the gather of a value that lines split inside the model."""

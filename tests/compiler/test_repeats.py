@@ -6,10 +6,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+import torch
 
 from parc.checking.twins import subject_of
+from parc.compiler.layout.mesh import Mesh
+from parc.compiler.layout.placement import Placement, TensorType
 from parc.compiler.plan.plan import read_plan
-from parc.compiler.program.program import Function, Program
+from parc.compiler.program.binding import Binding
+from parc.compiler.program.program import Function, Line, Program, Ref, Value
+from parc.compiler.twin.bodies import function_body
+from parc.compiler.twin.repeats import ShortForm, short_form
 from parc.compiler.twin.structure import compare_structure
 from parc.compiling.driver import compile_plan
 from parc.grammar.diagnostics import PlanError, render
@@ -95,3 +101,27 @@ def test_what_is_wrong_with_one_layers_part_is_refused() -> None:
     print(table_text(rows))
     assert not [what for row in rows.values() for what in row.accepted]
     assert sum(row.first["twin"] for row in rows.values()) >= 10
+
+
+def test_operands_that_a_function_returns_are_a_family_of_results() -> None:
+    """As logits that a model returns beside their loss."""
+    type_ = TensorType(torch.float32, (4,), Placement(()))
+    lines, total = list[Line](), "zero"
+    for at in range(4):
+        lines.append(Line((Value(f"sum{at}", type_),), "aten.add.Tensor", (Ref(total), Ref(f"x{at}"))))
+        total = f"sum{at}"
+    scores = [f"x{at}" for at in range(4)]
+    read = tuple(Value(name, type_) for name in ("zero", *scores))
+
+    def short(*returned: str) -> ShortForm:
+        keys = [Binding("output", name) for name in returned]
+        return short_form(Function("head", read, tuple(lines), tuple(zip(keys, returned, strict=True))), [scores])
+
+    form, slots = short(total, *scores), ((0, 0), (1, 0), (1, 1), (1, 2), (1, 3))
+    assert len(form.lines) == 2 and form.returned == ("sum1", "x0")
+    assert form.operands == form.results == slots
+    assert len(short(total, "x1").lines) == 4
+    for count in (2, 3, 4):
+        head = Function("head", read[: count + 1], tuple(lines[:count]), ((Binding("output", "x"), f"sum{count - 1}"),))
+        names = function_body(head, Mesh(), families=[scores[:count]]).names
+        assert len({*names.values()}) == len(names), "backward may read any of them by its name"

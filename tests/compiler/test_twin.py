@@ -8,10 +8,12 @@ import pytest
 
 import parc.checking.twins
 from parc.checking.twins import find_twin, subject_of, twin_text, work_of
+from parc.compiler.program.weights import weight_sources
+from parc.compiler.twin.wiring import Forward, Kinds
 from parc.grammar.diagnostics import PlanError
 from tests.checked_plans import compiled, compiled_net
 from tests.planted_builds import ROOT
-from tests.planted_large import refusals
+from tests.planted_large import large_build, refusals
 from tests.planted_rows import table_text
 from tests.runtime.tiny import PLAN, TENSOR
 
@@ -86,3 +88,14 @@ def test_a_large_model_without_smaller_arguments_is_tested_on_a_smaller_batch(
     with pytest.raises(PlanError) as refused:
         subject_of(made)
     assert "too large to test its numbers" in refused.value.diagnostics[0].message
+
+
+def test_no_two_values_of_a_function_of_b_have_one_name_beside_the_twin() -> None:
+    """Values that F saved are named by F's lines, and its own by B's."""
+    build = large_build("gpt dp=8, tp=2")
+    captured, weights, kinds = build.compiled.build.reference.main, weight_sources(build.programs), Kinds()
+    graph = kinds.graph(captured, build.programs["F"])
+    forward = Forward(build.programs["F"], build.programs["B"], graph, kinds, weights)
+    assert any(len({*forward.bodies[name].names} & {*body.names}) > 1 for name, body in forward.backward.items())
+    for body in forward.backward.values():
+        assert len({*body.names.values()}) == len(body.names)

@@ -12,10 +12,10 @@ import torch
 import parc
 from benchmarks.kept import COMMON, GPT, LLAMA, kept_by_parc
 from parc.checking.checks import prove
-from parc.checking.twins import find_twin
+from parc.checking.twins import find_twin, subject_of
 from parc.compiler.program.actions import BACKWARD
 from parc.compiling.compiled import Compiled
-from parc.grammar.diagnostics import PlanError
+from parc.grammar.diagnostics import PlanError, render
 from tests.checked_plans import compiled
 from tests.draws import star
 from tests.planted_builds import ROOT
@@ -149,6 +149,8 @@ def test_a_twin_gets_blocks_of_each_kind_or_says_how() -> None:
     made = compiled(model.replace("layers=2", "layers=3") + "recompute blocks.[0..2:2]\n")
     twin, differences = find_twin(made, made.build.programs)
     assert not differences and twin.overrides == {"layers": 3}
-    deep = compiled(model.replace("layers=2", "layers=10") + "recompute blocks.[0..8]\n")
-    with pytest.raises(PlanError, match="9 of 10 blocks"):
-        find_twin(deep, deep.build.programs)
+    large = "mesh dp=16\nshard tokens, targets [B/dp, _]\nrecompute blocks.[0..8]\n"
+    deep = compiled(model.replace("layers=2", "layers=10").replace("B=8", "B=32") + large)
+    with pytest.raises(PlanError) as refused:
+        subject_of(deep)
+    assert "keep `layers=10` in the `verify` line" in render(refused.value.diagnostics[0])
