@@ -90,7 +90,7 @@ def export_weights(build: Build, folder: Path, out: Path, form: ExportForm = Exp
     try:
         with checkpoint.tensors() as files:
             state = _State(build, checkpoint, files, form.ema)
-            written = list(_write(state, build, made, form, one_file))
+            written = list(_write_form(state, build, made, form, one_file))
         tensors, size = sum(len(shards.places) for shards in written), sum(shards.bytes for shards in written)
         if one_file:
             os.replace(made / written[0].names[0], out)
@@ -106,7 +106,7 @@ def export_weights(build: Build, folder: Path, out: Path, form: ExportForm = Exp
         shutil.rmtree(made, ignore_errors=True)
 
 
-def _write(state: _State, build: Build, made: Path, form: ExportForm, one_file: bool) -> Iterator[_Shards]:
+def _write_form(state: _State, build: Build, made: Path, form: ExportForm, one_file: bool) -> Iterator[_Shards]:
     """Write the files of a form into a folder."""
     module = state.module
     if is_adapted(module) and not form.merge and not one_file:

@@ -53,7 +53,7 @@ def import_weights(
         check_target(out)
         try:
             with replacing(out) as fresh:
-                return _write(fresh, build, _tensors(build, initial, weights, expected), shard_bytes)
+                return _write_weights(fresh, build, _tensors(build, initial, weights, expected), shard_bytes)
         except WeightsError as error:
             raise RunError(
                 BAD_WEIGHTS, str(error), "it could be read before: see whether another process replaces it"
@@ -76,7 +76,7 @@ def _tensors(
             yield full, value.to(stored.type.dtype)
 
 
-def _write(
+def _write_weights(
     folder: Path, build: Build, tensors: Iterator[tuple[str, torch.Tensor]], shard_bytes: int
 ) -> tuple[int, int]:
     shards: list[ShardFile] = []

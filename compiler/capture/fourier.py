@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .complex_numbers import ComplexPair, pair, product, scaled, whole
 
-_cast = torch.ops.aten._to_copy.default
+_to_dtype = torch.ops.aten._to_copy.default
 _linear = product(torch.ops.aten.linear.default)
 _ROOT = 1  # of torch's ways to scale; 0 is none, 2 the size itself
 
@@ -42,7 +42,7 @@ def to_reals(x: Any, dims: Sequence[int], scale: int, size: int) -> Tensor:
     result = to_complex(x, dims[:-1], 0, False)
     real, _ = whole(result)
     columns = torch.arange(real.shape[dims[-1]])
-    both = _cast((columns > 0) & (columns * 2 < size), dtype=real.dtype)
+    both = _to_dtype((columns > 0) & (columns * 2 < size), dtype=real.dtype)
     turns = _turns(size, len(columns), size, False, real.dtype)
     result = _along(result, dims[-1], ComplexPair(*(part * (both + 1.0) for part in turns)))
     sizes = [*(real.shape[dim] for dim in dims[:-1]), size]
@@ -54,7 +54,7 @@ def _turns(rows: int, columns: int, size: int, forward: bool, dtype: torch.dtype
     angle is float64: a large angle in float32 does not say where in a turn it ends."""
     places = torch.arange(rows)[:, None] * torch.arange(columns)[None, :] % size
     angle = torch.arange(size, dtype=torch.float64) * (2 * math.pi) / size
-    cos, sin = (_cast(table, dtype=dtype)[places] for table in (angle.cos(), angle.sin()))
+    cos, sin = (_to_dtype(table, dtype=dtype)[places] for table in (angle.cos(), angle.sin()))
     return ComplexPair(cos, -sin if forward else sin)
 
 

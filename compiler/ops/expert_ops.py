@@ -17,7 +17,7 @@ from .torch_ops import LIBRARY, OPS
 
 __all__ = ["OPS"]
 
-_SCHEMAS = (
+_EXPERT_SCHEMAS = (
     # rows of tokens [t, h] for each of the `top` experts that are chosen for them, and their sum over experts; chosen
     # is [e, t]
     "pack(Tensor x, Tensor chosen, int top) -> Tensor",
@@ -34,11 +34,11 @@ _SCHEMAS = (
     # packed rows, or `chosen` itself, from here on split over experts or over tokens as their readers want
     "route(Tensor x, Tensor chosen) -> Tensor",
 )
-for _schema in _SCHEMAS:
+for _schema in _EXPERT_SCHEMAS:
     LIBRARY.define(_schema)
 
 
-def _fake(name: str, shape: Callable[..., tuple[int, ...]], at: int = 0) -> None:
+def _fake_of_shape(name: str, shape: Callable[..., tuple[int, ...]], at: int = 0) -> None:
     """Register the kernel that makes an empty tensor of the result's shape, like the operand at a position."""
     torch.library.register_fake(f"parc::{name}", lambda *given: given[at].new_empty(shape(*given)), lib=LIBRARY)
 
@@ -47,15 +47,17 @@ def _width(weight: Any, transposed: bool) -> int:
     return int(weight.shape[2 if transposed else 1])
 
 
-_fake("pack", lambda x, chosen, top: (chosen.numel(), x.shape[1]))
-_fake("unpack", lambda rows, chosen, top: (chosen.shape[1], rows.shape[1]))
-_fake("pick", lambda x, chosen, top: (chosen.numel(), 1))
-_fake("unpick", lambda rows, chosen, top: tuple(chosen.shape))
-_fake("spread", lambda x, chosen, top: (chosen.numel(), x.shape[1]))
-_fake("expert_sum", lambda rows, chosen, top: (chosen.shape[0], rows.shape[1]))
-_fake("route", lambda rows, chosen: tuple(rows.shape))
-_fake("expert_linear", lambda rows, chosen, weight, transposed, top: (chosen.numel(), _width(weight, transposed)))
-_fake(
+_fake_of_shape("pack", lambda x, chosen, top: (chosen.numel(), x.shape[1]))
+_fake_of_shape("unpack", lambda rows, chosen, top: (chosen.shape[1], rows.shape[1]))
+_fake_of_shape("pick", lambda x, chosen, top: (chosen.numel(), 1))
+_fake_of_shape("unpick", lambda rows, chosen, top: tuple(chosen.shape))
+_fake_of_shape("spread", lambda x, chosen, top: (chosen.numel(), x.shape[1]))
+_fake_of_shape("expert_sum", lambda rows, chosen, top: (chosen.shape[0], rows.shape[1]))
+_fake_of_shape("route", lambda rows, chosen: tuple(rows.shape))
+_fake_of_shape(
+    "expert_linear", lambda rows, chosen, weight, transposed, top: (chosen.numel(), _width(weight, transposed))
+)
+_fake_of_shape(
     "expert_outer",
     lambda rows, grad, chosen, transposed, top: (
         chosen.shape[0],

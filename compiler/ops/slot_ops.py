@@ -15,7 +15,7 @@ from .torch_ops import LIBRARY, OPS
 
 __all__ = ["OPS"]
 
-_SCHEMAS = (
+_SLOT_SCHEMAS = (
     # the token in each slot [e, b, c], its place in the sequence or -1, of those that chosen [e, b, s]
     # marks, `top` times each
     "slots(Tensor chosen, int capacity, int top) -> Tensor",
@@ -26,7 +26,7 @@ _SCHEMAS = (
     "pick_slots(Tensor x, Tensor slots) -> Tensor",
     "unpick_slots(Tensor x, Tensor slots, int tokens) -> Tensor",
 )
-for _schema in _SCHEMAS:
+for _schema in _SLOT_SCHEMAS:
     LIBRARY.define(_schema)
 
 
@@ -58,7 +58,7 @@ def _keep_slots(dim: int) -> Any:
     return setup
 
 
-def _gradient(back: str, many: bool) -> Any:
+def _slot_gradient(back: str, many: bool) -> Any:
     """Return the gradient of an operator that is linear in its first operand, by the operator that is its transpose."""
 
     def gradient(ctx: Any, grad: Any) -> Any:
@@ -71,8 +71,8 @@ def _gradient(back: str, many: bool) -> Any:
 
 for _forward, _back, _dim in (("dispatch", "combine", 1), ("pick_slots", "unpick_slots", 2)):
     torch.library.register_autograd(
-        f"parc::{_forward}", _gradient(_back, False), setup_context=_keep_slots(_dim), lib=LIBRARY
+        f"parc::{_forward}", _slot_gradient(_back, False), setup_context=_keep_slots(_dim), lib=LIBRARY
     )
     torch.library.register_autograd(
-        f"parc::{_back}", _gradient(_forward, True), setup_context=_keep_slots(2), lib=LIBRARY
+        f"parc::{_back}", _slot_gradient(_forward, True), setup_context=_keep_slots(2), lib=LIBRARY
     )

@@ -15,7 +15,7 @@ from ..layout.placement import dual, parse_kind
 
 LIBRARY = torch.library.Library("parc", "FRAGMENT")
 
-_SCHEMAS = (
+_GRAPH_SCHEMAS = (
     # attention over [b, h, s, d]; the key/value heads may be fewer than the query heads; lse is [b, h, s]; weights are
     # dropped with probability p by the stream of `key`
     "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? key, bool causal, float? scale, float p) "
@@ -55,7 +55,7 @@ _SCHEMAS = (
     # packed rows have what is chosen beside them, as they are split before and after
     "convert(Tensor x, str axes, str source, str result, Tensor? before=None, Tensor? after=None) -> Tensor",
 )
-for _schema in _SCHEMAS:
+for _schema in _GRAPH_SCHEMAS:
     LIBRARY.define(_schema)
 OPS: Any = torch.ops.parc
 aten: Any = torch.ops.aten

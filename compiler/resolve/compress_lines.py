@@ -39,7 +39,7 @@ def compress_lines(plan: Plan, names: PlanNames) -> tuple[tuple[CompressLine, ..
     for line in plan.compress:
         parameters, unknown = named_parameters(line.where, names)
         errors += unknown
-        wrong = (_problem(line, name, early, said) for name in parameters)
+        wrong = (_cannot_compress(line, name, early, said) for name in parameters)
         errors += [problem for problem in wrong if problem is not None][:1]
         said.update(dict.fromkeys(parameters, line))
         if plan.ranks(line.axis.text) > 1:
@@ -47,7 +47,7 @@ def compress_lines(plan: Plan, names: PlanNames) -> tuple[tuple[CompressLine, ..
     return tuple(lines), errors
 
 
-def _problem(
+def _cannot_compress(
     line: Compress, name: str, early: Sequence[tuple[Zero, set[str]]], said: dict[str, Compress]
 ) -> Diagnostic | None:
     if name in said:

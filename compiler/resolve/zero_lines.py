@@ -44,7 +44,7 @@ def zero_lines(
                 errors += views.check(outside[0], (line.axis,))
             parameters = [name for name in parameters if name not in outside]
         parts = plan.refined.parts(line.axis.text)
-        wrong = (_problem(line, name, parts, seeds, said) for name in parameters)
+        wrong = (_cannot_store(line, name, parts, seeds, said) for name in parameters)
         errors += [problem for problem in wrong if problem is not None][:1]
         said.update({(name, part): line for name in parameters for part in parts})
         if line.level and plan.ranks(line.axis.text) > 1:
@@ -61,7 +61,7 @@ def named_parameters(where: Sequence[Word], names: PlanNames) -> tuple[list[str]
     return list(dict.fromkeys(name for match in matches if isinstance(match, tuple) for name in match)), errors
 
 
-def _problem(
+def _cannot_store(
     line: Zero, name: str, parts: Sequence[str], seeds: Seeds, said: dict[tuple[str, str], Zero]
 ) -> Diagnostic | None:
     first = next((said[name, part] for part in parts if (name, part) in said), None)

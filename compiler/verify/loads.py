@@ -16,7 +16,7 @@ from ..program.faults import Fault
 from ..program.loads import LOAD, Bias
 from ..program.program import Line, Program, Ref, Value
 
-_Made = tuple[object, ...]
+_LoadMeaning = tuple[object, ...]
 """The meaning of a value: ``("load", layers)`` for the loads of layers, one behind the other; ``mean``, ``below``,
 ``above``, ``lacks``, ``step`` and ``moved``, with a layer, on the way to a bias; () where it is not known."""
 
@@ -26,7 +26,7 @@ def check_loads(role: Mapping[str, Program], reference: Program, biases: Mapping
     if LOADS not in role:
         return
     program = role[LOADS]
-    known = _followed(program)
+    known = _load_meanings(program)
     own = program.main.bound("load")
     sizes = {value.binding.name: value.type.shape[0] for value in program.main.parameters
              if value.binding is not None and value.kind == "load"}  # fmt: skip
@@ -51,9 +51,9 @@ def _returned(reference: Program) -> dict[str, Value]:
     return {layer: values[name] for layer, name in reference.main.returned("load").items()}
 
 
-def _followed(program: Program) -> dict[str, _Made]:
+def _load_meanings(program: Program) -> dict[str, _LoadMeaning]:
     """Return what each value of LOADS is."""
-    known: dict[str, _Made] = {}
+    known: dict[str, _LoadMeaning] = {}
     for value in program.main.parameters:
         binding = value.binding or Binding("value")
         size = value.type.shape[0] if value.type.shape else 0
@@ -62,11 +62,11 @@ def _followed(program: Program) -> dict[str, _Made]:
         )
     for line in program.main.lines:
         for made in line.made:
-            known[made.name] = _made(line, [known[name] for name in line.uses])
+            known[made.name] = _load_meaning(line, [known[name] for name in line.uses])
     return known
 
 
-def _made(line: Line, given: list[_Made]) -> _Made:
+def _load_meaning(line: Line, given: list[_LoadMeaning]) -> _LoadMeaning:
     row, first = facts(line.op), given[0] if given else ()
     if row.makes_zeros(line.args):
         return "load", (("", line.made[0].type.shape[0]),)
@@ -79,7 +79,7 @@ def _made(line: Line, given: list[_Made]) -> _Made:
     return _moving(line, given, first)
 
 
-def _moving(line: Line, given: list[_Made], first: _Made) -> _Made:
+def _moving(line: Line, given: list[_LoadMeaning], first: _LoadMeaning) -> _LoadMeaning:
     """Return the meaning of a value on the way to a bias."""
     layers, row, plain = _flat(first), facts(line.op), not line.kwargs
     if row.casts:
@@ -98,12 +98,12 @@ def _moving(line: Line, given: list[_Made], first: _Made) -> _Made:
     return ()
 
 
-def _flat(made: _Made) -> tuple[tuple[str, int], ...]:
+def _flat(made: _LoadMeaning) -> tuple[tuple[str, int], ...]:
     """Return the loads in a value with their sizes; none if it is something else."""
     return made[1] if made[:1] == ("load",) else ()  # type: ignore[return-value]
 
 
-def _sliced(layers: tuple[tuple[str, int], ...], args: tuple[object, ...]) -> _Made:
+def _sliced(layers: tuple[tuple[str, int], ...], args: tuple[object, ...]) -> _LoadMeaning:
     """Return the layer whose whole load a slice cuts out."""
     start = 0
     for layer, size in layers:

@@ -30,7 +30,7 @@ _KEEPS = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class _Made:
+class _SumMeaning:
     """A value of SCALE, LOSS or REDUCE: a binding's value, or the ``squares`` of the values with these names, or their
     ``root``. A count may be divided, ``over`` another one or a number."""
 
@@ -44,30 +44,30 @@ def check_reduce(programs: Mapping[str, Program], reference: Program, microbatch
     """Find faults in the scale of the loss and the weights of its terms that SCALE returns, in the loss that LOSS
     returns, and in the gradients and the norm that REDUCE returns."""
     scale, reduce = programs[SCALING], programs[REDUCE]
-    known = _followed(scale)
+    known = _sum_meanings(scale)
     whole = SCALE if LOSS_SCALE in scale.main.bindings else _COUNTED
     counts = {key for function in reference.functions[:-1] for key, _ in function.returns}
     for key, name in scale.main.returns:
         if key.kind == "term":
             own = term_count(key.name)
-            if known[name] != _Made(COUNT, over=own if own in counts else float(microbatches)):
+            if known[name] != _SumMeaning(COUNT, over=own if own in counts else float(microbatches)):
                 by = f"`{own}`" if own in counts else "the number of microbatches"
                 yield Fault("types", f"SCALE {key}", f"is not proved to be the count of targets over {by}")
             continue
-        if known[name] != _Made(whole if key == SCALE else key):
+        if known[name] != _SumMeaning(whole if key == SCALE else key):
             what = "one over the loss scale" if key == UNSCALE else "one over the count of targets"
             also = " times the loss scale" if key == whole else ""
             yield Fault("types", f"SCALE {key}", f"is not proved to be {what}{also}")
-    known = _followed(programs[AVERAGING])
+    known = _sum_meanings(programs[AVERAGING])
     for key, name in programs[AVERAGING].main.returns:
-        if known[name] != _Made(_MEAN if key == LOSS else key):
+        if known[name] != _SumMeaning(_MEAN if key == LOSS else key):
             yield Fault("types", f"LOSS {key}", "is not proved to be its own sum")
-    main, known = reduce.main, _followed(reduce)
+    main, known = reduce.main, _sum_meanings(reduce)
     gradients = {}
     for key, name in main.returns:
         if key.kind == "gradient":
             gradients[name] = key
-        if key != GRAD_NORM and known[name] != _Made(key):
+        if key != GRAD_NORM and known[name] != _SumMeaning(key):
             yield Fault("types", f"REDUCE {key}", "is not proved to be its own sum")
     norm = known.get(dict(main.returns).get(GRAD_NORM, ""))
     if norm is None or not norm.root:
@@ -81,53 +81,53 @@ def check_reduce(programs: Mapping[str, Program], reference: Program, microbatch
             yield Fault("types", "REDUCE grad_norm", f"counts the {what} {times[name]} times")
 
 
-def _followed(program: Program) -> dict[str, _Made | None]:
+def _sum_meanings(program: Program) -> dict[str, _SumMeaning | None]:
     """Return, for each value of a program with one function, what it holds; None where that is none of the known
     things."""
     bindings = program.main.bindings
-    known: dict[str, _Made | None] = {value.name: _Made(value.binding) for value in program.main.parameters}
+    known: dict[str, _SumMeaning | None] = {value.name: _SumMeaning(value.binding) for value in program.main.parameters}
     if UNSCALE not in bindings:
-        known.update((value.name, _Made(_COUNTED)) for value in program.main.parameters if value.binding == SCALE)
+        known.update((value.name, _SumMeaning(_COUNTED)) for value in program.main.parameters if value.binding == SCALE)
     for line in program.main.lines:
         if program.action == SCALING and COUNT not in bindings and facts(line.op).creates:
-            meaning: _Made | None = _Made(_COUNTED)  # a number, which the captured graph gives
+            meaning: _SumMeaning | None = _SumMeaning(_COUNTED)  # a number, which the captured graph gives
         else:
-            meaning = _made(line, [known[name] for name in line.uses])
+            meaning = _sum_meaning(line, [known[name] for name in line.uses])
         known.update((value.name, meaning) for value in line.made)
     return known
 
 
-def _made(line: Line, given: list[_Made | None]) -> _Made | None:
+def _sum_meaning(line: Line, given: list[_SumMeaning | None]) -> _SumMeaning | None:
     known = [operand for operand in given if operand is not None]
     if len(known) != len(given):
         return None
     row = facts(line.op)
     if row.makes_zeros(line.args):  # what a role adds that has no gradients
-        return _Made()
+        return _SumMeaning()
     to_float = row.casts and line.made[0].type.dtype.is_floating_point
-    if row.computes == "ratio" and len(line.args) == 2 and known[0] == _Made(COUNT):
+    if row.computes == "ratio" and len(line.args) == 2 and known[0] == _SumMeaning(COUNT):
         by = line.args[1]
         whole = known[1].binding if len(known) == 2 else float(by) if isinstance(by, int | float) else None
-        counted = whole is None or isinstance(whole, float) or known[1] == _Made(whole)
-        return _Made(COUNT, over=whole) if whole is not None and counted else None
+        counted = whole is None or isinstance(whole, float) or known[1] == _SumMeaning(whole)
+        return _SumMeaning(COUNT, over=whole) if whole is not None and counted else None
     if line.op in _KEEPS or to_float:
         return known[0]
     bindings = [operand.binding for operand in known]
     if (of := _compressed(line.op, bindings)) is not None:
-        return _Made(of)
+        return _SumMeaning(of)
     if row.power == -1.0 and bindings in ([COUNT], [LOSS_SCALE]):
-        return _Made(_COUNTED if bindings == [COUNT] else UNSCALE)
+        return _SumMeaning(_COUNTED if bindings == [COUNT] else UNSCALE)
     if row.computes == "multiple" and (product := _product(bindings)) is not None:
-        return _Made(product)
+        return _SumMeaning(product)
     if row.reduces == "squares" and bindings[0] is not None and bindings[0].kind == "gradient":
-        return _Made(squares=line.uses)
+        return _SumMeaning(squares=line.uses)
     root = row.power == 0.5
     summed = (row.moves == "join" or row.reduces == "sum" or root) and len(line.args) == 1
     if row.computes == "total" and not line.kwargs:
         summed = all(isinstance(item, Ref) for item in line.args)
     if not summed or any(operand.binding or operand.root for operand in known):
         return None
-    return _Made(squares=tuple(name for operand in known for name in operand.squares), root=root)
+    return _SumMeaning(squares=tuple(name for operand in known for name in operand.squares), root=root)
 
 
 def _product(bindings: list[Binding | None]) -> Binding | None:
