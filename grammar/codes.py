@@ -5,32 +5,10 @@ A code is a constant in one of the modules below; a new module of codes is one m
 
 from __future__ import annotations
 
-from . import (
-    codes_build,
-    codes_experts,
-    codes_language,
-    codes_model,
-    codes_numbers,
-    codes_placement,
-    codes_run,
-    codes_sequence,
-    codes_stages,
-    codes_views,
-)
-from .code import Code
+from . import codes_build, codes_plan, codes_run
+from .diagnostics import Code
 
-MODULES = (
-    codes_language,
-    codes_placement,
-    codes_model,
-    codes_build,
-    codes_experts,
-    codes_numbers,
-    codes_run,
-    codes_sequence,
-    codes_stages,
-    codes_views,
-)
+MODULES = (codes_plan, codes_build, codes_run)
 
 CODES: dict[str, Code] = {
     code.name: code for module in MODULES for code in vars(module).values() if isinstance(code, Code)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .code import MODEL, Code, shown
+from .diagnostics import MODEL, Code, shown
 
 MODEL_FAILED = shown(
     name="P0201",
@@ -331,4 +331,119 @@ NOT_EXPECTED = shown(
     " it found.",
     example="expect 2 all_reduce in blocks.*",
     instead="expect 4 all_reduce in blocks.*   # two in forward, two in backward",
+)
+
+
+# ---- codes of messages about a plan beside its model: inputs and weights' files by name, sources that
+
+
+NUMBER_CHANGED = Code(
+    name="P0228",
+    title="a forward changes a number of its module",
+    why="a build holds one graph, and a Python number is a constant in it: every step computes with the number of the"
+    " first call. A buffer is followed from step to step. If nothing that the forward computes depends on the number,"
+    " you can ignore this warning.",
+    example=MODEL.format(body="self.calls += 1\n        return x if self.calls < 1000 else x / 2"),
+    instead=MODEL.format(
+        body="self.calls += 1  # a buffer: torch.zeros(())\n        return torch.where(self.calls < 1000, x, x / 2)"
+    ),
+    language="python",
+)
+PASSED_ON = shown(
+    name="P0120",
+    title="an input goes into the forward's `**kwargs`",
+    why="the forward's signature does not name this input, so only the model knows whether the name is right. "
+    "A forward that ignores unknown names ignores a misspelt input too.",
+    example="input attention_msk int64 [B, S]   # forward(tokens, attention_mask=None, **kwargs)",
+    instead="input attention_mask int64 [B, S]",
+)
+MEANT_OTHERWISE = shown(
+    name="P0121",
+    title="a line causes gathers that another line would not",
+    why="a line splits a weight differently from the values that multiply it, so ranks gather or exchange parts."
+    " Often this happens at another line, which is itself right. With the proposed line nothing is gathered.",
+    example="column blocks.*.attn.qkv over tp rows (2 h/tp d)   # the model takes three parts: q, k and v",
+    instead="column blocks.*.attn.qkv over tp rows (3 h/tp d)",
+)
+NO_INPUTS = shown(
+    name="P0270",
+    title="no inputs were found for a model",
+    why="`parc init` calls the model's forward on tensors that hold nothing, of the types and shapes that its layers"
+    " may read, and none of these calls ended without an error. The message shows the call that ran furthest, and"
+    " where it failed.",
+    example='parc init "./model.py:Model"',
+    instead='parc init "./model.py:Model" --input "pictures float32 [B, 3, 48, 64]"',
+)
+NOT_REACHED = shown(
+    name="P0273",
+    title="weights that the loss does not depend on",
+    why="a model may compute more than its loss reads, such as the scores of a second head. No gradient comes to the"
+    " weights of what is left out, so they stay as they are initialized, and a build has no state for them. If that is"
+    " meant, a `freeze` line says so.",
+    example="loss cross_entropy(output.0, labels)   # forward returns (self.head(x), self.other(x))",
+    instead="loss cross_entropy(output.0, labels) + 0.5 cross_entropy(output.1, kinds)",
+)
+UNCLEAR_MODEL = shown(
+    name="P0271",
+    title="a model that `parc init` cannot find",
+    why="`parc init` takes a function or a class that makes the model: in a file, in an installed package, or in"
+    " transformers, by its name or by a folder with `config.json`.",
+    example="parc init model.py",
+    instead='parc init "model.py:Model" width=64',
+)
+
+
+# ---- codes of messages about a model whose numbers cannot be compared with anything (P02xx).
+
+
+NO_FUNCTION = Code(
+    name="P0227",
+    title="a result that is no function of the inputs",
+    why="a build holds one graph. Other inputs of the model's code (Python's `random`, NumPy's, a counter that calls"
+    " change, the clock) would be constants in it. parc ran the module twice with the same inputs, weights and torch"
+    " seeds, and the results differ.",
+    example=MODEL.format(body="import random\n\n        return x * random.random()"),
+    instead=MODEL.format(body="return x * torch.rand(())"),
+    language="python",
+)
+NOT_FINITE = Code(
+    name="P0233",
+    title="a model whose numbers are not finite",
+    why="every build is tested on random inputs: normal random numbers, and any classes. If the model or the "
+    "loss gives NaN or infinity for them, there is nothing to compare.",
+    example=MODEL.format(body="return x.log()"),
+    instead=MODEL.format(body="return x.clamp(min=1e-6).log()"),
+    language="python",
+)
+AMPLIFIED = Code(
+    name="P0259",
+    title="a model that amplifies rounding",
+    why="ranks add up numbers in another order than one device, so they round differently. Every build is "
+    "tested to 1e-10 in float64, or to the change that one rounding of weights and inputs makes in the "
+    "captured graph, up to 1e-6. If a model's results change more than that, no two runs of it agree.",
+    example=MODEL.format(body="for _ in range(50):\n            x = 3.9 * x * (1 - x)\n        return x"),
+    instead=MODEL.format(body="for _ in range(50):\n            x = 0.9 * x * (1 - x)\n        return x"),
+    language="python",
+)
+NEAR_TIE = Code(
+    name="P0266",
+    title="a choice that rounding decides",
+    why="a top-k is not a continuous function of its scores. If the last entry taken and the first one left "
+    "differ only by rounding, ranks that add up in another order may take the other one. parc measures "
+    "this distance in the captured graph and reports it. If it is too small and numbers differ, other "
+    "random data are drawn; a model for which that does not help is refused.",
+    example=MODEL.format(body="return torch.stack([x.sum(-1), x.flip(-1).sum(-1)], -1).topk(1).indices * x"),
+    instead=MODEL.format(body="return torch.stack([x.sum(-1), x.square().sum(-1)], -1).topk(1).indices * x"),
+    language="python",
+)
+OWN_GRADIENT = Code(
+    name="P0262",
+    title="gradients that are not those of the forward",
+    why="a build derives gradients from the captured forward. The `backward` of an `autograd.Function` is "
+    "lost there, so if it is not the derivative of its forward (a straight-through estimate, a gradient "
+    "that is reversed or scaled), gradients differ from those of your module. A function that only saves "
+    "memory or time is captured like any other code.",
+    example=MODEL.format(body="return Round.apply(x)  # its backward returns the gradient as it is"),
+    instead=MODEL.format(body="return x + (x.round() - x).detach()"),
+    language="python",
 )

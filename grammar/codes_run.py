@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .code import Code, shown
+from .diagnostics import Code, shown
 
 FOLDER_HELD = shown(
     name="P0411",

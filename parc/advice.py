@@ -24,9 +24,17 @@ from parc.compiler.program.liveness import local_bytes
 from parc.compiler.resolve.context_lines import RING_METHODS, context_lines
 from parc.compiling.compiled import Compiled
 from parc.compiling.size_ranges import line_span
-from parc.grammar.codes_build import AVERAGED, ROUNDED_UPDATES, UNASKED_RESHARD, WITHOUT_RULE
-from parc.grammar.codes_model import MEANT_OTHERWISE, NOT_REACHED, NUMBER_CHANGED, PASSED_ON
-from parc.grammar.codes_placement import NODE_ORDER, SMALL_BUCKET, WHOLE_KEYS, WHOLE_OUTPUTS
+from parc.grammar.codes_build import (
+    AVERAGED,
+    MEANT_OTHERWISE,
+    NOT_REACHED,
+    NUMBER_CHANGED,
+    PASSED_ON,
+    ROUNDED_UPDATES,
+    UNASKED_RESHARD,
+    WITHOUT_RULE,
+)
+from parc.grammar.codes_plan import NODE_ORDER, SMALL_BUCKET, WHOLE_KEYS, WHOLE_OUTPUTS
 from parc.grammar.diagnostics import Diagnostic, Label, Severity
 from parc.grammar.nearest import did_you_mean, listed
 from parc.grammar.source import Span

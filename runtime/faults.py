@@ -15,10 +15,9 @@ from ..compiler.program.actions import ACTIONS, SCALING, Action, work_kinds
 from ..compiler.program.blocks import complete
 from ..compiler.program.loss_scale import SKIPPED_STEPS
 from ..compiler.program.program import Line
-from ..grammar.code import Code
 from ..grammar.codes_build import BAD_NUMBER, WORLD_SIZE
 from ..grammar.codes_run import UNWRITTEN
-from ..grammar.diagnostics import Diagnostic
+from ..grammar.diagnostics import Code, Diagnostic
 from .communication import Environment
 
 

@@ -15,10 +15,9 @@ from parc.compiler.plan.directives import language_page
 from parc.compiler.plan.directives.optimizer import Optimizer
 from parc.compiler.plan.plan import read_plan
 from parc.compiler.resolve.resolve import Resolved, resolve
-from parc.grammar.code import Code
 from parc.grammar.codes import CODES, MODULES, errors_page
-from parc.grammar.codes_language import MISSING_STATEMENT
-from parc.grammar.diagnostics import Diagnostic, PlanError, render
+from parc.grammar.codes_plan import MISSING_STATEMENT
+from parc.grammar.diagnostics import Code, Diagnostic, PlanError, render
 from parc.grammar.source import Source
 from tests.gpt_names import gpt_names
 

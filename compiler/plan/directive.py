@@ -6,9 +6,15 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Self, TypeAlias, TypeVar
 
-from ...grammar.codes_language import BAD_VALUE, FOR_TRAINING, REPEATED, UNEXPECTED_ARGUMENT, WRONG_KIND
-from ...grammar.codes_placement import UNKNOWN_AXIS
-from ...grammar.codes_views import OUTSIDE_VIEW
+from ...grammar.codes_plan import (
+    BAD_VALUE,
+    FOR_TRAINING,
+    OUTSIDE_VIEW,
+    REPEATED,
+    UNEXPECTED_ARGUMENT,
+    UNKNOWN_AXIS,
+    WRONG_KIND,
+)
 from ...grammar.diagnostics import Diagnostic, Label
 from ...grammar.nearest import did_you_mean, listed
 from ...grammar.source import Span

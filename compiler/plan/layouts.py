@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from ...grammar.codes_language import BAD_VALUE, WRONG_KIND
-from ...grammar.codes_placement import AXIS_TWICE, NOT_PADDED, PARTS_UNKNOWN, WRONG_DIM
+from ...grammar.codes_plan import AXIS_TWICE, BAD_VALUE, NOT_PADDED, PARTS_UNKNOWN, WRONG_DIM, WRONG_KIND
 from ...grammar.diagnostics import Diagnostic, Label
 from ...grammar.source import Span
 from ...grammar.syntax import KIND_NAMES, Call, Dim, Ellipsis, Group, Item, Layout, Number, Setting, SplitItem, Word

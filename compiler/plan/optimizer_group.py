@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ...grammar.codes_language import BAD_VALUE, MISSING_ARGUMENT, UNEXPECTED_ARGUMENT
+from ...grammar.codes_plan import BAD_VALUE, MISSING_ARGUMENT, UNEXPECTED_ARGUMENT
 from ...grammar.diagnostics import Diagnostic, Label
 from ...grammar.nearest import listed
 from ...grammar.syntax import Number, Word

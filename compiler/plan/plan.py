@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
-from ...grammar.codes_language import MISSING_STATEMENT, REPEATED, UNKNOWN_VERB, UNREADABLE
+from ...grammar.codes_plan import MISSING_STATEMENT, REPEATED, UNKNOWN_VERB, UNREADABLE
 from ...grammar.diagnostics import Diagnostic, Label, PlanError
 from ...grammar.format import format_statements
 from ...grammar.nearest import did_you_mean, listed, path_meant

@@ -7,7 +7,7 @@ import re
 from itertools import accumulate
 from pathlib import Path
 
-from ...grammar.codes_language import BAD_VALUE, UNREADABLE
+from ...grammar.codes_plan import BAD_VALUE, UNREADABLE
 from ...grammar.diagnostics import Diagnostic, Label, PlanError
 from ...grammar.nearest import path_meant
 from ...grammar.source import Source, Span

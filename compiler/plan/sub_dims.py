@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from ...grammar.codes_placement import NOT_PADDED, PARTS_UNKNOWN, UNEVEN_SHARD, WRONG_SUB_DIMS
+from ...grammar.codes_plan import NOT_PADDED, PARTS_UNKNOWN, UNEVEN_SHARD, WRONG_SUB_DIMS
 from ...grammar.diagnostics import Diagnostic, Label
 from ..layout.mesh import Mesh
 from ..layout.stretches import Outer, joined_stretches

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...grammar.codes_placement import CONFLICT, NOT_COMPRESSED
+from ...grammar.codes_plan import CONFLICT, NOT_COMPRESSED
 from ...grammar.diagnostics import Diagnostic, Label
 from ...grammar.source import Span
 from ..plan.directives.compress import Compress

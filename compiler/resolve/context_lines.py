@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...grammar.codes_placement import NO_ATTENTION
+from ...grammar.codes_plan import NO_ATTENTION
 from ...grammar.diagnostics import Diagnostic, Label, PlanError
 from ...grammar.nearest import listed
 from ..capture.capture import Captured

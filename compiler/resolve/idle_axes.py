@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from ...grammar.codes_placement import IDLE_AXIS
+from ...grammar.codes_plan import IDLE_AXIS
 from ...grammar.diagnostics import Diagnostic, Label, Severity
 from ..plan.directives.experts import Experts
 from ..plan.plan import Plan

@@ -7,8 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from ...grammar.codes_placement import NO_WEIGHT, NOTHING_MATCHED
-from ...grammar.codes_sequence import NO_SITE
+from ...grammar.codes_plan import NO_SITE, NO_WEIGHT, NOTHING_MATCHED
 from ...grammar.diagnostics import Diagnostic, Label
 from ...grammar.nearest import listed
 from ...grammar.syntax import Word

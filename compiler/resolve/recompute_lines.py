@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...grammar.codes_placement import NO_OPERATOR, NOTHING_REMADE
+from ...grammar.codes_plan import NO_OPERATOR, NOTHING_REMADE
 from ...grammar.diagnostics import Diagnostic, Label, Severity
 from ...grammar.nearest import did_you_mean, listed
 from ...grammar.syntax import Word

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 
-from ...grammar.codes_placement import (
+from ...grammar.codes_plan import (
     NOT_PADDED,
     REPEATED_PLACEMENT,
     UNEVEN_SHARD,

@@ -7,9 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import fx, nn
 
-from ...grammar.codes_experts import NO_EXPERTS
-from ...grammar.codes_language import REPEATED
-from ...grammar.codes_placement import NO_BIAS
+from ...grammar.codes_plan import NO_BIAS, NO_EXPERTS, REPEATED
 from ...grammar.diagnostics import Diagnostic, Label, PlanError
 from ...grammar.syntax import Word
 from ..capture.capture import Captured

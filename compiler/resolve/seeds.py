@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
-from ...grammar.codes_placement import CONFLICT, PADDED_TWICE
+from ...grammar.codes_plan import CONFLICT, PADDED_TWICE
 from ...grammar.diagnostics import Diagnostic, Label
 from ...grammar.source import Span
 from ..layout.mesh import Mesh

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from ...grammar.codes_placement import UNEVEN_SHARD
-from ...grammar.codes_sequence import NO_SEQUENCE, NOT_TENSOR_PARALLEL
+from ...grammar.codes_plan import NO_SEQUENCE, NOT_TENSOR_PARALLEL, UNEVEN_SHARD
 from ...grammar.diagnostics import Diagnostic, Label
 from ...grammar.nearest import listed
 from ...grammar.syntax import Word

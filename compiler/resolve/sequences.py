@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...grammar.codes_placement import UNEVEN_SHARD
+from ...grammar.codes_plan import UNEVEN_SHARD
 from ...grammar.diagnostics import Diagnostic, Label
 from ..layout.stretches import zigzag
 from ..plan.plan import Plan

@@ -10,7 +10,7 @@ from itertools import accumulate, groupby, pairwise
 
 from torch import fx
 
-from ...grammar.codes_stages import BACKWARD_FLOW, EMPTY_STAGE, NO_PLACE, STATE_CYCLE, TOO_MANY_STAGES
+from ...grammar.codes_plan import BACKWARD_FLOW, EMPTY_STAGE, NO_PLACE, STATE_CYCLE, TOO_MANY_STAGES
 from ...grammar.diagnostics import Diagnostic, Label, PlanError
 from ...grammar.source import Span
 from ..capture.capture import Captured

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...grammar.codes_language import REPEATED
-from ...grammar.codes_stages import STAGE_COUNT
+from ...grammar.codes_plan import REPEATED, STAGE_COUNT
 from ...grammar.diagnostics import Diagnostic, Label
 from ...grammar.source import Span
 from ..plan.plan import Plan

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from ...grammar.codes_language import BAD_VALUE
-from ...grammar.codes_placement import SHARED_OVER_UNITS
+from ...grammar.codes_plan import BAD_VALUE, SHARED_OVER_UNITS
 from ...grammar.diagnostics import Diagnostic, Label, PlanError
 from ...grammar.syntax import Word
 from ..capture.capture import Captured

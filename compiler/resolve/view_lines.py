@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from ...grammar.codes_views import OUTSIDE_VIEW, TWO_VIEWS
+from ...grammar.codes_plan import OUTSIDE_VIEW, TWO_VIEWS
 from ...grammar.diagnostics import Diagnostic, Label
 from ...grammar.nearest import listed
 from ...grammar.syntax import Word

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...grammar.codes_placement import CONFLICT, SPLIT_ALREADY
+from ...grammar.codes_plan import CONFLICT, SPLIT_ALREADY
 from ...grammar.diagnostics import Diagnostic, Label
 from ...grammar.syntax import Word
 from ..plan.directives.zero import Zero

@@ -14,8 +14,7 @@ from parc.compiler.layout.nodes import node_levels
 from parc.compiler.layout.views import NoCommonParts, viewed
 from parc.compiler.plan.plan import Plan
 from parc.compiler.resolve.resolve import Resolved
-from parc.grammar.codes_placement import NOT_COMPRESSED, UNEVEN_NODES
-from parc.grammar.codes_views import BAD_VIEW
+from parc.grammar.codes_plan import BAD_VIEW, NOT_COMPRESSED, UNEVEN_NODES
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.passes.placing.heads import Copies
 from parc.passes.placing.stored import Sharding

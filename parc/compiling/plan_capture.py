@@ -33,8 +33,7 @@ from parc.grammar.codes_build import (
     UNCOUNTED_DRAW,
     WRONG_INPUTS,
 )
-from parc.grammar.codes_experts import NO_EXPERTS
-from parc.grammar.codes_placement import LOW_CAPACITY
+from parc.grammar.codes_plan import LOW_CAPACITY, NO_EXPERTS
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.passes.pipeline import prepare
 

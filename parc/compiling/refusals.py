@@ -11,8 +11,7 @@ from parc.compiler.plan.plan import Plan
 from parc.compiler.resolve.resolve import Resolved
 from parc.compiling.sites import not_placed
 from parc.grammar.codes_build import BAD_RULE
-from parc.grammar.codes_experts import MIXED_ROWS
-from parc.grammar.codes_placement import FEW_HEADS_EACH, SPLIT_ALREADY, UNEVEN_TOKENS, WHOLE_SEQUENCE
+from parc.grammar.codes_plan import FEW_HEADS_EACH, MIXED_ROWS, SPLIT_ALREADY, UNEVEN_TOKENS, WHOLE_SEQUENCE
 from parc.grammar.diagnostics import Diagnostic, Label
 from parc.grammar.syntax import size_text
 from parc.passes.calls import MixedRows

@@ -12,7 +12,7 @@ from parc.compiler.program.binding import Binding
 from parc.compiler.resolve.names import PlanNames
 from parc.compiler.resolve.resolve import Resolved
 from parc.compiling.size_ranges import line_span
-from parc.grammar.codes_sequence import NOT_PLACED
+from parc.grammar.codes_plan import NOT_PLACED
 from parc.grammar.diagnostics import Diagnostic, Label
 from parc.passes.placing.heads import Copies
 from parc.passes.placing.propagate import NotPlaced

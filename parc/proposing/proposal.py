@@ -23,8 +23,7 @@ from parc.compiler.sizes.size_range import BATCH
 from parc.compiling.compiled import Compiled
 from parc.compiling.driver import Asked, Progress, ask, compile_captured, compile_plan, task_lines
 from parc.compiling.plan_capture import capture_diagnostic, capture_plan, make_model
-from parc.grammar.codes_build import LOSS_NOT_NUMBER
-from parc.grammar.codes_model import NO_INPUTS
+from parc.grammar.codes_build import LOSS_NOT_NUMBER, NO_INPUTS
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.grammar.nearest import did_you_mean, listed
 from parc.grammar.source import Source

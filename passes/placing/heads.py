@@ -22,7 +22,7 @@ from ...compiler.padding.pads import Pads
 from ...compiler.plan.plan import Plan
 from ...compiler.resolve.seeds import PlacementSeed
 from ...grammar.codes_build import KEPT_TWICE
-from ...grammar.codes_placement import UNEVEN_HEADS
+from ...grammar.codes_plan import UNEVEN_HEADS
 from ...grammar.diagnostics import Diagnostic, Label, PlanError, Severity
 from ...grammar.nearest import listed
 from ..calls import ValueKey, operands_of

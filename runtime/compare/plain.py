@@ -29,7 +29,7 @@ from ...compiler.program.binding import COUNT, Binding
 from ...compiler.program.loads import Bias, biases_in, capacities_in
 from ...compiler.program.loss_terms import term_count
 from ...compiler.sizes.size_range import BATCH
-from ...grammar.codes_experts import NO_EXPERTS
+from ...grammar.codes_plan import NO_EXPERTS
 from ..backends.in_process import InProcess
 from ..data.feed import Feed
 from ..data.sizes import BySizes

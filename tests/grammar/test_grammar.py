@@ -15,8 +15,7 @@ from parc.compiler.plan.plan import read_plan
 from parc.grammar import parse as parse_module
 from parc.grammar.diagnostics import PlanError, render
 from parc.grammar.format import format_source, format_statement, format_statements
-from parc.grammar.mistakes import MISTAKES, diagnose
-from parc.grammar.parse import parse, parse_lines
+from parc.grammar.parse import MISTAKES, diagnose, parse, parse_lines
 from parc.grammar.source import Source, Span
 from parc.grammar.syntax import (
     Call,

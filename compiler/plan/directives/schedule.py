@@ -9,8 +9,15 @@ from itertools import islice
 from math import isqrt
 from pathlib import Path
 
-from ....grammar.codes_language import BAD_VALUE, MISSING_STATEMENT, NO_EFFECT, UNEVEN_BATCH, UNREADABLE
-from ....grammar.codes_stages import NO_SCHEDULE, SCHEDULE_MISFIT
+from ....grammar.codes_plan import (
+    BAD_VALUE,
+    MISSING_STATEMENT,
+    NO_EFFECT,
+    NO_SCHEDULE,
+    SCHEDULE_MISFIT,
+    UNEVEN_BATCH,
+    UNREADABLE,
+)
 from ....grammar.diagnostics import Diagnostic, Label, PlanError, Severity
 from ....grammar.nearest import did_you_mean, listed, nearest
 from ....grammar.source import Source
