@@ -13,9 +13,9 @@ from itertools import permutations
 from parc.compiler.analysis.communication import communication_table
 from parc.compiler.analysis.samples import averaging_reason
 from parc.compiler.capture.model_calls import forward_text, passed_on
-from parc.compiler.layout.nodes import UnevenNodes, node_levels
+from parc.compiler.layout.collectives import RINGS
+from parc.compiler.layout.mesh import UnevenNodes, node_levels
 from parc.compiler.layout.placement import Split
-from parc.compiler.layout.rings import RINGS
 from parc.compiler.ops.precision import is_narrow
 from parc.compiler.program.actions import ACTIONS, FORWARD
 from parc.compiler.program.binding import PARAMETERS

@@ -7,8 +7,7 @@ import math
 from hypothesis import strategies as st
 from torch import nn
 
-from parc.compiler.layout.mesh import Mesh
-from parc.compiler.layout.nodes import UnevenNodes, node_levels
+from parc.compiler.layout.mesh import Mesh, UnevenNodes, node_levels
 
 from .strategies import ModelSpec, RandomModel, input_shapes
 

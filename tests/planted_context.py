@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from parc.compiler.layout.collectives import RINGS
 from parc.compiler.layout.placement import AxisType, Split
-from parc.compiler.layout.rings import RINGS
 from parc.compiler.program.program import Ref, Value
 from tests.planted_builds import CONTEXT_BUILDS, GoodBuild, good_build, judge
 from tests.planted_rows import Row

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import parc
 from parc.checking.checks import case_of, static_faults
 from parc.checking.reports import report_of
-from parc.compiler.layout.int8 import BLOCK_ENTRIES, pack, packed_bytes, round_int8
+from parc.compiler.layout.pieces import BLOCK_ENTRIES, pack, packed_bytes, round_int8
 from parc.compiler.plan.plan import read_plan
 from parc.compiler.program.residual import residual
 from parc.compiling.compiled import Compiled

@@ -18,9 +18,7 @@ from parc.checking.checks import case_of, static_faults
 from parc.checking.reports import report_of
 from parc.checking.twins import find_twin
 from parc.compiler.analysis.communication import communication_table
-from parc.compiler.layout.mesh import Mesh
-from parc.compiler.layout.nodes import UnevenNodes, node_levels
-from parc.compiler.layout.views import NoCommonParts
+from parc.compiler.layout.mesh import Mesh, NoCommonParts, UnevenNodes, node_levels
 from parc.compiler.plan.plan import read_plan
 from parc.compiling.compiled import Compiled
 from parc.grammar.diagnostics import render

@@ -17,8 +17,7 @@ from parc.checking.reports import report_of
 from parc.checking.twins import subject_of
 from parc.compiler.build.directory import write_build
 from parc.compiler.build.facts import fact_faults
-from parc.compiler.layout.mesh import Mesh
-from parc.compiler.layout.views import NoCommonParts, View, view_cuts, viewed
+from parc.compiler.layout.mesh import Mesh, NoCommonParts, View, view_cuts, viewed
 from parc.compiler.program.text import parse_program
 from parc.compiling.compiled import Compiled
 from parc.desugar import desugar

@@ -9,10 +9,9 @@ from typing import Any, Literal
 
 import torch
 
-from ..layout.collectives import COLLECTIVES, MESSAGE, SUMS, axes_of, payload_bytes
+from ..layout.collectives import COLLECTIVES, MESSAGE, RINGS, SUMS, axes_of, payload_bytes
 from ..layout.mesh import Mesh
 from ..layout.placement import TensorType
-from ..layout.rings import RINGS
 from ..ops.rules import facts
 from ..program.actions import ACTIONS, PHASES, REDUCE, step_kinds
 from ..program.binding import PARAMETERS

@@ -9,24 +9,139 @@ from typing import Any
 
 import torch
 
-from .buffers import (
-    Buffers,
-    exchange_buffers,
-    gather_buffers,
-    packed_gather_buffers,
-    packed_scatter_buffers,
-    round_buffers,
-    rows_buffers,
-    scatter_buffers,
-    sum_buffers,
-)
-from .int8 import packed_bytes, round_int8
 from .mesh import Mesh, Shape
 from .packed_rows import EXCHANGE, chosen_types, exchange_rows
-from .pieces import join_dim, round_parts, slice_dim
+from .pieces import join_dim, packed_bytes, round_int8, round_parts, slice_dim
 from .placement import AxisType, Placement, Split, TensorType, along
-from .rings import RINGS, travelling_types
 from .stretches import Outer, count, joined_stretches, terms
+
+# ---- buffers: the memory that collectives take beside their operands and results.
+
+
+@dataclass(frozen=True, slots=True)
+class Buffers:
+    """The bytes that a collective needs beside its operand and its result, over gloo: ``at_once`` where it is done at
+    once; as a message ``travelling``, until it is awaited, and ``on_arrival``, while the result is put together. A
+    message that ``holds`` its operand sends it from where it is, others send a copy."""
+
+    at_once: int = 0
+    travelling: int = 0
+    on_arrival: int = 0
+    holds: bool = False
+
+
+SMALL_SUM = 1 << 16
+"""The bytes from which a tensor is summed by itself; smaller ones of a message are summed in one packed copy."""
+
+
+def parts_in_order(dim: int, outer: Outer) -> bool:
+    """Return whether the parts of a dim lie one behind the other in memory."""
+    return dim == 0 and outer == 1
+
+
+def gather_buffers(operand: int, result: int, args: Sequence[Any]) -> Buffers:
+    """Return the buffers of a gather: the parts are received where they lie in the result, or apart and then joined."""
+    apart = 0 if parts_in_order(*args[1:]) else result
+    return Buffers(at_once=result, travelling=apart, on_arrival=apart, holds=True)
+
+
+def sum_buffers(operand: int, result: int, args: Sequence[Any]) -> Buffers:
+    """Return the buffers of a sum, which is made over the operand or over a copy: small ones travel packed."""
+    return Buffers(travelling=operand if operand < SMALL_SUM else 0)
+
+
+def scatter_buffers(operand: int, result: int, args: Sequence[Any]) -> Buffers:
+    """Return the buffers of a scattered sum: the parts of all ranks are received, to be summed into the first; what is
+    sent is the operand, or cut from it."""
+    cut = 0 if parts_in_order(*args[1:]) else operand
+    return Buffers(at_once=2 * operand + cut, travelling=operand - result + cut, holds=not cut)
+
+
+def exchange_buffers(operand: int, result: int, args: Sequence[Any]) -> Buffers:
+    """Return the buffers of an all-to-all: what is sent is put together, and so is what is received."""
+    sent = 2 * operand + (0 if parts_in_order(*args[3:]) else operand)
+    return Buffers(at_once=sent, travelling=2 * operand, on_arrival=operand)
+
+
+def rows_buffers(operand: int, result: int, args: Sequence[Any]) -> Buffers:
+    """Return the buffers of an exchange of packed rows: those that are sent in the order of ranks, and those received,
+    unless rows lie in that order."""
+    sent = 0 if parts_in_order(*args[3:5]) else operand
+    received = 0 if parts_in_order(*args[1:3]) else result
+    return Buffers(at_once=sent + received, travelling=sent + received, on_arrival=received, holds=not sent)
+
+
+def round_buffers(operand: int, result: int, args: Sequence[Any]) -> Buffers:
+    """Return the buffers of rounding to int8: parts that do not lie one behind the other are rounded apart."""
+    return Buffers(at_once=0 if parts_in_order(*args[1:]) else operand)
+
+
+def packed_scatter_buffers(operand: int, result: int, args: Sequence[Any]) -> Buffers:
+    """Return the buffers of a scattered sum of float32 in int8: the packed parts that are sent and received, and each
+    received one, unpacked."""
+    return Buffers(at_once=operand // 2 + result, travelling=operand // 2, on_arrival=result)
+
+
+def packed_gather_buffers(operand: int, result: int, args: Sequence[Any]) -> Buffers:
+    """Return the buffers of a gather of float32 in int8: what is sent and received is packed, and unpacked where it
+    lies in the result, or apart and then joined."""
+    packed, apart = (operand + result) // 4, 0 if parts_in_order(*args[1:]) else result
+    return Buffers(at_once=packed + apart, travelling=packed, on_arrival=apart)
+
+
+# ---- ring attention
+# A ring's line means a gather of keys and values along the sequence and an attention on what is gathered; that of its
+# backward also cuts and sums their gradients. No rank ever holds the keys of the whole sequence (Liu, Zaharia and
+# Abbeel, "Ring attention with blockwise transformers for near-infinite context", 2023).
+#
+#     out, lse = parc.ring_attention(q, 'cp', k, v, mask, key, causal, scale, p)
+#     gq, gk, gv = parc.ring_attention_backward(grad, 'cp', q, k, v, mask, key, out, lse, causal, scale, p)
+#
+# With n ranks a line has n - 1 hops, each to the next rank of the axis and with the keys and values of one rank. Their
+# gradients make n - 1 hops more, in float32 or a wider type: they follow their keys, and end where these came from.
+
+
+SEQUENCE = 2
+"""The dim of queries, keys and values [b, h, s, d] along which ranks have parts."""
+
+
+@dataclass(frozen=True, slots=True)
+class RingRow:
+    """One operator of rings: the operator of one rank that it spreads, and the places of keys and values among the
+    arguments of both, where the axis is left out."""
+
+    attention: str
+    keys: int
+    carries_gradients: bool = False
+
+    def inner(self, args: Sequence[Any]) -> list[Any]:
+        """Return the arguments of the operator of one rank, for those of a line."""
+        return [args[0], *args[2:]]
+
+    def line(self, axes: str, args: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the arguments of a line, for those of the operator of one rank."""
+        return (args[0], axes, *args[1:])
+
+
+RINGS = {
+    "parc.ring_attention": RingRow("parc.attention.default", 1),
+    "parc.ring_attention_backward": RingRow("parc.attention_backward.default", 2, carries_gradients=True),
+}
+"""The operators of rings."""
+
+
+def travelling_types(op: str, keys: Sequence[TensorType]) -> list[TensorType]:
+    """Return the types of what travels in a ring, given those of keys and values."""
+    gradients = [TensorType(travelling_dtype(type_.dtype), type_.shape, type_.placement) for type_ in keys]
+    return [*keys, *gradients * RINGS[op].carries_gradients]
+
+
+def travelling_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which gradients travel and are summed."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+# ---- typed collectives
 
 
 class TypeFault(ValueError):

@@ -7,10 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from ..layout.buffers import Buffers
-from ..layout.collectives import COLLECTIVES, MESSAGE, SUMS, WAIT
+from ..layout.collectives import COLLECTIVES, MESSAGE, RINGS, SUMS, WAIT, Buffers
 from ..layout.placement import Split, TensorType
-from ..layout.rings import RINGS
 from ..ops.rules import facts
 from .aliases import aliases, own_in_main
 from .overwriting import form_over, operand_over, spare_operands

@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ..layout.collectives import local_outer
+from ..layout.collectives import RINGS, SEQUENCE, local_outer
 from ..layout.mesh import Mesh
 from ..layout.placement import Split, TensorType
-from ..layout.rings import RINGS, SEQUENCE
 from .program import Line, Program, Ref, Value
 from .rewriter import Rewriter
 

@@ -9,9 +9,7 @@ from operator import mul
 
 from parc.compiler.capture.capture import Captured
 from parc.compiler.capture.node_facts import noted
-from parc.compiler.layout.mesh import Mesh
-from parc.compiler.layout.nodes import node_levels
-from parc.compiler.layout.views import NoCommonParts, viewed
+from parc.compiler.layout.mesh import Mesh, NoCommonParts, node_levels, viewed
 from parc.compiler.plan.plan import Plan
 from parc.compiler.resolve.resolve import Resolved
 from parc.grammar.codes_plan import BAD_VIEW, NOT_COMPRESSED, UNEVEN_NODES

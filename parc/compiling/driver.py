@@ -16,9 +16,8 @@ from parc.compiler.capture.capture import Captured
 from parc.compiler.capture.model_calls import TaskLines
 from parc.compiler.capture.returned import reading_only
 from parc.compiler.initial.recipes import Recorded
-from parc.compiler.layout.mesh import Mesh
+from parc.compiler.layout.mesh import Mesh, viewed
 from parc.compiler.layout.placement import Split
-from parc.compiler.layout.views import viewed
 from parc.compiler.ops.precision import regions
 from parc.compiler.ops.recompute import RecomputeLine
 from parc.compiler.padding.pads import Pads

@@ -12,10 +12,9 @@ from torch import fx
 
 from ...compiler.capture.capture import Captured
 from ...compiler.capture.node_facts import noted
-from ...compiler.layout.mesh import Mesh
+from ...compiler.layout.mesh import Mesh, finer
 from ...compiler.layout.placement import Split, along
 from ...compiler.layout.stretches import Outer
-from ...compiler.layout.views import finer
 from ...compiler.ops.rules import facts
 from ...compiler.ops.splits import to_factor
 from ...compiler.padding.pads import Pads

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from ...compiler.layout.collectives import RINGS, SEQUENCE
 from ...compiler.layout.mesh import Mesh
-from ...compiler.layout.rings import RINGS, SEQUENCE
 from ...compiler.program.program import Function, Line
 from ...compiler.program.rewriter import Rewriter
 from ...compiler.program.roles import Programs

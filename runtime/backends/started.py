@@ -8,10 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...compiler.layout.buffers import SMALL_SUM, parts_in_order
-from ...compiler.layout.int8 import pack, packed_bytes, sum_packed, unpack
+from ...compiler.layout.collectives import SMALL_SUM, parts_in_order
 from ...compiler.layout.packed_rows import Rows
-from ...compiler.layout.pieces import join_dim, slice_dim
+from ...compiler.layout.pieces import join_dim, pack, packed_bytes, slice_dim, sum_packed, unpack
 from .moves import Peers, all_to_all, group_size, send_rows
 
 _GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

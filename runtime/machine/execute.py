@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from ...compiler.layout.collectives import COLLECTIVES, MESSAGE, SUMS, axes_of
+from ...compiler.layout.collectives import COLLECTIVES, MESSAGE, RINGS, SUMS, axes_of
 from ...compiler.layout.mesh import Mesh
-from ...compiler.layout.rings import RINGS
 from ...compiler.program.aliases import adds_up, aliases, own_in_main
 from ...compiler.program.binding import Binding
 from ...compiler.program.early import on_their_way

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from ...compiler.layout.collectives import SEQUENCE, travelling_dtype
 from ...compiler.layout.pieces import Interval
 from ...compiler.layout.placement import TensorType
-from ...compiler.layout.rings import SEQUENCE, travelling_dtype
 from ..communication import RingPart
 from .attention import Attention, AttentionBackward, Scores, scale_of
 from .site import Site

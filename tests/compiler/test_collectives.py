@@ -10,11 +10,10 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from parc.compiler.layout.collectives import COLLECTIVES, TypeFault, lower, payload_bytes
+from parc.compiler.layout.collectives import COLLECTIVES, RINGS, TypeFault, lower, payload_bytes
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.layout.pieces import join_dim, put_together, slice_dim
 from parc.compiler.layout.placement import AxisType, Placement, Split, TensorType, parse_type
-from parc.compiler.layout.rings import RINGS
 from parc.compiler.layout.stretches import Outer, nest, zigzag
 from parc.compiler.ops.torch_ops import OPS
 from parc.compiler.plan.limits import COLLECTIVE_WORDS

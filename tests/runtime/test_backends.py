@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from parc.compiler.layout.collectives import COLLECTIVES
+from parc.compiler.layout.collectives import COLLECTIVES, RINGS
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.layout.packed_rows import EXCHANGE
 from parc.compiler.layout.placement import Placement, TensorType
-from parc.compiler.layout.rings import RINGS
 from parc.compiler.program.program import Function, Line, Program, Ref, Value
 from parc.runtime.backends.distributed import Distributed
 from parc.runtime.backends.in_process import InProcess

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ....grammar.codes_plan import MISSING_STATEMENT, NO_LEVELS, UNEVEN_NODES
 from ....grammar.diagnostics import Diagnostic, Label, Severity
 from ....grammar.syntax import Word
-from ...layout.nodes import UnevenNodes, node_levels
+from ...layout.mesh import UnevenNodes, node_levels
 from ..directive import ONE_OR_MORE, Directive, Scope, argument
 
 

@@ -11,7 +11,7 @@ from ....grammar.codes_plan import BAD_VALUE, BAD_VIEW, REPEATED, UNUSED_VIEW
 from ....grammar.diagnostics import Diagnostic, Label, Severity
 from ....grammar.nearest import listed
 from ....grammar.syntax import Setting, Word
-from ...layout.views import NoCommonParts, View, view_cuts
+from ...layout.mesh import NoCommonParts, View, view_cuts
 from ..directive import Directive, Scope, argument, check_unique
 from .mesh import MeshLine, check_sizes, declared_mesh, merged
 from .stage import Stage
