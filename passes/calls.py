@@ -13,7 +13,7 @@ from ..compiler.capture.node_facts import noted
 from ..compiler.layout.collectives import TypeFault
 from ..compiler.layout.mesh import Shape
 from ..compiler.ops.factors import OpCall, Operand, OpRule, RuleError, opaque
-from ..compiler.ops.packed import packed_result
+from ..compiler.ops.infer import packed_result
 from ..compiler.ops.results import changed, example_of, results_of
 from ..compiler.ops.rules import facts, operator_name, rule_for
 from ..compiler.program.program import Origin

@@ -15,6 +15,7 @@ from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..compiler.capture.node_facts import noted
+from ..compiler.ops.own_ops import OPS, aten
 from ..compiler.ops.precision import (
     PrecisionLine,
     PrecisionRegions,
@@ -23,7 +24,6 @@ from ..compiler.ops.precision import (
     line_at,
 )
 from ..compiler.ops.rules import facts
-from ..compiler.ops.torch_ops import OPS, aten
 from ..compiler.program.binding import LOSS
 from ..compiler.program.program import Origin
 from .calls import FakeResults, computes, operands_of, outputs, substitute_nodes, tensors_of

@@ -22,7 +22,7 @@ from parc.compiler.layout.mesh import Mesh
 from parc.compiler.layout.packed_rows import exchange_rows
 from parc.compiler.layout.placement import parse_type
 from parc.compiler.ops.factors import OpCall, Operand
-from parc.compiler.ops.packed import packed_result
+from parc.compiler.ops.infer import packed_result
 from parc.compiler.plan.plan import read_plan
 from parc.compiler.program.text import parse_program
 from parc.compiler.verify.lines import check_program

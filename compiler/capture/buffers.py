@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from ..ops.own_ops import aten
 from ..ops.rules import facts
-from ..ops.torch_ops import aten
 from .faults import CaptureError
 from .node_facts import copy_place
 

@@ -12,7 +12,7 @@ from torch._decomp import decomposition_table
 from torch._dispatch.python import enable_python_dispatcher
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from ..ops.torch_ops import aten
+from ..ops.own_ops import aten
 from ..torch_private import trace
 from .complex_numbers import ComplexPair, pair, real_form
 from .complex_rules import RULES

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..ops.torch_ops import aten
+from ..ops.own_ops import aten
 from . import complex_numbers as numbers
 from .complex_numbers import ComplexPair, add, is_pair, mul, pair, product, whole
 from .fourier import of_reals, to_complex, to_reals

@@ -15,8 +15,8 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind, OutputSpec, TensorArgument
 from torch.utils._pytree import tree_leaves
 
+from ..ops.own_ops import aten
 from ..ops.rules import facts
-from ..ops.torch_ops import aten
 from ..torch_private import decomposed, is_composite
 from .node_facts import noted
 from .parts import composite_parts, inline

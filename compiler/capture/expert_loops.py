@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..ops.expert_ops import OPS
+from ..ops.own_ops import OPS
 from ..ops.rules import facts
 from .expert_lists import stacks_of
 from .expert_masks import Masks

@@ -22,7 +22,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from ..ops.slot_ops import OPS
+from ..ops.own_ops import OPS
 from .expert_lists import stack_experts, stacks_of
 from .expert_loops import followed
 from .faults import CaptureError, user_frame

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import fx
 
+from ..ops.own_ops import aten
 from ..ops.rules import facts
-from ..ops.torch_ops import aten
 from .node_facts import noted
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..ops.expert_ops import OPS
+from ..ops.own_ops import OPS
 from ..ops.rules import facts
 from .expert_lists import stacks_of
 from .faults import CaptureError

@@ -11,8 +11,8 @@ from functools import cache
 import torch
 from torch import fx
 
+from ..ops.own_ops import OPS
 from ..ops.rules import facts
-from ..ops.torch_ops import OPS
 from ..program.binding import BUFFERS, Binding, Kind
 from .node_facts import noted
 

@@ -6,7 +6,7 @@ from typing import NamedTuple, cast
 
 from torch import fx
 
-from ..ops.slot_ops import OPS
+from ..ops.own_ops import OPS
 from .node_facts import noted
 
 

@@ -6,8 +6,8 @@ import torch
 from torch import fx
 from torch._subclasses import FakeTensor
 
+from ..ops.own_ops import aten
 from ..ops.results import changed
-from ..ops.torch_ops import aten
 from .node_facts import copy_facts, noted
 
 

@@ -20,8 +20,8 @@ import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 
+from ..ops.own_ops import aten
 from ..ops.rules import facts
-from ..ops.torch_ops import aten
 from ..program.program import operator as overload
 from ..torch_private import is_composite
 from .node_facts import copy_place, noted

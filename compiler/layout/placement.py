@@ -177,7 +177,7 @@ def is_supported(dtype: torch.dtype) -> bool:
 
 Packed = tuple[int, int] | None
 """The rows of a packed value that are there, ``(2, 8)`` of every 8 two on the average; None for a value that is whole.
-See compiler/ops/expert_ops.py."""
+See compiler/ops/own_ops.py."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ Carries = Literal["", "away", "back"]
 """The way of a value to a place beside the memory that computes (``away``), or from there (``back``)."""
 Packs = Literal["", "rows", "sums"]
 """The part of an operator in packed rows of tokens: its results are packed *rows*, or it *sums* such rows to values
-that are whole. See compiler/ops/expert_ops.py."""
+that are whole. See compiler/ops/own_ops.py."""
 LawName = Literal["", "uniform", "normal", "integers", "bernoulli", "exponential"]
 """The law of the numbers that an operator draws."""
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .modules import in_modules
+from .recompute import in_modules
 from .rules import facts
 
 
@@ -74,3 +74,20 @@ class Rounding:
     sums: torch.dtype = torch.float32
     sent: frozenset[tuple[str, str]] = frozenset()
     """The formats in which gradients travel between ranks, each with its axis."""
+
+
+# ---- words of the language for operators.
+
+
+def words_for(op: str) -> frozenset[str]:
+    """Return the words by which a plan means an operator: its own name, that of the operator for which it stands, and
+    its family's."""
+    row, name = facts(op), base_name(op)
+    words = {name, base_name(row.stands_for)} if row.stands_for else {name}
+    if "attention" in name:
+        words.add("attention")
+    elif row.precision == "product":
+        words.add("products")
+    if row.law:
+        words.add("random")
+    return frozenset(words)

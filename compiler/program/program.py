@@ -19,7 +19,7 @@ import torch
 from ..layout.collectives import COLLECTIVES
 from ..layout.mesh import Mesh
 from ..layout.placement import TensorType
-from ..ops.expert_ops import OPS
+from ..ops.own_ops import OPS
 from ..ops.rules import facts, has_rule
 from .actions import BACKWARD
 from .binding import Binding, Kind

@@ -8,8 +8,7 @@ from ...grammar.codes_plan import NO_OPERATOR, NOTHING_REMADE
 from ...grammar.diagnostics import Diagnostic, Label, Severity
 from ...grammar.nearest import did_you_mean, listed
 from ...grammar.syntax import Word
-from ..ops.modules import in_modules
-from ..ops.recompute import FAMILIES, SENT_WORD, RecomputeLine
+from ..ops.recompute import FAMILIES, SENT_WORD, RecomputeLine, in_modules
 from ..plan.directives.recompute import Recompute
 from ..plan.plan import Plan
 from .names import PlanNames, find_modules

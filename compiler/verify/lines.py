@@ -19,8 +19,7 @@ from ..layout.mesh import Mesh
 from ..layout.packed_rows import EXCHANGE
 from ..layout.placement import TensorType
 from ..ops.factors import OpCall, fill_operands
-from ..ops.infer import infer
-from ..ops.packed import packed_result
+from ..ops.infer import infer, packed_result
 from ..ops.results import example, results_of
 from ..ops.rules import facts, localize
 from ..program.faults import Fault

@@ -17,8 +17,7 @@ from parc.compiler.analysis.flops import BlockCost, block_costs
 from parc.compiler.build.build import Build
 from parc.compiler.capture.capture import Captured
 from parc.compiler.capture.node_facts import noted
-from parc.compiler.ops.modules import in_modules
-from parc.compiler.ops.recompute import RecomputeLine
+from parc.compiler.ops.recompute import RecomputeLine, in_modules
 from parc.compiler.plan.plan import Plan
 from parc.compiler.program.actions import FORWARD
 from parc.compiler.program.blocks import block_of, starred

@@ -10,8 +10,8 @@ from torch import fx
 
 from ...compiler.capture.node_facts import noted
 from ...compiler.capture.reach import GradientFlow
+from ...compiler.ops.own_ops import OPS, aten
 from ...compiler.ops.rules import facts
-from ...compiler.ops.torch_ops import OPS, aten
 from .decompose import shape_of
 from .rewriter import Canonicalizer, rewrites
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx
 
 from ...compiler.capture.node_facts import copy_facts, noted
-from ...compiler.ops.torch_ops import OPS, aten
+from ...compiler.ops.own_ops import OPS, aten
 from . import attention, creation, decompose, draws
 from .decompose import looked_up, shape_of
 from .rewriter import Canonicalizer, rewrites, targets_where

@@ -15,8 +15,8 @@ import torch
 from torch import fx
 
 from ...compiler.capture.node_facts import noted
+from ...compiler.ops.own_ops import OPS, aten
 from ...compiler.ops.rules import facts
-from ...compiler.ops.torch_ops import OPS, aten
 from ..calls import operands_of, rule_of, substitute_nodes
 from ..choices import Choices, agreed
 

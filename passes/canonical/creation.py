@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ...compiler.capture.node_facts import noted
+from ...compiler.ops.own_ops import OPS, aten
 from ...compiler.ops.rules import facts
-from ...compiler.ops.torch_ops import OPS, aten
 from .rewriter import Canonicalizer, rewrites, targets_where
 
 

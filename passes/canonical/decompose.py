@@ -12,8 +12,8 @@ from torch import fx
 
 from ...compiler.capture.node_facts import noted
 from ...compiler.capture.reach import GradientFlow
+from ...compiler.ops.own_ops import aten
 from ...compiler.ops.precision import is_narrow
-from ...compiler.ops.torch_ops import aten
 from .rewriter import Canonicalizer, rewrites
 
 _NONE, _MEAN = 0, 1  # torch's reduction argument

@@ -9,8 +9,8 @@ from torch import fx
 
 from ...compiler.capture.node_facts import noted
 from ...compiler.initial.counter import dropped
+from ...compiler.ops.own_ops import OPS, aten
 from ...compiler.ops.rules import facts
-from ...compiler.ops.torch_ops import OPS, aten
 from .rewriter import REWRITES, Canonicalizer, rewrites
 
 

@@ -8,7 +8,7 @@ from torch import fx
 
 from ...compiler.capture.node_facts import copy_facts, noted
 from ...compiler.capture.routed import routed_layers
-from ...compiler.ops.torch_ops import aten
+from ...compiler.ops.own_ops import aten
 from ...compiler.program.binding import LOSS, Binding, Kind
 from ...compiler.program.loads import TAKEN
 from ..calls import outputs

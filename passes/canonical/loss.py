@@ -10,8 +10,8 @@ from torch import fx
 
 from ...compiler.capture.node_facts import copy_facts, noted
 from ...compiler.capture.reach import GradientFlow, ancestors, reached_by_gradient
+from ...compiler.ops.own_ops import aten
 from ...compiler.ops.rules import facts
-from ...compiler.ops.torch_ops import aten
 from ...compiler.program.binding import COUNT, Binding
 from ...compiler.program.loss_terms import term_count, term_weight
 from ..calls import computes, key_of, outputs

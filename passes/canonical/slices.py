@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx
 
 from ...compiler.capture.node_facts import copy_facts
-from ...compiler.ops.torch_ops import aten
+from ...compiler.ops.own_ops import aten
 from .decompose import shape_of
 from .rewriter import Canonicalizer
 

@@ -12,8 +12,8 @@ from torch._decomp import decomposition_table
 
 from ...compiler.capture.node_facts import noted
 from ...compiler.capture.parts import inline, parts_of
+from ...compiler.ops.own_ops import aten
 from ...compiler.ops.rules import has_rule
-from ...compiler.ops.torch_ops import aten
 from ..programs.backward_forms import write_functional
 from .rewriter import PARTS, REWRITES, takes_apart
 

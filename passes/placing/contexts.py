@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import fx
 
 from ...compiler.capture.node_facts import noted
-from ...compiler.ops.torch_ops import OPS
+from ...compiler.ops.own_ops import OPS
 from ...compiler.resolve.context_lines import ContextLine
 from ...compiler.resolve.names import is_within
 

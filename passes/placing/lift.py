@@ -7,7 +7,7 @@ from dataclasses import replace
 from torch import fx
 
 from ...compiler.capture.node_facts import noted
-from ...compiler.ops.torch_ops import OPS
+from ...compiler.ops.own_ops import OPS
 from ..programs.segments import node_type
 
 

@@ -20,9 +20,9 @@ from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.packed_rows import chosen_placement
 from ...compiler.layout.placement import AxisType, Placement, Split, TensorType
 from ...compiler.ops.infer import Part
+from ...compiler.ops.own_ops import OPS
 from ...compiler.ops.rules import facts, operator_name
 from ...compiler.ops.splits import from_factor, to_factor
-from ...compiler.ops.torch_ops import OPS
 from ...compiler.program.program import Origin
 from ..calls import ValueKey, computes, fake, key_of, operands_of, outputs, substitute_nodes, tensors_of
 from ..choices import Choices

@@ -16,7 +16,7 @@ from ...compiler.capture.node_facts import StoredAs, copy_facts, noted
 from ...compiler.layout.collectives import global_outer
 from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.placement import Split, TensorType
-from ...compiler.ops.torch_ops import aten
+from ...compiler.ops.own_ops import aten
 from ...compiler.padding.pads import Pad, padded_shape
 from ...compiler.program.binding import PARAMETERS
 from ...compiler.program.program import Origin

@@ -11,7 +11,7 @@ from torch import fx
 from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.placement import AxisType, Placement, Split, TensorType
 from ...compiler.ops.infer import Part
-from ...compiler.ops.torch_ops import OPS, aten
+from ...compiler.ops.own_ops import OPS, aten
 from ..programs.segments import node_type
 
 AxisParts = Mapping[str, Part]

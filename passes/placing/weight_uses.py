@@ -10,8 +10,8 @@ from torch import fx
 from ...compiler.capture.capture import Captured
 from ...compiler.capture.node_facts import noted
 from ...compiler.capture.routed import routed_layers
+from ...compiler.ops.precision import words_for
 from ...compiler.ops.rules import facts
-from ...compiler.ops.words import words_for
 from ...compiler.resolve.names import ModelOperator, PlanNames, WeightUse
 from ..calls import computes
 from .follow import Follower, canonical_follower, factor_places

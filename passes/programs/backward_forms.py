@@ -12,8 +12,8 @@ from torch import fx
 from ...compiler.capture.node_facts import copy_facts, noted
 from ...compiler.capture.writes import returning_form
 from ...compiler.layout.collectives import TypeFault
+from ...compiler.ops.own_ops import OPS, aten
 from ...compiler.ops.rules import facts, rule_for
-from ...compiler.ops.torch_ops import OPS, aten
 from ..calls import call_of, operands_of
 
 

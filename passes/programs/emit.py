@@ -16,8 +16,8 @@ from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.packed_rows import EXCHANGE
 from ...compiler.layout.placement import TensorType
 from ...compiler.ops.factors import OpCall, fill_operands
+from ...compiler.ops.own_ops import OPS
 from ...compiler.ops.rules import facts, localize, operator_name
-from ...compiler.ops.torch_ops import OPS
 from ...compiler.program.binding import Binding
 from ...compiler.program.blocks import starred
 from ...compiler.program.program import Function, Line, LocalSize, Origin, Ref, Value

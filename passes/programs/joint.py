@@ -15,12 +15,10 @@ from ...compiler.capture.node_facts import noted
 from ...compiler.capture.reach import ancestors
 from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.placement import Packed, Placement, TensorType, along, parse_kind
-from ...compiler.ops.expert_ops import OPS
-from ...compiler.ops.infer import infer, place_created
-from ...compiler.ops.packed import packed_result
+from ...compiler.ops.infer import infer, packed_result, place_created
+from ...compiler.ops.own_ops import OPS, aten
 from ...compiler.ops.precision import is_narrow
 from ...compiler.ops.rules import facts
-from ...compiler.ops.torch_ops import aten
 from ...compiler.program.program import Origin
 from ...compiler.torch_private import quiet
 from ..calls import call_of, operands_of, substitute_nodes, tensors_of

@@ -19,10 +19,10 @@ from ...compiler.capture.node_facts import noted
 from ...compiler.capture.reach import ancestors
 from ...compiler.layout.collectives import COLLECTIVES, lower
 from ...compiler.layout.mesh import Mesh
+from ...compiler.ops.own_ops import OPS
+from ...compiler.ops.precision import words_for
 from ...compiler.ops.recompute import SENT_WORD, RecomputeLine, line_for
 from ...compiler.ops.rules import facts
-from ...compiler.ops.torch_ops import OPS
-from ...compiler.ops.words import words_for
 from .segments import node_type
 
 _Place = tuple[fx.Node | None, bool]

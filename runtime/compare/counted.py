@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...compiler.initial.counter import dropped, keep_mask, random, stream
+from ...compiler.ops.own_ops import aten
 from ...compiler.ops.rules import facts
-from ...compiler.ops.torch_ops import aten
 
 
 @final

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ...compiler.ops.torch_ops import aten
+from ...compiler.ops.own_ops import aten
 from .ways import runs
 
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from ...compiler.ops.torch_ops import aten
+from ...compiler.ops.own_ops import aten
 from ...compiler.torch_private import attention_choice
 
 _HALVES = (torch.bfloat16, torch.float16)

@@ -9,7 +9,7 @@ import torch
 
 from ...compiler.initial.counter import keep_mask, random, stream
 from ...compiler.layout.placement import TensorType
-from ...compiler.ops.torch_ops import aten
+from ...compiler.ops.own_ops import aten
 from .site import Site
 from .ways import Kernel, code_for, runs
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from parc.compiler.layout.collectives import TypeFault
 from parc.compiler.ops import rules as op_rules
 from parc.compiler.ops.factors import Dims, OpCall, Operand, OpRule, RuleError, opaque, quotient, rule
-from parc.compiler.ops.packed import packed_result
+from parc.compiler.ops.infer import packed_result
 from parc.compiler.ops.rules import TABLE, localize, register, rule_for
 from parc.compiler.ops.splits import from_factor, to_factor
 

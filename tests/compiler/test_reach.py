@@ -8,7 +8,7 @@ from torch import fx
 from parc.compiler.capture.node_facts import noted
 from parc.compiler.capture.reach import FIXED, GradientFlow, computed_anywhere, made_of, reached_by_gradient
 from parc.compiler.layout.placement import Placement, TensorType
-from parc.compiler.ops.torch_ops import aten
+from parc.compiler.ops.own_ops import aten
 from parc.compiler.program.binding import Binding
 
 BOUND = {

@@ -13,7 +13,7 @@ from benchmarks.kept import GPT, LLAMA, kept_by_parc, plan_of
 from parc.compiler.capture.node_facts import noted
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.layout.placement import Placement, TensorType
-from parc.compiler.ops.torch_ops import aten
+from parc.compiler.ops.own_ops import aten
 from parc.passes.programs.kept import kept_values
 from parc.passes.programs.segments import node_type
 
