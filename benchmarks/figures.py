@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from parc.checking.reports import report_of
+from parc.compiler.analysis.liveness import local_bytes
 from parc.compiler.plan.plan import read_plan
 from parc.compiler.program.actions import FORWARD
-from parc.compiler.program.liveness import local_bytes
 from parc.compiling.driver import compile_plan
 from parc.grammar.source import Source
 

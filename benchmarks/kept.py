@@ -19,9 +19,9 @@ import torch
 from torch import fx, nn
 
 from benchmarks.turns import ROOT
+from parc.compiler.analysis.liveness import Liveness
 from parc.compiler.plan.plan import read_plan
 from parc.compiler.program.actions import BACKWARD
-from parc.compiler.program.liveness import Liveness
 from parc.compiling.compiled import Compiled
 from parc.compiling.driver import compile_plan
 from parc.grammar.source import Source

@@ -11,6 +11,7 @@ from dataclasses import replace
 from itertools import permutations
 
 from parc.compiler.analysis.communication import communication_table
+from parc.compiler.analysis.liveness import local_bytes
 from parc.compiler.analysis.samples import averaging_reason
 from parc.compiler.capture.model_calls import forward_text, passed_on
 from parc.compiler.layout.collectives import RINGS
@@ -20,7 +21,6 @@ from parc.compiler.ops.precision import is_narrow
 from parc.compiler.program.actions import ACTIONS, FORWARD
 from parc.compiler.program.binding import PARAMETERS
 from parc.compiler.program.blocks import starred
-from parc.compiler.program.liveness import local_bytes
 from parc.compiler.resolve.context_lines import RING_METHODS, context_lines
 from parc.compiling.compiled import Compiled
 from parc.compiling.size_ranges import line_span

@@ -12,6 +12,8 @@ from typing import Any
 
 from parc.compiler.analysis.communication import communication_table
 from parc.compiler.analysis.flops import stage_flops, step_timeline
+from parc.compiler.analysis.lifetimes import BLAS, ONEDNN
+from parc.compiler.analysis.memory import Memory, estimate_memory, room_bytes, room_of, state_bytes, states
 from parc.compiler.build.build import Build, BuildError
 from parc.compiler.build.directory import again, json_text
 from parc.compiler.build.plan_facts import view_facts
@@ -23,11 +25,8 @@ from parc.compiler.plan.plan import Plan, read_plan
 from parc.compiler.program.actions import FORWARD, Action
 from parc.compiler.program.binding import PARAMETERS
 from parc.compiler.program.blocks import block_of, starred
-from parc.compiler.program.cost import Memory, estimate_memory, state_bytes, states
-from parc.compiler.program.faults import Fault
-from parc.compiler.program.products import BLAS, ONEDNN
+from parc.compiler.program.program import Fault
 from parc.compiler.program.roles import Role
-from parc.compiler.program.room import room_bytes, room_of
 from parc.compiler.resolve.pattern import Pattern
 from parc.compiler.sizes.size_range import BATCH
 from parc.grammar.diagnostics import PlanError

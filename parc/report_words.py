@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from parc.compiler.analysis.memory import MEMORY_KINDS
 from parc.compiler.program.actions import PHASES
-from parc.compiler.program.cost import MEMORY_KINDS
 from parc.compiler.sizes.template import sizes_text
 from parc.grammar.syntax import size_text
 

@@ -19,12 +19,10 @@ from ..compiler.ops.recompute import RecomputeLine
 from ..compiler.program.actions import Purpose
 from ..compiler.program.binding import Binding
 from ..compiler.program.blocks import block_of
-from ..compiler.program.evaluations import with_idle
-from ..compiler.program.loads import Bias
-from ..compiler.program.loss_scale import LossScale
 from ..compiler.program.program import Program
 from ..compiler.program.roles import SINGLE as ROLE
-from ..compiler.program.roles import Programs, join_roles
+from ..compiler.program.roles import Programs, join_roles, with_idle
+from ..compiler.program.step_values import Bias, LossScale
 from ..compiler.resolve.context_lines import ContextLine
 from ..compiler.resolve.seeds import PlacementSeed
 from .calls import computes, mark_packed

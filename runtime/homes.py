@@ -7,9 +7,9 @@ from collections.abc import Mapping
 
 import torch
 
+from ..compiler.analysis.dataflow import parts_in_weights
 from ..compiler.program.binding import Binding
 from ..compiler.program.program import Program
-from ..compiler.program.weights import parts_in_weights
 
 
 class Homes:

@@ -21,8 +21,8 @@ from ..compiler.layout.placement import TensorType, parse_type
 from ..compiler.padding.pads import pads_from, real_shape
 from ..compiler.program.actions import FORWARD
 from ..compiler.program.binding import BUFFERS
-from ..compiler.program.loss_terms import LossTerm
 from ..compiler.program.optimizers import kept_slots
+from ..compiler.program.step_values import LossTerm
 from ..compiler.sizes.size_range import BATCH
 from ..grammar.codes_build import BAD_BUILD, BAD_STATE, MODEL_FAILED, OTHER_TORCH, WORLD_SIZE
 from ..grammar.nearest import listed

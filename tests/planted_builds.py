@@ -12,8 +12,7 @@ from parc.checking.checks import case_of, faults_by_check
 from parc.compiler.build.build import Build
 from parc.compiler.plan.plan import read_plan
 from parc.compiler.program.actions import Action
-from parc.compiler.program.faults import Fault
-from parc.compiler.program.program import Program
+from parc.compiler.program.program import Fault, Program
 from parc.compiler.program.roles import SINGLE, JoinFault, join_roles
 from parc.compiler.program.text import ProgramError, parse_program
 from parc.compiling.compiled import Compiled

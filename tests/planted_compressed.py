@@ -12,9 +12,9 @@ import torch
 
 from parc.compiler.layout.collectives import WAIT
 from parc.compiler.program.actions import BACKWARD, REDUCE
-from parc.compiler.program.early import EarlyFault, in_reduce
+from parc.compiler.program.plain import EarlyFault, in_reduce
 from parc.compiler.program.program import Function, Line, Ref, Value
-from parc.compiler.program.residual import residual_of
+from parc.compiler.program.step_values import residual_of
 from parc.compiler.program.text import ProgramError
 from parc.compiler.verify.compressed import check_compressed
 from parc.compiler.verify.lines import check_program

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from parc.compiler.analysis.lifetimes import adds_up
 from parc.compiler.layout.collectives import MESSAGE, WAIT
 from parc.compiler.program.actions import BACKWARD, REDUCE
-from parc.compiler.program.aliases import adds_up
 from parc.compiler.program.program import Function, Line, Ref
 from tests.planted_builds import GoodBuild
 from tests.planted_sites import Mutant, Programs, reading, sites, with_argument, with_function, with_main

@@ -9,7 +9,7 @@ from functools import cache, partial
 from parc.checking.checks import faults_by_check
 from parc.checking.twins import find_twin
 from parc.compiler.plan.plan import read_plan
-from parc.compiler.program.faults import Fault
+from parc.compiler.program.program import Fault
 from parc.compiler.program.text import ProgramError
 from parc.compiler.twin.structure import compare_structure
 from parc.compiling.compiled import Compiled

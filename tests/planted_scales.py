@@ -12,8 +12,8 @@ import torch
 from parc.compiler.layout.placement import Placement
 from parc.compiler.program.actions import AVERAGING, BACKWARD, REDUCE, RESCALE, SCALING
 from parc.compiler.program.binding import SCALE, UNSCALE, Binding
-from parc.compiler.program.loss_scale import LOSS_SCALE
 from parc.compiler.program.program import Line, Ref
+from parc.compiler.program.step_values import LOSS_SCALE
 from tests.planted_builds import GoodBuild
 from tests.planted_sites import Mutant, Site, sites, with_argument, with_lines, with_main
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from parc.compiler.analysis.dataflow import converts, stored_sources, weight_sources
 from parc.compiler.layout.collectives import COLLECTIVES, WAIT
 from parc.compiler.program.actions import BACKWARD, FORWARD, REDUCE, STEP, UNSHARD
 from parc.compiler.program.program import Program, Ref, Value
-from parc.compiler.program.weights import converts, stored_sources, weight_sources
 from tests.planted_builds import GoodBuild
 from tests.planted_sites import Mutant, Programs, Site, reading, sites, with_argument, with_lines, with_main
 

@@ -15,7 +15,7 @@ from parc.checking.checks import case_of, static_faults
 from parc.checking.reports import report_of
 from parc.compiler.layout.pieces import BLOCK_ENTRIES, pack, packed_bytes, round_int8
 from parc.compiler.plan.plan import read_plan
-from parc.compiler.program.residual import residual
+from parc.compiler.program.step_values import residual
 from parc.compiling.compiled import Compiled
 from parc.grammar.diagnostics import PlanError
 from parc.grammar.source import Source

@@ -16,10 +16,10 @@ from ..ops.rules import facts
 from ..program.actions import ACTIONS, PHASES, REDUCE, step_kinds
 from ..program.binding import PARAMETERS
 from ..program.blocks import complete, working
-from ..program.liveness import local_bytes
 from ..program.program import Function, Origin, Program, Ref
 from ..program.roles import Role, stage_key
-from ..program.weights import converts
+from .dataflow import converts
+from .liveness import local_bytes
 
 Carried = Literal["weights", "gradients", "activations", "numbers"]
 """The use of what a message carries. Numbers are the count of targets, the loss, the norm, loads and their like."""

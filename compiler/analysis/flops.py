@@ -11,12 +11,12 @@ from ..layout.mesh import Mesh
 from ..layout.placement import TensorType
 from ..ops.rules import facts
 from ..program.actions import BACKWARD, FORWARD, Action, work_kinds
-from ..program.liveness import Liveness
+from ..program.plain import without_rings
 from ..program.program import Line, Program, Value
-from ..program.rings import without_rings
 from ..program.roles import Role
 from ..schedules.timeline import Timeline, simulate
 from .dataflow import line_call
+from .liveness import Liveness
 
 _BACKWARD = 2
 """The most gradients of operands that the backward of a product makes, each by as many multiply-adds as the product.

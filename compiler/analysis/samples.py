@@ -22,7 +22,7 @@ from ..ops.infer import infer, place_created
 from ..ops.op_row import normal_dims
 from ..ops.rules import facts, has_rule
 from ..program.binding import COUNT, LOSS, Binding
-from ..program.parts import making, weighted_terms
+from ..program.plain import making, weighted_terms
 from ..program.program import Line, Program, Ref
 from .dataflow import Question, follow, line_call
 

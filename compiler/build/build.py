@@ -17,10 +17,8 @@ from ..layout.placement import TensorType, parse_type
 from ..ops.precision import Rounding, regions
 from ..padding.pads import Pads, pads_from
 from ..program.actions import ACTIONS, Action, Purpose, StageRanks, parse_schedule
-from ..program.evaluations import with_idle
-from ..program.faults import Fault
-from ..program.program import REFERENCE_FILE, Program
-from ..program.roles import SINGLE, Role, group, join_roles, ranks_of, roles_of
+from ..program.program import REFERENCE_FILE, Fault, Program
+from ..program.roles import SINGLE, Role, group, join_roles, ranks_of, roles_of, with_idle
 from ..program.text import ProgramError, parse_program
 from ..sizes.polynomials import check_points
 from ..sizes.size_range import SizeRange

@@ -15,8 +15,7 @@ from ..capture.callables import CallableError
 from ..capture.model_code import changed_files
 from ..layout.placement import parse_type
 from ..program.actions import ACTIONS
-from ..program.faults import Fault
-from ..program.program import REFERENCE_FILE
+from ..program.program import REFERENCE_FILE, Fault
 from ..program.text import ProgramError
 from .build import Build, BuildError, sources_of
 from .folders import FolderError, check_place, current, replace_folder

@@ -16,10 +16,9 @@ from ..layout.placement import TensorType, parse_type
 from ..padding.pads import pads_from
 from ..program.actions import ACTIONS, FORWARD, REDUCE, Purpose, work_kinds
 from ..program.binding import PARAMETERS
-from ..program.faults import Fault
-from ..program.program import Program
-from ..program.residual import residual_of
+from ..program.program import Fault, Program
 from ..program.roles import Role
+from ..program.step_values import residual_of
 from ..sizes.size_range import BATCH
 
 

@@ -12,9 +12,9 @@ from ..plan.directives.precision import TYPES
 from ..plan.directives.schedule import ACCUMULATE
 from ..plan.plan import Plan
 from ..plan.rates import RATE_TABLE
-from ..program.faults import Fault
-from ..program.loss_scale import initial_state
 from ..program.optimizers import AVERAGE, grouped
+from ..program.program import Fault
+from ..program.step_values import initial_state
 from ..resolve.names import PlanNames, find_parameters
 from ..resolve.pattern import ANY_DEPTH, Pattern
 from ..sizes.polynomials import moving

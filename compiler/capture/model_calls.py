@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ...grammar.nearest import listed, nearest
-from ..program.loss_terms import LossTerm
+from ..program.step_values import LossTerm
 from .callables import check_arguments, ending_said, load_callable
 from .capture import CallModel, LossFunction
 from .faults import CaptureError

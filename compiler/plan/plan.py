@@ -18,7 +18,7 @@ from ...grammar.substitute import IN_STRING, LET
 from ...grammar.syntax import Phrase, Setting, Statement, Word
 from ...grammar.usage import parse_usage
 from ..layout.mesh import Mesh, view_cuts, viewed
-from ..program.loss_scale import LossScale
+from ..program.step_values import LossScale
 from ..sizes.size_range import BATCH, SizeRange
 from .directive import TRAINERS, Directive, Scope, check_unique
 from .directives import directive, verbs

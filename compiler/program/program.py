@@ -20,9 +20,9 @@ from ..layout.collectives import COLLECTIVES
 from ..layout.mesh import Mesh
 from ..layout.placement import TensorType
 from ..ops.own_ops import OPS
-from ..ops.rules import facts, has_rule
+from ..ops.rules import TABLE, facts, has_rule
 from .actions import BACKWARD
-from .binding import Binding, Kind
+from .binding import KINDS, Binding, Kind
 
 REFERENCE_FILE = "programs/model.py"
 """The captured graph's program in a build."""
@@ -384,3 +384,56 @@ def allowed(op: str, custom: Collection[str] = ()) -> bool:
     except AttributeError:
         return False
     return isinstance(target, torch._ops.OpOverload) and not target._schema.is_mutable
+
+
+# ---- faults, which checks report and for which a build is refused.
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A thing that a check refuses. ``check`` is ``shapes``, ``types``, ``communication``, ``numbers`` or ``facts``;
+    ``where`` is a program, function and value."""
+
+    check: str
+    where: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.check}: {self.where}: {self.message}"
+
+
+# ---- the numbers among the arguments of a program's lines: those that stand there, and those that need not.
+
+
+@lru_cache(maxsize=1024)
+def default_numbers(op: str) -> dict[str, float]:
+    """Return the numbers of an operator's arguments that need not be given, by argument."""
+    if op in COLLECTIVES or "." not in op:
+        return {}
+    named = ((argument.name, argument.default_value) for argument in operator(op)._schema.arguments)
+    return {name: value for name, value in named if isinstance(value, (int, float)) and not isinstance(value, bool)}
+
+
+def numbers_in(item: Any) -> Iterator[float]:
+    """Return the numbers in an argument; of a size that is cut, the size of the whole tensor."""
+    if isinstance(item, LocalSize):
+        yield item.size
+    elif isinstance(item, (dict, list, tuple)):
+        for inner in item.values() if isinstance(item, dict) else item:
+            yield from numbers_in(inner)
+    elif isinstance(item, (int, float)) and not isinstance(item, bool):
+        yield item
+
+
+# ---- places: the memory that computes, and where ``offload`` lines keep values until a program reads them.
+
+
+CARRIERS: Mapping[str, str] = {row.carries: op for op, row in TABLE.items() if row.carries}
+"""The operators that carry a value ``away`` and ``back``."""
+
+
+def kept_away(binding: Binding | None, value: Value, offload: Collection[str]) -> str:
+    """Return the word of the ``offload`` lines under which a bound value is kept away, or "". Single numbers never
+    are."""
+    word = KINDS[binding.kind].offloaded if binding is not None and value.type.shape else ""
+    return word if word in offload else ""

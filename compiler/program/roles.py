@@ -8,12 +8,11 @@ from dataclasses import dataclass, replace
 
 from ..layout.collectives import MESSAGE
 from ..ops.rules import facts
-from .actions import ACTIONS, FORWARD, Action, StageRanks, step_kinds
+from .actions import ACTIONS, FORWARD, Action, Purpose, StageRanks, step_kinds
 from .binding import Binding
-from .early import EarlyFault, in_reduce
+from .plain import EarlyFault, RingFault, in_reduce, without_rings
 from .program import Function, Line, Program, Ref, Value, map_references, needed
 from .rewriter import FreshNames, LineWriter
-from .rings import RingFault, without_rings
 
 Programs = Mapping[str, Program]
 """The programs of one role: ``COUNT``, ``SCALE``, ``LOSS``, ``REDUCE``, and for work ``F`` and ``B``, or ``2F`` and
@@ -303,3 +302,22 @@ def neighbours(roles: Mapping[str, Programs]) -> Iterator[tuple[Program, Program
             other = work.get(stage + ACTIONS[kind].to)
             if ACTIONS[kind].to and other is not None:
                 yield program, other[kind]
+
+
+# ---- programs that train nothing
+
+
+def with_idle(role: str, programs: Mapping[str, Program], purpose: Purpose) -> dict[str, Program]:
+    """Return the programs of a role for a purpose as those of a step that trains nothing: every kind of action that
+    the purpose leaves out has a program that does nothing. What is proved of a step is so proved of them."""
+    made = dict(programs)
+    idle = [row for row in step_kinds() if row.program and not row.optional and not row.serves(purpose)]
+    for key, program in programs.items():
+        if program.action == FORWARD:
+            for row in idle:
+                staged = row.program == "stage"
+                at = key.removesuffix(FORWARD) + row.kind if staged else row.kind
+                function = Function("backward" if staged else row.kind.lower(), (), (), ())
+                owner = {"stage": program.role, "role": role, "step": SINGLE}[row.program]
+                made[at] = Program(owner, row.kind, program.mesh, (function,))
+    return made

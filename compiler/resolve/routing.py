@@ -17,7 +17,7 @@ from ..capture.routed import routed_layers
 from ..ops.rules import facts
 from ..plan.directives.experts import Experts
 from ..plan.plan import Plan
-from ..program.loads import Bias
+from ..program.step_values import Bias
 from .names import PlanNames, find_modules, is_within
 from .pattern import Pattern
 

@@ -17,8 +17,7 @@ from itertools import zip_longest
 
 from ..layout.mesh import Mesh
 from ..program.binding import STORED, Binding
-from ..program.faults import Fault
-from ..program.program import Origin
+from ..program.program import Fault, Origin
 from .polynomials import Polynomial, Ranges, Sizes, constraint, fit, is_whole
 
 _PLACE = re.compile(r"\{([^{}\s]+)\}")

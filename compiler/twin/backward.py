@@ -8,12 +8,12 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
 
+from ..analysis.dataflow import WeightSources, stored_sources
 from ..layout.collectives import MESSAGE
 from ..ops.rules import facts
 from ..program.binding import GRAD_NORM, LOSS, SCALE, UNSCALE, Binding
 from ..program.program import Line, LocalSize, Program, Ref, Value
-from ..program.residual import residual_of
-from ..program.weights import WeightSources, stored_sources
+from ..program.step_values import residual_of
 from .bodies import sizeless, star
 from .repeats import FamilySlots
 from .wiring import NONE, Forward, PieceCall, PieceFact, PieceSource, WiringFault

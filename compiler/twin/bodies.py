@@ -17,8 +17,7 @@ from ..layout.collectives import COLLECTIVES, MESSAGE, local_outer
 from ..layout.mesh import Mesh
 from ..layout.packed_rows import EXCHANGE
 from ..ops.precision import base_name
-from ..program.line_numbers import default_numbers
-from ..program.program import Function, Line, LocalSize, Ref, Value, operator
+from ..program.program import Function, Line, LocalSize, Ref, Value, default_numbers, operator
 from .repeats import ShortForm, short_form
 
 _Key = TypeVar("_Key")

@@ -7,11 +7,10 @@ from collections.abc import Hashable, Iterator, Sequence
 from functools import cached_property, reduce
 from operator import or_
 
+from ..analysis.dataflow import weight_sources
 from ..program.actions import BACKWARD, COUNTING, FORWARD, step_kinds
-from ..program.faults import Fault
-from ..program.program import Program
+from ..program.program import Fault, Program
 from ..program.roles import Programs
-from ..program.weights import weight_sources
 from .backward import Backward, reduce_facts
 from .bodies import Pairs, function_body, number_problem
 from .wiring import Forward, Kinds, PieceCall, PieceFact, WiringFault

@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
+from ..analysis.dataflow import WeightSources, stored_sources
 from ..layout.mesh import Mesh
 from ..ops.rules import facts
 from ..program.binding import Binding
 from ..program.blocks import block_of
 from ..program.program import Function, Line, Program, Value, operands
-from ..program.weights import WeightSources, stored_sources
 from .bodies import Body, Numbers, function_body, star
 
 _NUMBER = re.compile(r"\d+")

@@ -16,9 +16,7 @@ from ..layout.collectives import COLLECTIVES
 from ..ops.precision import base_name
 from ..ops.rules import facts, has_rule
 from ..program.actions import FORWARD, work_kinds
-from ..program.faults import Fault
-from ..program.line_numbers import default_numbers, numbers_in
-from ..program.program import Function, Line, Program
+from ..program.program import Fault, Function, Line, Program, default_numbers, numbers_in
 
 _PLAIN: frozenset[Hashable] = frozenset({-inf, -1.0, 0.0, 1.0, inf})
 """Numbers with which derivatives and masks compare though no line of a model has them."""

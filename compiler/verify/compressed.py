@@ -14,9 +14,8 @@ from ..layout.collectives import COLLECTIVES, WAIT
 from ..ops.rules import facts
 from ..program.actions import REDUCE
 from ..program.binding import UNSCALE, Binding
-from ..program.faults import Fault
-from ..program.program import Line, Program, Ref
-from ..program.residual import residual, residual_of
+from ..program.program import Fault, Line, Program, Ref
+from ..program.step_values import residual, residual_of
 
 Sent = frozenset[tuple[str, str]]
 """The formats in which a plan's lines let gradients travel, each with an axis, or the part of one across nodes."""

@@ -26,8 +26,7 @@ from ..ops.results import changed
 from ..ops.rules import facts
 from ..program.actions import BACKWARD, step_kinds
 from ..program.binding import BUFFERS
-from ..program.faults import Fault
-from ..program.program import Program, Value, operator
+from ..program.program import Fault, Program, Value, operator
 from ..torch_private import is_composite
 
 _HOW = frozenset({"dtype", "layout", "device", "pin_memory", "memory_format"})

@@ -22,8 +22,7 @@ from ..ops.factors import OpCall, fill_operands
 from ..ops.infer import infer, packed_result
 from ..ops.results import example, results_of
 from ..ops.rules import facts, localize
-from ..program.faults import Fault
-from ..program.program import Function, Line, Program, Ref, Value, operator
+from ..program.program import Fault, Function, Line, Program, Ref, Value, operator
 
 Answer = tuple[tuple[str, str], ...]
 """The faults of a line: pairs of the failed check's name and a message."""

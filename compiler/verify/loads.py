@@ -12,9 +12,8 @@ from ..layout.collectives import COLLECTIVES, WAIT
 from ..ops.rules import facts
 from ..program.actions import LOADS
 from ..program.binding import Binding
-from ..program.faults import Fault
-from ..program.loads import LOAD, Bias
-from ..program.program import Line, Program, Ref, Value
+from ..program.program import Fault, Line, Program, Ref, Value
+from ..program.step_values import LOAD, Bias
 
 _LoadMeaning = tuple[object, ...]
 """The meaning of a value: ``("load", layers)`` for the loads of layers, one behind the other; ``mean``, ``below``,

@@ -8,9 +8,8 @@ from collections.abc import Collection, Iterator
 from ..layout.collectives import COLLECTIVES, MESSAGE, WAIT
 from ..program.actions import REDUCE
 from ..program.binding import Binding
-from ..program.early import on_their_way
-from ..program.faults import Fault
-from ..program.program import Function
+from ..program.plain import on_their_way
+from ..program.program import Fault, Function
 from ..program.roles import Programs
 
 

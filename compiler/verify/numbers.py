@@ -23,8 +23,7 @@ from typing import Any
 from ..layout.collectives import COLLECTIVES
 from ..layout.mesh import Shape
 from ..program.binding import Binding, Kind
-from ..program.line_numbers import numbers_in
-from ..program.program import REFERENCE_FILE, Function, Line, Program
+from ..program.program import REFERENCE_FILE, Function, Line, Program, numbers_in
 from ..sizes.polynomials import Polynomial, Sizes, check_points, choices_of
 from ..sizes.template import ShapeFault, Template
 

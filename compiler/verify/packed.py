@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from ..program.faults import Fault
-from ..program.program import Function, Program
+from ..program.program import Fault, Function, Program
 
 
 def check_packed(programs: Mapping[str, Program], reference: Program) -> Iterator[Fault]:

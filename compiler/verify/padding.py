@@ -20,10 +20,9 @@ from ..padding.pads import Pad, Pads
 from ..padding.point import Held, point
 from ..program.actions import step_kinds
 from ..program.binding import PARAMETERS, Binding
-from ..program.faults import Fault
-from ..program.parts import making, weighted_terms
-from ..program.program import Function, Program
-from ..program.residual import residual_of
+from ..program.plain import making, weighted_terms
+from ..program.program import Fault, Function, Program
+from ..program.step_values import residual_of
 
 _Known = TypeVar("_Known", Extras, Held)
 _Follows = Callable[[str, Question, tuple[_Known, ...]], Sequence[_Known]]

@@ -7,8 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 from ..ops.rules import facts
 from ..program.binding import KINDS, Binding
-from ..program.faults import Fault
-from ..program.program import Function, Line, Program, Value
+from ..program.program import Fault, Function, Line, Program, Value
 
 
 def check_places(programs: Mapping[str, Program], offload: Collection[str]) -> Iterator[Fault]:

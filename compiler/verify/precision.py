@@ -23,8 +23,7 @@ from ..ops.precision import Rounding, base_name, is_narrow, is_sensitive, may_na
 from ..ops.rules import facts
 from ..program.actions import BACKWARD, FORWARD, REDUCE, UNSHARD, work_kinds
 from ..program.binding import BUFFERS, LOSS, Binding
-from ..program.faults import Fault
-from ..program.program import Function, Line, Program, Value, needed
+from ..program.program import Fault, Function, Line, Program, Value, needed
 from .remade import forward_lines
 
 

@@ -15,11 +15,8 @@ from ..layout.collectives import WAIT
 from ..ops.rules import facts
 from ..program.actions import AVERAGING, REDUCE, SCALING
 from ..program.binding import COUNT, GRAD_NORM, LOSS, SCALE, UNSCALE, Binding
-from ..program.faults import Fault
-from ..program.loss_scale import LOSS_SCALE
-from ..program.loss_terms import term_count
-from ..program.program import Line, Program, Ref
-from ..program.residual import residual, residual_of
+from ..program.program import Fault, Line, Program, Ref
+from ..program.step_values import LOSS_SCALE, residual, residual_of, term_count
 
 _MEAN, _COUNTED = Binding("loss", "mean"), Binding("scale", "of the count")
 """The scaled loss, and one over the count without the loss scale. No program has bindings of these names."""

@@ -13,8 +13,7 @@ from dataclasses import replace
 
 from ..layout.collectives import MESSAGE, WAIT
 from ..program.actions import BACKWARD, FORWARD
-from ..program.faults import Fault
-from ..program.program import Function, Line, Program
+from ..program.program import Fault, Function, Line, Program
 
 
 def forward_lines(forward: Program, function: Function) -> dict[str, Line | None]:

@@ -12,10 +12,8 @@ from ..layout.mesh import Mesh
 from ..layout.placement import Placement
 from ..program.actions import REDUCE, RESCALE, SCALING
 from ..program.binding import GRAD_NORM
-from ..program.faults import Fault
-from ..program.loss_scale import BACKOFF, GROWTH, INTERVAL, LOSS_SCALE, NEXT_SCALE, SCALER
-from ..program.program import Program, Ref
-from ..program.residual import residual_of
+from ..program.program import Fault, Program, Ref
+from ..program.step_values import BACKOFF, GROWTH, INTERVAL, LOSS_SCALE, NEXT_SCALE, SCALER, residual_of
 
 
 def check_rescale(programs: Mapping[str, Program], mesh: Mesh) -> Iterator[Fault]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from ..analysis.samples import dependences
 from ..layout.placement import Split
 from ..padding.flow import Extra, PaddingFault
-from ..program.parts import making
+from ..program.plain import making
 from ..program.program import Function, Program
 from .padding import follow_rows, where_samples_meet
 

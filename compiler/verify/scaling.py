@@ -20,10 +20,8 @@ from ..ops.infer import rule_or_opaque
 from ..ops.rules import facts
 from ..program.actions import ACTIONS, AVERAGING, REDUCE, SCALING
 from ..program.binding import COUNT, UNSCALE, Binding
-from ..program.faults import Fault
-from ..program.loss_scale import LOSS_SCALE
-from ..program.program import Program, Ref
-from ..program.residual import residual_of
+from ..program.program import Fault, Program, Ref
+from ..program.step_values import LOSS_SCALE, residual_of
 
 Degree = float | None
 """The power of a scale in a value: 1.0 if it is multiplied by it once. None is not known."""

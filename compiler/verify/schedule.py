@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import islice
 
 from ..program.actions import ACTIONS, Action, ActionRow, Purpose, StageRanks, receive_kind, send_kind
-from ..program.faults import Fault
+from ..program.program import Fault
 
 CAPACITY = 1
 _LATE = ("after", "end")

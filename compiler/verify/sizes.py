@@ -21,8 +21,8 @@ from ..layout.collectives import COLLECTIVES
 from ..layout.mesh import Mesh
 from ..layout.placement import TensorType
 from ..ops.factors import fill_operands
+from ..program.plain import without_rings
 from ..program.program import Line, LocalSize, Program, operator
-from ..program.rings import without_rings
 from ..program.text import parse_program
 from ..sizes.polynomials import Polynomial
 from ..sizes.template import ShapeFault, Template

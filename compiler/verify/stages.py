@@ -13,8 +13,7 @@ from ..layout.mesh import Mesh
 from ..ops.rules import facts
 from ..program.actions import ACTIONS, AVERAGING, BACKWARD, FORWARD, REDUCE, UNSHARD, step_kinds
 from ..program.binding import GRAD_NORM, LOSS, UNSCALE, Binding
-from ..program.faults import Fault
-from ..program.program import Program, Value
+from ..program.program import Fault, Program, Value
 from ..program.roles import JoinFault, Programs, StageWork, neighbours, ranks_of, stage_key, work_programs
 from .scaling import scaled_once
 

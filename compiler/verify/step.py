@@ -13,9 +13,8 @@ from ..ops.rules import facts
 from ..padding.pads import Pads, padded_shape
 from ..program.actions import ACTIONS, AVERAGING, BACKWARD, FORWARD, SCALING, ActionRow, step_kinds
 from ..program.binding import COUNT, KINDS, LOSS, OUTSIDE, PARAMETERS, UNSCALE, Binding, Kind
-from ..program.faults import Fault
-from ..program.loss_scale import LOSS_SCALE
-from ..program.program import Function, LocalSize, Program, Value
+from ..program.program import Fault, Function, LocalSize, Program, Value
+from ..program.step_values import LOSS_SCALE
 from .scaling import check_scaling
 
 _HANDED_OVER = frozenset(kind for kind, row in KINDS.items() if row.home in ("stage", "step", "result"))

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from ..analysis.dataflow import stored_sources, weight_sources
 from ..ops.rules import facts
 from ..program.actions import BACKWARD, FORWARD, UNSHARD
-from ..program.faults import Fault
-from ..program.program import Program
-from ..program.weights import stored_sources, weight_sources
+from ..program.program import Fault, Program
 from ..twin.structure import repetition_fault
 from ..twin.wiring import Forward, Kinds
 

@@ -7,12 +7,12 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from parc.compiler.analysis.liveness import local_bytes
+from parc.compiler.analysis.memory import Memory
 from parc.compiler.ops.recompute import line_for
 from parc.compiler.plan.plan import Plan, read_plan
 from parc.compiler.program.actions import FORWARD
 from parc.compiler.program.blocks import block_of, starred
-from parc.compiler.program.cost import Memory
-from parc.compiler.program.liveness import local_bytes
 from parc.compiler.sizes.size_range import BATCH
 from parc.compiling.compiled import Compiled
 from parc.compiling.driver import Progress, compile_changed

@@ -20,10 +20,9 @@ from parc.compiler.build.plan_facts import plan_faults
 from parc.compiler.plan.plan import Plan
 from parc.compiler.program.actions import FORWARD, Purpose
 from parc.compiler.program.binding import BUFFERS
-from parc.compiler.program.faults import Fault
-from parc.compiler.program.loads import biases_in
-from parc.compiler.program.program import REFERENCE_FILE
+from parc.compiler.program.program import REFERENCE_FILE, Fault
 from parc.compiler.program.roles import SINGLE, Role, as_checked, ranks_of
+from parc.compiler.program.step_values import biases_in
 from parc.compiler.sizes.template import ShapeFault, sizes_text
 from parc.compiler.verify.bounds import check_bounds
 from parc.compiler.verify.compressed import check_compressed

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 from parc.checking.cheaper import cheaper_plans, most_memory
 from parc.compiler.analysis.communication import Communication, messages
+from parc.compiler.analysis.lifetimes import BLAS, ONEDNN
+from parc.compiler.analysis.liveness import local_bytes
+from parc.compiler.analysis.memory import MEMORY_KINDS
 from parc.compiler.ops.rules import facts
 from parc.compiler.plan.limits import Promise
 from parc.compiler.program.actions import ACTIONS, BACKWARD, FORWARD, step_kinds
-from parc.compiler.program.cost import MEMORY_KINDS
-from parc.compiler.program.liveness import local_bytes
-from parc.compiler.program.products import BLAS, ONEDNN
 from parc.compiler.program.roles import join_roles
 from parc.compiler.resolve.names import find_modules, is_within
 from parc.compiling.compiled import Compiled

@@ -10,7 +10,7 @@ from typing import Any
 from parc.checking.reports import report_of
 from parc.compiler.build.build import Build
 from parc.compiler.build.directory import json_text
-from parc.compiler.program.faults import Fault
+from parc.compiler.program.program import Fault
 from parc.compiling.compiled import Compiled
 from parc.report import LINES, unlined
 

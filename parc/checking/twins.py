@@ -15,8 +15,7 @@ from parc.compiler.plan.directives.view import ViewLine
 from parc.compiler.plan.plan import Plan
 from parc.compiler.program.actions import FORWARD
 from parc.compiler.program.blocks import starred
-from parc.compiler.program.faults import Fault
-from parc.compiler.program.program import Program
+from parc.compiler.program.program import Fault, Program
 from parc.compiler.resolve.balance import numbers_of, products_of
 from parc.compiler.sizes.size_range import BATCH, SizeRange
 from parc.compiler.sizes.template import sizes_text

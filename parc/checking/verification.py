@@ -16,7 +16,7 @@ from parc.checking.twins import subject_of
 from parc.compiler.build.build import Build
 from parc.compiler.build.directory import read_build
 from parc.compiler.program.actions import FORWARD
-from parc.compiler.program.faults import Fault
+from parc.compiler.program.program import Fault
 from parc.compiling.driver import Progress, compile_plan
 from parc.report import plan_of
 from parc.runtime.compare.plain import CPU

@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Generic, Protocol, TypeVar
 
 from parc.compiler.analysis.flops import BlockCost, block_costs
+from parc.compiler.analysis.memory import Memory
 from parc.compiler.build.build import Build
 from parc.compiler.capture.capture import Captured
 from parc.compiler.capture.node_facts import noted
@@ -21,7 +22,6 @@ from parc.compiler.ops.recompute import RecomputeLine, in_modules
 from parc.compiler.plan.plan import Plan
 from parc.compiler.program.actions import FORWARD
 from parc.compiler.program.blocks import block_of, starred
-from parc.compiler.program.cost import Memory
 from parc.compiler.program.roles import stage_key
 from parc.compiling.fitted import POLICIES, Fitted, RoleFit
 from parc.grammar.codes_plan import NO_FIT

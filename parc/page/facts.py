@@ -9,12 +9,12 @@ from functools import cached_property
 from typing import Any
 
 from parc.compiler.analysis.communication import communication_table, placed_messages
+from parc.compiler.analysis.liveness import saved_bytes_by_module
 from parc.compiler.build.build import Build, BuildError
 from parc.compiler.build.directory import again
 from parc.compiler.program.actions import FORWARD, PHASES
 from parc.compiler.program.blocks import starred
 from parc.compiler.program.roles import Role
-from parc.compiler.program.saved import saved_bytes_by_module
 from parc.page.flow import ForwardWalk, ModuleRow, ModuleTree, module_tree
 from parc.page.listing import Listing
 from parc.report import plan_of, states_of

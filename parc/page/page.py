@@ -10,8 +10,8 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup, escape
 
 from parc.compiler.analysis.flops import step_timeline
+from parc.compiler.analysis.memory import MEMORY_KINDS
 from parc.compiler.build.build import Build, BuildError
-from parc.compiler.program.cost import MEMORY_KINDS
 from parc.compiler.schedules.drawing import svg
 from parc.grammar.syntax import size_text
 from parc.page.arcs import arcs_svg

@@ -10,7 +10,7 @@ from ...compiler.capture.node_facts import copy_facts, noted
 from ...compiler.capture.routed import routed_layers
 from ...compiler.ops.own_ops import aten
 from ...compiler.program.binding import LOSS, Binding, Kind
-from ...compiler.program.loads import TAKEN
+from ...compiler.program.step_values import TAKEN
 from ..calls import outputs
 
 

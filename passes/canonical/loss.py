@@ -13,7 +13,7 @@ from ...compiler.capture.reach import GradientFlow, ancestors, reached_by_gradie
 from ...compiler.ops.own_ops import aten
 from ...compiler.ops.rules import facts
 from ...compiler.program.binding import COUNT, Binding
-from ...compiler.program.loss_terms import term_count, term_weight
+from ...compiler.program.step_values import term_count, term_weight
 from ..calls import computes, key_of, outputs
 
 Denominators = tuple[fx.Graph | None, tuple[Binding, ...]]

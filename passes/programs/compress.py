@@ -12,7 +12,7 @@ from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.placement import Placement, Split, TensorType, along
 from ...compiler.program.binding import Binding
 from ...compiler.program.program import Origin, Ref, Value
-from ...compiler.program.residual import residual
+from ...compiler.program.step_values import residual
 from ..choices import ShardDims
 from .conversions import emit_conversions
 from .emit import identifier

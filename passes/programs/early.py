@@ -11,9 +11,9 @@ from ...compiler.layout.collectives import COLLECTIVES, SUMS, WAIT
 from ...compiler.program.actions import ACTIONS, REDUCE
 from ...compiler.program.binding import UNSCALE, Binding
 from ...compiler.program.program import LAST, Function, Line, Program, Ref, Value
-from ...compiler.program.residual import residual
 from ...compiler.program.rewriter import Rewriter
 from ...compiler.program.roles import Programs
+from ...compiler.program.step_values import residual
 
 
 @dataclass(frozen=True, slots=True)

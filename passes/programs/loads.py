@@ -11,8 +11,8 @@ from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.placement import TensorType
 from ...compiler.program.actions import LOADS
 from ...compiler.program.binding import Binding
-from ...compiler.program.loads import LOAD, Bias
 from ...compiler.program.program import Program, Ref, Value
+from ...compiler.program.step_values import LOAD, Bias
 from .emit import identifier
 from .writer import Across, Writer, summed_type, whole_type
 

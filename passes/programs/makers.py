@@ -26,10 +26,9 @@ from ...compiler.program.actions import (
     step_kinds,
 )
 from ...compiler.program.binding import Binding
-from ...compiler.program.loads import Bias
-from ...compiler.program.loss_scale import DYNAMIC, LossScale
 from ...compiler.program.program import Program
 from ...compiler.program.roles import SINGLE, Programs
+from ...compiler.program.step_values import DYNAMIC, Bias, LossScale
 from ..calls import outputs
 from .assemble import Assembled, assemble_count
 from .compress import Compressor

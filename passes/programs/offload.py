@@ -9,8 +9,7 @@ from functools import cache
 from ...compiler.layout.collectives import COLLECTIVES
 from ...compiler.layout.mesh import Mesh
 from ...compiler.program.binding import Binding
-from ...compiler.program.places import CARRIERS, kept_away
-from ...compiler.program.program import Function, Line, Origin, Ref, Value
+from ...compiler.program.program import CARRIERS, Function, Line, Origin, Ref, Value, kept_away
 from ...compiler.program.rewriter import FreshNames, Rewriter
 from ...compiler.program.roles import Programs
 

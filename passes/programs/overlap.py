@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from ...compiler.analysis.liveness import local_bytes
 from ...compiler.layout.collectives import MESSAGE
 from ...compiler.program.actions import ACTIONS
 from ...compiler.program.blocks import working
-from ...compiler.program.liveness import local_bytes
 from ...compiler.program.program import Function, Line, Program, needed
 from ...compiler.program.rewriter import FreshNames, started
 from ...compiler.program.roles import Programs

@@ -15,8 +15,8 @@ from ...compiler.layout.placement import Placement
 from ...compiler.program.actions import AVERAGING, REDUCE
 from ...compiler.program.binding import GRAD_NORM, LOSS, SCALE, UNSCALE, Binding
 from ...compiler.program.program import Origin, Program, Ref, Value
-from ...compiler.program.residual import residual
 from ...compiler.program.roles import SINGLE
+from ...compiler.program.step_values import residual
 from .assemble import Assembled
 from .compress import Compressor
 from .cut import Pipeline

@@ -10,10 +10,9 @@ from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.placement import TensorType
 from ...compiler.program.actions import RESCALE, SCALING
 from ...compiler.program.binding import COUNT, GRAD_NORM, SCALE, UNSCALE, Binding
-from ...compiler.program.loss_scale import BACKOFF, GROWTH, INTERVAL, LOSS_SCALE, NEXT_SCALE, SCALER
-from ...compiler.program.loss_terms import term_count
 from ...compiler.program.program import Line, Program, Ref, Value
 from ...compiler.program.rewriter import ORIGIN
+from ...compiler.program.step_values import BACKOFF, GROWTH, INTERVAL, LOSS_SCALE, NEXT_SCALE, SCALER, term_count
 from .writer import Writer, whole_type
 
 

@@ -13,10 +13,9 @@ from ...compiler.layout.mesh import Mesh
 from ...compiler.padding.pads import Pads
 from ...compiler.program.actions import SCALING, Action
 from ...compiler.program.binding import BUFFERS, COUNT, LOSS, PARAMETERS, Kind
-from ...compiler.program.loads import LOAD, Bias
-from ...compiler.program.loss_terms import term_count
 from ...compiler.program.program import Line, Program
 from ...compiler.program.roles import Role
+from ...compiler.program.step_values import LOAD, Bias, term_count
 from ..backends.in_process import InProcess
 from ..machine.execute import Machine
 from ..machine.kernels import REFERENCE_KERNELS

@@ -26,8 +26,7 @@ from ...compiler.initial.recipes import initialize
 from ...compiler.layout.mesh import Mesh
 from ...compiler.program.actions import COUNTING, FORWARD, SCALING
 from ...compiler.program.binding import COUNT, Binding
-from ...compiler.program.loads import Bias, biases_in, capacities_in
-from ...compiler.program.loss_terms import term_count
+from ...compiler.program.step_values import Bias, biases_in, capacities_in, term_count
 from ...compiler.sizes.size_range import BATCH
 from ...grammar.codes_plan import NO_EXPERTS
 from ..backends.in_process import InProcess

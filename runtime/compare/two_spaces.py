@@ -9,8 +9,7 @@ import torch
 
 from ...compiler.ops.rules import facts
 from ...compiler.program.binding import PARAMETERS
-from ...compiler.program.places import CARRIERS
-from ...compiler.program.program import Program
+from ...compiler.program.program import CARRIERS, Program
 from ..machine.kernels import KERNELS
 from ..machine.site import Site
 from ..machine.ways import Kernel

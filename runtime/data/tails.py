@@ -10,8 +10,8 @@ import torch
 
 from ...compiler.build.build import Build
 from ...compiler.ops.rules import facts
-from ...compiler.program.loads import biases_in
 from ...compiler.program.program import Function, Ref
+from ...compiler.program.step_values import biases_in
 from ...compiler.sizes.size_range import BATCH
 from ...grammar.codes_build import BAD_DATA
 from ..faults import RunError

@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 
+from ...compiler.analysis.lifetimes import adds_up
 from ...compiler.initial.counter import words
 from ...compiler.layout.collectives import COLLECTIVES
 from ...compiler.layout.placement import TensorType
 from ...compiler.ops.rules import facts
 from ...compiler.program.actions import ACTIONS
-from ...compiler.program.aliases import adds_up
 from ...compiler.program.program import Function, Line, Program, Ref, argument_text, map_references, operands
 from ...compiler.torch_private import CompiledGraph, compile_graph, compiler_cache, fake_mode, missing_compiler
 from ...grammar.codes_build import NO_COMPILER, NOT_COMPILED

@@ -9,15 +9,22 @@ from typing import Any
 
 import torch
 
+from ...compiler.analysis.lifetimes import (
+    PRODUCT,
+    addable,
+    adds,
+    adds_itself,
+    adds_up,
+    aliases,
+    delayed,
+    gradients_together,
+    own_in_main,
+)
 from ...compiler.layout.collectives import COLLECTIVES, MESSAGE, RINGS, SUMS, axes_of
 from ...compiler.layout.mesh import Mesh
-from ...compiler.program.aliases import adds_up, aliases, own_in_main
 from ...compiler.program.binding import Binding
-from ...compiler.program.early import on_their_way
-from ...compiler.program.products import PRODUCT
+from ...compiler.program.plain import on_their_way
 from ...compiler.program.program import Function, Line, LocalSize, Program, Ref, map_references, operator
-from ...compiler.program.together import gradients_together
-from ...compiler.program.totals import addable, adds, adds_itself, delayed
 from ...compiler.torch_private import profiling
 from ..communication import Arrival, Backend, BoundTensors, Environment, arrival_name, wait_for_nothing
 from .coded import Added, CodedLine, coded

@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 
+from ...compiler.analysis.lifetimes import PRODUCT, Aliases, Products
 from ...compiler.layout.collectives import COLLECTIVES
 from ...compiler.layout.mesh import Mesh
-from ...compiler.program.aliases import Aliases
-from ...compiler.program.products import PRODUCT, Products
 from ...compiler.program.program import Function, Line, Ref
 from .kernels import ADD_PRODUCT
 from .ways import runs

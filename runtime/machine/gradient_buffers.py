@@ -14,8 +14,8 @@ from typing import final
 
 import torch
 
+from ...compiler.analysis.lifetimes import LyingGradient
 from ...compiler.layout.mesh import Shape
-from ...compiler.program.together import LyingGradient
 
 
 @dataclass(slots=True)

@@ -6,10 +6,9 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ...compiler.analysis.lifetimes import Aliases, form_over, operand_over, spare_operands
 from ...compiler.layout.collectives import COLLECTIVES, WAIT
 from ...compiler.layout.mesh import Mesh
-from ...compiler.program.aliases import Aliases
-from ...compiler.program.overwriting import form_over, operand_over, spare_operands
 from ...compiler.program.program import Function, Line
 from .ways import code_for
 

@@ -7,9 +7,9 @@ from typing import Any, Literal, TypeVar, get_args
 
 import torch
 
+from ...compiler.analysis.lifetimes import BLAS, ONEDNN, PRODUCT, Products
 from ...compiler.ops.precision import base_name
 from ...compiler.ops.rules import facts
-from ...compiler.program.products import BLAS, ONEDNN, PRODUCT, Products
 from ...compiler.program.program import operator
 
 Kernel = Callable[..., Any]

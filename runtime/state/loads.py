@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, final
 import torch
 
 from ...compiler.build.build import Build
-from ...compiler.program.loads import LOAD, TAKEN
+from ...compiler.program.step_values import LOAD, TAKEN
 
 Loads = Mapping[str, Sequence[int]]
 """The tokens of each expert in a step, by the module of the experts."""

@@ -17,13 +17,13 @@ from typing import Protocol, final
 
 import torch
 
+from ...compiler.analysis.memory import room_of
 from ...compiler.build.build import Build
 from ...compiler.build.folders import FolderError, FolderHeld, hold_folder
 from ...compiler.program.blocks import block_of
 from ...compiler.program.optimizers import kept_slots
-from ...compiler.program.places import CARRIERS
+from ...compiler.program.program import CARRIERS
 from ...compiler.program.roles import Role
-from ...compiler.program.room import room_of
 from ...grammar.codes_run import OFFLOAD_FOLDER
 from ...grammar.syntax import size_text
 from ..faults import RunError

@@ -12,8 +12,8 @@ from ...compiler.layout.placement import Placement, Split, TensorType, along
 from ...compiler.padding.pads import Pads
 from ...compiler.padding.runs import EntryRun, packed
 from ...compiler.program.program import Value
-from ...compiler.program.residual import residual_of
 from ...compiler.program.roles import Role
+from ...compiler.program.step_values import residual_of
 from .checkpoint import Checkpoint, CheckpointReader, refuse
 from .layouts import StoredTensor
 from .stacks import KEY

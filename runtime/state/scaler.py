@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from ...compiler.program.binding import Binding
-from ...compiler.program.loss_scale import LOSS_SCALE, SCALER, SKIPPED_STEPS
 from ...compiler.program.program import Program
+from ...compiler.program.step_values import LOSS_SCALE, SCALER, SKIPPED_STEPS
 from .checkpoint import Checkpoint, refuse
 
 LEAST = torch.finfo(torch.float16).tiny

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from parc.compiler.program.cost import estimate_memory
+from parc.compiler.analysis.memory import estimate_memory
 from parc.compiler.schedules import timelines
 from tests.checked_plans import checked, compiled_net
 from tests.runtime.staged import program, roles

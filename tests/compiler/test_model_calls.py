@@ -14,7 +14,7 @@ from torch import nn
 
 from parc.compiler.capture.making import not_found
 from parc.compiler.capture.model_calls import InputsError, TaskLines, caller, model_builder, passed_on
-from parc.compiler.program.loss_terms import LossTerm
+from parc.compiler.program.step_values import LossTerm
 
 
 class Named(nn.Module):

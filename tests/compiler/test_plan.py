@@ -6,7 +6,7 @@ import pytest
 
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.plan.plan import read_plan
-from parc.compiler.program.loss_terms import LossTerm
+from parc.compiler.program.step_values import LossTerm
 from parc.compiler.sizes.size_range import SizeRange
 from parc.grammar.diagnostics import PlanError
 from parc.grammar.source import Source

@@ -8,7 +8,7 @@ import pytest
 
 import parc.checking.twins
 from parc.checking.twins import find_twin, subject_of, twin_text, work_of
-from parc.compiler.program.weights import weight_sources
+from parc.compiler.analysis.dataflow import weight_sources
 from parc.compiler.twin.wiring import Forward, Kinds
 from parc.grammar.diagnostics import PlanError
 from tests.checked_plans import compiled, compiled_net

@@ -11,8 +11,7 @@ from parc.compiler.build.build import Build
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.layout.placement import TensorType, parse_type
 from parc.compiler.program.actions import accumulation
-from parc.compiler.program.faults import Fault
-from parc.compiler.program.program import Program
+from parc.compiler.program.program import Fault, Program
 from parc.compiler.program.roles import SINGLE, Role
 from parc.compiler.program.text import ProgramError, parse_program
 from parc.compiler.verify.lines import check_program

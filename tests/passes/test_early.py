@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from parc.compiler.layout.collectives import WAIT
-from parc.compiler.program.early import EarlyFault, in_reduce
+from parc.compiler.program.plain import EarlyFault, in_reduce
 from parc.compiler.program.roles import SINGLE, Programs
 
 from ..checked_plans import checked, compiled_net

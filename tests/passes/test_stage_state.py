@@ -13,7 +13,7 @@ import parc
 from parc.checking.checks import check_build
 from parc.cli import main
 from parc.compiler.plan.plan import read_plan
-from parc.compiler.program.early import in_reduce
+from parc.compiler.program.plain import in_reduce
 from parc.compiler.program.program import Program
 from parc.compiler.program.roles import join_roles
 from parc.compiler.verify.stages import check_stages

@@ -11,15 +11,13 @@ import torch
 
 from benchmarks.storages import Storages
 from parc.checking.checks import check_build
+from parc.compiler.analysis.lifetimes import BLAS, addable, aliases
+from parc.compiler.analysis.liveness import Liveness
+from parc.compiler.analysis.memory import estimate_memory
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.ops.rules import TABLE
-from parc.compiler.program.aliases import aliases
 from parc.compiler.program.binding import LOSS, Binding
-from parc.compiler.program.cost import estimate_memory
-from parc.compiler.program.liveness import Liveness
-from parc.compiler.program.products import BLAS
 from parc.compiler.program.program import Line, Program, Ref
-from parc.compiler.program.totals import addable
 from parc.compiler.schedules import timelines
 from parc.runtime.backends.in_process import InProcess
 from parc.runtime.compare.simulate import Simulation

@@ -17,7 +17,7 @@ import parc
 from parc.checking.checks import check_files, prove
 from parc.compiler.build.directory import read_build, write_build
 from parc.compiler.program.actions import RESCALE, SCALING
-from parc.compiler.program.loss_scale import BACKOFF, GROWTH, INITIAL, INTERVAL
+from parc.compiler.program.step_values import BACKOFF, GROWTH, INITIAL, INTERVAL
 from parc.runtime.faults import RunError
 from parc.runtime.launch.train import skip_text
 from parc.runtime.machine.kernels import KERNELS

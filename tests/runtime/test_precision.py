@@ -14,9 +14,9 @@ import parc
 from parc.advice import warnings_of
 from parc.checking.checks import case_of
 from parc.checking.reports import report_of
+from parc.compiler.analysis.liveness import local_bytes
+from parc.compiler.analysis.memory import Memory
 from parc.compiler.ops.precision import base_name
-from parc.compiler.program.cost import Memory
-from parc.compiler.program.liveness import local_bytes
 from parc.compiler.program.program import Line, Program
 from parc.compiling.compiled import Compiled
 from parc.report import memory_of

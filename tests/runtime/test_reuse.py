@@ -6,11 +6,10 @@ from contextlib import suppress
 
 import torch
 
+from parc.compiler.analysis.lifetimes import aliases, form_over, spare_operands
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.ops.rules import TABLE
-from parc.compiler.program.aliases import aliases
 from parc.compiler.program.binding import LOSS, Binding
-from parc.compiler.program.overwriting import form_over, spare_operands
 from parc.compiler.program.program import Program, operator
 from parc.compiler.program.text import parse_program
 from parc.runtime.backends.in_process import InProcess

@@ -11,7 +11,7 @@ from ....grammar.nearest import did_you_mean, listed
 from ....grammar.source import Span
 from ....grammar.syntax import Call, Item, Number, Setting, Word
 from ....grammar.usage import Arguments
-from ...program.loss_terms import LossTerm
+from ...program.step_values import LossTerm
 from ..directive import Directive, Scope, argument, check_callable
 from .input import Input
 

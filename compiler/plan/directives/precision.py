@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ....grammar.codes_plan import BAD_VALUE, NOT_SUPPORTED, REPEATED, UNEXPECTED_ARGUMENT, UNSCALED
 from ....grammar.diagnostics import Diagnostic, Label, Severity
 from ....grammar.syntax import Word
-from ...program.loss_scale import DYNAMIC, LossScale
+from ...program.step_values import DYNAMIC, LossScale
 from ..directive import Directive, Limit, Scope, argument
 
 WHOLE, HALF = "fp32", "fp16"

@@ -10,12 +10,21 @@ from typing import Literal
 from ..layout.collectives import COLLECTIVES, MESSAGE, RINGS, SUMS, WAIT, Buffers
 from ..layout.placement import Split, TensorType
 from ..ops.rules import facts
-from .aliases import aliases, own_in_main
-from .overwriting import form_over, operand_over, spare_operands
-from .products import BLAS, Products
-from .program import Function, Line, Program, Ref
-from .together import buffers_within
-from .totals import addable, adds_itself, delayed
+from ..program.blocks import complete
+from ..program.program import Function, Line, Origin, Program, Ref
+from .lifetimes import (
+    BLAS,
+    Products,
+    addable,
+    adds_itself,
+    aliases,
+    buffers_within,
+    delayed,
+    form_over,
+    operand_over,
+    own_in_main,
+    spare_operands,
+)
 
 
 def local_bytes(type_: TensorType, program: Program, load: float = 1.0) -> int:
@@ -319,3 +328,40 @@ class _Run:
         at = operand_over(line, self.function, spare, self.liveness.program.mesh)
         operand = None if at is None else line.args[at]
         return root[operand.name] if isinstance(operand, Ref) else ""
+
+
+# ---- the values that a forward saves for backward, by the module that makes them.
+
+
+def saved_bytes_by_module(program: Program, load: float = 1.0) -> dict[str, int]:
+    """Return the bytes that a rank saves of one microbatch for backward, each storage once, by the module that makes
+    the first saved value in it; what a stage has received is under ``""``. The busiest rank of experts has ``load``
+    times the mean of their rows."""
+    main, live = program.main, Liveness(program, load)
+    owned = {
+        value.name: local_bytes(value.type, program, load)
+        for value in main.parameters
+        if value.binding is not None and value.binding.home in ("stage", "neighbour")
+    }
+    kept, root = dict(live.peak(main, owned, {}, {}).kept), live.root(main)
+    makers = _makers(program, main, Origin())
+    sizes: dict[str, int] = {}
+    for name in main.returned("saved").values():
+        module = makers.get(name, "")
+        sizes[module] = sizes.get(module, 0) + kept.pop(root[name], 0)
+    return sizes
+
+
+def _makers(program: Program, function: Function, caller: Origin) -> dict[str, str]:
+    """Return the module of the line that makes each value; a line of a called function is that of the value inside."""
+    makers: dict[str, str] = {}
+    for line in function.lines:
+        inner: dict[str, str] = {}
+        module = complete(line.origin.module, caller.module)
+        if line.calls_function:
+            callee = program.function(line.op)
+            inside = _makers(program, callee, line.origin)
+            returned = [inside.get(name, module) for _, name in callee.returns]
+            inner = {value.name: own for value, own in zip(line.results, returned, strict=True) if value is not None}
+        makers.update((value.name, inner.get(value.name, module)) for value in line.made)
+    return makers

@@ -1,0 +1,133 @@
+"""The loss scale: a number by which the loss is multiplied before its backward, so that small gradients of float16 do
+not become zero, and by which gradients are divided again before anything else reads them.
+
+A *dynamic* one is the state of steps: it grows after many good steps, and falls after a step whose gradients are not
+finite, which is skipped. The numbers and the rule are those of ``torch.amp.GradScaler`` (torch/amp/grad_scaler.py and
+``_amp_update_scale_`` in ATen), whose defaults are the constants here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+from .binding import Binding
+
+LossScale = float | Literal["dynamic"] | None
+"""A plan's loss scale: a number, one that steps change, or none."""
+DYNAMIC: Literal["dynamic"] = "dynamic"
+LOSS_SCALE, GOOD_STEPS, SKIPPED_STEPS = (
+    Binding("state", "loss_scale"), Binding("state", "good_steps"), Binding("state", "skipped_steps"),
+)  # fmt: skip
+"""The loss scale, the number of steps since it changed or would have, and the number of all skipped steps."""
+INITIAL, GROWTH, BACKOFF, INTERVAL = 2.0**16, 2.0, 0.5, 2000
+NEXT_SCALE = "parc.next_loss_scale.default"
+"""The operator that makes the state after a step from its gradients' norm and the state before it."""
+
+
+class StateRow(NamedTuple):
+    """A number among the state of steps: its type, and its value before the first step."""
+
+    dtype: str
+    initial: float
+
+
+SCALER: Mapping[Binding, StateRow] = {
+    LOSS_SCALE: StateRow("float32", INITIAL),
+    GOOD_STEPS: StateRow("int64", 0),
+    SKIPPED_STEPS: StateRow("int64", 0),
+}
+"""The state of a dynamic loss scale. A fixed one is ``LOSS_SCALE`` alone, which no program changes."""
+
+
+def initial_state(loss_scale: LossScale) -> dict[str, float]:
+    """Return the first values of the state of steps, by name: those of a ``dynamic`` loss scale, of a fixed one, or
+    none.
+
+    >>> initial_state("dynamic"), initial_state(1024.0)
+    ({'loss_scale': 65536.0, 'good_steps': 0, 'skipped_steps': 0}, {'loss_scale': 1024.0})
+    """
+    if loss_scale == DYNAMIC:
+        return {key.name: row.initial for key, row in SCALER.items()}
+    return {} if loss_scale is None else {LOSS_SCALE.name: float(loss_scale)}
+
+
+# ---- the terms of a loss: numbers that a plan adds up, each with a factor and a denominator of its own.
+
+
+class LossTerm(NamedTuple):
+    """``factor`` times a number that the model's output gives. ``kind`` is ``cross_entropy``, ``output`` or
+    ``callable``; ``ignore`` is the class that a cross entropy does not count."""
+
+    kind: str
+    target: str
+    operands: tuple[str, ...]
+    ignore: int | None = None
+    factor: float = 1.0
+
+
+def term_count(number: int | str) -> Binding:
+    """Return the binding of the count that divides a term that is not the base: of a cross entropy, its targets."""
+    return Binding("count", str(number))
+
+
+def term_weight(number: int) -> Binding:
+    """Return the binding of the number that multiplies a term; terms are numbered from 1.
+
+    A step multiplies the whole loss by one over the count of its *base*, the first term that has one. F therefore
+    multiplies every other term by that count over the term's own denominator: its own count, or the number of
+    microbatches where it is averaged over these.
+    """
+    return Binding("term", str(number))
+
+
+# ---- residuals: the state of steps that compressed gradients have, which is what rounding left of each on
+
+
+_WORD = "residual."
+
+
+def residual(parameter: str) -> Binding:
+    """Return the binding of what is left of a parameter's gradient.
+
+    >>> str(residual("head.weight"))
+    'state residual.head.weight'
+    """
+    return Binding("state", _WORD + parameter)
+
+
+def residual_of(binding: Binding | None) -> str:
+    """Return the parameter of whose gradient a binding's value is left; "" for any other binding."""
+    is_one = binding is not None and binding.kind == "state" and binding.name.startswith(_WORD)
+    return binding.name.removeprefix(_WORD) if is_one and binding is not None else ""
+
+
+# ---- the loads of experts
+
+
+LOAD = Binding("metric", "load")
+"""The loads of all layers of a step, one behind the other in the order of the reference's results."""
+
+
+TAKEN = ".taken"
+"""The end of the name of a load that counts the tokens which got a slot, where experts have a capacity."""
+
+
+class Bias(NamedTuple):
+    """The bias that a router adds to the scores of experts before it chooses: a ``buffer`` of the model, and the
+    ``rate`` by which a step moves it."""
+
+    buffer: str
+    rate: float
+
+
+def capacities_in(manifest: Mapping[str, Any]) -> dict[str, float]:
+    """Return the capacities of a build's experts, by their modules."""
+    layers = manifest.get("experts", {}).items()
+    return {module: fact["capacity"] for module, fact in layers if fact["capacity"] is not None}
+
+
+def biases_in(manifest: Mapping[str, Any]) -> dict[str, Bias]:
+    """Return the biases that a build's steps move, by the module of the experts."""
+    layers = manifest.get("experts", {}).items()
+    return {module: Bias(fact["buffer"], fact["rate"]) for module, fact in layers if fact["buffer"] is not None}
