@@ -12,7 +12,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from parc.compiler.capture.experts import register_experts, routed
+    from parc.compiler.capture.experts.forms import register_experts, routed
     from parc.compiler.ops.rules import register as register_rule
     from parc.runtime.compare.plain import reference
     from parc.runtime.faults import RunError
@@ -43,8 +43,8 @@ _PLACES = {
     "dataloader": ("parc.runtime.loading", "dataloader"),
     "load": ("parc.runtime.load", "load"),
     "reference": ("parc.runtime.compare.plain", "reference"),
-    "register_experts": ("parc.compiler.capture.experts", "register_experts"),
-    "routed": ("parc.compiler.capture.experts", "routed"),
+    "register_experts": ("parc.compiler.capture.experts.forms", "register_experts"),
+    "routed": ("parc.compiler.capture.experts.forms", "routed"),
     "register_rule": ("parc.compiler.ops.rules", "register"),
 }
 

@@ -28,7 +28,7 @@ from parc.compiler.ops.rules import TABLE
 from .test_house import LAYERS, python_files, shown, tree
 
 TABLES = {
-    "compiler/capture/complex_rules.py": {"RULES", "_EACH", "_ZEROS"},
+    "compiler/capture/complex/rules.py": {"RULES", "_EACH", "_ZEROS"},
     "compiler/initial/elementwise.py": {"ELEMENT_MOVES"},
     "compiler/padding/flow.py": {"OWN"},
     "passes/programs/joint.py": {"FORMS"},

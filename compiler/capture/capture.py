@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -14,8 +15,11 @@ import torch
 from torch import fx, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.export.graph_signature import ExportGraphSignature, InputKind, OutputKind
+from torch.overrides import TorchFunctionMode
 
 from ..layout.placement import is_supported
+from ..ops.own_ops import aten
+from ..ops.results import changed
 from ..ops.rules import facts
 from ..program.binding import Binding, Kind
 from ..program.program import Origin
@@ -28,20 +32,170 @@ from ..torch_private import (
     without_validation,
 )
 from .attributes import attribute_tensors, changed_numbers, check_memory, not_kept, plain_numbers
-from .buffers import assigned_in_place, beside_makers
-from .complex_numbers import real_form
-from .complex_pairs import as_pairs
-from .composites import functional
-from .every_slice import EverySlice
-from .expert_lists import as_made
-from .experts import Capacity, with_experts
+from .complex.form import real_form
+from .complex.rules import as_pairs
+from .experts.forms import Capacity, with_experts
+from .experts.lists import as_made
 from .faults import MASK, CaptureError, explain_failure
-from .lookups import beyond_tables
+from .functional import assigned_in_place, beside_makers, functional
 from .model_output import returned_tensors
-from .no_grad import detach_without_gradients
-from .node_facts import keep_value, noted
+from .node_facts import copy_facts, keep_value, noted
 from .reach import reached_by_gradient
-from .selections import select_by_tensors
+
+# ---- look-ups of positions
+# Positions are counted over all entries, or over those of an input that are not padding, as in ``(ids !=
+# pad).cumsum(1)``: the largest is then that of a sequence without padding. Other numbers that depend on inputs are not
+# known before a run: ``(ids == end).cumsum(1)`` numbers the parts of a sequence, which may be few.
+
+
+def beyond_tables(graph: fx.Graph) -> Iterator[tuple[fx.Node, int, int]]:
+    """Yield each look-up of a position that a table does not have: the operator, the largest position, and the number
+    of the table's rows."""
+    for node in graph.nodes:
+        counted = facts(node.target).counted if node.op == "call_function" else None
+        if counted is None or not facts(node.target).looks_up:
+            continue
+        at, dim = counted
+        table, index = node.args[at], node.args[facts(node.target).named_at]
+        most = _largest(index) if isinstance(index, fx.Node) else None
+        if most is not None and isinstance(table, fx.Node) and most >= noted(table).value.shape[dim]:
+            yield node, most, int(noted(table).value.shape[dim])
+
+
+def _largest(value: object) -> int | None:
+    """Return the largest whole number of a value that is counted, moved or added to; None of any other value."""
+    if isinstance(value, int):
+        return value
+    if not isinstance(value, fx.Node) or value.op != "call_function":
+        return None
+    target: Any = value.target
+    if facts(target).counts:
+        given = dict(zip((argument.name for argument in target._schema.arguments), value.args, strict=False))
+        start, step, count = given.get("start", 0), given.get("step", 1), noted(value).value.numel()
+        whole = count and isinstance(start, int) and isinstance(step, int)
+        return max(start, start + (count - 1) * step) if whole else None
+    row, terms = facts(target), value.args[:2]
+    if target is aten.cumsum.default and _is_mask(value.args[0]):
+        return int(noted(value).value.shape[value.args[1]])
+    if row.computes == "total" and not value.kwargs:
+        found = [_largest(term) for term in terms]
+        return sum(term for term in found if term is not None) if None not in found else None
+    if row.computes == "multiple" and any(map(_is_mask, terms)):
+        return next((most for most in map(_largest, terms) if most is not None), None)
+    if row.casts or row.moves in ("copy", "shape", "dims"):
+        return _largest(value.args[0])
+    return None
+
+
+def _is_mask(value: object) -> bool:
+    """Return whether a value says which entries of an input are not a number, such as that of padding."""
+    if not isinstance(value, fx.Node) or value.op != "call_function":
+        return False
+    of: Any = value.args[0] if value.args else None
+    if value.target is aten.ne.Scalar:
+        return isinstance(of, fx.Node) and of.op == "placeholder" and noted(of).binding.kind == "input"
+    return (facts(value.target).casts or facts(value.target).moves in ("copy", "shape", "dims")) and _is_mask(of)
+
+
+# ---- selections by a tensor of one number, ``x[:, i]``, as lookups.
+
+
+def select_by_tensors(graph: fx.Graph) -> None:
+    """Replace ``x[:, i]`` with a tensor ``i`` of one number by an index with that tensor: torch would read the number
+    from it."""
+    for node in list(graph.nodes):
+        number = node.args[2] if node.target is aten.select.int else None
+        if not isinstance(number, fx.Node) or number.target is not aten.item.default:
+            continue
+        (index,) = number.all_input_nodes
+        if noted(index).value.dtype in (torch.int64, torch.int32):
+            x, dim = node.args[:2]
+            with graph.inserting_before(node):
+                lookup = graph.call_function(aten.index.Tensor, (x, [None] * (dim % noted(x).value.dim()) + [index]))
+            copy_facts(node, lookup)
+            node.replace_all_uses_with(lookup)
+            graph.erase_node(node)
+            if not number.users:
+                graph.erase_node(number)
+    for node in graph.nodes:  # what was selected, and views of it, began at a place that was not known
+        noted(node).value = changed(noted(node).value, _in_its_own_place)
+
+
+def _in_its_own_place(value: FakeTensor) -> torch.Tensor:
+    if not isinstance(value.storage_offset(), torch.SymInt):
+        return value
+    with value.fake_mode:
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
+# ---- regions under ``torch.no_grad()``: their results are detached before the regions are inlined.
+
+
+def detach_without_gradients(module: fx.GraphModule) -> bool:
+    """Detach the results of regions under ``torch.no_grad()``, which their inlining would forget. Return False where
+    regions are nested."""
+    regions = [
+        node
+        for node in module.graph.nodes
+        if node.op == "call_function" and str(node.target) == "wrap_with_set_grad_enabled"
+    ]
+    for region in regions:
+        enabled, body = region.args[:2]
+        inner: Any = getattr(module, str(body.target))
+        if any(str(node.target) == "wrap_with_set_grad_enabled" for node in inner.graph.nodes):
+            return False
+        if enabled:
+            continue
+        output = inner.graph.output_node()
+        with inner.graph.inserting_before(output):
+            output.args = fx.node.map_arg(output.args, partial(_detached, inner.graph))
+        inner.recompile()
+    return True
+
+
+def _detached(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    value = noted(node).value
+    if not isinstance(value, torch.Tensor) or not (value.is_floating_point() or value.is_complex()):
+        return node
+    detach = graph.call_function(torch.ops.aten.detach.default, (node,))
+    copy_facts(node, detach)
+    return detach
+
+
+# ---- slices of a whole dim, kept: what is traced at one size is the same graph at others.
+
+
+class EverySlice(TorchFunctionMode):
+    """A mode in which ``x[:n]`` is a slice also where ``x`` has ``n`` entries and torch would return ``x`` itself. So a
+    trace at one size has the same operators as at others."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(function, "__name__", "") == "__getitem__" and isinstance(args[0], torch.Tensor):
+            args = _sliced(*args)
+        return function(*args, **(kwargs or {}))
+
+
+def _sliced(x: torch.Tensor, index: Any) -> tuple[torch.Tensor, Any]:
+    """Return a tensor with its slices of whole dims made, and an index in which they are full slices."""
+    items = list(index) if isinstance(index, tuple) else [index]
+    taken = [_taken(item) for item in items]
+    dim = 0
+    for at, item in enumerate(items):
+        first = isinstance(item, slice) and item.start in (None, 0) and item.step in (None, 1)
+        if first and isinstance(item.stop, int) and item.stop == x.shape[dim]:
+            x, items[at] = torch.ops.aten.slice.Tensor(x, dim, 0, item.stop, 1), slice(None)
+        dim += x.dim() - sum(taken) if item is Ellipsis else taken[at]
+    return x, tuple(items)
+
+
+def _taken(item: Any) -> int:
+    """Return the number of dims that an item of an index takes."""
+    if item is None or item is Ellipsis or isinstance(item, bool):
+        return 0
+    return item.dim() if isinstance(item, torch.Tensor) and item.dtype is torch.bool else 1
+
+
+# ---- capture
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FunctionType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
 
 from ...grammar.nearest import listed, nearest
 from ..program.step_values import LossTerm
-from .callables import check_arguments, ending_said, load_callable
-from .capture import CallModel, LossFunction
+from .callables import at_home, check_arguments, ending_said, load_callable
+from .capture import CallModel, Captured, LossFunction
 from .faults import CaptureError
-from .making import at_home
 from .model_output import tensor_at, value_at
+from .node_facts import noted
+from .reach import ancestors
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,3 +249,22 @@ def _with_lines(function: FunctionType) -> FunctionType:
     renamed = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
     renamed.__kwdefaults__ = function.__kwdefaults__
     return renamed
+
+
+# ---- the tensors that a model returns, as further outputs of its captured graph.
+
+
+def reading_only(captured: Captured, parameters: Collection[str]) -> Captured:
+    """Return a captured model without the returned tensors that need other parameters than these."""
+    every: Any = captured.graph.output_node().args[0]
+    first = len(every) - len(captured.returned)
+    kept = []
+    for name, node in zip(captured.returned, every[first:], strict=True):
+        bindings = (noted(read).binding for read in ancestors([node]) if read.op == "placeholder")
+        if all(binding.kind != "parameter" or binding.name in parameters for binding in bindings):
+            kept.append((name, node))
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    graph.graph_copy(captured.graph, copies)
+    graph.output(tuple(copies[node] for node in (*every[:first], *(node for _, node in kept))))
+    graph.eliminate_dead_code()
+    return replace(captured, graph=graph, returned=tuple(name for name, _ in kept))

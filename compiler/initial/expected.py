@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..capture.adapters import base_names, saved_name
-from ..capture.complex_numbers import real_form
+from ..capture.complex.form import real_form
 from .files import Expected
 
 

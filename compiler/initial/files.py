@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ...grammar.bounded import check_regular
-from ..capture.complex_numbers import real_form
+from ..capture.complex.form import real_form
 from ..layout.mesh import Mesh, Shape
 from ..layout.placement import DTYPES, TensorType
 from ..padding.pads import Pad

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
 from ..capture.attributes import attribute_tensors
-from ..capture.complex_numbers import own_form
-from ..capture.experts import stack_lists
+from ..capture.complex.form import own_form
+from ..capture.experts.forms import stack_lists
 from ..torch_private import shape_environment
 from .evaluate import Read, Replay, in_reals, reachable
 from .nodes import Draw, Result

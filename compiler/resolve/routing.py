@@ -11,9 +11,8 @@ from ...grammar.codes_plan import NO_BIAS, NO_EXPERTS, REPEATED
 from ...grammar.diagnostics import Diagnostic, Label, PlanError
 from ...grammar.syntax import Word
 from ..capture.capture import Captured
-from ..capture.experts import Capacity, have_interface
+from ..capture.experts.forms import Capacity, have_interface, routed_layers
 from ..capture.node_facts import noted
-from ..capture.routed import routed_layers
 from ..ops.rules import facts
 from ..plan.directives.experts import Experts
 from ..plan.plan import Plan

@@ -16,8 +16,8 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from parc.compiler.capture.complex_numbers import real_form
-from parc.compiler.capture.experts import own_forms
+from parc.compiler.capture.complex.form import real_form
+from parc.compiler.capture.experts.forms import own_forms
 from parc.compiler.capture.model_calls import model_builder
 from parc.compiler.capture.model_output import returned_tensors
 from parc.compiler.initial.recipes import initialize

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from parc.compiler.capture.capture import Captured
-from parc.compiler.capture.model_calls import TaskLines
-from parc.compiler.capture.returned import reading_only
+from parc.compiler.capture.model_calls import TaskLines, reading_only
 from parc.compiler.initial.recipes import Recorded
 from parc.compiler.layout.mesh import Mesh, viewed
 from parc.compiler.layout.placement import Split

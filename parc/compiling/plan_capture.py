@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-from parc.compiler.capture.callables import CallableError, to_install
+from parc.compiler.capture.callables import CallableError, not_found, to_install
 from parc.compiler.capture.capture import Captured, InputSpec, capture
 from parc.compiler.capture.faults import CaptureError, user_frame
-from parc.compiler.capture.making import not_found
 from parc.compiler.capture.model_calls import InputsError, TaskLines, caller, loss_function, model_builder
 from parc.compiler.capture.node_facts import noted
 from parc.compiler.initial.recipes import Recorded, record

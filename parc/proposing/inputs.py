@@ -18,8 +18,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parc.compiler.capture.callables import ending_said
-from parc.compiler.capture.expert_lists import as_made
-from parc.compiler.capture.experts import with_experts
+from parc.compiler.capture.experts.forms import with_experts
+from parc.compiler.capture.experts.lists import as_made
 from parc.compiler.capture.model_output import tensors_in
 from parc.compiler.initial.recipes import Recorded
 from parc.compiler.sizes.size_range import BATCH

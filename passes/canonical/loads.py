@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import fx
 
+from ...compiler.capture.experts.forms import routed_layers
 from ...compiler.capture.node_facts import copy_facts, noted
-from ...compiler.capture.routed import routed_layers
 from ...compiler.ops.own_ops import aten
 from ...compiler.program.binding import LOSS, Binding, Kind
 from ...compiler.program.step_values import TAKEN

@@ -8,8 +8,8 @@ from functools import cache
 from torch import fx
 
 from ...compiler.capture.capture import Captured
+from ...compiler.capture.experts.forms import routed_layers
 from ...compiler.capture.node_facts import noted
-from ...compiler.capture.routed import routed_layers
 from ...compiler.ops.precision import words_for
 from ...compiler.ops.rules import facts
 from ...compiler.resolve.names import ModelOperator, PlanNames, WeightUse

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...compiler.capture.functional import returning_form
 from ...compiler.capture.node_facts import copy_facts, noted
-from ...compiler.capture.writes import returning_form
 from ...compiler.layout.collectives import TypeFault
 from ...compiler.ops.own_ops import OPS, aten
 from ...compiler.ops.rules import facts, rule_for

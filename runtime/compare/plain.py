@@ -18,9 +18,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...compiler.build.build import Build
 from ...compiler.capture.attributes import attribute_tensors
-from ...compiler.capture.complex_numbers import own_form, real_form
-from ...compiler.capture.expert_lists import as_made
-from ...compiler.capture.experts import chosen_by, has_form, have_interface
+from ...compiler.capture.complex.form import own_form, real_form
+from ...compiler.capture.experts.forms import chosen_by, has_form, have_interface
+from ...compiler.capture.experts.lists import as_made
 from ...compiler.capture.model_calls import TaskLines, caller, model_builder, term_functions
 from ...compiler.initial.recipes import initialize
 from ...compiler.layout.mesh import Mesh

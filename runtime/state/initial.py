@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...compiler.build.build import Build
-from ...compiler.capture.complex_numbers import own_form
+from ...compiler.capture.complex.form import own_form
 from ...compiler.capture.model_calls import TaskLines, model_builder
 from ...compiler.initial.files import Expected, Weights, WeightsError, open_weights, shown_faults
 from ...compiler.initial.recipes import Recipe, record

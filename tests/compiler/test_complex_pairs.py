@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from parc.compiler.capture.complex_numbers import real_form
-from parc.compiler.capture.complex_pairs import as_pairs
-from parc.compiler.capture.composites import functional
+from parc.compiler.capture.capture import detach_without_gradients
+from parc.compiler.capture.complex.form import real_form
+from parc.compiler.capture.complex.rules import as_pairs
 from parc.compiler.capture.faults import CaptureError
-from parc.compiler.capture.no_grad import detach_without_gradients
+from parc.compiler.capture.functional import functional
 from parc.compiler.capture.node_facts import noted
 from parc.compiler.torch_private import quiet
 

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
-from parc.compiler.capture import composites
-from parc.compiler.capture.composites import functional
+from parc.compiler.capture import functional as composites
+from parc.compiler.capture.functional import functional
 from parc.compiler.capture.node_facts import noted
 from parc.compiler.capture.parts import composite_parts
 from parc.compiler.torch_private import quiet, with_unread_draws, without_code_and_layouts

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from parc.compiler.capture.every_slice import EverySlice
+from parc.compiler.capture.capture import EverySlice
 
 
 @pytest.mark.parametrize(

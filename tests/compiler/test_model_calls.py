@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from parc.compiler.capture.making import not_found
+from parc.compiler.capture.callables import not_found
 from parc.compiler.capture.model_calls import InputsError, TaskLines, caller, model_builder, passed_on
 from parc.compiler.program.step_values import LossTerm
 

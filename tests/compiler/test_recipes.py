@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
 from parc.compiler.capture.attributes import attribute_tensors
-from parc.compiler.capture.complex_numbers import real_form
+from parc.compiler.capture.complex.form import real_form
 from parc.compiler.initial.recipes import Recipe, RecipeError, initialize, record
 from parc.compiler.ops.results import example
 from tests.family_models import decoder, gpt2

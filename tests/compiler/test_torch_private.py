@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from parc.compiler.capture.no_grad import detach_without_gradients
+from parc.compiler.capture.capture import detach_without_gradients
 from parc.compiler.capture.node_facts import noted
 from parc.compiler.torch_private import (
     SymbolicSizes,

@@ -11,8 +11,8 @@ import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 
-from parc.compiler.capture import composites
-from parc.compiler.capture.composites import functional
+from parc.compiler.capture import functional as composites
+from parc.compiler.capture.functional import functional
 from parc.compiler.torch_private import quiet
 from tests.draws import wide
 

@@ -16,17 +16,17 @@ from fractions import Fraction
 from functools import partial
 from math import ceil
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple, cast
 from unittest.mock import patch
 
 import torch
-from torch import nn
+from torch import fx, nn
 
-from ..ops.own_ops import OPS
-from .expert_lists import stack_experts, stacks_of
-from .expert_loops import followed
-from .faults import CaptureError, user_frame
-from .loop_code import looped_lists
+from ...ops.own_ops import OPS
+from ..faults import CaptureError, user_frame
+from ..node_facts import noted
+from .lists import stack_experts, stacks_of
+from .loops import followed, looped_lists
 from .one_expert import Through, ThroughPacked, ThroughSlots, expert_of
 
 
@@ -327,3 +327,34 @@ def with_experts(model: nn.Module, capacities: Mapping[str, Capacity] = MappingP
             if form is not None:
                 stack.enter_context(patch.object(module, "forward", partial(_placed, form, module)))
         yield
+
+
+# ---- the layers of a model that route tokens to experts.
+
+
+class Routed(NamedTuple):
+    """The routing of a layer: which experts are ``chosen``, [experts, tokens] or [experts, sequences, tokens], ``top``
+    for each token; and the ``slots`` that they get, if experts have a capacity."""
+
+    chosen: fx.Node
+    top: int
+    slots: fx.Node | None = None
+
+    @property
+    def experts(self) -> int:
+        """The number of experts."""
+        count: int = noted(self.chosen).value.shape[0]
+        return count
+
+
+def routed_layers(graph: fx.Graph) -> dict[str, list[Routed]]:
+    """Return the layers of a graph that route tokens, by the module of their experts, with each routing of one."""
+    layers: dict[str, list[Routed]] = {}
+    for node in graph.nodes:
+        if node.target == OPS.pack.default:
+            _, chosen, top = cast(tuple[fx.Node, fx.Node, int], node.args)
+            layers.setdefault(noted(node).origin.module, []).append(Routed(chosen, top))
+        elif node.target == OPS.slots.default:
+            chosen, _, top = cast(tuple[fx.Node, int, int], node.args)
+            layers.setdefault(noted(node).origin.module, []).append(Routed(chosen, top, node))
+    return layers

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..program.stacked import EACH
-from .faults import CaptureError
+from ...program.stacked import EACH
+from ..faults import CaptureError
 
 _PLACE = "_expert_lists"
 

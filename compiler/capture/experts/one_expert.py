@@ -1,5 +1,6 @@
 """The code of one expert, run on the packed rows of all: where it reads a weight of its own, every row meets the weight
-of its expert."""
+of its expert.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..ops.own_ops import OPS
-from ..ops.rules import facts
-from .expert_lists import stacks_of
-from .faults import CaptureError
+from ...ops.own_ops import OPS
+from ...ops.rules import facts
+from ..faults import CaptureError
+from .lists import stacks_of
 
 
 class Through(Protocol):

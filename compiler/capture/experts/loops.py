@@ -8,10 +8,16 @@ computed as packed rows. A loop that does anything else with them is refused.
 
 from __future__ import annotations
 
+import ast
+import inspect
+import operator
+import textwrap
 from collections import defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from functools import partial
-from typing import Any, final
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, Protocol, TypeGuard, final
 from unittest.mock import patch
 
 import torch
@@ -19,13 +25,312 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..ops.own_ops import OPS
-from ..ops.rules import facts
-from .expert_lists import stacks_of
-from .expert_masks import Masks
-from .expert_rows import ExpertRows, RowCount, Tree, alike, unfollowed
-from .loop_code import carried
+from ...ops.own_ops import OPS
+from ...ops.rules import facts
+from ..faults import CaptureError
+from .lists import stacks_of
 from .one_expert import ThroughPacked, expert_of
+
+# ---- masks of the tokens that chose an expert, as a loop over experts makes them: by comparing, or of
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mask:
+    """A mask of the tokens that chose expert ``number``, made of ``index``, [tokens] or [tokens, k]. ``dims`` are its
+    own."""
+
+    index: Tensor
+    number: int
+    dims: tuple[str, ...]
+
+    def same(self, other: Mask) -> bool:
+        """Return whether two masks mark the same tokens."""
+        return self.index is other.index and self.number == other.number
+
+
+@final
+class Masks:
+    """The tensors of which a loop knows what tokens they mark. They are kept, so that no other tensor gets their
+    number."""
+
+    def __init__(self) -> None:
+        self._kept: list[Tensor] = []
+        self._distinct: dict[int, Tensor] = {}
+        """The results of ``topk``, which name no expert twice for one token."""
+        self._parts: dict[int, dict[str, Tensor]] = defaultdict(dict)
+        """The parts of these, each taken once: ``index[:, 0]`` is one tensor in every turn of a loop."""
+        self._masks: dict[int, tuple[Tensor, Mask]] = {}
+        self._hot: dict[int, tuple[Tensor, Tensor, tuple[str, ...]]] = {}
+        """The results of ``one_hot``, with the experts of tokens that they were made of, and their dims."""
+
+    def of(self, value: Any) -> Mask | None:
+        """Return the mask that a value is, or None."""
+        return self._masks[id(value)][1] if id(value) in self._masks else None
+
+    def names_each_once(self, index: Tensor) -> bool:
+        """Return whether no token has an expert twice in an index."""
+        return id(index) in self._distinct
+
+    def forget(self, tensor: Any) -> None:
+        """Forget all masks if a tensor of which one is made, or a part of one, is written."""
+        parts = [part for of in self._parts.values() for part in of.values()]
+        indices = [mask.index for _, mask in self._masks.values()]
+        masks = [made for made, _ in self._masks.values()] + [made for made, _, _ in self._hot.values()]
+        if any(known is tensor for known in (*self._distinct.values(), *parts, *indices, *masks)):
+            self._kept += [*self._distinct.values(), *parts, *indices, *masks]
+            for table in (self._distinct, self._parts, self._masks, self._hot):
+                table.clear()
+
+    def noted(self, func: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a function of tensors, and note of its result which tokens it marks, if it does."""
+        first: Any = args[0] if args else None
+        if (
+            name == "getitem"
+            and id(first) in self._distinct
+            and isinstance(args[1], tuple)
+            and {*map(type, args[1])} == {slice, int}
+        ):
+            parts, key = self._parts[id(first)], str(args[1])
+            parts[key] = parts[key] if key in parts else func(*args)
+            return parts[key]
+        made: Any = func(*args, **kwargs)
+        mask, hot = self.of(first), self._hot.get(id(first))
+        if name == "topk" and (kwargs.get("dim", -1) if len(args) < 3 else args[2]) in (-1, first.dim() - 1):
+            self._distinct[id(made[1])] = made[1]
+        elif id(first) in self._distinct and facts(f"aten.{name}.default").moves in ("copy", "shape"):
+            if made.shape[-1] == first.shape[-1]:
+                self._distinct[id(made)] = made
+        elif name == "eq" and type(args[1]) is int and first.dtype == torch.int64 and first.dim() in (1, 2):
+            self._masks[id(made)] = made, Mask(first, args[1], ("token", "slot")[: first.dim()])
+        elif name == "any" and mask is not None and mask.dims == ("token", "slot"):
+            if [*args[1:], *kwargs.values()] in ([-1], [1]):
+                self._masks[id(made)] = made, Mask(mask.index, mask.number, ("token",))
+        elif name == "one_hot" and first.dim() == 2:
+            self._hot[id(made)] = made, first, ("token", "slot", "expert")
+        elif name == "permute" and hot is not None:
+            order = args[1] if isinstance(args[1], (tuple, list)) else args[1:]
+            self._hot[id(made)] = made, hot[1], tuple(hot[2][dim] for dim in order)
+        elif name in ("to", "bool", "int", "long") and hot is not None:
+            self._hot[id(made)] = made, *hot[1:]
+        elif name == "getitem" and hot is not None and type(args[1]) is int and hot[2][0] == "expert":
+            self._masks[id(made)] = made, Mask(hot[1], args[1], hot[2][1:])
+        return made
+
+
+# ---- the code of layers that loop over a list of experts, each with the tokens that chose it, found in
+
+
+def looped_lists(module: nn.Module) -> tuple[str, ...]:
+    """Return the attributes of a layer that are lists over which its forward loops, with the tokens of each module."""
+    names = (name for name, child in module.named_children() if isinstance(child, nn.ModuleList) and len(child) > 1)
+    return tuple(name for name in names if name in _looped(type(module).forward))
+
+
+@cache
+def _source(forward: Any) -> ast.Module:
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(forward)))
+    except (OSError, TypeError, SyntaxError):
+        return ast.Module([], [])
+
+
+@cache
+def _looped(forward: Any) -> frozenset[str]:
+    """Return the attributes of ``self`` over whose modules a forward loops, looking for the tokens of each. No graph
+    could hold the results: a loop that chooses otherwise is captured as any other code."""
+    loops = (node for node in ast.walk(_source(forward)) if isinstance(node, ast.For))
+    return frozenset(name for loop in loops if _looks_for_tokens(loop) for name in _attributes(loop))
+
+
+@cache
+def carried(forward: Any) -> frozenset[str]:
+    """Return the names that a loop with branches gives other values, and that code outside it reads."""
+    tree, found = _source(forward), set[str]()
+    for loop in ast.walk(tree):
+        if isinstance(loop, ast.For) and any(isinstance(node, ast.If) for node in ast.walk(loop)):
+            inside = {id(node) for node in ast.walk(loop)}
+            read = {node.id for node in ast.walk(tree) if id(node) not in inside and _is(node, ast.Load)}
+            found |= read & {node.id for node in ast.walk(loop) if _is(node, ast.Store)}
+    return frozenset(found)
+
+
+def _is(node: ast.AST, context: type[ast.expr_context]) -> TypeGuard[ast.Name]:
+    return isinstance(node, ast.Name) and isinstance(node.ctx, context)
+
+
+def _attributes(loop: ast.For) -> Iterator[str]:
+    """Yield the attributes of ``self`` that a loop goes over, or takes items of."""
+    items = (node.value for node in ast.walk(loop) if isinstance(node, ast.Subscript))
+    for node in (*ast.walk(loop.iter), *items):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
+            yield node.attr
+
+
+def _looks_for_tokens(loop: ast.For) -> bool:
+    """Return whether a loop asks where a mask is true, or takes entries by a mask of its own number."""
+    counted = {node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
+    masks = {
+        name.id
+        for node in ast.walk(loop)
+        if isinstance(node, ast.Assign) and any(_compares(part, counted) for part in ast.walk(node.value))
+        for target in node.targets
+        for name in ast.walk(target)
+        if isinstance(name, ast.Name)
+    }
+    for node in ast.walk(loop):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            if node.func.attr == "nonzero" or (node.func.attr == "where" and len(node.args) == 1 and not node.keywords):
+                return True
+        elif isinstance(node, ast.Subscript):
+            parts = list(ast.walk(node.slice))
+            if any((isinstance(part, ast.Name) and part.id in masks) or _compares(part, counted) for part in parts):
+                return True
+    return False
+
+
+def _compares(node: ast.AST, counted: set[str]) -> bool:
+    """Return whether an expression compares something with the number of a loop's turn."""
+    sides = (node.left, *node.comparators) if isinstance(node, ast.Compare) else ()
+    return bool(sides) and any(isinstance(side, ast.Name) and side.id in counted for side in sides)
+
+
+# ---- objects that stand for the rows of one expert while a loop over experts is followed (`expert_loops.py`).
+
+
+Tree = tuple[Any, ...]
+"""The way in which rows are made, alike for all experts: a word or a function, and what it takes."""
+
+
+class RowLoop(Protocol):
+    """A loop that computes functions of rows."""
+
+    writes: int
+    """The number of writes to tensors so far."""
+
+    def ask(self) -> None:
+        """Note that the code asks whether an expert has tokens: what it does then is not always done."""
+
+    def follow(self, func: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Compute a function of tensors and rows."""
+
+
+def unfollowed(what: str) -> CaptureError:
+    """Return the error of a loop that does something else with the rows of an expert."""
+    help_ = "write the layer's form with `parc.routed`, and name it by `@parc.register_experts`"
+    return CaptureError("experts", f"a loop over experts is not followed where {what}", help=help_)
+
+
+def alike(one: Any, other: Any, own: bool = False) -> bool:
+    """Return whether two experts' rows, or what these are made of, are made in one way: of the same tensors, and of one
+    column of scores, or (``own``) each of the column that has its expert's number."""
+    if isinstance(one, ExpertRows) and isinstance(other, ExpertRows):
+        if own and one.tree[:1] == other.tree[:1] == ("at",):
+            columns = one.tree[2] == one.mask.number and other.tree[2] == other.mask.number
+            return columns and one.tree[1] is other.tree[1] and one.wide == other.wide
+        return one.wide == other.wide and alike(one.tree, other.tree, own)
+    if type(one) is not type(other) or isinstance(one, Tensor):
+        return one is other
+    if isinstance(one, (tuple, list)):
+        return len(one) == len(other) and all(alike(*pair, own) for pair in zip(one, other, strict=True))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(alike(one[key], other[key], own) for key in one)
+    return bool(one == other)
+
+
+@final
+class RowCount:
+    """The number of rows of one expert. It may be asked whether it is 0, and is not: where it is, nothing is added."""
+
+    def __init__(self, loop: RowLoop) -> None:
+        self._loop = loop
+
+    def __bool__(self) -> bool:
+        self._loop.ask()
+        return True
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not int or other != 0:
+            raise unfollowed("the number of an expert's tokens is compared with another number than 0")
+        return not self
+
+    def __gt__(self, other: int) -> bool:
+        return not self == other
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def item(self) -> RowCount:
+        """Return the number."""
+        return self
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@final
+class ExpertRows:
+    """The rows of the tokens that a mask marks, or their places in a dim ``of`` it. ``wide`` is False for one number a
+    row."""
+
+    def __init__(self, loop: RowLoop, mask: Mask, tree: Tree, wide: bool, of: str = "") -> None:
+        self.loop, self.mask, self.tree, self.wide, self.of = loop, mask, tree, wide, of
+        self._made_at = loop.writes
+
+    def by(self, tree: Tree, wide: bool | None = None) -> ExpertRows:
+        """Return other rows of the same tokens."""
+        return ExpertRows(self.loop, self.mask, tree, self.wide if wide is None else wide, self.of)
+
+    def reads(self) -> Iterator[Tensor]:
+        """Yield the tensors that the rows are made of."""
+        for leaf in tree_leaves(self.tree):
+            if isinstance(leaf, ExpertRows):
+                yield from leaf.reads()
+            elif isinstance(leaf, Tensor):
+                yield leaf
+
+    def since(self) -> int:
+        """Return how many writes there were when the first of its tensors was looked up."""
+        inner = (leaf.since() for leaf in tree_leaves(self.tree) if isinstance(leaf, ExpertRows))
+        return min((self._made_at, *inner))
+
+    @property
+    def shape(self) -> tuple[RowCount, ...]:
+        """The number of rows, which is not known."""
+        return (RowCount(self.loop),)
+
+    def numel(self) -> RowCount:
+        """Return whether there are rows."""
+        return RowCount(self.loop)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or not hasattr(Tensor, name):
+            raise AttributeError(name)
+        if not callable(getattr(Tensor, name)):
+            raise unfollowed(f"`.{name}` of its tokens is read")
+        return partial(self.loop.follow, getattr(Tensor, name), name, self)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise unfollowed(f"`{getattr(func, '__name__', func)}` reads the tokens of an expert")
+
+
+def _operator(name: str, swapped: bool) -> Callable[..., Any]:
+    """Return the method of a Python operator."""
+    compute = getattr(operator, name)
+
+    def method(self: ExpertRows, *others: Any) -> Any:
+        return self.loop.follow(compute, name, *((*others, self) if swapped else (self, *others)))
+
+    return method
+
+
+for _name in ("add", "sub", "mul", "truediv", "neg", "getitem"):
+    setattr(ExpertRows, f"__{_name}__", _operator(_name, swapped=False))
+for _name in ("add", "sub", "mul", "truediv"):
+    setattr(ExpertRows, f"__r{_name}__", _operator(_name, swapped=True))
+
+
+# ---- loops over a list of experts, followed without numbers
+
 
 _FACTS = frozenset(("shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "layout", "grad_fn", "is_leaf"))
 _SIZES = frozenset(("size", "dim", "numel", "stride", "is_floating_point", "element_size", "__len__"))

@@ -1,30 +1,41 @@
-"""Writes that nothing else can see: operators that write into a value of their own, and the form that makes a new one.
-
-    weights = topk(x, 2)[0]; weights.div_(weights.sum())        becomes        weights.div(weights.sum())
-
-A value is its own where no other tensor shares its storage: an operator that never returns its operand or a view made
-it, and so are all operators that read it before it is written. A buffer is such a value too: its new value is one more
-result of the graph. A part of such a value may be written through a view, if nobody reads an older view afterwards:
-
-    cache[:, 2:] = x                                           becomes        cache = slice_scatter(cache, x, 1, 2)
+"""A traced graph, rewritten so that its operators write nothing, and none returns sometimes a view and sometimes a
+copy.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses import FakeTensor
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind, OutputSpec, TensorArgument
+from torch.utils._pytree import tree_leaves
 
 from ..ops.own_ops import aten
 from ..ops.rules import facts
 from ..program.program import operator as overload
-from ..torch_private import is_composite
+from ..torch_private import decomposed, is_composite
+from .faults import CaptureError
 from .node_facts import copy_place, noted
+from .parts import composite_parts, inline
+
+# ---- writes that nothing else can see
+#     weights = topk(x, 2)[0]; weights.div_(weights.sum())        becomes        weights.div(weights.sum())
+#
+# A value is its own where no other tensor shares its storage: an operator that never returns its operand or a view made
+# it, and so are all operators that read it before it is written. A buffer is such a value too: its new value is one
+# more result of the graph. A part of such a value may be written through a view, if nobody reads an older view
+# afterwards:
+#
+#     cache[:, 2:] = x                                           becomes        cache = slice_scatter(cache, x, 1, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,3 +251,177 @@ def _keeps_type(node: fx.Node, form: torch._ops.OpOverload, strides: bool = True
         return False
     new = _made(node, form)
     return (new.dtype, new.shape) == (old.dtype, old.shape) and (not strides or new.stride() == old.stride())
+
+
+# ---- buffers that a model's forward assigns: a trace sees what is written in place, and only that.
+
+
+@contextmanager
+def assigned_in_place(model: nn.Module) -> Iterator[None]:
+    """Enter a block in which a buffer that the model's code assigns (``self.mean = ...``) is written in place: a trace
+    sees only writes.
+
+    Raises:
+        CaptureError: what is assigned is no tensor of the buffer's shape and dtype. One without elements, which nothing
+            can be read of, may become anything.
+    """
+    buffers = [(path, module, name, value) for path, module in model.named_modules()
+             for name, value in module.named_buffers(recurse=False) if value.numel()]  # fmt: skip
+    yield
+    assigned: list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]] = []
+    for path, module, name, value in buffers:
+        assigned_value: Any = getattr(module, name, None)
+        if assigned_value is not value:
+            now, then = (_name_type(tensor) for tensor in (assigned_value, value))
+            if now != then:
+                called = f"{path}.{name}" if path else name
+                help_ = "register it with that shape and type, or keep it as a plain attribute"
+                raise CaptureError("other", f"the buffer `{called}` becomes {now}, not {then}", help=help_)
+            assigned.append(
+                (module, name, value, assigned_value.detach().clone())
+            )  # it may be another buffer, assigned too
+    for module, name, value, assigned_value in assigned:
+        setattr(module, name, value.copy_(assigned_value))
+
+
+def beside_makers(updates: Mapping[str, fx.Node], buffers: Mapping[str, fx.Node], graph: fx.Graph) -> None:
+    """Move the nodes that write new values of buffers from the graph's end to where each value is made. If the value is
+    a placeholder, they move behind the readers of the buffer."""
+    tails: dict[str, list[fx.Node]] = {}
+    makers = dict(updates)
+    for name in updates:
+        tails[name] = []
+        while _copies(makers[name]) and len(makers[name].users) < 2:
+            node = makers[name]
+            tails[name].append(node)
+            makers[name] = node.args[-1 if node.target is aten.copy.default else 0]  # type: ignore[assignment]
+    moved = {node for tail in tails.values() for node in tail}
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    for name, tail in tails.items():
+        last = makers[name]
+        if last.op == "placeholder":
+            readers = {*(buffers[name].users if name in buffers else ()), *last.users} - moved
+            last = max(readers, key=order.__getitem__, default=graph.find_nodes(op="placeholder")[-1])
+        for node in reversed(tail):
+            last.append(node)
+            copy_place(last, node)
+            last = node
+
+
+def _copies(node: fx.Node) -> bool:
+    return node.target is aten.copy.default or facts(node.target).moves == "copy"
+
+
+def _name_type(value: object) -> str:
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    return f"{value.dtype} {list(value.shape)}".removeprefix("torch.")
+
+
+# ---- a traced graph, rewritten so that its operators write nothing, and none returns sometimes a view and
+
+
+_REGION: Any = torch.ops.higher_order.wrap_with_set_grad_enabled
+
+
+def functional(exported: ExportedProgram) -> ExportedProgram:
+    """Return an export with the graph that ``run_decompositions({})`` would make by tracing the whole model twice more;
+    a conjugate is not copied before it is read. A graph that writes into nothing but buffers and values of its own is
+    rewritten in place instead: regions are inlined, and equal composite calls are traced once."""
+    buffers = _own_buffers(exported)
+    written = _rewritten(exported.graph, exported.graph_module, buffers)
+    if written is None:
+        return decomposed(exported)
+    results: Any = exported.graph.output_node().args[0]
+    exported.graph_signature.output_specs[:0] = [
+        OutputSpec(OutputKind.BUFFER_MUTATION, TensorArgument(new.name), buffers[node])
+        for node, new in zip(written, results, strict=False)
+    ]
+    return exported
+
+
+def _own_buffers(exported: ExportedProgram) -> Mapping[fx.Node, str]:
+    """Return the placeholders of buffers with their names, in order, but for those whose memory others share."""
+    specs = {spec.arg.name: spec for spec in exported.graph_signature.input_specs}
+    nodes = exported.graph.find_nodes(op="placeholder")
+    values = {**exported.constants, **exported.state_dict}
+    memory = {name: value.untyped_storage()._cdata for name, value in values.items() if isinstance(value, torch.Tensor)}
+    times = Counter(memory.values())
+    return {
+        node: str(spec.target)
+        for node in nodes
+        if (spec := specs[node.name]).kind is InputKind.BUFFER and times[memory[str(spec.target)]] == 1
+    }
+
+
+def _rewritten(graph: fx.Graph, module: fx.GraphModule, buffers: Collection[fx.Node]) -> Sequence[fx.Node] | None:
+    """Rewrite a graph, and return the buffers that it writes, in order: their new values are the first of its results.
+    Return None, and leave it as it was, if something in it writes something else, or may."""
+    bodies = {region: _body(module, region) for region in graph.find_nodes(op="call_function", target=_REGION)}
+    known = {*bodies, *(region.args[1] for region in bodies)}
+    forms = {part: forms_that_make(part, buffers) for part in (graph, *bodies.values())}
+    nodes = [node for part in forms for node in part.nodes if node not in known]
+    formed = {node: form.target for part in forms.values() for node, form in part.items()}
+    if not all(_is_plain(node, formed.get(node, node.target)) for node in nodes):
+        return None
+    parts: dict[str, fx.Graph] = {}
+    for node in nodes:
+        if node not in formed and is_composite(node.target) and (call := _call(node)) not in parts:
+            if not isinstance(next(iter(tree_leaves(noted(node).value)), None), FakeTensor):
+                return None
+            found = composite_parts(node)
+            if found is None or not all(map(_is_view_or_copy, found.nodes)):  # of a composite that stays whole
+                return None
+            parts[call] = found
+    newest = {part: without_writes(part, forms[part]) for part in forms}[graph]
+    written, output = [node for node in buffers if node in newest], graph.output_node()
+    results: Any = output.args[0]
+    output.args = ((*map(newest.__getitem__, written), *results),)
+    for region, body in bodies.items():
+        inline(graph, region, body, region.args[2:], placed=True)
+    for node in list(graph.nodes):
+        if is_composite(node.target):
+            inline(graph, node, parts[_call(node)], node.all_input_nodes)
+    graph.eliminate_dead_code()
+    return written
+
+
+def _body(module: fx.GraphModule, region: fx.Node) -> fx.Graph:
+    inner: Any = getattr(module, region.args[1].target)  # type: ignore[union-attr, arg-type]
+    graph: fx.Graph = inner.graph
+    return graph
+
+
+def _is_plain(node: fx.Node, target: Any) -> bool:
+    """Return whether an operator, in the form ``target``, writes to no tensor, and gives real tensors of known
+    shapes."""
+    if node.op != "call_function" or target is operator.getitem:
+        return node.op != "get_attr"
+    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable or not facts(target).exported:
+        return False
+    results = [value for value in tree_leaves(noted(node).value) if value is not None]
+    return all(isinstance(value, torch.Tensor) and all(type(size) is int for size in value.shape) for value in results)
+
+
+def _is_view_or_copy(part: fx.Node) -> bool:
+    target: Any = part.target
+    if part.op != "call_function" or target is operator.getitem or target is aten._assert_tensor_metadata.default:
+        return part.op != "get_attr"
+    row = facts(target)
+    plain = row.moves in ("copy", "shape") or row.casts or row.law != ""
+    return _is_plain(part, target) and (
+        plain or any(result.alias_info is not None for result in target._schema.returns)
+    )
+
+
+def _call(node: fx.Node) -> str:
+    """Return a key that is equal for calls that consist of the same parts."""
+    places = {operand: at for at, operand in enumerate(node.all_input_nodes)}
+
+    def described(operand: fx.Node) -> str:
+        value = noted(operand).value
+        lies = f"{list(value.shape)} {value.stride()} {value.storage_offset()} {value.device}"
+        lies += f" {value.is_conj()} {value.is_neg()}"  # facts of a tensor that torch may not have written yet
+        return f"{places[operand]}: {value.dtype} {lies}"
+
+    return f"{node.target} {fx.node.map_arg((node.args, dict(node.kwargs)), described)}"

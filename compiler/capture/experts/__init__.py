@@ -1,0 +1,1 @@
+"""Layers of experts: their forms, lists and loops, as one routed call each."""
