@@ -18,12 +18,19 @@ from torch import fx
 from ..compiler.capture.node_facts import noted
 from ..compiler.capture.reach import FIXED, made_of
 from ..compiler.ops.factors import OpCall, OpRule, fill_operands
-from ..compiler.ops.neutral import reduction_of
 from ..compiler.ops.own_ops import OPS
 from ..compiler.ops.rules import facts, localize
-from ..compiler.padding.flow import Extra, Extras, PaddingFault, follow_padding, locate, place_of_part
+from ..compiler.padding.flow import (
+    Extra,
+    Extras,
+    PaddingFault,
+    follow_padding,
+    locate,
+    place_of_part,
+    point,
+    reduction_of,
+)
 from ..compiler.padding.pads import Pad, padded_shape
-from ..compiler.padding.point import point
 from ..compiler.program.binding import Binding
 from .calls import (
     ValueKey,

@@ -10,8 +10,7 @@ import torch
 
 from ..compiler.build.build import Build
 from ..compiler.build.folders import replacing
-from ..compiler.initial.expected import state_tensors
-from ..compiler.initial.files import Expected, Weights, WeightsError, open_weights, shown_faults
+from ..compiler.initial.files import Expected, Weights, WeightsError, open_weights, shown_faults, state_tensors
 from ..compiler.layout.mesh import Shape
 from ..grammar.codes_build import BAD_STATE, BAD_WEIGHTS
 from .faults import RunError

@@ -11,7 +11,7 @@ import torch
 from ..compiler.build.build import Build
 from ..compiler.layout.mesh import Mesh
 from ..compiler.padding.pads import Pad
-from ..compiler.padding.runs import ranges_of, runs_of
+from ..compiler.padding.tensors import ranges_of, runs_of
 from ..compiler.sizes.size_range import BATCH
 from ..grammar.codes_build import BAD_DATA
 from ..grammar.codes_run import NOTHING_RETURNED

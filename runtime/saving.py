@@ -19,7 +19,7 @@ from ..compiler.build.folders import FolderError, replacing
 from ..compiler.layout.mesh import Mesh, Shape
 from ..compiler.layout.placement import parse_type
 from ..compiler.padding.pads import pads_from
-from ..compiler.padding.runs import EntryRanges, ranges_of, runs_of
+from ..compiler.padding.tensors import EntryRanges, ranges_of, runs_of
 from ..compiler.program.optimizers import AVERAGE, NUMBERS
 from ..compiler.program.stacked import part_name
 from ..grammar.codes_build import BAD_STATE

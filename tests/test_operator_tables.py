@@ -29,7 +29,7 @@ from .test_house import LAYERS, python_files, shown, tree
 
 TABLES = {
     "compiler/capture/complex/rules.py": {"RULES", "_EACH", "_ZEROS"},
-    "compiler/initial/elementwise.py": {"ELEMENT_MOVES"},
+    "compiler/initial/recorder.py": {"ELEMENT_MOVES"},
     "compiler/padding/flow.py": {"OWN"},
     "passes/programs/joint.py": {"FORMS"},
 }

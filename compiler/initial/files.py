@@ -1,5 +1,6 @@
 """Weights in safetensors files by the model's own names. They are checked against a model all at once, and read piece
-by piece."""
+by piece.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +15,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import nn
 
 from ...grammar.bounded import check_regular
+from ..capture.adapters import base_names, saved_name
 from ..capture.complex.form import real_form
 from ..layout.mesh import Mesh, Shape
 from ..layout.placement import DTYPES, TensorType
@@ -254,3 +257,23 @@ def _pattern(names: Sequence[str]) -> str:
         return ""
     texts = (str(low) if low == high else f"[{low}..{high}]" for low, high in ends)
     return _NUMBER.sub(lambda _: next(texts), names[0])
+
+
+# ---- the tensors that files of a model's weights have.
+
+
+def state_tensors(module: nn.Module, aliases: Mapping[str, str]) -> list[Expected]:
+    """Return the tensors of a model's state, tied ones once with all their names; ``aliases`` are these. Where adapters
+    wrap layers, a layer has the name of the model without adapters too, and an adapter's tensor that of files of
+    ``peft``."""
+    bases = base_names(module)
+    tensors: dict[str, Expected] = {}
+    for name, value in module.state_dict().items():
+        if isinstance(value, torch.Tensor):
+            owner, base = aliases.get(name, name), bases.get(name, name)
+            names = tensors[owner].names if owner in tensors else ()
+            also = [saved_name(module, name), *([base] if base is not None else [])]
+            names = tuple(dict.fromkeys((*names, name, *also)))
+            held = real_form(value)
+            tensors[owner] = Expected(names, tuple(held.shape), held.dtype, base is None)
+    return list(tensors.values())

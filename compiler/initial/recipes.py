@@ -17,8 +17,7 @@ from ..capture.attributes import attribute_tensors
 from ..capture.complex.form import own_form
 from ..capture.experts.forms import stack_lists
 from ..torch_private import shape_environment
-from .evaluate import Read, Replay, in_reals, reachable
-from .nodes import Draw, Result
+from .nodes import Draw, Read, Replay, Result, in_reals, reachable
 from .recorder import RecipeError, RecipeRecorder, truncated_normals_by
 
 __all__ = ["Recipe", "RecipeError", "Recorded", "initialize", "record"]

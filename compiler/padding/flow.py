@@ -8,17 +8,146 @@ results that have the factor, and a result that lacks it is a sum to which paddi
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
 
+import sympy
 import torch
 
 from ..ops.factors import Dims, OpCall, Operand, OpRule, quotient
 from ..ops.infer import rule_or_opaque
-from ..ops.neutral import is_neutral, reduction_of
 from ..ops.rules import facts
-from ..program.program import Origin
-from .point import UNKNOWN, Held, beyond_numbers, point
+from ..program.program import Origin, operator
+
+# ---- the number that padding holds, and pointwise operators at that one number
+
+
+UNKNOWN = math.nan
+Held = float | None
+"""The contents of all padding of a dim: one number, which may be infinite; None for finite numbers that depend on data;
+UNKNOWN for data that may be infinite or not a number."""
+
+
+_DATA = 0.7
+"""A number that stands for data, where the padding beside it decides whether a result is finite."""
+_known: dict[tuple[Any, ...], tuple[float, bool]] = {}
+_beyond: dict[tuple[Any, ...], bool] = {}
+
+
+def point(call: OpCall, held: Sequence[Held], dtypes: Sequence[torch.dtype]) -> tuple[float, bool]:
+    """Compute a pointwise operator at one point: its value, and whether it and its derivatives are finite numbers. None
+    reads as 0."""
+    key = _key(call, held, dtypes)
+    if key not in _known:
+        _known[key] = _computed(call, held, dtypes)
+    return _known[key]
+
+
+def beyond_numbers(call: OpCall, held: Sequence[Held], dtypes: Sequence[torch.dtype]) -> bool:
+    """Return whether a pointwise operator makes no finite number of finite ones, as a quotient by padding of zeros.
+    What depends on data counts as a usual number."""
+    given = [_DATA if value is None else value for value in held]
+    if not facts(call.op).elementwise or len(held) < 2 or held.count(None) == len(held):
+        return False
+    if not all(map(math.isfinite, given)) or not any(dtype.is_floating_point for dtype in dtypes):
+        return False
+    key = _key(call, held, dtypes)
+    if key not in _beyond:
+        with torch.no_grad():
+            values = [torch.tensor([value], dtype=_wide(dtype)) for value, dtype in zip(given, dtypes, strict=True)]
+            _beyond[key] = not bool(_applied(call, values).isfinite().all())
+    return _beyond[key]
+
+
+def _key(call: OpCall, held: Sequence[Held], dtypes: Sequence[torch.dtype]) -> tuple[Any, ...]:
+    return call.op, repr((call.args, sorted(call.kwargs.items()))), *held, *dtypes
+
+
+def _wide(item: Any) -> Any:
+    return torch.float64 if isinstance(item, torch.dtype) and item.is_floating_point else item
+
+
+def _applied(call: OpCall, values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the first result of a call on these operands."""
+
+    def fill(item: Any) -> Any:
+        return values[item.index] if isinstance(item, Operand) else _wide(item)
+
+    made = operator(call.op)(*map(fill, call.args), **{key: fill(item) for key, item in call.kwargs.items()})
+    first: torch.Tensor = made[0] if isinstance(made, (tuple, list)) else made
+    return first
+
+
+def _computed(call: OpCall, held: Sequence[Held], dtypes: Sequence[torch.dtype]) -> tuple[float, bool]:
+    with torch.enable_grad():
+        values = [
+            torch.tensor([value or 0.0], dtype=_wide(dtype)).requires_grad_(dtype.is_floating_point)
+            for value, dtype in zip(held, dtypes, strict=True)
+        ]
+        made = _applied(call, values)
+        slopes = []
+        if made.requires_grad:
+            wanted = [value for value in values if value.requires_grad]
+            slopes = [g for g in torch.autograd.grad(made.sum(), wanted, allow_unused=True) if g is not None]
+    value = float(made.detach().to(torch.float64).sum())
+    numbers = math.isfinite(value) and all(bool(torch.isfinite(slope).all()) for slope in slopes)
+    return (UNKNOWN if math.isnan(value) else value), numbers
+
+
+# ---- neutral elements, proved
+
+
+_n, _m, _i, _j = sympy.symbols("n m i j", integer=True, nonnegative=True)
+_s, _c = sympy.symbols("s c", real=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """A way to reduce entries, and the ``value`` that extra entries must hold to change nothing.
+
+    ``adds`` is what one entry adds to a sum, or, where ``joins``, what it makes of the result ``s`` so far. ``c`` is
+    whatever else an entry is multiplied by.
+    """
+
+    value: float
+    adds: Callable[[sympy.Expr], sympy.Expr]
+    joins: bool = False
+
+
+_WAYS = {
+    "sum": Reduction(0.0, lambda x: _c * x),
+    "squares": Reduction(0.0, lambda x: x**2),
+    "max": Reduction(-math.inf, lambda x: sympy.Max(_s, x), joins=True),
+    "exponentials": Reduction(-math.inf, lambda x: sympy.exp(x - _s)),
+}
+"""The reductions that rows name, by name: how an operator reduces its first operand over a factor that results lack."""
+
+
+def reduction_of(op: str) -> Reduction | None:
+    """Return the reduction of an operator's first operand. It is None where the operator is linear in its summands, or
+    reduces nothing."""
+    way = facts(op).reduces
+    return None if way in ("", "sum") else _WAYS[way]
+
+
+@lru_cache(maxsize=256)
+def is_neutral(op: str, held: float | None) -> bool:
+    """Return whether m extra entries that hold ``held`` leave a reduction of n others as it is, for all n and m. Sympy
+    proves it from what one entry does. ``held`` is None for data, of which nothing is known."""
+    if facts(op).looks_up:  # no row n + i is one of the numbers below n, which are n - 1 - j
+        return ((_n + _i) - (_n - 1 - _j)).is_positive is True
+    if held is None or math.isnan(held):
+        return False
+    reduction = reduction_of(op) or _WAYS["sum"]
+    entry = {math.inf: sympy.oo, -math.inf: -sympy.oo}.get(held)
+    made = reduction.adds(sympy.Rational(held) if entry is None else entry)
+    left = made - _s if reduction.joins else sympy.Sum(made, (_i, _n, _n + _m - 1)).doit()
+    return bool(sympy.simplify(left) == 0)
+
+
+# ---- the contents of padding, followed through an operator by its rule
 
 
 class PaddingFault(ValueError):

@@ -13,11 +13,9 @@ from typing import TypeVar
 from ..analysis.dataflow import Question, follow, line_call
 from ..layout.collectives import COLLECTIVES
 from ..layout.placement import TensorType
-from ..ops.neutral import is_neutral
 from ..ops.rules import facts
-from ..padding.flow import Extra, Extras, PaddingFault, follow_number, follow_padding
+from ..padding.flow import Extra, Extras, Held, PaddingFault, follow_number, follow_padding, is_neutral, point
 from ..padding.pads import Pad, Pads
-from ..padding.point import Held, point
 from ..program.actions import step_kinds
 from ..program.binding import PARAMETERS, Binding
 from ..program.plain import making, weighted_terms

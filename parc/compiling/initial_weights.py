@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from parc.compiler.capture.capture import Captured
-from parc.compiler.initial.expected import state_tensors
-from parc.compiler.initial.files import WeightsError, open_weights, shown_faults
+from parc.compiler.initial.files import WeightsError, open_weights, shown_faults, state_tensors
 from parc.compiler.initial.recipes import Recorded
 from parc.compiler.plan.plan import Plan
 from parc.grammar.codes_build import BAD_WEIGHTS

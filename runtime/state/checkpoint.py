@@ -22,7 +22,7 @@ from ...compiler.build.folders import FolderError, FolderHeld, check_place, curr
 from ...compiler.build.json_schema import FormError
 from ...compiler.initial.files import OpenedFiles, held_type, shown_faults
 from ...compiler.layout.mesh import Shape
-from ...compiler.padding.runs import EntryRanges, EntryRun, crossings, packed
+from ...compiler.padding.tensors import EntryRanges, EntryRun, crossings, packed
 from ...compiler.program.stacked import part_name
 from ...grammar.bounded import check_regular, read_json
 from ...grammar.codes_build import BAD_STATE

@@ -19,7 +19,7 @@ import torch
 
 from ...compiler.build.json_schema import Each, FieldRow, Form, hold_form
 from ...compiler.layout.placement import DTYPES
-from ...compiler.padding.runs import EntryRanges
+from ...compiler.padding.tensors import EntryRanges
 from ...grammar.bounded import MOST_JSON, parse_json, read_bounded
 from .layouts import FileLayout
 from .shards import ShardFile

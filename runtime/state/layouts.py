@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ...compiler.layout.mesh import Mesh, Shape
 from ...compiler.layout.placement import TensorType
 from ...compiler.padding.pads import Pad, real_shape
-from ...compiler.padding.runs import EntryRanges, ranges_of, runs_of
+from ...compiler.padding.tensors import EntryRanges, ranges_of, runs_of
 from ..owners import piece_place
 
 

@@ -10,7 +10,7 @@ import torch
 from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.placement import Placement, Split, TensorType, along
 from ...compiler.padding.pads import Pads
-from ...compiler.padding.runs import EntryRun, packed
+from ...compiler.padding.tensors import EntryRun, packed
 from ...compiler.program.program import Value
 from ...compiler.program.roles import Role
 from ...compiler.program.step_values import residual_of

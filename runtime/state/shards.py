@@ -17,7 +17,7 @@ import torch
 
 from ...compiler.layout.mesh import Shape
 from ...compiler.layout.placement import DTYPES
-from ...compiler.padding.runs import EntryRun, packed
+from ...compiler.padding.tensors import EntryRun, packed
 from ...grammar.bounded import MOST_JSON, check_regular, parse_json
 
 _BLOCK = 16 << 20

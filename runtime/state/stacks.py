@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ...compiler.layout.mesh import Shape
-from ...compiler.padding.runs import EntryRun
+from ...compiler.padding.tensors import EntryRun
 from ...compiler.program.stacked import is_stacked, part_name, part_names
 from .layouts import FileLayout
 from .shards import Piece

@@ -19,11 +19,9 @@ from parc.compiler.layout.pieces import put_together, take
 from parc.compiler.layout.placement import Placement, Split, TensorType
 from parc.compiler.ops.factors import OpCall, Operand
 from parc.compiler.ops.infer import infer
-from parc.compiler.ops.neutral import is_neutral, reduction_of
 from parc.compiler.ops.rules import TABLE
-from parc.compiler.padding.flow import Extra, PaddingFault, follow_padding
+from parc.compiler.padding.flow import UNKNOWN, Extra, PaddingFault, follow_padding, is_neutral, reduction_of
 from parc.compiler.padding.pads import Pad, facts_of
-from parc.compiler.padding.point import UNKNOWN
 from parc.compiler.padding.tensors import grow, real_entries, shrink, spread
 from parc.compiling.compiled import Compiled
 from parc.desugar import desugar
