@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
-from ...grammar.codes_plan import MISSING_STATEMENT, REPEATED, UNKNOWN_VERB, UNREADABLE
+from ...grammar.codes_plan import BAD_VALUE, MISSING_STATEMENT, REPEATED, UNKNOWN_VERB, UNREADABLE
 from ...grammar.diagnostics import Diagnostic, Label, PlanError
 from ...grammar.format import format_statements
 from ...grammar.nearest import did_you_mean, listed, path_meant
@@ -18,9 +18,10 @@ from ...grammar.substitute import IN_STRING, LET
 from ...grammar.syntax import Phrase, Setting, Statement, Word
 from ...grammar.usage import parse_usage
 from ..layout.mesh import Mesh, view_cuts, viewed
+from ..program.actions import PHASES
 from ..program.step_values import LossScale
 from ..sizes.size_range import BATCH, SizeRange
-from .directive import TRAINERS, Directive, Scope, check_unique
+from .directive import TRAINERS, Directive, Scope, argument, check_unique
 from .directives import directive, verbs
 from .directives.bucket import DEFAULT as BUCKET
 from .directives.bucket import Bucket
@@ -55,10 +56,60 @@ from .directives.view import ViewLine
 from .directives.zero import Zero
 from .include import NAME_A_PLAN, Expanded, has_plan_name, read_source
 from .layouts import Fix, SplitWeights
-from .limits import Promise
-from .optimizer_group import OptimizerGroup
-from .rates import with_table
+from .rates import OptimizerGroup, with_table
 from .samples_said import SamplesSaid
+
+# ---- limits of ``forbid`` and ``expect`` lines: numbers of collectives in modules.
+
+
+ANY = "any"
+COLLECTIVE_WORDS: dict[str, tuple[str, ...]] = {
+    "all_reduce": ("all_reduce", "row_max", "all_reduce_among"),
+    "all_gather": ("all_gather", "all_gather_int8"),
+    "reduce_scatter": ("reduce_scatter", "reduce_scatter_int8"),
+    "all_to_all": ("all_to_all",),
+    "exchange": ("exchange",),
+    "ring": ("ring_attention", "ring_attention_backward"),
+}
+"""The words of a line for collectives, and the collectives of programs that each means. A row's maximum is an
+all-reduce too, and so is a sum among some stages."""
+
+
+@dataclass(frozen=True)
+class Promise(Directive):
+    """A promise of how many collectives a microbatch's forward and backward (or one phase) run in each of some
+    modules."""
+
+    ONCE = False
+
+    count: int = argument(lambda given: int(given.number("n", 0)))
+    op: Word = argument(lambda given: given.word("op"))
+    where: tuple[Word, ...] = argument(lambda given: given.words("in"))
+    axis: Word | None = argument(lambda given: given.word("over"))
+    phase: Word | None = argument(lambda given: given.word("during"))
+
+    def means(self, op: str, axes: tuple[str, ...], phase: str) -> bool:
+        """Return whether a collective is one of those that the line speaks of."""
+        phases = ("forward", "backward") if self.phase is None else (self.phase.text,)
+        named = self.op.text == ANY or op in COLLECTIVE_WORDS[self.op.text]
+        return named and phase in phases and (self.axis is None or self.axis.text in axes)
+
+    def check(self, scope: Scope) -> Iterator[Diagnostic]:
+        yield from super().check(scope)
+        names = (*COLLECTIVE_WORDS, ANY)
+        if self.op.text not in names:
+            help_ = did_you_mean(self.op.text, names, f"there are {listed(names)}")
+            message = f"no collective is called `{self.op.text}`"
+            yield Diagnostic(BAD_VALUE, message, Label(self.op.span), help=help_)
+        if self.axis is not None:
+            yield from scope.check_axis(self.axis, of_views=True)
+        if self.phase is not None and self.phase.text not in PHASES:
+            message = f"a step has no phase `{self.phase.text}`"
+            yield Diagnostic(BAD_VALUE, message, Label(self.phase.span), help=f"phases are {listed(PHASES)}")
+
+
+# ---- a plan read and checked as far as it can be without its model: ``read_plan`` and the typed, frozen
+
 
 MESH, OPTIMIZER = "mesh", "optimizer"
 MOST_ERRORS = 100

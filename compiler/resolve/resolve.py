@@ -23,9 +23,8 @@ from ..padding.pads import Pads, pads_by_value
 from ..plan.directives.experts import Experts
 from ..plan.directives.precision import TYPES, Precision
 from ..plan.directives.sequence import Sequence
-from ..plan.layouts import DimLayout, Factor, Fix, SplitWeights
+from ..plan.layouts import DimLayout, DimSplit, Factor, Fix, SplitWeights, cut_dims, multiples
 from ..plan.plan import Plan
-from ..plan.sub_dims import DimSplit, cut_dims, multiples
 from ..program.optimizers import Groups, grouped
 from ..sizes.size_range import BATCH, SizeRange
 from .compress_lines import CompressLine, compress_lines

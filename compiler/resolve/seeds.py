@@ -12,8 +12,8 @@ from ..layout.mesh import Mesh
 from ..layout.stretches import Outer, count, inside, nest
 from ..padding.pads import Pad, padded_shape
 from ..plan.directives.experts import Experts
+from ..plan.layouts import uneven
 from ..plan.plan import Plan
-from ..plan.sub_dims import uneven
 from .names import PlanNames
 
 

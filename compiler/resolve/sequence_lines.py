@@ -10,8 +10,8 @@ from ...grammar.nearest import listed
 from ...grammar.syntax import Word
 from ..layout.stretches import Outer, count, inside
 from ..plan.directives.sequence import Sequence
+from ..plan.layouts import multiples
 from ..plan.plan import Plan
-from ..plan.sub_dims import multiples
 from ..sizes.size_range import BATCH
 from .names import PlanNames, find_modules
 from .seeds import PlacementSeed

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from ...grammar.codes_plan import UNEVEN_SHARD
 from ...grammar.diagnostics import Diagnostic, Label
 from ..layout.stretches import zigzag
+from ..plan.layouts import multiples
 from ..plan.plan import Plan
-from ..plan.sub_dims import multiples
 from .seeds import PlacementSeed, Seeds
 
 

@@ -13,7 +13,7 @@ from parc.compiler.analysis.lifetimes import BLAS, ONEDNN
 from parc.compiler.analysis.liveness import local_bytes
 from parc.compiler.analysis.memory import MEMORY_KINDS
 from parc.compiler.ops.rules import facts
-from parc.compiler.plan.limits import Promise
+from parc.compiler.plan.plan import Promise
 from parc.compiler.program.actions import ACTIONS, BACKWARD, FORWARD, step_kinds
 from parc.compiler.program.roles import join_roles
 from parc.compiler.resolve.names import find_modules, is_within

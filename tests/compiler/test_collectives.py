@@ -16,7 +16,7 @@ from parc.compiler.layout.pieces import join_dim, put_together, slice_dim
 from parc.compiler.layout.placement import AxisType, Placement, Split, TensorType, parse_type
 from parc.compiler.layout.stretches import Outer, nest, zigzag
 from parc.compiler.ops.own_ops import OPS
-from parc.compiler.plan.limits import COLLECTIVE_WORDS
+from parc.compiler.plan.plan import COLLECTIVE_WORDS
 
 from .drawn import meshes, numbered, pieces_of, placed
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..directive import NOT_NEGATIVE
-from ..limits import Promise
+from ..plan import Promise
 
 
 class Expect(Promise):

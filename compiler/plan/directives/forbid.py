@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..limits import Promise
+from ..plan import Promise
 
 
 class Forbid(Promise):

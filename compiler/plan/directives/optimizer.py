@@ -13,8 +13,7 @@ from ....grammar.syntax import Word
 from ....grammar.usage import Arguments
 from ...program.optimizers import NOT_BY_ENTRY, OPTIMIZERS, OptimizerRow, kept_slots
 from ..directive import NOT_NEGATIVE, Directive, Literal, Scope, argument, read_literals
-from ..optimizer_group import LIMITS, OptimizerGroup, untaken
-from ..rates import RATE_TABLE, Rates, rates_of
+from ..rates import LIMITS, RATE_TABLE, OptimizerGroup, Rates, rates_of, untaken
 from .steps import Steps
 
 

@@ -28,7 +28,7 @@ from ...schedules.table import RowError
 from ...sizes.size_range import BATCH
 from ..directive import ONE_OR_MORE, Directive, Scope, argument
 from ..include import read_text
-from ..sub_dims import multiples
+from ..layouts import multiples
 from .precision import TYPES
 from .sizes import Sizes
 from .stage import Stage
