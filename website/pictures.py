@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from parc.compiler.schedules import timelines
-from parc.compiler.schedules.drawing import svg
-from parc.compiler.schedules.timeline import simulate
+from parc.compiler.schedules.timeline import simulate, svg
 from website.drawing import PARTIAL, RANKS, SOFT, WHOLE, Sheet
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "pictures"

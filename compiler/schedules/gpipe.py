@@ -11,7 +11,7 @@ def gpipe(stages: int, microbatches: int, chunks: int = 1) -> tuple[tuple[Action
 
     >>> from parc.compiler.schedules import timelines
     >>> from parc.compiler.schedules.timeline import simulate
-    >>> from parc.compiler.schedules.drawing import draw
+    >>> from parc.compiler.schedules.timeline import draw
     >>> print(draw(simulate(timelines("gpipe", 4, 4))))
     pp0 F0 F1 F2 F3                            B0─── B1─── B2─── B3───  idle 43 %
     pp1    F0 F1 F2 F3                   B0─── B1─── B2─── B3───        idle 43 %

@@ -35,7 +35,7 @@ def table_schedule(text: str) -> Callable[[int, int, int], tuple[tuple[Action, .
 
     >>> from parc.compiler.schedules import timelines
     >>> from parc.compiler.schedules.timeline import simulate
-    >>> from parc.compiler.schedules.drawing import draw
+    >>> from parc.compiler.schedules.timeline import draw
     >>> print(draw(simulate(timelines("looped", 4, 4, chunks=2), backward=1)))
     pp0 0F0 0F1 0F2 0F3 2F0 2F1 2F2 2F3         2B3 2B2 2B1 2B0 0B3 0B2 0B1 0B0  idle 11 %
     pp1     1F0 1F1 1F2 1F3 3F0 3F1 3F2 3F3 3B3 3B2 3B1 3B0 1B3 1B2 1B1 1B0      idle 11 %

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from html import escape
+from itertools import accumulate, zip_longest
+from math import floor, log10
+from typing import TYPE_CHECKING
 
-from ..program.actions import ACTIONS, BACKWARD, FORWARD, Action, send_kind
+from ..program.actions import ACTIONS, BACKWARD, FORWARD, Action, send_kind, work_kinds
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,3 +115,187 @@ def _taken(times: Times, action: Action) -> float:
     if callable(times):
         return times(action)
     return times[action.stage] if isinstance(times, Sequence) else times
+
+
+# ---- pictures of a timeline
+
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+Cell = tuple[str, Action | None]
+
+
+def time_slot(timeline: Timeline) -> float:
+    """Return a slot of time for a drawing as text: that of the shortest work, but an eighth of the longest at least."""
+    times = [span.end - span.start for spans in timeline.spans.values() for span in spans if span.end > span.start]
+    return max(min(times), max(times) / 8) if times else 1
+
+
+def draw(timeline: Timeline, slot: float = 1, width: int | None = None) -> str:
+    """Return the timeline as text: a row per role, room for a label per ``slot`` of time, the microbatch after ``F`` or
+    ``B``; and how much of the time is idle.
+
+    Where roles have several stages the stage comes first, as in ``4F0``. What is wider than ``width`` goes on below.
+
+    >>> from parc.compiler.schedules import timelines
+    >>> from parc.compiler.schedules.timeline import simulate
+    >>> print(draw(simulate(timelines("1f1b", 2, 3))))
+    pp0 F0 F1       B0─── F2 B1───    B2───  idle 25 %
+    pp1    F0 B0─── F1 B1─── F2 B2───        idle 25 %
+    """
+    several = _chunks(timeline) > 1
+    rows = _rows(timeline, slot, width, lambda a: str(a) if several else f"{a.kind}{a.microbatch}", "─")
+    return "\n".join("".join(text for text, _ in row).rstrip() for row in rows)
+
+
+def paint(timeline: Timeline, slot: float = 1, width: int | None = None) -> Text:
+    """Return the picture of ``draw`` for a terminal: microbatches alone, forwards blue and backwards green, chunks in
+    lighter shades."""
+    from rich.text import Text
+
+    picture, shades = Text(), _shades(timeline)
+    for row in _rows(timeline, slot, width, lambda a: str(a.microbatch), " "):
+        for (text, action), (_, then) in zip_longest(row, row[1:], fillvalue=("", None)):
+            box = text[: len(text) - (action != then)]  # a gap between two boxes
+            picture.append(box, style=f"black on {_color(shades, action)}" if action is not None else "")
+            picture.append(text[len(box) :])
+        picture.append("\n")
+    return picture
+
+
+def _chunks(timeline: Timeline) -> int:
+    """The most stages that a role has."""
+    return max((len(_stages(spans)) for spans in timeline.spans.values()), default=0)
+
+
+def _stages(spans: Iterable[TimeSpan]) -> list[int]:
+    """A role's stages, in order."""
+    return sorted({span.action.stage for span in spans if span.action.works})
+
+
+def _shades(timeline: Timeline) -> dict[int, int]:
+    """Return the index of each stage among the stages of its role, from 0."""
+    return {stage: chunk for spans in timeline.spans.values() for chunk, stage in enumerate(_stages(spans))}
+
+
+def _color(shades: Mapping[int, int], action: Action) -> str:
+    colors = ACTIONS[action.kind].colors
+    return colors[shades[action.stage] % len(colors)]
+
+
+def _rows(
+    timeline: Timeline, slot: float, width: int | None, label: Callable[[Action], str], fill: str
+) -> Iterator[list[Cell]]:
+    work = {role: [span for span in spans if span.action.works] for role, spans in timeline.spans.items()}
+    cell = 1 + max((len(label(span.action)) for spans in work.values() for span in spans), default=0)
+    head = 1 + max(map(len, work), default=0)
+    slot /= cell  # times are rounded to characters
+    columns = _rounded(timeline.makespan / slot)
+    tails = {role: f" idle {_percent(timeline, role)}" for role in work}
+    fits = columns if width is None else (width - head - max(map(len, tails.values()))) // cell * cell
+    room = max(fits, cell)
+    grid: dict[str, list[Cell]] = {}
+    for role, spans in work.items():
+        grid[role] = [(" ", None)] * columns
+        for span in spans:
+            first, end = _rounded(span.start / slot), _rounded(span.end / slot)
+            text = label(span.action).ljust(end - first - 1, fill) + " "
+            grid[role][first:end] = [(char, span.action) for char in text[: end - first]]
+    for start in range(0, columns, room):
+        if start:
+            yield []
+        for role, cells in grid.items():
+            tail = tails[role] if start + room >= columns else ""
+            yield [(role.ljust(head), None), *cells[start : start + room], (tail, None)]
+
+
+def _rounded(number: float) -> int:
+    return floor(number + 0.5)
+
+
+def _percent(timeline: Timeline, role: str) -> str:
+    return f"{100 * timeline.idle_share(role):.0f} %"
+
+
+_ROW, _GAP, _LEFT, _RIGHT, _TOP, _BOTTOM = 30, 8, 64, 92, 44, 40
+_GREY = "#5f6b7a"
+
+
+def svg(timeline: Timeline, title: str = "", unit: str = "") -> str:
+    """An SVG picture with a lane a role, a box for each ``F`` and ``B`` with its microbatch, and an axis of time in
+    ``unit``, or of ``%`` of the makespan; a box says more under the pointer. A page can change colors by the classes of
+    its parts."""
+    work = [span for spans in timeline.spans.values() for span in spans if span.action.works]
+    makespan, shades = timeline.makespan or 1, _shades(timeline)
+    shortest = min((span.end - span.start for span in work if span.end > span.start), default=makespan)
+    scale = min(max(900 / makespan, 20 / shortest), 6000 / makespan)
+    right, bottom = _LEFT + makespan * scale, _TOP + len(timeline.spans) * (_ROW + _GAP)
+    by = 100 / makespan if unit == "%" else 1
+    parts = [*_legend(timeline, title, right), *_axis(makespan * by, scale / by, bottom, unit)]
+    for lane, role in enumerate(timeline.spans):
+        y = _TOP + lane * (_ROW + _GAP)
+        parts += [
+            f'<rect class="lane" x="{_LEFT}" y="{y}" width="{makespan * scale:.1f}" height="{_ROW}" rx="3"'
+            ' fill="#eef1f5"/>',
+            _words(_LEFT - 10, y + _ROW / 2, role, "end", weight="600"),
+            _words(right + 10, y + _ROW / 2, f"idle {_percent(timeline, role)}", "start", _GREY),
+        ]
+        parts.append('<g class="work" text-anchor="middle" dominant-baseline="central" fill="#1f2933">')
+        for span in timeline.spans[role]:
+            if span.action.works:
+                parts += _box(span, _color(shades, span.action), scale, y, by, unit)
+        parts.append("</g>")
+    width, height = f"{right + _RIGHT:.0f}", f"{bottom + _BOTTOM:.0f}"
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
+        ' font-family="system-ui, sans-serif" font-size="13">\n'
+        f'<rect class="ground" width="100%" height="100%" fill="white"/>\n{chr(10).join(parts)}\n</svg>\n'
+    )
+
+
+def _words(x: float, y: float, text: str, anchor: str, color: str = "#1f2933", weight: str = "400") -> str:
+    kind = ' class="quiet"' if color == _GREY else ""
+    return (
+        f'<text{kind} x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" dominant-baseline="central" fill="{color}"'
+        f' font-weight="{weight}">{escape(text)}</text>'
+    )
+
+
+def _box(span: TimeSpan, color: str, scale: float, y: float, by: float, unit: str) -> Iterator[str]:
+    x, width = _LEFT + span.start * scale, (span.end - span.start) * scale
+    number = str(span.action.microbatch)
+    yield (
+        f'<rect x="{x + 0.5:.1f}" y="{y}" width="{max(width - 1, 0.5):.1f}" height="{_ROW}" rx="3"'
+        f' fill="{color}">'
+        f"<title>{span.action}: {span.start * by:.4g} to {span.end * by:.4g} {escape(unit)}</title></rect>"
+    )
+    if width >= 9 * len(number):
+        yield f'<text x="{x + width / 2:.1f}" y="{y + _ROW / 2:g}">{number}</text>'
+
+
+def _legend(timeline: Timeline, title: str, right: float) -> Iterator[str]:
+    """Return the title and, at the right end, the meaning of the colors."""
+    yield _words(_LEFT, 22, title, "start", weight="600")
+    chunks = _chunks(timeline)
+    x = right
+    used = {span.action.kind for spans in timeline.spans.values() for span in spans}
+    for kind in (kind for kind in reversed(work_kinds()) if kind in used):
+        for chunk in reversed(range(min(chunks, len(ACTIONS[kind].colors)))):
+            name = ACTIONS[kind].phase
+            text = str(chunk) if chunk else f"{name}, chunk 0" if chunks > 1 else name
+            yield _words(x, 22, text, "end", _GREY)
+            x -= 8 * len(text) + 20
+            yield f'<rect x="{x:.1f}" y="15" width="14" height="14" rx="3" fill="{ACTIONS[kind].colors[chunk]}"/>'
+            x -= 14
+
+
+def _axis(makespan: float, scale: float, bottom: float, unit: str) -> Iterator[str]:
+    """Return ticks at round times, at most one every 60 pixels or so, and the unit at the end."""
+    power = 10 ** floor(log10(makespan * 60 / (makespan * scale)))
+    step = next(power * n for n in (1, 2, 5, 10) if power * n * scale >= 60)
+    for tick in range(int(makespan / step + 1e-9) + 1):
+        x = _LEFT + tick * step * scale
+        yield f'<path d="M{x:.1f} {_TOP} V{bottom}" class="tick" stroke="#d5dbe3"/>'
+        yield _words(x, bottom + 14, f"{tick * step:g}", "middle", _GREY)
+    yield _words(_LEFT + makespan * scale + 24, bottom + 14, unit, "start", _GREY)

@@ -11,9 +11,8 @@ from ..analysis.dataflow import weight_sources
 from ..program.actions import BACKWARD, COUNTING, FORWARD, step_kinds
 from ..program.program import Fault, Program
 from ..program.roles import Programs
-from .backward import Backward, reduce_facts
 from .bodies import Pairs, function_body, number_problem
-from .wiring import Forward, Kinds, PieceCall, PieceFact, WiringFault
+from .wiring import Backward, Forward, Kinds, PieceCall, PieceFact, WiringFault, reduce_facts
 
 
 def compare_structure(full: Programs, captured: Program, twin: Programs, twin_captured: Program) -> list[Fault]:

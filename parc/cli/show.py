@@ -138,7 +138,7 @@ def _show_timeline(given: argparse.Namespace, build: Build) -> int:
 
     from parc.compiler.analysis.flops import step_timeline
     from parc.compiler.build.build import BuildError
-    from parc.compiler.schedules.drawing import draw, paint, svg, time_slot
+    from parc.compiler.schedules.timeline import draw, paint, svg, time_slot
     from parc.report_words import schedule_words
     from parc.runtime.faults import writing
 

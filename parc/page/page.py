@@ -12,7 +12,7 @@ from markupsafe import Markup, escape
 from parc.compiler.analysis.flops import step_timeline
 from parc.compiler.analysis.memory import MEMORY_KINDS
 from parc.compiler.build.build import Build, BuildError
-from parc.compiler.schedules.drawing import svg
+from parc.compiler.schedules.timeline import svg
 from parc.grammar.syntax import size_text
 from parc.page.arcs import arcs_svg
 from parc.page.facts import STORED_KINDS, EqualMessages, PageFacts

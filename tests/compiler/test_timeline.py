@@ -10,8 +10,7 @@ import pytest
 
 from parc.compiler.program.actions import Action
 from parc.compiler.schedules import timelines
-from parc.compiler.schedules.drawing import draw, paint, svg, time_slot
-from parc.compiler.schedules.timeline import Timeline, simulate
+from parc.compiler.schedules.timeline import Timeline, draw, paint, simulate, svg, time_slot
 
 
 def test_messages_that_take_time_make_ranks_wait() -> None:
