@@ -21,7 +21,7 @@ from parc.compiler.ops.precision import is_narrow
 from parc.compiler.program.actions import ACTIONS, FORWARD
 from parc.compiler.program.binding import PARAMETERS
 from parc.compiler.program.blocks import starred
-from parc.compiler.resolve.context_lines import RING_METHODS, context_lines
+from parc.compiler.resolve.in_graph import RING_METHODS, context_lines
 from parc.compiling.compiled import Compiled
 from parc.compiling.size_ranges import line_span
 from parc.grammar.codes_build import (

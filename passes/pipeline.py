@@ -23,7 +23,7 @@ from ..compiler.program.program import Program
 from ..compiler.program.roles import SINGLE as ROLE
 from ..compiler.program.roles import Programs, join_roles, with_idle
 from ..compiler.program.step_values import Bias, LossScale
-from ..compiler.resolve.context_lines import ContextLine
+from ..compiler.resolve.in_graph import ContextLine
 from ..compiler.resolve.seeds import PlacementSeed
 from .calls import computes, mark_packed
 from .canonical.canonicalize import canonical_form, copied

@@ -14,7 +14,7 @@ from parc.compiler.plan.directive import TRAINERS
 from parc.compiler.plan.directives import language_page
 from parc.compiler.plan.directives.optimizer import Optimizer
 from parc.compiler.plan.plan import read_plan
-from parc.compiler.resolve.resolve import Resolved, resolve
+from parc.compiler.resolve.placements import Resolved, resolve
 from parc.grammar.codes import CODES, MODULES, errors_page
 from parc.grammar.codes_plan import MISSING_STATEMENT
 from parc.grammar.diagnostics import Code, Diagnostic, PlanError, render
@@ -171,5 +171,5 @@ def test_reading_a_plan_does_not_import_torch() -> None:
     import subprocess
     import sys
 
-    program = "import sys, parc.compiler.resolve.resolve; sys.exit('torch' in sys.modules)"
+    program = "import sys, parc.compiler.resolve.placements; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0

@@ -3,20 +3,102 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from ...grammar.codes_plan import NO_SITE, NO_WEIGHT, NOTHING_MATCHED
 from ...grammar.diagnostics import Diagnostic, Label
 from ...grammar.nearest import listed
 from ...grammar.syntax import Word
 from ..layout.mesh import Shape
+from ..layout.stretches import Outer
 from ..plan.layouts import SplitWeights
+from ..plan.plan import Plan
 from ..program.stacked import EACH
-from .adapters import layer_weights
 from .pattern import ANY_DEPTH, Pattern
-from .sites import InnerValue, InnerValues
+
+# ---- values inside a model that a plan's lines can place, as ``out(blocks.3)`` and ``in(blocks.3)``.
+
+
+class DimOfInput(NamedTuple):
+    """A dim of an input, found in a value: the entries of the value's ``dim``, seen as ``(outer, rest)``, that ``rest``
+    begins with."""
+
+    input: str
+    input_dim: int
+    dim: int
+    outer: Outer
+
+
+@dataclass(frozen=True, slots=True)
+class InnerValue:
+    """A value that crosses the border of a module, by the one name that stands for all names it has."""
+
+    name: str
+    shape: Shape
+    found: tuple[DimOfInput, ...] = ()
+    """The dims of inputs that its dims come from, by the operators' rules."""
+
+    def sizes(self, plan: Plan) -> Iterator[tuple[str, int, Outer]]:
+        """Yield the plan's sizes that are in the value: name, dim and outer parts, each once."""
+        dims = {line.name: line.dims for line in plan.inputs}
+        places = ((dims[at.input][at.input_dim], at.dim, at.outer) for at in self.found if at.input in dims)
+        yield from dict.fromkeys((name, dim, outer) for name, dim, outer in places if isinstance(name, str))
+
+    def dims(self, plan: Plan, batch: str) -> tuple[str | int, ...]:
+        """Return the name of each dim that is a size of the plan, and the number of entries of any other one."""
+        names: list[str | int] = list(self.shape)
+        for name, dim, _ in self.sizes(plan):
+            size = plan.sizes[name].high // (plan.microbatches if name == batch else 1)
+            if self.shape[dim] == size:  # and not a product of several sizes
+                names[dim] = name
+        return tuple(names)
+
+
+@dataclass(frozen=True)
+class InnerValues:
+    """The values that cross borders of a model's modules, by ``out(MODULE)`` and ``in(MODULE)``; several ones are in
+    the order in which the model makes them."""
+
+    named: Mapping[str, tuple[InnerValue, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_own", {site.name: site for sites in self.named.values() for site in sites})
+
+    def get(self, name: str) -> InnerValue | None:
+        """Return the site of this one name."""
+        own: Mapping[str, InnerValue] = getattr(self, "_own")  # noqa: B009
+        return own.get(name)
+
+
+# ---- layers that adapters wrap, as those of the ``peft`` library
+
+
+_OWN = r"(base_layer|modules_to_save\.[^.]+)\.weight"
+
+
+def layer_weights(module: str, style: str, parameters: Collection[str]) -> list[tuple[str, str | None]]:
+    """Return the weights of a linear layer or a table that a line of a style splits, each with its bias.
+
+    Of a wrapped layer they are its own weight, and the factors of adapters that have the dim which is split: the second
+    where outputs are split, the first where inputs are.
+
+    >>> layer_weights("up", "column", ["up.base_layer.weight", "up.lora_A.a.weight", "up.lora_B.a.weight"])
+    [('up.base_layer.weight', None), ('up.lora_B.a.weight', None)]
+    """
+    if f"{module}.weight" in parameters:
+        weights = [f"{module}.weight"]
+    else:
+        factor = r"lora_A\.[^.]+\.weight" if style == "row" else r"lora_B\.[^.]+\.weight"
+        split = re.compile(rf"{re.escape(module)}\.({_OWN}|{factor})")
+        weights = list(filter(split.fullmatch, parameters))
+    biases = (f"{weight.removesuffix('.weight')}.bias" for weight in weights)
+    return [(weight, bias if bias in parameters else None) for weight, bias in zip(weights, biases, strict=True)]
+
+
+# ---- the names of a captured model, and the search for the names that a plan's line means.
+
 
 OPTIONAL = "a `?` at the end lets a pattern match nothing"
 

@@ -17,7 +17,7 @@ from parc.compiler.plan.directive import Literal
 from parc.compiler.plan.directives.experts import Experts
 from parc.compiler.plan.directives.stage import Stage
 from parc.compiler.program.blocks import block_of, starred
-from parc.compiler.resolve.context_lines import RING_METHODS
+from parc.compiler.resolve.in_graph import RING_METHODS
 from parc.compiler.resolve.names import is_within
 from parc.compiler.resolve.stage_lines import stage_count
 from parc.compiling.compiled import Compiled

@@ -25,7 +25,7 @@ def check_command(given: argparse.Namespace) -> int:
     """Check statements first: only for a plan without a fault in them are torch and the model loaded."""
     plan, folder = read(given, given.plan), given.plan.resolve().parent
     if given.static:
-        from parc.compiler.resolve.resolve import input_faults
+        from parc.compiler.resolve.placements import input_faults
         from parc.compiling.callable_faults import callable_faults
 
         show(plan.warnings)

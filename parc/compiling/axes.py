@@ -11,7 +11,7 @@ from parc.compiler.capture.capture import Captured
 from parc.compiler.capture.node_facts import noted
 from parc.compiler.layout.mesh import Mesh, NoCommonParts, node_levels, viewed
 from parc.compiler.plan.plan import Plan
-from parc.compiler.resolve.resolve import Resolved
+from parc.compiler.resolve.placements import Resolved
 from parc.grammar.codes_plan import BAD_VIEW, NOT_COMPRESSED, UNEVEN_NODES
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.passes.placing.heads import Copies

@@ -24,8 +24,8 @@ from parc.compiler.padding.pads import facts_of
 from parc.compiler.plan.plan import Plan
 from parc.compiler.program.actions import ACTIONS, Action, Purpose, schedule_text
 from parc.compiler.program.program import REFERENCE_FILE
-from parc.compiler.resolve.resolve import Resolved
-from parc.compiler.resolve.routing import RoutedLayer, routing_facts
+from parc.compiler.resolve.experts import RoutedLayer, routing_facts
+from parc.compiler.resolve.placements import Resolved
 from parc.compiler.sizes.polynomials import check_points
 from parc.compiler.sizes.template import Template
 from parc.compiling.fitted import Fitted

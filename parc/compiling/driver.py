@@ -24,10 +24,9 @@ from parc.compiler.plan.directives.schedule import ACCUMULATE
 from parc.compiler.plan.plan import Plan
 from parc.compiler.program.actions import FORWARD
 from parc.compiler.program.binding import PARAMETERS, Binding
-from parc.compiler.resolve.context_lines import context_lines
-from parc.compiler.resolve.resolve import Resolved, resolve
-from parc.compiler.resolve.routing import RoutedLayer, biases_of, routing_of
-from parc.compiler.resolve.units import units_of
+from parc.compiler.resolve.experts import RoutedLayer, biases_of, routing_of
+from parc.compiler.resolve.in_graph import context_lines, units_of
+from parc.compiler.resolve.placements import Resolved, resolve
 from parc.compiler.sizes.polynomials import moving
 from parc.compiler.verify.returned import sample_dims
 from parc.compiling.axes import compressions_of, finer_axes, levels_of, replicas_of, shardings_of

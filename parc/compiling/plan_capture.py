@@ -18,7 +18,7 @@ from parc.compiler.initial.recipes import Recorded, record
 from parc.compiler.plan.directive import Directive
 from parc.compiler.plan.directives.experts import Experts
 from parc.compiler.plan.plan import Plan
-from parc.compiler.resolve.routing import capacities_of
+from parc.compiler.resolve.experts import capacities_of
 from parc.compiling.callable_faults import callable_diagnostic, own_trace
 from parc.grammar.codes_build import (
     CAPTURE_FAILED,

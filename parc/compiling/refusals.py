@@ -8,7 +8,7 @@ from parc.compiler.layout.mesh import Mesh
 from parc.compiler.layout.placement import Split
 from parc.compiler.plan.directives.experts import Experts
 from parc.compiler.plan.plan import Plan
-from parc.compiler.resolve.resolve import Resolved
+from parc.compiler.resolve.placements import Resolved
 from parc.compiling.sites import not_placed
 from parc.grammar.codes_build import BAD_RULE
 from parc.grammar.codes_plan import FEW_HEADS_EACH, MIXED_ROWS, SPLIT_ALREADY, UNEVEN_TOKENS, WHOLE_SEQUENCE

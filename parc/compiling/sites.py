@@ -10,7 +10,7 @@ from parc.compiler.plan.layouts import Fix
 from parc.compiler.plan.plan import Plan
 from parc.compiler.program.binding import Binding
 from parc.compiler.resolve.names import PlanNames
-from parc.compiler.resolve.resolve import Resolved
+from parc.compiler.resolve.placements import Resolved
 from parc.compiling.size_ranges import line_span
 from parc.grammar.codes_plan import NOT_PLACED
 from parc.grammar.diagnostics import Diagnostic, Label

@@ -8,7 +8,7 @@ from torch import fx
 
 from ...compiler.capture.node_facts import noted
 from ...compiler.ops.own_ops import OPS
-from ...compiler.resolve.context_lines import ContextLine
+from ...compiler.resolve.in_graph import ContextLine
 from ...compiler.resolve.names import is_within
 
 

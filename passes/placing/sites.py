@@ -14,7 +14,7 @@ from ...compiler.layout.placement import Placement, TensorType
 from ...compiler.layout.stretches import Outer
 from ...compiler.ops.splits import to_factor
 from ...compiler.program.binding import BUFFERS
-from ...compiler.resolve.sites import DimOfInput, InnerValue, InnerValues
+from ...compiler.resolve.names import DimOfInput, InnerValue, InnerValues
 from ..calls import ValueKey, computes, fake, key_of, operands_of
 from .follow import Follower, factor_places
 from .propagate import Placed

@@ -17,7 +17,7 @@ from ...compiler.layout.mesh import Mesh
 from ...compiler.program.program import Function, Line
 from ...compiler.program.rewriter import Rewriter
 from ...compiler.program.roles import Programs
-from ...compiler.resolve.context_lines import RING_METHODS, ContextLine
+from ...compiler.resolve.in_graph import RING_METHODS, ContextLine
 
 _SPREAD = {row.attention: (op, row) for op, row in RINGS.items()}
 _ENDS = ("parc.all_gather", "parc.reduce_scatter")

@@ -8,12 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 
-from ...grammar.codes_plan import (
-    NOT_PADDED,
-    REPEATED_PLACEMENT,
-    UNEVEN_SHARD,
-    WRONG_DIM,
-)
+from ...grammar.codes_plan import IDLE_AXIS, NOT_PADDED, REPEATED_PLACEMENT, UNEVEN_SHARD, WRONG_DIM
 from ...grammar.diagnostics import Diagnostic, Label, PlanError, Severity
 from ...grammar.source import Span
 from ...grammar.syntax import Word
@@ -27,16 +22,42 @@ from ..plan.layouts import DimLayout, DimSplit, Factor, Fix, SplitWeights, cut_d
 from ..plan.plan import Plan
 from ..program.optimizers import Groups, grouped
 from ..sizes.size_range import BATCH, SizeRange
-from .compress_lines import CompressLine, compress_lines
-from .idle_axes import idle_axes
 from .names import PlanNames, WeightUse, find_modules, find_parameters, find_values, find_weights, split_dim
-from .recompute_lines import recompute_lines
-from .seeds import PlacementSeed, Seeds
-from .sequence_lines import sequence_seeds
-from .sequences import split_inputs
+from .seeds import PlacementSeed, Seeds, Views
+from .sequences import sequence_seeds, split_inputs
 from .stage_lines import find_cuts
-from .view_lines import Views
-from .zero_lines import ZeroLine, zero_lines
+from .storage import CompressLine, ZeroLine, compress_lines, recompute_lines, zero_lines
+
+# ---- axes of several ranks that no line of a plan uses.
+
+
+def idle_axes(plan: Plan, seeds: Iterable[PlacementSeed]) -> Iterator[Diagnostic]:
+    """Return a warning for every axis of several ranks that splits nothing, or experts alone, and has no stages."""
+    seeds = tuple(seeds)
+    lines = {(line.span.source, line.span.line) for line in plan.placements if isinstance(line, Experts)}
+    by_experts = {seed: (seed.span.source, seed.span.line) in lines for seed in seeds}
+    axes = {seed.axis: {plan.refined.owner(part) for part in plan.refined.parts(seed.axis)} for seed in seeds}
+    experts = {axis for seed, by in by_experts.items() if by for axis in axes[seed.axis]}
+    used = {axis for seed, by in by_experts.items() if seed.dim is not None and not by for axis in axes[seed.axis]}
+    used |= {line.axis.text for line in plan.stages}
+    batch = next((line for line in plan.inputs if BATCH in line.dims), None)
+    placed = {seed.value for seed in seeds}
+    for axis, size in plan.mesh.axes:
+        if size == 1 or axis in used:
+            continue
+        help_ = "name it in a line that places weights or inputs"
+        if batch is not None and batch.name not in placed:
+            dims = ", ".join(f"{BATCH}/{axis}" if dim == BATCH else "_" for dim in batch.dims)
+            help_ = f"write `shard {batch.name} [{dims}]`"
+        message = f"the axis `{axis}` splits nothing: its {size} ranks do the same work"
+        if axis in experts:
+            message = f"the axis `{axis}` splits only experts: its {size} ranks all do the same other work"
+        label = Label(plan.mesh_spans[axis])
+        yield Diagnostic(IDLE_AXIS, message, label, help=f"{help_}, or leave the axis out", severity=Severity.WARNING)
+
+
+# ---- the plan's placement lines applied to the names of a captured model: seeds of propagation, or every error.
+
 
 __all__ = ["PlanNames", "Resolved", "WeightUse", "ZeroLine", "input_faults", "resolve"]
 
