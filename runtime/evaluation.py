@@ -49,7 +49,7 @@ def evaluation_of(build: Build) -> Build:
 def with_samples(build: Build, samples: Mapping[str, Any]) -> Build:
     """Return an evaluation at its largest sizes, with other ``samples``: all of those of a `data` line, in order. They
     need not have inputs that the loss alone reads."""
-    from ..compiler.verify.returned import of_returned  # proves in sympy, which most runs need not import
+    from ..compiler.verify.padding import of_returned  # proves in sympy, which most runs need not import
 
     needed = [*of_returned(build.reference.main).bound("input")]
     return replace(build, manifest={**build.manifest, "data": samples, "said": PREDICTED, "needed": needed},

@@ -46,7 +46,7 @@ class Predictions:
         Raises:
             RunError: there is none.
         """
-        from ..compiler.verify.returned import sample_dims
+        from ..compiler.verify.padding import sample_dims
 
         if not (dims := sample_dims(self._build.reference, self._unbatched)):
             message = "the model returns no tensor that has a row for each sample"
@@ -56,14 +56,14 @@ class Predictions:
     @cached_property
     def _reads(self) -> set[str]:
         """The inputs that these tensors need."""
-        from ..compiler.verify.returned import of_returned
+        from ..compiler.verify.padding import of_returned
 
         return {*of_returned(self._build.reference.main, self.dims).bound("input")}
 
     @cached_property
     def _mixed(self) -> str:
         """The reason why further samples would change what others get; "" if they do not."""
-        from ..compiler.verify.returned import mixed_samples  # proves in sympy, which most runs need not import
+        from ..compiler.verify.padding import mixed_samples  # proves in sympy, which most runs need not import
 
         return mixed_samples(self._build.reference, self.dims, self._unbatched)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from parc.compiler.verify.precision import check_precision
+from parc.compiler.verify.rounding import check_precision
 from tests.planted_builds import BUILDS, COMPRESSED_BUILDS, OFFLOADED, GoodBuild, good_build, judge
 from tests.planted_compressed import compressed_rows
 from tests.planted_context import context_rows

@@ -18,7 +18,7 @@ from parc.compiler.program.step_values import residual_of
 from parc.compiler.program.text import ProgramError
 from parc.compiler.verify.compressed import check_compressed
 from parc.compiler.verify.lines import check_program
-from parc.compiler.verify.reduce import check_reduce
+from parc.compiler.verify.sums import check_reduce
 from tests.planted_builds import COMPRESSED_BUILDS, GoodBuild, good_build, reread
 from tests.planted_rows import Row
 from tests.planted_sites import Mutant, Programs, reading, with_argument, with_function

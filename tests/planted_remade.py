@@ -8,7 +8,7 @@ from itertools import combinations
 
 from parc.compiler.program.actions import BACKWARD, FORWARD
 from parc.compiler.program.program import Line, Ref, map_references
-from parc.compiler.verify.remade import forward_lines
+from parc.compiler.verify.rounding import forward_lines
 from tests.planted_builds import GoodBuild
 from tests.planted_sites import Mutant, Site, sites, with_argument, with_main
 

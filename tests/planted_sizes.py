@@ -13,7 +13,7 @@ from pathlib import Path
 from parc.compiler.program.program import REFERENCE_FILE
 from parc.compiler.sizes.polynomials import Polynomial, check_points, moving
 from parc.compiler.sizes.template import Expression, Template
-from parc.compiler.verify.sizes import size_faults
+from parc.compiler.verify.ranges import size_faults
 from tests.checked_plans import compiled
 from tests.planted_rows import Row
 from tests.ranged_models import positions

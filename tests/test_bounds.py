@@ -9,7 +9,7 @@ from parc.checking.checks import check_build
 from parc.compiler.plan.plan import read_plan
 from parc.compiler.program.program import Program
 from parc.compiler.program.text import parse_program
-from parc.compiler.verify.bounds import check_bounds
+from parc.compiler.verify.arithmetic import check_bounds
 from parc.compiling.driver import compile_plan
 
 MODEL = """

@@ -16,7 +16,7 @@ from parc.checking.reports import report_of
 from parc.compiler.build.directory import write_build
 from parc.compiler.program.actions import SCALING
 from parc.compiler.program.text import parse_program
-from parc.compiler.verify.reduce import check_reduce
+from parc.compiler.verify.sums import check_reduce
 from parc.grammar.diagnostics import Severity
 from tests.checked_plans import checked, compiled
 from tests.draws import all_but

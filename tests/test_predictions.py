@@ -19,8 +19,7 @@ from parc.compiler.build.directory import write_build
 from parc.compiler.layout.placement import Split
 from parc.compiler.program.binding import Binding
 from parc.compiler.program.program import Line, Ref
-from parc.compiler.verify.padding import tail_fault
-from parc.compiler.verify.returned import mixed_samples, of_returned, sample_dims
+from parc.compiler.verify.padding import mixed_samples, of_returned, sample_dims, tail_fault
 from parc.runtime.compare.returned import joined, stacked
 from parc.runtime.compare.simulate import Simulation
 from parc.runtime.results import StepResult

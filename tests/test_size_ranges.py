@@ -25,8 +25,7 @@ from parc.compiler.build.directory import read_build, write_build
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.program.text import parse_program
 from parc.compiler.sizes.polynomials import check_points, sample_points
-from parc.compiler.verify.numbers import binding_faults
-from parc.compiler.verify.sizes import size_faults
+from parc.compiler.verify.ranges import binding_faults, size_faults
 from parc.compiling.compiled import Compiled, programs_of
 from parc.compiling.driver import compile_plan
 from parc.compiling.size_ranges import fixed

@@ -6,16 +6,19 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from operator import le
 from types import MappingProxyType
 
+from ..analysis.dataflow import stored_sources, weight_sources
 from ..analysis.samples import combination
 from ..layout.mesh import Mesh
 from ..layout.placement import TensorType
 from ..ops.rules import facts
 from ..padding.pads import Pads, padded_shape
-from ..program.actions import ACTIONS, AVERAGING, BACKWARD, FORWARD, SCALING, ActionRow, step_kinds
+from ..program.actions import ACTIONS, AVERAGING, BACKWARD, FORWARD, SCALING, UNSHARD, ActionRow, step_kinds
 from ..program.binding import COUNT, KINDS, LOSS, OUTSIDE, PARAMETERS, UNSCALE, Binding, Kind
-from ..program.program import Fault, Function, LocalSize, Program, Value
+from ..program.program import Fault, Function, Line, LocalSize, Program, Value
 from ..program.step_values import LOSS_SCALE
-from .scaling import check_scaling
+from ..twin.structure import repetition_fault
+from ..twin.wiring import Forward, Kinds
+from .sums import check_scaling
 
 _HANDED_OVER = frozenset(kind for kind, row in KINDS.items() if row.home in ("stage", "step", "result"))
 _OF_LOSS = ("loss", "scale")
@@ -278,3 +281,112 @@ def _average_faults(scale: Program, reference: Program, microbatches: int, summe
     line = lines[0] if len(lines) == 1 else None
     if line is None or line.op != "aten.full.default" or line.args != ([], wanted):
         yield Fault("types", SCALING, f"the loss is to be scaled by {wanted}")
+
+
+# ---- the checker of weights
+# Types say that a gather is complete and of one value. Here it is of which parameter: what UNSHARD makes is one
+# parameter by conversions alone, and what a call of F reads is, by name, what the captured graph reads at that place.
+
+
+def check_stored(programs: Mapping[str, Program], reference: Program) -> Iterator[Fault]:
+    """Find weights that are not their own parameter's, and calls of F and B that read another block's.
+
+    In builds without conversions of parameters, and without values that are kept away, numbers alone are tested.
+    """
+    weights = weight_sources(programs)
+    for key in programs[UNSHARD].main.returned("weight") if UNSHARD in programs else ():
+        made = next((parameter for weight, parameter in weights.items() if weight.name == key), None)
+        if made is None or made.name != key.partition(":")[0]:
+            yield Fault("types", f"UNSHARD {key}", "is not proved to be its own parameter")
+    converted = stored_sources(programs[FORWARD], weights).keys() - {v.name for v in programs[FORWARD].main.parameters}
+    kept = any(facts(line.op).carries for line in programs[FORWARD].main.lines)
+    if not weights and not converted and not kept:
+        return
+    if (fault := repetition_fault(programs, reference)) is not None:
+        yield fault
+        return
+    kinds = Kinds.alone(reference)
+    graph = kinds.graph(reference.main, programs[FORWARD])
+    yield from _read_faults(Forward(programs[FORWARD], programs[BACKWARD], graph, kinds, weights))
+
+
+def _read_faults(forward: Forward) -> Iterator[Fault]:
+    """Find parameters that a call reads and that its place in the captured graph does not."""
+    for call in forward.calls:
+        known = {source for source, *_ in call.piece.reads} if call.piece is not None else set()
+        for source, name in zip(call.reads, call.line.uses, strict=True):
+            if known and source[0] == "bound" and source[1].kind in ("parameter", "frozen") and source not in known:
+                yield Fault(
+                    "types", f"F {call.place}", f"reads `{name}`, of {source[1].words}, which is not read there"
+                )
+
+
+# ---- the checker of places
+
+
+def check_places(programs: Mapping[str, Program], offload: Collection[str]) -> Iterator[Fault]:
+    """Find values that are read in the wrong place. ``offload`` are the words of the plan's ``offload`` lines."""
+    for program in programs.values():
+        for function in program.functions:
+            where = f"{program.role}.{program.action} {function.name}"
+            faults = _main_faults(function, offload) if function is program.main else _inner_faults(function)
+            yield from (Fault("types", f"{where}: {name}", message) for name, message in faults)
+
+
+def _inner_faults(function: Function) -> Iterator[tuple[str, str]]:
+    for line in function.lines:
+        if facts(line.op).carries:
+            yield line.made[0].name, "is stored or loaded within a block: that stands in main functions alone"
+
+
+def _main_faults(main: Function, offload: Collection[str]) -> Iterator[tuple[str, str]]:
+    values = main.values()
+    away = {v.name: _word(v.binding, v, offload) for v in main.parameters if _word(v.binding, v, offload)}
+    for line in main.lines:
+        way = "" if line.calls_function else facts(line.op).carries
+        for name in line.uses:
+            if name in away and way != "back":
+                yield name, f"is kept away, and `{line.op}` reads it: it lacks a `load`"
+            elif name not in away and way == "back":
+                yield name, "is loaded, though it lies in memory"
+            elif way and name in away and _said(line) != away[name]:
+                yield name, f"is loaded as `{_said(line)}`, and kept as `{away[name]}`"
+        if way == "away":
+            away[line.made[0].name] = _said(line)
+    for key, name in main.returns:
+        word = _word(key, values[name], offload)
+        if away.get(name, "") != word:
+            wanted = f"is to be kept as `{word}`" if word else "is to lie in memory"
+            have = f"as `{away[name]}`" if name in away else "in memory"
+            yield name, f"is returned as {key.words}, which {wanted}; it lies {have}"
+
+
+def _said(line: Line) -> str:
+    """Return the word under which a line stores or loads."""
+    return str(line.args[1]) if len(line.args) > 1 else ""
+
+
+def _word(binding: Binding | None, value: Value, offload: Collection[str]) -> str:
+    """Return the word under which the plan keeps a bound value away; "" for one in memory, as single numbers are."""
+    word = KINDS[binding.kind].offloaded if binding is not None and value.type.shape else ""
+    return word if word in offload else ""
+
+
+# ---- the check of the number of packed rows that types count
+
+
+def check_packed(programs: Mapping[str, Program], reference: Program) -> Iterator[Fault]:
+    """Find values whose rows are counted as none in the captured graph are: `3 of 8` where a token chooses two of eight
+    experts."""
+    known = {value.type.packed for function in reference.functions for value in function.values().values()}
+    for action, program in programs.items():
+        for function in program.functions:
+            for name, packed in _packed(function).items():
+                if packed not in known:
+                    message = f"has {packed[0]} of {packed[1]} rows, which nothing in the captured graph has"
+                    yield Fault("types", f"{action} {function.name}: {name}", message)
+
+
+def _packed(function: Function) -> dict[str, tuple[int, int]]:
+    values = function.values()
+    return {name: value.type.packed for name, value in values.items() if value.type.packed is not None}

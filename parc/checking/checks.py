@@ -24,24 +24,22 @@ from parc.compiler.program.program import REFERENCE_FILE, Fault
 from parc.compiler.program.roles import SINGLE, Role, as_checked, ranks_of
 from parc.compiler.program.step_values import biases_in
 from parc.compiler.sizes.template import ShapeFault, sizes_text
-from parc.compiler.verify.bounds import check_bounds
+from parc.compiler.verify.arithmetic import check_bounds, check_integers
+from parc.compiler.verify.communication import check_messages, check_stages, check_timelines
 from parc.compiler.verify.compressed import check_compressed
-from parc.compiler.verify.integers import check_integers
 from parc.compiler.verify.lines import check_lines, check_program
-from parc.compiler.verify.loads import check_loads
-from parc.compiler.verify.messages import check_messages
-from parc.compiler.verify.packed import check_packed
 from parc.compiler.verify.padding import check_padding
-from parc.compiler.verify.places import check_places
-from parc.compiler.verify.precision import check_precision
-from parc.compiler.verify.reduce import check_reduce
-from parc.compiler.verify.remade import check_remade
-from parc.compiler.verify.rescale import check_rescale
-from parc.compiler.verify.schedule import check_timelines
-from parc.compiler.verify.sizes import size_faults
-from parc.compiler.verify.stages import check_stages
-from parc.compiler.verify.step import check_bindings, check_reference, mesh_faults
-from parc.compiler.verify.weights import check_stored
+from parc.compiler.verify.ranges import size_faults
+from parc.compiler.verify.rounding import check_precision, check_remade
+from parc.compiler.verify.step import (
+    check_bindings,
+    check_packed,
+    check_places,
+    check_reference,
+    check_stored,
+    mesh_faults,
+)
+from parc.compiler.verify.sums import check_loads, check_reduce, check_rescale
 from parc.compiling.compiled import Compiled
 from parc.compiling.driver import Progress, compile_plan
 from parc.compiling.size_ranges import fault_diagnostic, misfit_diagnostic

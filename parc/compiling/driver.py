@@ -28,7 +28,7 @@ from parc.compiler.resolve.experts import RoutedLayer, biases_of, routing_of
 from parc.compiler.resolve.in_graph import context_lines, units_of
 from parc.compiler.resolve.placements import Resolved, resolve
 from parc.compiler.sizes.polynomials import moving
-from parc.compiler.verify.returned import sample_dims
+from parc.compiler.verify.padding import sample_dims
 from parc.compiling.axes import compressions_of, finer_axes, levels_of, replicas_of, shardings_of
 from parc.compiling.compiled import Compiled, constants_by_name, programs_of
 from parc.compiling.fit import compile_fitted

@@ -18,7 +18,7 @@ from parc.compiler.program.actions import (
     send_kind,
     work_kinds,
 )
-from parc.compiler.verify.schedule import check_timelines
+from parc.compiler.verify.communication import check_timelines
 
 MESSAGES = [kind(work) for work in work_kinds() for kind in (send_kind, receive_kind)]
 

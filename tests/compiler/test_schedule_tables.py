@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from parc.compiler.program.actions import Action, stages_in_turn, work_kinds
 from parc.compiler.schedules import places_of, problem, timelines
 from parc.compiler.schedules.timeline import simulate
-from parc.compiler.verify.schedule import check_timelines
+from parc.compiler.verify.communication import check_timelines
 
 PLAIN = "rank 0: 0F0 0F1 0B0 0B1\nrank 1: 1F0 1F1 1B0 1B1\n"
 

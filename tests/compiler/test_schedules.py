@@ -13,7 +13,7 @@ from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 from parc.compiler.program.actions import Action, stages_in_turn
 from parc.compiler.schedules import SCHEDULES, problem, timelines
 from parc.compiler.schedules.timeline import peak_live, simulate
-from parc.compiler.verify.schedule import check_timelines
+from parc.compiler.verify.communication import check_timelines
 from tests.draws import wide
 
 Timelines = Mapping[str, Sequence[Action]]

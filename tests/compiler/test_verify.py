@@ -15,8 +15,8 @@ from parc.compiler.program.program import Fault, Program
 from parc.compiler.program.roles import SINGLE, Role
 from parc.compiler.program.text import ProgramError, parse_program
 from parc.compiler.verify.lines import check_program
-from parc.compiler.verify.scaling import degrees
 from parc.compiler.verify.step import check_bindings, check_reference, mesh_faults, trained
+from parc.compiler.verify.sums import degrees
 
 MESH = Mesh.parse("dp=2, tp=2")
 STORED = {"w": parse_type("f32[4, 4/tp]", MESH), "b": parse_type("f32[4]", MESH)}

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from parc.compiler.program.actions import Action, accumulation, stages_in_turn, work_kinds
 from parc.compiler.program.program import Fault
 from parc.compiler.schedules import SCHEDULES, problem, timelines
-from parc.compiler.verify.schedule import check_timelines
+from parc.compiler.verify.communication import check_timelines
 from tests.draws import wide
 from tests.planted_schedules import Timelines, wrong_at
 

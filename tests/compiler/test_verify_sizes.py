@@ -11,7 +11,7 @@ from parc.compiler.program.program import REFERENCE_FILE
 from parc.compiler.sizes.polynomials import Ranges, check_points
 from parc.compiler.sizes.size_range import SizeRange
 from parc.compiler.sizes.template import Template
-from parc.compiler.verify.sizes import size_faults
+from parc.compiler.verify.ranges import size_faults
 
 RANGES = {"B": SizeRange(4, 64, 4), "S": SizeRange(8, 800, 8)}
 MESH = Mesh((("dp", 2), ("tp", 2)))

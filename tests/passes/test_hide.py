@@ -9,7 +9,7 @@ import pytest
 from parc.checking.reports import report_of
 from parc.compiler.program.roles import Programs
 from parc.compiler.program.text import parse_program
-from parc.compiler.verify.messages import check_messages
+from parc.compiler.verify.communication import check_messages
 from tests.checked_plans import compiled
 from tests.draws import wide
 from tests.planted_builds import ROOT

@@ -11,7 +11,7 @@ from parc.checking.checks import check_build
 from parc.compiler.plan.plan import read_plan
 from parc.compiler.program.actions import parse_schedule, schedule_text
 from parc.compiler.program.binding import Binding
-from parc.compiler.verify.stages import check_stages
+from parc.compiler.verify.communication import check_stages
 from parc.compiling.driver import compile_plan
 from parc.grammar.source import Source
 from tests.draws import wide

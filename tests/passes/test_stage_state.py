@@ -16,7 +16,7 @@ from parc.compiler.plan.plan import read_plan
 from parc.compiler.program.plain import in_reduce
 from parc.compiler.program.program import Program
 from parc.compiler.program.roles import join_roles
-from parc.compiler.verify.stages import check_stages
+from parc.compiler.verify.communication import check_stages
 from parc.compiler.verify.step import check_bindings
 from parc.compiling.compiled import Compiled
 from parc.compiling.driver import compile_plan

@@ -14,7 +14,7 @@ from parc.compiler.ops.precision import Rounding, base_name
 from parc.compiler.plan.plan import read_plan
 from parc.compiler.program.program import Function, Program
 from parc.compiler.program.text import parse_program
-from parc.compiler.verify.precision import check_precision
+from parc.compiler.verify.rounding import check_precision
 from parc.compiling.compiled import Compiled
 from parc.compiling.driver import compile_plan
 from tests.checked_plans import compiled
