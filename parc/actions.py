@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from parc.compiler.program.actions import ACTIONS, ActionRow
-from parc.passes.programs.makers import MAKERS, Maker
+from parc.passes.programs.step_programs import MAKERS, Maker
 from parc.runtime.compare.model_run import METRICS, Metrics
 from parc.runtime.step import HANDLERS, Handler
 

@@ -41,7 +41,7 @@ from parc.grammar.source import Span
 from parc.grammar.syntax import size_text
 from parc.meant import Meant, find_meant, unasked_gathers
 from parc.passes.pipeline import names_of
-from parc.passes.placing.reshards import Reshard
+from parc.passes.placing.partition import Reshard
 from parc.placement_words import in_words
 
 

@@ -22,7 +22,7 @@ from parc.compiling.size_ranges import fixed, line_span
 from parc.grammar.diagnostics import PlanError
 from parc.grammar.source import Source, Span
 from parc.passes.pipeline import Trials
-from parc.passes.placing.reshards import Reshard
+from parc.passes.placing.partition import Reshard
 
 _MOST_OPERATORS = 3000
 """The most operators of a graph for which changes are tried: each try takes as long as placing it."""

@@ -25,39 +25,30 @@ from ..compiler.program.roles import Programs, join_roles, with_idle
 from ..compiler.program.step_values import Bias, LossScale
 from ..compiler.resolve.in_graph import ContextLine
 from ..compiler.resolve.seeds import PlacementSeed
-from .calls import computes, mark_packed
+from .calls import Choices, ShardDims, computes, mark_packed
+from .canonical.attention import drop_unread, uncounted
 from .canonical.canonicalize import canonical_form, copied
 from .canonical.constants import fold_constants
-from .canonical.draws import drop_unread, uncounted
-from .canonical.loads import count_loads
-from .canonical.loss import Denominators, split_loss, stop_gradients
-from .canonical.unruled import expand_unruled
-from .choices import Choices, ShardDims
-from .narrow import narrow
-from .pad import BoundPads, pad
-from .placing.contexts import heads_over
-from .placing.fuse import fuse_bias
+from .canonical.decompose import expand_unruled
+from .canonical.loss import Denominators, count_loads, split_loss, stop_gradients
+from .canonical.narrow import narrow
+from .canonical.pad import BoundPads, pad
 from .placing.heads import few_heads
-from .placing.lift import lift_parameters
-from .placing.partition import Partition
+from .placing.partition import Partition, Reshard, fuse_bias, lift_parameters
 from .placing.propagate import Claim, Placed, check_sites, propagate
 from .placing.registered import check_registered, explained
-from .placing.reshards import Reshard
-from .placing.sites import site_types, site_values
+from .placing.sites import names_of, site_types, site_values
 from .placing.stored import Sharding, Stored, store_parameters
-from .placing.token_slices import slice_tokens
-from .placing.weight_uses import names_of
+from .placing.token_slices import heads_over, slice_tokens
 from .programs.assemble import assemble
 from .programs.compress import Compression, Compressor
 from .programs.cut import Pipeline, in_stages
-from .programs.early import sum_early
-from .programs.hide import hide_exchanges
-from .programs.kept import mark_recomputed
-from .programs.makers import StepParts, make_roles
-from .programs.model_program import fraction_program, reference_program, without_training
+from .programs.emit import fraction_program, reference_program, without_training
 from .programs.offload import offload
-from .programs.overlap import OverlapChoices, overlapped
+from .programs.overlap import OverlapChoices, hide_exchanges, overlapped, sum_early
 from .programs.rings import ring_attention
+from .programs.segments import mark_recomputed
+from .programs.step_programs import StepParts, make_roles
 from .programs.two_levels import Levels, TwoLevels
 
 __all__ = [

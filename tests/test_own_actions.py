@@ -34,8 +34,8 @@ from parc.compiling.compiled import Compiled
 from parc.compiling.driver import compile_plan
 from parc.grammar.source import Source
 from parc.passes.programs.emit import identifier
-from parc.passes.programs.makers import StepParts
 from parc.passes.programs.segments import node_type
+from parc.passes.programs.step_programs import StepParts
 from parc.passes.programs.writer import Across, Writer, whole_type
 from parc.runtime.compare.agreement import TOLERANCE
 from parc.runtime.compare.simulate import compare

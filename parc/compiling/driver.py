@@ -42,7 +42,7 @@ from parc.grammar.codes_build import NOTHING_TRAINED, READ_IN_EVAL
 from parc.grammar.codes_run import NOTHING_RETURNED
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.grammar.nearest import listed
-from parc.passes.choices import ShardDims
+from parc.passes.calls import ShardDims
 from parc.passes.pipeline import Choices, Request, build_programs, names_of
 from parc.passes.placing.heads import Copies, find_copies
 from parc.passes.programs.overlap import OverlapChoices

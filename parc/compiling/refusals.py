@@ -15,9 +15,9 @@ from parc.grammar.codes_plan import FEW_HEADS_EACH, MIXED_ROWS, SPLIT_ALREADY, U
 from parc.grammar.diagnostics import Diagnostic, Label
 from parc.grammar.syntax import size_text
 from parc.passes.calls import MixedRows
+from parc.passes.placing.partition import Reshard, UnevenTokens
 from parc.passes.placing.propagate import FewHeads, NotPlaced
 from parc.passes.placing.registered import RuleMisfit
-from parc.passes.placing.reshards import Reshard, UnevenTokens
 from parc.passes.placing.stored import AlreadySplit
 
 PassError = AlreadySplit | UnevenTokens | MixedRows | RuleMisfit | FewHeads | NotPlaced

@@ -22,9 +22,9 @@ from parc.compiling.driver import Asked
 from parc.compiling.refusals import REFUSALS
 from parc.passes.calls import operands_of
 from parc.passes.pipeline import Trials, names_of
-from parc.passes.placing.follow import Follower
-from parc.passes.placing.reshards import Reshard
-from parc.passes.placing.weight_uses import weight_uses
+from parc.passes.placing.heads import Follower
+from parc.passes.placing.partition import Reshard
+from parc.passes.placing.sites import weight_uses
 
 Claims = Mapping[str, Split]
 """The split of each of some weights."""

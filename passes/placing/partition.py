@@ -1,13 +1,14 @@
 """Partition: every value gets its type on every axis, with typed conversions where a reader needs another type.
 
-Shapes stay global here; ``emit.py`` makes them local at the very end, operator by operator, by the same rules."""
+Shapes stay global here; ``emit.py`` makes them local at the very end, operator by operator, by the same rules.
+"""
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,17 +21,226 @@ from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.packed_rows import chosen_placement
 from ...compiler.layout.placement import AxisType, Placement, Split, TensorType
 from ...compiler.ops.infer import Part
-from ...compiler.ops.own_ops import OPS
+from ...compiler.ops.own_ops import OPS, aten
 from ...compiler.ops.rules import facts, operator_name
 from ...compiler.ops.splits import from_factor, to_factor
 from ...compiler.program.program import Origin
-from ..calls import ValueKey, computes, fake, key_of, operands_of, outputs, substitute_nodes, tensors_of
-from ..choices import Choices
-from .hoist import plan_hoist
+from ..calls import Choices, ValueKey, computes, fake, key_of, operands_of, outputs, substitute_nodes, tensors_of
+from ..programs.segments import node_type
 from .paths import Changes, cheapest_path, in_levels
 from .propagate import Placed
-from .reshards import Reshard, UnevenTokens
-from .vocab_loss import EXPANSIONS
+
+# ---- the place of ``I → R`` conversions
+
+
+def plan_hoist(
+    graph: fx.Graph, mesh: Mesh, placed: Placed, grad: Mapping[ValueKey, bool]
+) -> dict[fx.Node, frozenset[str]]:
+    """Return the operators to compute in ``R``, with the axes.
+
+    ``R`` is absorbing, so an operator is hoisted only if every reader is hoisted or is split and needs ``R`` there,
+    and every operand that carries gradient is a parameter, is hoisted, is split (what a gather to ``R`` gets back is
+    scattered), or has another reader that needs it in ``R``. Position embeddings and replicated key/value weights are,
+    norms are not.
+    """
+    consumers: dict[ValueKey, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if computes(node) or node.op == "output":
+            for operand in node.all_input_nodes if node.op == "output" else operands_of(node):
+                consumers.setdefault(key_of(operand), []).append(node)
+    hoisted: dict[fx.Node, set[str]] = {}
+    for axis in mesh.names:
+        for node in _fixpoint(graph, axis, placed, grad, consumers):
+            hoisted.setdefault(node, set()).add(axis)
+    return {node: frozenset(axes) for node, axes in hoisted.items()}
+
+
+def _fixpoint(
+    graph: fx.Graph,
+    axis: str,
+    placed: Placed,
+    grad: Mapping[ValueKey, bool],
+    consumers: Mapping[ValueKey, list[fx.Node]],
+) -> set[fx.Node]:
+    def reads(consumer: fx.Node, key: ValueKey) -> bool:
+        """Return whether a split reader holds the value whole: it then needs ``R``."""
+        if not computes(consumer) or axis not in placed.parts[consumer]:
+            return False
+        rule, part = placed.rules[consumer], placed.parts[consumer][axis]
+        terms = zip(operands_of(consumer), rule.operands, strict=True)
+        return all(from_factor(rule, dims, *part) is None for n, dims in terms if key_of(n) == key)
+
+    def readers(node: fx.Node) -> list[tuple[fx.Node, ValueKey]]:
+        results = [(node, index) for index in range(len(placed.rules[node].results))]
+        return [(consumer, key) for key in results for consumer in consumers.get(key, ())]
+
+    def holds(node: fx.Node) -> bool:
+        read = readers(node)
+        if not read or not all(consumer in chosen or reads(consumer, key) for consumer, key in read):
+            return False
+        for operand in operands_of(node):
+            key = key_of(operand)
+            if not grad[key] or key[0] in chosen or key[0].op == "placeholder" or axis in placed.splits[key]:
+                continue
+            if not any(consumer is not node and reads(consumer, key) for consumer in consumers[key]):
+                return False
+        return True
+
+    chosen = {
+        node
+        for node in graph.nodes
+        if computes(node)
+        and axis not in placed.parts[node]
+        and axis not in placed.splits[node, 0]
+        and grad[node, 0]
+        and node not in placed.without_rule  # what its gradient is linear in is not known
+    }
+    pending = list(chosen)
+    while pending:
+        node = pending.pop()
+        if node in chosen and not holds(node):
+            chosen.remove(node)
+            pending += [key_of(operand)[0] for operand in operands_of(node)]
+            pending += [consumer for consumer, _ in readers(node)]
+    return chosen
+
+
+# ---- operators that become several when an axis splits them: the loss over a split vocabulary.
+
+
+AxisParts = Mapping[str, Part]
+Note = Callable[[fx.Node, list[TensorType | None]], None]
+"""A function that notes the types of a new node, and its place in the model."""
+
+
+def _token_loss(
+    graph: fx.Graph, mesh: Mesh, node: fx.Node, operands: Sequence[fx.Node], parts: AxisParts, note: Note
+) -> tuple[fx.Node, Placement]:
+    """Compute ``log(sum(exp(x - peak))) - (x[target] - peak)``. Each rank's part of the vocabulary gives a part of both
+    sums. They are summed in one message, so no rank holds whole logits."""
+    logits, targets = operands
+    vocab = tuple(axis for axis in mesh.names if axis in parts and parts[axis][0] == "v")
+    type_ = node_type(logits)
+    rows = type_.shape[0]
+    lead = node_type(targets).placement
+
+    def emit(target: Any, args: tuple[Any, ...], shape: tuple[int, ...], dtype: torch.dtype, at: Placement) -> fx.Node:
+        new = graph.call_function(target, args)
+        note(new, [TensorType(dtype, shape, at)])
+        return new
+
+    # the loss's own placement: rows as the logits', whole (or R, as the logits) elsewhere, the vocabulary summed
+    types: dict[str, AxisType] = {axis: "I" if axis in vocab else type_.placement[axis] for axis in mesh.names}
+    result = Placement.of(mesh, types)
+    peak = emit(OPS.row_max.default, (logits, ",".join(vocab)), (rows, 1), type_.dtype, result.data())
+    shifted = {
+        axis: kind._replace(dim=kind.dim + 1) if isinstance(kind, Split) else kind for axis, kind in types.items()
+    }
+    stacked = Placement.of(mesh, shifted)
+    partial = stacked.replace(dict.fromkeys(vocab, "P"))
+    sums = emit(OPS.loss_parts.default, (logits, peak, targets), (2, rows), type_.dtype, partial)
+    if vocab:
+        args = (sums, ",".join(vocab), "P", "I")
+        sums = emit(OPS.convert.default, args, (2, rows), type_.dtype, stacked)
+    total = emit(aten.select.int, (sums, 0, 0), (rows,), type_.dtype, result)
+    picked = emit(aten.select.int, (sums, 0, 1), (rows,), type_.dtype, result)
+    loss = emit(aten.sub.Tensor, (emit(aten.log.default, (total,), (rows,), type_.dtype, result), picked),
+                (rows,), type_.dtype, result)  # fmt: skip
+    counted = emit(aten.ne.Scalar, (targets, node.args[2]), (rows,), torch.bool, lead.data())
+    loss = emit(aten.mul.Tensor, (loss, counted), (rows,), type_.dtype, result)
+    return loss, result
+
+
+Expansion = Callable[[fx.Graph, Mesh, fx.Node, Sequence[fx.Node], AxisParts, Note], tuple[fx.Node, Placement]]
+
+EXPANSIONS: Mapping[Any, Expansion] = {OPS.token_loss.default: _token_loss}
+"""The function that emits several operators in place of each of these. It gets the graph and mesh, the node with its
+operands as it wants them, the factor that it splits on each axis, and a ``Note``; it returns the result and its
+placement."""
+
+
+# ---- conversions that no line asked for, and those that cannot be.
+
+
+@dataclass(frozen=True, slots=True)
+class Reshard:
+    """A conversion that no line asked for explicitly: what it moves, and the operator ``reader`` that needed it.
+    ``asked``: it gathers few heads, about which there is a note of its own, or what a line splits between products.
+    ``attends``: attention makes or reads the value. ``learns``: gradients flow through it. ``whole``: a line keeps the
+    value whole, whose maker is split. ``bytes`` are those of a rank's part, ``itemsize`` those of an entry."""
+
+    value: str
+    source: AxisType
+    result: AxisType
+    axis: str
+    cause: Origin
+    bytes: int
+    reader: str
+    asked: bool
+    attends: bool
+    learns: bool
+    whole: bool
+    itemsize: int
+
+
+class UnevenTokens(ValueError):
+    """The error of tokens that do not divide among the ranks of an axis, which share the experts of a module."""
+
+    def __init__(self, axes: str, chosen: TensorType, mesh: Mesh, origin: Origin) -> None:
+        self.axes = frozenset(axes.split(","))
+        self.ranks = math.prod(map(mesh.size, self.axes))
+        tokens = chosen.local(mesh)[1]
+        super().__init__(f"the {tokens} tokens of a rank that go to `{origin.module}` do not divide")
+
+
+# ---- lift: conversions of parameters leave the microbatch, so that their gradients are summed once a step.
+
+
+def lift_parameters(graph: fx.Graph) -> None:
+    """Let a parameter that every reader converts ``I→R`` enter the graph as ``R``. Its gradient stays partial over the
+    microbatches, and REDUCE sums it once a step."""
+    for node in graph.nodes:
+        if node.op != "placeholder" or noted(node).binding.kind != "parameter" or not node.users:
+            continue
+        marks = [user for user in node.users if user.target is OPS.convert.default and user.args[2:4] == ("I", "R")]
+        if len(marks) != len(node.users):
+            continue
+        common = set.intersection(*(set(mark.args[1].split(",")) for mark in marks))
+        type_ = node_type(node)
+        lifted = replace(type_, placement=type_.placement.replace(dict.fromkeys(common, "R")))
+        noted(node).types = [lifted]
+        for mark in marks:
+            rest = [axis for axis in mark.args[1].split(",") if axis not in common]
+            if rest:
+                mark.args = (node, ",".join(rest), *mark.args[2:])
+            else:
+                mark.replace_all_uses_with(node)
+                graph.erase_node(mark)
+
+
+# ---- fusion: operators that the canonical form took apart and partition left together become one again.
+
+
+def fuse_bias(graph: fx.Graph) -> None:
+    """Make ``linear(x, w) + b`` one operator again, where no conversion came between."""
+    aten = torch.ops.aten
+    for node in list(graph.nodes):
+        if node.target is not aten.add.Tensor or node.kwargs:
+            continue
+        product, bias = node.args
+        if not isinstance(product, fx.Node) or product.target is not aten.linear.default or len(product.args) != 2:
+            continue
+        if len(product.users) != 1 or not isinstance(bias, fx.Node) or len(node_type(bias).shape) != 1:
+            continue
+        if noted(product).types != noted(node).types:
+            continue
+        if node_type(product).placement.partial:
+            continue
+        node.target, node.args = aten.linear.default, (*product.args, bias)
+        graph.erase_node(product)
+
+
+# ---- partition: every value gets its type on every axis, with typed conversions where a reader needs
 
 
 class Partition:

@@ -20,7 +20,7 @@ from ...compiler.ops.own_ops import aten
 from ...compiler.padding.pads import Pad, padded_shape
 from ...compiler.program.binding import PARAMETERS
 from ...compiler.program.program import Origin
-from ..choices import ShardDims
+from ..calls import ShardDims
 from ..programs.segments import node_type
 
 GRADIENTS, WEIGHTS = 2, 3

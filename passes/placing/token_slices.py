@@ -7,7 +7,7 @@ slices are gathered behind the sum over experts.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from torch import fx
 
@@ -15,8 +15,11 @@ from ...compiler.capture.node_facts import noted
 from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.placement import Split
 from ...compiler.layout.stretches import Outer, count, inside, nest
+from ...compiler.ops.own_ops import OPS
 from ...compiler.ops.rules import facts
 from ...compiler.ops.splits import from_factor, to_factor
+from ...compiler.resolve.in_graph import ContextLine
+from ...compiler.resolve.names import is_within
 from ..calls import ValueKey, computes, fake, key_of, operands_of, tensors_of
 from .propagate import Claim, Placed
 
@@ -100,3 +103,17 @@ def _readers(
         for index, dims in enumerate(rule.results):
             if at := from_factor(rule, dims, *part):
                 yield (reader, index), Split(*at)
+
+
+# ---- contexts: the attentions that lines of ``context`` speak of.
+
+
+def heads_over(graph: fx.Graph, lines: Sequence[ContextLine]) -> dict[fx.Node, list[str]]:
+    """Return the axes that split the heads of each attention (Ulysses), where there are any."""
+    found: dict[fx.Node, list[str]] = {}
+    for line in (line for line in lines if line.method == "ulysses"):
+        for node in graph.nodes:
+            module = noted(node).origin.module
+            if node.target is OPS.attention.default and any(is_within(module, outer) for outer in line.modules):
+                found.setdefault(node, []).append(line.axis)
+    return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -12,7 +12,7 @@ from torch import fx
 from ...compiler.capture.node_facts import StoredAs, noted
 from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.placement import TensorType
-from ...compiler.ops.rules import facts
+from ...compiler.ops.rules import facts, registered
 from ...compiler.program.actions import BACKWARD, COUNTING, FORWARD
 from ...compiler.program.binding import LOSS, RNG, SCALE, Binding
 from ...compiler.program.blocks import starred
@@ -20,13 +20,35 @@ from ...compiler.program.program import Function, Line, Origin, Program, Ref, Va
 from ...compiler.program.rewriter import FreshNames, LineWriter
 from ...compiler.program.roles import StageWork
 from ..calls import outputs
-from .conversions import emit_conversions
 from .cut import Pipeline, split_lines
-from .emit import BlockPair, identifier, name_of, size_argument
-from .pairs import pair_of
+from .emit import BlockPair, emit_pair, identifier, name_of, size_argument
+from .joint import trace_joint
 from .segments import Segment, cut_segments, node_type
-from .weights import weight_of
-from .writer import whole_type
+from .writer import emit_conversions, weight_of, whole_type
+
+# ---- the functions of segments, made once for equal work, also in later builds of one process
+
+
+_MOST = 256
+"""The number of pairs that are kept, the last ones that were asked for."""
+_MADE: dict[Hashable, BlockPair] = {}
+
+
+def pair_of(segment: Segment, name: str, mesh: Mesh, shared: str | None) -> BlockPair:
+    """Return the functions ``name`` and ``name_backward`` of a segment. ``shared`` is the path of its block, if several
+    blocks use them. They follow from its work, its place in the model's code and the names of what it reads."""
+    origins = tuple(noted(node).origin for node in segment.nodes)
+    read = tuple(noted(node).binding for node in segment.inputs)
+    rules = tuple(registered().items())  # a person may give an operator its rule between two builds
+    key = segment.signature, segment.block, origins, read, name, mesh, shared, rules
+    pair = _MADE.pop(key, None) or emit_pair(trace_joint(segment, mesh), segment, name, mesh, shared)
+    _MADE[key] = pair  # the last of a dict is the newest
+    if len(_MADE) > _MOST:
+        _MADE.pop(next(iter(_MADE)), None)
+    return pair
+
+
+# ---- assembly of the functions of all segments to programs: the work of every stage, and COUNT.
 
 
 class _Lines(LineWriter):

@@ -13,11 +13,10 @@ from ...compiler.layout.placement import Placement, Split, TensorType, along
 from ...compiler.program.binding import Binding
 from ...compiler.program.program import Origin, Ref, Value
 from ...compiler.program.step_values import residual
-from ..choices import ShardDims
-from .conversions import emit_conversions
+from ..calls import ShardDims
 from .emit import identifier
 from .two_levels import Levels, cuts_over
-from .writer import Writer
+from .writer import Writer, emit_conversions
 
 
 @dataclass(frozen=True, slots=True)

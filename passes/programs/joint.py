@@ -3,29 +3,199 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...compiler.capture.node_facts import noted
+from ...compiler.capture.functional import returning_form
+from ...compiler.capture.node_facts import copy_facts, noted
 from ...compiler.capture.reach import ancestors
+from ...compiler.layout.collectives import TypeFault
 from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.placement import Packed, Placement, TensorType, along, parse_kind
 from ...compiler.ops.infer import infer, packed_result, place_created
 from ...compiler.ops.own_ops import OPS, aten
 from ...compiler.ops.precision import is_narrow
-from ...compiler.ops.rules import facts
+from ...compiler.ops.results import changed, example, results_of
+from ...compiler.ops.rules import facts, rule_for
 from ...compiler.program.program import Origin
-from ...compiler.torch_private import quiet
+from ...compiler.torch_private import quiet, without_dispatch
 from ..calls import call_of, operands_of, substitute_nodes, tensors_of
-from .backward_forms import fold_zeros, free_creations, is_zero, simplify, write_functional
-from .kept import kept_values, may_remake
-from .recorder import GraphRecorder, RecordedTensor
-from .segments import Segment, node_type
+from .segments import Segment, kept_values, may_remake, node_type
+
+# ---- the forms of a backward from autograd, rewritten in the operators that types and programs know.
+
+
+def write_functional(graph: fx.Graph) -> None:
+    """Replace operators that write a temporary of autograd's own by those that return it. Tracing already lets later
+    readers read the result."""
+    for node in graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None and schema.is_mutable and schema.name.endswith("_"):
+            form = returning_form(node.target)
+            if form is None:
+                raise TypeFault(f"{node.target} has no form that returns its result")
+            node.target = form
+        if node.target is aten.convolution_backward.default and not node.args[10][2]:
+            node.update_arg(3, None)  # the bias's sizes, which another dim's may equal by chance
+
+
+def fold_zeros(backward: Sequence[fx.Node]) -> set[fx.Node]:
+    """Write zeros for all that backward computes linearly from zeros and from no other floating number. Such is the
+    gradient that ``floor`` or ``sgn`` sends back, also after it is summed to the shape of a smaller operand, or to rows
+    of a table. Return all zeros of the backward."""
+    zeros: set[fx.Node] = set()
+    for node in backward:
+        operands = [operand for operand in operands_of(node) if not _is_of_whole_numbers(operand)]
+        if operands and zeros.issuperset(operands) and isinstance(noted(node).value, torch.Tensor):
+            rule = rule_for(call_of(node))
+            if node.target is OPS.convert.default or (rule is not None and rule.linear):
+                node.target, node.args, node.kwargs = aten.zeros.default, (list(noted(node).value.shape),), {}
+        if facts(node.target).makes_zeros(node.args):
+            zeros.add(node)
+    return zeros
+
+
+def _is_of_whole_numbers(node: fx.Node) -> bool:
+    value = noted(node).value
+    return isinstance(value, torch.Tensor) and not value.is_floating_point()
+
+
+def free_creations(graph: fx.Graph, known: Mapping[fx.Node, Any], owner: dict[fx.Node, Any],
+                   zeros: Collection[fx.Node] = ()) -> set[fx.Node]:  # fmt: skip
+    """Write creation nodes without a placement, and ``zeros``, which fit any, as ``full``, one for each reader."""
+    free: set[fx.Node] = set()
+    for node in list(graph.nodes):
+        row = facts(node.target)
+        if not row.creates or (node in known and node not in zeros):
+            continue
+        value = noted(node).value
+        fill = row.number_in(node.args)
+        node.target, node.args, node.kwargs = aten.full.default, (list(value.shape), fill), {"dtype": value.dtype}
+        free.add(node)
+        for reader in list(node.users)[1:]:
+            with graph.inserting_before(node):
+                copy = graph.node_copy(node)
+            copy_facts(node, copy)
+            if node in owner:
+                owner[copy] = owner[node]
+            reader.replace_input_with(node, copy)
+            free.add(copy)
+    return free
+
+
+def simplify(graph: fx.Graph) -> None:
+    """Leave out operators of autograd that change nothing. It is done once types are known, and only where they
+    agree."""
+    for node in list(graph.nodes):
+        same = _left_as_it_is(node)
+        if same is not None and noted(same).types == noted(node).types:
+            node.replace_all_uses_with(same)
+            graph.erase_node(node)
+
+
+def _left_as_it_is(node: Any) -> fx.Node | None:
+    """Return the operand that a node gives back unchanged: a matrix transposed twice, or a first power."""
+    if node.target is aten.t.default:
+        return node.args[0].args[0] if node.args[0].target is aten.t.default else None
+    return node.args[0] if node.target is aten.pow.Tensor_Scalar and node.args[1] == 1 else None
+
+
+def is_zero(node: fx.Node) -> bool:
+    """Return whether a creation node makes zeros, which change no sum."""
+    return bool(node.args[1] == 0)
+
+
+# ---- a recorder of operators
+#     with GraphRecorder() as recorder:
+#         x = recorder.placeholder(torch.float32, (2, 3))
+#         y = (x.detach().requires_grad_() * 2).sum()
+#     recorder.finish(y)  # placeholder, detach, mul, sum, output
+#
+# Unlike ``make_fx``, it runs no operator again whose results are remembered: it only makes a node.
+
+
+class RecordedTensor(torch.Tensor):
+    """A tensor without numbers. ``node`` is the one that made it, in the graph under record."""
+
+    node: fx.Node
+    example: torch.Tensor
+
+    @staticmethod
+    def of(like: torch.Tensor, node: fx.Node) -> RecordedTensor:
+        """Return a tensor with the layout of an example."""
+        tensor: RecordedTensor = torch.Tensor._make_wrapper_subclass(
+            RecordedTensor, like.shape, strides=like.stride(), storage_offset=like.storage_offset(), dtype=like.dtype
+        )
+        tensor.example, tensor.node = like, node
+        return tensor
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise RuntimeError(f"{func} outside of the recorder that made its operands")
+
+
+def _writes(target: Any) -> bool:
+    """Return whether an operator writes one of its operands: other views of the same storage then change too."""
+    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+
+
+class GraphRecorder(TorchDispatchMode):
+    """A mode that records the graph of all operators that run in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.graph = fx.Graph()
+
+    def placeholder(self, dtype: torch.dtype, shape: Sequence[int]) -> RecordedTensor:
+        """Add an input of the graph, a dense tensor."""
+        node = self.graph.placeholder(f"arg{len(self.graph.nodes)}_1")
+        noted(node).value = example(dtype, tuple(shape))
+        return RecordedTensor.of(noted(node).value, node)
+
+    def finish(self, results: Any) -> fx.Graph:
+        """Return the graph, which returns ``results``, without operators that nobody reads."""
+        self.graph.output(changed(results, lambda tensor: tensor.node))
+        for node in reversed(self.graph.nodes):
+            if node.op == "call_function" and not node.users and not _writes(node.target):
+                self.graph.erase_node(node)
+        return self.graph
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        arguments = args, kwargs or {}
+        results = results_of(func, *changed(arguments, lambda tensor: tensor.example))
+        node = self.graph.call_function(func, *changed(arguments, lambda tensor: tensor.node))
+        noted(node).value = results.values
+        if results.in_place:  # whoever reads the operand after this reads the node
+            if results.values is not args[0].example:
+                with without_dispatch():  # its sizes and strides are all that it has
+                    func(*args, **(kwargs or {}))
+            args[0].node, args[0].example = node, results.values
+            return args[0]
+        return self._made(node, results.values)
+
+    def _made(self, node: fx.Node, values: Any) -> Any:
+        if isinstance(values, torch.Tensor):
+            return RecordedTensor.of(values, node)
+        if not isinstance(values, (tuple, list)):
+            return values
+        parts: list[Any] = []
+        for index, value in enumerate(values):
+            if value is None:
+                parts.append(None)
+                continue
+            part = self.graph.call_function(operator.getitem, (node, index))
+            noted(part).value = value
+            parts.append(self._made(part, value))
+        return type(values)(parts)
+
+
+# ---- joint trace: a segment's forward and backward on global shapes, with the type and provenance of every node.
 
 
 class InternalTypeFault(AssertionError):

@@ -18,7 +18,7 @@ from ...compiler.layout.placement import Placement, Split, TensorType, along
 from ...compiler.program.program import Function, Program, Ref
 from ...compiler.program.rewriter import Rewriter
 from ...compiler.program.roles import Programs
-from ..choices import Choices, ShardDims
+from ..calls import Choices, ShardDims
 
 Levels = Mapping[str, int]
 """The number of sub-axes, major first, of each axis in two levels that lie across nodes; the others lie inside."""

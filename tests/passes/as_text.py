@@ -19,7 +19,7 @@ from parc.compiler.program.program import operator as torch_operator
 from parc.compiler.program.text import parse_program
 from parc.passes.calls import outputs, substitute_nodes
 from parc.passes.pipeline import mark_blocks
-from parc.passes.programs.model_program import reference_program
+from parc.passes.programs.emit import reference_program
 
 _HEAD = '"""parc program: role model, action reference"""\n\nmesh()\n\n\n'
 _KEY = "parc.stream_key.default"

@@ -14,8 +14,7 @@ from parc.compiler.capture.node_facts import noted
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.layout.placement import Placement, TensorType
 from parc.compiler.ops.own_ops import aten
-from parc.passes.programs.kept import kept_values
-from parc.passes.programs.segments import node_type
+from parc.passes.programs.segments import kept_values, node_type
 
 MESH = Mesh(())
 

@@ -10,7 +10,7 @@ from parc.compiler.layout.mesh import Mesh
 from parc.compiler.plan.plan import read_plan
 from parc.compiling.driver import compile_plan
 from parc.grammar.source import Source
-from parc.passes.programs import pairs
+from parc.passes.programs import assemble as pairs
 from parc.passes.programs.joint import Joint, trace_joint
 from parc.passes.programs.segments import Segment
 

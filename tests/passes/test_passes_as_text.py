@@ -15,13 +15,11 @@ from parc.compiler.program.binding import Binding
 from parc.passes.calls import mark_packed
 from parc.passes.canonical.canonicalize import canonicalize
 from parc.passes.canonical.constants import fold_constants
+from parc.passes.canonical.decompose import expand_unruled
 from parc.passes.canonical.loss import split_loss, stop_gradients
-from parc.passes.canonical.unruled import expand_unruled
-from parc.passes.narrow import narrow
-from parc.passes.pad import pad
-from parc.passes.placing.fuse import fuse_bias
-from parc.passes.placing.lift import lift_parameters
-from parc.passes.placing.partition import Partition
+from parc.passes.canonical.narrow import narrow
+from parc.passes.canonical.pad import pad
+from parc.passes.placing.partition import Partition, fuse_bias, lift_parameters
 from parc.passes.placing.propagate import Claim, propagate
 from tests.passes.as_text import graph_of, text_of, typed_text
 

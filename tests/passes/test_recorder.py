@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensorMode
 from parc.compiler.capture.node_facts import noted
 from parc.compiler.ops.results import example, results_of
 from parc.compiler.torch_private import quiet, trace
-from parc.passes.programs.recorder import GraphRecorder
+from parc.passes.programs.joint import GraphRecorder
 
 aten = torch.ops.aten
 

@@ -1,6 +1,7 @@
 """Precision: casts for the modules that a plan computes in a narrow type, and for nothing else.
 
-It runs on the canonical graph, before placements, so that conversions between ranks see the narrow values."""
+It runs on the canonical graph, before placements, so that conversions between ranks see the narrow values.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +15,13 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..compiler.capture.node_facts import noted
-from ..compiler.ops.own_ops import OPS, aten
-from ..compiler.ops.precision import (
-    PrecisionLine,
-    PrecisionRegions,
-    is_narrow,
-    is_sensitive,
-    line_at,
-)
-from ..compiler.ops.rules import facts
-from ..compiler.program.binding import LOSS
-from ..compiler.program.program import Origin
-from .calls import FakeResults, computes, operands_of, outputs, substitute_nodes, tensors_of
+from ...compiler.capture.node_facts import noted
+from ...compiler.ops.own_ops import OPS, aten
+from ...compiler.ops.precision import PrecisionLine, PrecisionRegions, is_narrow, is_sensitive, line_at
+from ...compiler.ops.rules import facts
+from ...compiler.program.binding import LOSS
+from ...compiler.program.program import Origin
+from ..calls import FakeResults, computes, operands_of, outputs, substitute_nodes, tensors_of
 
 
 class _Flow(IntEnum):

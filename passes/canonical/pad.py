@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..compiler.capture.node_facts import noted
-from ..compiler.capture.reach import FIXED, made_of
-from ..compiler.ops.factors import OpCall, OpRule, fill_operands
-from ..compiler.ops.own_ops import OPS
-from ..compiler.ops.rules import facts, localize
-from ..compiler.padding.flow import (
+from ...compiler.capture.node_facts import noted
+from ...compiler.capture.reach import FIXED, made_of
+from ...compiler.ops.factors import OpCall, OpRule, fill_operands
+from ...compiler.ops.own_ops import OPS
+from ...compiler.ops.rules import facts, localize
+from ...compiler.padding.flow import (
     Extra,
     Extras,
     PaddingFault,
@@ -30,9 +30,9 @@ from ..compiler.padding.flow import (
     point,
     reduction_of,
 )
-from ..compiler.padding.pads import Pad, padded_shape
-from ..compiler.program.binding import Binding
-from .calls import (
+from ...compiler.padding.pads import Pad, padded_shape
+from ...compiler.program.binding import Binding
+from ..calls import (
     ValueKey,
     call_of,
     computes,
