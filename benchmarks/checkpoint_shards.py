@@ -93,8 +93,8 @@ def torch_calls(side: str, folder: Path) -> tuple[list[torch.Tensor], Callable[[
     from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 
     from parc.compiler.layout.placement import Split, parse_type
-    from parc.runtime.opening import build_mesh, open_build
-    from parc.runtime.processes import join_processes
+    from parc.runtime.ranks.processes import join_processes
+    from parc.runtime.state.opening import build_mesh, open_build
 
     join_processes(torch.device("cpu"))
     build = open_build(BUILD)

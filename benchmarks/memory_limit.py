@@ -91,8 +91,8 @@ def worker(build: Path, limit: int) -> None:
     import torch.distributed as dist
 
     import parc
-    from parc.runtime.opening import check_source_of, open_build
-    from parc.runtime.processes import join_processes
+    from parc.runtime.ranks.processes import join_processes
+    from parc.runtime.state.opening import check_source_of, open_build
     from parc.runtime.state.optimizer import make_optimizer
 
     torch.set_num_threads(1)

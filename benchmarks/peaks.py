@@ -156,7 +156,7 @@ def built(plan: Path, out: Path, *words: str) -> Path:
 def by_role(build: Path, peaks: list[int], library: Products) -> Iterator[tuple[int, int]]:
     """Yield, for each role, its estimate and the peak of the largest of its ranks, in bytes."""
     from parc.report import memory_by_library, plan_of
-    from parc.runtime.opening import build_mesh, open_build
+    from parc.runtime.state.opening import build_mesh, open_build
 
     opened = open_build(build)
     mesh, plan = build_mesh(opened), plan_of(opened)

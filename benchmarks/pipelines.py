@@ -104,7 +104,7 @@ def worker(case: str, build: Path, times: int, out: Path, side: str, port: str) 
     spans: list[Any] = []
     if side == "parc":
         from parc.compiler.build.directory import read_build
-        from parc.runtime.session import Session
+        from parc.runtime.session.session import Session
 
         with without_onednn(case.endswith(ALIKE)):
             session = Session(read_build(build), torch.device("cpu"), trace=True)

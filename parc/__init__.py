@@ -15,11 +15,9 @@ if TYPE_CHECKING:
     from parc.compiler.capture.experts.forms import register_experts, routed
     from parc.compiler.ops.rules import register as register_rule
     from parc.runtime.compare.plain import reference
-    from parc.runtime.faults import RunError
-    from parc.runtime.load import load
-    from parc.runtime.loading import dataloader
-    from parc.runtime.results import StepReport
-    from parc.runtime.session import Session
+    from parc.runtime.ranks.faults import RunError
+    from parc.runtime.ranks.work import StepReport
+    from parc.runtime.session.session import Session, dataloader, load
 
 __all__ = [
     "RunError",
@@ -37,11 +35,11 @@ __all__ = [
 __version__ = "0.1.0"
 
 _PLACES = {
-    "RunError": ("parc.runtime.faults", "RunError"),
-    "Session": ("parc.runtime.session", "Session"),
-    "StepReport": ("parc.runtime.results", "StepReport"),
-    "dataloader": ("parc.runtime.loading", "dataloader"),
-    "load": ("parc.runtime.load", "load"),
+    "RunError": ("parc.runtime.ranks.faults", "RunError"),
+    "Session": ("parc.runtime.session.session", "Session"),
+    "StepReport": ("parc.runtime.ranks.work", "StepReport"),
+    "dataloader": ("parc.runtime.session.session", "dataloader"),
+    "load": ("parc.runtime.session.session", "load"),
     "reference": ("parc.runtime.compare.plain", "reference"),
     "register_experts": ("parc.compiler.capture.experts.forms", "register_experts"),
     "routed": ("parc.compiler.capture.experts.forms", "routed"),

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..compiler.analysis.dataflow import parts_in_weights
 from ..compiler.layout.collectives import COLLECTIVES
 from ..compiler.program.actions import (
     ACTIONS,
@@ -26,13 +27,107 @@ from ..compiler.program.actions import (
 )
 from ..compiler.program.binding import COUNT, GRAD_NORM, LOSS, RNG, Binding
 from ..compiler.program.program import Function, Program
-from .communication import Backend, BoundTensors, PeerLost
-from .homes import Homes
 from .machine.execute import Machine
-from .mail import Mail
-from .results import StepResult
-from .trace import Recorder, recorded
-from .work import Batch, RankState, Work, bind, named
+from .ranks.communication import Backend, BoundTensors, Message, PeerLost, Sending
+from .ranks.waits import Recorder, recorded
+from .ranks.work import Batch, RankState, StepResult, Work, bind, named
+
+# ---- the messages of a role's step: received ahead of their readers, and held until they are taken.
+
+
+class Mail:
+    """The messages between the stages of a role, which its ``actions`` name, and the stages of other roles along
+    ``axis``."""
+
+    def __init__(self, machines: Mapping[str, Machine], backend: Backend, axis: str, actions: Sequence[Action]) -> None:
+        self.machines, self.backend, self.axis = machines, backend, axis
+        self.stages = {action.stage for action in actions if action.works}
+        self._receives: dict[Message, Callable[[], list[list[torch.Tensor]]]] = {}
+        self._sends: list[Sending] = []
+
+    def begin(self) -> None:
+        """Forget all that an earlier step left."""
+        self._receives, self._sends = {}, []
+
+    def machine(self, action: Action, kind: str) -> str:
+        """Return the name of the program of a stage's work."""
+        return f"{action.stage}{kind}" if self.axis else kind
+
+    def post(self, action: Action) -> None:
+        """Start to receive the message that an action waits for, unless it was started."""
+        message = Message.of(action, self.axis)
+        if message not in self._receives:
+            machine = self.machines[self.machine(action, message.kind)]
+            types = [value.type for value in machine.program.main.bound("received").values()]
+            like = [(type_.local(machine.mesh), machine.dtype(type_.dtype)) for type_ in types]
+            self._receives[message] = self.backend.receive(message, like)
+
+    def receive(self, action: Action, work: Sequence[Work]) -> None:
+        """Wait for a message, and keep its tensors."""
+        message = Message.of(action, self.axis)
+        self._keep(replace(action, kind=message.kind), work, self._receives.pop(message)())
+
+    def _keep(self, action: Action, work: Sequence[Work], pieces: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Keep received tensors for some work of a stage."""
+        main = self.machines[self.machine(action, action.kind)].program.main
+        keys = [binding for binding in main.bindings if binding.kind == "received"]
+        for w, tensors in zip(work, pieces, strict=True):
+            w.kept[action.stage, action.kind, action.microbatch] = dict(zip(keys, tensors, strict=True))
+
+    def hand_on(self, action: Action, work: Sequence[Work]) -> int | None:
+        """Give the results of work to the next stage if that is the role's own, so that nothing is sent. Return that
+        stage."""
+        to = action.stage + ACTIONS[action.kind].to
+        if not self.axis or to == action.stage or to not in self.stages:
+            return None
+        pieces = [w.sent.pop((action.stage, action.kind, action.microbatch), []) for w in work]
+        self._keep(replace(action, stage=to), work, pieces)
+        return to
+
+    def send(self, action: Action, work: Sequence[Work]) -> None:
+        """Start to send the results of work."""
+        message = Message.of(action, self.axis)
+        pieces = [w.sent.pop((action.stage, message.kind, action.microbatch), []) for w in work]  # nothing may flow
+        self._sends = [sending for sending in self._sends if not sending.done()]
+        self._sends.append(self.backend.send(message, pieces))
+
+    @property
+    def sending(self) -> bool:
+        """True where a message that was sent is not known to be taken."""
+        return bool(self._sends)
+
+    def settle(self) -> None:
+        """Wait until all messages are taken: the tensors may then be written over."""
+        for sending in self._sends:
+            sending.wait()
+        self._sends = []
+
+
+# ---- homes
+
+
+class Homes:
+    """The weights of UNSHARD in which a parameter's own part lies as some of their rows, for the rank at these
+    ``coordinates``."""
+
+    def __init__(self, program: Program, coordinates: Mapping[str, int]) -> None:
+        self._places: dict[Binding, tuple[str, int]] = {}
+        for key, (name, axes) in parts_in_weights(program).items():
+            place = 0
+            for axis in axes:
+                place = place * program.mesh.size(axis) + coordinates[axis]
+            self._places[key] = name, place
+
+    def move(self, parameters: Mapping[str, torch.Tensor], weights: Mapping[Binding, torch.Tensor]) -> None:
+        """Let the stored parts be rows of these weights, which have the same values, from now on."""
+        for key, (name, place) in self._places.items():
+            part, whole = parameters[name], weights[key]
+            if part.is_contiguous() and whole.is_contiguous():
+                part.set_(whole.narrow(0, place * len(part), len(part)))  # type: ignore[call-overload]
+
+
+# ---- a step: a role's list of actions, done on one or several ranks, from microbatches to reduced gradients.
+
 
 _NO_LOSS = torch.zeros(())
 

@@ -23,7 +23,7 @@ from parc.compiler.plan.plan import Plan
 from parc.compiling import driver, plan_capture
 from parc.compiling.compiled import Compiled
 from parc.proposing import proposal
-from parc.runtime import session
+from parc.runtime.session import session
 from parc.runtime.state import initial
 
 _MOST = 96

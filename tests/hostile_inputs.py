@@ -29,10 +29,10 @@ from pathlib import Path
 from safetensors.torch import save_file
 
 from parc.cli import main
-from parc.runtime.faults import RunError
-from parc.runtime.opening import build_mesh, open_build, open_checkpoint
-from parc.runtime.saving import stored_of
+from parc.runtime.ranks.faults import RunError
 from parc.runtime.state.index import FACTS, INDEX_FILE, TENSORS
+from parc.runtime.state.opening import build_mesh, open_build, open_checkpoint
+from parc.runtime.state.saving import stored_of
 from tests.hostile_changes import mutate_bytes, mutate_json, mutate_text, rehash
 from tests.runtime.shard_ranks import numbers, ranks_of, save_all
 from tests.runtime.tiny import BOTH, DATA, EXAMPLES, PLAN, TENSOR, build

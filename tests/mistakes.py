@@ -16,7 +16,7 @@ import torch
 
 import parc
 from parc.cli import main
-from parc.runtime.faults import RunError
+from parc.runtime.ranks.faults import RunError
 from tests.runtime.tiny import DATA, ONE, PLAN, TENSOR, batch, build
 
 GOOD = PLAN.strip() + "\n" + TENSOR.strip() + "\n"
@@ -160,7 +160,7 @@ def _raised(python: str) -> str:
         try:
             exec(python, {"parc": parc, "session": session, **batch(0)})
         except RunError as error:
-            return f"parc.runtime.faults.RunError: {error}"
+            return f"parc.runtime.ranks.faults.RunError: {error}"
     raise AssertionError(f"{python} is no mistake")
 
 

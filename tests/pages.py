@@ -22,8 +22,8 @@ from parc.compiler.plan.directive import TRAINERS
 from parc.compiler.plan.plan import read_plan
 from parc.grammar.diagnostics import PlanError, render
 from parc.grammar.source import Source
-from parc.runtime.results import StepReport
-from parc.runtime.session import Session
+from parc.runtime.ranks.work import StepReport
+from parc.runtime.session.session import Session
 
 ROOT = Path(__file__).resolve().parent.parent
 FENCE = re.compile(r"^( *)```([^\n`]*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)

@@ -19,7 +19,7 @@ from parc.compiler.twin.structure import compare_structure
 from parc.grammar.diagnostics import PlanError, render
 from parc.grammar.syntax import size_text
 from parc.runtime.compare.simulate import compare
-from parc.runtime.state.loads import LoadWatch
+from parc.runtime.state.step_state import LoadWatch
 from tests.checked_plans import checked, compiled, held
 from tests.draws import wide
 from tests.planted_builds import ROOT

@@ -20,9 +20,9 @@ import parc
 from parc.cli import main
 from parc.grammar.codes import CODES
 from parc.grammar.diagnostics import render
-from parc.runtime import lockstep
-from parc.runtime.faults import RunError
-from parc.runtime.processes import DEVICE
+from parc.runtime.ranks import lockstep
+from parc.runtime.ranks.faults import RunError
+from parc.runtime.ranks.processes import DEVICE
 from parc.runtime.state.checkpoint import target_held
 from tests.runtime.tiny import EVAL, EXAMPLES, FLAT, ONE, PLAN, TENSOR, batch, build
 

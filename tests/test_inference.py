@@ -29,11 +29,11 @@ from parc.compiler.program.program import Function
 from parc.compiling.compiled import Compiled
 from parc.grammar.diagnostics import PlanError, render
 from parc.grammar.syntax import size_text
-from parc.runtime.evaluation import with_samples
 from parc.runtime.launch import predict
 from parc.runtime.launch.train import Stop
-from parc.runtime.opening import open_build
-from parc.runtime.session import Session
+from parc.runtime.session.evaluation import with_samples
+from parc.runtime.session.session import Session
+from parc.runtime.state.opening import open_build
 from tests.checked_plans import checked, compiled
 from tests.planted_builds import GoodBuild, judge
 from tests.predicting_models import Rows, Tagger

@@ -20,12 +20,11 @@ from parc.compiler.layout.placement import Split
 from parc.compiler.program.binding import Binding
 from parc.compiler.program.program import Line, Ref
 from parc.compiler.verify.padding import mixed_samples, of_returned, sample_dims, tail_fault
-from parc.runtime.compare.returned import joined, stacked
+from parc.runtime.compare.agreement import joined, stacked
 from parc.runtime.compare.simulate import Simulation
-from parc.runtime.results import StepResult
-from parc.runtime.returned import real_part, returned_types
+from parc.runtime.ranks.work import Batch, RankState, StepResult
+from parc.runtime.session.evaluation import real_part, returned_types
 from parc.runtime.step import Stepper
-from parc.runtime.work import Batch, RankState
 from tests.checked_plans import checked, compiled
 from tests.draws import all_but
 from tests.planted_builds import GoodBuild, judge

@@ -34,7 +34,7 @@ from parc.runtime.compare.agreement import TOLERANCE
 from parc.runtime.compare.simulate import compare
 from parc.runtime.data.feed import Feed
 from parc.runtime.data.sizes import bound_build
-from parc.runtime.faults import RunError
+from parc.runtime.ranks.faults import RunError
 from tests.checked_plans import compiled
 from tests.planted_sizes import hidden_shifts, hidden_sizes
 from tests.ranged_models import TASK, positions

@@ -28,7 +28,7 @@ SECTION = re.compile(r"^(Raises|Attributes):$", re.MULTILINE)
 def api_page() -> str:
     """Return the text of the page."""
     from parc.runtime.compare.plain import Plain
-    from parc.runtime.results import StepResult
+    from parc.runtime.ranks.work import StepResult
 
     public = {name: getattr(parc, name) for name in parc.__all__ if not name.startswith("__")}
     public |= {"StepResult": StepResult, "Plain": Plain}

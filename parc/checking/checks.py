@@ -45,9 +45,8 @@ from parc.compiling.driver import Progress, compile_plan
 from parc.compiling.size_ranges import fault_diagnostic, misfit_diagnostic
 from parc.grammar.diagnostics import Diagnostic, PlanError
 from parc.report import plan_of, report_faults
-from parc.runtime.compare.agreement import TOLERANCE, Agreement
+from parc.runtime.compare.agreement import NEAR, TOLERANCE, Agreement
 from parc.runtime.compare.model_run import Case
-from parc.runtime.compare.near_ties import NEAR
 from parc.runtime.compare.plain import CPU
 from parc.runtime.compare.simulate import compare
 

@@ -17,7 +17,7 @@ from parc.runtime.compare.agreement import TOLERANCE
 from parc.runtime.compare.model_run import Case, ReferenceRun
 from parc.runtime.compare.simulate import Simulation
 from parc.runtime.data.random_batch import random_batch
-from parc.runtime.owners import whole_tensor
+from parc.runtime.ranks.gather import whole_tensor
 from parc.runtime.step import Stepper
 
 LinePlace = tuple[str, str, str, int]

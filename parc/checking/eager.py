@@ -31,13 +31,13 @@ from parc.grammar.codes_build import AMPLIFIED, NEAR_TIE, NO_FUNCTION, NOT_FINIT
 from parc.grammar.codes_plan import OTHER_FORM
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.grammar.nearest import listed
-from parc.runtime.communication import Environment
+from parc.runtime.compare.agreement import DRAWS, Margin
 from parc.runtime.compare.model_run import Case, ReferenceRun, largest, largest_difference
 from parc.runtime.compare.model_run import wide as as_wide
-from parc.runtime.compare.near_ties import DRAWS, Margin
 from parc.runtime.compare.plain import PlainModule
 from parc.runtime.data.random_batch import random_batch
-from parc.runtime.faults import Watcher
+from parc.runtime.ranks.communication import Environment
+from parc.runtime.ranks.faults import Watcher
 
 CLAMP = "keep it finite for such data: clamp the argument of a logarithm, a root or a division"
 EAGER_TOLERANCE = 1e-4

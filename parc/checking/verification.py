@@ -20,8 +20,8 @@ from parc.compiler.program.program import Fault
 from parc.compiling.driver import Progress, compile_plan
 from parc.report import plan_of
 from parc.runtime.compare.plain import CPU
-from parc.runtime.opening import check_fits, check_source_of
-from parc.runtime.processes import check_device
+from parc.runtime.ranks.processes import check_device
+from parc.runtime.state.opening import check_fits, check_source_of
 
 
 @dataclass

@@ -34,7 +34,7 @@ def build_command(given: argparse.Namespace) -> int:
         say(report_text(report))
         import torch
 
-        from parc.runtime.observe.figures import peak_bytes
+        from parc.runtime.observe.observer import peak_bytes
 
         parts = ", ".join(f"{name} {taken:.1f}" for name, taken in seconds.items())
         memory = size_text(peak_bytes(torch.device("cpu")))

@@ -35,9 +35,9 @@ def export_command(given: argparse.Namespace) -> int:
     """Write the weights, and say what was written."""
     import torch
 
-    from parc.runtime.export import ExportForm, export_weights
-    from parc.runtime.opening import build_of, open_build
     from parc.runtime.state.checkpoint import is_checkpoint
+    from parc.runtime.state.exchange import ExportForm, export_weights
+    from parc.runtime.state.opening import build_of, open_build
 
     *builds, checkpoint = given.places
     if len(builds) > 1:

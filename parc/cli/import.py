@@ -23,8 +23,8 @@ def import_options(parser: argparse.ArgumentParser) -> None:
 
 def import_command(given: argparse.Namespace) -> int:
     """Write the checkpoint, and say what was written."""
-    from parc.runtime.importing import import_weights
-    from parc.runtime.opening import open_build
+    from parc.runtime.state.exchange import import_weights
+    from parc.runtime.state.opening import open_build
 
     build = open_build(given.build)
     tensors, size = import_weights(build, given.weights, given.out, given.rounded)

@@ -135,22 +135,22 @@ def _run(given: argparse.Namespace) -> int:
     if wrong:
         say(f"parc run: {wrong}")
         return 2
-    from parc.runtime.processes import launched
+    from parc.runtime.ranks.processes import launched
 
     if launched():
         return _rank(given)
     from parc.compiler.build.directory import misfit_error
     from parc.compiler.build.facts import plan_faults
     from parc.report import plan_of
-    from parc.runtime.opening import open_build
+    from parc.runtime.state.opening import open_build
 
     target = given.target
     if is_plan(target):
         from parc.cli.build import make
         from parc.grammar.codes_build import BAD_DATA
         from parc.runtime.data.sources import NO_DATA, NO_DATA_HELP
-        from parc.runtime.evaluation import trains_nothing
-        from parc.runtime.faults import RunError
+        from parc.runtime.ranks.faults import RunError
+        from parc.runtime.session.evaluation import trains_nothing
 
         plan = read(given, target)
         if given.predict is None:
@@ -188,8 +188,8 @@ def _target(given: argparse.Namespace, build: Build) -> AbstractContextManager[N
     """
     if given.save is None:
         return nullcontext()
-    from parc.runtime.opening import checkpoint_bytes
     from parc.runtime.state.checkpoint import target_held
+    from parc.runtime.state.opening import checkpoint_bytes
 
     run = f"the run that meets at {given.rdzv_endpoint}" if given.nnodes > 1 else ""
     return target_held(given.save, checkpoint_bytes(build), run)
@@ -229,7 +229,7 @@ def _at_work(given: argparse.Namespace, build: Build) -> Build:
     if given.predict is None:
         return build
     from parc.compiler.plan.directives.data import read_words
-    from parc.runtime.evaluation import evaluation_of, with_samples
+    from parc.runtime.session.evaluation import evaluation_of, with_samples
 
     evaluation, here = evaluation_of(build), Path.cwd()
     samples = read_words(given.predict, "--predict").facts()
@@ -240,10 +240,10 @@ def _at_work(given: argparse.Namespace, build: Build) -> Build:
 
 
 def _options(given: argparse.Namespace, build: Build) -> Options | None:
-    from parc.runtime.evaluation import check_trains, evaluation_of
     from parc.runtime.launch.train import Options
     from parc.runtime.observe.observer import Observe
     from parc.runtime.observe.writers import FigurePlaces
+    from parc.runtime.session.evaluation import check_trains, evaluation_of
 
     if given.predict is not None:
         return Options(0, resume=given.resume)
@@ -275,9 +275,9 @@ def _before_launch(given: argparse.Namespace, build: Build, options: Options) ->
     from parc.runtime.data.sources import OWN_CODE, make_data
     from parc.runtime.launch.predict import check_predictions
     from parc.runtime.machine.compiled import check_compiler
-    from parc.runtime.opening import build_mesh, check_fits, open_checkpoint
-    from parc.runtime.processes import check_device, default_device
+    from parc.runtime.ranks.processes import check_device, default_device
     from parc.runtime.state.initial import weights_of
+    from parc.runtime.state.opening import build_mesh, check_fits, open_checkpoint
 
     mesh = build_mesh(build)
     nproc = int(given.nproc or max(1, mesh.world // given.nnodes))
@@ -309,15 +309,15 @@ def torch_device(given: argparse.Namespace) -> torch.device | None:
 def _train(given: argparse.Namespace, build: Build, options: Options, device: torch.device | None) -> int:
     from parc.runtime.launch.predict import predict
     from parc.runtime.launch.train import train
-    from parc.runtime.session import Session
+    from parc.runtime.session.session import Session
 
     session = Session(build, device, compile=given.compile, trace=options.trace is not None)
     return train(session, options) if given.predict is None else predict(session, given.out, given.resume)
 
 
 def _launch(given: argparse.Namespace, target: Path, nproc: int) -> int:
-    from parc.runtime.faults import writing
     from parc.runtime.launch.launch import Processes, launch
+    from parc.runtime.ranks.faults import writing
 
     words = ["-m", "parc", "run", str(target), "--timeout", str(given.timeout)]
     for name in _PASSED_ON:
@@ -345,7 +345,7 @@ _PASSED_ON = (*_OF_TRAINING, "resume", "device", "predict", "out")
 
 def _saved(folder: Path) -> str:
     """Return a sentence on what a run that failed has left in the folder of its `--save`."""
-    from parc.runtime.faults import RunError
+    from parc.runtime.ranks.faults import RunError
     from parc.runtime.state.checkpoint import read_checkpoint
 
     try:
@@ -358,9 +358,8 @@ def _saved(folder: Path) -> str:
 def _rank(given: argparse.Namespace) -> int:
     """Run one rank. Failures are left for parc's launcher; torchrun prints none of them, so under it they are printed
     here."""
-    from parc.runtime.launch.failures import failure_of, leave_failure
-    from parc.runtime.launch.hanging import answer
-    from parc.runtime.processes import STORE
+    from parc.runtime.launch.failures import answer, failure_of, leave_failure
+    from parc.runtime.ranks.processes import STORE
 
     if STORE in os.environ:
         answer()
@@ -379,8 +378,8 @@ def _rank(given: argparse.Namespace) -> int:
 
 
 def _train_rank(given: argparse.Namespace) -> int:
-    from parc.runtime.opening import check_fits, open_build
-    from parc.runtime.processes import STORE, join_processes, launched, leave
+    from parc.runtime.ranks.processes import STORE, join_processes, launched, leave
+    from parc.runtime.state.opening import check_fits, open_build
 
     build = _at_work(given, open_build(given.target))
     check_fits(build, launched())

@@ -84,7 +84,7 @@ def _show(given: argparse.Namespace, path: Path) -> int:
         return _write_page(given.html, build)
     if given.role or given.action:
         if given.evaluation:
-            from parc.runtime.evaluation import evaluation_of
+            from parc.runtime.session.evaluation import evaluation_of
 
             build = evaluation_of(build)
         return _show_programs(given, build)
@@ -123,7 +123,7 @@ def _show(given: argparse.Namespace, path: Path) -> int:
 
 def _write_page(file: Path, build: Build) -> int:
     from parc.page.page import page_of
-    from parc.runtime.faults import writing
+    from parc.runtime.ranks.faults import writing
 
     text = page_of(build)
     with writing(file):
@@ -140,7 +140,7 @@ def _show_timeline(given: argparse.Namespace, build: Build) -> int:
     from parc.compiler.build.build import BuildError
     from parc.compiler.schedules.timeline import draw, paint, svg, time_slot
     from parc.report_words import schedule_words
-    from parc.runtime.faults import writing
+    from parc.runtime.ranks.faults import writing
 
     try:
         timeline = step_timeline(build.roles)

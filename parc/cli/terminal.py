@@ -49,7 +49,7 @@ def show_error(error: BaseException) -> int | None:
         return None
     from parc.compiler.build.build import BuildError
     from parc.grammar.codes_build import BAD_BUILD
-    from parc.runtime.faults import RunError
+    from parc.runtime.ranks.faults import RunError
 
     if isinstance(error, RunError):
         show([error.diagnostic()])

@@ -18,11 +18,10 @@ from ...compiler.layout.collectives import COLLECTIVES, SUMS
 from ...compiler.layout.mesh import Mesh, Shape
 from ...compiler.program.actions import ACTIONS, StageRanks, step_kinds
 from ...compiler.program.program import Program
-from ..communication import Message, PeerLost, RingPart, Sending
-from ..processes import HOLDERS, new_group
-from ..waits import WAITS
-from .moves import RUN
-from .started import START
+from ..ranks.communication import Message, PeerLost, RingPart, Sending
+from ..ranks.processes import HOLDERS, new_group
+from ..ranks.waits import WAITS
+from .moves import RUN, START
 
 _MOST_TENSORS = 4096
 """The most tensors of one message: tags of two messages are so far apart."""

@@ -13,7 +13,7 @@ import torch
 
 from ...compiler.layout.collectives import COLLECTIVES, SUMS
 from ...compiler.layout.mesh import Mesh, Shape
-from ..communication import Message, PeerLost, RingPart, Sending
+from ..ranks.communication import Message, PeerLost, RingPart, Sending
 
 _Made = TypeVar("_Made")
 

@@ -2,9 +2,83 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from .near_ties import NEAR, Margin
+import torch
+
+from ...compiler.layout.mesh import Mesh
+from ...compiler.layout.placement import TensorType
+from ...compiler.program.program import Line, Ref
+from ..ranks.gather import whole_tensor
+
+# ---- near ties
+# What is chosen is no continuous function of the scores. Where two are closer than rounding, ranks that add up in
+# another order may choose otherwise than one device, and no number behind it is comparable.
+
+
+DRAWS = 3
+"""The number of times that random numbers are drawn, where those before nearly tied and results differed."""
+NEAR = 1e-9
+"""The margin below which rounding may decide in float64: numbers are compared to a tenth of it."""
+_CHOICES = ("aten.topk.default",)
+
+
+@dataclass(slots=True)
+class Margin:
+    """The smallest distance between a last score taken and a first one left, relative to the largest score beside them;
+    infinite where nothing is chosen. Equal scores do not count: whoever has them chooses alike."""
+
+    apart: float = math.inf
+    at: str = ""
+
+    def watch(self, line: Line, environments: Sequence[Mapping[str, Any]]) -> None:
+        """Look at the scores of a line that chooses."""
+        for environment in environments if line.op in _CHOICES else ():
+            scores, *options = line.args
+            assert isinstance(scores, Ref)
+            apart = _apart(environment[scores.name], *options[:3])
+            if apart < self.apart:
+                self.apart, self.at = apart, f"{line.origin.module} {line.origin.source}".strip()
+
+
+def _apart(scores: torch.Tensor, k: int, dim: int = -1, highest: bool = True) -> float:
+    if not 0 < k < scores.shape[dim]:
+        return math.inf
+    scores = scores.detach().double()
+    best = scores.topk(k + 1, dim, highest).values
+    taken, left = best.select(dim, k - 1), best.select(dim, k)
+    size = torch.where(scores.isfinite(), scores.abs(), 0.0).amax(dim)
+    apart = ((taken - left).abs() / size)[(taken != left) & left.isfinite() & taken.isfinite()]
+    return float(apart.min()) if apart.numel() else math.inf
+
+
+# ---- the tensors that a model returns in an evaluation, put together from the parts of all ranks.
+
+
+def stacked(returned: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Return the tensors of all microbatches by name, one behind the other along a new first dim."""
+    return {name: torch.stack([*values]) for name, values in returned.items()}
+
+
+def joined(
+    pieces: Sequence[Mapping[str, torch.Tensor]], types: Mapping[str, TensorType], mesh: Mesh
+) -> dict[str, torch.Tensor]:
+    """Return the whole tensors by name. ``pieces`` are each rank's parts; their first dim is that of microbatches, and
+    ``types`` are those of one microbatch."""
+    whole = {}
+    for name, type_ in types.items():
+        held = {rank: of_rank[name] for rank, of_rank in enumerate(pieces) if name in of_rank}
+        parts = zip(*(piece.unbind() for piece in held.values()), strict=True)
+        together = [whole_tensor(dict(zip(held, part, strict=True)), type_.placement, mesh) for part in parts]
+        whole[name] = torch.stack(together)
+    return whole
+
+
+# ---- the agreement of a simulation with the captured graph: the largest errors, and where they are.
+
 
 TOLERANCE = 1e-10
 """The largest relative error of numbers in float64 that counts as none."""

@@ -15,6 +15,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...compiler.build.build import Build
 from ...compiler.capture.attributes import attribute_tensors
@@ -22,8 +23,11 @@ from ...compiler.capture.complex.form import own_form, real_form
 from ...compiler.capture.experts.forms import chosen_by, has_form, have_interface
 from ...compiler.capture.experts.lists import as_made
 from ...compiler.capture.model_calls import TaskLines, caller, model_builder, term_functions
+from ...compiler.initial.counter import dropped, keep_mask, random, stream
 from ...compiler.initial.recipes import initialize
 from ...compiler.layout.mesh import Mesh
+from ...compiler.ops.own_ops import aten
+from ...compiler.ops.rules import facts
 from ...compiler.program.actions import COUNTING, FORWARD, SCALING
 from ...compiler.program.binding import COUNT, Binding
 from ...compiler.program.step_values import Bias, biases_in, capacities_in, term_count
@@ -32,16 +36,74 @@ from ...grammar.codes_plan import NO_EXPERTS
 from ..backends.in_process import InProcess
 from ..data.feed import Feed
 from ..data.sizes import BySizes
-from ..evaluation import check_trains
-from ..faults import RunError
 from ..machine.execute import Machine
 from ..machine.kernels import REFERENCE_KERNELS
-from ..opening import check_source_of, open_build, task_of
-from ..processes import check_device
-from ..results import StepReport
+from ..ranks.faults import RunError
+from ..ranks.processes import check_device
+from ..ranks.work import StepReport
+from ..session.evaluation import check_trains
 from ..state.initial import expected_of, weights_of
+from ..state.opening import check_source_of, open_build, task_of
 from ..state.optimizer import make_optimizer, rate, update
-from .counted import CountedDropout
+
+# ---- random numbers of a plain module, drawn as its builds draw them.
+
+
+@final
+class CountedDropout(TorchDispatchMode):
+    """A mode that draws every dropout mask, and all other random numbers, from the stream named by its module path and
+    its place there.
+
+    Below autograd, where torch's dropout and its attention with dropout fill their masks.
+    """
+
+    def __init__(self, seed: int, step: int, microbatch: int) -> None:
+        super().__init__()
+        self._seed, self._step, self._microbatch = seed, step, microbatch
+        self._paths = [""]
+        self._drawn: Counter[str] = Counter()
+
+    def enter_module(self, path: str, *_: Any) -> None:
+        """Note that the forward of the module at ``path`` begins: what draws now is named after it."""
+        self._paths.append(path)
+
+    def leave_module(self, *_: Any) -> None:
+        """Note that the module's forward has ended."""
+        self._paths.pop()
+
+    def _next(self, like: Tensor) -> tuple[int, Tensor]:
+        """Return the key of the next stream, and the index of every element."""
+        module = self._paths[-1] or "model"
+        name = f"{module}.{self._drawn[module]}"
+        self._drawn[module] += 1
+        index = torch.arange(like.numel(), device=like.device).reshape(like.shape)
+        return stream(self._seed, name, self._step, self._microbatch), index
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        keeps = (args[1] if len(args) > 1 else 0.5) if func is aten.bernoulli_.float else 1.0  # dispatch drops defaults
+        if keeps not in (0.0, 1.0):
+            return args[0].copy_(keep_mask(*self._next(args[0]), dropped(keeps)))
+        if func is aten.native_dropout.default and args[2] is not False and 0 < args[1] < 1:
+            keep = keep_mask(*self._next(args[0]), args[1])
+            return args[0] * keep.to(args[0].dtype).mul_(1 / (1 - args[1])), keep
+        result = func(*args, **(kwargs or {}))
+        if func is aten.bernoulli.default:
+            return result.copy_(random(*self._next(result), "uniform", result.dtype) < args[0])
+        law = facts(func).law
+        if law in ("uniform", "normal"):
+            names = [argument.name for argument in func._schema.arguments]
+            arguments = {**dict(zip(names, args, strict=False)), **(kwargs or {})}  # dispatch drops defaults
+            low, high = (
+                arguments.get("from", arguments.get("mean", 0.0)),
+                arguments.get("to", arguments.get("std", 1.0)),
+            )
+            drawn = random(*self._next(result), law, result.dtype)
+            result.copy_(drawn * (high - low if law == "uniform" else high) + low)
+        return result
+
+
+# ---- the plain module as the reference: the user's own code in eager torch, with parc's initial weights
+
 
 CPU = torch.device("cpu")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,28 +13,155 @@ import torch
 from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.pieces import take
 from ...compiler.layout.placement import TensorType, parse_type
+from ...compiler.ops.rules import facts
 from ...compiler.padding.pads import Pad
 from ...compiler.padding.tensors import grow, shrink
 from ...compiler.program.actions import COUNTING, FORWARD
-from ...compiler.program.binding import BUFFERS, LOSS, RNG, Binding, Kind
+from ...compiler.program.binding import BUFFERS, LOSS, PARAMETERS, RNG, Binding, Kind
 from ...compiler.program.optimizers import AVERAGE, OPTIMIZERS
-from ...compiler.program.program import Line
+from ...compiler.program.program import CARRIERS, Line, Program
 from ...compiler.program.roles import SINGLE, Role
 from ..backends.in_process import InProcess, Meeting
 from ..data.random_batch import random_batch
-from ..owners import held, owners_of, piece_place, whole_tensor
-from ..results import StepResult
-from ..returned import real_part, returned_types
+from ..machine.kernels import KERNELS
+from ..machine.site import Kernel, Site
+from ..ranks.gather import held, owners_of, piece_place, whole_tensor
+from ..ranks.work import RankState, StepResult
+from ..session.evaluation import real_part, returned_types
 from ..state.optimizer import make_optimizer, rate, update
-from ..state.scaler import first_state
+from ..state.step_state import first_state
 from ..step import Stepper
-from ..work import RankState
-from .agreement import TOLERANCE, Agreement
-from .model_run import Case, Microbatches, ReferenceRun, largest, largest_difference, on_device, wide
-from .near_ties import DRAWS
-from .returned import joined, stacked
-from .roundings import Roundings
-from .two_spaces import TWO_SPACES, loaded_parameters, lying_elsewhere
+from .agreement import DRAWS, TOLERANCE, Agreement, joined, stacked
+from .model_run import Case, Microbatches, ReferenceRun, Watch, largest, largest_difference, on_device, wide
+
+# ---- roundings
+# It is the measure of a step's errors (as in TTrace, arXiv 2506.09280): what ranks add up in another order is rounded
+# otherwise, and a deep model amplifies that as much as it does a rounding of what it is given.
+
+
+_TIMES = 16
+"""The factor on the measured distance: sums in another order round more often than weights and inputs do."""
+_MOST = 1e-6
+"""The most that is forgiven, relative to a tensor's largest entry. A model that one rounding moves further cannot be
+tested."""
+
+
+@dataclass(slots=True)
+class _Begin:
+    """The state and the batches at the beginning of a step."""
+
+    parameters: Mapping[str, torch.Tensor]
+    buffers: Mapping[str, torch.Tensor]
+    batches: Microbatches
+    step: int
+
+
+class Roundings:
+    """The measure of the effect of one rounding in each step of a reference run.
+
+    It is taken once it is asked for: all steps are then taken again beside the run, each from the same state but for
+    one rounding, with an optimizer of their own.
+    """
+
+    def __init__(self, case: Case, watch: Watch | None = None) -> None:
+        self._case, self._watch, self._steps = case, watch, list[_Begin]()
+        self._run: ReferenceRun | None = None
+        self._taken = 0
+        self._found: dict[Binding, torch.Tensor] = {}
+        self.amplified = ""
+        """The message about the first value that one rounding moves further than can be tested."""
+
+    def begin(self, reference: ReferenceRun, batches: Microbatches, step: int) -> None:
+        """Keep the state at the beginning of the reference's next step."""
+        parameters = {name: value.detach().clone() for name, value in reference.parameters.items()}
+        self._steps.append(_Begin(parameters, dict(reference.buffers), batches, step))
+
+    def beyond(self, what: Binding, expected: torch.Tensor, apart: float, least: float, top: float) -> float:
+        """Return the part of the error ``apart`` that rounding does not explain. An error of at most ``least`` is small
+        enough, and is returned as it is. ``expected`` is the value of ``what`` in the reference's last step; errors are
+        relative to ``top``."""
+        if not least < apart < float("inf"):
+            return apart
+        moved = _TIMES * largest_difference(self._made()[what], expected)
+        if moved > _MOST * top and not self.amplified:
+            text = f"gradient of {what.name}" if what.kind == "gradient" else str(what)
+            self.amplified = f"one rounding of weights and inputs changes the {text} by more than a test can allow"
+        return max(0.0, apart - min(moved, _MOST * top))
+
+    def _made(self) -> Mapping[Binding, torch.Tensor]:
+        """Return the last step's results from a state that is moved by one rounding."""
+        run = self._run = self._run or ReferenceRun(self._case, watch=self._watch)
+        while self._taken < len(self._steps):
+            begin = self._steps[self._taken]
+            generator = torch.Generator().manual_seed(self._taken)
+            with torch.no_grad():
+                for name, value in begin.parameters.items():
+                    run.parameters[name].copy_(_moved(value, generator))
+            run.buffers = dict(begin.buffers)
+            batches = [{name: _moved(value, generator) for name, value in batch.items()} for batch in begin.batches]
+            loss, gradients = run.step(batches, begin.step)
+            self._found = {
+                LOSS: loss,
+                **{Binding("gradient", name): value for name, value in gradients.items()},
+                **{Binding("buffer", name): value for name, value in run.buffers.items()},
+                **{Binding("output", name): value for name, value in stacked(run.returned).items()},
+            }
+            self._taken += 1
+        return self._found
+
+
+def _moved(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Return each number moved by one rounding: up, down or not at all."""
+    if value.dtype != torch.float64:
+        return value
+    steps = torch.randint(-1, 2, value.shape, generator=generator).to(value)
+    return value * (1 + 2.0**-52 * steps)
+
+
+# ---- two memory spaces in one process: the kernels of lines that store and load, for the simulator.
+
+
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """A value in the other memory space. It is no tensor: no operator can read it before a line loads it."""
+
+    value: torch.Tensor
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Return the memory that holds the value."""
+        return self.value.untyped_storage()
+
+
+def _store(site: Site, value: torch.Tensor, word: str) -> Elsewhere:
+    assert isinstance(value, torch.Tensor), "what is stored already is stored again"
+    return Elsewhere(value.clone())
+
+
+def _load(site: Site, kept: Elsewhere, word: str) -> torch.Tensor:
+    assert isinstance(kept, Elsewhere), "what lies in memory is loaded"
+    return kept.value.clone()
+
+
+TWO_SPACES: Mapping[str, Kernel] = {**KERNELS, CARRIERS["away"]: _store, CARRIERS["back"]: _load}
+"""The code of operators where there are two memory spaces."""
+
+
+def loaded_parameters(programs: Iterable[Program]) -> set[str]:
+    """Return the names of the parameters that programs load, because they lie in the other space."""
+    names = set()
+    for main in (program.main for program in programs):
+        names |= {name for name, value in main.bound(*PARAMETERS).items()
+                  if any(facts(line.op).carries == "back" for line in main.readers[value.name])}  # fmt: skip
+    return names
+
+
+def lying_elsewhere(state: RankState, names: set[str]) -> RankState:
+    """Return a rank's state with some of its parameters in the other space."""
+    parameters = {name: Elsewhere(value) if name in names else value for name, value in state.parameters.items()}
+    return replace(state, parameters=parameters) if names else state  # type: ignore[arg-type]
+
+
+# ---- the simulator: all ranks of a build in one process in float64, compared with the captured graph step
 
 
 class FormulaUpdates:

@@ -15,10 +15,10 @@ from ...compiler.layout.mesh import Mesh
 from ...compiler.sizes.size_range import BATCH
 from ...compiler.sizes.template import sizes_text
 from ...grammar.codes_run import BATCHES_DIFFER
-from ..faults import RunError
-from ..lockstep import Row, Together, ranks_text
-from ..state.gather import everywhere
-from ..work import Batch, RankState, Work
+from ..ranks.faults import RunError
+from ..ranks.gather import everywhere
+from ..ranks.lockstep import Row, Together, ranks_text
+from ..ranks.work import Batch, RankState, Work
 from .feed import LocalParts
 from .sizes import AtSizes, BySizes
 

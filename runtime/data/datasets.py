@@ -15,7 +15,7 @@ from torch import Tensor
 from ...compiler.sizes.size_range import BATCH
 from ...grammar.nearest import path_meant
 from .samples import DataError, asked
-from .windows import JoinedDocuments, WindowForm, Windows, packed_documents
+from .token_files import JoinedDocuments, WindowForm, Windows, packed_documents
 
 _FORM_HELP = (
     "give a dict of tensors, arrays or numbers by the names of inputs, or a tuple in the order of `input` lines"

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ...compiler.sizes.size_range import BATCH
 from ...grammar.codes_build import BAD_DATA
-from ..faults import RunError
-from ..lockstep import Together
+from ..ranks.faults import RunError
+from ..ranks.lockstep import Together
 from .datasets import dataset_source
 from .order import Order, Ordered
 from .reading import Closing, RowReader

@@ -13,7 +13,7 @@ from ...compiler.build.build import Build
 from ...compiler.sizes.size_range import BATCH, SizeRange
 from ...compiler.sizes.template import sizes_text
 from ...grammar.codes_build import BAD_DATA, OUT_OF_RANGE
-from ..faults import RunError
+from ..ranks.faults import RunError
 from ..step import Stepper
 from .feed import Feed
 from .sources import line_of

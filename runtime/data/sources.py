@@ -2,24 +2,132 @@
 
 from __future__ import annotations
 
+import glob
+import math
+import os
+import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, final
+
+import torch
+from torch import Tensor
 
 from ...compiler.build.build import Build
 from ...compiler.capture.callables import CallableError, check_arguments, load_callable
+from ...compiler.initial.counter import normal, stream, uniform
 from ...compiler.sizes.size_range import BATCH
 from ...grammar.codes_build import BAD_DATA
-from ..faults import RunError
+from ...grammar.nearest import did_you_mean
+from ..ranks.faults import RunError
 from .datasets import dataset_source, folder_source
-from .files import matching_files
-from .functions import CallableData, SyntheticData
 from .order import Order, Ordered, check_order
 from .random_batch import class_bounds
 from .samples import DataError, SampleSource, asked, raised_at
-from .token_files import JoinedFiles, TokenFile, byte_file, token_file
-from .windows import Packing, WindowForm, Windows
+from .token_files import JoinedFiles, Packing, TokenFile, WindowForm, Windows, byte_file, token_file
+
+# ---- the files that a plan's globs name.
+
+
+def matching_files(patterns: Sequence[str], root: Path) -> list[str]:
+    """Return the files that the patterns match, each once, sorted, without empty ones. Patterns are globs relative to
+    ``root`` (``**`` for any depth); ``{stdlib}`` stands for the folder of the running Python's standard library,
+    without the packages installed below it.
+
+    Raises:
+        DataError: a pattern matches no file.
+    """
+    library = sysconfig.get_path("stdlib")
+    matches: set[str] = set()
+    for pattern in patterns:
+        absolute = os.path.join(root, pattern.replace("{stdlib}", glob.escape(library)))
+        files = {os.path.normpath(name) for name in glob.iglob(absolute, recursive=True) if os.path.isfile(name)}
+        if "{stdlib}" in pattern:  # what else is installed there differs from machine to machine
+            files = {name for name in files if not {"site-packages", "dist-packages"} & set(Path(name).parts)}
+        if not files:
+            whole = os.path.isabs(absolute if "{stdlib}" in pattern else pattern)
+            where, otherwise = ("", "") if whole else (f" in {root}", ", from the plan's folder")
+            help_ = _meant(pattern, root, _PATTERNS.format(otherwise))
+            raise DataError(f'no file matches "{pattern}"{where}', help_, pattern)
+        matches |= files
+    return sorted(name for name in matches if os.path.getsize(name)) or sorted(matches)[:1]
+
+
+def _meant(pattern: str, root: Path, otherwise: str) -> str:
+    """Return the question "did you mean ...?" with names similar to the first part of a pattern that does not exist;
+    ``otherwise`` without such names."""
+    for part in Path(pattern).parts:
+        if glob.has_magic(part) or not root.is_dir():
+            break
+        if not (root / part).exists():
+            return did_you_mean(part, (entry.name for entry in root.iterdir()), otherwise)
+        root /= part
+    return otherwise
+
+
+_PATTERNS = 'name files that are there{}: "texts/*.txt"; `**` goes into all folders below'
+
+
+# ---- samples that are functions of their number: a person's, or random ones. They have no epochs.
+
+
+@final
+class CallableData:
+    """Samples from a user's function: ``function(number)`` returns a dict of tensors, the same at every call."""
+
+    count: int | None = None
+
+    def __init__(self, function: Callable[[int], Mapping[str, Tensor]]) -> None:
+        self._function = function
+
+    def __call__(self, number: int) -> dict[str, Tensor]:
+        """Return sample ``number``, as the function returns it.
+
+        Raises:
+            DataError: it failed (chained), or gave something else than a dict of tensors.
+        """
+        help_ = "the function that the plan names failed: call it with this number to see why"
+        sample = asked(lambda: self._function(number), f"making sample {number}", help_)
+        entries = sample.items() if isinstance(sample, Mapping) else [("", sample)]
+        wrong = next((f"{f'`{name}`' if name else 'it'} is {type(value).__name__}" for name, value in entries
+                      if not isinstance(value, Tensor)), "")  # fmt: skip
+        if wrong or not isinstance(sample, Mapping):
+            help_ = "return tensors by the names of inputs, a number as `torch.tensor(3)`"
+            raise DataError(f"sample {number} is not a dict of tensors: {wrong or 'it is a tensor'}", help_)
+        return dict(sample)
+
+
+@final
+class SyntheticData:
+    """Random samples of the plan's inputs, functions of ``seed``, the sample's number and the input's name alone.
+
+    ``bounds`` has how many rows or classes the whole numbers of an input may name; others are 0 or 1.
+    """
+
+    count: int | None = None
+
+    def __init__(
+        self, inputs: Sequence[Mapping[str, Any]], sizes: Mapping[str, int], bounds: Mapping[str, int], seed: int
+    ) -> None:
+        self._inputs, self._sizes, self._bounds, self._seed = inputs, sizes, bounds, seed
+
+    def __call__(self, number: int) -> dict[str, Tensor]:
+        """Return sample ``number`` >= 0."""
+        return {line["name"]: self._drawn(line, number) for line in self._inputs}
+
+    def _drawn(self, line: Mapping[str, Any], number: int) -> Tensor:
+        name, dtype = line["name"], getattr(torch, line["dtype"])
+        shape = [int(self._sizes.get(dim, dim)) for dim in line["dims"][line["dims"][:1] == [BATCH] :]]
+        index = torch.arange(math.prod(shape)).reshape(shape)
+        key = stream(self._seed, f"synthetic {name}", number)
+        if dtype.is_floating_point:
+            return normal(key, index).to(dtype)
+        return (uniform(key, index) * self._bounds.get(name, 2)).to(torch.int64).to(dtype)
+
+
+# ---- opening the samples that a plan's line names: files, datasets, random samples, a person's callable.
+
 
 PREDICTED = "--predict"
 """The word in place of a line's verb where the command line names the samples: all are read in their order."""

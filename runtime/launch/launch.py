@@ -29,9 +29,8 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from ..processes import DEVICE, STORE
-from .failures import Failure, began, read_failure, unbegun
-from .hanging import Hanging
+from ..ranks.processes import DEVICE, STORE
+from .failures import Failure, Hanging, began, read_failure, unbegun
 from .voices import VOICES, Voices
 
 _ONE_HOST = "parc-one-host"

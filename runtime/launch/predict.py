@@ -17,9 +17,9 @@ import torch
 
 from ...compiler.build.folders import replacing
 from ...grammar.syntax import size_text
-from ..saving import writing_folder
-from ..session import Session
+from ..session.session import Session
 from ..state.checkpoint import check_target
+from ..state.saving import writing_folder
 from ..state.shards import Piece, write_shard
 from .failures import begin
 from .train import Stop

@@ -15,14 +15,14 @@ from typing import Any, Self, final
 import torch
 
 from ...compiler.build.build import Build
-from ..faults import RunError, writing
 from ..observe.observer import Observe, Observer
-from ..processes import launched
-from ..results import StepReport
-from ..session import Session
-from ..state.loads import LoadWatch, planned_load
+from ..ranks.faults import RunError, writing
+from ..ranks.processes import launched
+from ..ranks.waits import write_trace
+from ..ranks.work import StepReport
+from ..session.session import Session
 from ..state.optimizer import rate
-from ..trace import write_trace
+from ..state.step_state import LoadWatch, planned_load
 from .failures import begin
 
 EVAL_LOSS = "eval_loss"

@@ -1,5 +1,5 @@
 """The machine that runs one program: operators, kernels, reuse of memory, torch.compile."""
 
-from . import attention, expert_kernels, rings, slot_kernels  # note their code
+from . import attention, expert_kernels  # note their code
 
-__all__ = ["attention", "expert_kernels", "rings", "slot_kernels"]
+__all__ = ["attention", "expert_kernels"]

@@ -28,7 +28,7 @@ import torch
 
 from ...compiler.program.program import Line, Ref, operands, operator, references
 from ...compiler.torch_private import direct
-from ..communication import Environment
+from ..ranks.communication import Environment
 from .reuse import made_by
 from .site import Site
 

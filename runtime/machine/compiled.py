@@ -29,11 +29,10 @@ from ...compiler.program.actions import ACTIONS
 from ...compiler.program.program import Function, Line, Program, Ref, argument_text, map_references, operands
 from ...compiler.torch_private import CompiledGraph, compile_graph, compiler_cache, fake_mode, missing_compiler
 from ...grammar.codes_build import NO_COMPILER, NOT_COMPILED
-from ..communication import Backend, Environment
-from ..faults import RunError
+from ..ranks.communication import Backend, Environment
+from ..ranks.faults import RunError
 from .coded import coded
-from .execute import Machine
-from .prepared import Prepared
+from .execute import Machine, Prepared
 from .reuse import last_uses, made_by, summed
 from .site import Site
 

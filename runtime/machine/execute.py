@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from operator import itemgetter
-from typing import Any
+from typing import Any, final
 
 import torch
 
 from ...compiler.analysis.lifetimes import (
     PRODUCT,
+    LyingGradient,
     addable,
     adds,
     adds_itself,
@@ -21,20 +24,118 @@ from ...compiler.analysis.lifetimes import (
     own_in_main,
 )
 from ...compiler.layout.collectives import COLLECTIVES, MESSAGE, RINGS, SUMS, axes_of
-from ...compiler.layout.mesh import Mesh
+from ...compiler.layout.mesh import Mesh, Shape
 from ...compiler.program.binding import Binding
 from ...compiler.program.plain import on_their_way
 from ...compiler.program.program import Function, Line, LocalSize, Program, Ref, map_references, operator
 from ...compiler.torch_private import profiling
-from ..communication import Arrival, Backend, BoundTensors, Environment, arrival_name, wait_for_nothing
+from ..ranks.communication import Arrival, Backend, BoundTensors, Environment, arrival_name, wait_for_nothing
 from .coded import Added, CodedLine, coded
 from .fusion import fused
-from .gradient_buffers import BufferPart, buffer_parts
 from .kernels import KERNELS
-from .prepared import Prepared, ProfileRanges
 from .reuse import Lives, in_place, lives
-from .site import Site
-from .ways import Kernel, binding, code_for, library_of
+from .site import Kernel, Site, binding, code_for, library_of
+
+# ---- buffers of gradients
+#     grad_up = mm(x, grad)       # entries 0 to 511 of the buffer of message 1
+#     grad_down = mm(h, grad)     # entries 512 to 1023
+
+
+@dataclass(slots=True)
+class _Buffer:
+    """The memory of one message's gradients of one dtype. It is allocated when the first of them is made."""
+
+    dtype: torch.dtype
+    device: torch.device
+    entries: int = 0
+    memory: torch.Tensor | None = None
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class BufferPart:
+    """The part of a buffer that is for one gradient, from its entry ``begin`` on."""
+
+    buffer: _Buffer
+    begin: int
+    shape: Shape
+
+    def tensor(self) -> torch.Tensor:
+        """Return the part, whose entries are not yet set."""
+        buffer = self.buffer
+        if buffer.memory is None:
+            buffer.memory = torch.empty(buffer.entries, dtype=buffer.dtype, device=buffer.device)
+        return buffer.memory[self.begin : self.begin + math.prod(self.shape)].view(self.shape)
+
+
+def buffer_parts(together: Iterable[Sequence[LyingGradient]], device: torch.device) -> Iterator[tuple[str, BufferPart]]:
+    """Yield the names of gradients that lie together, each with its part of a new buffer, which takes no memory yet."""
+    for gradients in together:
+        buffer = _Buffer(gradients[0].dtype, device)
+        for gradient in gradients:
+            yield gradient.name, BufferPart(buffer, buffer.entries, gradient.shape)
+            buffer.entries += math.prod(gradient.shape)
+
+
+# ---- lines of a program made ready to run; while torch's profiler runs, each is a range, named by the
+
+
+_Run = Callable[[Sequence[Environment]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A line made ready: the function ``run(environments)``, the values that must have arrived before it, and the names
+    that nobody reads after it. Where it is several lines, ``line`` is the last of them."""
+
+    line: Line
+    run: _Run
+    awaited: tuple[str, ...]
+    dead: tuple[str, ...]
+    first: Line | None = None
+
+    def in_range(self, name: str) -> Prepared:
+        """Return the line as a range of a profile."""
+
+        def run(environments: Sequence[Environment]) -> None:
+            with torch.profiler.record_function(name):
+                self.run(environments)
+
+        return replace(self, run=run)
+
+
+class ProfileRanges:
+    """The lines of a program as ranges of a profile."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._made: dict[str, list[Prepared]] = {}
+
+    def of(self, function: Function, lines: Sequence[Prepared]) -> list[Prepared]:
+        """Return prepared lines of a function as ranges. Their names hold the file of the program and the row in it,
+        what is computed, and the origin in the model and the plan."""
+        if function.name not in self._made:
+            rows = self._rows(function)
+            self._made[function.name] = [line.in_range(self._name(line, rows)) for line in lines]
+        return self._made[function.name]
+
+    def _rows(self, function: Function) -> dict[str, int]:
+        """Return the number of the row of the program's text, from 1, in which each value of a function is made."""
+        text = self._program.text().split("\n")
+        first = text.index(f"def {function.name}(") + len(function.parameters) + 3
+        original = self._program.function(function.name)
+        return {value.name: row for row, line in enumerate(original.lines, first) for value in line.made}
+
+    def _name(self, prepared: Prepared, rows: dict[str, int]) -> str:
+        program, last = self._program, prepared.line
+        found = [str(rows[line.made[0].name]) for line in (prepared.first or last, last) if line.made]
+        made = ", ".join(value.name for value in last.made)
+        place = f"{program.role}.{program.action}.py:{'-'.join(dict.fromkeys(found))}"
+        return f"{place} {made} = {last.op} | {last.origin}"
+
+
+# ---- execution: a program's lines as calls, for one rank or for several in lock step.
+
 
 _WIDER = {torch.float32: torch.float64, torch.bfloat16: torch.float64, torch.float16: torch.float64}
 

@@ -15,7 +15,7 @@ from ...compiler.layout.collectives import COLLECTIVES
 from ...compiler.layout.mesh import Mesh
 from ...compiler.program.program import Function, Line, Ref
 from .kernels import ADD_PRODUCT
-from .ways import runs
+from .site import runs
 
 _RESHAPE = "aten.reshape.default"
 

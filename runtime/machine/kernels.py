@@ -10,8 +10,7 @@ import torch
 from ...compiler.initial.counter import keep_mask, random, stream
 from ...compiler.layout.placement import TensorType
 from ...compiler.ops.own_ops import aten
-from .site import Site
-from .ways import Kernel, code_for, runs
+from .site import Kernel, Site, code_for, runs
 
 ADD_PRODUCT = "parc.add_product.default"
 """``x + a @ b`` in the shape of ``x``: an operator that the machine makes of two lines."""

@@ -15,10 +15,9 @@ import torch
 
 from ...compiler.program import products
 from ...compiler.torch_private import onednn_linear
-from ..processes import check_device
+from ..ranks.processes import check_device
 from .kernels import KERNELS
-from .site import Site
-from .ways import Kernel, code_for, runs
+from .site import Kernel, Site, code_for, runs
 
 _PROBE = 256
 """The rows and columns of the measured product, which takes a fraction of a millisecond."""

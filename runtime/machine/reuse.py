@@ -10,7 +10,7 @@ from ...compiler.analysis.lifetimes import Aliases, form_over, operand_over, spa
 from ...compiler.layout.collectives import COLLECTIVES, WAIT
 from ...compiler.layout.mesh import Mesh
 from ...compiler.program.program import Function, Line
-from .ways import code_for
+from .site import code_for
 
 
 def made_by(lines: Iterable[Line]) -> list[str]:

@@ -13,7 +13,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from ...compiler.torch_private import quiet
-from ..faults import writing
+from ..ranks.faults import writing
 
 _WARM_UP = 2
 _STEPS = 3

@@ -15,7 +15,7 @@ from typing import IO, Any, Protocol, Self, final
 
 from ...compiler.torch_private import quiet
 from ...grammar.codes_run import NO_PACKAGE, UNWRITTEN
-from ..faults import RunError, writing
+from ..ranks.faults import RunError, writing
 
 
 class FiguresWriter(Protocol):

@@ -29,11 +29,9 @@ from ...grammar.codes_build import BAD_STATE
 from ...grammar.codes_run import FOLDER_HELD
 from ...grammar.nearest import path_meant
 from ...grammar.syntax import size_text
-from ..faults import RunError
-from .index import FACTS, TENSORS, Index, read_index
-from .layouts import FileLayout, extent, rectangle_text
+from ..ranks.faults import RunError
+from .index import FACTS, TENSORS, FileLayout, Index, extent, in_parts, numbered, read_index, rectangle_text
 from .shards import ShardFault, check_shard
-from .stacks import in_parts, numbered
 
 
 def check_target(folder: Path, mark: str = FACTS, what: str = "a checkpoint") -> None:

@@ -20,9 +20,9 @@ from ...compiler.padding.pads import Pad, pads_from
 from ...compiler.padding.tensors import grow, real_entries, spread
 from ...compiler.program.stacked import is_stacked, part_names
 from ...grammar.codes_build import BAD_WEIGHTS
-from ..faults import RunError
-from ..work import RankState
-from .scaler import first_state
+from ..ranks.faults import RunError
+from ..ranks.work import RankState
+from .step_state import first_state
 
 _PUT_BACK = "put the files of `init from` back as they were built with, or build the plan again"
 

@@ -26,9 +26,8 @@ from ...compiler.program.program import CARRIERS
 from ...compiler.program.roles import Role
 from ...grammar.codes_run import OFFLOAD_FOLDER
 from ...grammar.syntax import size_text
-from ..faults import RunError
-from ..machine.site import Site
-from ..machine.ways import Kernel
+from ..machine.site import Kernel, Site
+from ..ranks.faults import RunError
 from .optimizer import fill_slots, make_optimizer
 
 _ALIGNMENT = 64

@@ -13,7 +13,7 @@ import torch
 
 from ...compiler.program.optimizers import AVERAGE, OPTIMIZERS, kept_slots
 from ...grammar.codes_build import BAD_STATE
-from ..faults import RunError
+from ..ranks.faults import RunError
 from .checkpoint import Checkpoint, refuse
 
 

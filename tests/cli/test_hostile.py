@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from parc.runtime.faults import RunError
+from parc.runtime.ranks.faults import RunError
 from parc.runtime.state.checkpoint import read_checkpoint
 from parc.runtime.state.index import FACTS, INDEX_FILE, TENSORS
 from tests.cli.commands import Captured, parc

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from parc.cli import COMMANDS
-from parc.runtime.processes import DEVICE
+from parc.runtime.ranks.processes import DEVICE
 from tests.cli.commands import Captured, parc
 from tests.runtime.tiny import DATA, PLAN, TENSOR, build
 

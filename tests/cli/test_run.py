@@ -17,8 +17,8 @@ from torch.distributed.run import main as agent
 
 import parc
 from parc.cli import main
-from parc.runtime.faults import writing
 from parc.runtime.observe.writers import MetricsFile
+from parc.runtime.ranks.faults import writing
 from tests.runtime.forked import Forked, forked_ranks
 from tests.runtime.tiny import DATA, FLAT, ONE, TENSOR, build, profiled
 

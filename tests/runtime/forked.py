@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
 
-from parc.runtime.processes import DEVICE
+from parc.runtime.ranks.processes import DEVICE
 from tests.runtime.ranks import SERVER, hide_gpus, start_server
 
 _MOST_RANKS = 8

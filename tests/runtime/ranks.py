@@ -31,8 +31,8 @@ from parc.compiler.build.build import BuildError
 from parc.compiler.build.directory import MANIFEST, read_build
 from parc.compiler.capture.model_calls import TaskLines, model_builder
 from parc.compiler.initial.recipes import record
-from parc.runtime.opening import task_of
 from parc.runtime.state import initial
+from parc.runtime.state.opening import task_of
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload([])  # it is a fork: the modules are there
@@ -143,7 +143,7 @@ def _first_rank(
 
 def hide_gpus() -> None:
     """Compute on the CPU: the server of ranks has closed the files of a GPU's driver, which would be asked for them."""
-    from parc.runtime.processes import DEVICE
+    from parc.runtime.ranks.processes import DEVICE
 
     os.environ.update({DEVICE: "cpu", "CUDA_VISIBLE_DEVICES": ""})
 
@@ -173,7 +173,7 @@ def _read_builds(arguments: tuple[Any, ...]) -> None:
 
 
 def _rank(rank: int, folder: str, pipes: list[Any], function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    from parc.runtime.processes import STORE, join_processes, leave
+    from parc.runtime.ranks.processes import STORE, join_processes, leave
 
     for other in pipes[:rank] + pipes[rank + 1 :]:
         other.close()  # its end is seen when its own rank dies

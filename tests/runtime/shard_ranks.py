@@ -11,14 +11,13 @@ import torch
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.layout.pieces import take
 from parc.compiler.padding.tensors import grow
-from parc.runtime.lockstep import Together
-from parc.runtime.saving import StateFiles
+from parc.runtime.ranks.lockstep import Together
+from parc.runtime.ranks.work import RankState
 from parc.runtime.state.checkpoint import read_checkpoint
-from parc.runtime.state.index import shard_name, write_index
-from parc.runtime.state.layouts import StoredTensor
+from parc.runtime.state.index import StoredTensor, shard_name, write_index
 from parc.runtime.state.optimizer import make_optimizer
+from parc.runtime.state.saving import StateFiles
 from parc.runtime.state.shards import write_shard
-from parc.runtime.work import RankState
 
 CPU = torch.device("cpu")
 ADAMW = {"name": "adamw", "lr": 0.1, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1, "groups": []}

@@ -17,11 +17,11 @@ import parc
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.layout.placement import Placement, Split, TensorType
 from parc.grammar.codes_build import BAD_STATE
-from parc.runtime.faults import RunError
-from parc.runtime.opening import build_mesh, open_build
-from parc.runtime.saving import stored_of
+from parc.runtime.ranks.faults import RunError
 from parc.runtime.state.checkpoint import read_checkpoint
-from parc.runtime.state.layouts import FileLayout, StoredTensor
+from parc.runtime.state.index import FileLayout, StoredTensor
+from parc.runtime.state.opening import build_mesh, open_build
+from parc.runtime.state.saving import stored_of
 from tests.runtime.shard_ranks import hold, numbers, ranks_of, restore_all, save_all
 from tests.runtime.tiny import ONE, TENSOR, build
 

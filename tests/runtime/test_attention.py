@@ -14,8 +14,7 @@ from parc.compiler.build.directory import write_build
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.layout.placement import Placement, TensorType
 from parc.runtime.machine.kernels import KERNELS, REFERENCE_KERNELS
-from parc.runtime.machine.site import Site
-from parc.runtime.machine.ways import Kernel
+from parc.runtime.machine.site import Kernel, Site
 from tests.passes.few_lines import made
 
 

@@ -18,8 +18,8 @@ from parc.checking.checks import case_of
 from parc.cli import main
 from parc.compiler.program.optimizers import AVERAGE
 from parc.runtime.compare.simulate import Simulation
-from parc.runtime.faults import RunError
-from parc.runtime.owners import whole_tensor
+from parc.runtime.ranks.faults import RunError
+from parc.runtime.ranks.gather import whole_tensor
 from tests.checked_plans import compiled
 from tests.runtime.ranks import run_ranks
 from tests.runtime.tiny import BOTH, DATA, EVAL, EXAMPLES, PLAN, batch, build

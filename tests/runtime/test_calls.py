@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import parc
-from parc.runtime.communication import PeerLost
-from parc.runtime.lockstep import Together
+from parc.runtime.ranks.communication import PeerLost
+from parc.runtime.ranks.lockstep import Together
 from tests.runtime.ranks import run_ranks
 from tests.runtime.test_batches import own
 from tests.runtime.tiny import BOTH, EVAL, PLAN, TENSOR, batch, build

@@ -16,9 +16,9 @@ from parc.compiler.program.binding import LOSS
 from parc.compiler.program.program import Line, Origin, Ref, Value
 from parc.compiler.program.text import ProgramError, parse_program
 from parc.runtime.backends.in_process import InProcess
-from parc.runtime.communication import Environment
 from parc.runtime.machine.coded import Added, CodedLine, coded
 from parc.runtime.machine.execute import Machine
+from parc.runtime.ranks.communication import Environment
 
 CPU = torch.device("cpu")
 TYPE = TensorType(torch.float32, (4,), Placement.whole(Mesh()))

@@ -23,11 +23,11 @@ from parc.compiling.compiled import Compiled
 from parc.grammar.codes_build import NO_COMPILER
 from parc.runtime.backends.in_process import InProcess
 from parc.runtime.compare.simulate import Simulation
-from parc.runtime.faults import RunError
 from parc.runtime.machine import products
 from parc.runtime.machine.compiled import Regions, check_compiler
 from parc.runtime.machine.execute import Machine
-from parc.runtime.opening import build_mesh
+from parc.runtime.ranks.faults import RunError
+from parc.runtime.state.opening import build_mesh
 from parc.runtime.step import Stepper
 from tests.checked_plans import compiled
 from tests.runtime.ranks import run_ranks

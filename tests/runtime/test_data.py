@@ -9,12 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from parc.runtime.data.files import matching_files
-from parc.runtime.data.functions import CallableData, SyntheticData
 from parc.runtime.data.order import Order, Ordered, permuted
 from parc.runtime.data.samples import DataError, read_rows
-from parc.runtime.data.token_files import JoinedFiles, byte_file
-from parc.runtime.data.windows import WindowForm, Windows
+from parc.runtime.data.sources import CallableData, SyntheticData, matching_files
+from parc.runtime.data.token_files import JoinedFiles, WindowForm, Windows, byte_file
 
 
 def windows(patterns: list[str], root: Path, length: int) -> Windows:

@@ -15,7 +15,7 @@ import parc
 from parc.checking.reports import report_of
 from parc.cli import main
 from parc.compiler.build.directory import write_build
-from parc.runtime.evaluation import Extent, extent_of
+from parc.runtime.session.evaluation import Extent, extent_of
 from tests.checked_plans import compiled
 from tests.evaluated_models import wide
 from tests.evaluated_plans import PLAN, PLANS, batch

@@ -16,9 +16,9 @@ from parc.cli import main
 from parc.compiler.build.directory import write_build
 from parc.compiler.plan.plan import read_plan
 from parc.grammar.source import Source
-from parc.runtime import importing
-from parc.runtime.importing import import_weights
-from parc.runtime.opening import open_build
+from parc.runtime.state import exchange as importing
+from parc.runtime.state.exchange import import_weights
+from parc.runtime.state.opening import open_build
 from tests.captured_once import compile_once
 from tests.runtime.ranks import run_ranks
 

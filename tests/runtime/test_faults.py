@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import parc
-from parc.runtime.faults import RunError
+from parc.runtime.ranks.faults import RunError
 from tests.runtime.ranks import run_ranks
 from tests.runtime.tiny import ONE, PLAN, batch, build
 

@@ -12,8 +12,8 @@ import torch
 from parc.compiler.build.build import Build
 from parc.grammar.codes_build import BAD_DATA
 from parc.runtime.data.feed import Feed
-from parc.runtime.faults import RunError
-from parc.runtime.opening import build_mesh, open_build
+from parc.runtime.ranks.faults import RunError
+from parc.runtime.state.opening import build_mesh, open_build
 from tests.runtime.tiny import DATA, ONE, PLAN, build
 
 SAMPLES = """

@@ -24,8 +24,8 @@ from parc.runtime.compare.simulate import Simulation
 from parc.runtime.machine.execute import Machine
 from parc.runtime.machine.fusion import fused
 from parc.runtime.machine.kernels import KERNELS
-from parc.runtime.machine.ways import Kernel, code_for
-from parc.runtime.trace import Recorder
+from parc.runtime.machine.site import Kernel, code_for
+from parc.runtime.ranks.waits import Recorder
 from tests.checked_plans import compiled_net
 from tests.runtime.staged import MICROBATCHES, program
 from tests.runtime.test_stages import batch_of, case

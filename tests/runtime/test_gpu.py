@@ -22,7 +22,7 @@ from parc.runtime.machine.attention import Attention, AttentionBackward, Scores
 from parc.runtime.machine.flash import flash_for
 from parc.runtime.machine.kernels import KERNELS
 from parc.runtime.machine.site import Site
-from parc.runtime.processes import STORE, join_processes, leave
+from parc.runtime.ranks.processes import STORE, join_processes, leave
 from tests.checked_plans import compiled
 from tests.evaluated_plans import PLAN as EVALUATED
 from tests.evaluated_plans import PLANS

@@ -19,9 +19,9 @@ from parc.compiler.layout.mesh import Mesh
 from parc.compiler.layout.pieces import put_together
 from parc.compiler.layout.placement import Placement, Split, TensorType, parse_type
 from parc.grammar.diagnostics import PlanError
-from parc.runtime.faults import RunError
-from parc.runtime.opening import task_of
+from parc.runtime.ranks.faults import RunError
 from parc.runtime.state.initial import Initial
+from parc.runtime.state.opening import task_of
 from tests.runtime.tiny import FLAT, TENSOR, batch, build
 
 CPU = torch.device("cpu")

@@ -18,10 +18,10 @@ from parc.checking.checks import check_files, prove
 from parc.compiler.build.directory import read_build, write_build
 from parc.compiler.program.actions import RESCALE, SCALING
 from parc.compiler.program.step_values import BACKOFF, GROWTH, INITIAL, INTERVAL
-from parc.runtime.faults import RunError
 from parc.runtime.launch.train import skip_text
 from parc.runtime.machine.kernels import KERNELS
-from parc.runtime.state.scaler import LEAST
+from parc.runtime.ranks.faults import RunError
+from parc.runtime.state.step_state import LEAST
 from tests.checked_plans import compiled, simulated
 from tests.draws import share
 from tests.planted_builds import TIED

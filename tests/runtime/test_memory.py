@@ -18,8 +18,8 @@ from parc.compiler.program import products as facts
 from parc.compiler.torch_private import onednn_linear
 from parc.report import memory_by_library, plan_of
 from parc.runtime.machine import products
-from parc.runtime.machine.ways import code_for
-from parc.runtime.opening import open_build
+from parc.runtime.machine.site import code_for
+from parc.runtime.state.opening import open_build
 from tests.runtime.ranks import run_ranks
 from tests.runtime.tiny import DATA, PLAN, batch, build
 

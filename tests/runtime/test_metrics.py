@@ -18,12 +18,10 @@ import parc
 from parc.compiler.analysis.flops import product_type, step_flops
 from parc.compiler.build.build import Build
 from parc.grammar.codes_run import UNWRITTEN
-from parc.runtime.faults import RunError
-from parc.runtime.observe.figures import Meter, peak_flops, work_per_step
-from parc.runtime.observe.observer import Observe, Observer
-from parc.runtime.observe.progress import ProgressDisplay
+from parc.runtime.observe.observer import Meter, Observe, Observer, ProgressDisplay, peak_flops, work_per_step
 from parc.runtime.observe.writers import FigurePlaces, FiguresWriter, MetricsFile, TensorBoard, WandB
-from parc.runtime.opening import open_build
+from parc.runtime.ranks.faults import RunError
+from parc.runtime.state.opening import open_build
 from tests.runtime.tiny import ONE, PLAN, TENSOR, batch, build
 
 

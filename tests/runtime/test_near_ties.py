@@ -11,7 +11,7 @@ import torch
 from parc.checking.checks import Checked, case_of, check_numbers
 from parc.compiler.program.program import Line, Ref
 from parc.runtime.compare import agreement
-from parc.runtime.compare.near_ties import DRAWS, Margin
+from parc.runtime.compare.agreement import DRAWS, Margin
 from parc.runtime.compare.simulate import Simulation, compare
 from tests.checked_plans import compiled
 from tests.planted_builds import ROOT

@@ -14,9 +14,9 @@ import parc
 from parc.compiler.build.directory import read_build
 from parc.compiler.layout.placement import parse_type
 from parc.compiler.padding.pads import pads_from
-from parc.runtime.opening import task_of
 from parc.runtime.state.checkpoint import read_checkpoint
 from parc.runtime.state.initial import Initial
+from parc.runtime.state.opening import task_of
 from tests.runtime.ranks import run_ranks
 from tests.runtime.tiny import ONE, PLAN, TENSOR, batch, build
 

@@ -21,7 +21,7 @@ from parc.compiler.program.program import Line, Program
 from parc.compiling.compiled import Compiled
 from parc.report import memory_of
 from parc.runtime.compare.simulate import Simulation
-from parc.runtime.results import StepResult
+from parc.runtime.ranks.work import StepResult
 from parc.runtime.step import Stepper
 from tests.checked_plans import checked, compiled, simulated
 from tests.runtime.ranks import run_ranks

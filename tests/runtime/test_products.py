@@ -10,11 +10,10 @@ import torch
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.program import products as facts
 from parc.compiler.torch_private import onednn_linear
-from parc.runtime.load import load
 from parc.runtime.machine import products
 from parc.runtime.machine.kernels import KERNELS
 from parc.runtime.machine.site import Site
-from parc.runtime.session import Session
+from parc.runtime.session.session import Session, load
 
 from .tiny import ONE, build, without_onednn
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import parc
-from parc.runtime.faults import RunError
 from parc.runtime.observe.profile import Profile
+from parc.runtime.ranks.faults import RunError
 from tests.runtime.tiny import ONE, PLAN, batch, build, profiled
 
 

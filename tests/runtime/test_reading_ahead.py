@@ -13,8 +13,8 @@ import torch
 
 import parc
 from parc.runtime.data.sources import byte_inputs
-from parc.runtime.faults import RunError
-from parc.runtime.processes import STORE, leave
+from parc.runtime.ranks.faults import RunError
+from parc.runtime.ranks.processes import STORE, leave
 from tests.runtime.ranks import SERVER
 from tests.runtime.tiny import DATA, ONE, PLAN, batch, build
 

@@ -16,9 +16,9 @@ import parc
 from parc.compiler.build.folders import FolderError, current, replace_folder
 from parc.grammar.codes_build import BAD_STATE
 from parc.grammar.codes_run import FOLDER_HELD
-from parc.runtime.faults import RunError
-from parc.runtime.opening import checkpoint_bytes, open_build
+from parc.runtime.ranks.faults import RunError
 from parc.runtime.state.checkpoint import target_held
+from parc.runtime.state.opening import checkpoint_bytes, open_build
 from parc.runtime.state.optimizer import make_optimizer, update
 from tests.runtime.tiny import ONE, batch, build
 

@@ -19,7 +19,8 @@ from parc.compiler.layout.mesh import Mesh
 from parc.compiler.layout.pieces import put_together, take
 from parc.compiler.layout.placement import Placement, Split, TensorType
 from parc.runtime.backends.in_process import InProcess
-from parc.runtime.machine import attention, rings
+from parc.runtime.machine import attention
+from parc.runtime.machine import attention as rings
 from parc.runtime.machine.attention import Tile
 from parc.runtime.machine.kernels import KERNELS
 from parc.runtime.machine.site import Site

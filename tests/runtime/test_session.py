@@ -14,11 +14,11 @@ from parc.compiler.layout.placement import parse_type
 from parc.compiler.program.roles import SINGLE
 from parc.grammar.codes_build import BAD_DATA, BAD_STATE, NO_DEVICE, OTHER_TORCH, WORLD_SIZE
 from parc.runtime.backends.in_process import InProcess
-from parc.runtime.faults import RunError
-from parc.runtime.opening import build_mesh, check_fits, open_build
-from parc.runtime.processes import DEVICE, check_device
+from parc.runtime.ranks.faults import RunError
+from parc.runtime.ranks.processes import DEVICE, check_device
+from parc.runtime.ranks.work import RankState
+from parc.runtime.state.opening import build_mesh, check_fits, open_build
 from parc.runtime.step import Stepper
-from parc.runtime.work import RankState
 from tests.runtime.ranks import run_ranks
 from tests.runtime.tiny import DATA, EVAL, FLAT, ONE, PLAN, TENSOR, batch, build, without_onednn
 

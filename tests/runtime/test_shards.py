@@ -18,12 +18,12 @@ import parc
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.layout.placement import AxisType, Placement, Split, TensorType
 from parc.compiler.padding.pads import Pad, padded_shape
-from parc.runtime.faults import RunError
-from parc.runtime.opening import build_mesh, open_build
-from parc.runtime.saving import LocalPart, stored_of
+from parc.runtime.ranks.faults import RunError
 from parc.runtime.state import shards as shard_files
 from parc.runtime.state.checkpoint import read_checkpoint
-from parc.runtime.state.layouts import StoredTensor, extent, layouts_of
+from parc.runtime.state.index import StoredTensor, extent, layouts_of
+from parc.runtime.state.opening import build_mesh, open_build
+from parc.runtime.state.saving import LocalPart, stored_of
 from parc.runtime.state.shards import Piece
 from tests.compiler.drawn import meshes, placed
 from tests.draws import share
@@ -187,7 +187,7 @@ def run(path: str, start: str, end: str) -> dict[str, Any]:
         said = []
         with pytest.MonkeyPatch.context() as patched:
             if session.rank == session.world - 1:
-                patched.setattr("parc.runtime.saving.write_shard", _full)
+                patched.setattr("parc.runtime.state.saving.write_shard", _full)
             session.step(batch(9))
             for _ in range(2):
                 with pytest.raises(RunError) as error:

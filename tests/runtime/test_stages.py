@@ -23,16 +23,16 @@ from parc.compiler.program.actions import REDUCE, Action
 from parc.compiling.compiled import Compiled
 from parc.compiling.driver import compile_plan
 from parc.runtime.backends.in_process import Stuck
-from parc.runtime.communication import PeerLost
 from parc.runtime.compare.agreement import TOLERANCE
 from parc.runtime.compare.model_run import Case
 from parc.runtime.compare.plain import reference
 from parc.runtime.compare.simulate import Simulation, compare
-from parc.runtime.faults import RunError
 from parc.runtime.launch.failures import failure_of, leave_failure
 from parc.runtime.launch.launch import _outcome
-from parc.runtime.opening import open_build
-from parc.runtime.session import Session
+from parc.runtime.ranks.communication import PeerLost
+from parc.runtime.ranks.faults import RunError
+from parc.runtime.session.session import Session
+from parc.runtime.state.opening import open_build
 from parc.runtime.step import HANDLERS
 from tests.runtime.ranks import run_ranks
 from tests.runtime.staged import MICROBATCHES, batch, roles, staged, write

@@ -11,11 +11,11 @@ import torch
 from parc.checking.checks import case_of
 from parc.compiler.program.binding import Binding
 from parc.compiling.compiled import Compiled
-from parc.runtime.backends.started import lying_together
+from parc.runtime.backends.moves import lying_together
 from parc.runtime.compare.simulate import Simulation
 from parc.runtime.data.random_batch import random_batch
+from parc.runtime.ranks.work import RankState, Work
 from parc.runtime.step import Stepper
-from parc.runtime.work import RankState, Work
 from tests.checked_plans import checked, compiled_net
 
 _NET = """

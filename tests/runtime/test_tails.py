@@ -18,7 +18,7 @@ from parc.compiler.program.program import Program
 from parc.compiler.program.text import parse_program
 from parc.compiler.verify.padding import tail_fault
 from parc.compiling.compiled import Compiled
-from parc.runtime.faults import RunError
+from parc.runtime.ranks.faults import RunError
 from tests import checked_plans
 from tests.passes.test_padding import compiled
 from tests.runtime.ranks import run_ranks

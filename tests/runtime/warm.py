@@ -21,9 +21,9 @@ import parc.checking.checks
 import parc.cli.run
 import parc.passes.pipeline
 import parc.runtime.compare.plain
-import parc.runtime.launch.hanging
+import parc.runtime.launch.failures
 import parc.runtime.launch.train
-from parc.runtime.processes import DEVICE
+from parc.runtime.ranks.processes import DEVICE
 from tests.runtime import tiny
 
 

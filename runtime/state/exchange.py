@@ -10,6 +10,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -19,16 +20,189 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
-from ..compiler.build.build import Build
-from ..compiler.capture.adapters import is_adapted
-from ..compiler.program.optimizers import AVERAGE
-from ..grammar.codes_build import BAD_STATE
-from ..grammar.codes_run import NO_AVERAGES
-from .adapters import adapter_states, merged_weights, unadapted, write_configuration
-from .faults import RunError
+from ...compiler.build.build import Build
+from ...compiler.build.folders import replacing
+from ...compiler.capture.adapters import base_names, is_adapted
+from ...compiler.initial.files import Expected, Weights, WeightsError, open_weights, shown_faults, state_tensors
+from ...compiler.layout.mesh import Shape
+from ...compiler.program.optimizers import AVERAGE
+from ...grammar.codes_build import BAD_STATE, BAD_WEIGHTS
+from ...grammar.codes_run import NO_AVERAGES
+from ..ranks.faults import RunError
+from .checkpoint import Checkpoint, CheckpointReader, check_target
+from .index import KEY, FileLayout, Index, part_shapes, shard_name, write_index
+from .initial import Initial
 from .opening import build_mesh, open_checkpoint, task_of
-from .state.checkpoint import Checkpoint, CheckpointReader
-from .state.initial import Initial
+from .saving import checkpoint_facts, stored_of
+from .shards import Piece, ShardFile, write_shard
+
+# ---- adapters of the ``peft`` library in a trained model
+
+
+def adapter_states(module: Any, state: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+    """Yield the name of each adapter of a model, and its tensors by the names that ``peft`` gives them in files. Only
+    these are read of ``state``."""
+    from peft import get_peft_model_state_dict
+
+    for adapter in module.peft_config:
+        yield adapter, get_peft_model_state_dict(module, state, adapter, save_embedding_layers=False)
+
+
+def write_configuration(module: Any, adapter: str, folder: Path) -> None:
+    """Write an adapter's configuration, as ``save_pretrained`` of its model does."""
+    config = module.peft_config[adapter]
+    trained, config.inference_mode = config.inference_mode, True
+    config.save_pretrained(str(folder))
+    config.inference_mode = trained
+
+
+def merged_weights(
+    module: nn.Module, state: Mapping[str, torch.Tensor], aliases: Mapping[str, str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a model without adapters, by its own names, with what adapters add to their layers. No more
+    than one layer is held at a time.
+
+    Raises:
+        RunError: no adapter wraps a layer, or one that does shares its weight with another layer.
+    """
+    bases = base_names(module)
+    layers = {
+        path: layer
+        for path, layer in module.named_modules()
+        if hasattr(layer, "merge") and hasattr(layer, "base_layer")
+    }
+    if not layers:
+        raise RunError(BAD_STATE, "no adapter wraps a layer of the model", "write its weights without `--merge`")
+    copies = {bases[name] for name in bases if ".modules_to_save." in name}
+    done: set[str] = set()
+    for name in state:
+        path = next((path for path in _outer(name) if path in layers), None)
+        base = bases[name]
+        if path is None:
+            if ".original_module." not in name or base not in copies:
+                yield str(base), state[name]
+        elif path not in done:
+            done.add(path)
+            _refuse_shared(path, aliases)
+            for own, value in _merged_layer(path, layers[path], state):
+                yield str(bases[own]), value
+
+
+def _merged_layer(path: str, layer: nn.Module, state: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a wrapped layer, with what its adapters add."""
+    names = [name for name in state if name.startswith(f"{path}.")]
+    layer.load_state_dict({name.removeprefix(f"{path}."): state[name] for name in names}, assign=True)
+    with torch.no_grad():
+        layer.merge()  # type: ignore[operator]
+    own = layer.state_dict()
+    yield from ((name, own[key]) for name in names if (key := name.removeprefix(f"{path}.")).startswith("base_layer."))
+    layer.to_empty(device="meta")
+
+
+def _refuse_shared(path: str, aliases: Mapping[str, str]) -> None:
+    for name, other in aliases.items():
+        if {path} & {*_outer(name), *_outer(other)}:
+            message = f"`{name}` and `{other}` are one weight, but an adapter changes it only in `{path}`"
+            raise RunError(BAD_STATE, message, "write the adapters, without `--merge`, or leave this layer without one")
+
+
+def _outer(name: str) -> Iterable[str]:
+    """Return the modules in which a tensor lies, the innermost first."""
+    parts = name.split(".")
+    return (".".join(parts[:depth]) for depth in range(len(parts) - 1, 0, -1))
+
+
+def unadapted(module: Any) -> nn.Module:
+    """Return the model that adapters wrap, or the module itself."""
+    return module.get_base_model() if is_adapted(module) else module  # type: ignore[no-any-return]
+
+
+# ---- import: safetensors files of a model's weights become a checkpoint of a build, without a step done.
+
+
+def import_weights(
+    build: Build, source: Path, out: Path, rounded: bool = False, shard_bytes: int = 5 * 10**9
+) -> tuple[int, int]:
+    """Write the weights in the safetensors files of a folder, or in one such file, as a checkpoint of a build. It has
+    no state of an optimizer: a run that goes on from it begins with its first step. No more than a file of at most
+    ``shard_bytes`` is held in memory. Return the numbers of tensors and bytes.
+
+    Raises:
+        RunError: the files cannot be read, or their tensors are not the model's: all that differ are named; or ``out``
+            holds something else, or cannot be written.
+    """
+    mesh = build_mesh(build)
+    initial = Initial(build, task_of(build.manifest), mesh, mesh.coordinates(0), torch.device("cpu"))
+    expected = state_tensors(initial.module, build.manifest["aliases"])
+    try:
+        weights = open_weights(source, rounded)
+    except WeightsError as error:
+        raise RunError(BAD_WEIGHTS, str(error), "name a folder of safetensors files, or one such file") from None
+    with closing(weights):
+        if faults := weights.faults(expected):
+            message, help_ = (
+                f"the weights in `{source}` are not the model's",
+                "import them under the build of their model",
+            )
+            raise RunError(BAD_WEIGHTS, message, help_, shown_faults(faults))
+        check_target(out)
+        try:
+            with replacing(out) as fresh:
+                return _write_weights(fresh, build, _tensors(build, initial, weights, expected), shard_bytes)
+        except WeightsError as error:
+            raise RunError(
+                BAD_WEIGHTS, str(error), "it could be read before: see whether another process replaces it"
+            ) from None
+        except OSError as error:
+            raise RunError(BAD_STATE, f"`{out}` cannot be written: {error}", "name another folder") from None
+
+
+def _tensors(
+    build: Build, initial: Initial, weights: Weights, expected: list[Expected]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a checkpoint by their names there, each when it is asked for."""
+    known = {name: tensor for tensor in expected for name in tensor.names}
+    for key, stored in stored_of(build).items():
+        shapes: dict[str, Shape] = {} if key.startswith(KEY) else part_shapes({key: stored.shape})
+        for full in shapes:
+            name = full.partition(".")[2]
+            there = name in known and weights.has(known[name].names)
+            value = weights.whole(known[name].names, stored.type.dtype) if there else initial.whole(name)
+            yield full, value.to(stored.type.dtype)
+
+
+def _write_weights(
+    folder: Path, build: Build, tensors: Iterator[tuple[str, torch.Tensor]], shard_bytes: int
+) -> tuple[int, int]:
+    shards: list[ShardFile] = []
+    layouts: dict[str, FileLayout] = {}
+    dtypes: dict[str, torch.dtype | None] = {}
+    waiting: dict[str, Piece] = {}
+    size = total = 0
+
+    def put() -> None:
+        shards.append(write_shard(folder / shard_name(len(shards), 2), waiting))
+        waiting.clear()
+
+    for name, value in tensors:
+        if waiting and size + value.nbytes > shard_bytes:
+            put()
+            size = 0
+        waiting[name] = Piece.whole(value)
+        layouts[name], dtypes[name] = FileLayout.whole(value.shape, len(shards)), value.dtype
+        size, total = size + value.nbytes, total + value.nbytes
+    put()
+    files = [shard_name(number, 2) for number in range(len(shards))]
+    write_index(
+        folder,
+        Index(files, dict(enumerate(shards)), layouts, dtypes),
+        checkpoint_facts(build, {"step": 0, "samples": 0}, {}),
+    )
+    return len(layouts), total
+
+
+# ---- export
+
 
 SUFFIX = ".safetensors"
 _OTHER_FORMS = (".pt", ".pth", ".bin", ".ckpt", ".npz", ".npy", ".h5", ".gguf", ".onnx", ".pkl", ".zip")

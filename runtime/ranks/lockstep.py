@@ -9,11 +9,11 @@ from typing import TypeVar, cast, final
 
 import torch
 
-from ..grammar.codes_build import LEFT_STEP
-from ..grammar.codes_run import CALLS_DIFFER
+from ...grammar.codes_build import LEFT_STEP
+from ...grammar.codes_run import CALLS_DIFFER
 from .communication import PeerLost
 from .faults import RunError
-from .state.gather import everywhere, exchange
+from .gather import everywhere, exchange
 from .work import RankState
 
 _Made = TypeVar("_Made")

@@ -14,29 +14,36 @@ from typing import Any, final
 
 import torch
 
-from ..compiler.build.build import Build
-from ..compiler.build.folders import FolderError, replacing
-from ..compiler.layout.mesh import Mesh, Shape
-from ..compiler.layout.placement import parse_type
-from ..compiler.padding.pads import pads_from
-from ..compiler.padding.tensors import EntryRanges, ranges_of, runs_of
-from ..compiler.program.optimizers import AVERAGE, NUMBERS
-from ..compiler.program.stacked import part_name
-from ..grammar.codes_build import BAD_STATE
-from .faults import RunError
-from .lockstep import RESTORE, Together
+from ...compiler.build.build import Build
+from ...compiler.build.folders import FolderError, replacing
+from ...compiler.layout.mesh import Mesh, Shape
+from ...compiler.layout.placement import parse_type
+from ...compiler.padding.pads import pads_from
+from ...compiler.padding.tensors import EntryRanges, ranges_of, runs_of
+from ...compiler.program.optimizers import AVERAGE, NUMBERS
+from ...compiler.program.stacked import part_name
+from ...grammar.codes_build import BAD_STATE
+from ..ranks.faults import RunError
+from ..ranks.gather import everywhere, keepers_of, of_every_role, owners_of
+from ..ranks.lockstep import RESTORE, Together
+from ..ranks.work import RankState
+from .checkpoint import Checkpoint, check_target
+from .index import (
+    KEY,
+    FileLayout,
+    Index,
+    StoredTensor,
+    layout_parts,
+    layouts_of,
+    part_shapes,
+    piece_parts,
+    shard_name,
+    write_index,
+)
 from .opening import buffers_of, build_mesh, constants_of, open_checkpoint
-from .owners import keepers_of, owners_of
-from .state.checkpoint import Checkpoint, check_target
-from .state.gather import everywhere, of_every_role
-from .state.index import Index, shard_name, write_index
-from .state.layouts import FileLayout, StoredTensor, layouts_of
-from .state.optimizer import average_notes
-from .state.residuals import check_residuals, read_residual, stored_residuals
-from .state.scaler import read_state
-from .state.shards import Piece, ShardFile, write_shard
-from .state.stacks import KEY, layout_parts, part_shapes, piece_parts
-from .work import RankState
+from .optimizer import average_notes
+from .shards import Piece, ShardFile, write_shard
+from .step_state import check_residuals, read_residual, read_state, stored_residuals
 
 SAVE, CHECK_SAVE = "session.save", "session.check_save"
 Slots = Mapping[str, Mapping[str, torch.Tensor | None]]

@@ -4,50 +4,137 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal, Self, overload
+from typing import Any, Literal, Self, final, overload
 
 import torch
 import torch.distributed as dist
 
-from ..compiler.build.build import Build
-from ..compiler.layout.placement import parse_type
-from ..compiler.program.binding import BUFFERS
-from ..compiler.program.optimizers import AVERAGE
-from ..grammar.codes_run import NO_AVERAGES
-from .backends.distributed import Distributed
-from .backends.in_process import InProcess
-from .communication import Backend
-from .data.batches import Batches
-from .data.feed import Feed, LocalParts
-from .data.sizes import AtSizes, BySizes
+from ...compiler.build.build import Build
+from ...compiler.layout.placement import TensorType, parse_type
+from ...compiler.padding.pads import pads_from
+from ...compiler.program.binding import BUFFERS
+from ...compiler.program.optimizers import AVERAGE
+from ...compiler.program.roles import Role
+from ...compiler.program.stacked import is_stacked, part_names
+from ...grammar.codes_run import NO_AVERAGES
+from ..backends.distributed import Distributed
+from ..backends.in_process import InProcess
+from ..data.batches import Batches
+from ..data.feed import Feed, LocalParts
+from ..data.loader import Loader
+from ..data.sizes import AtSizes, BySizes, bound_build
+from ..machine.compiled import Regions
+from ..machine.execute import Machine
+from ..machine.products import agreed_kernels
+from ..machine.site import library_of
+from ..ranks.communication import Backend
+from ..ranks.faults import Bad, RunError, Watcher, bad_number, bad_tensor, writing
+from ..ranks.gather import Gatherer, everywhere, held, keepers_of, owners_of
+from ..ranks.lockstep import Together
+from ..ranks.processes import default_device, join_processes, launched
+from ..ranks.waits import Lap, Recorder, clock_offset, write_trace
+from ..ranks.work import Batch, RankState, StepReport, StepResult, consume
+from ..state.initial import Initial
+from ..state.offload import Offloaded
+from ..state.opening import buffers_of, build_mesh, check_fits, check_source_of, constants_of, open_build, task_of
+from ..state.optimizer import rate, update
+from ..state.saving import LocalPart, StateFiles, checkpoint_facts, stored_of
+from ..state.step_state import changed_state, layers_of, load_figures, loads_in, scale_figures, skips, state_after
+from ..step import Stepper
 from .evaluation import Evaluation, check_trains, evaluation_of
-from .faults import Bad, RunError, bad_number, writing
-from .first_bad import find_bad
-from .lockstep import Together
-from .machine.compiled import Regions
-from .machine.execute import Machine
-from .machine.products import agreed_kernels
-from .machine.ways import library_of
-from .opening import build_mesh, check_fits, check_source_of, constants_of, task_of
-from .owners import held
-from .processes import default_device
-from .reporting import Reporting
-from .results import StepReport, StepResult, consume
-from .saving import LocalPart, StateFiles, checkpoint_facts, stored_of
-from .state.gather import Gatherer, everywhere
-from .state.initial import Initial
-from .state.offload import Offloaded
-from .state.optimizer import rate, update
-from .state.scaler import changed_state, skips, state_after
-from .step import Stepper
-from .trace import Recorder, clock_offset, write_trace
-from .whole import WholeState
-from .work import Batch, RankState
+
+# ---- the whole weights of a session, gathered from all ranks, as the plain module has them.
+
+
+@final
+class WholeState:
+    """The gathering of a build's parameters, and of the buffers that its steps change, from the ranks that hold them.
+    ``types`` are those of the parameters."""
+
+    def __init__(self, build: Build, gatherer: Gatherer, types: Mapping[str, TensorType]) -> None:
+        roles, constants = tuple(build.roles.values()), constants_of(build)
+        self._gatherer, self._types, self._aliases = gatherer, types, build.manifest["aliases"]
+        self._pads = pads_from(build.manifest["padding"])
+        self._updates = {name: constants[name] for name in buffers_of(build)}
+        self.owners: Mapping[str, Sequence[Role]] = owners_of(roles, types)
+        """The roles that hold each parameter."""
+        self._keepers = keepers_of(roles, self._updates)
+
+    def gather(self, state: RankState, initial: Initial) -> dict[str, torch.Tensor]:
+        """Return whole tensors on the CPU by all names of the module's own state. What no step changes is as it was
+        made. All ranks call it."""
+        whole = {
+            name: self._gatherer.whole(state.parameters.get(name), type_, self.owners[name], self._pads.get(name, ()))
+            for name, type_ in self._types.items()
+        }
+        for name, type_ in self._updates.items():
+            whole[name] = self._gatherer.whole(state.buffers.get(name), type_, self._keepers[name])
+        for alias, name in self._aliases.items():
+            if name in whole:
+                whole[alias] = whole[name]
+        for name in filter(is_stacked, list(whole)):
+            stack = whole.pop(name)
+            whole |= dict(zip(part_names(name, len(stack)), stack, strict=True))
+        return {name: initial.own(name, whole.get(name)) for name in initial.kept}
+
+
+# ---- reports of steps: what a step was, and the calls that are made once it is done.
+
+
+class Reporting:
+    """The reports of a session's steps on one rank."""
+
+    def __init__(self, build: Build) -> None:
+        self._layers = layers_of(build)
+        self._lap = Lap()
+        self.calls: list[Callable[[StepReport], object]] = []
+        """The functions that are called with each report."""
+
+    def begin(self) -> None:
+        """Begin the time of a step."""
+        self._lap.begin()
+
+    def done(
+        self,
+        step: int,
+        numbers: tuple[float, float, float],
+        metrics: Mapping[str, torch.Tensor],
+        state: Mapping[str, torch.Tensor],
+        skipped: bool,
+    ) -> StepReport:
+        """Return the report of a step that is done, once all have been called with it. ``numbers`` are its loss, norm
+        and learning rate, ``state`` is the state of steps after it."""
+        loads = loads_in(metrics, self._layers)
+        single = {name: float(value) for name, value in metrics.items() if not value.dim()}
+        figures = single | load_figures(loads, self._layers) | scale_figures(state)
+        report = StepReport(step, *numbers, figures, skipped, loads, *self._lap.end())
+        for call in self.calls:
+            call(report)
+        return report
+
+
+# ---- the search for the first number of a step that is not finite.
+
+
+def find_bad(stepper: Stepper, state: RankState, parts: LocalParts, step: int, rank: int) -> Bad | None:
+    """Run a step again under watch, on a stepper of its own. Return what this rank saw first."""
+    seen = bad_tensor(state.parameters, "parameter", rank)
+    for part in parts:
+        floats = {name: value for name, value in part.items() if value.is_floating_point()}
+        seen = seen or bad_tensor(floats, "input", rank)
+    watcher = Watcher(rank, lambda: stepper.current)
+    for machine in stepper.machines.values():
+        machine.watch = watcher.watch(machine.program.action)
+    stepper.gradients([state], [parts], step)
+    return seen or watcher.found()
+
+
+# ---- the library: load a build, run steps, evaluate, save and restore, in a person's own loop or in
 
 
 class Session:
@@ -366,3 +453,60 @@ class Session:
         )
         if self.build.trains:
             self.step_number = self._together.stepped(self.feed.go_on(facts))
+
+
+# ---- the opening of a session from a build's folder.
+
+
+def load(
+    path: Path | str,
+    device: torch.device | str | None = None,
+    sizes: Mapping[str, int] | None = None,
+    *,
+    compile: bool = False,
+    trace: bool = False,
+) -> Session:
+    """Open a session of a build. If torchrun started the process, and there is no process group yet, make one.
+
+    ``sizes`` are those of the batches of the plan's data, if the plan declares ranges.
+
+    Raises:
+        RunError: the build, torch, the sizes or the number of processes does not fit, or there is no compiler.
+    """
+    build = bound_build(open_build(path), sizes or {})
+    if launched() and not dist.is_initialized():
+        check_fits(build, launched())
+        device = join_processes(torch.device(device) if device is not None else None)
+    return Session(build, device, compile=compile, trace=trace)
+
+
+# ---- ``parc.dataloader``: the batches of a dataset for a person's own loop.
+
+
+def dataloader(
+    session: Session,
+    dataset: Any,
+    *,
+    shuffle: bool = False,
+    seed: int | None = None,
+    workers: int = 0,
+    drop_last: bool = False,
+    name: str = "data",
+) -> Loader:
+    """Return the batches of a dataset. Each rank gets its own samples of a batch: ``session.step(local=batch)``.
+
+    ``dataset`` has ``dataset[i]`` and a length, or it is an iterable of samples or batches. A sample is a dict by the
+    names of the plan's inputs, or a tuple in the order of its ``input`` lines. With ``shuffle`` each epoch has another
+    order, chosen by ``seed`` (default: the plan's). ``workers`` is the number of processes of each rank that read
+    ahead. The last batch of an epoch may be smaller. If the plan has a range for B, it has its own size. Else it is
+    completed by samples whose targets are ignored: its loss is the mean over its own samples. With ``drop_last`` it is
+    left out. If a session has several loaders, give each a ``name``: each has its
+    own position in checkpoints.
+
+    Raises:
+        RunError: the dataset is not one, or is empty, or has less than one batch under ``drop_last``; its last batch is
+            smaller, and the completing samples would change the loss; or another dataset has a loader with this name.
+    """
+    seed = int(session.build.manifest["seed"]) if seed is None else seed
+    options: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "workers": workers, "drop_last": drop_last}
+    return Loader(session._by_sizes, session._together, dataset, **options, name=name)

@@ -9,9 +9,9 @@ from typing import Any, Protocol
 
 import torch
 
-from ..compiler.layout.mesh import Shape
-from ..compiler.program.actions import ACTIONS, Action, send_kind
-from ..compiler.program.binding import Binding
+from ...compiler.layout.mesh import Shape
+from ...compiler.program.actions import ACTIONS, Action, send_kind
+from ...compiler.program.binding import Binding
 
 Environment = dict[str, Any]
 """The values of a running program by name: tensors, and totals to which something is added."""

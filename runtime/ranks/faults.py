@@ -11,13 +11,13 @@ from typing import Any, final
 
 import torch
 
-from ..compiler.program.actions import ACTIONS, SCALING, Action, work_kinds
-from ..compiler.program.blocks import complete
-from ..compiler.program.program import Line
-from ..compiler.program.step_values import SKIPPED_STEPS
-from ..grammar.codes_build import BAD_NUMBER, WORLD_SIZE
-from ..grammar.codes_run import UNWRITTEN
-from ..grammar.diagnostics import Code, Diagnostic
+from ...compiler.program.actions import ACTIONS, SCALING, Action, work_kinds
+from ...compiler.program.blocks import complete
+from ...compiler.program.program import Line
+from ...compiler.program.step_values import SKIPPED_STEPS
+from ...grammar.codes_build import BAD_NUMBER, WORLD_SIZE
+from ...grammar.codes_run import UNWRITTEN
+from ...grammar.diagnostics import Code, Diagnostic
 from .communication import Environment
 
 

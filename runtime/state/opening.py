@@ -1,5 +1,6 @@
 """The opening of a build: its files, torch, the processes, the model's file and a checkpoint must be those it was built
-for."""
+for.
+"""
 
 from __future__ import annotations
 
@@ -11,26 +12,26 @@ from typing import Any
 
 import torch
 
-from ..compiler.build.build import Build, BuildError
-from ..compiler.build.directory import MANIFEST, again, read_build
-from ..compiler.capture.callables import CallableError
-from ..compiler.capture.model_calls import TaskLines
-from ..compiler.capture.model_code import changed_files
-from ..compiler.layout.mesh import Mesh
-from ..compiler.layout.placement import TensorType, parse_type
-from ..compiler.padding.pads import pads_from, real_shape
-from ..compiler.program.actions import FORWARD
-from ..compiler.program.binding import BUFFERS
-from ..compiler.program.optimizers import kept_slots
-from ..compiler.program.step_values import LossTerm
-from ..compiler.sizes.size_range import BATCH
-from ..grammar.codes_build import BAD_BUILD, BAD_STATE, MODEL_FAILED, OTHER_TORCH, WORLD_SIZE
-from ..grammar.nearest import listed
-from .faults import RunError
-from .state.checkpoint import Checkpoint, is_checkpoint, read_checkpoint
-from .state.optimizer import restore_optimizer
-from .state.residuals import stored_residuals
-from .state.stacks import part_shapes
+from ...compiler.build.build import Build, BuildError
+from ...compiler.build.directory import MANIFEST, again, read_build
+from ...compiler.capture.callables import CallableError
+from ...compiler.capture.model_calls import TaskLines
+from ...compiler.capture.model_code import changed_files
+from ...compiler.layout.mesh import Mesh
+from ...compiler.layout.placement import TensorType, parse_type
+from ...compiler.padding.pads import pads_from, real_shape
+from ...compiler.program.actions import FORWARD
+from ...compiler.program.binding import BUFFERS
+from ...compiler.program.optimizers import kept_slots
+from ...compiler.program.step_values import LossTerm
+from ...compiler.sizes.size_range import BATCH
+from ...grammar.codes_build import BAD_BUILD, BAD_STATE, MODEL_FAILED, OTHER_TORCH, WORLD_SIZE
+from ...grammar.nearest import listed
+from ..ranks.faults import RunError
+from .checkpoint import Checkpoint, is_checkpoint, read_checkpoint
+from .index import part_shapes
+from .optimizer import restore_optimizer
+from .step_state import stored_residuals
 
 
 def build_mesh(build: Build) -> Mesh:

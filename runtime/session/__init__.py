@@ -1,0 +1,1 @@
+"""Sessions: a build opened on one rank, to train, evaluate and predict."""
