@@ -56,7 +56,7 @@ def build(name: str) -> tuple[str, str]:
 
 def model_of(case: Case):  # type: ignore[no-untyped-def] # its class is imported where it is needed
     """Return the model of a case as a plan names it."""
-    from parc.proposing.draft import ModelLine
+    from parc.proposing.lines import ModelLine
 
     place = HERE if case.arguments else "benchmarks.outside_plain"
     return ModelLine(f"{place}:{case.maker}", dict(re.findall(r'(\w+)="([^"]*)"', case.arguments)))

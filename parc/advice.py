@@ -42,7 +42,7 @@ from parc.grammar.syntax import size_text
 from parc.meant import Meant, find_meant, unasked_gathers
 from parc.passes.pipeline import names_of
 from parc.passes.placing.partition import Reshard
-from parc.placement_words import in_words
+from parc.report_words import in_words
 
 
 def warnings_of(compiled: Compiled) -> tuple[Diagnostic, ...]:

@@ -10,9 +10,8 @@ from parc.checking.checks import Checked, check_build
 from parc.checking.limits import hold_promises
 from parc.compiler.build.directory import check_out, write_build
 from parc.compiler.plan.plan import read_plan
-from parc.compiling.compiled import Compiled
+from parc.compiling.compiled import Compiled, check_weights
 from parc.compiling.driver import Progress, compile_plan
-from parc.compiling.initial_weights import check_weights
 from parc.compiling.plan_data import check_data, check_sample, sample_said
 
 

@@ -40,8 +40,8 @@ def check_command(given: argparse.Namespace) -> int:
         from parc.advice import warnings_of
         from parc.checking.checks import prove
         from parc.checking.limits import hold_promises
+        from parc.compiling.compiled import check_weights
         from parc.compiling.driver import compile_plan
-        from parc.compiling.initial_weights import check_weights
         from parc.compiling.plan_data import check_data, check_sample, sample_said
 
         check_data(plan, folder)

@@ -21,8 +21,8 @@ from parc.grammar.nearest import did_you_mean
 from parc.grammar.source import Span
 
 if TYPE_CHECKING:
-    from parc.proposing.draft import ModelLine
     from parc.proposing.inputs import Guess
+    from parc.proposing.lines import ModelLine
     from parc.proposing.proposal import Proposal
 
 ArgumentValue: TypeAlias = int | float | str | bool | None
@@ -113,7 +113,7 @@ def model_line(word: str, values: Mapping[str, ArgumentValue], home: Path) -> Mo
     Raises:
         PlanError: the word names no model.
     """
-    from parc.proposing.draft import ModelLine
+    from parc.proposing.lines import ModelLine
 
     folder = Path(word)
     if not _fits_in_quotes(word):

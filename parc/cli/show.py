@@ -11,7 +11,7 @@ from parc.cli.plan_arguments import add_defines, is_plan, read
 from parc.cli.terminal import print_json, say, stages, text_table
 from parc.compiler.program.actions import FORWARD
 from parc.grammar.syntax import size_text
-from parc.placement_words import in_words
+from parc.report_words import in_words
 
 if TYPE_CHECKING:
     from parc.compiler.build.build import Build

@@ -31,12 +31,10 @@ from parc.compiler.sizes.polynomials import moving
 from parc.compiler.verify.padding import sample_dims
 from parc.compiling.axes import compressions_of, finer_axes, levels_of, replicas_of, shardings_of
 from parc.compiling.compiled import Compiled, constants_by_name, programs_of
-from parc.compiling.fit import compile_fitted
-from parc.compiling.fitted import Fitted
+from parc.compiling.fit import Fitted, compile_fitted
 from parc.compiling.pipelines import pipeline_of, timelines_of
 from parc.compiling.plan_capture import capture_plan, input_specs
-from parc.compiling.refusals import REFUSALS, refusal, whole_sequences
-from parc.compiling.sites import few_kept, keeping_lines, site_claims
+from parc.compiling.refusals import REFUSALS, few_kept, keeping_lines, refusal, site_claims, whole_sequences
 from parc.compiling.size_ranges import compile_range, fixed
 from parc.grammar.codes_build import NOTHING_TRAINED, READ_IN_EVAL
 from parc.grammar.codes_run import NOTHING_RETURNED

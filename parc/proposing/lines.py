@@ -2,13 +2,95 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
 
 from parc.compiler.layout.stretches import Outer
 from parc.compiler.resolve.names import PlanNames
-from parc.proposing.patterns import patterns_for
+from parc.compiler.resolve.pattern import Pattern
+from parc.compiler.sizes.size_range import BATCH
+from parc.grammar.format import format_source
+from parc.grammar.source import Source
 from parc.proposing.placements import Search, SplitGroup
+from parc.proposing.tasks import Task
+
+# ---- patterns for a set of names: as few and as short as a person would write.
+
+
+_NUMBER = re.compile(r"\d+")
+
+
+def patterns_for(names: Sequence[str], others: Collection[str]) -> list[str]:
+    """Return patterns that match these names, and none of the ``others``.
+
+    >>> patterns_for(["h.0.q", "h.1.q", "h.0.k", "h.1.k", "h.0.v"], ["h.0.o"])
+    ['h.*.{q,k}', 'h.0.v']
+    >>> patterns_for(["net.0", "net.2", "words", "head"], ["net.4"])
+    ['net.{0,2}', 'words', 'head']
+    >>> patterns_for([f"h.{block}.{name}_proj" for block in (0, 1) for name in "qkv"], ["h.0.o_proj", "h.1.o_proj"])
+    ['h.*.{q,k,v}_proj']
+    """
+    wanted = set(names)
+    wrong = set(others) - wanted
+    found = {name: _starred(name, wanted, wrong) for name in names}
+    return _joined(list(dict.fromkeys(found.values())))
+
+
+def _starred(name: str, wanted: Collection[str], wrong: Collection[str]) -> str:
+    """Return the name with a star for every number of it for which others may stand too."""
+    pattern, start = name, 0
+    while (number := _NUMBER.search(pattern, start)) is not None:
+        tried = f"{pattern[: number.start()]}*{pattern[number.end() :]}"
+        both = Pattern(tried)
+        alike = sum(map(both.matches, wanted)) > sum(map(Pattern(pattern).matches, wanted))
+        if alike and not any(map(both.matches, wrong)):
+            pattern, start = tried, number.start() + 1
+        else:
+            start = number.end()
+    return pattern
+
+
+def _joined(patterns: Sequence[str]) -> list[str]:
+    """Join patterns that differ in one segment, as alternatives of it."""
+    joined = [pattern.split(".") for pattern in patterns]
+    for at in range(max(map(len, joined), default=0)):
+        alike: dict[tuple[str, ...], list[str]] = {}
+        for segments in joined:
+            plain = 1 < len(segments) > at and not {"*", "{"} & set(segments[at])
+            same = (*segments[:at], "", *segments[at + 1 :]) if plain else tuple(segments)
+            alike.setdefault(same, []).append(segments[at] if plain else "")
+        joined = [[*same[:at], _alternatives(words), *same[at + 1 :]] if words[0] else [*same]
+                  for same, words in alike.items()]  # fmt: skip
+    return [".".join(segments) for segments in joined]
+
+
+def _alternatives(words: Sequence[str]) -> str:
+    """Return words as one segment with alternatives, what they share at their ends outside."""
+    if len(words) == 1:
+        return words[0]
+    start = _shared(words)
+    rest = [word[len(start) :] for word in words]
+    end = _shared([word[::-1] for word in rest])[::-1]
+    inner = [word[: len(word) - len(end)] for word in rest]
+    if not all(inner) or not _whole_words(start, end):
+        return f"{{{','.join(words)}}}"
+    return f"{start}{{{','.join(inner)}}}{end}"
+
+
+def _shared(words: Sequence[str]) -> str:
+    """Return the letters with which all words begin."""
+    return "".join(letters[0] for letters in takewhile(lambda letters: len(set(letters)) == 1, zip(*words)))  # noqa: B905
+
+
+def _whole_words(start: str, end: str) -> bool:
+    """Return whether what words share ends where a part of a word does: `q_proj` and `k_proj` share `_proj`, but
+    `gate` and `glue` do not share a `g` that anyone would write apart."""
+    return (not start or not start[-1].isalnum()) and (not end or not end[0].isalnum())
+
+
+# ---- the lines that place a model's weights: groups that a search has found, by patterns, or a family's.
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,3 +184,69 @@ def _rows(outer: Outer, axis: str) -> str:
     if len(outer) == 3 and outer[1] == outer[2]:
         return f" rows (h/{axis} d + g/{axis} d + g/{axis} d)"
     return f" rows ({' + '.join(f'{letter}/{axis}' for letter in 'abcdefgh'[: len(outer)])})"
+
+
+# ---- the text of a proposed plan: its lines in the canonical form, each with the reason why it is there.
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLine:
+    """The model as a plan names it: its callable, its arguments, and the safetensors folder that it begins with."""
+
+    target: str
+    arguments: Mapping[str, int | float | str | bool | None] = field(default_factory=dict)
+    smaller: Mapping[str, int] = field(default_factory=dict)
+    """Arguments of the twin on which numbers are tested."""
+    weights: str = ""
+
+
+def plan_text(
+    head: Sequence[str], model: ModelLine, task: Task, ranks: Mapping[str, int], lines: Sequence[PlacingLine]
+) -> str:
+    """Return the plan of a model, its task and its placements over ``dp`` and ``tp``, with ``head`` as its first
+    comments."""
+    batched = [name for name, guess in task.inputs.items() if guess.dims[:1] == (BATCH,)]
+    wide = {name: ["B/dp", *("_" for _ in task.inputs[name].dims[1:])] for name in batched}
+    layouts: dict[str, list[str]] = {}
+    for name, dims in wide.items():
+        layouts.setdefault(", ".join(dims), []).append(name)
+    settings = ", ".join(f"{axis}={size}" for axis, size in ranks.items())
+    text = [
+        *(f"# {line}" for line in head),
+        f"let {settings}  # ranks along each axis, also with -D dp=4",
+        "",
+        f'model "{model.target}"{_arguments(model.arguments)}',
+    ]
+    if model.smaller:
+        smaller = ", ".join(f"{name}={value}" for name, value in model.smaller.items())
+        text.append(f"verify {smaller}  # numbers are tested on a model of these sizes")
+    text += [f"input {name} {guess.text()}" for name, guess in task.inputs.items()]
+    sizes = ", ".join(f"{name}={size}" for name, size in task.sizes.items())
+    meant = "B: the samples of a step, over all ranks"
+    meant += "; S: the length of sequences, for you to choose" * ("S" in task.sizes)
+    text += [
+        f"sizes {sizes}  # {meant}" if sizes else "",
+        f"loss {task.loss}  # {task.why}",
+        "data synthetic  # random samples, for a first run: name your own here",
+        *([f'init from "{model.weights}"  # the weights in that folder'] if model.weights else []),
+        "optimizer adamw lr 3e-4 weight_decay 0.1 clip 1.0",
+        "steps 100",
+        "",
+        f"mesh {', '.join(f'{axis}=${axis}' for axis in ranks)}",
+        *(f"shard {', '.join(names)} [{dims}]" + "  # each rank along dp has its samples" * (at == 0)
+          for at, (dims, names) in enumerate(layouts.items())),
+        *(row for line in lines for row in line.texts()),
+    ]  # fmt: skip
+    return format_source(Source("plan.parc", "\n".join(text) + "\n"))
+
+
+def _arguments(arguments: Mapping[str, int | float | str | bool | None]) -> str:
+    if not arguments:
+        return ""
+    return f" ({', '.join(f'{name}={_literal(value)}' for name, value in arguments.items())})"
+
+
+def _literal(value: int | float | str | bool | None) -> str:
+    if isinstance(value, str):
+        return f'"{value}"'
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

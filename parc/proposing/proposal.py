@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
-from torch import nn
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from parc.compiler.capture.callables import load_callable
 from parc.compiler.capture.capture import Captured
 from parc.compiler.capture.faults import explain_failure, user_frame
 from parc.compiler.capture.model_calls import forward_text, whole_arguments
 from parc.compiler.capture.model_output import tensors_in
+from parc.compiler.capture.node_facts import noted
 from parc.compiler.initial.recipes import Recorded
+from parc.compiler.ops.rules import facts
 from parc.compiler.plan.include import FAMILY, families
 from parc.compiler.plan.plan import Plan, read_plan
 from parc.compiler.sizes.size_range import BATCH
@@ -27,13 +33,115 @@ from parc.grammar.codes_build import LOSS_NOT_NUMBER, NO_INPUTS
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.grammar.nearest import did_you_mean, listed
 from parc.grammar.source import Source
-from parc.proposing.draft import ModelLine, plan_text
+from parc.passes.calls import operands_of, substitute_nodes, tensors_of
 from parc.proposing.inputs import Caller, ForwardCall, Guess
-from parc.proposing.lines import PlacingLine, lines_of
+from parc.proposing.lines import ModelLine, PlacingLine, lines_of, plan_text
 from parc.proposing.placements import Search, gathers, identity
-from parc.proposing.positions import longest
 from parc.proposing.tasks import Task, tasks_of
-from parc.proposing.twins import LARGE, entries, smaller_arguments
+
+# ---- arguments of a smaller model: where a model is too large for its numbers to be tested, a twin of it is.
+
+
+Make = Callable[[Mapping[str, int]], nn.Module | None]
+"""A function that makes the model with some arguments replaced; None where it cannot be made so, or not be called."""
+
+LARGE = 20_000_000
+"""The most parameters of a model whose numbers are tested as it is."""
+_LAYERS, _WIDTH, _MULTIPLE = 2, 256, 16
+"""The layers, the least width, and the factor of the widths of a twin."""
+
+
+def smaller_arguments(module: nn.Module, numbers: Mapping[str, int], make: Make) -> dict[str, int]:
+    """Return arguments with which a model is as small as its structure allows: first fewer of equal blocks, then
+    narrower ones. ``numbers`` are the whole numbers among its arguments."""
+    chosen: dict[str, int] = {}
+    kinds, count = kinds_of(module), entries(module)
+    for name, value in numbers.items():
+        if value > _LAYERS:
+            fewer = make({**chosen, name: _LAYERS})
+            if fewer is not None and kinds_of(fewer) == kinds and entries(fewer) < count:
+                chosen[name], count = _LAYERS, entries(fewer)
+    names = {name for name, _ in kinds}
+    for name, value in numbers.items():
+        for size in _widths(value) if name not in chosen else ():
+            narrow = make({**chosen, name: size})
+            if narrow is not None and {kind for kind, _ in kinds_of(narrow)} == names and entries(narrow) < count:
+                chosen[name], count = size, entries(narrow)
+                break
+    return chosen
+
+
+def _widths(value: int) -> Iterator[int]:
+    """Yield sizes of a narrower model, the smallest first: a width halved as often as it stays a multiple of 16, as
+    heads and ranks want it; and then one that divides by what the width divides by, up to 16."""
+    sizes = []
+    while value % (2 * _MULTIPLE) == 0 and value >= 2 * _WIDTH:
+        value //= 2
+        sizes.append(value)
+    yield from reversed(sizes)
+    if value > 8 * _WIDTH:
+        yield 4 * _WIDTH + value % _MULTIPLE
+
+
+def kinds_of(module: nn.Module) -> set[tuple[str, tuple[int, ...]]]:
+    """Return the parameters of a model by name and shape, those of numbered blocks once."""
+    return {(re.sub(r"\d+", "*", name), tuple(value.shape)) for name, value in module.named_parameters()}
+
+
+def entries(module: nn.Module) -> int:
+    """Return the entries of all parameters."""
+    return sum(math.prod(value.shape) for value in module.parameters())
+
+
+# ---- the longest sequence that a model's tables of positions have rows for. Tensors that hold nothing
+
+
+_TOKEN = 2
+"""A token that stands for all: the first ones often pad, and have no position."""
+_MOST = 1 << 20
+
+
+def longest(captured: Captured, recorded: Recorded, length: int) -> int:
+    """Return the largest length, at most the given one, at which every table has the rows that are looked up."""
+    values: dict[fx.Node, Any] = {}
+    for node in captured.graph.nodes:
+        try:
+            values[node] = _computed(node, recorded, values)
+        except (IndexError, RuntimeError):  # a table among buffers or constants ends before
+            return length // 2
+        if node.op == "call_function" and facts(node.target).looks_up:
+            table, index = operands_of(node)[:2]
+            found, rows = values.get(index), noted(table).value.shape[0]
+            if found is not None and found.numel() and (beyond := int(found.max()) + 1 - rows) > 0:
+                length = min(length, max(_power(length - beyond), 1))
+    return length
+
+
+def _power(size: int) -> int:
+    """Return the largest power of two that is not larger."""
+    return 1 << max(size.bit_length() - 1, 0)
+
+
+def _computed(node: fx.Node, recorded: Recorded, values: Mapping[fx.Node, Any]) -> Any:
+    """Return the numbers that a node has where they follow from positions and tokens; None if they depend on more."""
+    with unset_fake_temporarily():
+        if node.op == "placeholder":
+            binding, value = noted(node).binding, noted(node).value
+            if binding.kind == "input" and not value.is_floating_point():
+                return torch.full(tuple(value.shape), _TOKEN, dtype=value.dtype)
+            known = binding.kind == "buffer" and binding.name in recorded.recipes and value.numel() <= _MOST
+            return recorded.recipes[binding.name].whole() if known else None
+        tensors = tensors_of(node)
+        if node.op != "call_function" or not all(isinstance(t, torch.Tensor) and t.numel() <= _MOST for t in tensors):
+            return None
+        if any(values.get(operand) is None for operand in node.all_input_nodes):
+            return None
+        args, kwargs = substitute_nodes((node.args, node.kwargs), values.__getitem__)
+        operator: Any = node.target
+        return operator(*args, **kwargs)
+
+
+# ---- a plan for a model that has none: its inputs and loss by calling it, its placements by a search over
 
 
 @dataclass(frozen=True)

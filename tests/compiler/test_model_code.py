@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import parc
-from parc.checking.recompilation import differences
+from parc.checking.verification import differences
 from parc.compiler.capture.model_code import changed_files, file_hashes, local_files, target_hashes
 from parc.compiler.plan.plan import read_plan
 from parc.compiling.driver import compile_plan
