@@ -28,7 +28,7 @@ from benchmarks.peers import PLAN as LLAMA
 from benchmarks.peers import fsdp_step
 from benchmarks.storages import Storages
 from benchmarks.turns import LAUNCHED, ROOT
-from parc.compiler.analysis.lifetimes import BLAS, LIBRARIES, ONEDNN, Products
+from parc.compiler.analysis.products import BLAS, LIBRARIES, ONEDNN, Products
 from parc.compiler.torch_private import onednn_linear
 
 WARM_UP = 2

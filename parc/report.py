@@ -12,11 +12,11 @@ from typing import Any
 
 from parc.compiler.analysis.communication import communication_table
 from parc.compiler.analysis.flops import stage_flops, step_timeline
-from parc.compiler.analysis.lifetimes import BLAS, ONEDNN
 from parc.compiler.analysis.memory import Memory, estimate_memory, room_bytes, room_of, state_bytes, states
+from parc.compiler.analysis.products import BLAS, ONEDNN
 from parc.compiler.build.build import Build, BuildError
 from parc.compiler.build.directory import again, json_text
-from parc.compiler.build.facts import view_facts
+from parc.compiler.build.plan_facts import view_facts
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.layout.placement import parts
 from parc.compiler.padding.pads import real_shape

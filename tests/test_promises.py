@@ -13,8 +13,8 @@ from parc.checking.cheaper import PlanChange, most_memory
 from parc.checking.limits import hold_promises
 from parc.checking.reports import report_of
 from parc.cli import main
+from parc.compiler.analysis import products
 from parc.compiler.plan.plan import read_plan
-from parc.compiler.program import products
 from parc.compiling.driver import compile_plan
 from parc.grammar.diagnostics import Diagnostic, PlanError, render
 from parc.grammar.source import Source

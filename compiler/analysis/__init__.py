@@ -1,1 +1,1 @@
-"""Analysis: what passes, checks and reports ask of programs: facts that travel along lines, lifetimes, memory, messages."""
+"""Analysis: what passes, checks and reports ask of programs: facts along lines, lifetimes, memory, messages."""

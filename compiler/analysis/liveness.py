@@ -13,8 +13,6 @@ from ..ops.rules import facts
 from ..program.blocks import complete
 from ..program.program import Function, Line, Origin, Program, Ref
 from .lifetimes import (
-    BLAS,
-    Products,
     addable,
     adds_itself,
     aliases,
@@ -25,6 +23,7 @@ from .lifetimes import (
     own_in_main,
     spare_operands,
 )
+from .products import BLAS, Products
 
 
 def local_bytes(type_: TensorType, program: Program, load: float = 1.0) -> int:

@@ -12,8 +12,8 @@ from ..program.binding import BUFFERS, PARAMETERS, Binding, Kind
 from ..program.program import Function, Program, kept_away
 from ..program.step_values import residual_of
 from .dataflow import parts_in_weights
-from .lifetimes import BLAS, Products
 from .liveness import Liveness, Peak, local_bytes
+from .products import BLAS, Products
 
 
 @dataclass(frozen=True, slots=True)

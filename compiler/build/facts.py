@@ -11,27 +11,15 @@ from typing import Any
 
 import torch
 
-from ...grammar.syntax import Word
 from ..layout.mesh import Mesh
 from ..layout.placement import TensorType, parse_type
 from ..padding.pads import pads_from
-from ..plan.directives.data import Data
-from ..plan.directives.eval import Eval
-from ..plan.directives.precision import TYPES
-from ..plan.directives.schedule import ACCUMULATE
-from ..plan.plan import Plan
-from ..plan.rates import RATE_TABLE
 from ..program.actions import ACTIONS, FORWARD, REDUCE, Purpose, work_kinds
 from ..program.binding import PARAMETERS
-from ..program.optimizers import AVERAGE, grouped
 from ..program.program import Fault, Program
 from ..program.roles import Role
-from ..program.step_values import initial_state, residual_of
-from ..resolve.names import PlanNames, find_parameters
-from ..resolve.pattern import ANY_DEPTH, Pattern
-from ..sizes.polynomials import moving
+from ..program.step_values import residual_of
 from ..sizes.size_range import BATCH
-from .json_schema import MANIFEST_FORM
 
 
 def program_facts(programs: Mapping[str, Program], reference: Program) -> dict[str, Any]:
@@ -226,130 +214,3 @@ def fact_text(value: Any) -> str:
 def _short(value: Any) -> str:
     text = "nothing" if value is None else fact_text(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-# ---- the facts of a manifest that follow from its plan alone, made from it and held against it.
-
-
-_PARTS = ("optimizer", "init", "precision", "compress", "evaluation")
-"""The facts of which the plan determines only a part; the rest is the model's."""
-
-
-def plan_facts(plan: Plan) -> dict[str, Any]:
-    """The facts of a manifest that follow from its plan alone."""
-    ranges = {name: [size.low, size.high, size.step] for name, size in moving(plan.sizes).items()}
-    return {
-        **({"ranges": ranges} if ranges else {}),
-        **({"budget": plan.budget.memory} if plan.budget is not None else {}),
-        **({"offload": offload_facts(plan)} if plan.offload else {}),
-        **({"evaluation": evaluation_line(plan.evaluation)} if plan.evaluation is not None else {}),
-        "model": {"callable": plan.model.callable, "arguments": dict(plan.model.values)},
-        "inputs": input_facts(plan),
-        "sizes": {name: size.high for name, size in plan.sizes.items()},
-        "loss": loss_facts(plan),
-        "mesh": dict(plan.mesh.axes),
-        **view_facts(plan),
-        "microbatches": plan.microbatches,
-        "optimizer": _optimizer_facts(plan),
-        "accumulate": ACCUMULATE[plan.accumulate],
-        "precision": [{"type": TYPES[line.type]} for line in plan.precision],
-        "compress": [{"axis": line.axis.text, "format": line.format} for line in plan.compress],
-        "data": data_facts(plan.data),
-        "init": None if plan.init is None else {"folder": plan.init.folder, "rounded": plan.init.rounded},
-        "seed": plan.seed,
-        "state": initial_state(plan.loss_scale),
-        "steps": plan.steps,
-    }  # fmt: skip
-
-
-def view_facts(plan: Plan) -> dict[str, Any]:
-    """Return the facts of the ``view`` lines; nothing where there are none."""
-    views = [
-        {"over": list(line.view.over), "axes": [name for name, _ in line.view.axes],
-         "sizes": [size for _, size in line.view.axes], "in": [word.text for word in line.where]}
-        for line in plan.views
-    ]  # fmt: skip
-    return {"views": views} if views else {}
-
-
-def input_facts(plan: Plan) -> list[dict[str, Any]]:
-    """Return the facts of the ``input`` lines in the manifest's form."""
-    return [
-        {"name": line.name, **({"as": line.parameter} if line.parameter != line.name else {}), "dtype": line.dtype,
-         "dims": list(line.dims)}
-        for line in plan.inputs
-    ]  # fmt: skip
-
-
-def loss_facts(plan: Plan) -> list[dict[str, Any]]:
-    """Return the facts of the terms of the ``loss`` line in the manifest's form."""
-    return [{**term._asdict(), "operands": list(term.operands)} for term in plan.loss.terms]
-
-
-def offload_facts(plan: Plan) -> dict[str, str | None]:
-    """Return the folder in which each part of the state of training is kept, None for the host's memory."""
-    return {word: None if line.host else line.folder for word, line in plan.offloaded.items()}
-
-
-def evaluation_line(line: Eval) -> dict[str, Any]:
-    """Return the facts of the ``eval`` line in the manifest's form, without those of the model in ``eval()``."""
-    samples = line.samples.facts() if line.samples is not None else None
-    return {"every": line.every, "batches": line.batches, "data": samples}
-
-
-def data_facts(line: Data | None) -> dict[str, Any] | None:
-    """Return the facts of the ``data`` line in the manifest's form."""
-    return None if line is None else line.said.facts()
-
-
-def _optimizer_facts(plan: Plan) -> dict[str, Any]:
-    """Return the facts of the ``optimizer`` and ``ema`` lines in the manifest's form. A learning rate that falls gets
-    its last step."""
-    line, steps, ema = plan.optimizer, plan.steps, plan.ema
-    over = None if line.shape in ("constant", RATE_TABLE) else line.over if line.over is not None else steps
-    return {
-        "shape": line.shape, "warmup": line.warmup, "to": line.to, "over": over,
-        "name": line.name, "lr": line.lr, "weight_decay": line.weight_decay, "clip": line.clip, "eps": line.eps,
-        "betas": list(line.betas), "momentum": line.momentum, "nesterov": line.nesterov,
-        **({"arguments": dict(line.values)} if line.values else {}),
-        **({"fall": line.fall} if line.fall else {}),
-        **({AVERAGE: {"decay": ema.decay, "every": ema.every}} if ema is not None else {}),
-        **({"table": [list(row) for row in line.table]} if line.table else {}),
-    }  # fmt: skip
-
-
-def plan_faults(manifest: Mapping[str, Any], plan: Plan) -> list[Fault]:
-    """Return the faults of a manifest that contradicts the plan of its build."""
-    known = {key.removesuffix("?") for key in MANIFEST_FORM} | {"format"}
-    faults = [fact_fault(f"`{key}` is no fact of a build") for key in sorted(manifest.keys() - known)]
-    faults += unlike(
-        manifest,
-        {"ranges": None, "budget": None, "offload": None, "views": None, "evaluation": None, **plan_facts(plan)},
-        "plan says",
-        _PARTS,
-    )
-    return faults or list(_name_faults(manifest, plan))
-
-
-def _name_faults(manifest: Mapping[str, Any], plan: Plan) -> Iterator[Fault]:
-    """Find facts that name other parameters or modules than the plan's patterns match, among the names in the
-    manifest."""
-    stored, tied = manifest["parameters"], manifest["aliases"]
-    paths = (name.split(".") for name in (*stored, *tied))
-    modules = frozenset(".".join(path[:depth]) for path in paths for depth in range(1, len(path)))
-    names = PlanNames(dict.fromkeys(stored, ()), modules=modules, tied=dict(tied), smaller=True)
-
-    def meant(words: tuple[Word, ...]) -> set[str]:
-        matches = (find_parameters(word, names) for word in words)
-        return {name for each in matches if isinstance(each, tuple) for name in each}
-
-    if grouped((line.given, meant(line.where)) for line in plan.groups) != manifest["optimizer"]["groups"]:
-        yield fact_fault("`optimizer.groups` are not what the plan's `optimizer on` lines say")
-    if not meant(plan.frozen) & stored.keys() <= set(manifest["frozen"]):
-        yield fact_fault("`frozen` lacks what the plan freezes")
-    for line, fact in zip(plan.precision, manifest["precision"], strict=True):
-        patterns = [word.text for word in line.where]
-        for module in fact["modules"]:
-            if not (module == "" if not patterns or ANY_DEPTH in patterns else
-                    any(Pattern(text).matches(module) for text in patterns)):  # fmt: skip
-                yield fact_fault(f"`precision` has the module `{module}`, which line {line.span.line} does not name")

@@ -11,7 +11,7 @@ import torch
 
 from .mesh import Mesh, Shape
 from .packed_rows import EXCHANGE, chosen_types, exchange_rows
-from .pieces import join_dim, packed_bytes, round_int8, round_parts, slice_dim
+from .pieces import join_dim, packed_bytes, parts_in_order, round_int8, round_parts, slice_dim
 from .placement import AxisType, Placement, Split, TensorType, along
 from .stretches import Outer, count, joined_stretches, terms
 
@@ -32,11 +32,6 @@ class Buffers:
 
 SMALL_SUM = 1 << 16
 """The bytes from which a tensor is summed by itself; smaller ones of a message are summed in one packed copy."""
-
-
-def parts_in_order(dim: int, outer: Outer) -> bool:
-    """Return whether the parts of a dim lie one behind the other in memory."""
-    return dim == 0 and outer == 1
 
 
 def gather_buffers(operand: int, result: int, args: Sequence[Any]) -> Buffers:

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-from .collectives import parts_in_order
 from .mesh import Mesh
 from .placement import AxisType, Placement, Split, parts
 from .stretches import Atom, Outer, atoms, count, is_zigzag, sizes_of, terms
@@ -106,6 +105,11 @@ def _chosen(parts: torch.Tensor, dim: int, numbers: Sequence[int]) -> torch.Tens
     """Return some parts of a dim, one after the other."""
     chosen: torch.Tensor = parts.index_select(dim, torch.tensor(numbers, device=parts.device))
     return chosen.flatten(dim, dim + 1)
+
+
+def parts_in_order(dim: int, outer: Outer) -> bool:
+    """Return whether the parts of a dim lie one behind the other in memory."""
+    return dim == 0 and outer == 1
 
 
 def slice_dim(x: torch.Tensor, ranks: int, index: int, dim: int, outer: Outer) -> torch.Tensor:

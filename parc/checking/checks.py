@@ -16,7 +16,7 @@ from parc.checking.reports import report_of
 from parc.checking.twins import subject_of
 from parc.compiler.analysis.samples import combination
 from parc.compiler.build.build import Build
-from parc.compiler.build.facts import plan_faults
+from parc.compiler.build.plan_facts import plan_faults
 from parc.compiler.plan.plan import Plan
 from parc.compiler.program.actions import FORWARD, Purpose
 from parc.compiler.program.binding import BUFFERS

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from parc.checking.cheaper import cheaper_plans, most_memory
 from parc.compiler.analysis.communication import Communication, messages
-from parc.compiler.analysis.lifetimes import BLAS, ONEDNN
 from parc.compiler.analysis.liveness import local_bytes
 from parc.compiler.analysis.memory import MEMORY_KINDS
+from parc.compiler.analysis.products import BLAS, ONEDNN
 from parc.compiler.ops.rules import facts
 from parc.compiler.plan.plan import Promise
 from parc.compiler.program.actions import ACTIONS, BACKWARD, FORWARD, step_kinds

@@ -140,7 +140,7 @@ def _run(given: argparse.Namespace) -> int:
     if launched():
         return _rank(given)
     from parc.compiler.build.directory import misfit_error
-    from parc.compiler.build.facts import plan_faults
+    from parc.compiler.build.plan_facts import plan_faults
     from parc.report import plan_of
     from parc.runtime.state.opening import open_build
 

@@ -12,7 +12,8 @@ import torch
 
 import parc
 from parc.compiler.build.build import EVALUATION, Build, program_file
-from parc.compiler.build.facts import plan_facts, program_facts
+from parc.compiler.build.facts import program_facts
+from parc.compiler.build.plan_facts import plan_facts
 from parc.compiler.capture.capture import Captured
 from parc.compiler.capture.model_calls import TaskLines
 from parc.compiler.capture.model_code import target_hashes

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from parc.compiler.build.build import Build
-from parc.compiler.build.facts import input_facts, loss_facts
+from parc.compiler.build.plan_facts import input_facts, loss_facts
 from parc.compiler.capture.callables import CallableError
 from parc.compiler.plan.directives.data import Data
 from parc.compiler.plan.directives.eval import Eval

@@ -9,10 +9,19 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from ...compiler.layout.collectives import SMALL_SUM, WAIT, parts_in_order
+from ...compiler.layout.collectives import SMALL_SUM, WAIT
 from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.packed_rows import RankOrder, Rows, orders
-from ...compiler.layout.pieces import join_dim, pack, packed_bytes, round_parts, slice_dim, sum_packed, unpack
+from ...compiler.layout.pieces import (
+    join_dim,
+    pack,
+    packed_bytes,
+    parts_in_order,
+    round_parts,
+    slice_dim,
+    sum_packed,
+    unpack,
+)
 
 
 class Peers(Protocol):

@@ -12,7 +12,6 @@ from typing import Any, final
 import torch
 
 from ...compiler.analysis.lifetimes import (
-    PRODUCT,
     LyingGradient,
     addable,
     adds,
@@ -23,6 +22,7 @@ from ...compiler.analysis.lifetimes import (
     gradients_together,
     own_in_main,
 )
+from ...compiler.analysis.products import PRODUCT
 from ...compiler.layout.collectives import COLLECTIVES, MESSAGE, RINGS, SUMS, axes_of
 from ...compiler.layout.mesh import Mesh, Shape
 from ...compiler.program.binding import Binding

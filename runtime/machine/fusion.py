@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from ...compiler.analysis.lifetimes import PRODUCT, Aliases, Products
+from ...compiler.analysis.lifetimes import Aliases
+from ...compiler.analysis.products import PRODUCT, Products
 from ...compiler.layout.collectives import COLLECTIVES
 from ...compiler.layout.mesh import Mesh
 from ...compiler.program.program import Function, Line, Ref

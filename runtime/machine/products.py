@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ...compiler.program import products
+from ...compiler.analysis import products
 from ...compiler.torch_private import onednn_linear
 from ..ranks.processes import check_device
 from .kernels import KERNELS

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 import torch
 
-from ...compiler.analysis.lifetimes import BLAS, ONEDNN, PRODUCT, Products
+from ...compiler.analysis.products import BLAS, ONEDNN, PRODUCT, Products
 from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.pieces import Interval, dim_index, dim_runs, row_major
 from ...compiler.layout.placement import TensorType

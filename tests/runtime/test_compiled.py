@@ -14,9 +14,9 @@ import torch
 
 import parc
 from parc.checking.checks import case_of
+from parc.compiler.analysis import products as facts
 from parc.compiler.build.build import Build
 from parc.compiler.initial import counter
-from parc.compiler.program import products as facts
 from parc.compiler.program.roles import SINGLE
 from parc.compiler.torch_private import compile_graph, fake_mode, onednn_linear, quiet
 from parc.compiling.compiled import Compiled

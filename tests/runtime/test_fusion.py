@@ -11,9 +11,10 @@ import torch
 
 from benchmarks.storages import Storages
 from parc.checking.checks import check_build
-from parc.compiler.analysis.lifetimes import BLAS, addable, aliases
+from parc.compiler.analysis.lifetimes import addable, aliases
 from parc.compiler.analysis.liveness import Liveness
 from parc.compiler.analysis.memory import estimate_memory
+from parc.compiler.analysis.products import BLAS
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.ops.rules import TABLE
 from parc.compiler.program.binding import LOSS, Binding

@@ -12,9 +12,10 @@ import torch
 
 import parc
 from benchmarks.storages import Storages
-from parc.compiler.analysis.lifetimes import LIBRARIES, ONEDNN, made_in_place
+from parc.compiler.analysis import products as facts
+from parc.compiler.analysis.lifetimes import made_in_place
+from parc.compiler.analysis.products import LIBRARIES, ONEDNN
 from parc.compiler.ops.rules import TABLE
-from parc.compiler.program import products as facts
 from parc.compiler.torch_private import onednn_linear
 from parc.report import memory_by_library, plan_of
 from parc.runtime.machine import products

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from parc.compiler.analysis import products as facts
 from parc.compiler.layout.mesh import Mesh
-from parc.compiler.program import products as facts
 from parc.compiler.torch_private import onednn_linear
 from parc.runtime.machine import products
 from parc.runtime.machine.kernels import KERNELS
