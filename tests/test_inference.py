@@ -193,7 +193,7 @@ def test_real_ranks_predict_what_the_plain_module_returns_and_train_nothing(line
 def test_a_session_for_inference_goes_on_in_the_data_of_its_plan(tmp_path: Path, data: Path) -> None:
     text = TAGGER.replace("Tagger", "Rows") + f'mesh dp=1\ndata tokens "{data}"\n'
     path = written(text, tmp_path / "build")
-    with parc.load(path) as session:
+    with parc.load(path, "cpu") as session:
         found = [session.predict()["logits"] for _ in range(2)]
     assert torch.equal(torch.cat(found), plain_rows(Rows, path, data)["logits"][: 16 * 6])
 
