@@ -63,7 +63,7 @@ class Net(torch.nn.Module):
 def test_an_operator_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
     gathered = compiled(PLAN, FOLDER)
     assert gathered.built.without_rule == ("adding.twice.default",)
-    monkeypatch.setitem(TABLE, "adding.twice.default", OpRow(pointwise("0"), elementwise=True))  # type: ignore[arg-type]
+    monkeypatch.setitem(TABLE, "adding.twice.default", OpRow(pointwise("0"), elementwise=True))
     split = compile_plan(read_plan(Source("plan.parc", PLAN)), FOLDER)
     assert not split.built.without_rule and not static_faults(split.build)
     assert compare(case_of(split), 2).largest <= TOLERANCE
