@@ -136,14 +136,15 @@ class Weights:
     def piece(
         self, names: Sequence[str], type_: TensorType, mesh: Mesh, at: Mapping[str, int], pads: Sequence[Pad] = ()
     ) -> torch.Tensor:
-        """A rank's piece of a tensor, zeros in its padding; no other part of the file is read.
+        """A rank's piece of a tensor, contiguous, zeros in its padding; no other part of the file is read.
 
         Raises:
             WeightsError: the file can no longer be read.
         """
         places = [real_entries(type_, dim, pads, mesh, at) for dim in range(len(type_.shape))]
         numbers = self._read(self._named(names), [_runs(entries) for _, entries in places])
-        return spread(numbers.to(type_.dtype), [kept for kept, _ in places])
+        # a slice keeps the strides of the tensor in the file, and what a rank computes with lies as its type says
+        return spread(numbers.to(type_.dtype).contiguous(), [kept for kept, _ in places])
 
     def _named(self, names: Sequence[str]) -> str:
         name = next((name for name in names if part_name(name, 0) in self.tensors), None)

@@ -18,7 +18,9 @@ from .checkpoint import Checkpoint, refuse
 
 
 def make_optimizer(parameters: Mapping[str, torch.Tensor], line: Mapping[str, Any]) -> torch.optim.Optimizer:
-    """Return the plan's optimizer over tensors that require no autograd of their own."""
+    """Return the plan's optimizer over contiguous tensors that require no autograd of their own: torch's fused updates
+    walk a parameter, its gradient and its moments with one index."""
+    assert all(tensor.is_contiguous() for tensor in parameters.values()), "a parameter is not laid out as its type says"
     own = {name for group in line["groups"] for name in group["parameters"]}
     groups: list[dict[str, Any]] = [{"params": [value for name, value in parameters.items() if name not in own]}]
     for group in line["groups"]:
