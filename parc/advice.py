@@ -47,7 +47,13 @@ from parc.report_words import in_words
 
 def warnings_of(compiled: Compiled) -> tuple[Diagnostic, ...]:
     """Return every warning of a compiled plan: of its lines, reshards, operators without a rule, loss, and weights."""
-    warnings = (*_reshards(compiled), *_rules(compiled), *_averaged(compiled), *_rounded(compiled), *_large(compiled))
+    warnings = (
+        *_reshards(compiled),
+        *_rules(compiled),
+        *_averaged(compiled),
+        *_rounded_updates(compiled),
+        *_large(compiled),
+    )
     warnings = (*_whole_keys(compiled), *_whole_outputs(compiled), *_node_order(compiled), *warnings)
     warnings = (*compiled.copies.notes, *_passed_on(compiled), *_not_reached(compiled), *_changed(compiled), *warnings)
     return (*compiled.plan.warnings, *compiled.resolved.warnings, *warnings)
@@ -63,7 +69,7 @@ def _reshards(compiled: Compiled) -> Iterator[Diagnostic]:
     texts = [_gather_text(group) for group in groups.values()]
     meant = find_meant(compiled)
     if meant is not None:
-        yield _meant(meant, texts)
+        yield _meant_otherwise(meant, texts)
         return
     for (_, source, result, line), text in zip(groups, texts, strict=True):
         first = groups[_, source, result, line][0]
@@ -162,20 +168,20 @@ def _gather_text(found: Sequence[Reshard]) -> str:
     return f"{what} ({first.source} to {first.result}, {size_text(first.bytes)} a rank) {many}{where}"
 
 
-_SHOWN = 3
+_GATHERS_SHOWN = 3
 """The number of gathers that are named beside the line that causes them."""
 
 
-def _meant(meant: Meant, texts: Sequence[str]) -> Diagnostic:
+def _meant_otherwise(meant: Meant, texts: Sequence[str]) -> Diagnostic:
     (span, text), *others = meant.lines
     whose = "these lines cost" if others else "the line costs"
-    more = [f"and {len(texts) - _SHOWN} more"] if len(texts) > _SHOWN else []
+    more = [f"and {len(texts) - _GATHERS_SHOWN} more"] if len(texts) > _GATHERS_SHOWN else []
     return Diagnostic(
         MEANT_OTHERWISE, f"{whose} {size_text(meant.bytes)} a rank in gathers and exchanges of a forward",
         Label(span, f"probably meant: `{_spaced(text)}`"),
         tuple(Label(other, f"and `{_spaced(change)}`") for other, change in others),
         help="the proposed line needs no gather; keep your line if you accept the cost",
-        notes=(*texts[:_SHOWN], *more), severity=Severity.WARNING,
+        notes=(*texts[:_GATHERS_SHOWN], *more), severity=Severity.WARNING,
     )  # fmt: skip
 
 
@@ -262,7 +268,7 @@ def _averaged(compiled: Compiled) -> Iterator[Diagnostic]:
         )  # fmt: skip
 
 
-def _rounded(compiled: Compiled) -> Iterator[Diagnostic]:
+def _rounded_updates(compiled: Compiled) -> Iterator[Diagnostic]:
     """Warn of trained weights without a float32 copy."""
     values = {name: type_ for name, type_ in compiled.build.types.items() if name not in compiled.frozen}
     in_order = [name for name in compiled.captured.placeholders("parameter") if name in values]

@@ -31,7 +31,7 @@ def model(name: str, **config: Any) -> nn.Module:
         near = difflib.get_close_matches(name, dir(transformers), 3)
         meant = f"did you mean {' or '.join(near)}?" if near else "name one such as `LlamaForCausalLM`"
         raise ValueError(f"transformers has no model class `{name}`; {meant}")
-    return _made(found, config_class, {}, config)
+    return _configured(found, config_class, {}, config)
 
 
 def folder(path: str, **config: Any) -> nn.Module:
@@ -47,10 +47,10 @@ def folder(path: str, **config: Any) -> nn.Module:
     found = getattr(transformers, name, None)
     if found is None:
         raise ValueError(f"config.json in `{path}` names no model class of transformers under `architectures`")
-    return _made(found, found.config_class, own, config)
+    return _configured(found, found.config_class, own, config)
 
 
-def _made(model_class: Any, config_class: Any, own: dict[str, Any], changes: dict[str, Any]) -> nn.Module:
+def _configured(model_class: Any, config_class: Any, own: dict[str, Any], changes: dict[str, Any]) -> nn.Module:
     """Make a model of a configuration's own values with changes of them. Of a list with an entry for each layer, a
     smaller model takes the first."""
     default = config_class()

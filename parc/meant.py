@@ -28,7 +28,7 @@ _MOST_OPERATORS = 3000
 """The most operators of a graph for which changes are tried: each try takes as long as placing it."""
 _TOGETHER = 2
 """The most lines that may be wrong together."""
-_WORTH = 0.75
+_MOST_LEFT = 0.75
 """The largest share of the traffic that may remain after changing a second line, if one line was enough against
 gathers."""
 
@@ -63,16 +63,17 @@ def find_meant(compiled: Compiled) -> Meant | None:
     if not cost or len(compiled.captured.graph.nodes) > _MOST_OPERATORS:
         return None
     plan = compiled.plan
-    best, lines = _sent(compiled.built.reshards), dict[int, str]()
+    best, lines = _bytes_sent(compiled.built.reshards), dict[int, str]()
     groups = {group for reshard in unasked_gathers(plan, compiled.built.reshards)
               for kind in (reshard.source, reshard.result) for group in _groups(kind)}  # fmt: skip
     left, trials = cost, Trials(compiled.captured)
     while len(lines) < _TOGETHER:
-        tries = [(_sent(reshards), len(edits), edits, changed, reshards) for edits, changed in _changes(plan, groups)
+        tries = [(_bytes_sent(reshards), len(edits), edits, changed, reshards) for edits, changed in _changes(plan,
+        groups)
                  if (reshards := _tried(compiled, changed, trials)) is not None]  # fmt: skip
         none: tuple[int, int, Edits, Plan, Sequence[Reshard]] = (best, 0, (), plan, ())
         sent, _, edits, changed, reshards = min(tries, key=lambda tried: tried[:3], default=none)
-        if sent >= best * (1 if left else _WORTH):
+        if sent >= best * (1 if left else _MOST_LEFT):
             break
         best, plan, left = sent, changed, _gathered(changed, reshards)
         lines.update(edits)
@@ -89,7 +90,7 @@ def _gathered(plan: Plan, reshards: Sequence[Reshard]) -> int:
     return sum(reshard.bytes for reshard in unasked_gathers(plan, reshards))
 
 
-def _sent(reshards: Sequence[Reshard]) -> int:
+def _bytes_sent(reshards: Sequence[Reshard]) -> int:
     """Return the bytes of all that a rank sends or sums."""
     return sum(reshard.bytes for reshard in reshards)
 

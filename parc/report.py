@@ -52,7 +52,7 @@ def program_rows(build: Build, plan: Plan) -> dict[str, Any]:
         "batch": _batch_row(build),
         "roles": list(build.roles),
         **_stage_rows(build),
-        "parameters": sum(_count(build, name) for name in build.types),
+        "parameters": sum(_real_entries(build, name) for name in build.types),
         "memory": [_memory_row(build, plan, role) for role in build.roles.values()],
         "communication": rows,
         **_expert_rows(build, plan),
@@ -86,7 +86,7 @@ def _stage_rows(build: Build) -> dict[str, Any]:
         rows.append(
             {
                 "stage": stage, "role": role.name, "layers": len(layers),
-                "parameters": sum(_count(build, name) for name in held),
+                "parameters": sum(_real_entries(build, name) for name in held),
                 "flops": sum(flops.values()) * build.microbatches,
             }
         )  # fmt: skip
@@ -161,12 +161,12 @@ def _memory_row(build: Build, plan: Plan, role: Role) -> dict[str, Any]:
     return {
         "role": role.name, "peak_bytes": memory.peak_bytes, **asdict(memory),
         "state": state_bytes(role.programs, build.types, _moments(build, plan)),
-        "of": sum(_count(build, name) for name in own & build.types.keys()),
+        "of": sum(_real_entries(build, name) for name in own & build.types.keys()),
         **({"peak_by_library": peaks} if max(peaks.values()) > (1 + _APART) * min(peaks.values()) else {}),
     }  # fmt: skip
 
 
-def _count(build: Build, name: str) -> int:
+def _real_entries(build: Build, name: str) -> int:
     return math.prod(real_shape(build.types[name].shape, build.pads.get(name, ())))
 
 

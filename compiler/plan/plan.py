@@ -1,4 +1,5 @@
-"""A plan read and checked as far as it can be without its model: ``read_plan`` and the typed, frozen ``Plan``."""
+"""The typed, frozen ``Plan``; ``read_plan``, which reads and checks one as far as that needs no model; and
+``Promise``."""
 
 from __future__ import annotations
 
@@ -58,58 +59,6 @@ from .include import NAME_A_PLAN, Expanded, has_plan_name, read_source
 from .layouts import Fix, SplitWeights
 from .rates import OptimizerGroup, with_table
 from .samples_said import SamplesSaid
-
-# ---- limits of ``forbid`` and ``expect`` lines: numbers of collectives in modules.
-
-
-ANY = "any"
-COLLECTIVE_WORDS: dict[str, tuple[str, ...]] = {
-    "all_reduce": ("all_reduce", "row_max", "all_reduce_among"),
-    "all_gather": ("all_gather", "all_gather_int8"),
-    "reduce_scatter": ("reduce_scatter", "reduce_scatter_int8"),
-    "all_to_all": ("all_to_all",),
-    "exchange": ("exchange",),
-    "ring": ("ring_attention", "ring_attention_backward"),
-}
-"""The words of a line for collectives, and the collectives of programs that each means. A row's maximum is an
-all-reduce too, and so is a sum among some stages."""
-
-
-@dataclass(frozen=True)
-class Promise(Directive):
-    """A promise of how many collectives a microbatch's forward and backward (or one phase) run in each of some
-    modules."""
-
-    ONCE = False
-
-    count: int = argument(lambda given: int(given.number("n", 0)))
-    op: Word = argument(lambda given: given.word("op"))
-    where: tuple[Word, ...] = argument(lambda given: given.words("in"))
-    axis: Word | None = argument(lambda given: given.word("over"))
-    phase: Word | None = argument(lambda given: given.word("during"))
-
-    def means(self, op: str, axes: tuple[str, ...], phase: str) -> bool:
-        """Return whether a collective is one of those that the line speaks of."""
-        phases = ("forward", "backward") if self.phase is None else (self.phase.text,)
-        named = self.op.text == ANY or op in COLLECTIVE_WORDS[self.op.text]
-        return named and phase in phases and (self.axis is None or self.axis.text in axes)
-
-    def check(self, scope: Scope) -> Iterator[Diagnostic]:
-        yield from super().check(scope)
-        names = (*COLLECTIVE_WORDS, ANY)
-        if self.op.text not in names:
-            help_ = did_you_mean(self.op.text, names, f"there are {listed(names)}")
-            message = f"no collective is called `{self.op.text}`"
-            yield Diagnostic(BAD_VALUE, message, Label(self.op.span), help=help_)
-        if self.axis is not None:
-            yield from scope.check_axis(self.axis, of_views=True)
-        if self.phase is not None and self.phase.text not in PHASES:
-            message = f"a step has no phase `{self.phase.text}`"
-            yield Diagnostic(BAD_VALUE, message, Label(self.phase.span), help=f"phases are {listed(PHASES)}")
-
-
-# ---- a plan read and checked as far as it can be without its model: ``read_plan`` and the typed, frozen
-
 
 MESH, OPTIMIZER = "mesh", "optimizer"
 MOST_ERRORS = 100
@@ -219,7 +168,7 @@ class Plan:
 
 
 def read_plan(plan: Path | str | Source, defines: Mapping[str, str] | None = None) -> Plan:
-    """Read a plan, given as a file or as a text, with the values of ``-D name=value``.
+    """Read a plan from a file or a text, with the values of ``-D name=value``.
 
     Raises:
         PlanError: with every error that can be found without the model.
@@ -232,15 +181,15 @@ def read_plan(plan: Path | str | Source, defines: Mapping[str, str] | None = Non
     if wrong and not directives and source.path is not None and source.path.suffix != ".parc":
         message = f"`{source.path}` is no plan: none of its lines is one of a plan"
         raise PlanError([Diagnostic(UNREADABLE, message, help=path_meant(source.path, has_plan_name, NAME_A_PLAN))])
-    axes = merged([found for found in directives if isinstance(found, MeshLine)])
+    axes = merged([line for line in directives if isinstance(line, MeshLine)])
     mesh, views = declared_mesh(axes), (line.view for line in directives if isinstance(line, ViewLine))
-    own = frozenset(name for view in views for name, _ in view.axes if name not in mesh)
-    scope = Scope(directives, mesh, _broken(expanded, directives), own)
-    found = [_with_defines(diagnostic, defines) for diagnostic in (*wrong, *_few(_check(scope, source)))]
-    found.sort(key=_position)
-    if any(diagnostic.is_error for diagnostic in found):
-        raise PlanError(found)
-    return _assemble(source, _kept(expanded.statements, axes), defines, scope, axes, tuple(found))
+    view_axes = frozenset(name for view in views for name, _ in view.axes if name not in mesh)
+    scope = Scope(directives, mesh, _broken(expanded, directives), view_axes)
+    diagnostics = [_with_defines(diagnostic, defines) for diagnostic in (*wrong, *_few(_check(scope, source)))]
+    diagnostics.sort(key=_position)
+    if any(diagnostic.is_error for diagnostic in diagnostics):
+        raise PlanError(diagnostics)
+    return _assemble(source, _built_statements(expanded.statements, axes), defines, scope, axes, tuple(diagnostics))
 
 
 def _with_defines(diagnostic: Diagnostic, defines: Mapping[str, str]) -> Diagnostic:
@@ -254,13 +203,13 @@ def _with_defines(diagnostic: Diagnostic, defines: Mapping[str, str]) -> Diagnos
     return replace(diagnostic, related=(*labels, *diagnostic.related))
 
 
-def _kept(statements: Sequence[Statement], axes: tuple[Setting, ...]) -> tuple[Statement, ...]:
-    """The plan's text with nothing included: no ``let``, one ``mesh`` line of all axes, and rates in place of the file
-    that has them."""
+def _built_statements(statements: Sequence[Statement], axes: tuple[Setting, ...]) -> tuple[Statement, ...]:
+    """Return the statements as a build keeps them: no ``let``, one ``mesh`` line of all axes, tables of rates
+    inline."""
     kept: list[Statement] = []
     for statement in statements:
         if statement.verb.text == MESH:
-            if any(found.verb.text == MESH for found in kept):
+            if any(earlier.verb.text == MESH for earlier in kept):
                 continue
             statement = replace(statement, phrases=(Phrase(axes, statement.phrases[0].span),))
         if statement.verb.text != LET:
@@ -279,8 +228,8 @@ def _read_directives(statements: Sequence[Statement]) -> tuple[tuple[Directive, 
             errors.append(Diagnostic(UNKNOWN_VERB, f"unknown verb `{verb.text}`", Label(verb.span), help=help_))
             continue
         kind = directive(verb.text)
-        arguments, found = parse_usage(kind.USAGE).match(statement)
-        errors.extend(map(kind.said_here, found))
+        arguments, faults = parse_usage(kind.USAGE).match(statement)
+        errors.extend(map(kind.translated, faults))
         if arguments is not None:
             directives.append(kind.form(arguments).read(arguments))
     return tuple(directives), tuple(errors)
@@ -297,10 +246,10 @@ def _broken(expanded: Expanded, directives: Sequence[Directive]) -> frozenset[st
     return frozenset(verb for verb in lines if lines[verb] > read[verb])
 
 
-def _few(found: Iterator[Diagnostic]) -> Iterator[Diagnostic]:
+def _few(diagnostics: Iterator[Diagnostic]) -> Iterator[Diagnostic]:
     """Yield diagnostics up to the hundredth error: so many have one cause, and every check looks at all lines."""
     errors = 0
-    for diagnostic in found:
+    for diagnostic in diagnostics:
         yield diagnostic
         errors += diagnostic.is_error
         if errors == MOST_ERRORS:
@@ -390,8 +339,57 @@ def _assemble(
         stages=scope.all(Stage),
         views=scope.all(ViewLine),
         sequence=scope.all(SequenceLine),
-        placements=tuple(found for found in scope.directives if isinstance(found, Fix | SplitWeights)),
+        placements=tuple(line for line in scope.directives if isinstance(line, Fix | SplitWeights)),
         mesh_spans={binding.name.text: binding.span for binding in axes}
         | {binding.name.text: binding.span for line in scope.all(ViewLine) for binding in line.settings},
         warnings=warnings,
     )
+
+
+# ---- promises of `forbid` and `expect` lines
+
+
+ANY = "any"
+COLLECTIVE_WORDS: dict[str, tuple[str, ...]] = {
+    "all_reduce": ("all_reduce", "row_max", "all_reduce_among"),
+    "all_gather": ("all_gather", "all_gather_int8"),
+    "reduce_scatter": ("reduce_scatter", "reduce_scatter_int8"),
+    "all_to_all": ("all_to_all",),
+    "exchange": ("exchange",),
+    "ring": ("ring_attention", "ring_attention_backward"),
+}
+"""The words of a line for collectives, each with the operators of programs that it means. A row's maximum is an
+all-reduce too, and so is a sum among some stages."""
+
+
+@dataclass(frozen=True)
+class Promise(Directive):
+    """A promise of how many collectives a microbatch's forward and backward (or one phase) run in each of some
+    modules."""
+
+    ONCE = False
+
+    count: int = argument(lambda line: int(line.number("n", 0)))
+    op: Word = argument(lambda line: line.word("op"))
+    where: tuple[Word, ...] = argument(lambda line: line.words("in"))
+    axis: Word | None = argument(lambda line: line.word("over"))
+    phase: Word | None = argument(lambda line: line.word("during"))
+
+    def means(self, op: str, axes: tuple[str, ...], phase: str) -> bool:
+        """Return whether the line is about such a collective."""
+        phases = ("forward", "backward") if self.phase is None else (self.phase.text,)
+        named = self.op.text == ANY or op in COLLECTIVE_WORDS[self.op.text]
+        return named and phase in phases and (self.axis is None or self.axis.text in axes)
+
+    def check(self, scope: Scope) -> Iterator[Diagnostic]:
+        yield from super().check(scope)
+        names = (*COLLECTIVE_WORDS, ANY)
+        if self.op.text not in names:
+            help_ = did_you_mean(self.op.text, names, f"there are {listed(names)}")
+            message = f"no collective is called `{self.op.text}`"
+            yield Diagnostic(BAD_VALUE, message, Label(self.op.span), help=help_)
+        if self.axis is not None:
+            yield from scope.check_axis(self.axis, of_views=True)
+        if self.phase is not None and self.phase.text not in PHASES:
+            message = f"a step has no phase `{self.phase.text}`"
+            yield Diagnostic(BAD_VALUE, message, Label(self.phase.span), help=f"phases are {listed(PHASES)}")

@@ -98,7 +98,7 @@ class Caller:
                        if name in self.loss_reads and name not in self.parameters}  # fmt: skip
         """The inputs that the loss alone reads."""
         self.given = {name: guess for name, guess in given.items() if name not in self.beside}
-        self.numbers = _numbers(recorded.module)
+        self.numbers = _model_numbers(recorded.module)
         self._layers = _Layers.of(recorded.module)
         self._end = time.monotonic() + _SECONDS
 
@@ -282,7 +282,7 @@ def _pictures(dims: int, channels: int, numbers: Sequence[int]) -> Iterator[Gues
         yield Guess("float32", (BATCH, channels, *(side,) * dims))
 
 
-def _numbers(module: nn.Module) -> tuple[int, ...]:
+def _model_numbers(module: nn.Module) -> tuple[int, ...]:
     """Return the numbers that a model's attributes and its configuration hold, which may be sizes of its inputs."""
     holders: list[Any] = [getattr(module, "config", None), *module.modules()]
     found: dict[int, None] = {}

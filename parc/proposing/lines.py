@@ -19,7 +19,7 @@ from parc.proposing.tasks import Task
 # ---- patterns for a set of names: as few and as short as a person would write.
 
 
-_NUMBER = re.compile(r"\d+")
+_DIGITS = re.compile(r"\d+")
 
 
 def patterns_for(names: Sequence[str], others: Collection[str]) -> list[str]:
@@ -35,13 +35,13 @@ def patterns_for(names: Sequence[str], others: Collection[str]) -> list[str]:
     wanted = set(names)
     wrong = set(others) - wanted
     found = {name: _starred(name, wanted, wrong) for name in names}
-    return _joined(list(dict.fromkeys(found.values())))
+    return _with_alternatives(list(dict.fromkeys(found.values())))
 
 
 def _starred(name: str, wanted: Collection[str], wrong: Collection[str]) -> str:
     """Return the name with a star for every number of it for which others may stand too."""
     pattern, start = name, 0
-    while (number := _NUMBER.search(pattern, start)) is not None:
+    while (number := _DIGITS.search(pattern, start)) is not None:
         tried = f"{pattern[: number.start()]}*{pattern[number.end() :]}"
         both = Pattern(tried)
         alike = sum(map(both.matches, wanted)) > sum(map(Pattern(pattern).matches, wanted))
@@ -52,7 +52,7 @@ def _starred(name: str, wanted: Collection[str], wrong: Collection[str]) -> str:
     return pattern
 
 
-def _joined(patterns: Sequence[str]) -> list[str]:
+def _with_alternatives(patterns: Sequence[str]) -> list[str]:
     """Join patterns that differ in one segment, as alternatives of it."""
     joined = [pattern.split(".") for pattern in patterns]
     for at in range(max(map(len, joined), default=0)):
@@ -70,16 +70,16 @@ def _alternatives(words: Sequence[str]) -> str:
     """Return words as one segment with alternatives, what they share at their ends outside."""
     if len(words) == 1:
         return words[0]
-    start = _shared(words)
+    start = _common_start(words)
     rest = [word[len(start) :] for word in words]
-    end = _shared([word[::-1] for word in rest])[::-1]
+    end = _common_start([word[::-1] for word in rest])[::-1]
     inner = [word[: len(word) - len(end)] for word in rest]
     if not all(inner) or not _whole_words(start, end):
         return f"{{{','.join(words)}}}"
     return f"{start}{{{','.join(inner)}}}{end}"
 
 
-def _shared(words: Sequence[str]) -> str:
+def _common_start(words: Sequence[str]) -> str:
     """Return the letters with which all words begin."""
     return "".join(letters[0] for letters in takewhile(lambda letters: len(set(letters)) == 1, zip(*words)))  # noqa: B905
 
@@ -134,7 +134,7 @@ def lines_of(groups: Sequence[SplitGroup], search: Search) -> list[PlacingLine]:
     found: dict[tuple[bool, str, str], list[str]] = {}
     logits = any(name in search.heads for group in groups if group.vocab for name in group.weights)
     for group in sorted(groups, key=lambda group: (group.vocab, not group.attends)):
-        for verb, rest, name in _places(group, search):
+        for verb, rest, name in _weight_lines(group, search):
             found.setdefault((group.attends, verb, rest), []).append(name)
     lines = []
     for (attends, verb, rest), names in sorted(found.items(), key=lambda item: (item[0][1] == "vocab", not item[0][0])):
@@ -144,17 +144,17 @@ def lines_of(groups: Sequence[SplitGroup], search: Search) -> list[PlacingLine]:
                 patterns_for(names, _others(search.names)),
                 rest,
                 _WHY[verb, attends] if logits or verb != "vocab" else _TABLES,
-                _part(verb, attends),
+                _model_part(verb, attends),
             )
         )
     return lines
 
 
-def _part(verb: str, attends: bool) -> str:
+def _model_part(verb: str, attends: bool) -> str:
     return verb if verb == "vocab" else "attention" if attends else "hidden"
 
 
-def _places(group: SplitGroup, search: Search) -> Iterator[tuple[str, str, str]]:
+def _weight_lines(group: SplitGroup, search: Search) -> Iterator[tuple[str, str, str]]:
     """Yield verb, rest of the line and name for each weight that a line names; others follow from these."""
     over = f"over {search.axis}"
     for name, split in group.weights.items():
@@ -163,7 +163,7 @@ def _places(group: SplitGroup, search: Search) -> Iterator[tuple[str, str, str]]
             uneven = search.names.shape(name)[use.out_dim or 0] % search.ranks
             yield "vocab", over + " pad" * bool(uneven), _named(name)
         elif search.begins(name, split):
-            yield "column", over + _rows(split.outer, search.axis), _named(name)
+            yield "column", over + _rows_clause(split.outer, search.axis), _named(name)
         elif search.ends(name, split):
             yield "row", over, _named(name)
 
@@ -177,7 +177,7 @@ def _others(names: PlanNames) -> list[str]:
     return [_named(name) for name in names.all_parameters if not name.endswith(".bias")]
 
 
-def _rows(outer: Outer, axis: str) -> str:
+def _rows_clause(outer: Outer, axis: str) -> str:
     """Return the words for the parts that a weight's outputs consist of."""
     if isinstance(outer, int):
         return "" if outer == 1 else f" rows (3 h/{axis} d)" if outer == 3 else f" rows ({outer} f/{axis})"
@@ -215,7 +215,7 @@ def plan_text(
         *(f"# {line}" for line in head),
         f"let {settings}  # ranks along each axis, also with -D dp=4",
         "",
-        f'model "{model.target}"{_arguments(model.arguments)}',
+        f'model "{model.target}"{_model_arguments(model.arguments)}',
     ]
     if model.smaller:
         smaller = ", ".join(f"{name}={value}" for name, value in model.smaller.items())
@@ -240,7 +240,7 @@ def plan_text(
     return format_source(Source("plan.parc", "\n".join(text) + "\n"))
 
 
-def _arguments(arguments: Mapping[str, int | float | str | bool | None]) -> str:
+def _model_arguments(arguments: Mapping[str, int | float | str | bool | None]) -> str:
     if not arguments:
         return ""
     return f" ({', '.join(f'{name}={_literal(value)}' for name, value in arguments.items())})"

@@ -29,7 +29,7 @@ from parc.passes.placing.sites import weight_uses
 Claims = Mapping[str, Split]
 """The split of each of some weights."""
 
-_WORTH = 0.5
+_WORTH_KEPT = 0.5
 """The least share of its worth that a split must keep beside those that were chosen before it."""
 
 
@@ -88,7 +88,7 @@ class Search:
                 continue
             beside = self._tried({**before, **group.claims})
             sent = sum(other.sent for other in chosen)
-            if beside is not None and (beside.sent - sent) * _WORTH <= group.sent:
+            if beside is not None and (beside.sent - sent) * _WORTH_KEPT <= group.sent:
                 chosen.append(group)
         vocabulary = self._vocabulary({name: split for group in chosen for name, split in group.claims.items()})
         return [*chosen, *([vocabulary] if vocabulary is not None else [])]

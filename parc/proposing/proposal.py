@@ -98,7 +98,7 @@ def entries(module: nn.Module) -> int:
 
 _TOKEN = 2
 """A token that stands for all: the first ones often pad, and have no position."""
-_MOST = 1 << 20
+_MOST_COMPUTED = 1 << 20
 
 
 def longest(captured: Captured, recorded: Recorded, length: int) -> int:
@@ -129,10 +129,12 @@ def _computed(node: fx.Node, recorded: Recorded, values: Mapping[fx.Node, Any]) 
             binding, value = noted(node).binding, noted(node).value
             if binding.kind == "input" and not value.is_floating_point():
                 return torch.full(tuple(value.shape), _TOKEN, dtype=value.dtype)
-            known = binding.kind == "buffer" and binding.name in recorded.recipes and value.numel() <= _MOST
+            known = binding.kind == "buffer" and binding.name in recorded.recipes and value.numel() <= _MOST_COMPUTED
             return recorded.recipes[binding.name].whole() if known else None
         tensors = tensors_of(node)
-        if node.op != "call_function" or not all(isinstance(t, torch.Tensor) and t.numel() <= _MOST for t in tensors):
+        if node.op != "call_function" or not all(
+            isinstance(t, torch.Tensor) and t.numel() <= _MOST_COMPUTED for t in tensors
+        ):
             return None
         if any(values.get(operand) is None for operand in node.all_input_nodes):
             return None
@@ -174,12 +176,12 @@ def propose(wish: Wish, folder: Path, name: str, progress: Progress = lambda _: 
         PlanError: the model cannot be made or captured, or no inputs were found.
     """
     progress("making the model")
-    plan = _read(wish, Task({"x": Guess("float32", (BATCH,))}, {BATCH: 1}, "output", ""), (), name)
+    plan = _draft(wish, Task({"x": Guess("float32", (BATCH,))}, {BATCH: 1}, "output", ""), (), name)
     recorded = make_model(plan, task_lines(plan), folder)
     progress("looking for inputs")
     caller = Caller(recorded, wish.sizes, wish.inputs, wish.loss)
     if idle := caller.idle():
-        raise PlanError([_idle(plan, caller, idle[0])])
+        raise PlanError([_unread_input(plan, caller, idle[0])])
     call = caller.find()
     if call.tried.error is not None:
         raise PlanError([_no_inputs(plan, caller, call)])
@@ -195,7 +197,7 @@ def propose(wish: Wish, folder: Path, name: str, progress: Progress = lambda _: 
         raise PlanError([_no_tensor(plan, call)])
     task, recorded, captured = _captured(wish, tasks, folder, name)
     task = replace(task, why=task.why + _left_out(task, call, recorded, captured))
-    draft = _read(wish, task, (), name)
+    draft = _draft(wish, task, (), name)
     progress("looking for placements")
     asked = ask(draft, folder, recorded, captured)
     search = Search(captured, asked, "tp")
@@ -204,13 +206,17 @@ def propose(wish: Wish, folder: Path, name: str, progress: Progress = lambda _: 
     def fits(lines: Sequence[PlacingLine]) -> int:
         """Return the entries of weights that lines split; -1 if they gather, or do not fit the model."""
         try:
-            tried = ask(_read(wish, task, lines, name), folder, recorded, captured)
+            tried = ask(_draft(wish, task, lines, name), folder, recorded, captured)
             made = search.trials.place(tried.mesh, tried.request)[1]
         except PlanError:
             return -1
-        return -1 if any(gathers(one) and identity(one) not in search.own for one in made) else _split(tried, search)
+        return (
+            -1
+            if any(gathers(one) and identity(one) not in search.own for one in made)
+            else _split_entries(tried, search)
+        )
 
-    family, lines = _family(*_kept(found, fits), fits, recorded)
+    family, lines = _family(*_fitting_lines(found, fits), fits, recorded)
     text = plan_text(wish.head, wish.model, task, wish.ranks, lines)
     plan = read_plan(Source(name, text))
     if wish.model.smaller:
@@ -218,7 +224,7 @@ def propose(wish: Wish, folder: Path, name: str, progress: Progress = lambda _: 
     return Proposal(text, compile_captured(plan, folder, recorded, captured), family)
 
 
-def _read(wish: Wish, task: Task, lines: Sequence[PlacingLine], name: str) -> Plan:
+def _draft(wish: Wish, task: Task, lines: Sequence[PlacingLine], name: str) -> Plan:
     return read_plan(Source(name, plan_text(wish.head, wish.model, task, wish.ranks, lines)))
 
 
@@ -259,7 +265,7 @@ def _fitted(wish: Wish, task: Task, folder: Path, name: str) -> tuple[Task, Reco
     Raises:
         PlanError: it cannot be captured.
     """
-    plan = _read(wish, task, (), name)
+    plan = _draft(wish, task, (), name)
     recorded, captured = capture_plan(plan, task_lines(plan), folder, wish.model.smaller or None)
     length = task.sizes.get("S", 0)
     fitting = length if "S" in wish.sizes else longest(captured, recorded, length)
@@ -286,7 +292,9 @@ def _lengths(task: Task, wish: Wish) -> Iterator[Task]:
             yield replace(task, sizes={**task.sizes, "S": length})
 
 
-def _kept(lines: Sequence[PlacingLine], fits: Callable[[Sequence[PlacingLine]], int]) -> tuple[list[PlacingLine], int]:
+def _fitting_lines(
+    lines: Sequence[PlacingLine], fits: Callable[[Sequence[PlacingLine]], int]
+) -> tuple[list[PlacingLine], int]:
     """Return the lines that fit together, and what they split: all, or those that fit one after the other."""
     if (most := fits(lines)) >= 0:
         return list(lines), most
@@ -329,7 +337,7 @@ def _stands_for(family: str) -> bool:
     return any(line.startswith("include ") for line in text.splitlines())
 
 
-def _split(asked: Asked, search: Search) -> int:
+def _split_entries(asked: Asked, search: Search) -> int:
     """Return the entries of the weights that a plan splits over the axis of a search."""
     names = {seed.value for seed in asked.resolved.seeds if seed.axis == search.axis and seed.dim is not None}
     return sum(math.prod(search.names.shape(name)) for name in names)
@@ -342,7 +350,7 @@ def _no_tensor(plan: Plan, call: ForwardCall) -> Diagnostic:
     return Diagnostic(LOSS_NOT_NUMBER, message, Label(plan.model.arguments.statement.span), help=help_)
 
 
-def _idle(plan: Plan, caller: Caller, name: str) -> Diagnostic:
+def _unread_input(plan: Plan, caller: Caller, name: str) -> Diagnostic:
     """Return the error of an input that was given, and that nothing reads."""
     message = f"{forward_text(caller.module)} has no parameter `{name}`, and no `--loss` names it"
     otherwise = f'name it there if the loss alone reads it, as `--loss "cross_entropy(output, {name})"`'

@@ -61,7 +61,7 @@ def _targets_named(
 
 def _of_result(caller: Caller, call: ForwardCall) -> Task:
     name, value = _result(caller, call)
-    dims = _dims(name, value, caller, call)
+    dims = _output_dims(name, value, caller, call)
     if _of_tokens(dims, caller, call) or (len(dims) == 2 and isinstance(dims[1], int) and dims[1] > 1):
         targets = _free("targets", call)
         guesses = {**call.guesses, targets: Guess("int64", dims[:-1])}
@@ -72,7 +72,7 @@ def _of_result(caller: Caller, call: ForwardCall) -> Task:
     return Task(guesses, _used(call, guesses), f"{MEAN_SQUARE} ({name}, {targets})", "a guess: put your own loss here")
 
 
-def _dims(name: str, value: torch.Tensor, caller: Caller, call: ForwardCall) -> tuple[int | str, ...]:
+def _output_dims(name: str, value: torch.Tensor, caller: Caller, call: ForwardCall) -> tuple[int | str, ...]:
     """Return the dims of what a model returns: the length of sequences by the name that an input has for it."""
     lengths = [dim for guess in call.guesses.values() for dim in guess.dims[1:2] if isinstance(dim, str)]
     named = {call.sizes[dim]: dim for dim in reversed(lengths)}
@@ -107,7 +107,7 @@ def _result(caller: Caller, call: ForwardCall) -> tuple[str, torch.Tensor]:
     learned = [(name, value) for name, value in found if value.requires_grad and value.is_floating_point()] or found
     named = [(name, value) for name, value in learned if name.rpartition(".")[2] == "logits"]
     scores = [(name, value) for name, value in learned
-              if value.dim() == 3 and _of_tokens(_dims(name, value, caller, call), caller, call)]  # fmt: skip
+              if value.dim() == 3 and _of_tokens(_output_dims(name, value, caller, call), caller, call)]  # fmt: skip
     return (named or scores or learned)[0]
 
 

@@ -38,9 +38,9 @@ class Compress(Directive):
     TRAINING = (("", "sums gradients"),)
     ONCE = False
 
-    axis: Word = argument(lambda given: given.word("gradients over"))
-    format: str = argument(lambda given: given.text("using"))
-    where: tuple[Word, ...] = argument(lambda given: given.words("on"))
+    axis: Word = argument(lambda line: line.word("gradients over"))
+    format: str = argument(lambda line: line.text("using"))
+    where: tuple[Word, ...] = argument(lambda line: line.words("on"))
 
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
         yield from scope.check_axis(self.axis)

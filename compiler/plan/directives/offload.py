@@ -1,4 +1,4 @@
-"""``offload``: places for the state of training beside the memory that computes."""
+"""``offload``: training state kept in files or in the host's memory."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Offload(Directive):
     TRAINING = (("optimizer", "is the state of an update"), ("activations", "are kept for a backward"))
     ONCE = False
 
-    states: tuple[Word, ...] = argument(lambda given: given.words("states"))
-    folder: str = argument(lambda given: given.text("to"))
-    host: bool = argument(lambda given: "to cpu" in given)
+    states: tuple[Word, ...] = argument(lambda line: line.words("states"))
+    folder: str = argument(lambda line: line.text("to"))
+    host: bool = argument(lambda line: "to cpu" in line)
 
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
         if not self.host and not self.folder.strip():
