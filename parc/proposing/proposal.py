@@ -1,4 +1,4 @@
-"""A plan for a model that has none: its inputs and loss by calling it, its placements by a search over its graph."""
+"""Proposals: plans for models that have none; inputs and loss by calling the model, placements by a search."""
 
 from __future__ import annotations
 
@@ -39,117 +39,11 @@ from parc.proposing.lines import ModelLine, PlacingLine, lines_of, plan_text
 from parc.proposing.placements import Search, gathers, identity
 from parc.proposing.tasks import Task, tasks_of
 
-# ---- arguments of a smaller model: where a model is too large for its numbers to be tested, a twin of it is.
-
-
-Make = Callable[[Mapping[str, int]], nn.Module | None]
-"""A function that makes the model with some arguments replaced; None where it cannot be made so, or not be called."""
-
-LARGE = 20_000_000
-"""The most parameters of a model whose numbers are tested as it is."""
-_LAYERS, _WIDTH, _MULTIPLE = 2, 256, 16
-"""The layers, the least width, and the factor of the widths of a twin."""
-
-
-def smaller_arguments(module: nn.Module, numbers: Mapping[str, int], make: Make) -> dict[str, int]:
-    """Return arguments with which a model is as small as its structure allows: first fewer of equal blocks, then
-    narrower ones. ``numbers`` are the whole numbers among its arguments."""
-    chosen: dict[str, int] = {}
-    kinds, count = kinds_of(module), entries(module)
-    for name, value in numbers.items():
-        if value > _LAYERS:
-            fewer = make({**chosen, name: _LAYERS})
-            if fewer is not None and kinds_of(fewer) == kinds and entries(fewer) < count:
-                chosen[name], count = _LAYERS, entries(fewer)
-    names = {name for name, _ in kinds}
-    for name, value in numbers.items():
-        for size in _widths(value) if name not in chosen else ():
-            narrow = make({**chosen, name: size})
-            if narrow is not None and {kind for kind, _ in kinds_of(narrow)} == names and entries(narrow) < count:
-                chosen[name], count = size, entries(narrow)
-                break
-    return chosen
-
-
-def _widths(value: int) -> Iterator[int]:
-    """Yield sizes of a narrower model, the smallest first: a width halved as often as it stays a multiple of 16, as
-    heads and ranks want it; and then one that divides by what the width divides by, up to 16."""
-    sizes = []
-    while value % (2 * _MULTIPLE) == 0 and value >= 2 * _WIDTH:
-        value //= 2
-        sizes.append(value)
-    yield from reversed(sizes)
-    if value > 8 * _WIDTH:
-        yield 4 * _WIDTH + value % _MULTIPLE
-
-
-def kinds_of(module: nn.Module) -> set[tuple[str, tuple[int, ...]]]:
-    """Return the parameters of a model by name and shape, those of numbered blocks once."""
-    return {(re.sub(r"\d+", "*", name), tuple(value.shape)) for name, value in module.named_parameters()}
-
-
-def entries(module: nn.Module) -> int:
-    """Return the entries of all parameters."""
-    return sum(math.prod(value.shape) for value in module.parameters())
-
-
-# ---- the longest sequence that a model's tables of positions have rows for. Tensors that hold nothing
-
-
-_TOKEN = 2
-"""A token that stands for all: the first ones often pad, and have no position."""
-_MOST_COMPUTED = 1 << 20
-
-
-def longest(captured: Captured, recorded: Recorded, length: int) -> int:
-    """Return the largest length, at most the given one, at which every table has the rows that are looked up."""
-    values: dict[fx.Node, Any] = {}
-    for node in captured.graph.nodes:
-        try:
-            values[node] = _computed(node, recorded, values)
-        except (IndexError, RuntimeError):  # a table among buffers or constants ends before
-            return length // 2
-        if node.op == "call_function" and facts(node.target).looks_up:
-            table, index = operands_of(node)[:2]
-            found, rows = values.get(index), noted(table).value.shape[0]
-            if found is not None and found.numel() and (beyond := int(found.max()) + 1 - rows) > 0:
-                length = min(length, max(_power(length - beyond), 1))
-    return length
-
-
-def _power(size: int) -> int:
-    """Return the largest power of two that is not larger."""
-    return 1 << max(size.bit_length() - 1, 0)
-
-
-def _computed(node: fx.Node, recorded: Recorded, values: Mapping[fx.Node, Any]) -> Any:
-    """Return the numbers that a node has where they follow from positions and tokens; None if they depend on more."""
-    with unset_fake_temporarily():
-        if node.op == "placeholder":
-            binding, value = noted(node).binding, noted(node).value
-            if binding.kind == "input" and not value.is_floating_point():
-                return torch.full(tuple(value.shape), _TOKEN, dtype=value.dtype)
-            known = binding.kind == "buffer" and binding.name in recorded.recipes and value.numel() <= _MOST_COMPUTED
-            return recorded.recipes[binding.name].whole() if known else None
-        tensors = tensors_of(node)
-        if node.op != "call_function" or not all(
-            isinstance(t, torch.Tensor) and t.numel() <= _MOST_COMPUTED for t in tensors
-        ):
-            return None
-        if any(values.get(operand) is None for operand in node.all_input_nodes):
-            return None
-        args, kwargs = substitute_nodes((node.args, node.kwargs), values.__getitem__)
-        operator: Any = node.target
-        return operator(*args, **kwargs)
-
-
-# ---- a plan for a model that has none: its inputs and loss by calling it, its placements by a search over
-
 
 @dataclass(frozen=True)
 class Wish:
-    """The wishes for a proposal: the model, the ranks along each axis, and what is known already of its inputs, sizes
-    and loss."""
+    """The request for a proposal: the model, the ranks along each axis, and inputs, sizes and loss if they are
+    known."""
 
     model: ModelLine
     ranks: Mapping[str, int]
@@ -161,7 +55,7 @@ class Wish:
 
 @dataclass(frozen=True)
 class Proposal:
-    """A plan's text, and what it compiles to."""
+    """A plan's text, the compiled plan, and the family that it includes, "" for none."""
 
     text: str
     compiled: Compiled
@@ -169,11 +63,11 @@ class Proposal:
 
 
 def propose(wish: Wish, folder: Path, name: str, progress: Progress = lambda _: None) -> Proposal:
-    """Return a plan for a model, which lies in ``folder`` under ``name``. It is compiled once: it names what is there,
-    and every size divides.
+    """Return a plan for a model, to be stored in ``folder`` under ``name``. It is compiled once, so that its names and
+    sizes fit the model.
 
     Raises:
-        PlanError: the model cannot be made or captured, or no inputs were found.
+        PlanError: the model cannot be constructed or captured, or no inputs were found.
     """
     progress("making the model")
     plan = _draft(wish, Task({"x": Guess("float32", (BATCH,))}, {BATCH: 1}, "output", ""), (), name)
@@ -201,22 +95,19 @@ def propose(wish: Wish, folder: Path, name: str, progress: Progress = lambda _: 
     progress("looking for placements")
     asked = ask(draft, folder, recorded, captured)
     search = Search(captured, asked, "tp")
-    found = lines_of(search.groups(), search)
+    searched = lines_of(search.groups(), search)
 
     def fits(lines: Sequence[PlacingLine]) -> int:
         """Return the entries of weights that lines split; -1 if they gather, or do not fit the model."""
         try:
             tried = ask(_draft(wish, task, lines, name), folder, recorded, captured)
-            made = search.trials.place(tried.mesh, tried.request)[1]
+            reshards = search.trials.place(tried.mesh, tried.request)[1]
         except PlanError:
             return -1
-        return (
-            -1
-            if any(gathers(one) and identity(one) not in search.own for one in made)
-            else _split_entries(tried, search)
-        )
+        unasked = any(gathers(reshard) and identity(reshard) not in search.unsplit for reshard in reshards)
+        return -1 if unasked else _split_entries(tried, search)
 
-    family, lines = _family(*_fitting_lines(found, fits), fits, recorded)
+    family, lines = _family(*_fitting_lines(searched, fits), fits, recorded)
     text = plan_text(wish.head, wish.model, task, wish.ranks, lines)
     plan = read_plan(Source(name, text))
     if wish.model.smaller:
@@ -225,30 +116,15 @@ def propose(wish: Wish, folder: Path, name: str, progress: Progress = lambda _: 
 
 
 def _draft(wish: Wish, task: Task, lines: Sequence[PlacingLine], name: str) -> Plan:
+    """Return the plan with these lines."""
     return read_plan(Source(name, plan_text(wish.head, wish.model, task, wish.ranks, lines)))
 
 
-def _smaller(plan: Plan, recorded: Recorded, call: ForwardCall, folder: Path) -> dict[str, int]:
-    """Return arguments of a smaller model, which takes the same inputs."""
-    lines = task_lines(plan)
-
-    def make(changes: Mapping[str, int]) -> nn.Module | None:
-        try:
-            made = make_model(plan, lines, folder, changes)
-        except PlanError:
-            return None
-        tried = Caller(made, {}, {}).call(call.guesses, call.sizes)
-        return made.module if tried.error is None else None
-
-    numbers = whole_arguments(load_callable(lines.model, folder), recorded.module, dict(lines.arguments))
-    return smaller_arguments(recorded.module, numbers, make)
-
-
 def _captured(wish: Wish, tasks: Sequence[Task], folder: Path, name: str) -> tuple[Task, Recorded, Captured]:
-    """Return the first task with which the model can be captured, or the smaller model if there is one.
+    """Return the first task with which the model (or its smaller twin) can be captured, and the capture.
 
     Raises:
-        PlanError: that of the first task, if there is none.
+        PlanError: that of the first task, if none can.
     """
     errors: list[PlanError] = []
     for task in chain.from_iterable(_lengths(task, wish) for task in tasks):
@@ -259,8 +135,17 @@ def _captured(wish: Wish, tasks: Sequence[Task], folder: Path, name: str) -> tup
     raise errors[0]
 
 
+def _lengths(task: Task, wish: Wish) -> Iterator[Task]:
+    """Yield a task, and the same with shorter sequences: a model that grows its tables as it needs them can be captured
+    only with short ones."""
+    yield task
+    for length in (32, 16):
+        if "S" not in wish.sizes and task.sizes.get("S", 0) > length:
+            yield replace(task, sizes={**task.sizes, "S": length})
+
+
 def _fitted(wish: Wish, task: Task, folder: Path, name: str) -> tuple[Task, Recorded, Captured]:
-    """Capture a model with a task, with sequences no longer than its tables of positions.
+    """Capture a model with a task, with sequences no longer than its position embeddings.
 
     Raises:
         PlanError: it cannot be captured.
@@ -275,7 +160,8 @@ def _fitted(wish: Wish, task: Task, folder: Path, name: str) -> tuple[Task, Reco
 
 
 def _left_out(task: Task, call: ForwardCall, recorded: Recorded, captured: Captured) -> str:
-    """Return words on the results that the loss does not read, where weights are not trained for it; "" otherwise."""
+    """Return words on differentiable outputs that the loss does not read, if weights are untrained for that; else
+    ""."""
     trained = captured.trainable()
     left = [name for name, weight in recorded.module.named_parameters() if weight.requires_grad and name not in trained
             and name in captured.placeholders("parameter")]  # fmt: skip
@@ -283,19 +169,10 @@ def _left_out(task: Task, call: ForwardCall, recorded: Recorded, captured: Captu
     return f"; it does not read {', '.join(results[:3])}" if left and results else ""
 
 
-def _lengths(task: Task, wish: Wish) -> Iterator[Task]:
-    """Yield a task, and the same with shorter sequences: of a model that makes its tables longer as it needs them no
-    graph can be captured at more."""
-    yield task
-    for length in (32, 16):
-        if "S" not in wish.sizes and task.sizes.get("S", 0) > length:
-            yield replace(task, sizes={**task.sizes, "S": length})
-
-
 def _fitting_lines(
     lines: Sequence[PlacingLine], fits: Callable[[Sequence[PlacingLine]], int]
 ) -> tuple[list[PlacingLine], int]:
-    """Return the lines that fit together, and what they split: all, or those that fit one after the other."""
+    """Return the lines that fit together, and the entries that they split: all, or those that fit in turn."""
     if (most := fits(lines)) >= 0:
         return list(lines), most
     kept: list[PlacingLine] = []
@@ -307,32 +184,29 @@ def _fitting_lines(
 
 
 def _pairs(lines: Sequence[PlacingLine]) -> Iterator[list[PlacingLine]]:
-    """Yield lines with those that belong to them: all of attentions, all of hidden widths, the vocabulary."""
-    for why in dict.fromkeys(line.part for line in lines):
-        yield [line for line in lines if line.part == why]
+    """Yield the lines of each part of the model: attentions, hidden widths, the vocabulary."""
+    for part in dict.fromkeys(line.part for line in lines):
+        yield [line for line in lines if line.part == part]
 
 
 def _family(
     lines: list[PlacingLine], least: int, fits: Callable[[Sequence[PlacingLine]], int], recorded: Recorded
 ) -> tuple[str, list[PlacingLine]]:
-    """Return the family that splits as much as lines do, which is ``least``, with the one line that includes it; or
-    these lines."""
+    """Return the family that splits most, with the one line that includes it, if that is at least as much as the lines
+    split, ``least``; else "" and these lines."""
     kind = type(recorded.module).__name__.lower()
     named = sorted(families(), key=lambda family: (family.replace("-", "") not in kind, _stands_for(family), family))
     includes = {family: PlacingLine("include", [f'"{FAMILY}{family}"'], "(tp=$tp)", _FITS) for family in named}
-    found = [(fits([include]), family, include) for family, include in includes.items()]
-    best = max((size for size, *_ in found), default=-1)
-    for size, family, include in found:
-        if size == best and size >= least > 0:
-            return family, [include]
-    return "", lines
+    sizes = {family: fits([include]) for family, include in includes.items()}
+    best = max(sizes, key=sizes.__getitem__, default="")  # the first of equal ones
+    return (best, [includes[best]]) if sizes.get(best, -1) >= least > 0 else ("", lines)
 
 
 _FITS = "a family of plans that fits: `parc show PLAN --expand` has its lines"
 
 
 def _stands_for(family: str) -> bool:
-    """Return whether a family is another one under a further name."""
+    """Return whether a family only includes another family."""
     text = (files("parc") / "plans" / f"{family}.parc").read_text(encoding="utf-8")
     return any(line.startswith("include ") for line in text.splitlines())
 
@@ -344,30 +218,30 @@ def _split_entries(asked: Asked, search: Search) -> int:
 
 
 def _no_tensor(plan: Plan, call: ForwardCall) -> Diagnostic:
-    """Return the error of a model that returns nothing that a loss could be made of."""
+    """Return the error of a model without an output that a loss could read."""
     message = f"forward returns {type(call.tried.output).__name__}, in which no tensor is found"
     help_ = "let it return tensors, or give a loss of your own: `--loss \"'./model.py:loss' (output)\"`"
-    return Diagnostic(LOSS_NOT_NUMBER, message, Label(plan.model.arguments.statement.span), help=help_)
+    return Diagnostic(LOSS_NOT_NUMBER, message, Label(plan.model.span), help=help_)
 
 
 def _unread_input(plan: Plan, caller: Caller, name: str) -> Diagnostic:
-    """Return the error of an input that was given, and that nothing reads."""
+    """Return the error of an input of the user that nothing reads."""
     message = f"{forward_text(caller.module)} has no parameter `{name}`, and no `--loss` names it"
     otherwise = f'name it there if the loss alone reads it, as `--loss "cross_entropy(output, {name})"`'
     help_ = did_you_mean(name, caller.parameters, otherwise)
-    return Diagnostic(NO_INPUTS, message, Label(plan.model.arguments.statement.span), help=help_)
+    return Diagnostic(NO_INPUTS, message, Label(plan.model.span), help=help_)
 
 
 def _unknown(plan: Plan, names: Sequence[str]) -> Diagnostic:
-    """Return the error of inputs that the loss alone reads, and that nothing tells of."""
+    """Return the error of inputs that only the loss reads, so that they cannot be inferred."""
     help_ = "say it for each, as " + " ".join(f'`--input "{name} float32 [B]"`' for name in names)
     message = f"the loss reads {listed(names)}, of which neither type nor shape is known"
-    return Diagnostic(NO_INPUTS, message, Label(plan.model.arguments.statement.span), help=help_)
+    return Diagnostic(NO_INPUTS, message, Label(plan.model.span), help=help_)
 
 
 def _no_inputs(plan: Plan, caller: Caller, call: ForwardCall) -> Diagnostic:
-    """Return the error of a model for whose forward nothing was found, with what was seen; or, where its own code is
-    why no graph of it can be had, that."""
+    """Return the error that no call of the forward succeeds, with the call that went furthest; or the reason why the
+    model's code cannot be captured, if that is why."""
     error = call.tried.error
     assert error is not None
     if (explained := explain_failure(error, in_loss=False)).kind != "other":
@@ -381,4 +255,118 @@ def _no_inputs(plan: Plan, caller: Caller, call: ForwardCall) -> Diagnostic:
     names = ", ".join(caller.parameters)
     help_ = f'give its inputs, as `--input "{next(iter(call.guesses))} float32 [B, 3, 32, 32]"`, once for each input'
     return Diagnostic(NO_INPUTS, f"no inputs were found with which forward({names}) runs",
-                      Label(plan.model.arguments.statement.span), help=help_, notes=tuple(notes))  # fmt: skip
+                      Label(plan.model.span), help=help_, notes=tuple(notes))  # fmt: skip
+
+
+Make = Callable[[Mapping[str, int]], nn.Module | None]
+"""A function that constructs the model with some arguments replaced; None if that fails, or a call of it does."""
+
+LARGE = 20_000_000
+"""The most parameters of a model that is tested numerically at its full size, without a `verify` line."""
+_LAYERS, _WIDTH, _MULTIPLE = 2, 256, 16
+"""The layers, the least width, and the divisor of the widths of a smaller model."""
+
+
+def _smaller(plan: Plan, recorded: Recorded, call: ForwardCall, folder: Path) -> dict[str, int]:
+    """Return arguments of a smaller model that takes the same inputs."""
+    lines = task_lines(plan)
+
+    def make(changes: Mapping[str, int]) -> nn.Module | None:
+        try:
+            smaller = make_model(plan, lines, folder, changes)
+        except PlanError:
+            return None
+        tried = Caller(smaller, {}, {}).call(call.guesses, call.sizes)
+        return smaller.module if tried.error is None else None
+
+    numbers = whole_arguments(load_callable(lines.model, folder), recorded.module, dict(lines.arguments))
+    return smaller_arguments(recorded.module, numbers, make)
+
+
+def smaller_arguments(module: nn.Module, numbers: Mapping[str, int], make: Make) -> dict[str, int]:
+    """Return arguments with which a model is as small as its structure allows: first fewer of equal blocks, then
+    narrower layers. ``numbers`` are the whole numbers among its arguments."""
+    chosen: dict[str, int] = {}
+    kinds, count = kinds_of(module), entries(module)
+    for name, value in numbers.items():
+        if value > _LAYERS:
+            fewer = make({**chosen, name: _LAYERS})
+            if fewer is not None and kinds_of(fewer) == kinds and entries(fewer) < count:
+                chosen[name], count = _LAYERS, entries(fewer)
+    names = {name for name, _ in kinds}
+    for name, value in numbers.items():
+        for size in _widths(value) if name not in chosen else ():
+            narrow = make({**chosen, name: size})
+            if narrow is not None and {kind for kind, _ in kinds_of(narrow)} == names and entries(narrow) < count:
+                chosen[name], count = size, entries(narrow)
+                break
+    return chosen
+
+
+def _widths(value: int) -> Iterator[int]:
+    """Yield smaller values of a width, the smallest first: halves that are multiples of 16, for heads and ranks; then
+    one with the same remainder by 16."""
+    sizes = []
+    while value % (2 * _MULTIPLE) == 0 and value >= 2 * _WIDTH:
+        value //= 2
+        sizes.append(value)
+    yield from reversed(sizes)
+    if value > 8 * _WIDTH:
+        yield 4 * _WIDTH + value % _MULTIPLE
+
+
+def kinds_of(module: nn.Module) -> set[tuple[str, tuple[int, ...]]]:
+    """Return the parameters of a model by name and shape, those of numbered blocks once."""
+    return {(re.sub(r"\d+", "*", name), tuple(value.shape)) for name, value in module.named_parameters()}
+
+
+def entries(module: nn.Module) -> int:
+    """Return the entries of all parameters."""
+    return sum(math.prod(value.shape) for value in module.parameters())
+
+
+_TOKEN = 2
+"""The token that fills all inputs: the first tokens often pad, and have no position."""
+_MOST_COMPUTED = 1 << 20  # entries
+
+
+def longest(captured: Captured, recorded: Recorded, length: int) -> int:
+    """Return the largest sequence length, at most ``length``, at which every embedding has the rows that are read."""
+    values: dict[fx.Node, Any] = {}
+    for node in captured.graph.nodes:
+        try:
+            values[node] = _computed(node, recorded, values)
+        except (IndexError, RuntimeError):  # a table among buffers or constants is shorter
+            return length // 2
+        if node.op == "call_function" and facts(node.target).looks_up:
+            table, index = operands_of(node)[:2]
+            indices, rows = values.get(index), noted(table).value.shape[0]
+            if indices is not None and indices.numel() and (beyond := int(indices.max()) + 1 - rows) > 0:
+                length = min(length, max(_power(length - beyond), 1))
+    return length
+
+
+def _power(size: int) -> int:
+    """Return the largest power of two that is not larger."""
+    return 1 << max(size.bit_length() - 1, 0)
+
+
+def _computed(node: fx.Node, recorded: Recorded, values: Mapping[fx.Node, Any]) -> Any:
+    """Return a node's value if it follows from positions and tokens alone; None if it depends on more."""
+    with unset_fake_temporarily():
+        if node.op == "placeholder":
+            binding, value = noted(node).binding, noted(node).value
+            if binding.kind == "input" and not value.is_floating_point():
+                return torch.full(tuple(value.shape), _TOKEN, dtype=value.dtype)
+            known = binding.kind == "buffer" and binding.name in recorded.recipes and value.numel() <= _MOST_COMPUTED
+            return recorded.recipes[binding.name].whole() if known else None
+        tensors = tensors_of(node)
+        if node.op != "call_function" or not all(
+            isinstance(t, torch.Tensor) and t.numel() <= _MOST_COMPUTED for t in tensors
+        ):
+            return None
+        if any(values.get(operand) is None for operand in node.all_input_nodes):
+            return None
+        args, kwargs = substitute_nodes((node.args, node.kwargs), values.__getitem__)
+        operator: Any = node.target
+        return operator(*args, **kwargs)
