@@ -24,10 +24,10 @@ def fact_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     if any(".." in size for size in report["sizes"].values()):
         rows.append(("sizes", f"{sizes_text(report['sizes'])}; bytes are those of the largest"))
     rows += _memory_rows(report)
-    rows += _named("experts", _expert_texts(report))
-    rows += _named("made again", _recompute_texts(report.get("recompute")))
-    rows += _named("a parameter", _state_texts(report["memory"]))
-    rows += _named("padding", _padding_texts(report["padding"]))
+    rows += _under("experts", _expert_texts(report))
+    rows += _under("made again", _recompute_texts(report.get("recompute")))
+    rows += _under("a parameter", _state_texts(report["memory"]))
+    rows += _under("padding", _padding_texts(report["padding"]))
     if whole := report["stored_whole"]:
         names = f"{len(whole)} parameter{'s' * (len(whole) != 1)}"
         rows.append(("stored whole", f"{names}, {size_text(sum(whole.values()))}: no dim divides without much padding"))
@@ -41,7 +41,7 @@ def fact_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
-def _named(name: str, texts: Iterable[str]) -> list[tuple[str, str]]:
+def _under(name: str, texts: Iterable[str]) -> list[tuple[str, str]]:
     """Return rows of one name, which stands in the first of them."""
     return [(name if at == 0 else "", text) for at, text in enumerate(texts)]
 

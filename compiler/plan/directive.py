@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Self, TypeAlias, TypeVar
 
@@ -36,6 +36,11 @@ NOT_NEGATIVE: Limit = (lambda value: value >= 0, "0 or more")
 
 def argument(read: Callable[[Arguments], Any]) -> Any:
     """Declare a field of a directive, and the function that reads its value."""
+    return field(metadata={"read": read})
+
+
+def of_lines(read: Callable[[Scope], Any]) -> Any:
+    """Declare a field of a plan, and the function that reads its value from the plan's lines."""
     return field(metadata={"read": read})
 
 
@@ -167,6 +172,13 @@ def check_unique(words: tuple[Word, ...], what: str) -> Iterator[Diagnostic]:
             message = f"the {what} `{word.text}` is given twice"
             yield Diagnostic(REPEATED, message, Label(word.span), related, help="remove one, or rename it")
         first.setdefault(word.text, word)
+
+
+def check_known(word: Word | None, known: Iterable[str], message: str, otherwise: str = "") -> Iterator[Diagnostic]:
+    """An error if a word is none of the known ones; its help names near ones, or is ``otherwise``."""
+    if word is not None and word.text not in (names := [*known]):
+        help_ = did_you_mean(word.text, names, otherwise or f"there are {listed(names)}")
+        yield Diagnostic(BAD_VALUE, message, Label(word.span), help=help_)
 
 
 def read_literals(bindings: tuple[Setting, ...]) -> tuple[tuple[str, Literal], ...]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from ..layout.mesh import Mesh, view_cuts, viewed
 from ..program.actions import PHASES
 from ..program.step_values import LossScale
 from ..sizes.size_range import BATCH, SizeRange
-from .directive import TRAINERS, Directive, Scope, argument, check_unique
+from .directive import TRAINERS, Directive, Scope, argument, check_known, check_unique, of_lines
 from .directives import directive, verbs
 from .directives.bucket import DEFAULT as BUCKET
 from .directives.bucket import Bucket
@@ -72,47 +72,51 @@ REQUIRED: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan, with its defaults; ``statements`` are without ``$name``, ``let`` and ``include``."""
+    """A plan, with its defaults; ``statements`` are without ``$name``, ``let`` and ``include``. A field that lines give
+    is declared with the way to read it from them."""
 
     source: Source
     statements: tuple[Statement, ...]
     defines: tuple[tuple[str, str], ...]
-    model: Model
-    verify: Verify | None
-    inputs: tuple[Input, ...]
-    sizes: dict[str, SizeRange]
-    loss: Loss
-    data: Data | None
-    optimizer: Optimizer
-    groups: tuple[OptimizerGroup, ...]
-    ema: Ema | None
-    seed: int
-    steps: int | None
-    mesh: Mesh
-    microbatches: int
-    accumulate: str
-    precision: tuple[Precision, ...]
-    recompute: tuple[Recompute, ...]
-    zero: tuple[Zero, ...]
-    bucket: int
-    prefetch: int
-    offload: tuple[Offload, ...]
-    frozen: tuple[Word, ...]
-    placements: tuple[Fix | SplitWeights, ...]
-    promises: tuple[Promise, ...] = ()
-    budget: Budget | None = None
-    evaluation: Eval | None = None
-    init: Init | None = None
-    node: Node | None = None
-    hierarchical: tuple[Hierarchical, ...] = ()
-    compress: tuple[Compress, ...] = ()
-    context: tuple[Context, ...] = ()
-    schedule: Schedule | None = None
-    stages: tuple[Stage, ...] = ()
-    views: tuple[ViewLine, ...] = ()
-    sequence: tuple[SequenceLine, ...] = ()
-    mesh_spans: dict[str, Span] = field(default_factory=dict, compare=False)  # where each axis is declared
-    warnings: tuple[Diagnostic, ...] = field(default=(), compare=False)
+    mesh_spans: dict[str, Span] = field(compare=False)
+    """The place where each axis is declared."""
+    warnings: tuple[Diagnostic, ...] = field(compare=False)
+    model: Model = of_lines(lambda lines: lines.one(Model))
+    verify: Verify | None = of_lines(lambda lines: lines.one(Verify))
+    inputs: tuple[Input, ...] = of_lines(lambda lines: lines.all(Input))
+    sizes: dict[str, SizeRange] = of_lines(lambda lines: dict(line.ranges) if (line := lines.one(Sizes)) else {})
+    loss: Loss = of_lines(lambda lines: lines.one(Loss) or Loss(lines.all(Model)[0].arguments, ()))
+    data: Data | None = of_lines(lambda lines: lines.one(Data))
+    optimizer: Optimizer = of_lines(lambda lines: lines.one(Optimizer) or Optimizer.none(lines.all(Model)[0].arguments))
+    groups: tuple[OptimizerGroup, ...] = of_lines(lambda lines: lines.all(OptimizerGroup))
+    ema: Ema | None = of_lines(lambda lines: lines.one(Ema))
+    seed: int = of_lines(lambda lines: line.value if (line := lines.one(SeedLine)) else 0)
+    steps: int | None = of_lines(lambda lines: line.value if (line := lines.one(Steps)) else None)
+    mesh: Mesh = of_lines(lambda lines: lines.mesh)
+    microbatches: int = of_lines(lambda lines: line.microbatches if (line := lines.one(Schedule)) else 1)
+    accumulate: str = of_lines(lambda lines: line.accumulate if (line := lines.one(Schedule)) else "fp32")
+    precision: tuple[Precision, ...] = of_lines(lambda lines: lines.all(Precision))
+    recompute: tuple[Recompute, ...] = of_lines(lambda lines: lines.all(Recompute))
+    zero: tuple[Zero, ...] = of_lines(lambda lines: lines.all(Zero))
+    bucket: int = of_lines(lambda lines: line.size if (line := lines.one(Bucket)) else BUCKET)
+    prefetch: int = of_lines(lambda lines: line.units if (line := lines.one(Prefetch)) else PREFETCH)
+    offload: tuple[Offload, ...] = of_lines(lambda lines: lines.all(Offload))
+    frozen: tuple[Word, ...] = of_lines(lambda lines: tuple(word for line in lines.all(Freeze) for word in line.where))
+    placements: tuple[Fix | SplitWeights, ...] = of_lines(
+        lambda lines: tuple(line for line in lines.directives if isinstance(line, Fix | SplitWeights))
+    )
+    promises: tuple[Promise, ...] = of_lines(lambda lines: lines.all(Promise))
+    budget: Budget | None = of_lines(lambda lines: lines.one(Budget))
+    evaluation: Eval | None = of_lines(lambda lines: lines.one(Eval) if lines.one(Loss) is not None else None)
+    init: Init | None = of_lines(lambda lines: lines.one(Init))
+    node: Node | None = of_lines(lambda lines: lines.one(Node))
+    hierarchical: tuple[Hierarchical, ...] = of_lines(lambda lines: lines.all(Hierarchical))
+    compress: tuple[Compress, ...] = of_lines(lambda lines: lines.all(Compress))
+    context: tuple[Context, ...] = of_lines(lambda lines: lines.all(Context))
+    schedule: Schedule | None = of_lines(lambda lines: lines.one(Schedule))
+    stages: tuple[Stage, ...] = of_lines(lambda lines: lines.all(Stage))
+    views: tuple[ViewLine, ...] = of_lines(lambda lines: lines.all(ViewLine))
+    sequence: tuple[SequenceLine, ...] = of_lines(lambda lines: lines.all(SequenceLine))
 
     @cached_property
     def refined(self) -> Mesh:
@@ -189,7 +193,12 @@ def read_plan(plan: Path | str | Source, defines: Mapping[str, str] | None = Non
     diagnostics.sort(key=_position)
     if any(diagnostic.is_error for diagnostic in diagnostics):
         raise PlanError(diagnostics)
-    return _assemble(source, _built_statements(expanded.statements, axes), defines, scope, axes, tuple(diagnostics))
+    settings = (*axes, *(setting for line in scope.all(ViewLine) for setting in line.settings))
+    return Plan(
+        source, _built_statements(expanded.statements, axes), tuple(defines.items()),
+        {setting.name.text: setting.span for setting in settings}, tuple(diagnostics),
+        **{one.name: one.metadata["read"](scope) for one in fields(Plan) if one.metadata},
+    )  # fmt: skip
 
 
 def _with_defines(diagnostic: Diagnostic, defines: Mapping[str, str]) -> Diagnostic:
@@ -289,63 +298,6 @@ def _position(diagnostic: Diagnostic) -> tuple[bool, int, int]:
     return span.source.is_option, span.root.start, span.start
 
 
-def _assemble(
-    source: Source,
-    statements: tuple[Statement, ...],
-    defines: Mapping[str, str],
-    scope: Scope,
-    axes: tuple[Setting, ...],
-    warnings: tuple[Diagnostic, ...],
-) -> Plan:
-    one = scope.one
-    model, loss = one(Model), one(Loss)
-    assert model is not None  # REQUIRED was checked
-    optimizer = one(Optimizer) or Optimizer.none(model.arguments)
-    sizes, seed, steps, schedule = one(Sizes), one(SeedLine), one(Steps), one(Schedule)
-    return Plan(
-        source=source,
-        statements=statements,
-        defines=tuple(defines.items()),
-        model=model,
-        verify=one(Verify),
-        inputs=scope.all(Input),
-        sizes=dict(sizes.ranges) if sizes is not None else {},
-        loss=loss or Loss(model.arguments, ()),
-        data=one(Data),
-        optimizer=optimizer,
-        groups=scope.all(OptimizerGroup),
-        ema=one(Ema),
-        seed=seed.value if seed is not None else 0,
-        steps=steps.value if steps is not None else None,
-        mesh=scope.mesh,
-        microbatches=schedule.microbatches if schedule is not None else 1,
-        accumulate=schedule.accumulate if schedule is not None else "fp32",
-        frozen=tuple(word for line in scope.all(Freeze) for word in line.where),
-        precision=scope.all(Precision),
-        recompute=scope.all(Recompute),
-        zero=scope.all(Zero),
-        bucket=bucket.size if (bucket := one(Bucket)) is not None else BUCKET,
-        prefetch=prefetch.units if (prefetch := one(Prefetch)) is not None else PREFETCH,
-        offload=scope.all(Offload),
-        promises=scope.all(Promise),
-        budget=one(Budget),
-        evaluation=one(Eval) if loss is not None else None,
-        init=one(Init),
-        node=one(Node),
-        hierarchical=scope.all(Hierarchical),
-        compress=scope.all(Compress),
-        context=scope.all(Context),
-        schedule=schedule,
-        stages=scope.all(Stage),
-        views=scope.all(ViewLine),
-        sequence=scope.all(SequenceLine),
-        placements=tuple(line for line in scope.directives if isinstance(line, Fix | SplitWeights)),
-        mesh_spans={binding.name.text: binding.span for binding in axes}
-        | {binding.name.text: binding.span for line in scope.all(ViewLine) for binding in line.settings},
-        warnings=warnings,
-    )
-
-
 # ---- promises of `forbid` and `expect` lines
 
 
@@ -383,11 +335,7 @@ class Promise(Directive):
 
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
         yield from super().check(scope)
-        names = (*COLLECTIVE_WORDS, ANY)
-        if self.op.text not in names:
-            help_ = did_you_mean(self.op.text, names, f"there are {listed(names)}")
-            message = f"no collective is called `{self.op.text}`"
-            yield Diagnostic(BAD_VALUE, message, Label(self.op.span), help=help_)
+        yield from check_known(self.op, (*COLLECTIVE_WORDS, ANY), f"no collective is called `{self.op.text}`")
         if self.axis is not None:
             yield from scope.check_axis(self.axis, of_views=True)
         if self.phase is not None and self.phase.text not in PHASES:

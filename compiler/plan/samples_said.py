@@ -8,11 +8,11 @@ from typing import Any
 
 from ...grammar.codes_plan import BAD_VALUE
 from ...grammar.diagnostics import Diagnostic, Label
-from ...grammar.nearest import did_you_mean, listed
+from ...grammar.nearest import listed
 from ...grammar.source import Span
 from ...grammar.syntax import Item, Number, String
 from ...grammar.usage import Arguments
-from .directive import Literal, check_callable, check_literals, read_literals
+from .directive import Literal, check_callable, check_known, check_literals, read_literals
 
 TOKEN_TYPES = ("uint8", "uint16", "uint32", "int8", "int16", "int32", "int64")
 """The types that the numbers of a token file may have."""
@@ -123,10 +123,8 @@ def check_samples(arguments: Arguments, lead: str = "") -> Iterator[Diagnostic]:
         if not item.text.strip():
             kind, example = ("folder", "wiki") if form == "folder" else ("glob", "texts/*.txt")
             yield Diagnostic(BAD_VALUE, f"the {kind} is empty", Label(item.span), help=f'write as `"{example}"`')
-    if "dtype" in arguments and (name := arguments.text("dtype")) not in TOKEN_TYPES:
-        help_ = did_you_mean(name, TOKEN_TYPES, f"types are {listed(TOKEN_TYPES)}")
-        message = f"`{name}` is not a type of the numbers of a token file"
-        yield Diagnostic(BAD_VALUE, message, Label(arguments.span("dtype")), help=help_)
+    message = f"`{arguments.text('dtype')}` is not a type of the numbers of a token file"
+    yield from check_known(arguments.word("dtype"), TOKEN_TYPES, message, f"types are {listed(TOKEN_TYPES)}")
     if "end" in arguments and "pack" not in arguments:
         message = "`end` is the token that ends a document, and has a meaning only with `pack`"
         yield Diagnostic(BAD_VALUE, message, Label(arguments.span("end")), help="add `pack`, or remove `end`")

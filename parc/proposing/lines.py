@@ -150,20 +150,20 @@ def _weight_lines(group: SplitGroup, search: Search) -> Iterator[tuple[str, str,
         if group.vocab:
             use = search.names.use(name)
             uneven = search.names.shape(name)[use.out_dim or 0] % search.ranks
-            yield "vocab", over + " pad" * bool(uneven), _named(name)
+            yield "vocab", over + " pad" * bool(uneven), _layer_name(name)
         elif search.begins(name, split):
-            yield "column", over + _rows_clause(split.outer, search.axis), _named(name)
+            yield "column", over + _rows_clause(split.outer, search.axis), _layer_name(name)
         elif search.ends(name, split):
-            yield "row", over, _named(name)
+            yield "row", over, _layer_name(name)
 
 
-def _named(parameter: str) -> str:
+def _layer_name(parameter: str) -> str:
     """Return the name that a line has for a weight: that of its layer, or its own."""
     return parameter.removesuffix(".weight")
 
 
 def _layer_names(names: PlanNames) -> list[str]:
-    return [_named(name) for name in names.all_parameters if not name.endswith(".bias")]
+    return [_layer_name(name) for name in names.all_parameters if not name.endswith(".bias")]
 
 
 def _rows_clause(outer: Outer, axis: str) -> str:

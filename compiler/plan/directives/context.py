@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ....grammar.codes_plan import BAD_VALUE, CONFLICT, REPEATED
+from ....grammar.codes_plan import CONFLICT, REPEATED
 from ....grammar.diagnostics import Diagnostic, Label
-from ....grammar.nearest import did_you_mean, listed
 from ....grammar.syntax import Word
-from ..directive import Directive, Scope, argument
+from ..directive import Directive, Scope, argument, check_known
 from .input import check_dim
 
 METHODS = ("gather", "ring", "zigzag", "ulysses")
@@ -49,10 +48,8 @@ class Context(Directive):
 
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
         yield from scope.check_axis(self.axis)
-        if self.method not in METHODS:
-            help_ = did_you_mean(self.method, METHODS, f"there are {listed(METHODS)}")
-            label = Label(self.arguments.span("using"))
-            yield Diagnostic(BAD_VALUE, f"attention does not work across ranks by `{self.method}`", label, help=help_)
+        message = f"attention does not work across ranks by `{self.method}`"
+        yield from check_known(self.arguments.word("using"), METHODS, message)
         yield from check_dim(scope, self.dim)
         for line in scope.before(self):
             if line.axis.text == self.axis.text:

@@ -11,7 +11,7 @@ from ....grammar.diagnostics import Diagnostic, Label
 from ....grammar.nearest import did_you_mean, listed
 from ....grammar.syntax import Item, Layout, Number, Word
 from ...sizes.size_range import LARGEST_SIZE
-from ..directive import Directive, Scope, argument
+from ..directive import Directive, Scope, argument, check_known
 from .sizes import Sizes
 
 INPUT_DTYPES = ("bool", "uint8", "int32", "int64", "float16", "bfloat16", "float32", "float64")
@@ -72,9 +72,7 @@ class Input(Directive):
 def check_dim(scope: Scope, dim: Word) -> Iterator[Diagnostic]:
     """An error if no input has a dim of this name."""
     dims = dict.fromkeys(dim for line in scope.all(Input) for dim in line.dims if isinstance(dim, str))
-    if dim.text not in dims:
-        help_ = did_you_mean(dim.text, dims, f"inputs have {listed(dims)}")
-        yield Diagnostic(BAD_VALUE, f"no input has a dim `{dim.text}`", Label(dim.span), help=help_)
+    yield from check_known(dim, dims, f"no input has a dim `{dim.text}`", f"inputs have {listed(dims)}")
 
 
 def _declared_dims(layouts: Iterable[Item]) -> Iterator[str | int]:
