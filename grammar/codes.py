@@ -1,7 +1,4 @@
-"""The one table of error codes; docs/errors.md and ``parc explain`` print it.
-
-A code is a constant in one of the modules below; a new module of codes is one more row of ``MODULES``.
-"""
+"""The table of error codes, which are constants of ``MODULES``; docs/errors.md and ``parc explain`` print it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages about a plan: their parts, and the one form in which they are printed."""
+"""Error codes, diagnostics that have one, and the one form in which diagnostics are printed."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ from typing import Literal
 
 from .source import Span
 
-# ---- one error code: the text for the reader of ``parc explain`` and of docs/errors.md.
-
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """A kind of message, documented where it is defined.
+    """An error code, with the text of its page in docs/errors.md and of ``parc explain``.
 
     ``example`` with ``language="parc"`` is a plan text that produces this code (the tests run it; statements it leaves
     out are supplied, but ``loss`` and ``optimizer`` after a first line ``# for inference``; a first line
@@ -33,8 +31,6 @@ class Code:
 
 shown = partial(Code, language="shell")
 """Return a code that a plan's text alone does not produce: its example is shown, not run."""
-
-
 MODEL = """import torch
 
 
@@ -42,9 +38,6 @@ class Model(torch.nn.Module):
     def forward(self, x):
         {body}"""
 """The code of a model in an example, without the body of its forward."""
-
-
-# ---- messages about a plan: their parts, and the one form in which they are printed.
 
 
 MAX_LINE = 160  # longer source lines are cut to a window around the underlined text
@@ -144,7 +137,7 @@ def _excerpt(label: Label, gutter: int, mark: str) -> Iterator[str]:
         shift = max(0, start - MAX_LINE // 2)
         text = text[shift : shift + MAX_LINE]
         start, stop = start - shift, min(stop - shift, MAX_LINE)
-    pad, underline = _width(text[:start]), max(_width(text[start:stop]), 1)
+    pad, underline = _columns(text[:start]), max(_columns(text[start:stop]), 1)
     yield f"{span.line:>{gutter}} | {text.rstrip()}"
     yield f"{' ' * gutter} | {' ' * pad}{mark * underline} {label.text}".rstrip()
 
@@ -156,7 +149,7 @@ def _printable(text: str) -> str:
     return "".join(c if c.isprintable() else " " if c in "\t\r" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
-def _width(text: str) -> int:
+def _columns(text: str) -> int:
     """Return the columns that the text takes in a terminal."""
     if text.isascii():
         return len(text)

@@ -1,4 +1,4 @@
-"""Names that a person may have meant."""
+"""Help texts that suggest the nearest known names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A text under analysis, and the pieces of it that messages point at."""
+"""Source texts, and the spans of them that messages point at."""
 
 from __future__ import annotations
 

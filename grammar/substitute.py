@@ -37,7 +37,7 @@ LetValue = Number | Word | String | Range
 
 @dataclass(frozen=True, slots=True)
 class _Override:
-    """The token that replaces the value of a ``let``, or None if it is no value; ``said`` is its name in messages."""
+    """The value of a ``-D`` or an include's argument, or None if it is no value; ``said`` is its name in messages."""
 
     value: LetValue | None
     span: Span
@@ -46,17 +46,17 @@ class _Override:
 
 
 def substitute(
-    statements: Sequence[Statement], defines: Mapping[str, str], given: Sequence[Setting] = ()
+    statements: Sequence[Statement], defines: Mapping[str, str], include_arguments: Sequence[Setting] = ()
 ) -> tuple[tuple[Statement, ...], tuple[Diagnostic, ...]]:
-    """Replace every ``$name``. ``defines`` (from ``-D``) and ``given`` (the arguments of this file's ``include``)
-    override the values of ``let``, and nothing else.
+    """Replace every ``$name``. ``defines`` (from ``-D``) and ``include_arguments`` (if this file is included) override
+    the values of ``let``, and nothing else.
 
     Statements that cannot be replaced are left out, with a diagnostic. A value keeps the span of its use, so later
     messages point at the line that uses it.
     """
     scope = _Scope()
     overrides = {name: _define(name, text) for name, text in defines.items()}
-    overrides.update((binding.name.text, _argument(binding)) for binding in given)
+    overrides.update((binding.name.text, _argument(binding)) for binding in include_arguments)
     values = {name: override.value for name, override in overrides.items()}
     for statement in statements:
         if statement.verb.text == LET:
@@ -106,7 +106,7 @@ class _Scope:
         self.diagnostics: list[Diagnostic] = []
         self._failed: set[str] = set()
         self._used: set[str] = set()
-        self._complete = True  # whether every name of the statement at hand was replaced
+        self._complete = True  # whether every name of the current statement was replaced
 
     def define_all(self, statement: Statement, overrides: Mapping[str, LetValue | None]) -> None:
         """Read one ``let``; its values may use earlier names."""
@@ -138,7 +138,7 @@ class _Scope:
         override = overrides.get(name)
         if override is not None:
             # what replaces a string is a string, even where it would read as a word or a number
-            value = override if not isinstance(value, String) else String(_plain(override), override.span)
+            value = override if not isinstance(value, String) else String(_text_in_string(override), override.span)
         self.values[name] = value
         return replace(binding, value=value)
 
@@ -213,14 +213,13 @@ class _Scope:
     def _replaced(self, item: String | Word) -> str:
         def text(match: re.Match[str]) -> str:
             value = self._find(match[1], item.span)
-            return match[0] if value is None else _plain(value)
+            return match[0] if value is None else _text_in_string(value)
 
         return IN_STRING.sub(text, item.text)
 
     def _string(self, string: String) -> String:
-        # a text of texts of texts has no end
         whole = self._replaced(string)
-        if len(whole) > LONGEST:
+        if len(whole) > LONGEST:  # lets that contain lets grow exponentially
             self._complete = False
             message, help_ = f"the text has {len(whole):,} characters", f"write at most {LONGEST:,}"
             self.diagnostics.append(Diagnostic(BAD_VALUE, message, Label(string.span), help=help_))
@@ -240,6 +239,6 @@ class _Scope:
         return None
 
 
-def _plain(value: LetValue) -> str:
+def _text_in_string(value: LetValue) -> str:
     """Return the text that a value has inside a string."""
     return value.span.text if isinstance(value, Range) else value.text

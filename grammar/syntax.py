@@ -1,4 +1,4 @@
-"""Untyped statements and their items, frozen. Two are equal if they say the same, wherever they stand."""
+"""The syntax tree of a plan: frozen statements and items, which compare equal wherever they stand in the text."""
 
 from __future__ import annotations
 

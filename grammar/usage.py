@@ -21,7 +21,7 @@ from .nearest import did_you_mean
 from .source import Span
 from .syntax import KIND_NAMES, Call, Group, Item, Layout, Number, Phrase, Setting, Statement, String, Word
 
-# ---- the kinds of a directive's arguments, by the words in capitals that usage lines have for them.
+# ---- kinds of arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,64 +35,66 @@ class ArgumentKind:
     leads: frozenset[str] = frozenset()  # words that may stand before the items, as a phrase of their own
 
 
-def _name(item: Item) -> bool:
+def _is_name(item: Item) -> bool:
     return isinstance(item, Word) and item.text.isidentifier()
 
 
-def _where(item: Item) -> bool:
+def _is_where(item: Item) -> bool:
     return isinstance(item, Word) or (isinstance(item, Number) and not item.unit and not item.text.startswith("-"))
 
 
-def _number(item: Item) -> bool:
+def _is_number(item: Item) -> bool:
     return isinstance(item, Number) and not item.unit
 
 
-def _rate(item: Item) -> bool:
-    return _number(item) or isinstance(item, String | Layout)
+def _is_rate(item: Item) -> bool:
+    return _is_number(item) or isinstance(item, String | Layout)
 
 
-def _size(item: Item) -> bool:
+def _is_size(item: Item) -> bool:
     return isinstance(item, Number) and item.unit == "B" and item.value > 0
 
 
-def _output(item: Item) -> bool:
-    return isinstance(item, Call) and item.name == "out" and bool(item.arguments) and all(map(_where, item.arguments))
+def _is_output(item: Item) -> bool:
+    return (
+        isinstance(item, Call) and item.name == "out" and bool(item.arguments) and all(map(_is_where, item.arguments))
+    )
 
 
-def _value(item: Item) -> bool:
+def _is_value(item: Item) -> bool:
     if not isinstance(item, Call) or item.name not in ("in", "out"):
-        return _where(item)
+        return _is_where(item)
     name, *number = item.arguments or (None,)
     whole = all(isinstance(one, Number) and one.text.isdecimal() for one in number)
-    return name is not None and _where(name) and len(number) < 2 and whole
+    return name is not None and _is_where(name) and len(number) < 2 and whole
 
 
 ARGUMENT_KINDS: dict[str, ArgumentKind] = {
-    "NAME": ArgumentKind("a name", _name),
-    "AXIS": ArgumentKind("a mesh axis", _name),
-    "AXES": ArgumentKind("mesh axes", _name, count=0),
-    "TYPE": ArgumentKind("a type", _name),
+    "NAME": ArgumentKind("a name", _is_name),
+    "AXIS": ArgumentKind("a mesh axis", _is_name),
+    "AXES": ArgumentKind("mesh axes", _is_name, count=0),
+    "TYPE": ArgumentKind("a type", _is_name),
     "PATH": ArgumentKind("a dotted name", lambda item: isinstance(item, Word)),
-    "WHERE": ArgumentKind("names or patterns of modules or parameters", _where, count=0),
-    "VALUES": ArgumentKind("names or patterns of parameters or inputs, or `out(MODULE)`", _value, count=0),
-    "OUTPUTS": ArgumentKind("outputs of modules, such as `out(blocks.3)`", _output, count=0),
+    "WHERE": ArgumentKind("names or patterns of modules or parameters", _is_where, count=0),
+    "VALUES": ArgumentKind("names or patterns of parameters or inputs, or `out(MODULE)`", _is_value, count=0),
+    "OUTPUTS": ArgumentKind("outputs of modules, such as `out(blocks.3)`", _is_output, count=0),
     "SCHEDULE": ArgumentKind("a schedule", lambda item: isinstance(item, Word)),
-    "STATES": ArgumentKind("`optimizer`, `parameters` or `activations`", _name, count=0),
+    "STATES": ArgumentKind("`optimizer`, `parameters` or `activations`", _is_name, count=0),
     "LEVEL": ArgumentKind("a level from 0 to 3", lambda item: isinstance(item, Number) and item.is_integer),
     "N": ArgumentKind("a whole number", lambda item: isinstance(item, Number) and item.is_integer),
-    "X": ArgumentKind("a number", _number),
+    "X": ArgumentKind("a number", _is_number),
     "RATE": ArgumentKind(
         "a number, `cosine`, `linear` or `wsd` and a number, or `table` and a file or rows",
-        _rate,
+        _is_rate,
         leads=frozenset({"cosine", "linear", "wsd", "table"}),
     ),
     "SCALE": ArgumentKind(
-        "a number, or `dynamic`", lambda item: _number(item) or (isinstance(item, Word) and item.text == "dynamic")
+        "a number, or `dynamic`", lambda item: _is_number(item) or (isinstance(item, Word) and item.text == "dynamic")
     ),
-    "SIZE": ArgumentKind("a size such as `20GB`", _size),
-    "OPS": ArgumentKind("operators, such as `products` or `attention`", _name, count=0),
-    "OP": ArgumentKind("a collective such as `all_gather`", _name),
-    "PAIR": ArgumentKind("two numbers", _number, count=2),
+    "SIZE": ArgumentKind("a size such as `20GB`", _is_size),
+    "OPS": ArgumentKind("operators, such as `products` or `attention`", _is_name, count=0),
+    "OP": ArgumentKind("a collective such as `all_gather`", _is_name),
+    "PAIR": ArgumentKind("two numbers", _is_number, count=2),
     "LAYOUT": ArgumentKind("a layout such as `[B/dp, _]`", lambda item: isinstance(item, Layout)),
     "DIMS": ArgumentKind("sub-dims such as `(3 h/tp d)`", lambda item: isinstance(item, Group)),
     "CALL": ArgumentKind("a call such as `cross_entropy(output, targets)`", lambda item: isinstance(item, Call)),
@@ -103,13 +105,13 @@ ARGUMENT_KINDS: dict[str, ArgumentKind] = {
     "TABLE": ArgumentKind("a file's name in double quotes", lambda item: isinstance(item, String | Word)),
     "GLOBS": ArgumentKind("strings", lambda item: isinstance(item, String), count=0),
     "NAME=VALUE,...": ArgumentKind(
-        "`name=value` pairs", lambda item: isinstance(item, Setting) and _name(item.name), count=0
+        "`name=value` pairs", lambda item: isinstance(item, Setting) and _is_name(item.name), count=0
     ),
     "NAME=SIZE,...": ArgumentKind("`NAME=SIZE` pairs", lambda item: True, count=0, rest=True),
 }
 
 
-# ---- a directive's USAGE line, and the match of a statement with it into named arguments.
+# ---- usage lines
 
 
 T = TypeVar("T")
@@ -139,9 +141,14 @@ class Arguments:
 
     statement: Statement
     phrases: dict[str, Phrase]
-    """The words of a flag."""
+    """The items of each argument; of a flag, its words."""
     added: tuple[Arguments, ...] = ()
     """The arguments of each further term of a statement that is a sum."""
+
+    @property
+    def terms(self) -> tuple[Arguments, ...]:
+        """The arguments of each term of a sum, the first included."""
+        return self, *self.added
 
     def __contains__(self, name: str) -> bool:
         return name in self.phrases
@@ -217,40 +224,42 @@ class Usage:
                 Diagnostic(UNEXPECTED_ARGUMENT, f"`{self.verb}` is no sum", Label(span), help=help_),
             )
         added = [self._closest(replace(statement, phrases=term)) for term in statement.added]
-        diagnostics = (*diagnostics, *(fault for _, found in added for fault in found))
-        arguments = replace(first, added=tuple(found for found, _ in added))
+        diagnostics = (*diagnostics, *(fault for _, faults in added for fault in faults))
+        arguments = replace(first, added=tuple(arguments for arguments, _ in added))
         return (None if diagnostics else arguments), diagnostics
 
     def _closest(self, statement: Statement) -> tuple[Arguments, tuple[Diagnostic, ...]]:
+        """Return the arguments and the faults of a statement, read as the form that it fits best."""
         tried = [(form, *_Match(self, form, statement).run()) for form in self.forms]
 
         def distance(one: tuple[tuple[Slot, ...], Arguments, tuple[Diagnostic, ...]]) -> tuple[int, int, int]:
-            form, found, faults = one
-            return len(faults), sum(slot.required and slot.name not in found for slot in form), -len(found.phrases)
+            form, arguments, faults = one
+            lacking = sum(slot.required and slot.name not in arguments for slot in form)
+            return len(faults), lacking, -len(arguments.phrases)
 
-        form, found, faults = min(tried, key=distance)
+        form, arguments, faults = min(tried, key=distance)
         if [fault.code for fault in faults] == [MISSING_ARGUMENT]:  # of equally close forms, each may lack another one
-            alike = [one[0] for one in tried if distance(one) == distance((form, found, faults))]
-            lacked = [slot for other in alike for slot in other if slot.required and slot.name not in found]
+            alike = [one[0] for one in tried if distance(one) == distance((form, arguments, faults))]
+            lacked = [slot for other in alike for slot in other if slot.required and slot.name not in arguments]
             if len(lacked) == len(alike) > 1:
                 names = " or ".join(f"`{slot.text}`" for slot in dict.fromkeys(lacked))
-                return found, (replace(faults[0], message=f"`{self.verb}` needs {names}"),)
-        return found, tuple(self._beside(form, found, fault) for fault in faults)
+                return arguments, (replace(faults[0], message=f"`{self.verb}` needs {names}"),)
+        return arguments, tuple(self._beside(form, arguments, fault) for fault in faults)
 
-    def _beside(self, form: tuple[Slot, ...], found: Arguments, fault: Diagnostic) -> Diagnostic:
-        """Return a fault; where a clause is that of another form, say beside which one it cannot stand."""
+    def _beside(self, form: tuple[Slot, ...], arguments: Arguments, fault: Diagnostic) -> Diagnostic:
+        """Return a fault. Of a clause of another form it says with which clause of this form it conflicts."""
         if fault.code is not UNEXPECTED_ARGUMENT or fault.primary is None:
             return fault
         word = fault.primary.span.text
         others = [{slot.name for slot in other} for other in self.forms if any(
             slot.keyword and slot.name.split(" ")[0] == word for slot in other)]  # fmt: skip
-        rivals = [slot for slot in form if slot.name in found]
+        rivals = [slot for slot in form if slot.name in arguments]
         rival = next((slot for slot in rivals if others and not any(slot.name in names for names in others)), None)
         if rival is None:
             return fault
-        named = rival.name if rival.keyword else found.span(rival.name).text
+        named = rival.name if rival.keyword else arguments.span(rival.name).text
         message = f"`{self.verb}` takes `{named}` or `{word}`, not both"
-        related = (Label(found.span(rival.name), f"`{named}`"),)
+        related = (Label(arguments.span(rival.name), f"`{named}`"),)
         return replace(fault, message=message, related=related, help=f"remove one of them; usage: {self.shown(form)}")
 
 
@@ -263,10 +272,10 @@ def parse_usage(text: str) -> Usage:
     """
     verb, _, rest = text.partition(" ")
     forms = rest.removesuffix(SUM)
-    return Usage(text, verb, tuple(tuple(_slots(form)) for form in forms.split(" | ")), forms != rest)
+    return Usage(text, verb, tuple(tuple(_form_slots(form)) for form in forms.split(" | ")), forms != rest)
 
 
-def _slots(form: str) -> Iterator[Slot]:
+def _form_slots(form: str) -> Iterator[Slot]:
     for optional, needed in re.findall(r"\[([^]]*)\]|([^][]+)", form.replace(", ...", ",...")):
         keyword: list[str] = []
         for token in (optional or needed).split():
@@ -392,20 +401,19 @@ class _Match:
                 self._error(WRONG_KIND, message, item.span)
         if kind.count and len(items) != kind.count:
             message = f"{taker} takes {kind.text}, not {len(items)} item{'s' * (len(items) != 1)}"
-            found = [phrase.span.text]
+            spaced = [phrase.span.text]
             while len(items) < kind.count and self._rest and all(map(kind.accepts, self._rest[0].items)):
-                found.append(self._rest.pop(0).span.text)
-            help_ = f"a comma joins items: {taker[:-1]} {', '.join(found)}`" if len(found) > 1 else ""
+                spaced.append(self._rest.pop(0).span.text)
+            help_ = f"a comma joins items: {taker[:-1]} {', '.join(spaced)}`" if len(spaced) > 1 else ""
             self._error(WRONG_KIND, message, phrase.span, help_)
 
     def _spaced(self, text: str) -> str:
-        """Return the advice to write an argument's value behind its name, "" where the text is no `name=value` of
-        one."""
+        """Return the advice to write `name value` for a clause that is written `name=value`, else ""."""
         name, sign, value = text.partition("=")
         return f"write `{name} {value}`, without `=`" if sign and name in self._clauses else ""
 
     def _joined(self, phrase: Phrase) -> str:
-        """Return the advice to join a setting with the one before it, "" where there is none before it."""
+        """Return the advice to join a setting to the one before it by a comma, else ""."""
         before = list(self._phrases.values())[-1:]
         settings = before and isinstance(before[0].items[-1], Setting) and isinstance(phrase.items[0], Setting)
         return (

@@ -1,4 +1,4 @@
-"""Actions of one's own: further kinds of work in a step, beside those of parc."""
+"""The registration of further kinds of actions of a step, beside those of parc."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from parc.runtime.compare.model_run import METRICS, Metrics
 from parc.runtime.step import HANDLERS, Handler
 
 TABLES = (ACTIONS, MAKERS, METRICS, HANDLERS)
-"""All tables with facts about kinds, each by the kind's name."""
+"""All tables by an action's kind."""
 
 
 def register_action(

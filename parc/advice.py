@@ -1,4 +1,4 @@
-"""Warnings of a build: communication that no line asked for, and its cost."""
+"""Warnings of a build about its plan and model: unasked communication, dear lines, untrained or rounded weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import permutations
+from functools import partial
+from itertools import chain, permutations
 
 from parc.compiler.analysis.communication import communication_table
 from parc.compiler.analysis.liveness import local_bytes
@@ -44,18 +45,26 @@ from parc.passes.pipeline import names_of
 from parc.passes.placing.partition import Reshard
 from parc.report_words import in_words
 
+_warning = partial(Diagnostic, severity=Severity.WARNING)
+_MOST_AXES = 8
+"""The number of a mesh's axes from which their orders are too many to try."""
+_GATHERS_SHOWN = 3
+"""The number of gathers that are named beside the line that causes them."""
+_Order = tuple[tuple[str, int], ...]
+"""The axes of a mesh with their sizes."""
+
 
 def warnings_of(compiled: Compiled) -> tuple[Diagnostic, ...]:
-    """Return every warning of a compiled plan: of its lines, reshards, operators without a rule, loss, and weights."""
-    warnings = (*_reshards(compiled), *_rules(compiled), *_averaged(compiled), *_rounded(compiled), *_large(compiled))
-    warnings = (*_whole_keys(compiled), *_whole_outputs(compiled), *_node_order(compiled), *warnings)
-    warnings = (*compiled.copies.notes, *_passed_on(compiled), *_not_reached(compiled), *_changed(compiled), *warnings)
-    return (*compiled.plan.warnings, *compiled.resolved.warnings, *warnings)
+    """Return every warning of a compiled plan: those of its lines and of resolving, then those of each check below."""
+    checks = (_passed_on, _not_reached, _changed, _whole_keys, _whole_outputs, _node_order, _reshards, _rules,
+              _averaged, _rounded_updates, _large)  # fmt: skip
+    warnings = chain.from_iterable(check(compiled) for check in checks)
+    return (*compiled.plan.warnings, *compiled.resolved.warnings, *compiled.copies.notes, *warnings)
 
 
 def _reshards(compiled: Compiled) -> Iterator[Diagnostic]:
-    """Warn of gathers and exchanges, equal ones of repeated blocks together. A warning is at the lines that cause all
-    of them, if these are found."""
+    """Warn of gathers and exchanges that no line asks for, equal ones of repeated blocks together; or of the lines that
+    cause all of them, if these are found."""
     groups: dict[tuple[str, str, str, int], list[Reshard]] = {}
     for reshard in unasked_gathers(compiled.plan, compiled.built.reshards):
         key = (reshard.cause.source, str(reshard.source), str(reshard.result), reshard.cause.plan)
@@ -63,7 +72,7 @@ def _reshards(compiled: Compiled) -> Iterator[Diagnostic]:
     texts = [_gather_text(group) for group in groups.values()]
     meant = find_meant(compiled)
     if meant is not None:
-        yield _meant(meant, texts)
+        yield _meant_otherwise(meant, texts)
         return
     for (_, source, result, line), text in zip(groups, texts, strict=True):
         first = groups[_, source, result, line][0]
@@ -71,20 +80,20 @@ def _reshards(compiled: Compiled) -> Iterator[Diagnostic]:
         zero = f"`{_zero_line(first.axis, first.value)}` in place of the line gathers the weight before each use; or "
         if first.value not in compiled.build.types or isinstance(first.result, Split):
             zero = ""
-        yield Diagnostic(
+        yield _warning(
             UNASKED_RESHARD, text, Label(span) if span else None, notes=tuple(in_words((source, result))),
             help=f"{zero}split the value in the same way where it is made and where it is read; or split neither over"
-            " this axis; or keep the plan, if you accept the cost", severity=Severity.WARNING,
+            " this axis; or keep the plan, if you accept the cost",
         )  # fmt: skip
 
 
 def _zero_line(axis: str, parameter: str) -> str:
-    """Return the line that stores the weights of a module, and of its like in other blocks, in parts."""
+    """Return the `zero 3` line for the weights of a module and of its like in other blocks."""
     return f"zero 3 over {axis} on {starred(parameter.rpartition('.')[0])}"
 
 
 def _whole_outputs(compiled: Compiled) -> Iterator[Diagnostic]:
-    """Warn of layers whose outputs a line keeps whole, where fewer bytes would gather their weights."""
+    """Warn of layers whose outputs a line gathers, where gathering their weights would send fewer bytes."""
     mesh, types, names = compiled.mesh, compiled.build.types, names_of(compiled.captured)
     gathers = dict[tuple[int, str], list[Reshard]]()
     for reshard in compiled.built.reshards:
@@ -102,23 +111,17 @@ def _whole_outputs(compiled: Compiled) -> Iterator[Diagnostic]:
         if 0 < weights < outputs:
             sent, less = (size_text(size * (mesh.size(axis) - 1) * times) for size in (outputs, weights))
             module, many = gathered[0].cause.module, f" and {len(gathered) - 1} more" if len(gathered) > 1 else ""
-            yield Diagnostic(
+            yield _warning(
                 WHOLE_OUTPUTS, f"a rank sends {sent} a step to gather the outputs of `{module}`{many}, and would send "
                 f"{less} to gather the weights", Label(span) if (span := line_span(compiled.plan, line)) else None,
                 help=f"`{_zero_line(axis, f'{module}.')}` in place of the line that splits the weights does that; each "
-                "rank then multiplies all columns", severity=Severity.WARNING,
+                "rank then multiplies all columns",
             )  # fmt: skip
 
 
-_MOST_AXES = 8
-"""The number of a mesh's axes from which their orders are too many to try."""
-_Order = tuple[tuple[str, int], ...]
-"""The axes of a mesh with their sizes."""
-
-
 def _node_order(compiled: Compiled) -> Iterator[Diagnostic]:
-    """Warn of an order of the mesh's axes if another one sends at most half as many bytes to other nodes, in all or
-    while nothing is computed, and no more of the other."""
+    """Warn of the order of the mesh's axes if another order at least halves the bytes that a rank sends to other nodes,
+    in all or not overlapped with compute, and raises neither."""
     plan, mesh, node = compiled.plan, compiled.mesh, compiled.plan.node
     if node is None or len(plan.mesh.axes) >= _MOST_AXES:
         return
@@ -139,43 +142,40 @@ def _node_order(compiled: Compiled) -> Iterator[Diagnostic]:
                         for table in sent]  # fmt: skip
                 waiting = max(sum(size for hidden, size in of_role if not hidden) for of_role in rows)
                 costs[order] = max(sum(size for _, size in of_role) for of_role in rows), waiting
-    now = costs[plan.mesh.axes]
-    best = min((order for order, cost in costs.items() if cost[0] <= now[0] and cost[1] <= now[1]),
+    current = costs[plan.mesh.axes]
+    best = min((order for order, cost in costs.items() if cost[0] <= current[0] and cost[1] <= current[1]),
                key=lambda order: sum(costs[order]))  # fmt: skip
-    if any(2 * less <= many > 0 for less, many in zip(costs[best], now, strict=True)):
-        total, waiting_text, less, rest = map(size_text, (*now, *costs[best]))
-        yield Diagnostic(
+    if any(2 * less <= many > 0 for less, many in zip(costs[best], current, strict=True)):
+        total, waiting_text, less, rest = map(size_text, (*current, *costs[best]))
+        yield _warning(
             NODE_ORDER, f"a rank sends {total} a step to other nodes, {waiting_text} of them while nothing is computed",
             Label(plan.mesh_spans[best[-1][0]]),
             help=f"write `mesh {', '.join(f'{axis}={size}' for axis, size in best)}`: {less}, and {rest} of them while "
-            "nothing is computed", severity=Severity.WARNING,
+            "nothing is computed",
         )  # fmt: skip
 
 
-def _gather_text(found: Sequence[Reshard]) -> str:
-    first = found[0]
+def _gather_text(reshards: Sequence[Reshard]) -> str:
+    """Return words on equal reshards: what the first one moves, how often, and where."""
+    first = reshards[0]
     op = "all_to_all" if isinstance(first.result, Split) else "all_gather"
-    many = f"{len(found)} times, first " if len(found) > 1 else ""
+    many = f"{len(reshards)} times, first " if len(reshards) > 1 else ""
     inside = f"`{first.cause.module}`" if first.cause.module else "the model itself"
     where = f"in {inside}" + (f" at {first.cause.source}" if first.cause.source else "")
-    what = f"{op} over `{first.axis}` of `{first.value}`"
-    return f"{what} ({first.source} to {first.result}, {size_text(first.bytes)} a rank) {many}{where}"
+    cost = f"{first.source} to {first.result}, {size_text(first.bytes)} a rank"
+    return f"{op} over `{first.axis}` of `{first.value}` ({cost}) {many}{where}"
 
 
-_SHOWN = 3
-"""The number of gathers that are named beside the line that causes them."""
-
-
-def _meant(meant: Meant, texts: Sequence[str]) -> Diagnostic:
+def _meant_otherwise(meant: Meant, texts: Sequence[str]) -> Diagnostic:
     (span, text), *others = meant.lines
     whose = "these lines cost" if others else "the line costs"
-    more = [f"and {len(texts) - _SHOWN} more"] if len(texts) > _SHOWN else []
-    return Diagnostic(
+    more = [f"and {len(texts) - _GATHERS_SHOWN} more"] if len(texts) > _GATHERS_SHOWN else []
+    return _warning(
         MEANT_OTHERWISE, f"{whose} {size_text(meant.bytes)} a rank in gathers and exchanges of a forward",
         Label(span, f"probably meant: `{_spaced(text)}`"),
         tuple(Label(other, f"and `{_spaced(change)}`") for other, change in others),
         help="the proposed line needs no gather; keep your line if you accept the cost",
-        notes=(*texts[:_SHOWN], *more), severity=Severity.WARNING,
+        notes=(*texts[:_GATHERS_SHOWN], *more),
     )  # fmt: skip
 
 
@@ -184,8 +184,8 @@ def _spaced(text: str) -> str:
 
 
 def _claim_span(compiled: Compiled, reshard: Reshard) -> Span | None:
-    """Return the line of the plan behind a conversion. For a line of an included file it is that file's line, if one of
-    its lines places a weight of the module."""
+    """Return the line of the plan that causes a reshard. If an include does, and a line of the included file places a
+    weight of the module, it is that line."""
     line, module = reshard.cause.plan, reshard.cause.module
     seeds = (seed for seed in compiled.resolved.seeds if seed.span.root.line == line and seed.axis == reshard.axis)
     near = [seed.span for seed in seeds if module and seed.value.startswith(f"{module}.")]
@@ -195,14 +195,14 @@ def _claim_span(compiled: Compiled, reshard: Reshard) -> Span | None:
 def _rules(compiled: Compiled) -> Iterator[Diagnostic]:
     for op in compiled.built.without_rule:
         cost = sum(r.bytes for r in compiled.built.reshards if r.reader == op)
-        yield Diagnostic(
+        yield _warning(
             WITHOUT_RULE, f"`{op}` has no sharding rule: its operands are gathered whole, {size_text(cost)} a rank",
-            help=f'parc.register_rule("{op}", "...") in the module of the model', severity=Severity.WARNING,
+            help=f'parc.register_rule("{op}", "...") in the module of the model',
         )  # fmt: skip
 
 
 def _passed_on(compiled: Compiled) -> Iterator[Diagnostic]:
-    """Warn of inputs that go into ``**kwargs``: only the model's code tells whether it takes them."""
+    """Warn of inputs that go into ``**kwargs``: only the model's code decides whether it reads them."""
     module = compiled.recorded.module
     parameters = inspect.signature(module.forward).parameters
     read = {name for name, node in compiled.captured.placeholders("input").items() if node.users}
@@ -219,87 +219,84 @@ def _passed_on(compiled: Compiled) -> Iterator[Diagnostic]:
 
 
 def _not_reached(compiled: Compiled) -> Iterator[Diagnostic]:
-    """Warn of weights that would be trained if the loss depended on them."""
+    """Warn of weights that are not trained because the loss does not depend on them."""
     trained = compiled.captured.trainable()
     names = [name for name in compiled.captured.placeholders("parameter") if name not in trained | compiled.frozen]
     if names:
         which = f"{len(names)} weights, first `{names[0]}`, are" if len(names) > 2 else listed(names)
         which += "" if len(names) > 2 else " are" if len(names) > 1 else " is"
         module = names[0].rpartition(".")[0] or names[0]
-        yield Diagnostic(
+        yield _warning(
             NOT_REACHED, f"{which} not trained: the loss does not depend on {'them' if len(names) > 1 else 'it'}",
-            Label(compiled.plan.loss.arguments.statement.span),
+            Label(compiled.plan.loss.span),
             help=f"add a term to the loss that reads what they compute, or write `freeze {module}` if that is meant",
-            severity=Severity.WARNING,
         )  # fmt: skip
 
 
 def _changed(compiled: Compiled) -> Iterator[Diagnostic]:
-    """Warn of numbers of modules that a forward changes."""
+    """Warn of numbers in modules' attributes that a forward changes."""
     if names := compiled.captured.changed:
         message = f"the forward changes {listed(names)}, but programs keep the first value"
         help_ = "register a buffer if results depend on it: programs follow buffers from step to step"
-        span = compiled.plan.model.arguments.statement.span
-        yield Diagnostic(NUMBER_CHANGED, message, Label(span), help=help_, severity=Severity.WARNING)
+        span = compiled.plan.model.span
+        yield _warning(NUMBER_CHANGED, message, Label(span), help=help_)
 
 
 def _averaged(compiled: Compiled) -> Iterator[Diagnostic]:
-    """Warn of terms of the loss whose mean over microbatches may not be their value for the whole batch. An entry of
-    the model's output, such as the balance of experts, is the model's own affair: of that it is a note."""
+    """Warn of terms of the loss whose mean over microbatches may not be their value for the whole batch. For an entry
+    of the model's output beside other terms, such as an auxiliary loss of experts, it is a note."""
     loss, many = compiled.plan.loss, compiled.plan.microbatches
     for number in compiled.built.averaged:
-        alone, own = len(loss.terms) == 1, loss.terms[number - 1].kind == "output"
-        what = f"the losses of {many} microbatches are averaged"
+        alone, auxiliary = len(loss.terms) == 1, loss.terms[number - 1].kind == "output"
+        averaged = f"the losses of {many} microbatches are averaged"
         if not alone:
-            what = f"term {number} of the loss is averaged over {many} microbatches"
+            averaged = f"term {number} of the loss is averaged over {many} microbatches"
         yield Diagnostic(
-            AVERAGED, f"{what}, which may not be the whole batch's {'loss' if alone else 'value'}",
-            Label(loss.arguments.statement.span if alone else loss.term_span(number)),
+            AVERAGED, f"{averaged}, which may not be the whole batch's {'loss' if alone else 'value'}",
+            Label(loss.span if alone else loss.term_span(number)),
             notes=tuple(reason for reason in [averaging_reason(compiled.build.reference, number)] if reason),
             help="this is right if it is a mean over equally many elements of each microbatch; exact are also `loss "
             "cross_entropy(…)` and `(losses * mask).sum() / mask.sum()` of a mask that is made of inputs alone",
-            severity=Severity.NOTE if own and not alone else Severity.WARNING,
+            severity=Severity.NOTE if auxiliary and not alone else Severity.WARNING,
         )  # fmt: skip
 
 
-def _rounded(compiled: Compiled) -> Iterator[Diagnostic]:
-    """Warn of trained weights without a float32 copy."""
+def _rounded_updates(compiled: Compiled) -> Iterator[Diagnostic]:
+    """Warn of trained weights without a float32 master weight."""
     values = {name: type_ for name, type_ in compiled.build.types.items() if name not in compiled.frozen}
     in_order = [name for name in compiled.captured.placeholders("parameter") if name in values]
     names = [name for name in in_order if is_narrow(values[name].dtype)]
     if names:
-        name = names[0]
-        dtype = str(values[name].dtype).removeprefix("torch.")
+        name, dtype = names[0], str(values[names[0]].dtype).removeprefix("torch.")
         which = f"{len(names)} weights, first `{name}`, are" if len(names) > 1 else f"`{name}` is"
-        yield Diagnostic(
+        yield _warning(
             ROUNDED_UPDATES, f"{which} updated in {dtype}",
-            Label(compiled.plan.optimizer.arguments.statement.span),
-            help="`precision bf16` keeps a float32 copy of every weight, and updates that", severity=Severity.WARNING,
+            Label(compiled.plan.optimizer.span),
+            help="`precision bf16` keeps a float32 copy of every weight, and updates that",
         )  # fmt: skip
 
 
 def _whole_keys(compiled: Compiled) -> Iterator[Diagnostic]:
-    """Warn of attentions that gather keys though a line wants these to go around."""
+    """Warn of attentions that gather keys though a `context` line asks for a ring."""
     roles = [program for role in compiled.build.roles.values() for program in role.programs.values()]
     functions = [(program, each) for program in roles if program.action == FORWARD for each in program.functions]
     for ring in context_lines(compiled.plan, names_of(compiled.captured), compiled.captured):
-        found: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         axes = ",".join(compiled.mesh.parts(ring.axis))
         for program, function in functions if ring.method in RING_METHODS else ():
             for line in (line for line in function.lines if line.op == RINGS["parc.ring_attention"].attention):
                 gathers = [function.makers[item.name] for item in line.args[1:3] if item.name in function.makers]
                 if ring.names(line) and any(one.op == "parc.all_gather" and one.args[1] == axes for one in gathers):
                     size = sum(local_bytes(one.made[0].type, program) for one in gathers)
-                    found[line.origin.module] = size
-        if found:
-            module, size = max(found.items(), key=lambda item: item[1])
+                    sizes[line.origin.module] = size
+        if sizes:
+            module, size = max(sizes.items(), key=lambda item: item[1])
             span = next(line.span for line in compiled.plan.context if line.span.root.line == ring.line)
             where = f"`{module}`" if module else "the model itself"
-            yield Diagnostic(
+            yield _warning(
                 WHOLE_KEYS, f"attention in {where} holds the keys of whole sequences, {size_text(size)} a rank",
                 Label(span), notes=("another attention or another operator reads them too",),
                 help="let one attention alone read the keys, or write `using ulysses`; `using gather` accepts the cost",
-                severity=Severity.WARNING,
             )  # fmt: skip
 
 
@@ -318,8 +315,7 @@ def _large(compiled: Compiled) -> Iterator[Diagnostic]:
     if sizes:
         module, size = max(sizes.items(), key=lambda item: item[1])
         many = f"tensors of {len(sizes)} modules are" if len(sizes) > 1 else "a tensor is"
-        yield Diagnostic(
+        yield _warning(
             SMALL_BUCKET, f"{many} larger than the bucket: up to {size_text(size)}, of `{module}`", Label(line.span),
             help="each of them is a message of its own; a larger bucket lets it travel with others",
-            severity=Severity.WARNING,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""A plan in the language's primitives: every placement as ``shard`` and ``replicate`` of concrete names."""
+"""Plans in the language's primitives: every placement as ``shard`` or ``replicate`` of concrete names."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def desugar(compiled: Compiled) -> str:
     """Return the plan's canonical text, with a ``shard`` or ``replicate`` line in place of every line that places
     something.
 
-    Each tensor stands where the first line that places it stands, on every axis as the build has it.
+    Each tensor is in place of the first line that places it, with its placement in the build on every axis.
     """
     types = _types(compiled)
     placed: dict[int, list[str]] = {}
@@ -54,7 +54,7 @@ def desugar(compiled: Compiled) -> str:
 
 
 def _chosen(compiled: Compiled, fitted: Fitted) -> Iterator[str]:
-    """Yield the lines that a choice of what to make again stands for."""
+    """Yield the `recompute` lines that the choice of a `fit` line stands for."""
     for line in compiled.resolved.recompute:
         if line.line == fitted.line.line:
             keep = f" keep {', '.join(sorted(line.keep))}" if line.keep else ""
@@ -62,9 +62,9 @@ def _chosen(compiled: Compiled, fitted: Fitted) -> Iterator[str]:
 
 
 def layout(type_: TensorType, mesh: Mesh, padded: Mapping[int, int] = MappingProxyType({})) -> str:
-    """Return the layout that places a tensor so, or "" where it is whole.
+    """Return the layout of a tensor as a plan writes it, or "" if it is whole.
 
-    ``padded`` has the dims that are made longer, each by groups of so many entries.
+    ``padded`` has the padded dims, each with the entries of a group that stay together.
     """
     if not type_.placement.split_axes():
         return ""
@@ -79,8 +79,7 @@ def _padded(compiled: Compiled, name: str) -> dict[int, int]:
 
 
 def _dim(type_: TensorType, dim: int, mesh: Mesh, padded: Mapping[int, int]) -> str:
-    """Return the layout of one dim: as sub-dims if a split does not begin at its front, as parts if they are
-    unequal."""
+    """Return the layout of one dim: with sub-dims if a split is inside it, with ``+`` if parts are unequal."""
     stretches = terms(type_.shape[dim], type_.placement.splits(dim))
     if len(stretches) > 1:
         return f"({' + '.join(' '.join(_factors(size, splits, mesh)) for size, splits in stretches)})"
@@ -111,7 +110,7 @@ def _factor(axes: list[str], size: int | None) -> str:
 
 
 def _types(compiled: Compiled) -> dict[str, TensorType]:
-    """Return the type of every parameter, input and placed value inside the model, which says how it lies."""
+    """Return the types, and so the placements, of all parameters, inputs and placed values inside the model."""
     types = {**compiled.build.types, **compiled.built.sites}
     sequences = [part for line in compiled.plan.context for part in compiled.mesh.parts(line.axis.text)]
     for action in (COUNTING, FORWARD):
@@ -122,12 +121,12 @@ def _types(compiled: Compiled) -> dict[str, TensorType]:
 
 
 def _without(type_: TensorType, axes: Sequence[str]) -> TensorType:
-    """Return a type that is whole over axes that other lines split it over."""
+    """Return a type with these axes unsplit: other lines of the plan split it over them."""
     return replace(type_, placement=type_.placement.replace(dict.fromkeys(axes, "I")))
 
 
 def _statement(compiled: Compiled, span: Span) -> int:
-    """Return the statement that contains a place."""
+    """Return the number of the statement that contains a span."""
     return next(
         index
         for index, statement in enumerate(compiled.plan.statements)

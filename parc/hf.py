@@ -1,4 +1,4 @@
-"""Models of transformers as a plan's `model` line names them: by class, or by a folder with a configuration.
+"""Models of transformers for a plan's `model` line: by class, or by a folder with a configuration.
 
     model "parc.hf:model" (name="Qwen2ForCausalLM", hidden_size=256, num_hidden_layers=4)
     model "parc.hf:folder" (path="qwen2")
@@ -16,6 +16,8 @@ from typing import Any
 
 from torch import nn
 
+_LAYERS = "num_hidden_layers"
+
 
 def model(name: str, **config: Any) -> nn.Module:
     """Make a model of a class of transformers, with its default configuration and these changes.
@@ -25,13 +27,13 @@ def model(name: str, **config: Any) -> nn.Module:
     """
     import transformers
 
-    found = getattr(transformers, name, None)
-    config_class = getattr(found, "config_class", None)
-    if found is None or config_class is None:
+    model_class = getattr(transformers, name, None)
+    config_class = getattr(model_class, "config_class", None)
+    if model_class is None or config_class is None:
         near = difflib.get_close_matches(name, dir(transformers), 3)
         meant = f"did you mean {' or '.join(near)}?" if near else "name one such as `LlamaForCausalLM`"
         raise ValueError(f"transformers has no model class `{name}`; {meant}")
-    return _made(found, config_class, {}, config)
+    return _configured(model_class, config_class, {}, config)
 
 
 def folder(path: str, **config: Any) -> nn.Module:
@@ -42,17 +44,17 @@ def folder(path: str, **config: Any) -> nn.Module:
     """
     import transformers
 
-    own = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
-    (name,) = own.get("architectures") or ("",)
-    found = getattr(transformers, name, None)
-    if found is None:
+    saved = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+    (name,) = saved.get("architectures") or ("",)
+    model_class = getattr(transformers, name, None)
+    if model_class is None:
         raise ValueError(f"config.json in `{path}` names no model class of transformers under `architectures`")
-    return _made(found, found.config_class, own, config)
+    return _configured(model_class, model_class.config_class, saved, config)
 
 
-def _made(model_class: Any, config_class: Any, own: dict[str, Any], changes: dict[str, Any]) -> nn.Module:
-    """Make a model of a configuration's own values with changes of them. Of a list with an entry for each layer, a
-    smaller model takes the first."""
+def _configured(model_class: Any, config_class: Any, saved: dict[str, Any], changes: dict[str, Any]) -> nn.Module:
+    """Make a model of a saved configuration with changes. Lists with an entry for each layer are cut to fewer
+    layers."""
     default = config_class()
     for name in changes:
         if not hasattr(default, name):
@@ -60,15 +62,12 @@ def _made(model_class: Any, config_class: Any, own: dict[str, Any], changes: dic
             near = difflib.get_close_matches(name, known, 3)
             meant = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(sorted(known)[:8])}, …"
             raise ValueError(f"{config_class.__name__} has no `{name}`; {meant}")
-    layers, fewer = own.get(_LAYERS), changes.get(_LAYERS)
+    layers, fewer = saved.get(_LAYERS), changes.get(_LAYERS)
     if layers is not None and fewer is not None:
-        own = {name: value[:fewer] if isinstance(value, list) and len(value) == layers else value
-               for name, value in own.items()}  # fmt: skip
-    config = config_class(**{**own, **changes})
+        saved = {name: value[:fewer] if isinstance(value, list) and len(value) == layers else value
+                 for name, value in saved.items()}  # fmt: skip
+    config = config_class(**{**saved, **changes})
     if getattr(config, "use_cache", False):
         config.use_cache = False  # a step trains on whole sequences
-    made: nn.Module = model_class._from_config(config)
-    return made
-
-
-_LAYERS = "num_hidden_layers"
+    module: nn.Module = model_class._from_config(config)
+    return module

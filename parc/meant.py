@@ -1,9 +1,8 @@
-"""A guess at a line that was meant otherwise: the change of a plan after which no gather happens that it did not ask
-for.
+"""Guesses at lines that were meant otherwise: the change of a plan after which it needs no unasked gather.
 
-A wrong claim shows where its values meet others, mostly at lines that are right. So each ``column`` and ``row`` line is
-changed for a try, as a person mistakes them (the other word, other groups of ``rows``), and the passes that place
-values are run on the same graph.
+A wrong placement causes gathers elsewhere, mostly at lines that are right. So each ``column`` and ``row`` line is
+changed as people mistake them (the other verb, other groups of ``rows``), and placements are propagated again on the
+same graph.
 """
 
 from __future__ import annotations
@@ -25,29 +24,28 @@ from parc.passes.pipeline import Trials
 from parc.passes.placing.partition import Reshard
 
 _MOST_OPERATORS = 3000
-"""The most operators of a graph for which changes are tried: each try takes as long as placing it."""
+"""The most operators of a graph for which changes are tried: each try propagates placements through the whole graph."""
 _TOGETHER = 2
-"""The most lines that may be wrong together."""
-_WORTH = 0.75
-"""The largest share of the traffic that may remain after changing a second line, if one line was enough against
-gathers."""
-
-
+"""The most lines that are changed together."""
+_MOST_LEFT = 0.75
+"""The largest share of the traffic that may remain after changing a second line, if the first change removed all
+unasked gathers already."""
 Edits = tuple[tuple[int, str], ...]
 """The numbers of changed lines, each with its new text."""
 
 
 @dataclass(frozen=True)
 class Meant:
-    """Lines of a plan with their probable meaning, and their cost in bytes of one rank in one forward."""
+    """Lines of a plan with the lines that were probably meant, and the bytes that a rank gathers for them in a
+    forward."""
 
     lines: tuple[tuple[Span, str], ...]
     bytes: int
 
 
 def unasked_gathers(plan: Plan, reshards: Sequence[Reshard]) -> list[Reshard]:
-    """Return the conversions that move parts of a value between ranks though no line of the plan asks for them. A
-    ``context`` line asks for those of attention's keys."""
+    """Return the reshards that gather or exchange a split value though no line of the plan asks for it. A ``context``
+    line asks for those of attention's keys."""
     split = {line.axis.text for line in plan.context}
     return [
         reshard
@@ -57,22 +55,23 @@ def unasked_gathers(plan: Plan, reshards: Sequence[Reshard]) -> list[Reshard]:
 
 
 def find_meant(compiled: Compiled) -> Meant | None:
-    """Return the change of one or two lines after which no value is gathered or exchanged unasked. Return None if there
-    is no such change, or if nothing is gathered as the plan is."""
+    """Return the change of one or two lines after which no value is gathered or exchanged unasked; None if no change
+    does that, or if the plan needs none."""
     cost = _gathered(compiled.plan, compiled.built.reshards)
     if not cost or len(compiled.captured.graph.nodes) > _MOST_OPERATORS:
         return None
     plan = compiled.plan
-    best, lines = _sent(compiled.built.reshards), dict[int, str]()
+    best, lines = _bytes_sent(compiled.built.reshards), dict[int, str]()
     groups = {group for reshard in unasked_gathers(plan, compiled.built.reshards)
               for kind in (reshard.source, reshard.result) for group in _groups(kind)}  # fmt: skip
     left, trials = cost, Trials(compiled.captured)
     while len(lines) < _TOGETHER:
-        tries = [(_sent(reshards), len(edits), edits, changed, reshards) for edits, changed in _changes(plan, groups)
+        tries = [(_bytes_sent(reshards), len(edits), edits, changed, reshards)
+                 for edits, changed in _changes(plan, groups)
                  if (reshards := _tried(compiled, changed, trials)) is not None]  # fmt: skip
         none: tuple[int, int, Edits, Plan, Sequence[Reshard]] = (best, 0, (), plan, ())
         sent, _, edits, changed, reshards = min(tries, key=lambda tried: tried[:3], default=none)
-        if sent >= best * (1 if left else _WORTH):
+        if sent >= best * (1 if left else _MOST_LEFT):
             break
         best, plan, left = sent, changed, _gathered(changed, reshards)
         lines.update(edits)
@@ -89,14 +88,14 @@ def _gathered(plan: Plan, reshards: Sequence[Reshard]) -> int:
     return sum(reshard.bytes for reshard in unasked_gathers(plan, reshards))
 
 
-def _sent(reshards: Sequence[Reshard]) -> int:
-    """Return the bytes of all that a rank sends or sums."""
+def _bytes_sent(reshards: Sequence[Reshard]) -> int:
+    """Return the bytes of all reshards of a rank."""
     return sum(reshard.bytes for reshard in reshards)
 
 
 def _changes(plan: Plan, groups: set[int]) -> Iterator[tuple[Edits, Plan]]:
-    """Yield the plan with one of its own lines changed, for each way to mistake that line, and with the words of two
-    lines exchanged that follow each other."""
+    """Yield the plan with one of its lines changed, for each way to mistake that line, and with the verbs of two lines
+    in succession exchanged."""
     lines = [
         (line.arguments.statement.span, line)
         for line in plan.placements
@@ -143,7 +142,7 @@ def _mistakes(text: str, line: SplitWeights, groups: set[int]) -> Iterator[str]:
 
 
 def _tried(compiled: Compiled, plan: Plan, trials: Trials) -> Sequence[Reshard] | None:
-    """Return the conversions of another plan for the same model; None if that plan does not fit it."""
+    """Return the reshards of another plan for the same model; None if that plan does not fit it."""
     sizes = {name: size.high for name, size in plan.sizes.items()}
     try:
         asked = ask(fixed(plan, sizes), compiled.folder, compiled.recorded, compiled.captured)

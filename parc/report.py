@@ -1,5 +1,4 @@
-"""Rows of a build's report that follow from its plan, its programs and its schedule: for making a report, and for
-checking one."""
+"""Rows of a build's report that follow from its plan, programs and schedule: to write a report, and to check one."""
 
 from __future__ import annotations
 
@@ -31,10 +30,10 @@ from parc.compiler.resolve.pattern import Pattern
 from parc.compiler.sizes.size_range import BATCH
 from parc.grammar.diagnostics import PlanError
 
-_APART = 0.01
-"""The difference of two estimates from which on a report names both."""
+_MOST_APART = 0.01
+"""The relative difference of two estimates above which a report names both."""
 LINES = re.compile(r" plan:\d+|(?<=\.py):\d+\b")
-"""The numbers of a plan's lines and of a model's lines in texts."""
+"""The line numbers of plans and of models in texts."""
 
 
 def program_rows(build: Build, plan: Plan) -> dict[str, Any]:
@@ -52,7 +51,7 @@ def program_rows(build: Build, plan: Plan) -> dict[str, Any]:
         "batch": _batch_row(build),
         "roles": list(build.roles),
         **_stage_rows(build),
-        "parameters": sum(_count(build, name) for name in build.types),
+        "parameters": sum(_real_entries(build, name) for name in build.types),
         "memory": [_memory_row(build, plan, role) for role in build.roles.values()],
         "communication": rows,
         **_expert_rows(build, plan),
@@ -60,8 +59,7 @@ def program_rows(build: Build, plan: Plan) -> dict[str, Any]:
 
 
 def _batch_row(build: Build) -> dict[str, int] | None:
-    """Return the samples of a step's batch, and into how many microbatches and for how many ranks they are split; None
-    where no input has a dim of samples."""
+    """Return the samples of a step's batch, its microbatches and its data ranks; None if no input has a batch dim."""
     values = build.programs[FORWARD].main.bound("input")
     dims = {line["name"]: line["dims"].index(BATCH) for line in build.manifest["inputs"] if BATCH in line["dims"]}
     if not dims:
@@ -74,8 +72,8 @@ def _batch_row(build: Build) -> dict[str, int] | None:
 
 
 def _stage_rows(build: Build) -> dict[str, Any]:
-    """Return each stage with its layers, its parameters and the operations of a step on one of its ranks, and the share
-    of a step's longest path in which the ranks of each role do not work."""
+    """Return each stage with its layers, parameters and the FLOPs of a step on one of its ranks, and the idle share of
+    each role in a step."""
     rows, timeline = [], step_timeline(build.roles)
     of_stage = {stage: role for role in build.roles.values() for stage in role.stages}
     for stage, flops in stage_flops(build.roles).items():
@@ -86,7 +84,7 @@ def _stage_rows(build: Build) -> dict[str, Any]:
         rows.append(
             {
                 "stage": stage, "role": role.name, "layers": len(layers),
-                "parameters": sum(_count(build, name) for name in held),
+                "parameters": sum(_real_entries(build, name) for name in held),
                 "flops": sum(flops.values()) * build.microbatches,
             }
         )  # fmt: skip
@@ -94,7 +92,7 @@ def _stage_rows(build: Build) -> dict[str, Any]:
 
 
 def seen_from(name: str, plan: Plan, mesh: Mesh) -> Mesh:
-    """Return the mesh whose texts name axes as a module or a parameter sees them; "" is no module."""
+    """Return the mesh with the axes that a module or a parameter sees in its texts; "" is no module."""
     path = name.split(".")
     inside = [".".join(path[:depth]) for depth in range(1, len(path) + 1)]
     for line in plan.views:
@@ -104,7 +102,8 @@ def seen_from(name: str, plan: Plan, mesh: Mesh) -> Mesh:
 
 
 def _expert_rows(build: Build, plan: Plan) -> dict[str, Any]:
-    """Return the layers of experts, alike ones together, with the memory of a rank that all tokens choose."""
+    """Return the layers of experts, alike ones together, with the peak memory of a rank to which all tokens are
+    routed."""
     rows: dict[str, dict[str, Any]] = {}
     for module, fact in build.manifest.get("experts", {}).items():
         row = {
@@ -122,14 +121,13 @@ def _expert_rows(build: Build, plan: Plan) -> dict[str, Any]:
 
 
 def memory_of(build: Build, plan: Plan, role: Role, load: float | None = None) -> Memory:
-    """Return the memory of a rank of a role, with the library that needs more."""
+    """Return the memory of a rank of a role, with the matrix library that needs more."""
     return max(memory_by_library(build, plan, role, load).values(), key=lambda memory: memory.peak_bytes)
 
 
 def memory_by_library(build: Build, plan: Plan, role: Role, load: float | None = None) -> dict[str, Memory]:
-    """Return the memory of a rank of a role by the name of the library that multiplies: a build does not know on which
-    device it will run. It is that of the busiest rank of experts, at the load that the plan's lines state or at the one
-    given."""
+    """Return the memory of a rank of a role by the name of the matrix library: a build does not know on which device it
+    will run. ``load`` is the load of the busiest rank of experts; that of the plan's lines if it is left out."""
     load = max((e.load for e in plan.placements if isinstance(e, Experts)), default=1.0) if load is None else load
     arguments = role.programs, role.actions, build.types, _moments(build, plan), plan.offloaded
     room = room_of(*arguments)
@@ -157,16 +155,16 @@ def _memory_row(build: Build, plan: Plan, role: Role) -> dict[str, Any]:
     memories = memory_by_library(build, plan, role)
     memory = max(memories.values(), key=lambda memory: memory.peak_bytes)
     peaks = {name: memory.peak_bytes for name, memory in memories.items()}
-    own = {name for program in role.programs.values() for name in program.main.bound(*PARAMETERS)}
+    parameters = {name for program in role.programs.values() for name in program.main.bound(*PARAMETERS)}
     return {
         "role": role.name, "peak_bytes": memory.peak_bytes, **asdict(memory),
         "state": state_bytes(role.programs, build.types, _moments(build, plan)),
-        "of": sum(_count(build, name) for name in own & build.types.keys()),
-        **({"peak_by_library": peaks} if max(peaks.values()) > (1 + _APART) * min(peaks.values()) else {}),
+        "of": sum(_real_entries(build, name) for name in parameters & build.types.keys()),
+        **({"peak_by_library": peaks} if max(peaks.values()) > (1 + _MOST_APART) * min(peaks.values()) else {}),
     }  # fmt: skip
 
 
-def _count(build: Build, name: str) -> int:
+def _real_entries(build: Build, name: str) -> int:
     return math.prod(real_shape(build.types[name].shape, build.pads.get(name, ())))
 
 
@@ -174,7 +172,7 @@ def plan_of(build: Build) -> Plan:
     """Read the plan that a build holds.
 
     Raises:
-        BuildError: it is none.
+        BuildError: the build's `plan.parc` is no plan.
     """
     try:
         return read_plan(build.path / "plan.parc")
@@ -184,8 +182,8 @@ def plan_of(build: Build) -> Plan:
 
 
 def report_faults(build: Build, plan: Plan) -> list[Fault]:
-    """Return the faults of a build's report that its programs and its schedule contradict. Errors of tests, the plan's
-    lines and what the build was asked for are not in these: only a recompilation can check them."""
+    """Return the facts of a build's report that its programs and its schedule contradict. Numeric errors, lines of the
+    plan and build options are not checked here: only a recompilation can check them."""
     wanted = json.loads(json_text(unlined(program_rows(build, plan))))
     return [
         Fault("facts", "report.json", f"`{key}` is not what the programs say")
@@ -195,7 +193,7 @@ def report_faults(build: Build, plan: Plan) -> list[Fault]:
 
 
 def unlined(value: Any) -> Any:
-    """Return a value without numbers of lines: a build keeps its plan in another layout than it was written in."""
+    """Return a value without line numbers: a build keeps its plan formatted anew."""
     if isinstance(value, Mapping):
         return {key: unlined(inner) for key, inner in value.items() if key != "line"}
     if isinstance(value, str):

@@ -14,16 +14,9 @@ from parc.compiler.sizes.template import sizes_text
 from parc.grammar.syntax import size_text
 
 
-def _view_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the rows of other axes that parts of the model see."""
-    for view in report.get("views", ()):
-        axes = ", ".join(f"{axis}={size}" for axis, size in zip(view["axes"], view["sizes"], strict=True))
-        yield "", f"{', '.join(view['over'])} as {axes} in {', '.join(view['in'])}"
-
-
 def fact_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the facts of a build's report as names and sentences; a fact without a name goes on with the one before.
-    Communication and checks are not in it."""
+    """Return the facts of a build's report, but for communication and checks, as names and sentences. A row without a
+    name continues the one before."""
     mesh = ", ".join(f"{axis}={size}" for axis, size in report["mesh"].items()) or "one rank"
     rows = [("mesh", f"{mesh} ({report['world']} rank{'s' * (report['world'] != 1)})"), *_view_rows(report),
             ("roles", ", ".join(report["roles"])), ("parameters", f"{report['parameters']:,}"),
@@ -31,10 +24,10 @@ def fact_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     if any(".." in size for size in report["sizes"].values()):
         rows.append(("sizes", f"{sizes_text(report['sizes'])}; bytes are those of the largest"))
     rows += _memory_rows(report)
-    rows += [("experts" if at == 0 else "", text) for at, text in enumerate(_expert_texts(report))]
-    rows += [("made again" if at == 0 else "", text) for at, text in enumerate(_again_texts(report.get("recompute")))]
-    rows += [("a parameter" if at == 0 else "", text) for at, text in enumerate(_state_texts(report["memory"]))]
-    rows += [("padding" if at == 0 else "", text) for at, text in enumerate(_padding_texts(report["padding"]))]
+    rows += _under("experts", _expert_texts(report))
+    rows += _under("made again", _recompute_texts(report.get("recompute")))
+    rows += _under("a parameter", _state_texts(report["memory"]))
+    rows += _under("padding", _padding_texts(report["padding"]))
     if whole := report["stored_whole"]:
         names = f"{len(whole)} parameter{'s' * (len(whole) != 1)}"
         rows.append(("stored whole", f"{names}, {size_text(sum(whole.values()))}: no dim divides without much padding"))
@@ -43,41 +36,33 @@ def fact_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         saved = f", at most {size_text(entry['saved_bytes'])} less a step from a rank" if "saved_bytes" in entry else ""
         rows.append(("rounds", f"{entry['directive']} (line {entry['line']}{saved})"))
     if sent := report["sent_whole"]:
-        names = f"{len(sent)} gradient{'s' * (len(sent) != 1)}"
-        rows.append(
-            (
-                "not rounded",
-                f"{names}, {size_text(sum(sent.values()))}: no dim divides, or of another type or several stages",
-            )
-        )
+        names = f"{len(sent)} gradient{'s' * (len(sent) != 1)}, {size_text(sum(sent.values()))}"
+        rows.append(("not rounded", f"{names}: no dim divides, or of another type or several stages"))
     return rows
 
 
-def unit_of(report: Mapping[str, Any]) -> str:
-    """Return what a build does at a time: a step of training, or a batch of predictions."""
-    return "step" if report["purpose"] == "training" else "batch"
+def _under(name: str, texts: Iterable[str]) -> list[tuple[str, str]]:
+    """Return rows of one name, which stands in the first of them."""
+    return [(name if at == 0 else "", text) for at, text in enumerate(texts)]
 
 
-def _of_roles(texts: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Return the roles that have each text, in words, where not all have the same.
-
-    >>> _of_roles([("pp0", "all"), ("pp1", "all")]), _of_roles([("pp0", "all"), ("pp1", "none"), ("pp2", "none")])
-    ({'all': ''}, {'all': 'pp0: ', 'none': 'pp1..2: '})
-    """
-    alike: dict[str, list[str]] = {}
-    for role, text in texts:
-        alike.setdefault(text, []).append(role)
-    return {text: f"{role_names(roles)}: " if len(alike) > 1 else "" for text, roles in alike.items()}
+def _view_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield a row for each view: the axes that a part of the model sees."""
+    for view in report.get("views", ()):
+        axes = ", ".join(f"{axis}={size}" for axis, size in zip(view["axes"], view["sizes"], strict=True))
+        yield "", f"{', '.join(view['over'])} as {axes} in {', '.join(view['in'])}"
 
 
-def role_names(roles: Sequence[str]) -> str:
-    """Return the names of roles of one axis, which end in numbers."""
-    name = roles[0].rstrip("0123456789")
-    return name + number_ranges(role.removeprefix(name) for role in roles)
+def _batch_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the row of a step's batch: samples of a microbatch on a rank x microbatches x data ranks."""
+    if (batch := report["batch"]) is not None:
+        samples, count, ranks = batch["samples"], batch["microbatches"], batch["data_ranks"]
+        text = f"{samples:,} sample{'s' * (samples != 1)}: {samples // (count * ranks):,} a microbatch "
+        yield "batch", f"{text}x {count} microbatch{'es' * (count != 1)} x {ranks} data rank{'s' * (ranks != 1)}"
 
 
 def _memory_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the rows of the memory of ranks, and of what they offload; roles that are alike share them."""
+    """Yield the rows of peak memory, and of what is offloaded; roles that are alike share them."""
     shown = MEMORY_KINDS[:4] if report["purpose"] == "training" else ()
     alike: dict[tuple[str, str], list[str]] = {}
     for entry in report["memory"]:
@@ -85,62 +70,32 @@ def _memory_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         library, least = min(entry.get("peak_by_library", {"": 0}).items(), key=lambda pair: pair[1])
         less = f", {size_text(least)} where {library} multiplies float32" if library else ""
         away = ", ".join(f"{word} {size_text(size)}" for word, size in entry["offloaded"].items())
-        alike.setdefault((f"peak {size_text(entry['peak_bytes'])} a rank ({held}){less}", away), []).append(
-            entry["role"]
-        )
+        peak = f"peak {size_text(entry['peak_bytes'])} a rank ({held}){less}"
+        alike.setdefault((peak, away), []).append(entry["role"])
     for (text, away), roles in alike.items():
         yield "memory", f"{role_names(roles)}: {text}"
         if away:
             yield "", f"beside it {away}"
 
 
-def across_text(report: Mapping[str, Any]) -> str:
-    """Return what one rank sends to other nodes; "" where the plan names none."""
-    if (across := report.get("across_nodes")) is None:
-        return ""
-    saved = across["in_one_level"] - across["bytes"]
-    less = f", {size_text(saved)} less than in one level" if saved else ""
-    return f"at most {size_text(across['bytes'])} a {unit_of(report)} from one rank{less}"
+def _expert_texts(report: Mapping[str, Any]) -> Iterable[str]:
+    """Yield lines about layers of experts: experts of a rank, and memory at the planned and at the worst load."""
+    for row in report.get("experts", ()):
+        each = f", {row['experts'] // row['ranks']} a rank" if row["ranks"] > 1 else ""
+        moved = f"; {row['rate']:g} a step moves the router's bias, beyond the model's own code" if row["rate"] else ""
+        if row["capacity"] is not None:
+            moved += f"; capacity {row['capacity']:g} leaves out tokens that come late, beyond the model's own code"
+        layers = f"{row['layers']} layer{'s' * (row['layers'] != 1)}"
+        yield f"{row['modules']}: {layers} of {row['experts']}{each}, {row['top']} a token{moved}"
+    split = [row for row in report.get("experts", ()) if row["ranks"] > 1 and row["capacity"] is None]
+    if split:
+        load = max(row["load"] for row in split)
+        most = size_text(report["experts_peak_bytes"])
+        yield f"memory is that of a rank with {load:g} times the mean of their rows, and {most} with all that can come"
 
 
-def check_texts(report: Mapping[str, Any]) -> list[str]:
-    """Return sentences about the checks of a build: their outcomes, and how exact its numbers are."""
-    texts = [", ".join(f"{name} {how}" for name, how in report["checks"].items())]
-    if "numbers" in report:
-        numbers = report["numbers"]
-        worst = max(numbers.get(kind, 0) for kind in ("loss", "gradient", "parameter", "output"))
-        units = "steps" if unit_of(report) == "step" else "batches"
-        texts.append(f"numbers: {numbers['steps']} {units} of all ranks on {numbers['on']}, "
-                     f"largest relative error {worst:.1e} (at most {numbers['tolerance']:.0e})")  # fmt: skip
-        if margin := numbers.get("margin"):
-            texts.append(f"top-k: the closest scores that it tells apart differ by {margin['apart']:.1e} of the "
-                         f"largest, in {margin['at']}")  # fmt: skip
-    return texts
-
-
-_STATE_WORDS = {"weights": "copies to compute with"}
-"""The words for a part of a rank's training state, where its own name says too little."""
-
-
-def _state_texts(entries: Iterable[Mapping[str, Any]]) -> Iterable[str]:
-    """Return lines about the bytes of a rank's training state for each parameter that its role has; roles that are
-    alike share a line.
-
-    >>> state = {"parameters": 400, "weights": 200, "gradients": 0, "optimizer": 800}
-    >>> _state_texts([{"role": "stage0", "of": 100, "state": state}])
-    ['14 bytes of state a rank (parameters 4, copies to compute with 2, optimizer 8), 1,400 in all']
-    """
-    texts = []
-    for entry in (entry for entry in entries if entry["of"]):
-        parts = {word: size / entry["of"] for word, size in entry["state"].items() if size}
-        words = ", ".join(f"{_STATE_WORDS.get(word, word)} {share:.4g}" for word, share in parts.items())
-        text = f"{sum(parts.values()):.4g} bytes of state a rank ({words}), {sum(entry['state'].values()):,} in all"
-        texts.append((entry["role"], text))
-    return [f"{roles}{text}" for text, roles in _of_roles(texts).items()]
-
-
-def _again_texts(chosen: Mapping[str, Any] | None) -> Iterable[str]:
-    """Return lines about the blocks that a line has chosen to make again, and what that costs; roles that are alike
+def _recompute_texts(chosen: Mapping[str, Any] | None) -> Iterable[str]:
+    """Yield lines about the blocks that a `recompute` line with `fit` has chosen, and their cost; roles that are alike
     share a line."""
     texts = []
     for row in chosen["roles"] if chosen is not None else ():
@@ -157,28 +112,36 @@ def _again_texts(chosen: Mapping[str, Any] | None) -> Iterable[str]:
         yield f"so that a rank needs at most {size_text(chosen['fit'])} (line {chosen['line']})"
 
 
-def _expert_texts(report: Mapping[str, Any]) -> Iterable[str]:
-    """Return lines about layers of experts: how many a rank has, and what their loads do to its memory."""
-    for row in report.get("experts", ()):
-        each = f", {row['experts'] // row['ranks']} a rank" if row["ranks"] > 1 else ""
-        moved = f"; {row['rate']:g} a step moves the router's bias, beyond the model's own code" if row["rate"] else ""
-        if row["capacity"] is not None:
-            moved += f"; capacity {row['capacity']:g} leaves out tokens that come late, beyond the model's own code"
-        layers = f"{row['layers']} layer{'s' * (row['layers'] != 1)}"
-        yield f"{row['modules']}: {layers} of {row['experts']}{each}, {row['top']} a token{moved}"
-    split = [row for row in report.get("experts", ()) if row["ranks"] > 1 and row["capacity"] is None]
-    if split:
-        load = max(row["load"] for row in split)
-        most = size_text(report["experts_peak_bytes"])
-        yield f"memory is that of a rank with {load:g} times the mean of their rows, and {most} with all that can come"
+def _state_texts(entries: Iterable[Mapping[str, Any]]) -> Iterable[str]:
+    """Return lines about the bytes of training state that a rank has for each parameter; roles that are alike share a
+    line.
+
+    >>> state = {"parameters": 400, "weights": 200, "gradients": 0, "optimizer": 800}
+    >>> _state_texts([{"role": "stage0", "of": 100, "state": state}])
+    ['14 bytes of state a rank (parameters 4, copies to compute with 2, optimizer 8), 1,400 in all']
+    """
+    texts = []
+    for entry in (entry for entry in entries if entry["of"]):
+        parts = {word: size / entry["of"] for word, size in entry["state"].items() if size}
+        words = ", ".join(f"{_STATE_WORDS.get(word, word)} {share:.4g}" for word, share in parts.items())
+        text = f"{sum(parts.values()):.4g} bytes of state a rank ({words}), {sum(entry['state'].values()):,} in all"
+        texts.append((entry["role"], text))
+    return [f"{roles}{text}" for text, roles in _of_roles(texts).items()]
 
 
-def _batch_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the row of the samples of a step: those of a microbatch on a rank, microbatches, ranks of data."""
-    if (batch := report["batch"]) is not None:
-        samples, count, ranks = batch["samples"], batch["microbatches"], batch["data_ranks"]
-        text = f"{samples:,} sample{'s' * (samples != 1)}: {samples // (count * ranks):,} a microbatch "
-        yield "batch", f"{text}x {count} microbatch{'es' * (count != 1)} x {ranks} data rank{'s' * (ranks != 1)}"
+_STATE_WORDS = {"weights": "copies to compute with"}
+"""The words for parts of the training state whose names say too little."""
+
+
+def _padding_texts(entries: Iterable[Mapping[str, Any]]) -> Iterable[str]:
+    """Return lines about padded values. Alike values of numbered modules share a line."""
+    alike: dict[str, int] = {}
+    for entry in entries:
+        name = ".".join("*" if word.isdigit() else word for word in entry["value"].split("."))
+        line = f", line {entry['line']}" if entry["line"] else ""
+        text = f"{name}: dim {entry['dim']} of {entry['from']:,} entries to {entry['to']:,}{line}"
+        alike[text] = alike.get(text, 0) + 1
+    return [text + (f" (x{count})" if count > 1 else "") for text, count in alike.items()]
 
 
 def schedule_words(report: Mapping[str, Any]) -> str:
@@ -190,15 +153,77 @@ def schedule_words(report: Mapping[str, Any]) -> str:
 
 
 def idle_words(report: Mapping[str, Any]) -> str:
-    """Return the share of a step in which ranks are idle; where they differ, that of the busiest and of the idlest."""
+    """Return the idle share of ranks in a step; the least and the largest if they differ."""
     least, most = (f"{100 * choose(report['idle'].values()):.0f}" for choose in (min, max))
     return f"{least}% idle" if least == most else f"{least} to {most}% idle"
 
 
+def unit_of(report: Mapping[str, Any]) -> str:
+    """Return the unit of a build's work: a step of training, or a batch of predictions."""
+    return "step" if report["purpose"] == "training" else "batch"
+
+
+def _of_roles(texts: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Return each text with the names of its roles; without them if all roles share one text.
+
+    >>> _of_roles([("pp0", "all"), ("pp1", "all")]), _of_roles([("pp0", "all"), ("pp1", "none"), ("pp2", "none")])
+    ({'all': ''}, {'all': 'pp0: ', 'none': 'pp1..2: '})
+    """
+    alike: dict[str, list[str]] = {}
+    for role, text in texts:
+        alike.setdefault(text, []).append(role)
+    return {text: f"{role_names(roles)}: " if len(alike) > 1 else "" for text, roles in alike.items()}
+
+
+def role_names(roles: Sequence[str]) -> str:
+    """Return the names of roles of one axis, such as `pp0..3`."""
+    name = roles[0].rstrip("0123456789")
+    return name + number_ranges(role.removeprefix(name) for role in roles)
+
+
+def number_ranges(words: Iterable[str | int]) -> str:
+    """Return numbers in order as a label.
+
+    >>> number_ranges(["0", "1", "2", "3", "5", "7", "8"])
+    '0..3,5,7..8'
+    """
+    runs: list[list[int]] = []
+    for number in map(int, words):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(f"{run[0]}..{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def across_text(report: Mapping[str, Any]) -> str:
+    """Return words on the bytes that a rank sends to other nodes; "" without a `node` line."""
+    if (across := report.get("across_nodes")) is None:
+        return ""
+    saved = across["in_one_level"] - across["bytes"]
+    less = f", {size_text(saved)} less than in one level" if saved else ""
+    return f"at most {size_text(across['bytes'])} a {unit_of(report)} from one rank{less}"
+
+
+def check_texts(report: Mapping[str, Any]) -> list[str]:
+    """Return sentences about the checks of a build: outcomes, and the errors of its numbers."""
+    texts = [", ".join(f"{name} {how}" for name, how in report["checks"].items())]
+    if "numbers" in report:
+        numbers = report["numbers"]
+        worst = max(numbers.get(kind, 0) for kind in ("loss", "gradient", "parameter", "output"))
+        units = "steps" if unit_of(report) == "step" else "batches"
+        texts.append(f"numbers: {numbers['steps']} {units} of all ranks on {numbers['on']}, "
+                     f"largest relative error {worst:.1e} (at most {numbers['tolerance']:.0e})")  # fmt: skip
+        if margin := numbers.get("margin"):
+            texts.append(f"top-k: the closest scores that it tells apart differ by {margin['apart']:.1e} of the "
+                         f"largest, in {margin['at']}")  # fmt: skip
+    return texts
+
+
 def stage_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """Return a table of a pipeline's stages, with its head: their numbers, the coordinates of their ranks, layers,
-    parameters, operations of a step on a rank, and the idle share of the rank. Alike stages that follow each other
-    share a row. Without stages it is empty."""
+    """Return a table of a pipeline's stages, with its head: stage numbers, coordinates of ranks, layers, parameters,
+    FLOPs of a step on a rank, and its idle share. Alike stages that follow each other share a row; empty without
+    stages."""
 
     def facts(row: Mapping[str, Any]) -> tuple[str, ...]:
         idle = f"{report['idle'][row['role']]:.0%}"
@@ -223,36 +248,10 @@ def flops_text(count: float) -> str:
     return f"{count / 1000**power:.4g} {'kMGTPE'[power - 1] if power else ''}FLOP"
 
 
-def number_ranges(words: Iterable[str | int]) -> str:
-    """Return numbers in order as a label.
-
-    >>> number_ranges(["0", "1", "2", "3", "5", "7", "8"])
-    '0..3,5,7..8'
-    """
-    found: list[list[int]] = []
-    for number in map(int, words):
-        if found and number == found[-1][-1] + 1:
-            found[-1].append(number)
-        else:
-            found.append([number])
-    return ",".join(f"{run[0]}..{run[-1]}" if len(run) > 1 else str(run[0]) for run in found)
-
-
-def _padding_texts(entries: Iterable[Mapping[str, Any]]) -> Iterable[str]:
-    """Return lines about values that are longer than in the model. Alike values of numbered modules share a line."""
-    alike: dict[str, int] = {}
-    for entry in entries:
-        name = ".".join("*" if word.isdigit() else word for word in entry["value"].split("."))
-        line = f", line {entry['line']}" if entry["line"] else ""
-        text = f"{name}: dim {entry['dim']} of {entry['from']:,} entries to {entry['to']:,}{line}"
-        alike[text] = alike.get(text, 0) + 1
-    return [text + (f" (x{count})" if count > 1 else "") for text, count in alike.items()]
-
-
 @dataclass(frozen=True, slots=True)
 class Traffic:
     """The collectives of one rank in one step: their number, the bytes that it sends for them, and how many of these
-    travel while it works."""
+    bytes are overlapped with compute."""
 
     count: int = 0
     bytes: int = 0
@@ -263,54 +262,50 @@ class Traffic:
 
 
 def traffic_by(entries: Iterable[Mapping[str, Any]], *keys: str) -> dict[tuple[Any, ...], Traffic]:
-    """Return what a rank sends in a step by some facts of its collectives, such as ``axis``; of several roles that of
-    the one that sends most."""
+    """Return the traffic of a rank in a step, grouped by ``keys`` of its collectives such as ``axis``; of several roles
+    that of the role that sends most."""
     sums: dict[tuple[Any, ...], dict[str, Traffic]] = {}
     for entry in entries:
         roles = sums.setdefault(tuple(entry[key] for key in keys), {})
         size = entry["count_per_step"] * entry["wire_bytes"]
-        own = Traffic(entry["count_per_step"], size, size * entry["hidden"])
-        roles[entry["role"]] = roles.get(entry["role"], Traffic()) + own
+        traffic = Traffic(entry["count_per_step"], size, size * entry["hidden"])
+        roles[entry["role"]] = roles.get(entry["role"], Traffic()) + traffic
     return {
         key: max(roles.values(), key=lambda sent: (sent.bytes, sent.hidden, sent.count)) for key, roles in sums.items()
     }
 
 
 def traffic_rows(entries: Collection[Mapping[str, Any]]) -> list[tuple[str, str, str, str, Traffic]]:
-    """Return axis, phase, operator and use of a rank's collectives, and what it sends for them in one step, by phase
-    and axis."""
+    """Return rows of a rank's traffic in one step: axis, phase, operator, use, traffic; sorted by phase and axis."""
     axes = list(dict.fromkeys(entry["axis"] for entry in entries))
     sent = traffic_by(entries, "axis", "phase", "op", "carries")
     order = sorted(sent, key=lambda key: (PHASES.index(key[1]), axes.index(key[0])))
     return [(*key, sent[key]) for key in order]
 
 
-# ---- explanations in words of the short forms of placements, for the places where they are printed.
-
-
-_SPLIT = re.compile(r"S\((\d+)(?:,([\d+]+))?\)")
-_WORDS = {
-    "P": "P: every rank has a part of a sum, which is added up over the ranks",
-    "R": "R: every rank has the same value, and uses it with different data",
-    "I": "I: every rank has the same value, and all do the same with it",
-}
-
-
 def in_words(kinds: Iterable[str]) -> list[str]:
-    """Return one sentence for each different placement on an axis.
+    """Return one sentence for each different placement on an axis, given in its short form.
 
     >>> in_words(["S(2)", "S(0,3)", "S(2)"])
     ['S(2): dim 2 is split', 'S(0,3): dim 0 is 3 equal groups one after the other, each of which is split']
     """
-    return [_word(kind) for kind in dict.fromkeys(kinds)]
+    return [_kind_words(kind) for kind in dict.fromkeys(kinds)]
 
 
-def _word(kind: str) -> str:
+def _kind_words(kind: str) -> str:
     match = _SPLIT.fullmatch(kind)
     if match is None:
-        return _WORDS.get(kind, kind)
+        return _KIND_WORDS.get(kind, kind)
     dim, groups = match.groups()
     if groups is None:
         return f"{kind}: dim {dim} is split"
     how = f"groups of {groups.replace('+', ' and ')} parts" if "+" in groups else f"{groups} equal groups"
     return f"{kind}: dim {dim} is {how} one after the other, each of which is split"
+
+
+_SPLIT = re.compile(r"S\((\d+)(?:,([\d+]+))?\)")
+_KIND_WORDS = {
+    "P": "P: every rank has a part of a sum, which is added up over the ranks",
+    "R": "R: every rank has the same value, and uses it with different data",
+    "I": "I: every rank has the same value, and all do the same with it",
+}

@@ -1,4 +1,4 @@
-"""Tables of a build for its readers: parameters, modules and programs, alike rows of numbered modules together."""
+"""Tables of a build's parameters, modules, optimizer groups and programs; alike numbered modules share a row."""
 
 from __future__ import annotations
 
@@ -22,24 +22,14 @@ def parameter_table(build: Build) -> list[dict[str, Any]]:
         type_, mesh = parse_type(text, build.mesh), seen_from(name, plan, build.mesh)
         placement: dict[str, str] = {}
         for axis in mesh.joined(mesh.names):
-            parts = mesh.parts(axis)
-            whole = type_.placement.as_one(parts, mesh)
-            kinds = (
-                {axis: whole}
-                if whole is not None
-                else {name: type_.placement[part] for part in parts for name in mesh.joined((part,))}
-            )
-            placement |= {name: str(kind) for name, kind in kinds.items()}
+            sub_axes = mesh.parts(axis)
+            if (kind := type_.placement.as_one(sub_axes, mesh)) is not None:
+                placement[axis] = str(kind)
+            else:
+                placement |= {name: str(type_.placement[sub]) for sub in sub_axes for name in mesh.joined((sub,))}
         size = math.prod(type_.local(mesh)) * type_.dtype.itemsize
-        rows.append(
-            {
-                "name": name,
-                "type": type_.text(mesh),
-                "shape": list(type_.shape),
-                "placement": placement,
-                "local_bytes": size,
-            }
-        )
+        rows.append({"name": name, "type": type_.text(mesh), "shape": list(type_.shape), "placement": placement,
+                     "local_bytes": size})  # fmt: skip
     return rows
 
 
@@ -51,8 +41,8 @@ def module_rows(build: Build) -> list[tuple[object, ...]]:
             if "*" not in module and module not in build.manifest["parameters"]:
                 weights.setdefault(module, [])
     for name, text in build.manifest["parameters"].items():
-        module, _, own = name.rpartition(".")
-        weights.setdefault(module, []).append(f"{own} {text}")
+        module, _, parameter = name.rpartition(".")
+        weights.setdefault(module, []).append(f"{parameter} {text}")
     for module in list(weights):
         parts = module.split(".")
         for count in range(1, len(parts)):
@@ -78,7 +68,7 @@ def parameter_rows(parameters: list[dict[str, Any]], lines: dict[str, str]) -> l
 
 
 def group_rows(build: Build) -> list[tuple[object, ...]]:
-    """Return rows of a table of the optimizer's groups: what is set for each, its parameters' number and patterns."""
+    """Return rows of a table of the optimizer's groups: settings, number of parameters, their patterns."""
     line, frozen = build.manifest["optimizer"], {*build.manifest["frozen"]}
     trained = [name for name in build.manifest["parameters"] if name not in frozen]
     rows: list[tuple[object, ...]] = []
@@ -86,26 +76,26 @@ def group_rows(build: Build) -> list[tuple[object, ...]]:
         alike: dict[str, list[str]] = {}
         for name in sorted({*group["parameters"]} - frozen, key=natural):
             alike.setdefault(starred(name), []).append(name)
-        given = ", ".join(f"{name} {value}" for name, value in group["set"].items())
-        names = ", ".join(pattern_of(names, trained) for names in alike.values())
-        rows.append((given, sum(map(len, alike.values())), names))
-    own = len(trained) - sum(int(str(row[1])) for row in rows)
-    return [(f"lr {line['lr']}, weight_decay {line['weight_decay']}", own, "all others"), *rows] if rows else []
+        settings = ", ".join(f"{name} {value}" for name, value in group["set"].items())
+        patterns = ", ".join(pattern_of(names, trained) for names in alike.values())
+        rows.append((settings, sum(map(len, alike.values())), patterns))
+    others = len(trained) - sum(int(str(row[1])) for row in rows)
+    return [(f"lr {line['lr']}, weight_decay {line['weight_decay']}", others, "all others"), *rows] if rows else []
 
 
 def pattern_of(names: Sequence[str], every: Sequence[str]) -> str:
-    """Return the pattern of names that differ only in numbers, as a line of a plan may have it. It is `blocks.*.up` if
-    these are all of ``every`` that it means, else `stem.{0,3}`."""
+    """Return the plan pattern of names that differ only in numbers: `blocks.*.up` if it matches none but these of
+    ``every``, else `stem.{0,3}`."""
     columns = [sorted(set(words), key=natural) for words in zip(*(name.split(".") for name in names), strict=True)]
     kept = [words[0] if len(words) == 1 else "*" for words in columns]
-    means = re.compile(r"\.".join(r"\d+" if word == "*" else re.escape(word) for word in kept))
-    if len(list(filter(means.fullmatch, every))) == len(names):
+    matcher = re.compile(r"\.".join(r"\d+" if word == "*" else re.escape(word) for word in kept))
+    if len(list(filter(matcher.fullmatch, every))) == len(names):
         return ".".join(kept)
     return ".".join(_any_of(words) for words in columns)
 
 
 def _any_of(words: Sequence[str]) -> str:
-    """Return the part of a pattern that means these words: `[0..3]`, `{0,2,5}`."""
+    """Return the segment of a pattern that matches these words: `[0..3]`, `{0,2,5}`."""
     if len(words) > 2 and [int(word) for word in words] == list(range(int(words[0]), int(words[-1]) + 1)):
         return f"[{words[0]}..{words[-1]}]"
     return words[0] if len(words) == 1 else "{" + ",".join(words) + "}"

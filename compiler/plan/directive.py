@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Self, TypeAlias, TypeVar
 
@@ -29,7 +29,7 @@ WORD_VALUES: dict[str, Literal] = {"true": True, "false": False, "none": None}
 Limit = tuple[Callable[[int | float], bool], str]
 """A condition on a number, and the words for it."""
 TRAINERS = ("loss", "optimizer")
-"""The verbs of the lines that make a plan one of training; a plan for inference has none of them."""
+"""The verbs of which a plan for training has lines, and a plan for inference none."""
 ONE_OR_MORE: Limit = (lambda value: value >= 1, "1 or more")
 NOT_NEGATIVE: Limit = (lambda value: value >= 0, "0 or more")
 
@@ -39,13 +39,18 @@ def argument(read: Callable[[Arguments], Any]) -> Any:
     return field(metadata={"read": read})
 
 
+def of_lines(read: Callable[[Scope], Any]) -> Any:
+    """Declare a field of a plan, and the function that reads its value from the plan's lines."""
+    return field(metadata={"read": read})
+
+
 @dataclass(frozen=True)
 class Directive:
     """One statement with its arguments typed; a subclass's other fields are its arguments' values."""
 
     USAGE: ClassVar[str]
     ONCE: ClassVar[bool] = True  # whether a plan has at most one of it
-    ELSEWHERE: ClassVar[Mapping[str, str]] = {}  # words of other tools, each with an argument that says it here
+    ELSEWHERE: ClassVar[Mapping[str, str]] = {}  # words of other tools, with the arguments that mean the same here
     LIMITS: ClassVar[tuple[tuple[str, Limit], ...]] = ()  # of arguments that are numbers
     TRAINING: ClassVar[tuple[tuple[str, str], ...]] = ()  # arguments of training alone ("": the line), and what they do
     INSTEAD: ClassVar[str] = ""  # what to write in a plan for inference, as " and ..."
@@ -64,8 +69,8 @@ class Directive:
         return cls(arguments, **{name: read(arguments) for name, read in readers.items()})
 
     @classmethod
-    def said_here(cls, fault: Diagnostic) -> Diagnostic:
-        """Return a fault of a line's form, with the way to say here what its word says elsewhere."""
+    def translated(cls, fault: Diagnostic) -> Diagnostic:
+        """Return a fault of a line's form; its help translates a word of another tool."""
         word = fault.primary.span.text.partition("=")[0] if fault.primary is not None else ""
         if fault.code is not UNEXPECTED_ARGUMENT or word not in cls.ELSEWHERE:
             return fault
@@ -113,8 +118,8 @@ D = TypeVar("D", bound=Directive)
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """The other directives of the plan; ``broken`` are the verbs of lines that could not be read. ``viewed`` are the
-    axes of views."""
+    """All directives of a plan, for the checks of one. ``broken`` are the verbs of lines that could not be read,
+    ``viewed`` the axes of views."""
 
     directives: tuple[Directive, ...]
     mesh: Mesh
@@ -139,8 +144,13 @@ class Scope:
         """The first directive of a kind, if there is one."""
         return next((directive for directive in self.directives if isinstance(directive, kind)), None)
 
+    def before(self, line: D) -> tuple[D, ...]:
+        """The directives of a line's kind that stand before it."""
+        alike = self.all(type(line))
+        return alike[: next(at for at, other in enumerate(alike) if other is line)]
+
     def check_axis(self, axis: Word, of_views: bool = False) -> Iterator[Diagnostic]:
-        """An error if the mesh has no such axis; that of a view is one where parameters are placed."""
+        """An error if the mesh has no such axis. ``of_views``: the line may name axes of views too."""
         if axis.text in self.viewed:
             if not of_views:
                 message = f"`{axis.text}` is an axis of a view, which only a part of the model has"
@@ -154,7 +164,7 @@ class Scope:
 
 
 def check_unique(words: tuple[Word, ...], what: str) -> Iterator[Diagnostic]:
-    """An error for each word that stands there before."""
+    """An error for each word that repeats an earlier one."""
     first: dict[str, Word] = {}
     for word in words:
         if word.text in first:
@@ -162,6 +172,13 @@ def check_unique(words: tuple[Word, ...], what: str) -> Iterator[Diagnostic]:
             message = f"the {what} `{word.text}` is given twice"
             yield Diagnostic(REPEATED, message, Label(word.span), related, help="remove one, or rename it")
         first.setdefault(word.text, word)
+
+
+def check_known(word: Word | None, known: Iterable[str], message: str, otherwise: str = "") -> Iterator[Diagnostic]:
+    """An error if a word is none of the known ones; its help names near ones, or is ``otherwise``."""
+    if word is not None and word.text not in (names := [*known]):
+        help_ = did_you_mean(word.text, names, otherwise or f"there are {listed(names)}")
+        yield Diagnostic(BAD_VALUE, message, Label(word.span), help=help_)
 
 
 def read_literals(bindings: tuple[Setting, ...]) -> tuple[tuple[str, Literal], ...]:

@@ -1,4 +1,4 @@
-"""Includes: a plan's statements with those of the files it includes in place of the ``include`` lines."""
+"""Plan files read as text, and the expansion of ``include`` lines into the statements of the files that they name."""
 
 from __future__ import annotations
 
@@ -27,12 +27,11 @@ NAME_A_PLAN = "name a plan file, as `gpt.parc`"
 MOST_PLAN_BYTES = 1 << 20
 """The most bytes of a plan's file, or of a schedule's table that a plan names."""
 MOST_LINES = 10_000
-"""The most lines of a plan with all that it includes, each as often as it is included: so many take some seconds to
-read."""
+"""The most lines of a plan with its includes, each counted as often as it is included: these take seconds to read."""
 MOST_FILES = 256
-"""The most files of a plan and its includes, each as often as it is included: each time it is opened and looked up
-anew."""
+"""The most files of a plan with its includes, each counted as often as it is included, since it is read each time."""
 DEEPEST = 32
+"""The deepest nesting of includes."""
 
 
 def families() -> tuple[str, ...]:
@@ -80,11 +79,11 @@ def _is_statements(statements: Sequence[Statement], malformed: Sequence[Diagnost
 
 
 class Expanded:
-    """The statements of a plan and of all that it includes, in order, without ``$name`` and ``include``; also the
-    errors, every text, and whether all could be read. ``defines`` are the values of ``-D``.
+    """The statements of a plan and of all that it includes, in order, without ``$name`` and ``include``. ``sources``
+    are all texts; ``complete`` is False if one of them could not be read. ``defines`` are the values of ``-D``.
 
     Raises:
-        PlanError: there is more than anyone writes.
+        PlanError: a limit on lines, files or nesting is exceeded.
     """
 
     def __init__(self, source: Source, defines: Mapping[str, str]) -> None:
@@ -94,8 +93,8 @@ class Expanded:
         self.complete = True
         self.statements = tuple(self._read(source, defines, ()))
 
-    def _read(self, source: Source, defines: Mapping[str, str], given: Sequence[Setting]) -> Iterator[Statement]:
-        """The statements of one file, includes replaced."""
+    def _read(self, source: Source, defines: Mapping[str, str], arguments: Sequence[Setting]) -> Iterator[Statement]:
+        """Yield the statements of one file, with those of included files in place of `include` lines."""
         self._count(source)
         statements, malformed = parse(source)
         if source.included is not None and not _is_statements(statements, malformed):
@@ -104,7 +103,7 @@ class Expanded:
             self._fail(Diagnostic(NO_PLAN, message, Label(source.included), help=help_))
             return
         self.sources.append(source)
-        statements, errors = substitute(statements, defines, given)
+        statements, errors = substitute(statements, defines, arguments)
         self.diagnostics += [*malformed, *errors]
         for statement in statements:
             if statement.verb.text == INCLUDE:
@@ -120,13 +119,13 @@ class Expanded:
             (self._lines, MOST_LINES, "lines with all that it includes"), (self._files, MOST_FILES, "includes"),
             (depth, DEEPEST, "includes inside each other"),
         )  # fmt: skip
-        what = next((f"more than {most:,} {name}" for count, most, name in bounds if count > most), "")
-        if not what:
+        excess = next((f"more than {most:,} {name}" for count, most, name in bounds if count > most), "")
+        if not excess:
             return
         help_ = "name many modules by one pattern, such as `blocks.*`, and include a file once"
         label = Label(source.included.root) if source.included is not None else None
         first = label.span.source if label is not None else source
-        raise PlanError([Diagnostic(TOO_LONG, f"`{first.name}` has {what}", label, help=help_)])
+        raise PlanError([Diagnostic(TOO_LONG, f"`{first.name}` has {excess}", label, help=help_)])
 
     def _included(self, statement: Statement) -> Iterator[Statement]:
         arguments, errors = parse_usage(Include.USAGE).match(statement)
@@ -153,13 +152,9 @@ class Expanded:
         names = [included.source.name for included in reversed(chain)]
         for at, above in enumerate(reversed(chain)):
             if above.source.path is not None and above.source.path.resolve() == path.resolve():
-                way = " → ".join([*names[at:], names[at]])
-                message = f"`{names[at]}` includes itself: {way}"
-                self._fail(
-                    Diagnostic(
-                        INCLUDE_CYCLE, message, Label(span), help="put the lines that both need into a third file"
-                    )
-                )
+                message = f"`{names[at]}` includes itself: {' → '.join([*names[at:], names[at]])}"
+                help_ = "put the lines that both need into a third file"
+                self._fail(Diagnostic(INCLUDE_CYCLE, message, Label(span), help=help_))
                 return None
         text, reason = read_text(path)
         if text is None:

@@ -1,4 +1,5 @@
-"""Placements that directives ask for before the model is known: layouts, and splits by a weight's style."""
+"""Placements as lines write them: layouts, weights split by a style, and the cuts of a dim of known size by its
+layout."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ KEEP_GATHERED = "keep gathered"
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """A sub-dim: its name and global size where they are given, and the axes that split it, major first."""
+    """A sub-dim: its name and global size if they are written, and the axes that split it, major first."""
 
     name: str | None
     size: int | None
@@ -39,16 +40,16 @@ class Factor:
 
 @dataclass(frozen=True, slots=True)
 class DimLayout:
-    """The layout of one dim as a product of sub-dims, major first; most have one. ``rest`` stands for any number of
-    whole dims. ``more`` are further products: the dim then holds all products one after the other, all split over the
-    same axes."""
+    """The layout of one dim as a product of sub-dims, major first; most dims are one sub-dim. ``rest``: it stands for
+    any number of whole dims. ``more`` are further products: the dim is then the concatenation of all products, each
+    split over the same axes."""
 
     factors: tuple[Factor, ...]
     span: Span
     rest: bool = False
     more: tuple[tuple[Factor, ...], ...] = ()
     pad: bool = False
-    """True where the dim may become longer if its splits do not divide it."""
+    """True where the dim may be padded if its splits do not divide it."""
 
     @property
     def axes(self) -> tuple[Word, ...]:
@@ -58,19 +59,19 @@ class DimLayout:
 
 @dataclass(frozen=True)
 class Fix(Directive):
-    """Values by name or pattern, placed on every axis; on axes that ``dims`` does not name they are whole.
+    """Values by name or pattern, placed on every axis: split as ``dims`` says, whole on all other axes.
 
     ``dims`` is None for values that are whole on every axis.
     """
 
     ONCE = False
 
-    where: tuple[Word, ...] = argument(lambda given: tuple(_values(given)))
+    where: tuple[Word, ...] = argument(lambda line: tuple(_value_names(line)))
     """The names; a value inside the model is a word of its own, as ``out(blocks.*)``."""
-    dims: tuple[DimLayout, ...] | None = argument(lambda given: _placed(given)[0])
+    dims: tuple[DimLayout, ...] | None = argument(lambda line: _read_placement(line)[0])
 
-    gathered: bool = argument(lambda given: KEEP_GATHERED in given)
-    """True where backward keeps what products gather of values inside the model."""
+    gathered: bool = argument(lambda line: KEEP_GATHERED in line)
+    """True where backward keeps what was all-gathered for products in forward."""
 
     @property
     def axes(self) -> tuple[Word, ...]:
@@ -78,7 +79,7 @@ class Fix(Directive):
         return tuple(axis for dim in self.dims or () for axis in dim.axes)
 
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
-        yield from _placed(self.arguments)[1]
+        yield from _read_placement(self.arguments)[1]
         tensors = [word for word in self.where if not word.text.endswith(")")]
         if self.gathered and tensors:
             message = f"`{KEEP_GATHERED}` is for values inside the model, and `{tensors[0].text}` is not one"
@@ -94,10 +95,10 @@ class SplitWeights(Directive):
 
     ONCE = False
 
-    where: tuple[Word, ...] = argument(lambda given: given.words("where"))
-    axis: Word = argument(lambda given: given.word("over"))
-    rows: DimLayout | None = argument(lambda given: _rows(given)[0])
-    pad: bool = argument(lambda given: "pad" in given)
+    where: tuple[Word, ...] = argument(lambda line: line.words("where"))
+    axis: Word = argument(lambda line: line.word("over"))
+    rows: DimLayout | None = argument(lambda line: _read_rows(line)[0])
+    pad: bool = argument(lambda line: "pad" in line)
 
     @property
     def style(self) -> str:
@@ -107,15 +108,15 @@ class SplitWeights(Directive):
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
         yield from super().check(scope)
         yield from scope.check_axis(self.axis, of_views=True)
-        rows, errors = _rows(self.arguments)
+        rows, errors = _read_rows(self.arguments)
         yield from errors
         if rows is not None and not errors:
             yield from _check_rows(rows, self.axis)
 
 
-def _values(given: Arguments) -> Iterator[Word]:
+def _value_names(arguments: Arguments) -> Iterator[Word]:
     """Yield the names of a line, with calls written as words without spaces."""
-    for item in given.items("values"):
+    for item in arguments.items("values"):
         if isinstance(item, Call):
             names = (part.text for part in item.arguments if isinstance(part, Word | Number))
             yield Word(f"{item.name}({','.join(names)})", item.span)
@@ -123,12 +124,12 @@ def _values(given: Arguments) -> Iterator[Word]:
             yield Word(item.text, item.span)
 
 
-def _placed(given: Arguments) -> tuple[tuple[DimLayout, ...] | None, tuple[Diagnostic, ...]]:
-    return next((read_layout(item) for item in given.items("layout") if isinstance(item, Layout)), (None, ()))
+def _read_placement(arguments: Arguments) -> tuple[tuple[DimLayout, ...] | None, tuple[Diagnostic, ...]]:
+    return next((read_layout(item) for item in arguments.items("layout") if isinstance(item, Layout)), (None, ()))
 
 
-def _rows(given: Arguments) -> tuple[DimLayout | None, tuple[Diagnostic, ...]]:
-    return next((read_sub_dims(item) for item in given.items("rows") if isinstance(item, Group)), (None, ()))
+def _read_rows(arguments: Arguments) -> tuple[DimLayout | None, tuple[Diagnostic, ...]]:
+    return next((read_sub_dims(item) for item in arguments.items("rows") if isinstance(item, Group)), (None, ()))
 
 
 def read_layout(layout: Layout) -> tuple[tuple[DimLayout, ...], tuple[Diagnostic, ...]]:
@@ -136,8 +137,8 @@ def read_layout(layout: Layout) -> tuple[tuple[DimLayout, ...], tuple[Diagnostic
     dims: list[DimLayout] = []
     diagnostics: list[Diagnostic] = []
     for dim in layout.dims:
-        read, errors = read_dim(dim)
-        dims.append(read)
+        dim_layout, errors = read_dim(dim)
+        dims.append(dim_layout)
         diagnostics.extend(errors)
     rests = [dim for dim in dims if dim.rest]
     if len(rests) > 1:
@@ -157,22 +158,22 @@ def read_dim(dim: Dim) -> tuple[DimLayout, tuple[Diagnostic, ...]]:
               if item not in words]  # fmt: skip
     pad = bool(words)
     if isinstance(first, Ellipsis):
-        read = DimLayout((), dim.span, rest=True, pad=pad)
+        layout = DimLayout((), dim.span, rest=True, pad=pad)
     elif isinstance(first, Group):
-        read, more_errors = read_sub_dims(first)
-        read, errors = replace(read, pad=pad), [*errors, *more_errors]
+        layout, more_errors = read_sub_dims(first)
+        layout, errors = replace(layout, pad=pad), [*errors, *more_errors]
     else:
         factor = _factor(first)
         if factor is None:
             errors.append(_not_a_dim(first))
         elif factor.size is not None and factor.size < 1:
             errors.append(_no_size(factor))
-        read = DimLayout((factor,) if factor else (), dim.span, pad=pad)
-    if pad and not read.axes and not errors:
+        layout = DimLayout((factor,) if factor else (), dim.span, pad=pad)
+    if pad and not layout.axes and not errors:
         message = "`pad` on a dim that nothing splits"
         help_ = "write it after a dim that an axis splits, as `[V/tp pad, _]`"
         errors.append(Diagnostic(NOT_PADDED, message, Label(words[0].span), help=help_))
-    return read, tuple(errors)
+    return layout, tuple(errors)
 
 
 def read_sub_dims(group: Group) -> tuple[DimLayout, tuple[Diagnostic, ...]]:
@@ -207,7 +208,7 @@ def _no_size(factor: Factor) -> Diagnostic:
 
 
 def _check_rows(rows: DimLayout, axis: Word) -> Iterator[Diagnostic]:
-    """Find the error of sub-dims of which not exactly one is split, over this axis alone."""
+    """Find the error of sub-dims that are not split over this axis alone."""
     yield from _repeated(rows.axes)
     other = next((name for name in rows.axes if name.text != axis.text), None)
     if other is not None:
@@ -250,12 +251,13 @@ def _repeated(axes: tuple[Word, ...]) -> Iterator[Diagnostic]:
         first.setdefault(axis.text, axis)
 
 
-# ---- the cuts of mesh axes in a dim of known size: sub-dims inferred, divisibility checked.
+# ---- cuts of a dim of known size: open sizes inferred, divisibility checked
 
 
 @dataclass(frozen=True, slots=True)
 class DimSplit:
-    """The split of one dim of size D over one axis: see the dim as ``(outer, D / outer)`` and split the second part.
+    """The split of one dim of size D over one axis: the dim is seen as ``(outer, D / outer)``, and the second part is
+    split.
 
     The sub-dim that is split begins after ``start`` parts, and consists of groups of ``inner`` entries.
     """
@@ -264,11 +266,11 @@ class DimSplit:
     outer: Outer
     start: int = 1
     inner: int = 1
-    pad: bool = False  # whether the sub-dim may be made longer
+    pad: bool = False  # whether the sub-dim may be padded
 
 
 Pieces = Callable[[], tuple[int, ...]]
-"""A function that returns the sizes into which the model itself takes a dim apart; empty if it does not."""
+"""A function that returns the sizes of the pieces into which the model itself splits a dim; empty if it does not."""
 
 
 def cut_dims(
@@ -285,8 +287,8 @@ def cut_dims(
     """Return the cuts that a dim's layout makes in a dim of ``size``, major first, or the reason why it cannot.
 
     ``what`` names the dim in messages; ``label`` is where they point, the dim's layout if it is left out. Sizes of
-    parts that the layout leaves open are those of ``pieces``. With ``pad`` a sub-dim need not divide; None says that
-    this dim cannot be made longer. ``loose``: whether a sub-dim that may be made longer divides is not asked.
+    parts that the layout leaves open are those of ``pieces``. With ``pad`` a sub-dim need not divide; None: this dim
+    cannot be padded. ``loose``: a sub-dim that can be padded need not divide either.
     """
     label = label or Label(layout.span)
     if not size:
@@ -294,10 +296,8 @@ def cut_dims(
     if not layout.more:
         return _cut_product(layout, size, mesh, what, label, pad, loose)
     if layout.pad:
-        help_ = "give parts that divide, or leave `pad` out"
-        return Diagnostic(
-            NOT_PADDED, f"{what} consists of parts that follow each other, which cannot be padded", label, help=help_
-        )
+        message = f"{what} consists of parts that follow each other, which cannot be padded"
+        return Diagnostic(NOT_PADDED, message, label, help="give parts that divide, or leave `pad` out")
     terms = _with_sizes((layout.factors, *layout.more))
     sizes = _term_sizes(terms, size, pieces)
     if sizes is None:
@@ -309,37 +309,39 @@ def cut_dims(
     cuts: dict[str, list[tuple[int, int]]] = {}
     for term, part in zip(terms, sizes, strict=True):
         product = DimLayout(term, term[0].span.to(term[-1].span))
-        found = _cut_product(product, part, mesh, f"a part of {what}", label, None)
-        if isinstance(found, Diagnostic):
-            return found
-        for one in found:
-            assert isinstance(one.outer, int)
-            cuts.setdefault(one.axis, []).append((part, one.outer))
+        splits = _cut_product(product, part, mesh, f"a part of {what}", label, None)
+        if isinstance(splits, Diagnostic):
+            return splits
+        for split in splits:
+            assert isinstance(split.outer, int)
+            cuts.setdefault(split.axis, []).append((part, split.outer))
     return [DimSplit(axis, joined_stretches(parts)) for axis, parts in cuts.items()]
 
 
 def _with_sizes(terms: Sequence[tuple[Factor, ...]]) -> list[tuple[Factor, ...]]:
-    """Return sub-dims with their sizes. Sub-dims of one name have one size: a size given once holds for all."""
+    """Return sub-dims with sizes by name: a size that is written once holds for all sub-dims of that name."""
     known = {factor.name: factor.size for term in terms for factor in term if factor.name and factor.size}
     return [tuple(replace(f, size=f.size or known.get(f.name or "")) for f in term) for term in terms]
 
 
 def _term_sizes(terms: Sequence[tuple[Factor, ...]], size: int, pieces: Pieces) -> Sequence[int] | None:
-    """Return the size of each part: as given, or the rest for the one part without a size, or as the model has them."""
+    """Return the size of each part: as written, or from the rest that one open name must fill, or those of the model's
+    own pieces."""
     known = [math.prod(factor.size or 1 for factor in term) for term in terms]
     missing = [[factor.name for factor in term if factor.size is None] for term in terms]
-    names = {name for found in missing for name in found}
-    rest = size - sum(part for part, found in zip(known, missing, strict=True) if not found)
+    names = {name for open_names in missing for name in open_names}
+    rest = size - sum(part for part, open_names in zip(known, missing, strict=True) if not open_names)
     if not names:
         return known if rest == 0 else None
-    if len(names) == 1 and None not in names and all(len(found) <= 1 for found in missing):
-        unit = sum(part for part, found in zip(known, missing, strict=True) if found)
+    if len(names) == 1 and None not in names and all(len(open_names) <= 1 for open_names in missing):
+        unit = sum(part for part, open_names in zip(known, missing, strict=True) if open_names)
         if rest > 0 and rest % unit == 0:
-            return [part * (rest // unit if found else 1) for part, found in zip(known, missing, strict=True)]
+            repeats = [rest // unit if open_names else 1 for open_names in missing]
+            return [part * count for part, count in zip(known, repeats, strict=True)]
         return None
-    found = pieces()
-    fits = len(found) == len(terms) and sum(found) == size
-    return found if fits and all(part % less == 0 for part, less in zip(found, known, strict=True)) else None
+    sizes = pieces()
+    fits = len(sizes) == len(terms) and sum(sizes) == size
+    return sizes if fits and all(part % unit == 0 for part, unit in zip(sizes, known, strict=True)) else None
 
 
 def _cut_product(
@@ -388,7 +390,7 @@ def multiples(size: int, unit: int) -> list[int]:
 
 
 def uneven(what: str, size: int, axes: Iterable[str], mesh: Mesh, label: Label, *, may_pad: bool = False) -> Diagnostic:
-    """Return the error that ``size`` entries do not divide over axes; it states the constraint."""
+    """Return the error that ``size`` entries do not divide over axes, with the multiples that would."""
     named = [axis for axis in axes if mesh.size(axis) > 1]
     ways = math.prod(mesh.size(axis) for axis in named)
     by = " × ".join(f"{axis}={mesh.size(axis)}" for axis in named)

@@ -1,11 +1,12 @@
-"""A plan read and checked as far as it can be without its model: ``read_plan`` and the typed, frozen ``Plan``."""
+"""The typed, frozen ``Plan``; ``read_plan``, which reads and checks one as far as that needs no model; and
+``Promise``."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from ..layout.mesh import Mesh, view_cuts, viewed
 from ..program.actions import PHASES
 from ..program.step_values import LossScale
 from ..sizes.size_range import BATCH, SizeRange
-from .directive import TRAINERS, Directive, Scope, argument, check_unique
+from .directive import TRAINERS, Directive, Scope, argument, check_known, check_unique, of_lines
 from .directives import directive, verbs
 from .directives.bucket import DEFAULT as BUCKET
 from .directives.bucket import Bucket
@@ -59,58 +60,6 @@ from .layouts import Fix, SplitWeights
 from .rates import OptimizerGroup, with_table
 from .samples_said import SamplesSaid
 
-# ---- limits of ``forbid`` and ``expect`` lines: numbers of collectives in modules.
-
-
-ANY = "any"
-COLLECTIVE_WORDS: dict[str, tuple[str, ...]] = {
-    "all_reduce": ("all_reduce", "row_max", "all_reduce_among"),
-    "all_gather": ("all_gather", "all_gather_int8"),
-    "reduce_scatter": ("reduce_scatter", "reduce_scatter_int8"),
-    "all_to_all": ("all_to_all",),
-    "exchange": ("exchange",),
-    "ring": ("ring_attention", "ring_attention_backward"),
-}
-"""The words of a line for collectives, and the collectives of programs that each means. A row's maximum is an
-all-reduce too, and so is a sum among some stages."""
-
-
-@dataclass(frozen=True)
-class Promise(Directive):
-    """A promise of how many collectives a microbatch's forward and backward (or one phase) run in each of some
-    modules."""
-
-    ONCE = False
-
-    count: int = argument(lambda given: int(given.number("n", 0)))
-    op: Word = argument(lambda given: given.word("op"))
-    where: tuple[Word, ...] = argument(lambda given: given.words("in"))
-    axis: Word | None = argument(lambda given: given.word("over"))
-    phase: Word | None = argument(lambda given: given.word("during"))
-
-    def means(self, op: str, axes: tuple[str, ...], phase: str) -> bool:
-        """Return whether a collective is one of those that the line speaks of."""
-        phases = ("forward", "backward") if self.phase is None else (self.phase.text,)
-        named = self.op.text == ANY or op in COLLECTIVE_WORDS[self.op.text]
-        return named and phase in phases and (self.axis is None or self.axis.text in axes)
-
-    def check(self, scope: Scope) -> Iterator[Diagnostic]:
-        yield from super().check(scope)
-        names = (*COLLECTIVE_WORDS, ANY)
-        if self.op.text not in names:
-            help_ = did_you_mean(self.op.text, names, f"there are {listed(names)}")
-            message = f"no collective is called `{self.op.text}`"
-            yield Diagnostic(BAD_VALUE, message, Label(self.op.span), help=help_)
-        if self.axis is not None:
-            yield from scope.check_axis(self.axis, of_views=True)
-        if self.phase is not None and self.phase.text not in PHASES:
-            message = f"a step has no phase `{self.phase.text}`"
-            yield Diagnostic(BAD_VALUE, message, Label(self.phase.span), help=f"phases are {listed(PHASES)}")
-
-
-# ---- a plan read and checked as far as it can be without its model: ``read_plan`` and the typed, frozen
-
-
 MESH, OPTIMIZER = "mesh", "optimizer"
 MOST_ERRORS = 100
 REQUIRED: dict[str, str] = {
@@ -123,47 +72,51 @@ REQUIRED: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan, with its defaults; ``statements`` are without ``$name``, ``let`` and ``include``."""
+    """A plan, with its defaults; ``statements`` are without ``$name``, ``let`` and ``include``. A field that lines give
+    is declared with the way to read it from them."""
 
     source: Source
     statements: tuple[Statement, ...]
     defines: tuple[tuple[str, str], ...]
-    model: Model
-    verify: Verify | None
-    inputs: tuple[Input, ...]
-    sizes: dict[str, SizeRange]
-    loss: Loss
-    data: Data | None
-    optimizer: Optimizer
-    groups: tuple[OptimizerGroup, ...]
-    ema: Ema | None
-    seed: int
-    steps: int | None
-    mesh: Mesh
-    microbatches: int
-    accumulate: str
-    precision: tuple[Precision, ...]
-    recompute: tuple[Recompute, ...]
-    zero: tuple[Zero, ...]
-    bucket: int
-    prefetch: int
-    offload: tuple[Offload, ...]
-    frozen: tuple[Word, ...]
-    placements: tuple[Fix | SplitWeights, ...]
-    promises: tuple[Promise, ...] = ()
-    budget: Budget | None = None
-    evaluation: Eval | None = None
-    init: Init | None = None
-    node: Node | None = None
-    hierarchical: tuple[Hierarchical, ...] = ()
-    compress: tuple[Compress, ...] = ()
-    context: tuple[Context, ...] = ()
-    schedule: Schedule | None = None
-    stages: tuple[Stage, ...] = ()
-    views: tuple[ViewLine, ...] = ()
-    sequence: tuple[SequenceLine, ...] = ()
-    mesh_spans: dict[str, Span] = field(default_factory=dict, compare=False)  # where each axis is declared
-    warnings: tuple[Diagnostic, ...] = field(default=(), compare=False)
+    mesh_spans: dict[str, Span] = field(compare=False)
+    """The place where each axis is declared."""
+    warnings: tuple[Diagnostic, ...] = field(compare=False)
+    model: Model = of_lines(lambda lines: lines.one(Model))
+    verify: Verify | None = of_lines(lambda lines: lines.one(Verify))
+    inputs: tuple[Input, ...] = of_lines(lambda lines: lines.all(Input))
+    sizes: dict[str, SizeRange] = of_lines(lambda lines: dict(line.ranges) if (line := lines.one(Sizes)) else {})
+    loss: Loss = of_lines(lambda lines: lines.one(Loss) or Loss(lines.all(Model)[0].arguments, ()))
+    data: Data | None = of_lines(lambda lines: lines.one(Data))
+    optimizer: Optimizer = of_lines(lambda lines: lines.one(Optimizer) or Optimizer.none(lines.all(Model)[0].arguments))
+    groups: tuple[OptimizerGroup, ...] = of_lines(lambda lines: lines.all(OptimizerGroup))
+    ema: Ema | None = of_lines(lambda lines: lines.one(Ema))
+    seed: int = of_lines(lambda lines: line.value if (line := lines.one(SeedLine)) else 0)
+    steps: int | None = of_lines(lambda lines: line.value if (line := lines.one(Steps)) else None)
+    mesh: Mesh = of_lines(lambda lines: lines.mesh)
+    microbatches: int = of_lines(lambda lines: line.microbatches if (line := lines.one(Schedule)) else 1)
+    accumulate: str = of_lines(lambda lines: line.accumulate if (line := lines.one(Schedule)) else "fp32")
+    precision: tuple[Precision, ...] = of_lines(lambda lines: lines.all(Precision))
+    recompute: tuple[Recompute, ...] = of_lines(lambda lines: lines.all(Recompute))
+    zero: tuple[Zero, ...] = of_lines(lambda lines: lines.all(Zero))
+    bucket: int = of_lines(lambda lines: line.size if (line := lines.one(Bucket)) else BUCKET)
+    prefetch: int = of_lines(lambda lines: line.units if (line := lines.one(Prefetch)) else PREFETCH)
+    offload: tuple[Offload, ...] = of_lines(lambda lines: lines.all(Offload))
+    frozen: tuple[Word, ...] = of_lines(lambda lines: tuple(word for line in lines.all(Freeze) for word in line.where))
+    placements: tuple[Fix | SplitWeights, ...] = of_lines(
+        lambda lines: tuple(line for line in lines.directives if isinstance(line, Fix | SplitWeights))
+    )
+    promises: tuple[Promise, ...] = of_lines(lambda lines: lines.all(Promise))
+    budget: Budget | None = of_lines(lambda lines: lines.one(Budget))
+    evaluation: Eval | None = of_lines(lambda lines: lines.one(Eval) if lines.one(Loss) is not None else None)
+    init: Init | None = of_lines(lambda lines: lines.one(Init))
+    node: Node | None = of_lines(lambda lines: lines.one(Node))
+    hierarchical: tuple[Hierarchical, ...] = of_lines(lambda lines: lines.all(Hierarchical))
+    compress: tuple[Compress, ...] = of_lines(lambda lines: lines.all(Compress))
+    context: tuple[Context, ...] = of_lines(lambda lines: lines.all(Context))
+    schedule: Schedule | None = of_lines(lambda lines: lines.one(Schedule))
+    stages: tuple[Stage, ...] = of_lines(lambda lines: lines.all(Stage))
+    views: tuple[ViewLine, ...] = of_lines(lambda lines: lines.all(ViewLine))
+    sequence: tuple[SequenceLine, ...] = of_lines(lambda lines: lines.all(SequenceLine))
 
     @cached_property
     def refined(self) -> Mesh:
@@ -219,7 +172,7 @@ class Plan:
 
 
 def read_plan(plan: Path | str | Source, defines: Mapping[str, str] | None = None) -> Plan:
-    """Read a plan, given as a file or as a text, with the values of ``-D name=value``.
+    """Read a plan from a file or a text, with the values of ``-D name=value``.
 
     Raises:
         PlanError: with every error that can be found without the model.
@@ -232,15 +185,20 @@ def read_plan(plan: Path | str | Source, defines: Mapping[str, str] | None = Non
     if wrong and not directives and source.path is not None and source.path.suffix != ".parc":
         message = f"`{source.path}` is no plan: none of its lines is one of a plan"
         raise PlanError([Diagnostic(UNREADABLE, message, help=path_meant(source.path, has_plan_name, NAME_A_PLAN))])
-    axes = merged([found for found in directives if isinstance(found, MeshLine)])
+    axes = merged([line for line in directives if isinstance(line, MeshLine)])
     mesh, views = declared_mesh(axes), (line.view for line in directives if isinstance(line, ViewLine))
-    own = frozenset(name for view in views for name, _ in view.axes if name not in mesh)
-    scope = Scope(directives, mesh, _broken(expanded, directives), own)
-    found = [_with_defines(diagnostic, defines) for diagnostic in (*wrong, *_few(_check(scope, source)))]
-    found.sort(key=_position)
-    if any(diagnostic.is_error for diagnostic in found):
-        raise PlanError(found)
-    return _assemble(source, _kept(expanded.statements, axes), defines, scope, axes, tuple(found))
+    view_axes = frozenset(name for view in views for name, _ in view.axes if name not in mesh)
+    scope = Scope(directives, mesh, _broken(expanded, directives), view_axes)
+    diagnostics = [_with_defines(diagnostic, defines) for diagnostic in (*wrong, *_few(_check(scope, source)))]
+    diagnostics.sort(key=_position)
+    if any(diagnostic.is_error for diagnostic in diagnostics):
+        raise PlanError(diagnostics)
+    settings = (*axes, *(setting for line in scope.all(ViewLine) for setting in line.settings))
+    return Plan(
+        source, _built_statements(expanded.statements, axes), tuple(defines.items()),
+        {setting.name.text: setting.span for setting in settings}, tuple(diagnostics),
+        **{one.name: one.metadata["read"](scope) for one in fields(Plan) if one.metadata},
+    )  # fmt: skip
 
 
 def _with_defines(diagnostic: Diagnostic, defines: Mapping[str, str]) -> Diagnostic:
@@ -254,13 +212,13 @@ def _with_defines(diagnostic: Diagnostic, defines: Mapping[str, str]) -> Diagnos
     return replace(diagnostic, related=(*labels, *diagnostic.related))
 
 
-def _kept(statements: Sequence[Statement], axes: tuple[Setting, ...]) -> tuple[Statement, ...]:
-    """The plan's text with nothing included: no ``let``, one ``mesh`` line of all axes, and rates in place of the file
-    that has them."""
+def _built_statements(statements: Sequence[Statement], axes: tuple[Setting, ...]) -> tuple[Statement, ...]:
+    """Return the statements as a build keeps them: no ``let``, one ``mesh`` line of all axes, tables of rates
+    inline."""
     kept: list[Statement] = []
     for statement in statements:
         if statement.verb.text == MESH:
-            if any(found.verb.text == MESH for found in kept):
+            if any(earlier.verb.text == MESH for earlier in kept):
                 continue
             statement = replace(statement, phrases=(Phrase(axes, statement.phrases[0].span),))
         if statement.verb.text != LET:
@@ -279,8 +237,8 @@ def _read_directives(statements: Sequence[Statement]) -> tuple[tuple[Directive, 
             errors.append(Diagnostic(UNKNOWN_VERB, f"unknown verb `{verb.text}`", Label(verb.span), help=help_))
             continue
         kind = directive(verb.text)
-        arguments, found = parse_usage(kind.USAGE).match(statement)
-        errors.extend(map(kind.said_here, found))
+        arguments, faults = parse_usage(kind.USAGE).match(statement)
+        errors.extend(map(kind.translated, faults))
         if arguments is not None:
             directives.append(kind.form(arguments).read(arguments))
     return tuple(directives), tuple(errors)
@@ -297,10 +255,10 @@ def _broken(expanded: Expanded, directives: Sequence[Directive]) -> frozenset[st
     return frozenset(verb for verb in lines if lines[verb] > read[verb])
 
 
-def _few(found: Iterator[Diagnostic]) -> Iterator[Diagnostic]:
+def _few(diagnostics: Iterator[Diagnostic]) -> Iterator[Diagnostic]:
     """Yield diagnostics up to the hundredth error: so many have one cause, and every check looks at all lines."""
     errors = 0
-    for diagnostic in found:
+    for diagnostic in diagnostics:
         yield diagnostic
         errors += diagnostic.is_error
         if errors == MOST_ERRORS:
@@ -340,58 +298,46 @@ def _position(diagnostic: Diagnostic) -> tuple[bool, int, int]:
     return span.source.is_option, span.root.start, span.start
 
 
-def _assemble(
-    source: Source,
-    statements: tuple[Statement, ...],
-    defines: Mapping[str, str],
-    scope: Scope,
-    axes: tuple[Setting, ...],
-    warnings: tuple[Diagnostic, ...],
-) -> Plan:
-    one = scope.one
-    model, loss = one(Model), one(Loss)
-    assert model is not None  # REQUIRED was checked
-    optimizer = one(Optimizer) or Optimizer.none(model.arguments)
-    sizes, seed, steps, schedule = one(Sizes), one(SeedLine), one(Steps), one(Schedule)
-    return Plan(
-        source=source,
-        statements=statements,
-        defines=tuple(defines.items()),
-        model=model,
-        verify=one(Verify),
-        inputs=scope.all(Input),
-        sizes=dict(sizes.ranges) if sizes is not None else {},
-        loss=loss or Loss(model.arguments, ()),
-        data=one(Data),
-        optimizer=optimizer,
-        groups=scope.all(OptimizerGroup),
-        ema=one(Ema),
-        seed=seed.value if seed is not None else 0,
-        steps=steps.value if steps is not None else None,
-        mesh=scope.mesh,
-        microbatches=schedule.microbatches if schedule is not None else 1,
-        accumulate=schedule.accumulate if schedule is not None else "fp32",
-        frozen=tuple(word for line in scope.all(Freeze) for word in line.where),
-        precision=scope.all(Precision),
-        recompute=scope.all(Recompute),
-        zero=scope.all(Zero),
-        bucket=bucket.size if (bucket := one(Bucket)) is not None else BUCKET,
-        prefetch=prefetch.units if (prefetch := one(Prefetch)) is not None else PREFETCH,
-        offload=scope.all(Offload),
-        promises=scope.all(Promise),
-        budget=one(Budget),
-        evaluation=one(Eval) if loss is not None else None,
-        init=one(Init),
-        node=one(Node),
-        hierarchical=scope.all(Hierarchical),
-        compress=scope.all(Compress),
-        context=scope.all(Context),
-        schedule=schedule,
-        stages=scope.all(Stage),
-        views=scope.all(ViewLine),
-        sequence=scope.all(SequenceLine),
-        placements=tuple(found for found in scope.directives if isinstance(found, Fix | SplitWeights)),
-        mesh_spans={binding.name.text: binding.span for binding in axes}
-        | {binding.name.text: binding.span for line in scope.all(ViewLine) for binding in line.settings},
-        warnings=warnings,
-    )
+# ---- promises of `forbid` and `expect` lines
+
+
+ANY = "any"
+COLLECTIVE_WORDS: dict[str, tuple[str, ...]] = {
+    "all_reduce": ("all_reduce", "row_max", "all_reduce_among"),
+    "all_gather": ("all_gather", "all_gather_int8"),
+    "reduce_scatter": ("reduce_scatter", "reduce_scatter_int8"),
+    "all_to_all": ("all_to_all",),
+    "exchange": ("exchange",),
+    "ring": ("ring_attention", "ring_attention_backward"),
+}
+"""The words of a line for collectives, each with the operators of programs that it means. A row's maximum is an
+all-reduce too, and so is a sum among some stages."""
+
+
+@dataclass(frozen=True)
+class Promise(Directive):
+    """A promise of how many collectives a microbatch's forward and backward (or one phase) run in each of some
+    modules."""
+
+    ONCE = False
+
+    count: int = argument(lambda line: int(line.number("n", 0)))
+    op: Word = argument(lambda line: line.word("op"))
+    where: tuple[Word, ...] = argument(lambda line: line.words("in"))
+    axis: Word | None = argument(lambda line: line.word("over"))
+    phase: Word | None = argument(lambda line: line.word("during"))
+
+    def means(self, op: str, axes: tuple[str, ...], phase: str) -> bool:
+        """Return whether the line is about such a collective."""
+        phases = ("forward", "backward") if self.phase is None else (self.phase.text,)
+        named = self.op.text == ANY or op in COLLECTIVE_WORDS[self.op.text]
+        return named and phase in phases and (self.axis is None or self.axis.text in axes)
+
+    def check(self, scope: Scope) -> Iterator[Diagnostic]:
+        yield from super().check(scope)
+        yield from check_known(self.op, (*COLLECTIVE_WORDS, ANY), f"no collective is called `{self.op.text}`")
+        if self.axis is not None:
+            yield from scope.check_axis(self.axis, of_views=True)
+        if self.phase is not None and self.phase.text not in PHASES:
+            message = f"a step has no phase `{self.phase.text}`"
+            yield Diagnostic(BAD_VALUE, message, Label(self.phase.span), help=f"phases are {listed(PHASES)}")

@@ -1,4 +1,5 @@
-"""Tables of learning rates: steps, and the rate of each; between two steps it moves in a line."""
+"""Arguments of `optimizer` lines: tables of learning rates, parameter groups, and the clauses that each optimizer
+takes."""
 
 from __future__ import annotations
 
@@ -16,19 +17,19 @@ from ...grammar.nearest import listed, path_meant
 from ...grammar.source import Source, Span
 from ...grammar.syntax import Dim, Layout, Number, Phrase, Statement, String, Word
 from ...grammar.usage import Arguments
-from ..program.optimizers import OPTIMIZERS, OptimizerRow
+from ..program.optimizers import OPTIMIZERS
 from .directive import NOT_NEGATIVE, Directive, Limit, Literal, Scope, argument, check_literals, read_literals
 from .include import read_text
 
 Rates = tuple[tuple[int, float], ...]
-"""Steps, counted from 1, and their rates; steps rise."""
+"""Ascending steps, counted from 1, with their rates."""
 RATE_TABLE = "table"
-_ROW = "a row is a step and its rate, as `100 3e-4`"
-_STEPS = "count steps from 1, each row a later one than the row before"
+_ROW_HELP = "a row is a step and its rate, as `100 3e-4`"
+_STEP_HELP = "count steps from 1, each row a later one than the row before"
 
 
 def rates_of(statement: Statement) -> Rates:
-    """Return the rates that `lr table …` of a statement gives; none without that.
+    """Return the rates of a statement's `lr table …`; none without one.
 
     Raises:
         PlanError: the file cannot be read, or a row is not a step and a rate; the row is named.
@@ -40,94 +41,91 @@ def rates_of(statement: Statement) -> Rates:
     for dim in table.dims:
         numbers = [item for item in dim.items if isinstance(item, Number) and not item.unit]
         if len(numbers) != 2 or len(dim.items) != 2:
-            raise _fault(f"`{dim.span.text}` is no step and its rate", dim.span, _ROW)
+            raise _table_error(f"`{dim.span.text}` is no step and its rate", dim.span, _ROW_HELP)
         step, rate = numbers[0].value, float(numbers[1].value)
         if not isinstance(step, int) or step < 1:
-            raise _fault(f"`{numbers[0].text}` is no step", numbers[0].span, _STEPS)
+            raise _table_error(f"`{numbers[0].text}` is no step", numbers[0].span, _STEP_HELP)
         if rows and step <= rows[-1][0]:
-            raise _fault(f"step {step} does not come after step {rows[-1][0]}", numbers[0].span, _STEPS)
+            raise _table_error(f"step {step} does not come after step {rows[-1][0]}", numbers[0].span, _STEP_HELP)
         if not (math.isfinite(rate) and rate >= 0):
-            raise _fault(f"`{numbers[1].text}` is no rate", numbers[1].span, "write a number that is 0 or more")
+            raise _table_error(f"`{numbers[1].text}` is no rate", numbers[1].span, "write a number that is 0 or more")
         rows.append((step, rate))
     return tuple(rows)
 
 
 def table_of(statement: Statement) -> Layout | None:
-    """Return the table behind `lr table` of a statement, of a file's rows if it names one; None where there is none.
+    """Return the layout behind a statement's `lr table`, read from the file if it names one; None without a table.
 
     Raises:
         PlanError: the file cannot be read, or has no rows.
     """
-    at = _place(statement)
+    at = _table_at(statement)
     (item,) = statement.phrases[at].items if at is not None else (None,)
-    return _read(item) if isinstance(item, String) else item if isinstance(item, Layout) else None
+    return _read_table(item) if isinstance(item, String) else item if isinstance(item, Layout) else None
 
 
 def with_table(statement: Statement) -> Statement:
-    """Return a statement with the rows of the file that its `lr table` names in place of the name.
+    """Return a statement with the file that its `lr table` names replaced by the file's rows.
 
     Raises:
         PlanError: the file cannot be read, or has no rows.
     """
-    at, table = _place(statement), table_of(statement)
+    at, table = _table_at(statement), table_of(statement)
     if at is None or table is None:
         return statement
     phrases = (*statement.phrases[:at], Phrase((table,), statement.phrases[at].span), *statement.phrases[at + 1 :])
     return Statement(statement.verb, phrases, statement.span, statement.added)
 
 
-def _place(statement: Statement) -> int | None:
-    """Return the place of the phrase behind `lr table`."""
+def _table_at(statement: Statement) -> int | None:
+    """Return the index of the phrase behind `lr table`, None without one."""
     words = [phrase.span.text for phrase in statement.phrases]
     at = next((at for at in range(2, len(words)) if words[at - 2 : at] == ["lr", RATE_TABLE]), None)
     return at if at is not None and len(statement.phrases[at].items) == 1 else None
 
 
-def _read(file: String) -> Layout:
+def _read_table(file: String) -> Layout:
     source = file.span.source
     folder = source.path.parent if source.path is not None else Path()
     text, reason = read_text(folder / file.text)
     if text is None:
-        help_ = path_meant(
-            folder / file.text, lambda path: path.is_file(), f"{_ROW}; the name is relative to the plan's"
-        )
-        raise PlanError(
-            [Diagnostic(UNREADABLE, f"`{file.text}` cannot be read: {reason}", Label(file.span), help=help_)]
-        )
+        help_ = path_meant(folder / file.text, Path.is_file, f"{_ROW_HELP}; the name is relative to the plan's")
+        message = f"`{file.text}` cannot be read: {reason}"
+        raise PlanError([Diagnostic(UNREADABLE, message, Label(file.span), help=help_)])
     table = Source(file.text, text, file.span)
     lines = text.split("\n")
     starts = accumulate((len(line) + 1 for line in lines), initial=0)
     rows = [row for line, start in zip(lines, starts, strict=False) if (row := _row(table, line, start)) is not None]
     if not rows:
-        raise PlanError([Diagnostic(BAD_VALUE, f"`{file.text}` has no rows", Label(file.span), help=_ROW)])
+        raise _table_error(f"`{file.text}` has no rows", file.span, _ROW_HELP)
     return Layout(tuple(rows), file.span)
 
 
 def _row(table: Source, line: str, start: int) -> Dim | None:
     """Return one line of a file as a row; None for an empty one or a comment."""
     line = line.partition("#")[0]
-    words = [(match[0], Span(table, start + match.start(), start + match.end())) for match in _WORD.finditer(line)]
+    words = [(match[0], Span(table, start + match.start(), start + match.end())) for match in _FIELD.finditer(line)]
     if not words:
         return None
     span = words[0][1].to(words[-1][1])
-    if len(words) != 2 or not all(_NUMBER.fullmatch(text) for text, _ in words):
-        raise _fault(f"`{span.text[:80]}` is no step and its rate", span, _ROW)
+    if len(words) != 2 or not all(_DECIMAL.fullmatch(text) for text, _ in words):
+        raise _table_error(f"`{span.text[:80]}` is no step and its rate", span, _ROW_HELP)
     return Dim(tuple(Number(text, place) for text, place in words), span)
 
 
-_WORD = re.compile(r"[^\s,;]+")
-_NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
+_FIELD = re.compile(r"[^\s,;]+")
+_DECIMAL = re.compile(r"-?[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 
 
-def _fault(message: str, span: Span, help_: str) -> PlanError:
+def _table_error(message: str, span: Span, help_: str) -> PlanError:
     return PlanError([Diagnostic(BAD_VALUE, message, Label(span), help=help_)])
 
 
-# ---- groups of an optimizer: parameters that get other arguments than the rest.
+# ---- parameter groups
 
 
 CLAUSES = tuple(dict.fromkeys(clause for row in OPTIMIZERS.values() for clause in row.clauses))
-"""The clauses that not every optimizer takes."""
+"""The clauses that only some optimizers take."""
 COMMON = ("lr", "weight_decay")
 """The clauses that every optimizer takes, and every group of parameters."""
 LIMITS: tuple[tuple[str, Limit], ...] = (
@@ -138,18 +136,18 @@ LIMITS: tuple[tuple[str, Limit], ...] = (
 
 @dataclass(frozen=True)
 class OptimizerGroup(Directive):
-    """A line ``optimizer on WHERE …``: what it gives holds for the parameters that it names."""
+    """A line ``optimizer on WHERE …``: a group of parameters with arguments of its own."""
 
     USAGE = ""  # the second form of `optimizer`
     ONCE = False
     LIMITS = LIMITS
 
-    where: tuple[Word, ...] = argument(lambda given: given.words("on"))
-    values: tuple[tuple[str, Literal], ...] = argument(lambda given: read_literals(given.bindings("args")))
+    where: tuple[Word, ...] = argument(lambda line: line.words("on"))
+    values: tuple[tuple[str, Literal], ...] = argument(lambda line: read_literals(line.bindings("args")))
 
     @property
     def given(self) -> dict[str, Any]:
-        """The arguments that the line gives, as a build's manifest has them."""
+        """The arguments of the group, as a build's manifest has them."""
         clauses: dict[str, Any] = {}
         for name in (*COMMON, *CLAUSES):
             if name in self.arguments:
@@ -169,7 +167,7 @@ class OptimizerGroup(Directive):
 
 
 def untaken(arguments: Arguments, optimizer: str) -> Iterator[Diagnostic]:
-    """Find what a line gives that its optimizer, one of ``OPTIMIZERS``, does not take."""
+    """Yield errors for arguments of a line that its optimizer, one of ``OPTIMIZERS``, does not take."""
     row = OPTIMIZERS[optimizer]
     for clause in CLAUSES:
         if clause in arguments and clause not in row.clauses:
@@ -177,25 +175,22 @@ def untaken(arguments: Arguments, optimizer: str) -> Iterator[Diagnostic]:
             help_ = f"remove it: `{clause}` is a clause of {', '.join(owners)}"
             label = Label(arguments.span(clause))
             yield Diagnostic(UNEXPECTED_ARGUMENT, f"`{optimizer}` has no `{clause}`", label, help=help_)
-    yield from _check_values(arguments, optimizer, row)
-
-
-def _check_values(arguments: Arguments, optimizer: str, row: OptimizerRow) -> Iterator[Diagnostic]:
     yield from check_literals(arguments, "args")
     for binding in arguments.bindings("args"):
         for name, value in read_literals((binding,)):
             label, known = Label(binding.span), row.arguments
             if name not in known:
-                own = f"in parentheses it takes {listed([*known])}" if known else "it takes none in parentheses"
-                help_ = f"write `{name} {value}` without parentheses" if name in (*CLAUSES, *COMMON, "clip") else own
+                help_ = f"in parentheses it takes {listed([*known])}" if known else "it takes none in parentheses"
+                if name in (*CLAUSES, *COMMON, "clip"):
+                    help_ = f"write `{name} {value}` without parentheses"
                 message = f"`{optimizer}` has no argument `{name}`"
                 yield Diagnostic(UNEXPECTED_ARGUMENT, message, label, help=help_)
-            elif not _fits(value, known[name]):
+            elif not _is_of_kind(value, known[name]):
                 wanted = "`true` or `false`" if known[name] is bool else "a number, not below 0"
                 yield Diagnostic(BAD_VALUE, f"`{name}` is {wanted}", label, help=f"remove it, or write {wanted}")
 
 
-def _fits(value: Literal, kind: type) -> bool:
+def _is_of_kind(value: Literal, kind: type) -> bool:
     if kind is bool:
         return isinstance(value, bool)
     return isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0

@@ -1,7 +1,7 @@
-"""Schedules: the order and the ranks of a pipeline's work in a step; one file each, a function or a table.
+"""Pipeline schedules: the order and the rank of each stage's work in a step; one file each, a function or a table.
 
-A schedule maps (stages, microbatches, chunks) to a timeline of work for each of p = stages / chunks ranks. A stage lies
-on the rank that has its work. ``timelines`` makes whole steps of it.
+A schedule maps (stages, microbatches, chunks) to a timeline of work for each of p = stages / chunks ranks. A stage is
+on the rank that has its work. ``timelines`` completes the work to whole steps.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ SCHEDULES: Mapping[str, ScheduleFunction] = {
 ONE_CHUNK = ("gpipe", "1f1b")
 """The schedules with one stage on each rank."""
 MOST_WORK = 1_000_000
-"""The most forwards of a step: so many take seconds to list and prove."""
+"""The most forwards of a step: these take seconds to list and prove."""
 EARLY = ("1f1b", "interleaved")
-"""The schedules that begin backwards before every forward is done, and so hold fewer microbatches than there are."""
+"""The schedules that begin backwards before all forwards are done, and so keep activations of fewer microbatches."""
 
 
 def timelines(
@@ -42,9 +42,9 @@ def timelines(
     also: Collection[str] = (),
     text: str = "",
 ) -> dict[str, tuple[Action, ...]]:
-    """Return the timeline of every role ``{axis}{rank}``: ``SCALE``, the work of the schedule and its messages,
-    ``REDUCE`` and ``STEP``. The step's optional kinds, as ``COUNT``, are in ``also``. ``text`` is the table of the
-    schedule called ``table``.
+    """Return the timeline of every role ``{axis}{rank}``: ``SCALE``, the schedule's work with its messages, ``REDUCE``
+    and ``STEP``. ``also`` names optional kinds of the step, such as ``COUNT``. ``text`` is the table of the schedule
+    called ``table``.
 
     >>> from parc.compiler.program.actions import schedule_text
     >>> print(schedule_text(timelines("1f1b", 2, 2)), end="")
@@ -54,7 +54,7 @@ def timelines(
     Raises:
         ValueError: ``problem`` says why.
     """
-    work = _work(name, stages, microbatches, chunks, text)
+    work = _schedule_work(name, stages, microbatches, chunks, text)
     first = {rank: stage for stage, rank in reversed([*enumerate(stage_ranks(work))])}
     return {
         f"{axis}{rank}": whole_step(actions, first[rank], microbatches, also)
@@ -71,11 +71,11 @@ def places_of(name: str, stages: int, microbatches: int, chunks: int = 1, *, tex
     Raises:
         ValueError: ``problem`` says why.
     """
-    return stage_ranks(_work(name, stages, microbatches, chunks, text))
+    return stage_ranks(_schedule_work(name, stages, microbatches, chunks, text))
 
 
 def problem(name: str, stages: int, microbatches: int, chunks: int = 1, *, text: str = "") -> str | None:
-    """Return the reason why there is no such schedule for these sizes, with the way out; None if there is one."""
+    """Return the reason why a schedule does not accept these sizes, with the way out; None if it does."""
     try:
         timelines(name, stages, microbatches, chunks, text=text)
     except ValueError as error:
@@ -83,7 +83,8 @@ def problem(name: str, stages: int, microbatches: int, chunks: int = 1, *, text:
     return None
 
 
-def _work(name: str, stages: int, microbatches: int, chunks: int, text: str) -> tuple[tuple[Action, ...], ...]:
+def _schedule_work(name: str, stages: int, microbatches: int, chunks: int, text: str) -> tuple[tuple[Action, ...], ...]:
+    """Return the work of each rank, without messages, by a schedule that accepts these sizes."""
     schedule = table_schedule(text) if name == "table" else SCHEDULES.get(name)
     if schedule is None:
         known = ", ".join(f"`{known}`" for known in SCHEDULES)

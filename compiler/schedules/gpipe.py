@@ -10,8 +10,7 @@ def gpipe(stages: int, microbatches: int, chunks: int = 1) -> tuple[tuple[Action
     microbatch.
 
     >>> from parc.compiler.schedules import timelines
-    >>> from parc.compiler.schedules.timeline import simulate
-    >>> from parc.compiler.schedules.timeline import draw
+    >>> from parc.compiler.schedules.timeline import draw, simulate
     >>> print(draw(simulate(timelines("gpipe", 4, 4))))
     pp0 F0 F1 F2 F3                            B0─── B1─── B2─── B3───  idle 43 %
     pp1    F0 F1 F2 F3                   B0─── B1─── B2─── B3───        idle 43 %

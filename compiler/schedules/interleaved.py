@@ -14,8 +14,7 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> tuple[tuple[Acti
     Ranks do rounds of p microbatches, a chunk after the other.
 
     >>> from parc.compiler.schedules import timelines
-    >>> from parc.compiler.schedules.timeline import simulate
-    >>> from parc.compiler.schedules.timeline import draw
+    >>> from parc.compiler.schedules.timeline import draw, simulate
     >>> print(draw(simulate(timelines("interleaved", 4, 4, chunks=2), backward=1)))
     pp0 0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1     2B2     2B3 0B2 0B3  idle 11 %
     pp1     1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3      idle 11 %

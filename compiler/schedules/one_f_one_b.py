@@ -13,8 +13,7 @@ def one_f_one_b(stages: int, microbatches: int, chunks: int = 1) -> tuple[tuple[
     of m microbatches.
 
     >>> from parc.compiler.schedules import timelines
-    >>> from parc.compiler.schedules.timeline import simulate
-    >>> from parc.compiler.schedules.timeline import draw
+    >>> from parc.compiler.schedules.timeline import draw, simulate
     >>> print(draw(simulate(timelines("1f1b", 4, 4))))
     pp0 F0 F1 F2 F3                   B0───    B1───    B2───    B3───  idle 43 %
     pp1    F0 F1 F2             B0─── F3 B1───    B2───    B3───        idle 43 %

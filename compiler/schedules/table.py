@@ -1,11 +1,11 @@
-"""Schedules in a text table: a row per rank, with work as in ``schedule.txt``; messages are added.
+"""Schedules as text tables: a row for each rank, with work as in ``schedule.txt``, but without messages.
 
-``rank 0: 0F0 0F1 0B0 0B1`` lists the work of rank 0; ``rank r:`` is the row of every rank that has none of its own. So
-that a table is of all sizes, a number may be a range in parentheses, made of whole numbers and p ranks, v chunks,
-n = p v stages, m microbatches and r, the rank: ``(0..m-1)``, or ``(m-1,m-2..0)`` with the first, the second and the
-last. ``(0..1)F(0..2)`` is ``0F0 0F1 0F2 1F0 1F1 1F2``. ``#`` starts a comment.
+``rank 0: 0F0 0F1 0B0 0B1`` lists the work of rank 0; ``rank r:`` is the row of every rank that has none of its own. In
+a table for all sizes, numbers are ranges in parentheses of whole numbers and of p ranks, v chunks, n = p v stages, m
+microbatches and r, the rank: ``(0..m-1)``, or ``(m-1,m-2..0)`` with the first, the second and the last number.
+``(0..1)F(0..2)`` is ``0F0 0F1 0F2 1F0 1F1 1F2``. ``#`` starts a comment.
 
-Stage k lies on rank k mod p, unless lines such as ``stages of rank r: (r) (n-1-r)`` say which stages a rank has.
+Stage k is on rank k mod p, unless lines such as ``stages of rank r: (r) (n-1-r)`` say which stages a rank has.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from math import prod
 from ..program.actions import Action, StageRanks, stages_in_turn, step_kinds, work_kinds
 
 TableRow = tuple[int, str]
-"""The number of a line, and its words."""
+"""A line's number, and its words."""
 
 
 class RowError(ValueError):
@@ -34,46 +34,45 @@ def table_schedule(text: str) -> Callable[[int, int, int], tuple[tuple[Action, .
     """Return the schedule that a table's text defines.
 
     >>> from parc.compiler.schedules import timelines
-    >>> from parc.compiler.schedules.timeline import simulate
-    >>> from parc.compiler.schedules.timeline import draw
+    >>> from parc.compiler.schedules.timeline import draw, simulate
     >>> print(draw(simulate(timelines("looped", 4, 4, chunks=2), backward=1)))
     pp0 0F0 0F1 0F2 0F3 2F0 2F1 2F2 2F3         2B3 2B2 2B1 2B0 0B3 0B2 0B1 0B0  idle 11 %
     pp1     1F0 1F1 1F2 1F3 3F0 3F1 3F2 3F3 3B3 3B2 3B1 3B0 1B3 1B2 1B1 1B0      idle 11 %
 
     Raises:
-        RowError: a line that is no row, or has work that is not of its rank and the sizes, once.
-        ValueError: by the schedule, for sizes whose work the table does not list.
+        RowError: a line is no row. The schedule raises it for work of another rank, of other sizes, or listed twice.
+        ValueError: by the schedule, if the table lacks work of the sizes.
     """
     rows: dict[str, TableRow] = {}
-    lies: dict[str, TableRow] = {}
+    stage_lines: dict[str, TableRow] = {}
     for number, line in enumerate(text.split("\n"), 1):
         line = line.partition("#")[0].strip()
         match = re.fullmatch(r"(stages +of +)?rank +(r|[0-9]{1,6}) *:(.*)", line)
         if line and match is None:
-            shown = bool(rows or lies) or line.startswith(("rank", "stages"))
+            shown = bool(rows or stage_lines) or line.startswith(("rank", "stages"))
             raise RowError(number, f" is not `rank 0: 0F0 0B0`{f': `{line[:80]}`' if shown else ''}", shown)
         if match is not None:
-            kind, rank = (lies if match[1] else rows), match[2] if match[2] == "r" else str(int(match[2]))
+            kind, rank = (stage_lines if match[1] else rows), match[2] if match[2] == "r" else str(int(match[2]))
             if rank in kind:
                 raise RowError(number, f" is a second row of {'the stages of ' if match[1] else ''}rank {rank}")
             kind[rank] = number, match[3]
-    return lambda stages, microbatches, chunks: _timelines(rows, lies, stages, microbatches, chunks)
+    return lambda stages, microbatches, chunks: _timelines(rows, stage_lines, stages, microbatches, chunks)
 
 
 def _timelines(
-    rows: Mapping[str, TableRow], lies: Mapping[str, TableRow], stages: int, microbatches: int, chunks: int
+    rows: Mapping[str, TableRow], stage_lines: Mapping[str, TableRow], stages: int, microbatches: int, chunks: int
 ) -> tuple[tuple[Action, ...], ...]:
     sizes = {"p": stages // chunks, "v": chunks, "n": stages, "m": microbatches}
     timelines: list[dict[Action, None]] = []
-    for table in (lies, rows):
+    for table in (stage_lines, rows):
         for row, (number, _) in table.items():
             if row != "r" and int(row) >= sizes["p"]:
                 raise RowError(number, f" is of rank {row}, and there are {sizes['p']} ranks")
-    ranks = _stage_ranks(lies, sizes) if lies else stages_in_turn(stages, sizes["p"])
+    ranks = _stage_ranks(stage_lines, sizes) if stage_lines else stages_in_turn(stages, sizes["p"])
     for rank in range(sizes["p"]):
         number, words = _row_of(rows, rank, sizes, "row")
         timelines.append({})
-        for action in _work(words, number, {**sizes, "r": rank}):
+        for action in _row_work(words, number, {**sizes, "r": rank}):
             if action.stage not in range(stages) or action.microbatch not in range(microbatches):
                 raise RowError(number, f": `{action}` is not of {stages} stages and {microbatches} microbatches")
             if ranks[action.stage] != rank:
@@ -86,9 +85,9 @@ def _timelines(
     every = (Action(stage, kind, m) for stage in range(stages) for kind in kinds for m in range(microbatches))
     missing = [action for action in every if action not in timelines[ranks[action.stage]]]
     if missing:
-        what = f"`{missing[0]}` and {len(missing) - 1} more are" if len(missing) > 1 else f"`{missing[0]}` is"
+        absent = f"`{missing[0]}` and {len(missing) - 1} more are" if len(missing) > 1 else f"`{missing[0]}` is"
         needed = " and ".join(f"`{kind}`" for kind in kinds)
-        raise ValueError(f"{what} not in the table: it needs {needed} of {stages} stages and {microbatches}"
+        raise ValueError(f"{absent} not in the table: it needs {needed} of {stages} stages and {microbatches}"
                          " microbatches, each once")  # fmt: skip
     return tuple(map(tuple, timelines))
 
@@ -106,45 +105,45 @@ def _row_of(table: Mapping[str, TableRow], rank: int, sizes: Mapping[str, int], 
     return row
 
 
-def _stage_ranks(lies: Mapping[str, TableRow], sizes: Mapping[str, int]) -> StageRanks:
-    """Return the rank of each stage, as the table's lines state it.
+def _stage_ranks(stage_lines: Mapping[str, TableRow], sizes: Mapping[str, int]) -> StageRanks:
+    """Return the rank of each stage by the table's lines ``stages of rank``.
 
     Raises:
-        ValueError: a stage lies on no rank, or on two, or there is no such stage.
+        ValueError: a stage is on no rank or on two, or there is no such stage.
     """
     rank_of: dict[int, int] = {}
     for rank in range(sizes["p"]):
-        number, words = _row_of(lies, rank, sizes, "line of the stages")
+        number, words = _row_of(stage_lines, rank, sizes, "line of the stages")
         for word in words.split():
             try:
-                own = _numbers(word, {**sizes, "r": rank})
+                stages = _number_range(word, {**sizes, "r": rank})
             except ValueError:
                 raise RowError(number, f": `{word}` is not stages such as `2` or `(n-1-r)`") from None
-            for stage in own:
+            for stage in stages:
                 if stage not in range(sizes["n"]):
                     raise RowError(number, f": there is no stage {stage}, but {sizes['n']} stages")
                 if stage in rank_of:
                     raise RowError(number, f": stage {stage} is of rank {rank_of[stage]} and of rank {rank}")
                 rank_of[stage] = rank
-        if (own_stages := list(rank_of.values()).count(rank)) != sizes["v"]:
-            raise RowError(number, f": rank {rank} has {own_stages} stages, not {sizes['v']} as every rank")
+        if (count := list(rank_of.values()).count(rank)) != sizes["v"]:
+            raise RowError(number, f": rank {rank} has {count} stages, not {sizes['v']} as every rank")
     return tuple(rank_of[stage] for stage in range(sizes["n"]))
 
 
-def _work(words: str, line: int, sizes: Mapping[str, int]) -> Iterator[Action]:
+def _row_work(words: str, line: int, sizes: Mapping[str, int]) -> Iterator[Action]:
     kinds = work_kinds()
     for word in words.split():
         match = re.fullmatch(r"([0-9]+|\([^A-Z]+\))([A-Z]+)([0-9]+|\([^A-Z]+\))", word)
         try:
             if match is None or match[2] not in kinds:
                 raise ValueError(word)
-            stages, microbatches = _numbers(match[1], sizes), _numbers(match[3], sizes)
+            stages, microbatches = _number_range(match[1], sizes), _number_range(match[3], sizes)
         except ValueError:
             raise RowError(line, f": `{word}` is not work such as `0F2` or `(0..1)F(0..m-1)`") from None
         yield from (Action(stage, match[2], m) for stage in stages for m in microbatches)
 
 
-def _numbers(text: str, sizes: Mapping[str, int]) -> range:
+def _number_range(text: str, sizes: Mapping[str, int]) -> range:
     """Read the numbers of ``3``, ``(r)``, ``(first..last)`` or ``(first,second..last)``.
 
     Raises:
@@ -152,13 +151,13 @@ def _numbers(text: str, sizes: Mapping[str, int]) -> range:
     """
     start, dots, last = text.removeprefix("(").removesuffix(")").partition("..")
     first, comma, second = start.partition(",") if dots else (start, "", "")
-    begin = _number(first, sizes)
-    step = _number(second, sizes) - begin if comma else 1
-    end = _number(last, sizes) if dots else begin
+    begin = _evaluated(first, sizes)
+    step = _evaluated(second, sizes) - begin if comma else 1
+    end = _evaluated(last, sizes) if dots else begin
     return range(begin, end + (1 if step > 0 else -1), step)
 
 
-def _number(text: str, sizes: Mapping[str, int]) -> int:
+def _evaluated(text: str, sizes: Mapping[str, int]) -> int:
     """Read the value of a sum of products of whole numbers and sizes."""
     one = r"([0-9]{1,9}|[pvnmr])"
     if re.fullmatch(rf"{one}([-+*]{one})*", text) is None:

@@ -1,4 +1,4 @@
-"""A step played on a clock: the start and the end of each role's actions, and the idle time."""
+"""Simulated steps: the start and the end of each role's actions, the idle time, and pictures of both."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TimeSpan:
 class Timeline:
     """The spans of every role in the order of its actions, of a simulated step or of a measured one.
 
-    The step starts at 0; times are in the unit of what they were made of.
+    The step starts at 0; the unit of times is that of the simulated or measured durations.
     """
 
     spans: Mapping[str, Sequence[TimeSpan]]
@@ -49,8 +49,8 @@ class Timeline:
 
 
 def peak_live(actions: Sequence[Action]) -> int:
-    """Return the most microbatches for which a role holds, at one time, the values that backward needs. Each stage of
-    the role counts by itself.
+    """Return the most microbatches of which a role holds activations for backward at one time. Each stage of the role
+    counts separately.
 
     >>> peak_live([Action.parse(word) for word in "0F0 0F1 0B0 0F2 0B1 0B2".split()])
     2
@@ -71,14 +71,14 @@ def simulate(
     after: Times = 0,
     latency: float = 0,
 ) -> Timeline:
-    """Play timelines whose ``F`` and ``B`` take these times, and other work its slots; with ``work``, that is the time
-    of every kind of work. ``after`` each ``SEND_B``, while the message is under way, further work follows. Everything
-    else takes no time. The makespan is the longest path through the work of all roles and their messages.
+    """Simulate timelines whose ``F`` and ``B`` take these times, and other work its slots; ``work``, if given, is the
+    time of every kind of work. ``after`` is the time of further work behind each ``SEND_B``, while the message is in
+    flight. Everything else takes no time. The makespan is the longest path through the work and messages of all roles.
 
-    A message is there ``latency`` after it was sent. Senders do not wait, as in a run, which posts receives early.
+    A message arrives ``latency`` after it was sent. Senders do not wait, as in a run, which posts receives early.
 
     Raises:
-        ValueError: an order that never ends, or a message that is never sent.
+        ValueError: the timelines deadlock, or a message is never sent.
     """
     late = send_kind(BACKWARD)
     times: dict[str, Times] = {row.kind: row.slots for row in ACTIONS.values() if row.works}
@@ -99,7 +99,7 @@ def simulate(
                     if message not in sent:
                         break
                     start = max(start, sent[message] + latency)
-                end = start + _taken(times.get(action.kind, 0), action)
+                end = start + _time_of(times.get(action.kind, 0), action)
                 sent[action] = start if action.kind == late else end
                 done.append(TimeSpan(action, start, end))
                 moved = True
@@ -111,13 +111,13 @@ def simulate(
     return Timeline(spans)
 
 
-def _taken(times: Times, action: Action) -> float:
+def _time_of(times: Times, action: Action) -> float:
     if callable(times):
         return times(action)
     return times[action.stage] if isinstance(times, Sequence) else times
 
 
-# ---- pictures of a timeline
+# ---- pictures
 
 
 if TYPE_CHECKING:
@@ -127,16 +127,15 @@ Cell = tuple[str, Action | None]
 
 
 def time_slot(timeline: Timeline) -> float:
-    """Return a slot of time for a drawing as text: that of the shortest work, but an eighth of the longest at least."""
+    """Return a slot of time for ``draw``: the shortest work, but at least an eighth of the longest."""
     times = [span.end - span.start for spans in timeline.spans.values() for span in spans if span.end > span.start]
     return max(min(times), max(times) / 8) if times else 1
 
 
 def draw(timeline: Timeline, slot: float = 1, width: int | None = None) -> str:
-    """Return the timeline as text: a row per role, room for a label per ``slot`` of time, the microbatch after ``F`` or
-    ``B``; and how much of the time is idle.
-
-    Where roles have several stages the stage comes first, as in ``4F0``. What is wider than ``width`` goes on below.
+    """Return the timeline as text: a row per role with a label such as ``F0`` (kind and microbatch) per ``slot`` of
+    time, and its idle share. Where roles have several stages the stage comes first, as in ``4F0``. Rows wider than
+    ``width`` continue below.
 
     >>> from parc.compiler.schedules import timelines
     >>> from parc.compiler.schedules.timeline import simulate
@@ -145,17 +144,17 @@ def draw(timeline: Timeline, slot: float = 1, width: int | None = None) -> str:
     pp1    F0 B0─── F1 B1─── F2 B2───        idle 25 %
     """
     several = _chunks(timeline) > 1
-    rows = _rows(timeline, slot, width, lambda a: str(a) if several else f"{a.kind}{a.microbatch}", "─")
+    rows = _text_rows(timeline, slot, width, lambda a: str(a) if several else f"{a.kind}{a.microbatch}", "─")
     return "\n".join("".join(text for text, _ in row).rstrip() for row in rows)
 
 
 def paint(timeline: Timeline, slot: float = 1, width: int | None = None) -> Text:
-    """Return the picture of ``draw`` for a terminal: microbatches alone, forwards blue and backwards green, chunks in
-    lighter shades."""
+    """Return the picture of ``draw`` for a terminal: labels are microbatches, forwards blue, backwards green, later
+    chunks in lighter shades."""
     from rich.text import Text
 
     picture, shades = Text(), _shades(timeline)
-    for row in _rows(timeline, slot, width, lambda a: str(a.microbatch), " "):
+    for row in _text_rows(timeline, slot, width, lambda a: str(a.microbatch), " "):
         for (text, action), (_, then) in zip_longest(row, row[1:], fillvalue=("", None)):
             box = text[: len(text) - (action != then)]  # a gap between two boxes
             picture.append(box, style=f"black on {_color(shades, action)}" if action is not None else "")
@@ -165,12 +164,12 @@ def paint(timeline: Timeline, slot: float = 1, width: int | None = None) -> Text
 
 
 def _chunks(timeline: Timeline) -> int:
-    """The most stages that a role has."""
+    """Return the most stages of a role."""
     return max((len(_stages(spans)) for spans in timeline.spans.values()), default=0)
 
 
 def _stages(spans: Iterable[TimeSpan]) -> list[int]:
-    """A role's stages, in order."""
+    """Return a role's stages, in order."""
     return sorted({span.action.stage for span in spans if span.action.works})
 
 
@@ -184,14 +183,15 @@ def _color(shades: Mapping[int, int], action: Action) -> str:
     return colors[shades[action.stage] % len(colors)]
 
 
-def _rows(
+def _text_rows(
     timeline: Timeline, slot: float, width: int | None, label: Callable[[Action], str], fill: str
 ) -> Iterator[list[Cell]]:
+    """Yield the rows of a picture as cells of text, each with the action that it shows."""
     work = {role: [span for span in spans if span.action.works] for role, spans in timeline.spans.items()}
     cell = 1 + max((len(label(span.action)) for spans in work.values() for span in spans), default=0)
     head = 1 + max(map(len, work), default=0)
     slot /= cell  # times are rounded to characters
-    columns = _rounded(timeline.makespan / slot)
+    columns = _to_whole(timeline.makespan / slot)
     tails = {role: f" idle {_percent(timeline, role)}" for role in work}
     fits = columns if width is None else (width - head - max(map(len, tails.values()))) // cell * cell
     room = max(fits, cell)
@@ -199,7 +199,7 @@ def _rows(
     for role, spans in work.items():
         grid[role] = [(" ", None)] * columns
         for span in spans:
-            first, end = _rounded(span.start / slot), _rounded(span.end / slot)
+            first, end = _to_whole(span.start / slot), _to_whole(span.end / slot)
             text = label(span.action).ljust(end - first - 1, fill) + " "
             grid[role][first:end] = [(char, span.action) for char in text[: end - first]]
     for start in range(0, columns, room):
@@ -210,7 +210,7 @@ def _rows(
             yield [(role.ljust(head), None), *cells[start : start + room], (tail, None)]
 
 
-def _rounded(number: float) -> int:
+def _to_whole(number: float) -> int:
     return floor(number + 0.5)
 
 
@@ -223,9 +223,9 @@ _GREY = "#5f6b7a"
 
 
 def svg(timeline: Timeline, title: str = "", unit: str = "") -> str:
-    """An SVG picture with a lane a role, a box for each ``F`` and ``B`` with its microbatch, and an axis of time in
-    ``unit``, or of ``%`` of the makespan; a box says more under the pointer. A page can change colors by the classes of
-    its parts."""
+    """Return an SVG picture: a lane for each role, a box with the microbatch for each piece of work, and an axis of
+    time in ``unit`` (or in ``%`` of the makespan). Boxes have tooltips; pages can change colors by the classes of
+    parts."""
     work = [span for spans in timeline.spans.values() for span in spans if span.action.works]
     makespan, shades = timeline.makespan or 1, _shades(timeline)
     shortest = min((span.end - span.start for span in work if span.end > span.start), default=makespan)
@@ -275,7 +275,7 @@ def _box(span: TimeSpan, color: str, scale: float, y: float, by: float, unit: st
 
 
 def _legend(timeline: Timeline, title: str, right: float) -> Iterator[str]:
-    """Return the title and, at the right end, the meaning of the colors."""
+    """Yield the title and, at the right end, the meaning of the colors."""
     yield _words(_LEFT, 22, title, "start", weight="600")
     chunks = _chunks(timeline)
     x = right
@@ -291,7 +291,7 @@ def _legend(timeline: Timeline, title: str, right: float) -> Iterator[str]:
 
 
 def _axis(makespan: float, scale: float, bottom: float, unit: str) -> Iterator[str]:
-    """Return ticks at round times, at most one every 60 pixels or so, and the unit at the end."""
+    """Yield ticks at round times, at most one every 60 pixels or so, and the unit at the end."""
     power = 10 ** floor(log10(makespan * 60 / (makespan * scale)))
     step = next(power * n for n in (1, 2, 5, 10) if power * n * scale >= 60)
     for tick in range(int(makespan / step + 1e-9) + 1):

@@ -1,7 +1,7 @@
-"""Inputs and loss of a model: what its forward takes is found by calling it on tensors that hold nothing.
+"""The search for a model's inputs: its forward is called on fake tensors, one guess after the other.
 
-A forward's parameters have names, perhaps types, and no shapes. Each gets one tensor after the other that its layers
-might read; where a call fails, the number of operators before that tells which one was nearer.
+A forward's parameters have names, perhaps types, and no shapes. Each gets one tensor after the other that the model's
+layers might read; of calls that fail, the one that ran more operators is nearer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from parc.compiler.torch_private import quiet
 SAMPLES, LENGTH = 8, 128
 _SECONDS = 60
 _TARGETS = ("label", "target")
-"""Words in the names of parameters for what a loss compares with: these are filled though they may be left out."""
+"""Words in the names of parameters that take targets: these are filled though they are optional."""
 _LENGTHS = (64, 32, 16, 8)
 _PICTURES = (32, 64, 224, 28, 16)
 _LONGEST, _SOUND = 4096, 16000
@@ -42,13 +42,13 @@ class Guess:
     dims: tuple[int | str, ...]
 
     def text(self) -> str:
-        """Return it as an ``input`` line has it."""
+        """Return the type and the dims as an ``input`` line has them."""
         return f"{self.dtype} [{', '.join(map(str, self.dims))}]"
 
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """One call: what the forward returned, or its error and the number of operators before it."""
+    """The outcome of a call: the output of the forward, or its error and the number of operators before it."""
 
     output: Any
     error: Exception | None
@@ -56,34 +56,24 @@ class Tried:
 
     @property
     def rank(self) -> tuple[bool, int]:
-        """The order of calls, the best last."""
+        """The key by which calls are compared: the largest is best."""
         return self.error is None, self.operators
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardCall:
-    """A call that was found: the guess for each parameter, the sizes that guesses name, and what came of it."""
+    """A call of the forward: the guess for each parameter, the sizes that guesses name, and the outcome."""
 
     guesses: Mapping[str, Guess]
     sizes: Mapping[str, int]
     tried: Tried
 
 
-class _Counter(TorchDispatchMode):
-    """A mode that counts operators."""
-
-    count = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
-        return function(*args, **(kwargs or {}))
-
-
 class Caller:
-    """A model on tensors that hold nothing, called with one guess after the other."""
+    """A model on fake tensors, called with one guess after the other. ``known`` are guesses that the user has fixed."""
 
     def __init__(
-        self, recorded: Recorded, sizes: Mapping[str, int], given: Mapping[str, Guess], loss: str = ""
+        self, recorded: Recorded, sizes: Mapping[str, int], known: Mapping[str, Guess], loss: str = ""
     ) -> None:
         self.module, self.mode = recorded.module, recorded.mode
         self.sizes = {BATCH: SAMPLES, "S": LENGTH, **sizes}
@@ -94,59 +84,51 @@ class Caller:
             if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         }
         self.loss_reads = names_in(loss)
-        self.beside = {name: guess for name, guess in given.items()
+        self.beside = {name: guess for name, guess in known.items()
                        if name in self.loss_reads and name not in self.parameters}  # fmt: skip
-        """The inputs that the loss alone reads."""
-        self.given = {name: guess for name, guess in given.items() if name not in self.beside}
-        self.numbers = _numbers(recorded.module)
+        """The known inputs that only the loss reads."""
+        self.known = {name: guess for name, guess in known.items() if name not in self.beside}
+        self.numbers = _model_numbers(recorded.module)
         self._layers = _Layers.of(recorded.module)
         self._end = time.monotonic() + _SECONDS
 
     def call(self, guesses: Mapping[str, Guess], sizes: Mapping[str, int]) -> Tried:
-        """Call the forward on tensors of these guesses, and return what came of it."""
+        """Call the forward on tensors of these guesses."""
         counter = _Counter()
         with self.mode, quiet(), with_experts(self.module), as_made(self.module, parts=False), counter:
-            values = {
-                name: torch.zeros(
-                    [dim if isinstance(dim, int) else sizes[dim] for dim in guess.dims],
-                    dtype=getattr(torch, guess.dtype),
-                )
-                for name, guess in guesses.items()
-            }
-            first = [
-                values.pop(name)
-                for name, parameter in self.parameters.items()
-                if parameter.kind is parameter.POSITIONAL_ONLY and name in values
-            ]
+            shapes = {name: [dim if isinstance(dim, int) else sizes[dim] for dim in guess.dims]
+                      for name, guess in guesses.items()}  # fmt: skip
+            values = {name: torch.zeros(shapes[name], dtype=getattr(torch, guess.dtype))
+                      for name, guess in guesses.items()}  # fmt: skip
+            positional = [values.pop(name) for name, parameter in self.parameters.items()
+                          if parameter.kind is parameter.POSITIONAL_ONLY and name in values]  # fmt: skip
             counter.count = 0
             try:
                 with ending_said():
-                    output = self.module(*first, **values)
+                    output = self.module(*positional, **values)
             except Exception as error:
                 return Tried(None, error, counter.count)
         return Tried(output, None, counter.count)
 
     def idle(self) -> list[str]:
-        """Return the inputs that were given, and that neither the forward nor the loss names."""
+        """Return the known inputs that neither the forward nor the loss names."""
         kinds = {parameter.kind for parameter in inspect.signature(self.module.forward).parameters.values()}
-        return (
-            []
-            if inspect.Parameter.VAR_KEYWORD in kinds
-            else [name for name in self.given if name not in self.parameters]
-        )
+        if inspect.Parameter.VAR_KEYWORD in kinds:
+            return []
+        return [name for name in self.known if name not in self.parameters]
 
     def unknown(self, call: ForwardCall) -> list[str]:
-        """Return the inputs that the loss names, and of which nothing is known once the forward's are."""
+        """Return the inputs that the loss names, but neither the call nor the user knows."""
         return [name for name in self.loss_reads if name not in {**call.guesses, **self.beside}]
 
     def find(self) -> ForwardCall:
-        """Return the call that went furthest: with the parameters that must be filled, and, where it needs more, with
-        further ones that may."""
+        """Return the call that went furthest: with the required parameters, and, if it needs more, with optional
+        ones."""
         required = [name for name, parameter in self.parameters.items() if parameter.default is parameter.empty]
         optional = [name for name, parameter in self.parameters.items() if parameter.default is None]
         main = getattr(self.module, "main_input_name", None)
         first = required or ([main] if main in optional else optional[:1])
-        best = self._climb(ForwardCall({name: self._options(name)[0] for name in [*self.given, *first]}, self.sizes,
+        best = self._climb(ForwardCall({name: self._options(name)[0] for name in [*self.known, *first]}, self.sizes,
                                 Tried(None, None, 0)))  # fmt: skip
         while best.tried.error is not None and time.monotonic() < self._end:
             further = max(self._with_one_more(best, optional), key=lambda call: call.tried.rank, default=best)
@@ -156,8 +138,8 @@ class Caller:
         return best
 
     def _with_one_more(self, best: ForwardCall, optional: Sequence[str]) -> Iterator[ForwardCall]:
-        """Yield the calls with one more parameter, up to the first that comes to its end. What a loss compares with is
-        tried first: many models make what else they need of it."""
+        """Yield the calls with one more parameter, up to the first that succeeds. Targets are tried first: many models
+        derive their other inputs from these."""
         for name in sorted(optional, key=lambda name: not _is_target(name)):
             if name not in best.guesses and time.monotonic() < self._end:
                 more = self._climb(replace(best, guesses={**best.guesses, name: self._options(name)[0]}))
@@ -165,20 +147,18 @@ class Caller:
                 if more.tried.error is None:
                     return
 
-    def with_targets(self, found: ForwardCall) -> Iterator[tuple[str, ForwardCall]]:
-        """Yield the calls that go with one more parameter, which is named as what a loss compares with."""
+    def with_targets(self, call: ForwardCall) -> Iterator[tuple[str, ForwardCall]]:
+        """Yield the calls that succeed with one more parameter, an optional one with the name of targets."""
         for name, parameter in self.parameters.items():
-            if name in found.guesses or parameter.default is parameter.empty:
+            if name in call.guesses or parameter.default is parameter.empty or not _is_target(name):
                 continue
-            if not _is_target(name):
-                continue
-            for guess in self._targets(found):
-                guesses = {**found.guesses, name: guess}
-                if (tried := self.call(guesses, found.sizes)).error is None:
-                    yield name, ForwardCall(guesses, found.sizes, tried)
+            for guess in self._targets(call):
+                guesses = {**call.guesses, name: guess}
+                if (tried := self.call(guesses, call.sizes)).error is None:
+                    yield name, ForwardCall(guesses, call.sizes, tried)
 
     def _climb(self, start: ForwardCall) -> ForwardCall:
-        """Return the best call that is found by changing one guess, or the length of sequences, after the other."""
+        """Return the best call by hill climbing: one guess, or the length of sequences, is changed at a time."""
         best = replace(start, tried=self.call(start.guesses, start.sizes))
         moved = True
         while moved and best.tried.error is not None:
@@ -208,29 +188,39 @@ class Caller:
             yield replace(best, sizes={**best.sizes, "S": length})
 
     def _options(self, name: str) -> list[Guess]:
-        """Return the tensors that a parameter may want, those first that the model's first layers read."""
-        if name in self.given:
-            return [self.given[name]]
+        """Return the tensors that a parameter may take, those first that the model's first layers read."""
+        if name in self.known:
+            return [self.known[name]]
         words = str(self.parameters[name].annotation)
         whole, real = "Long" in words or "Int" in words, "Float" in words
         fits = [guess for guess in self._layers.guesses(self.numbers)
                 if (guess.dtype == "int64" or not whole) and (guess.dtype != "int64" or not real)]  # fmt: skip
         return list(dict.fromkeys(fits)) or [Guess("float32", (BATCH,))]
 
-    def _targets(self, found: ForwardCall) -> Iterator[Guess]:
-        """Yield what a loss may compare with: a class for each token or sample, or as many numbers as are computed."""
-        tokens = any(guess == Guess("int64", (BATCH, "S")) for guess in found.guesses.values())
+    def _targets(self, call: ForwardCall) -> Iterator[Guess]:
+        """Yield the targets that a loss may take: a class for each token or sample, or numbers of an output's shape."""
+        tokens = Guess("int64", (BATCH, "S")) in call.guesses.values()
         classes = [Guess("int64", (BATCH, "S")), Guess("int64", (BATCH,))]
         yield from classes if tokens else reversed(classes)
-        for _, value in tensors_in(found.tried.output):
+        for _, value in tensors_in(call.tried.output):
             if value.is_floating_point() and value.dim():
-                yield Guess("float32", named_dims(value.shape, found.sizes))
+                yield Guess("float32", named_dims(value.shape, call.sizes))
+
+
+class _Counter(TorchDispatchMode):
+    """A mode that counts operators."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return function(*args, **(kwargs or {}))
 
 
 @dataclass(frozen=True, slots=True)
 class _Layers:
-    """The tensors that a model's layers read: the dims and channels of convolutions, the widths of linear layers,
-    whether tables are looked up, and whether that comes before convolutions. ``attention``: one reads sequences."""
+    """The layers of a model, as far as they tell its inputs: dims and channels of convolutions, widths of linear
+    layers. ``lookups``: it has embeddings; ``tokens_first``: before convolutions; ``attention``: it reads sequences."""
 
     channels: tuple[tuple[int, int], ...]
     widths: tuple[int, ...]
@@ -240,7 +230,7 @@ class _Layers:
 
     @classmethod
     def of(cls, module: nn.Module) -> _Layers:
-        """Read a model's layers, in the order in which they were made."""
+        """Read a model's layers in their order."""
         layers = list(module.modules())
         convolutions = [layer for layer in layers if isinstance(layer, torch.nn.modules.conv._ConvNd)]
         tables = [layer for layer in layers if isinstance(layer, (nn.Embedding, nn.EmbeddingBag))]
@@ -282,16 +272,16 @@ def _pictures(dims: int, channels: int, numbers: Sequence[int]) -> Iterator[Gues
         yield Guess("float32", (BATCH, channels, *(side,) * dims))
 
 
-def _numbers(module: nn.Module) -> tuple[int, ...]:
-    """Return the numbers that a model's attributes and its configuration hold, which may be sizes of its inputs."""
+def _model_numbers(module: nn.Module) -> tuple[int, ...]:
+    """Return the whole numbers among a model's attributes and in its configuration, which may be sizes of inputs."""
     holders: list[Any] = [getattr(module, "config", None), *module.modules()]
-    found: dict[int, None] = {}
+    numbers: dict[int, None] = {}
     for holder in holders[:200]:
         for value in list(vars(holder).values() if hasattr(holder, "__dict__") else ()):
             for number in value if isinstance(value, (tuple, list)) and len(value) < 5 else [value]:
                 if type(number) is int and 2 <= number <= 4096:
-                    found[number] = None
-    return tuple(found)
+                    numbers[number] = None
+    return tuple(numbers)
 
 
 def names_in(loss: str) -> tuple[str, ...]:
@@ -309,8 +299,7 @@ def _is_target(name: str) -> bool:
 
 
 def named_dims(shape: Sequence[int], sizes: Mapping[str, int]) -> tuple[int | str, ...]:
-    """Return the dims of a tensor of which the first is the batch, with the name of the length of sequences where one
-    is as long."""
+    """Return the dims of a batched tensor; the second is named `S` if it is as long as sequences."""
     return tuple(
         BATCH if at == 0 else "S" if at == 1 and size == sizes["S"] else int(size) for at, size in enumerate(shape)
     )

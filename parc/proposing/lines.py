@@ -1,4 +1,4 @@
-"""The lines that place a model's weights: groups that a search has found, by patterns, or a family's."""
+"""The text of a proposed plan: patterns of names, lines that place weights, and the whole plan."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from parc.grammar.source import Source
 from parc.proposing.placements import Search, SplitGroup
 from parc.proposing.tasks import Task
 
-# ---- patterns for a set of names: as few and as short as a person would write.
+# ---- patterns
 
 
-_NUMBER = re.compile(r"\d+")
+_DIGITS = re.compile(r"\d+")
 
 
 def patterns_for(names: Sequence[str], others: Collection[str]) -> list[str]:
-    """Return patterns that match these names, and none of the ``others``.
+    """Return few, short patterns that match these names and none of the ``others``.
 
     >>> patterns_for(["h.0.q", "h.1.q", "h.0.k", "h.1.k", "h.0.v"], ["h.0.o"])
     ['h.*.{q,k}', 'h.0.v']
@@ -34,14 +34,13 @@ def patterns_for(names: Sequence[str], others: Collection[str]) -> list[str]:
     """
     wanted = set(names)
     wrong = set(others) - wanted
-    found = {name: _starred(name, wanted, wrong) for name in names}
-    return _joined(list(dict.fromkeys(found.values())))
+    return _with_alternatives(list(dict.fromkeys(_starred(name, wanted, wrong) for name in names)))
 
 
 def _starred(name: str, wanted: Collection[str], wrong: Collection[str]) -> str:
-    """Return the name with a star for every number of it for which others may stand too."""
+    """Return the name with a star for every number that other wanted names, and no wrong ones, vary."""
     pattern, start = name, 0
-    while (number := _NUMBER.search(pattern, start)) is not None:
+    while (number := _DIGITS.search(pattern, start)) is not None:
         tried = f"{pattern[: number.start()]}*{pattern[number.end() :]}"
         both = Pattern(tried)
         alike = sum(map(both.matches, wanted)) > sum(map(Pattern(pattern).matches, wanted))
@@ -52,8 +51,8 @@ def _starred(name: str, wanted: Collection[str], wrong: Collection[str]) -> str:
     return pattern
 
 
-def _joined(patterns: Sequence[str]) -> list[str]:
-    """Join patterns that differ in one segment, as alternatives of it."""
+def _with_alternatives(patterns: Sequence[str]) -> list[str]:
+    """Join patterns that differ in one segment into one with alternatives there."""
     joined = [pattern.split(".") for pattern in patterns]
     for at in range(max(map(len, joined), default=0)):
         alike: dict[tuple[str, ...], list[str]] = {}
@@ -67,45 +66,45 @@ def _joined(patterns: Sequence[str]) -> list[str]:
 
 
 def _alternatives(words: Sequence[str]) -> str:
-    """Return words as one segment with alternatives, what they share at their ends outside."""
+    """Return words as one segment with alternatives; shared starts and ends are outside the braces."""
     if len(words) == 1:
         return words[0]
-    start = _shared(words)
+    start = _common_start(words)
     rest = [word[len(start) :] for word in words]
-    end = _shared([word[::-1] for word in rest])[::-1]
+    end = _common_start([word[::-1] for word in rest])[::-1]
     inner = [word[: len(word) - len(end)] for word in rest]
     if not all(inner) or not _whole_words(start, end):
         return f"{{{','.join(words)}}}"
     return f"{start}{{{','.join(inner)}}}{end}"
 
 
-def _shared(words: Sequence[str]) -> str:
+def _common_start(words: Sequence[str]) -> str:
     """Return the letters with which all words begin."""
     return "".join(letters[0] for letters in takewhile(lambda letters: len(set(letters)) == 1, zip(*words)))  # noqa: B905
 
 
 def _whole_words(start: str, end: str) -> bool:
-    """Return whether what words share ends where a part of a word does: `q_proj` and `k_proj` share `_proj`, but
-    `gate` and `glue` do not share a `g` that anyone would write apart."""
+    """Return whether shared starts and ends are whole parts of words: `_proj` of `q_proj` and `k_proj` is, `g` of
+    `gate` and `glue` is not."""
     return (not start or not start[-1].isalnum()) and (not end or not end[0].isalnum())
 
 
-# ---- the lines that place a model's weights: groups that a search has found, by patterns, or a family's.
+# ---- lines that place weights
 
 
 @dataclass(frozen=True, slots=True)
 class PlacingLine:
-    """A line that places weights: its verb, its patterns, what follows them, and the reason why it is there."""
+    """A line that places weights: its verb, patterns, the rest of the line, and a reason as its comment."""
 
     verb: str
     patterns: Sequence[str]
     rest: str
     why: str = ""
     part: str = ""
-    """The part of the model that it splits, with other lines."""
+    """The part of the model that it splits together with other lines: `attention`, `hidden` or `vocab`."""
 
     def texts(self) -> Iterator[str]:
-        """Yield it as one line, or as several if its patterns are long."""
+        """Yield one line, or several if the patterns are long."""
         rows: list[list[str]] = [[]]
         for pattern in self.patterns:
             if rows[-1] and sum(map(len, rows[-1])) + len(pattern) > _WIDTH:
@@ -116,7 +115,7 @@ class PlacingLine:
 
 
 _WIDTH = 90
-"""The width of names at which a line is broken."""
+"""The most characters of patterns in a line."""
 _WHY = {
     ("column", True): "their outputs feed attention: each rank has its heads",
     ("row", True): "they read the heads: one sum over tp ends each attention",
@@ -125,60 +124,50 @@ _WHY = {
     ("vocab", False): "rows of the vocabulary: no rank holds whole logits",
 }
 _TABLES = "rows of the vocabulary: each rank has a part of the table"
-"""The reason for a line about a vocabulary of which nothing computes logits."""
+"""The reason for a `vocab` line without a head that computes logits."""
 
 
 def lines_of(groups: Sequence[SplitGroup], search: Search) -> list[PlacingLine]:
-    """Return the lines of groups. Those of attentions come first, then those of hidden widths, then the vocabulary;
-    weights that are split alike for one reason share a line."""
-    found: dict[tuple[bool, str, str], list[str]] = {}
+    """Return the lines of groups: attentions, then hidden widths, then the vocabulary. Weights that are split alike for
+    one reason share a line."""
+    alike: dict[tuple[bool, str, str], list[str]] = {}
     logits = any(name in search.heads for group in groups if group.vocab for name in group.weights)
     for group in sorted(groups, key=lambda group: (group.vocab, not group.attends)):
-        for verb, rest, name in _places(group, search):
-            found.setdefault((group.attends, verb, rest), []).append(name)
+        for verb, rest, name in _weight_lines(group, search):
+            alike.setdefault((group.attends, verb, rest), []).append(name)
     lines = []
-    for (attends, verb, rest), names in sorted(found.items(), key=lambda item: (item[0][1] == "vocab", not item[0][0])):
-        lines.append(
-            PlacingLine(
-                verb,
-                patterns_for(names, _others(search.names)),
-                rest,
-                _WHY[verb, attends] if logits or verb != "vocab" else _TABLES,
-                _part(verb, attends),
-            )
-        )
+    for (attends, verb, rest), names in sorted(alike.items(), key=lambda item: (item[0][1] == "vocab", not item[0][0])):
+        why = _WHY[verb, attends] if logits or verb != "vocab" else _TABLES
+        part = verb if verb == "vocab" else "attention" if attends else "hidden"
+        lines.append(PlacingLine(verb, patterns_for(names, _layer_names(search.names)), rest, why, part))
     return lines
 
 
-def _part(verb: str, attends: bool) -> str:
-    return verb if verb == "vocab" else "attention" if attends else "hidden"
-
-
-def _places(group: SplitGroup, search: Search) -> Iterator[tuple[str, str, str]]:
-    """Yield verb, rest of the line and name for each weight that a line names; others follow from these."""
+def _weight_lines(group: SplitGroup, search: Search) -> Iterator[tuple[str, str, str]]:
+    """Yield verb, rest of the line and name for each weight that a line must name; the others follow by propagation."""
     over = f"over {search.axis}"
     for name, split in group.weights.items():
         if group.vocab:
             use = search.names.use(name)
             uneven = search.names.shape(name)[use.out_dim or 0] % search.ranks
-            yield "vocab", over + " pad" * bool(uneven), _named(name)
+            yield "vocab", over + " pad" * bool(uneven), _layer_name(name)
         elif search.begins(name, split):
-            yield "column", over + _rows(split.outer, search.axis), _named(name)
+            yield "column", over + _rows_clause(split.outer, search.axis), _layer_name(name)
         elif search.ends(name, split):
-            yield "row", over, _named(name)
+            yield "row", over, _layer_name(name)
 
 
-def _named(parameter: str) -> str:
+def _layer_name(parameter: str) -> str:
     """Return the name that a line has for a weight: that of its layer, or its own."""
     return parameter.removesuffix(".weight")
 
 
-def _others(names: PlanNames) -> list[str]:
-    return [_named(name) for name in names.all_parameters if not name.endswith(".bias")]
+def _layer_names(names: PlanNames) -> list[str]:
+    return [_layer_name(name) for name in names.all_parameters if not name.endswith(".bias")]
 
 
-def _rows(outer: Outer, axis: str) -> str:
-    """Return the words for the parts that a weight's outputs consist of."""
+def _rows_clause(outer: Outer, axis: str) -> str:
+    """Return the clause `rows` for a weight whose outputs consist of several parts."""
     if isinstance(outer, int):
         return "" if outer == 1 else f" rows (3 h/{axis} d)" if outer == 3 else f" rows ({outer} f/{axis})"
     if len(outer) == 3 and outer[1] == outer[2]:
@@ -186,25 +175,25 @@ def _rows(outer: Outer, axis: str) -> str:
     return f" rows ({' + '.join(f'{letter}/{axis}' for letter in 'abcdefgh'[: len(outer)])})"
 
 
-# ---- the text of a proposed plan: its lines in the canonical form, each with the reason why it is there.
+# ---- the whole plan
 
 
 @dataclass(frozen=True, slots=True)
 class ModelLine:
-    """The model as a plan names it: its callable, its arguments, and the safetensors folder that it begins with."""
+    """The `model` line: the callable and its arguments, and the safetensors folder of initial weights."""
 
     target: str
     arguments: Mapping[str, int | float | str | bool | None] = field(default_factory=dict)
     smaller: Mapping[str, int] = field(default_factory=dict)
-    """Arguments of the twin on which numbers are tested."""
+    """The arguments of the `verify` line."""
     weights: str = ""
 
 
 def plan_text(
     head: Sequence[str], model: ModelLine, task: Task, ranks: Mapping[str, int], lines: Sequence[PlacingLine]
 ) -> str:
-    """Return the plan of a model, its task and its placements over ``dp`` and ``tp``, with ``head`` as its first
-    comments."""
+    """Return the canonical text of the plan of a model, its task and its placements over ``dp`` and ``tp``. ``head``
+    are comments at its start."""
     batched = [name for name, guess in task.inputs.items() if guess.dims[:1] == (BATCH,)]
     wide = {name: ["B/dp", *("_" for _ in task.inputs[name].dims[1:])] for name in batched}
     layouts: dict[str, list[str]] = {}
@@ -215,7 +204,7 @@ def plan_text(
         *(f"# {line}" for line in head),
         f"let {settings}  # ranks along each axis, also with -D dp=4",
         "",
-        f'model "{model.target}"{_arguments(model.arguments)}',
+        f'model "{model.target}"{_model_arguments(model.arguments)}',
     ]
     if model.smaller:
         smaller = ", ".join(f"{name}={value}" for name, value in model.smaller.items())
@@ -240,7 +229,7 @@ def plan_text(
     return format_source(Source("plan.parc", "\n".join(text) + "\n"))
 
 
-def _arguments(arguments: Mapping[str, int | float | str | bool | None]) -> str:
+def _model_arguments(arguments: Mapping[str, int | float | str | bool | None]) -> str:
     if not arguments:
         return ""
     return f" ({', '.join(f'{name}={_literal(value)}' for name, value in arguments.items())})"

@@ -1,9 +1,9 @@
 """The search for placements: the weights of a captured model that are worth splitting over an axis.
 
-The outputs of one product are split for a try, and the propagation says what follows: which other weights are split
-with them, up to the products that sum them, and what is sent for it. A split is worth it where nothing is gathered, and
-best where most is split for the fewest bytes: all of the heads of an attention, or the hidden width of an MLP, for the
-one sum behind the last product. Names of modules say nothing here; they only tell which layers are repeated.
+The outputs of one product are split as a try, and propagation tells the consequences: the other weights that are split
+with them, up to the products whose results are all-reduced, and the bytes that are sent. A split qualifies if nothing
+is gathered. It is best if most is split for the fewest bytes: all heads of an attention, or the hidden width of an MLP,
+for the one all-reduce behind the last product. Names of modules only tell which layers are repeated.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from parc.passes.placing.partition import Reshard
 from parc.passes.placing.sites import weight_uses
 
 Claims = Mapping[str, Split]
-"""The split of each of some weights."""
-
-_WORTH = 0.5
-"""The least share of its worth that a split must keep beside those that were chosen before it."""
+"""The splits of some weights, by name."""
+_WORTH_KEPT = 0.5
+"""The least share of its worth that a group must keep beside the groups that were chosen before it."""
 
 
 @dataclass(frozen=True, slots=True)
 class SplitGroup:
-    """Weights that are split together, each with its split, and the bytes that one forward sends for them.
+    """Weights that are split together, each with its split, and the bytes that one forward sends for them. ``claims``
+    are the splits from which the others follow.
 
-    ``attends``: heads of an attention are split with them. ``vocab``: tables and heads of a vocabulary.
+    ``attends``: heads of an attention are split with them. ``vocab``: embeddings and heads of a vocabulary.
     """
 
     claims: Claims
@@ -60,7 +60,7 @@ class Search:
             name for name in self._nodes
             if any(use.kind == "linear" for _, use in weight_uses(follower, name, len(self.names.shape(name))))
         }  # fmt: skip
-        """The weights that products read, also where tables are looked up in them."""
+        """The weights that products read, tied embeddings included."""
         self._attending = [
             node
             for node in graph.nodes
@@ -75,12 +75,12 @@ class Search:
             for operand in operands_of(node)
             if operand not in follower.computed
         }
-        self.own: frozenset[tuple[object, ...]] = frozenset()
-        """The conversions that there are without a split over the axis, by their identities."""
-        self.own = frozenset(map(identity, self._place({})[1]))
+        self.unsplit: frozenset[tuple[object, ...]] = frozenset()
+        """The identities of the reshards that the plan has without a split over the axis."""
+        self.unsplit = frozenset(map(identity, self._place({})[1]))
 
     def groups(self) -> list[SplitGroup]:
-        """Return the groups that are worth it, the best first, then that of the vocabulary."""
+        """Return the groups that are worth splitting, the best first, then the group of the vocabulary."""
         chosen: list[SplitGroup] = []
         for group in sorted(self._candidates(), key=self._worth, reverse=True):
             before = {name: split for other in chosen for name, split in other.claims.items()}
@@ -88,7 +88,7 @@ class Search:
                 continue
             beside = self._tried({**before, **group.claims})
             sent = sum(other.sent for other in chosen)
-            if beside is not None and (beside.sent - sent) * _WORTH <= group.sent:
+            if beside is not None and (beside.sent - sent) * _WORTH_KEPT <= group.sent:
                 chosen.append(group)
         vocabulary = self._vocabulary({name: split for group in chosen for name, split in group.claims.items()})
         return [*chosen, *([vocabulary] if vocabulary is not None else [])]
@@ -96,17 +96,17 @@ class Search:
     # ---- one try
 
     def _place(self, claims: Claims) -> tuple[Claims, list[Reshard], bool]:
-        """Return what is split under claims, the conversions that there are without them not, and whether heads of an
-        attention are."""
+        """Return the weights that are split under claims, the reshards that only these cause, and whether heads of an
+        attention are split."""
         lines = tuple((Binding("parameter", name), self.axis, split, 1) for name, split in claims.items())
-        mesh, own = self._asked.mesh, self._asked.request
-        placed, reshards = self.trials.place(mesh, replace(own, claims=own.claims + lines))
+        mesh, request = self._asked.mesh, self._asked.request
+        placed, reshards = self.trials.place(mesh, replace(request, claims=request.claims + lines))
         split = {name: at for name, node in self._nodes.items() if (at := placed.splits[node, 0].get(self.axis))}
-        more = [reshard for reshard in reshards if identity(reshard) not in self.own]
+        more = [reshard for reshard in reshards if identity(reshard) not in self.unsplit]
         return split, more, any(self.axis in placed.parts[node] for node in self._attending)
 
     def _tried(self, claims: Claims) -> SplitGroup | None:
-        """Return what is split with claims; None if a value is gathered for it, or one of them does not hold."""
+        """Return the group that claims split; None if a value is gathered for it, or a claim does not hold."""
         try:
             split, more, attends = self._place(claims)
         except REFUSALS:
@@ -116,13 +116,13 @@ class Search:
         return SplitGroup(claims, split, sum(reshard.bytes for reshard in more), attends)
 
     def _worth(self, group: SplitGroup) -> float:
-        """Return the entries of weights that are split for each byte that is sent."""
+        """Return the split entries of weights per byte sent."""
         return sum(math.prod(self.names.shape(name)) for name in group.weights) / (group.sent + 1)
 
-    # ---- what is tried
+    # ---- candidates
 
     def _candidates(self) -> Iterator[SplitGroup]:
-        """Yield the groups that end in sums: of each kind of weight all at once, or, where that does not go, singly."""
+        """Yield the groups that end in all-reduces: all weights of a kind at once, or, if that fails, one at a time."""
         alike: dict[tuple[object, ...], list[str]] = {}
         for name in self._nodes:
             use = self.names.use(name)
@@ -136,8 +136,8 @@ class Search:
                     yield from self._splits_of([name])
 
     def _splits_of(self, names: Sequence[str]) -> Iterator[SplitGroup]:
-        """Yield the group of the first way to see the outputs of weights in which no value is gathered, if there is
-        one, and if no more is summed behind it than it splits."""
+        """Yield the group of the first way to split the outputs of weights without a gather, if it all-reduces no more
+        than it splits."""
         dim = self.names.use(names[0]).out_dim
         assert dim is not None
         for outer in self._ways(names[0], dim):
@@ -157,31 +157,27 @@ class Search:
         return 0 if dim is None else self.names.shape(name)[dim]
 
     def _ways(self, name: str, dim: int) -> Iterator[Outer]:
-        """Yield the ways to see a dim as parts that are each split: as one, as the model takes it apart, as q, k and
-        v, and as two halves."""
-        pieces, size, matrix = (
-            self.names.pieces(name, dim),
-            self.names.shape(name)[dim],
-            len(self.names.shape(name)) == 2,
-        )
+        """Yield the ways to split a dim in parts: as one, by the model's own pieces, as q, k and v, as two halves."""
+        pieces, shape = self.names.pieces(name, dim), self.names.shape(name)
+        size, matrix = shape[dim], len(shape) == 2
         cut: list[Outer] = [outer_of(pieces)] if len(pieces) > 1 and sum(pieces) == size else []
         for outer in dict.fromkeys([1, *cut, *((3, 2) if matrix else ())]):
             if not isinstance(outer, int) or size % (outer * self.ranks) == 0:
                 yield outer
 
     def ends(self, name: str, split: Split) -> bool:
-        """Return whether a split weight is of a product that sums over what is split."""
+        """Return whether a split weight is of a product that contracts the split dim (row parallel)."""
         use = self.names.use(name)
         return use.kind == "linear" and split.dim == use.in_dim != use.out_dim
 
     def begins(self, name: str, split: Split) -> bool:
-        """Return whether a split weight is of a product whose outputs are split."""
+        """Return whether a split weight is of a product whose outputs are split (column parallel)."""
         use = self.names.use(name)
         return use.kind == "linear" and split.dim == use.out_dim != use.in_dim
 
     def _vocabulary(self, beside: Claims) -> SplitGroup | None:
-        """Return the tables that inputs look up, of more rows than each is wide, and where there are some the heads
-        before the loss of which this is so. Those whose rows the ranks do not divide are taken untried."""
+        """Return the embeddings of inputs that have more rows than columns, with the heads of which this is so; None
+        without such embeddings. Weights whose rows need padding are taken untried."""
         claims: dict[str, Split] = {}
         before = self._tried(beside)
         assert before is not None  # groups were tried beside each other
@@ -203,11 +199,11 @@ class Search:
 
 
 def identity(reshard: Reshard) -> tuple[object, ...]:
-    """Return what tells a conversion from others of the same graph."""
+    """Return the key of a reshard within its graph."""
     return reshard.value, reshard.axis, reshard.source, reshard.result
 
 
 def gathers(reshard: Reshard) -> bool:
-    """Return whether a conversion moves parts of a value between ranks, forward or backward."""
+    """Return whether a reshard, or its backward, gathers or exchanges a value unasked."""
     cut = isinstance(reshard.result, Split) and reshard.source != "P" and reshard.learns
     return not reshard.asked and (isinstance(reshard.source, Split) or cut)

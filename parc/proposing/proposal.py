@@ -1,4 +1,4 @@
-"""A plan for a model that has none: its inputs and loss by calling it, its placements by a search over its graph."""
+"""Proposals: plans for models that have none; inputs and loss by calling the model, placements by a search."""
 
 from __future__ import annotations
 
@@ -39,21 +39,253 @@ from parc.proposing.lines import ModelLine, PlacingLine, lines_of, plan_text
 from parc.proposing.placements import Search, gathers, identity
 from parc.proposing.tasks import Task, tasks_of
 
-# ---- arguments of a smaller model: where a model is too large for its numbers to be tested, a twin of it is.
+
+@dataclass(frozen=True)
+class Wish:
+    """The request for a proposal: the model, the ranks along each axis, and inputs, sizes and loss if they are
+    known."""
+
+    model: ModelLine
+    ranks: Mapping[str, int]
+    inputs: Mapping[str, Guess] = field(default_factory=dict)
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    loss: str = ""
+    head: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A plan's text, the compiled plan, and the family that it includes, "" for none."""
+
+    text: str
+    compiled: Compiled
+    family: str
+
+
+def propose(wish: Wish, folder: Path, name: str, progress: Progress = lambda _: None) -> Proposal:
+    """Return a plan for a model, to be stored in ``folder`` under ``name``. It is compiled once, so that its names and
+    sizes fit the model.
+
+    Raises:
+        PlanError: the model cannot be constructed or captured, or no inputs were found.
+    """
+    progress("making the model")
+    plan = _draft(wish, Task({"x": Guess("float32", (BATCH,))}, {BATCH: 1}, "output", ""), (), name)
+    recorded = make_model(plan, task_lines(plan), folder)
+    progress("looking for inputs")
+    caller = Caller(recorded, wish.sizes, wish.inputs, wish.loss)
+    if idle := caller.idle():
+        raise PlanError([_unread_input(plan, caller, idle[0])])
+    call = caller.find()
+    if call.tried.error is not None:
+        raise PlanError([_no_inputs(plan, caller, call)])
+    if unknown := caller.unknown(call)[1:]:
+        raise PlanError([_unknown(plan, unknown)])
+    if entries(recorded.module) > LARGE:
+        progress("looking for a smaller model of the same structure")
+        smaller = _smaller(plan, recorded, call, folder)
+        wish = replace(wish, model=replace(wish.model, smaller=smaller))
+    progress("capture")
+    tasks = list(tasks_of(caller, call, wish.loss))
+    if not tasks:
+        raise PlanError([_no_tensor(plan, call)])
+    task, recorded, captured = _captured(wish, tasks, folder, name)
+    task = replace(task, why=task.why + _left_out(task, call, recorded, captured))
+    draft = _draft(wish, task, (), name)
+    progress("looking for placements")
+    asked = ask(draft, folder, recorded, captured)
+    search = Search(captured, asked, "tp")
+    searched = lines_of(search.groups(), search)
+
+    def fits(lines: Sequence[PlacingLine]) -> int:
+        """Return the entries of weights that lines split; -1 if they gather, or do not fit the model."""
+        try:
+            tried = ask(_draft(wish, task, lines, name), folder, recorded, captured)
+            reshards = search.trials.place(tried.mesh, tried.request)[1]
+        except PlanError:
+            return -1
+        unasked = any(gathers(reshard) and identity(reshard) not in search.unsplit for reshard in reshards)
+        return -1 if unasked else _split_entries(tried, search)
+
+    family, lines = _family(*_fitting_lines(searched, fits), fits, recorded)
+    text = plan_text(wish.head, wish.model, task, wish.ranks, lines)
+    plan = read_plan(Source(name, text))
+    if wish.model.smaller:
+        return Proposal(text, compile_plan(plan, folder, progress=progress), family)
+    return Proposal(text, compile_captured(plan, folder, recorded, captured), family)
+
+
+def _draft(wish: Wish, task: Task, lines: Sequence[PlacingLine], name: str) -> Plan:
+    """Return the plan with these lines."""
+    return read_plan(Source(name, plan_text(wish.head, wish.model, task, wish.ranks, lines)))
+
+
+def _captured(wish: Wish, tasks: Sequence[Task], folder: Path, name: str) -> tuple[Task, Recorded, Captured]:
+    """Return the first task with which the model (or its smaller twin) can be captured, and the capture.
+
+    Raises:
+        PlanError: that of the first task, if none can.
+    """
+    errors: list[PlanError] = []
+    for task in chain.from_iterable(_lengths(task, wish) for task in tasks):
+        try:
+            return _fitted(wish, task, folder, name)
+        except PlanError as error:
+            errors.append(error)
+    raise errors[0]
+
+
+def _lengths(task: Task, wish: Wish) -> Iterator[Task]:
+    """Yield a task, and the same with shorter sequences: a model that grows its tables as it needs them can be captured
+    only with short ones."""
+    yield task
+    for length in (32, 16):
+        if "S" not in wish.sizes and task.sizes.get("S", 0) > length:
+            yield replace(task, sizes={**task.sizes, "S": length})
+
+
+def _fitted(wish: Wish, task: Task, folder: Path, name: str) -> tuple[Task, Recorded, Captured]:
+    """Capture a model with a task, with sequences no longer than its position embeddings.
+
+    Raises:
+        PlanError: it cannot be captured.
+    """
+    plan = _draft(wish, task, (), name)
+    recorded, captured = capture_plan(plan, task_lines(plan), folder, wish.model.smaller or None)
+    length = task.sizes.get("S", 0)
+    fitting = length if "S" in wish.sizes else longest(captured, recorded, length)
+    if fitting == length:
+        return task, recorded, captured
+    return _fitted(wish, replace(task, sizes={**task.sizes, "S": fitting}), folder, name)
+
+
+def _left_out(task: Task, call: ForwardCall, recorded: Recorded, captured: Captured) -> str:
+    """Return words on differentiable outputs that the loss does not read, if weights are untrained for that; else
+    ""."""
+    trained = captured.trainable()
+    left = [name for name, weight in recorded.module.named_parameters() if weight.requires_grad and name not in trained
+            and name in captured.placeholders("parameter")]  # fmt: skip
+    results = [name for name, value in tensors_in(call.tried.output) if value.requires_grad and name not in task.loss]
+    return f"; it does not read {', '.join(results[:3])}" if left and results else ""
+
+
+def _fitting_lines(
+    lines: Sequence[PlacingLine], fits: Callable[[Sequence[PlacingLine]], int]
+) -> tuple[list[PlacingLine], int]:
+    """Return the lines that fit together, and the entries that they split: all, or those that fit in turn."""
+    if (most := fits(lines)) >= 0:
+        return list(lines), most
+    kept: list[PlacingLine] = []
+    least = fits(kept)
+    for pair in _pairs(lines):
+        if (size := fits([*kept, *pair])) >= 0:
+            kept, least = [*kept, *pair], size
+    return kept, least
+
+
+def _pairs(lines: Sequence[PlacingLine]) -> Iterator[list[PlacingLine]]:
+    """Yield the lines of each part of the model: attentions, hidden widths, the vocabulary."""
+    for part in dict.fromkeys(line.part for line in lines):
+        yield [line for line in lines if line.part == part]
+
+
+def _family(
+    lines: list[PlacingLine], least: int, fits: Callable[[Sequence[PlacingLine]], int], recorded: Recorded
+) -> tuple[str, list[PlacingLine]]:
+    """Return the family that splits most, with the one line that includes it, if that is at least as much as the lines
+    split, ``least``; else "" and these lines."""
+    kind = type(recorded.module).__name__.lower()
+    named = sorted(families(), key=lambda family: (family.replace("-", "") not in kind, _stands_for(family), family))
+    includes = {family: PlacingLine("include", [f'"{FAMILY}{family}"'], "(tp=$tp)", _FITS) for family in named}
+    sizes = {family: fits([include]) for family, include in includes.items()}
+    best = max(sizes, key=sizes.__getitem__, default="")  # the first of equal ones
+    return (best, [includes[best]]) if sizes.get(best, -1) >= least > 0 else ("", lines)
+
+
+_FITS = "a family of plans that fits: `parc show PLAN --expand` has its lines"
+
+
+def _stands_for(family: str) -> bool:
+    """Return whether a family only includes another family."""
+    text = (files("parc") / "plans" / f"{family}.parc").read_text(encoding="utf-8")
+    return any(line.startswith("include ") for line in text.splitlines())
+
+
+def _split_entries(asked: Asked, search: Search) -> int:
+    """Return the entries of the weights that a plan splits over the axis of a search."""
+    names = {seed.value for seed in asked.resolved.seeds if seed.axis == search.axis and seed.dim is not None}
+    return sum(math.prod(search.names.shape(name)) for name in names)
+
+
+def _no_tensor(plan: Plan, call: ForwardCall) -> Diagnostic:
+    """Return the error of a model without an output that a loss could read."""
+    message = f"forward returns {type(call.tried.output).__name__}, in which no tensor is found"
+    help_ = "let it return tensors, or give a loss of your own: `--loss \"'./model.py:loss' (output)\"`"
+    return Diagnostic(LOSS_NOT_NUMBER, message, Label(plan.model.span), help=help_)
+
+
+def _unread_input(plan: Plan, caller: Caller, name: str) -> Diagnostic:
+    """Return the error of an input of the user that nothing reads."""
+    message = f"{forward_text(caller.module)} has no parameter `{name}`, and no `--loss` names it"
+    otherwise = f'name it there if the loss alone reads it, as `--loss "cross_entropy(output, {name})"`'
+    help_ = did_you_mean(name, caller.parameters, otherwise)
+    return Diagnostic(NO_INPUTS, message, Label(plan.model.span), help=help_)
+
+
+def _unknown(plan: Plan, names: Sequence[str]) -> Diagnostic:
+    """Return the error of inputs that only the loss reads, so that they cannot be inferred."""
+    help_ = "say it for each, as " + " ".join(f'`--input "{name} float32 [B]"`' for name in names)
+    message = f"the loss reads {listed(names)}, of which neither type nor shape is known"
+    return Diagnostic(NO_INPUTS, message, Label(plan.model.span), help=help_)
+
+
+def _no_inputs(plan: Plan, caller: Caller, call: ForwardCall) -> Diagnostic:
+    """Return the error that no call of the forward succeeds, with the call that went furthest; or the reason why the
+    model's code cannot be captured, if that is why."""
+    error = call.tried.error
+    assert error is not None
+    if (explained := explain_failure(error, in_loss=False)).kind != "other":
+        return capture_diagnostic(plan, explained)
+    text = (str(error).strip() or type(error).__name__).partition("\n")[0]
+    nearest = ", ".join(f"{name} {guess.text()}" for name, guess in call.guesses.items())
+    sizes = ", ".join(f"{name}={size}" for name, size in call.sizes.items())
+    notes = [f"the call that went furthest: {nearest} at {sizes}", f"it fails: {type(error).__name__}: {text}"]
+    if where := user_frame(error):
+        notes.append(f"at {where}")
+    names = ", ".join(caller.parameters)
+    help_ = f'give its inputs, as `--input "{next(iter(call.guesses))} float32 [B, 3, 32, 32]"`, once for each input'
+    return Diagnostic(NO_INPUTS, f"no inputs were found with which forward({names}) runs",
+                      Label(plan.model.span), help=help_, notes=tuple(notes))  # fmt: skip
 
 
 Make = Callable[[Mapping[str, int]], nn.Module | None]
-"""A function that makes the model with some arguments replaced; None where it cannot be made so, or not be called."""
+"""A function that constructs the model with some arguments replaced; None if that fails, or a call of it does."""
 
 LARGE = 20_000_000
-"""The most parameters of a model whose numbers are tested as it is."""
+"""The most parameters of a model that is tested numerically at its full size, without a `verify` line."""
 _LAYERS, _WIDTH, _MULTIPLE = 2, 256, 16
-"""The layers, the least width, and the factor of the widths of a twin."""
+"""The layers, the least width, and the divisor of the widths of a smaller model."""
+
+
+def _smaller(plan: Plan, recorded: Recorded, call: ForwardCall, folder: Path) -> dict[str, int]:
+    """Return arguments of a smaller model that takes the same inputs."""
+    lines = task_lines(plan)
+
+    def make(changes: Mapping[str, int]) -> nn.Module | None:
+        try:
+            smaller = make_model(plan, lines, folder, changes)
+        except PlanError:
+            return None
+        tried = Caller(smaller, {}, {}).call(call.guesses, call.sizes)
+        return smaller.module if tried.error is None else None
+
+    numbers = whole_arguments(load_callable(lines.model, folder), recorded.module, dict(lines.arguments))
+    return smaller_arguments(recorded.module, numbers, make)
 
 
 def smaller_arguments(module: nn.Module, numbers: Mapping[str, int], make: Make) -> dict[str, int]:
     """Return arguments with which a model is as small as its structure allows: first fewer of equal blocks, then
-    narrower ones. ``numbers`` are the whole numbers among its arguments."""
+    narrower layers. ``numbers`` are the whole numbers among its arguments."""
     chosen: dict[str, int] = {}
     kinds, count = kinds_of(module), entries(module)
     for name, value in numbers.items():
@@ -72,8 +304,8 @@ def smaller_arguments(module: nn.Module, numbers: Mapping[str, int], make: Make)
 
 
 def _widths(value: int) -> Iterator[int]:
-    """Yield sizes of a narrower model, the smallest first: a width halved as often as it stays a multiple of 16, as
-    heads and ranks want it; and then one that divides by what the width divides by, up to 16."""
+    """Yield smaller values of a width, the smallest first: halves that are multiples of 16, for heads and ranks; then
+    one with the same remainder by 16."""
     sizes = []
     while value % (2 * _MULTIPLE) == 0 and value >= 2 * _WIDTH:
         value //= 2
@@ -93,26 +325,23 @@ def entries(module: nn.Module) -> int:
     return sum(math.prod(value.shape) for value in module.parameters())
 
 
-# ---- the longest sequence that a model's tables of positions have rows for. Tensors that hold nothing
-
-
 _TOKEN = 2
-"""A token that stands for all: the first ones often pad, and have no position."""
-_MOST = 1 << 20
+"""The token that fills all inputs: the first tokens often pad, and have no position."""
+_MOST_COMPUTED = 1 << 20  # entries
 
 
 def longest(captured: Captured, recorded: Recorded, length: int) -> int:
-    """Return the largest length, at most the given one, at which every table has the rows that are looked up."""
+    """Return the largest sequence length, at most ``length``, at which every embedding has the rows that are read."""
     values: dict[fx.Node, Any] = {}
     for node in captured.graph.nodes:
         try:
             values[node] = _computed(node, recorded, values)
-        except (IndexError, RuntimeError):  # a table among buffers or constants ends before
+        except (IndexError, RuntimeError):  # a table among buffers or constants is shorter
             return length // 2
         if node.op == "call_function" and facts(node.target).looks_up:
             table, index = operands_of(node)[:2]
-            found, rows = values.get(index), noted(table).value.shape[0]
-            if found is not None and found.numel() and (beyond := int(found.max()) + 1 - rows) > 0:
+            indices, rows = values.get(index), noted(table).value.shape[0]
+            if indices is not None and indices.numel() and (beyond := int(indices.max()) + 1 - rows) > 0:
                 length = min(length, max(_power(length - beyond), 1))
     return length
 
@@ -123,254 +352,21 @@ def _power(size: int) -> int:
 
 
 def _computed(node: fx.Node, recorded: Recorded, values: Mapping[fx.Node, Any]) -> Any:
-    """Return the numbers that a node has where they follow from positions and tokens; None if they depend on more."""
+    """Return a node's value if it follows from positions and tokens alone; None if it depends on more."""
     with unset_fake_temporarily():
         if node.op == "placeholder":
             binding, value = noted(node).binding, noted(node).value
             if binding.kind == "input" and not value.is_floating_point():
                 return torch.full(tuple(value.shape), _TOKEN, dtype=value.dtype)
-            known = binding.kind == "buffer" and binding.name in recorded.recipes and value.numel() <= _MOST
+            known = binding.kind == "buffer" and binding.name in recorded.recipes and value.numel() <= _MOST_COMPUTED
             return recorded.recipes[binding.name].whole() if known else None
         tensors = tensors_of(node)
-        if node.op != "call_function" or not all(isinstance(t, torch.Tensor) and t.numel() <= _MOST for t in tensors):
+        if node.op != "call_function" or not all(
+            isinstance(t, torch.Tensor) and t.numel() <= _MOST_COMPUTED for t in tensors
+        ):
             return None
         if any(values.get(operand) is None for operand in node.all_input_nodes):
             return None
         args, kwargs = substitute_nodes((node.args, node.kwargs), values.__getitem__)
         operator: Any = node.target
         return operator(*args, **kwargs)
-
-
-# ---- a plan for a model that has none: its inputs and loss by calling it, its placements by a search over
-
-
-@dataclass(frozen=True)
-class Wish:
-    """The wishes for a proposal: the model, the ranks along each axis, and what is known already of its inputs, sizes
-    and loss."""
-
-    model: ModelLine
-    ranks: Mapping[str, int]
-    inputs: Mapping[str, Guess] = field(default_factory=dict)
-    sizes: Mapping[str, int] = field(default_factory=dict)
-    loss: str = ""
-    head: Sequence[str] = ()
-
-
-@dataclass(frozen=True)
-class Proposal:
-    """A plan's text, and what it compiles to."""
-
-    text: str
-    compiled: Compiled
-    family: str
-
-
-def propose(wish: Wish, folder: Path, name: str, progress: Progress = lambda _: None) -> Proposal:
-    """Return a plan for a model, which lies in ``folder`` under ``name``. It is compiled once: it names what is there,
-    and every size divides.
-
-    Raises:
-        PlanError: the model cannot be made or captured, or no inputs were found.
-    """
-    progress("making the model")
-    plan = _read(wish, Task({"x": Guess("float32", (BATCH,))}, {BATCH: 1}, "output", ""), (), name)
-    recorded = make_model(plan, task_lines(plan), folder)
-    progress("looking for inputs")
-    caller = Caller(recorded, wish.sizes, wish.inputs, wish.loss)
-    if idle := caller.idle():
-        raise PlanError([_idle(plan, caller, idle[0])])
-    call = caller.find()
-    if call.tried.error is not None:
-        raise PlanError([_no_inputs(plan, caller, call)])
-    if unknown := caller.unknown(call)[1:]:
-        raise PlanError([_unknown(plan, unknown)])
-    if entries(recorded.module) > LARGE:
-        progress("looking for a smaller model of the same structure")
-        smaller = _smaller(plan, recorded, call, folder)
-        wish = replace(wish, model=replace(wish.model, smaller=smaller))
-    progress("capture")
-    tasks = list(tasks_of(caller, call, wish.loss))
-    if not tasks:
-        raise PlanError([_no_tensor(plan, call)])
-    task, recorded, captured = _captured(wish, tasks, folder, name)
-    task = replace(task, why=task.why + _left_out(task, call, recorded, captured))
-    draft = _read(wish, task, (), name)
-    progress("looking for placements")
-    asked = ask(draft, folder, recorded, captured)
-    search = Search(captured, asked, "tp")
-    found = lines_of(search.groups(), search)
-
-    def fits(lines: Sequence[PlacingLine]) -> int:
-        """Return the entries of weights that lines split; -1 if they gather, or do not fit the model."""
-        try:
-            tried = ask(_read(wish, task, lines, name), folder, recorded, captured)
-            made = search.trials.place(tried.mesh, tried.request)[1]
-        except PlanError:
-            return -1
-        return -1 if any(gathers(one) and identity(one) not in search.own for one in made) else _split(tried, search)
-
-    family, lines = _family(*_kept(found, fits), fits, recorded)
-    text = plan_text(wish.head, wish.model, task, wish.ranks, lines)
-    plan = read_plan(Source(name, text))
-    if wish.model.smaller:
-        return Proposal(text, compile_plan(plan, folder, progress=progress), family)
-    return Proposal(text, compile_captured(plan, folder, recorded, captured), family)
-
-
-def _read(wish: Wish, task: Task, lines: Sequence[PlacingLine], name: str) -> Plan:
-    return read_plan(Source(name, plan_text(wish.head, wish.model, task, wish.ranks, lines)))
-
-
-def _smaller(plan: Plan, recorded: Recorded, call: ForwardCall, folder: Path) -> dict[str, int]:
-    """Return arguments of a smaller model, which takes the same inputs."""
-    lines = task_lines(plan)
-
-    def make(changes: Mapping[str, int]) -> nn.Module | None:
-        try:
-            made = make_model(plan, lines, folder, changes)
-        except PlanError:
-            return None
-        tried = Caller(made, {}, {}).call(call.guesses, call.sizes)
-        return made.module if tried.error is None else None
-
-    numbers = whole_arguments(load_callable(lines.model, folder), recorded.module, dict(lines.arguments))
-    return smaller_arguments(recorded.module, numbers, make)
-
-
-def _captured(wish: Wish, tasks: Sequence[Task], folder: Path, name: str) -> tuple[Task, Recorded, Captured]:
-    """Return the first task with which the model can be captured, or the smaller model if there is one.
-
-    Raises:
-        PlanError: that of the first task, if there is none.
-    """
-    errors: list[PlanError] = []
-    for task in chain.from_iterable(_lengths(task, wish) for task in tasks):
-        try:
-            return _fitted(wish, task, folder, name)
-        except PlanError as error:
-            errors.append(error)
-    raise errors[0]
-
-
-def _fitted(wish: Wish, task: Task, folder: Path, name: str) -> tuple[Task, Recorded, Captured]:
-    """Capture a model with a task, with sequences no longer than its tables of positions.
-
-    Raises:
-        PlanError: it cannot be captured.
-    """
-    plan = _read(wish, task, (), name)
-    recorded, captured = capture_plan(plan, task_lines(plan), folder, wish.model.smaller or None)
-    length = task.sizes.get("S", 0)
-    fitting = length if "S" in wish.sizes else longest(captured, recorded, length)
-    if fitting == length:
-        return task, recorded, captured
-    return _fitted(wish, replace(task, sizes={**task.sizes, "S": fitting}), folder, name)
-
-
-def _left_out(task: Task, call: ForwardCall, recorded: Recorded, captured: Captured) -> str:
-    """Return words on the results that the loss does not read, where weights are not trained for it; "" otherwise."""
-    trained = captured.trainable()
-    left = [name for name, weight in recorded.module.named_parameters() if weight.requires_grad and name not in trained
-            and name in captured.placeholders("parameter")]  # fmt: skip
-    results = [name for name, value in tensors_in(call.tried.output) if value.requires_grad and name not in task.loss]
-    return f"; it does not read {', '.join(results[:3])}" if left and results else ""
-
-
-def _lengths(task: Task, wish: Wish) -> Iterator[Task]:
-    """Yield a task, and the same with shorter sequences: of a model that makes its tables longer as it needs them no
-    graph can be captured at more."""
-    yield task
-    for length in (32, 16):
-        if "S" not in wish.sizes and task.sizes.get("S", 0) > length:
-            yield replace(task, sizes={**task.sizes, "S": length})
-
-
-def _kept(lines: Sequence[PlacingLine], fits: Callable[[Sequence[PlacingLine]], int]) -> tuple[list[PlacingLine], int]:
-    """Return the lines that fit together, and what they split: all, or those that fit one after the other."""
-    if (most := fits(lines)) >= 0:
-        return list(lines), most
-    kept: list[PlacingLine] = []
-    least = fits(kept)
-    for pair in _pairs(lines):
-        if (size := fits([*kept, *pair])) >= 0:
-            kept, least = [*kept, *pair], size
-    return kept, least
-
-
-def _pairs(lines: Sequence[PlacingLine]) -> Iterator[list[PlacingLine]]:
-    """Yield lines with those that belong to them: all of attentions, all of hidden widths, the vocabulary."""
-    for why in dict.fromkeys(line.part for line in lines):
-        yield [line for line in lines if line.part == why]
-
-
-def _family(
-    lines: list[PlacingLine], least: int, fits: Callable[[Sequence[PlacingLine]], int], recorded: Recorded
-) -> tuple[str, list[PlacingLine]]:
-    """Return the family that splits as much as lines do, which is ``least``, with the one line that includes it; or
-    these lines."""
-    kind = type(recorded.module).__name__.lower()
-    named = sorted(families(), key=lambda family: (family.replace("-", "") not in kind, _stands_for(family), family))
-    includes = {family: PlacingLine("include", [f'"{FAMILY}{family}"'], "(tp=$tp)", _FITS) for family in named}
-    found = [(fits([include]), family, include) for family, include in includes.items()]
-    best = max((size for size, *_ in found), default=-1)
-    for size, family, include in found:
-        if size == best and size >= least > 0:
-            return family, [include]
-    return "", lines
-
-
-_FITS = "a family of plans that fits: `parc show PLAN --expand` has its lines"
-
-
-def _stands_for(family: str) -> bool:
-    """Return whether a family is another one under a further name."""
-    text = (files("parc") / "plans" / f"{family}.parc").read_text(encoding="utf-8")
-    return any(line.startswith("include ") for line in text.splitlines())
-
-
-def _split(asked: Asked, search: Search) -> int:
-    """Return the entries of the weights that a plan splits over the axis of a search."""
-    names = {seed.value for seed in asked.resolved.seeds if seed.axis == search.axis and seed.dim is not None}
-    return sum(math.prod(search.names.shape(name)) for name in names)
-
-
-def _no_tensor(plan: Plan, call: ForwardCall) -> Diagnostic:
-    """Return the error of a model that returns nothing that a loss could be made of."""
-    message = f"forward returns {type(call.tried.output).__name__}, in which no tensor is found"
-    help_ = "let it return tensors, or give a loss of your own: `--loss \"'./model.py:loss' (output)\"`"
-    return Diagnostic(LOSS_NOT_NUMBER, message, Label(plan.model.arguments.statement.span), help=help_)
-
-
-def _idle(plan: Plan, caller: Caller, name: str) -> Diagnostic:
-    """Return the error of an input that was given, and that nothing reads."""
-    message = f"{forward_text(caller.module)} has no parameter `{name}`, and no `--loss` names it"
-    otherwise = f'name it there if the loss alone reads it, as `--loss "cross_entropy(output, {name})"`'
-    help_ = did_you_mean(name, caller.parameters, otherwise)
-    return Diagnostic(NO_INPUTS, message, Label(plan.model.arguments.statement.span), help=help_)
-
-
-def _unknown(plan: Plan, names: Sequence[str]) -> Diagnostic:
-    """Return the error of inputs that the loss alone reads, and that nothing tells of."""
-    help_ = "say it for each, as " + " ".join(f'`--input "{name} float32 [B]"`' for name in names)
-    message = f"the loss reads {listed(names)}, of which neither type nor shape is known"
-    return Diagnostic(NO_INPUTS, message, Label(plan.model.arguments.statement.span), help=help_)
-
-
-def _no_inputs(plan: Plan, caller: Caller, call: ForwardCall) -> Diagnostic:
-    """Return the error of a model for whose forward nothing was found, with what was seen; or, where its own code is
-    why no graph of it can be had, that."""
-    error = call.tried.error
-    assert error is not None
-    if (explained := explain_failure(error, in_loss=False)).kind != "other":
-        return capture_diagnostic(plan, explained)
-    text = (str(error).strip() or type(error).__name__).partition("\n")[0]
-    nearest = ", ".join(f"{name} {guess.text()}" for name, guess in call.guesses.items())
-    sizes = ", ".join(f"{name}={size}" for name, size in call.sizes.items())
-    notes = [f"the call that went furthest: {nearest} at {sizes}", f"it fails: {type(error).__name__}: {text}"]
-    if where := user_frame(error):
-        notes.append(f"at {where}")
-    names = ", ".join(caller.parameters)
-    help_ = f'give its inputs, as `--input "{next(iter(call.guesses))} float32 [B, 3, 32, 32]"`, once for each input'
-    return Diagnostic(NO_INPUTS, f"no inputs were found with which forward({names}) runs",
-                      Label(plan.model.arguments.statement.span), help=help_, notes=tuple(notes))  # fmt: skip

@@ -18,7 +18,7 @@ MEAN_SQUARE = '"torch.nn.functional:mse_loss"'
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """The training task: the inputs by name, the sizes that they name, the loss, and what a reader must know of it."""
+    """The training task: the inputs by name, the sizes that they name, the loss, and the reason for this loss."""
 
     inputs: Mapping[str, Guess]
     sizes: Mapping[str, int]
@@ -27,8 +27,8 @@ class Task:
 
 
 def tasks_of(caller: Caller, call: ForwardCall, loss: str = "") -> Iterator[Task]:
-    """Yield the tasks that a call shows, the likeliest first: the loss that was asked for; that which the model
-    returns, also with targets that it may take; a loss of what it returns and of targets of that form."""
+    """Yield the tasks that fit a call, the likeliest first: the loss that was asked for; the loss that the model
+    returns, perhaps only with targets; a loss between the model's output and targets of its form."""
     if loss:
         guesses = {**call.guesses, **caller.beside}
         for guessed in _targets_named(caller.unknown(call), caller, call, CROSS_ENTROPY in loss):
@@ -43,25 +43,26 @@ def tasks_of(caller: Caller, call: ForwardCall, loss: str = "") -> Iterator[Task
             yield Task(more.guesses, _used(more), name, f"the model computes its loss from `{targets}`")
             break
     if any(True for _ in tensors_in(call.tried.output)):
-        yield _of_result(caller, call)
+        yield _output_task(caller, call)
 
 
 def _targets_named(
     names: Sequence[str], caller: Caller, call: ForwardCall, classes: bool
 ) -> Iterator[dict[str, Guess]]:
-    """Yield what a loss may compare the model's result with, under the one name that the loss has for it. ``classes``:
-    these are numbers of classes."""
+    """Yield guesses of the targets that the loss reads under the first of these names. ``classes``: the targets are
+    class numbers."""
     if not names or not any(True for _ in tensors_in(call.tried.output)):
         yield {}
         return
-    *_, targets = _of_result(caller, call).inputs.values()
+    *_, targets = _output_task(caller, call).inputs.values()
     numbers = Guess("int64", targets.dims if targets.dtype == "int64" else targets.dims[:-1])
     yield from ({names[0]: guess} for guess in ([numbers] if classes else dict.fromkeys([targets, numbers])))
 
 
-def _of_result(caller: Caller, call: ForwardCall) -> Task:
-    name, value = _result(caller, call)
-    dims = _dims(name, value, caller, call)
+def _output_task(caller: Caller, call: ForwardCall) -> Task:
+    """Return the task of a loss between an output and targets: cross entropy of classes, else the mean square."""
+    name, value = _scored_output(caller, call)
+    dims = _output_dims(name, value, caller, call)
     if _of_tokens(dims, caller, call) or (len(dims) == 2 and isinstance(dims[1], int) and dims[1] > 1):
         targets = _free("targets", call)
         guesses = {**call.guesses, targets: Guess("int64", dims[:-1])}
@@ -72,8 +73,9 @@ def _of_result(caller: Caller, call: ForwardCall) -> Task:
     return Task(guesses, _used(call, guesses), f"{MEAN_SQUARE} ({name}, {targets})", "a guess: put your own loss here")
 
 
-def _dims(name: str, value: torch.Tensor, caller: Caller, call: ForwardCall) -> tuple[int | str, ...]:
-    """Return the dims of what a model returns: the length of sequences by the name that an input has for it."""
+def _output_dims(name: str, value: torch.Tensor, caller: Caller, call: ForwardCall) -> tuple[int | str, ...]:
+    """Return the dims of an output, with the name that an input has for the length of sequences. It is a length only if
+    the output becomes shorter with shorter sequences."""
     lengths = [dim for guess in call.guesses.values() for dim in guess.dims[1:2] if isinstance(dim, str)]
     named = {call.sizes[dim]: dim for dim in reversed(lengths)}
     dims = tuple(named.get(dim, dim) if at == 1 and isinstance(dim, int) else dim
@@ -86,7 +88,7 @@ def _dims(name: str, value: torch.Tensor, caller: Caller, call: ForwardCall) -> 
 
 
 def _of_tokens(dims: tuple[int | str, ...], caller: Caller, call: ForwardCall) -> bool:
-    """Return whether a tensor of these dims has a number for each token and each row of the largest table."""
+    """Return whether a tensor of these dims has a score for each token and each row of the largest embedding."""
     tables = (layer.num_embeddings for layer in caller.module.modules() if isinstance(layer, nn.Embedding))
     rows = max(tables, default=0)
     tokens = len(dims) == 3 and Guess("int64", dims[:-1]) in call.guesses.values()
@@ -94,20 +96,19 @@ def _of_tokens(dims: tuple[int | str, ...], caller: Caller, call: ForwardCall) -
 
 
 def _loss(output: Any) -> str:
-    """Return the name of the single number that a model returns and that gradients come back from."""
-    found = [name for name, value in tensors_in(output) if value.dim() == 0 and value.requires_grad]
-    return next((name for name in found if name == "output.loss"), found[0] if found else "")
+    """Return the name of the differentiable scalar that a model returns, "" if it returns none."""
+    scalars = [name for name, value in tensors_in(output) if value.dim() == 0 and value.requires_grad]
+    return "output.loss" if "output.loss" in scalars else next(iter(scalars), "")
 
 
-def _result(caller: Caller, call: ForwardCall) -> tuple[str, torch.Tensor]:
-    """Return the tensor of the output that a loss is most likely of: of those from which gradients come back, or else
-    of all, the one with the name `logits`, the first with a number for each token and each of its classes, or the
-    first."""
-    found = list(tensors_in(call.tried.output))
-    learned = [(name, value) for name, value in found if value.requires_grad and value.is_floating_point()] or found
+def _scored_output(caller: Caller, call: ForwardCall) -> tuple[str, torch.Tensor]:
+    """Return the output that a loss most likely reads. Of the differentiable ones, or else of all, it is the one with
+    the name `logits`, the first with a score for each class of each token, or the first."""
+    outputs = list(tensors_in(call.tried.output))
+    learned = [(name, value) for name, value in outputs if value.requires_grad and value.is_floating_point()] or outputs
     named = [(name, value) for name, value in learned if name.rpartition(".")[2] == "logits"]
     scores = [(name, value) for name, value in learned
-              if value.dim() == 3 and _of_tokens(_dims(name, value, caller, call), caller, call)]  # fmt: skip
+              if value.dim() == 3 and _of_tokens(_output_dims(name, value, caller, call), caller, call)]  # fmt: skip
     return (named or scores or learned)[0]
 
 

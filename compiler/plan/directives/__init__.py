@@ -28,8 +28,8 @@ def directive(verb: str) -> type[Directive]:
     if verb not in verbs():
         raise KeyError(verb)
     module = import_module(f".{verb}_" if keyword.iskeyword(verb) else f".{verb}", __name__)
-    own = (member for member in vars(module).values() if getattr(member, "__module__", "") == module.__name__)
-    (only,) = (member for member in own if inspect.isclass(member) and issubclass(member, Directive))
+    defined = (member for member in vars(module).values() if getattr(member, "__module__", "") == module.__name__)
+    (only,) = (member for member in defined if inspect.isclass(member) and issubclass(member, Directive))
     return only
 
 

@@ -21,4 +21,4 @@ class Bucket(Directive):
 
     USAGE = "bucket SIZE"
 
-    size: int = argument(lambda given: int(given.number("size", DEFAULT)))
+    size: int = argument(lambda line: int(line.number("size", DEFAULT)))

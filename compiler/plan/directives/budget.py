@@ -17,4 +17,4 @@ class Budget(Directive):
 
     USAGE = "budget memory SIZE"
 
-    memory: int = argument(lambda given: int(given.number("memory", 0)))
+    memory: int = argument(lambda line: int(line.number("memory", 0)))

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ....grammar.codes_plan import BAD_VALUE
-from ....grammar.diagnostics import Diagnostic, Label
-from ....grammar.nearest import did_you_mean, listed
+from ....grammar.diagnostics import Diagnostic
 from ....grammar.syntax import Word
-from ..directive import Directive, Scope, argument
+from ..directive import Directive, Scope, argument, check_known
 
 FORMATS = ("fp16", "int8")
 
@@ -38,13 +36,10 @@ class Compress(Directive):
     TRAINING = (("", "sums gradients"),)
     ONCE = False
 
-    axis: Word = argument(lambda given: given.word("gradients over"))
-    format: str = argument(lambda given: given.text("using"))
-    where: tuple[Word, ...] = argument(lambda given: given.words("on"))
+    axis: Word = argument(lambda line: line.word("gradients over"))
+    format: str = argument(lambda line: line.text("using"))
+    where: tuple[Word, ...] = argument(lambda line: line.words("on"))
 
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
         yield from scope.check_axis(self.axis)
-        if self.format not in FORMATS:
-            help_ = did_you_mean(self.format, FORMATS, f"there are {listed(FORMATS)}")
-            label = Label(self.arguments.span("using"))
-            yield Diagnostic(BAD_VALUE, f"gradients are not sent as `{self.format}`", label, help=help_)
+        yield from check_known(self.arguments.word("using"), FORMATS, f"gradients are not sent as `{self.format}`")

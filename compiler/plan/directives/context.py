@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ....grammar.codes_plan import BAD_VALUE, CONFLICT, REPEATED
+from ....grammar.codes_plan import CONFLICT, REPEATED
 from ....grammar.diagnostics import Diagnostic, Label
-from ....grammar.nearest import did_you_mean, listed
 from ....grammar.syntax import Word
-from ..directive import Directive, Scope, argument
-from .input import Input
+from ..directive import Directive, Scope, argument, check_known
+from .input import check_dim
 
 METHODS = ("gather", "ring", "zigzag", "ulysses")
 
@@ -42,24 +41,17 @@ class Context(Directive):
     USAGE = "context WHERE dim NAME over AXIS using TYPE"
     ONCE = False
 
-    where: tuple[Word, ...] = argument(lambda given: given.words("where"))
-    dim: Word = argument(lambda given: given.word("dim"))
-    axis: Word = argument(lambda given: given.word("over"))
-    method: str = argument(lambda given: given.text("using"))
+    where: tuple[Word, ...] = argument(lambda line: line.words("where"))
+    dim: Word = argument(lambda line: line.word("dim"))
+    axis: Word = argument(lambda line: line.word("over"))
+    method: str = argument(lambda line: line.text("using"))
 
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
         yield from scope.check_axis(self.axis)
-        if self.method not in METHODS:
-            help_ = did_you_mean(self.method, METHODS, f"there are {listed(METHODS)}")
-            label = Label(self.arguments.span("using"))
-            yield Diagnostic(BAD_VALUE, f"attention does not work across ranks by `{self.method}`", label, help=help_)
-        dims = {dim: None for line in scope.all(Input) for dim in line.dims if isinstance(dim, str)}
-        if self.dim.text not in dims:
-            help_ = did_you_mean(self.dim.text, [*dims], f"inputs have {listed([*dims])}")
-            yield Diagnostic(BAD_VALUE, f"no input has a dim `{self.dim.text}`", Label(self.dim.span), help=help_)
-        for line in scope.all(Context):
-            if line is self:
-                return
+        message = f"attention does not work across ranks by `{self.method}`"
+        yield from check_known(self.arguments.word("using"), METHODS, message)
+        yield from check_dim(scope, self.dim)
+        for line in scope.before(self):
             if line.axis.text == self.axis.text:
                 message = f"a sequence is split over `{self.axis.text}` already"
                 related = (Label(line.axis.span, "given here first"),)

@@ -25,8 +25,8 @@ class Ema(Directive):
     INSTEAD = " (`parc export --ema` writes averages, which `init from` reads)"
     LIMITS = (("every", ONE_OR_MORE),)
 
-    decay: float = argument(lambda given: float(given.number("x", 0)))
-    every: int = argument(lambda given: int(given.number("every", 1)))
+    decay: float = argument(lambda line: float(line.number("x", 0)))
+    every: int = argument(lambda line: int(line.number("every", 1)))
 
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
         yield from super().check(scope)

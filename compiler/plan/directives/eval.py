@@ -9,7 +9,7 @@ from ....grammar.diagnostics import Diagnostic
 from ..directive import ONE_OR_MORE, Directive, Scope, argument
 from ..samples_said import SAMPLE_FORMS, SamplesSaid, check_samples, read_samples, slot_of, usages
 
-_DATA = "data"
+_LEAD = "data"
 
 
 @dataclass(frozen=True)
@@ -34,18 +34,18 @@ class Eval(Directive):
     plan without this line has no such programs, and builds in less time.
     """
 
-    USAGE = "eval " + " | ".join(" ".join(f"[every N] {text} [batches N]".split()) for text in ("", *usages(_DATA)))
-    LEAD = _DATA
+    USAGE = "eval " + " | ".join(" ".join(f"[every N] {text} [batches N]".split()) for text in ("", *usages(_LEAD)))
+    LEAD = _LEAD
     """The word of the line before its phrase of samples."""
     LIMITS = (("every", ONE_OR_MORE), ("batches", ONE_OR_MORE))
     TRAINING = (
         ("every", "counts steps"), ("batches", "counts those of a loss"),
-        *((slot_of(form, _DATA), "names samples of a loss") for form in SAMPLE_FORMS),
+        *((slot_of(form, _LEAD), "names samples of a loss") for form in SAMPLE_FORMS),
     )  # fmt: skip
 
-    every: int | None = argument(lambda given: int(given.number("every", 0)) or None)
-    batches: int | None = argument(lambda given: int(given.number("batches", 0)) or None)
-    samples: SamplesSaid | None = argument(lambda given: read_samples(given, _DATA))
+    every: int | None = argument(lambda line: int(line.number("every", 0)) or None)
+    batches: int | None = argument(lambda line: int(line.number("batches", 0)) or None)
+    samples: SamplesSaid | None = argument(lambda line: read_samples(line, _LEAD))
 
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
         yield from super().check(scope)

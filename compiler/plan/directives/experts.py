@@ -55,11 +55,11 @@ class Experts(SplitWeights):
     )  # fmt: skip
     TRAINING = (("balance bias", "moves a bias after each step"),)
 
-    capacity: float | None = argument(lambda given: given.number("capacity", None))
+    capacity: float | None = argument(lambda line: line.number("capacity", None))
     """The most tokens of a sequence that an expert takes, over the mean; None where it takes all."""
 
-    load: float = argument(lambda given: float(given.number("load", 1)))
+    load: float = argument(lambda line: float(line.number("load", 1)))
     """The rows of the busiest rank over the mean, at which memory is estimated."""
 
-    rate: float | None = argument(lambda given: given.number("balance bias", None))
+    rate: float | None = argument(lambda line: line.number("balance bias", None))
     """The change of a bias in each step; None where nothing changes it."""

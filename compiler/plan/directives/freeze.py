@@ -20,4 +20,4 @@ class Freeze(Directive):
     TRAINING = (("", "says what an update leaves alone"),)
     ONCE = False
 
-    where: tuple[Word, ...] = argument(lambda given: given.words("where"))
+    where: tuple[Word, ...] = argument(lambda line: line.words("where"))

@@ -31,14 +31,12 @@ class Hierarchical(Directive):
     USAGE = "hierarchical over AXIS"
     ONCE = False
 
-    axis: Word = argument(lambda given: given.word("over"))
+    axis: Word = argument(lambda line: line.word("over"))
 
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
         yield from scope.check_axis(self.axis, of_views=True)
         yield from check_levels(scope, self.axis, Label(self.axis.span), both=True)
-        for line in scope.all(Hierarchical):
-            if line is self:
-                return
+        for line in scope.before(self):
             if line.axis.text == self.axis.text:
                 message = f"sums over `{self.axis.text}` are in two levels already"
                 related = (Label(line.axis.span, "given here first"),)

@@ -28,7 +28,7 @@ class Include(Directive):
     USAGE = "include FILE [ARGS]"
     ONCE = False
 
-    file: str = argument(lambda given: given.text("file"))
+    file: str = argument(lambda line: line.text("file"))
 
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
         yield from check_unique(tuple(binding.name for binding in self.arguments.bindings("args")), "argument")

@@ -22,8 +22,8 @@ class Init(Directive):
 
     USAGE = "init from FILE [rounded]"
 
-    folder: str = argument(lambda given: given.text("from"))
-    rounded: bool = argument(lambda given: "rounded" in given)
+    folder: str = argument(lambda line: line.text("from"))
+    rounded: bool = argument(lambda line: "rounded" in line)
 
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
         if not self.folder.strip():

@@ -11,17 +11,15 @@ from ....grammar.diagnostics import Diagnostic, Label
 from ....grammar.nearest import did_you_mean, listed
 from ....grammar.syntax import Item, Layout, Number, Word
 from ...sizes.size_range import LARGEST_SIZE
-from ..directive import Directive, Scope, argument
+from ..directive import Directive, Scope, argument, check_known
 from .sizes import Sizes
 
 INPUT_DTYPES = ("bool", "uint8", "int32", "int64", "float16", "bfloat16", "float32", "float64")
-
-
 _OTHER_NAMES = {
     "long": "int64", "int": "int64", "i64": "int64", "float": "float32", "half": "float16", "double": "float64",
     "bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "f32": "float32", "byte": "uint8",
 } | {name: name for name in INPUT_DTYPES}  # fmt: skip
-"""The types by names that they have elsewhere."""
+"""The types by their names in other tools."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +35,10 @@ class Input(Directive):
     USAGE = "input NAME [as NAME] TYPE LAYOUT"
     ONCE = False
 
-    name: str = argument(lambda given: given.text("name"))
-    parameter: str = argument(lambda given: given.text("as", given.text("name")))
-    dtype: str = argument(lambda given: given.text("type"))
-    dims: tuple[str | int, ...] = argument(lambda given: tuple(_dims(given.items("layout"))))
+    name: str = argument(lambda line: line.text("name"))
+    parameter: str = argument(lambda line: line.text("as", line.text("name")))
+    dtype: str = argument(lambda line: line.text("type"))
+    dims: tuple[str | int, ...] = argument(lambda line: tuple(_declared_dims(line.items("layout"))))
 
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
         if self.dtype not in INPUT_DTYPES:
@@ -71,7 +69,13 @@ class Input(Directive):
             yield Diagnostic(BAD_VALUE, message, Label(layout.span), help="choose smaller sizes")
 
 
-def _dims(layouts: Iterable[Item]) -> Iterator[str | int]:
+def check_dim(scope: Scope, dim: Word) -> Iterator[Diagnostic]:
+    """An error if no input has a dim of this name."""
+    dims = dict.fromkeys(dim for line in scope.all(Input) for dim in line.dims if isinstance(dim, str))
+    yield from check_known(dim, dims, f"no input has a dim `{dim.text}`", f"inputs have {listed(dims)}")
+
+
+def _declared_dims(layouts: Iterable[Item]) -> Iterator[str | int]:
     for layout in layouts:
         for dim in layout.dims if isinstance(layout, Layout) else ():
             item = dim.items[0]

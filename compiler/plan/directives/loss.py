@@ -46,7 +46,7 @@ class Loss(Directive):
 
     USAGE = "loss [X] CALL | [X] PATH | [X] CALLABLE ARGS [+ ...]"
 
-    terms: tuple[LossTerm, ...] = argument(lambda given: tuple(_term(term) for term in (given, *given.added)))
+    terms: tuple[LossTerm, ...] = argument(lambda line: tuple(map(_term, line.terms)))
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -60,29 +60,28 @@ class Loss(Directive):
 
     def term_span(self, number: int) -> Span:
         """Return the place of a term in the line. Terms are numbered from 1."""
-        given = (self.arguments, *self.arguments.added)[number - 1]
-        return next(given.span(kind) for kind in LOSS_KINDS if kind in given)
+        term = self.arguments.terms[number - 1]
+        return next(term.span(kind) for kind in LOSS_KINDS if kind in term)
 
     def span_of(self, name: str) -> Span:
         """Return the place of a name in the line, or the line's."""
-        given = (self.arguments, *self.arguments.added)
-        items = (item for term in given for item in (*_operands(term), *term.items("path")))
+        items = (item for term in self.arguments.terms for item in (*_operands(term), *term.items("path")))
         return next((item.span for item in items if isinstance(item, Word) and item.text == name), self.span)
 
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
-        for term, given in zip(self.terms, (self.arguments, *self.arguments.added), strict=True):
-            yield from _check_term(term, given, scope)
+        for term, arguments in zip(self.terms, self.arguments.terms, strict=True):
+            yield from _check_term(term, arguments, scope)
 
 
-def _check_term(term: LossTerm, given: Arguments, scope: Scope) -> Iterator[Diagnostic]:
-    if "path" in given:
-        yield from _check_path(given)
+def _check_term(term: LossTerm, arguments: Arguments, scope: Scope) -> Iterator[Diagnostic]:
+    if "path" in arguments:
+        yield from _check_path(arguments)
         return
-    yield from check_callable(given, "callable")
+    yield from check_callable(arguments, "callable")
     if term.kind == CROSS_ENTROPY:
-        yield from _check_call(term, given)
+        yield from _check_call(term, arguments)
     known = [line.name for line in scope.all(Input)]
-    for item in _operands(given):
+    for item in _operands(arguments):
         if isinstance(item, Setting) and term.kind == CROSS_ENTROPY:
             continue
         if not isinstance(item, Word):
@@ -94,8 +93,8 @@ def _check_term(term: LossTerm, given: Arguments, scope: Scope) -> Iterator[Diag
             yield Diagnostic(UNKNOWN_INPUT, f"no input is called `{item.text}`", Label(item.span), help=help_)
 
 
-def _check_path(given: Arguments) -> Iterator[Diagnostic]:
-    path = given.word("path")
+def _check_path(arguments: Arguments) -> Iterator[Diagnostic]:
+    path = arguments.word("path")
     assert path is not None
     parts = path.text.split(".")
     if parts[0] != "output" or not all(part.isidentifier() or part.isdigit() for part in parts):
@@ -103,15 +102,15 @@ def _check_path(given: Arguments) -> Iterator[Diagnostic]:
         yield Diagnostic(BAD_VALUE, f"`{path.text}` is not a loss", Label(path.span), help=help_)
 
 
-def _check_call(term: LossTerm, given: Arguments) -> Iterator[Diagnostic]:
-    span = given.span("call")
+def _check_call(term: LossTerm, arguments: Arguments) -> Iterator[Diagnostic]:
+    span = arguments.span("call")
     usage = "write `cross_entropy(output, targets)` or `cross_entropy(output, targets, ignore=-100)`"
     if term.target != CROSS_ENTROPY:
         message = f"no loss is called `{term.target}`"
         help_ = f'{usage}; any other loss is a callable: `"file.py:{term.target}"(output, targets)`'
         yield Diagnostic(NOT_SUPPORTED, message, Label(span), help=help_)
         return
-    items = _operands(given)
+    items = _operands(arguments)
     for item in items:
         if isinstance(item, Setting) and not (
             item.name.text == "ignore" and isinstance(item.value, Number) and item.value.is_integer
@@ -122,27 +121,26 @@ def _check_call(term: LossTerm, given: Arguments) -> Iterator[Diagnostic]:
         yield Diagnostic(WRONG_KIND, "`cross_entropy` takes the output and the targets", Label(span), help=usage)
 
 
-def _term(given: Arguments) -> LossTerm:
-    kind = next((kind for word, kind in LOSS_KINDS.items() if word in given), "")
-    operands = tuple(item.text for item in _operands(given) if isinstance(item, Word))
-    ignore = _ignore(given) if "call" in given else None
-    return LossTerm(kind, _target(given), operands, ignore, given.number("x", 1))
+def _term(arguments: Arguments) -> LossTerm:
+    kind = next((kind for word, kind in LOSS_KINDS.items() if word in arguments), "")
+    operands = tuple(item.text for item in _operands(arguments) if isinstance(item, Word))
+    ignore = _ignore(arguments) if "call" in arguments else None
+    return LossTerm(kind, _target(arguments), operands, ignore, arguments.number("x", 1))
 
 
-def _operands(given: Arguments) -> tuple[Item, ...]:
-    if "call" in given:
-        (call,) = given.items("call")
+def _operands(arguments: Arguments) -> tuple[Item, ...]:
+    if "call" in arguments:
+        (call,) = arguments.items("call")
         return call.arguments if isinstance(call, Call) else ()
-    return given.flat("args")
+    return arguments.flat("args")
 
 
-def _target(given: Arguments) -> str:
-    """Return the called function: for cross_entropy its name, for output the dotted path after `output`, for a callable
-    "module:name"."""
-    name = next((item.name for item in given.items("call") if isinstance(item, Call)), "")
-    return name or given.text("path").partition(".")[2] or given.text("callable")
+def _target(arguments: Arguments) -> str:
+    """Return the target of a term: `cross_entropy`, the dotted path after `output`, or "module:name" of a callable."""
+    name = next((item.name for item in arguments.items("call") if isinstance(item, Call)), "")
+    return name or arguments.text("path").partition(".")[2] or arguments.text("callable")
 
 
-def _ignore(given: Arguments) -> int:
-    value = next((item.value for item in _operands(given) if isinstance(item, Setting)), None)
+def _ignore(arguments: Arguments) -> int:
+    value = next((item.value for item in _operands(arguments) if isinstance(item, Setting)), None)
     return int(value.value) if isinstance(value, Number) and value.is_integer else -100

@@ -1,4 +1,4 @@
-"""``mesh``: the ranks, along named axes."""
+"""``mesh``: the ranks along named axes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class MeshLine(Directive):
     USAGE = "mesh NAME=VALUE, ..."
     ONCE = False
 
-    mesh: Mesh = argument(lambda given: declared_mesh(given.bindings("name")))
+    mesh: Mesh = argument(lambda line: declared_mesh(line.bindings("name")))
 
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
         bindings = self.arguments.bindings("name")
@@ -49,7 +49,7 @@ class MeshLine(Directive):
         yield from self._check_parts(scope)
 
     def _check_parts(self, scope: Scope) -> Iterator[Diagnostic]:
-        """Find axes named as a part of another axis is: a factored axis stands in programs as its parts."""
+        """Find axes with the name of a sub-axis of another axis, as programs name those of a factored axis."""
         others = {binding.name.text: binding for binding in merged(scope.all(MeshLine))}
         for binding in self.arguments.bindings("name"):
             whole, _, number = binding.name.text.rpartition("_")
@@ -65,17 +65,17 @@ class MeshLine(Directive):
         earlier = earlier[: next(at for at, line in enumerate(earlier) if line is self)]
         before = {binding.name.text: binding for binding in merged(earlier)}
         sizes = dict(declared_mesh(tuple(before.values())).axes)
-        for name, own in self.mesh.axes:
-            size = sizes.get(name, own)
-            if size != own:
-                related = (Label(before[name].span, f"{size} here"),)
-                message = f"the axis `{name}` has size {own} in one file and {size} in another"
-                help_ = f"give the size as the include's argument: `({name}={size})`"
+        for name, size in self.mesh.axes:
+            other = sizes.get(name, size)
+            if other != size:
+                related = (Label(before[name].span, f"{other} here"),)
+                message = f"the axis `{name}` has size {size} in one file and {other} in another"
+                help_ = f"give the size as the include's argument: `({name}={other})`"
                 yield Diagnostic(MESH_DIFFERS, message, Label(self.span.root), related, help=help_)
 
 
 def check_sizes(bindings: Sequence[Setting]) -> Iterator[Diagnostic]:
-    """Find axes whose sizes are no whole numbers of 1 or more."""
+    """Yield errors for sizes of axes that are no whole numbers of 1 or more."""
     for binding in bindings:
         value, label = binding.value, Label(binding.value.span)
         if not isinstance(value, Number) or not value.is_integer:
@@ -87,7 +87,7 @@ def check_sizes(bindings: Sequence[Setting]) -> Iterator[Diagnostic]:
 
 
 def declared_mesh(bindings: Sequence[Setting]) -> Mesh:
-    """The mesh of these axes, with size 1 where none makes sense."""
+    """Return the mesh of these axes, with size 1 in place of a size that makes no sense."""
     axes: dict[str, int] = {}
     for binding in bindings:
         value = binding.value

@@ -20,8 +20,8 @@ class Model(Directive):
 
     USAGE = "model CALLABLE [ARGS]"
 
-    callable: str = argument(lambda given: given.text("callable"))
-    values: tuple[tuple[str, Literal], ...] = argument(lambda given: read_literals(given.bindings("args")))
+    callable: str = argument(lambda line: line.text("callable"))
+    values: tuple[tuple[str, Literal], ...] = argument(lambda line: read_literals(line.bindings("args")))
 
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
         yield from check_callable(self.arguments, "callable")

@@ -25,7 +25,7 @@ class Node(Directive):
     USAGE = "node N"
     LIMITS = (("n", ONE_OR_MORE),)
 
-    ranks: int = argument(lambda given: int(given.number("n", 1)))
+    ranks: int = argument(lambda line: int(line.number("n", 1)))
 
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
         yield from super().check(scope)
@@ -39,8 +39,8 @@ class Node(Directive):
 
 
 def check_levels(scope: Scope, axis: Word, label: Label, both: bool = False) -> Iterator[Diagnostic]:
-    """Find the faults of a line that means the ranks of an axis that share a node: that no line says which do; and
-    warn where none do, or, if the line means ``both`` levels, where all do."""
+    """Yield an error for a line about ranks that share a node if there is no `node` line, and a warning if no ranks of
+    the axis share one, or, if the line needs ``both`` levels, if all do."""
     node = scope.one(Node)
     if node is None:
         if "node" not in scope.broken:

@@ -1,4 +1,4 @@
-"""``offload``: places for the state of training beside the memory that computes."""
+"""``offload``: training state kept in files or in the host's memory."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from ....grammar.codes_plan import BAD_VALUE, REPEATED
 from ....grammar.diagnostics import Diagnostic, Label
-from ....grammar.nearest import did_you_mean, listed
+from ....grammar.nearest import listed
 from ....grammar.syntax import Word
 from ...program.binding import OFFLOADED
-from ..directive import Directive, Scope, argument
+from ..directive import Directive, Scope, argument, check_known
 
 
 @dataclass(frozen=True)
@@ -31,18 +31,16 @@ class Offload(Directive):
     TRAINING = (("optimizer", "is the state of an update"), ("activations", "are kept for a backward"))
     ONCE = False
 
-    states: tuple[Word, ...] = argument(lambda given: given.words("states"))
-    folder: str = argument(lambda given: given.text("to"))
-    host: bool = argument(lambda given: "to cpu" in given)
+    states: tuple[Word, ...] = argument(lambda line: line.words("states"))
+    folder: str = argument(lambda line: line.text("to"))
+    host: bool = argument(lambda line: "to cpu" in line)
 
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
         if not self.host and not self.folder.strip():
             label = Label(self.arguments.span("to"))
             yield Diagnostic(BAD_VALUE, "the folder has no name", label, help='write as `to "offloaded"`, or `to cpu`')
         for word in self.states:
-            if word.text not in OFFLOADED:
-                help_ = did_you_mean(word.text, OFFLOADED, f"name {listed(OFFLOADED)}")
-                yield Diagnostic(BAD_VALUE, f"`{word.text}` cannot be offloaded", Label(word.span), help=help_)
+            yield from check_known(word, OFFLOADED, f"`{word.text}` cannot be offloaded", f"name {listed(OFFLOADED)}")
         first: dict[str, Word] = {}
         for word in (word for line in scope.all(Offload) for word in line.states):
             if word.text in first and word in self.states:

@@ -65,20 +65,20 @@ class Optimizer(Directive):
         ("clip", (lambda value: value > 0, "above 0")),
     )
 
-    name: str = argument(lambda given: given.text("name"))
-    values: tuple[tuple[str, Literal], ...] = argument(lambda given: read_literals(given.bindings("args")))
-    table: Rates = argument(lambda given: _table(given))
-    shape: str = argument(lambda given: _shape(given))  # or "cosine", "linear", "wsd", "table"
-    warmup: int = argument(lambda given: int(given.number("warmup", 0)))
-    to: float = argument(lambda given: float(given.number("to", 0)))
-    over: int | None = argument(lambda given: int(given.number("over", 0)) if "over" in given else None)
-    fall: int = argument(lambda given: int(given.number("fall", 0)))
-    weight_decay: float = argument(lambda given: float(given.number("weight_decay", _row(given).weight_decay)))
-    clip: float | None = argument(lambda given: float(given.number("clip", 0)) if "clip" in given else None)
-    betas: tuple[float, ...] = argument(lambda given: tuple(map(float, given.numbers("betas"))) or (0.9, 0.999))
-    eps: float = argument(lambda given: float(given.number("eps", _row(given).eps)))
-    momentum: float = argument(lambda given: float(given.number("momentum", 0)))
-    nesterov: bool = argument(lambda given: "nesterov" in given)
+    name: str = argument(lambda line: line.text("name"))
+    values: tuple[tuple[str, Literal], ...] = argument(lambda line: read_literals(line.bindings("args")))
+    table: Rates = argument(lambda line: _table(line))
+    shape: str = argument(lambda line: _shape(line))  # or "cosine", "linear", "wsd", "table"
+    warmup: int = argument(lambda line: int(line.number("warmup", 0)))
+    to: float = argument(lambda line: float(line.number("to", 0)))
+    over: int | None = argument(lambda line: int(line.number("over", 0)) if "over" in line else None)
+    fall: int = argument(lambda line: int(line.number("fall", 0)))
+    weight_decay: float = argument(lambda line: float(line.number("weight_decay", _row(line).weight_decay)))
+    clip: float | None = argument(lambda line: float(line.number("clip", 0)) if "clip" in line else None)
+    betas: tuple[float, ...] = argument(lambda line: tuple(map(float, line.numbers("betas"))) or (0.9, 0.999))
+    eps: float = argument(lambda line: float(line.number("eps", _row(line).eps)))
+    momentum: float = argument(lambda line: float(line.number("momentum", 0)))
+    nesterov: bool = argument(lambda line: "nesterov" in line)
 
     @classmethod
     def form(cls, arguments: Arguments) -> type[Directive]:
@@ -86,8 +86,8 @@ class Optimizer(Directive):
 
     @classmethod
     def none(cls, arguments: Arguments) -> Optimizer:
-        """Return what stands for the optimizer in a plan for inference: it updates nothing. ``arguments`` are those of
-        the line that messages name."""
+        """Return the placeholder of a plan for inference, which updates nothing. ``arguments`` are those of the line at
+        which messages point."""
         return cls(
             arguments, "sgd", (), (), "constant", warmup=0, to=0.0, over=None, fall=0, weight_decay=0.0, clip=None,
             betas=(0.9, 0.999), eps=OPTIMIZERS["sgd"].eps, momentum=0.0, nesterov=False,
@@ -95,7 +95,7 @@ class Optimizer(Directive):
 
     @property
     def lr(self) -> float:
-        """The rate from which others fall, the largest of a table."""
+        """The peak rate: of a table the largest."""
         return max((rate for _, rate in self.table), default=float(self.arguments.number("lr", 0)))
 
     @property
@@ -126,10 +126,10 @@ class Optimizer(Directive):
             yield Diagnostic(BAD_VALUE, message, Label(self.arguments.span("nesterov")), help="add `momentum 0.9`")
 
     def _check_group(self, group: OptimizerGroup) -> Iterator[Diagnostic]:
-        """Find arguments of a group that the optimizer cannot have beside those of its own line."""
-        own = dict(self.values)
+        """Yield errors for arguments of a group that conflict with the optimizer's own line."""
+        values = dict(self.values)
         for name, value in group.given.items():
-            if self._kept({**own, name: value}) != self._kept(own):
+            if self._kept({**values, name: value}) != self._kept(values):
                 message = f"a group with another `{name}` would keep other state than the rest"
                 span = group.arguments.span(name if name in group.arguments else "args")
                 related = (Label(self.span, "the optimizer"),)
@@ -143,17 +143,17 @@ class Optimizer(Directive):
             yield Diagnostic(BAD_VALUE, message, label, related, help="give the optimizer's own line a rate above 0")
 
     def _check_rate(self, scope: Scope) -> Iterator[Diagnostic]:
-        """Find errors of the learning rate's course over the steps."""
+        """Yield errors of the learning-rate schedule."""
         yield from self._check_table()
         if self.shape in ("constant", RATE_TABLE):
-            what = "a constant rate" if self.shape == "constant" else "a table of rates"
+            rate = "a constant rate" if self.shape == "constant" else "a table of rates"
             help_ = (
                 "remove it: the table has every rate" if self.shape == RATE_TABLE else f"write `lr cosine {self.lr:g}`"
             )
             for clause in ("to", "over", "fall", "warmup")[: 4 if self.shape == RATE_TABLE else 3]:
                 if clause in self.arguments:
                     label = Label(self.arguments.span(clause))
-                    yield Diagnostic(UNEXPECTED_ARGUMENT, f"{what} has no `{clause}`", label, help=help_)
+                    yield Diagnostic(UNEXPECTED_ARGUMENT, f"{rate} has no `{clause}`", label, help=help_)
             return
         steps = scope.one(Steps)
         over = self.over if self.over is not None else steps.value if steps is not None else None
@@ -176,7 +176,7 @@ class Optimizer(Directive):
             yield Diagnostic(BAD_VALUE, message, Label(span), help="end the rate's fall after its warmup")
 
     def _check_table(self) -> Iterator[Diagnostic]:
-        """Find errors of a table of rates; only behind `table` one stands."""
+        """Yield errors of a table of rates, and of one without the word `table`."""
         span = self.arguments.span("lr")
         try:
             if self.shape == RATE_TABLE and not rates_of(self.arguments.statement):
@@ -189,16 +189,16 @@ class Optimizer(Directive):
             yield Diagnostic(BAD_VALUE, message, Label(span), help="a table of rates is written after `lr table`")
 
 
-def _shape(given: Arguments) -> str:
-    return next((item.text for item in given.items("lr") if isinstance(item, Word)), "constant")
+def _shape(arguments: Arguments) -> str:
+    return next((item.text for item in arguments.items("lr") if isinstance(item, Word)), "constant")
 
 
-def _row(given: Arguments) -> OptimizerRow:
-    return OPTIMIZERS.get(given.text("name"), OPTIMIZERS["sgd"])
+def _row(arguments: Arguments) -> OptimizerRow:
+    return OPTIMIZERS.get(arguments.text("name"), OPTIMIZERS["sgd"])
 
 
-def _table(given: Arguments) -> Rates:
+def _table(arguments: Arguments) -> Rates:
     try:
-        return rates_of(given.statement)
+        return rates_of(arguments.statement)
     except PlanError:  # `check` finds it again
         return ()

@@ -1,4 +1,4 @@
-"""``precision``: the type in which modules compute."""
+"""``precision``: the type in which modules compute, and the loss scale."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ class Precision(Directive):
     LIMITS = (("loss_scale", _SCALES),)
     TRAINING = (("loss_scale", "scales gradients"),)
 
-    type: str = argument(lambda given: given.text("type"))
-    where: tuple[Word, ...] = argument(lambda given: given.words("on"))
+    type: str = argument(lambda line: line.text("type"))
+    where: tuple[Word, ...] = argument(lambda line: line.words("on"))
     loss_scale: LossScale = argument(
-        lambda given: DYNAMIC if given.text("loss_scale") else given.number("loss_scale", None)
+        lambda line: DYNAMIC if line.text("loss_scale") else line.number("loss_scale", None)
     )
 
     def check(self, scope: Scope) -> Iterator[Diagnostic]:

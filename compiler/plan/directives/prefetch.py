@@ -20,4 +20,4 @@ class Prefetch(Directive):
     USAGE = "prefetch N"
     LIMITS = (("n", NOT_NEGATIVE),)
 
-    units: int = argument(lambda given: int(given.number("n", DEFAULT)))
+    units: int = argument(lambda line: int(line.number("n", DEFAULT)))

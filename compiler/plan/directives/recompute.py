@@ -1,4 +1,4 @@
-"""``recompute``: modules whose values backward makes again instead of keeping them."""
+"""``recompute``: modules whose activations backward recomputes instead of keeping them."""
 
 from __future__ import annotations
 
@@ -40,19 +40,16 @@ class Recompute(Directive):
     TRAINING = (("", "saves memory of a backward"),)
     ONCE = False
 
-    where: tuple[Word, ...] = argument(lambda given: given.words("where"))
-    keep: tuple[Word, ...] = argument(lambda given: given.words("keep"))
+    where: tuple[Word, ...] = argument(lambda line: line.words("where"))
+    keep: tuple[Word, ...] = argument(lambda line: line.words("keep"))
 
-    fit: int | None = argument(lambda given: given.number("fit", None))
-    """The bytes of a rank into which a step is to fit; None where the line is no choice."""
+    fit: int | None = argument(lambda line: line.number("fit", None))
+    """The bytes of a rank into which a step must fit; None without `fit`."""
 
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
         yield from super().check(scope)
         first = next(line for line in scope.all(Recompute) if line.fit is not None or line is self)
         if self.fit is not None and first is not self:
+            message, related = "two `recompute` lines have `fit`", (Label(first.span, "this is the first"),)
             help_ = "name the modules of both in one line: that line then chooses among all of them"
-            message = "two `recompute` lines have `fit`"
-            yield Diagnostic(
-                TWO_SIZES, message, Label(self.arguments.span("fit")), (Label(first.span, "this is the first"),),
-                help=help_,
-            )  # fmt: skip
+            yield Diagnostic(TWO_SIZES, message, Label(self.arguments.span("fit")), related, help=help_)

@@ -67,12 +67,12 @@ class Schedule(Directive):
     LIMITS = (("microbatches", ONE_OR_MORE), ("chunks", ONE_OR_MORE))
     TRAINING = (("accumulate", "adds up gradients"),)
 
-    name: str = argument(lambda given: TABLE_WORD if TABLE_WORD in given else given.text("schedule"))
+    name: str = argument(lambda line: TABLE_WORD if TABLE_WORD in line else line.text("schedule"))
     """One of ``SCHEDULES``, ``table``, or empty: one stage, its microbatches one after the other."""
-    microbatches: int = argument(lambda given: int(given.number("microbatches", 1)))
-    chunks: int = argument(lambda given: int(given.number("chunks", 1)))
-    accumulate: str = argument(lambda given: given.text("accumulate", "fp32"))
-    table: str = argument(lambda given: next((i.text for i in given.items(TABLE_WORD) if isinstance(i, String)), ""))
+    microbatches: int = argument(lambda line: int(line.number("microbatches", 1)))
+    chunks: int = argument(lambda line: int(line.number("chunks", 1)))
+    accumulate: str = argument(lambda line: line.text("accumulate", "fp32"))
+    table: str = argument(lambda line: next((i.text for i in line.items(TABLE_WORD) if isinstance(i, String)), ""))
 
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
         yield from super().check(scope)
@@ -81,7 +81,7 @@ class Schedule(Directive):
         yield from self._check_batch(scope)
 
     def _misfit(self, stages: int) -> Iterator[Diagnostic]:
-        """An error if the schedule does not accept so many stages, its microbatches or its chunks."""
+        """An error if the schedule does not accept so many stages, microbatches or chunks."""
         reason = problem(self.name, stages, self.microbatches, self.chunks)
         if reason is not None:
             message, _, way = reason.partition(": ")
@@ -98,7 +98,7 @@ class Schedule(Directive):
         text, reason = read_text(folder / self.table)
         if text is None:
             message, label = f"`{self.table}` cannot be read: {reason}", Label(self.arguments.span(TABLE_WORD))
-            help_ = _meant(self.table, "name a file with a line for each rank, as `rank 0: 0F0 0F1 0B0 0B1`")
+            help_ = _schedule_meant(self.table, "name a file with a line for each rank, as `rank 0: 0F0 0F1 0B0 0B1`")
             raise PlanError([Diagnostic(UNREADABLE, message, label, help=help_)])
         try:
             timelines(TABLE_WORD, stages, self.microbatches, self.chunks, text=text)
@@ -121,30 +121,25 @@ class Schedule(Directive):
             yield Diagnostic(BAD_VALUE, f"no schedule is called `{self.name}`", Label(where), help=help_)
         elif stages and not self.name:
             help_ = f"name one before `microbatches`: {listed(SCHEDULES, 'or')}, or `table` and a file"
-            related = (Label(stages[0].span, "the stages"),)
-            yield Diagnostic(
-                NO_SCHEDULE, "the plan has stages, but its schedule has no name", Label(self.span), related, help=help_
+            message, related = (
+                "the plan has stages, but its schedule has no name",
+                (Label(stages[0].span, "the stages"),),
             )
+            yield Diagnostic(NO_SCHEDULE, message, Label(self.span), related, help=help_)
         elif self.name and not stages and "stage" not in scope.broken:
-            what = "a table" if self.name == TABLE_WORD else f"`{self.name}`"
+            name = "a table" if self.name == TABLE_WORD else f"`{self.name}`"
+            message = f"{name} is an order of stages, and the plan has no stages"
             help_ = "add a line such as `stage balanced over pp`, or write `schedule microbatches N` alone"
-            yield Diagnostic(
-                NO_SCHEDULE, f"{what} is an order of stages, and the plan has no stages", Label(where), help=help_
-            )
+            yield Diagnostic(NO_SCHEDULE, message, Label(where), help=help_)
         if self.name == TABLE_WORD and not self.table.strip():
             word = self.arguments.word(TABLE_WORD)
             message = f"`{word.text}` is not a name in double quotes" if word else "the table's file has no name"
-            help_ = _meant(word.text if word else "", 'write as `schedule table "order.txt" microbatches 8`')
+            help_ = _schedule_meant(word.text if word else "", 'write as `schedule table "order.txt" microbatches 8`')
             yield Diagnostic(BAD_VALUE, message, Label(where), help=help_)
         if self.chunks > 1 and not self.name:
+            message = "`chunks` is the number of stages of a rank, and the plan has no stages"
             help_ = "remove `chunks`, or give stages and a schedule's name"
-            label = Label(self.arguments.span("chunks"))
-            yield Diagnostic(
-                SCHEDULE_MISFIT,
-                "`chunks` is the number of stages of a rank, and the plan has no stages",
-                label,
-                help=help_,
-            )
+            yield Diagnostic(SCHEDULE_MISFIT, message, Label(self.arguments.span("chunks")), help=help_)
         ranks = self._ranks(scope)
         yield from self._misfit(ranks * self.chunks) if ranks > 1 and self.microbatches >= 1 else ()
         if self.microbatches > MOST_WORK and not stages:
@@ -152,7 +147,7 @@ class Schedule(Directive):
             yield Diagnostic(SCHEDULE_MISFIT, message, Label(self.span), help="write fewer")
 
     def _ranks(self, scope: Scope) -> int:
-        """The ranks of the pipeline's axis, where a schedule of parc's own orders the stages; else 1."""
+        """The ranks of the pipeline's axis, if the schedule is one of parc's own; else 1."""
         axis = next((stage.axis.text for stage in scope.all(Stage)), "")
         return scope.mesh.size(axis) if self.name in SCHEDULES and self.chunks >= 1 and axis in scope.mesh else 1
 
@@ -167,12 +162,11 @@ class Schedule(Directive):
         for sizes, size in batches:
             parts = size.low if size.fixed else size.step
             if parts % self.microbatches:
-                what = f"B={size.low}" if size.fixed else f"B={size}"
-                message = f"{what} does not divide into {self.microbatches} microbatches"
+                message = f"B={size.low if size.fixed else size} does not divide into {self.microbatches} microbatches"
                 related = (Label(sizes.span, "the batch of one step"),)
                 near = " or ".join(map(str, multiples(parts, self.microbatches)))
-                which = "" if size.fixed else "a step of the range that is "
-                help_ = f"choose {which}a multiple of {self.microbatches}, such as {near}"
+                step = "" if size.fixed else "a step of the range that is "
+                help_ = f"choose {step}a multiple of {self.microbatches}, such as {near}"
                 counts = " or ".join(f"`microbatches {count}`" for count in self._dividing(parts, self._ranks(scope)))
                 help_ = f"write {counts}, or {help_}" if counts else help_
                 yield Diagnostic(UNEVEN_BATCH, message, label, related, help=help_)
@@ -185,7 +179,7 @@ class Schedule(Directive):
         above = bisect(every, self.microbatches)
         for side in (reversed(every[:above]), every[above:]):
             few = (n for n in side if n * ranks * self.chunks <= MOST_WORK)
-            # what a schedule accepts depends on whole rounds of the ranks, and not on how many
+            # acceptance depends on the remainder of n by the ranks alone: a small n stands for a large one
             fits = (n for n in few if ranks == 1 or not problem(
                 self.name, ranks * self.chunks, n if n < ranks else ranks + n % ranks, self.chunks))  # fmt: skip
             yield from islice(fits, 1)
@@ -201,8 +195,8 @@ class Schedule(Directive):
             yield Diagnostic(NO_EFFECT, message, label, help=help_, severity=Severity.WARNING)
 
 
-def _meant(table: str, otherwise: str) -> str:
-    """A help text naming the schedule of parc's own that a table's name may mean, or all of them."""
+def _schedule_meant(table: str, otherwise: str) -> str:
+    """Return a help text with the schedule of parc's own that a table's name may mean, or with all of them."""
     near = nearest(Path(table).stem, SCHEDULES, 1)
     known = f"{otherwise}; without `table` there are {listed(SCHEDULES)}"
     return f"did you mean `schedule {near[0]}`? no file is needed" if near else known

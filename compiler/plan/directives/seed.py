@@ -18,4 +18,4 @@ class Seed(Directive):
     USAGE = "seed N"
     LIMITS = (("n", (lambda value: 0 <= value < 2**63, "0 or more, below 2**63")),)
 
-    value: int = argument(lambda given: int(given.number("n", 0)))
+    value: int = argument(lambda line: int(line.number("n", 0)))

@@ -1,17 +1,15 @@
-"""``sequence``: activations between the split layers of tensor parallelism split along the sequence."""
+"""``sequence``: sequence parallelism of the activations between split layers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ....grammar.codes_plan import BAD_VALUE
-from ....grammar.diagnostics import Diagnostic, Label
-from ....grammar.nearest import did_you_mean, listed
+from ....grammar.diagnostics import Diagnostic
 from ....grammar.syntax import Word
 from ..directive import Directive, Scope, argument
 from ..layouts import KEEP_GATHERED
-from .input import Input
+from .input import check_dim
 
 NO_AXIS = "none"
 
@@ -39,10 +37,10 @@ class Sequence(Directive):
     USAGE = "sequence WHERE over AXIS [dim NAME] [keep gathered]"
     ONCE = False
 
-    where: tuple[Word, ...] = argument(lambda given: given.words("where"))
-    axis: Word = argument(lambda given: given.word("over"))
-    dim: Word | None = argument(lambda given: given.word("dim"))
-    gathered: bool = argument(lambda given: KEEP_GATHERED in given)
+    where: tuple[Word, ...] = argument(lambda line: line.words("where"))
+    axis: Word = argument(lambda line: line.word("over"))
+    dim: Word | None = argument(lambda line: line.word("dim"))
+    gathered: bool = argument(lambda line: KEEP_GATHERED in line)
 
     @property
     def idle(self) -> bool:
@@ -52,7 +50,5 @@ class Sequence(Directive):
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
         if not self.idle:
             yield from scope.check_axis(self.axis)
-        dims = {dim: None for line in scope.all(Input) for dim in line.dims if isinstance(dim, str)}
-        if self.dim is not None and self.dim.text not in dims:
-            help_ = did_you_mean(self.dim.text, [*dims], f"inputs have {listed([*dims])}")
-            yield Diagnostic(BAD_VALUE, f"no input has a dim `{self.dim.text}`", Label(self.dim.span), help=help_)
+        if self.dim is not None:
+            yield from check_dim(scope, self.dim)

@@ -24,15 +24,15 @@ class Sizes(Directive):
 
     USAGE = "sizes NAME=SIZE, ..."
 
-    ranges: tuple[tuple[str, SizeRange], ...] = argument(lambda given: _read(given.items("name"))[0])
+    ranges: tuple[tuple[str, SizeRange], ...] = argument(lambda line: _read_sizes(line.items("name"))[0])
 
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
-        yield from _read(self.arguments.items("name"))[1]
+        yield from _read_sizes(self.arguments.items("name"))[1]
         yield from check_unique(tuple(binding.name for binding in self.arguments.bindings("name")), "size")
 
 
-def _read(items: tuple[Item, ...]) -> tuple[tuple[tuple[str, SizeRange], ...], tuple[Diagnostic, ...]]:
-    """Return the sizes that make sense, and the errors of the others."""
+def _read_sizes(items: tuple[Item, ...]) -> tuple[tuple[tuple[str, SizeRange], ...], tuple[Diagnostic, ...]]:
+    """Return the valid sizes, and the errors of the others."""
     ranges: list[tuple[str, SizeRange]] = []
     errors: list[Diagnostic] = []
     rest = list(items)
@@ -50,7 +50,7 @@ def _read(items: tuple[Item, ...]) -> tuple[tuple[tuple[str, SizeRange], ...], t
                 span = span.to(step.span) if step is not None else span
             else:
                 errors.append(_error("`by` has no step", span))
-        ends = _ends(item.value)
+        ends = _range_ends(item.value)
         if ends is None or (step is not None and not step.is_integer):
             errors.append(_error("a size is a whole number or a range of them", span))
             continue
@@ -67,7 +67,7 @@ def _read(items: tuple[Item, ...]) -> tuple[tuple[tuple[str, SizeRange], ...], t
     return tuple(ranges), tuple(errors)
 
 
-def _ends(value: Item) -> tuple[int, int] | None:
+def _range_ends(value: Item) -> tuple[int, int] | None:
     ends = (value.low, value.high) if isinstance(value, Range) else (value, value)
     numbers = [int(end.value) for end in ends if isinstance(end, Number) and end.is_integer]
     return (numbers[0], numbers[1]) if len(numbers) == 2 else None

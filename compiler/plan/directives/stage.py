@@ -33,10 +33,10 @@ class Stage(Directive):
     USAGE = "stage before WHERE over AXIS | after OUTPUTS over AXIS | balanced over AXIS"
     ONCE = False
 
-    axis: Word = argument(lambda given: given.word("over") or given.word(BALANCED))
-    before: tuple[Word, ...] = argument(lambda given: given.words("before"))
-    after: tuple[Word, ...] = argument(lambda given: tuple(_outputs(given.items("after"))))
-    balanced: bool = argument(lambda given: BALANCED in given)
+    axis: Word = argument(lambda line: line.word("over") or line.word(BALANCED))
+    before: tuple[Word, ...] = argument(lambda line: line.words("before"))
+    after: tuple[Word, ...] = argument(lambda line: tuple(_outputs(line.items("after"))))
+    balanced: bool = argument(lambda line: BALANCED in line)
 
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
         yield from scope.check_axis(self.axis)

@@ -17,4 +17,4 @@ class Steps(Directive):
     LIMITS = (("n", ONE_OR_MORE),)
     TRAINING = (("", "counts steps"),)
 
-    value: int = argument(lambda given: int(given.number("n", 0)))
+    value: int = argument(lambda line: int(line.number("n", 0)))

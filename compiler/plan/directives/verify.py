@@ -21,7 +21,7 @@ class Verify(Directive):
 
     USAGE = "verify NAME=VALUE, ..."
 
-    values: tuple[tuple[str, Literal], ...] = argument(lambda given: read_literals(given.bindings("name")))
+    values: tuple[tuple[str, Literal], ...] = argument(lambda line: read_literals(line.bindings("name")))
 
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
         yield from check_literals(self.arguments, "name")

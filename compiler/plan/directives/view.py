@@ -16,7 +16,7 @@ from ..directive import Directive, Scope, argument, check_unique
 from .mesh import MeshLine, check_sizes, declared_mesh, merged
 from .stage import Stage
 
-_SHOWN = 4
+_SIZES_SHOWN = 4
 """The number of fitting sizes that an error names."""
 
 
@@ -40,9 +40,9 @@ class ViewLine(Directive):
     ONCE = False
 
     view: View = argument(
-        lambda given: View(tuple(word.text for word in given.words("axes")), declared_mesh(given.bindings("as")).axes)
+        lambda line: View(tuple(word.text for word in line.words("axes")), declared_mesh(line.bindings("as")).axes)
     )
-    where: tuple[Word, ...] = argument(lambda given: given.words("in"))
+    where: tuple[Word, ...] = argument(lambda line: line.words("in"))
 
     @property
     def settings(self) -> tuple[Setting, ...]:
@@ -57,14 +57,14 @@ class ViewLine(Directive):
         if not errors and {*self.view.over} <= {*scope.mesh.names}:
             errors += self._check_fit(scope)
         yield from errors
-        used, own = {word.text for line in scope.directives for word in line.axes}, dict(self.view.axes)
-        if not errors and not scope.broken and used.isdisjoint(own):
+        used, view_axes = {word.text for line in scope.directives for word in line.axes}, dict(self.view.axes)
+        if not errors and not scope.broken and used.isdisjoint(view_axes):
             help_ = "name one of them in a line that places weights in the view's modules, or remove the view"
-            message = f"no line names {listed(own, 'or')}"
+            message = f"no line names {listed(view_axes, 'or')}"
             yield Diagnostic(UNUSED_VIEW, message, Label(self.span), help=help_, severity=Severity.WARNING)
 
     def _check_names(self, scope: Scope) -> Iterator[Diagnostic]:
-        """Find axes whose names are taken, or those of parts of a factored axis."""
+        """Find axes whose names are taken, or are names of sub-axes."""
         settings = (*merged(scope.all(MeshLine)), *(one for line in scope.all(ViewLine) for one in line.settings))
         first = {one.name.text: one.name for one in reversed(settings)}
         for word in (setting.name for setting in self.settings):
@@ -92,17 +92,15 @@ class ViewLine(Directive):
             message = f"`{stage.axis.text}` is the axis of stages: its ranks hold different parts of the model"
             yield Diagnostic(BAD_VIEW, message, label, related, help="view other axes of the mesh")
             return
-        ranks, own = (math.prod(sizes) for sizes in (map(mesh.size, over), (size for _, size in self.view.axes)))
-        lines = scope.all(ViewLine)
-        earlier = lines[: next(at for at, line in enumerate(lines) if line is self)]
-        others = [line.view for line in earlier if line.view.fits(mesh)]
+        ranks, view_ranks = math.prod(map(mesh.size, over)), math.prod(size for _, size in self.view.axes)
+        others = [line.view for line in scope.before(self) if line.view.fits(mesh)]
         fitting = "; ".join(
             ", ".join(f"{name}={size}" for (name, _), size in zip(self.view.axes, sizes, strict=True))
-            for sizes in islice(self.view.fitting(mesh, others), _SHOWN)
+            for sizes in islice(self.view.fitting(mesh, others), _SIZES_SHOWN)
         )
-        if ranks != own:
+        if ranks != view_ranks:
             sizes = " × ".join(f"{axis}={mesh.size(axis)}" for axis in over)
-            message = f"the view has {own} ranks, but {sizes} are {ranks}"
+            message = f"the view has {view_ranks} ranks, but {sizes} are {ranks}"
             yield Diagnostic(BAD_VIEW, message, label, help=f"choose sizes whose product is {ranks}, such as {fitting}")
             return
         try:

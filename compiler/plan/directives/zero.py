@@ -1,4 +1,4 @@
-"""``zero``: the state of training stored in parts over ranks that compute alike."""
+"""``zero``: training state sharded over ranks that compute with the same weights."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class Zero(Directive):
     INSTEAD = " (`column`, `row`, `vocab`, `experts`, `shard` and `stage` split weights)"
     ONCE = False
 
-    level: int = argument(lambda given: int(given.number("level", 0)))
-    axis: Word = argument(lambda given: given.word("over"))
-    within: bool = argument(lambda given: "within node" in given)
-    units: tuple[Word, ...] = argument(lambda given: given.words("unit"))
-    where: tuple[Word, ...] = argument(lambda given: given.words("on"))
+    level: int = argument(lambda line: int(line.number("level", 0)))
+    axis: Word = argument(lambda line: line.word("over"))
+    within: bool = argument(lambda line: "within node" in line)
+    units: tuple[Word, ...] = argument(lambda line: line.words("unit"))
+    where: tuple[Word, ...] = argument(lambda line: line.words("on"))
 
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
         yield from scope.check_axis(self.axis, of_views=True)
