@@ -155,7 +155,7 @@ class OutOfPlace:
     takes: tuple[int, ...] | None = None
     """The places of the arguments that it takes; None for all."""
     new_values: Mapping[int, int | None] = field(default_factory=lambda: {0: None})
-    """By the place of each operand that is written, the number of the result that is its new value; None for the only
+    """The number of the result that is the new value, by the place of each written operand; None for the only
     result."""
     whole: fx.Node | None = None
     """The base of the first operand, where that is a view of a part of it."""

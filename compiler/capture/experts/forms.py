@@ -97,7 +97,7 @@ def routed(
     """Return for each token the weighted sum of its experts' outputs, in a form that ``register_experts`` registers.
 
     ``hidden`` is [tokens, width]. ``index`` and ``weights`` are [tokens, k]: the experts of each token. ``experts`` is
-    a list of modules of one structure, or a function ``expert(rows, *weights)`` of one expert, which gets its part of
+    a list of modules of one structure, or a function ``expert(rows, *own)`` of one expert, which gets its own part of
     each of ``stacks``, [experts, ...]. ``on_input`` multiplies the expert's input by the weight, not its output.
     """
     compute, count = expert_of(experts, stacks)

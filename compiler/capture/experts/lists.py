@@ -8,9 +8,10 @@ parameters. State dicts and checkpoints have the model's own names (`compiler/pr
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from operator import itemgetter
 from types import FunctionType
 from typing import Any
 
@@ -32,11 +33,16 @@ class ExpertList:
     experts: tuple[nn.Module, ...]
     stacks: nn.Module
 
-    def places(self, expert: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-        """Yield the module inside an expert, and the name there, of each parameter that was stacked, with its stack."""
-        for path, stack in self.stacks.named_parameters():
-            owner, _, name = path.rpartition(".")
-            yield expert.get_submodule(owner), name, stack
+    @contextmanager
+    def filled(self, expert: nn.Module, part: Callable[[nn.Parameter], Any]) -> Iterator[None]:
+        """Enter a block in which an expert has ``part(stack)`` for each of its parameters that was stacked."""
+        with ExitStack() as within:
+            for path, stack in self.stacks.named_parameters():
+                owner, _, name = path.rpartition(".")
+                parameters = expert.get_submodule(owner)._parameters
+                parameters[name] = part(stack)
+                within.callback(parameters.pop, name)
+            yield
 
 
 def stack_experts(model: nn.Module, lists: Sequence[nn.ModuleList], alike: Sequence[nn.ModuleList] = ()) -> None:
@@ -64,20 +70,13 @@ def unstacked(model: nn.Module, parts: bool = True) -> Iterator[None]:
     """Enter a forward, in which lists of experts are without the module of their stacks. Without ``parts`` the experts
     have no parameters: only forms read them."""
     lists: list[ExpertList] = vars(model).get(_STACKED, [])
-    filled: list[tuple[nn.Module, str]] = []
-    for each in lists:
-        del each.owner._modules[EACH]
-        for number, expert in enumerate(each.experts if parts else ()):
-            for module, name, stack in each.places(expert):
-                module._parameters[name] = stack[number]  # type: ignore[assignment]
-                filled.append((module, name))
-    try:
-        yield
-    finally:
-        for module, name in filled:
-            del module._parameters[name]
+    with ExitStack() as within:
         for each in lists:
-            each.owner._modules[EACH] = each.stacks
+            del each.owner._modules[EACH]
+            within.callback(each.owner._modules.__setitem__, EACH, each.stacks)
+            for number, expert in enumerate(each.experts if parts else ()):
+                within.enter_context(each.filled(expert, itemgetter(number)))
+        yield
 
 
 def _stacked(owner: nn.ModuleList, path: str, uses: Mapping[int, int]) -> ExpertList:

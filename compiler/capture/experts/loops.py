@@ -181,10 +181,7 @@ class ExpertLoop(TorchFunctionMode):
         if not any(isinstance(leaf, ExpertRows) for leaf in tree_leaves((args, kwargs))):
             expert, stacked = self.experts[number], stacks_of(self.experts)
             assert stacked is not None
-            with ExitStack() as within:
-                for module, name, stack in stacked.places(expert):
-                    module._parameters[name] = stack[number]  # type: ignore[assignment]
-                    within.callback(module._parameters.pop, name)
+            with stacked.filled(expert, operator.itemgetter(number)):
                 return type(expert).forward(expert, *tree_map(self.current, args), **tree_map(self.current, kwargs))
         rows = args[0]
         if len(args) > 1 or kwargs or not rows.wide or rows.mask.number != number:

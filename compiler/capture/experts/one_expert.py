@@ -208,10 +208,7 @@ def expert_of(
     first, *_ = stacked.experts
 
     def compute(rows: torch.Tensor, through: Through) -> torch.Tensor:
-        with ExitStack() as within:
-            for module, name, stack in stacked.places(first):
-                module._parameters[name] = Stack(stack, through)  # type: ignore[assignment]
-                within.callback(module._parameters.pop, name)
+        with stacked.filled(first, lambda stack: Stack(stack, through)), ExitStack() as within:
             for path, _ in list(first.named_buffers()):
                 owner, _, name = path.rpartition(".")
                 buffers = [expert.get_buffer(path) for expert in stacked.experts]
