@@ -28,9 +28,9 @@ from parc.compiler.ops.rules import TABLE
 from .test_house import LAYERS, python_files, shown, tree
 
 TABLES = {
-    "compiler/capture/complex/rules.py": {"RULES", "_EACH", "_ZEROS"},
-    "compiler/initial/recorder.py": {"ELEMENT_MOVES"},
-    "compiler/padding/flow.py": {"OWN"},
+    "compiler/capture/complex/rules.py": {"RULES", "_PARTWISE", "_ZEROS"},
+    "compiler/initial/recorder.py": {"_ELEMENT_MOVES"},
+    "compiler/padding/flow.py": {"_PAD_OPERATORS"},
     "passes/programs/joint.py": {"FORMS"},
 }
 """Tables of code by operator: without complex numbers, for one element of a result, for padding that an operator makes

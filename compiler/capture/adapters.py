@@ -1,4 +1,4 @@
-"""Names of a model in which adapters wrap layers, as the ``peft`` library does it, beside those of the model alone."""
+"""Names of the tensors of a model with adapters of the ``peft`` library, and of the same model without them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def is_adapted(module: nn.Module) -> bool:
 
 
 def base_names(module: nn.Module) -> dict[str, str | None]:
-    """Return, for each tensor of a module's state that lies in a wrapped layer or model, the name that it has in the
-    model without adapters; None for a tensor of an adapter. A layer that is trained beside adapters has a copy, which
-    begins as the layer itself does."""
+    """Return the names that the tensors of a module's state have in the model without adapters, None for those of an
+    adapter; nothing where no layer is wrapped. The trained copy of a layer (``modules_to_save``) has the layer's
+    names."""
     kinds: dict[str, str] = {}
     for path, layer in module.named_modules():
         if hasattr(layer, "adapter_layer_names") and hasattr(layer, BASE):
@@ -31,8 +31,7 @@ def base_names(module: nn.Module) -> dict[str, str | None]:
 
 
 def saved_name(module: Any, name: str) -> str:
-    """Return the name that a tensor of an adapter has in the files of ``peft``, which leave out the adapter's own name;
-    where there are several adapters, the tensor's name."""
+    """Return the name that a tensor has in the files of ``peft``, which leave out the name of a single adapter."""
     adapters = [*module.peft_config] if is_adapted(module) else []
     return re.sub(rf"(\.modules_to_save)?\.{re.escape(adapters[0])}(?=\.|$)", "", name) if len(adapters) == 1 else name
 

@@ -1,5 +1,6 @@
-"""Tensors in plain attributes of modules, alone or in lists, tuples and dicts. They become buffers, which a trace
-sees."""
+"""Tensors in plain attributes of modules, alone or in lists, tuples and dicts: they become buffers, which a trace sees.
+Beside them the checks of what a forward leaves in attributes and in memory that tensors share.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +15,17 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from .faults import CaptureError
 
-_OWN = frozenset(vars(nn.Module()))
-"""Attributes in which every module keeps what it has registered."""
-_PLAIN = (int, float, str, type(None))
+_OF_MODULES = frozenset(vars(nn.Module()))
+"""The attributes that every module has, for what is registered."""
+_WITHOUT_TENSORS = (int, float, str, type(None))
 """The types of most other attributes, which hold no tensor."""
-_PLACE = "_attribute_tensors"
+_ATTRIBUTE_TENSORS = "_attribute_tensors"
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
-    """An attribute of ``module`` that holds tensors. ``places`` has the tensors that some module has registered: by the
-    number of the leaf, that module and the name there."""
+class _Holder:
+    """An attribute of ``module`` with tensors among its ``leaves``. ``places``: by the number of a leaf, the module in
+    which its tensor is registered, and the name there."""
 
     module: nn.Module
     attribute: str
@@ -40,11 +41,11 @@ class AttributeTensors:
 
     def __init__(self, model: nn.Module) -> None:
         self.assigned: set[str] = set()
-        """The attributes to which a forward gave another tensor: their first tensor may not be read."""
-        self._kept: list[_Kept] = []
-        self._own: dict[str, tuple[nn.Module, str]] = {}
+        """The attributes to which a forward assigned another tensor: their first tensor may not be read."""
+        self._holders: list[_Holder] = []
+        self._by_path: dict[str, tuple[nn.Module, str]] = {}
         """The tensors that were registered under the name of their attribute."""
-        known = {
+        registered = {
             id(tensor): (module, name)
             for module in model.modules()
             for table in (module._parameters, module._buffers)
@@ -53,22 +54,22 @@ class AttributeTensors:
         }
         for path, module in model.named_modules():
             for attribute, value in [*vars(module).items()]:
-                if attribute in _OWN or isinstance(value, _PLAIN):
+                if attribute in _OF_MODULES or isinstance(value, _WITHOUT_TENSORS):
                     continue
                 leaves, structure = tree_flatten(value)
                 tensors = {index: leaf for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
                 for index, tensor in tensors.items():
-                    if id(tensor) not in known:
-                        known[id(tensor)] = module, self._register(module, path, attribute, index, tensor is value)
+                    if id(tensor) not in registered:
+                        registered[id(tensor)] = module, self._register(module, path, attribute, index, tensor is value)
                 if attribute in vars(module) and tensors:
-                    places = {index: known[id(tensor)] for index, tensor in tensors.items()}
-                    self._kept.append(_Kept(module, attribute, tuple(leaves), structure, places))
+                    places = {index: registered[id(tensor)] for index, tensor in tensors.items()}
+                    self._holders.append(_Holder(module, attribute, tuple(leaves), structure, places))
 
     def _register(self, module: nn.Module, path: str, attribute: str, index: int, alone: bool) -> str:
         value = vars(module)[attribute]
         if alone and not hasattr(type(module), attribute):
             name, tensor = attribute, vars(module).pop(attribute)
-            self._own[f"{path}.{name}".lstrip(".")] = module, name
+            self._by_path[f"{path}.{name}".lstrip(".")] = module, name
         else:
             name, tensor = f"{attribute}_{index}", tree_flatten(value)[0][index]
             while hasattr(module, name):
@@ -77,49 +78,49 @@ class AttributeTensors:
         return name
 
     def point(self) -> None:
-        """Put the tensors that are registered now into their attributes: a trace, or a change of dtype, has replaced
+        """Put the tensors that are registered now into their attributes, after a trace or a change of dtype replaced
         them."""
-        for kept in self._kept:
-            vars(kept.module)[kept.attribute] = tree_unflatten(self._current(kept), kept.structure)
+        for holder in self._holders:
+            vars(holder.module)[holder.attribute] = tree_unflatten(self._current(holder), holder.structure)
 
     @contextmanager
     def pointing(self) -> Iterator[None]:
-        """Enter a forward. Tensors that it assigns to attributes (a normed weight, a value to look at) are not kept.
+        """Enter a forward. Tensors that it assigns to attributes (a normed weight, a value to look at) are undone.
 
         Raises:
             CaptureError: it put another tensor into a container.
         """
         self.point()
-        before = {path: module._buffers[name] for path, (module, name) in self._own.items()}
+        before = {path: module._buffers[name] for path, (module, name) in self._by_path.items()}
         yield
-        for path, (module, name) in self._own.items():
+        for path, (module, name) in self._by_path.items():
             if module._buffers.get(name) is not before[path]:
                 self.assigned.add(path)
                 module._buffers[name] = before[path]
-        for kept in self._kept:
-            leaves, structure = tree_flatten(vars(kept.module).get(kept.attribute))
-            current = self._current(kept)
-            if structure == kept.structure and any(leaves[index] is not current[index] for index in kept.places):
-                raise not_kept(f"{kept.attribute}` of a `{type(kept.module).__name__}")
+        for holder in self._holders:
+            leaves, structure = tree_flatten(vars(holder.module).get(holder.attribute))
+            current = self._current(holder)
+            if structure == holder.structure and any(leaves[index] is not current[index] for index in holder.places):
+                raise not_kept(f"{holder.attribute}` of a `{type(holder.module).__name__}")
 
     @staticmethod
-    def _current(kept: _Kept) -> list[Any]:
-        current = list(kept.leaves)
-        for index, (module, name) in kept.places.items():
+    def _current(holder: _Holder) -> list[Any]:
+        current = list(holder.leaves)
+        for index, (module, name) in holder.places.items():
             current[index] = getattr(module, name)
         return current
 
 
 def attribute_tensors(model: nn.Module) -> AttributeTensors:
     """Return the attribute tensors of a model, which are registered at the first call."""
-    tensors = vars(model).get(_PLACE) or AttributeTensors(model)
-    vars(model)[_PLACE] = tensors
+    tensors: AttributeTensors = vars(model).get(_ATTRIBUTE_TENSORS) or AttributeTensors(model)
+    vars(model)[_ATTRIBUTE_TENSORS] = tensors
     return tensors
 
 
 def plain_numbers(model: nn.Module) -> dict[tuple[str, str], float]:
-    """Return the numbers in plain attributes of modules, by module and attribute: ``{("blocks.0", "calls"): 3}``.
-    Those that a class still has for a module are among them."""
+    """Return the numbers in plain attributes of modules and of their classes, by module and attribute:
+    ``{("blocks.0", "calls"): 3}``."""
     return {
         (path, name): value
         for path, module in model.named_modules()
@@ -129,7 +130,7 @@ def plain_numbers(model: nn.Module) -> dict[tuple[str, str], float]:
 
 
 def changed_numbers(model: nn.Module, before: Mapping[tuple[str, str], float]) -> tuple[str, ...]:
-    """Return the paths of the plain numbers that are others than ``before``."""
+    """Return the paths of the plain numbers that differ from those ``before``."""
     return tuple(
         f"{path}.{name}".removeprefix(".")
         for (path, name), value in plain_numbers(model).items()
@@ -138,7 +139,7 @@ def changed_numbers(model: nn.Module, before: Mapping[tuple[str, str], float]) -
 
 
 def not_kept(attribute: str) -> CaptureError:
-    """Return the error of a tensor that a step would leave in a plain attribute for the next step."""
+    """Return the error of a tensor that a step leaves in a plain attribute for the next step."""
     what = f"the forward assigns a new tensor to `{attribute}`, which later steps would not see"
     return CaptureError("other", what, help="register it as a buffer: buffers are kept from step to step")
 
@@ -147,20 +148,20 @@ def check_memory(model: nn.Module, written: frozenset[str]) -> None:
     """Check that buffers share no memory with tensors that change: a program has separate values for the two.
 
     Raises:
-        CaptureError: one lies in a parameter's memory, or in that of a buffer where one of both is ``written``.
+        CaptureError: a buffer shares a parameter's memory, or that of another buffer, and one of both is ``written``.
     """
-    lying = defaultdict(list)
+    by_memory = defaultdict(list)
     for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
-        lying[tensor.untyped_storage()._cdata].append((name, tensor))
+        by_memory[tensor.untyped_storage()._cdata].append((name, tensor))
     trained = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    for held in lying.values():
-        first, names = held[0][0], [name for name, _ in held]
+    for tensors in by_memory.values():
+        first, names = tensors[0][0], [name for name, _ in tensors]
         last = next((name for name in reversed(names) if name not in trained), first)
         if last != first and not (trained | written).isdisjoint(names):
             what = f"`{last}` shares the memory of `{first}`, which a step changes"
             help_ = f"compute it from `{first}` in the forward, or `clone` the tensor that it is made from"
             owners = [name.rpartition(".")[0] for name in (last, first)]
-            if all(tensor is held[0][1] for _, tensor in held):
+            if all(tensor is tensors[0][1] for _, tensor in tensors):
                 what = f"`{owners[1]}` and `{owners[0]}` have the same buffers, and the forward writes one of them"
                 help_ = "give the module one name: keep it in one attribute or list"
             raise CaptureError("other", what, help=help_)

@@ -1,4 +1,4 @@
-"""Callables that plans name, ``"package.module:name"`` or ``"./file.py:name"``."""
+"""Callables that plans name, ``"package.module:name"`` or ``"./file.py:name"``: looked up, imported and checked."""
 
 from __future__ import annotations
 
@@ -38,11 +38,10 @@ class Ended(Exception):
 
 @contextmanager
 def ending_said() -> Iterator[None]:
-    """Enter code that is not parc's. If it calls ``sys.exit``, or raises what only a person's Ctrl-C should, that
-    becomes a failure like any other.
+    """Enter code that is not parc's, which may end the process.
 
     Raises:
-        Ended: it did.
+        Ended: it calls ``sys.exit``, or raises ``KeyboardInterrupt`` though nobody pressed Ctrl-C.
     """
     pressed = []
 
@@ -89,8 +88,8 @@ def load_callable(target: str, folder: Path) -> Callable[..., Any]:
 
 
 def look_up(target: str, folder: Path) -> None:
-    """Check the name of a callable of a ``./file.py:name`` against the file's text. Nothing is imported: names that
-    only an import can tell are accepted.
+    """Check a ``./file.py:name`` against the file's text. Nothing is imported: names that only an import can show are
+    accepted.
 
     Raises:
         CallableError: there is no such file, or it has no such name.
@@ -161,7 +160,7 @@ def _import(place: str, folder: Path) -> Any:
 
 
 def to_install(error: BaseException) -> str:
-    """Return how the package is installed whose absence is an error; "" for any other error."""
+    """Return advice to install the package whose absence is an error; "" for any other error."""
     name = error.name if isinstance(error, ModuleNotFoundError) else None
     return f"`pip install {name}` installs it, if its package has that name" if name and "." not in name else ""
 
@@ -195,10 +194,10 @@ def _load_file(path: Path) -> Any:
 
 
 def existing(folder: Path, place: str) -> Path:
-    """Return the whole path of a file that exists, named from ``folder``, which is that of the plan.
+    """Return the absolute path of a file that is named from the plan's folder.
 
     Raises:
-        CallableError: it is not.
+        CallableError: there is no such file.
     """
     path = (folder / place).resolve()
     if not path.is_file():
@@ -208,7 +207,7 @@ def existing(folder: Path, place: str) -> Path:
     return path
 
 
-# ---- the making of a model
+# ---- the call of a model's constructor
 
 
 _OFFLINE = "HF_HUB_OFFLINE"
@@ -216,9 +215,8 @@ _OFFLINE = "HF_HUB_OFFLINE"
 
 @contextmanager
 def at_home(folder: Path) -> Iterator[None]:
-    """Enter a block in which the current folder is the plan's. The Hugging Face library uses only what it has
-    downloaded, unless the environment says otherwise (``HF_HUB_OFFLINE=0``): a misspelt path is not looked for on the
-    network."""
+    """Enter a block in which the current folder is the plan's, and the Hugging Face library is offline unless the
+    environment says otherwise (``HF_HUB_OFFLINE=0``): a misspelt path is not looked for on the network."""
     said = _OFFLINE in os.environ or "TRANSFORMERS_OFFLINE" in os.environ
     with chdir(folder) if folder.is_dir() else chdir("."):
         if not said:
@@ -240,15 +238,15 @@ def _set_offline(value: bool) -> None:
 
 
 def not_found(error: BaseException, arguments: Mapping[str, Any], folder: Path) -> tuple[str, str]:
-    """Return a sentence and advice where a model's code looked for files that are neither in the plan's folder nor
+    """Return a message and advice for a model's code that looks for files that are neither in the plan's folder nor
     downloaded; two empty texts for any other error."""
     chain: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in chain:
         chain.append(cause)
         cause = cause.__cause__ or cause.__context__
-    texts = [str(found) for found in chain]
-    types = [type(found) for found in chain]  # a value that a configuration does not take has an error of the Hub's too
+    texts, types = [str(link) for link in chain], [type(link) for link in chain]
+    # `Strict...` errors of the Hub's library are about values of a configuration
     asked = any(t.__module__.startswith("huggingface_hub") and not t.__name__.startswith("Strict") for t in types)
     if not asked and not any("huggingface.co" in text for text in texts):
         return "", ""
@@ -256,7 +254,7 @@ def not_found(error: BaseException, arguments: Mapping[str, Any], folder: Path) 
     if not strings:
         why = "its code asks the Hugging Face Hub for a file that is not on this machine"
         return why, f"download it beforehand, by `hf download NAME`, or set {_OFFLINE}=0"
-    name = min(strings, key=lambda value: not any(value in text for text in texts))  # the one that is spoken of
+    name = min(strings, key=lambda value: not any(value in text for text in texts))  # the one in the errors
     beside = [entry.name for entry in folder.iterdir() if entry.is_dir()] if folder.is_dir() else []
     meant = did_you_mean(Path(name).name, beside, "paths count from the plan's folder.")
     help_ = f"{meant} A model of the Hub is downloaded beforehand, by `hf download NAME`, or with {_OFFLINE}=0 set"

@@ -1,4 +1,4 @@
-"""Capture: a module and its loss on fake tensors become one functional forward graph that knows where it came from."""
+"""Capture: a module and its loss on fake tensors become one functional forward graph, each operator with its origin."""
 
 from __future__ import annotations
 
@@ -35,167 +35,12 @@ from .attributes import attribute_tensors, changed_numbers, check_memory, not_ke
 from .complex.form import real_form
 from .complex.rules import as_pairs
 from .experts.forms import Capacity, with_experts
-from .experts.lists import as_made
-from .faults import MASK, CaptureError, explain_failure
-from .functional import assigned_in_place, beside_makers, functional
+from .experts.lists import unstacked
+from .faults import MASK, CaptureError, explain_failure, fault_at
+from .functional import assigned_in_place, functional, move_updates
 from .model_output import returned_tensors
 from .node_facts import copy_facts, keep_value, noted
 from .reach import reached_by_gradient
-
-# ---- look-ups of positions
-# Positions are counted over all entries, or over those of an input that are not padding, as in ``(ids !=
-# pad).cumsum(1)``: the largest is then that of a sequence without padding. Other numbers that depend on inputs are not
-# known before a run: ``(ids == end).cumsum(1)`` numbers the parts of a sequence, which may be few.
-
-
-def beyond_tables(graph: fx.Graph) -> Iterator[tuple[fx.Node, int, int]]:
-    """Yield each look-up of a position that a table does not have: the operator, the largest position, and the number
-    of the table's rows."""
-    for node in graph.nodes:
-        counted = facts(node.target).counted if node.op == "call_function" else None
-        if counted is None or not facts(node.target).looks_up:
-            continue
-        at, dim = counted
-        table, index = node.args[at], node.args[facts(node.target).named_at]
-        most = _largest(index) if isinstance(index, fx.Node) else None
-        if most is not None and isinstance(table, fx.Node) and most >= noted(table).value.shape[dim]:
-            yield node, most, int(noted(table).value.shape[dim])
-
-
-def _largest(value: object) -> int | None:
-    """Return the largest whole number of a value that is counted, moved or added to; None of any other value."""
-    if isinstance(value, int):
-        return value
-    if not isinstance(value, fx.Node) or value.op != "call_function":
-        return None
-    target: Any = value.target
-    if facts(target).counts:
-        given = dict(zip((argument.name for argument in target._schema.arguments), value.args, strict=False))
-        start, step, count = given.get("start", 0), given.get("step", 1), noted(value).value.numel()
-        whole = count and isinstance(start, int) and isinstance(step, int)
-        return max(start, start + (count - 1) * step) if whole else None
-    row, terms = facts(target), value.args[:2]
-    if target is aten.cumsum.default and _is_mask(value.args[0]):
-        return int(noted(value).value.shape[value.args[1]])
-    if row.computes == "total" and not value.kwargs:
-        found = [_largest(term) for term in terms]
-        return sum(term for term in found if term is not None) if None not in found else None
-    if row.computes == "multiple" and any(map(_is_mask, terms)):
-        return next((most for most in map(_largest, terms) if most is not None), None)
-    if row.casts or row.moves in ("copy", "shape", "dims"):
-        return _largest(value.args[0])
-    return None
-
-
-def _is_mask(value: object) -> bool:
-    """Return whether a value says which entries of an input are not a number, such as that of padding."""
-    if not isinstance(value, fx.Node) or value.op != "call_function":
-        return False
-    of: Any = value.args[0] if value.args else None
-    if value.target is aten.ne.Scalar:
-        return isinstance(of, fx.Node) and of.op == "placeholder" and noted(of).binding.kind == "input"
-    return (facts(value.target).casts or facts(value.target).moves in ("copy", "shape", "dims")) and _is_mask(of)
-
-
-# ---- selections by a tensor of one number, ``x[:, i]``, as lookups.
-
-
-def select_by_tensors(graph: fx.Graph) -> None:
-    """Replace ``x[:, i]`` with a tensor ``i`` of one number by an index with that tensor: torch would read the number
-    from it."""
-    for node in list(graph.nodes):
-        number = node.args[2] if node.target is aten.select.int else None
-        if not isinstance(number, fx.Node) or number.target is not aten.item.default:
-            continue
-        (index,) = number.all_input_nodes
-        if noted(index).value.dtype in (torch.int64, torch.int32):
-            x, dim = node.args[:2]
-            with graph.inserting_before(node):
-                lookup = graph.call_function(aten.index.Tensor, (x, [None] * (dim % noted(x).value.dim()) + [index]))
-            copy_facts(node, lookup)
-            node.replace_all_uses_with(lookup)
-            graph.erase_node(node)
-            if not number.users:
-                graph.erase_node(number)
-    for node in graph.nodes:  # what was selected, and views of it, began at a place that was not known
-        noted(node).value = changed(noted(node).value, _in_its_own_place)
-
-
-def _in_its_own_place(value: FakeTensor) -> torch.Tensor:
-    if not isinstance(value.storage_offset(), torch.SymInt):
-        return value
-    with value.fake_mode:
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-
-
-# ---- regions under ``torch.no_grad()``: their results are detached before the regions are inlined.
-
-
-def detach_without_gradients(module: fx.GraphModule) -> bool:
-    """Detach the results of regions under ``torch.no_grad()``, which their inlining would forget. Return False where
-    regions are nested."""
-    regions = [
-        node
-        for node in module.graph.nodes
-        if node.op == "call_function" and str(node.target) == "wrap_with_set_grad_enabled"
-    ]
-    for region in regions:
-        enabled, body = region.args[:2]
-        inner: Any = getattr(module, str(body.target))
-        if any(str(node.target) == "wrap_with_set_grad_enabled" for node in inner.graph.nodes):
-            return False
-        if enabled:
-            continue
-        output = inner.graph.output_node()
-        with inner.graph.inserting_before(output):
-            output.args = fx.node.map_arg(output.args, partial(_detached, inner.graph))
-        inner.recompile()
-    return True
-
-
-def _detached(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    value = noted(node).value
-    if not isinstance(value, torch.Tensor) or not (value.is_floating_point() or value.is_complex()):
-        return node
-    detach = graph.call_function(torch.ops.aten.detach.default, (node,))
-    copy_facts(node, detach)
-    return detach
-
-
-# ---- slices of a whole dim, kept: what is traced at one size is the same graph at others.
-
-
-class EverySlice(TorchFunctionMode):
-    """A mode in which ``x[:n]`` is a slice also where ``x`` has ``n`` entries and torch would return ``x`` itself. So a
-    trace at one size has the same operators as at others."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(function, "__name__", "") == "__getitem__" and isinstance(args[0], torch.Tensor):
-            args = _sliced(*args)
-        return function(*args, **(kwargs or {}))
-
-
-def _sliced(x: torch.Tensor, index: Any) -> tuple[torch.Tensor, Any]:
-    """Return a tensor with its slices of whole dims made, and an index in which they are full slices."""
-    items = list(index) if isinstance(index, tuple) else [index]
-    taken = [_taken(item) for item in items]
-    dim = 0
-    for at, item in enumerate(items):
-        first = isinstance(item, slice) and item.start in (None, 0) and item.step in (None, 1)
-        if first and isinstance(item.stop, int) and item.stop == x.shape[dim]:
-            x, items[at] = torch.ops.aten.slice.Tensor(x, dim, 0, item.stop, 1), slice(None)
-        dim += x.dim() - sum(taken) if item is Ellipsis else taken[at]
-    return x, tuple(items)
-
-
-def _taken(item: Any) -> int:
-    """Return the number of dims that an item of an index takes."""
-    if item is None or item is Ellipsis or isinstance(item, bool):
-        return 0
-    return item.dim() if isinstance(item, torch.Tensor) and item.dtype is torch.bool else 1
-
-
-# ---- capture
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,9 +66,9 @@ class Captured:
     modules: frozenset[str]
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
     changed: tuple[str, ...] = ()
-    """The plain numbers of modules that a forward changes, which no program follows."""
+    """The Python numbers in attributes of modules that a forward changes, which no program has."""
     returned: tuple[str, ...] = ()
-    """The names of the tensors that the model returns, where they are asked for."""
+    """The names of the tensors that the model returns, if the capture has them."""
 
     def placeholders(self, kind: Kind) -> dict[str, fx.Node]:
         """Placeholders of one kind by name."""
@@ -238,11 +83,73 @@ class Captured:
 
 
 LossFunction = Callable[[Any, Mapping[str, torch.Tensor]], torch.Tensor]
+
+
 CallModel = Callable[[nn.Module, Mapping[str, torch.Tensor]], Any]
 
 
-class _Step(nn.Module):
-    """Model and loss as one module, so that one export holds both; the model's names keep one known prefix."""
+def capture(
+    model: nn.Module,
+    mode: FakeTensorMode,
+    inputs: Mapping[str, InputSpec],
+    call: CallModel,
+    loss: LossFunction | None,
+    ranged: bool = False,
+    capacities: Mapping[str, Capacity] = MappingProxyType({}),
+    returns: bool = False,
+) -> Captured:
+    """Trace ``loss(call(model, inputs), inputs)`` with ``torch.export``, before autograd.
+
+    ``model`` has fake tensors of ``mode``; nothing is computed. ``ranged``: trace in a form that is the same at other
+    sizes of the inputs, unless the model's own code differs. Without a ``loss`` the model alone is traced.
+    ``capacities``: those of experts, by module. ``returns``: the graph also has the tensors that the model returns.
+
+    Raises:
+        CaptureError: control flow that depends on data, a returned cache, a loss that is no number, or any other fault
+            of the model, chained.
+    """
+    step = _ModelAndLoss(model, call, loss, tuple(inputs), ranged, returns)
+    no_checkpoint = CaptureError("checkpoint", "the model recomputes activations with `torch.utils.checkpoint`")
+    with mode:
+        values = tuple(torch.zeros(spec.shape, dtype=spec.dtype) for spec in inputs.values())
+    try:
+        # without the fused kernels of a CPU (an LSTM): every device and dtype has the operators of the graph
+        with (
+            quiet(exporting=True),
+            one_frame(_is_model_code),
+            without_code_and_layouts(),
+            with_unread_draws(),
+            without_checkpoints(no_checkpoint),
+            without_validation(),
+            with_experts(model, capacities),
+            torch.backends.mkldnn.flags(enabled=False),
+        ):
+            exported = torch.export.export(step, values, strict=False)
+            if not detach_without_gradients(exported.graph_module):
+                raise CaptureError("other", "`torch.no_grad()` and `torch.enable_grad()` are nested")
+            _check_constants(exported)
+            exported = functional(exported)
+    except CaptureError:
+        raise
+    except Exception as error:
+        if isinstance(error, AssertionError):  # torch's error for memory that is written under two names
+            check_memory(model, frozenset(name for name, _ in model.named_buffers()))
+        raise explain_failure(error, step.stage.in_loss) from error
+    finally:
+        step.attributes.point()
+    captured = _from_export(exported, step, tuple(inputs))
+    check_memory(model, frozenset(captured.updates))
+    for name, node in captured.placeholders("buffer").items():
+        if name in step.attributes.assigned and node.users:
+            raise not_kept(name)
+    select_by_tensors(captured.graph)
+    as_pairs(captured.graph)
+    check_values(captured.graph)
+    return captured
+
+
+class _ModelAndLoss(nn.Module):
+    """Model and loss as one module, for one export. The model's names begin with ``model.``."""
 
     def __init__(
         self, model: nn.Module, call: CallModel, loss: LossFunction | None, names: tuple[str, ...], ranged: bool,
@@ -254,13 +161,13 @@ class _Step(nn.Module):
         self._call, self._loss = call, loss
         self._names, self._returns = names, returns
         self.attributes = attribute_tensors(model)
-        # how far a call came: a trace puts attributes back
+        # facts of a call, in an object of their own: a trace restores attributes
         self.stage = SimpleNamespace(in_loss=False, changed=(), returned=())
 
     def forward(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         inputs, numbers = dict(zip(self._names, values, strict=True)), plain_numbers(self.model)
-        # assigned after all that reads them
-        with self._mode, assigned_in_place(self.model), as_made(self.model, parts=False), self.attributes.pointing():
+        # buffers are assigned last, after all that reads them
+        with self._mode, assigned_in_place(self.model), unstacked(self.model, parts=False), self.attributes.pointing():
             output = self._call(self.model, inputs)
             if getattr(output, "past_key_values", None) is not None:
                 raise CaptureError("cache", "the model returns a key/value cache")
@@ -278,70 +185,8 @@ class _Step(nn.Module):
         return *losses, *returned.values()
 
 
-def capture(
-    model: nn.Module,
-    mode: FakeTensorMode,
-    inputs: Mapping[str, InputSpec],
-    call: CallModel,
-    loss: LossFunction | None,
-    ranged: bool = False,
-    capacities: Mapping[str, Capacity] = MappingProxyType({}),
-    returns: bool = False,
-) -> Captured:
-    """Trace ``loss(call(model, inputs), inputs)`` with ``torch.export``, before autograd.
-
-    ``model`` lives on ``mode``'s fake tensors; nothing is computed. ``ranged``: the graph is to be the same at other
-    sizes of the inputs, as far as the model's own code is. Without a ``loss`` the model alone is traced.
-    ``capacities`` are those of modules of experts. ``returns``: the graph is to have the tensors that the model
-    returns, too.
-
-    Raises:
-        CaptureError: control flow that depends on data, a returned cache, a loss that is no number, any other fault
-            of the model, chained.
-    """
-    step = _Step(model, call, loss, tuple(inputs), ranged, returns)
-    no_checkpoint = CaptureError("checkpoint", "the model recomputes activations with `torch.utils.checkpoint`")
-    with mode:
-        values = tuple(torch.zeros(spec.shape, dtype=spec.dtype) for spec in inputs.values())
-    try:
-        # what a CPU's own kernels would fuse (an LSTM) is captured in operators that every device and dtype has
-        with (
-            quiet(exporting=True),
-            one_frame(_is_own),
-            without_code_and_layouts(),
-            with_unread_draws(),
-            without_checkpoints(no_checkpoint),
-            without_validation(),
-            with_experts(model, capacities),
-            torch.backends.mkldnn.flags(enabled=False),
-        ):
-            exported = torch.export.export(step, values, strict=False)
-            if not detach_without_gradients(exported.graph_module):
-                raise CaptureError("other", "`torch.no_grad()` and `torch.enable_grad()` are nested")
-            _check_constants(exported)
-            exported = functional(exported)
-    except CaptureError:
-        raise
-    except Exception as error:
-        if isinstance(error, AssertionError):  # what torch says of one memory that is written under two names
-            check_memory(model, frozenset(name for name, _ in model.named_buffers()))
-        raise explain_failure(error, step.stage.in_loss) from error
-    finally:
-        step.attributes.point()
-    captured = _read(exported, step, tuple(inputs))
-    check_memory(model, frozenset(captured.updates))
-    for name, node in captured.placeholders("buffer").items():
-        if name in step.attributes.assigned and node.users:
-            raise not_kept(name)
-    select_by_tensors(captured.graph)
-    as_pairs(captured.graph)
-    check_values(captured.graph)
-    return captured
-
-
 def _check_constants(exported: torch.export.ExportedProgram) -> None:
-    """Check that a forward reads no fake tensor of an object that is no module: torch would compute with it as if it
-    had numbers.
+    """Check that a forward reads no fake tensors other than those of modules: torch lifts them as constants.
 
     Raises:
         CaptureError: it does.
@@ -354,64 +199,11 @@ def _check_constants(exported: torch.export.ExportedProgram) -> None:
             help_ = "keep tensors of the model in an attribute of a module, and modules in an `nn.ModuleList`; a"
             help_ += " gradient taken inside a forward is not captured"
             place = f"in `{path}`: " if (path := _module_path(reader)) else ""
-            raise CaptureError("other", place + what, _source(reader), help=help_)
+            raise CaptureError("other", place + what, _source_line(reader), help=help_)
 
 
-_DEPENDS = {
-    True: (
-        "a tensor whose shape",
-        "keep all entries: multiply by a mask, or choose with `torch.where`; a layer that sends tokens to experts"
-        " needs a form: see `parc.register_experts`",
-    ),
-    False: (
-        "a number that",
-        f"as a factor or a term leave it a tensor, which operators take too; as a size or the end of a slice: {MASK}",
-    ),
-}
-"""The words of a message about data-dependent code and its remedy, for a tensor (True) and for a number (False)."""
-
-
-def check_values(graph: fx.Graph) -> None:
-    """Refuse operators on fake tensors that would fail on real ones, or that a program cannot have.
-
-    Raises:
-        CaptureError: a number or a shape that depends on data; a product of tensors of two dtypes; a dtype that
-            programs do not know; a position beyond the last row of its table.
-    """
-    for node, position, rows in beyond_tables(graph):
-        message = f"position {position} is looked up in a table of {rows} rows, which are 0 to {rows - 1}"
-        raise _at(node, message, help="make the table longer, or the sequences shorter, by `sizes`")
-    for node in graph.nodes:
-        values = noted(node).value
-        for value in values if isinstance(values, (tuple, list)) else [values]:
-            sizes = value.shape if isinstance(value, torch.Tensor) else [value]
-            if any(isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) for size in sizes):
-                what, help_ = _DEPENDS[isinstance(value, torch.Tensor)]
-                raise _at(node, f"{node.target} gives {what} depends on the values of tensors", "control", help_)
-            if isinstance(value, torch.Tensor) and not is_supported(value.dtype):
-                binding: Binding | None = noted(node).binding
-                subject = f"the {binding.words} is" if binding is not None else f"{node.target} gives"
-                raise _at(node, f"{subject} {_name(value.dtype)}, a dtype that programs do not hold")
-        if facts(node.target).flops is not None:
-            operands = node.args[:3] if "attention" in str(node.target) else node.args
-            dtypes = [noted(n).value.dtype for n in operands if isinstance(n, fx.Node)]
-            if len({*dtypes} - {torch.bool}) > 1:  # a mask is no factor
-                names = " and ".join(dict.fromkeys(map(_name, dtypes)))
-                raise _at(node, f"{node.target} takes tensors of one dtype, not {names}")
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _at(node: fx.Node, message: str, kind: str = "other", help: str = "") -> CaptureError:
-    origin = noted(node).origin
-    return CaptureError(
-        kind, f"in `{origin.module}`: {message}" if origin.module else message, origin.source, help=help
-    )
-
-
-def _read(exported: torch.export.ExportedProgram, step: _Step, names: tuple[str, ...]) -> Captured:
+def _from_export(exported: torch.export.ExportedProgram, step: _ModelAndLoss, names: tuple[str, ...]) -> Captured:
+    """Copy the graph of an export, with bindings and origins. Tied parameters become one placeholder."""
     signature = exported.graph_signature
     first: dict[int, str] = {}
     aliases: dict[str, str] = {}
@@ -428,27 +220,28 @@ def _read(exported: torch.export.ExportedProgram, step: _Step, names: tuple[str,
         keep_value(new)
         if old.op == "placeholder":
             noted(new).binding = bindings[old.name]
-            kept = canonical_nodes.setdefault(bindings[old.name], new)
-            if kept is not new:
-                new.replace_all_uses_with(kept)
+            canonical_node = canonical_nodes.setdefault(bindings[old.name], new)
+            if canonical_node is not new:
+                new.replace_all_uses_with(canonical_node)
                 graph.erase_node(new)
         else:
-            noted(new).origin = Origin(_module_path(old), _source(old))
+            noted(new).origin = Origin(_module_path(old), _source_line(old))
             noted(new).in_loss = _is_loss(old)
     assert isinstance(outputs, (tuple, list))
     values: dict[str, Any] = {}
-    own: list[Any] = []
+    results: list[Any] = []
     for spec, value in zip(signature.output_specs, outputs, strict=True):
         target = spec.target.removeprefix("model.") if spec.target else ""
         if spec.kind is OutputKind.BUFFER_MUTATION:
             values[target] = value
         elif spec.kind is OutputKind.USER_OUTPUT:
-            own.append(value)
-    updates, losses = tuple(values), len(own) - len(step.stage.returned)
-    computed = {name: node for name, node in zip(step.stage.returned, own[losses:], strict=True) if _is_computed(node)}
+            results.append(value)
+    updates, losses = tuple(values), len(results) - len(step.stage.returned)
+    returned = zip(step.stage.returned, results[losses:], strict=True)
+    computed = {name: node for name, node in returned if _is_computed(node)}
     buffers = {binding.name: node for binding, node in canonical_nodes.items() if binding.kind == "buffer"}
-    beside_makers({name: values[name] for name in updates}, buffers, graph)
-    graph.output((*own[:losses], *(values[name] for name in updates), *computed.values()))
+    move_updates({name: values[name] for name in updates}, buffers, graph)
+    graph.output((*results[:losses], *(values[name] for name in updates), *computed.values()))
     modules = frozenset(name for name, _ in step.model.named_modules() if name)
     written = {name: exported.constants[name] for name in signature.inputs_to_lifted_tensor_constants.values()}
     constants = {
@@ -458,7 +251,7 @@ def _read(exported: torch.export.ExportedProgram, step: _Step, names: tuple[str,
 
 
 def _is_computed(node: Any) -> bool:
-    """Return whether a value that the model returns is an operator's, and not an input or the model's state."""
+    """Return whether a value that the model returns is a result of an operator: no input, and none of its state."""
     return isinstance(node, fx.Node) and node.op == "call_function"
 
 
@@ -489,18 +282,222 @@ def _is_loss(node: fx.Node) -> bool:
 
 
 _HERE = str(Path(__file__).parents[1])
+
+
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
-def _is_own(path: str) -> bool:
-    """Return whether a file is the model's, and not torch's or of this package."""
+def _is_model_code(path: str) -> bool:
+    """Return whether a file is neither torch's nor of this package."""
     return not path.startswith(("<", _HERE)) and "/torch/" not in path
 
 
-def _source(node: fx.Node) -> str:
-    """Return the ``file:line`` of the innermost frame in the model's own code. It has the file's name alone, so that
-    builds do not depend on folders."""
+def _source_line(node: fx.Node) -> str:
+    """Return the ``file:line`` of the innermost frame in the model's own code. The file has no folder, so that builds
+    do not depend on folders."""
     for path, line in reversed(_FRAME.findall(noted(node).trace or "")):
-        if _is_own(path):
+        if _is_model_code(path):
             return f"{path.rsplit('/', 1)[-1].replace(' ', '_')}:{line}"
     return ""
+
+
+# ---- faults of a captured graph
+
+
+_DEPENDS = {
+    True: (
+        "a tensor whose shape",
+        "keep all entries: multiply by a mask, or choose with `torch.where`; a layer that sends tokens to experts"
+        " needs a form: see `parc.register_experts`",
+    ),
+    False: (
+        "a number that",
+        f"as a factor or a term leave it a tensor, which operators take too; as a size or the end of a slice: {MASK}",
+    ),
+}
+"""The words of a message about data-dependent code and its remedy, for a tensor (True) and for a number (False)."""
+
+
+def check_values(graph: fx.Graph) -> None:
+    """Refuse operators on fake tensors that would fail on real ones, or that a program cannot have.
+
+    Raises:
+        CaptureError: a number or a shape that depends on data; a product of tensors of two dtypes; a dtype that
+            programs do not know; a position beyond the last row of its table.
+    """
+    for node, position, rows in beyond_tables(graph):
+        message = f"position {position} is looked up in a table of {rows} rows, which are 0 to {rows - 1}"
+        raise fault_at(node, message, help="make the table longer, or the sequences shorter, by `sizes`")
+    for node in graph.nodes:
+        values = noted(node).value
+        for value in values if isinstance(values, (tuple, list)) else [values]:
+            sizes = value.shape if isinstance(value, torch.Tensor) else [value]
+            if any(isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) for size in sizes):
+                what, help_ = _DEPENDS[isinstance(value, torch.Tensor)]
+                raise fault_at(node, f"{node.target} gives {what} depends on the values of tensors", "control", help_)
+            if isinstance(value, torch.Tensor) and not is_supported(value.dtype):
+                binding: Binding | None = noted(node).binding
+                subject = f"the {binding.words} is" if binding is not None else f"{node.target} gives"
+                raise fault_at(node, f"{subject} {_dtype_text(value.dtype)}, a dtype that programs do not hold")
+        if facts(node.target).flops is not None:
+            operands = node.args[:3] if "attention" in str(node.target) else node.args
+            dtypes = [noted(n).value.dtype for n in operands if isinstance(n, fx.Node)]
+            if len({*dtypes} - {torch.bool}) > 1:  # a mask is no factor
+                names = " and ".join(dict.fromkeys(map(_dtype_text, dtypes)))
+                raise fault_at(node, f"{node.target} takes tensors of one dtype, not {names}")
+
+
+def _dtype_text(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def beyond_tables(graph: fx.Graph) -> Iterator[tuple[fx.Node, int, int]]:
+    """Yield each look-up of a position beyond the last row of its table: the operator, the largest position, and the
+    number of rows.
+
+    Positions are counted over all entries, or over those of an input that are not padding, as in ``(ids !=
+    pad).cumsum(1)``: the largest is then that of a sequence without padding. Other positions that depend on inputs are
+    not known before a run: ``(ids == end).cumsum(1)`` numbers the parts of a sequence, which may be few.
+    """
+    for node in graph.nodes:
+        counted = facts(node.target).counted if node.op == "call_function" else None
+        if counted is None or not facts(node.target).looks_up:
+            continue
+        at, dim = counted
+        table, index = node.args[at], node.args[facts(node.target).named_at]
+        most = _largest_position(index) if isinstance(index, fx.Node) else None
+        if most is not None and isinstance(table, fx.Node) and most >= noted(table).value.shape[dim]:
+            yield node, most, int(noted(table).value.shape[dim])
+
+
+def _largest_position(value: object) -> int | None:
+    """Return the largest number in counted positions, which may be moved, cast and added to; None for other values."""
+    if isinstance(value, int):
+        return value
+    if not isinstance(value, fx.Node) or value.op != "call_function":
+        return None
+    target: Any = value.target
+    if facts(target).counts:
+        by_name = dict(zip((argument.name for argument in target._schema.arguments), value.args, strict=False))
+        start, step, count = by_name.get("start", 0), by_name.get("step", 1), noted(value).value.numel()
+        whole = count and isinstance(start, int) and isinstance(step, int)
+        return max(start, start + (count - 1) * step) if whole else None
+    row, terms = facts(target), value.args[:2]
+    if target is aten.cumsum.default and _is_mask(value.args[0]):
+        return int(noted(value).value.shape[value.args[1]])
+    if row.computes == "total" and not value.kwargs:
+        summands = [_largest_position(term) for term in terms]
+        return sum(term for term in summands if term is not None) if None not in summands else None
+    if row.computes == "multiple" and any(map(_is_mask, terms)):
+        return next((most for most in map(_largest_position, terms) if most is not None), None)
+    if row.casts or row.moves in ("copy", "shape", "dims"):
+        return _largest_position(value.args[0])
+    return None
+
+
+def _is_mask(value: object) -> bool:
+    """Return whether a value is the mask ``input != number``, such as that of padding, moved or cast."""
+    if not isinstance(value, fx.Node) or value.op != "call_function":
+        return False
+    of: Any = value.args[0] if value.args else None
+    if value.target is aten.ne.Scalar:
+        return isinstance(of, fx.Node) and of.op == "placeholder" and noted(of).binding.kind == "input"
+    return (facts(value.target).casts or facts(value.target).moves in ("copy", "shape", "dims")) and _is_mask(of)
+
+
+# ---- selections by a tensor of one number
+
+
+def select_by_tensors(graph: fx.Graph) -> None:
+    """Replace ``x[:, i]``, for a tensor ``i`` of one number, by a look-up with that tensor: torch would read the number
+    out of it."""
+    for node in list(graph.nodes):
+        number = node.args[2] if node.target is aten.select.int else None
+        if not isinstance(number, fx.Node) or number.target is not aten.item.default:
+            continue
+        (index,) = number.all_input_nodes
+        if noted(index).value.dtype in (torch.int64, torch.int32):
+            x, dim = node.args[:2]
+            with graph.inserting_before(node):
+                lookup = graph.call_function(aten.index.Tensor, (x, [None] * (dim % noted(x).value.dim()) + [index]))
+            copy_facts(node, lookup)
+            node.replace_all_uses_with(lookup)
+            graph.erase_node(node)
+            if not number.users:
+                graph.erase_node(number)
+    for node in graph.nodes:  # selections, and views of them, have an unknown offset in their storage
+        noted(node).value = changed(noted(node).value, _without_offset)
+
+
+def _without_offset(value: FakeTensor) -> torch.Tensor:
+    if not isinstance(value.storage_offset(), torch.SymInt):
+        return value
+    with value.fake_mode:
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
+# ---- regions under ``torch.no_grad()``
+
+
+def detach_without_gradients(module: fx.GraphModule) -> bool:
+    """Detach the results of regions under ``torch.no_grad()``, which inlining would lose. Return False where regions
+    are nested."""
+    regions = [
+        node
+        for node in module.graph.nodes
+        if node.op == "call_function" and str(node.target) == "wrap_with_set_grad_enabled"
+    ]
+    for region in regions:
+        enabled, body = region.args[:2]
+        inner: Any = getattr(module, str(body.target))
+        if any(str(node.target) == "wrap_with_set_grad_enabled" for node in inner.graph.nodes):
+            return False
+        if enabled:
+            continue
+        output = inner.graph.output_node()
+        with inner.graph.inserting_before(output):
+            output.args = fx.node.map_arg(output.args, partial(_detached, inner.graph))
+        inner.recompile()
+    return True
+
+
+def _detached(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    value = noted(node).value
+    if not isinstance(value, torch.Tensor) or not (value.is_floating_point() or value.is_complex()):
+        return node
+    detach = graph.call_function(torch.ops.aten.detach.default, (node,))
+    copy_facts(node, detach)
+    return detach
+
+
+# ---- slices of whole dims, in captures that hold for several sizes
+
+
+class EverySlice(TorchFunctionMode):
+    """A mode in which ``x[:n]`` is a slice even where ``x`` has ``n`` entries, for which torch returns ``x`` itself. A
+    trace at one size then has the same operators as at others."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(function, "__name__", "") == "__getitem__" and isinstance(args[0], torch.Tensor):
+            args = _sliced(*args)
+        return function(*args, **(kwargs or {}))
+
+
+def _sliced(x: torch.Tensor, index: Any) -> tuple[torch.Tensor, Any]:
+    """Apply the slices of whole dims in an index. Return the tensor, and the index with ``:`` in their places."""
+    items = list(index) if isinstance(index, tuple) else [index]
+    dims = [_indexed_dims(item) for item in items]
+    dim = 0
+    for at, item in enumerate(items):
+        first = isinstance(item, slice) and item.start in (None, 0) and item.step in (None, 1)
+        if first and isinstance(item.stop, int) and item.stop == x.shape[dim]:
+            x, items[at] = torch.ops.aten.slice.Tensor(x, dim, 0, item.stop, 1), slice(None)
+        dim += x.dim() - sum(dims) if item is Ellipsis else dims[at]
+    return x, tuple(items)
+
+
+def _indexed_dims(item: Any) -> int:
+    """Return the number of dims that an item of an index stands for."""
+    if item is None or item is Ellipsis or isinstance(item, bool):
+        return 0
+    return item.dim() if isinstance(item, torch.Tensor) and item.dtype is torch.bool else 1

@@ -1,29 +1,36 @@
-"""The reasons why a model cannot be captured, each with the place in the model's code."""
+"""Faults of a model that cannot be captured, each with the place in the model's code."""
 
 from __future__ import annotations
 
 import traceback
 from pathlib import Path
 
-_OURS = str(Path(__file__).parents[2])
+from torch import fx
 
+from .node_facts import noted
 
+_PACKAGE = str(Path(__file__).parents[2])
 MASK = "keep the whole dim, and hide the rest with a mask: multiply by it, or choose with `torch.where`"
-"""The advice for a size that only data tell."""
+"""The advice for a size that depends on data."""
 
 
 class CaptureError(Exception):
     """The error of a model that cannot be captured. ``kind`` is ``control``, ``cache``, ``output``, ``field``,
-    ``checkpoint``, ``complex``, ``experts`` or ``other``; ``help`` is advice that the kind alone does not give;
+    ``checkpoint``, ``complex``, ``experts``, ``capacity`` or ``other``; ``help`` is advice beyond that of the kind;
     ``named`` is the name in the loss that is at fault."""
 
     def __init__(
         self, kind: str, message: str, source: str = "", in_loss: bool = False, help: str = "", named: str = ""
     ) -> None:
         super().__init__(message)
-        self.kind, self.help, self.named = kind, help, named
-        self.source = source
-        self.in_loss = in_loss
+        self.kind, self.source, self.in_loss, self.help, self.named = kind, source, in_loss, help, named
+
+
+def fault_at(node: fx.Node, message: str, kind: str = "other", help: str = "") -> CaptureError:
+    """Return the error of a node of a captured graph, with its place in the model."""
+    origin = noted(node).origin
+    where = f"in `{origin.module}`: " if origin.module else ""
+    return CaptureError(kind, where + message, origin.source, help=help)
 
 
 def explain_failure(error: Exception, in_loss: bool) -> CaptureError:
@@ -49,10 +56,10 @@ def explain_failure(error: Exception, in_loss: bool) -> CaptureError:
 
 
 def user_frame(error: BaseException) -> str:
-    """``file:line`` of the innermost frame outside torch."""
+    """Return ``file:line`` of the innermost frame outside torch and this package."""
     innermost = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         path = frame.f_code.co_filename
-        if "/torch/" not in path and not path.startswith(("<", _OURS)):
+        if "/torch/" not in path and not path.startswith(("<", _PACKAGE)):
             innermost = f"{path}:{line}"
     return innermost

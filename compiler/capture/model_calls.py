@@ -1,4 +1,4 @@
-"""The task of a plan as functions that make the model, call it, and compute its loss."""
+"""The task of a plan as functions: one makes the model, one calls it, one computes its loss."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .reach import ancestors
 
 @dataclass(frozen=True, slots=True)
 class TaskLines:
-    """The lines of a plan that say what is trained; a build's manifest keeps them, so that a run can make the model."""
+    """The lines of a plan that say what is trained. A build's manifest has them, so that a run can make the model."""
 
     model: str
     arguments: tuple[tuple[str, Any], ...]
@@ -49,8 +49,8 @@ class TaskLines:
 
 
 class InputsError(Exception):
-    """The error of a forward that cannot be called with the plan's inputs. ``inputs`` are those that it does not take;
-    ``help`` is advice."""
+    """The error of a forward that cannot be called with the plan's inputs. ``inputs`` are those at fault; ``help`` is
+    advice."""
 
     def __init__(self, message: str, help: str, inputs: tuple[str, ...] = ()) -> None:
         super().__init__(message)
@@ -79,9 +79,9 @@ def model_builder(
     return build
 
 
-def whole_arguments(make: Callable[..., Any], module: nn.Module, given: Mapping[str, Any]) -> dict[str, int]:
-    """Return the whole numbers among the arguments of the callable that made a model: as given, by default, or of the
-    configuration that takes them."""
+def whole_arguments(make: Callable[..., Any], module: nn.Module, arguments: Mapping[str, Any]) -> dict[str, int]:
+    """Return the whole numbers above 1 among the arguments of the callable that made a model: as passed, by default, or
+    of the configuration that takes them."""
     try:
         parameters = inspect.signature(make).parameters.values()
     except (TypeError, ValueError):
@@ -90,7 +90,7 @@ def whole_arguments(make: Callable[..., Any], module: nn.Module, given: Mapping[
     config: Any = getattr(module, "config", None)
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters) and hasattr(config, "to_dict"):
         values |= config.to_dict()
-    values |= given
+    values |= arguments
     return {name: value for name, value in values.items() if type(value) is int and value > 1}
 
 
@@ -102,7 +102,7 @@ def caller(model: nn.Module, lines: TaskLines) -> CallModel:
     """
     parameters = inspect.signature(model.forward).parameters
     forward = forward_text(model)
-    filled = _filled(parameters, lines, forward)
+    filled = _inputs_by_parameter(parameters, lines, forward)
     several = {p.name for p in parameters.values() if p.kind is p.VAR_POSITIONAL and p.name in filled}
     in_order = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_ONLY
                 or (several and p.kind in (p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL))]  # fmt: skip
@@ -124,8 +124,14 @@ def caller(model: nn.Module, lines: TaskLines) -> CallModel:
     return call
 
 
-def _filled(parameters: Mapping[str, inspect.Parameter], lines: TaskLines, forward: str) -> dict[str, list[str]]:
-    """Return the inputs by the parameter that each goes to. Only a parameter such as ``*args`` gets several."""
+def _inputs_by_parameter(
+    parameters: Mapping[str, inspect.Parameter], lines: TaskLines, forward: str
+) -> dict[str, list[str]]:
+    """Return the inputs by the parameter that each goes to. Only a parameter such as ``*args`` gets several.
+
+    Raises:
+        InputsError: an input has no parameter of its own, and the loss does not read it.
+    """
     filled: dict[str, list[str]] = {}
     said = dict(lines.places)
     for name in lines.inputs:
@@ -164,7 +170,7 @@ def passed_on(model: nn.Module, lines: TaskLines) -> dict[str, str]:
     parameters = inspect.signature(model.forward).parameters
     if _keywords(parameters) is None:
         return {}
-    filled = _filled(parameters, lines, "")
+    filled = _inputs_by_parameter(parameters, lines, "")
     return {name: place for place, (name, *_) in filled.items() if place not in parameters}
 
 
@@ -234,9 +240,8 @@ def _check_classes(names: Sequence[str], logits: torch.Tensor, targets: torch.Te
     if logits.dim() > 1 and logits.shape[:-1].numel() == targets.numel():
         return
     shapes = f"`{names[0]}` is {list(logits.shape)} and `{names[1]}` {list(targets.shape)}"
-    help_ = (
-        f"let the model return logits with one row for each of the {targets.numel()} targets, classes in the last dim"
-    )
+    rows = f"one row for each of the {targets.numel()} targets"
+    help_ = f"let the model return logits with {rows}, classes in the last dim"
     if logits.dim() > 2 and (logits.shape[0], *logits.shape[2:]) == tuple(targets.shape):
         help_ = "classes are in dim 1 here: let the model return its logits with `.movedim(1, -1)`"
     message = f"{shapes}, and `cross_entropy` has classes in the last dim"
@@ -249,9 +254,6 @@ def _with_lines(function: FunctionType) -> FunctionType:
     renamed = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
     renamed.__kwdefaults__ = function.__kwdefaults__
     return renamed
-
-
-# ---- the tensors that a model returns, as further outputs of its captured graph.
 
 
 def reading_only(captured: Captured, parameters: Collection[str]) -> Captured:

@@ -13,9 +13,9 @@ from ..layout.placement import is_supported
 from .faults import CaptureError
 
 _DEEPEST = 3
-"""The number of entries inside each other at which a search for tensors ends."""
-_MOST = 6
-"""The number of entries of an output that a message names at most."""
+"""The most levels of entries inside each other in which tensors are searched."""
+_MOST_NAMED = 6
+"""The most entries of an output that a message names."""
 
 
 def tensor_at(name: str, output: Any) -> torch.Tensor:
@@ -26,7 +26,7 @@ def tensor_at(name: str, output: Any) -> torch.Tensor:
     """
     value = value_at(name, output)
     if not isinstance(value, torch.Tensor):
-        raise _misnamed(f"`{name}` is {_described(value)}, not a tensor", name, name, value)
+        raise _misnamed(f"`{name}` is {_kind_text(value)}, not a tensor", name, name, value)
     return value
 
 
@@ -42,7 +42,7 @@ def value_at(name: str, output: Any) -> Any:
         entry = _entry(value, part)
         if entry is None or entry is _ABSENT:
             if entry is _ABSENT:
-                message = f"the model's `{so_far}` has no `{part}`: it is {_described(value)}"
+                message = f"the model's `{so_far}` has no `{part}`: it is {_kind_text(value)}"
                 raise _misnamed(message, name, so_far, value, part)
             raise _misnamed(f"the model's `{so_far}.{part}` is None", name, so_far, value)
         value, so_far = entry, f"{so_far}.{part}"
@@ -57,18 +57,21 @@ def tensors_in(output: Any) -> Iterator[tuple[str, torch.Tensor]]:
         if isinstance(value, torch.Tensor):
             yield name, value
         elif name.count(".") < _DEEPEST:
-            pending[:0] = [(f"{name}.{field}", inner) for field, inner in _held(value).items()]
+            pending[:0] = [(f"{name}.{field}", inner) for field, inner in _entries(value).items()]
 
 
 def returned_tensors(output: Any) -> dict[str, torch.Tensor]:
-    """Return the tensors of a model's output that have a dim, and numbers of a dtype that programs hold. Each has the
-    name by which a loss reaches it, without ``output.`` in front: ``logits``, ``1``, or ``output`` for the only one.
+    """Return the tensors of a model's output that have dims and a dtype of programs, by the name with which a loss
+    reaches them, without ``output.``: ``logits``, ``1``, or ``output`` for the only one.
 
     >>> list(returned_tensors({"logits": torch.zeros(2, 3), "loss": torch.zeros(())}))
     ['logits']
     """
-    found = ((name.removeprefix("output."), tensor) for name, tensor in tensors_in(output))
-    return {name: tensor for name, tensor in found if tensor.dim() and is_supported(tensor.dtype)}
+    return {
+        name.removeprefix("output."): tensor
+        for name, tensor in tensors_in(output)
+        if tensor.dim() and is_supported(tensor.dtype)
+    }
 
 
 _ABSENT = object()
@@ -86,38 +89,38 @@ def _entry(value: Any, part: str) -> Any:
 
 
 def _misnamed(message: str, whole: str, name: str, value: Any, part: str = "") -> CaptureError:
-    held = _held(value)
-    near = [f"`{name}.{field}`" for field in nearest(part, held)]
-    has = [f"`{name}.{field}` ({_described(inner, shapes=True)})" for field, inner in held.items()]
+    entries = _entries(value)
+    near = [f"`{name}.{field}`" for field in nearest(part, entries)]
+    has = [f"`{name}.{field}` ({_kind_text(inner, shapes=True)})" for field, inner in entries.items()]
     if isinstance(value, torch.Tensor):
         help_ = f"write `{name}`"
     elif near:
         help_ = f"did you mean {' or '.join(near)}?"
     elif has:
-        more = f" and {len(has) - _MOST} more" if len(has) > _MOST else ""
-        help_ = f"it has {', '.join(has[:_MOST])}{more}"
+        more = f" and {len(has) - _MOST_NAMED} more" if len(has) > _MOST_NAMED else ""
+        help_ = f"it has {', '.join(has[:_MOST_NAMED])}{more}"
     else:
         help_ = "choose the tensor in a loss of your own"
     return CaptureError("field", message, in_loss=True, help=help_, named=whole)
 
 
-def _described(value: Any, shapes: bool = False) -> str:
+def _kind_text(value: Any, shapes: bool = False) -> str:
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}" if shapes else "a tensor"
     return "None" if value is None else f"a {type(value).__name__}"
 
 
-def _held(value: Any) -> dict[str, Any]:
+def _entries(value: Any) -> dict[str, Any]:
     """Return the entries of a value that a plan can reach, by name or number; empty fields are left out."""
     if hasattr(value, "_asdict"):
         value = value._asdict()
     if isinstance(value, Mapping):
-        held = {str(key): inner for key, inner in value.items()}
+        entries = {str(key): inner for key, inner in value.items()}
     elif isinstance(value, Sequence) and not isinstance(value, str):
         return {str(at): inner for at, inner in enumerate(value)}
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        held = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+        entries = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
     else:
-        held = getattr(value, "__dict__", {})
-    return {name: inner for name, inner in held.items()
+        entries = getattr(value, "__dict__", {})
+    return {name: inner for name, inner in entries.items()
             if inner is not None and (name.isidentifier() or name.isdigit()) and not name.startswith("_")}  # fmt: skip

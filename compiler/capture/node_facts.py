@@ -1,6 +1,5 @@
-"""Facts of a node: what capture and passes note on the nodes of their graphs, and what torch notes there itself.
-
-They lie in a node's ``meta``, which fx copies with the node. No other module reads or writes that.
+"""Facts of nodes: what capture, passes and torch itself note in a node's ``meta``, which fx copies with the node. No
+other module reads or writes that.
 """
 
 from __future__ import annotations
@@ -21,23 +20,22 @@ _Fact = TypeVar("_Fact")
 
 @dataclass(frozen=True, slots=True)
 class StoredAs:
-    """The types of a parameter that is stored otherwise than it is computed with: as a rank stores it from step to step
-    (``rest``), and as it is during a step (``step``), from where its readers gather it each time."""
+    """The storage types of a parameter that differ from its compute type: ``rest`` between steps, and ``step`` during a
+    step, of which its readers unshard it each time."""
 
     name: str
-    """The name of what is made of it once a step: the parameter's, with a number for a second type in which it is
-    read."""
+    """The name of its value in the type of ``step``: the parameter's, with a number for a second compute type."""
     rest: TensorType
     step: TensorType
     reduced: tuple[str, ...]
     """The axes over which every backward sums the gradient, each rank keeping its part; over others, REDUCE does."""
     origin: Origin
-    """The place in the model that reads it, and the plan's line that says how it is stored."""
+    """The place in the model that reads it, and the plan's line that shards its storage."""
 
 
 class Fact(Generic[_Fact]):
-    """An attribute of ``NodeFacts``, which is stored in ``meta`` under a key: its own name unless torch has another. It
-    has a default for nodes on which nobody noted it."""
+    """An attribute of ``NodeFacts``, stored in ``meta`` under its name, or under torch's key; with a default for nodes
+    that have no such note."""
 
     def __init__(self, default: _Fact, key: str = "") -> None:
         self._default, self._key = default, key
@@ -72,13 +70,13 @@ class NodeFacts:
     binding = Fact(Binding("value"))
     """The binding of a placeholder."""
     origin = Fact(Origin())
-    """The place in the model's code, and the plan's line, from which the node comes."""
+    """The place in the model's code, and the line of the plan, that the node comes from."""
     in_loss = Fact(False)
     """True where the node stands outside the model, in the loss."""
     token_losses = Fact(False)
     """True where the node's result is the loss of each target, and zero for ignored targets."""
     kept = Fact(False)
-    """True where a pass put the node at the graph's end, to give an output the form in which it is kept."""
+    """True where a pass put the node at the graph's end, to convert an output to the type in which it is stored."""
     results = Fact[tuple[Binding, ...]](())
     """The bindings of the results: the loss, if there is one, loads of experts, new values of buffers, and outputs. A
     note of the output node."""
@@ -87,17 +85,17 @@ class NodeFacts:
     line = Fact(0)
     """The plan's line that placed a placeholder."""
     again = Fact(False)
-    """True where backward makes the node's result again, though that sends messages."""
+    """True where backward recomputes the node's result, though that sends messages."""
     storage = Fact[StoredAs | None](None)
-    """The types of a parameter before it is as its readers compute with it, where these differ."""
+    """The storage types of a parameter, where these differ from its compute type."""
     packed = Fact[Packed](None)
-    """The rows of its results that are there, where these are packed."""
+    """The rows of its results that are present, where these are packed."""
     chosen = Fact[fx.Node | None](None)
-    """The node that says which they are."""
+    """The node of the mask that chooses these rows."""
     block = Fact[str | None](None)
     """The block of the model that the node belongs to."""
     recompute = Fact[RecomputeLine | None](None)
-    """The plan's line by which backward makes its results again."""
+    """The plan's line by which backward recomputes its results."""
     stage = Fact(0)
     """The pipeline stage that computes the node."""
 
@@ -105,21 +103,19 @@ class NodeFacts:
         self.meta: dict[str, Any] = node.meta
 
 
-_PLACE = ("nn_module_stack", "stack_trace", "origin", "in_loss")
-
-
 noted = NodeFacts
 """A node's facts, to read and to write: ``noted(node).value``."""
 
 
 def copy_facts(source: fx.Node, node: fx.Node) -> None:
-    """Give a node the facts of another, and no others."""
+    """Replace all facts of a node by those of another."""
     node.meta = dict(source.meta)
 
 
 def copy_place(source: fx.Node, node: fx.Node) -> None:
-    """Give a node the place of another one: in the model's code, or in the loss."""
-    node.meta.update((key, source.meta[key]) for key in _PLACE if key in source.meta)
+    """Copy the facts about a node's place in the code of the model or the loss."""
+    place = ("nn_module_stack", "stack_trace", "origin", "in_loss")
+    node.meta.update((key, source.meta[key]) for key in place if key in source.meta)
 
 
 def keep_value(node: fx.Node) -> None:

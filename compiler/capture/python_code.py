@@ -1,8 +1,8 @@
 """Python files read as text: the statements that run for some of a file's names, and their hash. Nothing is imported.
 
-A statement at a file's top level runs for whoever imports the file, unless all it does is give a value to a name: a
-function, a class, an assignment of what is written there, an import from torch or Python's own library. Such a
-statement matters only to what reads the name. Where the text shows no certain answer, everything matters.
+A statement at a file's top level matters to whoever imports the file, unless it is *inert*: all that it does is bind a
+name (a function, a class, an assignment of a literal, an import from torch or Python's library). An inert statement
+matters only to code that reads the name. Where the text gives no certain answer, everything matters.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _READS_TEXT = re.compile(rb"getsource|linecache|getdoc|getcomments|__doc__|curre
 """Names by which code may read comments, docstrings or line numbers."""
 _LIBRARIES = sys.stdlib_module_names - {"__future__", "this", "antigravity"} | {"torch", "numpy"}
 """Modules that are loaded before any model is imported, or whose import changes no other module."""
-_MOST = 64
-"""The most files, and hashes of parts of them, that are kept: one opening of a build asks three times for the same."""
+_CACHE_SIZE = 64
+"""The most files, and hashes of parts of them, in the caches: opening a build asks three times for the same."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class CodeStatement:
 
 @dataclass(frozen=True, eq=False)
 class ReachedCode:
-    """A file's statements. ``whole``: each may be read by any name. A file that is not Python has no statements.
-    ``as_text``: the file may read its own text, so its whole text is hashed."""
+    """A file's statements. ``whole``: any name may read each. ``as_text``: the file may read its own text, or is
+    not Python, so the whole text is hashed."""
 
     path: Path
     text: bytes
@@ -57,12 +57,12 @@ class ReachedCode:
         return (at for at, statement in enumerate(self.statements) if name in statement.binds)
 
     def hashes(self, kept: set[int]) -> tuple[str, str]:
-        """Return a hash of some statements without comments, docstrings and layout, and a hash of their line numbers.
-        Both are the same in all versions of Python."""
+        """Return the hash of some statements without comments, docstrings and layout, and the hash of their line
+        numbers. Both are the same in all versions of Python."""
         return _hashes(self, frozenset(kept))
 
 
-@lru_cache(maxsize=_MOST)
+@lru_cache(maxsize=_CACHE_SIZE)
 def _hashes(code: ReachedCode, kept: frozenset[int]) -> tuple[str, str]:
     if code.as_text:
         return hashlib.sha256(code.text).hexdigest(), ""
@@ -85,7 +85,7 @@ def read_code(path: Path) -> ReachedCode:
     return _code(path, path.read_bytes())
 
 
-@lru_cache(maxsize=_MOST)
+@lru_cache(maxsize=_CACHE_SIZE)
 def _code(path: Path, text: bytes) -> ReachedCode:
     tree = parsed(text)
     if tree is None or _READS_TEXT.search(text):
@@ -109,12 +109,22 @@ def bound_names(tree: ast.AST) -> Iterator[str]:
 
 
 def _statements(tree: ast.Module) -> Iterator[CodeStatement]:
-    """Return a file's statements in order. The walk knows the names of libraries so far, and the classes of which a
-    subclass runs no code."""
+    """Return a file's statements in order. The walk keeps the names bound to libraries so far, and the ``plain``
+    classes, whose subclasses run no code when they are defined."""
     library = set[str]()
-    plain = {"object", "Exception", "ValueError", "RuntimeError", "dict", "list", "tuple", "int", "float", "str"}
     others = set(bound_names(tree))
-    plain -= others
+    plain = {
+        "object",
+        "Exception",
+        "ValueError",
+        "RuntimeError",
+        "dict",
+        "list",
+        "tuple",
+        "int",
+        "float",
+        "str",
+    } - others
     for node in tree.body:
         names = set(bound_names(ast.Module([node], [])))
         match node:
@@ -148,7 +158,7 @@ def _is_plain_class(node: ast.ClassDef, plain: set[str], library: set[str], othe
     bases = [base.value if isinstance(base, ast.Subscript) else base for base in node.bases]
     known = all(_dotted(base) in plain or _dotted(base).partition(".")[0] in library for base in bases)
     body = (_is_inert(inner, library, others) for inner in node.body)
-    return known and not node.keywords and _decorated(node, library, others) and all(body)
+    return known and not node.keywords and _has_plain_decorators(node, library, others) and all(body)
 
 
 _EXPRESSIONS = (
@@ -159,7 +169,7 @@ _EXPRESSIONS = (
 
 
 def _is_inert(node: ast.AST | None, library: set[str], others: set[str]) -> bool:
-    """Return whether a statement or expression only makes a value, and gives it to names."""
+    """Return whether all that a statement or expression does is compute a value and bind names to it."""
     match node:
         case None | ast.Pass() | ast.Expr(value=ast.Constant()):
             return True
@@ -167,7 +177,9 @@ def _is_inert(node: ast.AST | None, library: set[str], others: set[str]) -> bool
             arguments = [*ast.walk(node.args), node.returns]
             hints = [argument.annotation for argument in arguments if isinstance(argument, ast.arg)]
             parts = [*node.args.defaults, *node.args.kw_defaults, *hints, node.returns]
-            return _decorated(node, library, others) and all(_is_inert(value, library, others) for value in parts)
+            return _has_plain_decorators(node, library, others) and all(
+                _is_inert(value, library, others) for value in parts
+            )
         case ast.Assign():
             return all(map(_is_name, node.targets)) and _is_inert(node.value, library, others)
         case ast.AnnAssign():
@@ -196,10 +208,10 @@ _DECORATORS = frozenset({
 })  # fmt: skip
 
 
-def _decorated(
+def _has_plain_decorators(
     node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, library: set[str], others: set[str]
 ) -> bool:
-    """Return whether a definition's decorators do nothing but wrap it."""
+    """Return whether a definition has only decorators that do nothing but wrap it."""
     for decorator in node.decorator_list:
         arguments: list[ast.expr] = []
         if isinstance(decorator, ast.Call):
@@ -224,8 +236,8 @@ def _dotted(node: ast.expr) -> str:
 
 
 def _tokens(root: ast.AST) -> Iterator[str]:
-    """Return a tree as words, in an order that shows its nesting. Empty fields are left out: versions of Python differ
-    in them."""
+    """Yield the words of a syntax tree, nested by brackets. Empty fields are left out: versions of Python differ in
+    them."""
     todo: list[Any] = [root]
     while todo:
         item = todo.pop()
@@ -235,22 +247,24 @@ def _tokens(root: ast.AST) -> Iterator[str]:
             case str():
                 yield item
             case list():
-                kept = [inner for inner in item if not _says_nothing(inner)]
+                kept = [inner for inner in item if not _is_docstring(inner)]
                 todo += ["]", *reversed(kept), "["]
             case ast.AST():
-                fields = [(n, v) for n, v in ast.iter_fields(item) if n not in _UNSAID and v is not None and v != []]
+                fields = [
+                    (n, v) for n, v in ast.iter_fields(item) if n not in _IGNORED_FIELDS and v is not None and v != []
+                ]
                 todo.append(")")
                 for name, value in reversed(fields):
-                    todo += [value if isinstance(value, ast.AST | list) else _literal(value), f"{name}="]
+                    todo += [value if isinstance(value, ast.AST | list) else _token(value), f"{name}="]
                 todo.append(f"{type(item).__name__}(")
             case _:
-                todo.append(_literal(item))
+                todo.append(_token(item))
 
 
-_UNSAID = frozenset({"kind", "type_comment", "type_ignores"})
+_IGNORED_FIELDS = frozenset({"kind", "type_comment", "type_ignores"})
 
 
-def _says_nothing(node: Any) -> bool:
+def _is_docstring(node: Any) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
@@ -258,5 +272,5 @@ def _is_empty(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and node.value == ""
 
 
-def _literal(value: Any) -> str:
+def _token(value: Any) -> str:
     return f"{type(value).__name__} {hex(value) if type(value) is int else ascii(value)}"

@@ -1,6 +1,6 @@
 """Reach: the nodes of a graph through which gradients flow to parameters, and those that depend on no parameter.
 
-A checker asks neither question here: it follows the texts of programs (``verify.step.trained``).
+Checks do not use it: they follow the texts of programs (``verify.step.trained``).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from .node_facts import noted
 
 
 class GradientFlow:
-    """The nodes at which an arriving gradient goes on to a trained parameter: ``node in flow``. The answer for a node
-    is kept, so the graph must not change meanwhile."""
+    """The nodes whose gradient flows on to a parameter: ``node in flow``. Answers are cached, so the graph must not
+    change meanwhile."""
 
     def __init__(self) -> None:
         self._known: dict[fx.Node, bool] = {}
@@ -40,8 +40,8 @@ class GradientFlow:
 
 
 def carries_gradient(node: fx.Node) -> bool:
-    """Return whether any of an operator's results could have a gradient, and let it back to the operands."""
-    if facts(node.target).stops_gradient or node.target is OPS.row_max.default:  # what it gives is only subtracted
+    """Return whether a gradient of some result of an operator flows back to its operands."""
+    if facts(node.target).stops_gradient or node.target is OPS.row_max.default:  # its result is only subtracted
         return False
     value, types = noted(node).value, () if noted(node).value is not None else noted(node).types
     values = value if isinstance(value, (tuple, list)) else (value,)
@@ -79,18 +79,17 @@ def made_of(graph: fx.Graph, kinds: Collection[Kind], but: Collection[Binding] =
     reached: set[fx.Node] = set()
     for node in graph.nodes:
         binding = noted(node).binding
-        bound = binding.kind in kinds and binding not in but
-        if (
-            bound
-            if node.op == "placeholder"
-            else node.op == "call_function" and reached.issuperset(node.all_input_nodes)
-        ):
+        if node.op == "placeholder":
+            belongs = binding.kind in kinds and binding not in but
+        else:
+            belongs = node.op == "call_function" and reached.issuperset(node.all_input_nodes)
+        if belongs:
             reached.add(node)
     return reached
 
 
 FIXED: Collection[Kind] = (*BUFFERS, "key")
-"""Kinds of bindings that exist before a microbatch comes, and are not trained."""
+"""Kinds of bindings that do not depend on the microbatch, and are not trained."""
 
 
 def computed_anywhere(graph: fx.Graph, updates: Collection[str]) -> set[fx.Node]:

@@ -18,7 +18,7 @@ import numpy
 import torch
 from torch import Tensor
 
-_WORD = 1 << 64
+_TWO_64 = 1 << 64
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, the usual increment of a Weyl sequence
 _MIX_1 = 0xBF58476D1CE4E5B9  # Stafford's variant 13 of the MurmurHash3 finalizer, as in SplitMix64
 _MIX_2 = 0x94D049BB133111EB
@@ -26,7 +26,7 @@ _BLOCK = 1 << 15  # elements of one pass on a CPU: in the cache, and too few for
 
 
 def stream(seed: int, name: str, step: int = 0, microbatch: int = 0) -> int:
-    """The key of the numbers drawn for one purpose: a 63-bit hash, different for any two arguments.
+    """Return the key of the numbers that are drawn for one purpose: a 63-bit hash of all arguments.
 
     ``name`` is an operator's or a parameter's name, never a position in a file or on a rank.
     """
@@ -35,7 +35,7 @@ def stream(seed: int, name: str, step: int = 0, microbatch: int = 0) -> int:
 
 
 def bits(key: int, index: Tensor) -> Tensor:
-    """64 random bits for each element of ``index`` (int64, any shape), as int64 of its shape.
+    """Return 64 random bits for each element of ``index`` (int64, any shape), as int64 of its shape.
 
     Raises:
         TypeError: ``index`` is not int64.
@@ -45,15 +45,15 @@ def bits(key: int, index: Tensor) -> Tensor:
 
 
 def uniform(key: int, index: Tensor) -> Tensor:
-    """Multiples of 2**-53, uniform in [0, 1), as float64 of the shape of ``index``."""
+    """Return multiples of 2**-53, uniform in [0, 1), as float64 of the shape of ``index``."""
     return _blockwise(lambda part: _shift(_bits(key, part), 11).to(torch.float64).mul_(2.0**-53), index, torch.float64)
 
 
 def normal(key: int, index: Tensor, low: float = 0.0, high: float = 1.0) -> Tensor:
-    """Standard normal numbers, as float64 of the shape of ``index``; all are below 8.3 in size.
+    """Return standard normal numbers, as float64 of the shape of ``index``; all are below 8.3 in size.
 
     The inverse of the distribution function at the centres of 2**52 equal cells between the probabilities ``low`` and
-    ``high``: other values than 0 and 1 cut the tails off.
+    ``high``: other values than 0 and 1 truncate the tails.
     """
 
     def draw(part: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ def normal(key: int, index: Tensor, low: float = 0.0, high: float = 1.0) -> Tens
 
 
 def random(key: int, index: Tensor, law: str, dtype: torch.dtype) -> Tensor:
-    """Numbers of a floating ``dtype``, ``uniform`` in [0, 1) or standard ``normal``, of the shape of ``index``."""
+    """Return ``uniform`` numbers in [0, 1) or standard ``normal`` ones of a floating ``dtype``, shaped as ``index``."""
     if law == "normal":
         return normal(key, index).to(dtype)
     one = torch.ones((), dtype=dtype, device=index.device)
@@ -74,7 +74,7 @@ def random(key: int, index: Tensor, law: str, dtype: torch.dtype) -> Tensor:
 
 
 def exponential(key: int, index: Tensor) -> Tensor:
-    """Exponentially distributed numbers with mean 1, as float64 of the shape of ``index``."""
+    """Return exponentially distributed numbers with mean 1, as float64 of the shape of ``index``."""
     return _blockwise(lambda part: natural_log(_cells(_bits(key, part))).neg_(), index, torch.float64)
 
 
@@ -96,7 +96,7 @@ def keep_mask(key: int | tuple[Tensor, Tensor], index: Tensor, p: float) -> Tens
     if p in (0.0, 1.0):
         return torch.full(index.shape, p == 0.0, dtype=torch.bool, device=index.device)
     numerator, denominator = p.as_integer_ratio()
-    threshold = _WORD * numerator // denominator - (_WORD >> 1)  # bits are compared as signed numbers
+    threshold = _TWO_64 * numerator // denominator - (_TWO_64 >> 1)  # bits are compared as signed numbers
     if isinstance(key, tuple):
         return _high_bits(key, index) >= threshold
     numbers = words(key)
@@ -124,7 +124,7 @@ def digest(tensor: Tensor) -> Tensor:
 
 
 def dropped(kept: float) -> float:
-    """Return the probability to drop, given ``1 - p`` as torch was told: the ``p`` in the code has few digits."""
+    """Return the probability to drop from ``1 - p`` in floating point: the ``p`` in the model's code has few digits."""
     return float(f"{1 - kept:.15g}")
 
 
@@ -143,16 +143,16 @@ def _blockwise(draw: Callable[[Tensor], Tensor], index: Tensor, dtype: torch.dty
 
 
 def _signed(word: int) -> int:
-    """An unsigned 64-bit number as the int64 with the same bits."""
-    return (word & (_WORD - 1) ^ (_WORD >> 1)) - (_WORD >> 1)
+    """Return the int64 with the bits of an unsigned 64-bit number."""
+    return (word & (_TWO_64 - 1) ^ (_TWO_64 >> 1)) - (_TWO_64 >> 1)
 
 
 @lru_cache(maxsize=4096)
 def _increment(key: int) -> int:
-    """An odd number of its own for each key, so that two keys' sequences are not one sequence at two places."""
-    word = (key * _GOLDEN + _GOLDEN) % _WORD
-    word = (word ^ word >> 33) * 0xFF51AFD7ED558CCD % _WORD
-    word = (word ^ word >> 33) * 0xC4CEB9FE1A85EC53 % _WORD
+    """Return an odd number for each key, so that two keys' sequences are not parts of one sequence."""
+    word = (key * _GOLDEN + _GOLDEN) % _TWO_64
+    word = (word ^ word >> 33) * 0xFF51AFD7ED558CCD % _TWO_64
+    word = (word ^ word >> 33) * 0xC4CEB9FE1A85EC53 % _TWO_64
     word = word ^ word >> 33 | 1
     # Multiples of a number with long runs of equal bits are too regular for the mixer.
     return _signed(word if (word ^ word >> 1).bit_count() >= 24 else word ^ 0xAAAAAAAAAAAAAAAA)
@@ -164,8 +164,7 @@ def _shift(word: Tensor, count: int) -> Tensor:
 
 
 def _high_bits(words: tuple[int | Tensor, int | Tensor], index: Tensor) -> Tensor:
-    """Return 64 bits of which the high ones are random. That is enough for a comparison, and saves three passes over
-    ``bits``."""
+    """Return 64 bits of which the high ones are random: enough for a comparison, in three passes less than ``bits``."""
     increment, start = words
     word = (index * increment).add_(start)
     word.bitwise_xor_(_shift(word, 30)).mul_(_signed(_MIX_1))
@@ -208,7 +207,7 @@ _SQRT_HALF = 0.7071067811865476
 
 
 def inverse_erf(x: Tensor) -> Tensor:
-    """The inverse error function of floating numbers, in their dtype; infinite at -1 and 1, NaN beyond."""
+    """Return the inverse error function of floating numbers, in their dtype; infinite at -1 and 1, NaN beyond."""
     wide = x.to(torch.float64)
     u = (wide * 0.5).add_(0.5)
     inside = (u > 0.0) & (u < 1.0)
@@ -218,7 +217,7 @@ def inverse_erf(x: Tensor) -> Tensor:
 
 
 def inverse_normal(u: Tensor) -> Tensor:
-    """The standard normal quantile of each ``u`` in (0, 1), float64, with relative error below 1e-13.
+    """Return the standard normal quantile of each ``u`` in (0, 1), float64, with relative error below 1e-13.
 
     Source: Wichura 1988, "Algorithm AS 241: the percentage points of the normal distribution", PPND16.
     """
@@ -236,13 +235,13 @@ def inverse_normal(u: Tensor) -> Tensor:
 
 
 def square_root(x: Tensor) -> Tensor:
-    """The square root of float64 numbers, rounded exactly. torch's own on a CPU, where it has Intel's library, is
-    wrong in the last bit of one number in a hundred or two."""
+    """Return the square root of float64 numbers, rounded exactly. torch with Intel's library is wrong in the last bit
+    of one number in a hundred or two on a CPU."""
     return torch.from_numpy(numpy.asarray(numpy.sqrt(x.numpy()))) if x.device.type == "cpu" else x.sqrt()
 
 
 def natural_log(x: Tensor) -> Tensor:
-    """The natural logarithm of normal positive float64 numbers to about one unit in the last place.
+    """Return the natural logarithm of normal positive float64 numbers to about one unit in the last place.
 
     ``x = m * 2**e`` with m in [sqrt(1/2), sqrt(2)), and ``log m = 2 atanh s``, ``s = (m - 1) / (m + 1)``, as a series.
     """
@@ -263,7 +262,7 @@ _ATANH = tuple(2.0 / (2 * k + 1) for k in range(12, 0, -1))  # of 2 atanh(s) = 2
 
 
 def _ratio(x: Tensor, coefficients: tuple[tuple[float, ...], tuple[float, ...]]) -> Tensor:
-    """A quotient of two polynomials by Horner's rule."""
+    """Return a quotient of two polynomials, by Horner's rule."""
     top, bottom = (torch.full_like(x, part[0]) for part in coefficients)
     for over, under in zip(coefficients[0][1:], coefficients[1][1:], strict=True):
         top.mul_(x).add_(over)

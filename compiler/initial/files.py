@@ -1,6 +1,4 @@
-"""Weights in safetensors files by the model's own names. They are checked against a model all at once, and read piece
-by piece.
-"""
+"""Weights in safetensors files, by the model's own names: checked against a model at once, and read piece by piece."""
 
 from __future__ import annotations
 
@@ -9,7 +7,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +20,7 @@ from ..capture.complex.form import real_form
 from ..layout.mesh import Mesh, Shape
 from ..layout.placement import DTYPES, TensorType
 from ..padding.pads import Pad
-from ..padding.tensors import real_entries, spread
+from ..padding.tensors import ranges_of, real_entries, runs_of, spread
 from ..program.stacked import is_stacked, part_name
 
 _COMPLEX = "C64"  # as safetensors calls complex64
@@ -37,8 +34,8 @@ class WeightsError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """A tensor of a model's state: all of its names, its shape and its type. An ``optional`` one, an adapter's, is as
-    the model makes it where the files have no such tensor."""
+    """A tensor of a model's state: its names, shape and dtype. An ``optional`` one, an adapter's, keeps its initial
+    value if the files do not have it."""
 
     names: tuple[str, ...]
     shape: Shape
@@ -47,7 +44,7 @@ class Expected:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _StoredTensor:
     file: Path
     shape: Shape
     dtype: torch.dtype | None
@@ -62,8 +59,8 @@ class OpenedFiles:
         self._stack = ExitStack()
 
     def read(self, file: Path, name: str, ranges: Sequence[Sequence[tuple[int, int]]]) -> torch.Tensor:
-        """Return the entries of a tensor, in the form that programs hold, that lie at the crossings of its dims'
-        ranges, put together. No other part of the file is read.
+        """Return the block of a tensor, in its ``real_form``, at these ranges of each dim. No other part of the file is
+        read.
 
         Raises:
             SafetensorError, OSError: the file cannot be read, or has no such tensor.
@@ -74,8 +71,8 @@ class OpenedFiles:
             return self._open[file].get_tensor(name)  # type: ignore[no-any-return]
         part = self._open[file].get_slice(name)
         if part.get_dtype() != _COMPLEX:
-            return _joined(part, ranges, ())
-        numbers = _joined(part, ranges[:-1], ()) if ranges[1:] else self._open[file].get_tensor(name)
+            return _read_ranges(part, ranges)
+        numbers = _read_ranges(part, ranges[:-1]) if ranges[1:] else self._open[file].get_tensor(name)
         return torch.cat([real_form(numbers)[..., first:last] for first, last in ranges[-1]], -1)
 
     def close(self) -> None:
@@ -85,18 +82,18 @@ class OpenedFiles:
 
 @dataclass(frozen=True)
 class Weights:
-    """The tensors of a folder: the file, shape and type of each. Their numbers are not read yet."""
+    """The tensors of a folder: file, shape and dtype of each, and, on request, their numbers."""
 
     folder: Path
-    tensors: Mapping[str, _Found]
+    tensors: Mapping[str, _StoredTensor]
     twice: tuple[str, ...] = ()
     rounded: bool = False
     _opened: OpenedFiles = field(default_factory=OpenedFiles, repr=False, compare=False)
 
     def faults(self, expected: Sequence[Expected]) -> list[str]:
-        """Return the tensors that are missing, extra, misshapen, or of a type that would be rounded, all at once."""
+        """Return all faults: tensors that are missing, extra, misshapen, or of a dtype that would be rounded."""
         known = {name for tensor in expected for name in tensor.names}
-        adapted = any(tensor.optional and self.has(tensor.names) for tensor in expected)  # then it has all of them
+        adapted = any(tensor.optional and self.has(tensor.names) for tensor in expected)  # then all adapters are there
         wanted = (tensor for tensor in expected if adapted or not tensor.optional)
         missing = (tensor.names[0] for tensor in wanted if self.tensors.keys().isdisjoint(tensor.names))
         faults = [f"`{name}` is missing" for name in missing]
@@ -125,7 +122,7 @@ class Weights:
         return any(part_name(name, 0) in self.tensors for name in names)
 
     def whole(self, names: Sequence[str], dtype: torch.dtype) -> torch.Tensor:
-        """A whole tensor, by any of its names.
+        """Return a whole tensor, by any of its names.
 
         Raises:
             WeightsError: the file can no longer be read.
@@ -136,15 +133,15 @@ class Weights:
     def piece(
         self, names: Sequence[str], type_: TensorType, mesh: Mesh, at: Mapping[str, int], pads: Sequence[Pad] = ()
     ) -> torch.Tensor:
-        """A rank's piece of a tensor, contiguous, zeros in its padding; no other part of the file is read.
+        """Return a rank's piece of a tensor, contiguous, zeros in its padding; no other part of the file is read.
 
         Raises:
             WeightsError: the file can no longer be read.
         """
-        places = [real_entries(type_, dim, pads, mesh, at) for dim in range(len(type_.shape))]
-        numbers = self._read(self._named(names), [_runs(entries) for _, entries in places])
+        kept = [real_entries(type_, dim, pads, mesh, at)[0] for dim in range(len(type_.shape))]
+        ranges = [ranges_of(runs) or ((0, 0),) for runs in runs_of(type_, pads, mesh, at)]
         # a slice keeps the strides of the tensor in the file, and what a rank computes with lies as its type says
-        return spread(numbers.to(type_.dtype).contiguous(), [kept for kept, _ in places])
+        return spread(self._read(self._named(names), ranges).to(type_.dtype).contiguous(), kept)
 
     def _named(self, names: Sequence[str]) -> str:
         name = next((name for name in names if part_name(name, 0) in self.tensors), None)
@@ -167,40 +164,29 @@ class Weights:
 
 
 def _holds(dtype: torch.dtype, other: torch.dtype) -> bool:
-    """Return whether a type holds every number of another type of its kind."""
+    """Return whether a dtype has every number of another one of its kind."""
     alike = dtype.is_floating_point == other.is_floating_point and other != torch.bool
     return alike and torch.promote_types(dtype, other) == dtype
 
 
-def _joined(part: Any, runs: Sequence[Sequence[tuple[int, int]]], fixed: tuple[slice, ...]) -> torch.Tensor:
-    if len(fixed) == len(runs):
-        return part[fixed]  # type: ignore[no-any-return]
-    pieces = [_joined(part, runs, (*fixed, slice(first, last))) for first, last in runs[len(fixed)]]
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=len(fixed))
-
-
-def _runs(index: torch.Tensor) -> list[tuple[int, int]]:
-    """Return rising indices as ranges of consecutive numbers.
-
-    >>> _runs(torch.tensor([0, 1, 2, 6, 7]))
-    [(0, 3), (6, 8)]
-    """
-    numbers = index.tolist()
-    breaks = [at for at, (low, high) in enumerate(pairwise(numbers), start=1) if high != low + 1]
-    bounds = pairwise([0, *breaks, len(numbers)])
-    return [(numbers[first], numbers[last - 1] + 1) for first, last in bounds] if numbers else [(0, 0)]
+def _read_ranges(part: Any, ranges: Sequence[Sequence[tuple[int, int]]], outer: tuple[slice, ...] = ()) -> torch.Tensor:
+    """Return the block at these ranges of each dim; ``outer`` are chosen ranges of the first dims."""
+    if len(outer) == len(ranges):
+        return part[outer]  # type: ignore[no-any-return]
+    pieces = [_read_ranges(part, ranges, (*outer, slice(first, last))) for first, last in ranges[len(outer)]]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=len(outer))
 
 
 def held_type(shape: Sequence[int], kind: str) -> tuple[Shape, torch.dtype | None]:
-    """Return shape and dtype of a tensor in a safetensors file, for complex numbers those of their ``real_form``; None
-    for a dtype that programs do not hold."""
+    """Return the shape and the dtype of a tensor in a safetensors file, of complex numbers those of their
+    ``real_form``; None for a dtype that programs do not have."""
     if kind == _COMPLEX:
         return (*shape, 2), torch.float32
     return tuple(shape), DTYPES.get(kind.lower())
 
 
 def open_weights(folder: Path, rounded: bool = False) -> Weights:
-    """The tensors that the safetensors files of a folder hold, or one such file.
+    """Open the safetensors files of a folder, or one such file.
 
     Raises:
         WeightsError: there is no such folder, no such file in it, or one cannot be read.
@@ -210,7 +196,7 @@ def open_weights(folder: Path, rounded: bool = False) -> Weights:
     if not files:
         what = "has no `*.safetensors` file" if folder.is_dir() else "is not a folder"
         raise WeightsError(f"`{folder}` {what}")
-    tensors: dict[str, _Found] = {}
+    tensors: dict[str, _StoredTensor] = {}
     twice: list[str] = []
     for file in files:
         try:
@@ -219,7 +205,7 @@ def open_weights(folder: Path, rounded: bool = False) -> Weights:
                     part = opened.get_slice(name)
                     twice += [name] if name in tensors else []
                     kind = part.get_dtype()
-                    tensors[name] = _Found(file, *held_type(part.get_shape(), kind), kind)
+                    tensors[name] = _StoredTensor(file, *held_type(part.get_shape(), kind), kind)
         except (SafetensorError, OSError) as error:
             raise WeightsError(f"`{file}` cannot be read: {error}") from None
     if tensors and {name.partition(".")[0] for name in tensors} <= _CHECKPOINT:
@@ -228,8 +214,8 @@ def open_weights(folder: Path, rounded: bool = False) -> Weights:
 
 
 def shown_faults(faults: Iterable[str]) -> tuple[str, ...]:
-    """Return faults of tensors, each of which begins with a name, for a reader. Faults that differ only in the numbers
-    of layers become one line.
+    """Return faults, each of which begins with the name of a tensor, as lines for a reader: those that differ only in
+    the numbers of layers become one.
 
     >>> shown_faults([*(f"`h.{layer}.up` is [4] there" for layer in (1, 2, 3)), "`wte` is missing"])
     ('`h.[1..3].up` is [4] there (3 tensors)', '`wte` is missing')
@@ -237,7 +223,7 @@ def shown_faults(faults: Iterable[str]) -> tuple[str, ...]:
     alike: dict[tuple[str, str], list[str]] = {}
     for fault in faults:
         name, _, what = fault.removeprefix("`").partition("`")
-        alike.setdefault((_NUMBER.sub("*", name), what), []).append(name)
+        alike.setdefault((_LAYER_NUMBER.sub("*", name), what), []).append(name)
     shown: list[str] = []
     for (_, what), names in alike.items():
         pattern = _pattern(names)
@@ -245,28 +231,23 @@ def shown_faults(faults: Iterable[str]) -> tuple[str, ...]:
     return tuple(shown)
 
 
-_NUMBER = re.compile(r"(?<![^.])(?:0|[1-9]\d*)(?![^.])")
+_LAYER_NUMBER = re.compile(r"(?<![^.])(?:0|[1-9]\d*)(?![^.])")
 
 
 def _pattern(names: Sequence[str]) -> str:
-    """Return the pattern that matches these names and no other, where they differ in whole numbers between dots; "" if
-    there is none."""
-    numbers = [[int(number) for number in _NUMBER.findall(name)] for name in names]
+    """Return the pattern of names that differ in whole numbers between dots, if it matches no other names; else ""."""
+    numbers = [[int(number) for number in _LAYER_NUMBER.findall(name)] for name in names]
     ends = [(min(column), max(column)) for column in zip(*numbers, strict=True)]
     many = math.prod(high - low + 1 for low, high in ends)
     if not len(names) == len(set(names)) == many or many < 2:
         return ""
     texts = (str(low) if low == high else f"[{low}..{high}]" for low, high in ends)
-    return _NUMBER.sub(lambda _: next(texts), names[0])
-
-
-# ---- the tensors that files of a model's weights have.
+    return _LAYER_NUMBER.sub(lambda _: next(texts), names[0])
 
 
 def state_tensors(module: nn.Module, aliases: Mapping[str, str]) -> list[Expected]:
-    """Return the tensors of a model's state, tied ones once with all their names; ``aliases`` are these. Where adapters
-    wrap layers, a layer has the name of the model without adapters too, and an adapter's tensor that of files of
-    ``peft``."""
+    """Return the tensors of a model's state, tied ones once with all their names (``aliases``). With adapters, a
+    wrapped layer also has its name in the model without them, and an adapter's tensor that in files of ``peft``."""
     bases = base_names(module)
     tensors: dict[str, Expected] = {}
     for name, value in module.state_dict().items():

@@ -1,4 +1,9 @@
-"""The kinds of nodes in a recorded build: constants, literals, draws, elementwise operators, writes and whole calls."""
+"""Nodes of a recorded build, and their evaluation for any elements.
+
+A *node* computes the elements of one storage by flat index; a *read* is a strided view of a node, as a tensor is of its
+storage. So views need no rules of their own, and a write through a view is a node that asks two others. The kinds:
+constants, literals, draws, elementwise operators, writes, and results of operators that are computed whole.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +18,18 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ..initial import counter
+from . import counter
 
-# ---- the evaluation of recorded tensors
-# A *node* gives the elements of one storage by flat index; a *read* is a strided look at a node, as a tensor is at its
-# storage. So views need no rules of their own, and writing through one is a node that asks two others.
+# ---- evaluation
 
 
 BLOCK = 1 << 15  # elements evaluated at once: in the cache, and too few for torch to wake a second thread
-_GPU_BLOCK = 1 << 22  # elements evaluated at once on a GPU: enough to fill it, and what is made of them takes 1 GiB
-VECTOR = 128  # every evaluation is filled up to a multiple of this: see `Elementwise`
+_GPU_BLOCK = 1 << 22  # elements evaluated at once on a GPU: enough to fill it, in about 1 GiB
+VECTOR = 128  # every evaluation is padded to a multiple of this: see `Elementwise`
 
 
 class Replay:
-    """One evaluation: the seed of all draws, and what has been computed so far."""
+    """One evaluation: the seed of all draws, and the results so far."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -34,45 +37,44 @@ class Replay:
         self._block: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def elements(self, read: Read, index: Tensor, device: torch.device | None = None) -> Tensor:
-        """The elements of ``read`` at flat indices (int64, one dim, any number), evaluated block by block on a device,
-        or on that of the indices."""
+        """Return the elements of ``read`` at flat indices (int64, one dim, any number), evaluated block by block on a
+        device, or on that of the indices."""
         device = device or index.device
         out = torch.empty(index.numel(), dtype=read.dtype, device=device)
         block = BLOCK if device.type == "cpu" else _GPU_BLOCK
         for start in range(0, index.numel(), block):
             part = index[start : start + block].to(device)
             self._block = {}
-            out[start : start + part.numel()] = self.any_number(read, part)
+            out[start : start + part.numel()] = self.read_padded(read, part)
         self._block = {}
         return out
 
     def read(self, read: Read, index: Tensor) -> Tensor:
-        """The elements of ``read`` at one block of flat indices."""
+        """Return the elements of ``read`` at one block of flat indices."""
         return self.at(read.node, index if read.is_whole else read.locate(index))
 
     def at(self, node: RecipeNode, index: Tensor) -> Tensor:
-        """The elements of ``node`` at one block of storage indices; a second request is answered from memory."""
+        """Return the elements of ``node`` at one block of storage indices, which are computed once."""
         key = (id(node), id(index))
         if key not in self._block:
             self._block[key] = (index, node.at(index, self))
         return self._block[key][1]
 
     def whole(self, read: Read) -> Tensor:
-        """The whole tensor that ``read`` describes, contiguous."""
+        """Return the whole tensor that ``read`` describes, contiguous."""
         outer = self._block
         flat = self.elements(read, torch.arange(math.prod(read.sizes)))
         self._block = outer
         return flat.reshape(read.sizes)
 
-    def once(self, owner: object, compute: Callable[[], list[Tensor]]) -> list[Tensor]:
-        """The result of ``compute`` for ``owner``, kept for as long as this evaluation lives."""
-        if id(owner) not in self._wholes:
-            self._wholes[id(owner)] = compute()
-        return self._wholes[id(owner)]
+    def results(self, call: CallNode) -> list[Tensor]:
+        """Return the results of an operator that is computed whole, once."""
+        if id(call) not in self._wholes:
+            self._wholes[id(call)] = call.run(self)
+        return self._wholes[id(call)]
 
-    def any_number(self, read: Read, index: Tensor) -> Tensor:
-        """Read elements, as ``read`` does, of indices whose number is not a multiple of ``VECTOR``: the last one is
-        read again."""
+    def read_padded(self, read: Read, index: Tensor) -> Tensor:
+        """Read elements as ``read`` does, with the last index repeated up to a multiple of ``VECTOR``."""
         missing = -index.numel() % VECTOR
         filled = torch.cat([index, index[-1:].expand(missing)]) if missing else index
         return self.read(read, filled)[: index.numel()]
@@ -87,21 +89,21 @@ class RecipeNode(ABC):
 
     @abstractmethod
     def at(self, index: Tensor, replay: Replay) -> Tensor:
-        """The elements at flat storage indices, of one dim."""
+        """Return the elements at flat storage indices, of one dim."""
 
     def sources(self) -> Iterator[RecipeNode]:
-        """The nodes whose elements this one reads."""
+        """Return the nodes whose elements this one reads."""
         return iter(())
 
     @property
     def anywhere(self) -> bool:
-        """Return whether every device computes the same bits of it, from equal bits of what it reads."""
+        """Return whether every device computes the same bits, from equal bits of the nodes that it reads."""
         return True
 
 
 @dataclass(frozen=True, eq=False)
 class Read:
-    """A tensor as a strided look at a node."""
+    """A tensor as a strided view of a node."""
 
     node: RecipeNode
     sizes: tuple[int, ...]
@@ -118,7 +120,7 @@ class Read:
         return self.offset == 0 and math.prod(self.sizes) == self.node.count and is_contiguous(self.sizes, self.strides)
 
     def locate(self, index: Tensor) -> Tensor:
-        """Flat indices of the tensor as flat indices of the storage."""
+        """Return flat indices of the tensor as flat indices of the storage."""
         out = torch.full_like(index, self.offset)
         for size, stride in reversed(list(zip(self.sizes, self.strides, strict=True))):
             if size > 1:
@@ -128,18 +130,18 @@ class Read:
         return out
 
     def expand(self, sizes: Sequence[int]) -> Read:
-        """This tensor broadcast to ``sizes``."""
+        """Return this tensor broadcast to ``sizes``."""
         missing = len(sizes) - len(self.sizes)
         strides = [0] * missing + [
-            0 if mine == 1 and wanted != 1 else stride
-            for mine, wanted, stride in zip(self.sizes, sizes[missing:], self.strides, strict=True)
+            0 if size == 1 and wanted != 1 else stride
+            for size, wanted, stride in zip(self.sizes, sizes[missing:], self.strides, strict=True)
         ]
         return Read(self.node, tuple(sizes), tuple(strides), self.offset)
 
 
 @dataclass(frozen=True, eq=False)
 class PartsNode(RecipeNode):
-    """A storage of complex numbers, seen as one of reals: real and imaginary parts in turn."""
+    """A storage of complex numbers viewed as one of reals: real and imaginary parts in turn."""
 
     whole: RecipeNode
 
@@ -152,8 +154,8 @@ class PartsNode(RecipeNode):
 
 
 @dataclass(frozen=True, eq=False)
-class Joined(RecipeNode):
-    """A storage of reals seen as one of complex numbers."""
+class ComplexNode(RecipeNode):
+    """A storage of reals viewed as one of complex numbers."""
 
     parts: RecipeNode
 
@@ -165,14 +167,13 @@ class Joined(RecipeNode):
 
 
 def seen_as(node: RecipeNode, dtype: torch.dtype) -> RecipeNode | None:
-    """Return the same storage in another dtype: complex numbers as their parts, or parts as complex numbers; None for
-    others."""
+    """Return the same storage viewed as complex numbers or as their parts; None for other dtypes."""
     if node.dtype == dtype:
         return node
     if node.dtype.is_complex and node.dtype.to_real() == dtype:
-        return node.parts if isinstance(node, Joined) else PartsNode(node.count * 2, dtype, node)
+        return node.parts if isinstance(node, ComplexNode) else PartsNode(node.count * 2, dtype, node)
     if dtype.is_complex and dtype.to_real() == node.dtype:
-        return node.whole if isinstance(node, PartsNode) else Joined(node.count // 2, dtype, node)
+        return node.whole if isinstance(node, PartsNode) else ComplexNode(node.count // 2, dtype, node)
     return None
 
 
@@ -185,7 +186,7 @@ def in_reals(read: Read) -> Read:
 
 
 def dense(node: RecipeNode, sizes: Sequence[int]) -> Read:
-    """A node as a dense tensor in C order."""
+    """Return a node as a dense tensor in C order."""
     return Read(node, tuple(sizes), contiguous_strides(sizes), 0)
 
 
@@ -202,29 +203,29 @@ def reachable(node: RecipeNode) -> list[RecipeNode]:
 
 
 def is_contiguous(sizes: Sequence[int], strides: Sequence[int]) -> bool:
-    """Return whether these strides are those of a dense tensor in C order; dims of size 1 do not count."""
+    """Return whether these are the strides of a dense tensor in C order; those of dims of size 1 do not matter."""
     pairs = zip(sizes, strides, contiguous_strides(sizes), strict=True)
     return all(size == 1 or stride == wanted for size, stride, wanted in pairs)
 
 
 def contiguous_strides(sizes: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a dense tensor in C order."""
+    """Return the strides of a dense tensor in C order."""
     return tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
 
 
 def cast(numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round to ``dtype``. To 16 bits it goes through float32, as on every device."""
+    """Round to ``dtype``; float64 is rounded to 16 bits through float32, as on every device."""
     if numbers.dtype == torch.float64 and dtype in (torch.bfloat16, torch.float16):
         numbers = numbers.to(torch.float32)
     return numbers.to(dtype)
 
 
-# ---- the kinds of nodes in a recorded build
+# ---- kinds of nodes
 
 
 # The last elements of a run, or of a thread's part of it, may be computed by other code than the rest, with another
-# last bit where a function is not exactly rounded: of operators with more than one right result, those see whole
-# vectors only, in runs short enough for one thread.
+# last bit where a function is not exactly rounded. So operators with more than one right result get whole vectors only,
+# in runs short enough for one thread.
 ONE_THREAD_RUN = 1 << 14  # elements; torch's kernels give no thread less than twice this
 
 
@@ -240,7 +241,7 @@ class Fill(RecipeNode):
 
 @dataclass(frozen=True, eq=False)
 class LiteralNode(RecipeNode):
-    """Numbers that were written in the module's code."""
+    """Numbers of the module's code, or of real tensors in it."""
 
     flat: Tensor
 
@@ -266,10 +267,10 @@ class Draw(RecipeNode):
     law: Callable[[int, Tensor], Tensor]
     order: int
     below: float | None = None
-    stream: list[str] = field(default_factory=list)  # its name, once, when the parameter that owns it is known
+    stream: list[str] = field(default_factory=list)  # the name of its stream, once the parameter that owns it is known
 
     def key(self, seed: int) -> int:
-        """The key of the random stream. A draw that is read while the model is built has a stream of the build."""
+        """Return the key of the random stream. A draw that is read while the model is built has one of the build."""
         if not self.stream:
             self.stream.append(f"init:#{self.order}")
         return counter.stream(seed, self.stream[0])
@@ -283,13 +284,13 @@ class Draw(RecipeNode):
 
 
 def as_it_is(entry: Tensor) -> Tensor:
-    """Return a tensor's entries: the function of copies and casts."""
+    """Return a tensor as it is: the function of copies and casts."""
     return entry
 
 
 @dataclass(frozen=True, eq=False)
 class Elementwise(RecipeNode):
-    """An operator whose element i needs only element i of its operands (a ``Read`` each, broadcast to ``sizes``)."""
+    """An operator whose element i reads only element i of its operands (a ``Read`` each, broadcast to ``sizes``)."""
 
     function: Callable[..., Tensor]
     exact: bool  # every implementation of it gives the same bits
@@ -324,7 +325,7 @@ class Elementwise(RecipeNode):
 
 @dataclass(frozen=True, eq=False)
 class Write(RecipeNode):
-    """A storage after an operator wrote ``source`` over the entries of a tensor with given sizes and strides."""
+    """A storage after ``source`` was written over the entries of a tensor of its sizes, with these strides."""
 
     before: RecipeNode
     source: Read
@@ -333,20 +334,20 @@ class Write(RecipeNode):
 
     def at(self, index: Tensor, replay: Replay) -> Tensor:
         out = torch.empty(index.shape, dtype=self.dtype, device=index.device)
-        todo = index  # storage indices not yet found
-        places = torch.arange(index.numel(), device=index.device)  # where they go in `out`
+        todo = index  # the storage indices that no write so far has
+        places = torch.arange(index.numel(), device=index.device)  # their places in `out`
         node: RecipeNode = self
-        while isinstance(node, Write):  # a loop, not recursion: code that writes row by row makes long chains
+        while isinstance(node, Write):  # a loop, not recursion: writes row by row are long chains
             hit, logical = node.find(todo)
             hits = hit.nonzero().squeeze(1)
             if hits.numel():
-                out[places[hits]] = replay.any_number(node.source, logical[hits])
+                out[places[hits]] = replay.read_padded(node.source, logical[hits])
                 rest = (~hit).nonzero().squeeze(1)
                 todo, places = todo[rest], places[rest]
                 if not rest.numel():
                     return out
             node = node.before
-        out[places] = replay.any_number(dense(node, (node.count,)), todo)
+        out[places] = replay.read_padded(dense(node, (node.count,)), todo)
         return out
 
     def find(self, index: Tensor) -> tuple[Tensor, Tensor]:
@@ -370,8 +371,7 @@ class Write(RecipeNode):
 
 @dataclass(frozen=True, eq=False)
 class CallNode:
-    """An operator that is computed whole: its results, then the arguments that it writes, whose positions are
-    ``written``."""
+    """An operator that is computed whole. Its results come first, then the arguments that it writes."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -380,7 +380,7 @@ class CallNode:
     draw: Draw | None  # the stream, when it is random
 
     def run(self, replay: Replay) -> list[Tensor]:
-        """All results, contiguous, computed on one thread so that they do not depend on how many a rank has."""
+        """Return all results, contiguous, computed on one thread: they must not depend on how many a rank has."""
         leaves, spec = pytree.tree_flatten((self.args, self.kwargs))
         values = [replay.whole(leaf) if isinstance(leaf, Read) else leaf for leaf in leaves]
         args, kwargs = pytree.tree_unflatten(values, spec)
@@ -400,7 +400,7 @@ class Result(RecipeNode):
     place: int
 
     def at(self, index: Tensor, replay: Replay) -> Tensor:
-        return replay.once(self.call, lambda: self.call.run(replay))[self.place].reshape(-1)[index].to(self.dtype)
+        return replay.results(self.call)[self.place].reshape(-1)[index].to(self.dtype)
 
     @property
     def anywhere(self) -> bool:

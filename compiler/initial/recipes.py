@@ -1,5 +1,4 @@
-"""Initial values of parameters and buffers as recipes. They are recorded once without allocating, and computed for any
-elements."""
+"""Recipes of initial values of parameters and buffers: recorded once without allocating, computed for any elements."""
 
 from __future__ import annotations
 
@@ -22,20 +21,19 @@ from .recorder import RecipeError, RecipeRecorder, truncated_normals_by
 
 __all__ = ["Recipe", "RecipeError", "Recorded", "initialize", "record"]
 
-_PART = 1 << 22  # elements whose indices are made at once
+_PART = 1 << 22  # elements whose indices are held at once
 _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """A recipe for the initial value of one parameter or buffer, of global shape ``shape``. It is computed on a CPU,
-    or where it is wanted if every device has the same bits. A complex value is computed as programs hold it, in its
-    ``real_form``.
+    """A recipe of the initial value of one parameter or buffer, of global shape ``shape``. It is computed on the device
+    that wants it if every device computes the same bits, else on a CPU. A complex value has its ``real_form``.
 
-    Element i depends on the seed, on the parameter's name and on i alone, never on which other elements are asked for.
+    Element i depends on the seed, the parameter's name and i alone, never on which other elements are asked for.
     """
 
-    name: str  # the first of its names, when it is tied
+    name: str  # the first of its names, if it is tied
     shape: tuple[int, ...]
     dtype: torch.dtype
     seed: int
@@ -43,13 +41,13 @@ class Recipe:
     read: Read
 
     def elements(self, index: Tensor, device: torch.device = _CPU) -> Tensor:
-        """The elements at flat global indices (int64, any shape), in the shape of ``index``, on a device."""
+        """Return the elements at flat global indices (int64, any shape), in the shape of ``index``, on a device."""
         with unset_fake_temporarily(), torch.no_grad():
             flat = Replay(self.seed).elements(self.read, index.reshape(-1).to("cpu"), self._computed_on(device))
             return flat.reshape(index.shape).to(device)
 
     def whole(self, device: torch.device = _CPU) -> Tensor:
-        """All elements, as a contiguous tensor on a device, without holding the indices of all at once."""
+        """Return all elements, as a contiguous tensor on a device, without holding the indices of all at once."""
         with unset_fake_temporarily(), torch.no_grad():
             replay, flat = Replay(self.seed), torch.empty(math.prod(self.shape), dtype=self.dtype, device=device)
             computed_on = self._computed_on(device)
@@ -67,26 +65,26 @@ class Recorded:
     """A module on fake tensors, and the recipe of each parameter and buffer."""
 
     module: nn.Module
-    recipes: dict[str, Recipe]  # parameters and buffers by every name they have; tied ones share one recipe
-    mode: FakeTensorMode  # of the module's tensors: capture goes on under it
+    recipes: dict[str, Recipe]  # of parameters and buffers, by every name; tied ones share one recipe
+    mode: FakeTensorMode  # of the module's tensors, for their capture
 
 
 class _SharedMode(FakeTensorMode):
-    """A mode of fake tensors that ``copy.deepcopy`` does not copy: layers are often copied, and the copies must stay in
-    one mode."""
+    """A mode of fake tensors that ``copy.deepcopy`` does not copy: the tensors of copied layers must stay in one
+    mode."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FakeTensorMode:
         return self
 
 
 def record(build: Callable[[], nn.Module], seed: int) -> Recorded:
-    """Build a module on fake tensors, and record how each parameter and buffer gets its initial value.
+    """Build a module on fake tensors, and record the recipe of each parameter and buffer.
 
-    ``build`` is called once; nothing of the size of a parameter is allocated. What it draws from torch's random numbers
-    is drawn from streams of ``seed`` instead, a stream for each random operator that a parameter's value comes from,
-    named by the parameter and counted within it, so changing one layer changes no other's values. Generators passed to
-    torch are not used. Numbers that the code makes by other means (Python's ``random``, numpy) are kept as they are:
-    they are the same on every rank only if ``build`` sees to it. Memory that is never written counts as zeros.
+    ``build`` is called once; nothing of the size of a parameter is allocated. torch's random numbers are drawn from
+    streams of ``seed`` instead: a stream for each random operator behind a parameter, named by the parameter and
+    counted within it, so a change of one layer changes no values of others. Generators passed to torch are ignored.
+    Random numbers of other libraries (Python's ``random``, numpy) are kept as they are: they are the same on every rank
+    only if ``build`` sees to it. Memory that is never written counts as zeros.
 
     Raises:
         RecipeError: the code reads memory as another dtype than it was written, or writes overlapping memory.
@@ -108,9 +106,9 @@ def record(build: Callable[[], nn.Module], seed: int) -> Recorded:
         if where not in known:
             read = in_reals(recorder.read(tensor))
             nodes = reachable(read.node)
-            # draws that no earlier tensor owns get streams of this name
-            mine = (node for node in nodes if isinstance(node, Draw) and not node.stream)
-            for ordinal, draw in enumerate(sorted(mine, key=lambda draw: draw.order)):
+            # draws behind no earlier tensor get streams of this name
+            unnamed = (node for node in nodes if isinstance(node, Draw) and not node.stream)
+            for ordinal, draw in enumerate(sorted(unnamed, key=lambda draw: draw.order)):
                 draw.stream.append(f"init:{name}:{ordinal}")
             elementwise = not any(isinstance(node, Result) for node in nodes)
             known[where] = Recipe(name, read.sizes, read.dtype, seed, elementwise, read)
@@ -122,8 +120,8 @@ def record(build: Callable[[], nn.Module], seed: int) -> Recorded:
 
 
 def initialize(build: Callable[[], nn.Module], seed: int, recipes: Mapping[str, Recipe] | None = None) -> nn.Module:
-    """Return the plain reference: a real module from ``build`` whose tensors hold exactly the recipes' values.
-    ``recipes`` are those of ``build`` and ``seed``, if they were recorded before."""
+    """Return the plain reference: a real module from ``build`` with exactly the values of the recipes. ``recipes`` are
+    those of ``build`` and ``seed``, if they were recorded before."""
     recipes = record(build, seed).recipes if recipes is None else recipes
     with torch.random.fork_rng(devices=[]):
         module = build()
@@ -133,7 +131,7 @@ def initialize(build: Callable[[], nn.Module], seed: int, recipes: Mapping[str, 
     with torch.no_grad():
         for name, tensor in targets.items():
             value = own_form(recipes[name].whole(), tensor.is_complex())
-            # Expanded memory cannot be written; and a size may come from a random number.
+            # expanded memory cannot be written, and a size may come from a random number
             if (0 in tensor.stride() and tensor.numel() > 1) or tensor.shape != value.shape:
                 tensor.data = value.to(tensor.device)
             else:
@@ -142,8 +140,7 @@ def initialize(build: Callable[[], nn.Module], seed: int, recipes: Mapping[str, 
 
 
 def _make_fake(module: nn.Module, mode: FakeTensorMode, recorder: RecipeRecorder) -> None:
-    """Replace tensors that were made from real numbers without an operator, such as
-    ``Parameter(torch.from_numpy(…))``."""
+    """Replace real tensors of the module, such as ``Parameter(torch.from_numpy(…))``, which no operator made."""
     for child in module.modules():
         for table in (child._parameters, child._buffers):
             for name, tensor in table.items():

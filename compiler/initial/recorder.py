@@ -1,4 +1,4 @@
-"""The recorder of a module's building code on fake tensors: it keeps for every storage the node that gives its
+"""The recorder of a module's building code, which runs on fake tensors: every storage gets the node that computes its
 values.
 """
 
@@ -24,9 +24,9 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..initial import counter
 from ..ops.results import changed, example, results_of
 from ..ops.rules import facts
+from . import counter
 from .nodes import (
     CallNode,
     Count,
@@ -46,24 +46,24 @@ from .nodes import (
     seen_as,
 )
 
-# ---- the operators that make each element from its own number
+# ---- operators as nodes that compute each element by itself
 
 
 Bound = dict[str, Any]
 Law = tuple[Callable[[int, Tensor], Tensor], float | None]
-"""A distribution: a function from (key, index) to numbers in float64, and a bound, if any, that rounding to a dtype
-must not reach."""
+"""A distribution: a function from (key, index) to numbers in float64, and an upper bound, if any, that rounding to a
+dtype must not reach."""
 
 
 @dataclass(frozen=True)
 class Elements:
-    """An operator's call as the tables below see it: its reads, and the tensor that it makes or writes."""
+    """An operator's call, of which the functions below compute the one result, or the one tensor that it writes."""
 
     func: Any
-    name: str  # without the underscore of the version that writes its first argument
+    name: str  # without the underscore of the in-place form
     bound: Bound  # arguments by name, defaults filled in, tensors as reads
-    reads: tuple[Any, Any]
-    written: tuple[int, ...]  # where the written tensor is among the flattened arguments
+    reads: tuple[Any, Any]  # args and kwargs, tensors as reads
+    written: tuple[int, ...]  # places of the written tensor among the flattened arguments
     sizes: tuple[int, ...]
     dtype: torch.dtype
 
@@ -72,21 +72,15 @@ class Elements:
         return math.prod(self.sizes)
 
     def each(self, function: Callable[..., Tensor], *reads: Read, exact: bool = True) -> Elementwise:
-        """A node that applies ``function`` to the reads, element by element."""
+        """Return the node that applies ``function`` to the reads, element by element."""
         return Elementwise(self.count, self.dtype, function, exact, reads, {}, self.sizes)
 
 
 def bind_arguments(func: Any, args: tuple[Any, ...], kwargs: Bound) -> Bound:
-    """An operator's arguments by the names of its schema."""
-    bound: Bound = {}
-    for place, argument in enumerate(func._schema.arguments):
-        if place < len(args):
-            bound[argument.name] = args[place]
-        elif argument.name in kwargs:
-            bound[argument.name] = kwargs[argument.name]
-        else:
-            bound[argument.name] = argument.default_value if argument.has_default_value() else None
-    return bound
+    """Return an operator's arguments by the names of its schema."""
+    arguments = func._schema.arguments
+    defaults = {one.name: one.default_value if one.has_default_value() else None for one in arguments}
+    return {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
 
 
 def _uniform(bound: Bound) -> Law:
@@ -123,12 +117,12 @@ def _exponential(bound: Bound) -> Law | None:
 _LAWS: dict[str, Callable[[Bound], Law | None]] = {
     "uniform": _uniform, "normal": _normal, "integers": _integers, "bernoulli": _bernoulli, "exponential": _exponential,
 }  # fmt: skip
-"""The laws that rows name. A law returns None for a call whose numbers can only be drawn all together."""
+"""The laws by their names in operator rows; None for a call whose numbers can only be drawn all together."""
 
 
 def law_of(func: Any, bound: Bound, dtype: torch.dtype) -> Law | None:
-    """Return the law by which an operator draws, or None if it does not draw each number by itself. Of a complex number
-    both parts are drawn, as torch does: those of a normal number have half of the variance each."""
+    """Return the law by which an operator draws, or None if it does not draw each number by itself. Both parts of a
+    complex number are drawn, as in torch: those of a normal number have half of the variance each."""
     name = facts(func).law
     if not name or not dtype.is_complex:
         return _LAWS[name](bound) if name else None
@@ -141,23 +135,23 @@ def law_of(func: Any, bound: Bound, dtype: torch.dtype) -> Law | None:
 
 
 def elements_of(call: Elements) -> RecipeNode | None:
-    """The node of an operator whose element i needs only element i of each operand; None for any other."""
+    """Return the node of an operator whose element i needs only element i of each operand; None for any other."""
     row = facts(call.func)
     if row.creates:
-        return _filled(call, row.number_in(list(call.bound.values())))
+        return _fill(call, row.number_in(list(call.bound.values())))
     if row.moves == "copy" or row.casts:
-        return _copied(call, call.bound["self"])
-    if call.name in ELEMENT_MOVES:
-        return ELEMENT_MOVES[call.name](call)
+        return _copy(call, call.bound["self"])
+    if call.name in _ELEMENT_MOVES:
+        return _ELEMENT_MOVES[call.name](call)
     return _pointwise(call)
 
 
-def _filled(call: Elements, number: Any) -> RecipeNode | None:
-    """A tensor that holds one number everywhere, which may be the one entry of another tensor."""
-    return _copied(call, number) if isinstance(number, Read) else Fill(call.count, call.dtype, number)
+def _fill(call: Elements, number: Any) -> RecipeNode | None:
+    """Return the node of one number everywhere, which may be the one entry of another tensor."""
+    return _copy(call, number) if isinstance(number, Read) else Fill(call.count, call.dtype, number)
 
 
-def _copied(call: Elements, source: Read) -> RecipeNode:
+def _copy(call: Elements, source: Read) -> RecipeNode:
     return call.each(as_it_is, source.expand(call.sizes))
 
 
@@ -168,8 +162,8 @@ def _arange(call: Elements) -> RecipeNode | None:
     return Count(call.count, call.dtype, start, step)
 
 
-def _joined(call: Elements) -> RecipeNode:
-    """Tensors joined along a dim; a stack makes that dim, a concatenation has it."""
+def _concatenate(call: Elements) -> RecipeNode:
+    """Return the node of a concatenation along a dim, or of a stack along a new one."""
     stacks = call.name == "stack"
     dim = call.bound["dim"] % max(len(call.sizes), 1)
     strides = contiguous_strides(call.sizes)
@@ -183,12 +177,12 @@ def _joined(call: Elements) -> RecipeNode:
     return node
 
 
-ELEMENT_MOVES: dict[str, Callable[[Elements], RecipeNode | None]] = {
-    "copy": lambda call: _copied(call, call.bound["src"]),
-    "fill": lambda call: _filled(call, call.bound["value"]),
+_ELEMENT_MOVES: dict[str, Callable[[Elements], RecipeNode | None]] = {
+    "copy": lambda call: _copy(call, call.bound["src"]),
+    "fill": lambda call: _fill(call, call.bound["value"]),
     "arange": _arange,
-    "cat": _joined,
-    "stack": _joined,
+    "cat": _concatenate,
+    "stack": _concatenate,
 }
 
 
@@ -199,7 +193,9 @@ def _pointwise(call: Elements) -> RecipeNode | None:
     operands = [leaf for leaf in leaves if isinstance(leaf, Read)]
     if not operands or tuple(torch.broadcast_shapes(*(read.sizes for read in operands))) != call.sizes:
         return None
-    if call.name == "erfinv" and operands[0].dtype.is_floating_point:  # part of truncated normals: exact everywhere
+    if (
+        call.name == "erfinv" and operands[0].dtype.is_floating_point
+    ):  # of truncated normals: the same bits on every device
         return call.each(counter.inverse_erf, operands[0])
     exact = facts(call.func).exact and not any(read.dtype.is_complex for read in operands)
     exact = exact and call.bound.get("alpha") in (None, 1) and call.bound.get("rounding_mode") is None
@@ -208,7 +204,7 @@ def _pointwise(call: Elements) -> RecipeNode | None:
 
 
 def _on_copies(func: Any, written: tuple[int, ...]) -> Callable[..., Tensor]:
-    """Return an operator that writes into copies of these arguments, because others read the originals."""
+    """Return an operator that writes into copies of the arguments at these places: others read the originals."""
 
     def run(*args: Any, **kwargs: Any) -> Tensor:
         leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -227,12 +223,12 @@ def _as_dtype(read: Read, dtype: torch.dtype) -> Read:
     return dense(Elementwise(math.prod(read.sizes), dtype, as_it_is, True, (read,), {}, read.sizes), read.sizes)
 
 
-# ---- the recorder of a module's building code on fake tensors
+# ---- the recorder
 
 
-_MOST = 200_000
-"""The most operators that making a model may run, about two for each of its tensors: a mistyped number of layers would
-keep a machine busy until its memory is full."""
+_MOST_OPERATORS = 200_000
+"""The most operators that building a model may run, about two for each of its tensors: a mistyped number of layers
+would keep a machine busy until its memory is full."""
 
 
 class RecipeError(Exception):
@@ -240,7 +236,7 @@ class RecipeError(Exception):
 
 
 class RecipeRecorder(TorchDispatchMode):
-    """A mode that runs every operator on fake tensors, and records how real ones would get their values."""
+    """A mode that runs every operator on fake tensors, and records the node of every storage that it writes."""
 
     def __init__(self, mode: FakeTensorMode, seed: int) -> None:
         super().__init__()
@@ -254,10 +250,9 @@ class RecipeRecorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         self._operators += 1
-        if self._operators > _MOST:
-            raise RecipeError(
-                f"it takes more than {_MOST:,} operators to make its tensors: does it have more layers than you meant?"
-            )
+        if self._operators > _MOST_OPERATORS:
+            most = f"it takes more than {_MOST_OPERATORS:,} operators to make its tensors"
+            raise RecipeError(f"{most}: does it have more layers than you meant?")
         leaves = [*_leaves((args, kwargs))]
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if func is torch.ops.aten.lift_fresh.default and not isinstance(args[0], FakeTensor):
@@ -269,20 +264,21 @@ class RecipeRecorder(TorchDispatchMode):
             return func(*args, **kwargs)
         if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
             return self._compute_now(func, args, kwargs)
-        written = _written(func, args, kwargs)
-        # ``t_`` and the like change how an operand lies in its memory
+        written = _written_arguments(func, args, kwargs)
+        # ``t_`` and the like change the strides of an operand
         before = changed((args, kwargs), self.read) if written else None
         try:
-            out = args[0] if not kwargs and _fills(func, args, written, tensors) else func(*args, **kwargs)
+            filled = not kwargs and _fills_first(func, args, written, tensors)
+            out = args[0] if filled else func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
             return self._compute_now(func, args, kwargs)
-        # Modules change dtype by swapping their tensors with others, which weak references such as these forbid.
+        # weak references such as these forbid modules to swap their tensors with others, as at a change of dtype
         self._mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
         self._note(func, before or (args, kwargs), leaves, written, out)
         return out
 
     def read(self, tensor: Tensor) -> Read:
-        """Return the present values of a tensor, as a view of the node of its storage.
+        """Return the present values of a tensor, as a strided read of the node of its storage.
 
         Raises:
             RecipeError: the tensor sees its storage as another dtype than the one it was written as.
@@ -300,12 +296,12 @@ class RecipeRecorder(TorchDispatchMode):
         return Read(seen, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
     def adopt(self, fake: Tensor, real: Tensor) -> Tensor:
-        """Note that a fake tensor stands for given numbers."""
+        """Record the numbers of a real tensor as those of a fake one."""
         self._store(fake, self.read(real).node)
         return fake
 
     def draw_truncated_normal(self, tensor: Tensor, mean: float, std: float, a: float, b: float) -> Tensor:
-        """Fill a fake tensor from the normal distribution between ``a`` and ``b``, by inversion."""
+        """Fill a fake tensor from a normal distribution truncated to ``a`` and ``b``, by inversion."""
         low, high = (0.5 * (1.0 + math.erf((bound - mean) / (std * math.sqrt(2.0)))) for bound in (a, b))
 
         def law(key: int, index: Tensor) -> Tensor:
@@ -315,8 +311,8 @@ class RecipeRecorder(TorchDispatchMode):
         return tensor
 
     def _compute_now(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operator on real values, where the building code needs the result at once, as with ``item``."""
-        if _written(func, args, kwargs):
+        """Run an operator on real values: the building code needs the result at once, as with ``item``."""
+        if _written_arguments(func, args, kwargs):
             raise RecipeError(f"`{func}` writes a tensor in a way that depends on values")
         replay = Replay(self._seed)
         reads = changed((args, kwargs), self.read)
@@ -327,15 +323,15 @@ class RecipeRecorder(TorchDispatchMode):
             lambda leaf: self.adopt(self._mode.from_tensor(leaf), leaf) if isinstance(leaf, Tensor) else leaf, out
         )
 
-    def _note(self, func: Any, given: tuple[Any, Any], leaves: Sequence[Any], written: Sequence[Any], out: Any) -> None:
-        """Give a node to every storage that an operator made or wrote. Views share their storage's node. ``given`` are
-        its arguments, already as reads if it wrote one."""
+    def _note(self, func: Any, call: tuple[Any, Any], leaves: Sequence[Any], written: Sequence[Any], out: Any) -> None:
+        """Set the nodes of all storages that an operator allocated or wrote. Views share their storage's node. ``call``
+        has its arguments, already as reads if it wrote one."""
         results = [out] if isinstance(out, Tensor) else [x for x in pytree.tree_leaves(out) if isinstance(x, Tensor)]
         fresh = [tensor for tensor in results if tensor.untyped_storage()._cdata not in self._nodes]
         targets = written or fresh
         if not targets:
             return
-        reads = changed(given, self.read)
+        reads = changed(call, self.read)
         if len(targets) == 1 and (written or len(results) == 1):
             places = tuple(place for place, leaf in enumerate(leaves) if leaf is targets[0])
             node = self._elements(func, reads, places, targets[0])
@@ -348,15 +344,15 @@ class RecipeRecorder(TorchDispatchMode):
         args, kwargs = pytree.tree_map(lambda leaf: "cpu" if isinstance(leaf, torch.device) else leaf, reads)
         if kwargs.get("dtype", 0) is None and len(results) == 1:  # the default dtype of then, not of the replay
             kwargs["dtype"] = results[0].dtype
-        call = CallNode(func, args, kwargs, places, draw)
+        whole_call = CallNode(func, args, kwargs, places, draw)
         for place, tensor in enumerate([*results, *written]):
             if any(tensor is target for target in targets) and not (place < len(results) and written):
-                self._store(tensor, Result(tensor.numel(), tensor.dtype, call, place))
+                self._store(tensor, Result(tensor.numel(), tensor.dtype, whole_call, place))
 
     def _elements(
         self, func: Any, reads: tuple[Any, Any], written: tuple[int, ...], target: Tensor
     ) -> RecipeNode | None:
-        """Return the node of an operator that makes each element by itself, or None for other operators."""
+        """Return the node of an operator that computes each element by itself, or None for other operators."""
         name = func.overloadpacket.__name__.removesuffix("_")
         bound = bind_arguments(func, *reads)
         law = law_of(func, bound, target.dtype)
@@ -384,7 +380,7 @@ class RecipeRecorder(TorchDispatchMode):
             before = self._nodes.get(storage._cdata, (None, Fill(count, tensor.dtype, 0)))[1]
             before = seen_as(before, tensor.dtype) or before
             if tensor.numel() == count:
-                before = Fill(count, tensor.dtype, 0)  # nothing of it is left
+                before = Fill(count, tensor.dtype, 0)  # all of it is overwritten
             node = Write(count, tensor.dtype, before, dense(node, sizes), strides, int(tensor.storage_offset()))
         self._nodes[storage._cdata] = (storage, node)
 
@@ -408,7 +404,7 @@ def truncated_normals_by(recorder: RecipeRecorder) -> Iterator[None]:
 
 
 def _leaves(item: Any) -> Iterator[Any]:
-    """Yield what stands in an operator's arguments, in order."""
+    """Yield the leaves of an operator's arguments, in order."""
     if isinstance(item, (tuple, list, dict)):
         for inner in item.values() if isinstance(item, dict) else item:
             yield from _leaves(inner)
@@ -416,19 +412,19 @@ def _leaves(item: Any) -> Iterator[Any]:
         yield item
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
+def _written_arguments(func: Any, args: Any, kwargs: Any) -> list[Any]:
     """Return the arguments that the operator writes, by its schema."""
-    out: list[Any] = []
-    for place, name in _writes(func):
+    written: list[Any] = []
+    for place, name in _written_places(func):
         value = args[place] if place < len(args) else kwargs.get(name)
-        out.extend(value if isinstance(value, list | tuple) else [value] if value is not None else [])
-    return out
+        written += value if isinstance(value, list | tuple) else [value] if value is not None else []
+    return written
 
 
-def _fills(func: Any, args: tuple[Any, ...], written: Sequence[Any], tensors: Sequence[Tensor]) -> bool:
-    """Return whether a call fills its first operand with numbers that no tensor says, as ``normal_`` does. These are
-    half of the operators of most models. What torch says of their numbers depends on the dtype alone, so they are run
-    on one number.
+def _fills_first(func: Any, args: tuple[Any, ...], written: Sequence[Any], tensors: Sequence[Tensor]) -> bool:
+    """Return whether a call fills its first operand without reading a tensor, as ``normal_`` does. Such calls are half
+    of the operators of most models. torch's checks of their numbers depend on the dtype alone, so they run on one
+    number.
 
     Raises:
         Exception: whatever torch raises for numbers that it does not take.
@@ -441,15 +437,15 @@ def _fills(func: Any, args: tuple[Any, ...], written: Sequence[Any], tensors: Se
 
 
 @cache
-def _writes(func: Any) -> Sequence[tuple[int, str]]:
+def _written_places(func: Any) -> Sequence[tuple[int, str]]:
     """Return the places and names of the arguments that an operator writes."""
     arguments = enumerate(func._schema.arguments)
     return tuple((at, one.name) for at, one in arguments if one.alias_info is not None and one.alias_info.is_write)
 
 
 def _is_nested(sizes: Sequence[int], strides: Sequence[int]) -> bool:
-    """Return whether each stride steps over all that the smaller ones reach: then a storage index is at most one
-    element."""
+    """Return whether each stride steps over all that the smaller ones reach: then no two elements share a storage
+    index."""
     reach = 0
     for stride, size in sorted((stride, size) for stride, size in zip(strides, sizes, strict=True) if size > 1):
         if stride <= reach:

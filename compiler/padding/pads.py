@@ -1,4 +1,4 @@
-"""Padding of parameters: a dim that axes do not divide is longer in programs than in the model, by zeros."""
+"""Pads: a dim that axes do not divide is longer in programs than in the model, by entries of zero."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ Pads = Mapping[str, tuple["Pad", ...]]
 
 @dataclass(frozen=True, slots=True, order=True)
 class Pad:
-    """A dim of ``outer * real`` entries made one of ``outer * padded``: see it as ``(outer, padded)``; the first
-    ``real`` entries of the second part are the model's, the others padding."""
+    """The padding of a dim of ``outer * real`` entries to ``outer * padded``: in the dim seen as ``(outer, padded)``,
+    the first ``real`` of each ``padded`` entries are the model's, the others padding."""
 
     dim: int
     outer: int
@@ -20,22 +20,22 @@ class Pad:
     padded: int
 
 
-def pads_by_value(found: Iterable[tuple[tuple[str, int], Pad]]) -> dict[str, tuple[Pad, ...]]:
+def pads_by_value(by_dim: Iterable[tuple[tuple[str, int], Pad]]) -> dict[str, tuple[Pad, ...]]:
     """Return paddings by value and dim as the paddings of each value."""
-    result: dict[str, tuple[Pad, ...]] = {}
-    for (name, _), pad in sorted(found):
-        result[name] = (*result.get(name, ()), pad)
-    return result
+    pads: dict[str, tuple[Pad, ...]] = {}
+    for (name, _), pad in sorted(by_dim):
+        pads[name] = (*pads.get(name, ()), pad)
+    return pads
 
 
 def padded_shape(shape: Sequence[int], pads: Iterable[Pad]) -> tuple[int, ...]:
-    """The shape in programs of a tensor that has ``shape`` in the model."""
+    """Return the shape in programs of a tensor that has ``shape`` in the model."""
     sizes = {pad.dim: pad.outer * pad.padded for pad in pads}
     return tuple(sizes.get(dim, size) for dim, size in enumerate(shape))
 
 
 def real_shape(shape: Sequence[int], pads: Iterable[Pad]) -> tuple[int, ...]:
-    """The shape in the model of a tensor that has ``shape`` in programs."""
+    """Return the shape in the model of a tensor that has ``shape`` in programs."""
     sizes = {pad.dim: pad.outer * pad.real for pad in pads}
     return tuple(sizes.get(dim, size) for dim, size in enumerate(shape))
 
@@ -46,5 +46,5 @@ def pads_from(facts: Mapping[str, Sequence[Sequence[int]]]) -> dict[str, tuple[P
 
 
 def facts_of(pads: Pads) -> dict[str, list[list[int]]]:
-    """The inverse of ``pads_from``."""
+    """Return the form of paddings in a manifest; ``pads_from`` reads it."""
     return {name: [[pad.dim, pad.outer, pad.real, pad.padded] for pad in rows] for name, rows in sorted(pads.items())}

@@ -16,7 +16,7 @@ from .pads import Pad
 
 
 def grow(tensor: torch.Tensor, pads: Iterable[Pad]) -> torch.Tensor:
-    """Return a whole tensor of the model in the shape that programs have, with zeros in its padding."""
+    """Return a whole tensor of the model in its padded shape, with zeros in the padding."""
     for pad in pads:
         parts = tensor.unflatten(pad.dim, (pad.outer, pad.real))
         missing = list(parts.shape)
@@ -26,7 +26,7 @@ def grow(tensor: torch.Tensor, pads: Iterable[Pad]) -> torch.Tensor:
 
 
 def shrink(tensor: torch.Tensor, pads: Iterable[Pad]) -> torch.Tensor:
-    """Return a whole tensor of the programs in the model's shape, without its padding."""
+    """Return a whole padded tensor in the model's shape."""
     for pad in pads:
         parts = tensor.unflatten(pad.dim, (pad.outer, pad.padded))
         tensor = parts.narrow(pad.dim + 1, 0, pad.real).flatten(pad.dim, pad.dim + 1)
@@ -36,7 +36,7 @@ def shrink(tensor: torch.Tensor, pads: Iterable[Pad]) -> torch.Tensor:
 def real_entries(
     type_: TensorType, dim: int, pads: Iterable[Pad], mesh: Mesh, coordinates: Mapping[str, int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the entries of a rank along ``dim`` that are the model's, and their places in the model's dim."""
+    """Return a mask of a rank's entries along ``dim`` that are no padding, and their places in the model's dim."""
     index = dim_index(type_.shape[dim], dim, type_.placement, mesh, coordinates, None)
     for pad in pads:
         if pad.dim == dim:
@@ -47,16 +47,16 @@ def real_entries(
 
 
 def spread(entries: torch.Tensor, kept: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return a rank's piece from its entries that are the model's, with zeros elsewhere. ``kept`` says for each dim
-    which entries these are."""
-    if all(bool(which.all()) for which in kept):
+    """Return a rank's piece from its entries that are no padding, with zeros elsewhere. ``kept`` has the mask of these
+    entries for each dim."""
+    if all(bool(mask.all()) for mask in kept):
         return entries
-    piece = entries.new_zeros([len(which) for which in kept])
-    piece[torch.meshgrid(*(which.nonzero()[:, 0] for which in kept), indexing="ij")] = entries
+    piece = entries.new_zeros([len(mask) for mask in kept])
+    piece[torch.meshgrid(*(mask.nonzero()[:, 0] for mask in kept), indexing="ij")] = entries
     return piece
 
 
-# ---- runs of entries: which entries of the model's tensor a rank's piece has along a dim, and where in
+# ---- runs of entries of the model's tensor in a rank's piece
 
 
 EntryRanges = tuple[tuple[int, int], ...]
@@ -65,8 +65,7 @@ next."""
 
 
 class EntryRun(NamedTuple):
-    """``size`` consecutive entries of a dim. They begin at entry ``first`` of the model's tensor, and at entry ``at``
-    of a piece of it."""
+    """``size`` consecutive entries of a dim, from entry ``first`` of the model's tensor and entry ``at`` of a piece."""
 
     at: int
     first: int
@@ -96,7 +95,7 @@ def _runs_of(
 
 
 def ranges_of(runs: Iterable[EntryRun]) -> EntryRanges:
-    """Return the entries of the model's tensor that runs have.
+    """Return the entries of the model's tensor in rising runs.
 
     >>> ranges_of([EntryRun(0, 0, 2), EntryRun(3, 2, 2), EntryRun(5, 8, 2)])
     ((0, 4), (8, 10))
@@ -122,17 +121,17 @@ def packed(ranges: EntryRanges) -> tuple[EntryRun, ...]:
 
 
 def crossings(here: Sequence[EntryRun], there: Sequence[EntryRun]) -> list[tuple[int, int, int]]:
-    """Return the entries that two pieces both have: their places in the first and in the second, and how many they are.
+    """Return the entries that two pieces share: their places in the first and in the second, and their number.
 
     >>> crossings(packed(((0, 4), (8, 10))), packed(((2, 9),)))
     [(2, 0, 2), (4, 6, 1)]
     """
-    found, i, j = [], 0, 0
+    shared, i, j = [], 0, 0
     while i < len(here) and j < len(there):
         mine, other = here[i], there[j]
         start = max(mine.first, other.first)
         end = min(mine.first + mine.size, other.first + other.size)
         if start < end:
-            found.append((mine.at + start - mine.first, other.at + start - other.first, end - start))
+            shared.append((mine.at + start - mine.first, other.at + start - other.first, end - start))
         i, j = (i + 1, j) if mine.first + mine.size <= other.first + other.size else (i, j + 1)
-    return found
+    return shared

@@ -1,4 +1,4 @@
-"""Polynomials of the sizes that a plan declares as ranges, in exact arithmetic: fitted to numbers, and proved whole."""
+"""Polynomials of the sizes of a ranged plan, in exact arithmetic: fitted to numbers, and proved to be whole numbers."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Ranges = Mapping[str, SizeRange]
 Monomial = tuple[tuple[str, int], ...]
 """Names with their powers, sorted by name; the empty one is 1."""
 
-_POWER = 3  # the highest power of one size, and
-_DEGREE = 4  # of all together, that a program's number is looked for in
+_POWER = 3  # the highest power of one size in a fitted polynomial
+_DEGREE = 4  # and the highest sum of powers of one term
 _MOST_TERMS = 4
 _MOST_SAMPLES = 8
 _MOST_CASES = 1 << 16
@@ -36,16 +36,16 @@ class Polynomial:
 
     @classmethod
     def of(cls, terms: Mapping[Monomial, Fraction]) -> Polynomial:
-        """The polynomial with these coefficients."""
+        """Return the polynomial with these coefficients."""
         kept = [(monomial, factor) for monomial, factor in terms.items() if factor]
         return cls(tuple(sorted(kept, key=lambda term: (-sum(power for _, power in term[0]), term[0]))))
 
     @classmethod
     def parse(cls, text: str) -> Polynomial:
-        """The inverse of ``str``.
+        """Read the text of ``str``.
 
         Raises:
-            ValueError: not to the letter such a text.
+            ValueError: the text is not exactly one of ``str``.
         """
         terms: dict[Monomial, Fraction] = {}
         at = 0
@@ -83,41 +83,43 @@ class Polynomial:
     def __mul__(self, other: Polynomial) -> Polynomial:
         terms: dict[Monomial, Fraction] = {}
         for (one, factor), (two, more) in itertools.product(self.terms, other.terms):
-            powers = Counter(dict(one)) + Counter(dict(two))
-            terms[tuple(sorted(powers.items()))] = terms.get(tuple(sorted(powers.items())), Fraction(0)) + factor * more
+            monomial = tuple(sorted((Counter(dict(one)) + Counter(dict(two))).items()))
+            terms[monomial] = terms.get(monomial, Fraction(0)) + factor * more
         return Polynomial.of(terms)
 
     def __sub__(self, other: Polynomial) -> Polynomial:
-        mine, theirs = dict(self.terms), dict(other.terms)
-        return Polynomial.of({m: mine.get(m, Fraction(0)) - theirs.get(m, Fraction(0)) for m in {**mine, **theirs}})
+        terms = dict(self.terms)
+        for monomial, factor in other.terms:
+            terms[monomial] = terms.get(monomial, Fraction(0)) - factor
+        return Polynomial.of(terms)
 
     @property
     def course(self) -> Polynomial:
-        """The polynomial without its constant factor and summand, the same for all ``a * p + c``: ``B*S`` for
+        """The polynomial without constant factor and summand, the same for all ``a * p + c``: ``B*S`` for
         ``3*B*S/2-1``."""
-        moving = [(monomial, factor) for monomial, factor in self.terms if monomial]
-        return Polynomial(tuple((monomial, factor / moving[0][1]) for monomial, factor in moving))
+        terms = [(monomial, factor) for monomial, factor in self.terms if monomial]
+        return Polynomial(tuple((monomial, factor / terms[0][1]) for monomial, factor in terms))
 
     def at(self, sizes: Sizes) -> Fraction:
-        return sum((factor * _value(monomial, sizes) for monomial, factor in self.terms), Fraction(0))
+        return sum((factor * _product_at(monomial, sizes) for monomial, factor in self.terms), Fraction(0))
 
 
-def _value(monomial: Monomial, sizes: Sizes) -> int:
+def _product_at(monomial: Monomial, sizes: Sizes) -> int:
     return math.prod(sizes[name] ** power for name, power in monomial)
 
 
 def moving(sizes: Ranges) -> dict[str, SizeRange]:
-    """Return the names of the sizes that have more than one value."""
+    """Return the sizes that have more than one value."""
     return {name: size for name, size in sizes.items() if not size.fixed}
 
 
-# ---- which sizes are looked at
+# ---- sample sizes
 
 
 def sample_points(ranges: Ranges) -> Iterator[dict[str, int]]:
-    """Yield the choices of sizes to compile at, each once. First come the largest, the smallest and one in between;
-    then those next to the ends, where rounded sizes differ; then choices at which the sizes lie at different parts of
-    their ranges. Small ranges are yielded completely."""
+    """Yield the choices of sizes to compile at, each once: the largest, the smallest and one in between; those next to
+    the ends, where rounded sizes differ; then choices in which the sizes lie at different parts of their ranges. Small
+    ranges are yielded completely."""
     seen: list[dict[str, int]] = []
     shares = (len(ranges) + 1) * 2
     parts: list[Sequence[float]] = [[1.0] * len(ranges), [0.0] * len(ranges)]
@@ -140,20 +142,21 @@ def choices_of(ranges: Ranges) -> int:
 
 
 def check_points(ranges: Ranges) -> list[dict[str, int]]:
-    """Return the choices of sizes at which a template is checked: the largest, the smallest, and one in between. That
-    one was not compiled, if there is such a one, and no size in it follows from another size as at the ends."""
+    """Return the choices of sizes at which a template is checked: the largest, the smallest, and one in between. If
+    possible that one was not compiled, and none of its sizes is the linear function of another that holds at the
+    ends."""
     compiled = list(sample_points(ranges))
     ends = compiled[:2]
     tenths = (_at(ranges, [(tenth + 2 * place) % 10 / 10 for place in range(len(ranges))])
               for tenth in (7, 4, 6, 3, 8, 2, 5))  # fmt: skip
-    # the last of those that are compiled, for which few templates need to be
+    # else one that is compiled last, which few templates need
     choices = [*(choice for choice in tenths if choice not in compiled), *reversed(compiled[2:])]
-    apart = [choice for choice in choices if _apart(ranges, [*ends, choice])]
-    return [*ends, *(apart or choices)[:1]]
+    independent = [choice for choice in choices if _are_independent(ranges, [*ends, choice])]
+    return [*ends, *(independent or choices)[:1]]
 
 
-def _apart(ranges: Ranges, points: Sequence[Sizes]) -> bool:
-    """Return whether no size is ``a * x + c`` of another size x at these points."""
+def _are_independent(ranges: Ranges, points: Sequence[Sizes]) -> bool:
+    """Return whether no size is ``a * x + c`` of another size x at these three points."""
     first, second, third = points
     return all(
         (second[x] - first[x]) * (third[y] - first[y]) != (third[x] - first[x]) * (second[y] - first[y])
@@ -166,17 +169,17 @@ def _at(ranges: Ranges, parts: Sequence[float]) -> dict[str, int]:
     return {name: size.values[round((len(size.values) - 1) * part)] for (name, size), part in pairs}
 
 
-# ---- what polynomial a number is
+# ---- fits
 
 
 def fit(points: Sequence[Sizes], numbers: Sequence[Fraction], ranges: Ranges) -> Polynomial | None:
-    """Return the one polynomial of fewest terms that has these values at these sizes, confirmed by at least one value
-    that did not determine it. Return None if there is none, or if several differ at some size.
+    """Return the polynomial of fewest terms that has these values at these sizes, confirmed by at least one value that
+    did not determine it. Return None if there is none, or if several differ at some declared size.
 
-    Where the points are all that the ranges allow, the simplest of those that have these values.
+    If the points are all declared choices, return the first of these polynomials, confirmed or not.
     """
     all_known = len(points) == choices_of(ranges)
-    values = {monomial: [_value(monomial, point) for point in points] for monomial in _monomials(tuple(ranges))}
+    values = {monomial: [_product_at(monomial, point) for point in points] for monomial in _monomials(tuple(ranges))}
     below = math.lcm(*(number.denominator for number in numbers))
     whole = [int(number * below) for number in numbers]
     for count in range(1, min(len(points) - 1 + all_known, _MOST_TERMS) + 1):
@@ -192,13 +195,14 @@ def fit(points: Sequence[Sizes], numbers: Sequence[Fraction], ranges: Ranges) ->
                    for row, number in zip(rows[count:], whole[count:], strict=True)):  # fmt: skip
                 fitting.append(Polynomial.of({m: f / below for m, f in zip(chosen, factors, strict=True)}))
         if fitting:
-            return fitting[0] if all_known or all(_same(fitting[0], other, ranges) for other in fitting[1:]) else None
+            unique = all_known or all(_agree(fitting[0], other, ranges) for other in fitting[1:])
+            return fitting[0] if unique else None
     return None
 
 
-def _same(first: Polynomial, second: Polynomial, ranges: Ranges) -> bool:
-    """Return whether two polynomials are equal at all declared sizes, as `B+1` and `B**2/3+5/3` are at 1 and 2. It is
-    enough to look at one value more of each size than its highest power, or at all values if there are fewer."""
+def _agree(first: Polynomial, second: Polynomial, ranges: Ranges) -> bool:
+    """Return whether two polynomials are equal at all declared sizes, as `B+1` and `B**2/3+5/3` are at 1 and 2. One
+    value more of each size than its highest power is enough, or all values if there are fewer."""
     few = [list(itertools.islice(size.values, _POWER + 1)) for size in ranges.values()]
     return all(first.at(at) == second.at(at) for each in itertools.product(*few)
                for at in [dict(zip(ranges, each, strict=True))])  # fmt: skip
@@ -206,14 +210,14 @@ def _same(first: Polynomial, second: Polynomial, ranges: Ranges) -> bool:
 
 @lru_cache
 def _monomials(names: tuple[str, ...]) -> tuple[Monomial, ...]:
-    """Return all products of powers of the names, by rising degree; the empty one is first."""
+    """Return all monomials of the names, by rising degree; the empty one is first."""
     powers = itertools.product(range(_POWER + 1), repeat=len(names))
     kept = sorted((choice for choice in powers if sum(choice) <= _DEGREE), key=lambda choice: (sum(choice), choice))
     return tuple(tuple(sorted((n, p) for n, p in zip(names, choice, strict=True) if p)) for choice in kept)
 
 
 def _solve(rows: Sequence[Sequence[int]], right: Sequence[int]) -> list[Fraction] | None:
-    """Return the solution of a square system, or None if it has none or many."""
+    """Return the solution of a square linear system, or None if it has none or many."""
     table = [[*row, number] for row, number in zip(rows, right, strict=True)]
     for column in range(len(table)):
         pivot = next((row for row in table[column:] if row[column]), None)
@@ -227,17 +231,17 @@ def _solve(rows: Sequence[Sequence[int]], right: Sequence[int]) -> list[Fraction
     return [Fraction(row[-1], row[column]) for column, row in enumerate(table)]
 
 
-# ---- whether it is a whole number
+# ---- proofs of whole numbers
 
 
 def is_whole(size: Polynomial, ranges: Ranges, multiples: Mapping[str, int] | None = None) -> bool:
     """Return whether a polynomial is a whole number for all declared sizes, by exact arithmetic: each of its
     coefficients is whole, or its value is whole for every residue of the sizes (residues repeat). ``multiples`` limits
-    a size to multiples of so many steps."""
+    sizes to multiples of so many steps."""
     steps = {name: ranges[name].step for name in size.names}
     below = math.lcm(*(factor.denominator for _, factor in size.terms))
-    # of how many steps: a size is `step * t`
-    scaled = {m: int(f * below) * _value(m, steps) for m, f in size.terms}
+    # as a polynomial of the numbers of steps, for a size is `step * t`
+    scaled = {m: int(f * below) * _product_at(m, steps) for m, f in size.terms}
     if all(number % below == 0 for number in scaled.values()):
         return True
     cases = [_residues(ranges[name], below, (multiples or {}).get(name, 1)) for name in steps]
@@ -245,21 +249,20 @@ def is_whole(size: Polynomial, ranges: Ranges, multiples: Mapping[str, int] | No
         return False
     for case in itertools.product(*cases):
         at = dict(zip(steps, case, strict=True))
-        if sum(number * _value(monomial, at) for monomial, number in scaled.items()) % below:
+        if sum(number * _product_at(monomial, at) for monomial, number in scaled.items()) % below:
             return False
     return True
 
 
 def _residues(size: SizeRange, modulus: int, multiple: int) -> range:
-    """Return the numbers of steps that stand for all declared ones: one of each residue."""
+    """Return declared numbers of steps, one for each residue."""
     low, high = -(-size.low // (size.step * multiple)) * multiple, size.high // size.step
     return range(low, min(high, low + (modulus - 1) * multiple) + 1, multiple)
 
 
 def constraint(size: Polynomial, ranges: Ranges) -> str:
-    """Return the condition under which a polynomial is whole. It is ``S must be a multiple of 8`` for each size for
-    which that is enough (for a polynomial of one size, also necessary). Else it is ``not at H=8, H=10``, and "" if it
-    is whole nowhere."""
+    """Return the condition under which a polynomial is whole: ``S must be a multiple of 8`` for each size for which
+    that is sufficient (for one size, also necessary), else ``not at H=8, H=10``; "" if it is whole nowhere."""
     names = sorted(size.names)
     every = itertools.product(*(ranges[name].values for name in names))
     choices = [dict(zip(names, each, strict=True)) for each in itertools.islice(every, _MOST_CASES)]
@@ -269,9 +272,9 @@ def constraint(size: Polynomial, ranges: Ranges) -> str:
         declared = ranges[name]
         for multiple in range(2, declared.high // declared.step + 1):
             unit = multiple * declared.step
-            # not by the few multiples that happen to be declared: by all
-            endless = {**ranges, name: SizeRange(declared.low, unit * 1024, declared.step)}
-            if is_whole(size, endless, {name: multiple}):
+            # for all multiples, not only the few that are declared
+            unlimited = {**ranges, name: SizeRange(declared.low, unit * 1024, declared.step)}
+            if is_whole(size, unlimited, {name: multiple}):
                 if len(names) > 1 or all((choice[name] % unit == 0) == fits
                                          for choice, fits in zip(choices, whole, strict=True)):  # fmt: skip
                     ways.append(f"{name} must be a multiple of {unit}")

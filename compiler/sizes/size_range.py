@@ -1,13 +1,13 @@
-"""The sizes of one dim of the inputs: fixed, or a range."""
+"""Size ranges: the sizes that a plan declares for one dim of the inputs, a fixed one or a range."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 BATCH = "B"
-"""The name of the size that is cut into microbatches."""
+"""The name of the batch size, which is split into microbatches."""
 LARGEST_SIZE = 1 << 40
-"""The most entries of a dim, and of an input: a step of a trillion tokens is ten thousand times the largest in use."""
+"""The most entries of a dim and of an input: a trillion tokens, ten thousand times the largest step in use."""
 MOST_CHOICES = 1 << 20
 """The most sizes of one range: lengths to a million, one by one."""
 
@@ -46,7 +46,7 @@ class SizeRange:
         return range(self.low, self.high + 1, self.step)
 
     def nearest(self, size: int) -> tuple[int, ...]:
-        """Return the sizes next to one that is not in the range, below and above."""
+        """Return the declared sizes next to any other size, below and above."""
         below = max((self.low, min(size, self.high) // self.step * self.step))
         return (below,) if not self.low < size < self.high else (below, below + self.step)
 

@@ -1,8 +1,8 @@
-"""Templates: programs whose sizes are written in the sizes that a plan declares as ranges.
+"""Templates: programs for all sizes of a ranged plan.
 
-What depends on sizes stands in braces, as in an f-string: ``f32[{B/2}/dp, {S}, 64]``, ``full([{S}], {1.0/(B*S)})``. The
-text stays in Python's syntax, and a brace is nothing else's in a program. Bound to sizes, a template is an ordinary
-program, which the one strict reader reads.
+Numbers that depend on sizes are expressions in braces, as in an f-string: ``f32[{B/2}/dp, {S}, 64]``, ``full([{S}],
+{1.0/(B*S)})``. The text stays in Python's syntax, and programs have no other braces. Bound to sizes, a template is an
+ordinary program for the one strict reader.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from ..program.binding import STORED, Binding
 from ..program.program import Fault, Origin
 from .polynomials import Polynomial, Ranges, Sizes, constraint, fit, is_whole
 
-_PLACE = re.compile(r"\{([^{}\s]+)\}")
-_CUT_PLACE = re.compile(r"\{([^{}\s]+)\}((?:/[A-Za-z_]\w*)*)")
-_NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e[+-]?\d+)?(?![\w.])")
+_BRACES = re.compile(r"\{([^{}\s]+)\}")
+_SHARDED_BRACES = re.compile(r"\{([^{}\s]+)\}((?:/[A-Za-z_]\w*)*)")
+_TEXT_NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e[+-]?\d+)?(?![\w.])")
 _REAL = re.compile(r"1\.0([*/])\((.+)\)")
 
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """An expression in braces: a whole number, or, with the ``kind`` ``*`` or ``/``, a floating one: ``1.0/(B*S)``."""
+    """An expression in braces: a whole number, or, with ``kind`` ``*`` or ``/``, a floating one such as
+    ``1.0/(B*S)``."""
 
     size: Polynomial
     kind: str = ""
@@ -36,10 +37,10 @@ class Expression:
     @classmethod
     @lru_cache(maxsize=4096)
     def parse(cls, text: str) -> Expression:
-        """The inverse of ``str``.
+        """Read the text of ``str``.
 
         Raises:
-            ValueError: not to the letter such a text.
+            ValueError: the text is not exactly one of ``str``.
         """
         match = _REAL.fullmatch(text)
         return cls(Polynomial.parse(text)) if match is None else cls(Polynomial.parse(match[2]), match[1])
@@ -48,10 +49,10 @@ class Expression:
         return f"1.0{self.kind}({self.size})" if self.kind else str(self.size)
 
     def at(self, sizes: Sizes) -> str:
-        """Return the number as a program writes it.
+        """Return the number in the text of a program.
 
         Raises:
-            ValueError: it is to be a whole number, and is none.
+            ValueError: it should be a whole number, and is not.
         """
         value = self.size.at(sizes)
         if not self.kind and value.denominator != 1:
@@ -60,8 +61,8 @@ class Expression:
 
 
 def _expressions(text: str) -> set[Expression]:
-    """Return the expressions that stand in braces in a text."""
-    return {Expression.parse(words) for words in _PLACE.findall(text)}
+    """Return the expressions in braces in a text."""
+    return {Expression.parse(words) for words in _BRACES.findall(text)}
 
 
 def sizes_text(sizes: Mapping[str, object]) -> str:
@@ -70,10 +71,8 @@ def sizes_text(sizes: Mapping[str, object]) -> str:
 
 
 class Misfit(Exception):
-    """The error of programs at several sizes that do not form one template: ``rows`` are the same line of ``file`` at
-    two ``points``.
-
-    ``numbers``: they differ in a number alone, which no polynomial of the sizes is known to give.
+    """The error of programs at several sizes that do not form one template: a line of ``file`` has these ``rows`` at
+    two ``points``. ``numbers``: they differ only in a number, for which no polynomial of the sizes was found.
     """
 
     def __init__(self, file: str, points: tuple[Sizes, Sizes], rows: tuple[str, str], numbers: bool = False) -> None:
@@ -83,7 +82,7 @@ class Misfit(Exception):
 
     @property
     def origin(self) -> Origin:
-        origins = [_parted(row)[1] for row in self.rows]
+        origins = [_text_and_origin(row)[1] for row in self.rows]
         return Origin.parse(next(filter(None, origins))) if any(origins) else Origin()
 
 
@@ -96,10 +95,10 @@ class Template:
 
     @classmethod
     def read(cls, ranges: Ranges, texts: Mapping[str, str]) -> Template:
-        """Read a template as it was written.
+        """Read the texts of a template.
 
         Raises:
-            ValueError: what stands in braces is nothing that parc writes.
+            ValueError: the text in some braces is not one that parc writes.
         """
         for name, text in texts.items():
             try:
@@ -113,7 +112,8 @@ class Template:
 
     @classmethod
     def merge(cls, ranges: Ranges, points: Sequence[Sizes], files: Sequence[Mapping[str, str]]) -> Template:
-        """Return the template of programs made at several sizes; ``files`` are the texts by name at each of ``points``.
+        """Return the template of programs compiled at several sizes: ``files`` has the texts by name for each of
+        ``points``.
 
         Raises:
             Misfit: the programs differ in more than numbers, or in numbers that no polynomial of the sizes gives.
@@ -134,7 +134,7 @@ class Template:
         return set().union(*map(_expressions, self.texts.values()))
 
     def at(self, sizes: Sizes) -> dict[str, str]:
-        """Return the texts of ordinary programs at these sizes.
+        """Return the texts of the programs at these sizes.
 
         Raises:
             ValueError: an expression is no whole number for these sizes.
@@ -144,27 +144,28 @@ class Template:
         def bound(words: str) -> str:
             return Expression.parse(words).at(sizes)
 
-        return {name: _PLACE.sub(lambda place: bound(place[1]), text) for name, text in self.texts.items()}
+        return {name: _BRACES.sub(lambda braces: bound(braces[1]), text) for name, text in self.texts.items()}
 
-    def misfit(self, sizes: Sizes, made: Mapping[str, str]) -> Misfit | None:
-        """Return the first place where programs made at some sizes differ from the template at these sizes, beside its
-        largest sizes.
+    def misfit(self, sizes: Sizes, compiled: Mapping[str, str]) -> Misfit | None:
+        """Return the first difference of programs compiled at some sizes from the template at these sizes, beside the
+        row at the largest sizes.
 
         Raises:
             ValueError: an expression is no whole number for these sizes.
         """
         bound, largest = self.at(sizes), {name: size.high for name, size in self.ranges.items()}
         at_largest = self.at(largest)
-        for name in {**bound, **made}:
-            texts = [texts.get(name, "").split("\n") for texts in (bound, made, at_largest)]
-            for row, made_row, first in zip_longest(*texts, fillvalue=""):
-                if row != made_row:
-                    return Misfit(name, (largest, sizes), (first, made_row), _numberless(row) == _numberless(made_row))
+        for name in {**bound, **compiled}:
+            texts = [texts.get(name, "").split("\n") for texts in (bound, compiled, at_largest)]
+            for row, other, first in zip_longest(*texts, fillvalue=""):
+                if row != other:
+                    numbers = _without_numbers(row) == _without_numbers(other)
+                    return Misfit(name, (largest, sizes), (first, other), numbers)
         return None
 
     def faults(self, mesh: Mesh) -> list[ShapeFault]:
-        """Return the faults of sizes. An empty list is a proof for all declared sizes: a rank's sizes are whole
-        numbers, and tensors that a rank keeps between steps do not depend on sizes."""
+        """Return the faults of sizes. No fault is a proof for all declared sizes: a rank's sizes are whole numbers, and
+        tensors that a rank stores between steps do not depend on sizes."""
         by_message: dict[str, ShapeFault] = {}
         for name, text in self.texts.items():
             for row in text.split("\n"):
@@ -193,43 +194,44 @@ class ShapeFault:
 def _merged_row(
     rows: Sequence[str], file: str, ranges: Ranges, points: Sequence[Sizes], fitted: dict[tuple[str, ...], str | None]
 ) -> str:
-    """Merge the forms of one line at several sizes."""
+    """Return the template of one line from its texts at several sizes. ``fitted`` caches the texts of numbers."""
     first = rows[0]
-    if _PLACE.search(first):
+    if _BRACES.search(first):
         raise Misfit(file, (points[0], points[0]), (first, first))
     if all(row == first for row in rows):
         return first
-    shapes = [_numberless(row) for row in rows]
-    other = next((index for index, shape in enumerate(shapes) if shape != shapes[0]), None)
+    forms = [_without_numbers(row) for row in rows]
+    other = next((index for index, form in enumerate(forms) if form != forms[0]), None)
     if other is not None:
         raise Misfit(file, (points[0], points[other]), (first, rows[other]))
-    between = _NUMBER.split(_parted(first)[0])
+    heads = [_text_and_origin(row)[0] for row in rows]
+    between = _TEXT_NUMBER.split(heads[0])
     merged = between[0]
-    for rest, *numbers in zip(between[1:], *(_NUMBER.findall(_parted(row)[0]) for row in rows), strict=True):
+    for rest, *numbers in zip(between[1:], *map(_TEXT_NUMBER.findall, heads), strict=True):
         key = tuple(numbers)
         if key not in fitted:
-            fitted[key] = numbers[0] if len(set(numbers)) == 1 else _fitted(numbers, ranges, points)
+            fitted[key] = numbers[0] if len(set(numbers)) == 1 else _fitted_text(numbers, ranges, points)
         text = fitted[key]
         if text is None:
             at = next(index for index, number in enumerate(numbers) if number != numbers[0])
             raise Misfit(file, (points[0], points[at]), (first, rows[at]), numbers=True)
         merged += text + rest
-    return merged + first[len(_parted(first)[0]) :]
+    return merged + first[len(heads[0]) :]
 
 
-def _parted(row: str) -> tuple[str, str]:
-    """Split a line into its text and its origin, which no size changes."""
+def _text_and_origin(row: str) -> tuple[str, str]:
+    """Split a line into its text and its origin, which does not depend on sizes."""
     head, bar, origin = row.rpartition(" | ")
     return (head, origin) if bar else (row, "")
 
 
-def _numberless(row: str) -> tuple[str, str]:
-    head, origin = _parted(row)
-    return _NUMBER.sub("#", head), origin
+def _without_numbers(row: str) -> tuple[str, str]:
+    head, origin = _text_and_origin(row)
+    return _TEXT_NUMBER.sub("#", head), origin
 
 
-def _fitted(numbers: Sequence[str], ranges: Ranges, points: Sequence[Sizes]) -> str | None:
-    """Return the template's text for a number that has these texts at these sizes, or None if no polynomial fits."""
+def _fitted_text(numbers: Sequence[str], ranges: Ranges, points: Sequence[Sizes]) -> str | None:
+    """Return the text in the template for a number with these texts at these sizes, or None if no polynomial fits."""
     whole = [re.fullmatch(r"-?\d+", number) is not None for number in numbers]
     if all(whole):
         sizes = fit(points, [Fraction(number) for number in numbers], ranges)
@@ -238,7 +240,7 @@ def _fitted(numbers: Sequence[str], ranges: Ranges, points: Sequence[Sizes]) -> 
         return None
     for kind in "*/":
         exact = [Fraction(number) if kind == "*" else 1 / Fraction(number) for number in numbers]
-        # what is written is rounded: the nearest number of few digits below, which `at` must round back to it
+        # texts are rounded: take the nearest fraction of small denominator, which `at` must round to the text again
         sizes = fit(points, [value.limit_denominator(1000) for value in exact], ranges)
         if sizes is not None:
             expression = Expression(sizes, kind)
@@ -248,7 +250,7 @@ def _fitted(numbers: Sequence[str], ranges: Ranges, points: Sequence[Sizes]) -> 
 
 
 def _row_faults(file: str, row: str, ranges: Ranges, mesh: Mesh) -> Iterator[ShapeFault]:
-    head, origin = _parted(row)
+    head, origin = _text_and_origin(row)
     at = Origin.parse(origin) if origin else Origin()
     value = re.split(r" = |: ", row.strip())[0]
     _, _, text = row.partition("  # ") if not origin else ("", "", "")
@@ -256,7 +258,7 @@ def _row_faults(file: str, row: str, ranges: Ranges, mesh: Mesh) -> Iterator[Sha
         message = f"the {binding.words} would have other shapes at other sizes"
         yield ShapeFault(file, value, "", 0, message, divides=False)
         return
-    for match in _CUT_PLACE.finditer(head):
+    for match in _SHARDED_BRACES.finditer(head):
         expression = Expression.parse(match[1])
         axes = match[2].split("/")[1:]
         ways = math.prod(mesh.size(axis) for axis in axes)

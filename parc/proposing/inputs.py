@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from parc.compiler.capture.callables import ending_said
 from parc.compiler.capture.experts.forms import with_experts
-from parc.compiler.capture.experts.lists import as_made
+from parc.compiler.capture.experts.lists import unstacked
 from parc.compiler.capture.model_output import tensors_in
 from parc.compiler.initial.recipes import Recorded
 from parc.compiler.sizes.size_range import BATCH
@@ -95,7 +95,7 @@ class Caller:
     def call(self, guesses: Mapping[str, Guess], sizes: Mapping[str, int]) -> Tried:
         """Call the forward on tensors of these guesses."""
         counter = _Counter()
-        with self.mode, quiet(), with_experts(self.module), as_made(self.module, parts=False), counter:
+        with self.mode, quiet(), with_experts(self.module), unstacked(self.module, parts=False), counter:
             shapes = {name: [dim if isinstance(dim, int) else sizes[dim] for dim in guess.dims]
                       for name, guess in guesses.items()}  # fmt: skip
             values = {name: torch.zeros(shapes[name], dtype=getattr(torch, guess.dtype))

@@ -21,7 +21,7 @@ from ...compiler.build.build import Build
 from ...compiler.capture.attributes import attribute_tensors
 from ...compiler.capture.complex.form import own_form, real_form
 from ...compiler.capture.experts.forms import chosen_by, has_form, have_interface
-from ...compiler.capture.experts.lists import as_made
+from ...compiler.capture.experts.lists import unstacked
 from ...compiler.capture.model_calls import TaskLines, caller, model_builder, term_functions
 from ...compiler.initial.counter import dropped, keep_mask, random, stream
 from ...compiler.initial.recipes import initialize
@@ -144,7 +144,7 @@ class PlainModule:
                 within.callback(hook.remove)
             within.enter_context(mode)
             within.enter_context(nullcontext() if usual else sdpa_kernel(SDPBackend.MATH))
-            with as_made(self._module), self._attributes.pointing():
+            with unstacked(self._module), self._attributes.pointing():
                 output = self._call(self._module, inputs)
             return output, [term(output, inputs) for term in self._terms]
 

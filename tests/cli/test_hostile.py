@@ -108,7 +108,7 @@ def test_a_model_that_ends_the_process_is_said_at_its_line(capsys: Captured, fol
 
 
 def test_a_model_of_endless_layers_is_refused(capsys: Captured, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("parc.compiler.initial.recorder._MOST", 2_000)
+    monkeypatch.setattr("parc.compiler.initial.recorder._MOST_OPERATORS", 2_000)
     shutil.copy(build_files() / "gpt.py", folder)
     (folder / "plan.parc").write_text(PLAN.replace("layers=2", f"layers={2**31}"))
     code, _, err = parc(capsys, "check", folder / "plan.parc")

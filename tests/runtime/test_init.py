@@ -82,12 +82,12 @@ def test_every_rank_reads_its_slices_alone(tmp_path: Path, monkeypatch: pytest.M
     made = read_build(build(tmp_path, TENSOR, FLAT + INIT))
     mesh = made.programs["F"].mesh
     types = {name: parse_type(text, mesh) for name, text in made.manifest["parameters"].items()}
-    joined, read = weights_module._joined, list[int]()
+    read_ranges, read = weights_module._read_ranges, list[int]()
 
-    def counted(part: Any, runs: Any, fixed: tuple[slice, ...]) -> torch.Tensor:
-        return joined(part if isinstance(part, Counted) else Counted(part, read), runs, fixed)
+    def counted(part: Any, ranges: Any, outer: tuple[slice, ...] = ()) -> torch.Tensor:
+        return read_ranges(part if isinstance(part, Counted) else Counted(part, read), ranges, outer)
 
-    monkeypatch.setattr(weights_module, "_joined", counted)
+    monkeypatch.setattr(weights_module, "_read_ranges", counted)
     pieces = []
     for rank in range(mesh.world):
         initial = Initial(made, task_of(made.manifest), mesh, mesh.coordinates(rank), CPU)

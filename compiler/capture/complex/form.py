@@ -31,20 +31,21 @@ class ComplexPair(NamedTuple):
     imag: Any
 
 
-_ONE = 1.0
+_UNIT = 1.0
+"""The one of every pair, known by its identity: a product with it costs nothing."""
 
 
 def pair(x: Any) -> ComplexPair:
-    """Return any operand as a pair. Parts of a number that are zero become None."""
+    """Return any operand as a pair. Parts of a Python number that are zero become None."""
     if isinstance(x, ComplexPair):
         return x
     if isinstance(x, Tensor):
         return ComplexPair(x, None)
-    return ComplexPair(*(None if part == 0 else _ONE if part == 1 else part for part in (x.real, x.imag)))
+    return ComplexPair(*(None if part == 0 else _UNIT if part == 1 else part for part in (x.real, x.imag)))
 
 
 def is_pair(x: Any) -> bool:
-    """Return whether an operand is a pair of real and imaginary part; walks over trees of operands keep it whole."""
+    """Return whether an operand is a pair: a leaf for walks over trees of operands."""
     return isinstance(x, ComplexPair)
 
 
@@ -56,10 +57,10 @@ def _minus(x: Any, y: Any) -> Any:
     return x if y is None else -y if x is None else x - y
 
 
-def _times(x: Any, y: Any) -> Any:
+def _multiplied(x: Any, y: Any) -> Any:
     if x is None or y is None:
         return None
-    return x if y is _ONE else y if x is _ONE else x * y
+    return x if y is _UNIT else y if x is _UNIT else x * y
 
 
 def whole(x: Any) -> tuple[Tensor, Tensor]:
@@ -86,7 +87,7 @@ def sub(x: Any, y: Any, alpha: Any = 1) -> ComplexPair:
 def mul(x: Any, y: Any) -> ComplexPair:
     """``x y``, or a number by either."""
     (a, b), (c, d) = pair(x), pair(y)
-    return ComplexPair(_minus(_times(a, c), _times(b, d)), _plus(_times(a, d), _times(b, c)))
+    return ComplexPair(_minus(_multiplied(a, c), _multiplied(b, d)), _plus(_multiplied(a, d), _multiplied(b, c)))
 
 
 def neg(x: Any) -> ComplexPair:
@@ -109,7 +110,7 @@ def scaled(x: Any, by: Any) -> ComplexPair:
 def square_sum(x: Any) -> Any:
     """``|x|^2``."""
     real, imag = pair(x)
-    return _plus(_times(real, real), _times(imag, imag))
+    return _plus(_multiplied(real, real), _multiplied(imag, imag))
 
 
 def div(x: Any, y: Any) -> ComplexPair:
@@ -130,16 +131,16 @@ def abs_(x: Any) -> Tensor:
     real, imag = pair(x)
     if real is None or imag is None:
         return torch.abs(imag if real is None else real)
-    none = (real == 0) & (imag == 0)
-    return torch.hypot(real.masked_fill(none, 1.0), imag).masked_fill(none, 0.0)
+    is_zero = (real == 0) & (imag == 0)
+    return torch.hypot(real.masked_fill(is_zero, 1.0), imag).masked_fill(is_zero, 0.0)
 
 
 def angle(x: Any) -> Tensor:
     """The angle of ``x``, from -pi to pi, whose gradient at zero is zero."""
     real, imag = whole(x)
-    none = (real == 0) & (imag == 0)
+    is_zero = (real == 0) & (imag == 0)
     side = torch.copysign(torch.ones_like(real), real)  # a zero has a sign
-    return torch.atan2(torch.where(none, imag.detach(), imag), torch.where(none, side, real))
+    return torch.atan2(torch.where(is_zero, imag.detach(), imag), torch.where(is_zero, side, real))
 
 
 def sgn(x: Any) -> ComplexPair:
@@ -247,8 +248,8 @@ def of_any(test: Callable[[Tensor], Tensor]) -> Callable[[Any], Tensor]:
 
 
 def product(op: Any) -> Callable[..., ComplexPair]:
-    """Return the rule of an operator that is linear in each tensor: the sum of its results for every choice of parts,
-    each times its power of i."""
+    """Return the rule of an operator that is linear in each tensor: the sum of its results for each choice of real or
+    imaginary parts, times a power of i."""
 
     def rule(*args: Any, **kwargs: Any) -> ComplexPair:
         leaves, structure = tree_flatten((args, kwargs), is_pair)

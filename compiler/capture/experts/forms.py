@@ -1,8 +1,8 @@
-"""Experts: modules that send each token to some of many experts, captured as packed rows.
+"""Expert forms: layers that send each token to some of many experts, captured as packed rows.
 
-Models sort or loop over tokens in ways that no rule could follow. A capture runs a form in place of such a module's own
-forward, which computes the same with parc's own operators. transformers' one interface, ``experts(hidden, index,
-weights)``, and Llama 4's layer have their forms here; ``register_experts`` adds a user's own.
+Models sort or loop over tokens in ways that no sharding rule could follow. A capture runs a *form* in place of such a
+layer's forward, which computes the same with parc's own operators. transformers' one interface, ``experts(hidden,
+index, weights)``, and Llama 4's layer have their forms here; ``register_experts`` adds others.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from ..faults import CaptureError, user_frame
 from ..node_facts import noted
 from .lists import stack_experts, stacks_of
 from .loops import followed, looped_lists
-from .one_expert import Through, ThroughPacked, ThroughSlots, expert_of
+from .one_expert import Compute, Through, ThroughPacked, ThroughSlots, expert_of
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The tokens that an expert takes of each of ``sequences``: ``factor`` times the mean."""
+    """A capacity: an expert takes ``factor`` times its mean share of the tokens of each of ``sequences``."""
 
     factor: float
     sequences: int
@@ -47,30 +47,25 @@ class Capacity:
         exact = Fraction(str(self.factor)) * mean
         if tokens % self.sequences:
             what = f"a layer of experts gets {tokens} tokens of {self.sequences} sequences: not the same number of each"
-            raise CaptureError(
-                "capacity", what, help="`capacity` needs the tokens of whole sequences; write `dropless`"
-            )
+            help_ = "`capacity` needs the tokens of whole sequences; write `dropless`"
+            raise CaptureError("capacity", what, help=help_)
         if exact < 1:
-            what = (
-                f"a capacity of {self.factor:g} gives each of {experts} experts {float(exact):.3g} tokens of a sequence"
-            )
-            least = float(1 / mean)
-            raise CaptureError(
-                "capacity", what, help=f"write `capacity {least:.3g}` or more, or make the sequences longer"
-            )
+            share = f"each of {experts} experts {float(exact):.3g} tokens of a sequence"
+            help_ = f"write `capacity {float(1 / mean):.3g}` or more, or make the sequences longer"
+            raise CaptureError("capacity", f"a capacity of {self.factor:g} gives {share}", help=help_)
         return self.sequences, min(ceil(exact), tokens // self.sequences)
 
 
-_SET: ContextVar[Capacity | None] = ContextVar("capacity", default=None)
-"""The capacity of the experts that are captured now."""
-_ASKED: ContextVar[bool] = ContextVar("asked", default=False)
-"""True while a form is only asked to which experts it sends tokens."""
+_CAPACITY: ContextVar[Capacity | None] = ContextVar("capacity", default=None)
+"""The capacity of the experts whose form runs now."""
+_ROUTES_ONLY: ContextVar[bool] = ContextVar("routes_only", default=False)
+"""True while a form runs only to learn to which experts it sends tokens."""
 ExpertForm = Callable[..., Any]
 """A function that is called as a module's forward, and computes what it does."""
 _FORMS: dict[Callable[..., Any], ExpertForm] = {}
-"""The forms of modules, by the forward that each stands for."""
+"""The registered forms, by the forward that each stands for."""
 _LISTS: dict[Callable[..., Any], tuple[str, ...]] = {}
-"""The attributes of modules that are lists of experts, by the modules' forward."""
+"""The attributes that are lists of experts in modules with a registered form, by their forward."""
 
 
 def register_experts(module: type[nn.Module], *lists: str) -> Callable[[ExpertForm], ExpertForm]:
@@ -106,17 +101,14 @@ def routed(
     each of ``stacks``, [experts, ...]. ``on_input`` multiplies the expert's input by the weight, not its output.
     """
     compute, count = expert_of(experts, stacks)
-    _check_routing(hidden, index, weights, count)
-    chosen, scores = _marked(index, weights, count)
-    made = _packed(hidden, chosen, scores, index.shape[1], compute, on_input)
-    return made.to(hidden.dtype)
+    return _by_index(hidden, index, weights, count, compute, on_input)
 
 
 def _check_routing(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, count: int) -> None:
-    """Check what a router made.
+    """Check the results of a router.
 
     Raises:
-        CaptureError: it is of other shapes than those of tokens with as many of the experts each.
+        CaptureError: they are not the int64 numbers and the weights of k of ``count`` experts for each token.
     """
     shapes = f"tokens {list(hidden.shape)}, index {list(index.shape)}, weights {list(weights.shape)}"
     help_ = (
@@ -132,29 +124,29 @@ def _check_routing(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Ten
         raise CaptureError("experts", what, help="let a router choose at most as many experts as there are")
 
 
-def _marked(index: torch.Tensor, weights: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which of ``count`` experts each token goes to, and with what weight, both [experts, tokens]."""
-    tokens = index.shape[0]
-    chosen = torch.zeros(tokens, count, dtype=torch.bool, device=index.device).scatter(1, index, True)
-    return chosen.t(), weights.new_zeros(tokens, count).scatter(1, index, weights).t()
-
-
-def _packed(
-    hidden: torch.Tensor,
-    chosen: torch.Tensor,
-    scores: torch.Tensor,
-    top: int,
-    compute: Callable[[torch.Tensor, Through], torch.Tensor],
+def _by_index(
+    hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, count: int, compute: Compute,
     on_input: bool = False,
-) -> torch.Tensor:
-    """Return the weighted sum of what ``compute`` makes of each token's rows: packed ones, or, where a capacity is set,
-    those that have a slot."""
-    if _ASKED.get():
-        raise _Told(chosen)
-    if (capacity := _SET.get()) is not None:
-        return _slotted(
-            hidden, chosen, scores, (*capacity.of(hidden.shape[0], chosen.shape[0], top), top), compute, on_input
-        )
+) -> torch.Tensor:  # fmt: skip
+    """Return the weighted sum of the outputs of each token's experts, from the experts' numbers."""
+    _check_routing(hidden, index, weights, count)
+    tokens, top = index.shape
+    chosen = torch.zeros(tokens, count, dtype=torch.bool, device=index.device).scatter(1, index, True).t()
+    scores = weights.new_zeros(tokens, count).scatter(1, index, weights).t()
+    return _weighted_sum(hidden, chosen, scores, top, compute, on_input).to(hidden.dtype)
+
+
+def _weighted_sum(
+    hidden: torch.Tensor, chosen: torch.Tensor, scores: torch.Tensor, top: int, compute: Compute,
+    on_input: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """Return the weighted sum of the outputs of each token's experts, from masks and scores [experts, tokens].
+    ``compute`` gets packed rows, or, under a capacity, those that have a slot."""
+    if _ROUTES_ONLY.get():
+        raise _Routing(chosen)
+    if (capacity := _CAPACITY.get()) is not None:
+        sizes = (*capacity.of(hidden.shape[0], chosen.shape[0], top), top)
+        return _sum_of_slots(hidden, chosen, scores, sizes, compute, on_input)
     inside = OPS.route(chosen, chosen)
     rows = OPS.pack(hidden, chosen, top)
     if on_input:
@@ -162,53 +154,47 @@ def _packed(
     rows = OPS.route(compute(OPS.route(rows, chosen), ThroughPacked(inside, top)), chosen)
     if not on_input:
         rows = rows * OPS.pick(scores, chosen, top)
-    made: torch.Tensor = OPS.unpack(rows, chosen, top)
-    return made
+    weighted_sum: torch.Tensor = OPS.unpack(rows, chosen, top)
+    return weighted_sum
 
 
-def _slotted(
-    hidden: torch.Tensor,
-    chosen: torch.Tensor,
-    scores: torch.Tensor,
-    sizes: tuple[int, int, int],
-    compute: Callable[[torch.Tensor, Through], torch.Tensor],
+def _sum_of_slots(
+    hidden: torch.Tensor, chosen: torch.Tensor, scores: torch.Tensor, sizes: tuple[int, int, int], compute: Compute,
     on_input: bool,
-) -> torch.Tensor:
-    """Return the weighted sum of the same, of the tokens that get one of an expert's slots; ``sizes`` are the number of
-    sequences, of slots that an expert has for each, and of experts that a token chooses."""
+) -> torch.Tensor:  # fmt: skip
+    """Return the weighted sum over the experts in which a token has a slot. ``sizes``: the sequences, the slots of an
+    expert for each of them, and the experts that a token chooses."""
     (sequences, capacity, top), (experts, count) = sizes, chosen.shape
     tokens, width = count // sequences, hidden.shape[1]
     slots = OPS.slots(chosen.reshape(experts, sequences, tokens), capacity, top)
     weights = OPS.pick_slots(scores.reshape(experts, sequences, tokens), slots)[..., None]
     rows = OPS.dispatch(hidden.view(sequences, tokens, width), slots)
     rows = OPS.route(rows * weights if on_input else rows, slots)
-    made = compute(rows.reshape(experts, sequences * capacity, width), ThroughSlots(experts))
-    made = OPS.route(made.reshape(experts, sequences, capacity, -1), slots)
-    summed: torch.Tensor = OPS.combine(made if on_input else made * weights, slots, tokens)
-    return summed.reshape(count, -1)
+    outputs = compute(rows.reshape(experts, sequences * capacity, width), ThroughSlots(experts))
+    outputs = OPS.route(outputs.reshape(experts, sequences, capacity, -1), slots)
+    weighted_sum: torch.Tensor = OPS.combine(outputs if on_input else outputs * weights, slots, tokens)
+    return weighted_sum.reshape(count, -1)
 
 
 def _of_transformers(experts: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Compute what modules of transformers' interface do, with its facts (``is_transposed``, ``has_gate``, ...)."""
+    """Compute the forward of transformers' interface, by its flags (``is_transposed``, ``has_gate``, ...)."""
 
     def compute(rows: torch.Tensor, through: Through) -> torch.Tensor:
         def linear(rows: torch.Tensor, name: str) -> torch.Tensor:
-            made = through.linear(rows, getattr(experts, name), experts.is_transposed)
-            return made + through.rows(getattr(experts, f"{name}_bias")) if experts.has_bias else made
+            product = through.linear(rows, getattr(experts, name), experts.is_transposed)
+            return product + through.rows(getattr(experts, f"{name}_bias")) if experts.has_bias else product
 
         rows = linear(rows, "gate_up_proj" if experts.has_gate else "up_proj")
         rows = linear(experts._apply_gate(rows) if experts.has_gate else experts.act_fn(rows), "down_proj")
         normed = getattr(experts, "has_post_expert_norm", False)  # transformers 5.17 has no such fact
         return experts.post_expert_norm(rows) if normed else rows
 
-    _check_routing(hidden, index, weights, experts.num_experts)
-    chosen, scores = _marked(index, weights, experts.num_experts)
-    return _packed(hidden, chosen, scores, index.shape[1], compute).to(hidden.dtype)
+    return _by_index(hidden, index, weights, experts.num_experts, compute)
 
 
 def _llama4(layer: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute what Llama 4's layer does. It sends every token through every expert, times a score that is zero for
-    those that its router did not choose: zeros in, and zeros out, for experts have no bias."""
+    """Compute the forward of Llama 4's layer. It multiplies each token by a score for every expert, which is zero for
+    those that its router did not choose. Experts have no bias, so zeros stay zeros."""
 
     def compute(rows: torch.Tensor, through: Through) -> torch.Tensor:
         gate, up = through.linear(rows, layer.experts.gate_up_proj, True).chunk(2, dim=-1)
@@ -216,18 +202,18 @@ def _llama4(layer: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 
     tokens = hidden.reshape(-1, layer.hidden_dim)
     scores, logits = layer.router(tokens)
-    made = _packed(tokens, (scores != 0).t(), scores.t(), layer.top_k, compute, on_input=True)
-    return layer.shared_expert(tokens) + made, logits
+    weighted_sum = _weighted_sum(tokens, (scores != 0).t(), scores.t(), layer.top_k, compute, on_input=True)
+    return layer.shared_expert(tokens) + weighted_sum, logits
 
 
-def _known() -> dict[Callable[..., Any], ExpertForm]:
-    """Return the forms of users, and of the models that are imported."""
+def _all_forms() -> dict[Callable[..., Any], ExpertForm]:
+    """Return the registered forms, and those of parc for models that are imported."""
     llama4: Any = sys.modules.get("transformers.models.llama4.modeling_llama4")
     return {llama4.Llama4TextMoe.forward: _llama4, **_FORMS} if llama4 is not None else _FORMS
 
 
-class _Told(Exception):
-    """The answer of a form that is asked: which experts each token goes to, [experts, tokens]."""
+class _Routing(Exception):
+    """The end of a form that runs only for its routing: which experts each token goes to, [experts, tokens]."""
 
     def __init__(self, chosen: torch.Tensor) -> None:
         super().__init__()
@@ -236,19 +222,19 @@ class _Told(Exception):
 
 def has_form(layer: nn.Module) -> bool:
     """Return whether a layer of experts has a form."""
-    return type(layer).forward in _known()
+    return type(layer).forward in _all_forms()
 
 
 def chosen_by(layer: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Return which experts the form of a layer sends each token to, [experts, tokens], called as the layer is."""
-    before = _ASKED.set(True)
+    before = _ROUTES_ONLY.set(True)
     try:
         with torch.no_grad():
-            _known()[type(layer).forward](layer, *args, **kwargs)
-    except _Told as told:
-        return told.chosen
+            _all_forms()[type(layer).forward](layer, *args, **kwargs)
+    except _Routing as routing:
+        return routing.chosen
     finally:
-        _ASKED.reset(before)
+        _ROUTES_ONLY.reset(before)
     raise ValueError(f"the form of {type(layer).__name__} sends no tokens to experts")
 
 
@@ -276,17 +262,17 @@ def stack_lists(model: nn.Module) -> None:
 
 
 def _loops_of(module: nn.Module) -> tuple[str, ...]:
-    """Return the attributes of a layer without a form that are lists of experts over which it loops."""
-    return () if type(module).forward in _known() else looped_lists(module)
+    """Return the attributes over whose experts a layer without a form loops."""
+    return () if has_form(module) else looped_lists(module)
 
 
 def own_forms(model: nn.Module) -> list[str]:
-    """Return the classes of a model's layers that are captured by forms of the person's own."""
-    found = [type(module) for module in model.modules() if type(module).forward in _FORMS]
-    return [made.__name__ for made in dict.fromkeys(found)]
+    """Return the classes of a model's layers that have a registered form."""
+    classes = dict.fromkeys(type(module) for module in model.modules() if type(module).forward in _FORMS)
+    return [layer.__name__ for layer in classes]
 
 
-def _placed(form: ExpertForm, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _call_form(form: ExpertForm, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Call a form. Its errors say where in the model's code they are."""
     try:
         return form(layer, *args, **kwargs)
@@ -296,26 +282,19 @@ def _placed(form: ExpertForm, layer: nn.Module, *args: Any, **kwargs: Any) -> An
 
 
 @contextmanager
-def _at(capacity: Capacity | None) -> Iterator[None]:
-    """Enter a block in which experts have a capacity."""
-    before = _SET.set(capacity)
-    try:
-        yield
-    finally:
-        _SET.reset(before)
-
-
-@contextmanager
 def with_experts(model: nn.Module, capacities: Mapping[str, Capacity] = MappingProxyType({})) -> Iterator[None]:
-    """Let layers of experts that have a form compute by it; those of transformers' interface too, whatever
+    """Enter a block in which layers of experts compute by their forms; those of transformers' interface too, whatever
     implementation they are set to. ``capacities`` are those of such modules, by their paths."""
-    own = {id(model.get_submodule(path)): capacity for path, capacity in capacities.items()}
+    by_module = {id(model.get_submodule(path)): capacity for path, capacity in capacities.items()}
 
-    def of_transformers(experts: nn.Module, *given: Any) -> torch.Tensor:
-        with _at(own.get(id(experts))):
-            return _of_transformers(experts, *given)
+    def of_transformers(experts: nn.Module, *args: Any) -> torch.Tensor:
+        before = _CAPACITY.set(by_module.get(id(experts)))
+        try:
+            return _of_transformers(experts, *args)
+        finally:
+            _CAPACITY.reset(before)
 
-    forms = _known()
+    forms = _all_forms()
     interface = getattr(sys.modules.get("transformers.integrations.moe"), "ExpertsInterface", None)
     with ExitStack() as stack:
         if interface is not None:
@@ -325,16 +304,16 @@ def with_experts(model: nn.Module, capacities: Mapping[str, Capacity] = MappingP
             for name in _loops_of(module):
                 form = partial(followed, name) if stacks_of(getattr(module, name)) is not None else form
             if form is not None:
-                stack.enter_context(patch.object(module, "forward", partial(_placed, form, module)))
+                stack.enter_context(patch.object(module, "forward", partial(_call_form, form, module)))
         yield
 
 
-# ---- the layers of a model that route tokens to experts.
+# ---- the routing of a captured graph
 
 
 class Routed(NamedTuple):
-    """The routing of a layer: which experts are ``chosen``, [experts, tokens] or [experts, sequences, tokens], ``top``
-    for each token; and the ``slots`` that they get, if experts have a capacity."""
+    """The routing of a layer: the mask of the experts that are ``chosen``, [experts, tokens] or [experts, sequences,
+    tokens], ``top`` for each token; and the ``slots`` that these get under a capacity."""
 
     chosen: fx.Node
     top: int

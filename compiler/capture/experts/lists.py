@@ -1,16 +1,17 @@
 """Experts in an ``nn.ModuleList``: their weights, stacked in one parameter each, which can be split over ranks.
 
 ``experts.0.up.weight`` and those after it become ``experts.*.up.weight``, [experts, ...]. A module ``*`` of the list
-holds it while no forward runs; a forward sees the list as it was made, with parts of the stacks in their places. State
-dicts and checkpoints have the model's own names (`compiler/program/stacked.py`).
+holds the stacks while no forward runs; a forward sees the list without it, with parts of the stacks as the experts'
+parameters. State dicts and checkpoints have the model's own names (`compiler/program/stacked.py`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from operator import itemgetter
 from types import FunctionType
 from typing import Any
 
@@ -20,7 +21,8 @@ from torch import nn
 from ...program.stacked import EACH
 from ..faults import CaptureError
 
-_PLACE = "_expert_lists"
+_STACKED = "_expert_lists"
+"""The attribute in which a model has its stacked lists, and such a list its own ``ExpertList``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,53 +33,50 @@ class ExpertList:
     experts: tuple[nn.Module, ...]
     stacks: nn.Module
 
-    def places(self, expert: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-        """Yield each module inside an expert with the name of a parameter that it had, and the stack of this."""
-        for path, stack in self.stacks.named_parameters():
-            owner, _, name = path.rpartition(".")
-            yield expert.get_submodule(owner), name, stack
+    @contextmanager
+    def filled(self, expert: nn.Module, part: Callable[[nn.Parameter], Any]) -> Iterator[None]:
+        """Enter a block in which an expert has ``part(stack)`` for each of its parameters that was stacked."""
+        with ExitStack() as within:
+            for path, stack in self.stacks.named_parameters():
+                owner, _, name = path.rpartition(".")
+                parameters = expert.get_submodule(owner)._parameters
+                parameters[name] = part(stack)
+                within.callback(parameters.pop, name)
+            yield
 
 
 def stack_experts(model: nn.Module, lists: Sequence[nn.ModuleList], alike: Sequence[nn.ModuleList] = ()) -> None:
-    """Stack the parameters of the experts in some of a model's lists, in place; of further lists those that are
-    ``alike``.
+    """Stack the parameters of the experts of ``lists``, in place, and of those lists in ``alike`` whose experts are.
 
     Raises:
-        CaptureError: the experts of a list are not alike.
+        CaptureError: the experts of one of ``lists`` are not alike.
     """
     names = {id(module): name for name, module in model.named_modules()}
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-    found = [_stacked(experts, names[id(experts)], uses) for experts in lists]
+    stacked = [_stacked(experts, names[id(experts)], uses) for experts in lists]
     for experts in alike:
         with suppress(CaptureError):
-            found.append(_stacked(experts, names[id(experts)], uses))
-    vars(model)[_PLACE] = found
+            stacked.append(_stacked(experts, names[id(experts)], uses))
+    vars(model)[_STACKED] = stacked
 
 
 def stacks_of(experts: nn.ModuleList) -> ExpertList | None:
-    """Return a list whose experts are stacked, or None."""
-    return vars(experts).get(_PLACE)
+    """Return the stacks of a list of experts, or None if it has none."""
+    return vars(experts).get(_STACKED)
 
 
 @contextmanager
-def as_made(model: nn.Module, parts: bool = True) -> Iterator[None]:
-    """Let lists of experts be as the model's code made them, for a forward. Without ``parts`` the experts have no
-    parameters: only forms read them."""
-    lists: list[ExpertList] = vars(model).get(_PLACE, [])
-    given: list[tuple[nn.Module, str]] = []
-    for each in lists:
-        del each.owner._modules[EACH]
-        for number, expert in enumerate(each.experts if parts else ()):
-            for module, name, stack in each.places(expert):
-                module._parameters[name] = stack[number]  # type: ignore[assignment]
-                given.append((module, name))
-    try:
-        yield
-    finally:
-        for module, name in given:
-            del module._parameters[name]
+def unstacked(model: nn.Module, parts: bool = True) -> Iterator[None]:
+    """Enter a forward, in which lists of experts are without the module of their stacks. Without ``parts`` the experts
+    have no parameters: only forms read them."""
+    lists: list[ExpertList] = vars(model).get(_STACKED, [])
+    with ExitStack() as within:
         for each in lists:
-            each.owner._modules[EACH] = each.stacks
+            del each.owner._modules[EACH]
+            within.callback(each.owner._modules.__setitem__, EACH, each.stacks)
+            for number, expert in enumerate(each.experts if parts else ()):
+                within.enter_context(each.filled(expert, itemgetter(number)))
+        yield
 
 
 def _stacked(owner: nn.ModuleList, path: str, uses: Mapping[int, int]) -> ExpertList:
@@ -86,33 +85,33 @@ def _stacked(owner: nn.ModuleList, path: str, uses: Mapping[int, int]) -> Expert
     for number, expert in enumerate(experts):
         if unlike := _unlike(experts[0], expert):
             what = f"the experts in `{path}` are not alike: numbers 0 and {number} differ in {unlike}"
-            raise CaptureError(
-                "experts", what, help="give all experts one structure, or keep the other one outside the list"
-            )
+            help_ = "give all experts one structure, or keep the other one outside the list"
+            raise CaptureError("experts", what, help=help_)
     for name, first in experts[0].named_parameters(remove_duplicate=False):
-        own = [expert.get_parameter(name) for expert in experts]
-        if any(uses[id(parameter)] > 1 for parameter in own) and any(parameter is not first for parameter in own):
+        parameters = [expert.get_parameter(name) for expert in experts]
+        shared = all(parameter is first for parameter in parameters)
+        if not shared and any(uses[id(parameter)] > 1 for parameter in parameters):
             what = f"`{path}.0.{name}` has another name too, so it cannot be stacked with those of other experts"
             raise CaptureError("experts", what, help="let each expert have its own parameters, or all the same one")
     for name, first in list(experts[0].named_parameters(remove_duplicate=False)):
         inside, _, attribute = name.rpartition(".")
         modules = [expert.get_submodule(inside) for expert in experts]
-        own = [module.get_parameter(attribute) for module in modules]
-        if all(parameter is first for parameter in own):
+        parameters = [module.get_parameter(attribute) for module in modules]
+        if all(parameter is first for parameter in parameters):
             continue
-        stack = nn.Parameter(torch.stack([parameter.detach() for parameter in own]), first.requires_grad)
-        _holder(stacks, inside).register_parameter(attribute, stack)
+        stack = nn.Parameter(torch.stack([parameter.detach() for parameter in parameters]), first.requires_grad)
+        _submodule(stacks, inside).register_parameter(attribute, stack)
         for module in modules:
             del module._parameters[attribute]
     owner._modules[EACH] = stacks
     owner._register_state_dict_hook(_to_own_names)
     owner.register_load_state_dict_pre_hook(_from_own_names)
-    vars(owner)[_PLACE] = ExpertList(owner, experts, stacks)
-    return ExpertList(owner, experts, stacks)
+    vars(owner)[_STACKED] = stacked = ExpertList(owner, experts, stacks)
+    return stacked
 
 
-def _holder(module: nn.Module, path: str) -> nn.Module:
-    """Return the module at a path inside another, made where it is not there."""
+def _submodule(module: nn.Module, path: str) -> nn.Module:
+    """Return the module at a path inside another; empty modules are added where it is not there."""
     for word in path.split(".") if path else ():
         if word not in module._modules:
             module.add_module(word, nn.Module())
@@ -130,16 +129,16 @@ def _to_own_names(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any
 
 def _from_own_names(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Write the parts of stacks in a state dict as stacks."""
-    found = stacks_of(module)  # type: ignore[arg-type]
-    assert found is not None
-    for path, _stack in found.stacks.named_parameters():
-        names = [f"{prefix}{number}.{path}" for number in range(len(found.experts))]
+    stacked = stacks_of(module)  # type: ignore[arg-type]
+    assert stacked is not None
+    for path, _stack in stacked.stacks.named_parameters():
+        names = [f"{prefix}{number}.{path}" for number in range(len(stacked.experts))]
         if all(name in state for name in names):
             state[f"{prefix}{EACH}.{path}"] = torch.stack([state.pop(name) for name in names])
 
 
 def _unlike(first: nn.Module, other: nn.Module) -> str:
-    """Return where two modules of one list differ in what they compute, apart from the numbers of their tensors."""
+    """Return the difference between two modules of one list, apart from the contents of their tensors; "" if none."""
     ours, theirs = dict(first.named_modules()), dict(other.named_modules())
     if list(ours) != list(theirs):
         return "their modules"
@@ -156,14 +155,14 @@ def _unlike(first: nn.Module, other: nn.Module) -> str:
             return f"the tensors of {place}"
         plain = [{k: v for k, v in vars(one).items() if k not in ("_parameters", "_buffers", "_modules")}
                  for one in (module, twin)]  # fmt: skip
-        odd = [name for name in {**plain[0], **plain[1]} if not _same(plain[0].get(name), plain[1].get(name))]
+        odd = [name for name in {**plain[0], **plain[1]} if not _equal(plain[0].get(name), plain[1].get(name))]
         if odd:
             return f"`{odd[0]}` of {place}"
     return ""
 
 
-def _same(one: Any, other: Any) -> bool:
-    """Return whether two plain attributes are equal. Functions are where they have the same code and nothing else."""
+def _equal(one: Any, other: Any) -> bool:
+    """Return whether two plain attributes are equal: functions if they have the same code and no closures."""
     if isinstance(one, FunctionType) and isinstance(other, FunctionType):
         return one is other or (one.__code__ is other.__code__ and not one.__closure__ and not other.__closure__)
     if one is other or type(one) is not type(other) or isinstance(one, torch.Tensor):

@@ -1,6 +1,4 @@
-"""The code of one expert, run on the packed rows of all: where it reads a weight of its own, every row meets the weight
-of its expert.
-"""
+"""One expert's code, run on the packed rows of all experts: each row meets the weight of its expert."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from .lists import stacks_of
 
 
 class Through(Protocol):
-    """The way of rows through experts: each of its functions takes a weight [experts, ...]."""
+    """The layout of the experts' rows; each of its functions takes a weight [experts, ...]."""
 
     def linear(self, rows: torch.Tensor, weight: torch.Tensor, transposed: bool = False) -> torch.Tensor:
         """Return each row times its expert's weight, which is [out, in], or [in, out] where it is ``transposed``."""
@@ -37,50 +35,44 @@ class Through(Protocol):
 
 @final
 class ThroughSlots:
-    """The way of rows [experts, slots, width], of which every expert has as many."""
+    """Rows in slots, [experts, slots, width]: every expert has as many."""
 
     def __init__(self, experts: int) -> None:
         self._experts = experts
 
     def linear(self, rows: torch.Tensor, weight: torch.Tensor, transposed: bool = False) -> torch.Tensor:
-        """Return each row times its expert's weight, which is [out, in], or [in, out] where it is ``transposed``."""
         return torch.bmm(rows, weight if transposed else weight.mT)
 
     def are_rows(self, value: object) -> bool:
-        """Return whether a value is rows of these experts."""
         return isinstance(value, torch.Tensor) and value.dim() == 3 and value.shape[0] == self._experts
 
     def rows(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return each row's part of a weight [experts, width]."""
         return weight[:, None]
 
 
 @final
 class ThroughPacked:
-    """The way of packed rows."""
+    """Packed rows, of each expert as many as tokens chose it."""
 
     def __init__(self, chosen: torch.Tensor, top: int) -> None:
         self._chosen, self._top = chosen, top
 
     def linear(self, rows: torch.Tensor, weight: torch.Tensor, transposed: bool = False) -> torch.Tensor:
-        """Return each row times its expert's weight, which is [out, in], or [in, out] where it is ``transposed``."""
-        made: torch.Tensor = OPS.expert_linear(rows, self._chosen, weight, transposed, self._top)
-        return made
+        product: torch.Tensor = OPS.expert_linear(rows, self._chosen, weight, transposed, self._top)
+        return product
 
     def are_rows(self, value: object) -> bool:
-        """Return whether a value is packed rows of these experts."""
         return isinstance(value, torch.Tensor) and value.dim() == 2 and value.shape[0] == self._chosen.numel()
 
     def rows(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return each row's part of a weight [experts, width]."""
-        made: torch.Tensor = OPS.spread(weight, self._chosen, self._top)
-        return made
+        parts: torch.Tensor = OPS.spread(weight, self._chosen, self._top)
+        return parts
 
 
 @final
 class Stack:
-    """A tensor of one expert as that expert's code sees it: the part of ``whole``, [experts, ...], that belongs to the
-    expert of each row. Only the functions in ``_READERS`` and those of single entries may read it.
+    """A tensor of one expert as that expert's code sees it, which stands for ``whole``, [experts, ...]: each row meets
+    the part of its expert. Only the functions in ``_READERS`` and pointwise ones may read it.
 
     Raises:
         CaptureError: another function reads it.
@@ -93,8 +85,8 @@ class Stack:
     @property
     def shape(self) -> torch.Size:
         """The shape of one expert's tensor."""
-        own = self.whole.shape[1:]
-        return torch.Size(reversed(own)) if self.turned else own
+        sizes = self.whole.shape[1:]
+        return torch.Size(reversed(sizes)) if self.turned else sizes
 
     def t(self) -> Stack:
         """Return the transpose."""
@@ -116,7 +108,7 @@ class Stack:
         raise _unread(f"`.{name}`")
 
     def of(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the part of each of ``rows``, of a number or a vector of an expert."""
+        """Return each row's part of a stacked number or vector."""
         if len(self.shape) > 1 or not self.through.are_rows(rows):
             raise _unread("arithmetic")
         return self.through.rows(self.whole.unsqueeze(-1) if not self.shape else self.whole)
@@ -125,59 +117,58 @@ class Stack:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", str(func))
         writes = name.endswith("_") and not name.startswith("_") and isinstance(args[0], Stack)
-        single = facts(f"aten.{name.strip('_')}.Tensor").elementwise and not writes
-        reader = _READERS.get(func, _elementwise if single else None)
+        pointwise = facts(f"aten.{name.strip('_')}.Tensor").elementwise and not writes
+        reader = _READERS.get(func, _read_pointwise if pointwise else None)
         if reader is None:
             raise _unread(f"`{name}`")
         return reader(func, *args, **(kwargs or {}))
 
 
 def _unread(what: str) -> CaptureError:
+    what = f"{what} reads a weight of one expert, which is not possible on packed rows"
     help_ = "write experts with linear layers, matrix products, norms of rows, and sums and products of vectors"
-    return CaptureError(
-        "experts", f"{what} reads a weight of one expert, which is not possible on packed rows", help=help_
-    )
+    return CaptureError("experts", what, help=help_)
 
 
-def _product(func: Any, rows: Any, weight: Any, bias: Any = None) -> torch.Tensor:
+def _read_in_product(func: Any, rows: Any, weight: Any, bias: Any = None) -> torch.Tensor:
     """Multiply rows with a weight that is [in, out]."""
-    return _linear(func, rows, weight.t() if isinstance(weight, Stack) else weight, bias)
+    return _read_in_linear(func, rows, weight.t() if isinstance(weight, Stack) else weight, bias)
 
 
-def _linear(func: Any, input: Any, weight: Any, bias: Any = None) -> torch.Tensor:
+def _read_in_linear(func: Any, input: Any, weight: Any, bias: Any = None) -> torch.Tensor:
     """Multiply rows with a weight that is [out, in], and add a bias."""
     if not isinstance(weight, Stack):  # all experts have one weight
-        made = F.linear(input, weight)
+        product = F.linear(input, weight)
     elif isinstance(input, Stack) or len(weight.shape) != 2 or not weight.through.are_rows(input):
         raise _unread(f"`{func.__name__}`")
     else:
-        made = weight.through.linear(input, weight.whole, weight.turned)
-    return made if bias is None else made + bias
+        product = weight.through.linear(input, weight.whole, weight.turned)
+    return product if bias is None else product + bias
 
 
-def _elementwise(func: Any, *operands: Any, **options: Any) -> Any:
-    """Compute with each row's part; of numbers and weights of experts alone, with the weights."""
+def _read_pointwise(func: Any, *operands: Any, **options: Any) -> Any:
+    """Compute with each row's part; without rows, with the stacks as they are."""
     rows = next((value for value in operands if isinstance(value, torch.Tensor)), None)
     stacks = [value for value in operands if isinstance(value, Stack)]
     if rows is None:
         if len({(stack.shape, stack.turned) for stack in stacks}) > 1:
             raise _unread(f"`{func.__name__}`")
-        made = func(*(value.whole if isinstance(value, Stack) else value for value in operands), **options)
-        return Stack(made, stacks[0].through, stacks[0].turned)
+        whole = func(*(value.whole if isinstance(value, Stack) else value for value in operands), **options)
+        return Stack(whole, stacks[0].through, stacks[0].turned)
     return func(*(value.of(rows) if isinstance(value, Stack) else value for value in operands), **options)
 
 
-def _norm(func: Any, input: Any, shape: Any, weight: Any = None, bias: Any = None, eps: Any = None) -> Any:
+def _read_in_norm(func: Any, input: Any, shape: Any, weight: Any = None, bias: Any = None, eps: Any = None) -> Any:
     """Norm rows, and then multiply and add."""
-    made = func(input, shape) if eps is None else func(input, shape, eps=eps)
-    made = made if weight is None else made * weight
-    return made if bias is None else made + bias
+    normed = func(input, shape) if eps is None else func(input, shape, eps=eps)
+    normed = normed if weight is None else normed * weight
+    return normed if bias is None else normed + bias
 
 
 def _operator(name: str, swapped: bool) -> Callable[[Stack, Any], Any]:
     """Return the method of a Python operator."""
     compute = getattr(operator, name)
-    return lambda stack, other: _elementwise(compute, *((other, stack) if swapped else (stack, other)))
+    return lambda stack, other: _read_pointwise(compute, *((other, stack) if swapped else (stack, other)))
 
 
 for _name in ("add", "sub", "mul", "truediv"):
@@ -186,48 +177,45 @@ for _name in ("add", "sub", "mul", "truediv"):
 
 _Tensor: Any = torch.Tensor
 _READERS: dict[Any, Callable[..., Any]] = {
-    F.linear: _linear,
-    **dict.fromkeys((torch.matmul, _Tensor.matmul, torch.mm, _Tensor.mm, _Tensor.__matmul__), _product),
-    torch.addmm: lambda func, bias, rows, weight: _product(func, rows, weight, bias),
-    F.layer_norm: _norm,
-    F.rms_norm: _norm,
+    F.linear: _read_in_linear,
+    **dict.fromkeys((torch.matmul, _Tensor.matmul, torch.mm, _Tensor.mm, _Tensor.__matmul__), _read_in_product),
+    torch.addmm: lambda func, bias, rows, weight: _read_in_product(func, rows, weight, bias),
+    F.layer_norm: _read_in_norm,
+    F.rms_norm: _read_in_norm,
 }
+"""The functions that may read the weight of one expert, each in its form on all rows."""
 
 
 Compute = Callable[[torch.Tensor, Through], torch.Tensor]
-"""A function that makes packed rows of packed rows."""
+"""The computation of all experts: from their input rows, in some layout, to their output rows."""
 
 
 def expert_of(
     experts: nn.ModuleList | Callable[..., torch.Tensor], stacks: Sequence[torch.Tensor]
 ) -> tuple[Compute, int]:
-    """Return the code of one expert as a function of packed rows, and the number of experts.
+    """Return the code of one expert as a function of the rows of all, and the number of experts.
 
     Raises:
-        CaptureError: the experts are a list that is not registered as such.
+        CaptureError: the experts are a list whose weights are not stacked.
     """
     if not isinstance(experts, nn.ModuleList):
         return lambda rows, through: experts(rows, *(Stack(whole, through) for whole in stacks)), len(stacks[0])
-    found = stacks_of(experts)
-    if found is None:
+    stacked = stacks_of(experts)
+    if stacked is None:
         what = "`parc.routed` is given a list of experts whose weights are not stacked"
-        raise CaptureError(
-            "experts", what, help='name the list\'s attribute: `@parc.register_experts(Layer, "experts")`'
-        )
-    first, *_ = found.experts
+        help_ = 'name the list\'s attribute: `@parc.register_experts(Layer, "experts")`'
+        raise CaptureError("experts", what, help=help_)
+    first, *_ = stacked.experts
 
     def compute(rows: torch.Tensor, through: Through) -> torch.Tensor:
-        with ExitStack() as within:
-            for module, name, stack in found.places(first):
-                module._parameters[name] = Stack(stack, through)  # type: ignore[assignment]
-                within.callback(module._parameters.pop, name)
+        with stacked.filled(first, lambda stack: Stack(stack, through)), ExitStack() as within:
             for path, _ in list(first.named_buffers()):
                 owner, _, name = path.rpartition(".")
-                same = [expert.get_buffer(path) for expert in found.experts]
+                buffers = [expert.get_buffer(path) for expert in stacked.experts]
                 module = first.get_submodule(owner)
-                within.callback(module._buffers.__setitem__, name, same[0])
-                module._buffers[name] = Stack(torch.stack(same), through)  # type: ignore[assignment]
-            made: torch.Tensor = first(rows)
-            return made
+                within.callback(module._buffers.__setitem__, name, buffers[0])
+                module._buffers[name] = Stack(torch.stack(buffers), through)  # type: ignore[assignment]
+            outputs: torch.Tensor = first(rows)
+            return outputs
 
-    return compute, len(found.experts)
+    return compute, len(stacked.experts)
