@@ -1,8 +1,8 @@
-"""The checker of one program: shapes and types re-derived line by line from its text and the rule table.
+"""The check of one program: shapes and types, derived again line by line from its text and the table of rules.
 
-It shares the rules with the passes and nothing else. By induction over the lines, what all ranks hold together is at
-each line what the operator makes of the whole values before it. A line that nobody reads is refused too: the
-contribution to a gradient that was forgotten in a sum is one.
+It shares that table with the passes and nothing else. By induction over the lines, the pieces that all ranks hold of a
+value are together what the operator returns for whole operands. A result that no line reads is refused too: a
+contribution that was forgotten in the sum of a gradient is one.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def check_lines(program: Program) -> list[Fault]:
 
 
 def _answers(function: Function, mesh: Mesh) -> Sequence[tuple[Line, Answer | None]]:
-    """Return the lines of a function that have faults, and its calls, whose answers depend on other functions."""
+    """Return the lines of a function that have faults, and its calls (with None), which depend on other functions."""
     key = "answers", mesh
     if key not in function.derived:
         answers = ((line, question and _answer(question)) for line, question in questions(function, mesh))
@@ -66,8 +66,8 @@ def _answers(function: Function, mesh: Mesh) -> Sequence[tuple[Line, Answer | No
 
 
 def _unread(function: Function) -> Sequence[str]:
-    """Return the values that nobody reads: parameters (except buffers that get new values), results of calls, and lines
-    of which no result is read."""
+    """Return the values that no line reads: parameters (except buffers that are updated), results of calls, and those
+    of lines of which no result is read."""
     if "unread" not in function.derived:
         function.derived["unread"] = tuple(_never_read(function))
     stored: Sequence[str] = function.derived["unread"]
@@ -131,11 +131,11 @@ def _operator_faults(q: Question) -> Iterator[tuple[str, str]]:
     if _draws(line.op):
         yield "types", f"{line.op} draws from a rank's own random state"
         return
-    if wrong_call := _miscalled(line):
-        yield "shapes", f"{line.op} {wrong_call}"
+    if problem := _schema_problem(line):
+        yield "shapes", f"{line.op} {problem}"
         return
     call = line_call(line, q.operands, results, lambda item: item.size)
-    wrong = _made_otherwise(q, call, [t.shape for t in q.operands], [t and t.shape for t in q.declared])
+    wrong = _result_problem(q, call, [t.shape for t in q.operands], [t and t.shape for t in q.declared])
     if wrong:  # rules speak of calls that are valid
         yield "shapes", wrong
         return
@@ -146,8 +146,8 @@ def _operator_faults(q: Question) -> Iterator[tuple[str, str]]:
     try:
         placements = infer(call, [t.placement for t in q.operands], mesh, [t.placement for t in results])
         packed = packed_result(call, [t.packed for t in q.operands])
-    except Exception as problem:  # a rule may stumble over arguments that it does not foresee
-        yield "types", str(problem) or type(problem).__name__
+    except Exception as error:  # a rule may stumble over arguments that it does not foresee
+        yield "types", str(error) or type(error).__name__
         return
     if any(type_.packed != packed for type_ in results):
         yield "types", f"{line.op} does not make rows that are packed so"
@@ -168,8 +168,8 @@ def _draws(op: str) -> bool:
         return False
 
 
-def _miscalled(line: Line) -> str:
-    """Return what an operator is given that it does not take, or lacks: torch may crash at that."""
+def _schema_problem(line: Line) -> str:
+    """Return how a call does not fit its operator's schema, "" if it does: torch may crash at such calls."""
     if not line.op.startswith("aten."):
         return ""
     named: dict[int | str, Any] = {**dict(enumerate(line.args)), **dict(line.kwargs)}
@@ -187,8 +187,8 @@ def _miscalled(line: Line) -> str:
 
 
 def _local_faults(q: Question, call: OpCall) -> Iterator[tuple[str, str]]:
-    """Yield the faults on one rank's shapes: the operator must give the declared results, with the sizes that its rule
-    derives."""
+    """Yield the faults on one rank's shapes: sizes in arguments are those that the rule derives, and with them the
+    operator returns the declared shapes."""
     op, mesh, results = q.line.op, q.mesh, q.results
     shapes = tuple(t.local(mesh) for t in q.operands), tuple(t.local(mesh) for t in results)
     local = line_call(q.line, q.operands, results, lambda item: item.local(mesh))
@@ -199,13 +199,13 @@ def _local_faults(q: Question, call: OpCall) -> Iterator[tuple[str, str]]:
         return
     if (list(args), kwargs) != (list(local.args), dict(local.kwargs)):
         yield "shapes", f"sizes of {op} on a rank are not those its rule derives"
-    wrong = _made_otherwise(q, local, shapes[0], [t and t.local(mesh) for t in q.declared])
+    wrong = _result_problem(q, local, shapes[0], [t and t.local(mesh) for t in q.declared])
     if wrong:
         yield "shapes", f"on a rank {wrong}"
 
 
-def _made_otherwise(q: Question, call: OpCall, shapes: Sequence[Any], wanted: Sequence[Any]) -> str:
-    """Run the operator on shapes alone, and return what is wrong with its results, or ""."""
+def _result_problem(q: Question, call: OpCall, shapes: Sequence[Any], wanted: Sequence[Any]) -> str:
+    """Run the operator on shapes alone, and return how its results are not those declared, or ""."""
     op = q.line.op
     expected = [None if t is None else (t.dtype, shape) for t, shape in zip(q.declared, wanted, strict=True)]
     try:
@@ -217,11 +217,11 @@ def _made_otherwise(q: Question, call: OpCall, shapes: Sequence[Any], wanted: Se
     return "" if forms == expected else f"{op} makes {_shape_text(forms)}, not {_shape_text(expected)}"
 
 
-def forms_of(made: Any) -> list[tuple[torch.dtype, Any] | None]:
+def forms_of(output: Any) -> list[tuple[torch.dtype, Any] | None]:
     """Return dtypes and shapes of an operator's results."""
-    made = made if isinstance(made, (tuple, list)) else [made]
-    return [None if x is None else (x.dtype, tuple(x.shape)) for x in made]
+    tensors = output if isinstance(output, (tuple, list)) else [output]
+    return [None if x is None else (x.dtype, tuple(x.shape)) for x in tensors]
 
 
-def _shape_text(made: Sequence[Any]) -> str:
-    return "; ".join("-" if item is None else f"{str(item[0]).removeprefix('torch.')}{list(item[1])}" for item in made)
+def _shape_text(forms: Sequence[Any]) -> str:
+    return "; ".join("-" if form is None else f"{str(form[0]).removeprefix('torch.')}{list(form[1])}" for form in forms)
