@@ -30,7 +30,7 @@ from parc.compiler.verify.compressed import check_compressed
 from parc.compiler.verify.lines import check_lines, check_program
 from parc.compiler.verify.padding import check_padding
 from parc.compiler.verify.ranges import size_faults
-from parc.compiler.verify.rounding import check_precision, check_remade
+from parc.compiler.verify.rounding import check_precision, check_recomputed
 from parc.compiler.verify.step import (
     check_bindings,
     check_packed,
@@ -96,7 +96,7 @@ def faults_by_check(build: Build, summed: bool | None = None) -> Iterator[list[F
     yield [*check_places(programs, build.manifest.get("offload", {}))]
     yield check_precision(programs, reference, build.rounding)
     yield [*check_padding(programs, build.pads, build.types)]
-    yield [*check_remade(programs)]
+    yield [*check_recomputed(programs)]
     yield check_schedule(roles, build.microbatches, build.purpose)
     for role in roles.values():
         yield [*check_messages(role.programs, build.microbatches)]
