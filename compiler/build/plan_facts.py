@@ -1,4 +1,4 @@
-"""The facts of a manifest that follow from its plan alone, made from it and held against it."""
+"""Facts of a manifest that follow from its plan alone, and the faults of others."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from .facts import fact_fault, unlike
 from .json_schema import MANIFEST_FORM
 
 _PARTS = ("optimizer", "init", "precision", "compress", "evaluation")
-"""The facts of which the plan determines only a part; the rest is the model's."""
+"""The facts of which the plan determines only a part: the rest is the model's."""
 
 
 def plan_facts(plan: Plan) -> dict[str, Any]:
-    """The facts of a manifest that follow from its plan alone."""
+    """Return the facts of a manifest that follow from its plan alone."""
     ranges = {name: [size.low, size.high, size.step] for name, size in moving(plan.sizes).items()}
     return {
         **({"ranges": ranges} if ranges else {}),
@@ -122,8 +122,7 @@ def plan_faults(manifest: Mapping[str, Any], plan: Plan) -> list[Fault]:
 
 
 def _name_faults(manifest: Mapping[str, Any], plan: Plan) -> Iterator[Fault]:
-    """Find facts that name other parameters or modules than the plan's patterns match, among the names in the
-    manifest."""
+    """Find facts that name other parameters or modules than those of the manifest that the plan's patterns match."""
     stored, tied = manifest["parameters"], manifest["aliases"]
     paths = (name.split(".") for name in (*stored, *tied))
     modules = frozenset(".".join(path[:depth]) for path in paths for depth in range(1, len(path)))
