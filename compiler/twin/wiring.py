@@ -271,22 +271,25 @@ class Forward:
             yield PieceFact(slot, (origin, "own"), NONE, where)
         elif near:
             yield PieceFact(slot, (origin, "graph"), options(near), where)
-            lines = frozenset(made[2:] for made, _, _ in near)
+            lines = frozenset(read[0][2:] for read in near)
             yield PieceFact(("makes", maker.sort, result), "graph", lines, where)
         else:
             yield PieceFact(slot, (origin, "other"), self._otherwise(call, source), where)
 
     def _otherwise(self, call: PieceCall, source: PieceSource) -> frozenset[Hashable]:
-        """Return the options for a value that the captured graph does not have: how it is made of values that belong to
-        no repetition, or how many calls before its reader it is made."""
-        said = self._said(source)
-        return frozenset({said}) if said is not None else _names_from(self.calls[source[1]].place, call.place)
+        """Return the options for a value that the captured graph does not have: its expression in values of no layer,
+        or the distance of its maker's layer from its reader's."""
+        expression = self._expression(source)
+        if expression is not None:
+            return frozenset({expression})
+        return _names_from(self.calls[source[1]].place, call.place)
 
-    def _said(self, source: PieceSource) -> Hashable:
+    def _expression(self, source: PieceSource) -> Hashable:
+        """Return the calls that make a value from values of no layer; None if it depends on a layer's."""
         if source[0] != "made":
             return source if _LAYER_NUMBER.search(str(source[1])) is None else None
         maker = self.calls[source[1]]
-        operands = tuple(self._said(read) for read in maker.reads)
+        operands = tuple(self._expression(read) for read in maker.reads)
         return None if None in operands else (maker.kind, source[2], operands)
 
     def _returned(self, key: Binding, source: PieceSource) -> Iterator[PieceFact]:

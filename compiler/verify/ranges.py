@@ -63,8 +63,8 @@ def size_faults(template: Template, mesh: Mesh) -> list[ShapeFault]:
     sizes, numbers = _distinguishing_sizes(template, mesh)
     proof = _Proof(template, numbers)
     programs = {file: without_rings(parse_program(text, file)) for file, text in template.at(sizes).items()}
-    found = (*_number_faults(template, programs, sizes, numbers), *binding_faults(programs))
-    faults = {fault.message: fault for fault in found}
+    by_number = (*_number_faults(template, programs, sizes, numbers), *binding_faults(programs))
+    faults = {fault.message: fault for fault in by_number}
     for file, program in programs.items():
         for line, message in proof.faults(program):
             faults.setdefault(message, _line_fault(file, line, message))
