@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ...grammar.syntax import Word
-from ..plan.directives.data import Data
 from ..plan.directives.eval import Eval
 from ..plan.directives.precision import TYPES
 from ..plan.directives.schedule import ACCUMULATE
@@ -28,11 +27,12 @@ _PARTS = ("optimizer", "init", "precision", "compress", "evaluation")
 def plan_facts(plan: Plan) -> dict[str, Any]:
     """Return the facts of a manifest that follow from its plan alone."""
     ranges = {name: [size.low, size.high, size.step] for name, size in moving(plan.sizes).items()}
+    offload = {word: None if line.host else line.folder for word, line in plan.offloaded.items()}
     return {
         **({"ranges": ranges} if ranges else {}),
         **({"budget": plan.budget.memory} if plan.budget is not None else {}),
-        **({"offload": offload_facts(plan)} if plan.offload else {}),
-        **({"evaluation": evaluation_line(plan.evaluation)} if plan.evaluation is not None else {}),
+        **({"offload": offload} if plan.offload else {}),
+        **({"evaluation": _evaluation_facts(plan.evaluation)} if plan.evaluation is not None else {}),
         "model": {"callable": plan.model.callable, "arguments": dict(plan.model.values)},
         "inputs": input_facts(plan),
         "sizes": {name: size.high for name, size in plan.sizes.items()},
@@ -44,7 +44,7 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
         "accumulate": ACCUMULATE[plan.accumulate],
         "precision": [{"type": TYPES[line.type]} for line in plan.precision],
         "compress": [{"axis": line.axis.text, "format": line.format} for line in plan.compress],
-        "data": data_facts(plan.data),
+        "data": None if plan.data is None else plan.data.said.facts(),
         "init": None if plan.init is None else {"folder": plan.init.folder, "rounded": plan.init.rounded},
         "seed": plan.seed,
         "state": initial_state(plan.loss_scale),
@@ -76,20 +76,10 @@ def loss_facts(plan: Plan) -> list[dict[str, Any]]:
     return [{**term._asdict(), "operands": list(term.operands)} for term in plan.loss.terms]
 
 
-def offload_facts(plan: Plan) -> dict[str, str | None]:
-    """Return the folder in which each part of the state of training is kept, None for the host's memory."""
-    return {word: None if line.host else line.folder for word, line in plan.offloaded.items()}
-
-
-def evaluation_line(line: Eval) -> dict[str, Any]:
+def _evaluation_facts(line: Eval) -> dict[str, Any]:
     """Return the facts of the ``eval`` line in the manifest's form, without those of the model in ``eval()``."""
     samples = line.samples.facts() if line.samples is not None else None
     return {"every": line.every, "batches": line.batches, "data": samples}
-
-
-def data_facts(line: Data | None) -> dict[str, Any] | None:
-    """Return the facts of the ``data`` line in the manifest's form."""
-    return None if line is None else line.said.facts()
 
 
 def _optimizer_facts(plan: Plan) -> dict[str, Any]:

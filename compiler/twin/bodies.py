@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -152,11 +152,11 @@ class Pairs:
 
     written: tuple[tuple[str, str, NumberPair], ...] = ()
     """The operator, the argument and the pair for each number that is not the size of a dim of its own line."""
-    at: Mapping[str, frozenset[NumberPair]] = field(default_factory=dict)
+    at: Mapping[str, Set[NumberPair]] = field(default_factory=dict)
     """The pairs by their place in the model's code."""
-    every: frozenset[NumberPair] = frozenset()
+    every: Set[NumberPair] = frozenset()
     """All of these, and the sizes of dims."""
-    arguments: Mapping[tuple[str, str, str], frozenset[NumberPair]] = field(default_factory=dict)
+    arguments: Mapping[tuple[str, str, str], Set[NumberPair]] = field(default_factory=dict)
     """The pairs by operator, origin and argument; an argument that is left out has its default."""
 
     @classmethod
@@ -177,15 +177,14 @@ class Pairs:
                 arguments[base_name(mine.op), mine.origin, place].add((here, there))
                 if not size or (here, there) not in dims:
                     written.append((mine.op, place, (here, there)))
-        every = frozenset(sizes.union(*at.values()))
-        return cls(tuple(written), _frozen(at), every, _frozen(arguments))
+        return cls(tuple(written), at, sizes.union(*at.values()), arguments)
 
     def __or__(self, other: Pairs) -> Pairs:
         """Return both together; ``written`` is the first's."""
         at, arguments = _union(self.at, other.at), _union(self.arguments, other.arguments)
         return Pairs(self.written, at, self.every | other.every, arguments)
 
-    def forward(self, numbers: Numbers, argument: str) -> frozenset[NumberPair]:
+    def forward(self, numbers: Numbers, argument: str) -> Set[NumberPair]:
         """Return the pairs that the forward operator of a derivative's line has for an argument, such as an attention's
         ``scale``; empty for other lines."""
         name = base_name(numbers.op)
@@ -194,13 +193,7 @@ class Pairs:
         return frozenset() if name == operator_name else self.arguments.get(key, frozenset())
 
 
-def _frozen(sets: Mapping[_K, set[NumberPair]]) -> dict[_K, frozenset[NumberPair]]:
-    return {key: frozenset(pairs) for key, pairs in sets.items()}
-
-
-def _union(
-    one: Mapping[_K, frozenset[NumberPair]], other: Mapping[_K, frozenset[NumberPair]]
-) -> dict[_K, frozenset[NumberPair]]:
+def _union(one: Mapping[_K, Set[NumberPair]], other: Mapping[_K, Set[NumberPair]]) -> dict[_K, Set[NumberPair]]:
     return {key: one.get(key, frozenset()) | other.get(key, frozenset()) for key in {**one, **other}}
 
 
@@ -213,13 +206,13 @@ def number_problem(ours: Sequence[Numbers], theirs: Sequence[Numbers], model: Pa
     """
     pairs = []
     for mine, other in zip(ours, theirs, strict=True):
-        dims, near = frozenset(zip(mine.dims, other.dims, strict=True)), model.at.get(mine.origin, frozenset())
+        dims, near = {*zip(mine.dims, other.dims, strict=True)}, model.at.get(mine.origin, frozenset())
         for (place, here, size), (_, there, _) in zip(mine.written, other.written, strict=True):
             pair = here, there
             pairs.append((mine.op, place, pair))
             if not size and (forward := model.forward(mine, place)) and pair not in forward:
                 return f"{mine.op} has {here!r} where its twin has {there!r}: the operator itself has no such {place}"
-            sizes = dims if size else frozenset()
+            sizes: Set[NumberPair] = dims if size else frozenset()
             if pair not in sizes and not _follows(pair, near, model.every, sizes):
                 return f"{mine.op} has {here!r} where its twin has {there!r}: the model has no such number there"
     have, ops, places = Counter(pairs), {numbers.op for numbers in ours}, {(op, place) for op, place, _ in pairs}
@@ -230,9 +223,7 @@ def number_problem(ours: Sequence[Numbers], theirs: Sequence[Numbers], model: Pa
     return None
 
 
-def _follows(
-    pair: NumberPair, near: frozenset[NumberPair], model: frozenset[NumberPair], sizes: frozenset[NumberPair]
-) -> bool:
+def _follows(pair: NumberPair, near: Set[NumberPair], model: Set[NumberPair], sizes: Set[NumberPair]) -> bool:
     """Return whether a pair of numbers is ``near`` in the model's code, is computed from such a pair or from ``sizes``,
     or is one number that does not depend on the size of the model."""
     here, there = pair

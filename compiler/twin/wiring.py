@@ -174,7 +174,7 @@ class Forward:
     ) -> None:
         self.program, self.graph = program, graph
         self.functions = {f.name: f for f in program.functions}
-        self.undoing = _undoing(backward, self.functions) if backward is not None else {}
+        self.backward_of = _backward_of(backward, self.functions) if backward is not None else {}
         self.bodies: dict[str, Body] = {}
         self.backward: dict[str, Body] = {}
         """The bodies of backward functions, by the names of their forward ones."""
@@ -198,7 +198,7 @@ class Forward:
                     kind[line.op] = kinds.of(self._rows(call))
                 call.kind, call.before = kind[line.op], called_before[place, kind[line.op]]
                 called_before[place, call.kind] += 1
-                self._take_results(call)
+                self._note_results(call)
                 self.calls.append(call)
             elif line.made[0].name in stored:
                 self.sources[line.made[0].name] = "bound", stored[line.made[0].name]
@@ -218,17 +218,17 @@ class Forward:
             families = _families((name, maker.place, (maker.kind, maker.before, at)) for name, maker, at in results)
         body = function_body(function, self.program.mesh, families=families)
         self.bodies[function.name] = body
-        if (undoing := self.undoing.get(function.name)) is None:
+        if (backward := self.backward_of.get(function.name)) is None:
             return body.rows, None
-        shared = (value.name for value in undoing.parameters if value.name in body.names)
+        shared = (value.name for value in backward.parameters if value.name in body.names)
         names = {name: f"F {body.names[name]}" for name in shared}  # B's own lines are numbered from 0 too
-        tangents = (value.name for value in undoing.parameters if value.name not in names)
+        tangents = (value.name for value in backward.parameters if value.name not in names)
         names.update((name, f"tangent {number}") for number, name in enumerate(tangents))
         saved = [family for family in body.form.families if {*family} <= names.keys()]
-        self.backward[function.name] = function_body(undoing, self.program.mesh, names, saved)
+        self.backward[function.name] = function_body(backward, self.program.mesh, names, saved)
         return body.rows, self.backward[function.name].rows
 
-    def _take_results(self, call: PieceCall) -> None:
+    def _note_results(self, call: PieceCall) -> None:
         """Note the origin of each result of a call: for a parameter that the function returns, that of the operand."""
         function = self.functions[call.line.op]
         origins = {v.name: source for v, source in zip(function.parameters, call.reads, strict=True)}
@@ -329,13 +329,13 @@ def _names_from(name: str, place: str) -> frozenset[Hashable]:
     return frozenset({name, (star(name), *there[1:], int(there[0]) - int(here[0]))})
 
 
-def _undoing(backward: Program, forward: Mapping[str, Function]) -> dict[str, Function]:
+def _backward_of(backward: Program, forward: Mapping[str, Function]) -> dict[str, Function]:
     """Return B's functions by the names of the functions of F that they differentiate."""
-    undoing = {function.name.removesuffix("_backward"): function for function in backward.blocks}
-    for name, function in undoing.items():
+    backward_of = {function.name.removesuffix("_backward"): function for function in backward.blocks}
+    for name, function in backward_of.items():
         if name == function.name or name not in forward:
             raise WiringFault(f"B has a function `{function.name}`, which is of none of F's")
-    return undoing
+    return backward_of
 
 
 # ---- gradients of a step, followed by name
@@ -401,7 +401,7 @@ class Backward:
         for name, gradient in self.program.main.returned("gradient").items():
             terms = self.sums[gradient]
             self._note_readers(terms, ("bound", Binding("parameter", name)), f"B {name}")
-            yield PieceFact(("whole gradient", star(name)), frozenset(way for _, way in terms), NONE, f"B {name}")
+            yield PieceFact(("whole gradient", star(name)), frozenset(path for _, path in terms), NONE, f"B {name}")
         for (call, at), uses in self.readers.items():
             operands = self.forward.bodies[call.line.op].form.operands
             place, number = self.forward.backward[call.line.op].form.results[at]
@@ -434,10 +434,10 @@ class Backward:
             for term, _ in terms:
                 if not isinstance(term, Binding):
                     self.readers[term].append([slot for _, source in fits for slot in self._slots(term, source)])
-            ways = frozenset(way for _, way in terms)
+            paths = frozenset(path for _, path in terms)
             names = self.forward.bodies[call.line.op].names
             place = self.forward.backward[call.line.op].form.operands[at]
-            yield PieceFact(("gradient", call.sort, place), ways, frozenset(names[of] for of, _ in fits), where)
+            yield PieceFact(("gradient", call.sort, place), paths, frozenset(names[of] for of, _ in fits), where)
 
     def _note_readers(self, terms: _Sum, source: PieceSource, where: str) -> None:
         """Note that the sum of these terms is the gradient of a value of F."""
@@ -490,10 +490,10 @@ def reduce_facts(reduce: Program) -> Iterator[PieceFact]:
             raise WiringFault(f"UNSHARD makes `{key}` of {', '.join(terms) or 'nothing'}")
         if key == GRAD_NORM and terms != gradients:
             raise WiringFault("the norm in REDUCE is not of every gradient once")
-        for term, way in sums[name]:
+        for term, path in sums[name]:
             times = (f"{terms.count(str(term))} times",) if key.kind == "metric" else ()
             place = "reduced", star(str(key)), star(str(term))
-            yield PieceFact(place, (*way, *times), NONE, f"{reduce.action} {key}")
+            yield PieceFact(place, (*path, *times), NONE, f"{reduce.action} {key}")
 
 
 class _JoinedParts:
@@ -533,7 +533,7 @@ class _JoinedParts:
 
 
 def _terms_of_result(line: Line, known: dict[str, _Sum], program: Program, joined: _JoinedParts) -> _Sum:
-    """Return the terms of a line's result. A sum has its operands' terms; any other line adds itself to the way of each
+    """Return the terms of a line's result. A sum has its operands' terms; any other line adds itself to the path of each
     term."""
     if unknown := [name for name in line.uses if name not in known]:
         raise WiringFault(f"{program.action} computes `{line.op}` of `{unknown[0]}` outside its functions")
@@ -550,8 +550,8 @@ def _terms_of_result(line: Line, known: dict[str, _Sum], program: Program, joine
     words = ", ".join(map(_sizeless_text, arguments))
     types = "; ".join(sizeless(value, program.mesh) for value in line.made)
     return tuple(
-        (term, (*way, f"{line.op}({words}) {at} of {'many' if count > 1 else 'one'}: {types}"))
-        for at, operand in enumerate(operands) for (term, way), count in zip(operand, counts[at], strict=True)
+        (term, (*path, f"{line.op}({words}) {at} of {'many' if count > 1 else 'one'}: {types}"))
+        for at, operand in enumerate(operands) for (term, path), count in zip(operand, counts[at], strict=True)
     )  # fmt: skip
 
 

@@ -36,6 +36,7 @@ from ..program.actions import BACKWARD, FORWARD, step_kinds, work_kinds
 from ..program.binding import BUFFERS
 from ..program.program import Fault, Function, Line, Program, Value, default_numbers, numbers_in, operator
 from ..torch_private import is_composite
+from .lines import follow_with_faults
 
 _STORAGE_OPTIONS = frozenset({"dtype", "layout", "device", "pin_memory", "memory_format"})
 _ACTIVATION = 0
@@ -225,19 +226,16 @@ def _checked_arithmetic(
     program: Program, express: _Expressions, known: set[int], saved: Mapping[str, int]
 ) -> tuple[list[int], list[Fault]]:
     """Return the expressions of a program's results, and the faults of lines with arithmetic that is not ``known``."""
-    faults: dict[str, Fault] = {}
 
-    def checked(function: str, question: Question, operands: tuple[int, ...]) -> list[int]:
+    def checked(question: Question, operands: tuple[int, ...]) -> tuple[list[int], str]:
         computed = express.computed(question, operands)
         tables = computed.tables if program.action != BACKWARD else ()  # B also differentiates tables
-        if not known.issuperset([*computed.arithmetic, *tables]):
-            where = f"{program.action} {function}: {', '.join(value.name for value in question.line.made)}"
-            what = "whole numbers" if computed.arithmetic else "tables"
-            faults[where] = Fault("types", where, f"{question.line.op} makes other {what} than the model")
-        return computed.results
+        if known.issuperset([*computed.arithmetic, *tables]):
+            return computed.results, ""
+        what = "whole numbers" if computed.arithmetic else "tables"
+        return computed.results, f"{question.line.op} makes other {what} than the model"
 
-    parameters = [express.source(value, saved) for value in program.main.parameters]
-    return follow(program, program.main, parameters, checked), list(faults.values())
+    return follow_with_faults(program, [express.source(value, saved) for value in program.main.parameters], checked)
 
 
 # ---- thresholds of activations; a row of an operator calls them ``bounds``

@@ -104,6 +104,7 @@ def _common_programs(programs: Programs) -> list[str]:
 
 
 def _place_faults(roles: Mapping[str, Programs], mesh: Mesh, axis: str) -> Iterator[Fault]:
+    """Find roles that are not those of the axis, and programs of another role, mesh or action than their key says."""
     ranks = mesh.size(axis)
     if list(roles) != [f"{axis}{rank}" for rank in range(ranks)]:
         yield Fault("types", "step", f"its roles are {', '.join(roles)}, not those of the {ranks} ranks of `{axis}`")
@@ -116,8 +117,9 @@ def _place_faults(roles: Mapping[str, Programs], mesh: Mesh, axis: str) -> Itera
 
 
 def _message_faults(sender: Program, receiver: Program) -> Iterator[Fault]:
+    """Find values that one stage sends and its neighbour does not receive so, and keys of random streams among them."""
     values = sender.main.values()
-    keys = {v and v.name for line in sender.main.lines if line.op == "parc.stream_key.default" for v in line.results}
+    keys = {v.name for line in sender.main.lines if line.op == "parc.stream_key.default" for v in line.made}
     for key, name in sender.main.returns:
         if key.kind == "sent" and name in keys:
             yield Fault("communication", f"{sender.role} {key}", "is a random stream's key, which lies on the CPU")

@@ -7,13 +7,13 @@ contribution that was forgotten in the sum of a gradient is one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
 
-from ..analysis.dataflow import Question, line_call, questions
+from ..analysis.dataflow import Knowledge, Question, follow, line_call, questions
 from ..layout.collectives import COLLECTIVES, MESSAGE
 from ..layout.mesh import Mesh
 from ..layout.packed_rows import EXCHANGE
@@ -69,19 +69,33 @@ def _unread(function: Function) -> Sequence[str]:
     """Return the values that no line reads: parameters (except buffers that are updated), results of calls, and those
     of lines of which no result is read."""
     if "unread" not in function.derived:
-        function.derived["unread"] = tuple(_never_read(function))
+        read, updated = function.uses, {key for key, _ in function.returns if key.kind == "buffer"}
+        unread = [v.name for v in function.parameters if v.name not in read and v.binding not in updated]
+        for line in function.lines:
+            names = [value.name for value in line.made if value.name not in read]
+            unread += names if line.calls_function or len(names) == len(line.made) else []
+        function.derived["unread"] = unread
     stored: Sequence[str] = function.derived["unread"]
     return stored
 
 
-def _never_read(function: Function) -> Iterator[str]:
-    read = function.uses
-    updated = {key for key, _ in function.returns if key.kind == "buffer"}
-    yield from (value.name for value in function.parameters if value.name not in read and value.binding not in updated)
-    for line in function.lines:
-        unread = [value.name for value in line.made if value.name not in read]
-        if line.calls_function or len(unread) == len(line.made):
-            yield from unread
+def follow_with_faults(
+    program: Program,
+    parameters: Sequence[Knowledge],
+    rule: Callable[[Question, tuple[Knowledge, ...]], tuple[Sequence[Knowledge], str]],
+) -> tuple[list[Knowledge], list[Fault]]:
+    """Follow a program by a ``rule``, which returns the facts about a line's results and the message of its fault, ""
+    for none. Return the facts about what the program returns, and the faults, one a line."""
+    faults: dict[str, Fault] = {}
+
+    def noted(function: str, question: Question, operands: tuple[Knowledge, ...]) -> Sequence[Knowledge]:
+        results, message = rule(question, operands)
+        if message:
+            where = f"{program.action} {function}: {', '.join(value.name for value in question.line.made)}"
+            faults[where] = Fault("types", where, message)
+        return results
+
+    return follow(program, program.main, parameters, noted), list(faults.values())
 
 
 def call_faults(line: Line, values: Mapping[str, Value], called: Function) -> Iterator[tuple[str, str]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from types import MappingProxyType
 from typing import TypeVar
 
 from ..analysis.dataflow import Question, follow, line_call
@@ -141,19 +142,15 @@ def tail_fault(reference: Program, ignored: Mapping[str, int], unbatched: Collec
         if number not in counted and term.bound("input"):
             return f"term {number} of its loss is not divided by a count, {_COUNTS}: its mean is over added samples too"
     for function in map(_of_the_loss, reference.functions):
-        inputs = {value.name: name for name, value in function.bound("input").items() if name not in unbatched}
-        held = {name: float(ignored[of]) for name, of in inputs.items() if of in ignored}
-        sizes = {value.name: value.type.shape[0] for value in function.parameters
-                 if value.name in inputs and value.type.shape}  # fmt: skip
+        inputs = {name: value.name for name, value in function.bound("input").items() if name not in unbatched}
+        held = {inputs[name]: float(index) for name, index in ignored.items() if name in inputs}
+        sizes = _batch_sizes(function, unbatched)
         try:
             if 1 in sizes.values():  # a microbatch is one sample, so an extra one is a microbatch of its own
                 if fault := _fault_alone(reference, function, held, counted):
                     return fault
                 continue
-            parameters: list[Extras] = [
-                (Extra(0, 1, 1, sizes[value.name], held.get(value.name)),) if value.name in sizes else ()
-                for value in function.parameters
-            ]
+            parameters = _with_extra_samples(function, sizes, held)
             results = follow(reference, function, parameters, _with_slopes(function, _line_padding, _held_in_rows))
         except PaddingFault as fault:
             return _where_samples_meet(fault, "the model's own code or the loss")
@@ -168,6 +165,20 @@ def _of_the_loss(function: Function) -> Function:
     loads = set(function.returned("load").values())
     returns = tuple((key, name) for key, name in function.returns if name not in loads and key.kind != "output")
     return making(function, returns)
+
+
+def _batch_sizes(function: Function, unbatched: Collection[str]) -> dict[str, int]:
+    """Return the samples of the inputs whose first dim is the batch, by the names of their values."""
+    inputs = function.bound("input").items()
+    return {v.name: v.type.shape[0] for name, v in inputs if name not in unbatched and v.type.shape}
+
+
+def _with_extra_samples(
+    function: Function, sizes: Mapping[str, int], held: Mapping[str, float] = MappingProxyType({})
+) -> list[Extras]:
+    """Return the padding of parameters of which those in ``sizes`` have one sample of their own and extra ones."""
+    names = [value.name for value in function.parameters]
+    return [(Extra(0, 1, 1, sizes[name], held.get(name)),) if name in sizes else () for name in names]
 
 
 def _fault_alone(reference: Program, function: Function, held: Mapping[str, float], counted: Collection[str]) -> str:
@@ -253,8 +264,8 @@ def sample_dims(reference: Program, unbatched: Collection[str]) -> dict[str, int
     ``unbatched`` are inputs whose first dim is not the batch.
     """
     main = of_returned(reference.main)
-    batched = [v.type.shape[0] for name, v in main.bound("input").items() if name not in unbatched and v.type.shape]
-    size, values, dims = min(batched, default=0), main.values(), dict[str, int | None]()
+    size, values = min(_batch_sizes(main, unbatched).values(), default=0), main.values()
+    dims = dict[str, int | None]()
     for key, samples in dependences(replace(reference, functions=(main,)), unbatched).items():
         shape = values[main.returned("output")[key.name]].type.shape
         if samples.kind == "I":
@@ -271,11 +282,8 @@ def mixed_samples(reference: Program, dims: Mapping[str, int | None], unbatched:
     """Return the reason why extra samples at the end of a batch would change what the model returns for the others, or
     "" if they do not. ``dims`` are the batch dims of the returned tensors."""
     main = of_returned(reference.main, dims)
-    tails = {value.name: value.type.shape[0] for name, value in main.bound("input").items()
-             if name not in unbatched and value.type.shape}  # fmt: skip
-    parameters: list[Extras] = [
-        (Extra(0, 1, 1, tails[value.name], None),) if tails.get(value.name, 0) > 1 else () for value in main.parameters
-    ]
+    sizes = {name: size for name, size in _batch_sizes(main, unbatched).items() if size > 1}
+    parameters = _with_extra_samples(main, sizes)
     try:
         results = follow(replace(reference, functions=(main,)), main, parameters, _line_padding)
     except PaddingFault as fault:

@@ -32,6 +32,7 @@ from ..ops.rules import facts
 from ..program.actions import BACKWARD, FORWARD, REDUCE, UNSHARD, work_kinds
 from ..program.binding import BUFFERS, LOSS, Binding
 from ..program.program import Fault, Function, Line, Program, Value, needed
+from .lines import follow_with_faults
 
 # ---- recomputed values
 
@@ -274,36 +275,23 @@ class _Table(Enum):
 
 def _table_faults(programs: Mapping[str, Program], model: _ModelPrecision) -> Iterator[Fault]:
     """Find tables that are rounded for a line that does not read them with narrow activations."""
+
+    def kinds_of_results(question: Question, operands: tuple[_Table, ...]) -> tuple[list[_Table], str]:
+        kind, fault = _result_table(question, operands)
+        return [kind] * len(question.line.made), "" if model.mixes(question.line.origin.module) else fault
+
     saved: dict[str, _Table] = {}
     for program in (programs[FORWARD], programs[BACKWARD]):
         main = program.main
         parameters = [saved.get(value.name, _Table.OTHER) if value.kind == "saved" else _parameter_table(value)
                       for value in main.parameters]  # fmt: skip
-        results, faults = _follow_tables(program, parameters, model)
+        results, faults = follow_with_faults(program, parameters, kinds_of_results)
         yield from faults
         for (key, _), kind in zip(main.returns, results, strict=True):
             if key.kind == "saved":
                 saved[key.name] = kind
             if key.kind == "buffer" and kind is _Table.ROUNDED:
                 yield Fault("types", f"{program.action} {key}", "is kept rounded from step to step")
-
-
-def _follow_tables(
-    program: Program, parameters: Sequence[_Table], model: _ModelPrecision
-) -> tuple[list[_Table], list[Fault]]:
-    """Return the kind of each value that a program returns, and the faults of lines that read a rounded table
-    wrongly."""
-    faults: dict[str, Fault] = {}
-
-    def kinds_of_results(function: str, question: Question, operands: tuple[_Table, ...]) -> list[_Table]:
-        line = question.line
-        kind, fault = _result_table(question, operands)
-        if fault and not model.mixes(line.origin.module):
-            where = f"{program.action} {function}: {', '.join(value.name for value in line.made)}"
-            faults[where] = Fault("types", where, fault)
-        return [kind] * len(line.made)
-
-    return follow(program, program.main, parameters, kinds_of_results), list(faults.values())
 
 
 def _parameter_table(value: Value) -> _Table:

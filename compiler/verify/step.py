@@ -192,19 +192,15 @@ def _outside_faults(programs: Mapping[str, Program], reference: Program, pads: P
             elif value.type.shape != _padded_or_none(known[binding].shape, binding, pads):
                 yield Fault("shapes", f"{action} {value.name}", f"`{binding}` has another shape in the model")
     forward = programs[FORWARD].main
-    ours, theirs = (function.returned("buffer") for function in (forward, reference.main))
-    for name in sorted(ours.keys() ^ theirs.keys()):
-        yield Fault("types", f"F {Binding('buffer', name)}", "is updated in one of the model and the programs alone")
-    if len({LOSS in dict(function.returns) for function in (forward, reference.main)}) > 1:
-        yield Fault("types", f"F {LOSS}", "is made by one of the model and the programs alone")
-    ours, theirs = (function.returned("output") for function in (forward, reference.main))
-    for name in sorted(ours.keys() ^ theirs.keys()):
-        yield Fault("types", f"F {Binding('output', name)}", "is returned by one of the model and the programs alone")
-    for name in sorted(ours.keys() & theirs.keys()):
-        shape, captured = forward.values()[ours[name]].type.shape, reference.main.values()[theirs[name]].type.shape
+    ours, theirs = dict(forward.returns), dict(reference.main.returns)
+    for kind, way in (("buffer", "updated in"), ("loss", "made by"), ("output", "returned by")):
+        for key in sorted(key for key in ours.keys() ^ theirs.keys() if key.kind == kind):
+            yield Fault("types", f"F {key}", f"is {way} one of the model and the programs alone")
+    for key in sorted(key for key in ours.keys() & theirs.keys() if key.kind == "output"):
+        shape, captured = forward.values()[ours[key]].type.shape, reference.main.values()[theirs[key]].type.shape
         longer = len(shape) == len(captured) and all(map(le, captured, shape))
         if shape != captured and not (pads and longer):
-            yield Fault("shapes", f"F {Binding('output', name)}", "has another shape in the model")
+            yield Fault("shapes", f"F {key}", "has another shape in the model")
 
 
 def _padded_or_none(shape: Sequence[int], binding: Binding, pads: Pads) -> tuple[int, ...] | None:

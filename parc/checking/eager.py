@@ -321,7 +321,8 @@ def _agreement(
     def norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
         """Return the norm of all tensors together, in float64."""
         norms = [tensor.double().norm() for tensor in tensors]
-        return torch.linalg.vector_norm(torch.stack(norms or [torch.zeros((), dtype=torch.float64)]))
+        whole: torch.Tensor = torch.stack(norms or [torch.zeros((), dtype=torch.float64)]).norm()
+        return whole
 
     wanted = expected.gradients
     error = norm(run.gradients.get(name, torch.zeros_like(value)) - value for name, value in wanted.items())
