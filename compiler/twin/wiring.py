@@ -533,8 +533,8 @@ class _JoinedParts:
 
 
 def _terms_of_result(line: Line, known: dict[str, _Sum], program: Program, joined: _JoinedParts) -> _Sum:
-    """Return the terms of a line's result. A sum has its operands' terms; any other line adds itself to the path of each
-    term."""
+    """Return the terms of a line's result. A sum has its operands' terms; any other line adds itself to the path of
+    each term."""
     if unknown := [name for name in line.uses if name not in known]:
         raise WiringFault(f"{program.action} computes `{line.op}` of `{unknown[0]}` outside its functions")
     operands = [known[name] for name in line.uses]

@@ -63,10 +63,25 @@ class _SumMeaning:
 
 
 def check_reduce(programs: Mapping[str, Program], reference: Program, microbatches: int) -> Iterator[Fault]:
-    """Find a scale that is not one over the count of targets times the loss scale, weights of terms that are not the
-    count over the term's own, a loss or gradients that are not their own sums, and a norm that is not of all
-    gradients."""
-    scale, reduce = programs[SCALING], programs[REDUCE]
+    """Find faults in the scale of the loss and the weights of its terms, in the loss, and in the gradients and their
+    norm."""
+    yield from _scale_faults(programs[SCALING], reference, microbatches)
+    loss, reduce = programs[AVERAGING].main, programs[REDUCE].main
+    known = _sum_meanings(programs[AVERAGING])
+    for key, name in loss.returns:
+        if known[name] != _SumMeaning(_MEAN if key == LOSS else key):
+            yield Fault("types", f"LOSS {key}", "is not proved to be its own sum")
+    known = _sum_meanings(programs[REDUCE])
+    for key, name in reduce.returns:
+        if key != GRAD_NORM and known[name] != _SumMeaning(key):
+            yield Fault("types", f"REDUCE {key}", "is not proved to be its own sum")
+    gradients = {name: key for key, name in reduce.returns if key.kind == "gradient"}
+    yield from _norm_faults(known.get(dict(reduce.returns).get(GRAD_NORM, "")), gradients)
+
+
+def _scale_faults(scale: Program, reference: Program, microbatches: int) -> Iterator[Fault]:
+    """Find a scale that is not one over the count of targets times the loss scale, and weights of terms that are not
+    the count over the term's own."""
     known = _sum_meanings(scale)
     whole = SCALE if LOSS_SCALE in scale.main.bindings else _COUNTED
     counts = {key for function in reference.functions[:-1] for key, _ in function.returns}
@@ -81,18 +96,10 @@ def check_reduce(programs: Mapping[str, Program], reference: Program, microbatch
             what = "one over the loss scale" if key == UNSCALE else "one over the count of targets"
             also = " times the loss scale" if key == whole else ""
             yield Fault("types", f"SCALE {key}", f"is not proved to be {what}{also}")
-    known = _sum_meanings(programs[AVERAGING])
-    for key, name in programs[AVERAGING].main.returns:
-        if known[name] != _SumMeaning(_MEAN if key == LOSS else key):
-            yield Fault("types", f"LOSS {key}", "is not proved to be its own sum")
-    main, known = reduce.main, _sum_meanings(reduce)
-    gradients = {}
-    for key, name in main.returns:
-        if key.kind == "gradient":
-            gradients[name] = key
-        if key != GRAD_NORM and known[name] != _SumMeaning(key):
-            yield Fault("types", f"REDUCE {key}", "is not proved to be its own sum")
-    norm = known.get(dict(main.returns).get(GRAD_NORM, ""))
+
+
+def _norm_faults(norm: _SumMeaning | None, gradients: Mapping[str, Binding]) -> Iterator[Fault]:
+    """Find a norm that is not the root of the squares of all ``gradients``, which are named by their values."""
     if norm is None or not norm.root:
         if gradients:
             yield Fault("types", "REDUCE grad_norm", "is not proved to be the root of the gradients' squares")
