@@ -1,4 +1,4 @@
-"""The forms of a build's JSON files: what a reader may rely on, held once, where they are read."""
+"""The forms of a build's JSON files, checked once, when these are read: other code may rely on them."""
 
 from __future__ import annotations
 

@@ -118,13 +118,13 @@ def _name_faults(manifest: Mapping[str, Any], plan: Plan) -> Iterator[Fault]:
     modules = frozenset(".".join(path[:depth]) for path in paths for depth in range(1, len(path)))
     names = PlanNames(dict.fromkeys(stored, ()), modules=modules, tied=dict(tied), smaller=True)
 
-    def meant(words: tuple[Word, ...]) -> set[str]:
+    def matched(words: tuple[Word, ...]) -> set[str]:
         matches = (find_parameters(word, names) for word in words)
         return {name for each in matches if isinstance(each, tuple) for name in each}
 
-    if grouped((line.given, meant(line.where)) for line in plan.groups) != manifest["optimizer"]["groups"]:
+    if grouped((line.given, matched(line.where)) for line in plan.groups) != manifest["optimizer"]["groups"]:
         yield fact_fault("`optimizer.groups` are not what the plan's `optimizer on` lines say")
-    if not meant(plan.frozen) & stored.keys() <= set(manifest["frozen"]):
+    if not matched(plan.frozen) & stored.keys() <= set(manifest["frozen"]):
         yield fact_fault("`frozen` lacks what the plan freezes")
     for line, fact in zip(plan.precision, manifest["precision"], strict=True):
         patterns = [word.text for word in line.where]

@@ -28,8 +28,7 @@ NumberPair = tuple[Scalar, Scalar]
 _SIZE = re.compile(r"(?<![A-Za-z_\d])\d+")
 _DIMS = ("dim", "dims", "dim0", "dim1", "dim2", "axis")
 _LITERAL = 4
-"""The largest number that may stand alike in an operator's derivative of both builds without being the model's, such as
-2."""
+"""The largest number that a derivative may have in both builds though the model does not have it, such as 2."""
 
 
 @dataclass(frozen=True, slots=True)

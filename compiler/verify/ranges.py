@@ -398,8 +398,8 @@ class _Proof:
         """Return one product in the text of a dim, or a rank's part of it."""
         length = sympy.Integer(1)
         for number, axes in re.findall(r"(-?\d+)((?:/~?\w+)*)", text):
-            ways = math.prod(mesh.size(axis) for name in axes.split("/")[1:] for axis in mesh.parts(name.lstrip("~")))
-            length *= self.expression(int(number)) / (ways if local else 1)
+            parts = math.prod(mesh.size(axis) for name in axes.split("/")[1:] for axis in mesh.parts(name.lstrip("~")))
+            length *= self.expression(int(number)) / (parts if local else 1)
         return length
 
     def size(self, expression: sympy.Expr) -> Any:

@@ -40,10 +40,10 @@ from .lines import follow_with_faults
 def forward_lines(forward: Program, function: Function) -> dict[str, Line | None]:
     """Return the line of F for every value of a function of B that has a name of its function of F; None for a
     parameter there."""
-    if (undone := _undone(forward, function)) is None:
+    if (block := _forward_of(forward, function)) is None:
         return {}
-    makers: dict[str, Line | None] = {**dict.fromkeys(value.name for value in undone.parameters), **_awaited(undone)}
-    return {name: makers[name] for name in _awaited(function) if name in makers}
+    makers: dict[str, Line | None] = {**dict.fromkeys(v.name for v in block.parameters), **_sync_makers(block)}
+    return {name: makers[name] for name in _sync_makers(function) if name in makers}
 
 
 def check_recomputed(programs: Mapping[str, Program]) -> Iterator[Fault]:
@@ -51,16 +51,16 @@ def check_recomputed(programs: Mapping[str, Program]) -> Iterator[Fault]:
     calls of B that mix the values of several calls of F."""
     forward, backward = programs[FORWARD], programs[BACKWARD]
     for function in backward.functions:
-        originals = forward_lines(forward, function)
-        for name, line in _awaited(function).items():
-            if name in originals and _computation(originals[name]) != _computation(line):
+        of_forward = forward_lines(forward, function)
+        for name, line in _sync_makers(function).items():
+            if name in of_forward and _computation(of_forward[name]) != _computation(line):
                 yield Fault("types", f"B {function.name}: {name}", "is not made as F makes it")
             if line.op == "parc.stream_key.default":
                 yield Fault("types", f"B {function.name}: {name}", "draws from a stream that is not F's")
     yield from _call_faults(forward, backward)
 
 
-def _awaited(function: Function) -> dict[str, Line]:
+def _sync_makers(function: Function) -> dict[str, Line]:
     """Return the line that makes each value, with an asynchronous collective and its wait as one collective."""
     makers = dict(function.makers)
     started = {name: line for name, line in makers.items() if MESSAGE in dict(line.kwargs)}
@@ -76,7 +76,7 @@ def _computation(line: Line | None) -> tuple[object, ...] | None:
     return None if line is None else (line.results, line.op, line.args, line.kwargs)
 
 
-def _undone(forward: Program, function: Function) -> Function | None:
+def _forward_of(forward: Program, function: Function) -> Function | None:
     """Return the function of F whose gradients a function of B makes."""
     name = function.name.removesuffix("_backward")
     return next((block for block in forward.blocks if block.name == name != function.name), None)
@@ -95,13 +95,13 @@ def _call_faults(forward: Program, backward: Program) -> Iterator[Fault]:
     values = backward.main.values()
     for line in backward.main.lines:
         callee = backward.function(line.op) if line.calls_function else None
-        if callee is None or (undone := _undone(forward, callee)) is None:
+        if callee is None or (block := _forward_of(forward, callee)) is None:
             continue
         saved = {
             value.name: name for value, name in zip(callee.parameters, line.uses, strict=True)
-            if value.name in undone.values() and values[name].kind == "saved"
+            if value.name in block.values() and values[name].kind == "saved"
         }  # fmt: skip
-        if not any(saved.items() <= call.items() for call in calls[undone.name]):
+        if not any(saved.items() <= call.items() for call in calls[block.name]):
             yield Fault("types", f"B {line.op} of {line.origin.module}", "reads values of several calls of F")
 
 

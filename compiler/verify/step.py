@@ -137,7 +137,7 @@ def _final_faults(action: str, key: Binding, type_: TensorType, stored: Mapping[
     elif key.kind == "gradient" and stored.get(key.name) != type_:
         yield Fault("types", f"{action} {key}", "is not placed as its parameter is stored")
     elif key.kind == "buffer":
-        return  # held to the type in which it is read
+        return  # `_result_faults` compares it with the type in which it is read
     elif key.kind != "gradient" and (type_.placement.split_axes() or (type_.shape and key.kind != "metric")):
         yield Fault("types", f"{action} {key}", "is not one number, whole on every rank")
 

@@ -71,8 +71,8 @@ def _collectives(compiled: Compiled) -> Iterator[Diagnostic]:
                 yield result
             else:
                 modules += result
-        meant = [m for m in collectives if promise.means(m.op, _over(compiled, m), m.phase)]
-        inside = {module: [m for m in meant if is_within(m.origin.module, module)] for module in modules}
+        counted = [m for m in collectives if promise.means(m.op, _over(compiled, m), m.phase)]
+        inside = {module: [m for m in counted if is_within(m.origin.module, module)] for module in modules}
         if promise.count == 0:
             yield from _forbidden(compiled, promise, [m for part in inside.values() for m in part])
         else:
@@ -182,8 +182,8 @@ def _budget(compiled: Compiled, progress: Progress) -> Iterator[Diagnostic]:
         notes.append(
             f"this is on a CPU whose products of float32 are {ONEDNN.name}'s; else it needs {size_text(usual)}"
         )
-    held = sorted([*_parameters(compiled), *_values(compiled)], key=lambda tensor: -tensor.bytes)
-    notes += [f"{tensor.name} {tensor.text}, {size_text(tensor.bytes)}" for tensor in held[:_MOST_NOTES]]
+    largest = sorted([*_parameters(compiled), *_values(compiled)], key=lambda tensor: -tensor.bytes)
+    notes += [f"{tensor.name} {tensor.text}, {size_text(tensor.bytes)}" for tensor in largest[:_MOST_NOTES]]
     message = f"a rank needs {size_text(memory.peak_bytes)}, {size_text(over)} more than the budget"
     help_ = cheaper_plans(compiled, memory, line.memory, progress)
     yield Diagnostic(OVER_BUDGET, message, Label(line.span), help=help_, notes=tuple(notes))
