@@ -165,7 +165,7 @@ def _reduce_faults(roles: Mapping[str, Programs], mesh: Mesh, axis: str) -> Iter
     in_norm = Counter[_RoleSum]()
     for rank, programs in enumerate(roles.values()) if trained else ():  # else there is no norm, and nothing to sum
         program = programs[REDUCE]
-        terms, unknown = _terms(program, of_stages[rank])
+        terms, unknown = _summed_terms(program, of_stages[rank])
         yield from unknown
         returned, lines = dict(program.main.returns), program.main.makers
         for name in (name for name, of in owners.items() if rank in of):
@@ -197,7 +197,7 @@ def _summed_among(main: Function, name: str, everyone: tuple[int, ...]) -> str:
     return line.uses[0] if line is not None and line.op == AMONG and tuple(line.args[2]) == everyone else ""
 
 
-def _terms(program: Program, gradients: Collection[str]) -> tuple[dict[str, Counter[_RoleSum]], list[Fault]]:
+def _summed_terms(program: Program, gradients: Collection[str]) -> tuple[dict[str, Counter[_RoleSum]], list[Fault]]:
     """Count, for each value of REDUCE or LOSS, how often the loss and each gradient is in it. The second result is a
     fault for the first value that is summed over roles though it is neither computed from these nor zero. A role adds
     zeros for a gradient that is not among the ``gradients`` of its stages."""
@@ -235,7 +235,7 @@ def _loss_faults(roles: Mapping[str, Programs], everyone: tuple[int, ...]) -> It
         of_stages = (dict(programs[key].main.returns) for key in programs if stage_key(key))
         if (LOSS in program.main.bindings) != any(LOSS in returned for returned in of_stages):
             yield Fault("types", f"{program.role}.LOSS {LOSS}", "is read or made by the role's stages, not both")
-        terms, unknown = _terms(program, ())
+        terms, unknown = _summed_terms(program, ())
         yield from unknown
         if operand := _summed_among(program.main, dict(program.main.returns).get(LOSS, ""), everyone):
             losses += terms[operand]

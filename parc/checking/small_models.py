@@ -44,10 +44,10 @@ class SmallModels:
         self._blocks = Counter(map(starred, names))
         stages = stages_of(compiled, dict.fromkeys(names, ()))
         last = compiled.pipeline.stages - 1 if compiled.pipeline is not None else 0
-        self._empty = min(stages.values(), default=0), last - max(stages.values(), default=last)
+        self._empty_stages = min(stages.values(), default=0), last - max(stages.values(), default=last)
         """The stages without blocks before those that have some, and after them."""
         in_stages = Counter((starred(name), stages[name]) for name in names)
-        self._most = {kind: max(n for (of, _), n in in_stages.items() if of == kind) for kind in self._blocks}
+        self._most_in_stage = {kind: max(n for (of, _), n in in_stages.items() if of == kind) for kind in self._blocks}
         """The most blocks of each kind in a stage."""
         axes = {line.axis.text for line in plan.placements if isinstance(line, Experts)}
         layers = [layer for layer in compiled.routing.values() if layer.ranks > 1]
@@ -59,7 +59,7 @@ class SmallModels:
         plan = self._compiled.plan
         least = {line.axis.text: 3 for line in plan.context if line.method in RING_METHODS}
         if plan.stages and plan.schedule is not None:
-            least[plan.stages[0].axis.text] = max(2, -(-(2 + sum(self._empty)) // plan.schedule.chunks))
+            least[plan.stages[0].axis.text] = max(2, -(-(2 + sum(self._empty_stages)) // plan.schedule.chunks))
         if self._experts is not None:
             (layer, axis), ranks = self._experts, 2
             while layer.experts // layer.ranks * ranks <= layer.top:
@@ -96,8 +96,8 @@ class SmallModels:
         if not plan.stages or (mesh.declared == plan.mesh and not arguments):
             return plan.stages
         line, module = replace(plan.stages[0], before=(), after=(), balanced=True), self._module(arguments)
-        names, (ahead, behind) = blocks_in(module) if module is not None else [], self._empty
-        count = self._count(mesh) - ahead - behind
+        names, (ahead, behind) = blocks_in(module) if module is not None else [], self._empty_stages
+        count = self._stage_count(mesh) - ahead - behind
         if pipeline is None or not arguments or not names or count < 1:
             return (line,)
         last = len(pipeline.cuts) - behind
@@ -119,18 +119,18 @@ class SmallModels:
         message = f"the smaller model has {needed - missing} of the blocks `{kind}`, and a test needs {needed}"
         smaller = [name for name, value in self._stated.items() if value != self._of_model.get(name)]
         help_ = f"change {listed(smaller, 'or')} of the `verify` line so that there are as many"
-        stages = self._count(mesh)
-        notes = (f"a stage of the build has up to {self._most[kind]}, and the test has {stages} stages",)
+        stages = self._stage_count(mesh)
+        notes = (f"a stage of the build has up to {self._most_in_stage[kind]}, and the test has {stages} stages",)
         return Diagnostic(NO_TWIN, message, Label(line.span), help=help_, notes=notes if stages > 1 else ())
 
-    def _count(self, mesh: Mesh) -> int:
+    def _stage_count(self, mesh: Mesh) -> int:
         """Return the number of stages on a mesh."""
         return stage_count(replace(self._compiled.plan, mesh=mesh.declared))
 
     def _wanted(self, mesh: Mesh, times: int) -> dict[str, int]:
         """Return the least number of blocks of each kind."""
-        stages = self._count(mesh)
-        wanted = {kind: stages * min(most, times * _FEW_BLOCKS) for kind, most in self._most.items()}
+        stages = self._stage_count(mesh)
+        wanted = {kind: stages * min(most, times * _FEW_BLOCKS) for kind, most in self._most_in_stage.items()}
         if (fitted := self._compiled.fitted) is not None:
             wanted |= {kind: max(least, wanted.get(kind, 0)) for kind, least in fitted.least_blocks(stages).items()}
         return {kind: min(count, self._blocks[kind]) for kind, count in wanted.items()}
