@@ -338,9 +338,9 @@ class _Proof:
             except Exception as problem:  # whatever an operator raises for operands that it does not take
                 reason = str(problem).strip() or type(problem).__name__
                 return f"{op} does not take all sizes: {self.named(reason.splitlines()[0])}"
-            pairs = zip(
-                itertools.chain(*filter(None, result_shapes)), itertools.chain(*filter(None, wanted)), strict=True
-            )
+            if [shape and len(shape) for shape in result_shapes] != [shape and len(shape) for shape in wanted]:
+                return f"{op} makes {self.texts(result_shapes)}, not {self.texts(wanted)}"
+            pairs = zip(*(itertools.chain(*filter(None, side)) for side in (result_shapes, wanted)), strict=True)
             same = [form for pair in pairs if (form := _exact(sympy.Eq(*pair))) != sympy.true]
             assumed = self.symbolic.assumed()
             branch = [form for guard in assumed if (form := _exact(guard)) != sympy.true]
