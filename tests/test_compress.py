@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,10 @@ from parc.checking.checks import case_of, static_faults
 from parc.checking.reports import report_of
 from parc.compiler.layout.pieces import BLOCK_ENTRIES, pack, packed_bytes, round_int8
 from parc.compiler.plan.plan import read_plan
+from parc.compiler.program.actions import REDUCE
+from parc.compiler.program.program import Ref
 from parc.compiler.program.step_values import residual
+from parc.compiler.verify.compressed import check_compressed
 from parc.compiling.compiled import Compiled
 from parc.grammar.diagnostics import PlanError
 from parc.grammar.source import Source
@@ -25,6 +29,7 @@ from tests.captured_once import compile_once
 from tests.draws import wide
 from tests.planted_builds import COMPRESSED_BUILDS, good_build
 from tests.planted_compressed import compressed_rows
+from tests.planted_sites import with_lines
 from tests.runtime.ranks import run_ranks
 from tests.runtime.tiny import DATA, batch, build
 
@@ -186,6 +191,16 @@ def test_a_parameter_of_whole_numbers_is_left_out_or_refused_by_name(tmp_path: P
     assert compare(case_of(made), 2).largest <= 1e-10
     with pytest.raises(PlanError, match="`digits` holds whole numbers: it has no gradient"):
         compile_once(read_plan(Source("whole.parc", WHOLE_PLAN.format(where=" on digits"))), tmp_path)
+
+
+def test_a_gradient_minus_itself_is_no_residual() -> None:
+    build = good_build(COMPRESSED_BUILDS[0], False)
+    main = build.case.programs[REDUCE].main
+    at, line = next((at, line) for at, line in enumerate(main.lines) if line.op == "aten.sub.Tensor")
+    name = next(iter(main.bound("gradient").values())).name
+    changed = with_lines(build.case.programs, REDUCE, {at: replace(line, args=(Ref(name), Ref(name)))})
+    faults = [fault.message for fault in check_compressed(changed, build.build.rounding.sent)]
+    assert faults == ["is not what all roundings of the gradient took from it"]
 
 
 @pytest.mark.parametrize("early", [True, False])

@@ -1,4 +1,4 @@
-"""A build in memory: its programs, schedule and facts, the same whether they were just made or read from files."""
+"""A build in memory: its programs, schedule and facts, whether they were just compiled or read from files."""
 
 from __future__ import annotations
 
@@ -45,9 +45,8 @@ def program_file(program: Program) -> str:
 
 @dataclass(frozen=True)
 class Build:
-    """A build: its roles, the reference, and the manifest's facts. ``programs`` are those of the whole step by action,
-    as if one role ran it. A compilation makes a build from the texts that it is about to write, a reader makes it from
-    files."""
+    """A build: its roles, the reference (the captured graph), and the manifest's facts. ``programs`` are those of the
+    whole step by action, as if one role ran it."""
 
     path: Path
     texts: Mapping[str, str]
@@ -61,7 +60,7 @@ class Build:
     """The programs for all sizes, where the plan declares ranges; ``programs`` and ``manifest`` are those of one
     choice."""
     purpose: Purpose = "training"
-    """The purpose of the programs. Those that a step of training has and that stand in no file do nothing."""
+    """The purpose of the programs. Those of a training step that have no file, as it does not need them, do nothing."""
     evaluation: Build | None = None
     """The programs that evaluate the model, if the plan asks for them."""
 
@@ -70,11 +69,10 @@ class Build:
         cls, path: Path, texts: Mapping[str, str], manifest: Mapping[str, Any], report: Mapping[str, Any],
         purpose: Purpose | None = None,
     ) -> Build:  # fmt: skip
-        """Return the build that consists of these texts and of a manifest of the right form. The ``purpose`` is the
-        manifest's, if none is given.
+        """Return the build of these texts and of a manifest of the right form, for a ``purpose`` or for the manifest's.
 
         Raises:
-            ValueError: a program or the schedule is none, or they are not of one build.
+            ValueError: a program or the schedule cannot be read, or they are not of one build.
         """
         template, purpose = None, purpose or purpose_of(manifest)
         if "ranges" in manifest:
@@ -87,14 +85,14 @@ class Build:
         programs, reference = read_programs(read, timelines, purpose)
         roles, evaluation = roles_of(programs, timelines), None
         if "evaluation" in manifest:
-            own = {name.removeprefix(EVALUATION): text for name, text in texts.items() if name.startswith(EVALUATION)}
-            evaluation = cls.of(path, own, evaluation_facts(manifest), {}, "evaluation")
+            inner = {name.removeprefix(EVALUATION): text for name, text in texts.items() if name.startswith(EVALUATION)}
+            evaluation = cls.of(path, inner, evaluation_facts(manifest), {}, "evaluation")
         whole = join_roles(programs)
         return cls(path, texts, manifest, whole, reference, roles, report, template, purpose, evaluation)
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh of the build's ranks, with axes factored as its programs need them."""
+        """The mesh of the build's ranks, with axes factored into the sub-axes of its programs."""
         return next(iter(self.programs.values())).mesh
 
     @property
@@ -114,13 +112,13 @@ class Build:
 
     @cached_property
     def pads(self) -> Pads:
-        """Dims of parameters that are longer in programs than in the model."""
+        """The padding of parameters: dims that are longer in programs than in the model."""
         return pads_from(self.manifest["padding"])
 
     @property
     def rounding(self) -> Rounding:
-        """The precision lines of the plan, which say where programs may round, and the type of sums over
-        microbatches."""
+        """The types to which the plan lets programs round, and where; the type of sums over microbatches; and the
+        formats in which gradients travel."""
         lines = regions((line["type"], line["modules"], line["line"]) for line in self.manifest["precision"])
         sent = ((line["format"], part) for line in self.manifest["compress"]
                 for part in line.get("over", self.mesh.parts(line["axis"])))  # fmt: skip
@@ -140,7 +138,7 @@ class Build:
         """Return the build for these sizes; sizes that are not named stay as they are.
 
         Raises:
-            BuildError: its programs are none there.
+            BuildError: its programs cannot be read at these sizes.
         """
         assert self.template is not None
         sizes = {**self.manifest["sizes"], **sizes}
@@ -193,23 +191,23 @@ class Build:
         return program.text() if self.template is None else self.template.texts[program_file(program)]
 
     def moved(self) -> str:
-        """Return a sentence which says that lines of the model's files have moved since the build, "" if not; nothing
-        is imported."""
-        of, lines = self.manifest["model_source"], self.manifest["model_lines"]
-        moved = moved_files(sources_of(self.manifest), self.folder, of, lines)
+        """Return a sentence that lines of the model's files have moved since the build, "" if they have not. Nothing is
+        imported."""
+        hashes, lines = self.manifest["model_source"], self.manifest["model_lines"]
+        moved = moved_files(sources_of(self.manifest), self.folder, hashes, lines)
         return f"lines of {listed(moved)} moved since the build, whose programs name the old ones" if moved else ""
 
     @property
     def folder(self) -> Path:
-        """The plan's folder, from which its names of files count."""
+        """The plan's folder, to which the names of its files are relative."""
         return (self.path / str(self.manifest["folder"])).resolve()
 
 
 def read_programs(
     texts: Mapping[str, str], timelines: Mapping[str, Sequence[Action]], purpose: Purpose = "training"
 ) -> tuple[dict[str, dict[str, Program]], Program]:
-    """The programs of a build by role and key, and the reference; ``timelines`` say which role does a stage's work.
-    Kinds of actions that the ``purpose`` leaves out have programs that do nothing.
+    """Return the programs of a build by role and key, and the reference. ``timelines`` say which role does a stage's
+    work. Kinds of actions that do not serve the ``purpose`` have programs that do nothing.
 
     Raises:
         ValueError: they are not the programs of the roles of one build.
@@ -219,11 +217,11 @@ def read_programs(
         for name in sorted(texts)
         if name.startswith(_PROGRAMS) and name != REFERENCE_FILE
     ]
-    roles = {name: with_idle(name, own, purpose) for name, own in group(programs, timelines).items()}
+    roles = {name: with_idle(name, of_role, purpose) for name, of_role in group(programs, timelines).items()}
     return roles, parse_program(texts[REFERENCE_FILE], REFERENCE_FILE)
 
 
 def sources_of(manifest: Mapping[str, Any]) -> tuple[str, ...]:
-    """The callables of the plan whose code a build hashes."""
+    """Return the callables of the plan whose code a build hashes."""
     of_loss = (term["target"] for term in manifest["loss"] if term["kind"] == "callable")
     return (manifest["model"]["callable"], *of_loss)

@@ -1,4 +1,4 @@
-"""The build directory: programs as text, the schedule, the report, and a manifest that hashes them all."""
+"""The folder of a build: programs as text, the schedule, the report, and a manifest with the hash of each file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..program.actions import ACTIONS
 from ..program.program import REFERENCE_FILE, Fault
 from ..program.text import ProgramError
 from .build import Build, BuildError, sources_of
-from .folders import FolderError, check_place, current, replace_folder
+from .folders import FolderError, check_place, current, replacing
 from .json_schema import MANIFEST_FORM, REPORT_FORM, Form, FormError, hold_form
 
 FORMAT = 6
@@ -30,7 +30,7 @@ _FILES = ("plan.parc", REFERENCE_FILE, "schedule.txt", _REPORT)
 
 
 def json_text(value: Any) -> str:
-    """Canonical JSON: the same value is the same bytes."""
+    """Return canonical JSON: the same bytes for the same value."""
     return json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
 
 
@@ -45,15 +45,12 @@ def write_build(build: Build, path: Path) -> None:
     folder = os.path.relpath(build.folder, path.resolve())
     hashes = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in files.items()}
     everything = {**files, MANIFEST: json_text({**build.manifest, "folder": folder, "format": FORMAT, "files": hashes})}
-
-    def write(fresh: Path) -> None:
-        for name, text in everything.items():
-            place = fresh / name
-            place.parent.mkdir(parents=True, exist_ok=True)
-            place.write_text(text, encoding="utf-8")
-
     try:
-        replace_folder(path, write)
+        with replacing(path) as fresh:
+            for name, text in everything.items():
+                place = fresh / name
+                place.parent.mkdir(parents=True, exist_ok=True)
+                place.write_text(text, encoding="utf-8")
     except OSError as error:
         raise BuildError(f"`{path}` cannot be written: {error}", "name another folder with `-o`") from None
 
@@ -76,24 +73,25 @@ def again(path: Path) -> str:
 
 
 def read_build(path: Path, *, altered: list[str] | None = None, imports: bool = True) -> Build:
-    """Read a build; hold every file against its hash, and the manifest against programs and schedule. Programs are
-    parsed; nothing is executed, but where they declare custom operators: the model's module, if it is the one that
-    was built, is imported, as it registers those.
+    """Read a build; compare every file with its hash, and the manifest with programs and schedule. Programs are parsed,
+    not executed. For custom operators in them the model's module, which registers these, is imported, if it is the one
+    that was built.
 
-    With ``imports`` false that is a fault. Where a list ``altered`` is given, names of files that are altered or that
-    no build has go there; their contents are read all the same, and the manifest is left to ``Build.fact_faults``.
+    With ``imports`` false custom operators are a fault. With a list ``altered``, names of altered files, and of files
+    that the build does not have, go there; their contents are read all the same, and the manifest is left to
+    ``Build.fact_faults``.
 
     Raises:
-        BuildError: no manifest, another format, a file that is missing or altered, a program that is none.
+        BuildError: no manifest, another format, a file that is missing or altered, a program that cannot be read.
     """
     try:
-        return _read(path, altered, imports)
+        return _read_all(path, altered, imports)
     except BuildError as error:
         error.help = error.help or again(path)
         raise
 
 
-def _read(named: Path, altered: list[str] | None, imports: bool) -> Build:
+def _read_all(named: Path, altered: list[str] | None, imports: bool) -> Build:
     path = current(named)
     manifest = _read_manifest(path, named)
     texts = _read_files(path, manifest, altered)
@@ -137,8 +135,8 @@ def _read_manifest(path: Path, named: Path) -> dict[str, Any]:
     try:
         manifest: dict[str, Any] = read_json(path / MANIFEST)
     except NotADirectoryError:
-        made = f"build it first: `parc build {named}`" if named.suffix == ".parc" else "name a build's folder"
-        raise BuildError(f"`{named}` is a file, not the folder of a build", made) from None
+        help_ = f"build it first: `parc build {named}`" if named.suffix == ".parc" else "name a build's folder"
+        raise BuildError(f"`{named}` is a file, not the folder of a build", help_) from None
     except FileNotFoundError:
         message = f"`{named}` is not a build: it has no {MANIFEST}" if path.exists() else f"there is no build `{named}`"
         help_ = path_meant(named, _is_target, f"build it from a plan: `parc build PLAN.parc -o {named}`")
@@ -156,7 +154,7 @@ def _read_manifest(path: Path, named: Path) -> dict[str, Any]:
 
 
 def _read_files(path: Path, manifest: Mapping[str, Any], altered: list[str] | None) -> dict[str, str]:
-    """Every file's text, held against its hash."""
+    """Return the text of every file, compared with its hash."""
     texts: dict[str, str] = {}
     for name, expected in manifest["files"].items():
         place = path / name

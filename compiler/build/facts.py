@@ -1,4 +1,4 @@
-"""A build's facts: what its manifest says beside the programs, and what of it follows from them and the schedule."""
+"""Facts of a manifest that follow from the programs and the schedule of its build, and the faults of others."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from ..sizes.size_range import BATCH
 
 
 def program_facts(programs: Mapping[str, Program], reference: Program) -> dict[str, Any]:
-    """The facts of a manifest that follow from its programs alone: how parameters are stored, which buffers a step
-    updates, what role the programs are of."""
+    """Return the facts of a manifest that follow from its programs alone: the types in which parameters are stored, the
+    buffers that a step updates, the role of the programs."""
     mesh = programs[FORWARD].mesh
     return {
         "parameters": {name: type_.text(mesh) for name, type_ in stored_in(programs).items()},
@@ -36,14 +36,14 @@ def program_facts(programs: Mapping[str, Program], reference: Program) -> dict[s
 
 
 def stored_in(programs: Mapping[str, Program]) -> dict[str, TensorType]:
-    """Each parameter's type as a rank stores it."""
+    """Return each parameter's type as a rank stores it."""
     reduce = programs[REDUCE].main
     values = reduce.values()
-    found: dict[str, TensorType] = {}
+    stored: dict[str, TensorType] = {}
     for program in programs.values():
-        found.update((name, value.type) for name, value in program.main.bound(*PARAMETERS).items())
-    found.update((name, values[made].type) for name, made in reduce.returned("gradient").items())
-    return dict(sorted(found.items()))
+        stored.update((name, value.type) for name, value in program.main.bound(*PARAMETERS).items())
+    stored.update((name, values[gradient].type) for name, gradient in reduce.returned("gradient").items())
+    return dict(sorted(stored.items()))
 
 
 def fact_faults(
@@ -51,8 +51,8 @@ def fact_faults(
 ) -> list[Fault]:
     """Return the faults of a manifest that contradicts the programs or the schedule of its build.
 
-    What these do not say is the plan's, or the model's alone: the values of ``constants``, the names in ``aliases`` and
-    ``init``, and parameters that are frozen though no program reads them.
+    Other facts follow from the plan (``plan_faults``), or from the model alone: the values of ``constants``, the names
+    in ``aliases`` and ``init``, and parameters that are frozen though no program reads them.
     """
     mesh = programs[FORWARD].mesh
     wanted = {"mesh": dict(mesh.declared.axes), **program_facts(programs, reference)}
@@ -65,18 +65,18 @@ def fact_faults(
 
 
 def purpose_of(manifest: Mapping[str, Any]) -> Purpose:
-    """Return what the programs of a build are for, by its manifest; those of its evaluation apart."""
+    """Return the purpose of a build's programs, except those of its evaluation."""
     return "training" if manifest["loss"] else "inference"
 
 
 def evaluation_facts(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Return the manifest of a build's evaluation alone, which trains nothing and keeps nothing from step to step.
     ``said`` is the verb of the plan's line that names its samples."""
-    own = manifest["evaluation"]
+    line = manifest["evaluation"]
     kept = {key: value for key, value in manifest.items() if key not in ("evaluation", "experts")}
-    data, said = (manifest["data"], "data") if own["data"] is None else (own["data"], "eval")
+    data, said = (manifest["data"], "data") if line["data"] is None else (line["data"], "eval")
     return {
-        **kept, "data": data, "said": said, "batches": own["batches"], "constants": own["constants"], "state": {},
+        **kept, "data": data, "said": said, "batches": line["batches"], "constants": line["constants"], "state": {},
         "frozen": sorted(manifest["parameters"]),
     }  # fmt: skip
 
@@ -87,54 +87,53 @@ def evaluation_faults(
 ) -> list[Fault]:  # fmt: skip
     """Return the faults of an evaluation beside its own manifest, and parameters that a role reads though the same role
     of the step, in ``trained``, does not hold them."""
+
+    def parameters(role: Role | None) -> set[str]:
+        programs = role.programs.values() if role is not None else ()
+        return {key.name for program in programs for key in program.main.bindings if key.kind in PARAMETERS}
+
     faults = [*_input_faults(manifest, reference), *_state_faults(manifest, programs)]
     for name, role in roles.items():
-        held = trained[name].programs.values() if name in trained else ()
-        own = {key.name for program in held for key in program.main.bindings if key.kind in PARAMETERS}
-        read = {key.name for program in role.programs.values() for key in program.main.bindings
-                if key.kind in PARAMETERS}  # fmt: skip
-        faults += [
-            fact_fault(f"the evaluation of {name} reads `{other}`, which its steps do not")
-            for other in sorted(read - own)
-        ]
+        unknown = sorted(parameters(role) - parameters(trained.get(name)))
+        faults += [fact_fault(f"the evaluation of {name} reads `{other}`, which its steps do not") for other in unknown]
     return faults
 
 
 def unlike(
     manifest: Mapping[str, Any], wanted: Mapping[str, Any], said: str, parts: Collection[str] = ()
 ) -> list[Fault]:
-    """Return a fault for each fact that differs from the wanted one. For the keys in ``parts`` only those parts of a
-    fact are compared that the wanted one has."""
+    """Return a fault for each fact that differs from the wanted one, whose source is ``said``. Of a fact in ``parts``
+    only those parts are compared that the wanted one has."""
     faults = []
     for key, value in wanted.items():
-        have = _part(manifest.get(key), value) if key in parts else manifest.get(key)
-        if fact_text(have) != fact_text(value):
+        have = _compared_part(manifest.get(key), value) if key in parts else manifest.get(key)
+        if _fact_text(have) != _fact_text(value):
             faults.append(fact_fault(f"`{key}` is {_short(have)}, but the {said} {_short(value)}"))
     return faults
 
 
-def _part(have: Any, wanted: Any) -> Any:
+def _compared_part(have: Any, wanted: Any) -> Any:
     """Return the parts of a fact that the wanted one has too."""
     if isinstance(have, list) and isinstance(wanted, list):
-        return [_part(*pair) for pair in zip(have, wanted, strict=True)] if len(have) == len(wanted) else have
+        return [_compared_part(*pair) for pair in zip(have, wanted, strict=True)] if len(have) == len(wanted) else have
     if isinstance(have, Mapping) and isinstance(wanted, Mapping):
         return {key: value for key, value in have.items() if key in wanted}
     return have
 
 
 def _view_faults(manifest: Mapping[str, Any], mesh: Mesh) -> Iterator[Fault]:
-    """Find views whose axes are other ranks in the programs than in the plan: its axes are those of the mesh, in their
-    order."""
+    """Find views whose axes have other sub-axes in the programs than the plan says: all those of the mesh's axes that
+    the view is over, in their order."""
     views = dict(mesh.views)
     for view in manifest.get("views", ()):
         if unknown := [axis for axis in view["over"] if axis not in mesh.declared]:
             yield fact_fault(f"`views` is over `{unknown[0]}`, which the mesh does not have")
             continue
         over = [part for axis in view["over"] for part in mesh.parts(axis) if mesh.size(part) > 1]
-        own = {name: views.pop(name, ()) for name in view["axes"]}
-        sizes = [math.prod(map(mesh.size, parts)) for parts in own.values()]
-        if [part for parts in own.values() for part in parts] != over or sizes != view["sizes"]:
-            yield fact_fault(f"`views` has {view['axes']} of {view['sizes']} ranks, but the programs {own}")
+        axes = {name: views.pop(name, ()) for name in view["axes"]}
+        sizes = [math.prod(map(mesh.size, parts)) for parts in axes.values()]
+        if [part for parts in axes.values() for part in parts] != over or sizes != view["sizes"]:
+            yield fact_fault(f"`views` has {view['axes']} of {view['sizes']} ranks, but the programs {axes}")
     if views:
         yield fact_fault(f"`views` lacks {sorted(views)}, which the programs have")
 
@@ -156,7 +155,7 @@ def _input_faults(manifest: Mapping[str, Any], reference: Program) -> Iterator[F
 
 
 def _state_faults(manifest: Mapping[str, Any], programs: Mapping[str, Program]) -> Iterator[Fault]:
-    """Find wrong facts about the model's tensors that the programs read."""
+    """Find wrong facts about the tensors of the model, and the state of steps, that the programs read."""
     mesh, main, stored = programs[FORWARD].mesh, programs[FORWARD].main, manifest["parameters"]
     frozen, read = ({name for program in programs.values() for name in program.main.bound(kind)}
                     for kind in PARAMETERS[::-1])  # fmt: skip
@@ -171,7 +170,7 @@ def _state_faults(manifest: Mapping[str, Any], programs: Mapping[str, Program]) 
         constant = manifest["constants"].get(name)
         if constant is None or f"torch.{constant['dtype']}" != str(value.type.dtype):
             yield fact_fault(f"`constants` has no `{name}` of {value.type.text(mesh)}")
-        elif math.prod(value.type.shape) and _shape(constant["values"]) != value.type.shape:
+        elif math.prod(value.type.shape) and _list_shape(constant["values"]) != value.type.shape:
             yield fact_fault(f"`constants.{name}` is not of shape {list(value.type.shape)}")
     for tensor in (manifest["init"] or {"tensors": ()})["tensors"]:
         if not isinstance(getattr(torch, tensor["dtype"], None), torch.dtype):
@@ -183,11 +182,11 @@ def _state_faults(manifest: Mapping[str, Any], programs: Mapping[str, Program]) 
                 yield fact_fault(f"`padding.{name}` is of no dim of a parameter that the programs have")
 
 
-def _shape(values: Any) -> tuple[int, ...]:
-    """Return the shape of nested lists; for uneven lists a shape that no tensor has."""
+def _list_shape(values: Any) -> tuple[int, ...]:
+    """Return the shape of nested lists; for ragged lists a shape that no tensor has."""
     if not isinstance(values, list):
         return ()
-    inner = {_shape(value) for value in values}
+    inner = {_list_shape(value) for value in values}
     return (len(values), *(inner.pop() if len(inner) == 1 else (-1,) * len(inner)))
 
 
@@ -202,15 +201,19 @@ def _schedule_faults(manifest: Mapping[str, Any], roles: Mapping[str, Role]) -> 
 
 
 def fact_fault(message: str) -> Fault:
-    """A fault of the manifest."""
+    """Return a fault of the manifest."""
     return Fault("facts", "manifest.json", message)
 
 
-def fact_text(value: Any) -> str:
+def _fact_text(value: Any) -> str:
     """Return a text that is equal for equal facts."""
     return json.dumps(value, sort_keys=True)
 
 
 def _short(value: Any) -> str:
-    text = "nothing" if value is None else fact_text(value)
+    return shortened("nothing" if value is None else _fact_text(value))
+
+
+def shortened(text: str) -> str:
+    """Return at most 80 characters of a text."""
     return text if len(text) <= 80 else f"{text[:77]}..."

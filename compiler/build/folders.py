@@ -7,7 +7,7 @@ import fcntl
 import os
 import shutil
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -32,12 +32,12 @@ def current(path: Path) -> Path:
 
 
 def check_place(path: Path, mark: str = "", what: str = "") -> Path:
-    """Return the real path of a folder that is to be replaced, with links followed. With the name of a file ``mark``,
-    a folder that has files has that one: it is ``what`` it is to be.
+    """Return the real path of a folder that may be replaced, with links followed. With the name of a file ``mark``, the
+    folder must be empty or have that file, by which it is ``what`` the message calls it.
 
     Raises:
-        FolderError: it is something else, which is left as it is; or the current folder or one above it, which cannot
-            be renamed away under a person's feet.
+        FolderError: it is something else, which is left as it is; or the current folder or one above it, in which a
+            person or a process still is.
     """
     real, here = path.resolve(), Path.cwd()
     if real == here or real in here.parents:
@@ -47,21 +47,10 @@ def check_place(path: Path, mark: str = "", what: str = "") -> Path:
     return real
 
 
-def replace_folder(path: Path, write: Callable[[Path], None]) -> None:
-    """Make the folder at ``path`` what ``write`` puts into an empty one, as ``replacing`` does.
-
-    Raises:
-        FolderError: it is no place for a folder.
-        OSError: something cannot be written.
-    """
-    with replacing(path) as fresh:
-        write(fresh)
-
-
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Make the folder at ``path`` what the block puts into an empty one beside it. Until all of that is on disk the old
-    one stays, and also if the block ends with an error.
+    """Replace the folder at ``path`` by an empty one beside it, which the block fills. The old one stays until all of
+    the new one is on disk, and also if the block ends with an error.
 
     Between the two renames the old folder has a name under which ``current`` finds it. Of several processes at once the
     last one's folder stays.
@@ -98,8 +87,8 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def hold_folder(path: Path, who: str) -> Iterator[None]:
-    """Let one holder at a time have a folder, such as a run that saves there, at most until its process ends. ``who``
-    describes the holder to others. The folders above it are made.
+    """Hold a folder for one process at a time, such as a run that saves there. ``who`` describes the holder to others.
+    Folders above it are made.
 
     Raises:
         FolderHeld: another process holds it.
@@ -115,10 +104,8 @@ def hold_folder(path: Path, who: str) -> Iterator[None]:
 @contextmanager
 def _locked(file: Path, who: str = "") -> Iterator[None]:
     """Hold a lock file, which exists only while a process holds it. Without ``who`` this waits for other holders. With
-    ``who`` it does not wait, and writes ``who`` into the file for others to read.
-
-    Where the file system knows no locks, nothing is held.
-    """
+    ``who`` it does not wait, and writes ``who`` into the file for others to read. On a file system without locks
+    nothing is held."""
     handle = -1
     while handle < 0:
         handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
@@ -140,10 +127,10 @@ def _locked(file: Path, who: str = "") -> Iterator[None]:
 
 
 def _lock(handle: int, wait: bool) -> None:
-    """Lock an open file, where the file system knows locks.
+    """Lock an open file, where the file system has locks.
 
     Raises:
-        FolderHeld: another process holds it, and this is not to wait.
+        FolderHeld: another process holds it, and ``wait`` is false.
     """
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -168,7 +155,7 @@ def _old(real: Path) -> Path:
 
 
 def _clean(real: Path) -> None:
-    """Undo what processes that died here have left: half-written folders, and an old one that was not put back."""
+    """Remove what processes that died here have left: half-written folders; and restore an old one of theirs."""
     old, start = _old(real), f".{real.name}.{socket.gethostname()}."
     if old.is_dir():
         if real.exists():

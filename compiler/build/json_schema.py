@@ -1,4 +1,4 @@
-"""The forms of a build's JSON files: what a reader may rely on, held once, where they are read."""
+"""The forms of a build's JSON files, checked once, when these are read: other code may rely on them."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ Form = Any
 """A type or types; ``[form]`` for a list; ``{key: form}`` for a table with these keys at least, those that end in ``?``
 aside; ``Each``, ``FieldRow``, ``Maybe`` or ``Among``."""
 
-_NONE = type(None)
-_NUMBER = (int, float)
-_LITERALS = Each((str, int, float, bool, list, _NONE))
+_NULL = type(None)
+_FLOAT = (int, float)
+_LITERALS = Each((str, int, float, bool, list, _NULL))
 
 _VIEWS = [{"over": [str], "axes": [str], "sizes": [int], "in": [str]}]
 
 SAMPLES_FORM: Form = {
-    "form": str, "names": [str], "callable": (str, _NONE), "arguments": _LITERALS, "dtype?": str, "shuffle?": bool,
-    "split?": _NUMBER, "workers?": int, "pack?": bool, "end?": int,
+    "form": str, "names": [str], "callable": (str, _NULL), "arguments": _LITERALS, "dtype?": str, "shuffle?": bool,
+    "split?": _FLOAT, "workers?": int, "pack?": bool, "end?": int,
 }  # fmt: skip
 
 _CONSTANTS = Each({"dtype": str, "values": (int, float, bool, list)})
@@ -70,17 +70,17 @@ MANIFEST_FORM: Form = {
     "sizes": Each(int),
     "ranges?": Each(FieldRow(int, 3)),
     "budget?": int,
-    "offload?": Each((str, _NONE)),
-    "loss": [{"kind": str, "target": str, "operands": [str], "ignore": (int, _NONE), "factor": _NUMBER}],
+    "offload?": Each((str, _NULL)),
+    "loss": [{"kind": str, "target": str, "operands": [str], "ignore": (int, _NULL), "factor": _FLOAT}],
     "mesh": Each(int),
     "views?": _VIEWS,
     "microbatches": int,
     "optimizer": {
-        "name": str, "shape": str, "lr": _NUMBER, "warmup": int, "to": (int, float, _NONE), "over": (int, _NONE),
-        "groups": [{"parameters": [str], "set": _LITERALS}], "weight_decay": _NUMBER,
-        "clip": (int, float, _NONE), "eps": _NUMBER,
-        "betas": FieldRow(_NUMBER, 2), "momentum": _NUMBER, "nesterov": bool, "arguments?": _LITERALS, "fall?": int,
-        "table?": [FieldRow(_NUMBER, 2)], "ema?": {"decay": _NUMBER, "every": int},
+        "name": str, "shape": str, "lr": _FLOAT, "warmup": int, "to": (int, float, _NULL), "over": (int, _NULL),
+        "groups": [{"parameters": [str], "set": _LITERALS}], "weight_decay": _FLOAT,
+        "clip": (int, float, _NULL), "eps": _FLOAT,
+        "betas": FieldRow(_FLOAT, 2), "momentum": _FLOAT, "nesterov": bool, "arguments?": _LITERALS, "fall?": int,
+        "table?": [FieldRow(_FLOAT, 2)], "ema?": {"decay": _FLOAT, "every": int},
     },
     "frozen": [str],
     "accumulate": str,
@@ -91,19 +91,19 @@ MANIFEST_FORM: Form = {
         "names": [str], "shape": [int], "dtype": str, "optional?": bool
     }]}),
     "seed": int,
-    "state": Each(_NUMBER),
+    "state": Each(_FLOAT),
     "experts?": Each({
-        "experts": int, "top": int, "ranks": int, "load": _NUMBER, "capacity": (int, float, _NONE),
-        "buffer": (str, _NONE), "rate": _NUMBER
+        "experts": int, "top": int, "ranks": int, "load": _FLOAT, "capacity": (int, float, _NULL),
+        "buffer": (str, _NULL), "rate": _FLOAT
     }),
-    "steps": (int, _NONE),
+    "steps": (int, _NULL),
     "aliases": Each(str),
     "parameters": Each(str),
     "padding": Each([FieldRow(int, 4)]),
     "updates": [str],
     "constants": _CONSTANTS,
     "evaluation?": {
-        "every": (int, _NONE), "batches": (int, _NONE), "data": Maybe(SAMPLES_FORM), "constants": _CONSTANTS
+        "every": (int, _NULL), "batches": (int, _NULL), "data": Maybe(SAMPLES_FORM), "constants": _CONSTANTS
     },
     "role": str,
     "files": Each(str),
@@ -118,23 +118,23 @@ REPORT_FORM: Form = {
     "batch": Maybe({"samples": int, "microbatches": int, "data_ranks": int}),
     "roles": [str],
     "stages": [{"stage": int, "role": str, "layers": int, "parameters": int, "flops": int}],
-    "idle": Each(_NUMBER),
+    "idle": Each(_FLOAT),
     "parameters": int,
     "memory": [{
-        "role": str, "peak_bytes": _NUMBER, "parameters": _NUMBER, "gradients": _NUMBER, "optimizer": _NUMBER,
-        "activations": _NUMBER, "messages": _NUMBER, "residuals": _NUMBER, "offloaded": Each(int), "state": Each(int),
+        "role": str, "peak_bytes": _FLOAT, "parameters": _FLOAT, "gradients": _FLOAT, "optimizer": _FLOAT,
+        "activations": _FLOAT, "messages": _FLOAT, "residuals": _FLOAT, "offloaded": Each(int), "state": Each(int),
         "of": int, "peak_by_library?": Each(int),
     }],
     "communication": [{
         "number": int, "op": str, "axis": str, "phase": Among(PHASES), "count_per_step": int, "bytes": int,
-        "wire_bytes": int, "carries": str, "hidden": bool, "dtype": str, "module": str, "line": (int, _NONE),
+        "wire_bytes": int, "carries": str, "hidden": bool, "dtype": str, "module": str, "line": (int, _NULL),
         "role": str,
     }],
     "experts?": [{
-        "modules": str, "layers": int, "experts": int, "top": int, "ranks": int, "load": _NUMBER, "rate": _NUMBER,
-        "capacity": (int, float, _NONE)
+        "modules": str, "layers": int, "experts": int, "top": int, "ranks": int, "load": _FLOAT, "rate": _FLOAT,
+        "capacity": (int, float, _NULL)
     }],
-    "experts_peak_bytes?": _NUMBER,
+    "experts_peak_bytes?": _FLOAT,
     "written": [{"line": int, "place": str}],
     "placed?": Each(str),
     "pipeline": {"schedule": str, "microbatches": int},
@@ -147,8 +147,8 @@ REPORT_FORM: Form = {
     "across_nodes?": {"bytes": int, "in_one_level": int},
     "checks": Each(str),
     "numbers?": {
-        "on": str, "steps": int, "loss": _NUMBER, "gradient": _NUMBER, "parameter": _NUMBER, "tolerance": _NUMBER,
-        "margin?": {"apart": _NUMBER, "at": str},
+        "on": str, "steps": int, "loss": _FLOAT, "gradient": _FLOAT, "parameter": _FLOAT, "tolerance": _FLOAT,
+        "margin?": {"apart": _FLOAT, "at": str},
     },
 }  # fmt: skip
 
@@ -179,14 +179,14 @@ def hold_form(value: Any, form: Form, name: str = "") -> None:
     elif isinstance(form, Each):
         _hold_type(value, dict, name)
         for key, inner in value.items():
-            hold_form(inner, form.form, _joined(name, key))
+            hold_form(inner, form.form, _key_path(name, key))
     elif isinstance(form, Mapping):
         _hold_type(value, dict, name)
         for key, inner in form.items():
             if (key := key.removesuffix("?")) in value:
-                hold_form(value[key], inner, _joined(name, key))
+                hold_form(value[key], inner, _key_path(name, key))
             elif f"{key}?" not in form:
-                raise FormError(f"it has no `{_joined(name, key)}`")
+                raise FormError(f"it has no `{_key_path(name, key)}`")
     elif isinstance(form, list):
         _hold_type(value, list, name)
         for index, inner in enumerate(value):
@@ -195,7 +195,7 @@ def hold_form(value: Any, form: Form, name: str = "") -> None:
         _hold_type(value, form, name)
 
 
-def _joined(name: str, key: str) -> str:
+def _key_path(name: str, key: str) -> str:
     return f"{name}.{key}" if name else key
 
 
@@ -203,6 +203,6 @@ def _hold_type(value: Any, types: Any, name: str) -> None:
     wanted = types if isinstance(types, tuple) else (types,)
     # A bool is an int to Python, not to a reader of a manifest.
     if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted):
-        words = " or ".join("null" if kind is _NONE else kind.__name__ for kind in wanted)
+        words = " or ".join("null" if kind is _NULL else kind.__name__ for kind in wanted)
         have = "null" if value is None else type(value).__name__
         raise FormError(f"{f'`{name}`' if name else 'it'} is {have}, not {words}")

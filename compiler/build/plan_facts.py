@@ -1,4 +1,4 @@
-"""The facts of a manifest that follow from its plan alone, made from it and held against it."""
+"""Facts of a manifest that follow from its plan alone, and the faults of others."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ...grammar.syntax import Word
-from ..plan.directives.data import Data
 from ..plan.directives.eval import Eval
 from ..plan.directives.precision import TYPES
 from ..plan.directives.schedule import ACCUMULATE
@@ -22,17 +21,18 @@ from .facts import fact_fault, unlike
 from .json_schema import MANIFEST_FORM
 
 _PARTS = ("optimizer", "init", "precision", "compress", "evaluation")
-"""The facts of which the plan determines only a part; the rest is the model's."""
+"""The facts of which the plan determines only a part: the rest is the model's."""
 
 
 def plan_facts(plan: Plan) -> dict[str, Any]:
-    """The facts of a manifest that follow from its plan alone."""
+    """Return the facts of a manifest that follow from its plan alone."""
     ranges = {name: [size.low, size.high, size.step] for name, size in moving(plan.sizes).items()}
+    offload = {word: None if line.host else line.folder for word, line in plan.offloaded.items()}
     return {
         **({"ranges": ranges} if ranges else {}),
         **({"budget": plan.budget.memory} if plan.budget is not None else {}),
-        **({"offload": offload_facts(plan)} if plan.offload else {}),
-        **({"evaluation": evaluation_line(plan.evaluation)} if plan.evaluation is not None else {}),
+        **({"offload": offload} if plan.offload else {}),
+        **({"evaluation": _evaluation_facts(plan.evaluation)} if plan.evaluation is not None else {}),
         "model": {"callable": plan.model.callable, "arguments": dict(plan.model.values)},
         "inputs": input_facts(plan),
         "sizes": {name: size.high for name, size in plan.sizes.items()},
@@ -44,7 +44,7 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
         "accumulate": ACCUMULATE[plan.accumulate],
         "precision": [{"type": TYPES[line.type]} for line in plan.precision],
         "compress": [{"axis": line.axis.text, "format": line.format} for line in plan.compress],
-        "data": data_facts(plan.data),
+        "data": None if plan.data is None else plan.data.said.facts(),
         "init": None if plan.init is None else {"folder": plan.init.folder, "rounded": plan.init.rounded},
         "seed": plan.seed,
         "state": initial_state(plan.loss_scale),
@@ -76,20 +76,10 @@ def loss_facts(plan: Plan) -> list[dict[str, Any]]:
     return [{**term._asdict(), "operands": list(term.operands)} for term in plan.loss.terms]
 
 
-def offload_facts(plan: Plan) -> dict[str, str | None]:
-    """Return the folder in which each part of the state of training is kept, None for the host's memory."""
-    return {word: None if line.host else line.folder for word, line in plan.offloaded.items()}
-
-
-def evaluation_line(line: Eval) -> dict[str, Any]:
+def _evaluation_facts(line: Eval) -> dict[str, Any]:
     """Return the facts of the ``eval`` line in the manifest's form, without those of the model in ``eval()``."""
     samples = line.samples.facts() if line.samples is not None else None
     return {"every": line.every, "batches": line.batches, "data": samples}
-
-
-def data_facts(line: Data | None) -> dict[str, Any] | None:
-    """Return the facts of the ``data`` line in the manifest's form."""
-    return None if line is None else line.said.facts()
 
 
 def _optimizer_facts(plan: Plan) -> dict[str, Any]:
@@ -122,20 +112,19 @@ def plan_faults(manifest: Mapping[str, Any], plan: Plan) -> list[Fault]:
 
 
 def _name_faults(manifest: Mapping[str, Any], plan: Plan) -> Iterator[Fault]:
-    """Find facts that name other parameters or modules than the plan's patterns match, among the names in the
-    manifest."""
+    """Find facts that name other parameters or modules than those of the manifest that the plan's patterns match."""
     stored, tied = manifest["parameters"], manifest["aliases"]
     paths = (name.split(".") for name in (*stored, *tied))
     modules = frozenset(".".join(path[:depth]) for path in paths for depth in range(1, len(path)))
     names = PlanNames(dict.fromkeys(stored, ()), modules=modules, tied=dict(tied), smaller=True)
 
-    def meant(words: tuple[Word, ...]) -> set[str]:
+    def matched(words: tuple[Word, ...]) -> set[str]:
         matches = (find_parameters(word, names) for word in words)
         return {name for each in matches if isinstance(each, tuple) for name in each}
 
-    if grouped((line.given, meant(line.where)) for line in plan.groups) != manifest["optimizer"]["groups"]:
+    if grouped((line.given, matched(line.where)) for line in plan.groups) != manifest["optimizer"]["groups"]:
         yield fact_fault("`optimizer.groups` are not what the plan's `optimizer on` lines say")
-    if not meant(plan.frozen) & stored.keys() <= set(manifest["frozen"]):
+    if not matched(plan.frozen) & stored.keys() <= set(manifest["frozen"]):
         yield fact_fault("`frozen` lacks what the plan freezes")
     for line, fact in zip(plan.precision, manifest["precision"], strict=True):
         patterns = [word.text for word in line.where]

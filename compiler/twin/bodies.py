@@ -1,4 +1,4 @@
-"""Bodies of functions without names and numbers, and the numbers beside them, so that two sizes of a model can be
+"""Bodies of functions without names and numbers, and these numbers apart, so that two sizes of a model can be
 compared."""
 
 from __future__ import annotations
@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -20,16 +20,15 @@ from ..ops.precision import base_name
 from ..program.program import Function, Line, LocalSize, Ref, Value, default_numbers, operator
 from .repeats import ShortForm, short_form
 
-_Key = TypeVar("_Key")
+_K = TypeVar("_K")
 Scalar = int | float
 NumberPair = tuple[Scalar, Scalar]
 """A number of the build, and the one in its place in the twin."""
 
-_NUMBER = re.compile(r"(?<![A-Za-z_\d])\d+")
+_SIZE = re.compile(r"(?<![A-Za-z_\d])\d+")
 _DIMS = ("dim", "dims", "dim0", "dim1", "dim2", "axis")
 _LITERAL = 4
-"""The largest number that may stand alike in an operator's derivative of both builds without being the model's, such as
-2."""
+"""The largest number that a derivative may have in both builds though the model does not have it, such as 2."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +37,7 @@ class Numbers:
 
     op: str
     origin: str
-    given: tuple[tuple[str, Scalar, bool], ...]
+    written: tuple[tuple[str, Scalar, bool], ...]
     """Triples of an argument, a number in it, and whether the number may be a size."""
     dims: tuple[int, ...]
 
@@ -58,8 +57,8 @@ class Body:
 def function_body(
     function: Function, mesh: Mesh, names: Mapping[str, str] | None = None, families: Sequence[Sequence[str]] = ()
 ) -> Body:
-    """Return a function's body. Parameters have the ``names``, or are numbered; ``families`` are those of which there
-    may be more or fewer."""
+    """Return a function's body. Parameters have the ``names``, or are numbered; a family in ``families`` is parameters,
+    one of each layer, of which the twin may have fewer."""
     key = "body", mesh, tuple((names or {}).items()), tuple(map(tuple, families))
     if key not in function.derived:
         function.derived[key] = _body(function, mesh, names or {}, families)
@@ -76,27 +75,27 @@ def _body(function: Function, mesh: Mesh, names: Mapping[str, str], families: Se
     numbers = []
     for index, line in enumerate(form.lines):
         known.update((result.name, f"{index}.{at}") for at, result in enumerate(line.results) if result is not None)
-        given: list[tuple[str, Scalar, bool]] = []
-        kinds = _arguments(line.op)
-        kwargs = [item for item in line.kwargs if item[0] != MESSAGE]  # which message a sum travels in is no number
-        places = [*((str(at), item) for at, item in enumerate(line.args)), *kwargs]
-        words = [_word(item, known, given, *kinds.get(place, (place, ""))) for place, item in places]
-        args = [*words[: len(line.args)]]
-        args += [f"{key}={word}" for (key, _), word in zip(kwargs, words[len(line.args) :], strict=True)]
+        written: list[tuple[str, Scalar, bool]] = []
+        kinds = _argument_kinds(line.op)
+        arguments = [(str(at), "", item) for at, item in enumerate(line.args)]
+        # the message that a sum travels in is no number
+        arguments += [(key, f"{key}=", item) for key, item in line.kwargs if key != MESSAGE]
+        args = [label + _argument_text(item, known, written, *kinds.get(place, (place, "")))
+                for place, label, item in arguments]  # fmt: skip
         types = "; ".join("-" if v is None else sizeless(v, mesh) for v in line.results)
         rows.append(f"{line.op}({', '.join(args)}): {types}")
         beside = (*(values[name] for name in line.uses), *line.made)
         origin = f"{star(line.origin.module)} {line.origin.source}"
-        dims = (*(size for v in beside for size in v.type.shape), *_places(line, beside, mesh))
-        numbers.append(Numbers(line.op, origin, tuple(given), dims))
+        dims = (*(size for v in beside for size in v.type.shape), *_split_places(line, beside, mesh))
+        numbers.append(Numbers(line.op, origin, tuple(written), dims))
     end = f"return {', '.join(known[name] for name in form.returned)}"
     known |= {name: known.get(other, other) for name, other in form.names.items()}
     return Body((*rows, end), tuple(numbers), known, form)
 
 
-def _places(line: Line, read: Iterable[Value], mesh: Mesh) -> Iterator[int]:
-    """Yield the places of splits in the dims of what an exchange reads and makes, as a rank counts them. Types say them
-    too, and the checker of lines holds the two together."""
+def _split_places(line: Line, read: Iterable[Value], mesh: Mesh) -> Iterator[int]:
+    """Yield the places of splits in the dims of an exchange's operand and result, as a rank counts them. Types hold
+    them too, and ``verify.lines`` proves that both agree."""
     if line.op in (EXCHANGE, "parc.all_to_all"):
         placements = [value.type.placement for value in read]
         places = (local_outer(one, mesh, axis) for one in placements for axis in one.split_axes())
@@ -110,13 +109,13 @@ def star(text: str) -> str:
 
 def sizeless(value: Value, mesh: Mesh) -> str:
     """Return a value's type without its sizes."""
-    return _NUMBER.sub("#", value.type.text(mesh))
+    return _SIZE.sub("#", value.type.text(mesh))
 
 
 @lru_cache(maxsize=1024)
-def _arguments(op: str) -> dict[str, tuple[str, str]]:
-    """Return each argument's name and kind, by its position and by its name. The kind is ``size``, or ``dim`` for the
-    number of a dim (which follows no size), or "" for a value to compute with."""
+def _argument_kinds(op: str) -> dict[str, tuple[str, str]]:
+    """Return each argument's name and kind, by its position and by its name. The kind is ``size``, ``dim`` for a dim's
+    index (which follows no size), or "" for a value to compute with."""
     if op in (EXCHANGE, "parc.all_to_all"):  # rows are split between experts, of which a twin may have fewer
         return {str(at): (str(at), kind) for at, kind in enumerate(("", "", "dim", "size", "dim", "size"))}
     if op in COLLECTIVES or "." not in op:
@@ -129,31 +128,34 @@ def _arguments(op: str) -> dict[str, tuple[str, str]]:
     return arguments
 
 
-def _word(item: Any, names: Mapping[str, str], given: list[tuple[str, Scalar, bool]], place: str, kind: str) -> str:
-    """Return an argument without its numbers, which are added to ``given``."""
+def _argument_text(
+    item: Any, names: Mapping[str, str], written: list[tuple[str, Scalar, bool]], place: str, kind: str
+) -> str:
+    """Return an argument without its numbers, which are added to ``written``."""
     if isinstance(item, Ref):
         return names[item.name]
     if isinstance(item, LocalSize):
-        given.append((place, item.size, True))
+        written.append((place, item.size, True))
         return "/".join(["#", *item.axes])
     if isinstance(item, (list, tuple)):
-        return f"[{', '.join(_word(inner, names, given, place, kind) for inner in item)}]"
+        return f"[{', '.join(_argument_text(inner, names, written, place, kind) for inner in item)}]"
     if isinstance(item, (bool, str, torch.dtype)) or item is None or kind == "dim":
         return repr(item)
-    given.append((place, item, kind == "size"))
+    written.append((place, item, kind == "size"))
     return "#" if isinstance(item, int) else "#.#"
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """The numbers of two equal bodies in pairs: those ``written`` in operators, the same by their place in the model's
-    code, and all these with the sizes of dims."""
+    """The numbers of two equal bodies in pairs, a build's and its twin's."""
 
     written: tuple[tuple[str, str, NumberPair], ...] = ()
     """The operator, the argument and the pair for each number that is not the size of a dim of its own line."""
-    at: Mapping[str, frozenset[NumberPair]] = field(default_factory=dict)
-    every: frozenset[NumberPair] = frozenset()
-    arguments: Mapping[tuple[str, str, str], frozenset[NumberPair]] = field(default_factory=dict)
+    at: Mapping[str, Set[NumberPair]] = field(default_factory=dict)
+    """The pairs by their place in the model's code."""
+    every: Set[NumberPair] = frozenset()
+    """All of these, and the sizes of dims."""
+    arguments: Mapping[tuple[str, str, str], Set[NumberPair]] = field(default_factory=dict)
     """The pairs by operator, origin and argument; an argument that is left out has its default."""
 
     @classmethod
@@ -163,60 +165,54 @@ class Pairs:
         at: dict[str, set[NumberPair]] = defaultdict(set)
         arguments: dict[tuple[str, str, str], set[NumberPair]] = defaultdict(set)
         for mine, other in zip(ours, theirs, strict=True):
-            sizes |= (own := set(zip(mine.dims, other.dims, strict=True)))
-            given = {place for place, _, _ in mine.given}
+            dims = set(zip(mine.dims, other.dims, strict=True))
+            sizes |= dims
+            present = {place for place, _, _ in mine.written}
             for place, default in default_numbers(mine.op).items():
-                if place not in given:
+                if place not in present:
                     arguments[base_name(mine.op), mine.origin, place].add((default, default))
-            for (place, here, size), (_, there, _) in zip(mine.given, other.given, strict=True):
+            for (place, here, size), (_, there, _) in zip(mine.written, other.written, strict=True):
                 at[mine.origin].add((here, there))
                 arguments[base_name(mine.op), mine.origin, place].add((here, there))
-                if not size or (here, there) not in own:
+                if not size or (here, there) not in dims:
                     written.append((mine.op, place, (here, there)))
-        every = frozenset(sizes.union(*at.values()))
-        return cls(tuple(written), _frozen(at), every, _frozen(arguments))
+        return cls(tuple(written), at, sizes.union(*at.values()), arguments)
 
     def __or__(self, other: Pairs) -> Pairs:
         """Return both together; ``written`` is the first's."""
-        at, arguments = _joined(self.at, other.at), _joined(self.arguments, other.arguments)
+        at, arguments = _union(self.at, other.at), _union(self.arguments, other.arguments)
         return Pairs(self.written, at, self.every | other.every, arguments)
 
-    def forward(self, numbers: Numbers, argument: str) -> frozenset[NumberPair]:
-        """Return the pairs that the forward operator of a derivative's line has for this argument, such as an
-        attention's ``scale``; empty if the line is no derivative."""
+    def forward(self, numbers: Numbers, argument: str) -> Set[NumberPair]:
+        """Return the pairs that the forward operator of a derivative's line has for an argument, such as an attention's
+        ``scale``; empty for other lines."""
         name = base_name(numbers.op)
         operator_name = name.removesuffix("_backward")
         key = (operator_name, numbers.origin, argument)
         return frozenset() if name == operator_name else self.arguments.get(key, frozenset())
 
 
-def _frozen(sets: Mapping[_Key, set[NumberPair]]) -> dict[_Key, frozenset[NumberPair]]:
-    return {key: frozenset(pairs) for key, pairs in sets.items()}
-
-
-def _joined(
-    one: Mapping[_Key, frozenset[NumberPair]], other: Mapping[_Key, frozenset[NumberPair]]
-) -> dict[_Key, frozenset[NumberPair]]:
+def _union(one: Mapping[_K, Set[NumberPair]], other: Mapping[_K, Set[NumberPair]]) -> dict[_K, Set[NumberPair]]:
     return {key: one.get(key, frozenset()) | other.get(key, frozenset()) for key in {**one, **other}}
 
 
 def number_problem(ours: Sequence[Numbers], theirs: Sequence[Numbers], model: Pairs, *, whole: bool) -> str | None:
     """Return the fault in the numbers of two equal functions, a build's and its twin's, or None if there is none.
 
-    A number is the size of a dim of its own line in both, or what the model has in that place of its code, or made of
-    such. What the ``model`` writes in an operator, a function that is the ``whole`` of it and has the operator has too.
+    A number is the size of a dim of its own line in both, or one that the model has in that place of its code, or
+    follows from such. A function that is the ``whole`` of a piece of the model has all numbers of the ``model`` in the
+    operators that both have.
     """
     pairs = []
     for mine, other in zip(ours, theirs, strict=True):
-        own = frozenset(zip(mine.dims, other.dims, strict=True))
-        for (place, here, size), (_, there, _) in zip(mine.given, other.given, strict=True):
-            pairs.append((mine.op, place, (here, there)))
-            if not size and (same := model.forward(mine, place)) and (here, there) not in same:
+        dims, near = {*zip(mine.dims, other.dims, strict=True)}, model.at.get(mine.origin, frozenset())
+        for (place, here, size), (_, there, _) in zip(mine.written, other.written, strict=True):
+            pair = here, there
+            pairs.append((mine.op, place, pair))
+            if not size and (forward := model.forward(mine, place)) and pair not in forward:
                 return f"{mine.op} has {here!r} where its twin has {there!r}: the operator itself has no such {place}"
-            sizes = own if size else frozenset()
-            if (here, there) not in sizes and not _follows(
-                (here, there), model.at.get(mine.origin, frozenset()), model.every, sizes
-            ):
+            sizes: Set[NumberPair] = dims if size else frozenset()
+            if pair not in sizes and not _follows(pair, near, model.every, sizes):
                 return f"{mine.op} has {here!r} where its twin has {there!r}: the model has no such number there"
     have, ops, places = Counter(pairs), {numbers.op for numbers in ours}, {(op, place) for op, place, _ in pairs}
     for (op, place, pair), count in Counter(model.written).items() if whole else ():
@@ -226,11 +222,9 @@ def number_problem(ours: Sequence[Numbers], theirs: Sequence[Numbers], model: Pa
     return None
 
 
-def _follows(
-    pair: NumberPair, near: frozenset[NumberPair], model: frozenset[NumberPair], sizes: frozenset[NumberPair]
-) -> bool:
-    """Return whether a pair of numbers is ``near`` in the model's code, or is computed from such a pair, or is one
-    number that does not depend on the size of the model."""
+def _follows(pair: NumberPair, near: Set[NumberPair], model: Set[NumberPair], sizes: Set[NumberPair]) -> bool:
+    """Return whether a pair of numbers is ``near`` in the model's code, is computed from such a pair or from ``sizes``,
+    or is one number that does not depend on the size of the model."""
     here, there = pair
     if pair in near:
         return True
@@ -241,7 +235,7 @@ def _follows(
     if any((here + a, there + b) in sizes for a, b in sizes):  # the last part of a dim begins there
         return True
     if any(a != b and here == here // a * a and (here // a) * b == there for a, b in sizes if a):
-        return True  # one of the equal parts that a dim is joined of begins there
+        return True  # one of the equal parts of a dim begins there
     whole = [p for p in sizes | near if sizes and 0 < p[0] <= abs(here)]
     return any(pair in ((a + c, b + d), (a * c, b * d)) for a, b in whole for c, d in whole)
 

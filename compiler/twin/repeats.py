@@ -1,8 +1,8 @@
-"""Repeats in a function that reads one part of every layer, such as the logits of all routers: their short form, which
-is the same for any number of layers.
+"""The short form of a function that reads a value of every layer, such as the logits of all routers: the same for any
+number of layers.
 
-The lines repeat once for each member of a family of operands. If each repetition from the third on is the one before
-it, one member further, then the first two stand for all.
+A family is such values, one of each layer, and the function's lines repeat once for each member. If each repetition
+from the third on is the one before it, one member further, then the first two stand for all.
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ from itertools import groupby, pairwise
 from ..program.program import Function, Line
 
 FamilySlots = tuple[tuple[int, int], ...]
-"""The place of each operand or result among those of the short form, where a family has one place, and its number in
-its family."""
-_PARTS = slice(None), slice(1, None), slice(-1)
-"""The members of a family that repetitions read: the first or the last may stand alone, as a sum from zero has no
-addition of its first term."""
+"""The place of each operand or result in the short form, where a family has one place, and its number in its family."""
+_REPEATED = slice(None), slice(1, None), slice(-1)
+"""The members of a family that repetitions may read: the first or the last may stand alone, as a sum that starts with
+its first term has one addition less."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShortForm:
-    """Lines of which two repetitions are left. A family of operands is its first member there, one of results the value
-    of the first repetition."""
+    """Lines of which the first two repetitions are left. A family of operands is its first member there, a family of
+    results the value of the first repetition."""
 
     lines: tuple[Line, ...]
     operands: FamilySlots
@@ -32,19 +31,20 @@ class ShortForm:
     returned: tuple[str, ...]
     """The value of each result that is left."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """Other names: of values that are left out, and of the second repetition's, whose names those of the last have."""
+    """Names in the short form: of values that are left out, and of the last repetition's, which the second stands
+    for."""
     families: tuple[tuple[str, ...], ...] = ()
     """The families of operands that repetitions read, and those of results."""
     order: str = ""
-    """The order in which repetitions read their family and make their results; "" where nothing repeats."""
+    """The order in which repetitions read their families and give their results; "" where nothing repeats."""
 
 
 def short_form(function: Function, families: Sequence[Sequence[str]]) -> ShortForm:
-    """Return the short form of a function for families of its operands, all of one size, each in order; the function as
-    it is where its lines are no repetitions."""
+    """Return the short form of a function for families of its operands, all of one size and in the order of layers; all
+    of its lines where they do not repeat."""
     lines = function.lines
     uses = {name: [at for at, line in enumerate(lines) if name in line.uses] for of in families for name in of}
-    for of in ([family[part] for family in families] for part in _PARTS if families and all(uses.values())):
+    for of in ([family[part] for family in families] for part in _REPEATED if families and all(uses.values())):
         firsts = [uses[name][0] for name in of[0]]
         steps = {later - before for before, later in pairwise(firsts)}
         step = steps.pop() if len(steps) == 1 else 0
@@ -57,8 +57,8 @@ def short_form(function: Function, families: Sequence[Sequence[str]]) -> ShortFo
 
 
 class _Repeats:
-    """Lines from ``begin`` on that may repeat once for each member of families, each ``step`` lines behind that of the
-    member before; the last member comes first where it is negative."""
+    """Lines from ``begin`` on that may repeat once for each member of the families: the repetition of a member begins
+    ``step`` lines after that of the member before. The last member comes first where ``step`` is negative."""
 
     def __init__(self, lines: Sequence[Line], begin: int, step: int, families: Sequence[Sequence[str]]) -> None:
         self.lines, self.begin, self.period, self.families = lines, begin, abs(step), families
@@ -70,17 +70,18 @@ class _Repeats:
             name: (number if step > 0 else self.count - 1 - number, head)
             for name, (head, number) in self.members.items()
         }
-        """The repetition that reads a member, with its family; the one that makes a value, with the place in it."""
+        """The repetition that reads a member of a family, with the family; and the one that makes a value, with the
+        value's place in it."""
         for index, line in enumerate(lines[begin : self.end]):
             self.turns |= {value.name: (index // self.period, (index % self.period, at))
                            for at, value in enumerate(line.results) if value is not None}  # fmt: skip
         self.named = {turn: name for name, turn in self.turns.items()}
 
     def hold(self, uses: Mapping[str, Sequence[int]]) -> bool:
-        """Return whether each repetition reads its own members alone, and those from the third on are as the one before
-        them; and whether nothing else reads what a repetition between the first and the last makes."""
-        own = all((at - self.begin) // self.period == self.turns[name][0] for name in self.members for at in uses[name])
-        if not own or self.end > len(self.lines):
+        """Return whether each repetition reads its own members alone, each from the third on is as the one before it,
+        and lines after all of them read values of the first and the last alone."""
+        reads = ((name, at) for name in self.members for at in uses[name])
+        if self.end > len(self.lines) or any((at - self.begin) // self.period != self.turns[n][0] for n, at in reads):
             return False
         ends = all(self._at_an_end(name) for line in self.lines[self.end :] for name in line.uses)
         earlier = {name: self.named.get((turn - 1, place), "") for name, (turn, place) in self.turns.items()}
@@ -90,11 +91,12 @@ class _Repeats:
         )
 
     def _at_an_end(self, name: str) -> bool:
-        """Return whether a value is none of a repetition between the first and the last."""
+        """Return whether a value is not of a repetition between the first and the last."""
         return name not in self.turns or (name not in self.members and self.turns[name][0] in (0, self.count - 1))
 
     def short_form(self, function: Function) -> ShortForm | None:
-        """Return the short form; None where a single result is that of a repetition between the first and the last."""
+        """Return the short form; None where a result that is no family is of a repetition between the first and the
+        last."""
         last = {name: self.named[1, place] for name, (turn, place) in self.turns.items()
                 if turn == self.count - 1 and name not in self.members}  # fmt: skip
         heads = {name: head for name, (head, _) in self.members.items()}

@@ -1,4 +1,5 @@
-"""The comparison that carries a result from a small twin to its build: every place of one has its like in the other."""
+"""The comparison of a build's programs with those of its smaller twin: what holds of the twin's numbers then holds of
+the build's."""
 
 from __future__ import annotations
 
@@ -16,20 +17,18 @@ from .wiring import Backward, Forward, Kinds, PieceCall, PieceFact, WiringFault,
 
 
 def compare_structure(full: Programs, captured: Program, twin: Programs, twin_captured: Program) -> list[Fault]:
-    """Return the faults where a build's programs differ in structure from its twin's, each read beside its own captured
-    graph.
-
-    What is compared, and why that carries a result over: docs/architecture.md, "What a twin carries over".
+    """Return the faults where a build's programs differ in structure from its twin's, each beside its own captured
+    graph. The reasons are in docs/architecture.md, "What a twin carries over".
     """
     if full.keys() != twin.keys():
         return [Fault("numbers", "step", f"has the programs {', '.join(full)}, its twin {', '.join(twin)}")]
     kinds = Kinds()
     whose = "the twin"
     try:
-        small = _Step(twin, twin_captured, kinds)
+        small = _WiredStep(twin, twin_captured, kinds)
         seen = list(small.facts())
         whose = "the build"
-        large = _Step(full, captured, kinds)
+        large = _WiredStep(full, captured, kinds)
         fault = _fact_fault(list(large.facts()), seen)
     except WiringFault as problem:
         return [Fault("numbers", whose, str(problem))]
@@ -38,18 +37,18 @@ def compare_structure(full: Programs, captured: Program, twin: Programs, twin_ca
 
 
 def repetition_fault(programs: Programs, captured: Program) -> Fault | None:
-    """Return the first fault that shows in a build alone: backward undoes another call than forward made, or one
+    """Return the first fault that shows in a build alone: backward differentiates another call than forward's, or one
     repetition of a block is wired otherwise than the others."""
     try:
-        facts = list(_Step(programs, captured, Kinds.alone(captured)).facts())
+        facts = list(_WiredStep(programs, captured, Kinds.alone(captured)).facts())
     except WiringFault as problem:
         return Fault("types", "step", str(problem))
     fault = _fact_fault(facts, facts)
     return None if fault is None else Fault("types", fault.where, fault.message)
 
 
-class _Step:
-    """The programs of a step, with their captured graph."""
+class _WiredStep:
+    """The programs of a step beside their captured graph."""
 
     def __init__(self, programs: Programs, captured: Program, kinds: Kinds) -> None:
         self.programs = programs
@@ -76,8 +75,8 @@ def _fact_fault(facts: Sequence[PieceFact], of_twin: Sequence[PieceFact]) -> Fau
     options: dict[Hashable, frozenset[Hashable]] = {}
     for fact in of_twin:
         seen[fact.key].add(fact.what)
-    for whose, found in (("the twin", of_twin), ("the build", facts)):
-        for fact in found:
+    for whose, facts_of in (("the twin", of_twin), ("the build", facts)):
+        for fact in facts_of:
             if fact.what not in seen[fact.key]:
                 return Fault("numbers", fact.where, f"is as nothing is in the twin: {fact.key} {fact.what}")
             key = fact.key, fact.what
@@ -87,9 +86,8 @@ def _fact_fault(facts: Sequence[PieceFact], of_twin: Sequence[PieceFact]) -> Fau
     return None
 
 
-def _number_fault(large: _Step, small: _Step) -> Fault | None:
-    """Return the first fault in the numbers of a call's functions: one that the captured graph does not have there, in
-    both builds."""
+def _number_fault(large: _WiredStep, small: _WiredStep) -> Fault | None:
+    """Return the first number of a call's functions that the captured graphs of the two builds do not have there."""
     for action, forward in large.forwards.items():
         numbers = _CallNumbers(forward, small.forwards[action])
         for call in forward.calls:
@@ -111,8 +109,8 @@ class _CallNumbers:
         self.known: dict[Hashable, str | None] = {}
 
     def problem(self, call: PieceCall) -> str | None:
-        """Return the fault of a call's numbers beside every equal call of the twin, or None if one of these has the
-        same numbers."""
+        """Return the fault of a call's numbers beside the equal calls of the twin; None if it has none beside one of
+        them."""
         problem = None
         for key, mate in self.mates[call.sort].items():
             key = _numbers_key(call), key
@@ -131,8 +129,8 @@ class _CallNumbers:
         ours, theirs = self.ours.bodies[name].numbers, self.theirs.bodies[other].numbers
         problem = number_problem(ours, theirs, model, whole=self.calls[call.place] == 1 and call.piece is not None)
         if problem is None and name in self.ours.backward:
-            undone = self.ours.backward[name].numbers, self.theirs.backward[other].numbers
-            problem = number_problem(*undone, model | Pairs.of(ours, theirs), whole=False)
+            backward = self.ours.backward[name].numbers, self.theirs.backward[other].numbers
+            problem = number_problem(*backward, model | Pairs.of(ours, theirs), whole=False)
         return problem
 
     @cached_property
@@ -149,13 +147,13 @@ def _numbers_key(call: PieceCall) -> tuple[str, int]:
 
 
 def _step_faults(full: Programs, twin: Programs) -> Iterator[Fault]:
-    """Find programs that a step runs once, such as SCALE, which differ from the twin's: they depend neither on sizes
-    nor on repetitions."""
+    """Find programs that a step runs once, such as SCALE, and that differ from the twin's though they depend neither on
+    sizes nor on repetitions."""
     for kind in (row.kind for row in step_kinds() if row.program == "step" and not row.each and row.kind in full):
         bodies = []
         for program in (full[kind], twin[kind]):
             body = function_body(program.main, program.mesh)
-            given = [numbers.given for numbers in body.numbers]
-            bodies.append((program.main.bindings, body.rows, given, program.main.returns))
+            written = [numbers.written for numbers in body.numbers]
+            bodies.append((program.main.bindings, body.rows, written, program.main.returns))
         if bodies[0] != bodies[1]:
             yield Fault("numbers", kind, "is not as in the twin")

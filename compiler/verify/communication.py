@@ -1,6 +1,11 @@
-"""The checker of stages: neighbours agree on their messages, and roles sum each value among themselves exactly once.
+"""Checks of communication: between stages and roles, of messages on their way, and of the roles' timelines.
 
-Everything else is proved of the step that the roles' programs join to (``roles.join``), where nothing is sent.
+Stages: neighbours agree on what they send and receive, and roles sum each value among themselves exactly once. All else
+is proved of the whole step to which the roles' programs are joined (``join_roles``), where nothing is sent.
+
+Timelines share no code with the schedules: the kinds of actions, and what each reads and returns, are in the table of
+actions; which stages a role has follows from its programs. Messages between two roles are received in the order of
+sending, and a sender waits while ``CAPACITY`` of them are under way.
 """
 
 from __future__ import annotations
@@ -29,7 +34,7 @@ from ..program.actions import (
 )
 from ..program.binding import GRAD_NORM, LOSS, UNSCALE, Binding
 from ..program.plain import on_their_way
-from ..program.program import Fault, Function, Program, Value
+from ..program.program import Fault, Function, Program
 from ..program.roles import JoinFault, Programs, StageWork, neighbours, ranks_of, stage_key, work_programs
 from .sums import scaled_once
 
@@ -37,10 +42,10 @@ AMONG = "parc.all_reduce_among"
 
 
 def check_stages(roles: Mapping[str, Programs], mesh: Mesh, axis: str) -> list[Fault]:
-    """Return the faults of stages. A stage's work must lie on one role, and each role must have as many stages. A stage
-    must receive what its neighbour sends, of the same type and in the same order. B must read values that F of its own
-    stage saved. REDUCE must sum each gradient over exactly the roles that have it, and the norm over all, with each
-    parameter once in it; LOSS must sum the loss over all."""
+    """Return the faults of stages. A stage's work lies on one role, and roles have equally many stages. A stage gets
+    what its neighbour sends, with the same types and in the same order. B reads values that F of its own stage saved.
+    REDUCE sums each gradient over exactly the roles that have it, and the norm over all, with each parameter once in
+    it; LOSS sums the loss over all."""
     try:
         work, places = work_programs(roles), Counter(ranks_of(roles))
     except JoinFault as fault:
@@ -57,7 +62,7 @@ def check_stages(roles: Mapping[str, Programs], mesh: Mesh, axis: str) -> list[F
         keys = [*program.main.bindings, *(key for key, _ in program.main.returns)]
         faults += [Fault("types", f"{program.role}.{program.action} {key}", "goes beyond the ends of the pipeline")
                    for key in keys if key.kind == side]  # fmt: skip
-    loss_scaled = any(UNSCALE in own[REDUCE].main.bindings for own in roles.values())
+    loss_scaled = any(UNSCALE in programs[REDUCE].main.bindings for programs in roles.values())
     for programs in work.values():
         forward, backward = programs[FORWARD], programs[BACKWARD]
         for name in sorted(forward.main.returned("saved").keys() ^ backward.main.bound("saved").keys()):
@@ -74,31 +79,32 @@ def _buffer_faults(work: Mapping[int, StageWork]) -> Iterator[Fault]:
     """Find buffers that one stage updates and another one reads."""
     for stage, programs in work.items():
         updated = {key for key, _ in programs[FORWARD].main.returns if key.kind == "buffer"}
-        for other in (program for at, own in work.items() if at != stage for program in own.values()):
+        for other in (program for at in work if at != stage for program in work[at].values()):
             for key in sorted(updated.intersection(other.main.bindings)):
                 yield Fault("types", f"{other.role}.{other.action} {key}", f"is updated in stage {stage}")
 
 
 def _meeting_faults(roles: Mapping[str, Programs], axis: str) -> Iterator[Fault]:
-    """Find collectives between roles that are not allowed. Only programs that all roles run after the work may sum
-    among roles, because other programs do not run at the same time."""
+    """Find collectives between roles in programs that roles do not run at the same time: only those that all roles run
+    after the work may sum among roles."""
     for programs in roles.values():
         for key, program in programs.items():
             for function in program.functions:
                 for line in function.lines:
                     row = COLLECTIVES.get(line.op)
                     axes = {program.mesh.owner(one) for one in row.axes(line.args[1:])} if row is not None else set()
-                    may = line.op == AMONG and axes == {axis} and key in _together(programs)
+                    may = line.op == AMONG and axes == {axis} and key in _common_programs(programs)
                     if (axis in axes or line.op == AMONG) and not may:
                         yield Fault("communication", f"{program.role}.{key}", f"has `{line.op}` over `{axis}`")
 
 
-def _together(programs: Programs) -> list[str]:
-    """Return the programs that all roles run after their work, in one order."""
+def _common_programs(programs: Programs) -> list[str]:
+    """Return the kinds of the programs that all roles run after their work, in one order."""
     return [row.kind for row in step_kinds("after") if row.program == "role" and row.kind in programs]
 
 
 def _place_faults(roles: Mapping[str, Programs], mesh: Mesh, axis: str) -> Iterator[Fault]:
+    """Find roles that are not those of the axis, and programs of another role, mesh or action than their key says."""
     ranks = mesh.size(axis)
     if list(roles) != [f"{axis}{rank}" for rank in range(ranks)]:
         yield Fault("types", "step", f"its roles are {', '.join(roles)}, not those of the {ranks} ranks of `{axis}`")
@@ -111,8 +117,9 @@ def _place_faults(roles: Mapping[str, Programs], mesh: Mesh, axis: str) -> Itera
 
 
 def _message_faults(sender: Program, receiver: Program) -> Iterator[Fault]:
+    """Find values that one stage sends and its neighbour does not receive so, and keys of random streams among them."""
     values = sender.main.values()
-    keys = {v and v.name for line in sender.main.lines if line.op == "parc.stream_key.default" for v in line.results}
+    keys = {v.name for line in sender.main.lines if line.op == "parc.stream_key.default" for v in line.made}
     for key, name in sender.main.returns:
         if key.kind == "sent" and name in keys:
             yield Fault("communication", f"{sender.role} {key}", "is a random stream's key, which lies on the CPU")
@@ -134,77 +141,106 @@ def _listed(names: list[str]) -> str:
     return ", ".join(f"`{name}`" for name in names) or "nothing"
 
 
+_RoleSum = tuple[Binding, tuple[int, ...]]
+"""The loss or a gradient, with the roles of every sum among roles that it has been through."""
+
+
 def _reduce_faults(roles: Mapping[str, Programs], mesh: Mesh, axis: str) -> Iterator[Fault]:
     """Find wrong sums among roles, followed from the gradients of each role's stages."""
     owners: dict[str, list[int]] = {}
-    makes = [
+    of_stages = [
         {key for name, program in programs.items() if stage_key(name) for key in program.main.returned("gradient")}
         for programs in roles.values()
     ]
-    trained = set().union(*makes)
-    for rank, (gradients, programs) in enumerate(zip(makes, roles.values(), strict=True)):
+    trained = set().union(*of_stages)
+    for rank, (gradients, programs) in enumerate(zip(of_stages, roles.values(), strict=True)):
         for name in sorted(gradients ^ programs[REDUCE].main.bound("gradient").keys()):
             yield Fault("types", f"{programs[REDUCE].role}.REDUCE {name}", "is no gradient of the role's stages")
         readers = [program for program in programs.values() if program.action in (UNSHARD, FORWARD)]
         reads = {name for program in readers for name in program.main.bound("parameter")}
         for name in gradients | (reads & trained):  # a role that only reads it keeps it up to date
             owners.setdefault(name, []).append(rank)
+    sums = {name: (Binding("gradient", name), tuple(of) if len(of) > 1 else ()) for name, of in owners.items()}
     everyone = tuple(range(mesh.size(axis)))
-    counted = Counter[_Part]()
+    in_norm = Counter[_RoleSum]()
     for rank, programs in enumerate(roles.values()) if trained else ():  # else there is no norm, and nothing to sum
         program = programs[REDUCE]
-        parts, made_up = _parts(program, makes[rank])
-        if made_up:
-            yield Fault(
-                "types", f"{program.role}.REDUCE {made_up[0]}", "is no part of what the roles sum, and not zero"
-            )
-        ends = dict(program.main.returns)
-        lines = program.main.makers
-        for name in (name for name, found in owners.items() if rank in found):
-            end, alone = ends.get(Binding("gradient", name), ""), len(owners[name]) == 1
-            last = alone or (end in lines and lines[end].op == AMONG)
-            if not last or parts.get(end) != Counter([_summed(name, owners)]):
-                yield Fault(
-                    "types", f"{program.role}.REDUCE {name}", f"is not summed once over the roles {owners[name]}"
-                )
-        root = lines.get(ends.get(GRAD_NORM, ""))
+        terms, unknown = _summed_terms(program, of_stages[rank])
+        yield from unknown
+        returned, lines = dict(program.main.returns), program.main.makers
+        for name in (name for name, of in owners.items() if rank in of):
+            reduced, alone = returned.get(Binding("gradient", name), ""), len(owners[name]) == 1
+            last = alone or (reduced in lines and lines[reduced].op == AMONG)
+            if not last or terms.get(reduced) != Counter([sums[name]]):
+                where = f"{program.role}.REDUCE {name}"
+                yield Fault("types", where, f"is not summed once over the roles {owners[name]}")
+        root = lines.get(returned.get(GRAD_NORM, ""))
         square = next(iter(root.uses), "") if root is not None and facts(root.op).power == 0.5 else ""
-        line = lines.get(square)
-        if line is None or line.op != AMONG or tuple(line.args[2]) != everyone:
-            yield Fault("types", f"{program.role}.REDUCE {GRAD_NORM}", "is not summed once over all roles")
+        if operand := _summed_among(program.main, square, everyone):
+            in_norm += terms[operand]
         else:
-            counted += parts[line.uses[0]]
+            yield Fault("types", f"{program.role}.REDUCE {GRAD_NORM}", "is not summed once over all roles")
     for name in sorted(owners):
-        times = counted.pop(_summed(name, owners), 0)
+        times = in_norm.pop(sums[name], 0)
         if times != 1:
             yield Fault("types", f"REDUCE {name}", f"counts {times} times in the gradients' norm, not once")
-    for key, _ in counted:
-        yield Fault("types", f"REDUCE {key}", "counts in the gradients' norm as it is not")
+    for key, _ in in_norm:
+        yield Fault("types", f"REDUCE {key}", "is part of the gradients' norm, but is not a reduced gradient")
     yield from _loss_faults(roles, everyone)
     yield from _order_faults(roles, axis)
     yield from _metric_faults(roles, everyone)
 
 
+def _summed_among(main: Function, name: str, everyone: tuple[int, ...]) -> str:
+    """Return the operand of the sum over all roles that a value is, "" if it is none."""
+    line = main.makers.get(name)
+    return line.uses[0] if line is not None and line.op == AMONG and tuple(line.args[2]) == everyone else ""
+
+
+def _summed_terms(program: Program, gradients: Collection[str]) -> tuple[dict[str, Counter[_RoleSum]], list[Fault]]:
+    """Count, for each value of REDUCE or LOSS, how often the loss and each gradient is in it. The second result is a
+    fault for the first value that is summed over roles though it is neither computed from these nor zero. A role adds
+    zeros for a gradient that is not among the ``gradients`` of its stages."""
+    terms: dict[str, Counter[_RoleSum]] = {
+        value.name: Counter([(value.binding, ())] if value.binding and value.kind in ("gradient", "loss") else ())
+        for value in program.main.parameters
+    }
+    zeros: set[str] = set()
+    others = {value: key for key, value in program.main.returns if key.kind == "gradient" and key.name not in gradients}
+    unknown: list[str] = []
+    for line in program.main.lines:
+        results = [value.name for value in line.made]
+        counts = sum((terms[name] for name in line.uses), Counter[_RoleSum]())
+        if facts(line.op).makes_zeros(line.args):
+            zeros.update(results)
+        if line.op == AMONG:
+            if not counts and line.uses[0] not in zeros:
+                unknown += line.uses
+            if not counts and results[0] in others:
+                counts = Counter([(others[results[0]], ())])
+            counts = Counter({(key, (*roles, *line.args[2])): times for (key, roles), times in counts.items()})
+        terms.update(dict.fromkeys(results, counts))
+    where = f"{program.role}.{program.action}"
+    message = "is no part of what the roles sum, and not zero"
+    return terms, [Fault("types", f"{where} {name}", message) for name in unknown[:1]]
+
+
 def _loss_faults(roles: Mapping[str, Programs], everyone: tuple[int, ...]) -> Iterator[Fault]:
     """Find a loss that is not the sum over all roles of that of one of them and zeros."""
-    losses = Counter[_Part]()
+    losses = Counter[_RoleSum]()
     if not any(LOSS in dict(program.main.returns) for programs in roles.values() for program in programs.values()):
         return  # programs of inference
     for programs in roles.values():
         program = programs[AVERAGING]
-        if (LOSS in program.main.bindings) != any(
-            stage_key(key) and LOSS in dict(own.main.returns) for key, own in programs.items()
-        ):
+        of_stages = (dict(programs[key].main.returns) for key in programs if stage_key(key))
+        if (LOSS in program.main.bindings) != any(LOSS in returned for returned in of_stages):
             yield Fault("types", f"{program.role}.LOSS {LOSS}", "is read or made by the role's stages, not both")
-        parts, made_up = _parts(program, ())
-        if made_up:
-            yield Fault("types", f"{program.role}.LOSS {made_up[0]}", "is no part of what the roles sum, and not zero")
-        lines = program.main.makers
-        line = lines.get(dict(program.main.returns).get(LOSS, ""))
-        if line is None or line.op != AMONG or tuple(line.args[2]) != everyone:
-            yield Fault("types", f"{program.role}.LOSS {LOSS}", "is not summed once over all roles")
+        terms, unknown = _summed_terms(program, ())
+        yield from unknown
+        if operand := _summed_among(program.main, dict(program.main.returns).get(LOSS, ""), everyone):
+            losses += terms[operand]
         else:
-            losses += parts[line.uses[0]]
+            yield Fault("types", f"{program.role}.LOSS {LOSS}", "is not summed once over all roles")
     if losses != Counter([(LOSS, ())]):
         yield Fault("types", "LOSS loss", "is not the loss of one role")
 
@@ -212,81 +248,42 @@ def _loss_faults(roles: Mapping[str, Programs], everyone: tuple[int, ...]) -> It
 def _metric_faults(roles: Mapping[str, Programs], everyone: tuple[int, ...]) -> Iterator[Fault]:
     """Find metrics that are not one sum over all roles, in each of them."""
     for programs in roles.values():
-        for kind in _together(programs):
+        for kind in _common_programs(programs):
             main = programs[kind].main
             for label, name in main.returned("metric").items():
-                line = main.makers.get(name)
-                if line is None or line.op != AMONG or tuple(line.args[2]) != everyone:
-                    where = f"{programs[kind].role}.{kind} {label}"
-                    yield Fault("types", where, "is not summed once over all roles")
+                if not _summed_among(main, name, everyone):
+                    yield Fault("types", f"{programs[kind].role}.{kind} {label}", "is not summed once over all roles")
 
 
 def _order_faults(roles: Mapping[str, Programs], axis: str) -> Iterator[Fault]:
     """Find two roles that do not meet in the same sums in the same order."""
-    lines = [[line for kind in _together(programs) for line in programs[kind].main.lines if line.op == AMONG]
-             for programs in roles.values()]  # fmt: skip
-    meetings = [[(line.args[2], str(line.results[0] and line.results[0].type)) for line in own] for own in lines]
+    meetings = [
+        [(line.args[2], str(line.results[0] and line.results[0].type)) for kind in _common_programs(programs)
+         for line in programs[kind].main.lines if line.op == AMONG]
+        for programs in roles.values()
+    ]  # fmt: skip
     for second in range(len(meetings)):
         for first in range(second):
             ours, theirs = ([m for m in meetings[rank] if {first, second} <= set(m[0])] for rank in (first, second))
             if ours != theirs:
-                yield Fault(
-                    "communication", f"{axis}{first}, {axis}{second}", "meet in other sums, or in another order"
-                )
+                where = f"{axis}{first}, {axis}{second}"
+                yield Fault("communication", where, "meet in other sums, or in another order")
 
 
-_Part = tuple[Binding, tuple[int, ...]]
-"""The loss or a gradient, and the roles over which it was summed, with the roles of every such sum."""
-
-
-def _summed(name: str, owners: Mapping[str, list[int]]) -> _Part:
-    """Return the gradient as a part that is summed over its owners, if there are several."""
-    return Binding("gradient", name), tuple(owners[name]) if len(owners[name]) > 1 else ()
-
-
-def _parts(program: Program, makes: Collection[str]) -> tuple[dict[str, Counter[_Part]], list[str]]:
-    """Count, for each value of REDUCE, how often the loss and each gradient is in it. The second result names values
-    that are summed over roles though they are neither made of these nor zero. For a gradient that is not among those it
-    ``makes``, a role adds zeros."""
-    parts = {v.name: _source(v) for v in program.main.parameters}
-    zeros: set[str] = set()
-    others = {value: key for key, value in program.main.returns if key.kind == "gradient" and key.name not in makes}
-    made_up: list[str] = []
-    for line in program.main.lines:
-        uses = line.uses
-        results = [value.name for value in line.results if value is not None]
-        counts = sum((parts[use] for use in uses), Counter[_Part]())
-        if facts(line.op).makes_zeros(line.args):
-            zeros.update(results)
-        if line.op == AMONG:
-            if not counts and uses[0] not in zeros:
-                made_up += uses
-            if not counts and results[0] in others:
-                counts = Counter([(others[results[0]], ())])
-            counts = Counter({(key, (*roles, *line.args[2])): times for (key, roles), times in counts.items()})
-        parts.update(dict.fromkeys(results, counts))
-    return parts, made_up
-
-
-def _source(value: Value) -> Counter[_Part]:
-    binding = value.binding
-    return Counter([(binding, ())] if binding is not None and binding.kind in ("gradient", "loss") else ())
-
-
-# ---- the checker of messages
+# ---- messages: buckets of collectives that are under way while other lines run
 
 
 def check_messages(programs: Programs, microbatches: int) -> Iterator[Fault]:
-    """Find messages of a role out of order or out of one piece, and values that are read on their way, or awaited
-    without being on it. Only the gradients that a last backward returns may be awaited elsewhere, in REDUCE; it must
-    have added them to those of the other microbatches, if there are several."""
+    """Find messages of a role that are not numbered in order or not contiguous, values that are read before their
+    collective is awaited, and waits without a collective. Only gradients that the last backward returns may be awaited
+    elsewhere, in REDUCE: sums over all microbatches, if there are several."""
     coming = {key for program in programs.values() for key in on_their_way(program)}
     for program in programs.values():
         for function in program.functions:
             where = f"{program.role}.{program.action} {function.name}"
-            left = coming if function is program.last else ()
-            given = coming if program.action == REDUCE else ()
-            for name, problem in (*_number_faults(function), *_await_faults(function, given, left)):
+            started = coming if program.action == REDUCE else ()
+            unfinished = coming if function is program.last else ()
+            for name, problem in (*_order_problems(function), *_wait_problems(function, started, unfinished)):
                 yield Fault("communication", f"{where}: {name}", problem)
         if (last := program.last) is not None:
             before = last.bound("gradient").keys()
@@ -297,28 +294,29 @@ def check_messages(programs: Programs, microbatches: int) -> Iterator[Fault]:
                 yield Fault("types", where, f"is not summed over {microbatches} microbatches")
 
 
-def _number_faults(function: Function) -> Iterator[tuple[str, str]]:
+def _order_problems(function: Function) -> Iterator[tuple[str, str]]:
+    """Find lines that are not in a message with the lines before them, or in the next one."""
     last, open_message = 0, None
     for line in function.lines:
         number = dict(line.kwargs).get(MESSAGE) if line.op in COLLECTIVES else None
         if number is None:
             open_message = None
             continue
-        alike = line.op, line.args[1], line.made[0].type.dtype
-        if number == last and open_message != alike:
+        message = line.op, line.args[1], line.made[0].type.dtype
+        if number == last and open_message != message:
             yield line.made[0].name, f"does not travel like the rest of message {number}"
         elif number not in (last, last + 1) or not COLLECTIVES[line.op].communicates:
             yield line.made[0].name, f"is in message {number} behind message {last}"
-        last, open_message = number, alike
+        last, open_message = number, message
 
 
-def _await_faults(
-    function: Function, given: Collection[Binding], left: Collection[Binding]
+def _wait_problems(
+    function: Function, started: Collection[Binding], unfinished: Collection[Binding]
 ) -> Iterator[tuple[str, str]]:
-    """Find wrong awaits in a function. The parameters bound to ``given`` are on their way when it begins, and results
-    bound to ``left`` may be when it ends."""
+    """Find wrong waits in a function. The parameters bound to ``started`` are under way when it begins, and results
+    bound to ``unfinished`` may be when it ends."""
     coming = {line.made[0].name for line in function.lines if MESSAGE in dict(line.kwargs)}
-    coming.update(value.name for value in function.parameters if value.binding in given)
+    coming.update(value.name for value in function.parameters if value.binding in started)
     awaited: set[str] = set()
     for line in function.lines:
         for name in line.uses:
@@ -327,16 +325,13 @@ def _await_faults(
             elif line.op != WAIT and name in coming:
                 yield name, f"is read by `{line.op}` on its way"
             awaited.update([name] if line.op == WAIT else [])
-    elsewhere = {name for key, name in function.returns if key in left} - awaited
+    elsewhere = {name for key, name in function.returns if key in unfinished} - awaited
     returned = {name for _, name in function.returns} - elsewhere
     for name in sorted((coming - awaited - elsewhere) | (coming & returned)):
         yield name, "is never awaited"
 
 
-# ---- the checker of a step's timelines
-# It shares no code with the schedules. What kinds of actions there are, and what each reads and returns, it takes from
-# their table; where stages lie, from whoever has their programs. From one role to another messages are received in the
-# order in which they are sent, and a sender waits while ``CAPACITY`` of them are under way.
+# ---- timelines
 
 
 CAPACITY = 1
@@ -348,25 +343,26 @@ def check_timelines(
     timelines: Mapping[str, Sequence[Action]], ranks: StageRanks, microbatches: int, *, also: Collection[str] = (),
     purpose: Purpose = "training",
 ) -> list[Fault]:  # fmt: skip
-    """Return the faults of the timelines of a step's roles, given in the order of their coordinates. Stage k lies on
-    ``ranks[k]``.
+    """Return the faults of the timelines of a step's roles, which are in the order of their coordinates. Stage k lies
+    on ``ranks[k]``.
 
     ``also``: the optional kinds that the step has, as ``COUNT`` where the loss is over a count of targets. A step has
     only the kinds that serve its ``purpose``.
     """
     roles = len(timelines)
-    own = [tuple(stage for stage, rank in enumerate(ranks) if rank == role) for role in range(roles)]
-    even = roles and all(len(stages) * roles == len(ranks) > 0 for stages in own)
+    stages_of_roles = [tuple(stage for stage, rank in enumerate(ranks) if rank == role) for role in range(roles)]
+    even = roles and all(len(stages) * roles == len(ranks) > 0 for stages in stages_of_roles)
     if not even or (len(ranks) > 1 and roles == 1):
-        return [_fault("schedule", f"{len(ranks)} stages are not on {roles} roles, the same number on each")]
+        return [_timeline_fault("schedule", f"{len(ranks)} stages are not on {roles} roles, the same number on each")]
     rows = [row for row in ACTIONS.values() if (not row.optional or row.kind in also)
             and row.serves(purpose)]  # fmt: skip
     faults = []
-    for (role, actions), stages in zip(timelines.items(), own, strict=True):
-        expected = dict.fromkeys(_own_actions(stages, rows, len(ranks), microbatches))
+    for (role, actions), stages in zip(timelines.items(), stages_of_roles, strict=True):
+        expected = dict.fromkeys(_role_actions(stages, rows, len(ranks), microbatches))
         counts = Counter(actions)
-        faults += [_fault(role, f"`{a}` is there {counts[a]} times, not once") for a in expected if counts[a] != 1]
-        faults += [_fault(role, f"`{a}` is not one of its actions in this step") for a in counts if a not in expected]
+        messages = [f"`{a}` is there {counts[a]} times, not once" for a in expected if counts[a] != 1]
+        messages += [f"`{a}` is not one of its actions in this step" for a in counts if a not in expected]
+        faults += [_timeline_fault(role, message) for message in messages]
     if faults:
         return faults
     for role, actions in timelines.items():
@@ -374,17 +370,17 @@ def check_timelines(
         position = {action: index for index, action in enumerate(actions)}
         for action in actions:
             late = (need for need in needs.of(action) if position.get(need, -1) > position[action])
-            faults += [_fault(role, f"`{action}` comes before `{need}`") for need in islice(late, 1)]
+            faults += [_timeline_fault(role, f"`{action}` comes before `{need}`") for need in islice(late, 1)]
     return faults or _deadlock(timelines, ranks)
 
 
-def _fault(where: str, message: str) -> Fault:
+def _timeline_fault(where: str, message: str) -> Fault:
     return Fault("communication", where, message)
 
 
-def _own_actions(stages: Sequence[int], rows: Sequence[ActionRow], count: int, microbatches: int) -> Iterator[Action]:
-    """Yield each action that a role has to do in a step once. A result is sent only where the next stage is on another
-    role."""
+def _role_actions(stages: Sequence[int], rows: Sequence[ActionRow], count: int, microbatches: int) -> Iterator[Action]:
+    """Yield each action that a role with these ``stages`` does once in a step. A result is sent only where the next
+    stage is on another role."""
     for row in rows:
         for m in range(microbatches if row.each else 1):
             for stage in stages if row.works else stages[:1]:
@@ -395,14 +391,13 @@ def _own_actions(stages: Sequence[int], rows: Sequence[ActionRow], count: int, m
 
 
 class _Needs:
-    """The earlier actions of the same role that an action needs, derived from what kinds of actions read and return."""
+    """The earlier actions of the same role that an action needs, by what kinds of actions read and return."""
 
     def __init__(self, rows: Sequence[ActionRow], actions: Sequence[Action], stages: int) -> None:
         self.rows, self.stages = {row.kind: row for row in rows}, stages
-        self.done: dict[str, list[Action]] = defaultdict(list)
-        """A role's actions by kind."""
+        self.by_kind: dict[str, list[Action]] = defaultdict(list)
         for action in actions:
-            self.done[action.kind].append(action)
+            self.by_kind[action.kind].append(action)
         self.late = [row.kind for place in _LATE for row in rows if row.place == place]
         self.sources = {
             row.kind: sorted((other for other in rows if other is not row and {*row.reads} & {*other.returns}),
@@ -411,8 +406,8 @@ class _Needs:
         }  # fmt: skip
 
     def of(self, action: Action) -> Iterator[Action]:
-        """Yield the actions that an action needs, with those of the role's own stages whose results no message
-        brings."""
+        """Yield the actions that an action needs: where the stage before is on the same role, its work instead of a
+        message."""
         stage, m, message = action.stage, action.microbatch, action.message
         if message is not None:
             if message.sends:
@@ -420,18 +415,18 @@ class _Needs:
             return
         row = self.rows[action.kind]
         if row.kind in self.late:
-            then = self.late[self.late.index(row.kind) :]
-            yield from (other for kind, earlier in self.done.items() if kind not in then for other in earlier)
+            later = self.late[self.late.index(row.kind) :]
+            yield from (other for kind, actions in self.by_kind.items() if kind not in later for other in actions)
             return
         for source in self.sources[row.kind]:
-            yield from [Action(stage, source.kind, m)] if row.works and source.works else self.done[source.kind]
+            yield from [Action(stage, source.kind, m)] if row.works and source.works else self.by_kind[source.kind]
         if row.works and row.to and 0 <= stage - row.to < self.stages:
             yield Action(stage, receive_kind(row.kind), m)
             yield Action(stage - row.to, row.kind, m)
 
 
 def _deadlock(timelines: Mapping[str, Sequence[Action]], ranks: StageRanks) -> list[Fault]:
-    """Run all roles together until each is done or waits for another; return a fault if some wait."""
+    """Run all roles together until each is done or waits for another; return a fault if some still wait."""
     names = list(timelines)
     todo = {role: deque(actions) for role, actions in timelines.items()}
     wires: dict[tuple[str, str], deque[Action]] = defaultdict(deque)
@@ -464,4 +459,4 @@ def _deadlock(timelines: Mapping[str, Sequence[Action]], ranks: StageRanks) -> l
             while todo[role] and not wait(role):
                 moved = True
     stuck = [f"{role} waits at `{todo[role][0]}` {wait(role)}" for role in names if todo[role]]
-    return [_fault(", ".join(names), f"no role can go on: {'; '.join(stuck)}")] if stuck else []
+    return [_timeline_fault(", ".join(names), f"no role can go on: {'; '.join(stuck)}")] if stuck else []

@@ -1,19 +1,19 @@
-"""The checker of one program: shapes and types re-derived line by line from its text and the rule table.
+"""The check of one program: shapes and types, derived again line by line from its text and the table of rules.
 
-It shares the rules with the passes and nothing else. By induction over the lines, what all ranks hold together is at
-each line what the operator makes of the whole values before it. A line that nobody reads is refused too: the
-contribution to a gradient that was forgotten in a sum is one.
+It shares that table with the passes and nothing else. By induction over the lines, the pieces that all ranks hold of a
+value are together what the operator returns for whole operands. A result that no line reads is refused too: a
+contribution that was forgotten in the sum of a gradient is one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
 
-from ..analysis.dataflow import Question, line_call, questions
+from ..analysis.dataflow import Knowledge, Question, follow, line_call, questions
 from ..layout.collectives import COLLECTIVES, MESSAGE
 from ..layout.mesh import Mesh
 from ..layout.packed_rows import EXCHANGE
@@ -56,7 +56,7 @@ def check_lines(program: Program) -> list[Fault]:
 
 
 def _answers(function: Function, mesh: Mesh) -> Sequence[tuple[Line, Answer | None]]:
-    """Return the lines of a function that have faults, and its calls, whose answers depend on other functions."""
+    """Return the lines of a function that have faults, and its calls (with None), which depend on other functions."""
     key = "answers", mesh
     if key not in function.derived:
         answers = ((line, question and _answer(question)) for line, question in questions(function, mesh))
@@ -66,22 +66,36 @@ def _answers(function: Function, mesh: Mesh) -> Sequence[tuple[Line, Answer | No
 
 
 def _unread(function: Function) -> Sequence[str]:
-    """Return the values that nobody reads: parameters (except buffers that get new values), results of calls, and lines
-    of which no result is read."""
+    """Return the values that no line reads: parameters (except buffers that are updated), results of calls, and those
+    of lines of which no result is read."""
     if "unread" not in function.derived:
-        function.derived["unread"] = tuple(_never_read(function))
+        read, updated = function.uses, {key for key, _ in function.returns if key.kind == "buffer"}
+        unread = [v.name for v in function.parameters if v.name not in read and v.binding not in updated]
+        for line in function.lines:
+            names = [value.name for value in line.made if value.name not in read]
+            unread += names if line.calls_function or len(names) == len(line.made) else []
+        function.derived["unread"] = unread
     stored: Sequence[str] = function.derived["unread"]
     return stored
 
 
-def _never_read(function: Function) -> Iterator[str]:
-    read = function.uses
-    updated = {key for key, _ in function.returns if key.kind == "buffer"}
-    yield from (value.name for value in function.parameters if value.name not in read and value.binding not in updated)
-    for line in function.lines:
-        unread = [value.name for value in line.made if value.name not in read]
-        if line.calls_function or len(unread) == len(line.made):
-            yield from unread
+def follow_with_faults(
+    program: Program,
+    parameters: Sequence[Knowledge],
+    rule: Callable[[Question, tuple[Knowledge, ...]], tuple[Sequence[Knowledge], str]],
+) -> tuple[list[Knowledge], list[Fault]]:
+    """Follow a program by a ``rule``, which returns the facts about a line's results and the message of its fault, ""
+    for none. Return the facts about what the program returns, and the faults, one a line."""
+    faults: dict[str, Fault] = {}
+
+    def noted(function: str, question: Question, operands: tuple[Knowledge, ...]) -> Sequence[Knowledge]:
+        results, message = rule(question, operands)
+        if message:
+            where = f"{program.action} {function}: {', '.join(value.name for value in question.line.made)}"
+            faults[where] = Fault("types", where, message)
+        return results
+
+    return follow(program, program.main, parameters, noted), list(faults.values())
 
 
 def call_faults(line: Line, values: Mapping[str, Value], called: Function) -> Iterator[tuple[str, str]]:
@@ -131,11 +145,11 @@ def _operator_faults(q: Question) -> Iterator[tuple[str, str]]:
     if _draws(line.op):
         yield "types", f"{line.op} draws from a rank's own random state"
         return
-    if wrong_call := _miscalled(line):
-        yield "shapes", f"{line.op} {wrong_call}"
+    if problem := _schema_problem(line):
+        yield "shapes", f"{line.op} {problem}"
         return
     call = line_call(line, q.operands, results, lambda item: item.size)
-    wrong = _made_otherwise(q, call, [t.shape for t in q.operands], [t and t.shape for t in q.declared])
+    wrong = _result_problem(q, call, [t.shape for t in q.operands], [t and t.shape for t in q.declared])
     if wrong:  # rules speak of calls that are valid
         yield "shapes", wrong
         return
@@ -146,8 +160,8 @@ def _operator_faults(q: Question) -> Iterator[tuple[str, str]]:
     try:
         placements = infer(call, [t.placement for t in q.operands], mesh, [t.placement for t in results])
         packed = packed_result(call, [t.packed for t in q.operands])
-    except Exception as problem:  # a rule may stumble over arguments that it does not foresee
-        yield "types", str(problem) or type(problem).__name__
+    except Exception as error:  # a rule may stumble over arguments that it does not foresee
+        yield "types", str(error) or type(error).__name__
         return
     if any(type_.packed != packed for type_ in results):
         yield "types", f"{line.op} does not make rows that are packed so"
@@ -168,8 +182,8 @@ def _draws(op: str) -> bool:
         return False
 
 
-def _miscalled(line: Line) -> str:
-    """Return what an operator is given that it does not take, or lacks: torch may crash at that."""
+def _schema_problem(line: Line) -> str:
+    """Return how a call does not fit its operator's schema, "" if it does: torch may crash at such calls."""
     if not line.op.startswith("aten."):
         return ""
     named: dict[int | str, Any] = {**dict(enumerate(line.args)), **dict(line.kwargs)}
@@ -187,8 +201,8 @@ def _miscalled(line: Line) -> str:
 
 
 def _local_faults(q: Question, call: OpCall) -> Iterator[tuple[str, str]]:
-    """Yield the faults on one rank's shapes: the operator must give the declared results, with the sizes that its rule
-    derives."""
+    """Yield the faults on one rank's shapes: sizes in arguments are those that the rule derives, and with them the
+    operator returns the declared shapes."""
     op, mesh, results = q.line.op, q.mesh, q.results
     shapes = tuple(t.local(mesh) for t in q.operands), tuple(t.local(mesh) for t in results)
     local = line_call(q.line, q.operands, results, lambda item: item.local(mesh))
@@ -199,13 +213,13 @@ def _local_faults(q: Question, call: OpCall) -> Iterator[tuple[str, str]]:
         return
     if (list(args), kwargs) != (list(local.args), dict(local.kwargs)):
         yield "shapes", f"sizes of {op} on a rank are not those its rule derives"
-    wrong = _made_otherwise(q, local, shapes[0], [t and t.local(mesh) for t in q.declared])
+    wrong = _result_problem(q, local, shapes[0], [t and t.local(mesh) for t in q.declared])
     if wrong:
         yield "shapes", f"on a rank {wrong}"
 
 
-def _made_otherwise(q: Question, call: OpCall, shapes: Sequence[Any], wanted: Sequence[Any]) -> str:
-    """Run the operator on shapes alone, and return what is wrong with its results, or ""."""
+def _result_problem(q: Question, call: OpCall, shapes: Sequence[Any], wanted: Sequence[Any]) -> str:
+    """Run the operator on shapes alone, and return how its results are not those declared, or ""."""
     op = q.line.op
     expected = [None if t is None else (t.dtype, shape) for t, shape in zip(q.declared, wanted, strict=True)]
     try:
@@ -217,11 +231,11 @@ def _made_otherwise(q: Question, call: OpCall, shapes: Sequence[Any], wanted: Se
     return "" if forms == expected else f"{op} makes {_shape_text(forms)}, not {_shape_text(expected)}"
 
 
-def forms_of(made: Any) -> list[tuple[torch.dtype, Any] | None]:
+def forms_of(output: Any) -> list[tuple[torch.dtype, Any] | None]:
     """Return dtypes and shapes of an operator's results."""
-    made = made if isinstance(made, (tuple, list)) else [made]
-    return [None if x is None else (x.dtype, tuple(x.shape)) for x in made]
+    tensors = output if isinstance(output, (tuple, list)) else [output]
+    return [None if x is None else (x.dtype, tuple(x.shape)) for x in tensors]
 
 
-def _shape_text(made: Sequence[Any]) -> str:
-    return "; ".join("-" if item is None else f"{str(item[0]).removeprefix('torch.')}{list(item[1])}" for item in made)
+def _shape_text(forms: Sequence[Any]) -> str:
+    return "; ".join("-" if form is None else f"{str(form[0]).removeprefix('torch.')}{list(form[1])}" for form in forms)

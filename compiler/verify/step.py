@@ -1,9 +1,11 @@
-"""The checker of a step: its programs fit each other, the loss's scale, and the demands of the captured graph."""
+"""Checks of a whole step: what its programs hand to each other; what they read, return and train beside the captured
+graph; which parameter each weight is; where offloaded values lie; how many packed rows a type counts."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from operator import le
+from functools import reduce
+from operator import le, or_
 from types import MappingProxyType
 
 from ..analysis.dataflow import stored_sources, weight_sources
@@ -23,16 +25,17 @@ from .sums import check_scaling
 _HANDED_OVER = frozenset(kind for kind, row in KINDS.items() if row.home in ("stage", "step", "result"))
 _OF_LOSS = ("loss", "scale")
 """The kinds of results that a step without a loss lacks."""
-_LASTING = frozenset(kind for kind, row in KINDS.items() if row.home in ("buffers", "state"))
+_PERSISTENT = frozenset(kind for kind, row in KINDS.items() if row.home in ("buffers", "state"))
+"""The kinds of values that live from step to step."""
 
 
-def _rows(programs: Mapping[str, Program]) -> list[ActionRow]:
+def _present_rows(programs: Mapping[str, Program]) -> list[ActionRow]:
     """Return the kinds of actions that have programs, in the order of a step."""
     return [row for row in step_kinds() if row.kind in programs]
 
 
 def mesh_faults(programs: Mapping[str, Program], mesh: Mesh) -> list[Fault]:
-    """Return a fault for each missing program, and for each with another mesh, action or role than it should have."""
+    """Return a fault for each missing program, and for each with a wrong mesh, action or role."""
     missing = [row.kind for row in step_kinds() if row.program and not row.optional and row.kind not in programs]
     faults = [Fault("types", "step", f"has no program {', '.join(missing)}")] if missing else []
     for action, program in programs.items():
@@ -47,26 +50,26 @@ def mesh_faults(programs: Mapping[str, Program], mesh: Mesh) -> list[Fault]:
 
 
 def check_bindings(programs: Mapping[str, Program], stored: Mapping[str, TensorType]) -> list[Fault]:
-    """Return the faults in what programs of a step hand to each other. A value must have the type that its reader
-    declares, and must have a reader. Gradients must have the types in which parameters are stored. Nothing that leaves
-    a step may still be partial. The loss, and so every gradient, must be scaled exactly once."""
+    """Return the faults in what programs of a step hand to each other. A value has a reader, and the type that its
+    reader declares. Gradients have the types in which parameters are stored. Nothing that leaves a step is still
+    partial. The loss, and so every gradient, is scaled exactly once."""
     faults = [*_binding_faults(programs, stored), *_result_faults(programs, stored), *_saved_faults(programs)]
     return faults or check_scaling(programs)
 
 
 def _binding_faults(programs: Mapping[str, Program], stored: Mapping[str, TensorType]) -> Iterator[Fault]:
-    """Find parameters of a program without a maker before it, parameters that are there twice, and types that differ
-    from the maker's."""
+    """Find parameters of a program that no earlier program returns, that occur twice, or whose type is not that of the
+    returned value."""
     known_types: dict[Binding, TensorType] = {}
     updated: dict[Binding, str] = {}
-    for row in _rows(programs):
+    for row in _present_rows(programs):
         action, main = row.kind, programs[row.kind].main
         for twice in {binding for binding in main.bindings if main.bindings.count(binding) > 1}:
             yield Fault("types", action, f"takes `{twice}` twice")
         for value in main.parameters:
             kind, binding = value.kind, value.binding
             known = kind in _HANDED_OVER and (kind in row.reads or binding not in known_types)
-            if binding is None or not (known or kind in OUTSIDE or kind in _LASTING):
+            if binding is None or not (known or kind in OUTSIDE or kind in _PERSISTENT):
                 yield Fault("types", f"{action} {value.name}", f"nothing is bound to `{binding or ''}`")
                 continue
             expected = stored.get(binding.name) if kind in PARAMETERS else known_types.get(binding)
@@ -76,32 +79,31 @@ def _binding_faults(programs: Mapping[str, Program], stored: Mapping[str, Tensor
                 yield Fault("types", f"{action} {value.name}", f"`{binding}` has another type where it is made")
             if binding in updated:
                 yield Fault("types", f"{action} {value.name}", f"`{binding}` is another since {updated[binding]}")
-            if kind in OUTSIDE or kind in _LASTING:
+            if kind in OUTSIDE or kind in _PERSISTENT:
                 known_types.setdefault(binding, value.type)
         values = main.values()
         known_types.update((key, values[name].type) for key, name in main.returns)
-        updated.update((key, action) for key, _ in main.returns if key.kind in _LASTING)
+        updated.update((key, action) for key, _ in main.returns if key.kind in _PERSISTENT)
 
 
 def _result_faults(programs: Mapping[str, Program], stored: Mapping[str, TensorType]) -> Iterator[Fault]:
-    """Find missing results of a program, results without a reader, and results in another placement than their readers
-    expect."""
+    """Find missing results of a program, results without a reader, and results with a wrong placement."""
     trained: dict[Binding, None] = {}
-    lossy = any(LOSS in dict(programs[kind].main.returns) for kind in (FORWARD, AVERAGING))
-    for row in _rows(programs):
+    has_loss = any(LOSS in dict(programs[kind].main.returns) for kind in (FORWARD, AVERAGING))
+    for row in _present_rows(programs):
         main = programs[row.kind].main
         keys = [key for key, _ in main.returns]
-        kinds = row.returns if lossy else [kind for kind in row.returns if kind not in _OF_LOSS]
-        expected = [key for kind in kinds for key in _due(kind, row, main, stored, trained)]
+        kinds = row.returns if has_loss else [kind for kind in row.returns if kind not in _OF_LOSS]
+        expected = [key for kind in kinds for key in _required_results(kind, row, main, stored, trained)]
         for key in dict.fromkeys([*expected, *keys]):
             if (key in keys) != (key in expected):
                 why = "is not returned" if key in expected else "is returned, but nobody takes it"
                 yield Fault("types", row.kind, f"`{key.key_in(row.kind)}` {why}")
         trained |= dict.fromkeys(key for key in keys if row.works and key.kind == "gradient")
-    for row in _rows(programs):
+    for row in _present_rows(programs):
         main, values = programs[row.kind].main, programs[row.kind].main.values()
         for key, name in main.returns:
-            before = next((v.type for v in main.parameters if v.binding == key and key.kind in _LASTING), None)
+            before = next((v.type for v in main.parameters if v.binding == key and key.kind in _PERSISTENT), None)
             if before is not None and before != values[name].type:
                 yield Fault("types", f"{row.kind} {key}", f"is not placed as the {key.kind} that it updates")
             if key.kind == "output" and values[name].type.placement.partial:
@@ -110,11 +112,11 @@ def _result_faults(programs: Mapping[str, Program], stored: Mapping[str, TensorT
                 yield from _final_faults(row.kind, key, values[name].type, stored)
 
 
-def _due(
+def _required_results(
     kind: Kind, row: ActionRow, main: Function, stored: Mapping[str, TensorType], trained: Collection[Binding]
 ) -> Iterable[Binding]:
-    """Return the bindings of a kind that a program has to return, or may return. ``trained`` are the gradients of the
-    work before it."""
+    """Return the bindings of a kind that a program must return; where it may return any of a kind, those that it does.
+    ``trained`` are the gradients that earlier work returns."""
     if kind == "gradient" and kind in row.reads:
         return trained
     if kind == "unscale":
@@ -126,7 +128,7 @@ def _due(
         return [Binding(kind), *keys]
     if kind == "gradient":
         return [key for key in keys if key.name in stored]
-    return [key for key in keys if kind not in _LASTING or key in main.bindings]
+    return [key for key in keys if kind not in _PERSISTENT or key in main.bindings]
 
 
 def _final_faults(action: str, key: Binding, type_: TensorType, stored: Mapping[str, TensorType]) -> Iterator[Fault]:
@@ -135,13 +137,13 @@ def _final_faults(action: str, key: Binding, type_: TensorType, stored: Mapping[
     elif key.kind == "gradient" and stored.get(key.name) != type_:
         yield Fault("types", f"{action} {key}", "is not placed as its parameter is stored")
     elif key.kind == "buffer":
-        return  # held to the type in which it is read
+        return  # `_result_faults` compares it with the type in which it is read
     elif key.kind != "gradient" and (type_.placement.split_axes() or (type_.shape and key.kind != "metric")):
         yield Fault("types", f"{action} {key}", "is not one number, whole on every rank")
 
 
 def _saved_faults(programs: Mapping[str, Program]) -> Iterator[Fault]:
-    """Find saved values that are never read, or that change their name between their line and their reader."""
+    """Find saved values that are never read, or whose name in F, in their binding and in B is not one."""
     forward, backward = programs[FORWARD].main, programs[BACKWARD].main
     read = backward.bound("saved")
     for key, name in forward.returns:
@@ -163,10 +165,10 @@ def check_reference(
     programs: Mapping[str, Program], reference: Program, microbatches: int, pads: Pads = MappingProxyType({}),
     summed: bool | None = None,
 ) -> list[Fault]:  # fmt: skip
-    """Return the faults of a step beside the captured graph. The step must read and update the same values, in the
-    captured shapes (apart from padding), and use the same random streams. It must make gradients for exactly the
-    parameters that the loss depends on. It must average as the graph does; ``summed`` says whether microbatches' losses
-    add up, and None has it derived from the graph."""
+    """Return the faults of a step beside the captured graph. The step reads and updates the same values, in the graph's
+    shapes (apart from padding), and uses the same random streams. It has gradients for exactly the parameters that the
+    loss depends on. It averages over microbatches as the graph does: ``summed`` says that their losses add up; None
+    has it derived from the graph."""
     captured = reference.functions[-1]
     return [
         *_outside_faults(programs, reference, pads),
@@ -187,27 +189,22 @@ def _outside_faults(programs: Mapping[str, Program], reference: Program, pads: P
                 continue
             if binding not in known:
                 yield Fault("types", f"{action} {value.name}", f"the model reads no `{binding}`")
-            elif value.type.shape != _expected(known[binding].shape, binding, pads):
+            elif value.type.shape != _padded_or_none(known[binding].shape, binding, pads):
                 yield Fault("shapes", f"{action} {value.name}", f"`{binding}` has another shape in the model")
     forward = programs[FORWARD].main
-    ours, theirs = (function.returned("buffer") for function in (forward, reference.main))
-    for name in sorted(ours.keys() ^ theirs.keys()):
-        yield Fault("types", f"F {Binding('buffer', name)}", "is updated in one of the model and the programs alone")
-    if len({LOSS in dict(function.returns) for function in (forward, reference.main)}) > 1:
-        yield Fault("types", f"F {LOSS}", "is made by one of the model and the programs alone")
-    ours, theirs = (function.returned("output") for function in (forward, reference.main))
-    for name in sorted(ours.keys() ^ theirs.keys()):
-        yield Fault("types", f"F {Binding('output', name)}", "is returned by one of the model and the programs alone")
-    for name in sorted(ours.keys() & theirs.keys()):
-        made, given = forward.values()[ours[name]].type.shape, reference.main.values()[theirs[name]].type.shape
-        longer = len(made) == len(given) and all(map(le, given, made))
-        if made != given and not (pads and longer):
-            yield Fault("shapes", f"F {Binding('output', name)}", "has another shape in the model")
+    ours, theirs = dict(forward.returns), dict(reference.main.returns)
+    for kind, way in (("buffer", "updated in"), ("loss", "made by"), ("output", "returned by")):
+        for key in sorted(key for key in ours.keys() ^ theirs.keys() if key.kind == kind):
+            yield Fault("types", f"F {key}", f"is {way} one of the model and the programs alone")
+    for key in sorted(key for key in ours.keys() & theirs.keys() if key.kind == "output"):
+        shape, captured = forward.values()[ours[key]].type.shape, reference.main.values()[theirs[key]].type.shape
+        longer = len(shape) == len(captured) and all(map(le, captured, shape))
+        if shape != captured and not (pads and longer):
+            yield Fault("shapes", f"F {key}", "has another shape in the model")
 
 
-def _expected(shape: Sequence[int], binding: Binding, pads: Pads) -> tuple[int, ...] | None:
-    """Return the shape in programs of a value with ``shape`` in the model; None if its padding does not fit that
-    shape."""
+def _padded_or_none(shape: Sequence[int], binding: Binding, pads: Pads) -> tuple[int, ...] | None:
+    """Return the shape in programs of a value with ``shape`` in the model; None where its padding does not fit."""
     rows = pads.get(binding.name, ()) if binding.kind in PARAMETERS else ()
     fits = all(pad.dim < len(shape) and shape[pad.dim] == pad.outer * pad.real for pad in rows)
     return padded_shape(shape, rows) if fits else None
@@ -226,8 +223,8 @@ def _stream_faults(forward: Program, captured: Function) -> Iterator[Fault]:
 
 
 def _position_faults(program: Program, captured: Function) -> Iterator[Fault]:
-    """Find positions that are counted in another way than in the model. A constant offset could hide behind an
-    attention that only sees differences of positions."""
+    """Find positions (``parc.iota``) that are counted otherwise than in the model. No test of numbers sees a constant
+    offset under an attention that only reads differences of positions."""
 
     def counted(function: Function) -> set[str]:
         arguments = [line.args for line in function.lines if line.op == "parc.iota.default"]
@@ -241,20 +238,19 @@ def _position_faults(program: Program, captured: Function) -> Iterator[Fault]:
 
 def trained(captured: Function) -> list[str]:
     """Return the parameters that the loss of a captured graph depends on through differentiable operators."""
-    parameters = {name: value for name, value in captured.bound("parameter").items() if _real(value)}
-    reach = {value.name: 1 << index for index, value in enumerate(parameters.values())}  # a set of parameters, as bits
+    parameters = {name: value for name, value in captured.bound("parameter").items() if _is_floating(value)}
+    # for each value, the set of parameters that it depends on, as bits
+    reach = {value.name: 1 << index for index, value in enumerate(parameters.values())}
     for line in captured.lines:
-        reached = 0
-        for name in line.uses:
-            reached |= reach.get(name, 0)
         row = facts(line.op)
         if not row.creates and not row.stops_gradient:
-            reach.update((value.name, reached) for value in line.made if _real(value))
+            reached = reduce(or_, (reach.get(name, 0) for name in line.uses), 0)
+            reach.update((value.name, reached) for value in line.made if _is_floating(value))
     loss = reach.get(dict(captured.returns).get(LOSS, ""), 0)
     return [name for index, name in enumerate(parameters) if loss >> index & 1]
 
 
-def _real(value: Value) -> bool:
+def _is_floating(value: Value) -> bool:
     return value.type.dtype.is_floating_point
 
 
@@ -267,8 +263,8 @@ def _gradient_faults(backward: Program, captured: Function) -> Iterator[Fault]:
 
 
 def _average_faults(scale: Program, reference: Program, microbatches: int, summed: bool | None) -> Iterator[Fault]:
-    """Find a wrong scale of the loss, apart from the loss scale. Where no count of targets divides the loss, a loss
-    that is a sum over samples is summed over microbatches, and any other is averaged."""
+    """Find a SCALE that does not read the count of targets that divides the loss; or, for a loss without one, a scale
+    that is not 1 (a loss that is a sum over samples) or one over the microbatches. The loss scale is no part of it."""
     if LOSS not in dict(reference.main.returns):
         return
     if len(reference.functions) > 1:
@@ -283,24 +279,24 @@ def _average_faults(scale: Program, reference: Program, microbatches: int, summe
         yield Fault("types", SCALING, f"the loss is to be scaled by {wanted}")
 
 
-# ---- the checker of weights
-# Types say that a gather is complete and of one value. Here it is of which parameter: what UNSHARD makes is one
-# parameter by conversions alone, and what a call of F reads is, by name, what the captured graph reads at that place.
+# ---- weights
+# Types prove that an all-gather is complete and of one value. This proves of which parameter: what UNSHARD returns is
+# one parameter through conversions alone, and what a call of F reads is, by name, what the captured graph reads there.
 
 
 def check_stored(programs: Mapping[str, Program], reference: Program) -> Iterator[Fault]:
     """Find weights that are not their own parameter's, and calls of F and B that read another block's.
 
-    In builds without conversions of parameters, and without values that are kept away, numbers alone are tested.
+    A build that converts no parameters and offloads nothing is left to the tests of numbers.
     """
     weights = weight_sources(programs)
     for key in programs[UNSHARD].main.returned("weight") if UNSHARD in programs else ():
-        made = next((parameter for weight, parameter in weights.items() if weight.name == key), None)
-        if made is None or made.name != key.partition(":")[0]:
+        parameter = next((source for weight, source in weights.items() if weight.name == key), None)
+        if parameter is None or parameter.name != key.partition(":")[0]:
             yield Fault("types", f"UNSHARD {key}", "is not proved to be its own parameter")
     converted = stored_sources(programs[FORWARD], weights).keys() - {v.name for v in programs[FORWARD].main.parameters}
-    kept = any(facts(line.op).carries for line in programs[FORWARD].main.lines)
-    if not weights and not converted and not kept:
+    offloads = any(facts(line.op).carries for line in programs[FORWARD].main.lines)
+    if not weights and not converted and not offloads:
         return
     if (fault := repetition_fault(programs, reference)) is not None:
         yield fault
@@ -321,11 +317,12 @@ def _read_faults(forward: Forward) -> Iterator[Fault]:
                 )
 
 
-# ---- the checker of places
+# ---- offloaded values
 
 
 def check_places(programs: Mapping[str, Program], offload: Collection[str]) -> Iterator[Fault]:
-    """Find values that are read in the wrong place. ``offload`` are the words of the plan's ``offload`` lines."""
+    """Find offloaded values that are read without a ``load``, and others that are loaded. ``offload`` are the words of
+    the plan's ``offload`` lines."""
     for program in programs.values():
         for function in program.functions:
             where = f"{program.role}.{program.action} {function.name}"
@@ -341,7 +338,8 @@ def _inner_faults(function: Function) -> Iterator[tuple[str, str]]:
 
 def _main_faults(main: Function, offload: Collection[str]) -> Iterator[tuple[str, str]]:
     values = main.values()
-    away = {v.name: _word(v.binding, v, offload) for v in main.parameters if _word(v.binding, v, offload)}
+    words = ((value.name, _offload_word(value.binding, value, offload)) for value in main.parameters)
+    away = {name: word for name, word in words if word}
     for line in main.lines:
         way = "" if line.calls_function else facts(line.op).carries
         for name in line.uses:
@@ -349,44 +347,39 @@ def _main_faults(main: Function, offload: Collection[str]) -> Iterator[tuple[str
                 yield name, f"is kept away, and `{line.op}` reads it: it lacks a `load`"
             elif name not in away and way == "back":
                 yield name, "is loaded, though it lies in memory"
-            elif way and name in away and _said(line) != away[name]:
-                yield name, f"is loaded as `{_said(line)}`, and kept as `{away[name]}`"
+            elif way and name in away and _word_of_line(line) != away[name]:
+                yield name, f"is loaded as `{_word_of_line(line)}`, and kept as `{away[name]}`"
         if way == "away":
-            away[line.made[0].name] = _said(line)
+            away[line.made[0].name] = _word_of_line(line)
     for key, name in main.returns:
-        word = _word(key, values[name], offload)
+        word = _offload_word(key, values[name], offload)
         if away.get(name, "") != word:
             wanted = f"is to be kept as `{word}`" if word else "is to lie in memory"
             have = f"as `{away[name]}`" if name in away else "in memory"
             yield name, f"is returned as {key.words}, which {wanted}; it lies {have}"
 
 
-def _said(line: Line) -> str:
+def _word_of_line(line: Line) -> str:
     """Return the word under which a line stores or loads."""
     return str(line.args[1]) if len(line.args) > 1 else ""
 
 
-def _word(binding: Binding | None, value: Value, offload: Collection[str]) -> str:
-    """Return the word under which the plan keeps a bound value away; "" for one in memory, as single numbers are."""
+def _offload_word(binding: Binding | None, value: Value, offload: Collection[str]) -> str:
+    """Return the word under which the plan offloads a bound value; "" for one in memory, as single numbers are."""
     word = KINDS[binding.kind].offloaded if binding is not None and value.type.shape else ""
     return word if word in offload else ""
 
 
-# ---- the check of the number of packed rows that types count
+# ---- packed rows
 
 
 def check_packed(programs: Mapping[str, Program], reference: Program) -> Iterator[Fault]:
-    """Find values whose rows are counted as none in the captured graph are: `3 of 8` where a token chooses two of eight
-    experts."""
+    """Find values whose type counts packed rows as no value of the captured graph does: `3 of 8` where a token chooses
+    two of eight experts."""
     known = {value.type.packed for function in reference.functions for value in function.values().values()}
     for action, program in programs.items():
         for function in program.functions:
-            for name, packed in _packed(function).items():
-                if packed not in known:
+            for name, value in function.values().items():
+                if (packed := value.type.packed) is not None and packed not in known:
                     message = f"has {packed[0]} of {packed[1]} rows, which nothing in the captured graph has"
                     yield Fault("types", f"{action} {function.name}: {name}", message)
-
-
-def _packed(function: Function) -> dict[str, tuple[int, int]]:
-    values = function.values()
-    return {name: value.type.packed for name, value in values.items() if value.type.packed is not None}

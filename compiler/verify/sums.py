@@ -1,8 +1,8 @@
-"""The checker of SCALE, LOSS and REDUCE: the scale is one over the count of targets, times the loss scale if there is
-one; the loss is summed and scaled, each gradient summed, and the norm computed from all gradients.
+"""Checks of the programs that run once a step: SCALE, LOSS, REDUCE, RESCALE and LOADS.
 
-Types say that a sum is complete and whole on every rank; here it is what is summed, and that nothing else is done to
-it: a count or a loss that is cut off at some size, and a norm that binds no clipping, show in no test of small numbers.
+Types prove that a sum is complete and whole on every rank. These checks prove of what it is, and that nothing else is
+done to it: no test of small numbers sees a count or a loss that is clamped at some size, a wrong norm that clips
+nothing, or a bias that another layer's load moves.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..ops.infer import rule_or_opaque
 from ..ops.rules import facts
 from ..program.actions import ACTIONS, AVERAGING, LOADS, REDUCE, RESCALE, SCALING
 from ..program.binding import COUNT, GRAD_NORM, LOSS, SCALE, UNSCALE, Binding
-from ..program.program import Fault, Line, Program, Ref, Value
+from ..program.program import Fault, Line, Program, Ref
 from ..program.step_values import (
     BACKOFF,
     GROWTH,
@@ -43,49 +43,63 @@ _KEEPS = frozenset(
     {"parc.all_reduce", "parc.reduce_scatter", "parc.all_gather", "parc.shard", "parc.pad", "parc.round_int8",
      "parc.reduce_scatter_int8", "parc.all_gather_int8", "parc.grow_pad.default", WAIT}
 )  # fmt: skip
+"""The operators whose result has the meaning of their operand."""
+
+
+# ---- SCALE, LOSS and REDUCE, by the meaning of each value
 
 
 @dataclass(frozen=True, slots=True)
 class _SumMeaning:
-    """A value of SCALE, LOSS or REDUCE: a binding's value, or the ``squares`` of the values with these names, or their
-    ``root``. A count may be divided, ``over`` another one or a number."""
+    """The meaning of a value of SCALE, LOSS or REDUCE: that of a binding, or a sum of squares."""
 
     binding: Binding | None = None
     over: Binding | float | None = None
+    """The divisor of a count."""
     squares: tuple[str, ...] = ()
+    """The names of the values whose squares are summed."""
     root: bool = False
+    """True for the root of that sum."""
 
 
 def check_reduce(programs: Mapping[str, Program], reference: Program, microbatches: int) -> Iterator[Fault]:
-    """Find faults in the scale of the loss and the weights of its terms that SCALE returns, in the loss that LOSS
-    returns, and in the gradients and the norm that REDUCE returns."""
-    scale, reduce = programs[SCALING], programs[REDUCE]
+    """Find faults in the scale of the loss and the weights of its terms, in the loss, and in the gradients and their
+    norm."""
+    yield from _scale_faults(programs[SCALING], reference, microbatches)
+    loss, reduce = programs[AVERAGING].main, programs[REDUCE].main
+    known = _sum_meanings(programs[AVERAGING])
+    for key, name in loss.returns:
+        if known[name] != _SumMeaning(_MEAN if key == LOSS else key):
+            yield Fault("types", f"LOSS {key}", "is not proved to be its own sum")
+    known = _sum_meanings(programs[REDUCE])
+    for key, name in reduce.returns:
+        if key != GRAD_NORM and known[name] != _SumMeaning(key):
+            yield Fault("types", f"REDUCE {key}", "is not proved to be its own sum")
+    gradients = {name: key for key, name in reduce.returns if key.kind == "gradient"}
+    yield from _norm_faults(known.get(dict(reduce.returns).get(GRAD_NORM, "")), gradients)
+
+
+def _scale_faults(scale: Program, reference: Program, microbatches: int) -> Iterator[Fault]:
+    """Find a scale that is not one over the count of targets times the loss scale, and weights of terms that are not
+    the count over the term's own."""
     known = _sum_meanings(scale)
     whole = SCALE if LOSS_SCALE in scale.main.bindings else _COUNTED
     counts = {key for function in reference.functions[:-1] for key, _ in function.returns}
     for key, name in scale.main.returns:
         if key.kind == "term":
-            own = term_count(key.name)
-            if known[name] != _SumMeaning(COUNT, over=own if own in counts else float(microbatches)):
-                by = f"`{own}`" if own in counts else "the number of microbatches"
+            of_term = term_count(key.name)
+            if known[name] != _SumMeaning(COUNT, over=of_term if of_term in counts else float(microbatches)):
+                by = f"`{of_term}`" if of_term in counts else "the number of microbatches"
                 yield Fault("types", f"SCALE {key}", f"is not proved to be the count of targets over {by}")
             continue
         if known[name] != _SumMeaning(whole if key == SCALE else key):
             what = "one over the loss scale" if key == UNSCALE else "one over the count of targets"
             also = " times the loss scale" if key == whole else ""
             yield Fault("types", f"SCALE {key}", f"is not proved to be {what}{also}")
-    known = _sum_meanings(programs[AVERAGING])
-    for key, name in programs[AVERAGING].main.returns:
-        if known[name] != _SumMeaning(_MEAN if key == LOSS else key):
-            yield Fault("types", f"LOSS {key}", "is not proved to be its own sum")
-    main, known = reduce.main, _sum_meanings(reduce)
-    gradients = {}
-    for key, name in main.returns:
-        if key.kind == "gradient":
-            gradients[name] = key
-        if key != GRAD_NORM and known[name] != _SumMeaning(key):
-            yield Fault("types", f"REDUCE {key}", "is not proved to be its own sum")
-    norm = known.get(dict(main.returns).get(GRAD_NORM, ""))
+
+
+def _norm_faults(norm: _SumMeaning | None, gradients: Mapping[str, Binding]) -> Iterator[Fault]:
+    """Find a norm that is not the root of the squares of all ``gradients``, which are named by their values."""
     if norm is None or not norm.root:
         if gradients:
             yield Fault("types", "REDUCE grad_norm", "is not proved to be the root of the gradients' squares")
@@ -98,8 +112,7 @@ def check_reduce(programs: Mapping[str, Program], reference: Program, microbatch
 
 
 def _sum_meanings(program: Program) -> dict[str, _SumMeaning | None]:
-    """Return, for each value of a program with one function, what it holds; None where that is none of the known
-    things."""
+    """Return the meaning of each value of a program with one function; None where it is not known."""
     bindings = program.main.bindings
     known: dict[str, _SumMeaning | None] = {value.name: _SumMeaning(value.binding) for value in program.main.parameters}
     if UNSCALE not in bindings:
@@ -113,12 +126,12 @@ def _sum_meanings(program: Program) -> dict[str, _SumMeaning | None]:
     return known
 
 
-def _sum_meaning(line: Line, given: list[_SumMeaning | None]) -> _SumMeaning | None:
-    known = [operand for operand in given if operand is not None]
-    if len(known) != len(given):
+def _sum_meaning(line: Line, operands: list[_SumMeaning | None]) -> _SumMeaning | None:
+    known = [operand for operand in operands if operand is not None]
+    if len(known) != len(operands):
         return None
     row = facts(line.op)
-    if row.makes_zeros(line.args):  # what a role adds that has no gradients
+    if row.makes_zeros(line.args):  # a role without gradients adds them
         return _SumMeaning()
     to_float = row.casts and line.made[0].type.dtype.is_floating_point
     if row.computes == "ratio" and len(line.args) == 2 and known[0] == _SumMeaning(COUNT):
@@ -129,11 +142,11 @@ def _sum_meaning(line: Line, given: list[_SumMeaning | None]) -> _SumMeaning | N
     if line.op in _KEEPS or to_float:
         return known[0]
     bindings = [operand.binding for operand in known]
-    if (of := _compressed(line.op, bindings)) is not None:
+    if (of := _residual_meaning(line.op, bindings)) is not None:
         return _SumMeaning(of)
     if row.power == -1.0 and bindings in ([COUNT], [LOSS_SCALE]):
         return _SumMeaning(_COUNTED if bindings == [COUNT] else UNSCALE)
-    if row.computes == "multiple" and (product := _product(bindings)) is not None:
+    if row.computes == "multiple" and (product := _product_meaning(bindings)) is not None:
         return _SumMeaning(product)
     if row.reduces == "squares" and bindings[0] is not None and bindings[0].kind == "gradient":
         return _SumMeaning(squares=line.uses)
@@ -146,9 +159,9 @@ def _sum_meaning(line: Line, given: list[_SumMeaning | None]) -> _SumMeaning | N
     return _SumMeaning(squares=tuple(name for operand in known for name in operand.squares), root=root)
 
 
-def _product(bindings: list[Binding | None]) -> Binding | None:
-    """Return what the product of two values is: the scale with or without the loss scale, the scaled loss, or a
-    gradient without the loss scale; how often it was divided by that is for ``scaling``."""
+def _product_meaning(bindings: list[Binding | None]) -> Binding | None:
+    """Return the meaning of a product of two values: the scale with or without the loss scale, the scaled loss, or a
+    gradient without the loss scale (``check_scaling`` proves how often each was multiplied by it)."""
     known = {
         (_COUNTED, LOSS_SCALE): SCALE, (SCALE, UNSCALE): _COUNTED, (LOSS, _COUNTED): _MEAN,
     }  # fmt: skip
@@ -158,27 +171,27 @@ def _product(bindings: list[Binding | None]) -> Binding | None:
     return known.get((first, second)) if first is not None and second is not None else None
 
 
-def _compressed(op: str, bindings: list[Binding | None]) -> Binding | None:
-    """Return what the sum or the difference of two parts of one gradient is; ``check_compressed`` proves which
-    parts."""
+def _residual_meaning(op: str, bindings: list[Binding | None]) -> Binding | None:
+    """Return the meaning of the sum or the difference of a gradient and its residual, or of two parts of a residual;
+    ``check_compressed`` proves which parts."""
     first, second = bindings if len(bindings) == 2 else (None, None)
     if first is None or second is None:
         return None
-    left = residual_of(first) or residual_of(second)
+    of = residual_of(first) or residual_of(second)
     if op == "aten.sub.Tensor" and first == second and first.kind == "gradient":
         return residual(first.name)
-    summed = op == "aten.add.Tensor" and second == residual(left) and first in (second, Binding("gradient", left))
-    return first if left and summed else None
+    summed = op == "aten.add.Tensor" and second == residual(of) and first in (second, Binding("gradient", of))
+    return first if of and summed else None
 
 
-# ---- the checker of the loss's scales
-# A step divides by the number of targets once, at its end, and multiplies by the loss scale between SCALE and REDUCE,
-# if there is one. Each value has two degrees: how often it was multiplied by each of these. They are followed one after
-# the other. Whatever is linear keeps the degree, a product adds degrees, and what the table does not know has none.
+# ---- the scales of the loss
+# A step divides by the count of targets once, at its end, and multiplies by the loss scale between SCALE and REDUCE, if
+# there is one. Each value has a degree in each of these scales: how often it was multiplied by it. A linear operator
+# keeps the degree, a product adds degrees, and the degree of anything else is not known.
 
 
 Degree = float | None
-"""The power of a scale in a value: 1.0 if it is multiplied by it once. None is not known."""
+"""The power of a scale in a value: 1.0 for a value that is multiplied by it once. None is not known."""
 _ZERO = float("inf")
 """The degree of zeros, which count as any degree."""
 _MIXED = float("nan")
@@ -187,16 +200,16 @@ _MIXED = float("nan")
 
 @dataclass(frozen=True, slots=True)
 class _Scale:
-    """A scale of the loss: its words, and its degrees in a program's parameters by kind, where they are not 0: what is
-    left of a gradient has a kind of its own, ``residual``."""
+    """A scale of the loss: its words in messages, and its degrees in a program's parameters, by kind (``residual`` for
+    that of a gradient) where they are not 0."""
 
     words: str
-    given: Mapping[str, float]
+    in_kinds: Mapping[str, float]
 
     def in_parameter(self, binding: Binding | None) -> float:
         """Return the degree in a program's parameter."""
         kind = "residual" if residual_of(binding) else binding.kind if binding is not None else ""
-        return self.given.get(kind, 0.0)
+        return self.in_kinds.get(kind, 0.0)
 
     def wanted(self, program: Program, key: Binding) -> float:
         """Return the degree that a result must have."""
@@ -213,34 +226,38 @@ _LOSS_SCALE = _Scale("the loss scale", {"state": 1.0, "scale": 1.0, "unscale": -
 
 
 def check_scaling(programs: Mapping[str, Program]) -> list[Fault]:
-    """Find a scale that is not one over the count times the loss scale, and a loss or gradients that do not have each
-    exactly as often as they should."""
+    """Find a scale, a loss or gradients that were not multiplied by each of the two scales exactly as often as they
+    should be."""
     scaled = [SCALING, *(action for action in programs if action == AVERAGING or "gradient" in ACTIONS[action].returns)]
     loss_scaled = LOSS_SCALE in programs[SCALING].main.bindings
     return [fault for action in scaled for fault in scaled_once(programs[action], action, loss_scaled)]
 
 
 def scaled_once(program: Program, where: str, loss_scaled: bool) -> list[Fault]:
-    """Find returned values that do not have one of the scales as often as they should; gradients that B receives from
-    another stage have both already."""
+    """Find returned values that were not multiplied by each scale as often as they should be; gradients that B receives
+    from another stage have both already."""
     faults = []
     for scale in (_COUNT_SCALE, _LOSS_SCALE) if loss_scaled else (_COUNT_SCALE,):
         parameters = [scale.in_parameter(value.binding) for value in program.main.parameters]
         for (key, _), degree in zip(program.main.returns, degrees(program, parameters), strict=True):
             wanted = scale.wanted(program, key)
-            if degree not in (wanted, None, _ZERO) and key.kind != "term":  # `reduce` proves the weight of a term whole
-                has = f"has {scale.words} {_times(degree)}, not {'once' if wanted == 1 else f'{wanted:g} times'}"
+            if degree not in (wanted, None, _ZERO) and key.kind != "term":  # `check_reduce` proves the weight of a term
+                has = f"has {scale.words} {_times_text(degree)}, not {'once' if wanted == 1 else f'{wanted:g} times'}"
                 faults.append(Fault("types", f"{where} {key.key_in(program.action)}", has))
     return faults
 
 
-def _times(degree: float) -> str:
+def _times_text(degree: float) -> str:
     return "more often in some parts than in others" if isnan(degree) else f"{degree:g} times"
 
 
-def degrees(program: Program, given: Sequence[Degree]) -> list[Degree]:
+def degrees(program: Program, parameters: Sequence[Degree]) -> list[Degree]:
     """Return the degrees of a program's results, from those of its parameters."""
-    return follow(program, program.main, given, lambda _, line, operands: [_degree(line, operands)] * len(line.results))
+
+    def of_results(_: str, question: Question, operands: tuple[Degree, ...]) -> list[Degree]:
+        return [_degree(question, operands)] * len(question.results)
+
+    return follow(program, program.main, parameters, of_results)
 
 
 @lru_cache(maxsize=8192)
@@ -265,8 +282,8 @@ def _degree(question: Question, operands: tuple[Degree, ...]) -> Degree:
 
 
 def _by_rule(call: OpCall, known: Sequence[float]) -> Degree:
-    """Return the degree of a result by the rule. If the operator is linear in its scaled operands together, it is their
-    degree; if it is linear in each of them, it is the sum of their degrees."""
+    """Return the degree of a result by the operator's rule: that of its scaled operands if it is linear in them
+    together, the sum of their degrees if it is linear in each."""
     scaled = {index for index, degree in enumerate(known) if degree != 0.0}
     linear = rule_or_opaque(call).linear
     for joint in linear:
@@ -280,12 +297,11 @@ def _by_rule(call: OpCall, known: Sequence[float]) -> Degree:
     return None
 
 
-# ---- the checker of RESCALE
-# No number of float64 that is compared elsewhere depends on it, and a wrong rule shows only when a step is skipped.
+# ---- RESCALE: tests in float64 compare nothing that depends on it, and its rule matters only when a step is skipped
 
 
 def check_rescale(programs: Mapping[str, Program], mesh: Mesh) -> Iterator[Fault]:
-    """Find state of steps that is no loss scale's, and that RESCALE makes otherwise than it should."""
+    """Find state of steps that is not the loss scaler's, and a RESCALE that does not update that as it should."""
     whole = Placement.whole(mesh)
     for action, program in programs.items():
         for name, value in program.main.bound("state").items():
@@ -315,30 +331,28 @@ def check_rescale(programs: Mapping[str, Program], mesh: Mesh) -> Iterator[Fault
         yield Fault("types", RESCALE, "changes a loss scale that nothing reads")
 
 
-# ---- the checker of LOADS: it tells the tokens of each expert as F counts them, and moves a bias by them alone.
-# Types say that loads are whole sums. Here it is which loads they are, each in its place, and that nothing else is done
-# to them: a number cut off at some size, or a bias moved by another layer's load, shows in no test of few tokens.
+# ---- LOADS: each slot of the loads holds its own layer's, and the load of its own layer alone moves a bias
 
 
 _LoadMeaning = tuple[object, ...]
-"""The meaning of a value: ``("load", layers)`` for the loads of layers, one behind the other; ``mean``, ``below``,
-``above``, ``lacks``, ``step`` and ``moved``, with a layer, on the way to a bias; () where it is not known."""
+"""The meaning of a value: ``("load", layers)`` for the joined loads of layers, each with its name and size; ``mean``,
+``below``, ``above``, ``lacks``, ``step`` and ``moved``, with a layer, on the way to a bias; () for any other."""
 
 
 def check_loads(role: Mapping[str, Program], reference: Program, biases: Mapping[str, Bias]) -> Iterator[Fault]:
-    """Find loads that a role does not tell as they are counted, and biases that it does not move by them."""
+    """Find loads that are not those that F counts, each in its slot, and biases that their own load does not move."""
     if LOADS not in role:
         return
     program = role[LOADS]
     known = _load_meanings(program)
-    own = program.main.bound("load")
-    sizes = {value.binding.name: value.type.shape[0] for value in program.main.parameters
-             if value.binding is not None and value.kind == "load"}  # fmt: skip
+    of_role = program.main.bound("load")
+    sizes = {layer: value.type.shape[0] for layer, value in of_role.items()}
     for key, name in program.main.returns:
         if key == LOAD:
-            total = {n: v.type.shape[0] for n, v in _returned(reference).items()}
-            wanted = tuple((layer, size) if layer in own else ("", size) for layer, size in total.items())
-            if _flat(known[name]) != wanted or any(total.get(layer) != size for layer, size in sizes.items()):
+            values = reference.main.values()
+            total = {layer: values[n].type.shape[0] for layer, n in reference.main.returned("load").items()}
+            wanted = tuple((layer, size) if layer in of_role else ("", size) for layer, size in total.items())
+            if _loads_in(known[name]) != wanted or any(total.get(layer) != size for layer, size in sizes.items()):
                 yield Fault("types", f"LOADS {key}", "is not proved to be the loads of all layers in their order")
         elif key.kind == "buffer":
             by = [(layer, bias.rate) for layer, bias in biases.items() if bias.buffer == key.name]
@@ -346,17 +360,12 @@ def check_loads(role: Mapping[str, Program], reference: Program, biases: Mapping
                 yield Fault("types", f"LOADS {key}", "is not proved to be moved by the load of its own layer")
     moved = {key.name for key, _ in program.main.returns if key.kind == "buffer"}
     for layer, bias in biases.items():
-        if layer in own and bias.buffer not in moved:
+        if layer in of_role and bias.buffer not in moved:
             yield Fault("types", f"LOADS {layer}", f"the bias `{bias.buffer}` is not moved")
 
 
-def _returned(reference: Program) -> dict[str, Value]:
-    values = reference.main.values()
-    return {layer: values[name] for layer, name in reference.main.returned("load").items()}
-
-
 def _load_meanings(program: Program) -> dict[str, _LoadMeaning]:
-    """Return what each value of LOADS is."""
+    """Return the meaning of each value of LOADS."""
     known: dict[str, _LoadMeaning] = {}
     for value in program.main.parameters:
         binding = value.binding or Binding("value")
@@ -365,46 +374,44 @@ def _load_meanings(program: Program) -> dict[str, _LoadMeaning]:
             ("load", ((binding.name, size),)) if binding.kind == "load" else (binding.kind, binding.name)
         )
     for line in program.main.lines:
-        for made in line.made:
-            known[made.name] = _load_meaning(line, [known[name] for name in line.uses])
+        known.update((value.name, _load_meaning(line, [known[name] for name in line.uses])) for value in line.made)
     return known
 
 
-def _load_meaning(line: Line, given: list[_LoadMeaning]) -> _LoadMeaning:
-    row, first = facts(line.op), given[0] if given else ()
+def _load_meaning(line: Line, operands: list[_LoadMeaning]) -> _LoadMeaning:
+    row, first = facts(line.op), operands[0] if operands else ()
     if row.makes_zeros(line.args):
         return "load", (("", line.made[0].type.shape[0]),)
-    if (line.op in COLLECTIVES or line.op == WAIT) and len(given) == 1 and first[:1] == ("load",):
+    if (line.op in COLLECTIVES or line.op == WAIT) and len(operands) == 1 and first[:1] == ("load",):
         return first
-    if line.op == "aten.cat.default" and all(one[:1] == ("load",) for one in given) and len(line.args) == 1:
-        return "load", tuple(part for one in given for part in _flat(one))
+    if line.op == "aten.cat.default" and all(one[:1] == ("load",) for one in operands) and len(line.args) == 1:
+        return "load", tuple(load for one in operands for load in _loads_in(one))
     if line.op == "aten.slice.Tensor" and first[:1] == ("load",):
-        return _sliced(_flat(first), line.args[1:])
-    return _moving(line, given, first)
+        return _sliced(_loads_in(first), line.args[1:])
+    return _bias_meaning(line, operands, first)
 
 
-def _moving(line: Line, given: list[_LoadMeaning], first: _LoadMeaning) -> _LoadMeaning:
+def _bias_meaning(line: Line, operands: list[_LoadMeaning], first: _LoadMeaning) -> _LoadMeaning:
     """Return the meaning of a value on the way to a bias."""
-    layers, row, plain = _flat(first), facts(line.op), not line.kwargs
+    layers, row, plain = _loads_in(first), facts(line.op), not line.kwargs
     if row.casts:
         wide = line.made[0].type.dtype.itemsize >= 8
         return first if (layers and wide) or first[:1] in (("below",), ("above",)) else ()
     if line.op == "aten.mean.default" and len(layers) == 1 and plain:
         return "mean", layers[0][0]
-    if row.computes in ("below", "above") and len(layers) == 1 and given[1:] == [("mean", layers[0][0])]:
+    if row.computes in ("below", "above") and len(layers) == 1 and operands[1:] == [("mean", layers[0][0])]:
         return row.computes, layers[0][0]
-    if row.computes == "difference" and plain and first and given == [("below", first[-1]), ("above", first[-1])]:
+    if row.computes == "difference" and plain and first and operands == [("below", first[-1]), ("above", first[-1])]:
         return "lacks", first[-1]
     if row.computes == "multiple" and first[:1] == ("lacks",) and not isinstance(line.args[1], Ref):
         return "step", first[1], line.args[1]
-    if row.computes == "total" and plain and first[:1] == ("buffer",) and [one[:1] for one in given[1:]] == [("step",)]:
-        return "moved", first[1], *given[1][1:]
-    return ()
+    adds_step = row.computes == "total" and plain and [one[:1] for one in operands] == [("buffer",), ("step",)]
+    return ("moved", first[1], *operands[1][1:]) if adds_step else ()
 
 
-def _flat(made: _LoadMeaning) -> tuple[tuple[str, int], ...]:
+def _loads_in(meaning: _LoadMeaning) -> tuple[tuple[str, int], ...]:
     """Return the loads in a value with their sizes; none if it is something else."""
-    return made[1] if made[:1] == ("load",) else ()  # type: ignore[return-value]
+    return meaning[1] if meaning[:1] == ("load",) else ()  # type: ignore[return-value]
 
 
 def _sliced(layers: tuple[tuple[str, int], ...], args: tuple[object, ...]) -> _LoadMeaning:

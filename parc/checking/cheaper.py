@@ -1,4 +1,4 @@
-"""Changes of a plan that keep a rank within its budget of memory: each is compiled before a message names it."""
+"""Changes of a plan that keep a rank within its memory budget: each is compiled before a message names it."""
 
 from __future__ import annotations
 
@@ -23,19 +23,22 @@ from parc.passes.pipeline import names_of
 from parc.report import memory_of
 
 _MOST_NAMED, _MOST_OF_A_KIND, _MOST_ALONE, _MOST_COMPILED = 3, 3, 6, 8
-_WORTH = 20  # a parameter that is less than this part of all is not worth a line
+_SMALLEST_PART = 20  # a parameter with less than a twentieth of the bytes of all is not worth a line
 _ADD_RANKS = "add ranks to an axis that splits the largest of these, or place them over another axis"
 
 
 @dataclass(frozen=True)
 class PlanChange:
-    """Another plan: the bytes that it takes from a rank at most, the new text of parts of its lines, by where these
-    begin and end, its new lines, and its new ``-D``. Of two changes of one part, or of one ``-D``, the later counts."""
+    """A change of a plan. In the sum of two, the later edit of one part, or of one ``-D``, counts."""
 
     saves: float
+    """The most bytes that a rank saves by it."""
     edits: Mapping[tuple[int, int], str] = field(default_factory=dict)
+    """The new text of parts of the plan, by their start and end in it."""
     lines: tuple[str, ...] = ()
+    """New lines at the end."""
     defines: Mapping[str, str] = field(default_factory=dict)
+    """New values of ``let`` names, as ``-D`` sets them."""
 
     def __add__(self, other: PlanChange) -> PlanChange:
         edits, defines = {**self.edits, **other.edits}, {**self.defines, **other.defines}
@@ -58,19 +61,20 @@ class PlanChange:
 
 
 def most_memory(compiled: Compiled) -> Memory:
-    """Return the memory of a rank of the role that needs most."""
+    """Return the memory of a rank of the role that needs the most."""
     build = compiled.build
     return max((memory_of(build, compiled.plan, role) for role in build.roles.values()), key=lambda m: m.peak_bytes)
 
 
 def cheaper_plans(compiled: Compiled, memory: Memory, budget: int, progress: Progress) -> str:
     """Return the help for a plan that is over its budget: up to three changes with which it is not, or several that are
-    enough together, or those that come closest. At most eight are compiled: of one kind the mildest three of those that
-    could be enough by the shares of the memory."""
+    enough together, or the one that comes closest. At most eight are compiled: of one kind the mildest three of those
+    that could be enough by the shares of the memory."""
     plan, over = compiled.plan, memory.peak_bytes - budget
-    needs: list[tuple[float, str]] = []  # the bytes of a rank, with the words for them and for the change
+    needs: list[tuple[float, str]] = []  # the bytes of a rank with a change, and the words that say both
 
     def need(change: PlanChange) -> float:
+        """Compile a change, and return the bytes that a rank then needs; infinite where it does not compile."""
         words = change.words(plan)
         progress(f"over budget: trying {words}")
         try:
@@ -83,7 +87,7 @@ def cheaper_plans(compiled: Compiled, memory: Memory, budget: int, progress: Pro
         needs.append((size, f"{words}: a rank then needs {size_text(size)}{on}"))
         return size
 
-    changes = {make: [change for change in make(compiled, memory) if change.saves > 0] for make in _KINDS}
+    changes = {kind: [change for change in kind(compiled, memory) if change.saves > 0] for kind in _KINDS}
     for of_kind in changes.values():
         most = len(needs) + _MOST_OF_A_KIND
         for change in (change for change in of_kind if change.saves >= over):
@@ -94,24 +98,24 @@ def cheaper_plans(compiled: Compiled, memory: Memory, budget: int, progress: Pro
             break
     if within:
         return "write " + "; or ".join(within)
-    together, makes = PlanChange(0), sorted(filter(changes.get, _KINDS), key=lambda make: make is _axes)
-    for at, make in enumerate(makes, 1):
-        strongest = max(reversed(changes[make]), key=lambda change: change.saves)
-        enough = (change for change in changes[make] if together.saves + change.saves >= over)
-        wider = together + (next(enough, strongest) if make is _axes else strongest)
-        if wider.saves >= over or at >= len(makes) - 1:
-            size = need(wider) if len(needs) < _MOST_COMPILED else math.inf
+    together, kinds = PlanChange(0), sorted(filter(changes.get, _KINDS), key=lambda kind: kind is _axes)
+    for at, kind in enumerate(kinds, 1):
+        strongest = max(reversed(changes[kind]), key=lambda change: change.saves)
+        enough = (change for change in changes[kind] if together.saves + change.saves >= over)
+        more = together + (next(enough, strongest) if kind is _axes else strongest)
+        if more.saves >= over or at >= len(kinds) - 1:
+            size = need(more) if len(needs) < _MOST_COMPILED else math.inf
             if size <= budget:
                 return f"write {needs[-1][1]}"
             if size == math.inf:
                 continue
-        together = wider
+        together = more
     return f"closest comes {min(needs)[1]}; {_ADD_RANKS}" if needs else _ADD_RANKS
 
 
 def _rewritten(plan: Plan, span: Span, place: str, value: int, saves: float) -> Iterator[PlanChange]:
-    """Yield the change of a number, at a place of a line, if the line is the plan's own: by ``-D`` where the line reads
-    a ``let``."""
+    """Yield the change of the number that the pattern ``place`` finds in a line, by ``-D`` where the line reads a
+    ``let``; nothing for a line of an included file."""
     number = re.search(place, span.text)
     if number is None or span.source is not plan.source:
         return
@@ -122,14 +126,14 @@ def _rewritten(plan: Plan, span: Span, place: str, value: int, saves: float) -> 
 
 
 def _zero(compiled: Compiled, memory: Memory) -> Iterator[PlanChange]:
-    """Yield higher levels of ZeRO over an axis whose ranks read other parts of the inputs."""
+    """Yield higher ZeRO levels over an axis whose ranks read different parts of the inputs."""
     plan, axis = compiled.plan, next(iter(_data_axes(compiled, of_samples=False)), None)
     if axis is None:
         return
     line = next((line for line in plan.zero if line.axis.text == axis), None)
     for level in range(line.level + 1 if line is not None else 1, 4):
-        totals = level == 1 and plan.microbatches > 1  # of gradients, which level 1 leaves whole
-        split = memory.optimizer + memory.parameters + (0 if totals else memory.gradients)
+        accumulated = level == 1 and plan.microbatches > 1  # level 1 accumulates whole gradients
+        split = memory.optimizer + memory.parameters + (0 if accumulated else memory.gradients)
         saves = split * (1 - 1 / plan.mesh.size(axis))
         new = [PlanChange(saves, lines=(f"zero {level} over {axis}",))]
         yield from new if line is None else _rewritten(plan, line.span, r"zero\s+(\S+)", level, saves)
@@ -146,13 +150,12 @@ def _recompute(compiled: Compiled, memory: Memory) -> Iterator[PlanChange]:
 
 
 def _microbatches(compiled: Compiled, memory: Memory) -> Iterator[PlanChange]:
-    """Yield more microbatches, of which fewer samples are held at once, and one microbatch, which needs no totals of
-    gradients."""
+    """Yield more microbatches, with fewer samples in each, and one microbatch, which accumulates no gradients."""
     plan, now = compiled.plan, compiled.plan.microbatches
     batch = plan.sizes.get(BATCH)
     unit = 1 if batch is None else batch.low if batch.fixed else batch.step
-    ways = math.prod(map(plan.mesh.size, _data_axes(compiled)))
-    saves = {n: memory.activations * (1 - now / n) for n in range(now + 1, unit + 1) if unit % (n * ways) == 0}
+    ranks = math.prod(map(plan.mesh.size, _data_axes(compiled)))
+    saves = {n: memory.activations * (1 - now / n) for n in range(now + 1, unit + 1) if unit % (n * ranks) == 0}
     if now > 1:
         saves[1] = memory.gradients - memory.activations * (now - 1)
     for n, size in sorted(saves.items(), key=lambda item: (item[0] <= now, item[0])):
@@ -166,13 +169,13 @@ def _scheduled(plan: Plan, microbatches: int, saves: float) -> Iterator[PlanChan
         yield PlanChange(saves, lines=(f"schedule microbatches {microbatches}",))
 
 
-def _split(compiled: Compiled, memory: Memory) -> Iterator[PlanChange]:
-    """Yield the split of a large parameter that is whole, over an axis without samples or stages."""
+def _split_parameter(compiled: Compiled, memory: Memory) -> Iterator[PlanChange]:
+    """Yield the split of the largest parameter that can be split further, over an axis without samples or stages."""
     names, types, mesh = names_of(compiled.captured), compiled.build.types, compiled.mesh
     taken = {*_data_axes(compiled), compiled.pipeline.axis if compiled.pipeline is not None else ""}
     sizes = {name: local_bytes(type_, compiled.build.programs[FORWARD]) for name, type_ in types.items()}
     for name in sorted(types, key=lambda name: -sizes[name]):
-        if sizes[name] * _WORTH < sum(sizes.values()):
+        if sizes[name] * _SMALLEST_PART < sum(sizes.values()):
             return
         verb = {"lookup": "vocab", "linear": "column"}.get(names.use(name).kind)
         split = {mesh.owner(axis) for axis in types[name].placement.split_axes()}
@@ -183,9 +186,9 @@ def _split(compiled: Compiled, memory: Memory) -> Iterator[PlanChange]:
 
 
 def _axes(compiled: Compiled, memory: Memory) -> Iterator[PlanChange]:
-    """Yield axes inside a node or of stages with 2, 4, … times the ranks, which the data axis then lacks; without one,
-    with twice the ranks. Of an axis that splits sequences microbatches are as many times more: it saves nothing where a
-    rank has as many samples more."""
+    """Yield axes inside a node, or of stages, with 2, 4, … times the ranks, taken from the data axis; without a data
+    axis, with twice the ranks. For an axis that splits sequences there are as many times more microbatches: otherwise a
+    rank would have as many times more samples, and save nothing."""
     plan, data = compiled.plan, next(iter(_data_axes(compiled)), "")
     free = plan.mesh.size(data) if data else 2
     stages = next((line.axis.text for line in plan.stages), "")
@@ -210,7 +213,7 @@ def _offload(compiled: Compiled, memory: Memory) -> Iterator[PlanChange]:
 
 
 _KINDS: Sequence[Callable[[Compiled, Memory], Iterator[PlanChange]]] = (
-    _zero, _recompute, _microbatches, _split, _axes, _offload,
+    _zero, _recompute, _microbatches, _split_parameter, _axes, _offload,
 )  # fmt: skip
 
 

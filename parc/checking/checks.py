@@ -1,4 +1,4 @@
-"""Checks of every build before it is written: proofs and tests, and the report of both."""
+"""Checks of every build before it is written: proofs from the texts of its programs, and tests of their numbers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from parc.compiler.verify.compressed import check_compressed
 from parc.compiler.verify.lines import check_lines, check_program
 from parc.compiler.verify.padding import check_padding
 from parc.compiler.verify.ranges import size_faults
-from parc.compiler.verify.rounding import check_precision, check_remade
+from parc.compiler.verify.rounding import check_precision, check_recomputed
 from parc.compiler.verify.step import (
     check_bindings,
     check_packed,
@@ -53,7 +53,7 @@ from parc.runtime.compare.simulate import compare
 
 @dataclass
 class Checked:
-    """The outcome of a build's checks: the report's content, and the reasons for a refusal, if it is refused."""
+    """The outcome of a build's checks: the content of its report, and the faults for which it is refused, if any."""
 
     report: dict[str, Any]
     faults: list[Fault] = field(default_factory=list)
@@ -69,7 +69,7 @@ def static_faults(build: Build, summed: bool | None = None) -> list[Fault]:
 
 
 def faults_by_check(build: Build, summed: bool | None = None) -> Iterator[list[Fault]]:
-    """Yield the same faults, of one check after the other: who wants the first alone need not wait for the last."""
+    """Yield the same faults, of one check after the other: a reader of the first need not wait for the last."""
     programs, reference = build.programs, build.reference
     roles = {name: replace(role, programs=as_checked(role.programs)) for name, role in build.roles.items()}
     files = (program for role in roles.values() for program in role.programs.values())
@@ -96,15 +96,15 @@ def faults_by_check(build: Build, summed: bool | None = None) -> Iterator[list[F
     yield [*check_places(programs, build.manifest.get("offload", {}))]
     yield check_precision(programs, reference, build.rounding)
     yield [*check_padding(programs, build.pads, build.types)]
-    yield [*check_remade(programs)]
+    yield [*check_recomputed(programs)]
     yield check_schedule(roles, build.microbatches, build.purpose)
     for role in roles.values():
         yield [*check_messages(role.programs, build.microbatches)]
 
 
 def check_schedule(roles: Mapping[str, Role], microbatches: int, purpose: Purpose = "training") -> list[Fault]:
-    """Check the action lists of all roles together, with the kinds of actions for which they have programs, and the
-    ranks of stages."""
+    """Check the timelines of all roles together. The step has the optional kinds of actions for which there are
+    programs."""
     actions = {name: role.actions for name, role in roles.items()}
     ranks = ranks_of({name: role.programs for name, role in roles.items()})
     kinds = {program.action for role in roles.values() for program in role.programs.values()}
@@ -115,7 +115,8 @@ def check_build(compiled: Compiled, progress: Progress = lambda _: None) -> Chec
     """Check a compiled plan through the texts of its programs, and make its report.
 
     Raises:
-        PlanError: something does not divide at a size that the plan declares, or the model does not follow the sizes.
+        PlanError: something does not divide at a size that the plan declares, or at some size the model's graph is
+            another.
     """
     start = time.perf_counter()
     progress("shapes, types, communication")
@@ -124,7 +125,7 @@ def check_build(compiled: Compiled, progress: Progress = lambda _: None) -> Chec
         progress("numbers")
         check_numbers(compiled, checked)
     if checked.faults:
-        hold_template(compiled)
+        check_template(compiled)
     else:
         checked.report["checks"] = {**dict.fromkeys(proved(compiled.build), "proved"),
                                     "numbers": "tested", "memory": "estimated"}  # fmt: skip
@@ -138,7 +139,7 @@ def proved(build: Build) -> tuple[str, ...]:
 
 
 def prove(compiled: Compiled) -> list[Fault]:
-    """Prove facts, shapes, types and communication of a compiled plan, from the texts that are about to be written.
+    """Prove facts, shapes, types and communication of a compiled plan, from the texts that will be written.
 
     Raises:
         PlanError: something does not divide at a size that the plan declares.
@@ -184,12 +185,11 @@ def program_faults(build: Build, plan: Plan) -> list[Fault]:
     return faults
 
 
-def hold_template(compiled: Compiled) -> None:
-    """Refuse a model that does not follow the sizes. It is called after a check failed at sizes at which nothing was
-    compiled.
+def check_template(compiled: Compiled) -> None:
+    """Capture the model at all sizes that are checked. This explains faults at sizes at which nothing was compiled.
 
     Raises:
-        PlanError: at sizes that are checked the model is another than the template's.
+        PlanError: at some sizes the captured graph is not the template's.
     """
     template = compiled.build.template
     for at in compiled.cases()[1:] if template is not None else ():
@@ -204,11 +204,11 @@ def hold_template(compiled: Compiled) -> None:
 
 
 def check_numbers(compiled: Compiled, checked: Checked, device: torch.device = CPU) -> None:
-    """Train all ranks and the captured graph in float64 on a device; for a large build its twin is trained. Where sizes
-    have ranges, all choices that are checked otherwise are tested, those that are not the largest for one step.
+    """Train all ranks and the captured graph in float64 on a device, or those of the twin of a large build. Where sizes
+    have ranges, all choices that are proved are tested too, those that are not the largest for one step.
 
     Raises:
-        PlanError: what the model or its loss makes of random batches is not finite, or no function of them.
+        PlanError: on random batches the model or its loss is not finite, or not the same each time.
     """
     chosen = subject_of(compiled)
     subject, on = chosen.compiled, chosen.text
@@ -270,8 +270,7 @@ def _number_faults(agreement: Agreement, eager: EagerAgreement, at: str) -> Iter
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Enter a block in which torch uses one thread: that is faster for small tensors, above all where other work wants
-    the cores."""
+    """Enter a block in which torch uses one thread, which is faster for small tensors, above all on busy cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -283,7 +282,7 @@ def one_thread() -> Iterator[None]:
 def case_of(compiled: Compiled) -> Case:
     """Return the simulator's case of a compiled plan; that of a pipeline has its roles."""
     build, recipes = compiled.build, compiled.recorded.recipes
-    constants = compiled.captured.constants  # which capture found in the code
+    constants = compiled.captured.constants  # tensors in the code of the model
     buffers = {name: recipes[name].whole() if name in recipes else constants[name]
                for name in build.programs[FORWARD].main.bound(*BUFFERS)}  # fmt: skip
     roles = build.roles if build.axis else {}

@@ -1,4 +1,4 @@
-"""The first difference: the line at which all ranks' forward first departs from the captured graph's."""
+"""The first difference: the first line of the forward whose value on all ranks is not one of the captured graph."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LinePlace = tuple[str, str, str, int]
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first line whose whole value equals none of the captured graph's lines with its place and operator."""
+    """The first line whose whole value equals none that the captured graph has for its operator and place in code."""
 
     line: Line
     module: str
@@ -48,8 +48,8 @@ class _Seen:
 
 @final
 class _Watch:
-    """A hook that notes signatures of whole values. The call that encloses a repeated block completes the names of its
-    modules."""
+    """A hook that notes signatures of whole values. The call of a repeated block completes the names of modules in it:
+    ``layers.*`` becomes ``layers.3``."""
 
     def __init__(self, mesh: Mesh, ranks: Sequence[int]) -> None:
         self.mesh, self.ranks = mesh, ranks
@@ -77,7 +77,7 @@ class _Watch:
 
 
 def _signature(tensor: torch.Tensor) -> tuple[float, ...]:
-    """Return numbers of a tensor that a change of layout leaves as they are."""
+    """Return sums of a tensor's powers, which do not depend on its layout."""
     flat = tensor.reshape(-1).double()
     return (*(float((flat.abs() ** power).sum()) for power in (1, 2, 3)), float(flat.sum()))
 
@@ -86,9 +86,9 @@ def first_difference(case: Case) -> Difference | None:
     """Run the first microbatch's forward on all ranks and on one device, and compare; return None if no line
     differs."""
     batches = random_batch(case.reference, case.microbatches, torch.Generator().manual_seed(0))
-    one = _Watch(Mesh(), [0])
+    unsharded = _Watch(Mesh(), [0])
     reference = ReferenceRun(case)
-    reference.machine.watch = one
+    reference.machine.watch = unsharded
     reference.step(batches[:1], 0)
     simulation = Simulation(case)
     by_stage: dict[int, _Watch] = {}
@@ -99,7 +99,7 @@ def first_difference(case: Case) -> Difference | None:
                 machine.watch = watch
     simulation.run(Stepper.loss, batches, 0)
     known: dict[LinePlace, list[tuple[float, ...]]] = {}
-    for seen in one.seen:
+    for seen in unsharded.seen:
         for signature, size in zip(seen.signatures, seen.sizes, strict=True):
             place = (seen.module, seen.line.origin.source, seen.line.op, size)
             known.setdefault(place, []).append(signature)

@@ -1,10 +1,10 @@
-"""The captured graph compared once with the user's eager module, on which every other check rests."""
+"""The comparison of the captured graph with the user's eager module, on which every other check rests."""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -44,18 +44,16 @@ EAGER_TOLERANCE = 1e-4
 _NEAR = 1e-6
 """The margin of a top-k below which rounding of float32 may decide."""
 _COINS = 8
-"""The number of times that a forward which draws from Python or NumPy is run again: enough to see both sides of a
-coin."""
-_MOST = 5e-2
+"""The number of further runs of a forward that draws from Python or NumPy: enough to see both sides of a coin."""
+_MOST_ERROR = 5e-2
 """The largest error of float32 results: eager and captured run the same operators, not always the same kernels."""
 _TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 4e-3}
-"""The allowed errors of results through values that the model itself has in a narrow dtype."""
+"""The allowed errors of models with values of a narrow dtype of their own."""
 
 
 @dataclass(frozen=True, slots=True)
 class EagerAgreement:
-    """The relative differences of the loss, of all gradients together (by norm), and of the buffer that differs
-    most."""
+    """The relative errors of the loss, of all gradients together (by norm), and of the buffer that differs most."""
 
     loss: float
     gradient: float
@@ -76,12 +74,12 @@ class EagerAgreement:
 
 
 def compare_with_eager(compiled: Compiled, case: Case) -> EagerAgreement:
-    """Compare one microbatch of random data in the module as the user wrote it with the captured graph. It runs in
-    float64 where float32 rounds too much to tell (batch statistics of few elements, layer upon layer).
+    """Compare the module as the user wrote it with the captured graph, on one microbatch of random data; in float64
+    where float32 rounds too much to tell (batch statistics of few elements, many layers).
 
     Raises:
-        PlanError: the module fails, its numbers are not finite, it has others for the same inputs, or its gradients are
-            not those of its forward.
+        PlanError: the module fails, its numbers are not finite or not the same each time, or its gradients are not
+            those of its forward.
     """
     for seed in range(DRAWS):
         inputs, margin = _random_inputs(compiled, case, seed), Margin()
@@ -89,7 +87,7 @@ def compare_with_eager(compiled: Compiled, case: Case) -> EagerAgreement:
             eager = _eager(compiled, inputs)
         except Exception as error:
             raise PlanError([failure(compiled.plan, error)]) from error
-        if fault := _fault(compiled, case, inputs, eager):
+        if fault := _run_fault(compiled, case, inputs, eager):
             raise PlanError([fault])
         agreement = _closest(compiled, case, inputs, eager, margin)
         if agreement.holds or margin.apart > _NEAR:
@@ -105,41 +103,42 @@ def _random_inputs(compiled: Compiled, case: Case, seed: int) -> dict[str, torch
     (batch,) = random_batch(case.reference, 1, torch.Generator().manual_seed(seed))
     return {
         name: batch[name].to(spec.dtype) if name in batch else torch.zeros(spec.shape, dtype=spec.dtype)
-        for name, spec in input_specs(compiled.plan).items()  # the graph has no input that nothing reads
+        for name, spec in input_specs(compiled.plan).items()  # a batch lacks inputs that the graph does not read
     }
 
 
 def _closest(
     compiled: Compiled, case: Case, inputs: Mapping[str, torch.Tensor], eager: _Result, margin: Margin
 ) -> EagerAgreement:
-    """Return the agreement in float32 or, if that is too little, in float64. If the model does not run in float64, or
-    has float32 tensors of its own even then, float32 counts as far as it rounds."""
+    """Return the agreement in float32 or, if that is too little, in float64. For a model that does not run in float64,
+    or has float32 tensors of its own even then, float32 is allowed four times the error of its rounding."""
     types = {value.type.dtype for function in case.reference.functions for value in function.values().values()}
     tolerance = max(_TOLERANCES.get(dtype, EAGER_TOLERANCE) for dtype in types)
-    allowed = tolerance, min(10 * tolerance, _MOST), min(10 * tolerance, _MOST)
+    allowed = tolerance, min(10 * tolerance, _MOST_ERROR), min(10 * tolerance, _MOST_ERROR)
     captured = _captured(case, inputs, watch=margin.watch)
     agreement = _agreement(captured, eager, allowed)
     if agreement.holds:
         return agreement
-    # a buffer may be nothing but rounding, as the mean of what has the mean 0: it is relative to other tensors too
+    # a buffer may be rounding alone, as the mean of values with mean 0: its error is relative to other tensors too
     top = max(map(largest, (*case.parameters.values(), *case.buffers.values())), default=1.0)
     wider = {name: as_wide(value) for name, value in inputs.items()}
     precise = _captured(case, wider, wide=True)
     try:
         widest = _eager(compiled, wider, wide=True)
         again, rounded = _agreement(precise, widest, allowed, 1e-9 * top), widest.narrow
-    except Exception:  # the model's own code, which may refuse float64 in any way: its float32 run then stands alone
+    except Exception:  # the model's own code may refuse float64 in any way: then there is its float32 run alone
         again, rounded = agreement, True
     if again.holds or not rounded:
         return again
     rounds = _agreement(captured, precise, allowed, 1e-3 * top).errors
-    loss, gradient, buffer = (min(max(least, 4 * error), _MOST) for least, error in zip(allowed, rounds, strict=True))
+    pairs = zip(allowed, rounds, strict=True)
+    loss, gradient, buffer = (min(max(least, 4 * error), _MOST_ERROR) for least, error in pairs)
     within = _agreement(captured, eager, (loss, gradient, buffer), 1e-3 * top)
     return within if within.holds else min(agreement, again, key=lambda a: sum(a.errors))
 
 
 class _Narrow(TorchDispatchMode):
-    """A mode that sees whether any floating numbers narrower than float64 are made."""
+    """A mode that notes if an operator returns floating numbers narrower than float64."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,24 +153,26 @@ class _Narrow(TorchDispatchMode):
 
 @dataclass(frozen=True, slots=True)
 class _Result:
-    """The loss, gradients and updated buffers of a run, and in an evaluation the tensors that the model returns, among
-    the buffers. That of the eager module also has its output, in float32 outputs and losses of further runs, and the
-    `autograd.Function`s that it calls."""
+    """The numbers of one run, of the captured graph or of the eager module."""
 
     loss: torch.Tensor
     gradients: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
+    """Updated buffers; in an evaluation also the tensors that the model returns."""
     output: tuple[torch.Tensor, ...] = ()
+    """The output of the eager module."""
     again: tuple[tuple[torch.Tensor, ...], ...] = ()
+    """Its outputs and losses in further runs in float32."""
     functions: tuple[str, ...] = ()
+    """The `autograd.Function`s that it calls."""
     narrow: bool = False
-    """True where the run made floating numbers narrower than float64."""
+    """True where a run in float64 had floating numbers narrower than that."""
 
 
 def _eager(compiled: Compiled, inputs: Mapping[str, torch.Tensor], wide: bool = False) -> _Result:
     build = model_builder(compiled.lines, compiled.folder, compiled.overrides)
     module = initialize(build, compiled.plan.seed, compiled.recorded.recipes)
-    module = _widened(module) if wide else module
+    module = _in_float64(module) if wide else module
     if compiled.purpose != "training":
         module.eval()
     capacities = {path: layer.capacity for path, layer in compiled.routing.items() if layer.capacity is not None}
@@ -182,7 +183,7 @@ def _eager(compiled: Compiled, inputs: Mapping[str, torch.Tensor], wide: bool = 
 
     def forward() -> tuple[torch.Tensor, ...]:
         """Return the tensors that the model returns, and last the loss."""
-        with torch.random.fork_rng(devices=()):  # draws that no stream of a build makes are the same each time
+        with torch.random.fork_rng(devices=()):  # torch's own draws are the same each time
             torch.manual_seed(compiled.plan.seed)
             output, terms = plain.forward({name: value.clone() for name, value in inputs.items()})
         returned.update(returned_tensors(output))
@@ -204,7 +205,7 @@ def _eager(compiled: Compiled, inputs: Mapping[str, torch.Tensor], wide: bool = 
     with narrow if wide else nullcontext():
         *output, loss = forward()
         others = _COINS if _python_draws() != before else 1
-        functions = _functions(loss)
+        functions = _own_backwards(loss)
         if loss.requires_grad:
             loss.backward()
     gradients = plain.take_gradients()
@@ -220,21 +221,20 @@ def _eager(compiled: Compiled, inputs: Mapping[str, torch.Tensor], wide: bool = 
     return _Result(loss.detach(), gradients, updated, tuple(output), again, functions, narrow.seen)
 
 
-def _functions(loss: torch.Tensor) -> tuple[str, ...]:
-    """Return the classes behind a loss that define the gradients of their forwards themselves."""
+def _own_backwards(loss: torch.Tensor) -> tuple[str, ...]:
+    """Return the names of the `autograd.Function`s behind a loss, which define a backward of their own."""
     seen, pending = set[Any](), [loss.grad_fn]
     while pending:
         node = pending.pop()
         if node is not None and node not in seen:
             seen.add(node)
             pending += [of for of, _ in node.next_functions]
-    own: Any = {type(node) for node in seen if isinstance(node, BackwardCFunction)}
-    return tuple(sorted({kind._forward_cls.__qualname__ for kind in own}))
+    nodes: Any = (node for node in seen if isinstance(node, BackwardCFunction))
+    return tuple(sorted({node._forward_cls.__qualname__ for node in nodes}))
 
 
-def _widened(module: nn.Module) -> nn.Module:
-    """Return a module in float64, with complex numbers in complex128, which torch's own ``double`` leaves as they
-    are."""
+def _in_float64(module: nn.Module) -> nn.Module:
+    """Return a module in float64, with complex numbers in complex128: torch's ``double`` does not change those."""
     for tensor in (*module.parameters(), *module.buffers()):
         if tensor.is_complex():
             tensor.data = tensor.data.to(torch.complex128)
@@ -247,9 +247,9 @@ def _python_draws() -> tuple[Any, ...]:
     return random.getstate(), state[1].tobytes(), state[2:]
 
 
-def _fault(compiled: Compiled, case: Case, inputs: Mapping[str, torch.Tensor], eager: _Result) -> Diagnostic | None:
-    """Return the fault of an eager module with which nothing can be compared, or None."""
-    # what a model returns in a class of its own is not seen
+def _run_fault(compiled: Compiled, case: Case, inputs: Mapping[str, torch.Tensor], eager: _Result) -> Diagnostic | None:
+    """Return the fault of an eager module that is not finite or not the same each time, or None."""
+    # a model may return its tensors in a class of its own, in which they are not seen
     of_model = not eager.output or any(bool(value.isnan().any()) for value in eager.output)
     line = compiled.plan.model if of_model else compiled.plan.loss
     if not bool(eager.loss.isfinite()):
@@ -290,8 +290,9 @@ def _own_gradient(model: Directive, functions: Sequence[str]) -> Diagnostic:
     return Diagnostic(OWN_GRADIENT, message, Label(model.arguments.statement.span), help=help_)
 
 
-def _other_form(model: Directive, forms: Sequence[str], found: EagerAgreement) -> Diagnostic:
-    message = f"the form of {listed(forms)} is not what its forward computes: numbers differ by {max(found.errors):.1e}"
+def _other_form(model: Directive, forms: Sequence[str], agreement: EagerAgreement) -> Diagnostic:
+    error = max(agreement.errors)
+    message = f"the form of {listed(forms)} is not what its forward computes: numbers differ by {error:.1e}"
     help_ = "route tokens as the forward does: to the same experts, with the same weights, multiplied at the same place"
     return Diagnostic(OTHER_FORM, message, Label(model.arguments.statement.span), help=help_)
 
@@ -315,27 +316,28 @@ def not_finite(line: Directive, message: str, help_: str = CLAMP, notes: tuple[s
 
 
 def _agreement(
-    found: _Result, expected: _Result, allowed: tuple[float, float, float], floor: float = 1e-30
+    run: _Result, expected: _Result, allowed: tuple[float, float, float], floor: float = 1e-30
 ) -> EagerAgreement:
-    gradients, wanted = found.gradients, expected.gradients
-    zeros = [torch.zeros((), dtype=torch.float64)]
-    apart_by_name = [
-        (gradients.get(name, torch.zeros_like(value)) - value).double().norm() for name, value in wanted.items()
-    ]
-    difference = torch.stack(apart_by_name or zeros).norm()
-    whole = torch.stack([value.double().norm() for value in wanted.values()] or zeros).norm()
-    apart = (found.loss - expected.loss).abs() / expected.loss.abs().clamp_min(1e-12)
-    buffers = [_apart(found.buffers.get(name), value, floor) for name, value in expected.buffers.items()]
-    gradient = float(difference / whole.clamp_min(1e-30))
-    return EagerAgreement(float(apart), gradient, max(buffers, default=0.0), allowed)
+    def norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+        """Return the norm of all tensors together, in float64."""
+        norms = [tensor.double().norm() for tensor in tensors]
+        whole: torch.Tensor = torch.stack(norms or [torch.zeros((), dtype=torch.float64)]).norm()
+        return whole
+
+    wanted = expected.gradients
+    error = norm(run.gradients.get(name, torch.zeros_like(value)) - value for name, value in wanted.items())
+    gradient = float(error / norm(wanted.values()).clamp_min(1e-30))
+    loss = float((run.loss - expected.loss).abs() / expected.loss.abs().clamp_min(1e-12))
+    buffers = [_buffer_error(run.buffers.get(name), value, floor) for name, value in expected.buffers.items()]
+    return EagerAgreement(loss, gradient, max(buffers, default=0.0), allowed)
 
 
-def _apart(found: torch.Tensor | None, expected: torch.Tensor, floor: float) -> float:
+def _buffer_error(buffer: torch.Tensor | None, expected: torch.Tensor, floor: float) -> float:
     """Return the largest error of an updated buffer, relative to the largest number expected; infinite for a missing
     one."""
-    if found is None or found.shape != expected.shape:
+    if buffer is None or buffer.shape != expected.shape:
         return math.inf
-    return largest_difference(found, expected) / max(largest(expected), floor)
+    return largest_difference(buffer, expected) / max(largest(expected), floor)
 
 
 def _captured(

@@ -1,4 +1,4 @@
-"""The content of a build's report: facts about a compiled plan that follow from nothing else than it."""
+"""The content of a build's report: facts that follow from the compiled plan alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from parc.report import program_rows
 
 
 def report_of(compiled: Compiled) -> dict[str, Any]:
-    """Return ``report.json``: facts that others rely on, and nothing that differs between two builds of one plan."""
+    """Return the content of ``report.json``, the same for two builds of one plan."""
     plan, pads = compiled.plan, compiled.resolved.pads
     return {
         **program_rows(compiled.build, plan),
@@ -50,10 +50,10 @@ def _across_nodes(compiled: Compiled) -> dict[str, Any]:
         return {}
     roles = compiled.build.roles
     flat = {name: replace(role, programs=levels.before.get(name, role.programs)) for name, role in roles.items()}
-    sent, before = (
-        max(bytes_across(role, compiled.mesh, node.ranks) for role in own.values()) for own in (roles, flat)
+    sent, in_one_level = (
+        max(bytes_across(role, compiled.mesh, node.ranks) for role in of.values()) for of in (roles, flat)
     )
-    return {"across_nodes": {"bytes": sent, "in_one_level": before}}
+    return {"across_nodes": {"bytes": sent, "in_one_level": in_one_level}}
 
 
 def place_text(span: Span) -> str:
@@ -74,7 +74,7 @@ def _pipeline_row(compiled: Compiled) -> dict[str, Any]:
 
 def _numerics(compiled: Compiled) -> list[dict[str, Any]]:
     """Return the lines by which a step rounds more than the model's own code, with the bytes that compressed gradients
-    save. All else only adds up in another order."""
+    save. Other lines only change the order of sums."""
     plan = compiled.plan
     wanted = [line.arguments.statement for line in plan.precision if line.type != WHOLE]
     if plan.microbatches > 1 and plan.accumulate != WHOLE:

@@ -1,4 +1,4 @@
-"""Twins: the choice of a small build on which a large one's numbers are tested, with the same programs."""
+"""Twins: the choice of a smaller build with the same programs, on which a large one's numbers are tested."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from parc.checking.small_models import SmallArguments, SmallModels, blocks_in, own_arguments
+from parc.checking.small_models import SmallArguments, SmallModels, blocks_in, whole_number_arguments
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.plan.directive import Literal
 from parc.compiler.plan.directives.stage import Stage
@@ -33,39 +33,40 @@ _MOST_WORK = 20_000_000_000  # about a minute in float64 on one core
 _LARGE_WORLD = 8
 _TWIN_WORLD = 32
 _MOST_AXES = 8
-"""The most axes of a mesh whose twin has size 2 on every axis, whatever world that makes: on fewer ranks its programs
-would differ."""
-_STEPS = 3
-_PASS = 10  # multiply-adds in the time in which a number is read and written
+"""The most axes of a mesh whose twin may have 2 ranks on every axis, whatever world size that is: on fewer ranks its
+programs would differ."""
+_TEST_STEPS = 3
+_READ_AND_WRITE = 10  # multiply-adds in the time in which a number is read and written
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """The build on which numbers are tested, which may be smaller than the plan's: the words that say how it is
-    smaller, its number of steps, and the places where programs that were read from files differ."""
+    """The build on which numbers are tested, which may be smaller than the plan's."""
 
     compiled: Compiled
     text: str
-    steps: int = _STEPS
+    """The words that say how it is smaller."""
+    steps: int = _TEST_STEPS
     differences: tuple[Fault, ...] = ()
+    """The differences of its programs from those that were read from files."""
 
 
 def work_of(compiled: Compiled) -> int:
-    """Return the multiply-adds of a step's forward. Other operators, and parameters on every rank, count by the time
-    that they take."""
+    """Return the multiply-adds of a step's forward. Other operators, and the parameters of every rank, count as many as
+    can be done in their time."""
     nodes = [node for node in compiled.captured.graph.nodes if node.op == "call_function"]
-    work = sum(products_of(node) + _PASS * numbers_of(node) for node in nodes)
+    work = sum(products_of(node) + _READ_AND_WRITE * numbers_of(node) for node in nodes)
     parameters = sum(map(numbers_of, compiled.captured.placeholders("parameter").values()))
-    return compiled.plan.microbatches * work + _PASS * parameters * (1 + compiled.mesh.world)
+    return compiled.plan.microbatches * work + _READ_AND_WRITE * parameters * (1 + compiled.mesh.world)
 
 
 def subject_of(compiled: Compiled) -> Subject:
-    """Choose the build on which numbers are tested. It is the same model at smaller sizes, if that takes less time and
-    gives the same programs. It is the twin, if there are more ranks or more work than one process should do. Else it is
-    the build itself.
+    """Choose the build on which numbers are tested: the same model at smaller sizes, if that takes less time and gives
+    the same programs; the twin, if there are more ranks or more work than one process should do; else the build
+    itself.
 
     Raises:
-        PlanError: nothing is small enough, the twin cannot be made, or its programs are not the build's.
+        PlanError: nothing is small enough, the twin cannot be compiled, or its programs are not the build's.
     """
     work, few_ranks = work_of(compiled), compiled.mesh.world <= _LARGE_WORLD
     if work > _SMALL_WORK and few_ranks and compiled.template is None:
@@ -83,24 +84,24 @@ def subject_of(compiled: Compiled) -> Subject:
         twin, differences = find_twin(compiled, compiled.build.programs)
         if differences and compiled.written is None:
             raise PlanError([_other_programs(compiled, twin, differences[0])])
-        few = work_of(twin) > _MOST_WORK // _STEPS
-        return Subject(twin, twin_text(twin, few), 1 if few else _STEPS, tuple(differences))
+        few = work_of(twin) > _MOST_WORK // _TEST_STEPS
+        return Subject(twin, twin_text(twin, few), 1 if few else _TEST_STEPS, tuple(differences))
     return Subject(compiled, "the build itself")
 
 
 def find_twin(compiled: Compiled, programs: Mapping[str, Program]) -> tuple[Compiled, list[Fault]]:
-    """Return the smallest twin with the same programs; if there is none, the nearest and its differences.
+    """Return the smallest twin with the same programs; if there is none, the first that compiles and its differences.
 
     Its model has the fewest blocks that may show what the build does; if no mesh helps, twice and four times as many.
 
     Raises:
-        PlanError: the plan has no ``verify`` line that makes the model small enough, or the twin cannot be made.
+        PlanError: the plan has no ``verify`` line that makes the model small enough, or no twin can be compiled.
     """
     first: tuple[Compiled, list[Fault]] | None = None
     problem: PlanError | None = None
-    given = _arguments(compiled.plan)
-    chosen = {name: int(given.pop(name)) for name in compiled.plan.sizes if name in given}  # type: ignore[arg-type]
-    models, tried = SmallModels(compiled, given), list[tuple[Mesh, SmallArguments]]()
+    stated = _verify_arguments(compiled.plan)
+    chosen = {name: int(stated.pop(name)) for name in compiled.plan.sizes if name in stated}  # type: ignore[arg-type]
+    models, tried = SmallModels(compiled, stated), list[tuple[Mesh, SmallArguments]]()
     meshes = [*_meshes(compiled.mesh, models.least_ranks())]
     choices = [(mesh, 1) for mesh in meshes]
     choices[1:1] = [(mesh, 2) for mesh in meshes[:1]]
@@ -113,7 +114,7 @@ def find_twin(compiled: Compiled, programs: Mapping[str, Program]) -> tuple[Comp
         for sizes in _smaller_sizes(compiled, mesh, chosen):
             try:
                 twin = _small_enough(_compiled(compiled, mesh, sizes, arguments, models.stages(mesh, arguments)))
-            except PlanError as error:  # that it is too large is said before that its sizes are not the model's
+            except PlanError as error:  # "too large" is the better message than "no sizes of the model"
                 if problem is None or error.diagnostics[0].code is NO_TWIN:
                     problem = error
                 continue
@@ -131,7 +132,7 @@ def find_twin(compiled: Compiled, programs: Mapping[str, Program]) -> tuple[Comp
 
 def _other_programs(compiled: Compiled, twin: Compiled, fault: Fault) -> Diagnostic:
     """Return the error of a build whose twin has other programs. Mostly the model is the cause: code outside its blocks
-    reads a value of each, and does with them what fewer blocks do not show."""
+    reads a value of each block, and fewer blocks do not show what it computes with them."""
     line, kinds, main = compiled.plan.verify or compiled.plan.model, Kinds(), compiled.build.reference.main
     ours, theirs = (kinds.graph(of.build.reference.main, of.build.programs[FORWARD]).pieces for of in (compiled, twin))
     known, why, inside = {piece.kind for piece in theirs.values()}, f"its programs differ in {fault.where}", ""
@@ -145,13 +146,13 @@ def _other_programs(compiled: Compiled, twin: Compiled, fault: Fault) -> Diagnos
         why = f"`{reader or place}` reads a value of each of `{first}` to `{last}`, and not in equal repetitions"
         inside = ", or add up inside the modules"
     counts = Counter(map(starred, blocks_in(compiled.recorded.module))).values()
-    own = own_arguments(compiled)
-    whole = [f"`{name}={own[name]}`" for name, n in twin.overrides.items() if n != own.get(name, n) in counts]
+    large = whole_number_arguments(compiled)
+    keep = [f"`{name}={large[name]}`" for name, n in twin.overrides.items() if n != large.get(name, n) in counts]
     help_ = "please report the plan and this message: parc should make the same programs of both"
-    if whole:
-        help_ = f"keep {' and '.join(whole)} in the `verify` line, with other arguments smaller{inside}"
+    if keep:
+        help_ = f"keep {' and '.join(keep)} in the `verify` line, with other arguments smaller{inside}"
     message = f"numbers cannot be tested on the smaller model: {why}"
-    return Diagnostic(NO_TWIN, message, Label(line.span), notes=() if whole else (str(fault),), help=help_)
+    return Diagnostic(NO_TWIN, message, Label(line.span), notes=() if keep else (str(fault),), help=help_)
 
 
 def _many_axes(compiled: Compiled) -> PlanError:
@@ -176,8 +177,8 @@ def _differences(compiled: Compiled, twin: Compiled, programs: Mapping[str, Prog
 
 
 def _meshes(mesh: Mesh, least: Mapping[str, int]) -> Iterator[Mesh]:
-    """Yield the mesh with axes cut to 2, or to the ``least`` that they need; then with one axis after the other as it
-    is, because something may divide by 2 and not by more."""
+    """Yield the mesh with axes of 2 ranks, or of the ``least`` that they need; then with one axis after the other at
+    its full size, because something may divide by 2 and not by more."""
     small = {axis: min(size, least.get(axis, 2)) for axis, size in mesh.axes}
     choices = [small]
     choices += [{**small, axis: size} for axis, size in mesh.axes if size > 2]
@@ -191,31 +192,31 @@ def _meshes(mesh: Mesh, least: Mapping[str, int]) -> Iterator[Mesh]:
             yield candidate
 
 
-def _smaller_sizes(compiled: Compiled, mesh: Mesh, given: Mapping[str, int]) -> Iterator[dict[str, int]]:
-    """Yield sizes that are as small as shows everything: every rank has two entries of each split dim, or one sample
+def _smaller_sizes(compiled: Compiled, mesh: Mesh, chosen: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    """Yield sizes that are small and still show everything: every rank has two entries of each split dim, or one sample
     where it has one in the build, and sizes stay divisible by the same powers of two. First all sizes are small, then
-    the batch alone, for a model that takes no other pictures. A size that is ``given`` stays."""
+    the batch alone, for a model of images of one size. A size that is ``chosen`` stays."""
     plan = compiled.plan
-    pieces, own_pieces = _pieces(compiled, mesh), _pieces(compiled, compiled.mesh)
+    pieces, pieces_of_build = _pieces(compiled, mesh), _pieces(compiled, compiled.mesh)
     small = {}
     for name, size in plan.sizes.items():
         batch = name == BATCH
         unit = pieces[name] * (plan.microbatches if batch else 1)
-        one_sample = batch and size.high == own_pieces[name] * plan.microbatches
+        one_sample = batch and size.high == pieces_of_build[name] * plan.microbatches
         unit *= 1 if one_sample else 2
         twos = 1 if batch else math.gcd(size.high, 32)
         thirds = unit % 3 == 0 and size.high % 3 > 0  # a ring of three ranks
         whole = (n for n in range(unit, size.high, unit) if (thirds or size.high % n == 0) and n % twos == 0)
         fits = (n for n in whole if batch or n >= 16)
-        small[name] = given.get(name, next(fits, size.high))
+        small[name] = chosen.get(name, next(fits, size.high))
     yield small
-    others = {name: given.get(name, size.high) for name, size in plan.sizes.items() if name != BATCH}
-    if others != {name: size for name, size in small.items() if name != BATCH}:
-        yield {**small, **others}
+    batch_alone = {name: n if name == BATCH else chosen.get(name, plan.sizes[name].high) for name, n in small.items()}
+    if batch_alone != small:
+        yield batch_alone
 
 
 def _pieces(compiled: Compiled, mesh: Mesh) -> dict[str, int]:
-    """Return how many pieces a mesh makes of the dim of each of the plan's sizes."""
+    """Return the number of pieces into which a mesh splits the dim of each of the plan's sizes."""
     pieces = dict.fromkeys(compiled.plan.sizes, 1)
     for program in compiled.build.programs.values():
         placed = program.main.bound("input")
@@ -228,22 +229,22 @@ def _pieces(compiled: Compiled, mesh: Mesh) -> dict[str, int]:
 
 
 def _compiled(
-    compiled: Compiled, mesh: Mesh, sizes: Mapping[str, int], given: SmallArguments, stages: tuple[Stage, ...]
+    compiled: Compiled, mesh: Mesh, sizes: Mapping[str, int], arguments: SmallArguments, stages: tuple[Stage, ...]
 ) -> Compiled:
-    """Compile the same plan on another mesh, with ``given`` arguments and ``stages``, at other sizes (two of each that
-    has a range).
+    """Compile the same plan on another mesh, with other arguments and stages, at other sizes (a range of two for each
+    that has a range).
 
     Raises:
         PlanError: the model does not take them, or something does not divide.
     """
     plan, ranges = compiled.plan, dict[str, SizeRange]()
-    for name, chosen in sizes.items():
-        step = math.lcm(max(chosen // 2, 1), math.gcd(plan.sizes[name].step, 16))  # what the range's are multiples of
-        ranges[name] = SizeRange(chosen, chosen) if plan.sizes[name].fixed else SizeRange(step, 2 * step, step)
+    for name, size in sizes.items():
+        step = math.lcm(max(size // 2, 1), math.gcd(plan.sizes[name].step, 16))
+        ranges[name] = SizeRange(size, size) if plan.sizes[name].fixed else SizeRange(step, 2 * step, step)
     factors = {axis: tuple(map(mesh.size, mesh.parts(axis))) for axis, _ in mesh.factored}
     copies, pads = replace(compiled.copies, sizes=factors), compiled.resolved.pads
     small = replace(plan, sizes=ranges, mesh=mesh.declared, stages=stages, views=_views(plan, mesh))
-    return compile_plan(small, compiled.folder, overrides={**compiled.overrides, **given} or None, copies=copies,
+    return compile_plan(small, compiled.folder, overrides={**compiled.overrides, **arguments} or None, copies=copies,
                         longer=pads, dims=compiled.built.dims, fitted=compiled.fitted)  # fmt: skip
 
 
@@ -261,7 +262,7 @@ def _small_enough(twin: Compiled) -> Compiled:
 
 
 def _views(plan: Plan, mesh: Mesh) -> tuple[ViewLine, ...]:
-    """Return the plan's views of a mesh that may have fewer ranks."""
+    """Return the plan's views for a mesh that may have fewer ranks."""
     sizes = {name: mesh.size(name) for name, _ in mesh.views}
     return tuple(
         replace(line, view=replace(line.view, axes=tuple((name, sizes.get(name, 1)) for name, _ in line.view.axes)))
@@ -269,16 +270,16 @@ def _views(plan: Plan, mesh: Mesh) -> tuple[ViewLine, ...]:
     )
 
 
-def _arguments(plan: Plan) -> dict[str, Literal]:
-    """Return the ``verify`` line's arguments and sizes; the plan's own number is kept where it is smaller already."""
-    own = {**dict(plan.model.values), **{name: size.high for name, size in plan.sizes.items()}}
+def _verify_arguments(plan: Plan) -> dict[str, Literal]:
+    """Return the ``verify`` line's arguments and sizes; a number of the plan stays where it is smaller already."""
+    of_plan = {**dict(plan.model.values), **{name: size.high for name, size in plan.sizes.items()}}
+
+    def smaller(value: Literal, planned: Literal) -> Literal:
+        number = isinstance(planned, (int, float)) and not isinstance(planned, bool)
+        return min(value, planned) if number and isinstance(value, (int, float)) else value  # type: ignore[type-var]
+
     arguments = dict(plan.verify.values) if plan.verify is not None else {}
-    return {name: _smaller(value, own.get(name)) for name, value in arguments.items()}
-
-
-def _smaller(value: Literal, own: Literal) -> Literal:
-    numbers = isinstance(value, (int, float)) and isinstance(own, (int, float)) and not isinstance(own, bool)
-    return min(value, own) if numbers else value  # type: ignore[type-var]
+    return {name: smaller(value, of_plan.get(name)) for name, value in arguments.items()}
 
 
 def twin_text(twin: Compiled, few_steps: bool = False) -> str:

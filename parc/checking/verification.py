@@ -1,4 +1,4 @@
-"""``parc verify``: a build proved and tested again from its own files, and compared with its plan compiled again."""
+"""``parc verify``: a build proved and tested again from its files, and compared with what its plan compiles to now."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from parc.checking.reports import report_of
 from parc.checking.twins import subject_of
 from parc.compiler.build.build import Build
 from parc.compiler.build.directory import json_text, read_build
+from parc.compiler.build.facts import shortened
 from parc.compiler.program.actions import FORWARD
 from parc.compiler.program.program import Fault
 from parc.compiling.compiled import Compiled
@@ -27,12 +28,10 @@ from parc.runtime.compare.plain import CPU
 from parc.runtime.ranks.processes import check_device
 from parc.runtime.state.opening import check_fits, check_source_of
 
-# ---- a build's files compared with what its plan compiles to: every program, line by line, and every fact
-
-
-_MOVING = ("files", "folder", "format", "model_lines", "model_source")
+_OF_PLACES = ("files", "folder", "format", "model_lines", "model_source")
 """The facts about the places of files, and about the code in them, which other checks compare."""
-_MEASURED = ("checks", "numbers", "placed", "written")
+_OF_RUNS = ("checks", "numbers", "placed", "written")
+"""The parts of a report that say how a build was checked, or where lines of the plan as it was written stand."""
 
 
 def differences(build: Build, compiled: Compiled) -> list[Fault]:
@@ -40,52 +39,45 @@ def differences(build: Build, compiled: Compiled) -> list[Fault]:
     wanted = compiled.build
     return [
         *_text_faults(build.texts, wanted.texts),
-        *_key_faults("manifest.json", build.manifest, _as_read(wanted.manifest), _MOVING),
-        *_key_faults("report.json", build.report, _as_read(report_of(compiled)), _MEASURED),
+        *_key_faults("manifest.json", build.manifest, _as_read(wanted.manifest), _OF_PLACES),
+        *_key_faults("report.json", build.report, _as_read(report_of(compiled)), _OF_RUNS),
     ]
 
 
-def _text_faults(found: Mapping[str, str], wanted: Mapping[str, str]) -> Iterator[Fault]:
-    for name in found.keys() - wanted.keys():
+def _text_faults(texts: Mapping[str, str], wanted: Mapping[str, str]) -> Iterator[Fault]:
+    for name in texts.keys() - wanted.keys():
         yield Fault("recompilation", name, "the plan compiles to no such file")
     for name, text in wanted.items():
-        if name not in found:
+        if name not in texts:
             yield Fault("recompilation", name, "it is missing")
             continue
-        for number, rows in enumerate(zip_longest(_rows(found[name]), _rows(text)), 1):
+        for number, rows in enumerate(zip_longest(_unnumbered(texts[name]), _unnumbered(text)), 1):
             if rows[0] != rows[1]:
                 have, want = (f"`{row.strip()}`" if row is not None else "nothing" for row in rows)
                 yield Fault("recompilation", f"{name}:{number}", f"is {have}, but the plan compiles to {want}")
                 break
 
 
-def _rows(text: str) -> list[str]:
-    """Return lines without the line numbers of the plan and the model. A build keeps its plan in another layout than it
+def _unnumbered(text: str) -> list[str]:
+    """Return lines without the line numbers of the plan and the model: a build keeps its plan in another layout than it
     was written in, and comments move code without changing it."""
     return [LINES.sub("", row) for row in text.splitlines()]
 
 
-def _key_faults(file: str, found: Mapping[str, Any], expected: Mapping[str, Any], free: tuple[str, ...]) -> list[Fault]:
+def _key_faults(file: str, facts: Mapping[str, Any], wanted: Mapping[str, Any], free: tuple[str, ...]) -> list[Fault]:
+    """Return a fault for each fact that differs, except those whose keys are ``free``."""
     faults = []
-    for key in sorted((found.keys() | expected.keys()) - set(free)):
-        have, wanted = (json_text(unlined(side[key])) if key in side else None for side in (found, expected))
-        if have != wanted:
-            shown = ["nothing" if text is None else _short(text) for text in (have, wanted)]
-            faults.append(Fault("recompilation", file, f"`{key}` is {shown[0]}, but the plan says {shown[1]}"))
+    for key in sorted((facts.keys() | wanted.keys()) - set(free)):
+        texts = [json_text(unlined(side[key])) if key in side else "nothing" for side in (facts, wanted)]
+        if texts[0] != texts[1]:
+            have, want = (shortened(" ".join(text.split())) for text in texts)
+            faults.append(Fault("recompilation", file, f"`{key}` is {have}, but the plan says {want}"))
     return faults
-
-
-def _short(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= 80 else f"{line[:77]}..."
 
 
 def _as_read(value: Mapping[str, Any]) -> dict[str, Any]:
     parsed: dict[str, Any] = json.loads(json_text(value))
     return parsed
-
-
-# ---- ``parc verify``: a build proved and tested again from its own files, and compared with its plan
 
 
 @dataclass
@@ -117,16 +109,14 @@ def verify_static(path: Path) -> Verified:
 def verify_build(
     path: Path, progress: Progress = lambda _: None, *, locate: bool = False, device: torch.device = CPU
 ) -> Verified:
-    """Prove shapes, types and communication of the programs in the files; test their numbers against the model, on a
-    device.
+    """Prove shapes, types and communication of the programs in the files, and test their numbers on a device. The plan
+    is compiled again, which imports its model; files that are not what it compiles to are faults.
 
-    The plan is compiled again, which imports its model; files that are not what it compiles to are faults.
-
-    ``locate``: where numbers differ, also look for the first line of the forward that does.
+    ``locate``: where numbers differ, also look for the first line of the forward that differs.
 
     Raises:
         BuildError: files are missing or cannot be read as a build.
-        RunError: the model's file changed, torch is another, or there is no such device.
+        RunError: the model's file changed, torch has another version, or there is no such device.
         PlanError: the build's plan can no longer be compiled, or its programs do not keep a promise of it.
     """
     check_device(device)

@@ -63,6 +63,8 @@ def test_shapes_are_proved_for_all_sizes() -> None:
         ("dp, {2*S}, (4 8/tp)] | b", "dp, {3*S}, (4 8/tp)] | b", "more: aten.cat.default makes [B, 2*S, 32], not [B"),
         ("] | blocks.0", ", 1] | blocks.0", "rows, more: gives the results of `block` other types than it returns"),
         ("f32[{B}, {2*S}, (4 8/tp)] | -", "f32[{B}, {S+8}, (4 8/tp)] | -", "whole: parc.all_gather makes"),
+        (", (4 8/tp)] | embed m.py:9", ", 4, 8/tp] | embed m.py:9", "placed: aten.add.Tensor makes [B, S, 32], not [B"),
+        (", (4 8/tp)] | embed m.py:9", "] | embed m.py:9", "placed: aten.add.Tensor makes [B, S, 32], not [B, S]"),
         ("f32[800, (4 8/tp)]", "f32[792, (4 8/tp)]", "places: aten.slice.Tensor makes"),
         ("table, 0, 0, {S})  # f32[{S},", "table, 0, 0, 800)  # f32[800,", "placed: aten.add.Tensor does not take"),
     ],

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import parc
-from parc.compiler.build.folders import FolderError, current, replace_folder
+from parc.compiler.build.folders import FolderError, current, replacing
 from parc.grammar.codes_build import BAD_STATE
 from parc.grammar.codes_run import FOLDER_HELD
 from parc.runtime.ranks.faults import RunError
@@ -113,33 +113,27 @@ def test_a_state_that_does_not_fit_changes_nothing(
         assert all(torch.equal(value, before[name]) for name, value in session.state_dict().items())
 
 
-def _write(text: str) -> Callable[[Path], None]:
-    def write(folder: Path) -> None:
-        (folder / "a.txt").write_text(text)
-
-    return write
-
-
-def _fail(folder: Path) -> None:
-    raise ZeroDivisionError
+def replace(place: Path, text: str) -> None:
+    with replacing(place) as fresh:
+        (fresh / "a.txt").write_text(text)
 
 
 def test_a_kill_between_two_renames_loses_nothing(tmp_path: Path) -> None:
     place = tmp_path / "saved"
-    replace_folder(place, _write("first"))
+    replace(place, "first")
     place.rename(tmp_path / ".saved.old")
     assert (current(place) / "a.txt").read_text() == "first"
-    with pytest.raises(ZeroDivisionError):
-        replace_folder(place, _fail)
+    with pytest.raises(ZeroDivisionError), replacing(place):
+        raise ZeroDivisionError
     assert (place / "a.txt").read_text() == "first"
-    replace_folder(place, _write("second"))
+    replace(place, "second")
     assert (place / "a.txt").read_text() == "second"
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 
 
 def test_a_kill_at_any_rename_leaves_a_folder_that_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = tmp_path / "saved"
-    replace_folder(place, _write("first"))
+    replace(place, "first")
     child = os.fork()
     if child == 0:
         rename = Path.rename
@@ -150,12 +144,12 @@ def test_a_kill_at_any_rename_leaves_a_folder_that_is_read(tmp_path: Path, monke
             return made
 
         monkeypatch.setattr(Path, "rename", dies)
-        replace_folder(place, _write("second"))
+        replace(place, "second")
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
     assert not place.exists() and (current(place) / "a.txt").read_text() == "first"
     assert len(list(tmp_path.iterdir())) == 3  # the old one, what the dead process had written, and its lock
-    replace_folder(place, _write("third"))
+    replace(place, "third")
     assert [path.name for path in tmp_path.iterdir()] == ["saved"] and (place / "a.txt").read_text() == "third"
 
 
@@ -168,7 +162,7 @@ def test_many_processes_replace_one_folder_at_once(tmp_path: Path) -> None:
             code = 1
             try:
                 for _ in range(25):
-                    replace_folder(place, _write(str(number)))
+                    replace(place, str(number))
                 code = 0
             finally:
                 os._exit(code)
@@ -182,7 +176,7 @@ def test_a_folder_is_kept_to_one_holder_until_it_ends(made: Path, tmp_path: Path
         with pytest.raises(RunError, match=rf"another run saves to `.*`: process {os.getpid()} on \S+ since 2") as held:
             target_held(place, size).__enter__()
         assert held.value.code is FOLDER_HELD
-        replace_folder(place, _write("by the holder"))
+        replace(place, "by the holder")
     assert [path.name for path in place.parent.iterdir()] == ["saved"]
     with target_held(tmp_path / "other", size, "the run that meets at a:1"):
         with target_held(tmp_path / "other", size, "the run that meets at a:1"):
@@ -227,12 +221,12 @@ def test_a_number_of_steps_that_makes_no_sense_is_said(made: Path, tmp_path: Pat
 def test_links_are_followed_and_the_current_folder_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "disk")
-    replace_folder(tmp_path / "link", _write("there"))
+    replace(tmp_path / "link", "there")
     assert (tmp_path / "link").is_symlink() and (tmp_path / "disk" / "a.txt").read_text() == "there"
     monkeypatch.chdir(tmp_path / "disk")
     for path in (".", "..", str(tmp_path / "disk")):
         with pytest.raises(FolderError, match="is the current folder or one above it"):
-            replace_folder(Path(path), _write("no"))
+            replace(Path(path), "no")
 
 
 def test_a_checkpoint_is_found_after_a_kill(made: Path, tmp_path: Path) -> None:
