@@ -1,4 +1,4 @@
-"""The captured graph trained on one device, with which all ranks of a build are compared."""
+"""The reference run: the captured graph trained on one device, with which all ranks of a build are compared."""
 
 from __future__ import annotations
 
@@ -26,10 +26,9 @@ Microbatches = Sequence[Mapping[str, torch.Tensor]]
 """The inputs of each microbatch of a step, whole."""
 
 Metrics = Callable[[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
-"""A function that computes an action's metrics for a model that is not cut, from its parameters and gradients by
-name."""
+"""A function that computes an action's metrics for the unsharded model from its parameters and gradients by name."""
 Watch = Callable[[Line, Sequence[dict[str, Any]]], None]
-"""A function that is called behind each line with the values that each rank has."""
+"""A function that is called after each line with the environment of each rank."""
 METRICS: dict[str, Metrics] = {}
 """The metrics of each kind of action whose programs return any."""
 
@@ -59,7 +58,7 @@ class Case:
 
 
 def on_device(tensors: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-    """Return tensors on a device: those that lie there as they are."""
+    """Return tensors on a device, without a copy of those that are there."""
     return {name: tensor.to(device) for name, tensor in tensors.items()}
 
 
@@ -141,21 +140,22 @@ class ReferenceRun:
             totals = {key: sum(m[key].double() for m in counts) for key in counts[0]}
             scale = 1.0 / totals[COUNT]
             for number in self.case.reference.main.bound("term"):
-                own = totals.get(term_count(number), float(len(batches)))
-                weights[number] = totals[COUNT] / own
+                weights[number] = totals[COUNT] / totals.get(term_count(number), float(len(batches)))
         total, self.loads, self.returned = torch.zeros((), dtype=torch.float64, device=device), {}, {}
         for index, batch in enumerate(batches):
-            (made_,) = self.machine.run([self._environment("forward", batch, step, index, weights)])
-            for loss in (value for key, value in made_.items() if key == LOSS):
+            (results,) = self.machine.run([self._environment("forward", batch, step, index, weights)])
+            for loss in (value for key, value in results.items() if key == LOSS):
                 if loss.requires_grad:
                     (loss * scale).backward()
                 total += loss.detach() * scale
-            for key, value in made_.items():
+            for key, value in results.items():
                 if key.kind == "load":
                     self.loads[key.name] = self.loads.get(key.name, 0) + value
                 if key.kind == "output":
                     self.returned.setdefault(key.name, []).append(value.detach())
-            self.buffers.update({key.name: self._copied(value) for key, value in made_.items() if key.kind == "buffer"})
+            self.buffers.update(
+                {key.name: self._copied(value) for key, value in results.items() if key.kind == "buffer"}
+            )
         return total, {n: p.grad.detach().clone() for n, p in self.parameters.items() if p.grad is not None}
 
     def step(self, batches: Microbatches, step: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -175,7 +175,7 @@ class ReferenceRun:
             for module, bias in self.case.biases.items():
                 load, old = self.loads[module].double(), self.buffers[bias.buffer]
                 self.buffers[bias.buffer] = old + bias.rate * torch.sign(load.mean() - load)
-            # clipping scales in place, and what is returned is compared before clipping
-            own_gradients = {name: gradient.clone() for name, gradient in gradients.items()}
-            update(self.optimizer, self.case.optimizer, step + 1, self.parameters, own_gradients, norm)
+            # clipping scales in place, but gradients are compared before clipping
+            clipped = {name: gradient.clone() for name, gradient in gradients.items()}
+            update(self.optimizer, self.case.optimizer, step + 1, self.parameters, clipped, norm)
         return total, gradients

@@ -1,4 +1,5 @@
-"""The library: load a build, run steps, evaluate, save and restore, in a person's own loop or in ``parc run``."""
+"""Session: a build opened on one rank, to train, evaluate, predict, save and restore, in a user's own loop or in
+``parc run``."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ from ..data.sizes import AtSizes, BySizes, bound_build
 from ..machine.compiled import Regions
 from ..machine.execute import Machine
 from ..machine.products import agreed_kernels
-from ..machine.site import library_of
+from ..machine.registry import library_of
 from ..ranks.communication import Backend
 from ..ranks.faults import Bad, RunError, Watcher, bad_number, bad_tensor, writing
 from ..ranks.gather import Gatherer, everywhere, held, keepers_of, owners_of
@@ -48,13 +49,13 @@ from ..state.step_state import changed_state, layers_of, load_figures, loads_in,
 from ..step import Stepper
 from .evaluation import Evaluation, check_trains, evaluation_of
 
-# ---- the whole weights of a session, gathered from all ranks, as the plain module has them.
+# ---- the full state dict
 
 
 @final
-class WholeState:
-    """The gathering of a build's parameters, and of the buffers that its steps change, from the ranks that hold them.
-    ``types`` are those of the parameters."""
+class FullState:
+    """The full state dict of a build: parameters of these ``types``, and the buffers that steps change, gathered from
+    the ranks that hold them."""
 
     def __init__(self, build: Build, gatherer: Gatherer, types: Mapping[str, TensorType]) -> None:
         roles, constants = tuple(build.roles.values()), constants_of(build)
@@ -66,8 +67,8 @@ class WholeState:
         self._keepers = keepers_of(roles, self._updates)
 
     def gather(self, state: RankState, initial: Initial) -> dict[str, torch.Tensor]:
-        """Return whole tensors on the CPU by all names of the module's own state. What no step changes is as it was
-        made. All ranks call it."""
+        """Return whole tensors on the CPU by all names of the module's own state dict; those that no step changes are
+        ``initial``. Collective."""
         whole = {
             name: self._gatherer.whole(state.parameters.get(name), type_, self.owners[name], self._pads.get(name, ()))
             for name, type_ in self._types.items()
@@ -83,11 +84,11 @@ class WholeState:
         return {name: initial.own(name, whole.get(name)) for name in initial.kept}
 
 
-# ---- reports of steps: what a step was, and the calls that are made once it is done.
+# ---- reports of steps
 
 
 class Reporting:
-    """The reports of a session's steps on one rank."""
+    """The reports of a session's steps on one rank, and the functions that are called with them."""
 
     def __init__(self, build: Build) -> None:
         self._layers = layers_of(build)
@@ -96,7 +97,7 @@ class Reporting:
         """The functions that are called with each report."""
 
     def begin(self) -> None:
-        """Begin the time of a step."""
+        """Start the clock of a step."""
         self._lap.begin()
 
     def done(
@@ -107,7 +108,7 @@ class Reporting:
         state: Mapping[str, torch.Tensor],
         skipped: bool,
     ) -> StepReport:
-        """Return the report of a step that is done, once all have been called with it. ``numbers`` are its loss, norm
+        """Return the report of a finished step, after all functions were called with it. ``numbers`` are its loss, norm
         and learning rate, ``state`` is the state of steps after it."""
         loads = loads_in(metrics, self._layers)
         single = {name: float(value) for name, value in metrics.items() if not value.dim()}
@@ -118,11 +119,8 @@ class Reporting:
         return report
 
 
-# ---- the search for the first number of a step that is not finite.
-
-
 def find_bad(stepper: Stepper, state: RankState, parts: LocalParts, step: int, rank: int) -> Bad | None:
-    """Run a step again under watch, on a stepper of its own. Return what this rank saw first."""
+    """Repeat a step line by line on a stepper made for it. Return the first value on this rank that is not finite."""
     seen = bad_tensor(state.parameters, "parameter", rank)
     for part in parts:
         floats = {name: value for name, value in part.items() if value.is_floating_point()}
@@ -131,10 +129,10 @@ def find_bad(stepper: Stepper, state: RankState, parts: LocalParts, step: int, r
     for machine in stepper.machines.values():
         machine.watch = watcher.watch(machine.program.action)
     stepper.gradients([state], [parts], step)
-    return seen or watcher.found()
+    return seen or watcher.first_bad()
 
 
-# ---- the library: load a build, run steps, evaluate, save and restore, in a person's own loop or in
+# ---- the session
 
 
 class Session:
@@ -169,7 +167,7 @@ class Session:
         self.role = build.role_at(self.coordinates)
         self._roles = tuple(build.roles.values())
         ranks = [build.role_at(self.mesh.coordinates(rank)) for rank in range(self.world)]
-        self._whole = WholeState(build, Gatherer(self.mesh, self.rank, self.device, ranks), self.types)
+        self._full_state = FullState(build, Gatherer(self.mesh, self.rank, self.device, ranks), self.types)
         self.recorder = Recorder(self.device) if trace else None
         self.step_number, self._reading = 0, threading.Lock()
         self.notes: tuple[str, ...] = ()
@@ -192,7 +190,7 @@ class Session:
         self.optimizer = self.offloaded.make_optimizer(self.state.parameters)
         self._batches = Batches(self._by_sizes, self.mesh, self._together)
         self._files = StateFiles(stored_of(build), self.mesh, self._together, [role.name for role in ranks])
-        self._given: tuple[AtSizes, LocalParts, dict[str, torch.Tensor]] = (self._by_sizes(), [], {})
+        self._last_batch: tuple[AtSizes, LocalParts, dict[str, torch.Tensor]] = (self._by_sizes(), [], {})
 
     def _at(self, build: Build) -> AtSizes:
         self.offloaded.reserve(build)
@@ -222,7 +220,7 @@ class Session:
         self._initial = Initial(self.build, task_of(self.build.manifest), self.mesh, self.coordinates, self.device)
         buffered = held(self.role, BUFFERS) if self.role.axis else constants
         return self._initial.state(
-            {name: type_ for name, type_ in self.types.items() if self.role in self._whole.owners[name]},
+            {name: type_ for name, type_ in self.types.items() if self.role in self._full_state.owners[name]},
             {name: type_ for name, type_ in constants.items() if name in buffered},
             self.offloaded.parameter,
         )
@@ -244,7 +242,7 @@ class Session:
         self._reporting.begin()
         begun = self._batches.begin("session.step", batch, local, self.state, self.step_number, self.last_step)
         with self._together.doing(f"step {self.step_number + 1}", self.state):
-            self._given = begun.at, begun.parts, dict(self.state.buffers)
+            self._last_batch = begun.at, begun.parts, dict(self.state.buffers)
             (result,) = begun.at.stepper.finish(begun.work, self.step_number)
         return result
 
@@ -270,10 +268,13 @@ class Session:
         lr = rate(line, self.step_number + 1) if lr is None else lr
         with self._by_sizes().stepper.recorded(str(self.role.actions[-1]), "work", self.step_number):
             if skipped:
-                self.state.buffers = dict(self._given[2])
+                self.state.buffers = dict(self._last_batch[2])
             else:
-                units, own = self.offloaded.units(self.state.parameters), self.state.parameters
-                update(self.optimizer, line, self.step_number + 1, own, result.gradients, result.grad_norm, lr, units)
+                trained = self.state.parameters
+                units = self.offloaded.units(trained)
+                update(
+                    self.optimizer, line, self.step_number + 1, trained, result.gradients, result.grad_norm, lr, units
+                )
         self.state.steps.update(state_after(result.state, skipped))
         numbers = loss, norm, float(lr)
         self.step_number = self._together.stepped(self.step_number + 1, numbers[-1])
@@ -379,8 +380,8 @@ class Session:
                 write_trace(Path(path), ranks)
 
     def _find_bad(self) -> list[Bad | None]:
-        """Run the step again under watch. Return, on every rank, what each rank saw first."""
-        at, parts, buffers = self._given
+        """Repeat the step line by line. Return, on every rank, the first value of each rank that is not finite."""
+        at, parts, buffers = self._last_batch
         self.state.buffers = dict(buffers)
         seen = find_bad(self._stepper(at.build, reuse=False), self.state, parts, self.step_number, self.rank)
         self.state.buffers = dict(buffers)
@@ -410,7 +411,7 @@ class Session:
             return self._files.local(self.state, self.build.manifest["aliases"], self._initial.kept)
         self._together.meet("session.state_dict")
         with self._together.doing("a gathering of weights", self.state):
-            return self._whole.gather(self.state, self._initial)
+            return self._full_state.gather(self.state, self._initial)
 
     def save(self, path: Path | str) -> None:
         """Write parameters, optimizer state and the step number by the model's names (safetensors, JSON). Each rank
@@ -455,7 +456,7 @@ class Session:
             self.step_number = self._together.stepped(self.feed.go_on(facts))
 
 
-# ---- the opening of a session from a build's folder.
+# ---- functions of the library
 
 
 def load(
@@ -478,9 +479,6 @@ def load(
         check_fits(build, launched())
         device = join_processes(torch.device(device) if device is not None else None)
     return Session(build, device, compile=compile, trace=trace)
-
-
-# ---- ``parc.dataloader``: the batches of a dataset for a person's own loop.
 
 
 def dataloader(
