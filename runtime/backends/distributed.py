@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, TypeVar, final
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ...compiler.layout.collectives import COLLECTIVES, SUMS
 from ...compiler.layout.mesh import Mesh, Shape
@@ -60,15 +60,6 @@ class _Waiter:
             except BaseException as error:  # raised where the future is read
                 future.set_exception(error)
             del future
-
-
-@dataclass(frozen=True, slots=True)
-class _Sending:
-    """Tensors in flight to another rank. ``done`` says whether they were sent; ``wait`` waits for it."""
-
-    tensors: Sequence[torch.Tensor]
-    done: Callable[[], bool]
-    wait: Callable[[], None]
 
 
 class Distributed:
@@ -163,8 +154,8 @@ class Distributed:
         return place
 
     def collective(
-        self, op: str, args: Sequence[Any], pieces: Sequence[torch.Tensor], spare: bool = False
-    ) -> tuple[list[torch.Tensor], Callable[[], object] | None]:
+        self, op: str, args: Sequence[Any], pieces: Sequence[Tensor], spare: bool = False
+    ) -> tuple[list[Tensor], Callable[[], object] | None]:
         """Run a collective with the other processes; sums and int8 collectives are only started."""
         (piece,) = pieces
         row = COLLECTIVES[op]
@@ -180,9 +171,9 @@ class Distributed:
         return [result], _wait_for([work], self._what)
 
     def message(
-        self, op: str, args: Sequence[Sequence[Any]], pieces: Sequence[Sequence[torch.Tensor]],
+        self, op: str, args: Sequence[Sequence[Any]], pieces: Sequence[Sequence[Tensor]],
         spare: Sequence[bool] = (),
-    ) -> tuple[list[list[torch.Tensor]], Callable[[], object]]:  # fmt: skip
+    ) -> tuple[list[list[Tensor]], Callable[[], object]]:  # fmt: skip
         """Start a message of several tensors. Its results are complete after the wait."""
         axes = COLLECTIVES[op].axes(args[0])
         self._what = f"rank {self.rank} waited for the other ranks of `{op}` over `{','.join(axes)}`"
@@ -200,7 +191,7 @@ class Distributed:
 
         return [[result] for result in results], arrival
 
-    def run_ring(self, op: str, axes: tuple[str, ...], parts: Sequence[RingPart]) -> list[list[torch.Tensor]]:
+    def run_ring(self, op: str, axes: tuple[str, ...], parts: Sequence[RingPart]) -> list[list[Tensor]]:
         """Run this rank's part of a ring: the tensors that it yields are sent while it computes."""
         (part,) = parts
         group = next(ranks for ranks in self.mesh.groups(axes) if self.rank in ranks)
@@ -235,7 +226,7 @@ class Distributed:
         self._tags[axes] += 1
         return self._tags[axes] % 2**31
 
-    def send(self, message: Message, pieces: Sequence[Sequence[torch.Tensor]]) -> Sending:
+    def send(self, message: Message, pieces: Sequence[Sequence[Tensor]]) -> Sending:
         """Start to send tensors."""
         tensors = [tensor.contiguous() for tensor in pieces[0]]
         peer = self._peer(message, message.receiver)
@@ -244,13 +235,11 @@ class Distributed:
             works, f"rank {self.rank} waited until stage {message.receiver} (rank {peer}) had taken {message}"
         )
         if self._waiter is None:
-            return _Sending(tensors, lambda: all(work.is_completed() for work in works), wait)
+            return Sending(tensors, lambda: all(work.is_completed() for work in works), wait)
         sent = self._waiter.submit(wait)
-        return _Sending(tensors, sent.done, sent.result)
+        return Sending(tensors, sent.done, sent.result)
 
-    def receive(
-        self, message: Message, like: Sequence[tuple[Shape, torch.dtype]]
-    ) -> Callable[[], list[list[torch.Tensor]]]:
+    def receive(self, message: Message, like: Sequence[tuple[Shape, torch.dtype]]) -> Callable[[], list[list[Tensor]]]:
         """Start to receive into new tensors."""
         tensors = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in like]
         peer = self._peer(message, message.stage)
@@ -258,7 +247,7 @@ class Distributed:
         wait = _wait_for(works, f"rank {self.rank} waited for {message} of stage {message.stage} (rank {peer})")
         return _after_wait(wait, [tensors])
 
-    def _start(self, run: Callable[..., Any], tensor: torch.Tensor, peer: int, message: Message, at: int) -> Any:
+    def _start(self, run: Callable[..., Any], tensor: Tensor, peer: int, message: Message, at: int) -> Any:
         channel = message.stage * len(self._kinds) + self._kinds.index(message.kind)
         tag = (message.microbatch * len(self.stages) * len(self._kinds) + channel) * _MOST_TENSORS + at
         try:
@@ -271,7 +260,7 @@ class Distributed:
         return self.mesh.rank({**self.coordinates, message.axis: self.stages[stage]})
 
 
-def _to_sum(tensor: torch.Tensor, spare: bool) -> torch.Tensor:
+def _to_sum(tensor: Tensor, spare: bool) -> Tensor:
     """Return a contiguous tensor that a sum may be written over: the tensor itself, if it is ``spare``, or a copy."""
     return tensor if spare and tensor.is_contiguous() else tensor.clone(memory_format=torch.contiguous_format)
 

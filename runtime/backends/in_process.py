@@ -11,10 +11,11 @@ from functools import partial
 from typing import Any, TypeVar, final
 
 import torch
+from torch import Tensor
 
 from ...compiler.layout.collectives import COLLECTIVES, SUMS
 from ...compiler.layout.mesh import Mesh, Shape
-from ..ranks.communication import Message, PeerLost, RingPart, Sending
+from ..ranks.communication import Message, PeerLost, RingPart, Sending, wait_for_nothing
 
 _JobResult = TypeVar("_JobResult")
 
@@ -29,8 +30,8 @@ class _Joint:
 
     op: str
     args: list[Any]
-    pieces: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)
-    results: dict[int, torch.Tensor] | None = None
+    pieces: dict[int, dict[int, Tensor]] = field(default_factory=dict)
+    results: dict[int, Tensor] | None = None
 
 
 @final
@@ -42,7 +43,7 @@ class Meeting:
         self._running = 0
         self._waits: dict[int, tuple[str, Callable[[], bool]]] = {}
         self._error: BaseException | None = None
-        self.messages: dict[Message, list[list[torch.Tensor]]] = {}
+        self.messages: dict[Message, list[list[Tensor]]] = {}
         self.joints: dict[tuple[tuple[int, ...], int], _Joint] = {}
         self.joined: dict[tuple[int, tuple[int, ...]], int] = {}
 
@@ -103,16 +104,6 @@ class Meeting:
             del self._waits[role]
 
 
-class _Sent:
-    """A message in one process: it is taken as soon as it is sent."""
-
-    def done(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        pass
-
-
 class InProcess:
     """The backend of the simulator: of all ranks, or of those of one role, which meets the others along its
     ``axis``."""
@@ -129,8 +120,8 @@ class InProcess:
         return self._ranks
 
     def collective(
-        self, op: str, args: Sequence[Any], pieces: Sequence[torch.Tensor], spare: bool = False
-    ) -> tuple[list[torch.Tensor], None]:
+        self, op: str, args: Sequence[Any], pieces: Sequence[Tensor], spare: bool = False
+    ) -> tuple[list[Tensor], None]:
         """Return the results of every group from its pieces in axis order. A sum is written over spare pieces, as in a
         run, so that a line that wrongly reads them later is noticed."""
         row = COLLECTIVES[op]
@@ -148,22 +139,22 @@ class InProcess:
         return results, None
 
     def message(
-        self, op: str, args: Sequence[Sequence[Any]], pieces: Sequence[Sequence[torch.Tensor]],
+        self, op: str, args: Sequence[Sequence[Any]], pieces: Sequence[Sequence[Tensor]],
         spare: Sequence[bool] = (),
-    ) -> tuple[list[list[torch.Tensor]], None]:  # fmt: skip
+    ) -> tuple[list[list[Tensor]], None]:  # fmt: skip
         """Return the results of every tensor of a message."""
         over = spare or [False] * len(pieces)
         return [self.collective(op, *one)[0] for one in zip(args, pieces, over, strict=True)], None
 
-    def run_ring(self, op: str, axes: tuple[str, ...], parts: Sequence[RingPart]) -> list[list[torch.Tensor]]:
+    def run_ring(self, op: str, axes: tuple[str, ...], parts: Sequence[RingPart]) -> list[list[Tensor]]:
         """Run all parts of each ring in turns."""
-        part_of, results = dict(zip(self._ranks, parts, strict=True)), dict[int, list[torch.Tensor]]()
+        part_of, results = dict(zip(self._ranks, parts, strict=True)), dict[int, list[Tensor]]()
         for group in self.mesh.groups(axes):
             if group[0] in part_of:
                 results.update(zip(group, _in_turns([part_of[rank] for rank in group]), strict=True))
         return [results[rank] for rank in self._ranks]
 
-    def _results(self, op: str, args: Sequence[Any], pieces: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    def _results(self, op: str, args: Sequence[Any], pieces: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Return the results of a collective in the groups whose ranks are in ``pieces``. A rank in no group keeps its
         piece."""
         row, results = COLLECTIVES[op], dict(pieces)
@@ -176,9 +167,7 @@ class InProcess:
                 results[rank] = piece.clone() if any(piece is other for other in group_results[:index]) else piece
         return results
 
-    def _jointly(
-        self, meeting: Meeting, op: str, args: list[Any], mine: dict[int, torch.Tensor]
-    ) -> dict[int, torch.Tensor]:
+    def _jointly(self, meeting: Meeting, op: str, args: list[Any], mine: dict[int, Tensor]) -> dict[int, Tensor]:
         """Put this role's pieces beside those of the others; the last role to come computes all results."""
         members = tuple(COLLECTIVES[op].members(args) or range(self.mesh.size(self.axis)))
         number = meeting.joined[self.role, members] = meeting.joined.get((self.role, members), 0) + 1
@@ -198,23 +187,21 @@ class InProcess:
         assert joint.results is not None
         return joint.results
 
-    def send(self, message: Message, pieces: Sequence[Sequence[torch.Tensor]]) -> Sending:
+    def send(self, message: Message, pieces: Sequence[Sequence[Tensor]]) -> Sending:
         """Put copies where the receiver finds them: the sender may write over its own tensors."""
         meeting = self._meeting
         assert meeting is not None
         copies = [[tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors] for tensors in pieces]
         meeting.change(lambda: meeting.messages.__setitem__(message, copies))
-        return _Sent()
+        return Sending((), lambda: True, wait_for_nothing)
 
-    def receive(
-        self, message: Message, like: Sequence[tuple[Shape, torch.dtype]]
-    ) -> Callable[[], list[list[torch.Tensor]]]:
+    def receive(self, message: Message, like: Sequence[tuple[Shape, torch.dtype]]) -> Callable[[], list[list[Tensor]]]:
         """Return a function that takes the message's tensors; it raises ``ValueError`` where they are not of these
         shapes."""
         meeting = self._meeting
         assert meeting is not None
 
-        def take() -> list[list[torch.Tensor]]:
+        def take() -> list[list[Tensor]]:
             meeting.wait(self.role, f"{message} of stage {message.stage}", lambda: message in meeting.messages)
             pieces = meeting.messages.pop(message)
             if any([(tuple(tensor.shape), tensor.dtype) for tensor in tensors] != list(like) for tensors in pieces):
@@ -224,16 +211,16 @@ class InProcess:
         return take
 
 
-def _in_turns(parts: Sequence[RingPart]) -> list[list[torch.Tensor]]:
+def _in_turns(parts: Sequence[RingPart]) -> list[list[Tensor]]:
     """Run the parts of one ring in turns, each up to its next hop.
 
     Raises:
         ValueError: they make different numbers of hops.
     """
     arrivals: list[Any] = [None] * len(parts)
-    results: dict[int, list[torch.Tensor]] = {}
+    results: dict[int, list[Tensor]] = {}
     while True:
-        sent: list[list[torch.Tensor]] = []
+        sent: list[list[Tensor]] = []
         for place, part in enumerate(parts):
             try:
                 sent.append([tensor.clone() for tensor in part.send(arrivals[place])])

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ...compiler.layout.collectives import SMALL_SUM, WAIT
 from ...compiler.layout.mesh import Mesh
@@ -24,6 +26,8 @@ from ...compiler.layout.pieces import (
     unpack,
 )
 
+Axes = tuple[str, ...]
+
 
 class Peers(Protocol):
     """One rank's view of the groups that it is in."""
@@ -31,17 +35,17 @@ class Peers(Protocol):
     mesh: Mesh
     native_reduce_scatter: bool
 
-    def index(self, axes: tuple[str, ...]) -> int:
+    def index(self, axes: Axes) -> int:
         """Return this rank's place in its group over some axes."""
 
-    def meet(self, run: Callable[..., Any], *args: Any, axes: tuple[str, ...], **options: Any) -> Any:
+    def meet(self, run: Callable[..., Any], *args: Any, axes: Axes, **options: Any) -> Any:
         """Run one of torch's collectives with the other ranks of a group."""
 
-    def tag(self, axes: tuple[str, ...]) -> int:
+    def tag(self, axes: Axes) -> int:
         """Return the tag of the next tensors that ranks of a group send each other."""
 
 
-Run = Callable[[Peers, Any, Sequence[Any], tuple[str, ...]], torch.Tensor]
+Run = Callable[[Peers, Any, Sequence[Any], Axes], Tensor]
 
 
 def group_size(axes: Sequence[str], mesh: Mesh) -> int:
@@ -49,7 +53,7 @@ def group_size(axes: Sequence[str], mesh: Mesh) -> int:
     return math.prod(mesh.size(axis) for axis in axes)
 
 
-def _all_gather(backend: Peers, piece: torch.Tensor, args: Sequence[Any], axes: tuple[str, ...]) -> torch.Tensor:
+def _all_gather(backend: Peers, piece: Tensor, args: Sequence[Any], axes: Axes) -> Tensor:
     _, dim, outer = args
     piece = piece.contiguous()
     pieces = [torch.empty_like(piece) for _ in range(group_size(axes, backend.mesh))]
@@ -57,7 +61,7 @@ def _all_gather(backend: Peers, piece: torch.Tensor, args: Sequence[Any], axes: 
     return join_dim(pieces, dim, outer)
 
 
-def _exchange(backend: Peers, parts: list[torch.Tensor], axes: tuple[str, ...]) -> torch.Tensor:
+def _exchange(backend: Peers, parts: list[Tensor], axes: Axes) -> Tensor:
     """Send part i to the group's i-th rank, and return the received parts, stacked in rank order."""
     sent = torch.stack(parts)
     received = torch.empty_like(sent)
@@ -65,7 +69,7 @@ def _exchange(backend: Peers, parts: list[torch.Tensor], axes: tuple[str, ...]) 
     return received
 
 
-def _reduce_scatter(backend: Peers, piece: torch.Tensor, args: Sequence[Any], axes: tuple[str, ...]) -> torch.Tensor:
+def _reduce_scatter(backend: Peers, piece: Tensor, args: Sequence[Any], axes: Axes) -> Tensor:
     """Exchange parts and sum them locally in rank order: on gloo this is faster than its reduce_scatter, and
     deterministic."""
     _, dim, outer = args
@@ -78,11 +82,11 @@ def _reduce_scatter(backend: Peers, piece: torch.Tensor, args: Sequence[Any], ax
     return _exchange(backend, parts, axes).sum(0)
 
 
-def _round_int8(backend: Peers, piece: torch.Tensor, args: Sequence[Any], axes: tuple[str, ...]) -> torch.Tensor:
+def _round_int8(backend: Peers, piece: Tensor, args: Sequence[Any], axes: Axes) -> Tensor:
     return round_parts(piece, group_size(axes, backend.mesh), *args[1:])
 
 
-def all_to_all(backend: Peers, piece: torch.Tensor, args: Sequence[Any], axes: tuple[str, ...]) -> torch.Tensor:
+def all_to_all(backend: Peers, piece: Tensor, args: Sequence[Any], axes: Axes) -> Tensor:
     """Change the dim along which a tensor is sharded, or the split of that dim."""
     _, dim, outer, to_dim, to_outer = args
     if dim == to_dim:
@@ -92,9 +96,7 @@ def all_to_all(backend: Peers, piece: torch.Tensor, args: Sequence[Any], axes: t
     return join_dim(_exchange(backend, parts, axes).unbind(0), dim, outer)
 
 
-def _regroup(
-    backend: Peers, piece: torch.Tensor, dim: int, outer: int, to_outer: int, axes: tuple[str, ...]
-) -> torch.Tensor:
+def _regroup(backend: Peers, piece: Tensor, dim: int, outer: int, to_outer: int, axes: Axes) -> Tensor:
     """Change the split of one dim; the sizes of the exchanged parts differ from pair to pair of ranks."""
     ranks, index = group_size(axes, backend.mesh), backend.index(axes)
     places = torch.arange(piece.shape[dim] * ranks)
@@ -112,14 +114,14 @@ def _regroup(
     return result.movedim(0, dim).contiguous()
 
 
-def _exchange_rows(backend: Peers, piece: Rows, args: Sequence[Any], axes: tuple[str, ...]) -> torch.Tensor:
+def _exchange_rows(backend: Peers, piece: Rows, args: Sequence[Any], axes: Axes) -> Tensor:
     received, coming, _ = send_rows(backend, piece, args, axes)
     return coming.packed(received)
 
 
 def send_rows(
-    backend: Peers, piece: Rows, args: Sequence[Any], axes: tuple[str, ...], **options: Any
-) -> tuple[torch.Tensor, RankOrder, Any]:
+    backend: Peers, piece: Rows, args: Sequence[Any], axes: Axes, **options: Any
+) -> tuple[Tensor, RankOrder, Any]:
     """Exchange packed rows. Return the received rows, their order, and what all_to_all_single returns."""
     rows, before, after = piece
     leaving, coming = orders(before, after, group_size(axes, backend.mesh), args)
@@ -128,24 +130,21 @@ def send_rows(
     return received, coming, backend.meet(dist.all_to_all_single, received, sent, *sizes, axes=axes, **options)
 
 
-def _row_max(backend: Peers, piece: torch.Tensor, args: Sequence[Any], axes: tuple[str, ...]) -> torch.Tensor:
+def _row_max(backend: Peers, piece: Tensor, args: Sequence[Any], axes: Axes) -> Tensor:
     peak = piece.amax(-1, keepdim=True)
     if axes:
         backend.meet(dist.all_reduce, peak, op=dist.ReduceOp.MAX, axes=axes)
     return peak
 
 
-def _without_communication(op: str) -> Run:
-    """Return a change of placement without communication, for which a rank needs only its index in the group."""
+def _shard(backend: Peers, piece: Tensor, args: Sequence[Any], axes: Axes) -> Tensor:
+    return slice_dim(piece, group_size(axes, backend.mesh), backend.index(axes), *args[1:])
 
-    def run(backend: Peers, piece: torch.Tensor, args: Sequence[Any], axes: tuple[str, ...]) -> torch.Tensor:
-        ranks, index = group_size(axes, backend.mesh), backend.index(axes)
-        if op == "parc.shard":
-            return slice_dim(piece, ranks, index, *args[1:])
-        zeros = [torch.zeros_like(piece)] * ranks
-        return join_dim([*zeros[:index], piece, *zeros[index + 1 :]], *args[1:])
 
-    return run
+def _pad(backend: Peers, piece: Tensor, args: Sequence[Any], axes: Axes) -> Tensor:
+    parts = [torch.zeros_like(piece)] * group_size(axes, backend.mesh)
+    parts[backend.index(axes)] = piece
+    return join_dim(parts, *args[1:])
 
 
 RUN: Mapping[str, Run] = {
@@ -154,8 +153,8 @@ RUN: Mapping[str, Run] = {
     "parc.all_to_all": all_to_all,
     "parc.exchange": _exchange_rows,
     "parc.row_max": _row_max,
-    "parc.shard": _without_communication("parc.shard"),
-    "parc.pad": _without_communication("parc.pad"),
+    "parc.shard": _shard,
+    "parc.pad": _pad,
     "parc.round_int8": _round_int8,
     WAIT: lambda backend, piece, args, axes: piece,
 }
@@ -163,18 +162,16 @@ RUN: Mapping[str, Run] = {
 
 # ---- messages
 
-
 _GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 """The collectives of one tensor; newer versions of torch renamed them."""
 Args = Sequence[Sequence[Any]]
 """The arguments of the collective after its operand, for each tensor of a message."""
-Axes = tuple[str, ...]
-Started = tuple[list[torch.Tensor], Callable[[], None]]
+Started = tuple[list[Tensor], Callable[[], None]]
 """Results in flight, and the function that waits for them and fills them."""
 
 
-def _start_gather(backend: Peers, pieces: Sequence[torch.Tensor], args: Args, axes: Axes) -> Started:
+def _start_gather(backend: Peers, pieces: Sequence[Tensor], args: Args, axes: Axes) -> Started:
     ranks = group_size(axes, backend.mesh)
     if backend.native_reduce_scatter:
         return _packed_gather(
@@ -199,7 +196,7 @@ def _start_gather(backend: Peers, pieces: Sequence[torch.Tensor], args: Args, ax
     return results, arrive
 
 
-def _start_scatter(backend: Peers, pieces: Sequence[torch.Tensor], args: Args, axes: Axes) -> Started:
+def _start_scatter(backend: Peers, pieces: Sequence[Tensor], args: Args, axes: Axes) -> Started:
     """Exchange the parts, and sum them locally in rank order once they have arrived."""
     ranks = group_size(axes, backend.mesh)
     parts = [
@@ -224,7 +221,7 @@ def _start_scatter(backend: Peers, pieces: Sequence[torch.Tensor], args: Args, a
 
 
 def _exchanged(
-    backend: Peers, sent: list[list[torch.Tensor]], received: list[list[torch.Tensor]], axes: tuple[str, ...]
+    backend: Peers, sent: list[list[Tensor]], received: list[list[Tensor]], axes: Axes
 ) -> Callable[[], None]:
     """Start to exchange tensors, part i with the group's i-th rank, and return the function that waits for it. Nothing
     is packed, which would take two more copies of all tensors."""
@@ -259,10 +256,10 @@ def _start_exchange(backend: Peers, pieces: Sequence[Rows], args: Args, axes: Ax
     return results, arrive
 
 
-def _start_all_to_all(backend: Peers, pieces: Sequence[torch.Tensor], args: Args, axes: Axes) -> Started:
+def _start_all_to_all(backend: Peers, pieces: Sequence[Tensor], args: Args, axes: Axes) -> Started:
     """Exchange the parts of each tensor, and join them once they have arrived. A change of one dim's split is done at
     once."""
-    ranks, results, started = group_size(axes, backend.mesh), list[torch.Tensor](), list[tuple[Any, ...]]()
+    ranks, results, started = group_size(axes, backend.mesh), list[Tensor](), list[tuple[Any, ...]]()
     for piece, options in zip(pieces, args, strict=True):
         _, dim, outer, to_dim, to_outer = options
         if dim == to_dim:
@@ -282,7 +279,7 @@ def _start_all_to_all(backend: Peers, pieces: Sequence[torch.Tensor], args: Args
     return results, arrive
 
 
-def _start_scatter_int8(backend: Peers, pieces: Sequence[torch.Tensor], args: Args, axes: Axes) -> Started:
+def _start_scatter_int8(backend: Peers, pieces: Sequence[Tensor], args: Args, axes: Axes) -> Started:
     """Exchange the packed parts, and sum them locally in rank order once they have arrived."""
     ranks = group_size(axes, backend.mesh)
     results = [_resized(piece, dim, piece.shape[dim] // ranks) for piece, (_, dim, _) in zip(pieces, args, strict=True)]
@@ -302,13 +299,9 @@ def _start_scatter_int8(backend: Peers, pieces: Sequence[torch.Tensor], args: Ar
     return results, arrive
 
 
-def _start_gather_int8(backend: Peers, pieces: Sequence[torch.Tensor], args: Args, axes: Axes) -> Started:
-    return _packed_gather(backend, pieces, args, axes, pack, unpack)
-
-
 def _packed_gather(
-    backend: Peers, pieces: Sequence[torch.Tensor], args: Args, axes: Axes,
-    pack: Callable[[torch.Tensor], torch.Tensor], unpack: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    backend: Peers, pieces: Sequence[Tensor], args: Args, axes: Axes,
+    pack: Callable[[Tensor], Tensor], unpack: Callable[[Tensor, Tensor], Tensor],
 ) -> Started:  # fmt: skip
     """Gather the pieces packed into one buffer, and unpack them once they have arrived."""
     ranks, packed = group_size(axes, backend.mesh), [pack(piece) for piece in pieces]
@@ -332,13 +325,13 @@ def _packed_gather(
     return results, arrive
 
 
-def _resized(piece: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+def _resized(piece: Tensor, dim: int, size: int) -> Tensor:
     """Return an uninitialized tensor like a piece, with another size along a dim."""
     return piece.new_empty(*piece.shape[:dim], size, *piece.shape[dim + 1 :])
 
 
 def _packed_scatter(
-    backend: Peers, parts: Sequence[Sequence[torch.Tensor]], axes: tuple[str, ...], results: Sequence[torch.Tensor]
+    backend: Peers, parts: Sequence[Sequence[Tensor]], axes: Axes, results: Sequence[Tensor]
 ) -> Callable[[], None]:
     """Reduce-scatter the parts packed into one buffer, and return the function that waits for them and fills the
     results."""
@@ -354,7 +347,7 @@ def _packed_scatter(
     return arrive
 
 
-def _start_sum(backend: Peers, pieces: Sequence[torch.Tensor], args: Args, axes: Axes) -> Started:
+def _start_sum(backend: Peers, pieces: Sequence[Tensor], args: Args, axes: Axes) -> Started:
     """All-reduce contiguous tensors, small ones packed into one buffer and large ones in place, because copying these
     takes longer than another all-reduce. Tensors that are adjacent in memory are reduced as one."""
     merged = merge_adjacent(pieces)
@@ -374,16 +367,16 @@ def _start_sum(backend: Peers, pieces: Sequence[torch.Tensor], args: Args, axes:
     return list(pieces), arrive
 
 
-def merge_adjacent(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def merge_adjacent(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return contiguous tensors with those that are adjacent in one storage merged into a flat one. The order does not
     depend on addresses, and so is the same on all ranks."""
-    storages: dict[int, list[torch.Tensor]] = {}
+    storages: dict[int, list[Tensor]] = {}
     for tensor in tensors:
         storages.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
-    merged: list[torch.Tensor] = []
+    merged: list[Tensor] = []
     for of_storage in storages.values():
         end = -1
-        for tensor in sorted(of_storage, key=torch.Tensor.storage_offset):
+        for tensor in sorted(of_storage, key=Tensor.storage_offset):
             if tensor.storage_offset() == end and tensor.dtype == merged[-1].dtype:
                 merged[-1] = merged[-1].as_strided((merged[-1].numel() + tensor.numel(),), (1,))
             else:
@@ -399,6 +392,6 @@ START: Mapping[str, Callable[..., Started]] = {
     "parc.all_to_all": _start_all_to_all,
     "parc.exchange": _start_exchange,
     "parc.reduce_scatter_int8": _start_scatter_int8,
-    "parc.all_gather_int8": _start_gather_int8,
+    "parc.all_gather_int8": partial(_packed_gather, pack=pack, unpack=unpack),
 }
 """The collectives that messages of several tensors may be."""

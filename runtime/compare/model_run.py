@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...compiler.layout.mesh import Mesh
 from ...compiler.padding.pads import Pads
@@ -22,10 +23,10 @@ from ..machine.kernels import REFERENCE_KERNELS
 from ..state.optimizer import make_optimizer, update
 from .plain import CPU
 
-Microbatches = Sequence[Mapping[str, torch.Tensor]]
+Microbatches = Sequence[Mapping[str, Tensor]]
 """The inputs of each microbatch of a step, whole."""
 
-Metrics = Callable[[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
+Metrics = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], Mapping[str, Tensor]]
 """A function that computes an action's metrics for the unsharded model from its parameters and gradients by name."""
 Watch = Callable[[Line, Sequence[dict[str, Any]]], None]
 """A function that is called after each line with the environment of each rank."""
@@ -43,8 +44,8 @@ class Case:
     mesh: Mesh
     microbatches: int
     optimizer: Mapping[str, Any]
-    parameters: Mapping[str, torch.Tensor]
-    buffers: Mapping[str, torch.Tensor]
+    parameters: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
     stored: Mapping[str, str]
     pads: Pads = field(default_factory=dict)
     roles: Mapping[str, Role] = field(default_factory=dict)
@@ -57,24 +58,24 @@ class Case:
     """The device that all of it is computed on."""
 
 
-def on_device(tensors: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+def on_device(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     """Return tensors on a device, without a copy of those that are there."""
     return {name: tensor.to(device) for name, tensor in tensors.items()}
 
 
-def wide(tensor: torch.Tensor) -> torch.Tensor:
+def wide(tensor: Tensor) -> Tensor:
     """Return a copy in float64; integers stay as they are."""
     return tensor.detach().to(torch.float64, copy=True) if tensor.is_floating_point() else tensor.clone()
 
 
-def largest(tensor: torch.Tensor) -> float:
+def largest(tensor: Tensor) -> float:
     """Return the largest magnitude of the finite entries."""
     finite = tensor.detach().double().abs()
     finite = finite[finite.isfinite()]
     return float(finite.max()) if finite.numel() else 0.0
 
 
-def largest_difference(first: torch.Tensor, second: torch.Tensor) -> float:
+def largest_difference(first: Tensor, second: Tensor) -> float:
     """Return the largest difference of two entries; equal infinities do not differ."""
     first, second = first.detach().double(), second.detach().double()
     apart = torch.where(first == second, 0.0, (first - second).abs())
@@ -99,40 +100,38 @@ class ReferenceRun:
         }
         self.buffers = {name: self._copied(value) for name, value in buffers.items()}
         self.optimizer = make_optimizer(self.parameters, case.optimizer)
-        self.loads: dict[str, torch.Tensor] = {}
+        self.loads: dict[str, Tensor] = {}
         """The tokens of each expert in the last step, by the module of the experts."""
-        self.returned: dict[str, list[torch.Tensor]] = {}
+        self.returned: dict[str, list[Tensor]] = {}
         """The tensors that the model returned in the last step, one of each microbatch by name."""
-        self.metrics: Mapping[str, torch.Tensor] = {}
+        self.metrics: Mapping[str, Tensor] = {}
         """The metrics of the last step."""
 
     def _environment(
         self,
         function: str,
-        batch: Mapping[str, torch.Tensor],
+        batch: Mapping[str, Tensor],
         step: int,
         microbatch: int,
-        weights: Mapping[str, torch.Tensor] = MappingProxyType({}),
+        weights: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> dict[str, Any]:
         """Return what a function reads; ``weights`` are those of the loss's terms."""
         called = self.case.reference.function(function)
         environment: dict[str, Any] = {
             value.name: torch.tensor([step, microbatch]) for value in called.bound("rng").values()
         }
-        sources: tuple[tuple[tuple[Kind, ...], Mapping[str, torch.Tensor]], ...] = (
+        sources: tuple[tuple[tuple[Kind, ...], Mapping[str, Tensor]], ...] = (
             (("input",), batch), (PARAMETERS, self.parameters), (BUFFERS, self.buffers), (("term",), weights)
         )  # fmt: skip
         for kinds, source in sources:
             environment.update((value.name, source[name]) for name, value in called.bound(*kinds).items())
         return environment
 
-    def gradients(
-        self, batches: Microbatches, step: int, uncounted: float = 1.0
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def gradients(self, batches: Microbatches, step: int, uncounted: float = 1.0) -> tuple[Tensor, dict[str, Tensor]]:
         """Return loss and whole gradients of one step; ``uncounted`` scales a loss that no count divides."""
         device = self.case.device
         batches = [on_device(batch, device) for batch in batches]
-        scale, weights = torch.tensor(uncounted, dtype=torch.float64, device=device), dict[str, torch.Tensor]()
+        scale, weights = torch.tensor(uncounted, dtype=torch.float64, device=device), dict[str, Tensor]()
         if self.counts:
             counts = [
                 self.machine.run([self._environment("count", b, step, i)], "count")[0] for i, b in enumerate(batches)
@@ -158,7 +157,7 @@ class ReferenceRun:
             )
         return total, {n: p.grad.detach().clone() for n, p in self.parameters.items() if p.grad is not None}
 
-    def step(self, batches: Microbatches, step: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def step(self, batches: Microbatches, step: int) -> tuple[Tensor, dict[str, Tensor]]:
         """Return loss and whole gradients of one step, then update the parameters."""
         scaling = self.case.programs[SCALING].main.lines  # none without a loss
         uncounted = float(scaling[0].args[1]) if scaling and not self.counts else 1.0

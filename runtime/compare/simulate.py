@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.pieces import take
@@ -49,8 +50,8 @@ cannot be tested."""
 class _StepStart:
     """The state and the batches at the start of a step."""
 
-    parameters: Mapping[str, torch.Tensor]
-    buffers: Mapping[str, torch.Tensor]
+    parameters: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
     batches: Microbatches
     step: int
 
@@ -66,7 +67,7 @@ class Roundings:
         self._case, self._watch, self._steps = case, watch, list[_StepStart]()
         self._run: ReferenceRun | None = None
         self._repeated = 0
-        self._results: dict[Binding, torch.Tensor] = {}
+        self._results: dict[Binding, Tensor] = {}
         self.amplified = ""
         """The message about the first value that one rounding changes too much to be tested."""
 
@@ -75,19 +76,18 @@ class Roundings:
         parameters = {name: value.detach().clone() for name, value in reference.parameters.items()}
         self._steps.append(_StepStart(parameters, dict(reference.buffers), batches, step))
 
-    def beyond(self, what: Binding, expected: torch.Tensor, apart: float, least: float, top: float) -> float:
-        """Return the part of the error ``apart`` that rounding does not explain. An error of at most ``least`` is small
-        enough, and is returned unchanged. ``expected`` is the value of ``what`` in the reference's last step; ``top``
-        is its scale."""
-        if not least < apart < float("inf"):
-            return apart
-        moved = _ROUNDING_FACTOR * largest_difference(self._perturbed()[what], expected)
-        if moved > _MOST_FORGIVEN * top and not self.amplified:
-            text = f"gradient of {what.name}" if what.kind == "gradient" else str(what)
-            self.amplified = f"one rounding of weights and inputs changes the {text} by more than a test can allow"
-        return max(0.0, apart - min(moved, _MOST_FORGIVEN * top))
+    def unexplained(self, what: Binding, expected: Tensor, apart: float, scale: float) -> float:
+        """Return the error ``apart``, relative to ``scale``, without the part that rounding explains. An error up to
+        ``TOLERANCE`` needs no explanation. ``expected`` is the value of ``what`` in the reference's last step."""
+        if TOLERANCE * scale < apart < float("inf"):
+            explained = _ROUNDING_FACTOR * largest_difference(self._perturbed()[what], expected)
+            if explained > _MOST_FORGIVEN * scale and not self.amplified:
+                text = f"gradient of {what.name}" if what.kind == "gradient" else str(what)
+                self.amplified = f"one rounding of weights and inputs changes the {text} by more than a test can allow"
+            apart = max(0.0, apart - min(explained, _MOST_FORGIVEN * scale))
+        return apart / scale
 
-    def _perturbed(self) -> Mapping[Binding, torch.Tensor]:
+    def _perturbed(self) -> Mapping[Binding, Tensor]:
         """Return the last step's results from a state that is perturbed by one rounding."""
         run = self._run = self._run or ReferenceRun(self._case, watch=self._watch)
         while self._repeated < len(self._steps):
@@ -109,7 +109,7 @@ class Roundings:
         return self._results
 
 
-def _perturb(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+def _perturb(value: Tensor, generator: torch.Generator) -> Tensor:
     """Return each number of a float64 tensor with one rounding added: up, down or none."""
     if value.dtype != torch.float64:
         return value
@@ -124,19 +124,19 @@ def _perturb(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 class HostValue:
     """A value in host memory. It is no tensor, so that no operator can read it before a line loads it."""
 
-    value: torch.Tensor
+    value: Tensor
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """Return the memory that holds the value."""
         return self.value.untyped_storage()
 
 
-def _store(context: KernelContext, value: torch.Tensor, word: str) -> HostValue:
-    assert isinstance(value, torch.Tensor), "what is stored already is stored again"
+def _store(context: KernelContext, value: Tensor, word: str) -> HostValue:
+    assert isinstance(value, Tensor), "what is stored already is stored again"
     return HostValue(value.clone())
 
 
-def _load(context: KernelContext, kept: HostValue, word: str) -> torch.Tensor:
+def _load(context: KernelContext, kept: HostValue, word: str) -> Tensor:
     assert isinstance(kept, HostValue), "what lies in memory is loaded"
     return kept.value.clone()
 
@@ -178,11 +178,11 @@ class FormulaUpdates:
         self._line = line
         self._groups = {name: group["set"] for group in line["groups"] for name in group["parameters"]}
         self._optimizers: dict[Hashable, torch.optim.Optimizer] = {}
-        self._averages: dict[Hashable, torch.Tensor] = {}
+        self._averages: dict[Hashable, Tensor] = {}
 
     def after(
-        self, key: Hashable, name: str, before: torch.Tensor, gradient: torch.Tensor, norm: float, step: int
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        self, key: Hashable, name: str, before: Tensor, gradient: Tensor, norm: float, step: int
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return a piece of a parameter after a step, counted from 1, and by slot the tensors of its state. ``key``
         tells the piece from others, ``norm`` is the global norm of the gradients."""
         line, row, group = self._line, OPTIMIZERS[self._line["name"]], self._groups.get(name, {})
@@ -244,7 +244,7 @@ class Simulation:
         self.optimizers = [make_optimizer(state.parameters, case.optimizer) for state in self.states]
 
     def _state(self, rank: int, role: Role, owners: Mapping[str, Sequence[Role]]) -> RankState:
-        def piece(whole: torch.Tensor, type_: TensorType, pads: Sequence[Pad] = ()) -> torch.Tensor:
+        def piece(whole: Tensor, type_: TensorType, pads: Sequence[Pad] = ()) -> Tensor:
             copy = wide(whole) if self.float64 else whole.to(type_.dtype, copy=True)
             return self.part(grow(copy, pads), type_, rank).to(self.case.device)
 
@@ -257,7 +257,7 @@ class Simulation:
             first_state(role.programs, self.case.state, self.case.device, self.float64),
         )
 
-    def part(self, whole: torch.Tensor, type_: TensorType, rank: int) -> torch.Tensor:
+    def part(self, whole: Tensor, type_: TensorType, rank: int) -> Tensor:
         """Return the part of a whole tensor that a rank holds."""
         return take(whole, type_.placement, self.case.mesh, self.case.mesh.coordinates(rank))
 
@@ -265,7 +265,7 @@ class Simulation:
         forwards = (program for role in self.roles for program in role.programs.values() if program.action == FORWARD)
         return {name: value.type for program in forwards for name, value in program.main.bound(*kinds).items()}
 
-    def local_batches(self, batches: Microbatches) -> list[list[dict[str, torch.Tensor]]]:
+    def local_batches(self, batches: Microbatches) -> list[list[dict[str, Tensor]]]:
         """Return each rank's part of each microbatch."""
         programs = [self.case.programs[action] for action in (FORWARD, COUNTING) if action in self.case.programs]
         types = {name: value.type for program in programs for name, value in program.main.bound("input").items()}
@@ -274,7 +274,7 @@ class Simulation:
         return [[{name: self.part(whole, type_, rank) for name, whole, type_ in batch} for batch in typed]
                 for rank in range(self.case.mesh.world)]  # fmt: skip
 
-    def step(self, batches: Microbatches, step: int) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    def step(self, batches: Microbatches, step: int) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Return every rank's loss, and the whole gradients, then update every rank."""
         self.before = [{name: value.clone() for name, value in state.parameters.items()} for state in self.states]
         results = self.run(Stepper.gradients, batches, step)
@@ -308,16 +308,16 @@ class Simulation:
                    for rank, result in zip(backend.ranks, results, strict=True)}  # fmt: skip
         return [by_rank[rank] for rank in range(self.case.mesh.world)]
 
-    def _whole(self, ranks: Sequence[Mapping[str, torch.Tensor]], name: str) -> torch.Tensor:
+    def _whole(self, ranks: Sequence[Mapping[str, Tensor]], name: str) -> Tensor:
         pieces = {rank: have[name] for rank, have in enumerate(ranks) if name in have}
         return whole_tensor(pieces, self.types[name].placement, self.case.mesh)
 
-    def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Return every parameter, put together."""
         for name in self.types:
             yield name, self._whole([state.parameters for state in self.states], name)
 
-    def buffers(self) -> Iterator[tuple[str, dict[int, torch.Tensor], TensorType]]:
+    def buffers(self) -> Iterator[tuple[str, dict[int, Tensor], TensorType]]:
         """Yield every buffer that the model keeps: the pieces of the ranks that have it, and its type."""
         for name, type_ in self._buffer_types(("buffer",)).items():
             have = enumerate(state.buffers for state in self.states)
@@ -341,12 +341,12 @@ class Simulation:
 
 
 def _replica_spread(
-    ranks: Sequence[Mapping[str, torch.Tensor]], types: Mapping[str, TensorType], mesh: Mesh
+    ranks: Sequence[Mapping[str, Tensor]], types: Mapping[str, TensorType], mesh: Mesh
 ) -> dict[str, float]:
     """Return, by tensor, the largest difference between a replica and the first one; all must be equal."""
     spread: dict[str, float] = {}
     for name, type_ in types.items():
-        first: dict[tuple[int, ...], torch.Tensor] = {}
+        first: dict[tuple[int, ...], Tensor] = {}
         for rank, pieces in enumerate(ranks):
             if name in pieces:
                 kept = first.setdefault(piece_place(rank, type_.placement, mesh), pieces[name])
@@ -354,7 +354,7 @@ def _replica_spread(
     return spread
 
 
-def _max_abs(tensor: torch.Tensor) -> float:
+def _max_abs(tensor: Tensor) -> float:
     return float(tensor.double().abs().max()) if tensor.numel() else 0.0
 
 
@@ -362,9 +362,9 @@ def compare(case: Case, steps: int = 3) -> Agreement:
     """Train the simulation and the captured graph for some steps, and measure the differences of loss, gradients, their
     norm, updated parameters and buffers. If the model draws random numbers, the last of several steps is a late one.
 
-    Errors are relative to a tensor's own largest entry, but at least to a thousandth of the largest of all gradients
-    (of all buffers that steps write), because an entry that is nothing but rounding has no relative error. The part of
-    an error above ``TOLERANCE`` that rounding explains is not counted (see ``Roundings``). If numbers differ where
+    Errors are relative to a tensor's own largest entry, but at least to a thousandth of the largest of all gradients,
+    or for buffers of all parameters and changed buffers, because what is only rounding has no relative error. The part
+    of an error above ``TOLERANCE`` that rounding explains is not counted (see ``Roundings``). If numbers differ where
     scores of a top-k nearly tie, other random data are drawn.
     """
     for seed in range(DRAWS):
@@ -396,11 +396,9 @@ def _compare(case: Case, steps: int, seed: int) -> Agreement:
         losses, simulated = simulation.step(batches, step)
         top = float(loss.abs().clamp_min(1e-30))
         for rank, value in enumerate(losses):
-            apart = roundings.beyond(LOSS, loss, float((value - loss).abs()), TOLERANCE * top, top)
-            agreement.note("loss", apart / top, f"step {step}, rank {rank}")
-        norm = _global_norm(
-            simulated.values()
-        )  # these gradients are compared below, so they may stand in for the expected ones
+            error = roundings.unexplained(LOSS, loss, float((value - loss).abs()), top)
+            agreement.note("loss", error, f"step {step}, rank {rank}")
+        norm = _global_norm(simulated.values())  # of the ranks' gradients, which are compared below
         for rank, returned in enumerate(simulation.norms if simulated else ()):
             error = float("inf") if returned is None else abs(float(returned) - norm) / max(norm, 1e-30)
             agreement.note("norm", error, f"step {step}, rank {rank}")
@@ -414,10 +412,10 @@ def _compare(case: Case, steps: int, seed: int) -> Agreement:
             value, kept = _unpadded(value, case.pads.get(name, ()))
             expected = gradients.get(name, torch.zeros_like(value))
             top, apart = max(_max_abs(expected), floor, 1e-30), _max_abs(value - expected)
-            if name in gradients:
-                apart = roundings.beyond(Binding("gradient", name), expected, apart, TOLERANCE * top, top)
-            apart = max(apart, simulation.spread.get(name, 0.0), 0.0 if kept else float("inf"))
-            agreement.note("gradient", apart / top, f"step {step}, {name}")
+            key = Binding("gradient", name)
+            error = roundings.unexplained(key, expected, apart, top) if name in gradients else apart / top
+            error = max(error, simulation.spread.get(name, 0.0) / top) if kept else float("inf")
+            agreement.note("gradient", error, f"step {step}, {name}")
         _compare_updates(agreement, simulation, formula, norm, step)
         _compare_buffers(agreement, reference, simulation, roundings, step)
         if agreement.largest > TOLERANCE and roundings.amplified:
@@ -451,15 +449,15 @@ def _compare_returned(
         if name in whole:
             top = max(_max_abs(expected), 1e-30)
             apart = max(largest_difference(without_padding(whole[name], expected.shape), expected), spread[name])
-            error = roundings.beyond(Binding("output", name), expected, apart, TOLERANCE * top, top) / top
+            error = roundings.unexplained(Binding("output", name), expected, apart, top)
         agreement.note("output", error, f"step {step}, output {name}")
 
 
-def _global_norm(gradients: Iterable[torch.Tensor]) -> float:
+def _global_norm(gradients: Iterable[Tensor]) -> float:
     return math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients))
 
 
-def _unpadded(value: torch.Tensor, pads: tuple[Pad, ...]) -> tuple[torch.Tensor, bool]:
+def _unpadded(value: Tensor, pads: tuple[Pad, ...]) -> tuple[Tensor, bool]:
     """Return a whole tensor without padding, and whether its padding was exactly zero."""
     real = shrink(value, pads)
     return real, not pads or torch.equal(grow(real, pads), value)
@@ -478,7 +476,7 @@ def _compare_updates(
                 continue
             seen.add(key)
             value, gradient = simulation.states[rank].parameters[name], simulation.gradients[rank].get(name)
-            expected, slots = old, dict[str, torch.Tensor]()
+            expected, slots = old, dict[str, Tensor]()
             if gradient is not None:
                 expected, slots = formula.after(key, name, old, gradient, norm, step + 1)
             top = max(_max_abs(expected - old), _LEAST_UPDATE * _max_abs(old), 1e-30)
@@ -504,6 +502,6 @@ def _compare_buffers(
         expected = reference.buffers[name]
         size = max(largest(expected), floor, 1e-30)
         for rank, piece in pieces.items():
-            raw = largest_difference(piece, simulation.part(expected, type_, rank))
-            apart = roundings.beyond(Binding("buffer", name), expected, raw, TOLERANCE * size, size) / size
-            agreement.note("buffer", apart, f"step {step}, buffer {name}, rank {rank}")
+            apart = largest_difference(piece, simulation.part(expected, type_, rank))
+            error = roundings.unexplained(Binding("buffer", name), expected, apart, size)
+            agreement.note("buffer", error, f"step {step}, buffer {name}, rank {rank}")

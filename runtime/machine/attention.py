@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...compiler.initial.counter import keep_mask
 from ...compiler.layout.collectives import SEQUENCE, travelling_dtype
@@ -22,7 +23,7 @@ from ..ranks.communication import RingPart
 from .flash import Flash, additive, flash_for, fold_heads, repeat_heads
 from .registry import KernelContext, runs
 
-Pair = tuple[torch.Tensor, torch.Tensor]
+Pair = tuple[Tensor, Tensor]
 """The attention over some keys: the output [b, h, s, d], and the log-sum-exp of the scores [b, h, s]."""
 
 
@@ -67,8 +68,8 @@ class AttentionCall:
     context: KernelContext
     queries: TensorType
     keys: TensorType
-    mask: torch.Tensor | None
-    key: torch.Tensor | None
+    mask: Tensor | None
+    key: Tensor | None
     causal: bool
     scale: float
     p: float
@@ -81,14 +82,14 @@ class AttentionCall:
             return [Tile(queries, keys, (rows[0][0], columns[0][0]), "compared")]
         return list(tiles(rows, columns, self.causal))
 
-    def _positions(self, tile: Tile, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    def _positions(self, tile: Tile, device: torch.device) -> tuple[Tensor, Tensor]:
         if self.context.traced:
             return self.context.index(self.queries, 2), self.context.index(self.keys, 2)
         starts = zip(tile.at, (tile.queries, tile.keys), strict=True)
         first, second = (torch.arange(at, at + length, device=device) for at, (_, length) in starts)
         return first, second
 
-    def hidden(self, tile: Tile, q: torch.Tensor) -> torch.Tensor | None:
+    def hidden(self, tile: Tile, q: Tensor) -> Tensor | None:
         """Return the mask of a tile, of bools or additive; None where it masks nothing."""
         mask = self.mask
         if mask is not None:
@@ -103,13 +104,11 @@ class AttentionCall:
             return earlier
         return mask & earlier if mask.dtype == torch.bool else mask.masked_fill(~earlier, float("-inf"))
 
-    def flash(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool
-    ) -> Flash | None:
+    def flash(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Flash | None:
         """Return the flash kernel for a tile, if there is one; none has parc's dropout."""
         return None if self.p else flash_for(q, k, v, mask, causal, self.context.traced)
 
-    def dropout_factors(self, tile: Tile, q: torch.Tensor) -> torch.Tensor:
+    def dropout_factors(self, tile: Tile, q: Tensor) -> Tensor:
         """Return the factors by which dropout multiplies the weights of a tile: 0 or 1 / (1 - p)."""
         if self.key is None:
             raise ValueError("attention drops weights by no stream")
@@ -119,11 +118,11 @@ class AttentionCall:
         return keep_mask(self.context.key(self.key), numbers, self.p) / (1 - self.p)
 
 
-def _narrow(x: torch.Tensor, run: Interval) -> torch.Tensor:
+def _narrow(x: Tensor, run: Interval) -> Tensor:
     return x if run == (0, x.shape[2]) else x.narrow(2, *run)
 
 
-def _raw_scores(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float) -> Any:
+def _raw_scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Any:
     scores = torch.matmul(q, k.transpose(-2, -1)) * scale
     if causal:
         above = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
@@ -133,21 +132,21 @@ def _raw_scores(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, cau
     return scores
 
 
-def scale_of(q: torch.Tensor, scale: float | None) -> float:
+def scale_of(q: Tensor, scale: float | None) -> float:
     """Return the factor of the scores, by default one over the root of a head's size."""
     return float(q.shape[-1]) ** -0.5 if scale is None else scale
 
 
-def _weights(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+def _weights(scores: Tensor, lse: Tensor) -> Tensor:
     """Return the softmax of scores, given their log-sum-exp. A query with no key gets zeros, as in torch."""
     return torch.exp(scores - lse.masked_fill(lse.isneginf(), 0.0)[..., None])
 
 
-def _wide(q: torch.Tensor) -> torch.dtype:
+def _wide(q: Tensor) -> torch.dtype:
     return torch.promote_types(q.dtype, torch.float32)
 
 
-def _tile_attention(call: AttentionCall, tile: Tile, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Pair:
+def _tile_attention(call: AttentionCall, tile: Tile, q: Tensor, k: Tensor, v: Tensor) -> Pair:
     q, k, v = _narrow(q, tile.queries), _narrow(k, tile.keys), _narrow(v, tile.keys)
     mask, causal = call.hidden(tile, q), tile.seen == "diagonal"
     if flash := call.flash(q, k, v, mask, causal):
@@ -176,11 +175,11 @@ def _merge(first: Pair, second: Pair) -> Pair:
 class Attention:
     """The attention of a rank's queries, at the global positions ``rows``, over keys that are added block by block."""
 
-    def __init__(self, call: AttentionCall, q: torch.Tensor, rows: Sequence[Interval]) -> None:
+    def __init__(self, call: AttentionCall, q: Tensor, rows: Sequence[Interval]) -> None:
         self.call, self.q, self.rows = call, q, rows
         self._pairs: dict[Interval, Pair] = {}
 
-    def add(self, k: torch.Tensor, v: torch.Tensor, columns: Sequence[Interval]) -> None:
+    def add(self, k: Tensor, v: Tensor, columns: Sequence[Interval]) -> None:
         """Add keys and values with these positions."""
         for tile in self.call.tiles(self.rows, columns):
             pair = _tile_attention(self.call, tile, self.q, k, v)
@@ -202,13 +201,13 @@ class AttentionBackward:
     """The gradients of the attention of a rank's queries, over keys that are added block by block. ``saved`` are the
     output's gradient, the queries, the output and the log-sum-exp, the latter two over all keys."""
 
-    def __init__(self, call: AttentionCall, saved: Sequence[torch.Tensor], rows: Sequence[Interval]) -> None:
+    def __init__(self, call: AttentionCall, saved: Sequence[Tensor], rows: Sequence[Interval]) -> None:
         self.call, self.rows = call, rows
         self.grad, self.q, self.out, self.lse = saved
         self.in_order = call.context.repeated(call.context.operands[0])
-        self._q_grad: torch.Tensor | None = None
+        self._q_grad: Tensor | None = None
 
-    def add(self, k: torch.Tensor, v: torch.Tensor, columns: Sequence[Interval]) -> list[torch.Tensor]:
+    def add(self, k: Tensor, v: Tensor, columns: Sequence[Interval]) -> list[Tensor]:
         """Add keys and values with these positions. Return the parts of their gradients from these queries, in their
         own dtype if a single tile computes them, else in a wider one."""
         todo = self.call.tiles(self.rows, columns)
@@ -226,12 +225,12 @@ class AttentionBackward:
             _narrow(gv, tile.keys).add_(v_part)
         return [gk, gv]
 
-    def result(self) -> torch.Tensor:
+    def result(self) -> Tensor:
         """Return the gradient of the queries."""
         assert self._q_grad is not None
         return self._q_grad.to(self.q.dtype)
 
-    def _tile_gradients(self, tile: Tile, k: torch.Tensor, v: torch.Tensor) -> Sequence[torch.Tensor]:
+    def _tile_gradients(self, tile: Tile, k: Tensor, v: Tensor) -> Sequence[Tensor]:
         call, heads, groups = self.call, self.q.shape[1], k.shape[1]
         grad, q, out = (_narrow(x, tile.queries) for x in (self.grad, self.q, self.out))
         lse, k, v = self.lse.narrow(2, *tile.queries), _narrow(k, tile.keys), _narrow(v, tile.keys)
@@ -255,7 +254,7 @@ class AttentionBackward:
         return [torch.matmul(grad_scores, k_).to(q.dtype), gk.to(k.dtype), gv.to(v.dtype)]
 
 
-def _call_of(ctx: KernelContext, queries: int, q: torch.Tensor, *options: Any) -> AttentionCall:
+def _call_of(ctx: KernelContext, queries: int, q: Tensor, *options: Any) -> AttentionCall:
     """Return the call of a line whose operand number ``queries`` is q and whose next one is k. ``options`` are its
     mask, key, causal, scale and p."""
     mask, key, causal, scale, p = options
@@ -337,7 +336,7 @@ def _ring_attention_backward(
     attention = AttentionBackward(call, (grad, q, out, lse), ctx.runs(call.queries, SEQUENCE))
     (first, *others), block = _positions(ctx, axes, call.keys), [k, v]
 
-    def gradients(columns: Sequence[Interval]) -> list[torch.Tensor]:
+    def gradients(columns: Sequence[Interval]) -> list[Tensor]:
         return [part.to(travelling_dtype(part.dtype)) for part in attention.add(block[0], block[1], columns)]
 
     take = (yield block) if others else None

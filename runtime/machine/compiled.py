@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...compiler.analysis.lifetimes import adds_up
 from ...compiler.initial.counter import words
@@ -34,7 +35,7 @@ from ..ranks.faults import RunError
 from .coded import coded
 from .execute import Machine, Prepared
 from .registry import KernelContext
-from .reuse import in_flight, last_uses, made_by
+from .reuse import LineLiveness, in_flight, last_uses, made_by
 
 _NOTHING_SPARE = frozenset[str]()
 """The empty set of operands to write over: Inductor reuses storage within a region by itself, and a region's results
@@ -50,8 +51,8 @@ class _Lifted:
     the keys of streams."""
 
     tracing: bool = False
-    coordinates: dict[DimOfType, torch.Tensor] = field(default_factory=dict)
-    keys: list[torch.Tensor] = field(default_factory=list)
+    coordinates: dict[DimOfType, Tensor] = field(default_factory=dict)
+    keys: list[Tensor] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,14 +66,14 @@ class _RegionContext(KernelContext):
     def traced(self) -> bool:
         return self.lifted.tracing
 
-    def index(self, type_: TensorType, dim: int) -> torch.Tensor:
+    def index(self, type_: TensorType, dim: int) -> Tensor:
         if not self.lifted.tracing:
             return KernelContext.index(self, type_, dim)
         if (type_, dim) not in self.lifted.coordinates:
             self.lifted.coordinates[type_, dim] = KernelContext.index(self, type_, dim)
         return self.lifted.coordinates[type_, dim]
 
-    def key(self, key: torch.Tensor) -> Any:
+    def key(self, key: Tensor) -> Any:
         if not self.lifted.tracing:
             return KernelContext.key(self, key)
         self.lifted.keys.append(key)
@@ -81,11 +82,9 @@ class _RegionContext(KernelContext):
 
 @dataclass(frozen=True, slots=True)
 class _Region:
-    """Lines without a collective, as one function of ``inputs`` to ``outputs``; equal regions have equal ``text``."""
+    """Lines without a collective; equal regions have equal ``text``."""
 
     lines: tuple[Line, ...]
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
     text: str
 
 
@@ -126,7 +125,7 @@ class Regions:
         return CompiledMachine(program, backend, device, regions=self, **options)
 
     def code(
-        self, region: _Region, values: Sequence[torch.Tensor], body: Callable[..., Any], lifted: _Lifted
+        self, region: _Region, values: Sequence[Tensor], body: Callable[..., Any], lifted: _Lifted
     ) -> _CompiledRegion:
         """Return the code of a region for values of these strides, compiled at the first call.
 
@@ -150,7 +149,7 @@ class CompiledMachine(Machine):
 
     def __init__(self, program: Program, backend: Backend, device: torch.device, *, regions: Regions, **options: Any):
         self._regions, self._lifted = regions, _Lifted()
-        self._indices: dict[tuple[int, DimOfType], torch.Tensor] = {}
+        self._indices: dict[tuple[int, DimOfType], Tensor] = {}
         self.new_context = partial(_RegionContext, lifted=self._lifted)
         super().__init__(program, backend, device, **options)
 
@@ -166,25 +165,24 @@ class CompiledMachine(Machine):
         for group, dead in zip(groups, last_uses(function, groups), strict=True):
             awaited = tuple(sums.intersection(operands(group)))
             if len(group) == 1 and (not _is_local(group[0]) or adds_up(function, group[0])):
-                steps.append(self._step(group[0], function, _NOTHING_SPARE, awaited, dead))
+                steps.append(self._step(group[0], function, LineLiveness(_NOTHING_SPARE, awaited, dead)))
                 continue
             outputs = tuple(name for name in made_by(group) if name not in dead)
-            steps.append(
-                Prepared(group[-1], self._region(function, group, outputs, frozenset(dead)), awaited, (), group[0])
-            )
+            run = self._region(function, group, outputs, frozenset(dead))
+            steps.append(Prepared(group[-1], run, awaited, (), group[0]))
         return steps
 
     def _region(
         self, function: Function, lines: tuple[Line, ...], outputs: tuple[str, ...], dead: frozenset[str]
     ) -> Callable[[Sequence[Environment]], None]:
         inputs = tuple(operands(lines))
-        region = _Region(lines, inputs, outputs, f"wide={self.wide}\n{self._text(function, lines, inputs, outputs)}")
+        region = _Region(lines, f"wide={self.wide}\n{self._text(function, lines, inputs, outputs)}")
         self._regions.texts.add(region.text)
         addable = self._addable[function.name].intersection(outputs)
         plain = (self._coded(line, function, _NOTHING_SPARE) for line in lines)
         stretch = coded([replace(line, added=None, totalled=()) for line in plain])
 
-        def body(*values: torch.Tensor) -> list[torch.Tensor]:
+        def body(*values: Tensor) -> list[Tensor]:
             environment: Environment = dict(zip(inputs, values, strict=True))
             stretch([environment])
             return [environment[name] for name in outputs]
@@ -199,7 +197,7 @@ class CompiledMachine(Machine):
 
         return run
 
-    def _run(self, region: _Region, lane: int, values: list[Any], body: Callable[..., Any]) -> Sequence[torch.Tensor]:
+    def _run(self, region: _Region, lane: int, values: list[Any], body: Callable[..., Any]) -> Sequence[Tensor]:
         code = self._regions.code(region, values, body, self._lifted)
         if code.call is None:
             return body(*values)  # type: ignore[no-any-return]
@@ -208,7 +206,7 @@ class CompiledMachine(Machine):
         values += [self._index(lane, dim) for dim in code.dims]
         return code.call(values)
 
-    def _index(self, lane: int, of: DimOfType) -> torch.Tensor:
+    def _index(self, lane: int, of: DimOfType) -> Tensor:
         if (lane, of) not in self._indices:
             context = KernelContext(self.mesh, self.coordinates[lane], [], [], self.device)
             self._indices[lane, of] = context.index(*of)
@@ -230,7 +228,7 @@ class CompiledMachine(Machine):
         return "\n".join([*rows, *(number[name] for name in outputs)])
 
 
-def _add_up(environment: Environment, addable: Collection[str], others: Sequence[torch.Tensor]) -> None:
+def _add_up(environment: Environment, addable: Collection[str], others: Sequence[Tensor]) -> None:
     """Add results of a region to their totals. A result without a total becomes the total, so it is cloned if it shares
     storage with another value of the region."""
     shared = Counter(other.untyped_storage().data_ptr() for other in others)
@@ -285,24 +283,22 @@ def _cut_regions(function: Function) -> list[tuple[Line, ...]]:
 
 
 def _compile(
-    values: Sequence[torch.Tensor], body: Callable[..., Any], lifted: _Lifted, device: torch.device
+    values: Sequence[Tensor], body: Callable[..., Any], lifted: _Lifted, device: torch.device
 ) -> _CompiledRegion:
     """Trace a region twice on fake tensors: first to see what it asks its context for, then with that as inputs."""
     mode = fake_mode()
-    fakes: list[torch.Tensor] = [mode.from_tensor(value) for value in values]
+    fakes: list[Tensor] = [mode.from_tensor(value) for value in values]
     lifted.tracing = True
     try:
         with mode:
             body(*fakes)
-        dims, keys = (
-            lifted.coordinates,
-            [at for at, fake in enumerate(fakes) if any(fake is key for key in lifted.keys)],
-        )
+        dims = lifted.coordinates
+        keys = [at for at, fake in enumerate(fakes) if any(fake is key for key in lifted.keys)]
         with mode:
             for at in keys:
                 fakes[at] = torch.empty(2, dtype=torch.int64, device=device)
 
-        def function(*operands: torch.Tensor) -> Any:
+        def function(*operands: Tensor) -> Any:
             lifted.coordinates = dict(zip(dims, operands[len(values) :], strict=True))
             return body(*operands[: len(values)])
 

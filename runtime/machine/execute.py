@@ -34,7 +34,7 @@ from .coded import Added, CodedLine, coded
 from .fusion import fused
 from .kernels import KERNELS
 from .registry import Kernel, KernelContext, binding, code_for, library_of
-from .reuse import Liveness, in_place, liveness
+from .reuse import LineLiveness, in_place, liveness
 
 # ---- gradient buckets: the gradients of one message are made in one allocation, so that nothing is packed
 #     grad_up = mm(x, grad)       # entries 0 to 511 of the bucket of message 1
@@ -93,47 +93,30 @@ class Prepared:
     dead: tuple[str, ...]
     first: Line | None = None
 
-    def in_range(self, name: str) -> Prepared:
-        """Return the same as a range of torch's profiler."""
+
+def in_ranges(program: Program, function: Function, steps: Sequence[Prepared]) -> list[Prepared]:
+    """Return a function's prepared lines as ranges of torch's profiler. Their names have the program's file and row,
+    the results and the operator, and the origin in the model and the plan."""
+    first = program.text().split("\n").index(f"def {function.name}(") + len(function.parameters) + 3
+    original = program.function(function.name)
+    rows = {value.name: row for row, line in enumerate(original.lines, first) for value in line.made}
+
+    def in_range(step: Prepared) -> Prepared:
+        last = step.line
+        span = dict.fromkeys(str(rows[line.made[0].name]) for line in (step.first or last, last) if line.made)
+        names = ", ".join(value.name for value in last.made)
+        range_name = f"{program.role}.{program.action}.py:{'-'.join(span)} {names} = {last.op} | {last.origin}"
 
         def run(environments: Sequence[Environment]) -> None:
-            with torch.profiler.record_function(name):
-                self.run(environments)
+            with torch.profiler.record_function(range_name):
+                step.run(environments)
 
-        return replace(self, run=run)
+        return replace(step, run=run)
 
-
-class ProfileRanges:
-    """The lines of a program as ranges of torch's profiler."""
-
-    def __init__(self, program: Program) -> None:
-        self._program = program
-        self._by_function: dict[str, list[Prepared]] = {}
-
-    def of(self, function: Function, lines: Sequence[Prepared]) -> list[Prepared]:
-        """Return a function's prepared lines as ranges. Their names have the program's file and row, the operator and
-        its results, and the origin in the model and the plan."""
-        if function.name not in self._by_function:
-            rows = self._rows(function)
-            self._by_function[function.name] = [line.in_range(self._name(line, rows)) for line in lines]
-        return self._by_function[function.name]
-
-    def _rows(self, function: Function) -> dict[str, int]:
-        """Return the row of the program's text, from 1, that makes each value of a function."""
-        text = self._program.text().split("\n")
-        first = text.index(f"def {function.name}(") + len(function.parameters) + 3
-        original = self._program.function(function.name)
-        return {value.name: row for row, line in enumerate(original.lines, first) for value in line.made}
-
-    def _name(self, prepared: Prepared, rows: dict[str, int]) -> str:
-        program, last = self._program, prepared.line
-        span = dict.fromkeys(str(rows[line.made[0].name]) for line in (prepared.first or last, last) if line.made)
-        names = ", ".join(value.name for value in last.made)
-        return f"{program.role}.{program.action}.py:{'-'.join(span)} {names} = {last.op} | {last.origin}"
+    return [in_range(step) for step in steps]
 
 
 # ---- the machine
-
 
 _WIDER = {torch.float32: torch.float64, torch.bfloat16: torch.float64, torch.float16: torch.float64}
 
@@ -172,8 +155,7 @@ class Machine:
         self._overwritable = {main.name: own_in_main(program, main) for main in program.mains}
         self._in_flight = frozenset(on_their_way(program).values())
         self._steps = {function.name: self._prepare(function) for function in program.functions}
-        self._single_lines: dict[str, list[Prepared]] = {}
-        self._ranges = ProfileRanges(program)
+        self._observed_steps: dict[tuple[str, bool], list[Prepared]] = {}
 
     def all_reduced(self, key: Binding, pieces: Sequence[torch.Tensor], rank: int) -> Environment:
         """Return one rank's result of the all-reduce that is the only reader of a parameter, given the pieces of all
@@ -252,10 +234,11 @@ class Machine:
         profiled = profiling()
         if self.watch is None and not profiled:
             return self._steps[function.name]
-        if function.name not in self._single_lines:
-            self._single_lines[function.name] = self._line_by_line(function)
-        steps = self._single_lines[function.name]
-        return self._ranges.of(function, steps) if profiled else steps
+        if (function.name, profiled) not in self._observed_steps:
+            steps = self._line_by_line(function)
+            steps = in_ranges(self.program, function, steps) if profiled else steps
+            self._observed_steps[function.name, profiled] = steps
+        return self._observed_steps[function.name, profiled]
 
     def _prepare(self, function: Function) -> list[Prepared]:
         """Return a function's lines as stretches of code, and as single lines where other ranks take part."""
@@ -268,44 +251,38 @@ class Machine:
                 stretch.clear()
 
         awaited_first: tuple[str, ...] = ()
-        for line, spare, awaited, dead in zip(function.lines, lives.spare, lives.awaited, lives.dead, strict=True):
-            alone = self._communicates(line, function)
-            if alone or awaited:
+        for line, life in zip(function.lines, lives, strict=True):
+            alone = self._runs_alone(line, function)
+            if alone or life.awaited:
                 end()
             if alone:
-                steps.append(self._step(line, function, spare, awaited, dead))
+                steps.append(self._step(line, function, life))
                 continue
-            awaited_first = awaited_first if stretch else awaited
-            stretch.append(self._coded(line, function, spare, dead))
+            awaited_first = awaited_first if stretch else life.awaited
+            stretch.append(self._coded(line, function, life.spare, life.dead))
         end()
         return steps
 
     def _line_by_line(self, function: Function) -> list[Prepared]:
         """Return a function's lines one by one, for a watch or a profile."""
         function, lives = self._with_liveness(function)
-        return [
-            self._step(line, function, spare, awaited, dead)
-            for line, spare, awaited, dead in zip(function.lines, lives.spare, lives.awaited, lives.dead, strict=True)
-        ]
+        return [self._step(line, function, life) for line, life in zip(function.lines, lives, strict=True)]
 
-    def _with_liveness(self, function: Function) -> tuple[Function, Liveness]:
+    def _with_liveness(self, function: Function) -> tuple[Function, Sequence[LineLiveness]]:
         """Return a function, fused with ``reuse``, and the liveness of its values."""
-        aliases, late = self._aliases[function.name], self._delayed[function.name]
+        known, late = self._aliases[function.name], self._delayed[function.name]
         if self.reuse:
-            function = fused(function, aliases, self.mesh, self.products)
-        return function, liveness(function, aliases, late, self.reuse)
+            function = fused(function, known, self.mesh, self.products)
+        return function, liveness(function, known, late, self.reuse)
 
-    def _step(
-        self, line: Line, function: Function, spare: frozenset[str], awaited: tuple[str, ...], dead: tuple[str, ...]
-    ) -> Prepared:
+    def _step(self, line: Line, function: Function, life: LineLiveness) -> Prepared:
         if not line.calls_function:
-            return Prepared(line, self._run_of(line, function, spare), awaited, dead)
-        dying = frozenset(dead).intersection(line.uses)  # the called function frees them after their last use
-        return Prepared(
-            line, self._function_call(line, dying), awaited, tuple(name for name in dead if name not in dying)
-        )
+            return Prepared(line, self._run_of(line, function, life.spare), life.awaited, life.dead)
+        dying = frozenset(life.dead).intersection(line.uses)  # the called function frees them after their last use
+        dead = tuple(name for name in life.dead if name not in dying)
+        return Prepared(line, self._function_call(line, dying), life.awaited, dead)
 
-    def _communicates(self, line: Line, function: Function) -> bool:
+    def _runs_alone(self, line: Line, function: Function) -> bool:
         return line.calls_function or line.op in COLLECTIVES or line.op in RINGS or adds_up(function, line)
 
     def _run_of(self, line: Line, function: Function, spare: frozenset[str]) -> Callable[[Sequence[Environment]], None]:

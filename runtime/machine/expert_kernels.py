@@ -9,17 +9,18 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from ...compiler.ops.own_ops import aten
 from .registry import runs
 
 
-def _tokens(chosen: torch.Tensor) -> torch.Tensor:
+def _tokens(chosen: Tensor) -> Tensor:
     """Return the token of each packed row."""
     return chosen.nonzero()[:, 1]
 
 
-def _counts(chosen: torch.Tensor) -> list[int]:
+def _counts(chosen: Tensor) -> list[int]:
     """Return the number of rows of each expert."""
     counts: list[int] = chosen.sum(1).tolist()
     return counts
@@ -37,65 +38,63 @@ def has_grouped(device: torch.device, dtype: torch.dtype) -> bool:
     return True
 
 
-def _takes_grouped(*operands: torch.Tensor) -> bool:
+def _takes_grouped(*operands: Tensor) -> bool:
     """Return whether torch's grouped GEMM takes these operands; its kernels want all rows aligned to 16 bytes."""
     aligned = all(size * x.element_size() % 16 == 0 for x in operands for size in x.shape[1:])
     dense = all(x.numel() and x.is_contiguous() for x in operands)
     return aligned and dense and has_grouped(operands[0].device, operands[0].dtype)
 
 
-def _group_ends(chosen: torch.Tensor) -> torch.Tensor:
+def _group_ends(chosen: Tensor) -> Tensor:
     """Return the end of each expert's rows, on the device."""
     return chosen.sum(1).cumsum(0).to(torch.int32)
 
 
-def _groups(chosen: torch.Tensor, *packed: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+def _groups(chosen: Tensor, *packed: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield each expert's rows of all packed values."""
     counts = _counts(chosen)
     return zip(*(value.split(counts) for value in packed), strict=True)
 
 
 @runs("parc.pack.default")
-def _pack(ctx: object, x: torch.Tensor, chosen: torch.Tensor, top: int) -> torch.Tensor:
+def _pack(ctx: object, x: Tensor, chosen: Tensor, top: int) -> Tensor:
     return x.index_select(0, _tokens(chosen))
 
 
 @runs("parc.unpack.default")
-def _unpack(ctx: object, rows: torch.Tensor, chosen: torch.Tensor, top: int) -> torch.Tensor:
+def _unpack(ctx: object, rows: Tensor, chosen: Tensor, top: int) -> Tensor:
     # index_add_ adds a token's rows one after the other: every sum has one order
     tokens = _tokens(chosen)
     return rows.new_zeros(chosen.shape[1], rows.shape[1]).index_add_(0, tokens, rows)
 
 
 @runs("parc.pick.default")
-def _pick(ctx: object, x: torch.Tensor, chosen: torch.Tensor, top: int) -> torch.Tensor:
+def _pick(ctx: object, x: Tensor, chosen: Tensor, top: int) -> Tensor:
     return x[chosen][:, None]
 
 
 @runs("parc.unpick.default")
-def _unpick(ctx: object, rows: torch.Tensor, chosen: torch.Tensor, top: int) -> torch.Tensor:
+def _unpick(ctx: object, rows: Tensor, chosen: Tensor, top: int) -> Tensor:
     return rows.new_zeros(chosen.shape).masked_scatter_(chosen, rows)
 
 
 @runs("parc.spread.default")
-def _spread_rows(ctx: object, x: torch.Tensor, chosen: torch.Tensor, top: int) -> torch.Tensor:
+def _spread_rows(ctx: object, x: Tensor, chosen: Tensor, top: int) -> Tensor:
     return x.index_select(0, chosen.nonzero()[:, 0])
 
 
 @runs("parc.expert_sum.default")
-def _expert_sum(ctx: object, rows: torch.Tensor, chosen: torch.Tensor, top: int) -> torch.Tensor:
+def _expert_sum(ctx: object, rows: Tensor, chosen: Tensor, top: int) -> Tensor:
     return torch.stack([part.sum(0) for (part,) in _groups(chosen, rows)])
 
 
 @runs("parc.route.default")
-def _route(ctx: object, rows: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+def _route(ctx: object, rows: Tensor, chosen: Tensor) -> Tensor:
     return rows
 
 
 @runs("parc.expert_linear.default")
-def _expert_linear(
-    ctx: object, rows: torch.Tensor, chosen: torch.Tensor, weight: torch.Tensor, transposed: bool, top: int
-) -> torch.Tensor:
+def _expert_linear(ctx: object, rows: Tensor, chosen: Tensor, weight: Tensor, transposed: bool, top: int) -> Tensor:
     if _takes_grouped(rows, weight):
         return F.grouped_mm(rows, weight if transposed else weight.mT, offs=_group_ends(chosen))
     outputs = rows.new_empty(rows.shape[0], weight.shape[2 if transposed else 1])
@@ -105,9 +104,7 @@ def _expert_linear(
 
 
 @runs("parc.expert_outer.default")
-def _expert_outer(
-    ctx: object, rows: torch.Tensor, grad: torch.Tensor, chosen: torch.Tensor, transposed: bool, top: int
-) -> torch.Tensor:
+def _expert_outer(ctx: object, rows: Tensor, grad: Tensor, chosen: Tensor, transposed: bool, top: int) -> Tensor:
     first, second = (rows, grad) if transposed else (grad, rows)
     if _takes_grouped(first, second):
         return F.grouped_mm(first.t(), second, offs=_group_ends(chosen))
@@ -119,8 +116,8 @@ def _expert_outer(
 
 @runs("parc.expert_linear.default", "reference")
 def _plain_expert_linear(
-    ctx: object, rows: torch.Tensor, chosen: torch.Tensor, weight: torch.Tensor, transposed: bool, top: int
-) -> torch.Tensor:
+    ctx: object, rows: Tensor, chosen: Tensor, weight: Tensor, transposed: bool, top: int
+) -> Tensor:
     """Compute each expert's product by itself, so that autograd can differentiate it; the kernel is checked against
     this."""
     groups = zip(_groups(chosen, rows), weight.unbind(), strict=True)
@@ -128,27 +125,27 @@ def _plain_expert_linear(
 
 
 @runs("aten.slice_backward.default")
-def _slice_backward(ctx: Any, grad: torch.Tensor, sizes: Sequence[int], *options: int) -> torch.Tensor:
+def _slice_backward(ctx: Any, grad: Tensor, sizes: Sequence[int], *options: int) -> Tensor:
     shape = (len(grad), *sizes[1:]) if ctx.results[0].packed else sizes
-    gradient: torch.Tensor = aten.slice_backward.default(grad, shape, *options)
+    gradient: Tensor = aten.slice_backward.default(grad, shape, *options)
     return gradient
 
 
 # ---- slots of experts with a capacity: kernels that autograd can differentiate, so the reference runs them, too
 
 
-def _sequences(slots: torch.Tensor) -> torch.Tensor:
+def _sequences(slots: Tensor) -> Tensor:
     """Return the sequence of each slot, as an index that broadcasts with ``slots``."""
     return torch.arange(slots.shape[1], device=slots.device)[None, :, None]
 
 
-def _token_or_end(slots: torch.Tensor, tokens: int) -> torch.Tensor:
+def _token_or_end(slots: Tensor, tokens: int) -> Tensor:
     """Return the token of each slot; an empty slot gets the position after the last token."""
     return torch.where(slots < 0, tokens, slots)
 
 
 @runs("parc.slots.default")
-def _assign_slots(ctx: object, chosen: torch.Tensor, capacity: int, top: int) -> torch.Tensor:
+def _assign_slots(ctx: object, chosen: Tensor, capacity: int, top: int) -> Tensor:
     place = chosen.cumsum(-1) - 1
     kept = chosen & (place < capacity)
     tokens = torch.arange(chosen.shape[-1], device=chosen.device).expand(chosen.shape)
@@ -157,13 +154,13 @@ def _assign_slots(ctx: object, chosen: torch.Tensor, capacity: int, top: int) ->
 
 
 @runs("parc.dispatch.default")
-def _dispatch(ctx: object, x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+def _dispatch(ctx: object, x: Tensor, slots: Tensor) -> Tensor:
     rows = x[_sequences(slots), slots.clamp(min=0)]
     return rows.masked_fill((slots < 0)[..., None], 0)
 
 
 @runs("parc.combine.default")
-def _combine(ctx: object, rows: torch.Tensor, slots: torch.Tensor, tokens: int) -> torch.Tensor:
+def _combine(ctx: object, rows: Tensor, slots: Tensor, tokens: int) -> Tensor:
     # index_add adds a token's rows one after the other: every sum has one order
     places = _sequences(slots) * (tokens + 1) + _token_or_end(slots, tokens)
     zeros = rows.new_zeros(slots.shape[1] * (tokens + 1), rows.shape[3])
@@ -172,11 +169,11 @@ def _combine(ctx: object, rows: torch.Tensor, slots: torch.Tensor, tokens: int) 
 
 
 @runs("parc.pick_slots.default")
-def _pick_slots(ctx: object, x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+def _pick_slots(ctx: object, x: Tensor, slots: Tensor) -> Tensor:
     return x.gather(-1, slots.clamp(min=0)).masked_fill(slots < 0, 0)
 
 
 @runs("parc.unpick_slots.default")
-def _unpick_slots(ctx: object, x: torch.Tensor, slots: torch.Tensor, tokens: int) -> torch.Tensor:
+def _unpick_slots(ctx: object, x: Tensor, slots: Tensor, tokens: int) -> Tensor:
     zeros = x.new_zeros(*slots.shape[:2], tokens + 1)
     return zeros.scatter(-1, _token_or_end(slots, tokens), x)[..., :-1]

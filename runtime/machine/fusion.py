@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...compiler.analysis.lifetimes import Aliases
 from ...compiler.analysis.products import PRODUCT, Products
@@ -115,8 +116,8 @@ class _Fusion:
 
 @runs("aten.embedding_dense_backward.default", "adding")
 def _add_embedding_gradient(
-    total: torch.Tensor, grad: Any, index: Any, rows: int, padding: int, by_frequency: bool
-) -> torch.Tensor:
+    total: Tensor, grad: Any, index: Any, rows: int, padding: int, by_frequency: bool
+) -> Tensor:
     # on an accelerator index_add_ is not deterministic
     if padding < 0 and not by_frequency and total.device.type == "cpu":
         return total.index_add_(0, index.reshape(-1), grad.reshape(-1, grad.shape[-1]))
@@ -124,13 +125,13 @@ def _add_embedding_gradient(
 
 
 @runs("aten._to_copy.default", "adding")
-def _add_cast(total: torch.Tensor, value: torch.Tensor, **_: Any) -> torch.Tensor:
+def _add_cast(total: Tensor, value: Tensor, **_: Any) -> Tensor:
     return total.add_(value)
 
 
 @runs("aten.mm.default", "into")
-def _product_into(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def _product_into(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return torch.mm(a, b, out=out)
 
 
-runs("aten.mm.default", "adding")(torch.Tensor.addmm_)
+runs("aten.mm.default", "adding")(Tensor.addmm_)

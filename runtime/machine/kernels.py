@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...compiler.initial.counter import keep_mask, random, stream
 from ...compiler.layout.placement import TensorType
@@ -17,31 +18,29 @@ ADD_PRODUCT = "parc.add_product.default"
 
 
 @runs("parc.stream_key.default")
-def _stream_key(ctx: KernelContext, rng: torch.Tensor, name: str, seed: int) -> torch.Tensor:
+def _stream_key(ctx: KernelContext, rng: Tensor, name: str, seed: int) -> Tensor:
     step, microbatch = rng.tolist()
     return torch.tensor(stream(seed, name, step, microbatch), dtype=torch.int64)
 
 
 @runs("parc.dropout_mask.default")
-def _dropout_mask(ctx: KernelContext, key: torch.Tensor, size: Any, p: float, dtype: torch.dtype) -> torch.Tensor:
+def _dropout_mask(ctx: KernelContext, key: Tensor, size: Any, p: float, dtype: torch.dtype) -> Tensor:
     (result,) = ctx.results
     return keep_mask(ctx.key(key), ctx.numbers(result), p).to(dtype).mul_(1 / (1 - p))
 
 
 @runs("parc.random.default")
-def _random_numbers(ctx: KernelContext, key: torch.Tensor, size: Any, law: str, dtype: torch.dtype) -> torch.Tensor:
+def _random_numbers(ctx: KernelContext, key: Tensor, size: Any, law: str, dtype: torch.dtype) -> Tensor:
     (result,) = ctx.results
     return random(ctx.key(key), ctx.numbers(result), law, dtype)
 
 
 @runs("parc.iota.default")
-def _iota(ctx: KernelContext, size: int, start: int, step: int, dtype: torch.dtype) -> torch.Tensor:
+def _iota(ctx: KernelContext, size: int, start: int, step: int, dtype: torch.dtype) -> Tensor:
     return (ctx.index(ctx.results[0], 0) * step + start).to(dtype)
 
 
-def _local_index(
-    ctx: KernelContext, table: TensorType, dim: int, index: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _local_index(ctx: KernelContext, table: TensorType, dim: int, index: Tensor) -> tuple[Tensor, Tensor]:
     """Return the local positions of global indices along a dim (0 for indices of other ranks), and a mask of the
     indices that are this rank's."""
     entries = ctx.index(table, dim)
@@ -56,23 +55,21 @@ def _local_index(
 
 
 @runs("parc.lookup.default")
-def _lookup(ctx: KernelContext, table: torch.Tensor, index: torch.Tensor, padding: int) -> torch.Tensor:
+def _lookup(ctx: KernelContext, table: Tensor, index: Tensor, padding: int) -> Tensor:
     local, mine = _local_index(ctx, ctx.operands[0], 0, index)
     return torch.nn.functional.embedding(local, table) * mine[..., None]
 
 
 @runs("parc.lookup_backward.default")
-def _lookup_backward(
-    ctx: KernelContext, grad: torch.Tensor, index: torch.Tensor, rows: int, padding: int
-) -> torch.Tensor:
+def _lookup_backward(ctx: KernelContext, grad: Tensor, index: Tensor, rows: int, padding: int) -> Tensor:
     local, mine = _local_index(ctx, ctx.results[0], 0, index)
     if padding >= 0:
         mine = mine & (index != padding)
-    gradient: torch.Tensor = aten.embedding_dense_backward(grad * mine[..., None], local, rows, -1, False)
+    gradient: Tensor = aten.embedding_dense_backward(grad * mine[..., None], local, rows, -1, False)
     return gradient
 
 
-def _cache_chunks(ctx: KernelContext, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+def _cache_chunks(ctx: KernelContext, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield chunks of rows, those of all tensors together. On a CPU chunks are so small that several passes over one
     stay in the cache."""
     first = tensors[0]
@@ -82,7 +79,7 @@ def _cache_chunks(ctx: KernelContext, *tensors: torch.Tensor) -> Iterator[tuple[
 
 
 @runs("parc.loss_parts.default")
-def _loss_parts(ctx: KernelContext, logits: torch.Tensor, peak: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def _loss_parts(ctx: KernelContext, logits: Tensor, peak: Tensor, targets: Tensor) -> Tensor:
     local, mine = _local_index(ctx, ctx.operands[0], 1, targets)
     total = torch.cat([(rows - top).exp_().sum(-1) for rows, top in _cache_chunks(ctx, logits, peak)])
     picked = torch.where(mine, (logits.gather(-1, local[:, None]) - peak).squeeze(-1), 0.0)  # padding is infinite
@@ -90,9 +87,7 @@ def _loss_parts(ctx: KernelContext, logits: torch.Tensor, peak: torch.Tensor, ta
 
 
 @runs("parc.loss_parts_backward.default")
-def _loss_parts_backward(
-    ctx: KernelContext, grad: torch.Tensor, logits: torch.Tensor, peak: torch.Tensor, targets: torch.Tensor
-) -> torch.Tensor:
+def _loss_parts_backward(ctx: KernelContext, grad: Tensor, logits: Tensor, peak: Tensor, targets: Tensor) -> Tensor:
     local, mine = _local_index(ctx, ctx.operands[1], 1, targets)
     result = torch.empty_like(logits)
     for part, rows, top, factor in _cache_chunks(ctx, result, logits, peak, grad[0][:, None]):
@@ -100,16 +95,14 @@ def _loss_parts_backward(
     return result.scatter_add_(-1, local[:, None], (grad[1] * mine)[:, None])
 
 
-def _within(ctx: KernelContext, type_: TensorType, dim: int, padded: int) -> torch.Tensor:
+def _within(ctx: KernelContext, type_: TensorType, dim: int, padded: int) -> Tensor:
     """Return the positions of a rank's entries along a padded dim, counted from the start of each part of ``padded``
     entries."""
     return ctx.index(type_, dim) % padded
 
 
 @runs("parc.fill_pad.default")
-def _fill_pad(
-    ctx: KernelContext, x: torch.Tensor, dim: int, outer: int, real: int, padded: int, value: float
-) -> torch.Tensor:
+def _fill_pad(ctx: KernelContext, x: Tensor, dim: int, outer: int, real: int, padded: int, value: float) -> Tensor:
     filled = _within(ctx, ctx.operands[0], dim, padded) >= real
     if not ctx.traced and not bool(filled.any()):  # equal regions of all ranks are one when compiled
         return x
@@ -117,13 +110,13 @@ def _fill_pad(
 
 
 @runs("parc.cut_pad.default")
-def _cut_pad(ctx: KernelContext, x: torch.Tensor, dim: int, outer: int, real: int, padded: int) -> torch.Tensor:
+def _cut_pad(ctx: KernelContext, x: Tensor, dim: int, outer: int, real: int, padded: int) -> Tensor:
     kept = _within(ctx, ctx.operands[0], dim, padded) < real
     return x.index_select(dim, kept.nonzero()[:, 0])
 
 
 @runs("parc.grow_pad.default")
-def _grow_pad(ctx: KernelContext, x: torch.Tensor, dim: int, outer: int, real: int, padded: int) -> torch.Tensor:
+def _grow_pad(ctx: KernelContext, x: Tensor, dim: int, outer: int, real: int, padded: int) -> Tensor:
     kept = _within(ctx, ctx.results[0], dim, padded) < real
     grown = x.new_zeros(*x.shape[:dim], kept.shape[0], *x.shape[dim + 1 :])
     return grown.index_copy_(dim, kept.nonzero()[:, 0], x)
@@ -131,15 +124,15 @@ def _grow_pad(ctx: KernelContext, x: torch.Tensor, dim: int, outer: int, real: i
 
 @runs("parc.store.default")
 @runs("parc.load.default")
-def _carry(ctx: KernelContext, x: torch.Tensor, what: str) -> torch.Tensor:
+def _carry(ctx: KernelContext, x: Tensor, what: str) -> Tensor:
     return x  # without offload there is one memory space
 
 
 @runs("parc.square_sum.default")
-def _square_sum(ctx: KernelContext, x: torch.Tensor) -> torch.Tensor:
+def _square_sum(ctx: KernelContext, x: Tensor) -> Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
     if x.device.type != "cpu":  # reads narrow numbers once; on a CPU a dot product is faster
-        norm: torch.Tensor = torch.linalg.vector_norm(x, dtype=wide)
+        norm: Tensor = torch.linalg.vector_norm(x, dtype=wide)
         return norm.square()
     flat = x.reshape(-1).to(wide)
     return torch.dot(flat, flat)
@@ -155,12 +148,12 @@ def _next_loss_scale(ctx: KernelContext, norm: Any, scale: Any, good: Any, skipp
 
 
 @runs(ADD_PRODUCT)
-def _add_product(ctx: KernelContext, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def _add_product(ctx: KernelContext, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return torch.addmm(x.reshape(a.shape[0], b.shape[1]), a, b).view(x.shape)
 
 
 @runs(ADD_PRODUCT, "over")
-def _add_product_over(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def _add_product_over(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     x.view(a.shape[0], b.shape[1]).addmm_(a, b)
     return x
 
@@ -170,7 +163,7 @@ def _dense(function: Any) -> Kernel:
     taken of contiguous tensors, does not show that."""
 
     def kernel(ctx: KernelContext, *args: Any) -> Any:
-        return function(*(item.contiguous() if isinstance(item, torch.Tensor) else item for item in args))
+        return function(*(item.contiguous() if isinstance(item, Tensor) else item for item in args))
 
     return kernel
 
@@ -181,7 +174,7 @@ KERNELS = code_for("kernel")
 
 
 @runs("parc.token_loss.default", "reference")
-def _plain_token_loss(ctx: KernelContext, logits: torch.Tensor, targets: torch.Tensor, ignore: int) -> torch.Tensor:
+def _plain_token_loss(ctx: KernelContext, logits: Tensor, targets: Tensor, ignore: int) -> Tensor:
     return torch.nn.functional.cross_entropy(logits, targets, ignore_index=ignore, reduction="none")
 
 

@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...compiler.analysis import products
 from ...compiler.torch_private import onednn_linear
@@ -65,29 +66,29 @@ def _seconds(function: Callable[[], object], times: int = 8) -> float:
     return min(seconds)
 
 
-def _large(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _large(a: Tensor, b: Tensor) -> bool:
     return a.dtype == torch.float32 and a.shape[0] * a.shape[1] * b.shape[1] >= products.LARGE_PRODUCT
 
 
 @runs("aten.mm.default", "onednn")
-def _mm(ctx: KernelContext, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def _mm(ctx: KernelContext, a: Tensor, b: Tensor) -> Tensor:
     return _onednn_product(ctx, a, b, None) if _large(a, b) else torch.mm(a, b)
 
 
 @runs("aten.addmm.default", "onednn")
-def _addmm(ctx: KernelContext, bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def _addmm(ctx: KernelContext, bias: Tensor, a: Tensor, b: Tensor) -> Tensor:
     if bias.dim() != 1 or bias.shape[0] != b.shape[1] or not _large(a, b):
         return torch.addmm(bias, a, b)
     return _onednn_product(ctx, a, b, bias)
 
 
-def _onednn_product(ctx: KernelContext, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _onednn_product(ctx: KernelContext, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     # a compiler sees one opaque operator
-    result: torch.Tensor = (_opaque if ctx.traced else _direct)(a, b.t(), bias)
+    result: Tensor = (_opaque if ctx.traced else _direct)(a, b.t(), bias)
     return result
 
 
-def _direct(a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _direct(a: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     linear: Any = onednn_linear()
     return linear(a, weight, bias)  # type: ignore[no-any-return]
 
@@ -96,5 +97,5 @@ _opaque = torch.library.custom_op("parc_runtime::linear", _direct, mutates_args=
 
 
 @_opaque.register_fake
-def _linear_fake(a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _linear_fake(a: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return a.new_empty(a.shape[0], weight.shape[0])

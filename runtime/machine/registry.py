@@ -68,16 +68,16 @@ class KernelContext:
 # ---- the table of kernels
 
 Kernel = Callable[..., Any]
-Purpose = Literal["kernel", "reference", "over", "into", "adding", "onednn"]
+KernelPurpose = Literal["kernel", "reference", "over", "into", "adding", "onednn"]
 """The purposes of a function. A *kernel* gets the context of its line, then the operator's arguments. Functions for the
 *reference* replace it in the captured graph, those for *onednn* where that library is faster. The others get no
 context: they write *over* their first operand, or write *into* or are *adding* to a tensor that they get first."""
 
-_CODE: dict[Purpose, dict[str, Kernel]] = {purpose: {} for purpose in get_args(Purpose)}
+_CODE: dict[KernelPurpose, dict[str, Kernel]] = {purpose: {} for purpose in get_args(KernelPurpose)}
 _SomeKernel = TypeVar("_SomeKernel", bound=Kernel)
 
 
-def runs(op: str, purpose: Purpose = "kernel") -> Callable[[_SomeKernel], _SomeKernel]:
+def runs(op: str, purpose: KernelPurpose = "kernel") -> Callable[[_SomeKernel], _SomeKernel]:
     """Register the decorated function as the code of an operator for a purpose."""
 
     def note(code: _SomeKernel) -> _SomeKernel:
@@ -87,7 +87,7 @@ def runs(op: str, purpose: Purpose = "kernel") -> Callable[[_SomeKernel], _SomeK
     return note
 
 
-def code_for(purpose: Purpose) -> Mapping[str, Kernel]:
+def code_for(purpose: KernelPurpose) -> Mapping[str, Kernel]:
     """Return the code for a purpose by operator, from the modules that are imported."""
     return _CODE[purpose]
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...compiler.analysis.lifetimes import Aliases, form_over, operand_over, spare_operands
 from ...compiler.layout.collectives import COLLECTIVES, WAIT
@@ -37,26 +36,26 @@ def last_uses(function: Function, groups: Sequence[Sequence[Line]]) -> list[tupl
     return list(map(tuple, dead))
 
 
-@dataclass(frozen=True, slots=True)
-class Liveness:
-    """The liveness of a function's values, line by line: the operands whose storage the line may write over, those that
-    must have arrived before it, and the names that nobody reads after it."""
+class LineLiveness(NamedTuple):
+    """The liveness of values at a line: the operands whose storage the line may write over, those that must have
+    arrived before it, and the names that nobody reads after it."""
 
-    spare: Sequence[frozenset[str]]
-    awaited: Sequence[tuple[str, ...]]
-    dead: Sequence[tuple[str, ...]]
+    spare: frozenset[str]
+    awaited: tuple[str, ...]
+    dead: tuple[str, ...]
 
 
-def liveness(function: Function, aliases: Aliases, delayed: frozenset[str], reuse: bool) -> Liveness:
-    """Return the liveness of a function's values. Those ``delayed`` are added to totals only after the function's
+def liveness(function: Function, aliases: Aliases, delayed: frozenset[str], reuse: bool) -> Sequence[LineLiveness]:
+    """Return the liveness at each line of a function. Values ``delayed`` are added to totals only after the function's
     sends. Without ``reuse`` no storage is spare."""
     key = "liveness", aliases, delayed, reuse
     if key not in function.derived:
         sums = in_flight(function.lines)
         spare = spare_operands(function, aliases, delayed) if reuse else [frozenset[str]()] * len(function.lines)
         awaited = [tuple(sums.intersection(line.uses)) for line in function.lines]
-        function.derived[key] = Liveness(spare, awaited, last_uses(function, [(line,) for line in function.lines]))
-    stored: Liveness = function.derived[key]
+        dead = last_uses(function, [(line,) for line in function.lines])
+        function.derived[key] = tuple(map(LineLiveness, spare, awaited, dead))
+    stored: Sequence[LineLiveness] = function.derived[key]
     return stored
 
 

@@ -60,18 +60,15 @@ class Message:
         return f"{self.stage}{send_kind(self.kind)}{self.microbatch}"
 
 
-class Sending(Protocol):
-    """A message that is being sent; it holds the tensors."""
+@dataclass(frozen=True, slots=True)
+class Sending:
+    """A message that is being sent, with the tensors that it must keep alive. ``done`` returns whether it is known to
+    be taken, so that ``wait`` returns at once. ``wait`` waits until it is, and its tensors may be written over; it
+    raises ``PeerLost`` if it never is."""
 
-    def done(self) -> bool:
-        """Return whether the message is known to be taken, so that ``wait`` returns at once."""
-
-    def wait(self) -> None:
-        """Wait until the message is taken, and its tensors may be written over.
-
-        Raises:
-            PeerLost: it never is.
-        """
+    tensors: Sequence[torch.Tensor]
+    done: Callable[[], bool]
+    wait: Callable[[], None]
 
 
 _GLOO_NOISE = re.compile(r"^\[\S+:\d+\] |\s*GLHF!.*$", re.DOTALL)

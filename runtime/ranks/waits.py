@@ -51,24 +51,9 @@ WAITS = Waits()
 """The waits of the calling thread."""
 
 
-@final
-class Lap:
-    """The time of one step, and the waits in it, from ``begin`` to ``end``."""
-
-    def __init__(self) -> None:
-        self._begun = self._now()
-
-    @staticmethod
-    def _now() -> tuple[float, float, float]:
-        return time.perf_counter(), WAITS.for_data, WAITS.for_ranks
-
-    def begin(self) -> None:
-        """Begin the step."""
-        self._begun = self._now()
-
-    def end(self) -> tuple[float, ...]:
-        """Return the seconds since it began, and those of waits for data and for other ranks."""
-        return tuple(after - before for before, after in zip(self._begun, self._now(), strict=True))
+def clock() -> tuple[float, float, float]:
+    """Return the time, and this thread's waits for data and for other ranks so far, all in seconds."""
+    return time.perf_counter(), WAITS.for_data, WAITS.for_ranks
 
 
 # ---- traces: spans of actions on every rank, as a file for Perfetto or chrome://tracing

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
+from torch import Tensor
 
 from ...compiler.program.binding import BUFFERS, PARAMETERS, Binding, Kind
 from ...grammar.codes_run import RESULT_TAKEN
@@ -15,7 +15,7 @@ from .faults import RunError
 
 WorkKey = tuple[int, str, int]
 """The key of values that are kept between actions: a stage, its ``F`` or ``B``, and a microbatch."""
-Batch = Mapping[str, torch.Tensor]
+Batch = Mapping[str, Tensor]
 """One microbatch of one rank: its part of each input."""
 
 
@@ -24,9 +24,9 @@ class RankState:
     """The state of one rank between steps: its pieces of parameters and buffers, and the state of the steps themselves,
     by name."""
 
-    parameters: dict[str, torch.Tensor]
-    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
-    steps: dict[str, torch.Tensor] = field(default_factory=dict)
+    parameters: dict[str, Tensor]
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    steps: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class Work:
     keep: bool
     totals: BoundTensors = field(default_factory=dict)
     kept: dict[WorkKey, BoundTensors] = field(default_factory=dict)
-    sent: dict[WorkKey, list[torch.Tensor]] = field(default_factory=dict)
+    sent: dict[WorkKey, list[Tensor]] = field(default_factory=dict)
     results: BoundTensors = field(default_factory=dict)
     counted: Environment = field(default_factory=dict)
     """The count of targets over all ranks by SCALE's name for it, if it is known without a collective."""
@@ -49,10 +49,10 @@ class Work:
     """The totals that share storage with nothing, to which later parts are added in place."""
     returns: bool = True
     """False where the tensors that the model returns are not asked for."""
-    returned: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    returned: dict[str, list[Tensor]] = field(default_factory=dict)
     """The rank's parts of the returned tensors, by name and microbatch."""
 
-    def total(self, key: Binding, value: torch.Tensor, exclusive: bool = False) -> None:
+    def total(self, key: Binding, value: Tensor, exclusive: bool = False) -> None:
         """Add a microbatch's part to its total. ``exclusive`` says that nothing else shares its storage."""
         total = self.totals.get(key)
         if total is None:
@@ -73,7 +73,7 @@ class Work:
         if sent := [value for binding, value in results.items() if binding.kind == "sent"]:
             self.sent[key] = sent
 
-    def unshare_gradients(self, others: Iterable[torch.Tensor]) -> None:
+    def unshare_gradients(self, others: Iterable[Tensor]) -> None:
         """Clone gradients that overlap another one or ``others``, so that REDUCE may write over each. Parts of one
         bucket do not overlap. A gradient whose reduction is in flight stays where it arrives."""
         taken: dict[int, list[range]] = {other.untyped_storage().data_ptr(): [_ALL] for other in others}
@@ -92,13 +92,13 @@ _ALL = range(1 << 63)
 """All bytes of a storage."""
 
 
-def _bytes_of(tensor: torch.Tensor) -> range:
+def _bytes_of(tensor: Tensor) -> range:
     """Return the range of bytes of its storage that a tensor may use."""
     begin = tensor.storage_offset() * tensor.itemsize
     return range(begin, begin + tensor.nbytes) if tensor.is_contiguous() else _ALL
 
 
-def bind(binding: Binding, work: Work, extra: BoundTensors) -> torch.Tensor:
+def bind(binding: Binding, work: Work, extra: BoundTensors) -> Tensor:
     """Return a rank's tensor for a binding of a program's parameter."""
     if binding in extra:
         return extra[binding]  # type: ignore[no-any-return]
@@ -111,7 +111,7 @@ def bind(binding: Binding, work: Work, extra: BoundTensors) -> torch.Tensor:
     return work.results[binding] if binding in work.results else work.totals[binding]  # type: ignore[no-any-return]
 
 
-def named(table: BoundTensors, kind: Kind) -> dict[str, torch.Tensor]:
+def named(table: BoundTensors, kind: Kind) -> dict[str, Tensor]:
     """Return the tensors of one kind in a table, by their binding's name."""
     return {key.name: value for key, value in table.items() if key.kind == kind}
 
@@ -126,12 +126,12 @@ class StepResult:
     steps such as the loss scale.
     """
 
-    loss: torch.Tensor
-    grad_norm: torch.Tensor | None
-    gradients: dict[str, torch.Tensor]
-    metrics: dict[str, torch.Tensor] = field(default_factory=dict)
-    state: dict[str, torch.Tensor] = field(default_factory=dict)
-    returned: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    loss: Tensor
+    grad_norm: Tensor | None
+    gradients: dict[str, Tensor]
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+    state: dict[str, Tensor] = field(default_factory=dict)
+    returned: dict[str, list[Tensor]] = field(default_factory=dict)
     """The rank's parts of the tensors that the model returns, by name and microbatch, where they were asked for."""
     taken: bool = False
     """True once an update has used it."""

@@ -38,7 +38,7 @@ from ..ranks.faults import Bad, RunError, Watcher, bad_number, bad_tensor, writi
 from ..ranks.gather import Gatherer, everywhere, held, keepers_of, owners_of
 from ..ranks.lockstep import Together
 from ..ranks.processes import default_device, join_processes, launched
-from ..ranks.waits import Lap, Recorder, clock_offset, write_trace
+from ..ranks.waits import Recorder, clock, clock_offset, write_trace
 from ..ranks.work import Batch, RankState, StepReport, StepResult, consume
 from ..state.initial import Initial
 from ..state.offload import Offloaded
@@ -84,54 +84,6 @@ class FullState:
         return {name: initial.own(name, whole.get(name)) for name in initial.kept}
 
 
-# ---- reports of steps
-
-
-class Reporting:
-    """The reports of a session's steps on one rank, and the functions that are called with them."""
-
-    def __init__(self, build: Build) -> None:
-        self._layers = layers_of(build)
-        self._lap = Lap()
-        self.calls: list[Callable[[StepReport], object]] = []
-        """The functions that are called with each report."""
-
-    def begin(self) -> None:
-        """Start the clock of a step."""
-        self._lap.begin()
-
-    def done(
-        self,
-        step: int,
-        numbers: tuple[float, float, float],
-        metrics: Mapping[str, torch.Tensor],
-        state: Mapping[str, torch.Tensor],
-        skipped: bool,
-    ) -> StepReport:
-        """Return the report of a finished step, after all functions were called with it. ``numbers`` are its loss, norm
-        and learning rate, ``state`` is the state of steps after it."""
-        loads = loads_in(metrics, self._layers)
-        single = {name: float(value) for name, value in metrics.items() if not value.dim()}
-        figures = single | load_figures(loads, self._layers) | scale_figures(state)
-        report = StepReport(step, *numbers, figures, skipped, loads, *self._lap.end())
-        for call in self.calls:
-            call(report)
-        return report
-
-
-def find_bad(stepper: Stepper, state: RankState, parts: LocalParts, step: int, rank: int) -> Bad | None:
-    """Repeat a step line by line on a stepper made for it. Return the first value on this rank that is not finite."""
-    seen = bad_tensor(state.parameters, "parameter", rank)
-    for part in parts:
-        floats = {name: value for name, value in part.items() if value.is_floating_point()}
-        seen = seen or bad_tensor(floats, "input", rank)
-    watcher = Watcher(rank, lambda: stepper.current)
-    for machine in stepper.machines.values():
-        machine.watch = watcher.watch(machine.program.action)
-    stepper.gradients([state], [parts], step)
-    return seen or watcher.first_bad()
-
-
 # ---- the session
 
 
@@ -157,7 +109,8 @@ class Session:
         compile: bool = False,
         trace: bool = False,
     ) -> None:
-        self.build, self._reporting = build, Reporting(build)
+        self.build, self._layers, self._begun = build, layers_of(build), clock()
+        self._listeners: list[Callable[[StepReport], object]] = []
         self.mesh = build_mesh(build)
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         check_fits(build, self.world)
@@ -239,7 +192,7 @@ class Session:
                 be read, or an earlier error left a step.
         """
         self._check_trains()
-        self._reporting.begin()
+        self._begun = clock()
         begun = self._batches.begin("session.step", batch, local, self.state, self.step_number, self.last_step)
         with self._together.doing(f"step {self.step_number + 1}", self.state):
             self._last_batch = begun.at, begun.parts, dict(self.state.buffers)
@@ -258,31 +211,41 @@ class Session:
         """
         self._check_trains()
         consume(result)
+        step, line = self.step_number + 1, self.build.manifest["optimizer"]
         loss, norm = float(result.loss), float(result.grad_norm) if result.grad_norm is not None else 0.0
         skipped = skips(self.state.steps, result.state, norm)
         if not skipped and not (math.isfinite(loss) and math.isfinite(norm)):
-            with self._together.doing(f"step {self.step_number + 1}", self.state):
+            with self._together.doing(f"step {step}", self.state):
                 first_bad = self._find_bad()
-            raise bad_number(self.step_number + 1, loss, norm, first_bad, self.regions is not None, self.build.manifest)
-        line = self.build.manifest["optimizer"]
-        lr = rate(line, self.step_number + 1) if lr is None else lr
+            raise bad_number(step, loss, norm, first_bad, self.regions is not None, self.build.manifest)
+        lr = rate(line, step) if lr is None else lr
         with self._by_sizes().stepper.recorded(str(self.role.actions[-1]), "work", self.step_number):
             if skipped:
                 self.state.buffers = dict(self._last_batch[2])
             else:
                 trained = self.state.parameters
                 units = self.offloaded.units(trained)
-                update(
-                    self.optimizer, line, self.step_number + 1, trained, result.gradients, result.grad_norm, lr, units
-                )
+                update(self.optimizer, line, step, trained, result.gradients, result.grad_norm, lr, units)
         self.state.steps.update(state_after(result.state, skipped))
-        numbers = loss, norm, float(lr)
-        self.step_number = self._together.stepped(self.step_number + 1, numbers[-1])
-        return self._reporting.done(self.step_number, numbers, result.metrics, self.state.steps, skipped)
+        self.step_number = self._together.stepped(step, float(lr))
+        return self._report(loss, norm, float(lr), result.metrics, skipped)
+
+    def _report(
+        self, loss: float, norm: float, lr: float, metrics: Mapping[str, torch.Tensor], skipped: bool
+    ) -> StepReport:
+        """Return the report of the step that was just done, after all listeners were called with it."""
+        loads = loads_in(metrics, self._layers)
+        single = {name: float(value) for name, value in metrics.items() if not value.dim()}
+        figures = single | load_figures(loads, self._layers) | scale_figures(self.state.steps)
+        times = (after - before for before, after in zip(self._begun, clock(), strict=True))
+        report = StepReport(self.step_number, loss, norm, lr, figures, skipped, loads, *times)
+        for call in self._listeners:
+            call(report)
+        return report
 
     def on_step(self, call: Callable[[StepReport], object]) -> None:
         """Call a function on this rank after every later step, with its report. Its exceptions leave ``update``."""
-        self._reporting.calls.append(call)
+        self._listeners.append(call)
 
     def step(self, batch: Batch | None = None, lr: float | None = None, *, local: Batch | None = None) -> StepReport:
         """Do one step of training: ``gradients`` of the batch, then ``update`` with the learning rate."""
@@ -383,9 +346,17 @@ class Session:
         """Repeat the step line by line. Return, on every rank, the first value of each rank that is not finite."""
         at, parts, buffers = self._last_batch
         self.state.buffers = dict(buffers)
-        seen = find_bad(self._stepper(at.build, reuse=False), self.state, parts, self.step_number, self.rank)
+        bad = bad_tensor(self.state.parameters, "parameter", self.rank)
+        for part in parts:
+            floats = {name: value for name, value in part.items() if value.is_floating_point()}
+            bad = bad or bad_tensor(floats, "input", self.rank)
+        stepper = self._stepper(at.build, reuse=False)
+        watcher = Watcher(self.rank, lambda: stepper.current)
+        for machine in stepper.machines.values():
+            machine.watch = watcher.watch(machine.program.action)
+        stepper.gradients([self.state], [parts], self.step_number)
         self.state.buffers = dict(buffers)
-        return everywhere(seen, self.world)
+        return everywhere(bad or watcher.first_bad(), self.world)
 
     # ---- state
 
