@@ -1,4 +1,4 @@
-"""A step: a role's list of actions, done on one or several ranks, from microbatches to reduced gradients."""
+"""A step: a role's actions run in order on one or several ranks, from microbatches to reduced gradients."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from .ranks.communication import Backend, BoundTensors, Message, PeerLost, Sendi
 from .ranks.waits import Recorder, recorded
 from .ranks.work import Batch, RankState, StepResult, Work, bind, named
 
-# ---- the messages of a role's step: received ahead of their readers, and held until they are taken.
+# ---- messages between stages
 
 
-class Mail:
-    """The messages between the stages of a role, which its ``actions`` name, and the stages of other roles along
-    ``axis``."""
+class StageMessages:
+    """The messages of a role's ``actions`` along the pipeline ``axis``: received ahead of their readers, and held until
+    they are taken. Between two stages of one role nothing is sent."""
 
     def __init__(self, machines: Mapping[str, Machine], backend: Backend, axis: str, actions: Sequence[Action]) -> None:
         self.machines, self.backend, self.axis = machines, backend, axis
@@ -46,7 +46,7 @@ class Mail:
         self._sends: list[Sending] = []
 
     def begin(self) -> None:
-        """Forget all that an earlier step left."""
+        """Forget the messages of an earlier step, which an error may have left."""
         self._receives, self._sends = {}, []
 
     def machine(self, action: Action, kind: str) -> str:
@@ -54,7 +54,7 @@ class Mail:
         return f"{action.stage}{kind}" if self.axis else kind
 
     def post(self, action: Action) -> None:
-        """Start to receive the message that an action waits for, unless it was started."""
+        """Start to receive the message that an action waits for, unless that was done."""
         message = Message.of(action, self.axis)
         if message not in self._receives:
             machine = self.machines[self.machine(action, message.kind)]
@@ -63,20 +63,19 @@ class Mail:
             self._receives[message] = self.backend.receive(message, like)
 
     def receive(self, action: Action, work: Sequence[Work]) -> None:
-        """Wait for a message, and keep its tensors."""
+        """Wait for a message, and keep its tensors for the work that reads them."""
         message = Message.of(action, self.axis)
         self._keep(replace(action, kind=message.kind), work, self._receives.pop(message)())
 
     def _keep(self, action: Action, work: Sequence[Work], pieces: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Keep received tensors for some work of a stage."""
+        """Keep received tensors for a stage's work."""
         main = self.machines[self.machine(action, action.kind)].program.main
         keys = [binding for binding in main.bindings if binding.kind == "received"]
         for w, tensors in zip(work, pieces, strict=True):
             w.kept[action.stage, action.kind, action.microbatch] = dict(zip(keys, tensors, strict=True))
 
-    def hand_on(self, action: Action, work: Sequence[Work]) -> int | None:
-        """Give the results of work to the next stage if that is the role's own, so that nothing is sent. Return that
-        stage."""
+    def pass_on(self, action: Action, work: Sequence[Work]) -> int | None:
+        """Pass the results of work to the next stage if the role runs that, too. Return that stage, else None."""
         to = action.stage + ACTIONS[action.kind].to
         if not self.axis or to == action.stage or to not in self.stages:
             return None
@@ -87,7 +86,7 @@ class Mail:
     def send(self, action: Action, work: Sequence[Work]) -> None:
         """Start to send the results of work."""
         message = Message.of(action, self.axis)
-        pieces = [w.sent.pop((action.stage, message.kind, action.microbatch), []) for w in work]  # nothing may flow
+        pieces = [w.sent.pop((action.stage, message.kind, action.microbatch), []) for w in work]  # may be none
         self._sends = [sending for sending in self._sends if not sending.done()]
         self._sends.append(self.backend.send(message, pieces))
 
@@ -97,18 +96,18 @@ class Mail:
         return bool(self._sends)
 
     def settle(self) -> None:
-        """Wait until all messages are taken: the tensors may then be written over."""
+        """Wait until all messages are taken, so that their tensors may be written over."""
         for sending in self._sends:
             sending.wait()
         self._sends = []
 
 
-# ---- homes
+# ---- shards within unsharded weights
 
 
-class Homes:
-    """The weights of UNSHARD in which a parameter's own part lies as some of their rows, for the rank at these
-    ``coordinates``."""
+class ShardViews:
+    """The shards of the rank at these ``coordinates`` that UNSHARD's weights contain as consecutive rows, so that the
+    parameter need not be held twice."""
 
     def __init__(self, program: Program, coordinates: Mapping[str, int]) -> None:
         self._places: dict[Binding, tuple[str, int]] = {}
@@ -118,23 +117,22 @@ class Homes:
                 place = place * program.mesh.size(axis) + coordinates[axis]
             self._places[key] = name, place
 
-    def move(self, parameters: Mapping[str, torch.Tensor], weights: Mapping[Binding, torch.Tensor]) -> None:
-        """Let the stored parts be rows of these weights, which have the same values, from now on."""
+    def point_into(self, weights: Mapping[Binding, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> None:
+        """Make the stored shards views of these unsharded weights, which have the same values."""
         for key, (name, place) in self._places.items():
-            part, whole = parameters[name], weights[key]
-            if part.is_contiguous() and whole.is_contiguous():
-                part.set_(whole.narrow(0, place * len(part), len(part)))  # type: ignore[call-overload]
+            shard, weight = parameters[name], weights[key]
+            if shard.is_contiguous() and weight.is_contiguous():
+                shard.set_(weight.narrow(0, place * len(shard), len(shard)))  # type: ignore[call-overload]
 
 
-# ---- a step: a role's list of actions, done on one or several ranks, from microbatches to reduced gradients.
-
+# ---- the step
 
 _NO_LOSS = torch.zeros(())
 
 
 class Stepper:
-    """The runner of a role's actions in a step up to its gradients; the update is the optimizer's. ``axis`` is the
-    pipeline axis if the role has stages. With ``account`` the peak of the bytes that wait for backward is measured."""
+    """The runner of a role's actions up to the gradients; the update is the optimizer's. ``axis`` is the pipeline axis
+    if the role has stages. With ``account`` the peak of the bytes saved for backward is measured."""
 
     def __init__(
         self,
@@ -153,29 +151,29 @@ class Stepper:
         self.recorder = recorder
         self.account = account
         self.peak_saved_bytes: dict[int, int] = {}
-        """The most bytes, with ``account``, that one rank held for each stage's later actions, saved and received."""
+        """The peak, with ``account``, of the bytes that one rank held for later actions of each stage."""
         self.current: Action | None = None
         """The action that runs now, or ran last."""
         self._following: Action | None = None
         self._later: list[Callable[[], torch.Tensor]] = []
-        options.setdefault("reuse", options.get("watch") is None)  # who watches may keep
+        options.setdefault("reuse", options.get("watch") is None)  # a watch may keep values
         options["axis"] = axis
         self.machines = {name: machine(program, backend, device, **options) for name, program in programs.items()}
-        self._mail = Mail(self.machines, backend, axis, self.actions)
+        self._messages = StageMessages(self.machines, backend, axis, self.actions)
         self._last = {action.stage: action for action in self.actions if action.kind == BACKWARD}
         """The backward of each stage's last microbatch."""
-        gathers = self.machines.get(UNSHARD)
-        self._homes = [Homes(gathers.program, at) for at in gathers.coordinates] if gathers is not None else []
+        unshard = self.machines.get(UNSHARD)
+        self._shards = [ShardViews(unshard.program, at) for at in unshard.coordinates] if unshard is not None else []
 
     @property
     def counts(self) -> tuple[Binding, ...]:
-        """The denominators of the loss that a rank counts."""
+        """The bindings of the loss's denominators that the role counts."""
         count = self.machines.get(COUNTING)
         return () if count is None else tuple(key for key, _ in count.program.main.returns)
 
     @property
     def counts_apart(self) -> bool:
-        """True where a rank counts its targets without the others."""
+        """True where COUNT has no communication."""
         count = self.machines.get(COUNTING)
         return count is not None and not any(
             line.op in COLLECTIVES and COLLECTIVES[line.op].communicates
@@ -186,15 +184,15 @@ class Stepper:
     def begin(
         self, states: Sequence[RankState], batches: Sequence[Sequence[Batch]], step: int, keep: bool = True
     ) -> list[Work]:
-        """Begin the work of a step on ``batches[rank][microbatch]``. Targets are counted where no other rank is needed
-        for it. ``step`` counts from 0 and seeds dropout. Without ``keep`` nothing is kept for a backward."""
+        """Begin the work of a step on ``batches[rank][microbatch]``, and count targets if COUNT has no communication.
+        ``step`` counts from 0 and seeds dropout. Without ``keep`` nothing is saved for backward."""
         work = [Work(state, parts, keep) for state, parts in zip(states, batches, strict=True)]
         self._walk([action for action in self.actions if action.kind == COUNTING and self.counts_apart], work, step)
         return work
 
     def share_counts(self, work: Work, rank: int, key: Binding, counts: Sequence[torch.Tensor]) -> None:
-        """Give the counts of all ranks to the step of one of them, so that its SCALE needs no collective."""
-        work.counted |= self.machines[SCALING].summed(key, counts, rank)
+        """Give the counts of all ranks to the work of one of them, so that its SCALE needs no all-reduce."""
+        work.counted |= self.machines[SCALING].all_reduced(key, counts, rank)
 
     def gradients(self, states: Sequence[RankState], batches: Sequence[Sequence[Batch]], step: int) -> list[StepResult]:
         """Return loss and gradients of a step."""
@@ -202,38 +200,38 @@ class Stepper:
 
     def finish(self, work: Sequence[Work], step: int) -> list[StepResult]:
         """Return loss and gradients of a step that was begun."""
-        self._walk([action for action in self._left(work) if action.kind != STEP], work, step)
+        self._walk([action for action in self._remaining(work) if action.kind != STEP], work, step)
         return [
             StepResult(r.get(LOSS, _NO_LOSS), r.get(GRAD_NORM), named(r, "gradient"), named(r, "metric"),
                        named(r, "state"), w.returned)
             for w, r in ((w, w.results) for w in work)
         ]  # fmt: skip
 
-    def _left(self, work: Sequence[Work]) -> Iterator[Action]:
+    def _remaining(self, work: Sequence[Work]) -> Iterator[Action]:
         counted = any(COUNT in w.totals for w in work)
         return (action for action in self.actions if not (counted and action.kind == COUNTING))
 
     def loss(self, states: Sequence[RankState], batches: Sequence[Sequence[Batch]], step: int) -> list[StepResult]:
-        """Return the loss alone; nothing is kept for a backward."""
+        """Return the loss alone; nothing is saved for backward."""
         return self.evaluate(self.begin(states, batches, step, keep=False), step)
 
     def evaluate(self, work: Sequence[Work], step: int, returns: bool = False) -> list[StepResult]:
-        """Return the loss alone of a step that was begun, or also the tensors that the model ``returns``."""
+        """Return the loss of a step that was begun, with ``returns`` also the tensors that the model returns."""
         for w in work:
             w.returns = returns
-        self._walk([action for action in self._left(work) if action.serves("evaluation")], work, step)
+        self._walk([action for action in self._remaining(work) if action.serves("evaluation")], work, step)
         return [StepResult(w.results.get(LOSS, _NO_LOSS), None, {}, returned=w.returned) for w in work]
 
-    @torch.no_grad()  # the programs hold their backward, and a batch may require gradients
+    @torch.no_grad()  # a batch may require gradients, but backward is in the programs
     def _walk(self, actions: Sequence[Action], work: Sequence[Work], step: int) -> None:
-        self._mail.begin()
+        self._messages.begin()
         self._later = []
         for index, (action, following) in enumerate(pairwise([*actions, None])):
             assert action is not None
             self.current, self._following = action, following
             for coming in actions[index : index + 1 + AHEAD]:
                 if (row := coming.message) is not None and not row.sends:
-                    self._mail.post(coming)
+                    self._messages.post(coming)
             message = action.message
             handler = HANDLERS.get(action.kind, Stepper.run_program)
             if message is not None:
@@ -257,30 +255,30 @@ class Stepper:
     # ---- messages
 
     def _receive(self, action: Action, step: int, work: Sequence[Work]) -> None:
-        self._mail.receive(action, work)
+        self._messages.receive(action, work)
         self._note_saved(action.stage, work)
 
     def _send(self, action: Action, step: int, work: Sequence[Work]) -> None:
-        self._mail.send(action, work)
+        self._messages.send(action, work)
 
-    def _hand_on(self, action: Action, work: Sequence[Work]) -> None:
-        if (stage := self._mail.hand_on(action, work)) is not None:
+    def _pass_on(self, action: Action, work: Sequence[Work]) -> None:
+        if (stage := self._messages.pass_on(action, work)) is not None:
             self._note_saved(stage, work)
 
     def _finish_later(self) -> None:
-        """Add up the gradients that a backward left for the time after its sends."""
+        """Accumulate the gradients that a backward left until after its sends."""
         for call in self._later:
             call()
         self._later.clear()
 
     def _settle(self, step: int) -> None:
         """Wait until all messages are taken."""
-        if self._mail.sending:
+        if self._messages.sending:
             with self.recorded("sends", "wait", step):
-                self._mail.settle()
+                self._messages.settle()
 
     def _note_saved(self, stage: int, work: Sequence[Work]) -> None:
-        """Note the bytes kept for a stage now, each storage once, without those that the rank holds anyway."""
+        """Note the bytes that are kept for a stage now: each storage once, without parameters, buffers and batches."""
         if not self.account:
             return
         for w in work:
@@ -303,27 +301,28 @@ class Stepper:
         main: Function | None = None,
         last: Collection[Binding] = (),
     ) -> Iterator[tuple[Work, BoundTensors]]:
-        """Run a program, and yield each rank's work with the results on it. ``extra`` are values to bind beside those
-        that the rank holds. Results are added to ``totals``, by calls put into ``later`` if that is a list. ``main`` is
-        the main function that runs, if it is not that of most microbatches. The program owns the totals of ``last``."""
+        """Run a program, and yield each rank's work with the results on it. ``extra`` are further values to bind.
+        Results are added to ``totals``, by calls appended to ``later`` if that is a list. ``main`` is the main function
+        to run, if it is not that of most microbatches. The totals of ``last`` are moved into the program, which frees
+        them."""
         machine = self.machines[name]
         main = main or machine.program.main
-        given = [
+        inputs = [
             {value.name: bind(value.binding, w, more) for value in main.parameters if value.binding}
             for w, more in zip(work, extra or [{}] * len(work), strict=True)
         ]
         if name == SCALING:
-            for environment, w in zip(given, work, strict=True):
+            for environment, w in zip(inputs, work, strict=True):
                 environment |= w.counted
         for more in extra:
             more.clear()  # values die within the program, after their last use
         for key, w in ((key, w) for key in last for w in work):
             w.totals.pop(key, None)
-        return zip(work, machine.run(given, main.name, totals, later, work[0].arriving), strict=True)
+        return zip(work, machine.run(inputs, main.name, totals, later, work[0].arriving), strict=True)
 
     def _inputs(self, action: Action, step: int, work: Sequence[Work], *kinds: str) -> list[BoundTensors]:
-        """Return the inputs of a microbatch's work: the numbers that key its random stream, its inputs, and the values
-        kept for it."""
+        """Return the inputs of a microbatch's work: the key of its random streams, its part of the batch, and the
+        values kept for it."""
         rng = torch.tensor([step, action.microbatch], dtype=torch.int64)
         inputs: list[BoundTensors] = []
         for w in work:
@@ -333,74 +332,77 @@ class Stepper:
         return inputs
 
     def run_program(self, action: Action, step: int, work: Sequence[Work]) -> None:
-        """Run a program of the role. The results of a program before the work are added up over microbatches, for the
-        rest of the step; those of a program after the work are results of the step."""
+        """Run a program of the role. Results of an action before or during the work are summed over microbatches; those
+        of an action after it (REDUCE and the like) are results of the step."""
         row = ACTIONS[action.kind]
         if row.place == "after":
             self._settle(step)
         inputs = self._inputs(action, step, work) if row.each else ()
-        gradients = self.machines[action.kind].program.main.bound("gradient").values()  # nobody else reads their totals
+        # the only reader of the gradients' totals
+        gradients = self.machines[action.kind].program.main.bound("gradient").values()
         last = [value.binding for value in gradients if value.binding is not None]
-        for w, made in self._run(action.kind, work, inputs, last=last):
+        for w, results in self._run(action.kind, work, inputs, last=last):
             if row.place == "after":
-                w.results |= made
-                w.state.buffers.update(named(made, "buffer"))
+                w.results |= results
+                w.state.buffers.update(named(results, "buffer"))
                 continue
-            for key, value in made.items():
+            for key, value in results.items():
                 w.total(key, value)
 
     def _unshard(self, action: Action, step: int, work: Sequence[Work]) -> None:
         self.run_program(action, step, work)
-        for homes, w in zip(self._homes, work, strict=True):
-            homes.move(w.state.parameters, w.totals)
+        for shards, w in zip(self._shards, work, strict=True):
+            shards.point_into(w.totals, w.state.parameters)
 
     def _forward(self, action: Action, step: int, work: Sequence[Work]) -> None:
-        for w, made in self._run(self._mail.machine(action, FORWARD), work, self._inputs(action, step, work, FORWARD)):
-            for key in made:
+        inputs = self._inputs(action, step, work, FORWARD)
+        for w, results in self._run(self._messages.machine(action, FORWARD), work, inputs):
+            for key in results:
                 if key.home == "step":  # the loss, and the loads of experts
-                    w.total(key, made[key])
-            # never a view of a parameter, which the update changes, or of a batch, which is its owner's
-            w.state.buffers.update((name, value.clone()) for name, value in named(made, "buffer").items())
-            for name, value in named(made, "output").items() if w.returns else ():
+                    w.total(key, results[key])
+            # the program may return a view of a parameter, which the update changes, or of the caller's batch
+            w.state.buffers.update((name, value.clone()) for name, value in named(results, "buffer").items())
+            for name, value in named(results, "output").items() if w.returns else ():
                 w.returned.setdefault(name, []).append(value)
-            w.hand_over((action.stage, FORWARD, action.microbatch), made)
+            w.keep_sent((action.stage, FORWARD, action.microbatch), results)
             if w.keep:
-                saved = {key: value for key, value in made.items() if key.kind == "saved"}
+                saved = {key: value for key, value in results.items() if key.kind == "saved"}
                 w.kept[action.stage, "saved", action.microbatch] = saved
         self._note_saved(action.stage, work)
-        self._hand_on(action, work)
+        self._pass_on(action, work)
 
     def _backward(self, action: Action, step: int, work: Sequence[Work]) -> None:
-        name = self._mail.machine(action, BACKWARD)
+        name = self._messages.machine(action, BACKWARD)
         machine = self.machines[name]
         last = machine.program.last if self._last[action.stage] == action else None
-        totals = [w.own_totals(machine.addable) for w in work]
+        totals = [w.exclusive_totals(machine.addable) for w in work]
         inputs = self._inputs(action, step, work, "saved", BACKWARD)
         sends = self._following is not None and self._following.kind == send_kind(BACKWARD)
-        # a stage waits for what is sent, nobody for the weights' gradients; where other microbatches wait for their
-        # backward, there may be no memory to keep what these are made of
+        # the stage before waits for the sends, but nothing waits for weight gradients, so these come later; not while
+        # other microbatches hold activations, because the operands of weight gradients take memory, too
         later = self._later if sends and last is None and not any(w.kept for w in work) else None
         usual = dict(machine.program.main.returns)
-        whole = {key for key, name in last.returns if name != usual.get(key)} if last is not None else set[Binding]()
-        added = [{*given} for given in totals]
-        for (w, made), there in zip(self._run(name, work, inputs, totals, later, last, whole), added, strict=True):
-            w.hand_over((action.stage, BACKWARD, action.microbatch), made)
-            for key, value in made.items():
-                if key in whole:
+        reduced = {key for key, name in last.returns if name != usual.get(key)} if last is not None else set[Binding]()
+        accumulated = [{*table} for table in totals]
+        runs = zip(self._run(name, work, inputs, totals, later, last, reduced), accumulated, strict=True)
+        for (w, results), keys in runs:
+            w.keep_sent((action.stage, BACKWARD, action.microbatch), results)
+            for key, value in results.items():
+                if key in reduced:
                     (w.results if key.kind == "state" else w.totals)[key] = value
-                elif key.kind == "gradient" and key not in there:
+                elif key.kind == "gradient" and key not in keys:
                     w.total(key, value, key in machine.addable)
-        self._hand_on(action, work)
+        self._pass_on(action, work)
 
     def _reduce(self, action: Action, step: int, work: Sequence[Work]) -> None:
         self._settle(step)
         for w in work:
-            w.own([*w.state.parameters.values(), *w.state.buffers.values(), *w.parts[-1].values()])
+            w.unshare_gradients([*w.state.parameters.values(), *w.state.buffers.values(), *w.parts[-1].values()])
         self.run_program(action, step, work)
 
 
 Handler = Callable[[Stepper, Action, int, Sequence[Work]], None]
-"""A function that does an action of a step, given the step's number, on the ranks of a process."""
+"""A function that runs an action of the step with this number on the ranks of a process."""
 HANDLERS: dict[str, Handler] = {
     UNSHARD: Stepper._unshard,
     FORWARD: Stepper._forward,

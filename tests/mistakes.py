@@ -160,7 +160,7 @@ def _raised(python: str) -> str:
         try:
             exec(python, {"parc": parc, "session": session, **batch(0)})
         except RunError as error:
-            return f"parc.runtime.ranks.faults.RunError: {error}"
+            return f"parc.RunError: {error}"
     raise AssertionError(f"{python} is no mistake")
 
 

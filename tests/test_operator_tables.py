@@ -36,7 +36,7 @@ TABLES = {
 """Tables of code by operator: without complex numbers, for one element of a result, for padding that an operator makes
 or takes away, and for traces that torch's own would not do."""
 REGISTERS = {"rewrites", "takes_apart", "runs"}
-"""The decorators that note code in the tables of ``passes/canonical/rewriter.py`` and ``runtime/machine/site.py``."""
+"""The decorators that fill the tables of ``passes/canonical/rewriter.py`` and ``runtime/machine/registry.py``."""
 FILES = [file for file in python_files("parc", *LAYERS) if "compiler/ops/" not in shown(file)]
 
 _QUALIFIED = re.compile(r"(aten|parc|prims|transformers)\.[A-Za-z_]\w*(\.\w+)?")

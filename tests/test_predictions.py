@@ -23,7 +23,7 @@ from parc.compiler.verify.padding import mixed_samples, of_returned, sample_dims
 from parc.runtime.compare.agreement import joined, stacked
 from parc.runtime.compare.simulate import Simulation
 from parc.runtime.ranks.work import Batch, RankState, StepResult
-from parc.runtime.session.evaluation import real_part, returned_types
+from parc.runtime.session.evaluation import returned_types, without_padding
 from parc.runtime.step import Stepper
 from tests.checked_plans import checked, compiled
 from tests.draws import all_but
@@ -92,7 +92,7 @@ def test_what_the_model_returns_is_what_the_plain_module_returns_in_eval(name: s
     returned = [stacked(result.returned) for result in simulation.run(predict, parts, 0)]
     found = joined(returned, {name: type_ for name, (type_, _) in types.items()}, case.mesh)
     for one, dim in (("logits", 0), ("hidden.0", 0), ("hidden.1", 1)):
-        pieces = [real_part(piece, (*piece.shape[:2], *expected[one].shape[2:])) for piece in found[one]]
+        pieces = [without_padding(piece, (*piece.shape[:2], *expected[one].shape[2:])) for piece in found[one]]
         torch.testing.assert_close(torch.cat(pieces, dim), expected[one], rtol=1e-10, atol=1e-12)
     assert torch.equal(found["steps"][0], expected["steps"])
 

@@ -15,7 +15,7 @@ from parc.compiler.layout.mesh import Mesh
 from parc.compiler.layout.pieces import put_together, take
 from parc.compiler.layout.placement import Placement, Split, TensorType
 from parc.runtime.machine.kernels import KERNELS
-from parc.runtime.machine.site import Site
+from parc.runtime.machine.registry import KernelContext
 
 CPU = torch.device("cpu")
 
@@ -41,11 +41,11 @@ def test_dropout_masks_are_bitwise_those_of_one_rank(case: tuple[Mesh, TensorTyp
     key = torch.tensor(123456789)
     mask = KERNELS["parc.dropout_mask.default"]
     pieces = [
-        mask(Site(mesh, mesh.coordinates(rank), [], [type_], CPU), key, type_.local(mesh), p, torch.float32)
+        mask(KernelContext(mesh, mesh.coordinates(rank), [], [type_], CPU), key, type_.local(mesh), p, torch.float32)
         for rank in range(mesh.world)
     ]
     whole_type = TensorType(type_.dtype, type_.shape, Placement(()))
-    whole = mask(Site(Mesh(), {}, [], [whole_type], CPU), key, type_.shape, p, torch.float32)
+    whole = mask(KernelContext(Mesh(), {}, [], [whole_type], CPU), key, type_.shape, p, torch.float32)
     assert torch.equal(put_together(pieces, type_.placement, mesh), whole)
 
 
@@ -78,8 +78,8 @@ def test_initial_weights_are_bitwise_those_of_one_rank(data: st.DataObject) -> N
 @pytest.mark.parametrize("first, second", [("a.0", "b.0"), ("a.0", "a.1")])
 def test_streams_of_different_names_differ(first: str, second: str) -> None:
     key = KERNELS["parc.stream_key.default"]
-    site = Site(Mesh(), {}, [], [], CPU)
+    context = KernelContext(Mesh(), {}, [], [], CPU)
     rng = torch.tensor([3, 1])
-    assert key(site, rng, first, 0) != key(site, rng, second, 0)
-    assert key(site, rng, first, 0) != key(site, rng, first, 1)
-    assert key(site, rng, first, 0) != key(site, torch.tensor([3, 2]), first, 0)
+    assert key(context, rng, first, 0) != key(context, rng, second, 0)
+    assert key(context, rng, first, 0) != key(context, rng, first, 1)
+    assert key(context, rng, first, 0) != key(context, torch.tensor([3, 2]), first, 0)

@@ -255,7 +255,7 @@ def _run_fault(compiled: Compiled, case: Case, inputs: Mapping[str, torch.Tensor
     if not bool(eager.loss.isfinite()):
         watcher = Watcher(0, lambda: None)
         _captured(case, inputs, watch=watcher.watch(FORWARD))
-        bad = watcher.found()
+        bad = watcher.first_bad()
         notes = (bad.what.removesuffix(" on rank 0"), *bad.notes) if bad is not None else ()
         return not_finite(line, f"the loss is {float(eager.loss)} on a batch of random data", notes=notes)
     for name, value in eager.gradients.items():

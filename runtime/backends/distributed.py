@@ -1,4 +1,4 @@
-"""torch.distributed: one rank a process, gloo on CPUs and NCCL on GPUs."""
+"""The backend of a run: torch.distributed with one rank a process, gloo on CPUs and NCCL on GPUs."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, TypeVar, final
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ...compiler.layout.collectives import COLLECTIVES, SUMS
 from ...compiler.layout.mesh import Mesh, Shape
@@ -24,7 +24,7 @@ from ..ranks.waits import WAITS
 from .moves import RUN, START
 
 _MOST_TENSORS = 4096
-"""The most tensors of one message: tags of two messages are so far apart."""
+"""The most tensors of one message: the distance between the tags of two messages."""
 _Arrived = TypeVar("_Arrived")
 GroupPlace = tuple[tuple[str, ...], tuple[int, ...] | None]
 """The axes of a group, and the coordinates that are in it, if it is not all of them."""
@@ -32,8 +32,8 @@ GroupPlace = tuple[tuple[str, ...], tuple[int, ...] | None]
 
 @final
 class _Waiter:
-    """A thread that waits for gloo's sends, in their order, because they do not tell when they are done. A process that
-    ends does not wait for it."""
+    """A thread that waits for gloo's sends in their order, because gloo has no test for completion. It is a daemon: the
+    process may end before it."""
 
     def __init__(self) -> None:
         self._waits: SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = SimpleQueue()
@@ -57,27 +57,19 @@ class _Waiter:
                 wait()
                 del wait  # it holds what was sent
                 future.set_result(None)
-            except BaseException as error:  # whoever asks is told
+            except BaseException as error:  # raised where the future is read
                 future.set_exception(error)
             del future
 
 
-@dataclass(frozen=True, slots=True)
-class _Sending:
-    """Tensors that are being sent. ``done`` tells whether they were sent; ``wait`` waits for it."""
-
-    tensors: Sequence[torch.Tensor]
-    done: Callable[[], bool]
-    wait: Callable[[], None]
-
-
 class Distributed:
-    """The backend of a real run. Every process makes it alike, because making a group is collective.
+    """The backend of a run. Every process constructs it with the same ``programs``, because making a group is
+    collective.
 
-    With the ``axis`` of a pipeline, whose ``programs`` are those of all stages and ``stages`` says where these lie, the
-    ranks along it send each other messages. Gloo tells them apart by their tags. NCCL takes them in their order, and
-    sends of two ranks to each other would wait for one another: each channel, what one stage sends to a neighbour, has
-    a group of its own, and so a communicator and a stream.
+    With the ``axis`` of a pipeline, whose ``programs`` are those of all stages and ``stages`` has the place of each on
+    the axis, ranks along it send each other messages. Gloo matches them by tags. NCCL matches them by order, and the
+    sends of two ranks to each other would deadlock, so each channel (from one stage to a neighbour) has a group of its
+    own, and with it a communicator and a stream.
     """
 
     def __init__(
@@ -105,19 +97,19 @@ class Distributed:
         self._kinds = [row.kind for row in step_kinds("work") if row.to]
         self._channels: dict[tuple[int, str], Any] = {}
         self._what = ""
-        """The words that name the collective under way, for the message of a wait that never ends."""
+        """The description of the collective under way, for the message of ``PeerLost``."""
         self._waiter: _Waiter | None = None
         if axis:
             self._open_channels(axis)
         HOLDERS.add(self)
 
     def _open_channels(self, axis: str) -> None:
-        """Make the groups of messages. Those of NCCL meet here for the first time, all ranks in one order."""
+        """Make the groups of messages. NCCL creates a communicator at its first message, which all ranks send here in
+        one order."""
         pairs = [(stage, kind) for kind in self._kinds for stage, place in enumerate(self.stages)
                  if 0 <= (to := stage + ACTIONS[kind].to) < len(self.stages) and self.stages[to] != place]  # fmt: skip
         if self.device.type == "cpu":
-            line = self._line_group(axis)
-            self._channels = dict.fromkeys(pairs, line)
+            self._channels = dict.fromkeys(pairs, self._line_group(axis))
             self._waiter = _Waiter()
             return
         for stage, kind in pairs:
@@ -146,11 +138,11 @@ class Distributed:
         return (self.rank,)
 
     def group(self, axes: tuple[str, ...], members: tuple[int, ...] | None = None) -> Any:
-        """Return the process group over some axes, or over some places on one of them, that this rank is in."""
+        """Return this rank's process group over some axes, or over the ``members`` of one axis."""
         return self._groups[self._place(axes, members)]
 
     def _place(self, axes: tuple[str, ...], members: tuple[int, ...] | None) -> GroupPlace:
-        """Return the one name of a group: all coordinates of an axis are the axis itself."""
+        """Return the canonical key of a group: all coordinates of an axis are the axis itself."""
         everyone = members is not None and len(members) == self.mesh.size(axes[0])
         return axes, None if everyone else members
 
@@ -162,9 +154,9 @@ class Distributed:
         return place
 
     def collective(
-        self, op: str, args: Sequence[Any], pieces: Sequence[torch.Tensor], spare: bool = False
-    ) -> tuple[list[torch.Tensor], Callable[[], object] | None]:
-        """Run a collective with the other processes; a sum, or one that packs what it sends, is only started."""
+        self, op: str, args: Sequence[Any], pieces: Sequence[Tensor], spare: bool = False
+    ) -> tuple[list[Tensor], Callable[[], object] | None]:
+        """Run a collective with the other processes; sums and int8 collectives are only started."""
         (piece,) = pieces
         row = COLLECTIVES[op]
         axes, members = row.axes(args), row.members(args)
@@ -179,18 +171,18 @@ class Distributed:
         return [result], _wait_for([work], self._what)
 
     def message(
-        self, op: str, args: Sequence[Sequence[Any]], pieces: Sequence[Sequence[torch.Tensor]],
+        self, op: str, args: Sequence[Sequence[Any]], pieces: Sequence[Sequence[Tensor]],
         spare: Sequence[bool] = (),
-    ) -> tuple[list[list[torch.Tensor]], Callable[[], object]]:  # fmt: skip
-        """Start a message of several tensors. Its results are there once it is awaited."""
+    ) -> tuple[list[list[Tensor]], Callable[[], object]]:  # fmt: skip
+        """Start a message of several tensors. Its results are complete after the wait."""
         axes = COLLECTIVES[op].axes(args[0])
         self._what = f"rank {self.rank} waited for the other ranks of `{op}` over `{','.join(axes)}`"
         tensors = [of_ranks[0] for of_ranks in pieces]
         if op in SUMS:
-            tensors = [_to_sum(tensor, own) for tensor, own in zip(tensors, spare, strict=True)]
+            tensors = [_to_sum(*pair) for pair in zip(tensors, spare, strict=True)]
         results, wait = START[op](self, tensors, args, axes)
         what, waits = self._what, [wait]
-        del wait  # it holds the message's buffers
+        del wait  # only the list keeps the message's buffers alive, until the wait
 
         def arrival() -> None:
             if waits:
@@ -199,8 +191,8 @@ class Distributed:
 
         return [[result] for result in results], arrival
 
-    def around(self, op: str, axes: tuple[str, ...], parts: Sequence[RingPart]) -> list[list[torch.Tensor]]:
-        """Run this rank's part of a ring: what it yields is on its way while it goes on."""
+    def run_ring(self, op: str, axes: tuple[str, ...], parts: Sequence[RingPart]) -> list[list[Tensor]]:
+        """Run this rank's part of a ring: the tensors that it yields are sent while it computes."""
         (part,) = parts
         group = next(ranks for ranks in self.mesh.groups(axes) if self.rank in ranks)
         place = group.index(self.rank)
@@ -219,22 +211,22 @@ class Distributed:
                      for tag, (run, tensor, peer) in zip(tags, hops, strict=True)]  # fmt: skip
             with _naming(what):
                 works = dist.batch_isend_irecv(moves)
-            arrival = _taken(_wait_for(works, what), arrived)
+            arrival = _after_wait(_wait_for(works, what), arrived)
 
     def meet(
         self, run: Callable[..., Any], *args: Any, axes: tuple[str, ...], members: tuple[int, ...] | None = None,
         **options: Any,
     ) -> Any:  # fmt: skip
-        """Run one of torch's collectives with the other ranks of a group; its error says what was waited for."""
+        """Run one of torch's collectives with the other ranks of a group."""
         with _naming(self._what):
             return run(*args, group=self.group(axes, members), **options)
 
     def tag(self, axes: tuple[str, ...]) -> int:
-        """Return the tag of the next tensors that ranks of a group send each other: all of them count alike."""
+        """Return the tag of a group's next point-to-point tensors: a count that is the same on all of its ranks."""
         self._tags[axes] += 1
         return self._tags[axes] % 2**31
 
-    def send(self, message: Message, pieces: Sequence[Sequence[torch.Tensor]]) -> Sending:
+    def send(self, message: Message, pieces: Sequence[Sequence[Tensor]]) -> Sending:
         """Start to send tensors."""
         tensors = [tensor.contiguous() for tensor in pieces[0]]
         peer = self._peer(message, message.receiver)
@@ -243,21 +235,19 @@ class Distributed:
             works, f"rank {self.rank} waited until stage {message.receiver} (rank {peer}) had taken {message}"
         )
         if self._waiter is None:
-            return _Sending(tensors, lambda: all(work.is_completed() for work in works), wait)
+            return Sending(tensors, lambda: all(work.is_completed() for work in works), wait)
         sent = self._waiter.submit(wait)
-        return _Sending(tensors, sent.done, sent.result)
+        return Sending(tensors, sent.done, sent.result)
 
-    def receive(
-        self, message: Message, like: Sequence[tuple[Shape, torch.dtype]]
-    ) -> Callable[[], list[list[torch.Tensor]]]:
+    def receive(self, message: Message, like: Sequence[tuple[Shape, torch.dtype]]) -> Callable[[], list[list[Tensor]]]:
         """Start to receive into new tensors."""
         tensors = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in like]
         peer = self._peer(message, message.stage)
         works = [self._start(dist.irecv, tensor, peer, message, at) for at, tensor in enumerate(tensors)]
         wait = _wait_for(works, f"rank {self.rank} waited for {message} of stage {message.stage} (rank {peer})")
-        return _taken(wait, [tensors])
+        return _after_wait(wait, [tensors])
 
-    def _start(self, run: Callable[..., Any], tensor: torch.Tensor, peer: int, message: Message, at: int) -> Any:
+    def _start(self, run: Callable[..., Any], tensor: Tensor, peer: int, message: Message, at: int) -> Any:
         channel = message.stage * len(self._kinds) + self._kinds.index(message.kind)
         tag = (message.microbatch * len(self.stages) * len(self._kinds) + channel) * _MOST_TENSORS + at
         try:
@@ -270,13 +260,13 @@ class Distributed:
         return self.mesh.rank({**self.coordinates, message.axis: self.stages[stage]})
 
 
-def _to_sum(tensor: torch.Tensor, spare: bool) -> torch.Tensor:
+def _to_sum(tensor: Tensor, spare: bool) -> Tensor:
     """Return a contiguous tensor that a sum may be written over: the tensor itself, if it is ``spare``, or a copy."""
     return tensor if spare and tensor.is_contiguous() else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _wait_for(works: Sequence[Any], what: str) -> Callable[[], None]:
-    """Wait for all of them; the error says ``what`` was waited for."""
+    """Return a function that waits for all of them; its error says ``what`` was waited for."""
 
     def wait() -> None:
         with _naming(what):
@@ -286,8 +276,8 @@ def _wait_for(works: Sequence[Any], what: str) -> Callable[[], None]:
     return wait
 
 
-def _taken(wait: Callable[[], None], arrived: _Arrived) -> Callable[[], _Arrived]:
-    """Return a function that waits, and returns what has arrived."""
+def _after_wait(wait: Callable[[], None], arrived: _Arrived) -> Callable[[], _Arrived]:
+    """Return a function that waits, and returns what has then arrived."""
 
     def take() -> _Arrived:
         wait()
@@ -298,11 +288,15 @@ def _taken(wait: Callable[[], None], arrived: _Arrived) -> Callable[[], _Arrived
 
 @contextmanager
 def _naming(what: str) -> Iterator[None]:
-    """Wait for other ranks in the block."""
+    """Count the block as a wait for other ranks, and name in its error what was waited for.
+
+    Raises:
+        PeerLost: the block raised a ``RuntimeError``.
+    """
     try:
         with WAITS.ranks():
             yield
-    except torch.OutOfMemoryError:  # its own, not another rank's
+    except torch.OutOfMemoryError:  # this rank's own fault
         raise
     except RuntimeError as error:
         raise PeerLost(what, error) from error

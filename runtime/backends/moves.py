@@ -1,13 +1,16 @@
-"""Moves of torch.distributed: how collectives happen between the ranks of a group."""
+"""Collectives on torch.distributed: those that run at once, and messages of one or several tensors that are started and
+later awaited."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ...compiler.layout.collectives import SMALL_SUM, WAIT
 from ...compiler.layout.mesh import Mesh
@@ -23,6 +26,8 @@ from ...compiler.layout.pieces import (
     unpack,
 )
 
+Axes = tuple[str, ...]
+
 
 class Peers(Protocol):
     """One rank's view of the groups that it is in."""
@@ -30,17 +35,17 @@ class Peers(Protocol):
     mesh: Mesh
     native_reduce_scatter: bool
 
-    def index(self, axes: tuple[str, ...]) -> int:
+    def index(self, axes: Axes) -> int:
         """Return this rank's place in its group over some axes."""
 
-    def meet(self, run: Callable[..., Any], *args: Any, axes: tuple[str, ...], **options: Any) -> Any:
+    def meet(self, run: Callable[..., Any], *args: Any, axes: Axes, **options: Any) -> Any:
         """Run one of torch's collectives with the other ranks of a group."""
 
-    def tag(self, axes: tuple[str, ...]) -> int:
+    def tag(self, axes: Axes) -> int:
         """Return the tag of the next tensors that ranks of a group send each other."""
 
 
-Run = Callable[[Peers, Any, Sequence[Any], tuple[str, ...]], torch.Tensor]
+Run = Callable[[Peers, Any, Sequence[Any], Axes], Tensor]
 
 
 def group_size(axes: Sequence[str], mesh: Mesh) -> int:
@@ -48,7 +53,7 @@ def group_size(axes: Sequence[str], mesh: Mesh) -> int:
     return math.prod(mesh.size(axis) for axis in axes)
 
 
-def _all_gather(backend: Peers, piece: torch.Tensor, args: Sequence[Any], axes: tuple[str, ...]) -> torch.Tensor:
+def _all_gather(backend: Peers, piece: Tensor, args: Sequence[Any], axes: Axes) -> Tensor:
     _, dim, outer = args
     piece = piece.contiguous()
     pieces = [torch.empty_like(piece) for _ in range(group_size(axes, backend.mesh))]
@@ -56,7 +61,7 @@ def _all_gather(backend: Peers, piece: torch.Tensor, args: Sequence[Any], axes: 
     return join_dim(pieces, dim, outer)
 
 
-def _exchange(backend: Peers, parts: list[torch.Tensor], axes: tuple[str, ...]) -> torch.Tensor:
+def _exchange(backend: Peers, parts: list[Tensor], axes: Axes) -> Tensor:
     """Send part i to the group's i-th rank, and return the received parts, stacked in rank order."""
     sent = torch.stack(parts)
     received = torch.empty_like(sent)
@@ -64,9 +69,9 @@ def _exchange(backend: Peers, parts: list[torch.Tensor], axes: tuple[str, ...]) 
     return received
 
 
-def _reduce_scatter(backend: Peers, piece: torch.Tensor, args: Sequence[Any], axes: tuple[str, ...]) -> torch.Tensor:
-    """Exchange parts and sum them locally in rank order: on gloo this is faster than its own reduce_scatter, and
-    repeatable."""
+def _reduce_scatter(backend: Peers, piece: Tensor, args: Sequence[Any], axes: Axes) -> Tensor:
+    """Exchange parts and sum them locally in rank order: on gloo this is faster than its reduce_scatter, and
+    deterministic."""
     _, dim, outer = args
     ranks = group_size(axes, backend.mesh)
     parts = [slice_dim(piece, ranks, index, dim, outer) for index in range(ranks)]
@@ -77,12 +82,12 @@ def _reduce_scatter(backend: Peers, piece: torch.Tensor, args: Sequence[Any], ax
     return _exchange(backend, parts, axes).sum(0)
 
 
-def _round_int8(backend: Peers, piece: torch.Tensor, args: Sequence[Any], axes: tuple[str, ...]) -> torch.Tensor:
+def _round_int8(backend: Peers, piece: Tensor, args: Sequence[Any], axes: Axes) -> Tensor:
     return round_parts(piece, group_size(axes, backend.mesh), *args[1:])
 
 
-def all_to_all(backend: Peers, piece: torch.Tensor, args: Sequence[Any], axes: tuple[str, ...]) -> torch.Tensor:
-    """Change the dim that ranks split, or how they split it."""
+def all_to_all(backend: Peers, piece: Tensor, args: Sequence[Any], axes: Axes) -> Tensor:
+    """Change the dim along which a tensor is sharded, or the split of that dim."""
     _, dim, outer, to_dim, to_outer = args
     if dim == to_dim:
         return _regroup(backend, piece, dim, outer, to_outer, axes)
@@ -91,35 +96,33 @@ def all_to_all(backend: Peers, piece: torch.Tensor, args: Sequence[Any], axes: t
     return join_dim(_exchange(backend, parts, axes).unbind(0), dim, outer)
 
 
-def _regroup(
-    backend: Peers, piece: torch.Tensor, dim: int, outer: int, to_outer: int, axes: tuple[str, ...]
-) -> torch.Tensor:
-    """Change the split of a dim to another one; the parts that two ranks exchange differ in size from pair to pair."""
+def _regroup(backend: Peers, piece: Tensor, dim: int, outer: int, to_outer: int, axes: Axes) -> Tensor:
+    """Change the split of one dim; the sizes of the exchanged parts differ from pair to pair of ranks."""
     ranks, index = group_size(axes, backend.mesh), backend.index(axes)
     places = torch.arange(piece.shape[dim] * ranks)
     before = [slice_dim(places, ranks, rank, 0, outer) for rank in range(ranks)]
     after = [slice_dim(places, ranks, rank, 0, to_outer) for rank in range(ranks)]
     to_send = [torch.isin(before[index], theirs).nonzero().flatten().to(piece.device) for theirs in after]
-    taken = [torch.isin(after[index], theirs).nonzero().flatten().to(piece.device) for theirs in before]
+    to_receive = [torch.isin(after[index], theirs).nonzero().flatten().to(piece.device) for theirs in before]
     rows = piece.movedim(dim, 0)
     sent = torch.cat([rows.index_select(0, chosen) for chosen in to_send])
     received = torch.empty_like(sent)
-    sizes = [len(chosen) for chosen in taken], [len(chosen) for chosen in to_send]
+    sizes = [len(chosen) for chosen in to_receive], [len(chosen) for chosen in to_send]
     backend.meet(dist.all_to_all_single, received, sent, *sizes, axes=axes)
     result = torch.empty_like(received)
-    result[torch.cat(taken)] = received
+    result[torch.cat(to_receive)] = received
     return result.movedim(0, dim).contiguous()
 
 
-def _exchange_rows(backend: Peers, piece: Rows, args: Sequence[Any], axes: tuple[str, ...]) -> torch.Tensor:
+def _exchange_rows(backend: Peers, piece: Rows, args: Sequence[Any], axes: Axes) -> Tensor:
     received, coming, _ = send_rows(backend, piece, args, axes)
     return coming.packed(received)
 
 
 def send_rows(
-    backend: Peers, piece: Rows, args: Sequence[Any], axes: tuple[str, ...], **options: Any
-) -> tuple[torch.Tensor, RankOrder, Any]:
-    """Send packed rows to other ranks. Return those that come, their order, and what all_to_all_single returns."""
+    backend: Peers, piece: Rows, args: Sequence[Any], axes: Axes, **options: Any
+) -> tuple[Tensor, RankOrder, Any]:
+    """Exchange packed rows. Return the received rows, their order, and what all_to_all_single returns."""
     rows, before, after = piece
     leaving, coming = orders(before, after, group_size(axes, backend.mesh), args)
     received = rows.new_empty(sum(coming.sizes), *rows.shape[1:])
@@ -127,24 +130,21 @@ def send_rows(
     return received, coming, backend.meet(dist.all_to_all_single, received, sent, *sizes, axes=axes, **options)
 
 
-def _row_max(backend: Peers, piece: torch.Tensor, args: Sequence[Any], axes: tuple[str, ...]) -> torch.Tensor:
+def _row_max(backend: Peers, piece: Tensor, args: Sequence[Any], axes: Axes) -> Tensor:
     peak = piece.amax(-1, keepdim=True)
     if axes:
         backend.meet(dist.all_reduce, peak, op=dist.ReduceOp.MAX, axes=axes)
     return peak
 
 
-def _local(op: str) -> Run:
-    """Change placements without communication: a rank needs only its place in the group."""
+def _shard(backend: Peers, piece: Tensor, args: Sequence[Any], axes: Axes) -> Tensor:
+    return slice_dim(piece, group_size(axes, backend.mesh), backend.index(axes), *args[1:])
 
-    def run(backend: Peers, piece: torch.Tensor, args: Sequence[Any], axes: tuple[str, ...]) -> torch.Tensor:
-        ranks, index = group_size(axes, backend.mesh), backend.index(axes)
-        if op == "parc.shard":
-            return slice_dim(piece, ranks, index, *args[1:])
-        zeros = [torch.zeros_like(piece)] * ranks
-        return join_dim([*zeros[:index], piece, *zeros[index + 1 :]], *args[1:])
 
-    return run
+def _pad(backend: Peers, piece: Tensor, args: Sequence[Any], axes: Axes) -> Tensor:
+    parts = [torch.zeros_like(piece)] * group_size(axes, backend.mesh)
+    parts[backend.index(axes)] = piece
+    return join_dim(parts, *args[1:])
 
 
 RUN: Mapping[str, Run] = {
@@ -153,38 +153,36 @@ RUN: Mapping[str, Run] = {
     "parc.all_to_all": all_to_all,
     "parc.exchange": _exchange_rows,
     "parc.row_max": _row_max,
-    "parc.shard": _local("parc.shard"),
-    "parc.pad": _local("parc.pad"),
+    "parc.shard": _shard,
+    "parc.pad": _pad,
     "parc.round_int8": _round_int8,
     WAIT: lambda backend, piece, args, axes: piece,
 }
 
 
-# ---- messages of torch.distributed: collectives of one or several tensors that go on while other lines run.
-
+# ---- messages
 
 _GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-"""The collectives of one tensor, which newer versions of torch call otherwise."""
+"""The collectives of one tensor; newer versions of torch renamed them."""
 Args = Sequence[Sequence[Any]]
-"""For each tensor of a message the arguments of its collective behind the operand."""
-Axes = tuple[str, ...]
-Started = tuple[list[torch.Tensor], Callable[[], None]]
-"""Results that are on their way, and the function that waits for them and fills them."""
+"""The arguments of the collective after its operand, for each tensor of a message."""
+Started = tuple[list[Tensor], Callable[[], None]]
+"""Results in flight, and the function that waits for them and fills them."""
 
 
-def _start_gather(backend: Peers, pieces: Sequence[torch.Tensor], args: Args, axes: Axes) -> Started:
+def _start_gather(backend: Peers, pieces: Sequence[Tensor], args: Args, axes: Axes) -> Started:
     ranks = group_size(axes, backend.mesh)
     if backend.native_reduce_scatter:
         return _packed_gather(
             backend, pieces, args, axes, torch.flatten, lambda row, place: place.copy_(row.view_as(place))
         )
-    results = [_room(piece, own[1], piece.shape[own[1]] * ranks) for piece, own in zip(pieces, args, strict=True)]
+    results = [_resized(piece, dim, piece.shape[dim] * ranks) for piece, (_, dim, _) in zip(pieces, args, strict=True)]
     sent = [[piece.contiguous()] * ranks for piece in pieces]
-    # where the parts of a result lie one behind the other, they arrive in their places
+    # parts that are contiguous in the result are received in place
     rows = [
-        list(result.chunk(ranks)) if parts_in_order(*own[1:]) else [torch.empty_like(piece[0]) for _ in range(ranks)]
-        for result, piece, own in zip(results, sent, args, strict=True)
+        list(result.chunk(ranks)) if parts_in_order(*split) else [torch.empty_like(piece[0]) for _ in range(ranks)]
+        for result, piece, (_, *split) in zip(results, sent, args, strict=True)
     ]
     wait = _exchanged(backend, sent, rows, axes)
 
@@ -198,12 +196,12 @@ def _start_gather(backend: Peers, pieces: Sequence[torch.Tensor], args: Args, ax
     return results, arrive
 
 
-def _start_scatter(backend: Peers, pieces: Sequence[torch.Tensor], args: Args, axes: Axes) -> Started:
-    """Exchange the parts, and sum them locally in rank order when they are there."""
+def _start_scatter(backend: Peers, pieces: Sequence[Tensor], args: Args, axes: Axes) -> Started:
+    """Exchange the parts, and sum them locally in rank order once they have arrived."""
     ranks = group_size(axes, backend.mesh)
     parts = [
-        [slice_dim(piece, ranks, index, *own[1:]) for index in range(ranks)]
-        for piece, own in zip(pieces, args, strict=True)
+        [slice_dim(piece, ranks, index, *split) for index in range(ranks)]
+        for piece, (_, *split) in zip(pieces, args, strict=True)
     ]
     if backend.native_reduce_scatter:
         results = [torch.empty_like(row[0]) for row in parts]
@@ -223,18 +221,18 @@ def _start_scatter(backend: Peers, pieces: Sequence[torch.Tensor], args: Args, a
 
 
 def _exchanged(
-    backend: Peers, sent: list[list[torch.Tensor]], received: list[list[torch.Tensor]], axes: tuple[str, ...]
+    backend: Peers, sent: list[list[Tensor]], received: list[list[Tensor]], axes: Axes
 ) -> Callable[[], None]:
-    """Start to exchange tensors, part i with the group's i-th rank, and return the function that waits for it. Each
-    travels from where it is to where it is wanted: packed, it would need memory twice more."""
-    own, works = backend.index(axes), []
+    """Start to exchange tensors, part i with the group's i-th rank, and return the function that waits for it. Nothing
+    is packed, which would take two more copies of all tensors."""
+    index, works = backend.index(axes), []
     for to_send, to_fill in zip(sent, received, strict=True):
         tag = backend.tag(axes)
         for peer in range(len(to_send)):
-            if peer != own and to_fill[peer].numel():
+            if peer != index and to_fill[peer].numel():
                 works.append(backend.meet(dist.irecv, to_fill[peer], axes=axes, group_src=peer, tag=tag))
                 works.append(backend.meet(dist.isend, to_send[peer], axes=axes, group_dst=peer, tag=tag))
-        to_fill[own].copy_(to_send[own])
+        to_fill[index].copy_(to_send[index])
 
     def wait() -> None:
         for work in works:
@@ -258,19 +256,19 @@ def _start_exchange(backend: Peers, pieces: Sequence[Rows], args: Args, axes: Ax
     return results, arrive
 
 
-def _start_all_to_all(backend: Peers, pieces: Sequence[torch.Tensor], args: Args, axes: Axes) -> Started:
-    """Exchange the parts of each tensor, and join them when they are there. Another split of the same dim is made at
+def _start_all_to_all(backend: Peers, pieces: Sequence[Tensor], args: Args, axes: Axes) -> Started:
+    """Exchange the parts of each tensor, and join them once they have arrived. A change of one dim's split is done at
     once."""
-    ranks, results, started = group_size(axes, backend.mesh), list[torch.Tensor](), list[tuple[Any, ...]]()
-    for piece, own in zip(pieces, args, strict=True):
-        _, dim, outer, to_dim, to_outer = own
+    ranks, results, started = group_size(axes, backend.mesh), list[Tensor](), list[tuple[Any, ...]]()
+    for piece, options in zip(pieces, args, strict=True):
+        _, dim, outer, to_dim, to_outer = options
         if dim == to_dim:
-            results.append(all_to_all(backend, piece, own, axes))
+            results.append(all_to_all(backend, piece, options, axes))
             continue
         sent = torch.stack([slice_dim(piece, ranks, index, to_dim, to_outer) for index in range(ranks)])
         received = torch.empty_like(sent)
         work = backend.meet(dist.all_to_all_single, received, sent, axes=axes, async_op=True)
-        results.append(_room(received[0], dim, received.shape[1:][dim] * ranks))
+        results.append(_resized(received[0], dim, received.shape[1:][dim] * ranks))
         started.append((results[-1], received, work, dim, outer))
 
     def arrive() -> None:
@@ -281,15 +279,15 @@ def _start_all_to_all(backend: Peers, pieces: Sequence[torch.Tensor], args: Args
     return results, arrive
 
 
-def _start_scatter_int8(backend: Peers, pieces: Sequence[torch.Tensor], args: Args, axes: Axes) -> Started:
-    """Exchange the packed parts, and sum them locally in rank order when they are there."""
+def _start_scatter_int8(backend: Peers, pieces: Sequence[Tensor], args: Args, axes: Axes) -> Started:
+    """Exchange the packed parts, and sum them locally in rank order once they have arrived."""
     ranks = group_size(axes, backend.mesh)
-    results = [_room(piece, own[1], piece.shape[own[1]] // ranks) for piece, own in zip(pieces, args, strict=True)]
+    results = [_resized(piece, dim, piece.shape[dim] // ranks) for piece, (_, dim, _) in zip(pieces, args, strict=True)]
     lengths = [packed_bytes(result.numel()) for result in results]
     sent = pieces[0].new_empty(ranks, sum(lengths), dtype=torch.int8)
-    for piece, own, places in zip(pieces, args, sent.split(lengths, 1), strict=True):
+    for piece, (_, *split), places in zip(pieces, args, sent.split(lengths, 1), strict=True):
         for index, place in enumerate(places):
-            pack(slice_dim(piece, ranks, index, *own[1:]), place)
+            pack(slice_dim(piece, ranks, index, *split), place)
     received = torch.empty_like(sent)
     work = backend.meet(dist.all_to_all_single, received, sent, axes=axes, async_op=True)
 
@@ -301,20 +299,16 @@ def _start_scatter_int8(backend: Peers, pieces: Sequence[torch.Tensor], args: Ar
     return results, arrive
 
 
-def _start_gather_int8(backend: Peers, pieces: Sequence[torch.Tensor], args: Args, axes: Axes) -> Started:
-    return _packed_gather(backend, pieces, args, axes, pack, unpack)
-
-
 def _packed_gather(
-    backend: Peers, pieces: Sequence[torch.Tensor], args: Args, axes: Axes,
-    pack: Callable[[torch.Tensor], torch.Tensor], unpack: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    backend: Peers, pieces: Sequence[Tensor], args: Args, axes: Axes,
+    pack: Callable[[Tensor], Tensor], unpack: Callable[[Tensor, Tensor], Tensor],
 ) -> Started:  # fmt: skip
-    """Gather the packed pieces at once, and unpack them when they are there."""
+    """Gather the pieces packed into one buffer, and unpack them once they have arrived."""
     ranks, packed = group_size(axes, backend.mesh), [pack(piece) for piece in pieces]
     sent, lengths, shapes = torch.cat(packed), [len(one) for one in packed], [piece.shape for piece in pieces]
     packed.clear()
     received = sent.new_empty(ranks * len(sent))
-    results = [_room(piece, own[1], piece.shape[own[1]] * ranks) for piece, own in zip(pieces, args, strict=True)]
+    results = [_resized(piece, dim, piece.shape[dim] * ranks) for piece, (_, dim, _) in zip(pieces, args, strict=True)]
     work = backend.meet(_GATHER, received, sent, axes=axes, async_op=True)
 
     def arrive() -> None:
@@ -331,15 +325,16 @@ def _packed_gather(
     return results, arrive
 
 
-def _room(piece: torch.Tensor, dim: int, size: int) -> torch.Tensor:
-    """Return a tensor without values that is like a piece, but for its size along a dim."""
+def _resized(piece: Tensor, dim: int, size: int) -> Tensor:
+    """Return an uninitialized tensor like a piece, with another size along a dim."""
     return piece.new_empty(*piece.shape[:dim], size, *piece.shape[dim + 1 :])
 
 
 def _packed_scatter(
-    backend: Peers, parts: Sequence[Sequence[torch.Tensor]], axes: tuple[str, ...], results: Sequence[torch.Tensor]
+    backend: Peers, parts: Sequence[Sequence[Tensor]], axes: Axes, results: Sequence[Tensor]
 ) -> Callable[[], None]:
-    """Sum the packed parts at once, and return the function that waits for them and fills the results."""
+    """Reduce-scatter the parts packed into one buffer, and return the function that waits for them and fills the
+    results."""
     packed = torch.cat([part.reshape(-1) for of_rank in zip(*parts, strict=True) for part in of_rank])
     received = packed.new_empty(len(packed) // len(parts[0]))
     work = backend.meet(_SCATTER, received, packed, axes=axes, async_op=True)
@@ -352,13 +347,13 @@ def _packed_scatter(
     return arrive
 
 
-def _start_sum(backend: Peers, pieces: Sequence[torch.Tensor], args: Args, axes: Axes) -> Started:
-    """Sum contiguous tensors, large ones where they are and small ones packed: copies of large ones take longer than
-    another sum. Tensors that lie one behind the other in memory are one."""
-    lying = lying_together(pieces)
-    small = [tensor for tensor in lying if tensor.nbytes < SMALL_SUM]
+def _start_sum(backend: Peers, pieces: Sequence[Tensor], args: Args, axes: Axes) -> Started:
+    """All-reduce contiguous tensors, small ones packed into one buffer and large ones in place, because copying these
+    takes longer than another all-reduce. Tensors that are adjacent in memory are reduced as one."""
+    merged = merge_adjacent(pieces)
+    small = [tensor for tensor in merged if tensor.nbytes < SMALL_SUM]
     packed = [torch.cat([tensor.reshape(-1) for tensor in small])] if len(small) > 1 else small
-    large = [tensor for tensor in lying if tensor.nbytes >= SMALL_SUM]
+    large = [tensor for tensor in merged if tensor.nbytes >= SMALL_SUM]
     works = [backend.meet(dist.all_reduce, tensor, axes=axes, async_op=True) for tensor in (*packed, *large)]
 
     def arrive() -> None:
@@ -372,22 +367,22 @@ def _start_sum(backend: Peers, pieces: Sequence[torch.Tensor], args: Args, axes:
     return list(pieces), arrive
 
 
-def lying_together(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return contiguous tensors as fewer: those that lie one behind the other in one storage as one, flat. The order
-    does not depend on addresses, and so is the same on all ranks."""
-    storages: dict[int, list[torch.Tensor]] = {}
+def merge_adjacent(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return contiguous tensors with those that are adjacent in one storage merged into a flat one. The order does not
+    depend on addresses, and so is the same on all ranks."""
+    storages: dict[int, list[Tensor]] = {}
     for tensor in tensors:
         storages.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
-    joined: list[torch.Tensor] = []
-    for lying in storages.values():
+    merged: list[Tensor] = []
+    for of_storage in storages.values():
         end = -1
-        for tensor in sorted(lying, key=torch.Tensor.storage_offset):
-            if tensor.storage_offset() == end and tensor.dtype == joined[-1].dtype:
-                joined[-1] = joined[-1].as_strided((joined[-1].numel() + tensor.numel(),), (1,))
+        for tensor in sorted(of_storage, key=Tensor.storage_offset):
+            if tensor.storage_offset() == end and tensor.dtype == merged[-1].dtype:
+                merged[-1] = merged[-1].as_strided((merged[-1].numel() + tensor.numel(),), (1,))
             else:
-                joined.append(tensor)
+                merged.append(tensor)
             end = int(tensor.storage_offset()) + tensor.numel()
-    return joined
+    return merged
 
 
 START: Mapping[str, Callable[..., Started]] = {
@@ -397,6 +392,6 @@ START: Mapping[str, Callable[..., Started]] = {
     "parc.all_to_all": _start_all_to_all,
     "parc.exchange": _start_exchange,
     "parc.reduce_scatter_int8": _start_scatter_int8,
-    "parc.all_gather_int8": _start_gather_int8,
+    "parc.all_gather_int8": partial(_packed_gather, pack=pack, unpack=unpack),
 }
-"""The collectives that may be a message of several tensors."""
+"""The collectives that messages of several tensors may be."""

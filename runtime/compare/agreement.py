@@ -15,12 +15,12 @@ from ...compiler.program.program import Line, Ref
 from ..ranks.gather import whole_tensor
 
 # ---- near ties
-# What is chosen is no continuous function of the scores. Where two are closer than rounding, ranks that add up in
-# another order may choose otherwise than one device, and no number behind it is comparable.
+# A top-k is no continuous function of its scores. If two are closer than rounding, ranks that sum in another order may
+# choose another one than a single device, and nothing after that is comparable.
 
 
 DRAWS = 3
-"""The number of times that random numbers are drawn, where those before nearly tied and results differed."""
+"""The number of draws of random data, if results differed on those before, which nearly tied."""
 NEAR = 1e-9
 """The margin below which rounding may decide in float64: numbers are compared to a tenth of it."""
 _CHOICES = ("aten.topk.default",)
@@ -28,23 +28,23 @@ _CHOICES = ("aten.topk.default",)
 
 @dataclass(slots=True)
 class Margin:
-    """The smallest distance between a last score taken and a first one left, relative to the largest score beside them;
-    infinite where nothing is chosen. Equal scores do not count: whoever has them chooses alike."""
+    """The smallest distance between the last score that a top-k takes and the first that it leaves, relative to the
+    largest score beside them; infinite without a top-k. Equal scores do not count, as every rank has them equal."""
 
     apart: float = math.inf
     at: str = ""
 
     def watch(self, line: Line, environments: Sequence[Mapping[str, Any]]) -> None:
-        """Look at the scores of a line that chooses."""
+        """Measure the scores of a line that is a top-k."""
         for environment in environments if line.op in _CHOICES else ():
             scores, *options = line.args
             assert isinstance(scores, Ref)
-            apart = _apart(environment[scores.name], *options[:3])
+            apart = _score_margin(environment[scores.name], *options[:3])
             if apart < self.apart:
                 self.apart, self.at = apart, f"{line.origin.module} {line.origin.source}".strip()
 
 
-def _apart(scores: torch.Tensor, k: int, dim: int = -1, highest: bool = True) -> float:
+def _score_margin(scores: torch.Tensor, k: int, dim: int = -1, highest: bool = True) -> float:
     if not 0 < k < scores.shape[dim]:
         return math.inf
     scores = scores.detach().double()
@@ -55,11 +55,11 @@ def _apart(scores: torch.Tensor, k: int, dim: int = -1, highest: bool = True) ->
     return float(apart.min()) if apart.numel() else math.inf
 
 
-# ---- the tensors that a model returns in an evaluation, put together from the parts of all ranks.
+# ---- returned tensors
 
 
 def stacked(returned: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Return the tensors of all microbatches by name, one behind the other along a new first dim."""
+    """Return the tensors of all microbatches by name, stacked along a new first dim."""
     return {name: torch.stack([*values]) for name, values in returned.items()}
 
 
@@ -72,16 +72,16 @@ def joined(
     for name, type_ in types.items():
         held = {rank: of_rank[name] for rank, of_rank in enumerate(pieces) if name in of_rank}
         parts = zip(*(piece.unbind() for piece in held.values()), strict=True)
-        together = [whole_tensor(dict(zip(held, part, strict=True)), type_.placement, mesh) for part in parts]
-        whole[name] = torch.stack(together)
+        microbatches = [whole_tensor(dict(zip(held, part, strict=True)), type_.placement, mesh) for part in parts]
+        whole[name] = torch.stack(microbatches)
     return whole
 
 
-# ---- the agreement of a simulation with the captured graph: the largest errors, and where they are.
+# ---- agreement
 
 
 TOLERANCE = 1e-10
-"""The largest relative error of numbers in float64 that counts as none."""
+"""The largest relative error in float64 that counts as none."""
 
 
 @dataclass(slots=True)
@@ -99,17 +99,17 @@ class Agreement:
     worst: dict[str, str] = field(default_factory=dict)
     steps: int = 0
     not_finite: str = ""
-    """The value of the captured graph itself that is not a finite number, and its step; "" if there is none. Nothing is
-    compared with such a value."""
-    amplified: str = ""
-    """The value that one rounding moves further than can be tested, as the explanation of a large error; "" if there is
+    """The value of the captured graph that is not finite, and its step, after which nothing is compared; "" if there is
     none."""
+    amplified: str = ""
+    """The value that a perturbation by one rounding changes too much to be tested, which explains a large error; "" if
+    there is none."""
     margin: Margin = field(default_factory=Margin)
-    """The smallest distance between scores that a top-k tells apart, in the captured graph."""
+    """The margin of the captured graph's top-k lines."""
 
     @property
     def tied(self) -> bool:
-        """True where numbers differ, and rounding may have decided what is chosen."""
+        """True if numbers differ, and rounding may have decided a top-k."""
         return not self.largest <= TOLERANCE and self.margin.apart < NEAR
 
     @property

@@ -1,4 +1,4 @@
-"""The captured graph trained on one device, with which all ranks of a build are compared."""
+"""The reference run: the captured graph trained on one device, with which all ranks of a build are compared."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...compiler.layout.mesh import Mesh
 from ...compiler.padding.pads import Pads
@@ -22,14 +23,13 @@ from ..machine.kernels import REFERENCE_KERNELS
 from ..state.optimizer import make_optimizer, update
 from .plain import CPU
 
-Microbatches = Sequence[Mapping[str, torch.Tensor]]
+Microbatches = Sequence[Mapping[str, Tensor]]
 """The inputs of each microbatch of a step, whole."""
 
-Metrics = Callable[[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
-"""A function that computes an action's metrics for a model that is not cut, from its parameters and gradients by
-name."""
+Metrics = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], Mapping[str, Tensor]]
+"""A function that computes an action's metrics for the unsharded model from its parameters and gradients by name."""
 Watch = Callable[[Line, Sequence[dict[str, Any]]], None]
-"""A function that is called behind each line with the values that each rank has."""
+"""A function that is called after each line with the environment of each rank."""
 METRICS: dict[str, Metrics] = {}
 """The metrics of each kind of action whose programs return any."""
 
@@ -44,8 +44,8 @@ class Case:
     mesh: Mesh
     microbatches: int
     optimizer: Mapping[str, Any]
-    parameters: Mapping[str, torch.Tensor]
-    buffers: Mapping[str, torch.Tensor]
+    parameters: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
     stored: Mapping[str, str]
     pads: Pads = field(default_factory=dict)
     roles: Mapping[str, Role] = field(default_factory=dict)
@@ -58,24 +58,24 @@ class Case:
     """The device that all of it is computed on."""
 
 
-def on_device(tensors: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-    """Return tensors on a device: those that lie there as they are."""
+def on_device(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Return tensors on a device, without a copy of those that are there."""
     return {name: tensor.to(device) for name, tensor in tensors.items()}
 
 
-def wide(tensor: torch.Tensor) -> torch.Tensor:
+def wide(tensor: Tensor) -> Tensor:
     """Return a copy in float64; integers stay as they are."""
     return tensor.detach().to(torch.float64, copy=True) if tensor.is_floating_point() else tensor.clone()
 
 
-def largest(tensor: torch.Tensor) -> float:
+def largest(tensor: Tensor) -> float:
     """Return the largest magnitude of the finite entries."""
     finite = tensor.detach().double().abs()
     finite = finite[finite.isfinite()]
     return float(finite.max()) if finite.numel() else 0.0
 
 
-def largest_difference(first: torch.Tensor, second: torch.Tensor) -> float:
+def largest_difference(first: Tensor, second: Tensor) -> float:
     """Return the largest difference of two entries; equal infinities do not differ."""
     first, second = first.detach().double(), second.detach().double()
     apart = torch.where(first == second, 0.0, (first - second).abs())
@@ -100,40 +100,38 @@ class ReferenceRun:
         }
         self.buffers = {name: self._copied(value) for name, value in buffers.items()}
         self.optimizer = make_optimizer(self.parameters, case.optimizer)
-        self.loads: dict[str, torch.Tensor] = {}
+        self.loads: dict[str, Tensor] = {}
         """The tokens of each expert in the last step, by the module of the experts."""
-        self.returned: dict[str, list[torch.Tensor]] = {}
+        self.returned: dict[str, list[Tensor]] = {}
         """The tensors that the model returned in the last step, one of each microbatch by name."""
-        self.metrics: Mapping[str, torch.Tensor] = {}
+        self.metrics: Mapping[str, Tensor] = {}
         """The metrics of the last step."""
 
     def _environment(
         self,
         function: str,
-        batch: Mapping[str, torch.Tensor],
+        batch: Mapping[str, Tensor],
         step: int,
         microbatch: int,
-        weights: Mapping[str, torch.Tensor] = MappingProxyType({}),
+        weights: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> dict[str, Any]:
         """Return what a function reads; ``weights`` are those of the loss's terms."""
         called = self.case.reference.function(function)
         environment: dict[str, Any] = {
             value.name: torch.tensor([step, microbatch]) for value in called.bound("rng").values()
         }
-        sources: tuple[tuple[tuple[Kind, ...], Mapping[str, torch.Tensor]], ...] = (
+        sources: tuple[tuple[tuple[Kind, ...], Mapping[str, Tensor]], ...] = (
             (("input",), batch), (PARAMETERS, self.parameters), (BUFFERS, self.buffers), (("term",), weights)
         )  # fmt: skip
         for kinds, source in sources:
             environment.update((value.name, source[name]) for name, value in called.bound(*kinds).items())
         return environment
 
-    def gradients(
-        self, batches: Microbatches, step: int, uncounted: float = 1.0
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def gradients(self, batches: Microbatches, step: int, uncounted: float = 1.0) -> tuple[Tensor, dict[str, Tensor]]:
         """Return loss and whole gradients of one step; ``uncounted`` scales a loss that no count divides."""
         device = self.case.device
         batches = [on_device(batch, device) for batch in batches]
-        scale, weights = torch.tensor(uncounted, dtype=torch.float64, device=device), dict[str, torch.Tensor]()
+        scale, weights = torch.tensor(uncounted, dtype=torch.float64, device=device), dict[str, Tensor]()
         if self.counts:
             counts = [
                 self.machine.run([self._environment("count", b, step, i)], "count")[0] for i, b in enumerate(batches)
@@ -141,24 +139,25 @@ class ReferenceRun:
             totals = {key: sum(m[key].double() for m in counts) for key in counts[0]}
             scale = 1.0 / totals[COUNT]
             for number in self.case.reference.main.bound("term"):
-                own = totals.get(term_count(number), float(len(batches)))
-                weights[number] = totals[COUNT] / own
+                weights[number] = totals[COUNT] / totals.get(term_count(number), float(len(batches)))
         total, self.loads, self.returned = torch.zeros((), dtype=torch.float64, device=device), {}, {}
         for index, batch in enumerate(batches):
-            (made_,) = self.machine.run([self._environment("forward", batch, step, index, weights)])
-            for loss in (value for key, value in made_.items() if key == LOSS):
+            (results,) = self.machine.run([self._environment("forward", batch, step, index, weights)])
+            for loss in (value for key, value in results.items() if key == LOSS):
                 if loss.requires_grad:
                     (loss * scale).backward()
                 total += loss.detach() * scale
-            for key, value in made_.items():
+            for key, value in results.items():
                 if key.kind == "load":
                     self.loads[key.name] = self.loads.get(key.name, 0) + value
                 if key.kind == "output":
                     self.returned.setdefault(key.name, []).append(value.detach())
-            self.buffers.update({key.name: self._copied(value) for key, value in made_.items() if key.kind == "buffer"})
+            self.buffers.update(
+                {key.name: self._copied(value) for key, value in results.items() if key.kind == "buffer"}
+            )
         return total, {n: p.grad.detach().clone() for n, p in self.parameters.items() if p.grad is not None}
 
-    def step(self, batches: Microbatches, step: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def step(self, batches: Microbatches, step: int) -> tuple[Tensor, dict[str, Tensor]]:
         """Return loss and whole gradients of one step, then update the parameters."""
         scaling = self.case.programs[SCALING].main.lines  # none without a loss
         uncounted = float(scaling[0].args[1]) if scaling and not self.counts else 1.0
@@ -175,7 +174,7 @@ class ReferenceRun:
             for module, bias in self.case.biases.items():
                 load, old = self.loads[module].double(), self.buffers[bias.buffer]
                 self.buffers[bias.buffer] = old + bias.rate * torch.sign(load.mean() - load)
-            # clipping scales in place, and what is returned is compared before clipping
-            own_gradients = {name: gradient.clone() for name, gradient in gradients.items()}
-            update(self.optimizer, self.case.optimizer, step + 1, self.parameters, own_gradients, norm)
+            # clipping scales in place, but gradients are compared before clipping
+            clipped = {name: gradient.clone() for name, gradient in gradients.items()}
+            update(self.optimizer, self.case.optimizer, step + 1, self.parameters, clipped, norm)
         return total, gradients

@@ -1,4 +1,5 @@
-"""The plain module as the reference: the user's own code in eager torch, with parc's initial weights and dropout."""
+"""The plain module as a reference: the user's own code in eager torch, with parc's initial weights and random
+numbers."""
 
 from __future__ import annotations
 
@@ -46,15 +47,15 @@ from ..state.initial import expected_of, weights_of
 from ..state.opening import check_source_of, open_build, task_of
 from ..state.optimizer import make_optimizer, rate, update
 
-# ---- random numbers of a plain module, drawn as its builds draw them.
+# ---- random numbers
 
 
 @final
 class CountedDropout(TorchDispatchMode):
-    """A mode that draws every dropout mask, and all other random numbers, from the stream named by its module path and
-    its place there.
+    """A dispatch mode that draws every dropout mask, and all other random numbers, as builds do: from the stream that
+    is named by the module's path and the number of the draw in it.
 
-    Below autograd, where torch's dropout and its attention with dropout fill their masks.
+    It is below autograd, where torch's dropout and its attention with dropout fill their masks.
     """
 
     def __init__(self, seed: int, step: int, microbatch: int) -> None:
@@ -64,7 +65,7 @@ class CountedDropout(TorchDispatchMode):
         self._drawn: Counter[str] = Counter()
 
     def enter_module(self, path: str, *_: Any) -> None:
-        """Note that the forward of the module at ``path`` begins: what draws now is named after it."""
+        """Note that the forward of the module at ``path`` begins, which names the streams of its draws."""
         self._paths.append(path)
 
     def leave_module(self, *_: Any) -> None:
@@ -102,8 +103,7 @@ class CountedDropout(TorchDispatchMode):
         return result
 
 
-# ---- the plain module as the reference: the user's own code in eager torch, with parc's initial weights
-
+# ---- the plain module
 
 CPU = torch.device("cpu")
 
@@ -117,7 +117,7 @@ class PlainModule:
         self, module: nn.Module, lines: TaskLines, folder: Path, seed: int, frozen: Collection[str],
         capacities: Mapping[str, float] = MappingProxyType({}),
     ) -> None:  # fmt: skip
-        """``capacities`` are those of modules of experts, by their paths."""
+        """``capacities`` are the capacity factors of modules of experts, by path."""
         self._module, self._seed = module, seed
         self._capacities, self._batched = capacities, lines.batched
         self._call, self._terms = caller(module, lines), term_functions(lines, folder)
@@ -129,8 +129,9 @@ class PlainModule:
     def forward(self, inputs: Mapping[str, Tensor], step: int = 0, microbatch: int = 0) -> tuple[Any, list[Tensor]]:
         """Return the model's output, and the terms of the loss; ``step`` and ``microbatch`` count from 0.
 
-        Attention takes torch's kernel that writes its weights: others draw their masks where nobody sees it. On a CPU
-        torch takes it by itself for dropout; without, its other kernel errs where scores of float64 get a float32 mask.
+        Attention runs as torch's MATH backend, because the dropout of fused kernels is not dispatched. On a CPU torch
+        itself chooses MATH for dropout; without dropout its flash kernel is wrong for float64 scores with a float32
+        mask.
         """
         mode = CountedDropout(self._seed, step, microbatch)
         usual = all(p.device.type == "cpu" and p.dtype != torch.float64 for p in self.parameters.values())
@@ -157,11 +158,11 @@ class PlainModule:
 
 
 def _drop_tokens(
-    factor: float, sequences: int, module: Any, given: tuple[Any, ...], named: dict[str, Any]
+    factor: float, sequences: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Let experts take, of each sequence, the first tokens that choose them, at most ``factor`` times the mean: the
-    weights of later ones become zero."""
-    hidden, index, weights = [*given, *(named[name] for name in _EXPERTS_GIVEN[len(given) :])]
+    """Drop tokens beyond the capacity: each expert keeps, of each sequence, the first tokens that choose it, at most
+    ``factor`` times the mean; the weights of the others become zero."""
+    hidden, index, weights = [*args, *(kwargs[name] for name in _EXPERTS_PARAMETERS[len(args) :])]
     (tokens, top), rows = index.shape, index.tolist()
     each = tokens // sequences
     most = ceil(Fraction(str(factor)) * each * top / module.num_experts)
@@ -175,13 +176,13 @@ def _drop_tokens(
     return (hidden, index, weights * kept.to(weights)), {}
 
 
-_EXPERTS_GIVEN = ("hidden_states", "top_k_index", "top_k_weights")
-"""The parameters of the forward of experts by transformers' interface."""
+_EXPERTS_PARAMETERS = ("hidden_states", "top_k_index", "top_k_weights")
+"""The parameters of the forward of experts in transformers' interface."""
 
 
 @final
 class PlainBias:
-    """The bias of a plain module's router, moved after each step by the tokens that its experts were called with."""
+    """The bias of a plain module's router, updated after each step by the loads of its experts."""
 
     def __init__(self, model: nn.Module, module: str, bias: Bias) -> None:
         owner, _, leaf = bias.buffer.rpartition(".")
@@ -197,19 +198,19 @@ class PlainBias:
         self._rate, self._load = bias.rate, torch.zeros(self._value.numel(), dtype=torch.int64)
         layer.register_forward_pre_hook(self._count if have_interface(layer) else self._ask, with_kwargs=True)
 
-    def _count(self, module: nn.Module, given: tuple[Tensor, ...], named: Mapping[str, Tensor]) -> None:
-        """Count the experts that the second argument names, [tokens, k]."""
-        chosen = given[1] if len(given) > 1 else named["top_k_index"]
+    def _count(self, module: nn.Module, args: tuple[Tensor, ...], kwargs: Mapping[str, Tensor]) -> None:
+        """Count the experts in the second argument, [tokens, k]."""
+        chosen = args[1] if len(args) > 1 else kwargs["top_k_index"]
         self._load += torch.bincount(chosen.flatten().cpu(), minlength=self._load.numel())
 
-    def _ask(self, layer: nn.Module, given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-        """Count the experts that the layer's form sends its tokens to.
+    def _ask(self, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Count the experts that the layer's registered form routes its tokens to.
 
         Raises:
-            RunError: random numbers have a part in that, so the layer itself will choose others.
+            RunError: the routing is random, so the layer's own forward will choose others.
         """
         before = torch.get_rng_state()
-        chosen = chosen_by(layer, *given, **named)
+        chosen = chosen_by(layer, *args, **kwargs)
         if not before.equal(torch.get_rng_state()):
             message = f"the router of `{self._module}` draws random numbers, so the plain module's choice is not known"
             raise RunError(NO_EXPERTS, message, "compare with the build's own check: `parc verify BUILD`")
@@ -315,11 +316,11 @@ class Plain:
                 bias.forget()
 
     def _losses(self, at: Build, parts: list[dict[str, Tensor]]) -> Iterator[Tensor]:
-        """Yield the part of each microbatch in the loss of a batch."""
+        """Yield each microbatch's part of the loss of a batch."""
         for index, (part, weights) in enumerate(zip(parts, self._weights(at, parts), strict=True)):
             inputs = {name: value.to(self.device) for name, value in {**self._unread(at, part), **part}.items()}
             _, terms = self._plain.forward(inputs, self.step_number, index)
-            # without a target a mean is none
+            # the mean of no targets is NaN
             counted = [term * weight for term, weight in zip(terms, weights, strict=True) if weight]
             if counted:
                 yield sum(counted[1:], counted[0])
@@ -342,7 +343,7 @@ class Plain:
         }
 
     def _unread(self, at: Build, part: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return zeros for the inputs that the model takes but nothing reads, which a build does not feed."""
+        """Return zeros for inputs of the forward that a build does not feed, because nothing reads them."""
         sizes = dict(at.manifest["sizes"])
         sizes[BATCH] = int(sizes.get(BATCH, 1)) // int(at.manifest["microbatches"])
         return {
@@ -354,8 +355,8 @@ class Plain:
         }
 
     def _weights(self, at: Build, parts: list[dict[str, Tensor]]) -> list[list[float]]:
-        """Return the weight of each term of each microbatch's loss in the step's loss: its share of the targets, where
-        the term is a mean over these."""
+        """Return, for each microbatch, the weight of each term of its loss in the step's loss: the microbatch's share
+        of the targets if the term is a mean over targets."""
         numbers = range(1, len(at.manifest["loss"]) + 1)
         if COUNTING not in at.programs:
             (scale, *_) = at.programs[SCALING].main.lines
@@ -369,12 +370,12 @@ class Plain:
             counts.append({key: float(value) for key, value in results.items()})
         weighted = at.reference.main.bound("term")
 
-        def weight(number: int, own: Mapping[Binding, float]) -> float:
+        def weight(number: int, part: Mapping[Binding, float]) -> float:
             key = term_count(number) if str(number) in weighted else COUNT
             total = sum(count.get(key, 0) for count in counts)
-            return (own[key] / total if total else nan) if key in own else 1 / len(parts)
+            return (part[key] / total if total else nan) if key in part else 1 / len(parts)
 
-        return [[weight(number, own) for number in numbers] for own in counts]
+        return [[weight(number, part) for number in numbers] for part in counts]
 
     def close(self) -> None:
         """Stop reading data."""

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.pieces import take
@@ -24,10 +25,10 @@ from ...compiler.program.roles import SINGLE, Role
 from ..backends.in_process import InProcess, Meeting
 from ..data.random_batch import random_batch
 from ..machine.kernels import KERNELS
-from ..machine.site import Kernel, Site
+from ..machine.registry import Kernel, KernelContext
 from ..ranks.gather import held, owners_of, piece_place, whole_tensor
 from ..ranks.work import RankState, StepResult
-from ..session.evaluation import real_part, returned_types
+from ..session.evaluation import returned_types, without_padding
 from ..state.optimizer import make_optimizer, rate, update
 from ..state.step_state import first_state
 from ..step import Stepper
@@ -35,119 +36,117 @@ from .agreement import DRAWS, TOLERANCE, Agreement, joined, stacked
 from .model_run import Case, Microbatches, ReferenceRun, Watch, largest, largest_difference, on_device, wide
 
 # ---- roundings
-# It is the measure of a step's errors (as in TTrace, arXiv 2506.09280): what ranks add up in another order is rounded
-# otherwise, and a deep model amplifies that as much as it does a rounding of what it is given.
+# Ranks sum in another order, so they round otherwise. A deep model amplifies these roundings as much as those of its
+# weights and inputs, whose effect can be measured: it is the measure of a step's errors (TTrace, arXiv 2506.09280).
 
-
-_TIMES = 16
-"""The factor on the measured distance: sums in another order round more often than weights and inputs do."""
-_MOST = 1e-6
-"""The most that is forgiven, relative to a tensor's largest entry. A model that one rounding moves further cannot be
-tested."""
+_ROUNDING_FACTOR = 16
+"""The factor on the measured change: sums in another order round more often than weights and inputs do."""
+_MOST_FORGIVEN = 1e-6
+"""The largest error that is forgiven, relative to a tensor's largest entry. A model that amplifies one rounding more
+cannot be tested."""
 
 
 @dataclass(slots=True)
-class _Begin:
-    """The state and the batches at the beginning of a step."""
+class _StepStart:
+    """The state and the batches at the start of a step."""
 
-    parameters: Mapping[str, torch.Tensor]
-    buffers: Mapping[str, torch.Tensor]
+    parameters: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
     batches: Microbatches
     step: int
 
 
 class Roundings:
-    """The measure of the effect of one rounding in each step of a reference run.
+    """The effect of one rounding in each step of a reference run.
 
-    It is taken once it is asked for: all steps are then taken again beside the run, each from the same state but for
-    one rounding, with an optimizer of their own.
+    It is measured lazily: a second run with an optimizer of its own repeats all steps, each from the same state with
+    every number perturbed by one rounding.
     """
 
     def __init__(self, case: Case, watch: Watch | None = None) -> None:
-        self._case, self._watch, self._steps = case, watch, list[_Begin]()
+        self._case, self._watch, self._steps = case, watch, list[_StepStart]()
         self._run: ReferenceRun | None = None
-        self._taken = 0
-        self._found: dict[Binding, torch.Tensor] = {}
+        self._repeated = 0
+        self._results: dict[Binding, Tensor] = {}
         self.amplified = ""
-        """The message about the first value that one rounding moves further than can be tested."""
+        """The message about the first value that one rounding changes too much to be tested."""
 
     def begin(self, reference: ReferenceRun, batches: Microbatches, step: int) -> None:
-        """Keep the state at the beginning of the reference's next step."""
+        """Keep the state at the start of the reference's next step."""
         parameters = {name: value.detach().clone() for name, value in reference.parameters.items()}
-        self._steps.append(_Begin(parameters, dict(reference.buffers), batches, step))
+        self._steps.append(_StepStart(parameters, dict(reference.buffers), batches, step))
 
-    def beyond(self, what: Binding, expected: torch.Tensor, apart: float, least: float, top: float) -> float:
-        """Return the part of the error ``apart`` that rounding does not explain. An error of at most ``least`` is small
-        enough, and is returned as it is. ``expected`` is the value of ``what`` in the reference's last step; errors are
-        relative to ``top``."""
-        if not least < apart < float("inf"):
-            return apart
-        moved = _TIMES * largest_difference(self._made()[what], expected)
-        if moved > _MOST * top and not self.amplified:
-            text = f"gradient of {what.name}" if what.kind == "gradient" else str(what)
-            self.amplified = f"one rounding of weights and inputs changes the {text} by more than a test can allow"
-        return max(0.0, apart - min(moved, _MOST * top))
+    def unexplained(self, what: Binding, expected: Tensor, apart: float, scale: float) -> float:
+        """Return the error ``apart``, relative to ``scale``, without the part that rounding explains. An error up to
+        ``TOLERANCE`` needs no explanation. ``expected`` is the value of ``what`` in the reference's last step."""
+        if TOLERANCE * scale < apart < float("inf"):
+            explained = _ROUNDING_FACTOR * largest_difference(self._perturbed()[what], expected)
+            if explained > _MOST_FORGIVEN * scale and not self.amplified:
+                text = f"gradient of {what.name}" if what.kind == "gradient" else str(what)
+                self.amplified = f"one rounding of weights and inputs changes the {text} by more than a test can allow"
+            apart = max(0.0, apart - min(explained, _MOST_FORGIVEN * scale))
+        return apart / scale
 
-    def _made(self) -> Mapping[Binding, torch.Tensor]:
-        """Return the last step's results from a state that is moved by one rounding."""
+    def _perturbed(self) -> Mapping[Binding, Tensor]:
+        """Return the last step's results from a state that is perturbed by one rounding."""
         run = self._run = self._run or ReferenceRun(self._case, watch=self._watch)
-        while self._taken < len(self._steps):
-            begin = self._steps[self._taken]
-            generator = torch.Generator().manual_seed(self._taken)
+        while self._repeated < len(self._steps):
+            begin = self._steps[self._repeated]
+            generator = torch.Generator().manual_seed(self._repeated)
             with torch.no_grad():
                 for name, value in begin.parameters.items():
-                    run.parameters[name].copy_(_moved(value, generator))
+                    run.parameters[name].copy_(_perturb(value, generator))
             run.buffers = dict(begin.buffers)
-            batches = [{name: _moved(value, generator) for name, value in batch.items()} for batch in begin.batches]
+            batches = [{name: _perturb(value, generator) for name, value in batch.items()} for batch in begin.batches]
             loss, gradients = run.step(batches, begin.step)
-            self._found = {
+            self._results = {
                 LOSS: loss,
                 **{Binding("gradient", name): value for name, value in gradients.items()},
                 **{Binding("buffer", name): value for name, value in run.buffers.items()},
                 **{Binding("output", name): value for name, value in stacked(run.returned).items()},
             }
-            self._taken += 1
-        return self._found
+            self._repeated += 1
+        return self._results
 
 
-def _moved(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Return each number moved by one rounding: up, down or not at all."""
+def _perturb(value: Tensor, generator: torch.Generator) -> Tensor:
+    """Return each number of a float64 tensor with one rounding added: up, down or none."""
     if value.dtype != torch.float64:
         return value
     steps = torch.randint(-1, 2, value.shape, generator=generator).to(value)
     return value * (1 + 2.0**-52 * steps)
 
 
-# ---- two memory spaces in one process: the kernels of lines that store and load, for the simulator.
+# ---- offload: two memory spaces in one process
 
 
 @dataclass(frozen=True, slots=True)
-class Elsewhere:
-    """A value in the other memory space. It is no tensor: no operator can read it before a line loads it."""
+class HostValue:
+    """A value in host memory. It is no tensor, so that no operator can read it before a line loads it."""
 
-    value: torch.Tensor
+    value: Tensor
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """Return the memory that holds the value."""
         return self.value.untyped_storage()
 
 
-def _store(site: Site, value: torch.Tensor, word: str) -> Elsewhere:
-    assert isinstance(value, torch.Tensor), "what is stored already is stored again"
-    return Elsewhere(value.clone())
+def _store(context: KernelContext, value: Tensor, word: str) -> HostValue:
+    assert isinstance(value, Tensor), "what is stored already is stored again"
+    return HostValue(value.clone())
 
 
-def _load(site: Site, kept: Elsewhere, word: str) -> torch.Tensor:
-    assert isinstance(kept, Elsewhere), "what lies in memory is loaded"
+def _load(context: KernelContext, kept: HostValue, word: str) -> Tensor:
+    assert isinstance(kept, HostValue), "what lies in memory is loaded"
     return kept.value.clone()
 
 
-TWO_SPACES: Mapping[str, Kernel] = {**KERNELS, CARRIERS["away"]: _store, CARRIERS["back"]: _load}
-"""The code of operators where there are two memory spaces."""
+OFFLOAD_KERNELS: Mapping[str, Kernel] = {**KERNELS, CARRIERS["away"]: _store, CARRIERS["back"]: _load}
+"""The kernels of a simulation, where host memory is simulated as a space of its own."""
 
 
 def loaded_parameters(programs: Iterable[Program]) -> set[str]:
-    """Return the names of the parameters that programs load, because they lie in the other space."""
+    """Return the names of the parameters that programs load, because they are offloaded."""
     names = set()
     for main in (program.main for program in programs):
         names |= {name for name, value in main.bound(*PARAMETERS).items()
@@ -155,35 +154,35 @@ def loaded_parameters(programs: Iterable[Program]) -> set[str]:
     return names
 
 
-def lying_elsewhere(state: RankState, names: set[str]) -> RankState:
-    """Return a rank's state with some of its parameters in the other space."""
-    parameters = {name: Elsewhere(value) if name in names else value for name, value in state.parameters.items()}
+def with_host_values(state: RankState, names: set[str]) -> RankState:
+    """Return a rank's state with some of its parameters in host memory."""
+    parameters = {name: HostValue(value) if name in names else value for name, value in state.parameters.items()}
     return replace(state, parameters=parameters) if names else state  # type: ignore[arg-type]
 
 
-# ---- the simulator: all ranks of a build in one process in float64, compared with the captured graph step
+# ---- the simulator
 
 
 class FormulaUpdates:
-    """The updates of some tensors by the formula of the plan's ``line``, each with a state of its own: torch's loop
-    over single tensors, beside which the updates of ranks are compared.
+    """The expected updates of the plan's optimizer ``line`` by torch's loop over single tensors, each with its own
+    state.
 
-    A gradient that is nothing but rounding has a sign, and a first step of Adam takes nothing else of it. So an update
-    is not the captured graph's to 1e-10, but it is the formula's of the gradients that the ranks themselves have.
+    They are computed from the ranks' own gradients. The captured graph's updates could not be compared to 1e-10: the
+    first step of Adam takes only a gradient's sign, also of one that is nothing but rounding.
 
-    Of ``runtime/state/optimizer.py``, by which ranks update, it takes the rate of a step alone: arguments, groups,
-    clipping and averages are read from the line here.
+    Arguments, groups, clipping and averages are read from the line here, so that ``runtime/state/optimizer.py``, by
+    which ranks update, is checked; only the rate of a step is taken from it.
     """
 
     def __init__(self, line: Mapping[str, Any]) -> None:
         self._line = line
         self._groups = {name: group["set"] for group in line["groups"] for name in group["parameters"]}
         self._optimizers: dict[Hashable, torch.optim.Optimizer] = {}
-        self._averages: dict[Hashable, torch.Tensor] = {}
+        self._averages: dict[Hashable, Tensor] = {}
 
     def after(
-        self, key: Hashable, name: str, before: torch.Tensor, gradient: torch.Tensor, norm: float, step: int
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        self, key: Hashable, name: str, before: Tensor, gradient: Tensor, norm: float, step: int
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return a piece of a parameter after a step, counted from 1, and by slot the tensors of its state. ``key``
         tells the piece from others, ``norm`` is the global norm of the gradients."""
         line, row, group = self._line, OPTIMIZERS[self._line["name"]], self._groups.get(name, {})
@@ -207,15 +206,15 @@ class FormulaUpdates:
         return parameter, {slot: value for slot, value in state.items() if value is not None}
 
 
-_LATE = (1 << 53) + 1
-"""The number of a late step: no type but int64 holds it, and no small modulus leaves it as it is."""
+_LATE_STEP = (1 << 53) + 1
+"""The number of a late step: only int64 can hold it, and every small modulus changes it."""
 _LEAST_UPDATE = 1e-4
-"""The least size of an update beside its parameter's: the sum of the two rounds a smaller one too much to tell."""
+"""The least size of an update relative to its parameter, because their sum rounds off smaller ones."""
 
 
 class Simulation:
-    """All ranks of a build, each with its own pieces and optimizer, in lock step. What lines store lies in a memory
-    space of its own. They compute in ``float64``, or in the programs' own types."""
+    """All ranks of a build in lockstep, each with its own pieces and optimizer. Values that lines offload are in a
+    memory space of their own. They compute in ``float64``, or in the programs' own types."""
 
     def __init__(
         self, case: Case, watch: Callable[[Line, Sequence[dict[str, Any]]], None] | None = None,
@@ -229,15 +228,15 @@ class Simulation:
             InProcess(case.mesh, role.rank, role.axis, self.meeting) if role.axis else InProcess(case.mesh)
             for role in self.roles
         ]
-        options.setdefault("kernels", TWO_SPACES)
+        options.setdefault("kernels", OFFLOAD_KERNELS)
         self.steppers = [
             Stepper(
                 role.programs, role.actions, backend, case.device, axis=role.axis, wide=float64, watch=watch, **options
             )
             for role, backend in zip(self.roles, self.backends, strict=True)
         ]
-        self.elsewhere = loaded_parameters(program for role in self.roles for program in role.programs.values())
-        """The parameters that lie in the other memory space."""
+        self.on_host = loaded_parameters(program for role in self.roles for program in role.programs.values())
+        """The names of the parameters in host memory."""
         owners = owners_of(self.roles, self.types)
         states = {rank: self._state(rank, role, owners) for role, backend in zip(self.roles, self.backends, strict=True)
                   for rank in backend.ranks}  # fmt: skip
@@ -245,9 +244,9 @@ class Simulation:
         self.optimizers = [make_optimizer(state.parameters, case.optimizer) for state in self.states]
 
     def _state(self, rank: int, role: Role, owners: Mapping[str, Sequence[Role]]) -> RankState:
-        def piece(whole: torch.Tensor, type_: TensorType, pads: Sequence[Pad] = ()) -> torch.Tensor:
-            own = wide(whole) if self.float64 else whole.to(type_.dtype, copy=True)
-            return self.part(grow(own, pads), type_, rank).to(self.case.device)
+        def piece(whole: Tensor, type_: TensorType, pads: Sequence[Pad] = ()) -> Tensor:
+            copy = wide(whole) if self.float64 else whole.to(type_.dtype, copy=True)
+            return self.part(grow(copy, pads), type_, rank).to(self.case.device)
 
         parameters = {name: type_ for name, type_ in self.types.items() if role in owners[name]}
         buffered = held(role, BUFFERS)
@@ -258,7 +257,7 @@ class Simulation:
             first_state(role.programs, self.case.state, self.case.device, self.float64),
         )
 
-    def part(self, whole: torch.Tensor, type_: TensorType, rank: int) -> torch.Tensor:
+    def part(self, whole: Tensor, type_: TensorType, rank: int) -> Tensor:
         """Return the part of a whole tensor that a rank holds."""
         return take(whole, type_.placement, self.case.mesh, self.case.mesh.coordinates(rank))
 
@@ -266,30 +265,30 @@ class Simulation:
         forwards = (program for role in self.roles for program in role.programs.values() if program.action == FORWARD)
         return {name: value.type for program in forwards for name, value in program.main.bound(*kinds).items()}
 
-    def local_batches(self, batches: Microbatches) -> list[list[dict[str, torch.Tensor]]]:
+    def local_batches(self, batches: Microbatches) -> list[list[dict[str, Tensor]]]:
         """Return each rank's part of each microbatch."""
         programs = [self.case.programs[action] for action in (FORWARD, COUNTING) if action in self.case.programs]
         types = {name: value.type for program in programs for name, value in program.main.bound("input").items()}
-        there = [on_device(batch, self.case.device) for batch in batches]
-        given = [[(name, whole, types[name]) for name, whole in batch.items() if name in types] for batch in there]
-        return [[{name: self.part(whole, type_, rank) for name, whole, type_ in batch} for batch in given]
+        batches = [on_device(batch, self.case.device) for batch in batches]
+        typed = [[(name, whole, types[name]) for name, whole in batch.items() if name in types] for batch in batches]
+        return [[{name: self.part(whole, type_, rank) for name, whole, type_ in batch} for batch in typed]
                 for rank in range(self.case.mesh.world)]  # fmt: skip
 
-    def step(self, batches: Microbatches, step: int) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    def step(self, batches: Microbatches, step: int) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Return every rank's loss, and the whole gradients, then update every rank."""
         self.before = [{name: value.clone() for name, value in state.parameters.items()} for state in self.states]
         results = self.run(Stepper.gradients, batches, step)
         self.gradients = [result.gradients for result in results]
         names = dict.fromkeys(name for of_rank in self.gradients for name in of_rank)
         whole = {name: self._whole(self.gradients, name) for name in names}
-        self.spread = _spread(self.gradients, self.types, self.case.mesh)
+        self.spread = _replica_spread(self.gradients, self.types, self.case.mesh)
         self.norms = [result.grad_norm for result in results]
         self.metrics = [result.metrics for result in results]
         self.returned = [stacked(result.returned) for result in results]
         for state, optimizer, result in zip(self.states, self.optimizers, results, strict=True):
-            # ranks of one process share what a collective made, and clipping scales in place
-            given = {name: gradient.clone() for name, gradient in result.gradients.items()}
-            update(optimizer, self.case.optimizer, step + 1, state.parameters, given, result.grad_norm)
+            # ranks of one process may share a collective's result, and clipping scales in place
+            gradients = {name: gradient.clone() for name, gradient in result.gradients.items()}
+            update(optimizer, self.case.optimizer, step + 1, state.parameters, gradients, result.grad_norm)
             state.steps.update(result.state)
         return [result.loss for result in results], whole
 
@@ -298,35 +297,35 @@ class Simulation:
         local = self.local_batches(batches)
 
         def of(stepper: Stepper, ranks: Sequence[int]) -> list[StepResult]:
-            states = [lying_elsewhere(self.states[rank], self.elsewhere) for rank in ranks]
+            states = [with_host_values(self.states[rank], self.on_host) for rank in ranks]
             return do(stepper, states, [local[rank] for rank in ranks], step)
 
         jobs = [
             partial(of, stepper, backend.ranks) for stepper, backend in zip(self.steppers, self.backends, strict=True)
         ]
-        made = self.meeting.run(jobs) if len(jobs) > 1 else [jobs[0]()]
-        by_rank = {rank: result for backend, results in zip(self.backends, made, strict=True)
+        by_role = self.meeting.run(jobs) if len(jobs) > 1 else [jobs[0]()]
+        by_rank = {rank: result for backend, results in zip(self.backends, by_role, strict=True)
                    for rank, result in zip(backend.ranks, results, strict=True)}  # fmt: skip
         return [by_rank[rank] for rank in range(self.case.mesh.world)]
 
-    def _whole(self, ranks: Sequence[Mapping[str, torch.Tensor]], name: str) -> torch.Tensor:
+    def _whole(self, ranks: Sequence[Mapping[str, Tensor]], name: str) -> Tensor:
         pieces = {rank: have[name] for rank, have in enumerate(ranks) if name in have}
         return whole_tensor(pieces, self.types[name].placement, self.case.mesh)
 
-    def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Return every parameter, put together."""
         for name in self.types:
             yield name, self._whole([state.parameters for state in self.states], name)
 
-    def buffers(self) -> Iterator[tuple[str, dict[int, torch.Tensor], TensorType]]:
+    def buffers(self) -> Iterator[tuple[str, dict[int, Tensor], TensorType]]:
         """Yield every buffer that the model keeps: the pieces of the ranks that have it, and its type."""
         for name, type_ in self._buffer_types(("buffer",)).items():
             have = enumerate(state.buffers for state in self.states)
             yield name, {rank: buffers[name] for rank, buffers in have if name in buffers}, type_
 
     def take_state(self, reference: ReferenceRun) -> None:
-        """Continue from the reference's weights and buffers. Rounding errors of a step are then not carried into the
-        next, where batch statistics of few elements may amplify them without bound."""
+        """Continue from the reference's weights and buffers, so that rounding errors are not carried into the next
+        step, where batch statistics of few elements may amplify them without bound."""
         with torch.no_grad():
             for rank, state in enumerate(self.states):
                 for name, parameter in state.parameters.items():
@@ -338,36 +337,35 @@ class Simulation:
 
     def parameter_spread(self) -> dict[str, float]:
         """Return, by parameter, the largest difference between two replicas."""
-        return _spread([state.parameters for state in self.states], self.types, self.case.mesh)
+        return _replica_spread([state.parameters for state in self.states], self.types, self.case.mesh)
 
 
-def _spread(
-    ranks: Sequence[Mapping[str, torch.Tensor]], types: Mapping[str, TensorType], mesh: Mesh
+def _replica_spread(
+    ranks: Sequence[Mapping[str, Tensor]], types: Mapping[str, TensorType], mesh: Mesh
 ) -> dict[str, float]:
-    """Return, by tensor, the largest difference between a replica and the first one: they must be one value."""
+    """Return, by tensor, the largest difference between a replica and the first one; all must be equal."""
     spread: dict[str, float] = {}
     for name, type_ in types.items():
-        first: dict[tuple[int, ...], torch.Tensor] = {}
+        first: dict[tuple[int, ...], Tensor] = {}
         for rank, pieces in enumerate(ranks):
             if name in pieces:
                 kept = first.setdefault(piece_place(rank, type_.placement, mesh), pieces[name])
-                spread[name] = max(spread.get(name, 0.0), _largest(pieces[name] - kept))
+                spread[name] = max(spread.get(name, 0.0), _max_abs(pieces[name] - kept))
     return spread
 
 
-def _largest(tensor: torch.Tensor) -> float:
+def _max_abs(tensor: Tensor) -> float:
     return float(tensor.double().abs().max()) if tensor.numel() else 0.0
 
 
 def compare(case: Case, steps: int = 3) -> Agreement:
-    """Train both for some steps, and measure the differences of loss, gradients, their norm, updated parameters and
-    buffers. If random numbers are drawn, the last of several steps has the number of a late step.
+    """Train the simulation and the captured graph for some steps, and measure the differences of loss, gradients, their
+    norm, updated parameters and buffers. If the model draws random numbers, the last of several steps is a late one.
 
-    Errors are relative to a tensor's own largest entry, or to a thousandth of the largest of all gradients, of all
-    buffers that steps write (to the largest of all parameters) where that is more, since an entry that is nothing but
-    rounding has no error of its own. Of an error above ``TOLERANCE`` what rounding explains is not counted: several
-    times what moves where each weight and input of the captured graph is moved by its own rounding. Where scores that a
-    top-k tells apart nearly tie, and numbers differ, other random data are drawn.
+    Errors are relative to a tensor's own largest entry, but at least to a thousandth of the largest of all gradients,
+    or for buffers of all parameters and changed buffers, because what is only rounding has no relative error. The part
+    of an error above ``TOLERANCE`` that rounding explains is not counted (see ``Roundings``). If numbers differ where
+    scores of a top-k nearly tie, other random data are drawn.
     """
     for seed in range(DRAWS):
         agreement = _compare(case, steps, seed)
@@ -384,7 +382,7 @@ def _compare(case: Case, steps: int, seed: int) -> Agreement:
     generator = torch.Generator().manual_seed(seed)
     draws = RNG in case.reference.main.bindings
     for index in range(steps):
-        step = _LATE if draws and 0 < index == steps - 1 else index
+        step = _LATE_STEP if draws and 0 < index == steps - 1 else index
         batches = random_batch(case.reference, case.microbatches, generator)
         roundings.begin(reference, batches, step)
         loss, gradients = reference.step(batches, step)
@@ -395,29 +393,29 @@ def _compare(case: Case, steps: int, seed: int) -> Agreement:
         if wrong:
             agreement.not_finite = f"{wrong[0]} in step {step + 1} on random data"
             return agreement
-        losses, found = simulation.step(batches, step)
+        losses, simulated = simulation.step(batches, step)
         top = float(loss.abs().clamp_min(1e-30))
         for rank, value in enumerate(losses):
-            apart = roundings.beyond(LOSS, loss, float((value - loss).abs()), TOLERANCE * top, top)
-            agreement.note("loss", apart / top, f"step {step}, rank {rank}")
-        norm = _norm(found.values())  # of gradients that are compared themselves, so cancelling changes nothing here
-        for rank, returned in enumerate(simulation.norms if found else ()):
+            error = roundings.unexplained(LOSS, loss, float((value - loss).abs()), top)
+            agreement.note("loss", error, f"step {step}, rank {rank}")
+        norm = _global_norm(simulated.values())  # of the ranks' gradients, which are compared below
+        for rank, returned in enumerate(simulation.norms if simulated else ()):
             error = float("inf") if returned is None else abs(float(returned) - norm) / max(norm, 1e-30)
             agreement.note("norm", error, f"step {step}, rank {rank}")
         _compare_metrics(agreement, reference, simulation, step)
         _compare_returned(agreement, reference, simulation, roundings, step)
         for name, gradient in gradients.items():
-            if name not in found and _largest(gradient) > 0:
+            if name not in simulated and _max_abs(gradient) > 0:
                 agreement.note("gradient", float("inf"), f"step {step}, {name} (missing)")
-        floor = 1e-3 * max((_largest(g) for g in gradients.values()), default=0.0)
-        for name, value in found.items():
+        floor = 1e-3 * max((_max_abs(g) for g in gradients.values()), default=0.0)
+        for name, value in simulated.items():
             value, kept = _unpadded(value, case.pads.get(name, ()))
             expected = gradients.get(name, torch.zeros_like(value))
-            top, apart = max(_largest(expected), floor, 1e-30), _largest(value - expected)
-            if name in gradients:
-                apart = roundings.beyond(Binding("gradient", name), expected, apart, TOLERANCE * top, top)
-            apart = max(apart, simulation.spread.get(name, 0.0), 0.0 if kept else float("inf"))
-            agreement.note("gradient", apart / top, f"step {step}, {name}")
+            top, apart = max(_max_abs(expected), floor, 1e-30), _max_abs(value - expected)
+            key = Binding("gradient", name)
+            error = roundings.unexplained(key, expected, apart, top) if name in gradients else apart / top
+            error = max(error, simulation.spread.get(name, 0.0) / top) if kept else float("inf")
+            agreement.note("gradient", error, f"step {step}, {name}")
         _compare_updates(agreement, simulation, formula, norm, step)
         _compare_buffers(agreement, reference, simulation, roundings, step)
         if agreement.largest > TOLERANCE and roundings.amplified:
@@ -434,7 +432,7 @@ def _compare_metrics(agreement: Agreement, reference: ReferenceRun, simulation: 
             error = float("inf")
             if name in returned and name in reference.metrics:
                 expected = reference.metrics[name]
-                error = _largest((returned[name] - expected).double()) / max(_largest(expected), 1e-30)
+                error = _max_abs((returned[name] - expected).double()) / max(_max_abs(expected), 1e-30)
             agreement.note("metric", error, f"step {step}, rank {rank}, {name}")
 
 
@@ -445,22 +443,22 @@ def _compare_returned(
     types = {name: type_ for name, (type_, _) in returned_types(simulation.roles).items()}
     mesh = simulation.case.mesh
     pieces = [{name: value.double() for name, value in of_rank.items()} for of_rank in simulation.returned]
-    whole, spread = joined(pieces, types, mesh), _spread(pieces, types, mesh)
+    whole, spread = joined(pieces, types, mesh), _replica_spread(pieces, types, mesh)
     for name, expected in stacked(reference.returned).items():
         error = float("inf")
         if name in whole:
-            top = max(_largest(expected), 1e-30)
-            apart = max(largest_difference(real_part(whole[name], expected.shape), expected), spread[name])
-            error = roundings.beyond(Binding("output", name), expected, apart, TOLERANCE * top, top) / top
+            top = max(_max_abs(expected), 1e-30)
+            apart = max(largest_difference(without_padding(whole[name], expected.shape), expected), spread[name])
+            error = roundings.unexplained(Binding("output", name), expected, apart, top)
         agreement.note("output", error, f"step {step}, output {name}")
 
 
-def _norm(gradients: Iterable[torch.Tensor]) -> float:
+def _global_norm(gradients: Iterable[Tensor]) -> float:
     return math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients))
 
 
-def _unpadded(value: torch.Tensor, pads: tuple[Pad, ...]) -> tuple[torch.Tensor, bool]:
-    """Return a whole value in the model's shape, and whether its padding holds exact zeros."""
+def _unpadded(value: Tensor, pads: tuple[Pad, ...]) -> tuple[Tensor, bool]:
+    """Return a whole tensor without padding, and whether its padding was exactly zero."""
     real = shrink(value, pads)
     return real, not pads or torch.equal(grow(real, pads), value)
 
@@ -468,8 +466,8 @@ def _unpadded(value: torch.Tensor, pads: tuple[Pad, ...]) -> tuple[torch.Tensor,
 def _compare_updates(
     agreement: Agreement, simulation: Simulation, formula: FormulaUpdates, norm: float, step: int
 ) -> None:
-    """Compare the updated parameters and the optimizer's state with its formula on each piece of a parameter and of its
-    gradient, which have the global ``norm``. Replicas must be bitwise equal, and padding exactly zero."""
+    """Compare updated parameters and the optimizer's state with the formula's, piece by piece. ``norm`` is the global
+    norm of the gradients. Replicas must be bitwise equal, and padding exactly zero."""
     case, spread, seen = simulation.case, simulation.parameter_spread(), set[Hashable]()
     for rank, (before, optimizer) in enumerate(zip(simulation.before, simulation.optimizers, strict=True)):
         for name, old in before.items():
@@ -478,13 +476,13 @@ def _compare_updates(
                 continue
             seen.add(key)
             value, gradient = simulation.states[rank].parameters[name], simulation.gradients[rank].get(name)
-            expected, slots = old, dict[str, torch.Tensor]()
+            expected, slots = old, dict[str, Tensor]()
             if gradient is not None:
                 expected, slots = formula.after(key, name, old, gradient, norm, step + 1)
-            top = max(_largest(expected - old), _LEAST_UPDATE * _largest(old), 1e-30)
-            agreement.note("parameter", max(_largest(value - expected), spread[name]) / top, f"step {step}, {name}")
+            top = max(_max_abs(expected - old), _LEAST_UPDATE * _max_abs(old), 1e-30)
+            agreement.note("parameter", max(_max_abs(value - expected), spread[name]) / top, f"step {step}, {name}")
             for slot, wanted in slots.items():
-                apart = _largest(optimizer.state[value][slot] - wanted) / max(_largest(wanted), 1e-30)
+                apart = _max_abs(optimizer.state[value][slot] - wanted) / max(_max_abs(wanted), 1e-30)
                 agreement.note("parameter", apart, f"step {step}, {slot} of {name}")
     for name, whole in simulation.parameters() if case.pads else ():
         if not _unpadded(whole, case.pads.get(name, ()))[1]:
@@ -496,14 +494,14 @@ def _compare_buffers(
 ) -> None:
     """Compare the buffers that the model keeps after an update."""
     case = simulation.case
-    top = max(1e-30, max((_largest(p.detach()) for p in reference.parameters.values()), default=1.0))
+    top = max(1e-30, max((_max_abs(p.detach()) for p in reference.parameters.values()), default=1.0))
     moved = list(case.reference.main.returned("buffer"))
     floor = 1e-3 * max((largest(reference.buffers[name]) for name in moved), default=0.0)
-    floor = max(floor, 1e-3 * top)  # of a mean that is 0 rounding is all there is
+    floor = max(floor, 1e-3 * top)  # a running mean of 0 is nothing but rounding
     for name, pieces, type_ in simulation.buffers():
         expected = reference.buffers[name]
         size = max(largest(expected), floor, 1e-30)
         for rank, piece in pieces.items():
-            raw = largest_difference(piece, simulation.part(expected, type_, rank))
-            apart = roundings.beyond(Binding("buffer", name), expected, raw, TOLERANCE * size, size) / size
-            agreement.note("buffer", apart, f"step {step}, buffer {name}, rank {rank}")
+            apart = largest_difference(piece, simulation.part(expected, type_, rank))
+            error = roundings.unexplained(Binding("buffer", name), expected, apart, size)
+            agreement.note("buffer", error, f"step {step}, buffer {name}, rank {rank}")

@@ -9,9 +9,8 @@
                                                   ...
                                                   _values['mul'] = mul
 
-Between two products the processor's caches hold little else than their operands, so what a line costs beside its
-operator is mostly the memory that Python touches for it. Code touches a few bytes for a line. A value dies with its
-variable, after its last use.
+The overhead of a line is mostly cache misses: two large products leave little of the interpreter's memory in the cache.
+Generated code touches only a few bytes per line. A value is freed with its variable, after its last use.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ import torch
 from ...compiler.program.program import Line, Ref, operands, operator, references
 from ...compiler.torch_private import direct
 from ..ranks.communication import Environment
+from .registry import KernelContext
 from .reuse import made_by
-from .site import Site
 
 _INDENT = "\n    "
 _KEPT_CODES = 4096
@@ -39,8 +38,8 @@ _FILE = "<lines of a program>"
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """The sum into which a line's result may be added: ``add(total, otherwise, *args)`` is called where the environment
-    has a total of the value of this ``name``; ``otherwise(*args)`` is the operator."""
+    """The accumulation of a line's result: where the environment has a total for the value of this ``name``,
+    ``add(total, otherwise, *args)`` is called in place of the operator, which is ``otherwise(*args)``."""
 
     name: str
     add: Callable[..., Any]
@@ -48,16 +47,16 @@ class Added:
 
 @dataclass(frozen=True, slots=True)
 class CodedLine:
-    """A line with its code: a ``function`` of the site of each lane, if there are ``sites``, and of the line's
-    arguments as this machine reads them. ``over`` is a function with arguments of its own, the first of which it writes
-    over. ``totalled`` are the results that are added, once made, to totals that the environment has. ``dead`` are the
-    names that nobody reads after the line."""
+    """A line with its code: ``function`` takes the lane's context, if there are ``contexts``, and the line's arguments
+    with local sizes and dtypes. ``over`` is an in-place form with its own arguments, of which it writes over the first.
+    ``totalled`` are the results that are afterwards added to totals that the environment has. ``dead`` are the names
+    that nobody reads after the line."""
 
     line: Line
     function: Callable[..., Any]
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
-    sites: Sequence[Site] = ()
+    contexts: Sequence[KernelContext] = ()
     over: tuple[Callable[..., Any], Sequence[Any]] | None = None
     added: Added | None = None
     totalled: Sequence[str] = ()
@@ -65,13 +64,13 @@ class CodedLine:
 
 
 def coded(lines: Sequence[CodedLine]) -> Callable[[Sequence[Environment]], None]:
-    """Return a function that runs lines in the environment of each lane. Values that die in them leave the
-    environment. An error has a note that says which line it is of."""
+    """Return a function that runs lines in the environment of each lane, and removes dead values from it. An error gets
+    a note with its line."""
     writer = _Writer()
     source = writer.source(lines)
     names = dict(writer.bound)
     exec(_compiled(source), names)
-    stretch = names.pop("stretch")  # or it would be in its own globals, which only a search for garbage frees
+    stretch = names.pop("stretch")  # no reference cycle with its own globals
 
     def run(environments: Sequence[Environment]) -> None:
         try:
@@ -87,7 +86,7 @@ def coded(lines: Sequence[CodedLine]) -> Callable[[Sequence[Environment]], None]
 
 @lru_cache(maxsize=_KEPT_CODES)
 def _compiled(source: str) -> CodeType:
-    """Return the code of a stretch; equal blocks have the same."""
+    """Return the code of a stretch; equal blocks share it."""
     return compile(source, _FILE, "exec")
 
 
@@ -120,7 +119,7 @@ class _Writer:
     def _rows(self, each: CodedLine) -> Iterator[str]:
         line = each.line
         names = ["__" if value is None else _local(value.name) for value in line.results]
-        one_of_list = len(names) == 1 and not each.sites and _returns_list(line.op)
+        one_of_list = len(names) == 1 and not each.contexts and _returns_list(line.op)
         yield from self._call(each, f"({names[0]},)" if one_of_list else ", ".join(names))
         gone = [_local(name) for name in each.dead] + ["__"] * ("__" in names)
         if gone:
@@ -129,8 +128,8 @@ class _Writer:
     def _call(self, each: CodedLine, result: str) -> Iterator[str]:
         function, arguments = self._name(direct(each.function)), [*map(self._text, each.args)]
         named = self._named(each.kwargs)
-        site = [f"{self._name(each.sites)}[__lane]"] if each.sites else []
-        call = f"{function}({', '.join([*site, *arguments, *named])})"
+        context = [f"{self._name(each.contexts)}[__lane]"] if each.contexts else []
+        call = f"{function}({', '.join([*context, *arguments, *named])})"
         if each.over is not None:
             over, args = each.over
             call = (
@@ -143,7 +142,7 @@ class _Writer:
                 local, total = _local(name), f"__values.pop({f'total of {name}'!r})"
                 yield f"{local} = {total}.add_({local}) if {f'total of {name}'!r} in __values else {local}"
             return
-        otherwise = f"{self._name(partial)}({function}, {site[0]})" if site else function
+        otherwise = f"{self._name(partial)}({function}, {context[0]})" if context else function
         add = f"{self._name(each.added.add)}({', '.join(['__total', otherwise, *arguments, *named])})"
         yield f"__total = __values.pop({f'total of {each.added.name}'!r}, None)"
         yield f"{result} = {call} if __total is None else {add}"

@@ -1,8 +1,8 @@
 """Programs compiled by Inductor: the lines between two collectives are a region, and equal regions are compiled once.
 
-What differs between ranks and between equal blocks enters a region as an input: where the rank stands, as the global
-coordinates of its entries, and the keys of random streams, as the numbers they stand for. So all ranks have the same
-regions, and processes of one machine find in Inductor's cache what another of them compiled.
+Values that differ between ranks or between equal blocks are inputs of a region: the global coordinates of the rank's
+entries, and the keys of random streams. So all ranks have the same regions, and the processes of one host share
+Inductor's cache.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...compiler.analysis.lifetimes import adds_up
 from ...compiler.initial.counter import words
@@ -33,29 +34,31 @@ from ..ranks.communication import Backend, Environment
 from ..ranks.faults import RunError
 from .coded import coded
 from .execute import Machine, Prepared
-from .reuse import last_uses, made_by, summed
-from .site import Site
+from .registry import KernelContext
+from .reuse import LineLiveness, in_flight, last_uses, made_by
 
 _NOTHING_SPARE = frozenset[str]()
-"""The empty set of values to write over. Inductor reuses storage within a region by itself, and the results of a region
-may share storage with something else."""
+"""The empty set of operands to write over: Inductor reuses storage within a region by itself, and a region's results
+may alias other values."""
 
-OperandPlace = tuple[TensorType, int]
-"""A dim of a type: the place of a rank's entries along it differs from rank to rank."""
+DimOfType = tuple[TensorType, int]
+"""A dim of a type. The global coordinates of a rank's entries along it differ from rank to rank."""
 
 
 @dataclass(slots=True)
 class _Lifted:
-    """The facts of a rank that a region asked for while it was traced: inputs for places, and the keys of streams."""
+    """Values that a region asks its context for while it is traced, lifted to inputs: global coordinates by dim, and
+    the keys of streams."""
 
     tracing: bool = False
-    places: dict[OperandPlace, torch.Tensor] = field(default_factory=dict)
-    keys: list[torch.Tensor] = field(default_factory=list)
+    coordinates: dict[DimOfType, Tensor] = field(default_factory=dict)
+    keys: list[Tensor] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _RegionSite(Site):
-    """A site that, while a region is traced, returns inputs of the region for facts that differ by rank or step."""
+class _RegionContext(KernelContext):
+    """The context of a line in a region. While the region is traced it returns inputs for values that differ by rank or
+    step."""
 
     lifted: _Lifted
 
@@ -63,42 +66,40 @@ class _RegionSite(Site):
     def traced(self) -> bool:
         return self.lifted.tracing
 
-    def index(self, type_: TensorType, dim: int) -> torch.Tensor:
+    def index(self, type_: TensorType, dim: int) -> Tensor:
         if not self.lifted.tracing:
-            return Site.index(self, type_, dim)
-        if (type_, dim) not in self.lifted.places:
-            self.lifted.places[type_, dim] = Site.index(self, type_, dim)
-        return self.lifted.places[type_, dim]
+            return KernelContext.index(self, type_, dim)
+        if (type_, dim) not in self.lifted.coordinates:
+            self.lifted.coordinates[type_, dim] = KernelContext.index(self, type_, dim)
+        return self.lifted.coordinates[type_, dim]
 
-    def key(self, key: torch.Tensor) -> Any:
+    def key(self, key: Tensor) -> Any:
         if not self.lifted.tracing:
-            return Site.key(self, key)
+            return KernelContext.key(self, key)
         self.lifted.keys.append(key)
         return (key[0], key[1]) if key.dim() else (key, key)
 
 
 @dataclass(frozen=True, slots=True)
 class _Region:
-    """Lines without a collective, as one function of ``inputs`` to ``outputs``; equal regions have equal ``text``."""
+    """Lines without a collective; equal regions have equal ``text``."""
 
     lines: tuple[Line, ...]
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class _Code:
-    """A compiled region; ``call`` is None where compiling gains nothing. ``places`` are inputs that follow the values.
-    The values at ``keys`` are keys, and are given as their two numbers."""
+class _CompiledRegion:
+    """A compiled region; ``call`` is None where compiling gains nothing. After its values it takes the coordinates
+    along ``dims``. The values at the positions ``keys`` are keys of streams, passed as two numbers each."""
 
     call: CompiledGraph | None
-    places: tuple[OperandPlace, ...]
+    dims: tuple[DimOfType, ...]
     keys: tuple[int, ...]
 
 
 class Regions:
-    """The regions of a step's programs and their compiled code, each once.
+    """The distinct regions of a step's programs, and their compiled code.
 
     Raises:
         RunError: the device's compiler is missing.
@@ -109,7 +110,7 @@ class Regions:
         self.device = device
         self.seconds = 0.0
         self.texts: set[str] = set()
-        self._codes: dict[tuple[Any, ...], _Code] = {}
+        self._codes: dict[tuple[Any, ...], _CompiledRegion] = {}
 
     @property
     def distinct(self) -> int:
@@ -117,13 +118,16 @@ class Regions:
         return len(self.texts)
 
     def machine(self, program: Program, backend: Backend, device: torch.device, **options: Any) -> Machine:
-        """Return the machine of a program: compiled, if it has much to do and nobody watches its lines."""
+        """Return the machine of a program: a compiled one if the program is of an action that is worth it (F and B) and
+        its lines are not watched."""
         if not ACTIONS[program.action].compiled or options.get("watch") is not None:
             return Machine(program, backend, device, **options)
         return CompiledMachine(program, backend, device, regions=self, **options)
 
-    def code(self, region: _Region, values: Sequence[torch.Tensor], body: Callable[..., Any], lifted: _Lifted) -> _Code:
-        """Return the code of a region for values of these strides; it is compiled at the first call.
+    def code(
+        self, region: _Region, values: Sequence[Tensor], body: Callable[..., Any], lifted: _Lifted
+    ) -> _CompiledRegion:
+        """Return the code of a region for values of these strides, compiled at the first call.
 
         Raises:
             RunError: it cannot be compiled.
@@ -135,7 +139,7 @@ class Regions:
                 with _one_at_a_time(repr((key, self.device))):
                     self._codes[key] = _compile(values, body, lifted, self.device)
             except Exception as error:
-                raise _refused(region, error) from error
+                raise _compile_error(region, error) from error
             self.seconds += time.perf_counter() - start
         return self._codes[key]
 
@@ -145,41 +149,40 @@ class CompiledMachine(Machine):
 
     def __init__(self, program: Program, backend: Backend, device: torch.device, *, regions: Regions, **options: Any):
         self._regions, self._lifted = regions, _Lifted()
-        self._places: dict[tuple[int, OperandPlace], torch.Tensor] = {}
-        self.site = partial(_RegionSite, lifted=self._lifted)
+        self._indices: dict[tuple[int, DimOfType], Tensor] = {}
+        self.new_context = partial(_RegionContext, lifted=self._lifted)
         super().__init__(program, backend, device, **options)
 
     def _makes_in_place(self, function: Function, line: Line) -> bool:
         return not facts(line.op).compiled and super()._makes_in_place(function, line)
 
-    def _each(self, function: Function) -> list[Prepared]:
+    def _line_by_line(self, function: Function) -> list[Prepared]:
         return self._steps[function.name]  # what is compiled together runs together
 
     def _prepare(self, function: Function) -> list[Prepared]:
-        groups, sums = _cut(function), summed(function.lines)
+        groups, sums = _cut_regions(function), in_flight(function.lines)
         steps = []
         for group, dead in zip(groups, last_uses(function, groups), strict=True):
             awaited = tuple(sums.intersection(operands(group)))
             if len(group) == 1 and (not _is_local(group[0]) or adds_up(function, group[0])):
-                steps.append(self._step(group[0], function, _NOTHING_SPARE, awaited, dead))
+                steps.append(self._step(group[0], function, LineLiveness(_NOTHING_SPARE, awaited, dead)))
                 continue
             outputs = tuple(name for name in made_by(group) if name not in dead)
-            steps.append(
-                Prepared(group[-1], self._region(function, group, outputs, frozenset(dead)), awaited, (), group[0])
-            )
+            run = self._region(function, group, outputs, frozenset(dead))
+            steps.append(Prepared(group[-1], run, awaited, (), group[0]))
         return steps
 
     def _region(
         self, function: Function, lines: tuple[Line, ...], outputs: tuple[str, ...], dead: frozenset[str]
     ) -> Callable[[Sequence[Environment]], None]:
         inputs = tuple(operands(lines))
-        region = _Region(lines, inputs, outputs, f"wide={self.wide}\n{self._text(function, lines, inputs, outputs)}")
+        region = _Region(lines, f"wide={self.wide}\n{self._text(function, lines, inputs, outputs)}")
         self._regions.texts.add(region.text)
         addable = self._addable[function.name].intersection(outputs)
         plain = (self._coded(line, function, _NOTHING_SPARE) for line in lines)
         stretch = coded([replace(line, added=None, totalled=()) for line in plain])
 
-        def body(*values: torch.Tensor) -> list[torch.Tensor]:
+        def body(*values: Tensor) -> list[Tensor]:
             environment: Environment = dict(zip(inputs, values, strict=True))
             stretch([environment])
             return [environment[name] for name in outputs]
@@ -194,21 +197,20 @@ class CompiledMachine(Machine):
 
         return run
 
-    def _run(self, region: _Region, lane: int, values: list[Any], body: Callable[..., Any]) -> Sequence[torch.Tensor]:
+    def _run(self, region: _Region, lane: int, values: list[Any], body: Callable[..., Any]) -> Sequence[Tensor]:
         code = self._regions.code(region, values, body, self._lifted)
         if code.call is None:
             return body(*values)  # type: ignore[no-any-return]
         for at in code.keys:
             values[at] = torch.tensor(words(int(values[at])), device=self.device)
-        values += [self._place(lane, place) for place in code.places]
+        values += [self._index(lane, dim) for dim in code.dims]
         return code.call(values)
 
-    def _place(self, lane: int, place: OperandPlace) -> torch.Tensor:
-        if (lane, place) not in self._places:
-            type_, dim = place
-            site = Site(self.mesh, self.coordinates[lane], [], [], self.device)
-            self._places[lane, place] = site.index(type_, dim)
-        return self._places[lane, place]
+    def _index(self, lane: int, of: DimOfType) -> Tensor:
+        if (lane, of) not in self._indices:
+            context = KernelContext(self.mesh, self.coordinates[lane], [], [], self.device)
+            self._indices[lane, of] = context.index(*of)
+        return self._indices[lane, of]
 
     def _text(self, function: Function, lines: Sequence[Line], inputs: Sequence[str], outputs: Sequence[str]) -> str:
         """Return a region's operators, types and flow of values as text, without names and origins."""
@@ -226,9 +228,9 @@ class CompiledMachine(Machine):
         return "\n".join([*rows, *(number[name] for name in outputs)])
 
 
-def _add_up(environment: Environment, addable: Collection[str], others: Sequence[torch.Tensor]) -> None:
-    """Add results of a region to totals. One without a total becomes a total: it may share storage with no other value
-    of the region."""
+def _add_up(environment: Environment, addable: Collection[str], others: Sequence[Tensor]) -> None:
+    """Add results of a region to their totals. A result without a total becomes the total, so it is cloned if it shares
+    storage with another value of the region."""
     shared = Counter(other.untyped_storage().data_ptr() for other in others)
     for name in addable:
         result, total = environment[name], environment.pop(f"total of {name}", None)
@@ -251,25 +253,25 @@ def check_compiler(device: torch.device) -> None:
 
 
 def _is_local(line: Line) -> bool:
-    if any(value.type.packed for value in line.made):  # its size is another in every step
+    if any(value.type.packed for value in line.made):  # its size changes from step to step
         return False
     return not line.calls_function and line.op not in COLLECTIVES and facts(line.op).compiled
 
 
-def _cut(function: Function) -> list[tuple[Line, ...]]:
-    """Cut lines into groups: a region, or one line that is in no region. An operator outside regions goes before a
-    region that does not make its operands, so that the region need not end. Lines that do not wait for a sum run while
-    it is made."""
+def _cut_regions(function: Function) -> list[tuple[Line, ...]]:
+    """Cut lines into groups: a region, or one line outside of regions. An operator that is not compiled goes before the
+    open region if it reads nothing from it, so that the region need not end. A region ends before the first line that
+    waits for a collective, so that its lines overlap with the collective."""
     groups: list[tuple[Line, ...]] = []
     region: list[Line] = []
-    under_way = set[str]()
+    pending = set[str]()
     for line in function.lines:
         local = _is_local(line) and not adds_up(function, line)
-        if region and not under_way.isdisjoint(line.uses):
+        if region and not pending.isdisjoint(line.uses):
             groups.append(tuple(region))
             region = []
-        under_way.difference_update(line.uses)
-        under_way.update(summed([line]))
+        pending.difference_update(line.uses)
+        pending.update(in_flight([line]))
         if local:
             region.append(line)
             continue
@@ -280,33 +282,36 @@ def _cut(function: Function) -> list[tuple[Line, ...]]:
     return [*groups, tuple(region)] if region else groups
 
 
-def _compile(values: Sequence[torch.Tensor], body: Callable[..., Any], lifted: _Lifted, device: torch.device) -> _Code:
-    """Trace a region twice on fake tensors: first to see which facts it asks of its site, then with these as inputs."""
+def _compile(
+    values: Sequence[Tensor], body: Callable[..., Any], lifted: _Lifted, device: torch.device
+) -> _CompiledRegion:
+    """Trace a region twice on fake tensors: first to see what it asks its context for, then with that as inputs."""
     mode = fake_mode()
-    fakes: list[torch.Tensor] = [mode.from_tensor(value) for value in values]
+    fakes: list[Tensor] = [mode.from_tensor(value) for value in values]
     lifted.tracing = True
     try:
         with mode:
             body(*fakes)
-        places, keys = lifted.places, [at for at, fake in enumerate(fakes) if any(fake is key for key in lifted.keys)]
+        dims = lifted.coordinates
+        keys = [at for at, fake in enumerate(fakes) if any(fake is key for key in lifted.keys)]
         with mode:
             for at in keys:
                 fakes[at] = torch.empty(2, dtype=torch.int64, device=device)
 
-        def function(*operands: torch.Tensor) -> Any:
-            lifted.places = dict(zip(places, operands[len(values) :], strict=True))
+        def function(*operands: Tensor) -> Any:
+            lifted.coordinates = dict(zip(dims, operands[len(values) :], strict=True))
             return body(*operands[: len(values)])
 
-        call = compile_graph(function, [*fakes, *places.values()])
+        call = compile_graph(function, [*fakes, *dims.values()])
     finally:
-        lifted.tracing, lifted.places, lifted.keys = False, {}, []
-    return _Code(call, tuple(places), tuple(keys))
+        lifted.tracing, lifted.coordinates, lifted.keys = False, {}, []
+    return _CompiledRegion(call, tuple(dims), tuple(keys))
 
 
 @contextmanager
 def _one_at_a_time(name: str) -> Iterator[None]:
-    """Hold a lock of this machine, so that processes with equal regions do not compile at the same time: those that
-    wait find the code in the cache."""
+    """Hold a lock of this host, so that processes with equal regions do not compile at the same time: those that wait
+    find the code in the cache."""
     folder = Path(compiler_cache()) / "locks"
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / f"parc-{hashlib.blake2b(name.encode(), digest_size=16).hexdigest()}", "w") as file:
@@ -314,11 +319,11 @@ def _one_at_a_time(name: str) -> Iterator[None]:
         yield
 
 
-def _refused(region: _Region, error: Exception) -> RunError:
+def _compile_error(region: _Region, error: Exception) -> RunError:
     origin = next((line.origin for line in region.lines if line.origin.source), region.lines[0].origin)
     where = f"from {origin.source or region.lines[0].op} on" + (f" (`{origin.module}`)" if origin.module else "")
-    said = [line.strip() for line in f"{type(error).__name__}: {error}".splitlines() if line.strip()]
-    faults = [line for line in said if "error:" in line]
+    rows = [line.strip() for line in f"{type(error).__name__}: {error}".splitlines() if line.strip()]
+    faults = [line for line in rows if "error:" in line]
     return RunError(
-        NOT_COMPILED, f"the lines {where} cannot be compiled", "run without --compile", (faults or said)[:4]
+        NOT_COMPILED, f"the lines {where} cannot be compiled", "run without --compile", (faults or rows)[:4]
     )

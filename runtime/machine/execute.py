@@ -1,4 +1,4 @@
-"""Execution: a program's lines as calls, for one rank or for several in lock step."""
+"""The machine: a program's lines prepared as calls, and run for one rank or for several ranks in lockstep."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ from ..ranks.communication import Arrival, Backend, BoundTensors, Environment, a
 from .coded import Added, CodedLine, coded
 from .fusion import fused
 from .kernels import KERNELS
-from .reuse import Lives, in_place, lives
-from .site import Kernel, Site, binding, code_for, library_of
+from .registry import Kernel, KernelContext, binding, code_for, library_of
+from .reuse import LineLiveness, in_place, liveness
 
-# ---- buffers of gradients
-#     grad_up = mm(x, grad)       # entries 0 to 511 of the buffer of message 1
+# ---- gradient buckets: the gradients of one message are made in one allocation, so that nothing is packed
+#     grad_up = mm(x, grad)       # entries 0 to 511 of the bucket of message 1
 #     grad_down = mm(h, grad)     # entries 512 to 1023
 
 
 @dataclass(slots=True)
-class _Buffer:
-    """The memory of one message's gradients of one dtype. It is allocated when the first of them is made."""
+class _Bucket:
+    """The memory of one message's gradients of one dtype, allocated when the first of them is made."""
 
     dtype: torch.dtype
     device: torch.device
@@ -53,40 +53,39 @@ class _Buffer:
 
 @final
 @dataclass(frozen=True, slots=True)
-class BufferPart:
-    """The part of a buffer that is for one gradient, from its entry ``begin`` on."""
+class BucketPart:
+    """The part of a bucket for one gradient, from the bucket's entry ``begin`` on."""
 
-    buffer: _Buffer
+    bucket: _Bucket
     begin: int
     shape: Shape
 
     def tensor(self) -> torch.Tensor:
-        """Return the part, whose entries are not yet set."""
-        buffer = self.buffer
-        if buffer.memory is None:
-            buffer.memory = torch.empty(buffer.entries, dtype=buffer.dtype, device=buffer.device)
-        return buffer.memory[self.begin : self.begin + math.prod(self.shape)].view(self.shape)
+        """Return the part as a tensor with uninitialized entries."""
+        bucket = self.bucket
+        if bucket.memory is None:
+            bucket.memory = torch.empty(bucket.entries, dtype=bucket.dtype, device=bucket.device)
+        return bucket.memory[self.begin : self.begin + math.prod(self.shape)].view(self.shape)
 
 
-def buffer_parts(together: Iterable[Sequence[LyingGradient]], device: torch.device) -> Iterator[tuple[str, BufferPart]]:
-    """Yield the names of gradients that lie together, each with its part of a new buffer, which takes no memory yet."""
-    for gradients in together:
-        buffer = _Buffer(gradients[0].dtype, device)
+def bucket_parts(buckets: Iterable[Sequence[LyingGradient]], device: torch.device) -> Iterator[tuple[str, BucketPart]]:
+    """Yield the names of the gradients of each bucket, each with its part of a bucket that is not yet allocated."""
+    for gradients in buckets:
+        bucket = _Bucket(gradients[0].dtype, device)
         for gradient in gradients:
-            yield gradient.name, BufferPart(buffer, buffer.entries, gradient.shape)
-            buffer.entries += math.prod(gradient.shape)
+            yield gradient.name, BucketPart(bucket, bucket.entries, gradient.shape)
+            bucket.entries += math.prod(gradient.shape)
 
 
-# ---- lines of a program made ready to run; while torch's profiler runs, each is a range, named by the
-
+# ---- prepared lines, and their ranges in a profile
 
 _Run = Callable[[Sequence[Environment]], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A line made ready: the function ``run(environments)``, the values that must have arrived before it, and the names
-    that nobody reads after it. Where it is several lines, ``line`` is the last of them."""
+    """A line, or several, as the function ``run(environments)``, with the values that must have arrived before it and
+    the names that nobody reads after it. ``line`` is the last of the lines, ``first`` the first of several."""
 
     line: Line
     run: _Run
@@ -94,58 +93,40 @@ class Prepared:
     dead: tuple[str, ...]
     first: Line | None = None
 
-    def in_range(self, name: str) -> Prepared:
-        """Return the line as a range of a profile."""
+
+def in_ranges(program: Program, function: Function, steps: Sequence[Prepared]) -> list[Prepared]:
+    """Return a function's prepared lines as ranges of torch's profiler. Their names have the program's file and row,
+    the results and the operator, and the origin in the model and the plan."""
+    first = program.text().split("\n").index(f"def {function.name}(") + len(function.parameters) + 3
+    original = program.function(function.name)
+    rows = {value.name: row for row, line in enumerate(original.lines, first) for value in line.made}
+
+    def in_range(step: Prepared) -> Prepared:
+        last = step.line
+        span = dict.fromkeys(str(rows[line.made[0].name]) for line in (step.first or last, last) if line.made)
+        names = ", ".join(value.name for value in last.made)
+        range_name = f"{program.role}.{program.action}.py:{'-'.join(span)} {names} = {last.op} | {last.origin}"
 
         def run(environments: Sequence[Environment]) -> None:
-            with torch.profiler.record_function(name):
-                self.run(environments)
+            with torch.profiler.record_function(range_name):
+                step.run(environments)
 
-        return replace(self, run=run)
+        return replace(step, run=run)
 
-
-class ProfileRanges:
-    """The lines of a program as ranges of a profile."""
-
-    def __init__(self, program: Program) -> None:
-        self._program = program
-        self._made: dict[str, list[Prepared]] = {}
-
-    def of(self, function: Function, lines: Sequence[Prepared]) -> list[Prepared]:
-        """Return prepared lines of a function as ranges. Their names hold the file of the program and the row in it,
-        what is computed, and the origin in the model and the plan."""
-        if function.name not in self._made:
-            rows = self._rows(function)
-            self._made[function.name] = [line.in_range(self._name(line, rows)) for line in lines]
-        return self._made[function.name]
-
-    def _rows(self, function: Function) -> dict[str, int]:
-        """Return the number of the row of the program's text, from 1, in which each value of a function is made."""
-        text = self._program.text().split("\n")
-        first = text.index(f"def {function.name}(") + len(function.parameters) + 3
-        original = self._program.function(function.name)
-        return {value.name: row for row, line in enumerate(original.lines, first) for value in line.made}
-
-    def _name(self, prepared: Prepared, rows: dict[str, int]) -> str:
-        program, last = self._program, prepared.line
-        found = [str(rows[line.made[0].name]) for line in (prepared.first or last, last) if line.made]
-        made = ", ".join(value.name for value in last.made)
-        place = f"{program.role}.{program.action}.py:{'-'.join(dict.fromkeys(found))}"
-        return f"{place} {made} = {last.op} | {last.origin}"
+    return [in_range(step) for step in steps]
 
 
-# ---- execution: a program's lines as calls, for one rank or for several in lock step.
-
+# ---- the machine
 
 _WIDER = {torch.float32: torch.float64, torch.bfloat16: torch.float64, torch.float16: torch.float64}
 
 
 class Machine:
-    """The machine of one program. ``wide`` reads every floating dtype as float64; ``kernels`` are the code of parc's
-    operators. With ``reuse`` lines are fused, and write over values that nobody reads again, also over gradients that
-    they are given. ``axis`` is that of the pipeline."""
+    """The machine of one program. ``wide`` reads every floating dtype as float64; ``kernels`` run in place of
+    operators. With ``reuse`` lines are fused, and write over dead values, also over gradients among the inputs.
+    ``watch`` is called after each line. ``axis`` is that of the pipeline."""
 
-    site: Callable[..., Site] = Site
+    new_context: Callable[..., KernelContext] = KernelContext
 
     def __init__(
         self,
@@ -166,19 +147,20 @@ class Machine:
         self.coordinates = [self.mesh.coordinates(rank) for rank in backend.ranks]
         self.products = library_of(kernels)
         self._addable, self._delayed = addable(program, self._adds), delayed(program, self._adds)
-        self._together = gradients_together(program, self._makes_in_place, self.dtype)
+        self._buckets = gradients_together(program, self._makes_in_place, self.dtype)
         self._aliases = aliases(program)
         self._later: list[Callable[[], torch.Tensor]] | None = None
-        self._given: set[str] = set()
-        self._own = {main.name: own_in_main(program, main) for main in program.mains}
-        self._on_their_way = frozenset(on_their_way(program).values())
+        self._accumulated: set[str] = set()
+        """The results of the main function that run() was given a total for."""
+        self._overwritable = {main.name: own_in_main(program, main) for main in program.mains}
+        self._in_flight = frozenset(on_their_way(program).values())
         self._steps = {function.name: self._prepare(function) for function in program.functions}
-        self._lines: dict[str, list[Prepared]] = {}
-        self._ranges = ProfileRanges(program)
+        self._observed_steps: dict[tuple[str, bool], list[Prepared]] = {}
 
-    def summed(self, key: Binding, pieces: Sequence[torch.Tensor], rank: int) -> Environment:
-        """Return the result of the sum that alone reads a parameter, for one rank, given the pieces of all ranks of the
-        mesh; nothing, if there is no such sum. ``run`` takes it among its inputs, and does not sum again."""
+    def all_reduced(self, key: Binding, pieces: Sequence[torch.Tensor], rank: int) -> Environment:
+        """Return one rank's result of the all-reduce that is the only reader of a parameter, given the pieces of all
+        ranks of the mesh; an empty environment if there is no such line. With it among its inputs, ``run`` skips the
+        all-reduce."""
         main = self.program.main
         name, uses = next((value.name for value in main.parameters if value.binding == key), ""), main.uses
         line = next((line for line in main.readers.get(name, ()) if line.op == SUMS[0]), None)
@@ -190,8 +172,8 @@ class Machine:
 
     @cached_property
     def addable(self) -> frozenset[Binding]:
-        """The bindings of results that ``run`` can add to a total. Without a total, these results have memory of their
-        own, which may be a part of a buffer."""
+        """The bindings of results that ``run`` can add to a total. Without a total, these results share no storage, but
+        may be parts of a bucket."""
         main = self.program.main
         return frozenset(key for key, name in main.returns if name in self._addable[main.name])
 
@@ -203,33 +185,33 @@ class Machine:
         later: list[Callable[[], torch.Tensor]] | None = None,
         arriving: dict[Binding, Arrival] | None = None,
     ) -> list[BoundTensors]:
-        """Run the main function, or another one, and return its results on each rank of this process. If a result is in
-        ``addable`` and has a total in ``totals``, it is added to the total, now or by calls put into ``later``; both
-        return the total. ``arriving`` has the waits for inputs on their way, and gets those for such results.
+        """Run the main function, or another one, and return its results on each rank of this process. A result in
+        ``addable`` with a total in ``totals`` is added to that, now or by a call appended to ``later``, and the total
+        is returned. ``arriving`` has the waits for inputs that are in flight, and gets those for results in flight.
 
-        ``inputs`` and ``totals`` are taken apart while the program runs, so that values die after their last use.
+        ``inputs`` and ``totals`` are emptied, so that values die after their last use.
         """
         main = self.program.main if function is None else self.program.function(function)
         environments = [dict(values) for values in inputs]
         names, self._later = dict(self.program.main.returns), later
         for environment, table in zip(environments, totals, strict=bool(totals)):
             environment.update((f"total of {names[key]}", total) for key, total in table.items())
-        self._given = {names[key] for table in totals for key in table}
+        self._accumulated = {names[key] for table in totals for key in table}
         for environment in environments:
-            for name, part in buffer_parts(self._together, self.device):
+            for name, part in bucket_parts(self._buckets, self.device):
                 environment.setdefault(f"total of {name}", part)
         for values in inputs:
             values.clear()
         for table in totals:
             table.clear()
-        sums = {} if arriving is None else arriving
+        waits = {} if arriving is None else arriving
         for value in main.parameters:
-            if value.binding in sums:
-                environments[0][arrival_name(value.name)] = sums.pop(value.binding)
+            if value.binding in waits:
+                environments[0][arrival_name(value.name)] = waits.pop(value.binding)
         results = self._call(main, environments)
         for key, name in main.returns:
             if (arrival := environments[0].pop(arrival_name(name), None)) is not None:
-                sums[key] = arrival
+                waits[key] = arrival
         return results
 
     def _call(self, function: Function, environments: list[Environment]) -> list[BoundTensors]:
@@ -237,14 +219,14 @@ class Machine:
             for name in step.awaited:
                 environments[0].pop(arrival_name(name), wait_for_nothing)()
             step.run(environments)
-            if self.watch is not None and MESSAGE not in dict(step.line.kwargs):  # it may not be there yet
+            if self.watch is not None and MESSAGE not in dict(step.line.kwargs):  # it may be in flight
                 self.watch(step.line, environments)
             for name in step.dead:
                 for environment in environments:
                     del environment[name]
-        left = self._on_their_way if function is self.program.last else ()
+        in_flight = self._in_flight if function is self.program.last else ()
         for _, name in function.returns:
-            if name not in left:
+            if name not in in_flight:
                 environments[0].pop(arrival_name(name), wait_for_nothing)()
         return [{key: environment[name] for key, name in function.returns} for environment in environments]
 
@@ -252,14 +234,15 @@ class Machine:
         profiled = profiling()
         if self.watch is None and not profiled:
             return self._steps[function.name]
-        if function.name not in self._lines:
-            self._lines[function.name] = self._each(function)
-        steps = self._lines[function.name]
-        return self._ranges.of(function, steps) if profiled else steps
+        if (function.name, profiled) not in self._observed_steps:
+            steps = self._line_by_line(function)
+            steps = in_ranges(self.program, function, steps) if profiled else steps
+            self._observed_steps[function.name, profiled] = steps
+        return self._observed_steps[function.name, profiled]
 
     def _prepare(self, function: Function) -> list[Prepared]:
         """Return a function's lines as stretches of code, and as single lines where other ranks take part."""
-        function, known = self._known(function)
+        function, lives = self._with_liveness(function)
         steps, stretch = list[Prepared](), list[CodedLine]()
 
         def end() -> None:
@@ -268,43 +251,38 @@ class Machine:
                 stretch.clear()
 
         awaited_first: tuple[str, ...] = ()
-        for line, spare, awaited, dead in zip(function.lines, known.spare, known.awaited, known.dead, strict=True):
-            alone = self._alone(line, function)
-            if alone or awaited:
+        for line, life in zip(function.lines, lives, strict=True):
+            alone = self._runs_alone(line, function)
+            if alone or life.awaited:
                 end()
             if alone:
-                steps.append(self._step(line, function, spare, awaited, dead))
+                steps.append(self._step(line, function, life))
                 continue
-            awaited_first = awaited_first if stretch else awaited
-            stretch.append(self._coded(line, function, spare, dead))
+            awaited_first = awaited_first if stretch else life.awaited
+            stretch.append(self._coded(line, function, life.spare, life.dead))
         end()
         return steps
 
-    def _each(self, function: Function) -> list[Prepared]:
-        """Return a function's lines one by one, as a watch or a profile sees them."""
-        function, known = self._known(function)
-        return [
-            self._step(line, function, spare, awaited, dead)
-            for line, spare, awaited, dead in zip(function.lines, known.spare, known.awaited, known.dead, strict=True)
-        ]
+    def _line_by_line(self, function: Function) -> list[Prepared]:
+        """Return a function's lines one by one, for a watch or a profile."""
+        function, lives = self._with_liveness(function)
+        return [self._step(line, function, life) for line, life in zip(function.lines, lives, strict=True)]
 
-    def _known(self, function: Function) -> tuple[Function, Lives]:
+    def _with_liveness(self, function: Function) -> tuple[Function, Sequence[LineLiveness]]:
+        """Return a function, fused with ``reuse``, and the liveness of its values."""
         known, late = self._aliases[function.name], self._delayed[function.name]
         if self.reuse:
             function = fused(function, known, self.mesh, self.products)
-        return function, lives(function, known, late, self.reuse)
+        return function, liveness(function, known, late, self.reuse)
 
-    def _step(
-        self, line: Line, function: Function, spare: frozenset[str], awaited: tuple[str, ...], dead: tuple[str, ...]
-    ) -> Prepared:
+    def _step(self, line: Line, function: Function, life: LineLiveness) -> Prepared:
         if not line.calls_function:
-            return Prepared(line, self._run_of(line, function, spare), awaited, dead)
-        dying = frozenset(dead).intersection(line.uses)  # they die within the call, after their last use there
-        return Prepared(
-            line, self._function_call(line, dying), awaited, tuple(name for name in dead if name not in dying)
-        )
+            return Prepared(line, self._run_of(line, function, life.spare), life.awaited, life.dead)
+        dying = frozenset(life.dead).intersection(line.uses)  # the called function frees them after their last use
+        dead = tuple(name for name in life.dead if name not in dying)
+        return Prepared(line, self._function_call(line, dying), life.awaited, dead)
 
-    def _alone(self, line: Line, function: Function) -> bool:
+    def _runs_alone(self, line: Line, function: Function) -> bool:
         return line.calls_function or line.op in COLLECTIVES or line.op in RINGS or adds_up(function, line)
 
     def _run_of(self, line: Line, function: Function, spare: frozenset[str]) -> Callable[[Sequence[Environment]], None]:
@@ -319,18 +297,18 @@ class Machine:
         return coded([self._coded(line, function, spare)])
 
     def _coded(self, line: Line, function: Function, spare: frozenset[str], dead: tuple[str, ...] = ()) -> CodedLine:
-        """Return a line that no other rank takes part in, with its code."""
+        """Return a line without communication as code."""
         kwargs = {key: self._literal(item) for key, item in line.kwargs}
-        kernel, sites = self._kernel(line, function), list[Site]()
+        kernel, contexts = self._kernel(line, function), list[KernelContext]()
         if kernel is not None:
-            sites = self._sites(line, function)
+            contexts = self._contexts(line, function)
         elif any(argument.name == "device" for argument in operator(line.op)._schema.arguments):
             kwargs["device"] = self.device
         over = in_place(line, function, spare, self.mesh)
         addable = [value.name for value in line.made if value.name in self._addable[function.name]]
         direct = adds_itself(function, line) and bool(addable)
         return CodedLine(
-            line, kernel or binding(line.op), [self._literal(item) for item in line.args], kwargs, sites,
+            line, kernel or binding(line.op), [self._literal(item) for item in line.args], kwargs, contexts,
             (over[0], [self._literal(item) for item in over[1]]) if over else None,
             Added(addable[0], self._adding_to(line, function)) if direct else None, () if direct else addable, dead,
         )  # fmt: skip
@@ -363,7 +341,7 @@ class Machine:
 
         def run(environments: Sequence[Environment]) -> None:
             if result in environments[0]:
-                return  # its result was given
+                return  # see all_reduced
             pieces = [take(environment) for environment in environments]
             results, arrival = self.backend.collective(line.op, options, pieces, spare)
             for environment, piece in zip(environments, results, strict=True):
@@ -374,30 +352,30 @@ class Machine:
         return run
 
     def _ring(self, line: Line, function: Function) -> Callable[[Sequence[Environment]], None]:
-        kernel, sites, axes = self.kernels[line.op], self._sites(line, function), axes_of(line.args[1:])
+        kernel, contexts, axes = self.kernels[line.op], self._contexts(line, function), axes_of(line.args[1:])
         args = [self._literal(item) for item in line.args]
 
         def run(environments: Sequence[Environment]) -> None:
             parts = [
-                kernel(site, *(map_references(item, environment.__getitem__) for item in args))
-                for site, environment in zip(sites, environments, strict=True)
+                kernel(context, *(map_references(item, environment.__getitem__) for item in args))
+                for context, environment in zip(contexts, environments, strict=True)
             ]
-            for environment, results in zip(environments, self.backend.around(line.op, axes, parts), strict=True):
+            for environment, results in zip(environments, self.backend.run_ring(line.op, axes, parts), strict=True):
                 environment.update((v.name, x) for v, x in zip(line.results, results, strict=True) if v is not None)
 
         return run
 
     def _message(self, function: Function, first: Line) -> Callable[[Sequence[Environment]], None]:
-        """Return the call of a line whose operand travels with those of other lines: the first of them starts all."""
-        together = [line for line in function.lines if line.op == first.op and line.kwargs == first.kwargs]
-        takes = {line.made[0].name: itemgetter(*line.uses) for line in together}  # a tuple, where it reads several
-        options = [[item for item in line.args if not isinstance(item, Ref)] for line in together]
-        own = self._own.get(function.name, frozenset[str]()) if self.reuse else frozenset[str]()
-        spare = [line.uses[0] in own for line in together]
+        """Return the call of a line of a message of several tensors, which its first line starts for all of them."""
+        lines = [line for line in function.lines if line.op == first.op and line.kwargs == first.kwargs]
+        takes = {line.made[0].name: itemgetter(*line.uses) for line in lines}  # a tuple, where it reads several
+        options = [[item for item in line.args if not isinstance(item, Ref)] for line in lines]
+        overwritable = self._overwritable.get(function.name, frozenset[str]()) if self.reuse else frozenset[str]()
+        spare = [line.uses[0] in overwritable for line in lines]
 
         def run(environments: Sequence[Environment]) -> None:
-            if first is not together[0]:
-                return  # the first line began all
+            if first is not lines[0]:
+                return
             pieces = [[*map(take, environments)] for take in takes.values()]
             results, arrival = self.backend.message(first.op, options, pieces, spare)
             for name, of_ranks in zip(takes, results, strict=True):
@@ -408,13 +386,15 @@ class Machine:
         return run
 
     def _added_up(self, line: Line) -> Callable[[Sequence[Environment]], None]:
-        """Return the call of a line that adds a gradient to a total, unless it was added as it was made."""
+        """Return the call of a line that adds a gradient to a total, if that was not done when the gradient was
+        made."""
         total, part = line.uses
 
         def run(environments: Sequence[Environment]) -> None:
             for environment in environments:
-                before, own = environment[total], environment[part]
-                environment[line.made[0].name] = own if part in self._given else before + own
+                # an accumulated part is the total already
+                value = environment[part]
+                environment[line.made[0].name] = value if part in self._accumulated else environment[total] + value
 
         return run
 
@@ -423,7 +403,7 @@ class Machine:
         return _WIDER.get(dtype, dtype) if self.wide else dtype
 
     def _literal(self, item: Any) -> Any:
-        """Return an argument with sizes as this rank sees them, and dtypes as this machine reads them."""
+        """Return an argument with local sizes, and with dtypes as this machine reads them."""
         if isinstance(item, LocalSize):
             return item.local(self.mesh)
         if isinstance(item, torch.dtype):
@@ -437,7 +417,7 @@ class Machine:
         return self.reuse and adds(function, line)
 
     def _makes_in_place(self, function: Function, line: Line) -> bool:
-        """Return whether the result of a line can be made in its part of a buffer."""
+        """Return whether the result of a line can be made in its part of a bucket."""
         apart = self.products.apart(line, function, self.mesh)
         return line.op in code_for("into") and not apart and self._adds(function, line)
 
@@ -447,18 +427,18 @@ class Machine:
         return self.kernels.get(line.op) if library else None
 
     def _adding_to(self, line: Line, function: Function) -> Callable[..., Any]:
-        """Return the function that adds the result of a line to a total, or makes it in its part of a buffer. A product
-        that the library makes apart is made first."""
+        """Return the function that adds the result of a line to a total, or makes it in its part of a bucket. A kernel
+        that cannot accumulate makes the result first."""
         add, into, delays = code_for("adding")[line.op], code_for("into").get(line.op), self._delayed[function.name]
         late, kernel = line.made[0].name in delays, self._kernel(line, function)
         if kernel is not None and kernel is not KERNELS.get(line.op):
-            site = Site(self.mesh, self.coordinates[0], (), (), self.device)
+            context = KernelContext(self.mesh, self.coordinates[0], (), (), self.device)
 
             def add(total: torch.Tensor, *args: Any) -> torch.Tensor:
-                return total.add_(kernel(site, *args))
+                return total.add_(kernel(context, *args))
 
         def added(total: Any, otherwise: Callable[..., Any], *args: Any, **options: Any) -> Any:
-            if isinstance(total, BufferPart):
+            if isinstance(total, BucketPart):
                 return otherwise(*args) if into is None else into(total.tensor(), *args)
             if self._later is None or not late:
                 return add(total, *args, **options)
@@ -467,8 +447,8 @@ class Machine:
 
         return added
 
-    def _sites(self, line: Line, function: Function) -> list[Site]:
+    def _contexts(self, line: Line, function: Function) -> list[KernelContext]:
         values = function.values()
         operands = [values[name].type for name in line.uses]
         results = [value.type for value in line.results if value is not None]
-        return [self.site(self.mesh, at, operands, results, self.device, self.axis) for at in self.coordinates]
+        return [self.new_context(self.mesh, at, operands, results, self.device, self.axis) for at in self.coordinates]

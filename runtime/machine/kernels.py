@@ -1,4 +1,4 @@
-"""Kernels of parc's own operators, which may ask for the place of the rank that computes."""
+"""Kernels of parc's own operators; what they compute may depend on the rank's coordinates in the mesh."""
 
 from __future__ import annotations
 
@@ -6,45 +6,46 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...compiler.initial.counter import keep_mask, random, stream
 from ...compiler.layout.placement import TensorType
 from ...compiler.ops.own_ops import aten
-from .site import Kernel, Site, code_for, runs
+from .registry import Kernel, KernelContext, code_for, runs
 
 ADD_PRODUCT = "parc.add_product.default"
-"""``x + a @ b`` in the shape of ``x``: an operator that the machine makes of two lines."""
+"""``x + a @ b`` in the shape of ``x``: an operator into which fusion joins two lines."""
 
 
 @runs("parc.stream_key.default")
-def _stream_key(site: Site, rng: torch.Tensor, name: str, seed: int) -> torch.Tensor:
+def _stream_key(ctx: KernelContext, rng: Tensor, name: str, seed: int) -> Tensor:
     step, microbatch = rng.tolist()
     return torch.tensor(stream(seed, name, step, microbatch), dtype=torch.int64)
 
 
 @runs("parc.dropout_mask.default")
-def _dropout_mask(site: Site, key: torch.Tensor, size: Any, p: float, dtype: torch.dtype) -> torch.Tensor:
-    (result,) = site.results
-    return keep_mask(site.key(key), site.numbers(result), p).to(dtype).mul_(1 / (1 - p))
+def _dropout_mask(ctx: KernelContext, key: Tensor, size: Any, p: float, dtype: torch.dtype) -> Tensor:
+    (result,) = ctx.results
+    return keep_mask(ctx.key(key), ctx.numbers(result), p).to(dtype).mul_(1 / (1 - p))
 
 
 @runs("parc.random.default")
-def _random(site: Site, key: torch.Tensor, size: Any, law: str, dtype: torch.dtype) -> torch.Tensor:
-    (result,) = site.results
-    return random(site.key(key), site.numbers(result), law, dtype)
+def _random_numbers(ctx: KernelContext, key: Tensor, size: Any, law: str, dtype: torch.dtype) -> Tensor:
+    (result,) = ctx.results
+    return random(ctx.key(key), ctx.numbers(result), law, dtype)
 
 
 @runs("parc.iota.default")
-def _iota(site: Site, size: int, start: int, step: int, dtype: torch.dtype) -> torch.Tensor:
-    return (site.index(site.results[0], 0) * step + start).to(dtype)
+def _iota(ctx: KernelContext, size: int, start: int, step: int, dtype: torch.dtype) -> Tensor:
+    return (ctx.index(ctx.results[0], 0) * step + start).to(dtype)
 
 
-def _owned(site: Site, table: TensorType, dim: int, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return local positions of global indices along a dim (0 for those of other ranks), and which of them are this
-    rank's."""
-    entries = site.index(table, dim)
+def _local_index(ctx: KernelContext, table: TensorType, dim: int, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the local positions of global indices along a dim (0 for indices of other ranks), and a mask of the
+    indices that are this rank's."""
+    entries = ctx.index(table, dim)
     count = entries.shape[0]
-    if site.consecutive(table, dim):
+    if ctx.consecutive(table, dim):
         local = index - entries[0]
         mine = (local >= 0) & (local < count)
     else:  # parts of sub-dims, in increasing order
@@ -54,93 +55,91 @@ def _owned(site: Site, table: TensorType, dim: int, index: torch.Tensor) -> tupl
 
 
 @runs("parc.lookup.default")
-def _lookup(site: Site, table: torch.Tensor, index: torch.Tensor, padding: int) -> torch.Tensor:
-    local, mine = _owned(site, site.operands[0], 0, index)
+def _lookup(ctx: KernelContext, table: Tensor, index: Tensor, padding: int) -> Tensor:
+    local, mine = _local_index(ctx, ctx.operands[0], 0, index)
     return torch.nn.functional.embedding(local, table) * mine[..., None]
 
 
 @runs("parc.lookup_backward.default")
-def _lookup_backward(site: Site, grad: torch.Tensor, index: torch.Tensor, rows: int, padding: int) -> torch.Tensor:
-    local, mine = _owned(site, site.results[0], 0, index)
+def _lookup_backward(ctx: KernelContext, grad: Tensor, index: Tensor, rows: int, padding: int) -> Tensor:
+    local, mine = _local_index(ctx, ctx.results[0], 0, index)
     if padding >= 0:
         mine = mine & (index != padding)
-    gradient: torch.Tensor = aten.embedding_dense_backward(grad * mine[..., None], local, rows, -1, False)
+    gradient: Tensor = aten.embedding_dense_backward(grad * mine[..., None], local, rows, -1, False)
     return gradient
 
 
-def _in_cache(site: Site, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Yield rows of all tensors together. On a CPU they are so few at a time that several passes over them stay in its
-    cache."""
+def _cache_chunks(ctx: KernelContext, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield chunks of rows, those of all tensors together. On a CPU chunks are so small that several passes over one
+    stay in the cache."""
     first = tensors[0]
-    few = first.device.type == "cpu" and not site.traced
+    few = first.device.type == "cpu" and not ctx.traced
     rows = max(1, (1 << 18) // max(1, first.shape[-1])) if few else max(1, first.shape[0])
     return zip(*(tensor.split(rows) for tensor in tensors), strict=True)
 
 
 @runs("parc.loss_parts.default")
-def _loss_parts(site: Site, logits: torch.Tensor, peak: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    local, mine = _owned(site, site.operands[0], 1, targets)
-    total = torch.cat([(rows - top).exp_().sum(-1) for rows, top in _in_cache(site, logits, peak)])
+def _loss_parts(ctx: KernelContext, logits: Tensor, peak: Tensor, targets: Tensor) -> Tensor:
+    local, mine = _local_index(ctx, ctx.operands[0], 1, targets)
+    total = torch.cat([(rows - top).exp_().sum(-1) for rows, top in _cache_chunks(ctx, logits, peak)])
     picked = torch.where(mine, (logits.gather(-1, local[:, None]) - peak).squeeze(-1), 0.0)  # padding is infinite
     return torch.stack([total, picked])
 
 
 @runs("parc.loss_parts_backward.default")
-def _loss_parts_backward(
-    site: Site, grad: torch.Tensor, logits: torch.Tensor, peak: torch.Tensor, targets: torch.Tensor
-) -> torch.Tensor:
-    local, mine = _owned(site, site.operands[1], 1, targets)
+def _loss_parts_backward(ctx: KernelContext, grad: Tensor, logits: Tensor, peak: Tensor, targets: Tensor) -> Tensor:
+    local, mine = _local_index(ctx, ctx.operands[1], 1, targets)
     result = torch.empty_like(logits)
-    for part, rows, top, factor in _in_cache(site, result, logits, peak, grad[0][:, None]):
+    for part, rows, top, factor in _cache_chunks(ctx, result, logits, peak, grad[0][:, None]):
         torch.sub(rows, top, out=part).exp_().mul_(factor)
     return result.scatter_add_(-1, local[:, None], (grad[1] * mine)[:, None])
 
 
-def _within(site: Site, type_: TensorType, dim: int, padded: int) -> torch.Tensor:
-    """Return the positions of a rank's entries along a padded dim, each counted from the start of its part of
-    ``padded`` entries."""
-    return site.index(type_, dim) % padded
+def _within(ctx: KernelContext, type_: TensorType, dim: int, padded: int) -> Tensor:
+    """Return the positions of a rank's entries along a padded dim, counted from the start of each part of ``padded``
+    entries."""
+    return ctx.index(type_, dim) % padded
 
 
 @runs("parc.fill_pad.default")
-def _fill_pad(site: Site, x: torch.Tensor, dim: int, outer: int, real: int, padded: int, value: float) -> torch.Tensor:
-    filled = _within(site, site.operands[0], dim, padded) >= real
-    if not site.traced and not bool(filled.any()):  # equal regions of all ranks are one when compiled
+def _fill_pad(ctx: KernelContext, x: Tensor, dim: int, outer: int, real: int, padded: int, value: float) -> Tensor:
+    filled = _within(ctx, ctx.operands[0], dim, padded) >= real
+    if not ctx.traced and not bool(filled.any()):  # equal regions of all ranks are one when compiled
         return x
     return x.masked_fill(filled.reshape(-1, *[1] * (x.dim() - dim - 1)), value)
 
 
 @runs("parc.cut_pad.default")
-def _cut_pad(site: Site, x: torch.Tensor, dim: int, outer: int, real: int, padded: int) -> torch.Tensor:
-    kept = _within(site, site.operands[0], dim, padded) < real
+def _cut_pad(ctx: KernelContext, x: Tensor, dim: int, outer: int, real: int, padded: int) -> Tensor:
+    kept = _within(ctx, ctx.operands[0], dim, padded) < real
     return x.index_select(dim, kept.nonzero()[:, 0])
 
 
 @runs("parc.grow_pad.default")
-def _grow_pad(site: Site, x: torch.Tensor, dim: int, outer: int, real: int, padded: int) -> torch.Tensor:
-    kept = _within(site, site.results[0], dim, padded) < real
+def _grow_pad(ctx: KernelContext, x: Tensor, dim: int, outer: int, real: int, padded: int) -> Tensor:
+    kept = _within(ctx, ctx.results[0], dim, padded) < real
     grown = x.new_zeros(*x.shape[:dim], kept.shape[0], *x.shape[dim + 1 :])
     return grown.index_copy_(dim, kept.nonzero()[:, 0], x)
 
 
 @runs("parc.store.default")
 @runs("parc.load.default")
-def _carry(site: Site, x: torch.Tensor, what: str) -> torch.Tensor:
-    return x  # in one memory a value is where it was
+def _carry(ctx: KernelContext, x: Tensor, what: str) -> Tensor:
+    return x  # without offload there is one memory space
 
 
 @runs("parc.square_sum.default")
-def _square_sum(site: Site, x: torch.Tensor) -> torch.Tensor:
+def _square_sum(ctx: KernelContext, x: Tensor) -> Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
     if x.device.type != "cpu":  # reads narrow numbers once; on a CPU a dot product is faster
-        norm: torch.Tensor = torch.linalg.vector_norm(x, dtype=wide)
+        norm: Tensor = torch.linalg.vector_norm(x, dtype=wide)
         return norm.square()
     flat = x.reshape(-1).to(wide)
     return torch.dot(flat, flat)
 
 
 @runs("parc.next_loss_scale.default")
-def _next_loss_scale(site: Site, norm: Any, scale: Any, good: Any, skipped: Any, *numbers: Any) -> Any:
+def _next_loss_scale(ctx: KernelContext, norm: Any, scale: Any, good: Any, skipped: Any, *numbers: Any) -> Any:
     growth, backoff, interval = numbers
     finite, grown = norm.isfinite(), scale * growth
     due = finite & (good + 1 == interval)
@@ -149,22 +148,22 @@ def _next_loss_scale(site: Site, norm: Any, scale: Any, good: Any, skipped: Any,
 
 
 @runs(ADD_PRODUCT)
-def _add_product(site: Site, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def _add_product(ctx: KernelContext, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return torch.addmm(x.reshape(a.shape[0], b.shape[1]), a, b).view(x.shape)
 
 
 @runs(ADD_PRODUCT, "over")
-def _add_product_over(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def _add_product_over(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     x.view(a.shape[0], b.shape[1]).addmm_(a, b)
     return x
 
 
 def _dense(function: Any) -> Kernel:
-    """Return a kernel for an operator that reads its tensors' storage in order. The module made them contiguous, but a
-    trace of contiguous tensors does not show that."""
+    """Return a kernel for an operator that needs contiguous operands. The module called ``contiguous``, but its trace,
+    taken of contiguous tensors, does not show that."""
 
-    def kernel(site: Site, *args: Any) -> Any:
-        return function(*(item.contiguous() if isinstance(item, torch.Tensor) else item for item in args))
+    def kernel(ctx: KernelContext, *args: Any) -> Any:
+        return function(*(item.contiguous() if isinstance(item, Tensor) else item for item in args))
 
     return kernel
 
@@ -175,10 +174,10 @@ KERNELS = code_for("kernel")
 
 
 @runs("parc.token_loss.default", "reference")
-def _plain_token_loss(site: Site, logits: torch.Tensor, targets: torch.Tensor, ignore: int) -> torch.Tensor:
+def _plain_token_loss(ctx: KernelContext, logits: Tensor, targets: Tensor, ignore: int) -> Tensor:
     return torch.nn.functional.cross_entropy(logits, targets, ignore_index=ignore, reduction="none")
 
 
 REFERENCE_KERNELS: Mapping[str, Kernel] = {**KERNELS, **code_for("reference")}
-"""The kernels for the captured graph, which autograd differentiates. They are written apart from those that they
-check."""
+"""The kernels for the captured graph, which autograd differentiates: an independent second implementation, against
+which the others are checked."""

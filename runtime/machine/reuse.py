@@ -1,16 +1,15 @@
-"""The last uses of values, and the storage of such values that a line may write its result over."""
+"""Liveness of a function's values, and the operands whose storage a line may write its result over."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...compiler.analysis.lifetimes import Aliases, form_over, operand_over, spare_operands
 from ...compiler.layout.collectives import COLLECTIVES, WAIT
 from ...compiler.layout.mesh import Mesh
 from ...compiler.program.program import Function, Line
-from .site import code_for
+from .registry import code_for
 
 
 def made_by(lines: Iterable[Line]) -> list[str]:
@@ -18,8 +17,9 @@ def made_by(lines: Iterable[Line]) -> list[str]:
     return [value.name for line in lines for value in line.made]
 
 
-def summed(lines: Iterable[Line]) -> set[str]:
-    """Return the names of values that may arrive later: collectives' results, and what lines wait for."""
+def in_flight(lines: Iterable[Line]) -> set[str]:
+    """Return the names of values that may still be in flight after these lines: results of collectives, and values that
+    a line waits for."""
     lines = list(lines)
     awaited = {name for line in lines if line.op == WAIT for name in line.uses}
     return awaited.union(made_by(line for line in lines if line.op in COLLECTIVES))
@@ -36,26 +36,26 @@ def last_uses(function: Function, groups: Sequence[Sequence[Line]]) -> list[tupl
     return list(map(tuple, dead))
 
 
-@dataclass(frozen=True, slots=True)
-class Lives:
-    """The lives of a function's values, line by line: the operands whose storage only the line's results need after it,
-    those that must have arrived before it, and the names that nobody reads after it."""
+class LineLiveness(NamedTuple):
+    """The liveness of values at a line: the operands whose storage the line may write over, those that must have
+    arrived before it, and the names that nobody reads after it."""
 
-    spare: Sequence[frozenset[str]]
-    awaited: Sequence[tuple[str, ...]]
-    dead: Sequence[tuple[str, ...]]
+    spare: frozenset[str]
+    awaited: tuple[str, ...]
+    dead: tuple[str, ...]
 
 
-def lives(function: Function, known: Aliases, delayed: frozenset[str], reuse: bool) -> Lives:
-    """Return the lives of a function's values, some of which are ``delayed``. ``known`` has its aliases.
-    Without ``reuse`` no storage is spare."""
-    key = "lives", known, delayed, reuse
+def liveness(function: Function, aliases: Aliases, delayed: frozenset[str], reuse: bool) -> Sequence[LineLiveness]:
+    """Return the liveness at each line of a function. Values ``delayed`` are added to totals only after the function's
+    sends. Without ``reuse`` no storage is spare."""
+    key = "liveness", aliases, delayed, reuse
     if key not in function.derived:
-        sums = summed(function.lines)
-        spare = spare_operands(function, known, delayed) if reuse else [frozenset[str]()] * len(function.lines)
+        sums = in_flight(function.lines)
+        spare = spare_operands(function, aliases, delayed) if reuse else [frozenset[str]()] * len(function.lines)
         awaited = [tuple(sums.intersection(line.uses)) for line in function.lines]
-        function.derived[key] = Lives(spare, awaited, last_uses(function, [(line,) for line in function.lines]))
-    stored: Lives = function.derived[key]
+        dead = last_uses(function, [(line,) for line in function.lines])
+        function.derived[key] = tuple(map(LineLiveness, spare, awaited, dead))
+    stored: Sequence[LineLiveness] = function.derived[key]
     return stored
 
 

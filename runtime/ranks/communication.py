@@ -14,9 +14,9 @@ from ...compiler.program.actions import ACTIONS, Action, send_kind
 from ...compiler.program.binding import Binding
 
 Environment = dict[str, Any]
-"""The values of a running program by name: tensors, and totals to which something is added."""
+"""The values of a running program by name: tensors, and the totals that gradients are added to."""
 Arrival = Callable[[], object]
-"""A function that waits until a value that is on its way is there."""
+"""A function that waits for a value that is in flight."""
 RingPart = Generator[list[torch.Tensor], Callable[[], list[torch.Tensor]], list[torch.Tensor]]
 """A rank's part of a ring of ranks. It yields tensors for the next rank, and gets a function that waits for those of
 the rank before it and returns them; it may compute between. It returns its results."""
@@ -25,12 +25,12 @@ BoundTensors = dict[Binding, Any]
 
 
 def arrival_name(name: str) -> str:
-    """Return the name under which an environment has the function that waits for a value."""
+    """Return the name under which an environment holds the ``Arrival`` of a value."""
     return f"arrival of {name}"
 
 
 def wait_for_nothing() -> None:
-    """Wait for a value that has arrived."""
+    """Do nothing: the ``Arrival`` of a value that is there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,22 +60,19 @@ class Message:
         return f"{self.stage}{send_kind(self.kind)}{self.microbatch}"
 
 
-class Sending(Protocol):
-    """A message that is being sent; it holds the tensors."""
+@dataclass(frozen=True, slots=True)
+class Sending:
+    """A message that is being sent, with the tensors that it must keep alive. ``done`` returns whether it is known to
+    be taken, so that ``wait`` returns at once. ``wait`` waits until it is, and its tensors may be written over; it
+    raises ``PeerLost`` if it never is."""
 
-    def done(self) -> bool:
-        """Return whether the message is known to be taken, so that ``wait`` returns at once."""
-
-    def wait(self) -> None:
-        """Wait until the message is taken, and its tensors may be written over.
-
-        Raises:
-            PeerLost: it never is.
-        """
+    tensors: Sequence[torch.Tensor]
+    done: Callable[[], bool]
+    wait: Callable[[], None]
 
 
-_AROUND = re.compile(r"^\[\S+:\d+\] |\s*GLHF!.*$", re.DOTALL)
-"""The words that gloo writes around an error: the place in its source, and a wish."""
+_GLOO_NOISE = re.compile(r"^\[\S+:\d+\] |\s*GLHF!.*$", re.DOTALL)
+"""The words that gloo writes around an error: a line of its source, and a wish."""
 
 
 class PeerLost(RuntimeError):
@@ -83,7 +80,7 @@ class PeerLost(RuntimeError):
     ``why`` is the backend's error, without the words that gloo writes around it."""
 
     def __init__(self, what: str, why: object) -> None:
-        super().__init__(f"{what}: {_AROUND.sub('', str(why))}")
+        super().__init__(f"{what}: {_GLOO_NOISE.sub('', str(why))}")
         self.what, self.why = what, why
 
     def during(self, work: str) -> PeerLost:
@@ -113,7 +110,7 @@ class Backend(Protocol):
         each, and a function to call before they are read, or None. ``spare`` says of each tensor whether it may be
         written over."""
 
-    def around(self, op: str, axes: tuple[str, ...], parts: Sequence[RingPart]) -> list[list[torch.Tensor]]:
+    def run_ring(self, op: str, axes: tuple[str, ...], parts: Sequence[RingPart]) -> list[list[torch.Tensor]]:
         """Run the parts of this process's ranks in rings over some axes, and return their results."""
 
     def send(self, message: Message, pieces: Sequence[Sequence[torch.Tensor]]) -> Sending:

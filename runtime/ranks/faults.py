@@ -28,12 +28,14 @@ class RunError(Exception):
     and 4 if the run itself failed.
     """
 
+    __module__ = "parc"  # the name under which users catch it
+
     def __init__(self, code: Code, message: str, help: str = "", notes: Sequence[str] = ()) -> None:
         super().__init__(code, message, help, tuple(notes))
         self.code, self.message, self.help, self.notes = code, message, help, tuple(notes)
 
     def __str__(self) -> str:
-        """Return the error as a traceback of a person's own loop shows it: message with code, notes and advice."""
+        """Return the error as a traceback in a user's own loop shows it: message with code, notes and advice."""
         help_ = f"; {self.help}" if self.help else ""
         return f"[{self.code.name}] {self.message}{help_}" + "".join(f"\n  {note}" for note in self.notes)
 
@@ -52,7 +54,7 @@ class RunError(Exception):
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Write a file that a person asked for, in the block.
+    """Write a file that the user asked for, in the block.
 
     Raises:
         RunError: it cannot be written.
@@ -69,7 +71,7 @@ _NOTHING_COUNTS = "every target of the batch is ignored or masked, so the loss w
 
 @dataclass(frozen=True, slots=True, order=True)
 class Bad:
-    """The first value of one rank that is not finite; ``order`` is alike on all ranks: see ``Watcher``."""
+    """The first value of one rank that is not finite; ``order`` compares those of different ranks: see ``Watcher``."""
 
     order: tuple[int, ...]
     rank: int
@@ -79,13 +81,11 @@ class Bad:
 
 @final
 class Watcher:
-    """A watch over the programs of a step, line by line, for the first that makes a number that is not finite from
-    finite operands.
+    """The search for the first line of a step that makes a number that is not finite from finite operands.
 
-    Infinities that a line writes as such (masks) are meant; a NaN made of infinities is not. The line's module is
-    completed by the call that encloses it, since equal blocks share their lines. Findings are in the order in which
-    values depend on each other: by microbatch, through the stages forward and back, then by line. ``current`` is the
-    action that runs.
+    An infinity that a line has as a literal (a mask) does not count; a NaN made of infinities does. Equal blocks share
+    their lines, so the line's module is completed by the call that encloses it. Lines are ordered by data flow: by
+    microbatch, through the stages forward and back, then in the program. ``current`` returns the action that runs.
     """
 
     def __init__(self, rank: int, current: Callable[[], Action | None]) -> None:
@@ -125,15 +125,13 @@ class Watcher:
         order, to = work_kinds().index(action.kind), ACTIONS[action.kind].to
         return 1, action.microbatch, order, action.stage * (to or 1), self._count
 
-    def found(self) -> Bad | None:
-        """Return the first bad number that was seen, once the step was run."""
+    def first_bad(self) -> Bad | None:
+        """Return the first bad number, once the step has run."""
         if self._line is None:
             return None
         order, action, line, kind = self._line
         if action == SCALING:
-            return Bad(
-                order, self.rank, "every target of the batch is ignored or masked, so the loss would divide by zero"
-            )
+            return Bad(order, self.rank, _NOTHING_COUNTS)
         module = line.origin.module
         if "*" in module and self._called_by:
             module = complete(module, self._called_by)
@@ -147,7 +145,7 @@ class Watcher:
 
 
 def bad_tensor(tensors: Mapping[str, torch.Tensor], what: str, rank: int) -> Bad | None:
-    """Return the first of some named tensors that is not finite before any line runs."""
+    """Return the first of a step's inputs that is not finite."""
     for name, tensor in tensors.items():
         if _any([tensor], _not_finite):
             return Bad((), rank, f"the first is in the {what} `{name}` on rank {rank}, before the step began")
@@ -155,11 +153,11 @@ def bad_tensor(tensors: Mapping[str, torch.Tensor], what: str, rank: int) -> Bad
 
 
 def bad_number(
-    step: int, loss: float, norm: float, found: Iterable[Bad | None], compiled: bool, manifest: Mapping[str, Any]
+    step: int, loss: float, norm: float, seen: Iterable[Bad | None], compiled: bool, manifest: Mapping[str, Any]
 ) -> RunError:
-    """Return the error of a step whose loss or gradients are not finite. All ranks' findings, made line by line, name
-    one place."""
-    first = min((bad for bad in found if bad is not None), default=None)
+    """Return the error of a step whose loss or gradients are not finite. ``seen`` is what the watch on each rank saw;
+    the first of all in data flow is named."""
+    first = min((bad for bad in seen if bad is not None), default=None)
     what = (
         f"the loss is {loss}" if not math.isfinite(loss) else f"the gradients' norm is {norm} (the loss is {loss:.6g})"
     )
@@ -167,18 +165,18 @@ def bad_number(
     if compiled and first is None:
         notes = ("run line by line, without --compile, every value of this step is finite",)
     empty = first is not None and first.what == _NOTHING_COUNTS
-    ways = "leave this batch out, or give it a target that counts" if empty else _ways_out(manifest)
-    return RunError(BAD_NUMBER, f"step {step}: {what}", f"nothing was updated; {ways}", notes)
+    advice = "leave this batch out, or give it a target that counts" if empty else _advice(manifest)
+    return RunError(BAD_NUMBER, f"step {step}: {what}", f"nothing was updated; {advice}", notes)
 
 
-def _ways_out(manifest: Mapping[str, Any]) -> str:
+def _advice(manifest: Mapping[str, Any]) -> str:
     """Return the advice for a step whose numbers are not finite."""
-    ways = "lower `lr`, add `clip`, or look at the data of this step"
+    advice = "lower `lr`, add `clip`, or look at the data of this step"
     if not any(line["type"] == "float16" for line in manifest["precision"]):
-        return ways
+        return advice
     if SKIPPED_STEPS.name in manifest["state"]:
-        return f"the smallest loss scale does not help: {ways}, or compute values beyond 65504 in `bf16`"
-    return f"write `loss_scale dynamic`, which skips such steps, {ways}"
+        return f"the smallest loss scale does not help: {advice}, or compute values beyond 65504 in `bf16`"
+    return f"write `loss_scale dynamic`, which skips such steps, {advice}"
 
 
 def _not_finite(tensor: torch.Tensor) -> torch.Tensor:

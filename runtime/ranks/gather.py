@@ -1,4 +1,4 @@
-"""Whole tensors from the pieces that ranks hold, on every rank: for checkpoints, and for a person."""
+"""Gathering: the ranks that hold each tensor, and whole tensors and values of all ranks on every rank."""
 
 from __future__ import annotations
 
@@ -43,25 +43,24 @@ def keepers_of(roles: Sequence[Role], buffers: Iterable[str]) -> dict[str, tuple
 
 
 def piece_place(rank: int, placement: Placement, mesh: Mesh) -> tuple[int, ...]:
-    """Return the place of a rank's piece in a tensor, or of its part in a sum: ranks of one place hold the same
-    numbers."""
+    """Return the place of a rank's piece in a sharded tensor, or of its summand in a partial one: ranks of one place
+    are replicas."""
     at = mesh.coordinates(rank)
     return tuple(at[axis] for axis in (*placement.split_axes(), *placement.partial))
 
 
 def whole_tensor(pieces: Mapping[int, torch.Tensor], placement: Placement, mesh: Mesh) -> torch.Tensor:
-    """Put a whole tensor together from the pieces of ranks; any rank of a place will do."""
+    """Put a whole tensor together from pieces by rank, at least one of each place."""
     by_place = {piece_place(rank, placement, mesh): piece for rank, piece in pieces.items()}
     return put_together([by_place[piece_place(rank, placement, mesh)] for rank in range(mesh.world)], placement, mesh)
 
 
-# ---- whole tensors from the pieces that ranks hold, on every rank: for checkpoints, and for a person.
+# ---- gathering
+
+_Gathered = TypeVar("_Gathered")
 
 
-_Made = TypeVar("_Made")
-
-
-def everywhere(value: _Made, world: int) -> list[_Made]:
+def everywhere(value: _Gathered, world: int) -> list[_Gathered]:
     """Return every rank's value, in rank order, on every rank."""
     values = [value] * world
     if world > 1:
@@ -69,7 +68,7 @@ def everywhere(value: _Made, world: int) -> list[_Made]:
     return values
 
 
-def of_every_role(value: _Made, roles: Sequence[str], rank: int) -> list[_Made]:
+def of_every_role(value: _Gathered, roles: Sequence[str], rank: int) -> list[_Gathered]:
     """Return the value of the first rank of each role, on every rank. ``roles`` are the names of all ranks' roles."""
     firsts = {role: first for first, role in reversed([*enumerate(roles)])}
     values = []
@@ -77,13 +76,12 @@ def of_every_role(value: _Made, roles: Sequence[str], rank: int) -> list[_Made]:
         box = [value if rank == first else None]
         if len(firsts) > 1:
             dist.broadcast_object_list(box, first)
-        values.append(cast(_Made, box[0] if len(firsts) > 1 else value))
+        values.append(cast(_Gathered, box[0] if len(firsts) > 1 else value))
     return values
 
 
 def exchange(row: Sequence[int | torch.Tensor], world: int, device: torch.device) -> list[list[int]]:
-    """Return every rank's row of numbers, in rank order, on every rank. Some of the numbers may be int64 tensors
-    without dims."""
+    """Return every rank's row of numbers, in rank order, on every rank. Numbers may be int64 scalar tensors."""
     if world == 1:
         return [[int(number) for number in row]]
     known = [0 if isinstance(number, torch.Tensor) else number for number in row]
@@ -99,7 +97,7 @@ def exchange(row: Sequence[int | torch.Tensor], world: int, device: torch.device
 
 @final
 class Gatherer:
-    """The gathering of tensors on rank ``rank``; ``roles`` say what its peers run. All ranks call alike."""
+    """The gathering of tensors on rank ``rank``; ``roles`` are those of all ranks. Its methods are collective."""
 
     def __init__(self, mesh: Mesh, rank: int, device: torch.device, roles: Sequence[Role]) -> None:
         self._mesh, self._rank, self._device, self._roles = mesh, rank, device, roles
@@ -107,8 +105,8 @@ class Gatherer:
     def whole(
         self, piece: torch.Tensor | None, type_: TensorType, owners: Collection[Role], pads: Sequence[Pad] = ()
     ) -> torch.Tensor:
-        """Return a tensor that some roles own, on the CPU, in the model's form. ``piece`` is this rank's, if it has
-        one. Each piece comes from the first rank that has it."""
+        """Return a tensor that some roles own, whole, on the CPU, without padding. ``piece`` is this rank's, if it has
+        one. Each piece is broadcast by the first rank that has it."""
         sources: dict[tuple[int, ...], int] = {}
         for rank, role in enumerate(self._roles):
             if role in owners:
@@ -116,14 +114,14 @@ class Gatherer:
         sent = len(sources) > 1 or any(role not in owners for role in self._roles)
         pieces = {}
         for at, source in sources.items():
-            own = piece is not None and at == piece_place(self._rank, type_.placement, self._mesh)
-            if piece is not None and own and (self._rank == source or not sent):
-                given = piece.detach().contiguous()
-            else:  # what is received is never written over what is trained
-                given = torch.empty(type_.local(self._mesh), dtype=type_.dtype, device=self._device)
+            here = at == piece_place(self._rank, type_.placement, self._mesh)
+            if piece is not None and here and (self._rank == source or not sent):
+                value = piece.detach().contiguous()
+            else:  # never receive into a tensor that is trained
+                value = torch.empty(type_.local(self._mesh), dtype=type_.dtype, device=self._device)
             if sent:
-                dist.broadcast(given.view(-1).view(torch.uint8), source)  # gloo knows not every type
-            pieces[source] = given.cpu()
+                dist.broadcast(value.view(-1).view(torch.uint8), source)  # gloo lacks some dtypes
+            pieces[source] = value.cpu()
         if not type_.placement.split_axes():
             (only,) = pieces.values()
             return only.clone()

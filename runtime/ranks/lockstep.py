@@ -1,4 +1,5 @@
-"""The lockstep of ranks: what all ranks do together, and the state that an error in the middle of it leaves."""
+"""Lockstep: the calls that all ranks make together, checked to be the same ones, and their errors, raised on all
+ranks."""
 
 from __future__ import annotations
 
@@ -16,39 +17,39 @@ from .faults import RunError
 from .gather import everywhere, exchange
 from .work import RankState
 
-_Made = TypeVar("_Made")
+_CallResult = TypeVar("_CallResult")
 Row = Sequence[int | torch.Tensor]
-"""The numbers that a rank tells the others; some may be int64 tensors without dims."""
+"""The numbers that a rank tells the others; some may be int64 scalar tensors."""
 RESTORE = "session.restore"
-"""The call after which ranks are equal, whatever each did before."""
+"""The call that makes ranks equal again, whatever each did before."""
 _ALIKE = "all ranks must call the same methods in the same order: remove conditions such as `if rank == 0:`"
 _EQUAL = (
     "all ranks must do the same updates at the same `lr`, and enter `session.averaged()` together; `session.restore`"
     " makes them equal again"
 )
 _TOGETHER, _HEAD = 32, 3
-"""The count of numbers that ranks exchange at a time, and of those before a row: hashes of its call and of what it did
+"""The count of numbers in each exchange, and in the head before a row: a hash of the call, a hash of what the rank did
 before, and 1 for a fault."""
 
 
 @final
 class Together:
-    """One of ``world`` ranks, in all that it does together with the others."""
+    """One of ``world`` ranks, as it makes calls together with the others."""
 
     def __init__(self, rank: int, world: int, device: torch.device) -> None:
         self.rank, self.world, self.device = rank, world, device
         self.inside, self._done = "", ""
-        """The block that this rank is in, and the steps that it has done, in words: those of all ranks are the same."""
+        """The block that this rank is in, and the steps that it has done, in words that must be the same on all
+        ranks."""
         self.stepped(0)
         self._left = ""
-        """The name of work that an error ended on this rank, and in which other ranks took part; "" if there is
-        none."""
+        """The name of collective work that an error ended on this rank; "" if there is none."""
 
     def check(self) -> None:
         """Check that no error has left the others alone.
 
         Raises:
-            RunError: one has; they may stand anywhere, and would take what comes now for something else.
+            RunError: one has; the others may be at any point, and would mismatch the next collective.
         """
         if self._left:
             message = f"{self._left} ended with an error on rank {self.rank}, and other ranks may still be in it"
@@ -56,18 +57,17 @@ class Together:
             raise RunError(LEFT_STEP, message, help_)
 
     def stepped(self, count: int, lr: float | None = None) -> int:
-        """Note that this rank has done so many steps, the last at a learning rate, if it is known; return their
-        number."""
+        """Note the number of steps that this rank has done, and the learning rate of the last; return the number."""
         rate = "" if lr is None else f", the last at lr {lr:.6g}"
         self._done = f"after {count} step{'s' * (count != 1)}{rate}"
         return count
 
-    def agreed(self, call: str, make: Callable[[], _Made]) -> _Made:
-        """Call ``make`` on every rank, without the others, and return its result; where it fails on one rank, it fails
-        on all.
+    def agreed(self, call: str, make: Callable[[], _CallResult]) -> _CallResult:
+        """Call ``make``, which does not communicate, on every rank, and return its result; if it fails on one rank, it
+        fails on all.
 
         Raises:
-            RunError: the first rank's that failed, on all of them; or as ``meet`` does.
+            RunError: that of the first rank that failed, on all of them; or as ``meet`` does.
         """
         return self.exchanged(call, lambda: (make(), ()))[0]
 
@@ -79,19 +79,19 @@ class Together:
         """
         return self.exchanged(call, lambda: (None, row))[1]
 
-    def exchanged(self, call: str, make: Callable[[], tuple[_Made, Row]]) -> tuple[_Made, list[list[int]]]:
-        """Call ``make`` on every rank as ``agreed`` does. It returns its result and a row of numbers; return the result
-        of this rank, and the rows of all ranks. ``call`` is what a person called, and all ranks are in the same.
+    def exchanged(self, call: str, make: Callable[[], tuple[_CallResult, Row]]) -> tuple[_CallResult, list[list[int]]]:
+        """Call ``make`` on every rank as ``agreed`` does. It returns a result and a row of numbers; return the result
+        of this rank, and the rows of all ranks. ``call`` is the public method, which must be the same on all ranks.
 
         Raises:
-            RunError: the first rank's that failed, on all of them; or as ``meet`` does.
+            RunError: that of the first rank that failed, on all of them; or as ``meet`` does.
         """
         self.check()
         fault: RunError | None = None
-        made: _Made | None = None
+        result: _CallResult | None = None
         row: Row = ()
         try:
-            made, row = make()
+            result, row = make()
         except RunError as error:
             fault = error
         except BaseException:
@@ -101,19 +101,19 @@ class Together:
         head = [zlib.crc32(call.encode()), zlib.crc32(before.encode()), int(fault is not None)]
         rows = self._exchange(call, [*head, *row])
         if len({other[0] for other in rows}) > 1:
-            raise _apart(everywhere(f"`{call}`", self.world), _ALIKE)
+            raise _calls_differ(everywhere(f"`{call}`", self.world), _ALIKE)
         if len({other[1] for other in rows}) > 1:
-            raise _apart(everywhere(f"`{call}` {before}", self.world), _EQUAL)
+            raise _calls_differ(everywhere(f"`{call}` {before}", self.world), _EQUAL)
         if any(other[2] for other in rows):
             faults = everywhere(fault, self.world)
             raise fault or next(filter(None, faults))
         for begin in range(_TOGETHER - _HEAD, len(row), _TOGETHER):
             more = self._exchange(call, row[begin:])
             rows = [[*first, *others] for first, others in zip(rows, more, strict=True)]
-        return cast(_Made, made), [other[_HEAD : _HEAD + len(row)] for other in rows]
+        return cast(_CallResult, result), [other[_HEAD : _HEAD + len(row)] for other in rows]
 
     def _exchange(self, call: str, row: Row) -> list[list[int]]:
-        """Exchange a first part of rows: as many numbers whatever the call is, so that different ones meet.
+        """Exchange the first part of rows: the same count of numbers for each call, so that different calls match.
 
         Raises:
             PeerLost: another rank ended, or took too long.
@@ -127,8 +127,8 @@ class Together:
 
     @contextmanager
     def doing(self, what: str, state: RankState) -> Iterator[None]:
-        """Enter work that all ranks do together. After an error in it, the buffers are as before, and nothing more can
-        be done together.
+        """Enter work that all ranks do together. An error in it restores the buffers, and forbids further work
+        together.
 
         Raises:
             RunError: as ``check`` does.
@@ -143,8 +143,8 @@ class Together:
             raise
 
 
-def _apart(calls: Sequence[str], help_: str) -> RunError:
-    """Return the error of ranks that are in different calls, or in one after different work, given each rank's."""
+def _calls_differ(calls: Sequence[str], help_: str) -> RunError:
+    """Return the error of ranks that are in different ``calls`` (one for each rank), or in one after different work."""
     ranks: dict[str, list[int]] = {}
     for rank, call in enumerate(calls):
         ranks.setdefault(call, []).append(rank)

@@ -1,4 +1,4 @@
-"""This process among those of a run: the facts from its launcher, its device, and the process group."""
+"""Processes of a run: what the launcher tells each, its device, and its process group."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from .faults import RunError
 STORE = "PARC_STORE"
 """The environment variable with a file through which the processes of one host meet, if ``parc run`` started them."""
 DEVICE = "PARC_DEVICE"
-"""The environment variable with ``cpu`` or ``cuda``, if the person chose one."""
+"""The environment variable with ``cpu`` or ``cuda``, if the user chose one."""
 TIMEOUT_S = 300.0
 
-_wait: timedelta | None = None
+_timeout: timedelta | None = None
 
 
 class Holder(Protocol):
@@ -34,7 +34,7 @@ class Holder(Protocol):
 
 
 HOLDERS: WeakSet[Holder] = WeakSet()
-"""The holders of process groups: a group ends only when none is left."""
+"""The holders of process groups: a group can end only when nothing refers to it."""
 
 
 def launched() -> int:
@@ -68,7 +68,7 @@ def check_device(device: torch.device, processes: int = 1) -> None:
         RunError: they are GPUs, and torch finds none, or fewer.
     """
     if device.type != "cuda":
-        return  # who computes on a CPU asks no driver
+        return  # asks no driver
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if gpus < max(processes, (device.index or 0) + 1):
         fewer = f"torch finds {gpus} GPU{'s' * (gpus != 1)} here, and {processes} processes need one each"
@@ -93,15 +93,15 @@ def join_processes(device: torch.device | None = None, timeout_s: float = TIMEOU
     if device.type == "cuda":
         torch.cuda.set_device(local if device.index is None else device.index)
         device = torch.device("cuda", torch.cuda.current_device())
-    global _wait
-    _wait = wait = timedelta(seconds=timeout_s)
+    global _timeout
+    _timeout = wait = timedelta(seconds=timeout_s)
     stores: Any = dist  # torch does not declare what it exports here
     if STORE in os.environ:
         store = stores.FileStore(os.environ[STORE], world)
     else:
         store = next(iter(stores.rendezvous("env://", rank, world, timeout=wait)))[0]
     store.set_timeout(wait)
-    # After a restart of the group the launcher's store still holds what the group before left there.
+    # after an elastic restart the launcher's store still has the keys of the group before
     store = stores.PrefixStore(f"parc{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     backend = "nccl" if device.type == "cuda" else "gloo"
     atexit.register(_leave_at_exit)
@@ -110,8 +110,8 @@ def join_processes(device: torch.device | None = None, timeout_s: float = TIMEOU
 
 
 def new_group(ranks: Sequence[int]) -> Any:
-    """Make a process group of some ranks that waits as long as the group of all; torch's default is longer."""
-    return dist.new_group(list(ranks), timeout=_wait)
+    """Make a process group of some ranks with the timeout of the group of all; torch's default is longer."""
+    return dist.new_group(list(ranks), timeout=_timeout)
 
 
 def leave() -> None:
@@ -123,9 +123,9 @@ def leave() -> None:
 
 
 def _leave_at_exit() -> None:
-    """End groups also in a script that does not: those that the interpreter drops under their own threads abort it.
+    """End groups at exit of a script that does not, because groups that the interpreter frees abort the process.
 
-    After an error other ranks may be waiting inside a collective, and NCCL would wait for those.
+    Not after an error under NCCL, which would wait for ranks that are still inside a collective.
     """
     failed = getattr(sys, "last_value", None) is not None
     if dist.is_initialized() and not (failed and dist.get_backend() == "nccl"):

@@ -1,4 +1,4 @@
-"""The time that a process waits within steps: for data, and for what other ranks send."""
+"""Times of a run: the waits of a process for data and for other ranks, and traces of all actions."""
 
 from __future__ import annotations
 
@@ -21,10 +21,8 @@ from ...compiler.torch_private import profiling
 
 @final
 class Waits(threading.local):
-    """The seconds that this thread waited so far, ``for_data`` and ``for_ranks``. A thread that sends in the background
-    has its own, which nobody counts.
-
-    Work on a GPU is only started by the process, so there a wait for ranks is none of the process's.
+    """The seconds that this thread has waited, ``for_data`` and ``for_ranks``. Threads that send in the background are
+    not counted, and neither are a GPU's waits for other ranks, since the process only launches them.
     """
 
     def __init__(self) -> None:
@@ -53,34 +51,18 @@ WAITS = Waits()
 """The waits of the calling thread."""
 
 
-@final
-class Lap:
-    """The time of one step, and the waits in it, from ``begin`` to ``end``."""
-
-    def __init__(self) -> None:
-        self._begun = self._now()
-
-    @staticmethod
-    def _now() -> tuple[float, float, float]:
-        return time.perf_counter(), WAITS.for_data, WAITS.for_ranks
-
-    def begin(self) -> None:
-        """Begin the step."""
-        self._begun = self._now()
-
-    def end(self) -> tuple[float, ...]:
-        """Return the seconds since it began, and those of waits for data and for other ranks."""
-        return tuple(after - before for before, after in zip(self._begun, self._now(), strict=True))
+def clock() -> tuple[float, float, float]:
+    """Return the time, and this thread's waits for data and for other ranks so far, all in seconds."""
+    return time.perf_counter(), WAITS.for_data, WAITS.for_ranks
 
 
-# ---- traces of a run: spans of a step's actions on every rank, as a file for Perfetto or chrome://tracing.
-
+# ---- traces: spans of actions on every rank, as a file for Perfetto or chrome://tracing
 
 TracedSpan = tuple[str, str, int, int, int]
 """A span: name, category (``work``, or ``wait`` for a message), step from 0, begin and end in nanoseconds of this
 process."""
 
-_MOST = 200_000  # spans: more than a viewer can show
+_MOST_SPANS = 200_000  # more than a viewer can show
 
 
 @dataclass(slots=True)
@@ -88,7 +70,7 @@ class Recorder:
     """The record of one rank's last spans. On a GPU each span ends when its work has, so a traced run overlaps less."""
 
     device: torch.device
-    spans: deque[TracedSpan] = field(default_factory=lambda: deque(maxlen=_MOST))
+    spans: deque[TracedSpan] = field(default_factory=lambda: deque(maxlen=_MOST_SPANS))
 
     @contextmanager
     def span(self, name: str, category: str, step: int) -> Iterator[None]:
@@ -102,7 +84,7 @@ class Recorder:
 
 @contextmanager
 def recorded(recorder: Recorder | None, name: str, category: str, step: int) -> Iterator[None]:
-    """Record the time of a block, if there is a recorder, and as a range of a profile, if one is being made."""
+    """Record the time of a block with the recorder, if there is one, and in torch's profiler, if it runs."""
     with ExitStack() as stack:
         if profiling():
             stack.enter_context(torch.profiler.record_function(f"action {name}"))
@@ -115,8 +97,8 @@ def clock_offset(exchange: Callable[[Sequence[int]], list[list[int]]], rank: int
     """Return the nanoseconds by which this process's clock is ahead of rank 0's. ``exchange`` returns every rank's row
     of numbers.
 
-    Processes of one host read one clock. Across hosts nobody has all readings before each was made, which bounds the
-    offset from both sides; what is left of the round trip is the error.
+    Processes of one host read one clock. Across hosts an exchange returns only after every rank has read its clock,
+    which bounds the offset from both sides; the error is at most the round trip.
     """
     hosts = exchange([zlib.crc32(socket.gethostname().encode())])
     low, high = -(2**62), 2**62

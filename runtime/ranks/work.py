@@ -1,11 +1,12 @@
-"""The tensors that one rank holds between steps, and those that it has and gathers during one."""
+"""The tensors of one rank: its state between steps, the values that it gathers during a step, and the step's
+results."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
+from torch import Tensor
 
 from ...compiler.program.binding import BUFFERS, PARAMETERS, Binding, Kind
 from ...grammar.codes_run import RESULT_TAKEN
@@ -14,7 +15,7 @@ from .faults import RunError
 
 WorkKey = tuple[int, str, int]
 """The key of values that are kept between actions: a stage, its ``F`` or ``B``, and a microbatch."""
-Batch = Mapping[str, torch.Tensor]
+Batch = Mapping[str, Tensor]
 """One microbatch of one rank: its part of each input."""
 
 
@@ -23,58 +24,58 @@ class RankState:
     """The state of one rank between steps: its pieces of parameters and buffers, and the state of the steps themselves,
     by name."""
 
-    parameters: dict[str, torch.Tensor]
-    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
-    steps: dict[str, torch.Tensor] = field(default_factory=dict)
+    parameters: dict[str, Tensor]
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    steps: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class Work:
-    """The work of one rank in a step: its state, its part of each microbatch, and the values it gathers. ``keep`` is
-    False where no backward will read what F saves."""
+    """The work of one rank in a step: its state, its part of each microbatch, and the values that actions pass on.
+    ``keep`` is False where there is no backward to read what F saves."""
 
     state: RankState
     parts: Sequence[Batch]
     keep: bool
     totals: BoundTensors = field(default_factory=dict)
     kept: dict[WorkKey, BoundTensors] = field(default_factory=dict)
-    sent: dict[WorkKey, list[torch.Tensor]] = field(default_factory=dict)
+    sent: dict[WorkKey, list[Tensor]] = field(default_factory=dict)
     results: BoundTensors = field(default_factory=dict)
     counted: Environment = field(default_factory=dict)
-    """The count of all ranks, by the name that SCALE has for it, where it is known without a collective."""
+    """The count of targets over all ranks by SCALE's name for it, if it is known without a collective."""
     arriving: dict[Binding, Arrival] = field(default_factory=dict)
-    """The functions that wait for the gradients whose sums are on their way."""
-    owned: set[Binding] = field(default_factory=set)
-    """The totals with storage of their own, to which later parts are added."""
+    """The functions that wait for gradients whose reductions are in flight."""
+    exclusive: set[Binding] = field(default_factory=set)
+    """The totals that share storage with nothing, to which later parts are added in place."""
     returns: bool = True
-    """False where nobody wants the tensors that the model returns."""
-    returned: dict[str, list[torch.Tensor]] = field(default_factory=dict)
-    """The rank's parts of these tensors by name, one of each microbatch."""
+    """False where the tensors that the model returns are not asked for."""
+    returned: dict[str, list[Tensor]] = field(default_factory=dict)
+    """The rank's parts of the returned tensors, by name and microbatch."""
 
-    def total(self, key: Binding, value: torch.Tensor, own: bool = False) -> None:
-        """Add a microbatch's part to its total. ``own`` says that nothing else shares its storage."""
+    def total(self, key: Binding, value: Tensor, exclusive: bool = False) -> None:
+        """Add a microbatch's part to its total. ``exclusive`` says that nothing else shares its storage."""
         total = self.totals.get(key)
         if total is None:
             self.totals[key] = value
-        elif key in self.owned:
+        elif key in self.exclusive:
             total.add_(value)
         else:
-            self.totals[key], own = total + value, True
-        if own:
-            self.owned.add(key)
+            self.totals[key], exclusive = total + value, True
+        if exclusive:
+            self.exclusive.add(key)
 
-    def own_totals(self, keys: Iterable[Binding]) -> BoundTensors:
+    def exclusive_totals(self, keys: Iterable[Binding]) -> BoundTensors:
         """Return the totals to which more may be added in place."""
-        return {key: self.totals[key] for key in keys if key in self.owned}
+        return {key: self.totals[key] for key in keys if key in self.exclusive}
 
-    def hand_over(self, key: WorkKey, made: BoundTensors) -> None:
-        """Put tensors for another stage aside."""
-        if sent := [value for binding, value in made.items() if binding.kind == "sent"]:
+    def keep_sent(self, key: WorkKey, results: BoundTensors) -> None:
+        """Keep the results that are for another stage."""
+        if sent := [value for binding, value in results.items() if binding.kind == "sent"]:
             self.sent[key] = sent
 
-    def own(self, others: Iterable[torch.Tensor]) -> None:
-        """Give every gradient memory of its own, so that REDUCE may write over it. Some lie in parts of one buffer. One
-        whose sum is on its way stays where it arrives."""
+    def unshare_gradients(self, others: Iterable[Tensor]) -> None:
+        """Clone gradients that overlap another one or ``others``, so that REDUCE may write over each. Parts of one
+        bucket do not overlap. A gradient whose reduction is in flight stays where it arrives."""
         taken: dict[int, list[range]] = {other.untyped_storage().data_ptr(): [_ALL] for other in others}
         gradients = [key for key in self.totals if key.kind == "gradient"]
         for key in sorted(gradients, key=lambda key: key not in self.arriving):
@@ -91,14 +92,14 @@ _ALL = range(1 << 63)
 """All bytes of a storage."""
 
 
-def _bytes_of(tensor: torch.Tensor) -> range:
-    """Return the bytes of its storage that a tensor may lie on."""
+def _bytes_of(tensor: Tensor) -> range:
+    """Return the range of bytes of its storage that a tensor may use."""
     begin = tensor.storage_offset() * tensor.itemsize
     return range(begin, begin + tensor.nbytes) if tensor.is_contiguous() else _ALL
 
 
-def bind(binding: Binding, work: Work, extra: BoundTensors) -> torch.Tensor:
-    """Return the tensor of a rank for a program's parameter, by its binding."""
+def bind(binding: Binding, work: Work, extra: BoundTensors) -> Tensor:
+    """Return a rank's tensor for a binding of a program's parameter."""
     if binding in extra:
         return extra[binding]  # type: ignore[no-any-return]
     if binding.kind in PARAMETERS:
@@ -110,12 +111,12 @@ def bind(binding: Binding, work: Work, extra: BoundTensors) -> torch.Tensor:
     return work.results[binding] if binding in work.results else work.totals[binding]  # type: ignore[no-any-return]
 
 
-def named(table: BoundTensors, kind: Kind) -> dict[str, torch.Tensor]:
+def named(table: BoundTensors, kind: Kind) -> dict[str, Tensor]:
     """Return the tensors of one kind in a table, by their binding's name."""
     return {key.name: value for key, value in table.items() if key.kind == kind}
 
 
-# ---- the results of a step: those that one rank has before the update, and the report that all have behind it.
+# ---- results of a step: one rank's before the update, and the report that all ranks have after it
 
 
 @dataclass(slots=True)
@@ -125,12 +126,12 @@ class StepResult:
     steps such as the loss scale.
     """
 
-    loss: torch.Tensor
-    grad_norm: torch.Tensor | None
-    gradients: dict[str, torch.Tensor]
-    metrics: dict[str, torch.Tensor] = field(default_factory=dict)
-    state: dict[str, torch.Tensor] = field(default_factory=dict)
-    returned: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    loss: Tensor
+    grad_norm: Tensor | None
+    gradients: dict[str, Tensor]
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+    state: dict[str, Tensor] = field(default_factory=dict)
+    returned: dict[str, list[Tensor]] = field(default_factory=dict)
     """The rank's parts of the tensors that the model returns, by name and microbatch, where they were asked for."""
     taken: bool = False
     """True once an update has used it."""
@@ -165,12 +166,14 @@ def consume(result: object) -> None:
     """
     if not isinstance(result, StepResult):
         help_ = "write `session.update(session.gradients(batch))`; `session.step(batch)` does both"
-        raise RunError(RESULT_TAKEN, f"an update takes what `session.gradients` returns, not {_name(result)}", help_)
+        raise RunError(
+            RESULT_TAKEN, f"an update takes what `session.gradients` returns, not {_words_for(result)}", help_
+        )
     if result.taken:
         help_ = "give the result of another `session.gradients`; only `schedule microbatches` adds up batches"
         raise RunError(RESULT_TAKEN, "an update has used these gradients already", help_)
     result.taken = True
 
 
-def _name(result: object) -> str:
+def _words_for(result: object) -> str:
     return "the report of a step" if isinstance(result, StepReport) else type(result).__name__

@@ -1,4 +1,4 @@
-"""Evaluation: the programs of a model in ``eval()``, on the parameters and buffers of a session."""
+"""Evaluation: losses and predictions of a model in ``eval()``, with the parameters and buffers of a session."""
 
 from __future__ import annotations
 
@@ -36,39 +36,36 @@ from ..state.opening import constants_of
 from ..state.saving import LocalPart
 from ..state.shards import Piece
 
-# ---- the tensors that a model returns in an evaluation, in the programs of its ranks.
+# ---- predictions: the tensors that a model returns, whole on every rank or as ranks hold them
 
 
 def returned_types(roles: Sequence[Role]) -> dict[str, tuple[TensorType, tuple[Role, ...]]]:
-    """Return the type of each tensor that the model returns, one microbatch of it, and the roles that have it."""
-    found: dict[str, tuple[TensorType, tuple[Role, ...]]] = {}
+    """Return the type of a microbatch of each tensor that the model returns, and the roles that have it."""
+    types: dict[str, tuple[TensorType, tuple[Role, ...]]] = {}
     for role in roles:
         for program in role.programs.values():
             if program.action == FORWARD:
                 values = program.main.values()
                 for name, value in program.main.returned("output").items():
-                    _, owners = found.get(name, (None, ()))
-                    found[name] = values[value].type, (*owners, role)
-    return found
+                    _, owners = types.get(name, (None, ()))
+                    types[name] = values[value].type, (*owners, role)
+    return types
 
 
-def real_part(value: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Return a whole tensor without the padding behind its entries, of which the model has ``shape``."""
+def without_padding(value: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Return a whole tensor without the padding after its entries; ``shape`` is its shape in the model."""
     for dim, size in enumerate(shape):
         value = value.narrow(dim, 0, size)
     return value
 
 
-# ---- predictions: the tensors that a model returns in ``eval()``, whole on every rank or as ranks hold them.
-
-
 Returned = Mapping[str, Sequence[torch.Tensor]]
-"""A rank's parts of what the model returns, by name and microbatch."""
+"""A rank's parts of the returned tensors, by name and microbatch."""
 
 
 @final
 class Predictions:
-    """The tensors that the model of an evaluation's ``build`` returns, on one rank."""
+    """The returned tensors of an evaluation's ``build``, on one rank."""
 
     def __init__(self, build: Build, feed: Feed, mesh: Mesh, rank: int) -> None:
         self._build, self._feed, self._mesh, self._coordinates = build, feed, mesh, mesh.coordinates(rank)
@@ -80,10 +77,10 @@ class Predictions:
 
     @cached_property
     def dims(self) -> dict[str, int | None]:
-        """The dim of each returned tensor along which it has its samples; None where it is alike for all.
+        """The dim of samples of each returned tensor; None where it is the same for all samples.
 
         Raises:
-            RunError: there is none.
+            RunError: no tensor has a row for each sample.
         """
         from ...compiler.verify.padding import sample_dims
 
@@ -101,17 +98,17 @@ class Predictions:
 
     @cached_property
     def _mixed(self) -> str:
-        """The reason why further samples would change what others get; "" if they do not."""
+        """The reason why further samples in a batch would change the tensors of others; "" if they do not."""
         from ...compiler.verify.padding import mixed_samples  # proves in sympy, which most runs need not import
 
         return mixed_samples(self._build.reference, self.dims, self._unbatched)
 
     def check(self, count: int = 0) -> None:
-        """Check that there is anything to predict, and that a batch of ``count`` samples (0 for a whole one) can be
-        completed; every rank finds the same.
+        """Check that the model returns something to predict, and that a batch of ``count`` samples (0 for a full one)
+        can be completed, with the same outcome on every rank.
 
         Raises:
-            RunError: there is nothing, or it cannot.
+            RunError: it returns nothing, or the batch cannot be completed.
         """
         if self.dims and count and self._mixed:
             raise self._refusal(count, self._feed.batch, "the last batch")
@@ -124,8 +121,8 @@ class Predictions:
         return RunError(BAD_DATA, message, help_, notes)
 
     def completed(self, batch: Batch, shares: Mapping[str, int]) -> Batch:
-        """Return a batch with zeros for inputs that only the loss reads, and with copies of its first sample behind the
-        others where it has fewer samples than a step takes.
+        """Return a batch with zeros for missing inputs that only the loss reads, and padded with copies of its first
+        sample if it has fewer samples than a step takes.
 
         Raises:
             RunError: the model returns nothing to predict, a needed input is missing, or further samples would change
@@ -136,7 +133,7 @@ class Predictions:
             or not self.dims
             or not {*batch} <= {line["name"] for line in self._feed.inputs}
         ):
-            return batch  # whoever cuts it says what is wrong
+            return batch  # Feed.cut reports the fault
         batched = {
             name: value for name, value in batch.items() if name in self._feed.types and name not in self._unbatched
         }
@@ -165,28 +162,28 @@ class Predictions:
     def whole(self, returned: Returned, batch: Batch | None, local: Batch | None) -> dict[str, torch.Tensor]:
         """Return every tensor whole, on the CPU, with the samples of the batch, or of this rank's ``local`` part of it,
         in their order."""
-        made, given = dict[str, torch.Tensor](), (local if batch is None else batch) or {}
-        batched = [name for name in self._feed.types if name in given and name not in self._unbatched]
+        whole, inputs = dict[str, torch.Tensor](), (local if batch is None else batch) or {}
+        batched = [name for name in self._feed.types if name in inputs and name not in self._unbatched]
         shared = max(batched, key=lambda name: self._feed.shares[name], default="")
-        count = given[shared].shape[0] if shared else None
+        count = inputs[shared].shape[0] if shared else None
         rows = self._feed.rows_of(shared) if shared and batch is None else None
         for name, dim in self.dims.items():
             type_, owners = self._types[name]
-            own = returned.get(name, [None] * int(self._build.manifest["microbatches"]))
-            parts = [real_part(self._gatherer.whole(piece, type_, owners), self._shapes[name]) for piece in own]
+            pieces = returned.get(name, [None] * int(self._build.manifest["microbatches"]))
+            parts = [without_padding(self._gatherer.whole(x, type_, owners), self._shapes[name]) for x in pieces]
             if dim is None:
-                made[name] = parts[0]
+                whole[name] = parts[0]
                 continue
             value = torch.cat(parts, dim) if len(parts) > 1 else parts[0]
             value = value.unflatten(dim, (self._feed.batch, -1))  # a sample may have several rows
             value = value if rows is None else value.index_select(dim, rows)
             value = value if count is None else value.narrow(dim, 0, count)
-            made[name] = value.flatten(dim, dim + 1)
-        return made
+            whole[name] = value.flatten(dim, dim + 1)
+        return whole
 
     def local(self, returned: Returned) -> dict[str, LocalPart]:
-        """Return what this rank holds of every tensor, and of which entries of the whole tensor that is."""
-        made = {}
+        """Return this rank's part of every tensor, and its entries in the whole tensor."""
+        local_parts = {}
         for name in (name for name in self.dims if name in returned):
             (type_, _), shape, dim = self._types[name], list(self._shapes[name]), self.dims[name]
             sizes = zip(type_.shape, shape, strict=True)
@@ -194,24 +191,24 @@ class Predictions:
             runs = runs_of(type_, pads, self._mesh, self._coordinates)
             parts = [Piece(piece, runs).cut(piece) for piece in returned[name]]
             if dim is None:
-                made[name] = LocalPart(parts[0].clone(), tuple(shape), tuple(map(ranges_of, runs)))
+                local_parts[name] = LocalPart(parts[0].clone(), tuple(shape), tuple(map(ranges_of, runs)))
                 continue
             rows, count = shape[dim], len(parts)
             every = [run._replace(first=run.first + index * rows) for index in range(count) for run in runs[dim]]
-            ranges = [ranges_of(every if at == dim else own) for at, own in enumerate(runs)]
+            ranges = [ranges_of(every if at == dim else of_dim) for at, of_dim in enumerate(runs)]
             shape[dim] = rows * count
-            made[name] = LocalPart(torch.cat(parts, dim), tuple(shape), tuple(ranges))
-        return made
+            local_parts[name] = LocalPart(torch.cat(parts, dim), tuple(shape), tuple(ranges))
+        return local_parts
 
 
-# ---- evaluation: the programs of a model in ``eval()``, on the parameters and buffers of a session.
+# ---- evaluation
 
 
 def evaluation_of(build: Build) -> Build:
-    """Return the programs of a build's evaluation; those of a build for inference are the build itself.
+    """Return the build of a build's evaluation; a build for inference is its own.
 
     Raises:
-        RunError: it has none.
+        RunError: it has no evaluation.
     """
     if not build.trains:
         return build
@@ -222,8 +219,8 @@ def evaluation_of(build: Build) -> Build:
 
 
 def with_samples(build: Build, samples: Mapping[str, Any]) -> Build:
-    """Return an evaluation at its largest sizes, with other ``samples``: all of those of a `data` line, in order. They
-    need not have inputs that the loss alone reads."""
+    """Return an evaluation at its largest sizes that reads other ``samples``, a `data` line's, in their order. They
+    need not have inputs that only the loss reads."""
     from ...compiler.verify.padding import of_returned  # proves in sympy, which most runs need not import
 
     needed = [*of_returned(build.reference.main).bound("input")]
@@ -232,7 +229,7 @@ def with_samples(build: Build, samples: Mapping[str, Any]) -> Build:
 
 
 def trains_nothing(path: Path) -> RunError:
-    """Return the error of a plan for inference, or of its build, of which training is asked."""
+    """Return the error of training with a plan for inference, or with its build."""
     message = f"`{path}` is for inference: the plan has no `loss` and no `optimizer` line"
     help_ = "`session.predict`, or `parc run BUILD --predict WORDS -o DIR`; or add both lines, and build again"
     return RunError(TRAINS_NOTHING, message, help_)
@@ -249,14 +246,14 @@ def check_trains(build: Build) -> None:
 
 
 BATCHES = 100
-"""The most batches of an evaluation in a run whose plan does not say how many."""
+"""The largest number of batches of an evaluation, unless the plan has one."""
 _MEAN = "session.evaluation.mean"
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """The samples that an evaluation of a run reads: so many whole ``batches`` of its data, then a smaller one of
-    ``rest`` samples, 0 if there is none. ``note`` says what of the data is left out, or is ""."""
+    """The samples that an evaluation of a run reads: full ``batches`` of its data, then a smaller one of ``rest``
+    samples (0: none). ``note`` says which part of the data is left out, or is ""."""
 
     batches: int
     rest: int = 0
@@ -264,7 +261,7 @@ class Extent:
 
 
 def extent_of(feed: Feed, batches: int | None) -> Extent:
-    """Return what an evaluation of at most so many ``batches`` reads of its data; no sample comes twice.
+    """Return the extent of an evaluation of at most ``batches`` batches; no sample is read twice.
 
     Raises:
         RunError: the data cannot be read, or has no batch for these programs.
@@ -293,9 +290,9 @@ def _check_alike(rows: Sequence[Sequence[int]], what: str) -> None:
 
 @final
 class Evaluation:
-    """The evaluation of one rank's model; every rank calls alike. ``by_sizes`` has what runs the programs of a
-    ``build`` that trains nothing, for batches of each size. ``initial`` makes what ``eval()`` reads and a step of
-    training does not; None where the state is that of a session of the ``build`` itself."""
+    """The evaluation of one rank's model; its methods are collective. ``by_sizes`` has the steppers of the evaluation's
+    ``build``, by sizes of batches. ``initial`` makes the buffers that ``eval()`` reads and training does not; None if
+    the session is of the ``build`` itself."""
 
     def __init__(
         self, build: Build, by_sizes: BySizes[AtSizes], mesh: Mesh, initial: Initial | None, together: Together
@@ -305,11 +302,11 @@ class Evaluation:
         self._role = build.role_at(mesh.coordinates(together.rank))
         self._batches = Batches(by_sizes, mesh, together)
         self._predictions: dict[int, Predictions] = {}
-        self._told = False
+        self._note_read = False
 
     @cached_property
     def _fixed(self) -> dict[str, torch.Tensor]:
-        """The buffers that no step changes, and the numbers in the model's code, as ``eval()`` reads them."""
+        """The buffers that no step changes, and the constants in the model's code, as ``eval()`` reads them."""
         if self._initial is None:
             return {}
         names = held(self._role, BUFFERS) - {*self._build.manifest["updates"]}
@@ -319,7 +316,7 @@ class Evaluation:
     @cached_property
     def _counts_a_share(self) -> bool:
         """True where the loss is divided by a mean over samples, and batches have different numbers of samples."""
-        from ...compiler.analysis.samples import counts_a_share  # asked where sizes have ranges alone
+        from ...compiler.analysis.samples import counts_a_share  # needed only with ranges of sizes
 
         template, inputs = self._build.template, self._build.manifest["inputs"]
         unbatched = [line["name"] for line in inputs if line["dims"][:1] != [BATCH]]
@@ -336,28 +333,28 @@ class Evaluation:
         """
 
         def make() -> tuple[Extent, list[int]]:
-            found = extent_of(self._by_sizes().feed, self._build.manifest["batches"])
-            return found, [found.batches, found.rest]
+            extent = extent_of(self._by_sizes().feed, self._build.manifest["batches"])
+            return extent, [extent.batches, extent.rest]
 
-        found, rows = self._together.exchanged(_MEAN, make)
+        extent, rows = self._together.exchanged(_MEAN, make)
         _check_alike(rows, "evaluate")
-        return found
+        return extent
 
     def left_out(self) -> str:
-        """Return a sentence on the data that evaluations leave out, or "". ``mean`` warns of it unless it was asked.
+        """Return a sentence on the data that evaluations leave out, or "". Once asked, ``mean`` no longer warns of it.
 
         Collective: every rank asks for it.
         """
-        self._told = True
+        self._note_read = True
         return self.extent.note
 
     def mean(self, state: RankState) -> float:
-        """Return the mean loss over the first batches of the evaluation's data, as many as the plan says, where there
-        are so many. Each counts by its targets, or, where the loss counts none, by its samples: the mean is that over
-        one large batch of all their samples. Samples that are left out are warned of once."""
+        """Return the mean loss over the first batches of the evaluation's data, at most as many as the plan has.
+        Batches are weighted by their targets, or by their samples if the loss counts none, so the mean is the loss of
+        one large batch. Samples that are left out are warned of once."""
         check_trains(self._build)
         extent, feed, rest = self.extent, self._by_sizes().feed, None
-        if not self._told and self.left_out() and not self._together.rank:
+        if not self._note_read and self.left_out() and not self._together.rank:
             warnings.warn(extent.note, stacklevel=2)
         if extent.rest:
             rest = self._together.agreed(_MEAN, lambda: feed.beginning(extent.batches, extent.rest))
@@ -365,24 +362,28 @@ class Evaluation:
         for number in range(extent.batches + (rest is not None)):
             batch = rest if number == extent.batches else None
             loss, weight = self._weighed(batch, None, state, number, extent.batches)
-            if weight:  # the loss of a batch without a target is none
+            if weight:  # without targets the loss is NaN
                 total, weights = total + loss * weight, weights + weight
         return total / weights if weights else math.nan
 
     def loss(self, batch: Batch | None, local: Batch | None, state: RankState, step: int) -> float:
-        """Return the global loss of a batch, or of batch ``step`` (from 0) of the evaluation's data. Nothing of the
-        ``state`` is changed."""
+        """Return the global loss of a batch, or of batch ``step`` (from 0) of the evaluation's data. The ``state`` is
+        not changed."""
         check_trains(self._build)
         return self._weighed(batch, local, state, step, None)[0]
+
+    def _evaluated(self, state: RankState) -> RankState:
+        """Return a copy of the state with the buffers that ``eval()`` reads."""
+        return replace(state, buffers={**state.buffers, **self._fixed})
 
     def _weighed(
         self, batch: Batch | None, local: Batch | None, state: RankState, step: int, last: int | None
     ) -> tuple[float, float]:
-        """Return the global loss of a batch, and the number of its targets, or, where the loss counts none, of its
-        samples. Of the evaluation's data nothing is read beyond batch ``last``."""
-        own = replace(state, buffers={**state.buffers, **self._fixed})
-        begun = self._batches.begin("session.evaluate", batch, local, own, step, last, keep=False)
-        with self._together.doing("an evaluation", own):
+        """Return the global loss of a batch, and the number of its targets, or of its samples if the loss counts none.
+        The evaluation's data is not read beyond batch ``last``."""
+        evaluated = self._evaluated(state)
+        begun = self._batches.begin("session.evaluate", batch, local, evaluated, step, last, keep=False)
+        with self._together.doing("an evaluation", evaluated):
             (result,) = begun.at.stepper.evaluate(begun.work, step)
         if not begun.at.stepper.counts:
             return float(result.loss), begun.at.feed.batch
@@ -393,15 +394,15 @@ class Evaluation:
         self, batch: Batch | None, local: Batch | None, state: RankState, step: int, split: bool,
         last: int | None = None,
     ) -> dict[str, torch.Tensor] | dict[str, LocalPart]:  # fmt: skip
-        """Return the tensors that the model returns for a batch, which is given as to ``loss`` and need not have inputs
-        that the loss alone reads: whole tensors, or the parts of a rank where these are to stay ``split``. Of the
-        evaluation's data nothing is read beyond batch ``last``."""
-        own = replace(state, buffers={**state.buffers, **self._fixed})
-        call = "session.predict(split=True)" if split else "session.predict"  # ranks talk in one of them alone
-        begun = self._batches.begin(call, batch, local, own, step, last, keep=False, complete=self._complete)
+        """Return the tensors that the model returns for a batch: whole ones, or with ``split`` this rank's parts. The
+        batch is given as to ``loss``, and need not have inputs that only the loss reads. The evaluation's data is not
+        read beyond batch ``last``."""
+        evaluated = self._evaluated(state)
+        call = "session.predict(split=True)" if split else "session.predict"  # only one of them is collective
+        begun = self._batches.begin(call, batch, local, evaluated, step, last, keep=False, complete=self._complete)
         predictions = self._predictions_at(begun.at)
         predictions.check()
-        with self._together.doing("a prediction", own):
+        with self._together.doing("a prediction", evaluated):
             (result,) = begun.at.stepper.evaluate(begun.work, step, returns=True)
             if split:
                 return predictions.local(result.returned)
@@ -409,7 +410,7 @@ class Evaluation:
 
     @cached_property
     def count(self) -> int:
-        """The number of samples of the data, which all ranks have alike. Collective: every rank asks for it.
+        """The number of samples of the data, the same on all ranks. Collective: every rank asks for it.
 
         Raises:
             RunError: on every rank: the data cannot be read or has no end; or the model returns nothing to predict, or
@@ -429,8 +430,8 @@ class Evaluation:
         return count
 
     def predict_all(self, state: RankState) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
-        """Yield what ``predict`` returns for all samples of the data, batch by batch in their order, each with the
-        number of its samples. Collective: every rank takes as many."""
+        """Yield the number of samples and the predictions of each batch of the data, in order. Collective: every rank
+        takes all of them."""
         feed, (whole, rest) = self._by_sizes().feed, divmod(self.count, self._by_sizes().feed.batch)
         for number in range(whole):
             yield feed.batch, cast(dict[str, torch.Tensor], self.predict(None, None, state, number, False, whole))
@@ -440,7 +441,7 @@ class Evaluation:
 
     @property
     def sample_dims(self) -> Mapping[str, int | None]:
-        """The dim of each returned tensor along which it has its samples; None where it is alike for all."""
+        """The dim of samples of each returned tensor; None where it is the same for all samples."""
         return self._predictions_at(self._by_sizes()).dims
 
     def _complete(self, at: AtSizes, batch: Batch, shares: Mapping[str, int]) -> Batch:

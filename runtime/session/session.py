@@ -1,4 +1,5 @@
-"""The library: load a build, run steps, evaluate, save and restore, in a person's own loop or in ``parc run``."""
+"""Session: a build opened on one rank, to train, evaluate, predict, save and restore, in a user's own loop or in
+``parc run``."""
 
 from __future__ import annotations
 
@@ -31,13 +32,13 @@ from ..data.sizes import AtSizes, BySizes, bound_build
 from ..machine.compiled import Regions
 from ..machine.execute import Machine
 from ..machine.products import agreed_kernels
-from ..machine.site import library_of
+from ..machine.registry import library_of
 from ..ranks.communication import Backend
 from ..ranks.faults import Bad, RunError, Watcher, bad_number, bad_tensor, writing
 from ..ranks.gather import Gatherer, everywhere, held, keepers_of, owners_of
 from ..ranks.lockstep import Together
 from ..ranks.processes import default_device, join_processes, launched
-from ..ranks.waits import Lap, Recorder, clock_offset, write_trace
+from ..ranks.waits import Recorder, clock, clock_offset, write_trace
 from ..ranks.work import Batch, RankState, StepReport, StepResult, consume
 from ..state.initial import Initial
 from ..state.offload import Offloaded
@@ -48,13 +49,13 @@ from ..state.step_state import changed_state, layers_of, load_figures, loads_in,
 from ..step import Stepper
 from .evaluation import Evaluation, check_trains, evaluation_of
 
-# ---- the whole weights of a session, gathered from all ranks, as the plain module has them.
+# ---- the full state dict
 
 
 @final
-class WholeState:
-    """The gathering of a build's parameters, and of the buffers that its steps change, from the ranks that hold them.
-    ``types`` are those of the parameters."""
+class FullState:
+    """The full state dict of a build: parameters of these ``types``, and the buffers that steps change, gathered from
+    the ranks that hold them."""
 
     def __init__(self, build: Build, gatherer: Gatherer, types: Mapping[str, TensorType]) -> None:
         roles, constants = tuple(build.roles.values()), constants_of(build)
@@ -66,8 +67,8 @@ class WholeState:
         self._keepers = keepers_of(roles, self._updates)
 
     def gather(self, state: RankState, initial: Initial) -> dict[str, torch.Tensor]:
-        """Return whole tensors on the CPU by all names of the module's own state. What no step changes is as it was
-        made. All ranks call it."""
+        """Return whole tensors on the CPU by all names of the module's own state dict; those that no step changes are
+        ``initial``. Collective."""
         whole = {
             name: self._gatherer.whole(state.parameters.get(name), type_, self.owners[name], self._pads.get(name, ()))
             for name, type_ in self._types.items()
@@ -83,58 +84,7 @@ class WholeState:
         return {name: initial.own(name, whole.get(name)) for name in initial.kept}
 
 
-# ---- reports of steps: what a step was, and the calls that are made once it is done.
-
-
-class Reporting:
-    """The reports of a session's steps on one rank."""
-
-    def __init__(self, build: Build) -> None:
-        self._layers = layers_of(build)
-        self._lap = Lap()
-        self.calls: list[Callable[[StepReport], object]] = []
-        """The functions that are called with each report."""
-
-    def begin(self) -> None:
-        """Begin the time of a step."""
-        self._lap.begin()
-
-    def done(
-        self,
-        step: int,
-        numbers: tuple[float, float, float],
-        metrics: Mapping[str, torch.Tensor],
-        state: Mapping[str, torch.Tensor],
-        skipped: bool,
-    ) -> StepReport:
-        """Return the report of a step that is done, once all have been called with it. ``numbers`` are its loss, norm
-        and learning rate, ``state`` is the state of steps after it."""
-        loads = loads_in(metrics, self._layers)
-        single = {name: float(value) for name, value in metrics.items() if not value.dim()}
-        figures = single | load_figures(loads, self._layers) | scale_figures(state)
-        report = StepReport(step, *numbers, figures, skipped, loads, *self._lap.end())
-        for call in self.calls:
-            call(report)
-        return report
-
-
-# ---- the search for the first number of a step that is not finite.
-
-
-def find_bad(stepper: Stepper, state: RankState, parts: LocalParts, step: int, rank: int) -> Bad | None:
-    """Run a step again under watch, on a stepper of its own. Return what this rank saw first."""
-    seen = bad_tensor(state.parameters, "parameter", rank)
-    for part in parts:
-        floats = {name: value for name, value in part.items() if value.is_floating_point()}
-        seen = seen or bad_tensor(floats, "input", rank)
-    watcher = Watcher(rank, lambda: stepper.current)
-    for machine in stepper.machines.values():
-        machine.watch = watcher.watch(machine.program.action)
-    stepper.gradients([state], [parts], step)
-    return seen or watcher.found()
-
-
-# ---- the library: load a build, run steps, evaluate, save and restore, in a person's own loop or in
+# ---- the session
 
 
 class Session:
@@ -159,7 +109,8 @@ class Session:
         compile: bool = False,
         trace: bool = False,
     ) -> None:
-        self.build, self._reporting = build, Reporting(build)
+        self.build, self._layers, self._begun = build, layers_of(build), clock()
+        self._listeners: list[Callable[[StepReport], object]] = []
         self.mesh = build_mesh(build)
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         check_fits(build, self.world)
@@ -169,7 +120,7 @@ class Session:
         self.role = build.role_at(self.coordinates)
         self._roles = tuple(build.roles.values())
         ranks = [build.role_at(self.mesh.coordinates(rank)) for rank in range(self.world)]
-        self._whole = WholeState(build, Gatherer(self.mesh, self.rank, self.device, ranks), self.types)
+        self._full_state = FullState(build, Gatherer(self.mesh, self.rank, self.device, ranks), self.types)
         self.recorder = Recorder(self.device) if trace else None
         self.step_number, self._reading = 0, threading.Lock()
         self.notes: tuple[str, ...] = ()
@@ -192,7 +143,7 @@ class Session:
         self.optimizer = self.offloaded.make_optimizer(self.state.parameters)
         self._batches = Batches(self._by_sizes, self.mesh, self._together)
         self._files = StateFiles(stored_of(build), self.mesh, self._together, [role.name for role in ranks])
-        self._given: tuple[AtSizes, LocalParts, dict[str, torch.Tensor]] = (self._by_sizes(), [], {})
+        self._last_batch: tuple[AtSizes, LocalParts, dict[str, torch.Tensor]] = (self._by_sizes(), [], {})
 
     def _at(self, build: Build) -> AtSizes:
         self.offloaded.reserve(build)
@@ -222,7 +173,7 @@ class Session:
         self._initial = Initial(self.build, task_of(self.build.manifest), self.mesh, self.coordinates, self.device)
         buffered = held(self.role, BUFFERS) if self.role.axis else constants
         return self._initial.state(
-            {name: type_ for name, type_ in self.types.items() if self.role in self._whole.owners[name]},
+            {name: type_ for name, type_ in self.types.items() if self.role in self._full_state.owners[name]},
             {name: type_ for name, type_ in constants.items() if name in buffered},
             self.offloaded.parameter,
         )
@@ -241,10 +192,10 @@ class Session:
                 be read, or an earlier error left a step.
         """
         self._check_trains()
-        self._reporting.begin()
+        self._begun = clock()
         begun = self._batches.begin("session.step", batch, local, self.state, self.step_number, self.last_step)
         with self._together.doing(f"step {self.step_number + 1}", self.state):
-            self._given = begun.at, begun.parts, dict(self.state.buffers)
+            self._last_batch = begun.at, begun.parts, dict(self.state.buffers)
             (result,) = begun.at.stepper.finish(begun.work, self.step_number)
         return result
 
@@ -260,28 +211,41 @@ class Session:
         """
         self._check_trains()
         consume(result)
+        step, line = self.step_number + 1, self.build.manifest["optimizer"]
         loss, norm = float(result.loss), float(result.grad_norm) if result.grad_norm is not None else 0.0
         skipped = skips(self.state.steps, result.state, norm)
         if not skipped and not (math.isfinite(loss) and math.isfinite(norm)):
-            with self._together.doing(f"step {self.step_number + 1}", self.state):
+            with self._together.doing(f"step {step}", self.state):
                 first_bad = self._find_bad()
-            raise bad_number(self.step_number + 1, loss, norm, first_bad, self.regions is not None, self.build.manifest)
-        line = self.build.manifest["optimizer"]
-        lr = rate(line, self.step_number + 1) if lr is None else lr
+            raise bad_number(step, loss, norm, first_bad, self.regions is not None, self.build.manifest)
+        lr = rate(line, step) if lr is None else lr
         with self._by_sizes().stepper.recorded(str(self.role.actions[-1]), "work", self.step_number):
             if skipped:
-                self.state.buffers = dict(self._given[2])
+                self.state.buffers = dict(self._last_batch[2])
             else:
-                units, own = self.offloaded.units(self.state.parameters), self.state.parameters
-                update(self.optimizer, line, self.step_number + 1, own, result.gradients, result.grad_norm, lr, units)
+                trained = self.state.parameters
+                units = self.offloaded.units(trained)
+                update(self.optimizer, line, step, trained, result.gradients, result.grad_norm, lr, units)
         self.state.steps.update(state_after(result.state, skipped))
-        numbers = loss, norm, float(lr)
-        self.step_number = self._together.stepped(self.step_number + 1, numbers[-1])
-        return self._reporting.done(self.step_number, numbers, result.metrics, self.state.steps, skipped)
+        self.step_number = self._together.stepped(step, float(lr))
+        return self._report(loss, norm, float(lr), result.metrics, skipped)
+
+    def _report(
+        self, loss: float, norm: float, lr: float, metrics: Mapping[str, torch.Tensor], skipped: bool
+    ) -> StepReport:
+        """Return the report of the step that was just done, after all listeners were called with it."""
+        loads = loads_in(metrics, self._layers)
+        single = {name: float(value) for name, value in metrics.items() if not value.dim()}
+        figures = single | load_figures(loads, self._layers) | scale_figures(self.state.steps)
+        times = (after - before for before, after in zip(self._begun, clock(), strict=True))
+        report = StepReport(self.step_number, loss, norm, lr, figures, skipped, loads, *times)
+        for call in self._listeners:
+            call(report)
+        return report
 
     def on_step(self, call: Callable[[StepReport], object]) -> None:
         """Call a function on this rank after every later step, with its report. Its exceptions leave ``update``."""
-        self._reporting.calls.append(call)
+        self._listeners.append(call)
 
     def step(self, batch: Batch | None = None, lr: float | None = None, *, local: Batch | None = None) -> StepReport:
         """Do one step of training: ``gradients`` of the batch, then ``update`` with the learning rate."""
@@ -379,12 +343,20 @@ class Session:
                 write_trace(Path(path), ranks)
 
     def _find_bad(self) -> list[Bad | None]:
-        """Run the step again under watch. Return, on every rank, what each rank saw first."""
-        at, parts, buffers = self._given
+        """Repeat the step line by line. Return, on every rank, the first value of each rank that is not finite."""
+        at, parts, buffers = self._last_batch
         self.state.buffers = dict(buffers)
-        seen = find_bad(self._stepper(at.build, reuse=False), self.state, parts, self.step_number, self.rank)
+        bad = bad_tensor(self.state.parameters, "parameter", self.rank)
+        for part in parts:
+            floats = {name: value for name, value in part.items() if value.is_floating_point()}
+            bad = bad or bad_tensor(floats, "input", self.rank)
+        stepper = self._stepper(at.build, reuse=False)
+        watcher = Watcher(self.rank, lambda: stepper.current)
+        for machine in stepper.machines.values():
+            machine.watch = watcher.watch(machine.program.action)
+        stepper.gradients([self.state], [parts], self.step_number)
         self.state.buffers = dict(buffers)
-        return everywhere(seen, self.world)
+        return everywhere(bad or watcher.first_bad(), self.world)
 
     # ---- state
 
@@ -410,7 +382,7 @@ class Session:
             return self._files.local(self.state, self.build.manifest["aliases"], self._initial.kept)
         self._together.meet("session.state_dict")
         with self._together.doing("a gathering of weights", self.state):
-            return self._whole.gather(self.state, self._initial)
+            return self._full_state.gather(self.state, self._initial)
 
     def save(self, path: Path | str) -> None:
         """Write parameters, optimizer state and the step number by the model's names (safetensors, JSON). Each rank
@@ -455,7 +427,7 @@ class Session:
             self.step_number = self._together.stepped(self.feed.go_on(facts))
 
 
-# ---- the opening of a session from a build's folder.
+# ---- functions of the library
 
 
 def load(
@@ -478,9 +450,6 @@ def load(
         check_fits(build, launched())
         device = join_processes(torch.device(device) if device is not None else None)
     return Session(build, device, compile=compile, trace=trace)
-
-
-# ---- ``parc.dataloader``: the batches of a dataset for a person's own loop.
 
 
 def dataloader(

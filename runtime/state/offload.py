@@ -26,7 +26,7 @@ from ...compiler.program.program import CARRIERS
 from ...compiler.program.roles import Role
 from ...grammar.codes_run import OFFLOAD_FOLDER
 from ...grammar.syntax import size_text
-from ..machine.site import Kernel, Site
+from ..machine.registry import Kernel, KernelContext
 from ..ranks.faults import RunError
 from .optimizer import fill_slots, make_optimizer
 
@@ -208,11 +208,11 @@ class Offloaded:
         """The code of the lines that store and load."""
         return {CARRIERS["away"]: self._store, CARRIERS["back"]: self._load} if self._places else {}
 
-    def _store(self, site: Site, value: torch.Tensor, word: str) -> torch.Tensor:
+    def _store(self, context: KernelContext, value: torch.Tensor, word: str) -> torch.Tensor:
         return self._put(word, value)
 
-    def _load(self, site: Site, value: torch.Tensor, word: str) -> torch.Tensor:
-        return self._places[word].load(value, site.device)
+    def _load(self, context: KernelContext, value: torch.Tensor, word: str) -> torch.Tensor:
+        return self._places[word].load(value, context.device)
 
     def _put(self, word: str, value: torch.Tensor) -> torch.Tensor:
         place = self._places[word]

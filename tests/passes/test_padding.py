@@ -26,7 +26,7 @@ from parc.compiler.padding.tensors import grow, real_entries, shrink, spread
 from parc.compiling.compiled import Compiled
 from parc.desugar import desugar
 from parc.runtime.machine.kernels import KERNELS
-from parc.runtime.machine.site import Site
+from parc.runtime.machine.registry import KernelContext
 from tests.draws import share, wide
 
 from .. import checked_plans
@@ -332,8 +332,8 @@ def test_operators_about_padding_do_on_ranks_what_they_do_on_the_whole(data: st.
     pieces = []
     for rank in range(mesh.world):
         at = mesh.coordinates(rank)
-        site = Site(mesh, at, types[:1], types[1:], torch.device("cpu"))
-        piece = KERNELS[name](site, take(whole, placement, mesh, at), *options)
+        context = KernelContext(mesh, at, types[:1], types[1:], torch.device("cpu"))
+        piece = KERNELS[name](context, take(whole, placement, mesh, at), *options)
         assert tuple(piece.shape) == shapes[1]
         pieces.append(piece)
     assert torch.equal(put_together(pieces, made, mesh), expected)

@@ -14,14 +14,14 @@ from parc.compiler.build.directory import write_build
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.layout.placement import Placement, TensorType
 from parc.runtime.machine.kernels import KERNELS, REFERENCE_KERNELS
-from parc.runtime.machine.site import Kernel, Site
+from parc.runtime.machine.registry import Kernel, KernelContext
 from tests.passes.few_lines import made
 
 
-def site_of(*operands: torch.Tensor) -> Site:
-    """Return the site of a rank that has all of its operands."""
+def context_of(*operands: torch.Tensor) -> KernelContext:
+    """Return the context of a rank that has all of its operands."""
     types = [TensorType(x.dtype, tuple(x.shape), Placement(())) for x in operands]
-    return Site(Mesh(), {}, types, [], torch.device("cpu"))
+    return KernelContext(Mesh(), {}, types, [], torch.device("cpu"))
 
 
 def lying(tensor: torch.Tensor, strided: bool) -> torch.Tensor:
@@ -39,10 +39,10 @@ def test_heads_lie_as_they_may_and_values_have_a_size_of_their_own(strided: str,
     wanted = torch.autograd.grad(want, (q, k, v), grad)
     given = zip(shapes, (q, k, v, grad), strict=True)
     q, k, v, grad = (lying(tensor.detach(), name in strided.split()) for name, tensor in given)
-    out, lse = KERNELS["parc.attention.default"](site_of(q, k, v), q, k, v, None, None, True, None, 0.0)
+    out, lse = KERNELS["parc.attention.default"](context_of(q, k, v), q, k, v, None, None, True, None, 0.0)
     torch.testing.assert_close(out, want)
     found = KERNELS["parc.attention_backward.default"](
-        site_of(grad, q, k, v), grad, q, k, v, None, None, out, lse, True, None, 0.0
+        context_of(grad, q, k, v), grad, q, k, v, None, None, out, lse, True, None, 0.0
     )
     torch.testing.assert_close(found, wanted)
 
@@ -55,9 +55,9 @@ def test_a_mask_of_float32_is_added_to_the_scores_of_any_queries(dtype: torch.dt
     wide_q, wide_k, wide_v = (x.detach().double().requires_grad_() for x in (q, k, v))
     want = F.scaled_dot_product_attention(wide_q, wide_k, wide_v, mask.double())
     wanted = torch.autograd.grad(want, (wide_q, wide_k, wide_v), grad.double())
-    out, lse = KERNELS["parc.attention.default"](site_of(q, k, v), q, k, v, mask, None, False, None, 0.0)
+    out, lse = KERNELS["parc.attention.default"](context_of(q, k, v), q, k, v, mask, None, False, None, 0.0)
     found = KERNELS["parc.attention_backward.default"](
-        site_of(grad, q, k, v), grad, q, k, v, mask, None, out, lse, False, None, 0.0
+        context_of(grad, q, k, v), grad, q, k, v, mask, None, out, lse, False, None, 0.0
     )
     for one, other in zip((out, *found), (want.detach(), *wanted), strict=True):
         assert one.dtype == dtype and float((one.double() - other).norm() / other.norm()) < rtol
@@ -102,15 +102,17 @@ def test_a_query_that_may_see_no_key_sees_nothing(
     mask: torch.Tensor = (torch.ones(6, 6).tril() * (torch.arange(6) > 1)).bool()
     mask = torch.zeros(6, 6).masked_fill(~mask, -torch.inf) if additive else mask
     type_ = TensorType(q.dtype, (2, 4, 6, 8), Placement(()))
-    site = Site(Mesh(), {}, [type_, type_], [type_], torch.device("cpu"))
+    context = KernelContext(Mesh(), {}, [type_, type_], [type_], torch.device("cpu"))
     key = torch.tensor(12)
-    out, lse = kernels["parc.attention.default"](site, q, k, v, mask, key, False, None, p)
+    out, lse = kernels["parc.attention.default"](context, q, k, v, mask, key, False, None, p)
     assert not out[:, :, :2].any() and out.isfinite().all()
     if p == 0:
         torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v, mask))
     if kernels is REFERENCE_KERNELS:
         made = torch.autograd.grad(out.square().sum(), (q, k, v))
     else:
-        site = Site(Mesh(), {}, [type_] * 4, [type_], torch.device("cpu"))
-        made = kernels["parc.attention_backward.default"](site, 2 * out, q, k, v, mask, key, out, lse, False, None, p)
+        context = KernelContext(Mesh(), {}, [type_] * 4, [type_], torch.device("cpu"))
+        made = kernels["parc.attention_backward.default"](
+            context, 2 * out, q, k, v, mask, key, out, lse, False, None, p
+        )
     assert all(gradient.isfinite().all() for gradient in made)

@@ -35,7 +35,7 @@ schedule gpipe microbatches 2
 
 def test_rounding_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     check(subject(SPEC), PLAN)
-    monkeypatch.setattr(roundings, "_TIMES", 0)
+    monkeypatch.setattr(roundings, "_ROUNDING_FACTOR", 0)
     with pytest.raises(AssertionError, match=r"gradient=2\.\d*e-10"):
         check(subject(SPEC), PLAN)
 
@@ -54,7 +54,7 @@ def test_any_other_error_is(monkeypatch: pytest.MonkeyPatch, wrong: float) -> No
 
 
 def test_what_one_rounding_moves_far_cannot_be_tested(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roundings, "_MOST", 1e-11)
+    monkeypatch.setattr(roundings, "_MOST_FORGIVEN", 1e-11)
     found = compare(case_of(made := subject(SPEC), build(made, PLAN)), 2)
     assert found.gradient > TOLERANCE
     assert found.amplified.startswith("one rounding of weights and inputs changes the gradient of")

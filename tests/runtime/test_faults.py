@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pickle
+import traceback
 from pathlib import Path
 
 import pytest
 import torch
 
 import parc
+from parc.grammar.codes_build import BAD_NUMBER
 from parc.runtime.ranks.faults import RunError
 from tests.runtime.ranks import run_ranks
 from tests.runtime.tiny import ONE, PLAN, batch, build
@@ -106,3 +109,9 @@ def test_a_batch_without_targets_is_said(folder: Path) -> None:
             session.step(nothing)
         assert caught.value.notes[0].startswith("every target of the batch is ignored")
         assert caught.value.exit_code == 4
+
+
+def test_a_traceback_names_the_error_as_users_catch_it() -> None:
+    error = pickle.loads(pickle.dumps(RunError(BAD_NUMBER, "the loss is nan", "lower `lr`")))
+    assert isinstance(error, parc.RunError)
+    assert traceback.format_exception_only(error) == ["parc.RunError: [P0302] the loss is nan; lower `lr`\n"]

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.layout.placement import parse_type
 from parc.runtime.machine import flash
-from parc.runtime.machine.site import Site
+from parc.runtime.machine.registry import KernelContext
 
 HOPPER, ADA, TURING = (9, 0), (8, 9), (7, 5)
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -34,7 +34,7 @@ def test_a_gpu_has_the_kernel_that_can_do_the_work(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """A line has cuDNN's where torch would take it, and a compiled region the flash kernel in its place."""
-    monkeypatch.setattr(flash, "_generation", lambda device: generation)
+    monkeypatch.setattr(flash, "_compute_capability", lambda device: generation)
     monkeypatch.setattr(flash, "attention_choice", lambda *_: SDPBackend.CUDNN_ATTENTION.value)
     with FakeTensorMode():
         q = torch.empty(2, 4, 16, size, dtype=dtype, device="cuda")
@@ -70,7 +70,7 @@ def test_a_gpu_reads_from_aligned_places() -> None:
     odd = torch.empty(2, 16, 4 * 64 + 1, device="meta")[..., :256].unflatten(2, (4, 64)).transpose(1, 2)
     after = torch.empty(2 * 16 * 256 + 4, device="meta")[4:].view(2, 4, 16, 64)
     even = torch.empty(2, 16, 4, 64, device="meta").transpose(1, 2)
-    copied = flash._lying(odd, after, even, even.mT)
+    copied = flash._dense_heads(odd, after, even, even.mT)
     assert [x is y for x, y in zip(copied, (odd, after, even, even.mT), strict=True)] == [False, False, True, False]
     assert all(x.stride(-1) == 1 and not x.storage_offset() for x in copied)
 
@@ -79,7 +79,7 @@ def test_ranks_that_compute_the_same_value_are_known() -> None:
     mesh = Mesh((("dp", 2), ("tp", 2), ("pp", 2)))
 
     def repeated(text: str, pipeline: str = "pp") -> bool:
-        return Site(mesh, {}, (), (), torch.device("cpu"), pipeline).repeated(parse_type(text, mesh))
+        return KernelContext(mesh, {}, (), (), torch.device("cpu"), pipeline).repeated(parse_type(text, mesh))
 
     assert not repeated("f32[4/dp, 4/tp, 8, 8]") and repeated("f32[4/dp, 4/tp, 8, 8]", "")
     assert repeated("f32[4/dp, 4, 8, 8]") and not repeated("f32[4/dp, 4, 8, 8] +tp")

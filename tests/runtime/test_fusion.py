@@ -25,7 +25,7 @@ from parc.runtime.compare.simulate import Simulation
 from parc.runtime.machine.execute import Machine
 from parc.runtime.machine.fusion import fused
 from parc.runtime.machine.kernels import KERNELS
-from parc.runtime.machine.site import Kernel, code_for
+from parc.runtime.machine.registry import Kernel, code_for
 from parc.runtime.ranks.waits import Recorder
 from tests.checked_plans import compiled_net
 from tests.runtime.staged import MICROBATCHES, program
@@ -135,7 +135,7 @@ BACKWARD = program("stage1", "B", "", (
 ), TYPES | {"t": "f32[4, 2]"})  # fmt: skip
 
 
-@pytest.mark.parametrize("kernels", [KERNELS, {**KERNELS, "aten.mm.default": lambda site, a, b: torch.mm(a, b)}])
+@pytest.mark.parametrize("kernels", [KERNELS, {**KERNELS, "aten.mm.default": lambda context, a, b: torch.mm(a, b)}])
 @pytest.mark.parametrize("late", [False, True])
 def test_a_gradient_is_added_to_its_total_at_once_or_after_the_program(late: bool, kernels: dict[str, Kernel]) -> None:
     """``twice`` dies in the line after the gradient's, which must not write over values that are still to be read."""

@@ -18,10 +18,10 @@ from parc.compiler.layout.placement import Placement, TensorType
 from parc.runtime.backends.distributed import Distributed
 from parc.runtime.backends.in_process import InProcess
 from parc.runtime.compare.simulate import compare
-from parc.runtime.machine.attention import Attention, AttentionBackward, Scores
+from parc.runtime.machine.attention import Attention, AttentionBackward, AttentionCall
 from parc.runtime.machine.flash import flash_for
 from parc.runtime.machine.kernels import KERNELS
-from parc.runtime.machine.site import Site
+from parc.runtime.machine.registry import KernelContext
 from parc.runtime.ranks.processes import STORE, join_processes, leave
 from tests.checked_plans import compiled
 from tests.evaluated_plans import PLAN as EVALUATED
@@ -49,20 +49,20 @@ def masks(rows: int) -> dict[str, torch.Tensor]:
     return {"bools": seen, "numbers": numbers, "hidden": hidden, "row": seen[:, :, :1], "slopes": slopes}
 
 
-class _Traced(Site):
-    """A site on which kernels are chosen as for a compiler."""
+class _Traced(KernelContext):
+    """A context on which kernels are chosen as for a compiler."""
 
     @property
     def traced(self) -> bool:
         return True
 
 
-@pytest.mark.parametrize("site", [Site, _Traced])
+@pytest.mark.parametrize("context", [KernelContext, _Traced])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", ["none", "causal", "bools", "numbers", "hidden", "row", "slopes"])
 @pytest.mark.parametrize(("rows", "heads", "size"), [(48, 4, 64), (37, 2, 16), (40, 1, 12)])
 def test_attention_is_that_of_wide_numbers_on_a_cpu(
-    rows: int, heads: int, size: int, kind: str, dtype: torch.dtype, site: type[Site]
+    rows: int, heads: int, size: int, kind: str, dtype: torch.dtype, context: type[KernelContext]
 ) -> None:
     torch.manual_seed(0)
     q, grad = (torch.randn(2, 4, rows, size) for _ in range(2))
@@ -75,10 +75,10 @@ def test_attention_is_that_of_wide_numbers_on_a_cpu(
         types = [TensorType(dtype, tuple(x.shape), Placement(())) for x in given]
         arguments = (bias, None)
         out, lse = KERNELS["parc.attention.default"](
-            site(Mesh(), {}, types[1:], [], device), *given[1:], *arguments, kind == "causal", None, 0.0
+            context(Mesh(), {}, types[1:], [], device), *given[1:], *arguments, kind == "causal", None, 0.0
         )
         gradients = KERNELS["parc.attention_backward.default"](
-            site(Mesh(), {}, types, [], device), *given, *arguments, out, lse, kind == "causal", None, 0.0
+            context(Mesh(), {}, types, [], device), *given, *arguments, out, lse, kind == "causal", None, 0.0
         )
         return [x.double().cpu() for x in (out, lse, *gradients)]
 
@@ -100,13 +100,15 @@ def test_blocks_of_keys_are_joined_as_on_a_cpu(dtype: torch.dtype, causal: bool)
     def run(device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
         grad_, q_, k_, v_ = (x.to(device, dtype) for x in (grad, q, k, v))
         types = [TensorType(dtype, tuple(x.shape), Placement(())) for x in (grad_, q_, k_)]
-        how = Scores(Site(Mesh(), {}, types, [], device), types[1], types[2], None, None, causal, 0.25, 0.0)
-        made = Attention(how, q_, rows)
+        call = AttentionCall(
+            KernelContext(Mesh(), {}, types, [], device), types[1], types[2], None, None, causal, 0.25, 0.0
+        )
+        made = Attention(call, q_, rows)
         parts = [[torch.cat([x[:, :, at : at + many] for at, many in block], 2) for x in (k_, v_)] for block in blocks]
         for block, (keys, values) in zip(blocks, parts, strict=True):
             made.add(keys, values, block)
         out, lse = made.result()
-        back = AttentionBackward(how, (grad_, q_, out, lse), rows)
+        back = AttentionBackward(call, (grad_, q_, out, lse), rows)
         gradients = [back.add(keys, values, block) for block, (keys, values) in zip(blocks, parts, strict=True)]
         return [x.double().cpu() for x in (out, lse, back.result(), *gradients[0], *gradients[1])]
 
@@ -139,10 +141,10 @@ def test_torch_has_kernels_without_scores_for_the_usual_heads() -> None:
     # so no scores are kept: those of a sequence of 32,768 would take 32 GiB
     q = torch.randn(1, 8, 1 << 15, 64, dtype=torch.bfloat16, device=GPU)
     type_ = TensorType(q.dtype, tuple(q.shape), Placement(()))
-    site = Site(Mesh(), {}, [type_] * 3, [], GPU)
+    context = KernelContext(Mesh(), {}, [type_] * 3, [], GPU)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    KERNELS["parc.attention.default"](site, q, q, q, None, None, True, None, 0.0)
+    KERNELS["parc.attention.default"](context, q, q, q, None, None, True, None, 0.0)
     assert torch.cuda.max_memory_allocated() - before < 1 << 28
 
 

@@ -19,7 +19,7 @@ from parc.compiler.ops.rules import TABLE
 from parc.compiler.torch_private import onednn_linear
 from parc.report import memory_by_library, plan_of
 from parc.runtime.machine import products
-from parc.runtime.machine.site import code_for
+from parc.runtime.machine.registry import code_for
 from parc.runtime.state.opening import open_build
 from tests.runtime.ranks import run_ranks
 from tests.runtime.tiny import DATA, PLAN, batch, build

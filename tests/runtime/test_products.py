@@ -12,12 +12,12 @@ from parc.compiler.layout.mesh import Mesh
 from parc.compiler.torch_private import onednn_linear
 from parc.runtime.machine import products
 from parc.runtime.machine.kernels import KERNELS
-from parc.runtime.machine.site import Site
+from parc.runtime.machine.registry import KernelContext
 from parc.runtime.session.session import Session, load
 
 from .tiny import ONE, build, without_onednn
 
-SITE = Site(Mesh(), {}, [], [], torch.device("cpu"))
+CONTEXT = KernelContext(Mesh(), {}, [], [], torch.device("cpu"))
 CPU = torch.device("cpu")
 needs_onednn = pytest.mark.skipif(onednn_linear() is None, reason="this torch has no oneDNN")
 
@@ -49,8 +49,8 @@ def test_a_large_product_is_exact_to_float32(onednn: None, first: str, second: s
     a, b, bias = strided(160, 200, first), strided(200, 120, second), torch.randn(120)
     kernels = products.kernels_for(CPU)
     for made, exact in (
-        (kernels["aten.mm.default"](SITE, a, b), a.double() @ b.double()),
-        (kernels["aten.addmm.default"](SITE, bias, a, b), a.double() @ b.double() + bias),
+        (kernels["aten.mm.default"](CONTEXT, a, b), a.double() @ b.double()),
+        (kernels["aten.addmm.default"](CONTEXT, bias, a, b), a.double() @ b.double() + bias),
     ):
         assert made.dtype == torch.float32 and made.is_contiguous()
         torch.testing.assert_close(made.double(), exact, rtol=1e-5, atol=1e-4)
@@ -61,8 +61,8 @@ def test_small_products_and_other_types_are_torchs(onednn: None, dtype: torch.dt
     rows = 8 if dtype == torch.float32 else 160
     a, b, bias = torch.randn(rows, 200).to(dtype), torch.randn(200, 120).to(dtype), torch.randn(rows, 120).to(dtype)
     kernels = products.kernels_for(CPU)
-    assert torch.equal(kernels["aten.mm.default"](SITE, a, b), a @ b)
-    assert torch.equal(kernels["aten.addmm.default"](SITE, bias, a, b), torch.addmm(bias, a, b))
+    assert torch.equal(kernels["aten.mm.default"](CONTEXT, a, b), a @ b)
+    assert torch.equal(kernels["aten.addmm.default"](CONTEXT, bias, a, b), torch.addmm(bias, a, b))
 
 
 def test_who_turns_onednn_off_gets_torchs_products() -> None:

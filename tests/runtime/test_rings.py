@@ -23,7 +23,7 @@ from parc.runtime.machine import attention
 from parc.runtime.machine import attention as rings
 from parc.runtime.machine.attention import Tile
 from parc.runtime.machine.kernels import KERNELS
-from parc.runtime.machine.site import Site
+from parc.runtime.machine.registry import KernelContext
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,9 @@ def error_of(call: Call) -> float:
     run, options = InProcess(mesh), (None, call.causal, None, 0.0)
 
     def ring(op: str, given: Sequence[Sequence[Any]], types: Sequence[TensorType]) -> list[list[torch.Tensor]]:
-        sites = [Site(mesh, at, types, (), torch.device("cpu")) for at in places]
-        parts = [KERNELS[op](site, own[0], "cp", *own[1:]) for site, own in zip(sites, given, strict=True)]
-        return run.around(op, ("cp",), parts)
+        contexts = [KernelContext(mesh, at, types, (), torch.device("cpu")) for at in places]
+        parts = [KERNELS[op](context, own[0], "cp", *own[1:]) for context, own in zip(contexts, given, strict=True)]
+        return run.run_ring(op, ("cp",), parts)
 
     forward = [(*own[1:], mask, *options) for own, mask in zip(pieces, masks, strict=True)]
     made = ring("parc.ring_attention", forward, types)
@@ -107,22 +107,22 @@ def of_a_sum(first: Any, second: Any) -> Any:
     return first[0] + second[0], lse
 
 
-def local(site: Site, axes: str, keys: TensorType) -> Any:
-    own = site.runs(keys, 2)
-    return [own] * site.mesh.size(axes)
+def local(context: KernelContext, axes: str, keys: TensorType) -> Any:
+    own = context.runs(keys, 2)
+    return [own] * context.mesh.size(axes)
 
 
-def other_way(site: Site, axes: str, keys: TensorType) -> Any:
-    own, *others = POSITIONS(site, axes, keys)
+def other_way(context: KernelContext, axes: str, keys: TensorType) -> Any:
+    own, *others = POSITIONS(context, axes, keys)
     return [own, *others[::-1]]
 
 
-def fewer(site: Site, axes: str, keys: TensorType) -> Any:
-    return POSITIONS(site, axes, keys)[:-1]
+def fewer(context: KernelContext, axes: str, keys: TensorType) -> Any:
+    return POSITIONS(context, axes, keys)[:-1]
 
 
-def twice(site: Site, axes: str, keys: TensorType) -> Any:
-    positions = POSITIONS(site, axes, keys)
+def twice(context: KernelContext, axes: str, keys: TensorType) -> Any:
+    positions = POSITIONS(context, axes, keys)
     return [*positions, positions[0]]
 
 
@@ -139,8 +139,8 @@ def shifted(rows: Any, columns: Any, causal: bool) -> Any:
 POSITIONS: Callable[..., Any] = rings._positions
 TILES: Callable[..., Any] = attention.tiles
 BUGS: dict[str, tuple[Any, str, Any]] = {
-    "outputs averaged": (attention, "_joined", without_maximum),
-    "the sums forgotten": (attention, "_joined", of_a_sum),
+    "outputs averaged": (attention, "_merge", without_maximum),
+    "the sums forgotten": (attention, "_merge", of_a_sum),
     "positions from a rank's own zero": (rings, "_positions", local),
     "keys believed to come the other way": (rings, "_positions", other_way),
     "a hop dropped": (rings, "_positions", fewer),
@@ -166,14 +166,14 @@ def test_in_zigzag_ranks_have_equal_work_under_a_causal_mask() -> None:
 
     def work(order: int) -> list[int]:
         type_ = TensorType(torch.float32, (1, 1, length, 8), Placement.of(mesh, {"cp": Split(2, order)}))
-        sites = [Site(mesh, mesh.coordinates(rank), (), (), torch.device("cpu")) for rank in range(8)]
+        contexts = [KernelContext(mesh, mesh.coordinates(rank), (), (), torch.device("cpu")) for rank in range(8)]
         whole = [(0, length)]
         return [
             sum(
                 piece.queries[1] * piece.keys[1] // (1 if piece.seen == "all" else 2)
-                for piece in attention.tiles(site.runs(type_, 2), whole, True)
+                for piece in attention.tiles(context.runs(type_, 2), whole, True)
             )
-            for site in sites
+            for context in contexts
         ]
 
     assert max(work(-2)) / min(work(-2)) < 1.02

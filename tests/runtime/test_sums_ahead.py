@@ -11,7 +11,7 @@ import torch
 from parc.checking.checks import case_of
 from parc.compiler.program.binding import Binding
 from parc.compiling.compiled import Compiled
-from parc.runtime.backends.moves import lying_together
+from parc.runtime.backends.moves import merge_adjacent
 from parc.runtime.compare.simulate import Simulation
 from parc.runtime.data.random_batch import random_batch
 from parc.runtime.ranks.work import RankState, Work
@@ -97,7 +97,7 @@ def test_gradients_that_travel_together_are_made_one_behind_the_other(tmp_path: 
         ) -> Any:  # fmt: skip
             assert all(spare), "a copy of every gradient"
             for of_rank in zip(*pieces, strict=True):
-                lengths.append([tensor.numel() for tensor in lying_together(of_rank)])
+                lengths.append([tensor.numel() for tensor in merge_adjacent(of_rank)])
             return message(op, args, pieces, spare)
 
         stepper.backend.message = noted  # type: ignore[method-assign]
@@ -110,7 +110,7 @@ def test_a_gradient_whose_sum_is_on_its_way_stays_where_it_arrives() -> None:
     work = Work(
         RankState({}), [], keep=True, totals={here: memory, coming: memory[2:]}, arriving={coming: lambda: None}
     )
-    work.own([])
+    work.unshare_gradients([])
     assert work.totals[coming].data_ptr() == memory[2:].data_ptr()
     assert work.totals[here].untyped_storage().data_ptr() != memory.untyped_storage().data_ptr()
 

@@ -1,4 +1,5 @@
-"""The site of a line: where in the mesh, and on what types, a rank runs it."""
+"""The registry of kernels: the functions that a machine runs in place of torch's operators, by purpose, and the context
+of mesh, coordinates and types that a kernel is called with."""
 
 from __future__ import annotations
 
@@ -19,9 +20,9 @@ from ...compiler.program.program import operator
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
-    """One line on one rank: the mesh, the rank's coordinates, the types of tensor operands and results, the device.
-    ``pipeline`` is the axis whose ranks compute other lines."""
+class KernelContext:
+    """The context of a line on one rank: the mesh, the rank's coordinates, the types of tensor operands and results,
+    the device. ``pipeline`` is the axis whose ranks compute other lines."""
 
     mesh: Mesh
     coordinates: Mapping[str, int]
@@ -32,11 +33,11 @@ class Site:
 
     @property
     def traced(self) -> bool:
-        """True where a compiler traces the kernel: it fuses several passes into one by itself."""
+        """True while a compiler traces the kernel; it fuses passes over the data by itself."""
         return False
 
     def repeated(self, type_: TensorType) -> bool:
-        """Return whether other ranks have the very same value of a type, and so must compute the same bits from it."""
+        """Return whether values of a type are replicated, so that all replicas must compute the same bits from them."""
         axes = {axis for axis, kind in type_.placement.types if kind in ("R", "I")}
         return any(self.mesh.size(axis) > 1 for axis in axes.difference(self.mesh.parts(self.pipeline)))
 
@@ -64,42 +65,41 @@ class Site:
         return int(key)
 
 
-# ---- code for operators: the one table of functions that the machine runs in place of torch's own, by purpose.
-
+# ---- the table of kernels
 
 Kernel = Callable[..., Any]
-Way = Literal["kernel", "reference", "over", "into", "adding", "onednn"]
-"""The purposes of code. A *kernel* gets the site of its line, then the operator's arguments. Code for the *reference*
-replaces it in the captured graph, and that for *onednn* where this library is faster. Code that writes *over* its first
-operand, *into* a tensor that comes first, or is *adding* to such a one, gets no site."""
+KernelPurpose = Literal["kernel", "reference", "over", "into", "adding", "onednn"]
+"""The purposes of a function. A *kernel* gets the context of its line, then the operator's arguments. Functions for the
+*reference* replace it in the captured graph, those for *onednn* where that library is faster. The others get no
+context: they write *over* their first operand, or write *into* or are *adding* to a tensor that they get first."""
 
-_CODE: dict[Way, dict[str, Kernel]] = {way: {} for way in get_args(Way)}
-_Code = TypeVar("_Code", bound=Kernel)
+_CODE: dict[KernelPurpose, dict[str, Kernel]] = {purpose: {} for purpose in get_args(KernelPurpose)}
+_SomeKernel = TypeVar("_SomeKernel", bound=Kernel)
 
 
-def runs(op: str, way: Way = "kernel") -> Callable[[_Code], _Code]:
-    """Note the decorated function as the code of an operator for a purpose."""
+def runs(op: str, purpose: KernelPurpose = "kernel") -> Callable[[_SomeKernel], _SomeKernel]:
+    """Register the decorated function as the code of an operator for a purpose."""
 
-    def note(code: _Code) -> _Code:
-        _CODE[way][op] = code
+    def note(code: _SomeKernel) -> _SomeKernel:
+        _CODE[purpose][op] = code
         return code
 
     return note
 
 
-def code_for(way: Way) -> Mapping[str, Kernel]:
+def code_for(purpose: KernelPurpose) -> Mapping[str, Kernel]:
     """Return the code for a purpose by operator, from the modules that are imported."""
-    return _CODE[way]
+    return _CODE[purpose]
 
 
 def library_of(kernels: Mapping[str, Kernel]) -> Products:
-    """Return the library that makes large products of float32 with these kernels."""
+    """Return the library that computes large float32 products with these kernels."""
     return ONEDNN if PRODUCT in kernels else BLAS
 
 
 def binding(op: str) -> Callable[..., Any]:
-    """Return an operator in its fastest form for Python. For the most frequent ones that is torch's own function with
-    the same arguments, in half the time."""
+    """Return the Python function that calls an operator fastest: for the most frequent operators torch's own function,
+    which takes the same arguments and half the time."""
     if not facts(op).plain:
         return operator(op)  # type: ignore[no-any-return]
     name = base_name(op)
