@@ -131,7 +131,7 @@ def test_figures_that_cannot_be_written_end_no_run_and_hide_no_error(
         ending = pytest.raises(LookupError, match="the data end") if broken else nullcontext()
         with ending, Observer(session, Observe(), 2, {}, False) as observer:
             report = observer.step()
-            observer.note(report, [observer.own(report)])
+            observer.note(report, [observer.row(report)])
             if broken:
                 raise LookupError("the data end")
     assert [writer.closed for writer in writers] == [[True], [broken], [broken]]
@@ -225,7 +225,7 @@ def test_calls_after_steps_and_the_figures_of_a_loop_of_ones_own(tmp_path: Path)
         report = session.update(result)
         assert calls[2:] == [("first", 2), ("second", 2)]
         assert report.seconds > report.waited_for_data + report.waited_for_ranks >= report.waited_for_ranks == 0
-        figures = meter.figures(report, 0.5, session.exchange(meter.own(report)) * 3)
+        figures = meter.figures(report, 0.5, session.exchange(meter.row(report)) * 3)
         assert figures["mfu"] == figures["model_flops_per_s"] / 1e9 == flops_of(session.build) / 0.5e9
         assert figures["tokens_per_s"] == 128 and len(figures["peak_bytes"]) == 3
 
