@@ -93,10 +93,8 @@ def _show_build(args: argparse.Namespace, path: Path) -> int:
         return 0
     if args.pipeline or args.svg:
         return _show_timeline(args, build)
-    report = {
-        **build.report,
-        "mesh": dict(build.programs[FORWARD].mesh.declared.axes),
-    }  # JSON's sorted keys lost their order
+    axes = dict(build.programs[FORWARD].mesh.declared.axes)  # in their order, which JSON's sorted keys have lost
+    report = {**build.report, "mesh": axes}
     parameters = parameter_table(build)
     programs = program_table(build)
     if args.json:
@@ -136,17 +134,12 @@ def _show_timeline(args: argparse.Namespace, build: Build) -> int:
     """Print or draw the timeline of a step: each box is as long as its floating-point operations."""
     from rich.console import Console
 
-    from parc.compiler.analysis.flops import step_timeline
-    from parc.compiler.build.build import BuildError
     from parc.compiler.schedules.timeline import draw, paint, svg, time_slot
+    from parc.page.facts import timeline_of
     from parc.report_words import schedule_words
     from parc.runtime.ranks.faults import writing
 
-    try:
-        timeline = step_timeline(build.roles)
-    except ValueError as error:  # only a changed `schedule.txt` holds such an order
-        raise BuildError(f"`{build.folder / 'schedule.txt'}`: {error}") from None
-    title = schedule_words(build.report)
+    timeline, title = timeline_of(build), schedule_words(build.report)
     if args.svg:
         with writing(args.svg):
             args.svg.write_text(svg(timeline, title, "%"), encoding="utf-8")
