@@ -20,7 +20,7 @@ def explain_command(args: argparse.Namespace) -> int:
         return 0
     name = args.code.strip("[]").upper()
     if (number := name.removeprefix("P")).isdecimal():
-        name = f"P{int(number):04}"
+        name = f"P{number.lstrip('0').zfill(4)}"
     if name not in CODES:
         hint = did_you_mean(name, list(CODES), "`parc explain` lists all")
         say(f"there is no code `{args.code}`; {hint}")

@@ -66,7 +66,7 @@ def _size(text: str) -> int:
     number, unit = text[:-2], text[-2:].upper()
     try:
         size = int(float(number) * _UNITS[unit])
-    except (KeyError, ValueError):
+    except (KeyError, ValueError, OverflowError):
         raise argparse.ArgumentTypeError(f"`{text}` is no size such as 5GB or 500MB") from None
     if size <= 0:
         raise argparse.ArgumentTypeError("a file holds more than nothing")

@@ -193,7 +193,7 @@ def _read_input(text: str) -> tuple[str, Guess]:
     from parc.proposing.inputs import Guess
 
     dims = [dim.strip() for dim in match[3].split(",") if dim.strip()]
-    return match[1], Guess(match[2], tuple(int(dim) if dim.isdigit() else dim for dim in dims))
+    return match[1], Guess(match[2], tuple(int(dim) if dim.isdecimal() else dim for dim in dims))
 
 
 def _report(proposal: Proposal, out: Path) -> Iterator[str]:

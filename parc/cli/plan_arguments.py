@@ -28,11 +28,14 @@ def positive(text: str) -> int:
     """Read a whole number of at least 1.
 
     Raises:
-        argparse.ArgumentTypeError: it is not that.
+        argparse.ArgumentTypeError: it is not that, or has more than 18 digits.
     """
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
+    digits = text.lstrip("0")
+    if not text.isascii() or not digits.isdigit():
         raise argparse.ArgumentTypeError(f"`{text}` is not a whole number of at least 1")
-    return int(text)
+    if len(digits) > 18:
+        raise argparse.ArgumentTypeError(f"a number of {len(digits)} digits is too large")
+    return int(digits)
 
 
 def positive_number(text: str) -> float:

@@ -13,6 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, final
@@ -171,9 +172,10 @@ class Hanging:
                 return
         self._over.wait(_FAILING_S)
         for local, process, rank in self._silent():
-            if where := self._where(local, process):
-                self.reports.append(f"rank {rank} does not answer: process {process} {where}")
-            os.kill(process, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it has just ended by itself
+                if where := self._where(local, process):
+                    self.reports.append(f"rank {rank} does not answer: process {process} {where}")
+                os.kill(process, signal.SIGKILL)
 
     def _silent(self) -> Iterator[tuple[str, int, int]]:
         """Yield the local number, the process and the rank of those that run and have reported no failure."""
