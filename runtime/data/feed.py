@@ -168,14 +168,16 @@ class Feed:
         self, build: Build, mesh: Mesh, coordinates: Mapping[str, int], device: torch.device,
         reading: threading.Lock | None = None,
     ) -> None:  # fmt: skip
-        self._build, self._mesh, self._coordinates, self._device = build, mesh, coordinates, device
+        self._build, self._mesh, self._coordinates, self.device = build, mesh, coordinates, device
+        self.inputs: Sequence[Mapping[str, Any]] = build.manifest["inputs"]
+        """The plan's ``input`` lines."""
         self.types = input_types(build.programs)
         self._count = int(build.manifest["microbatches"])
-        self._batched = {line["name"]: line["dims"][:1] == [BATCH] for line in build.manifest["inputs"]}
+        self._batched = {line["name"]: line["dims"][:1] == [BATCH] for line in self.inputs}
         self._bounds = class_bounds(build.reference)
         self.shares = {name: math.prod(mesh.size(axis) for axis in self.batch_axes(name)) for name in self.types}
         """The number of ranks among which the samples of an input are divided."""
-        self._tails = Tails(build, self._batched)
+        self.tails = Tails(build, self._batched)
         self._reader: RowReader | None = None
         self._reading = threading.Lock() if reading is None else reading
         self._closed = threading.Event()
@@ -188,11 +190,6 @@ class Feed:
         """The places of ``parc.dataloader``'s loaders, by name: an epoch, and how many of its samples were taken."""
         self.loaders: WeakSet[Any] = WeakSet()
         """These loaders, as long as anyone holds them."""
-
-    @property
-    def inputs(self) -> Sequence[Mapping[str, Any]]:
-        """The plan's ``input`` lines."""
-        return self._build.manifest["inputs"]  # type: ignore[no-any-return]
 
     def position(self, step: int) -> int:
         """Return the number of the first sample of the plan's data that step ``step`` (from 0) takes."""
@@ -211,11 +208,6 @@ class Feed:
         self._origin = step, int(facts.get("samples", step * self.batch))
         self.places = {name: (epoch, taken) for name, (epoch, taken) in facts.get("loaders", {}).items()}
         return step
-
-    @property
-    def device(self) -> torch.device:
-        """The device of a rank's parts."""
-        return self._device
 
     def samples(self, name: str, shares: Mapping[str, int]) -> int:
         """Return the samples of an input in a whole batch, or in a rank's part of one; 0 for an input without any."""
@@ -248,7 +240,7 @@ class Feed:
         if unknown:
             raise RunError(BAD_DATA, f"the batch has `{unknown[0]}`, which is no input of the plan", needs)
         shares = self.shares if local else {}
-        unpadded, batch = batch, self._tails.completed(batch, shares)
+        unpadded, batch = batch, self.tails.completed(batch, shares)
         parts: LocalParts = [{} for _ in range(self._count)]
         for name, type_ in self.types.items():
             if name not in batch:
@@ -260,9 +252,9 @@ class Feed:
             for index, part in enumerate(parts):
                 piece = value[index * rows : (index + 1) * rows] if rows else value
                 if local and rows:
-                    part[name] = self._cut_rest(piece, type_, 1).to(self._device)
+                    part[name] = self._cut_rest(piece, type_, 1).to(self.device)
                 else:
-                    part[name] = take(piece, type_.placement, self._mesh, self._coordinates).to(self._device)
+                    part[name] = take(piece, type_.placement, self._mesh, self._coordinates).to(self.device)
         return HashedParts(parts, [digest(batch[name]) if hashed else 0 for name in self.types])
 
     def next(self, step: int, steps: int | None = None) -> LocalParts:
@@ -284,7 +276,7 @@ class Feed:
             ready = ahead[1].result() if ahead is not None and hit else self._read(reader, step, steps)
         if steps is None or step + 1 < steps:
             self._ahead = step + 1, in_thread(lambda: self._read(reader, step + 1, steps), self._closed)
-        parts = [{name: value.to(self._device) for name, value in part.items()} for part in ready.parts]
+        parts = [{name: value.to(self.device) for name, value in part.items()} for part in ready.parts]
         return HashedParts(parts, ready.hashes)
 
     @property
@@ -359,16 +351,8 @@ class Feed:
         """Return the reason why there can be no batch of ``count`` samples, fewer than a step takes, or ""."""
         ranges = self._build.template.ranges if self._build.template is not None else {}
         if BATCH not in ranges or count in ranges[BATCH].values:
-            return "" if BATCH in ranges else self._tails.fault
+            return "" if BATCH in ranges else self.tails.fault
         return f"the build was made for {sizes_text({BATCH: ranges[BATCH]})}"
-
-    def ignored_targets(self, count: int) -> Mapping[str, int]:
-        """Return the fill value of the inputs that are targets, with which a batch of ``count`` samples is padded.
-
-        Raises:
-            RunError: padded samples would change the loss.
-        """
-        return self._tails.ignored_targets(count)
 
     def _read(self, reader: RowReader, step: int, steps: int | None) -> HashedParts:
         """Return this rank's part of a step on the CPU; each sample is read once, also if several inputs need it."""
@@ -411,7 +395,7 @@ class Feed:
             help_ = f"name inputs as the data does: {held}"
             raise RunError(BAD_DATA, f"samples have no `{missing[0]}`", help_, notes)
         first = {name: value[0] for name, value in samples.items()}
-        lines = [line for line in self._build.manifest["inputs"] if line["name"] in self.types]
+        lines = [line for line in self.inputs if line["name"] in self.types]
         sizes = {name: SizeRange(value, value) for name, value in self._build.manifest["sizes"].items()}
         if wrong := sample_misfit(first, self.position(step) + row, lines, sizes):
             help_ = self._sizes_of(wrong[0], first[wrong[0]].shape) or MISFIT_HELP
@@ -431,7 +415,7 @@ class Feed:
     def _sizes_of(self, name: str, shape: Sequence[int]) -> str:
         """Return the advice how to run the build at a sample's sizes, or "" where it runs at these sizes now."""
         ranges = self._build.template.ranges if self._build.template is not None else {}
-        dims = next(line["dims"] for line in self._build.manifest["inputs"] if line["name"] == name)
+        dims = next(line["dims"] for line in self.inputs if line["name"] == name)
         dims = dims[self._batched[name] :]
         pairs = zip(dims, shape, strict=True) if len(dims) == len(shape) else ()
         sizes = {dim: size for dim, size in pairs if dim in ranges}

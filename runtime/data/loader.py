@@ -72,7 +72,7 @@ class Loader:
             raise DataError(f"the dataset has {samples} sample{'s' * (samples != 1)}, and a step takes {batch}", help_)
         rest = samples % batch
         if rest and not self._drop_last and not self._has_size(rest):
-            self._feed.ignored_targets(rest)
+            self._feed.tails.ignored_targets(rest)
 
     def _has_size(self, count: int) -> bool:
         """Return whether the plan has a range for B that a batch of so many samples is in."""
@@ -120,7 +120,7 @@ class Loader:
         have = size if end is None else end - first
         short = have < size
         feed = self._by_sizes.at({BATCH: have}).feed if short and self._has_size(have) else self._feed
-        ignored = feed.ignored_targets(have) if short and feed is self._feed else {}
+        ignored = feed.tails.ignored_targets(have) if short and feed is self._feed else {}
         try:
             samples = self._reader(first, end) if feed is self._feed else self._reader.rows(first, feed.rows)
             batch = feed.local_batch(samples)

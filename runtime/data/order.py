@@ -53,7 +53,7 @@ class Order:
             return place
         if self.held:
             return (place + 1) * self.total // self.kept - 1
-        # The block before whose end sample `place` of training lies: of each block the last is kept.
+        # The source is cut into blocks, whose last sample is kept: find the block of training's sample `place`.
         block = bisect_right(range(self.kept), place, key=lambda one: one * self.total // self.kept - one) - 1
         return place + block
 

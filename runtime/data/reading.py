@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TypeVar, final
 
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 
 from .datasets import IterableSource
 from .samples import DataError, SampleSource, raised_at, read_rows
@@ -49,17 +49,6 @@ class _Batches(Dataset[dict[str, Tensor] | Failed]):
             return Failed(str(error), error.help, raised_at(error))
         except Exception as error:  # DataLoader would replace it by one of its own, whose text is a traceback
             return Failed(f"{type(error).__name__}: {error}", "read without `workers` to see where it is raised", "")
-
-
-@final
-class _Firsts(Sampler[int]):
-    """The numbers of the first samples of successive batches."""
-
-    def __init__(self, numbers: range) -> None:
-        self._numbers = numbers
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._numbers)
 
 
 @final
@@ -133,7 +122,7 @@ class RowReader:
 
     def _start(self, first: int, end: int | None) -> None:
         self._end = 1 << 62 if end is None else max(end, first + 1)
-        firsts = _Firsts(range(first, self._end, self._batch))
+        firsts = range(first, self._end, self._batch)
         loader = DataLoader(
             _Batches(self._source.source, self._rows), batch_size=None, sampler=firsts, num_workers=self._workers,
             prefetch_factor=_PREFETCHED, multiprocessing_context=_FORK,

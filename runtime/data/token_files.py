@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal, Protocol, final
+from typing import Any, Literal, final
 
 import numpy as np
 import torch
@@ -205,18 +205,6 @@ class JoinedFiles:
 # ---- windows of a text as samples
 
 
-class Text(Protocol):
-    """A text of ``size`` tokens, and where its documents begin."""
-
-    size: int
-
-    def read(self, start: int, count: int) -> Tensor:
-        """Return tokens, int64 [count]."""
-
-    def begins(self, start: int, count: int) -> Tensor:
-        """Return a mask of the tokens that begin a document, bool [count]."""
-
-
 @dataclass(frozen=True, slots=True)
 class Packing:
     """The packing of documents: ``ignore`` is the target that the loss ignores; ``end`` the token that ends a document,
@@ -275,7 +263,7 @@ class Windows:
         DataError: the text is shorter than a window and the token after it.
     """
 
-    def __init__(self, text: Text, form: WindowForm, what: str) -> None:
+    def __init__(self, text: JoinedFiles | JoinedDocuments, form: WindowForm, what: str) -> None:
         form.check(text.size, what)
         self._text, self._form = text, form
         self.count = (text.size - form.reads) // form.length + 1

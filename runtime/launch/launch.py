@@ -158,7 +158,7 @@ def _variables(processes: Processes, folder: Path) -> dict[str, str]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     variables = {
         "OMP_NUM_THREADS": str(max(1, cores // processes.nproc)),
-        # If it were the agent's, a group that is started again would find the store of the group that failed.
+        # In the agent's store, a group that is started again would find the entries of the group that failed.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(_STOP_S),
         **KEEP_MEMORY,

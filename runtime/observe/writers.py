@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, Any, Protocol, Self, final
+from typing import IO, Any, Protocol, final
 
 from ...compiler.torch_private import quiet
 from ...grammar.codes_run import NO_PACKAGE, UNWRITTEN
@@ -112,12 +112,6 @@ class MetricsFile:
         """Close the file; more than once does no harm."""
         with writing(self._path):
             self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 @final

@@ -35,8 +35,8 @@ from .shards import ShardFault, check_shard
 
 
 def check_target(folder: Path, mark: str = FACTS, what: str = "a checkpoint") -> None:
-    """Check that a checkpoint may be written at ``folder``; or, in its place, a folder of ``what``, of which each has a
-    file ``mark``.
+    """Check that a checkpoint, or another kind of folder, may be written at ``folder``. ``mark`` is the file by which
+    such a folder is known, ``what`` its name in messages.
 
     Raises:
         RunError: it holds something else, which is left as it is, or is the current folder.
@@ -229,7 +229,7 @@ class CheckpointReader:
             raise RunError(BAD_STATE, message, help_) from None
 
     def whole(self, name: str) -> torch.Tensor:
-        """Return a whole tensor. Of a stack, all of whose parts have one number, return that of the first.
+        """Return a whole tensor; for a stack, whose parts share a number such as ``step``, that number.
 
         Raises:
             RunError: a file cannot be read.

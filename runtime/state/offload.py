@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from itertools import groupby
 from pathlib import Path
-from typing import Protocol, final
+from typing import final
 
 import torch
 
@@ -33,19 +33,6 @@ from .optimizer import fill_slots, make_optimizer
 
 _ALIGNMENT = 64
 """The alignment of buffers in bytes, for the widest vectors of processors."""
-
-
-class Place(Protocol):
-    """A place where offloaded values wait until a program reads them."""
-
-    def reserve(self, room: Mapping[int, int]) -> None:
-        """Reserve buffers: ``room`` has their number by size in bytes, those in use included."""
-
-    def empty_like(self, value: torch.Tensor) -> torch.Tensor:
-        """Return an empty tensor in this place, with the value's shape, dtype and strides."""
-
-    def load(self, value: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Return a value of this place in the memory of a device."""
 
 
 @final
@@ -160,7 +147,8 @@ class Offloaded:
         self._role, self._device = role, device
         self._line, self._frozen = build.manifest["optimizer"], frozenset(build.manifest["frozen"])
         self._folders = ExitStack()
-        self._places: dict[str, Place] = {}
+        self._places: dict[str, HostMemory | MappedFiles] = {}
+        """The places where offloaded values wait until a program reads them, by the words of ``offload`` lines."""
         self._end = weakref.finalize(self, self._folders.close)
         try:
             for folder, words in _by_folder(build).items():

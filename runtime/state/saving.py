@@ -1,4 +1,5 @@
-"""The state of a session in files: what each rank writes of a checkpoint, and what it reads of one."""
+"""The saving and restoring of a session's state: the shard that a rank writes of a checkpoint, and the parts that it
+reads."""
 
 from __future__ import annotations
 
@@ -66,8 +67,8 @@ class LocalPart:
 
 
 def stored_of(build: Build) -> dict[str, StoredTensor]:
-    """Return the tensors of a build's checkpoint by their names there, apart from the optimizer's state, which lies as
-    the parameters do."""
+    """Return the tensors of a build's checkpoint by their names there, without the optimizer's state, which is laid out
+    as the parameters are."""
     mesh, roles, pads = build_mesh(build), tuple(build.roles.values()), pads_from(build.manifest["padding"])
     constants = constants_of(build)
     parameters = {name: parse_type(text, mesh) for name, text in build.manifest["parameters"].items()}
