@@ -53,7 +53,7 @@ def worker(build: Path, times: int) -> None:
             taken[on].append(time.perf_counter() - start)
             hashed += [inside] if on else []
     if session.rank == 0:
-        with_, without, within = (statistics.median(found) for found in (taken[True], taken[False], hashed))
+        with_, without, within = (statistics.median(seconds) for seconds in (taken[True], taken[False], hashed))
         print(f"a step that hashes its batch   {with_ * 1e3:9.2f} ms (median of {times}, in turn)")
         print(f"a step that does not           {without * 1e3:9.2f} ms (ratio {with_ / without:.4f})")
         print(f"inside the hash                {within * 1e3:9.3f} ms ({within / with_:.4%} of the step)")

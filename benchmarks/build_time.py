@@ -57,7 +57,7 @@ def best(times: int) -> dict[tuple[int, int], Cost]:
     return cheapest
 
 
-def draw(found: dict[tuple[int, int], Cost]) -> None:
+def draw(costs: dict[tuple[int, int], Cost]) -> None:
     """Draw processor seconds over layers and over ranks, side by side on one scale."""
     import matplotlib
 
@@ -69,8 +69,8 @@ def draw(found: dict[tuple[int, int], Cost]) -> None:
     plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False})
     figure, (left, right) = plt.subplots(1, 2, sharey=True, figsize=(11, 4.4), layout="constrained")
     series = (
-        (left, LAYERS, [found[n, SHAPE[1]].cpu for n in LAYERS], "layers", f"{SHAPE[1]} ranks", "tab:blue"),
-        (right, RANKS, [found[SHAPE[0], n].cpu for n in RANKS], "ranks", f"{SHAPE[0]} layers", "tab:orange"),
+        (left, LAYERS, [costs[n, SHAPE[1]].cpu for n in LAYERS], "layers", f"{SHAPE[1]} ranks", "tab:blue"),
+        (right, RANKS, [costs[SHAPE[0], n].cpu for n in RANKS], "ranks", f"{SHAPE[0]} layers", "tab:orange"),
     )
     for axes, places, seconds, name, fixed, color in series:
         axes.plot(places, seconds, marker="o", linewidth=2, color=color)
@@ -83,7 +83,7 @@ def draw(found: dict[tuple[int, int], Cost]) -> None:
         axes.set_xlabel(f"{name} ({fixed})")
         axes.grid(axis="y", color="0.9")
         axes.set_axisbelow(True)
-    left.set_ylim(0, 1.25 * max(cost.cpu for cost in found.values()))
+    left.set_ylim(0, 1.25 * max(cost.cpu for cost in costs.values()))
     left.set_ylabel("processor time of one build (s)")
     figure.suptitle("Building Llama 3 8B, every check included: time follows the layers, not the ranks")
     figure.savefig(PICTURE, metadata={"Date": None})

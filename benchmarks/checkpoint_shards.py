@@ -47,7 +47,7 @@ def free_bytes() -> int:
 
 
 @contextmanager
-def watched(found: dict[str, float]) -> Iterator[None]:
+def watched(figures: dict[str, float]) -> Iterator[None]:
     """Measure the seconds of a block on all ranks, and the largest growth of anonymous memory in it."""
     ctypes.CDLL(None).malloc_trim(0)  # or the call would take memory that was freed before, and seem to need none
     before, most, over = anonymous_bytes(), 0, threading.Event()
@@ -63,12 +63,12 @@ def watched(found: dict[str, float]) -> Iterator[None]:
     watcher.start()
     yield
     dist.barrier()
-    found["seconds"] = time.perf_counter() - start
+    figures["seconds"] = time.perf_counter() - start
     over.set()
     watcher.join()
     grown = torch.tensor(max(most, anonymous_bytes()) - before)
     dist.all_reduce(grown, dist.ReduceOp.MAX)
-    found["grown"] = float(grown)
+    figures["grown"] = float(grown)
 
 
 def parc_calls(folder: Path) -> tuple[list[torch.Tensor], Callable[[], None], Callable[[], None]]:
@@ -129,17 +129,17 @@ def worker(side: str, folder: Path) -> None:
     tensors, save, restore = parc_calls(folder) if side == "parc" else torch_calls(side, folder)
     held = torch.tensor(sum(value.numel() * value.element_size() for value in tensors))
     sums = [float(value.sum(dtype=torch.float64)) for value in tensors]
-    found: dict[str, dict[str, float]] = {"save": {}, "restore": {}}
-    with watched(found["save"]):
+    figures: dict[str, dict[str, float]] = {"save": {}, "restore": {}}
+    with watched(figures["save"]):
         save()
     for value in tensors:
         value.zero_()
-    with watched(found["restore"]):
+    with watched(figures["restore"]):
         restore()
     assert [float(value.sum(dtype=torch.float64)) for value in tensors] == sums
     dist.all_reduce(held, dist.ReduceOp.MAX)
     if dist.get_rank() == 0:
-        print(json.dumps({**found, "held": float(held)}), flush=True)
+        print(json.dumps({**figures, "held": float(held)}), flush=True)
     dist.barrier()
     os._exit(0)  # as in benchmarks/peers.py
 
@@ -167,13 +167,13 @@ def main(words: list[str]) -> None:
     needs = RANKS * (3 * first["held"] + (400 << 20))
     free = free_bytes()
     sides = SIDES if needs < free else SIDES[:-1]
-    found = {side: [measured(side)] if side != SIDES[0] else [first] for side in sides}
+    rows_of = {side: [measured(side)] if side != SIDES[0] else [first] for side in sides}
     for _ in range(times - 1):
         for side in sides:
-            found[side].append(measured(side))
+            rows_of[side].append(measured(side))
     print(f"{RANKS} ranks hold {first['held'] / 2**20:.0f} MiB each; median seconds of {times} turns, most memory")
     print("| | save, s | grows by, MiB | restore, s | grows by, MiB | on disk, MiB |\n|---|---|---|---|---|---|")
-    for side, rows in found.items():
+    for side, rows in rows_of.items():
         cells = [
             cell
             for call in ("save", "restore")

@@ -46,8 +46,8 @@ def build(folder: Path, ranks: int, using: str, length: int) -> dict[str, Any]:
     defines = [item for word in words for item in ("-D", word)]
     command = [sys.executable, "-m", "parc", "build", str(plan), "-o", str(folder), *defines]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    found: dict[str, Any] = json.loads((folder / "report.json").read_text())
-    return found
+    report: dict[str, Any] = json.loads((folder / "report.json").read_text())
+    return report
 
 
 def worker(side: str, port: str) -> None:
@@ -73,11 +73,11 @@ def times_of_steps(times: int) -> None:
         build(BUILDS / side, ranks, "zigzag" if side == "one" else side, LENGTH)
     environment = {**LAUNCHED, "STEPS": str(times)}
     in_turn({side: (["-m", "benchmarks.context"], environment) for side in SIDES}, 2, times)
-    found = {side: json.loads((BUILDS / f"{side}.json").read_text()) for side in SIDES}
+    seconds_of = {side: json.loads((BUILDS / f"{side}.json").read_text()) for side in SIDES}
     print(f"{LENGTH} tokens, two ranks\n{'side':<10}{'least':>9}{'median':>9}{'of one rank (0.5 at best)':>28}")
-    for side, taken in found.items():
+    for side, taken in seconds_of.items():
         least, middle = min(taken), statistics.median(taken)
-        ratios = f"{least / min(found['one']):.2f} ({middle / statistics.median(found['one']):.2f})"
+        ratios = f"{least / min(seconds_of['one']):.2f} ({middle / statistics.median(seconds_of['one']):.2f})"
         print(f"{side:<10}{least:>8.3f}s{middle:>8.3f}s{ratios:>28}")
 
 
@@ -107,9 +107,9 @@ def longest(ranks: int, folder: Path) -> tuple[int, int]:
     parts = first + int((LIMIT - one) * (last - first) / (other - one))
     while peak(parts + 1) <= LIMIT:
         parts += 1
-    while (found := peak(parts)) > LIMIT:
+    while (size := peak(parts)) > LIMIT:
         parts -= 1
-    return 512 * parts, found
+    return 512 * parts, size
 
 
 def lengths() -> None:

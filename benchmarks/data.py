@@ -53,7 +53,7 @@ def worker(build: Path, times: int) -> None:
         read(10_000 + step, 0)
         alone.append(time.perf_counter() - start)
     session.close()
-    step_s, wait_s, alone_s = (statistics.median(found) for found in (steps, waits, alone))
+    step_s, wait_s, alone_s = (statistics.median(seconds) for seconds in (steps, waits, alone))
     print(f"a step                       {step_s * 1e3:9.2f} ms (median of {times})")
     most = f"most {max(waits) * 1e3:.3f} ms"
     print(f"waiting for data             {wait_s * 1e3:9.3f} ms ({wait_s / step_s:.3%} of the step; {most})")

@@ -69,12 +69,12 @@ def plain_step() -> tuple[Any, int]:
     model = mixtral(layers=LAYERS, width=WIDTH, ffn=WIDTH, length=LENGTH)
     parallel = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
-    own = slice(rank * SAMPLES // 2, (rank + 1) * SAMPLES // 2)
+    half = slice(rank * SAMPLES // 2, (rank + 1) * SAMPLES // 2)
 
     def step() -> None:
         optimizer.zero_grad()
-        logits = parallel(words["input_ids"][own]).logits
-        F.cross_entropy(logits.flatten(0, 1), words["targets"][own].flatten()).backward()
+        logits = parallel(words["input_ids"][half]).logits
+        F.cross_entropy(logits.flatten(0, 1), words["targets"][half].flatten()).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
 
@@ -137,15 +137,15 @@ def main(times: int) -> None:
     make_builds()
     environment = {**LAUNCHED, "STEPS": str(times)}
     in_turn({side: (["-m", "benchmarks.experts"], environment) for side in SIDES}, 2, times)
-    found = {side: json.loads((BUILDS / f"{side}.json").read_text()) for side in SIDES}
-    first = found["dp=2"]["seconds"]
+    row_of = {side: json.loads((BUILDS / f"{side}.json").read_text()) for side in SIDES}
+    first = row_of["dp=2"]["seconds"]
     print(f"{'side':<12}{'least':>9}{'median':>9}{'of dp=2':>16}{'state a rank':>15}")
-    for side, row in found.items():
+    for side, row in row_of.items():
         least, middle = min(row["seconds"]), statistics.median(row["seconds"])
         ratios = f"{least / min(first):.2f} ({middle / statistics.median(first):.2f})"
         print(f"{side:<12}{least:>8.3f}s{middle:>8.3f}s{ratios:>16}{row['bytes'] / 2**20:>11.1f} MiB")
     for word, of in (("least", min), ("median", statistics.median)):
-        split, one, messages = (of(found[side]["seconds"]) for side in ("ep=2", "one", "messages"))
+        split, one, messages = (of(row_of[side]["seconds"]) for side in ("ep=2", "one", "messages"))
         print(f"{word}: ep=2 takes {split / (one / 2 + messages):.2f} of one / 2 + messages")
 
 

@@ -45,14 +45,14 @@ def row(name: str, dp: int, tp: int) -> tuple[str, ...]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of transformers, about its own future
             plan = read_plan(Source("family.parc", plan_text(name)), {"dp": str(dp), "tp": str(tp)})
-            made = compile_plan(plan, ROOT)
-            checked = check_build(made)
+            compiled = compile_plan(plan, ROOT)
+            checked = check_build(compiled)
     except PlanError as refused:
         (first, *_) = refused.diagnostics
         return name, title, f"no: {first.code.name} {first.message}", "", "", "", "", ""
     if checked.faults:
         return name, title, f"no: {checked.faults[0]}", "", "", "", "", ""
-    gathers = len([w for w in warnings_of(made) if w.message.startswith(("all_gather", "all_to_all"))])
+    gathers = len([w for w in warnings_of(compiled) if w.message.startswith(("all_gather", "all_to_all"))])
     verified = f"yes, {gathers} gather{'s' * (gathers > 1)}" if gathers else "yes"
     return name, title, verified, *_sent(checked.report), *_errors(checked)
 

@@ -96,8 +96,8 @@ def worker(kind: str, times: int, folder: Path, side: str, port: str) -> None:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     seconds = steps(lambda: losses.append(step()), side, port, times)
-    found = {"seconds": seconds, "losses": losses, "bytes": torch.cuda.max_memory_allocated()}
-    (folder / f"{kind}, {side}.json").write_text(json.dumps(found), encoding="utf-8")
+    figures = {"seconds": seconds, "losses": losses, "bytes": torch.cuda.max_memory_allocated()}
+    (folder / f"{kind}, {side}.json").write_text(json.dumps(figures), encoding="utf-8")
 
 
 def measure(kind: str, sides: Sequence[str], folder: Path, times: int) -> dict[str, Any]:
@@ -107,11 +107,11 @@ def measure(kind: str, sides: Sequence[str], folder: Path, times: int) -> dict[s
     return {side: json.loads((folder / f"{kind}, {side}.json").read_text(encoding="utf-8")) for side in sides}
 
 
-def rows(kind: str, found: dict[str, Any]) -> list[str]:
+def rows(kind: str, figures_of: dict[str, Any]) -> list[str]:
     """Return the rows of a kind's table."""
     lines = []
     for side, peer in zip(SIDES, (SIDES[0], SIDES[0], SIDES[2], SIDES[2]), strict=True):
-        mine, other = found[side], found[peer]
+        mine, other = figures_of[side], figures_of[peer]
         least, median, peer_median = min(mine["seconds"]), *map(statistics.median, (mine["seconds"], other["seconds"]))
         ratios = ("", "")
         if side != peer:
@@ -141,10 +141,10 @@ def main(times: int = 10) -> None:
     for kind, words in KINDS.items():
         build = [sys.executable, "-m", "parc", "build", str(PLAN), "-o", str(folder / kind), *words]
         subprocess.run(build, check=True, cwd=ROOT, env={**os.environ, **FOUND})
-        found = {}
+        figures_of = {}
         for sides in (SIDES[:2], SIDES[2:]):
-            found.update(measure(kind, sides, folder, times))
-        table += rows(kind, found)
+            figures_of.update(measure(kind, sides, folder, times))
+        table += rows(kind, figures_of)
         print("\n".join(table), flush=True)
     OUT.write_text("\n".join(table) + "\n", encoding="utf-8")
 

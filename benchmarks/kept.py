@@ -57,11 +57,11 @@ def kept_by_parc(compiled: Compiled, block: str = "1") -> Kept:
     calls = [line for line in main.lines if line.calls_function]
     readers = Counter(name for line in calls for name in set(line.uses))
     (call,) = (line for line in calls if block in line.origin.module.split("."))
-    values, found = main.values(), list[tuple[str, str, int]]()
+    values, kept = main.values(), list[tuple[str, str, int]]()
     for value, name in zip(program.function(call.op).parameters, call.uses, strict=True):
         if values[name].kind == "saved" and readers[name] == 1:
-            found.append((value.name, value.type.text(program.mesh), live.bytes_of(main, name)))
-    return found
+            kept.append((value.name, value.type.text(program.mesh), live.bytes_of(main, name)))
+    return kept
 
 
 def partitioned(compiler: Any) -> Any:

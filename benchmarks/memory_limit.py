@@ -63,16 +63,16 @@ WAYS = (
 @contextmanager
 def limited(limit: int) -> Iterator[str]:
     """Limit what this process takes from now on, and yield what limits it."""
-    own = GROUPS / f"parc-memory-limit-{os.getpid()}"
+    group = GROUPS / f"parc-memory-limit-{os.getpid()}"
     try:
         if "memory" not in (GROUPS / "cgroup.subtree_control").read_text():
             raise OSError("no memory limits below the root of cgroup v2")
-        own.mkdir()
-        (own / "memory.max").write_text(str(resident_bytes("VmRSS") + limit))
-        (own / "cgroup.procs").write_text(str(os.getpid()))
+        group.mkdir()
+        (group / "memory.max").write_text(str(resident_bytes("VmRSS") + limit))
+        (group / "cgroup.procs").write_text(str(os.getpid()))
     except OSError:
-        if own.is_dir():
-            own.rmdir()
+        if group.is_dir():
+            group.rmdir()
         resource.setrlimit(resource.RLIMIT_DATA, (resident_bytes("RssAnon") + limit,) * 2)
         yield "RLIMIT_DATA"
         return
@@ -111,7 +111,7 @@ def worker(build: Path, limit: int) -> None:
     os._exit(0)  # as in benchmarks/peers.py
 
 
-def made(way: Way, layers: int, folder: Path) -> tuple[Path, int, dict[str, int]]:
+def built(way: Way, layers: int, folder: Path) -> tuple[Path, int, dict[str, int]]:
     """Return the build of a way for so many layers, without the checks that it has at any number; its parameters, and
     the bytes of a rank as estimated."""
     from parc.checking.reports import report_of
@@ -170,7 +170,7 @@ def main(limit: int, most: int, timeout_s: float, wanted: str) -> None:
         with tempfile.TemporaryDirectory(dir=ROOT / "build") as name:
 
             def fits(layers: int, way: Way = way, folder: Path = Path(name), rows: dict[int, str] = rows) -> bool:
-                build, parameters, memory = made(way, layers, folder)
+                build, parameters, memory = built(way, layers, folder)
                 if said := trains(way, build, limit, timeout_s):
                     seconds, _, by = said.partition(" ")
                     sizes = f"{memory['peak'] / 1e6:.0f} | {memory['files'] / 1e6:.0f}"
@@ -189,8 +189,8 @@ if __name__ == "__main__":
     parser.add_argument("--most", type=int, default=256, help="the most layers to try")
     parser.add_argument("--timeout", type=float, default=300, help="seconds after which a model counts as too large")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
-    given = parser.parse_args()
+    args = parser.parse_args()
     (ROOT / "build").mkdir(exist_ok=True)
-    if given.worker:
-        worker(Path(given.worker[0]), int(given.worker[1]))
-    main(given.limit << 20, given.most, given.timeout, given.wanted)
+    if args.worker:
+        worker(Path(args.worker[0]), int(args.worker[1]))
+    main(args.limit << 20, args.most, args.timeout, args.wanted)

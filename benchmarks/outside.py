@@ -152,14 +152,14 @@ def main(wanted: list[str]) -> int:
     return int(counts["verified"] / len(names) < LEAST or counts["crashed"] > 0)
 
 
-def table(found: dict[str, tuple[str, str]], total: str) -> list[str]:
+def table(outcomes: dict[str, tuple[str, str]], total: str) -> list[str]:
     """Return the lines of the table: models that were not verified, with their reasons, then all others."""
     rows = [f"{total}.", "", "| not verified | outcome | reason |", "| --- | --- | --- |"]
-    for name, (outcome, why) in sorted(found.items()):
+    for name, (outcome, why) in sorted(outcomes.items()):
         if outcome != "verified":
             rows.append(f"| {name} | {outcome} | {' '.join(why.split()).replace('|', '/')} |")
     packages: dict[str, list[str]] = {}
-    for name, (outcome, _) in sorted(found.items()):
+    for name, (outcome, _) in sorted(outcomes.items()):
         if outcome == "verified":
             package, _, rest = name.partition(" ")
             packages.setdefault(package, []).append(rest)

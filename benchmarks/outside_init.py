@@ -39,9 +39,9 @@ def build(name: str) -> tuple[str, str]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of packages, about their own future
-            made = propose(Wish(model_of(cases()[name]), {"dp": 2, "tp": 2}), ROOT, "outside.parc")
-            gathered = gathers_of(made.compiled)
-            checked = check_build(made.compiled)
+            proposal = propose(Wish(model_of(cases()[name]), {"dp": 2, "tp": 2}), ROOT, "outside.parc")
+            gathered = gathers_of(proposal.compiled)
+            checked = check_build(proposal.compiled)
             by_hand = gathers_by_hand(name)
     except PlanError as refused:
         diagnostic = refused.diagnostics[0]
@@ -51,7 +51,7 @@ def build(name: str) -> tuple[str, str]:
         return "crashed", f"{type(error).__name__}: {error} ({Path(last.filename).name}:{last.lineno})"
     if checked.faults:  # of parc's own making
         return "crashed", f"a check refused it: {checked.faults[0]}"
-    return "verified", " ".join([f"tp={gathered['tp']}", f"dp={gathered['dp']}", *by_hand, *kinds_of(made.text)])
+    return "verified", " ".join([f"tp={gathered['tp']}", f"dp={gathered['dp']}", *by_hand, *kinds_of(proposal.text)])
 
 
 def model_of(case: Case):  # type: ignore[no-untyped-def] # its class is imported where it is needed
@@ -66,8 +66,8 @@ def gathers_of(compiled) -> dict[str, int]:  # type: ignore[no-untyped-def]
     """Return how many values a forward gathers or exchanges unasked over each axis."""
     from parc.meant import unasked_gathers
 
-    found = unasked_gathers(compiled.plan, compiled.built.reshards)
-    return {axis: sum(one.axis == axis for one in found) for axis in ("dp", "tp")}
+    gathers = unasked_gathers(compiled.plan, compiled.built.reshards)
+    return {axis: sum(one.axis == axis for one in gathers) for axis in ("dp", "tp")}
 
 
 def gathers_by_hand(name: str) -> list[str]:

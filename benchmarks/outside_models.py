@@ -94,13 +94,13 @@ def transformer(name: str) -> nn.Module:
 
     from benchmarks.outside_table import FAMILIES
 
-    head, own, _ = FAMILIES[name]
+    head, changes, _ = FAMILIES[name]
     config_class = type(transformers.AutoConfig.for_model(name))
     default = config_class()
     known = {key: value for key, value in SMALL.items() if hasattr(default, key)}
-    given = {key: value for key, value in {**known, **own}.items() if value is not None}
-    made: nn.Module = getattr(transformers, head).from_config(config_class(**given))
-    return made
+    arguments = {key: value for key, value in {**known, **changes}.items() if value is not None}
+    model: nn.Module = getattr(transformers, head).from_config(config_class(**arguments))
+    return model
 
 
 def timm_model(name: str) -> nn.Module:
@@ -116,8 +116,8 @@ def timm_model(name: str) -> nn.Module:
 
     from benchmarks.outside_table import TIMM
 
-    made: nn.Module = timm.create_model(name, num_classes=6, **TIMM[name])
-    return made
+    model: nn.Module = timm.create_model(name, num_classes=6, **TIMM[name])
+    return model
 
 
 TORCHVISION = ["torchvision"] + [
@@ -161,8 +161,8 @@ def diffusers_model(name: str) -> nn.Module:
 
     from benchmarks.outside_table import DIFFUSERS
 
-    made: nn.Module = getattr(diffusers, name)(**DIFFUSERS[name][1])
-    return made
+    model: nn.Module = getattr(diffusers, name)(**DIFFUSERS[name][1])
+    return model
 
 
 def x_transformer(name: str) -> nn.Module:
@@ -172,5 +172,5 @@ def x_transformer(name: str) -> nn.Module:
     from benchmarks.outside_table import X_TRANSFORMERS
 
     layers = Decoder(dim=32, depth=2, heads=4, attn_dim_head=8, **X_TRANSFORMERS[name])
-    made: nn.Module = TransformerWrapper(num_tokens=64, max_seq_len=16, attn_layers=layers)
-    return made
+    model: nn.Module = TransformerWrapper(num_tokens=64, max_seq_len=16, attn_layers=layers)
+    return model

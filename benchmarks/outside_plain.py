@@ -22,8 +22,8 @@ class _Attention(nn.Module):
         q, k, v = (y.view(b, t, self.heads, c // self.heads).transpose(1, 2) for y in self.c_attn(x).split(c, dim=2))
         scores = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
         scores = scores.masked_fill(self.bias[:, :, :t, :t] == 0, float("-inf"))
-        made = self.drop(F.softmax(scores, dim=-1)) @ v
-        return self.c_proj(made.transpose(1, 2).contiguous().view(b, t, c))
+        values = self.drop(F.softmax(scores, dim=-1)) @ v
+        return self.c_proj(values.transpose(1, 2).contiguous().view(b, t, c))
 
 
 class _Block(nn.Module):
@@ -87,8 +87,8 @@ class _Norm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        made = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-5)
-        return made.type_as(x) * self.weight
+        normed = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-5)
+        return normed.type_as(x) * self.weight
 
 
 def turned(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:

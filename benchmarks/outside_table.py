@@ -90,13 +90,13 @@ BASES: dict[str, tuple[str, Own]] = {
 }  # fmt: skip
 
 FAMILIES: dict[str, tuple[str, Own, tuple[str, str]]] = {
-    **{name: ("AutoModelForCausalLM", own, TEXT) for name, own in CAUSAL.items()},
-    **{name: ("AutoModelForMaskedLM", own, TEXT) for name, own in MASKED.items()},
-    **{name: ("AutoModelForSeq2SeqLM", own, PAIR) for name, own in PAIRS.items()},
+    **{name: ("AutoModelForCausalLM", changes, TEXT) for name, changes in CAUSAL.items()},
+    **{name: ("AutoModelForMaskedLM", changes, TEXT) for name, changes in MASKED.items()},
+    **{name: ("AutoModelForSeq2SeqLM", changes, PAIR) for name, changes in PAIRS.items()},
     **{name: ("AutoModelForSeq2SeqLM", {}, MASKED_PAIR) for name in ("longt5", "switch_transformers")},
-    **{name: ("AutoModelForImageClassification", own, IMAGE) for name, own in IMAGES.items()},
-    **{name: ("AutoModelForImageClassification", own, LARGE) for name, own in LARGES.items()},
-    **{name: ("AutoModel", own, (inputs, SQUARES)) for name, (inputs, own) in BASES.items()},
+    **{name: ("AutoModelForImageClassification", changes, IMAGE) for name, changes in IMAGES.items()},
+    **{name: ("AutoModelForImageClassification", changes, LARGE) for name, changes in LARGES.items()},
+    **{name: ("AutoModel", changes, (inputs, SQUARES)) for name, (inputs, changes) in BASES.items()},
 }
 """The head's class, arguments beside the small ones (None: leave that one out), inputs and loss of each family."""
 LINES = {
@@ -162,20 +162,20 @@ X_TRANSFORMERS: dict[str, Own] = {
 
 def cases() -> dict[str, Case]:
     """Return every model under its plans, by name."""
-    made = {
+    table = {
         "plain nanoGPT": Case("nano_gpt", "", "idx targets", "output.1"),
         "plain Meta's Llama": Case("meta_llama", "", "tokens targets", "cross_entropy(output, targets)"),
     }
     for name, (_, _, task) in FAMILIES.items():
-        made[f"transformers {name}"] = Case("transformer", f'name="{name}"', *task)
+        table[f"transformers {name}"] = Case("transformer", f'name="{name}"', *task)
         if lines := LINES.get(name):
             lines = f'include "{lines}" (tp=2)' if lines.startswith("parc:") else lines
-            made[f"transformers {name} tp=2"] = Case("transformer", f'name="{name}"', *task, lines)
+            table[f"transformers {name} tp=2"] = Case("transformer", f'name="{name}"', *task, lines)
     for name in TIMM:
-        made[f"timm {name}"] = Case("timm_model", f'name="{name}"', "x labels", "cross_entropy(output, labels)")
+        table[f"timm {name}"] = Case("timm_model", f'name="{name}"', "x labels", "cross_entropy(output, labels)")
     for name, (inputs, _) in DIFFUSERS.items():
-        made[f"diffusers {name}"] = Case("diffusers_model", f'name="{name}"', inputs, SQUARES)
+        table[f"diffusers {name}"] = Case("diffusers_model", f'name="{name}"', inputs, SQUARES)
     for name in X_TRANSFORMERS:
         task = ("ids=x targets", "cross_entropy(output, targets)")
-        made[f"x-transformers {name}"] = Case("x_transformer", f'name="{name}"', *task)
-    return made
+        table[f"x-transformers {name}"] = Case("x_transformer", f'name="{name}"', *task)
+    return table

@@ -199,10 +199,10 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("wanted", nargs="?", default="", help="only the builds whose name has this in it")
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.worker:
-        worker(*given.worker)
+    args = parser.parse_args()
+    if args.worker:
+        worker(*args.worker)
     with tempfile.TemporaryDirectory() as name:
-        if not given.wanted:
+        if not args.wanted:
             beside_fsdp(Path(name))
-        beside_estimates(Path(name), given.wanted)
+        beside_estimates(Path(name), args.wanted)

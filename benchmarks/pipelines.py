@@ -228,8 +228,8 @@ def kept(microbatches: int = 16) -> None:
         defines = {"schedule": schedule, "pp": "4", "microbatches": str(microbatches), "layers": "4"}
         plan = read_plan(ROOT / "examples" / "llama-pipeline.parc", defines)
         small = {"width": 64, "ffn": 128, "vocab": 256, "length": 128}
-        made = compile_plan(plan, ROOT / "examples", overrides=small)
-        case = case_of(made)
+        compiled = compile_plan(plan, ROOT / "examples", overrides=small)
+        case = case_of(compiled)
         simulation = Simulation(case, account=True)
         simulation.step(random_batch(case.reference, microbatches, torch.Generator().manual_seed(0)), 0)
         peaks[schedule] = {

@@ -35,13 +35,13 @@ def browser() -> str:
     Raises:
         SystemExit: there is none.
     """
-    given = os.environ.get("BROWSER", "")
-    found = next(filter(None, map(shutil.which, (given,) if given else NAMES)), None)
-    if found is None:
-        wanted = f"`{given}` is no program" if given else "no browser is found on this machine"
+    named = os.environ.get("BROWSER", "")
+    browser = next(filter(None, map(shutil.which, (named,) if named else NAMES)), None)
+    if browser is None:
+        wanted = f"`{named}` is no program" if named else "no browser is found on this machine"
         sys.exit(f"{wanted}: install Chromium (on Debian and Ubuntu: `apt install chromium`), or name a browser that "
                  "knows Chrome's options: `make report-look BROWSER=/path/to/chrome`")  # fmt: skip
-    return found
+    return browser
 
 
 def open_in(program: str, *words: str) -> str:
@@ -64,8 +64,8 @@ frame.onload = () => {{ const root = frame.contentDocument.documentElement;
     match = re.search(r"<p>(\[.*?\])</p>", text)
     if match is None:
         sys.exit(f"{program} did not open {page}")
-    found, height = json.loads(unescape(match[1]))
-    return int(found), int(height)
+    needed, height = json.loads(unescape(match[1]))
+    return int(needed), int(height)
 
 
 def main() -> None:
@@ -76,13 +76,13 @@ def main() -> None:
         build, page = OUT / name, OUT / f"{name}.html"
         plan, defines = ROOT / "examples" / f"{example}.parc", [word for value in values for word in ("-D", value)]
         for words in (["build", plan, "-o", build, *defines], ["show", build, "--html", page]):
-            made = subprocess.run([sys.executable, "-m", "parc", *map(str, words)], capture_output=True, text=True)
-            if made.returncode:
-                sys.exit(made.stderr)
+            ended = subprocess.run([sys.executable, "-m", "parc", *map(str, words)], capture_output=True, text=True)
+            if ended.returncode:
+                sys.exit(ended.stderr)
         for window, width in WIDTHS.items():
-            found, height = measured(program, page, width)
-            if found > width:
-                wide.append(f"{page} is {found} pixels wide in a window of {width}")
+            needed, height = measured(program, page, width)
+            if needed > width:
+                wide.append(f"{page} is {needed} pixels wide in a window of {width}")
             for theme, flags in (("light", ()), ("dark", ("--force-dark-mode",))):
                 picture = OUT / f"{name}-{window}-{theme}.png"
                 size = f"--window-size={width},{min(height, TALLEST)}"

@@ -69,9 +69,9 @@ def compiled(line: str) -> Compiled:
     return compile_plan(read_plan(Source("sequence.parc", f"{PLAN}{line}\n")), ROOT / "examples")
 
 
-def sent(made: Compiled) -> int:
+def sent(case: Compiled) -> int:
     """Return the bytes of activations that a rank sends over tp for a layer in a step."""
-    rows = [row for row in report_of(made)["communication"] if ".layers." in row["module"]]
+    rows = [row for row in report_of(case)["communication"] if ".layers." in row["module"]]
     return sum(row["wire_bytes"] * row["count_per_step"] for row in rows if row["carries"] == "activations") // LAYERS
 
 
@@ -103,9 +103,9 @@ def main() -> None:
     sizes: dict[str, dict[str, float]] = {}
     print(f"{'a layer':<30}{'sent, bytes':>14}{'of tp':>8}{'kept':>9}{'form':>9}{'ratio':>8}")
     for way, line in WAYS.items():
-        made = compiled(line)
-        sizes[way] = kept_sizes(kept_by_parc(made))
-        here, form, bytes_sent = sum(sizes[way].values()), sum(term_sizes(way).values()), sent(made)
+        case = compiled(line)
+        sizes[way] = kept_sizes(kept_by_parc(case))
+        here, form, bytes_sent = sum(sizes[way].values()), sum(term_sizes(way).values()), sent(case)
         base = base or bytes_sent
         print(f"{way:<30}{bytes_sent:>14,}{bytes_sent / base:>8.2f}{here:>9.3f}{form:>9.3f}{here / form:>8.2f}")
     print(f"\n{'term':<30}" + "".join(f"{way:>30}" for way in WAYS))

@@ -48,10 +48,10 @@ def not_repeated(folder: Path) -> None:
     """Print the cost of DenseNet-121 by the parts of a build, and for each operator of its programs."""
     words = ["-m", "parc", "build", "benchmarks/dense.parc", "-o", str(folder / "dense"), "--json"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    made = subprocess.run([sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, check=True)
+    ended = subprocess.run([sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, check=True)
     programs = (folder / "dense" / "programs").glob("*.py")
     operators = sum(len(_LINE.findall(path.read_text())) for path in programs)
-    seconds = json.loads(made.stdout)["seconds"]
+    seconds = json.loads(ended.stdout)["seconds"]
     print(f"DenseNet-121, whose layers do not repeat: {operators:,} lines of programs")
     for part in ("capture", "passes", "checks"):
         print(f"  {part:8} {seconds[part]:7.1f} s, {1000 * seconds[part] / operators:6.2f} ms a line")

@@ -31,9 +31,9 @@ class Storages(TorchDispatchMode):
         if DTensor in types:
             return NotImplemented  # it runs operators on the tensors that it holds
         result = func(*args, **(kwargs or {}))
-        given = {id(storage) for storage in _storages((args, kwargs))}
+        operands = {id(storage) for storage in _storages((args, kwargs))}
         for storage in _storages(result):
-            if id(storage) not in given and id(storage) not in self._alive:
+            if id(storage) not in operands and id(storage) not in self._alive:
                 self._alive[id(storage)] = weakref.ref(storage, self._forget(id(storage)))
         self.peak = max(self.peak, self.bytes)
         return result

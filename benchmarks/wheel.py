@@ -114,8 +114,8 @@ def measure(parc: Path, folder: Path) -> bool:
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as temporary:
         here = Path(temporary)
-        for made in build(here):
-            print(f"dist/{made.name:40} {made.stat().st_size / MB:.2f} MB")
-        command = environment(here, made)
+        for wheel in build(here):
+            print(f"dist/{wheel.name:40} {wheel.stat().st_size / MB:.2f} MB")
+        command = environment(here, wheel)
         use(command, here / "project")
         sys.exit(0 if measure(command, here / "project") else 1)

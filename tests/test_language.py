@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from parc.cli.elsewhere import PLAN_LINES
+from parc.cli.usage import PLAN_LINES
 from parc.compiler.plan.directive import TRAINERS
 from parc.compiler.plan.directives import language_page
 from parc.compiler.plan.directives.optimizer import Optimizer

@@ -61,12 +61,12 @@ def _described(name: str, thing: object) -> Iterator[str]:
 
 def _signature(name: str, function: object) -> str:
     assert callable(function)
-    given = inspect.signature(function)
-    parameters = [parameter for parameter in given.parameters.values() if parameter.name != "self"]
-    shown = str(given.replace(parameters=parameters))
+    signature = inspect.signature(function)
+    parameters = [parameter for parameter in signature.parameters.values() if parameter.name != "self"]
+    shown = str(signature.replace(parameters=parameters))
     if len(name + shown) > 100:
         shown = "(\n" + "".join(f"    {one},\n" for one in _with_star(parameters)) + ")"
-        shown += "" if given.return_annotation is given.empty else f" -> {given.return_annotation}"
+        shown += "" if signature.return_annotation is signature.empty else f" -> {signature.return_annotation}"
     shown = re.sub(r"(: |-> )'([^']*)'", r"\1\2", shown)  # annotations are strings
     return f"```text\n{name}{shown}\n```\n"
 

@@ -1,4 +1,5 @@
-"""The built site: no page needs another server, and every link of it leads to something that is there."""
+"""The checks of the built site: no page loads anything from another server, and every link leads to something that is
+there."""
 
 from __future__ import annotations
 
@@ -33,16 +34,16 @@ class _Page(HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        given = {name: value or "" for name, value in attrs}
-        self.places |= {given[name] for name in ("id", "name") if given.get(name)}
-        if tag == "link" and not SAYS_ONLY & set(given.get("rel", "").split()):
-            self.loads.append(given.get("href", ""))
-        if tag in LOADS and given.get(LOADS[tag]):
-            self.loads.append(given[LOADS[tag]])
-        if tag == "a" and "href" in given:
-            self.links.append(given["href"])
-        if "style" in given:
-            self.loads += REACHES.findall(given["style"])
+        attributes = {name: value or "" for name, value in attrs}
+        self.places |= {attributes[name] for name in ("id", "name") if attributes.get(name)}
+        if tag == "link" and not SAYS_ONLY & set(attributes.get("rel", "").split()):
+            self.loads.append(attributes.get("href", ""))
+        if tag in LOADS and attributes.get(LOADS[tag]):
+            self.loads.append(attributes[LOADS[tag]])
+        if tag == "a" and "href" in attributes:
+            self.links.append(attributes["href"])
+        if "style" in attributes:
+            self.loads += REACHES.findall(attributes["style"])
 
 
 @cache
@@ -53,8 +54,8 @@ def _page(file: Path) -> _Page:
 def faults(site: Path) -> Iterator[str]:
     """Yield what is wrong with a built site, with the page: a load from elsewhere, a link that leads nowhere."""
     for style in sorted(site.rglob("*.css")):
-        for found in REACHES.findall(style.read_text(encoding="utf-8")):
-            yield f"{style.relative_to(site)}: loads {found}"
+        for address in REACHES.findall(style.read_text(encoding="utf-8")):
+            yield f"{style.relative_to(site)}: loads {address}"
     for file in sorted(site.rglob("*.html")):
         page, shown = _page(file), file.relative_to(site)
         for address in page.loads:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
 LINK = re.compile(r"(\]\()([^)#:\s]+)((?:#[^)\s]*)?\))")
-"""A link of a page to a file: what stands before the file's name, the name, and what stands behind it."""
+"""A link of a page to a file, in three groups: the text up to the file's name, the name, the fragment behind it."""
 FENCED = re.compile(r"(^ *```.*?^ *```$)", re.MULTILINE | re.DOTALL)
 """A block of code, in which there are no links."""
 DECISIONS = PurePosixPath("decisions")
@@ -56,9 +56,9 @@ def _with_staged_links(root: Path, page: PurePosixPath, text: str) -> tuple[str,
     """Return a page's text with links between staged files, and the files of the checkout that it links to."""
     linked: list[PurePosixPath] = []
 
-    def staged(found: re.Match[str]) -> str:
-        linked.append(_linked(root, page, found[2]))
-        return found[1] + os.path.relpath(staged_name(linked[-1]), staged_name(page).parent) + found[3]
+    def staged(link: re.Match[str]) -> str:
+        linked.append(_linked(root, page, link[2]))
+        return link[1] + os.path.relpath(staged_name(linked[-1]), staged_name(page).parent) + link[3]
 
     parts = FENCED.split(text)
     return "".join(part if number % 2 else LINK.sub(staged, part) for number, part in enumerate(parts)), linked

@@ -39,8 +39,8 @@ EXIT_CODES = """exit codes:
   143  stopped by SIGTERM, after saving where --save was given"""
 
 
-def parser_of(arguments: Sequence[str]) -> tuple[Parser, Parser]:
-    """Return the parser of the command line, and that of the command that these arguments name, which has its options;
+def parser_of(words: Sequence[str]) -> tuple[Parser, Parser]:
+    """Return the parser of the command line, and that of the command that these words name, which has its options;
     if they name none, the parser of the command line twice."""
     parser = Parser(
         prog="parc", description="Declarative plans that turn a PyTorch model into checked per-rank programs.",
@@ -48,7 +48,7 @@ def parser_of(arguments: Sequence[str]) -> tuple[Parser, Parser]:
     )  # fmt: skip
     parser.add_argument("--version", action="store_true", help="print the version")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    chosen = next((word for word in arguments if not word.startswith("-")), "")
+    chosen = next((word for word in words if not word.startswith("-")), "")
     parsers = {
         name: commands.add_parser(name, help=text, description=f"{text[:1].upper()}{text[1:]}.")
         for name, text in COMMANDS.items()
@@ -58,43 +58,43 @@ def parser_of(arguments: Sequence[str]) -> tuple[Parser, Parser]:
     return parser, parsers.get(chosen, parser)
 
 
-def parse_words(arguments: Sequence[str]) -> argparse.Namespace:
+def parse_words(words: Sequence[str]) -> argparse.Namespace:
     """Read the words of a command line.
 
     Raises:
         SystemExit: they are wrong, and what is wrong was printed; or they ask for help, which was printed.
     """
-    parser, of_command = parser_of(arguments)
-    if of_command is parser and arguments and not arguments[0].startswith("-"):
-        parser.refuse_command(arguments[0], COMMANDS)
-    given, unknown = parser.parse_known_args(arguments)
+    parser, of_command = parser_of(words)
+    if of_command is parser and words and not words[0].startswith("-"):
+        parser.refuse_command(words[0], COMMANDS)
+    args, unknown = parser.parse_known_args(words)
     if unknown:
         of_command.refuse(unknown)
-    return given
+    return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command, and return the exit code."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    words = list(sys.argv[1:] if argv is None else argv)
     try:
-        given = parse_words(arguments)
+        args = parse_words(words)
     except SystemExit as stop:  # argparse has said what is wrong, or printed its help
         return int(stop.code or 0)
-    if given.version:
+    if args.version:
         from parc import __version__
 
         print(f"parc {__version__}")
         return 0
-    if not given.command:
-        parser_of(arguments)[0].print_help(sys.stderr)
+    if not args.command:
+        parser_of(words)[0].print_help(sys.stderr)
         return 2
-    return _run(given)
+    return _run_command(args)
 
 
-def _run(given: argparse.Namespace) -> int:
-    command = importlib.import_module(f"parc.cli.{given.command}")
+def _run_command(args: argparse.Namespace) -> int:
+    command = importlib.import_module(f"parc.cli.{args.command}")
     try:
-        return int(getattr(command, f"{given.command}_command")(given))
+        return int(getattr(command, f"{args.command}_command")(args))
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except BrokenPipeError:  # the reader of stdout has seen enough

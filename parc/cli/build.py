@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from parc.cli.plan_arguments import add_defines, default_out, read
+from parc.cli.plan_arguments import add_defines, default_out, plan_at
 from parc.cli.refusal import show_refusal
 from parc.cli.terminal import print_json, say, show, stages, text_table
 from parc.grammar.syntax import size_text
@@ -21,14 +21,14 @@ def build_options(parser: argparse.ArgumentParser) -> None:
     add_defines(parser)
 
 
-def build_command(given: argparse.Namespace) -> int:
+def build_command(args: argparse.Namespace) -> int:
     """Build, and print what was built."""
-    out = given.out or default_out(given.plan)
-    outcome = make(given, given.plan, out)
+    out = args.out or default_out(args.plan)
+    outcome = build_plan(args, args.plan, out)
     if isinstance(outcome, int):
         return outcome
     report, seconds = outcome
-    if given.json:
+    if args.json:
         print_json({**report, "seconds": seconds})
     else:
         say(report_text(report))
@@ -43,17 +43,18 @@ def build_command(given: argparse.Namespace) -> int:
     return 0
 
 
-def make(given: argparse.Namespace, plan: Path, out: Path) -> tuple[dict[str, Any], dict[str, float]] | int:
-    """Return the report and the seconds of a build, or the exit code of one that was refused."""
+def build_plan(args: argparse.Namespace, plan: Path, out: Path) -> tuple[dict[str, Any], dict[str, float]] | int:
+    """Build a plan into ``out``. Return the report and the seconds of each part, or the exit code of a refused
+    build."""
     start = time.perf_counter()
-    read(given, plan)
+    plan_at(args, plan)
     with stages() as progress:
         progress("loading torch")
         from parc.build import Refused, build
 
         imported = round(time.perf_counter() - start, 3)
         try:
-            compiled, checked = build(plan, out, dict(given.defines), progress)
+            compiled, checked = build(plan, out, dict(args.defines), progress)
         except Refused as refused:
             return show_refusal(refused.checked.faults)
     show(checked.warnings)
@@ -80,8 +81,8 @@ def report_text(report: Mapping[str, Any]) -> str:
 
 
 def communication_text(entries: Collection[Mapping[str, Any]], unit: str = "step") -> str:
-    """Return the collectives of one rank in one step, or another ``unit``, by phase, axis and operator; of several
-    roles the one that sends most."""
+    """Return the table of a rank's collectives in one step, or another ``unit``, by phase, axis and operator; of
+    several roles it is the one that sends most."""
     from parc.report_words import traffic_rows
 
     rows = [(*key, sent.count, size_text(sent.bytes), size_text(sent.hidden)) for *key, sent in traffic_rows(entries)]

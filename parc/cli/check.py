@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from parc.cli.plan_arguments import add_defines, read
+from parc.cli.plan_arguments import add_defines, plan_at
 from parc.cli.refusal import show_refusal
 from parc.cli.terminal import say, show, stages
 from parc.grammar.diagnostics import PlanError
@@ -21,19 +21,17 @@ def check_options(parser: argparse.ArgumentParser) -> None:
     add_defines(parser)
 
 
-def check_command(given: argparse.Namespace) -> int:
-    """Check statements first: only for a plan without a fault in them are torch and the model loaded."""
-    plan, folder = read(given, given.plan), given.plan.resolve().parent
-    if given.static:
+def check_command(args: argparse.Namespace) -> int:
+    """Check a plan. Torch and the model are loaded only if its statements have no fault."""
+    plan, folder = plan_at(args, args.plan), args.plan.resolve().parent
+    if args.static:
         from parc.compiler.resolve.placements import input_faults
         from parc.compiling.callable_faults import callable_faults
 
         show(plan.warnings)
         if errors := [*callable_faults(plan, folder), *input_faults(plan)]:
             raise PlanError(errors)
-        say(
-            f"{given.plan}: no fault found in statements, sizes, mesh and inputs; names were not held against the model"
-        )
+        say(f"{args.plan}: no fault found in statements, sizes, mesh and inputs; names were not held against the model")
         return 0
     with stages() as progress:
         progress("loading torch")
@@ -56,7 +54,5 @@ def check_command(given: argparse.Namespace) -> int:
     check_sample(plan, compiled.folder, compiled.build)
     if faults:
         return show_refusal(faults)
-    say(
-        f"{given.plan}: no fault found (text, names, shapes, types, communication); `parc build` also tests the numbers"
-    )
+    say(f"{args.plan}: no fault found (text, names, shapes, types, communication); `parc build` also tests the numbers")
     return 0

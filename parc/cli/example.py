@@ -22,50 +22,50 @@ def example_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def example_command(given: argparse.Namespace) -> int:
+def example_command(args: argparse.Namespace) -> int:
     """Print the list of examples, or copy an example's files, unless one of them exists with another text."""
     plans = _plans()
-    if given.name is None:
+    if args.name is None:
         rows = [(name, text.partition("\n")[0].partition(" - ")[2]) for name, text in plans.items()]
         print(text_table(rows, ("example", "")))
         return 0
-    name = given.name.removesuffix(".parc")
+    name = args.name.removesuffix(".parc")
     if name not in plans:
-        say(f"there is no example `{given.name}`; {did_you_mean(name, plans, f'there are {listed(plans)}')}")
+        say(f"there is no example `{args.name}`; {did_you_mean(name, plans, f'there are {listed(plans)}')}")
         return 1
     texts = _texts(name, plans[name])
-    changed = [file for file, text in texts.items() if _differs(given.folder / file, text)]
+    changed = [file for file, text in texts.items() if _differs(args.folder / file, text)]
     if changed:
-        say(f"{given.folder / changed[0]} is there and is not the example's; name another folder")
+        say(f"{args.folder / changed[0]} is there and is not the example's; name another folder")
         return 1
-    given.folder.mkdir(parents=True, exist_ok=True)
+    args.folder.mkdir(parents=True, exist_ok=True)
     for file, text in texts.items():
-        (given.folder / file).write_text(text, encoding="utf-8")
-        say(f"written {given.folder / file}")
-    for text in _commands(given.folder, name, texts):
+        (args.folder / file).write_text(text, encoding="utf-8")
+        say(f"written {args.folder / file}")
+    for text in _commands(args.folder, name, texts):
         say(text)
     return 0
 
 
-_MOST_RANKS = 8
+_HOST_RANKS = 8  # processes that one machine may run
 
 
 def _commands(folder: Path, name: str, texts: Mapping[str, str]) -> Iterator[str]:
-    """Return the next commands: those that train a plan for one machine, or those that show a plan for many."""
+    """Yield the next commands: those that train a plan for one machine, or show a plan for many."""
     plan = read_plan(Source(f"{name}.parc", texts[f"{name}.parc"]))
     missing = sorted({package for text in texts.values() for package in _imported(text) if find_spec(package) is None})
     if missing:
         yield f"first: pip install {' '.join(missing)}"
     out, ranks = folder / name, plan.mesh.world
     yield f"next:  parc build {folder / f'{name}.parc'} -o {out}"
-    if ranks > _MOST_RANKS:
+    if ranks > _HOST_RANKS:
         yield f"       parc show {out}        # on {ranks:,} ranks `parc run` trains it"
     else:
         yield f"       parc run {out} --steps 5        # {ranks} process{'es' * (ranks != 1)} on this machine"
 
 
 def _imported(text: str) -> Iterator[str]:
-    """Return the packages that a model's file imports; a plan is no Python, and imports none."""
+    """Yield the packages that a model's file imports; a plan, which is not Python, imports none."""
     try:
         nodes = list(ast.walk(ast.parse(text)))
     except SyntaxError:

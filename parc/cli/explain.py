@@ -13,17 +13,17 @@ def explain_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("code", metavar="CODE", nargs="?", help="as in error[P0107]; without it all are listed")
 
 
-def explain_command(given: argparse.Namespace) -> int:
+def explain_command(args: argparse.Namespace) -> int:
     """Print the code's page, or the titles of all codes."""
-    if given.code is None:
+    if args.code is None:
         print("\n".join(f"{name}  {CODES[name].title}" for name in sorted(CODES)))
         return 0
-    name = given.code.strip("[]").upper()
+    name = args.code.strip("[]").upper()
     if (number := name.removeprefix("P")).isdecimal():
-        name = f"P{int(number):04}"
+        name = f"P{number.lstrip('0').zfill(4)}"
     if name not in CODES:
         hint = did_you_mean(name, list(CODES), "`parc explain` lists all")
-        say(f"there is no code `{given.code}`; {hint}")
+        say(f"there is no code `{args.code}`; {hint}")
         return 1
     print(explain(CODES[name]), end="")
     return 0

@@ -31,7 +31,7 @@ def export_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ema", action="store_true", help="the averages of the plan's `ema` line, not the weights")
 
 
-def export_command(given: argparse.Namespace) -> int:
+def export_command(args: argparse.Namespace) -> int:
     """Write the weights, and say what was written."""
     import torch
 
@@ -39,26 +39,26 @@ def export_command(given: argparse.Namespace) -> int:
     from parc.runtime.state.exchange import ExportForm, export_weights
     from parc.runtime.state.opening import build_of, open_build
 
-    *builds, checkpoint = given.places
+    *builds, checkpoint = args.places
     if len(builds) > 1:
         say("parc export: one checkpoint, and before it at most its build")
         return 2
     if builds and is_checkpoint(builds[0]) and not is_checkpoint(checkpoint):
         say(f"parc export: `{builds[0]}` is a checkpoint, and the build stands before it")
-        say(f"help: parc export {checkpoint} {builds[0]} -o {given.out}")
+        say(f"help: parc export {checkpoint} {builds[0]} -o {args.out}")
         return 2
-    dtype = getattr(torch, _TYPES[given.dtype]) if given.dtype is not None else None
-    form = ExportForm(dtype=dtype, shard_bytes=given.shard_size, ema=given.ema, merge=given.merge)
-    done = export_weights(open_build(builds[0]) if builds else build_of(checkpoint), checkpoint, given.out, form)
+    dtype = getattr(torch, _TYPES[args.dtype]) if args.dtype is not None else None
+    form = ExportForm(dtype=dtype, shard_bytes=args.shard_size, ema=args.ema, merge=args.merge)
+    done = export_weights(open_build(builds[0]) if builds else build_of(checkpoint), checkpoint, args.out, form)
     names = ", ".join(file.name for file in done.files[:3]) + (", …" if len(done.files) > 3 else "")
-    say(f"written {given.out}: {done.tensors} tensors, {size_text(done.bytes)} ({names})")
-    if given.out.suffix == ".safetensors":
-        say(f'next:  safetensors.torch.load_model(module, "{given.out}")')
-    elif (given.out / "adapter_config.json").is_file():
-        say(f'next:  PeftModel.from_pretrained(base, "{given.out}"); `--merge` writes the model with what they add')
-    elif (config := given.out / "config.json").is_file():
+    say(f"written {args.out}: {done.tensors} tensors, {size_text(done.bytes)} ({names})")
+    if args.out.suffix == ".safetensors":
+        say(f'next:  safetensors.torch.load_model(module, "{args.out}")')
+    elif (args.out / "adapter_config.json").is_file():
+        say(f'next:  PeftModel.from_pretrained(base, "{args.out}"); `--merge` writes the model with what they add')
+    elif (config := args.out / "config.json").is_file():
         (model,) = json.loads(config.read_text(encoding="utf-8"))["architectures"]
-        say(f'next:  {model}.from_pretrained("{given.out}"), or `init from "{given.out}"` in a plan')
+        say(f'next:  {model}.from_pretrained("{args.out}"), or `init from "{args.out}"` in a plan')
     return 0
 
 
@@ -66,7 +66,7 @@ def _size(text: str) -> int:
     number, unit = text[:-2], text[-2:].upper()
     try:
         size = int(float(number) * _UNITS[unit])
-    except (KeyError, ValueError):
+    except (KeyError, ValueError, OverflowError):
         raise argparse.ArgumentTypeError(f"`{text}` is no size such as 5GB or 500MB") from None
     if size <= 0:
         raise argparse.ArgumentTypeError("a file holds more than nothing")

@@ -13,18 +13,18 @@ def fmt_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--check", action="store_true", help="rewrite nothing; exit with 1 where a file would change")
 
 
-def fmt_command(given: argparse.Namespace) -> int:
+def fmt_command(args: argparse.Namespace) -> int:
     """Rewrite and name files that are not canonical. A malformed file is left as it is."""
     from parc.compiler.plan.include import read_source
     from parc.grammar.format import format_source
 
-    texts = [format_source(read_source(path)).encode() for path in given.plans]
+    texts = [format_source(read_source(path)).encode() for path in args.plans]
     changed = 0
-    for path, text in zip(given.plans, texts, strict=True):
+    for path, text in zip(args.plans, texts, strict=True):
         if text == path.read_bytes():  # a source's text has lost a byte order mark and other ends of lines
             continue
         changed += 1
-        if not given.check:
+        if not args.check:
             path.write_bytes(text)
-        say(f"{path} {'would change' if given.check else 'rewritten'}")
-    return int(given.check and changed > 0)
+        say(f"{path} {'would change' if args.check else 'rewritten'}")
+    return int(args.check and changed > 0)

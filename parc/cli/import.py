@@ -21,14 +21,14 @@ def import_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounded", action="store_true", help="allow weights to be rounded to the model's types")
 
 
-def import_command(given: argparse.Namespace) -> int:
+def import_command(args: argparse.Namespace) -> int:
     """Write the checkpoint, and say what was written."""
     from parc.runtime.state.exchange import import_weights
     from parc.runtime.state.opening import open_build
 
-    build = open_build(given.build)
-    tensors, size = import_weights(build, given.weights, given.out, given.rounded)
-    say(f"written {given.out}: {tensors} tensors, {size_text(size)}")
-    use = f"--save {given.out}" if build.trains else "--predict WORDS -o DIR"
-    say(f"next:  parc run {given.build} --resume {given.out} {use}")
+    build = open_build(args.build)
+    tensors, size = import_weights(build, args.weights, args.out, args.rounded)
+    say(f"written {args.out}: {tensors} tensors, {size_text(size)}")
+    use = f"--save {args.out}" if build.trains else "--predict WORDS -o DIR"
+    say(f"next:  parc run {args.build} --resume {args.out} {use}")
     return 0

@@ -1,4 +1,4 @@
-"""``parc init``: a plan for a model of one's own, found from its code and its graph."""
+"""``parc init``: a plan for a person's own model, proposed from its code and its graph."""
 
 from __future__ import annotations
 
@@ -35,15 +35,13 @@ _TYPES = ("bool", "uint8", "int32", "int64", "float16", "bfloat16", "float32", "
 
 def init_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help=_FORMS)
-    parser.add_argument(
-        "arguments", metavar="NAME=VALUE", nargs="*", type=_given_argument, help="arguments of the model"
-    )
+    parser.add_argument("values", metavar="NAME=VALUE", nargs="*", type=_read_argument, help="arguments of the model")
     parser.add_argument(
         "-o", dest="out", metavar="PLAN", type=Path, default=Path("plan.parc"), help="default: plan.parc"
     )
     parser.add_argument("--force", action="store_true", help="write over a file that is there")
     parser.add_argument(
-        "--input", dest="inputs", metavar="INPUT", type=_given_input, action="append", default=[],
+        "--input", dest="inputs", metavar="INPUT", type=_read_input, action="append", default=[],
         help='an input of forward that is not found, as "x float32 [B, 3, 32, 32]"; may be given many times',
     )  # fmt: skip
     parser.add_argument(
@@ -54,38 +52,38 @@ def init_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tp", type=positive, default=2, help="ranks that split layers; default: 2")
 
 
-def init_command(given: argparse.Namespace) -> int:
+def init_command(args: argparse.Namespace) -> int:
     """Write a plan, and say what it does and what comes next."""
-    if given.out.exists() and not given.force:
-        say(f"{given.out} is there, and stays as it is; name another file with -o, or write over it with --force")
+    if args.out.exists() and not args.force:
+        say(f"{args.out} is there, and stays as it is; name another file with -o, or write over it with --force")
         return 1
-    sized = {BATCH, "S", *given.sizes}
-    unsized = [dim for _, guess in given.inputs for dim in guess.dims if isinstance(dim, str) and dim not in sized]
+    sized = {BATCH, "S", *args.sizes}
+    unsized = [dim for _, guess in args.inputs for dim in guess.dims if isinstance(dim, str) and dim not in sized]
     if unsized:
         say(f"parc init: `{unsized[0]}` of `--input` has no size; say it, as `--sizes {unsized[0]}=16`")
         return 2
-    line = model_line(given.model, dict(given.arguments), given.out.resolve().parent)
+    line = model_line(args.model, dict(args.values), args.out.resolve().parent)
     with stages() as progress:
         progress("loading torch")
         from parc.advice import warnings_of
         from parc.proposing.proposal import Wish, propose
 
-        inputs = dict(given.inputs)
-        wish = Wish(line, {"dp": given.dp, "tp": given.tp}, inputs, given.sizes, given.loss, _head(given))
+        inputs = dict(args.inputs)
+        wish = Wish(line, {"dp": args.dp, "tp": args.tp}, inputs, args.sizes, args.loss, _head(args))
         try:
-            proposal = propose(wish, given.out.resolve().parent, given.out.name, progress)
+            proposal = propose(wish, args.out.resolve().parent, args.out.name, progress)
         except PlanError as error:
-            raise PlanError(_of_draft(one, given.out.name) for one in error.diagnostics) from None
+            raise PlanError(_of_draft(one, args.out.name) for one in error.diagnostics) from None
     show(warnings_of(proposal.compiled))
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.write_text(proposal.text, encoding="utf-8")
-    for text in _report(proposal, given.out):
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(proposal.text, encoding="utf-8")
+    for text in _report(proposal, args.out):
         say(text)
     return 0
 
 
 def _of_draft(diagnostic: Diagnostic, name: str) -> Diagnostic:
-    """Return a message about a plan that was drafted and not written, which says so in place of its file's name."""
+    """Return a message about a plan that was not written: it names the draft in place of the file."""
 
     def drafted(span: Span) -> Span:
         source = span.source
@@ -100,9 +98,9 @@ def _of_draft(diagnostic: Diagnostic, name: str) -> Diagnostic:
     return replace(diagnostic, primary=primary, related=tuple(map(label, diagnostic.related)))
 
 
-def _head(given: argparse.Namespace) -> list[str]:
+def _head(args: argparse.Namespace) -> list[str]:
     return [
-        f"{given.out.name} - {given.model}, as `parc init` proposes it. Whatever is changed here, a build trains as",
+        f"{args.out.name} - {args.model}, as `parc init` proposes it. Whatever is changed here, a build trains as",
         "the plain model does: that is proved and tested before anything is written.",
     ]
 
@@ -154,7 +152,7 @@ def _relative(path: Path, home: Path) -> str:
     return Path(os.path.relpath(path.resolve(), home)).as_posix()
 
 
-def _given_argument(text: str) -> tuple[str, ArgumentValue]:
+def _read_argument(text: str) -> tuple[str, ArgumentValue]:
     """Read ``name=value`` of one argument of the model.
 
     Raises:
@@ -188,14 +186,14 @@ def literal(text: str) -> ArgumentValue:
     return text[1:-1] if len(text) > 1 and text[0] == text[-1] == '"' else text
 
 
-def _given_input(text: str) -> tuple[str, Guess]:
+def _read_input(text: str) -> tuple[str, Guess]:
     match = _INPUT.fullmatch(text)
     if match is None or match[2] not in _TYPES:
         raise argparse.ArgumentTypeError(f'`{text}` is no input such as "x float32 [B, 3, 32, 32]"')
     from parc.proposing.inputs import Guess
 
     dims = [dim.strip() for dim in match[3].split(",") if dim.strip()]
-    return match[1], Guess(match[2], tuple(int(dim) if dim.isdigit() else dim for dim in dims))
+    return match[1], Guess(match[2], tuple(int(dim) if dim.isdecimal() else dim for dim in dims))
 
 
 def _report(proposal: Proposal, out: Path) -> Iterator[str]:

@@ -1,5 +1,5 @@
-"""Arguments of all commands that take a plan: `-D`, the plan's own faults before torch is loaded, the folder of
-builds."""
+"""Arguments of the commands that take a plan: their types, `-D`, the reading of the plan, the default folder of its
+build."""
 
 from __future__ import annotations
 
@@ -28,11 +28,14 @@ def positive(text: str) -> int:
     """Read a whole number of at least 1.
 
     Raises:
-        argparse.ArgumentTypeError: it is not that.
+        argparse.ArgumentTypeError: it is not that, or has more than 18 digits.
     """
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
+    digits = text.lstrip("0")
+    if not text.isascii() or not digits.isdigit():
         raise argparse.ArgumentTypeError(f"`{text}` is not a whole number of at least 1")
-    return int(text)
+    if len(digits) > 18:
+        raise argparse.ArgumentTypeError(f"a number of {len(digits)} digits is too large")
+    return int(digits)
 
 
 def positive_number(text: str) -> float:
@@ -70,22 +73,22 @@ def add_defines(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def read(given: argparse.Namespace, plan: Path) -> Plan:
-    """Read the plan without torch, so that mistakes in its text are reported at once.
+def plan_at(args: argparse.Namespace, plan: Path) -> Plan:
+    """Read a plan with the values of ``-D``. That needs no torch, so mistakes in its text are reported at once.
 
     Raises:
         PlanError: with every mistake that can be found without the model.
     """
     from parc.compiler.plan.plan import read_plan
 
-    return read_plan(plan, dict(given.defines))
+    return read_plan(plan, dict(args.defines))
 
 
 def default_out(plan: Path) -> Path:
-    """Return the folder of a plan's build if no other is asked for; it is in the current folder."""
+    """Return the default folder of a plan's build, which is in the current folder."""
     return Path(f"{plan.stem}.parc.build")
 
 
 def is_plan(path: Path) -> bool:
-    """Return whether a path that may be a plan or a build names a plan."""
+    """Return whether a path, of a plan or of a build, is that of a plan."""
     return path.is_file() or (not path.exists() and path.suffix == ".parc")

@@ -9,7 +9,7 @@ from parc.cli.terminal import show
 from parc.grammar.codes_build import CHECK_FAILED
 from parc.grammar.diagnostics import Diagnostic
 
-_SHOWN = 10
+_FAULTS_SHOWN = 10
 
 
 def show_refusal(faults: Sequence[object], *, edited: Path | None = None) -> int:
@@ -17,8 +17,8 @@ def show_refusal(faults: Sequence[object], *, edited: Path | None = None) -> int
     read from, where a person may have changed its files."""
     from parc.compiler.build.directory import again
 
-    notes = [str(fault) for fault in faults[:_SHOWN]]
-    notes += [f"and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else []
+    notes = [str(fault) for fault in faults[:_FAULTS_SHOWN]]
+    notes += [f"and {len(faults) - _FAULTS_SHOWN} more"] if len(faults) > _FAULTS_SHOWN else []
     message = f"a check refused the build ({len(faults)} fault{'s' * (len(faults) != 1)})"
     help_ = "this is a fault of parc's own: please report the plan and this message"
     help_ = help_ if edited is None else again(edited)

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from parc.cli.plan_arguments import add_defines, chosen_sizes, default_out, is_plan, positive, positive_number, read
+from parc.cli.plan_arguments import add_defines, chosen_sizes, default_out, is_plan, plan_at, positive, positive_number
 from parc.cli.terminal import say
 
 if TYPE_CHECKING:
@@ -100,19 +100,19 @@ def _observe_options(observe: argparse._ArgumentGroup) -> None:
     )  # fmt: skip
 
 
-def run_command(given: argparse.Namespace) -> int:
+def run_command(args: argparse.Namespace) -> int:
     """Launch the processes, or, in a process that parc or torchrun launched, be one of them."""
     from parc.runtime.launch.voices import begin_to_speak
 
     begin_to_speak()
     with _stops_said():
-        return _run(given)
+        return _start(args)
 
 
 @contextmanager
 def _stops_said() -> Iterator[None]:
-    """Enter the time until training notes signals by itself. SIGTERM and SIGINT then end the process at once, with a
-    message if no other is printed."""
+    """Enter the block before training, which handles signals itself. In it SIGTERM and SIGINT end the process at once,
+    with a message if the launcher prints none."""
     before = {}
 
     def end(number: int, _: object) -> None:
@@ -130,81 +130,81 @@ def _stops_said() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _run(given: argparse.Namespace) -> int:
-    wrong = _wrong_usage(given)
+def _start(args: argparse.Namespace) -> int:
+    wrong = _wrong_usage(args)
     if wrong:
         say(f"parc run: {wrong}")
         return 2
     from parc.runtime.ranks.processes import launched
 
     if launched():
-        return _rank(given)
+        return _rank(args)
     from parc.compiler.build.directory import misfit_error
     from parc.compiler.build.plan_facts import plan_faults
     from parc.report import plan_of
     from parc.runtime.state.opening import open_build
 
-    target = given.target
+    target = args.target
     if is_plan(target):
-        from parc.cli.build import make
+        from parc.cli.build import build_plan
         from parc.grammar.codes_build import BAD_DATA
         from parc.runtime.data.sources import NO_DATA, NO_DATA_HELP
         from parc.runtime.ranks.faults import RunError
         from parc.runtime.session.evaluation import trains_nothing
 
-        plan = read(given, target)
-        if given.predict is None:
+        plan = plan_at(args, target)
+        if args.predict is None:
             if not plan.trains:
                 raise trains_nothing(target)
             if plan.data is None:
                 raise RunError(BAD_DATA, NO_DATA, NO_DATA_HELP)
-            if not (given.steps or plan.steps):
+            if not (args.steps or plan.steps):
                 say(NO_STEPS)
                 return 2
         target = default_out(target)
-        outcome = make(given, given.target, target)
+        outcome = build_plan(args, args.target, target)
         if isinstance(outcome, int):
             return outcome
         say(f"built {target}")
     build = open_build(target)
     if faults := plan_faults(build.manifest, plan_of(build)):
         raise misfit_error(build.path, faults)
-    build = _at_work(given, build)
-    options = _options(given, build)
+    build = _chosen_build(args, build)
+    options = _options(args, build)
     if options is None:
         return 2
-    nproc = _before_launch(given, build, options)
-    with _target(given, build):
-        if nproc * given.nnodes == 1:  # one rank needs no other process
-            return _train(given, build, options, torch_device(given))
-        return _launch(given, target, nproc)
+    nproc = _before_launch(args, build, options)
+    with _target(args, build):
+        if nproc * args.nnodes == 1:  # one rank needs no other process
+            return _train(args, build, options, torch_device(args))
+        return _launch(args, target, nproc)
 
 
-def _target(given: argparse.Namespace, build: Build) -> AbstractContextManager[None]:
-    """Hold the folder of `--save` for this run. The hosts of one run share it: they name one meeting place.
+def _target(args: argparse.Namespace, build: Build) -> AbstractContextManager[None]:
+    """Lock the folder of `--save` for this run. The hosts of one run, which have one meeting place, share it.
 
     Raises:
         RunError: another run saves there, or it cannot be written.
     """
-    if given.save is None:
+    if args.save is None:
         return nullcontext()
     from parc.runtime.state.checkpoint import target_held
     from parc.runtime.state.opening import checkpoint_bytes
 
-    run = f"the run that meets at {given.rdzv_endpoint}" if given.nnodes > 1 else ""
-    return target_held(given.save, checkpoint_bytes(build), run)
+    run = f"the run that meets at {args.rdzv_endpoint}" if args.nnodes > 1 else ""
+    return target_held(args.save, checkpoint_bytes(build), run)
 
 
-def _wrong_usage(given: argparse.Namespace) -> str:
-    if given.save_every and given.save is None:
+def _wrong_usage(args: argparse.Namespace) -> str:
+    if args.save_every and args.save is None:
         return "--save-every needs --save DIR"
-    if given.nnodes > 1 and not given.rdzv_endpoint:
+    if args.nnodes > 1 and not args.rdzv_endpoint:
         return "--nnodes needs --rdzv-endpoint HOST:PORT"
-    if (given.predict is None) != (given.out is None):
+    if (args.predict is None) != (args.out is None):
         return "--predict WORDS needs -o DIR, and -o DIR needs --predict WORDS"
-    if given.predict is not None and (wrong := next((name for name in _OF_TRAINING if getattr(given, name)), "")):
+    if args.predict is not None and (wrong := next((name for name in _OF_TRAINING if getattr(args, name)), "")):
         return f"--predict trains nothing, so there is no --{wrong.replace('_', '-')}"
-    if given.defines and not is_plan(given.target):
+    if args.defines and not is_plan(args.target):
         return "-D is for plans; a build has its values already"
     return ""
 
@@ -212,58 +212,58 @@ def _wrong_usage(given: argparse.Namespace) -> str:
 _OF_TRAINING = (
     "steps", "save", "save_every", "eval_every", "metrics", "tensorboard", "wandb", "trace", "profile", "peak_flops",
 )  # fmt: skip
-"""The options that mean nothing beside ``--predict``."""
+"""The options of training, which `--predict` refuses."""
 
 
-def _at_work(given: argparse.Namespace, build: Build) -> Build:
-    """Return the build that a run works with: at the sizes chosen; with `--predict` its evaluation, on the samples
-    named. Their files are named from the current folder.
+def _chosen_build(args: argparse.Namespace, build: Build) -> Build:
+    """Return the build at the sizes of `--sizes`; with `--predict` its evaluation, on the samples of these words. Their
+    files are relative to the current folder.
 
     Raises:
-        PlanError: the words name no samples, or some without an end.
+        PlanError: the words name no samples, or samples without an end.
         RunError: there are no such sizes, or the build has no programs that predict.
     """
     from parc.runtime.data.sizes import bound_build
 
-    build = bound_build(build, given.sizes)
-    if given.predict is None:
+    build = bound_build(build, args.sizes)
+    if args.predict is None:
         return build
     from parc.compiler.plan.directives.data import read_words
     from parc.runtime.session.evaluation import evaluation_of, with_samples
 
     evaluation, here = evaluation_of(build), Path.cwd()
-    samples = read_words(given.predict, "--predict").facts()
+    samples = read_words(args.predict, "--predict").facts()
     samples["names"] = [name if name.startswith("{") else str(here / name) for name in samples["names"]]
     if ".py:" in (samples["callable"] or ""):
         samples["callable"] = str(here / samples["callable"])
     return with_samples(evaluation, samples)
 
 
-def _options(given: argparse.Namespace, build: Build) -> Options | None:
+def _options(args: argparse.Namespace, build: Build) -> Options | None:
     from parc.runtime.launch.train import Options
     from parc.runtime.observe.observer import Observe
     from parc.runtime.observe.writers import FigurePlaces
     from parc.runtime.session.evaluation import check_trains, evaluation_of
 
-    if given.predict is not None:
-        return Options(0, resume=given.resume)
+    if args.predict is not None:
+        return Options(0, resume=args.resume)
     check_trains(build)
-    steps = given.steps or build.manifest["steps"]
+    steps = args.steps or build.manifest["steps"]
     if steps is None:
         say(NO_STEPS)
         return None
-    places = FigurePlaces(given.metrics, given.tensorboard, given.wandb)
+    places = FigurePlaces(args.metrics, args.tensorboard, args.wandb)
     places.check()
-    observe = Observe(places, given.profile, given.peak_flops)
+    observe = Observe(places, args.profile, args.peak_flops)
     line = build.manifest.get("evaluation", {})
-    every = given.eval_every or line.get("every")
+    every = args.eval_every or line.get("every")
     if every is not None:
         evaluation_of(build)
-    return Options(steps, observe, every, given.save, given.save_every, given.resume, given.trace)
+    return Options(steps, observe, every, args.save, args.save_every, args.resume, args.trace)
 
 
-def _before_launch(given: argparse.Namespace, build: Build, options: Options) -> int:
-    """Look for mistakes that every rank would meet, so that they are reported once. Return the number of processes on
+def _before_launch(args: argparse.Namespace, build: Build, options: Options) -> int:
+    """Check for mistakes that every rank would meet, so that they are reported once. Return the number of processes on
     this host.
 
     Raises:
@@ -280,71 +280,71 @@ def _before_launch(given: argparse.Namespace, build: Build, options: Options) ->
     from parc.runtime.state.opening import build_mesh, check_fits, open_checkpoint
 
     mesh = build_mesh(build)
-    nproc = int(given.nproc or max(1, mesh.world // given.nnodes))
-    check_fits(build, nproc * given.nnodes)
+    nproc = int(args.nproc or max(1, mesh.world // args.nnodes))
+    check_fits(build, nproc * args.nnodes)
     if options.resume is not None:
         open_checkpoint(build, options.resume)
     weights_of(build)
-    device = torch_device(given) or torch.device(default_device().type)
+    device = torch_device(args) or torch.device(default_device().type)
     check_device(device, nproc)
-    if given.compile:
+    if args.compile:
         check_compiler(device)
-    if given.predict is not None:
-        check_predictions(given.out)
-    own = build.manifest.get("evaluation", {}).get("data") if options.eval_every else None
-    for reads in filter(None, (build, build.evaluation if own else None)):
+    if args.predict is not None:
+        check_predictions(args.out)
+    separate = build.manifest.get("evaluation", {}).get("data") if options.eval_every else None
+    for reads in filter(None, (build, build.evaluation if separate else None)):
         line = reads.manifest["data"]
         if line is None or line["form"] not in OWN_CODE:
             make_data(reads)
     return nproc
 
 
-def torch_device(given: argparse.Namespace) -> torch.device | None:
+def torch_device(args: argparse.Namespace) -> torch.device | None:
     """Return the device that the person chose."""
     import torch
 
-    return torch.device(given.device) if given.device else None
+    return torch.device(args.device) if args.device else None
 
 
-def _train(given: argparse.Namespace, build: Build, options: Options, device: torch.device | None) -> int:
+def _train(args: argparse.Namespace, build: Build, options: Options, device: torch.device | None) -> int:
     from parc.runtime.launch.predict import predict
     from parc.runtime.launch.train import train
     from parc.runtime.session.session import Session
 
-    session = Session(build, device, compile=given.compile, trace=options.trace is not None)
-    return train(session, options) if given.predict is None else predict(session, given.out, given.resume)
+    session = Session(build, device, compile=args.compile, trace=options.trace is not None)
+    return train(session, options) if args.predict is None else predict(session, args.out, args.resume)
 
 
-def _launch(given: argparse.Namespace, target: Path, nproc: int) -> int:
+def _launch(args: argparse.Namespace, target: Path, nproc: int) -> int:
     from parc.runtime.launch.launch import Processes, launch
     from parc.runtime.ranks.faults import writing
 
-    words = ["-m", "parc", "run", str(target), "--timeout", str(given.timeout)]
+    words = ["-m", "parc", "run", str(target), "--timeout", str(args.timeout)]
     for name in _PASSED_ON:
-        value = getattr(given, name)
+        value = getattr(args, name)
         if value not in (None, ""):
             words += [f"--{name.replace('_', '-')}", str(value)]
-    if given.sizes:
-        words += ["--sizes", ",".join(f"{name}={size}" for name, size in given.sizes.items())]
-    words += ["--compile"] * given.compile
-    if given.logs is not None:
-        with writing(given.logs):
-            given.logs.mkdir(parents=True, exist_ok=True)
-    processes = Processes(nproc, given.nnodes, given.node_rank, given.rdzv_endpoint, given.device, given.logs)
+    if args.sizes:
+        words += ["--sizes", ",".join(f"{name}={size}" for name, size in args.sizes.items())]
+    words += ["--compile"] * args.compile
+    if args.logs is not None:
+        with writing(args.logs):
+            args.logs.mkdir(parents=True, exist_ok=True)
+    processes = Processes(nproc, args.nnodes, args.node_rank, args.rdzv_endpoint, args.device, args.logs)
     outcome = launch(words, processes)
     if outcome.failure is not None:
         say(outcome.failure.text())
-        if given.save is not None and not outcome.failure.expected:
-            say(_saved(given.save))
+        if args.save is not None and not outcome.failure.expected:
+            say(_saved(args.save))
     return outcome.exit_code
 
 
 _PASSED_ON = (*_OF_TRAINING, "resume", "device", "predict", "out")
-"""The options that every rank is started with, where they are given."""
+"""The options that are passed on to every rank."""
 
 
 def _saved(folder: Path) -> str:
-    """Return a sentence on what a run that failed has left in the folder of its `--save`."""
+    """Return a sentence on the checkpoint that a failed run has left in the folder of its `--save`."""
     from parc.runtime.ranks.faults import RunError
     from parc.runtime.state.checkpoint import read_checkpoint
 
@@ -355,38 +355,38 @@ def _saved(folder: Path) -> str:
     return f"`{folder}` has step {step}: `--resume {folder}` goes on from there"
 
 
-def _rank(given: argparse.Namespace) -> int:
-    """Run one rank. Failures are left for parc's launcher; torchrun prints none of them, so under it they are printed
-    here."""
+def _rank(args: argparse.Namespace) -> int:
+    """Run one rank. Its failure is left in a file for parc's launcher; torchrun would not print it, so under torchrun
+    it is printed here."""
     from parc.runtime.launch.failures import answer, failure_of, leave_failure
     from parc.runtime.ranks.processes import STORE
 
     if STORE in os.environ:
         answer()
     try:
-        code = _train_rank(given)
+        code = _train_rank(args)
     except Exception as error:
         failure = failure_of(int(os.environ["RANK"]), error)
         leave_failure(failure)
         if STORE not in os.environ and (not failure.expected or os.environ["LOCAL_RANK"] == "0"):
             say(failure.text())
         code = failure.exit_code
-    # An interpreter that ends in peace destroys torch's groups under their own threads, which now and then aborts it.
+    # A normal exit of the interpreter destroys torch's groups under their own threads, which sometimes aborts it.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
-def _train_rank(given: argparse.Namespace) -> int:
+def _train_rank(args: argparse.Namespace) -> int:
     from parc.runtime.ranks.processes import STORE, join_processes, launched, leave
     from parc.runtime.state.opening import check_fits, open_build
 
-    build = _at_work(given, open_build(given.target))
+    build = _chosen_build(args, open_build(args.target))
     check_fits(build, launched())
-    options = _options(given, build)
+    options = _options(args, build)
     if options is None:
         return 2
-    with _target(given, build) if STORE not in os.environ and os.environ["RANK"] == "0" else nullcontext():
-        code = _train(given, build, options, join_processes(torch_device(given), float(given.timeout)))
+    with _target(args, build) if STORE not in os.environ and os.environ["RANK"] == "0" else nullcontext():
+        code = _train(args, build, options, join_processes(torch_device(args), float(args.timeout)))
     leave()
     return code

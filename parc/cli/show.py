@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from parc.cli.plan_arguments import add_defines, is_plan, read
+from parc.cli.plan_arguments import add_defines, is_plan, plan_at
 from parc.cli.terminal import print_json, say, stages, text_table
 from parc.compiler.program.actions import FORWARD
 from parc.grammar.syntax import size_text
@@ -37,32 +37,32 @@ def show_options(parser: argparse.ArgumentParser) -> None:
     add_defines(parser)
 
 
-def show_command(given: argparse.Namespace) -> int:
+def show_command(args: argparse.Namespace) -> int:
     """Print tables of parameters, communication and programs, or the text of programs."""
-    if given.defines and not is_plan(given.target):
+    if args.defines and not is_plan(args.target):
         say("parc show: -D is for plans; a build has its values already")
         return 2
-    if given.expand:
-        return _expand(given)
-    if not is_plan(given.target):
-        return _show(given, given.target)
+    if args.expand:
+        return _print_expanded(args)
+    if not is_plan(args.target):
+        return _show_build(args, args.target)
     with tempfile.TemporaryDirectory(prefix="parc-show-") as folder:
-        from parc.cli.build import make
+        from parc.cli.build import build_plan
 
-        outcome = make(given, given.target, Path(folder) / "build")
-        return outcome if isinstance(outcome, int) else _show(given, Path(folder) / "build")
+        outcome = build_plan(args, args.target, Path(folder) / "build")
+        return outcome if isinstance(outcome, int) else _show_build(args, Path(folder) / "build")
 
 
-def _expand(given: argparse.Namespace) -> int:
-    """Print the plan in primitives; a build's own plan if a build is named."""
-    if is_plan(given.target):
-        path, folder = given.target, given.target.resolve().parent
-        plan = read(given, path)
+def _print_expanded(args: argparse.Namespace) -> int:
+    """Print a plan, or that of a build, in primitives."""
+    if is_plan(args.target):
+        path, folder = args.target, args.target.resolve().parent
+        plan = plan_at(args, path)
     else:
         from parc.compiler.build.directory import read_build
 
-        build = read_build(given.target)
-        plan, folder = read(given, given.target / "plan.parc"), build.folder
+        build = read_build(args.target)
+        plan, folder = plan_at(args, args.target / "plan.parc"), build.folder
     with stages() as progress:
         progress("loading torch")
         from parc.compiling.driver import compile_plan
@@ -73,33 +73,31 @@ def _expand(given: argparse.Namespace) -> int:
     return 0
 
 
-def _show(given: argparse.Namespace, path: Path) -> int:
+def _show_build(args: argparse.Namespace, path: Path) -> int:
     from parc.compiler.build.directory import read_build
     from parc.tables import group_rows, module_rows, parameter_rows, parameter_table, program_table
 
     build = read_build(path)
     if moved := build.moved():
         say(f"note: {moved}")
-    if given.html:
-        return _write_page(given.html, build)
-    if given.role or given.action:
-        if given.evaluation:
+    if args.html:
+        return _write_page(args.html, build)
+    if args.role or args.action:
+        if args.evaluation:
             from parc.runtime.session.evaluation import evaluation_of
 
             build = evaluation_of(build)
-        return _show_programs(given, build)
-    if given.list:
+        return _show_programs(args, build)
+    if args.list:
         print(text_table(module_rows(build), ("module", "", "weights"), right=(1,)))
         return 0
-    if given.pipeline or given.svg:
-        return _show_timeline(given, build)
-    report = {
-        **build.report,
-        "mesh": dict(build.programs[FORWARD].mesh.declared.axes),
-    }  # JSON's sorted keys lost their order
+    if args.pipeline or args.svg:
+        return _show_timeline(args, build)
+    axes = dict(build.programs[FORWARD].mesh.declared.axes)  # in their order, which JSON's sorted keys have lost
+    report = {**build.report, "mesh": axes}
     parameters = parameter_table(build)
     programs = program_table(build)
-    if given.json:
+    if args.json:
         actions = {name: [str(action) for action in role.actions] for name, role in build.roles.items()}
         print_json({**report, "parameter_table": parameters, "programs": programs, "actions": actions})
         return 0
@@ -132,29 +130,24 @@ def _write_page(file: Path, build: Build) -> int:
     return 0
 
 
-def _show_timeline(given: argparse.Namespace, build: Build) -> int:
-    """Print a step's work, each box as long as its floating-point operations."""
+def _show_timeline(args: argparse.Namespace, build: Build) -> int:
+    """Print or draw the timeline of a step: each box is as long as its floating-point operations."""
     from rich.console import Console
 
-    from parc.compiler.analysis.flops import step_timeline
-    from parc.compiler.build.build import BuildError
     from parc.compiler.schedules.timeline import draw, paint, svg, time_slot
+    from parc.page.facts import timeline_of
     from parc.report_words import schedule_words
     from parc.runtime.ranks.faults import writing
 
-    try:
-        timeline = step_timeline(build.roles)
-    except ValueError as error:  # only a changed `schedule.txt` holds such an order
-        raise BuildError(f"`{build.folder / 'schedule.txt'}`: {error}") from None
-    title = schedule_words(build.report)
-    if given.svg:
-        with writing(given.svg):
-            given.svg.write_text(svg(timeline, title, "%"), encoding="utf-8")
+    timeline, title = timeline_of(build), schedule_words(build.report)
+    if args.svg:
+        with writing(args.svg):
+            args.svg.write_text(svg(timeline, title, "%"), encoding="utf-8")
         axis = build.report["pipeline"].get("axis", "")
         ranks = f", on {build.programs[FORWARD].mesh.size(axis)} ranks of `{axis}`" if axis else ""
-        say(f"drew {given.svg}: {title}{ranks}")
+        say(f"drew {args.svg}: {title}{ranks}")
         return 0
-    if given.json:
+    if args.json:
         roles = {role: [{"action": str(span.action), "start": span.start, "end": span.end} for span in spans]
                  for role, spans in timeline.spans.items()}  # fmt: skip
         idle = {role: timeline.idle_share(role) for role in roles}
@@ -169,10 +162,10 @@ def _show_timeline(given: argparse.Namespace, build: Build) -> int:
     return 0
 
 
-def _show_programs(given: argparse.Namespace, build: Build) -> int:
-    mine = build.roles[given.role].programs.values() if given.role in build.roles else build.files()
-    of_role = [p for p in mine if given.role in build.roles or given.role in (None, p.role)]
-    chosen = [program for program in of_role if given.action in (None, program.action)]
+def _show_programs(args: argparse.Namespace, build: Build) -> int:
+    mine = build.roles[args.role].programs.values() if args.role in build.roles else build.files()
+    of_role = [p for p in mine if args.role in build.roles or args.role in (None, p.role)]
+    chosen = [program for program in of_role if args.action in (None, program.action)]
     if not chosen:
         known = ", ".join(f"{program.role} {program.action}" for program in build.files())
         roles = f"; roles are {', '.join(build.roles)}" if len(build.roles) > 1 else ""

@@ -21,12 +21,12 @@ def say(text: str = "") -> None:
 
 
 def show(diagnostics: Iterable[Diagnostic]) -> None:
-    """Print diagnostics on stderr, with a blank line after each; of very many only the first."""
-    every = tuple(diagnostics)
-    for diagnostic in every[:MOST_SHOWN]:
+    """Print diagnostics on stderr, with a blank line after each; if there are very many, only the first."""
+    shown = tuple(diagnostics)
+    for diagnostic in shown[:MOST_SHOWN]:
         say(render(diagnostic) + "\n")
-    if len(every) > MOST_SHOWN:
-        say(f"and {len(every) - MOST_SHOWN:,} more")
+    if len(shown) > MOST_SHOWN:
+        say(f"and {len(shown) - MOST_SHOWN:,} more")
 
 
 def print_json(value: Any) -> None:
@@ -35,7 +35,7 @@ def print_json(value: Any) -> None:
 
 
 def show_error(error: BaseException) -> int | None:
-    """Show an error that has an exit code of its own, and return that code; None for any other error."""
+    """Show an error that has an exit code, and return that; None for any other error."""
     if isinstance(error, PlanError):
         show(error.diagnostics)
         count = sum(diagnostic.is_error for diagnostic in error.diagnostics)
@@ -61,7 +61,7 @@ def show_error(error: BaseException) -> int | None:
 
 
 def show_fault(error: BaseException) -> int:
-    """Show an error that nobody foresaw, a fault of parc's own, with what to report."""
+    """Show an unexpected error, a fault of parc's own, with the facts to report. Return the exit code."""
     from parc import __version__
 
     say("".join(traceback.format_exception(error)))
@@ -86,7 +86,7 @@ def stages() -> Iterator[Any]:
 
 
 def text_table(rows: Sequence[Sequence[object]], head: Sequence[str], right: Sequence[int] = ()) -> str:
-    """Return columns under a head as text; those numbered in ``right`` are aligned to the right."""
+    """Return a table as text: columns under a head, of which those numbered in ``right`` are aligned to the right."""
     texts = [[str(cell) for cell in row] for row in [head, *rows]]
     widths = [max(len(row[at]) for row in texts) for at in range(len(head))]
     lines = []

@@ -1,4 +1,4 @@
-"""``parc verify``: the checks of a build again, from its files and its plan."""
+"""``parc verify``: the checks of a build once more, from its files and its plan."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ def verify_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="the outcome as JSON on stdout")
 
 
-def verify_command(given: argparse.Namespace) -> int:
-    """Print what holds. Return 5 if a check refuses, 1 if files were altered though every check holds."""
+def verify_command(args: argparse.Namespace) -> int:
+    """Print the checks that hold. Return 5 if one refuses, 1 if files were altered though every check holds."""
     with stages() as progress:
         progress("loading torch")
         import torch
 
         from parc.checking.verification import verify_build, verify_static
 
-        if given.static:
-            verified = verify_static(given.build)
+        if args.static:
+            verified = verify_static(args.build)
         else:
-            device = torch.device(given.device)
-            verified = verify_build(given.build, progress, locate=given.first_difference, device=device)
-    if given.json:
+            device = torch.device(args.device)
+            verified = verify_build(args.build, progress, locate=args.first_difference, device=device)
+    if args.json:
         faults = [{"check": fault.check, "where": fault.where, "message": fault.message} for fault in verified.faults]
         outcome = {
             "checks": verified.checks,
@@ -50,7 +50,7 @@ def verify_command(given: argparse.Namespace) -> int:
     if verified.faults:
         if verified.difference:
             say(f"first difference: {verified.difference}\n")
-        return show_refusal(verified.faults, edited=given.build)
+        return show_refusal(verified.faults, edited=args.build)
     if verified.altered:
         from parc.compiler.build.directory import again
         from parc.grammar.codes_build import BAD_BUILD
@@ -58,15 +58,15 @@ def verify_command(given: argparse.Namespace) -> int:
         from parc.grammar.nearest import listed
 
         message = f"{listed(verified.altered)} not as built, though every check holds"
-        show([Diagnostic(BAD_BUILD, message, help=again(given.build))])
+        show([Diagnostic(BAD_BUILD, message, help=again(args.build))])
         return 1
     if moved := verified.build.moved():
         say(f"note: {moved}")
     held = ", ".join(f"{name} {how}" for name, how in verified.checks.items())
-    if given.static:
-        say(f"{given.build}: {held}; the model was not imported, numbers not tested")
+    if args.static:
+        say(f"{args.build}: {held}; the model was not imported, numbers not tested")
         return 0
     worst = max(verified.numbers.get(kind, 0) for kind in ("loss", "gradient", "parameter", "output"))
-    where = " on the GPU" * (given.device == "cuda")
-    say(f"{given.build}: {held}{where} (largest relative error {worst:.1e}, on {verified.numbers['on']})")
+    where = " on the GPU" * (args.device == "cuda")
+    say(f"{args.build}: {held}{where} (largest relative error {worst:.1e}, on {verified.numbers['on']})")
     return 0

@@ -1,4 +1,5 @@
-"""The facts of a build as a page shows them: what each module, axis and line of the plan has to do with them."""
+"""The facts of a build as a page shows them, by module, by axis and by line of the plan; and its programs as lists of
+functions whose lines have anchors."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from parc.compiler.analysis.communication import communication_table, placed_messages
+from parc.compiler.analysis.flops import step_timeline
 from parc.compiler.analysis.liveness import saved_bytes_by_module
 from parc.compiler.build.build import Build, BuildError, program_file
 from parc.compiler.build.directory import again
@@ -17,22 +19,23 @@ from parc.compiler.program.actions import ACTIONS, FORWARD, PHASES
 from parc.compiler.program.blocks import starred
 from parc.compiler.program.program import Function, Program
 from parc.compiler.program.roles import Role
+from parc.compiler.schedules.timeline import Timeline
 from parc.page.flow import ForwardWalk, ModuleRow, ModuleTree, module_tree
 from parc.report import plan_of, states_of
 from parc.report_words import Traffic, traffic_by
 from parc.tables import parameter_table, pattern_of
 
-# ---- the text of a build's programs for a page: each function once, and an anchor for each of its lines.
+# ---- the functions of programs, each listed once
 
 
 _NUMBERS = re.compile(r"(?<=[A-Za-z][._])\d+|(?<=message=)\d+")
-"""The numbers in names of values, parameters and modules, and those of messages."""
+"""Numbers in the names of values, parameters and modules, and those of messages."""
 
 
 @dataclass
 class ListedFunction:
-    """A function as a page shows it: its text, the place of its first row in a file, and the files that have the same
-    text, but for numbers in names."""
+    """A function as a page shows it: its text, the line of a file at which it starts, and the files that have the same
+    text up to numbers in names."""
 
     number: int
     function: Function
@@ -41,13 +44,13 @@ class ListedFunction:
     rows: list[str]
     files: list[str] = field(default_factory=list)
     exact: bool = True
-    """True where all these files have the text to the letter."""
+    """True where all these files have exactly this text."""
     letter: str = "L"
-    """The first letter of anchors, which another list of functions on the same page does not have."""
+    """The first letter of its anchors, which keeps two lists of functions on one page apart."""
 
     @property
     def marked(self) -> set[int]:
-        """The rows, from 1, that are collectives."""
+        """The rows, from 1, of collectives."""
         return {_first_row(self.function) + at for at, line in enumerate(self.function.lines)
                 if line.op in COLLECTIVES and COLLECTIVES[line.op].communicates}  # fmt: skip
 
@@ -57,8 +60,8 @@ class ListedFunction:
 
 
 class Listing:
-    """The distinct functions of a build's programs, in the order of a step. The captured graph is not in it. Anchors
-    begin with a ``letter``."""
+    """The distinct functions of a build's programs, in the order of a step, without the captured graph. Anchors begin
+    with ``letter``."""
 
     def __init__(self, build: Build, letter: str = "L") -> None:
         self.functions: list[ListedFunction] = []
@@ -82,21 +85,21 @@ class Listing:
                 row += text.count("\n") + 2
 
     def anchor(self, program: Program, function: Function, index: int) -> str:
-        """Return the anchor of a function's line; of its `return` if there are no more than ``index`` lines. Where
-        another function has the same text but for numbers in names, it is the anchor of that one's line."""
+        """Return the anchor of a function's line, or of its `return` if ``index`` is behind its lines. Functions whose
+        texts are equal up to numbers in names share anchors."""
         return self._of[program_file(program), function.name].anchor(_first_row(function) + index)
 
     def forward_anchor(self, module: str, name: str, index: int) -> str:
-        """Return the anchor of a line of the function ``name`` of a forward; of a main function, which each stage has,
-        that of the first line of a module. It is "" if there is none."""
+        """Return the anchor of a line of the forward's function ``name``. If several stages have such a function,
+        return that of the first line of ``module``; "" if there is none."""
         named = [one for one in self.functions if (one.action, one.function.name) == (FORWARD, name)]
         for listed in named:
             lines = listed.function.lines
             if len(named) == 1:
                 return listed.anchor(_first_row(listed.function) + index)
-            found = next((at for at, line in enumerate(lines) if line.origin.module == module), None)
-            if found is not None:
-                return listed.anchor(_first_row(listed.function) + found)
+            first = next((at for at, line in enumerate(lines) if line.origin.module == module), None)
+            if first is not None:
+                return listed.anchor(_first_row(listed.function) + first)
         return ""
 
 
@@ -105,12 +108,12 @@ def _first_row(function: Function) -> int:
     return len(function.parameters) + 3
 
 
-# ---- the facts of a build as a page shows them: what each module, axis and line of the plan has to do with them.
+# ---- the facts
 
 
 Entry = Mapping[str, Any]
 STORED_KINDS = ("parameters", "gradients", "optimizer", "saved")
-"""The kinds of a rank's bytes that a module has: what it stores, and what one microbatch saves for backward."""
+"""The kinds of a rank's bytes by module: the stored state, and the values that a microbatch saves for backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +138,7 @@ class PlanLine:
 
 
 class PageFacts:
-    """A build's facts.
+    """The facts of a build.
 
     Raises:
         BuildError: its report is not of its programs or of its plan.
@@ -157,23 +160,23 @@ class PageFacts:
             raise self._misfit("communication") from None
 
     def _placed(self, build: Build, rows: Sequence[Entry], listing: Listing) -> list[dict[str, Any]]:
-        """Return the rows of a build's collectives with their places.
+        """Return the rows of a build's collectives, each with the row of its module and the anchor of its line.
 
         Raises:
             ValueError: they are not of this build.
         """
-        found = [(role.name, placed) for role in build.roles.values() for _, placed in placed_messages(role)]
-        if [(row["role"], row["op"]) for row in rows] != [(role, placed.message.op) for role, placed in found]:
+        messages = [(role.name, placed) for role in build.roles.values() for _, placed in placed_messages(role)]
+        if [(row["role"], row["op"]) for row in rows] != [(role, placed.message.op) for role, placed in messages]:
             raise ValueError("other collectives")
         return [
             {**row, "row": self.tree.row_of(row["module"]),
              "anchor": listing.anchor(placed.program, placed.function, placed.index)}
-            for row, (_, placed) in zip(rows, found, strict=True)
+            for row, (_, placed) in zip(rows, messages, strict=True)
         ]  # fmt: skip
 
     @cached_property
     def messages(self) -> list[EqualMessages]:
-        """The collectives of a step; equal ones of folded modules, and of several roles, are one."""
+        """The collectives of a step. Equal ones of folded modules, and of several roles, are one."""
         return equal_messages(self.entries)
 
     @cached_property
@@ -203,7 +206,7 @@ class PageFacts:
         return ""
 
     def placed_by(self, line: PlanLine) -> list[str]:
-        """Return the patterns of the names that a line places; values inside a model are as `out(layers.*)`."""
+        """Return the patterns of the names that a line places, those of activations as `out(layers.*)`."""
         alike: dict[tuple[str, str], list[str]] = {}
         every: dict[str, list[str]] = {}
         for text, place in self.placed.items():
@@ -228,7 +231,7 @@ class PageFacts:
 
     @cached_property
     def stages(self) -> dict[str, dict[int, list[str]]]:
-        """The stages that compute with the modules of each row, each with those modules; empty where there is one
+        """For each row the stages that compute with its modules, each with these modules; empty if there is one
         stage."""
         rows: dict[str, dict[int, list[str]]] = {}
         forwards = [program for program in self.build.files() if program.action == FORWARD]
@@ -244,7 +247,8 @@ class PageFacts:
 
     @cached_property
     def lines_of_programs(self) -> dict[int, int]:
-        """The number of lines of programs that each line of the plan touched last; equal functions count once."""
+        """The number of lines of programs that each line of the plan was the last to change; equal functions count
+        once."""
         counts: dict[int, int] = {}
         for function in self.listing.functions:
             for line in function.function.lines:
@@ -279,21 +283,33 @@ class PageFacts:
         return BuildError(f"`{path / 'report.json'}`: `{key}` is not what the build's other files say", again(path))
 
 
+def timeline_of(build: Build) -> Timeline:
+    """Return the timeline of a step.
+
+    Raises:
+        BuildError: its ``schedule.txt`` has an impossible order, which only a change of it can have made.
+    """
+    try:
+        return step_timeline(build.roles)
+    except ValueError as error:
+        raise BuildError(f"`{build.folder / 'schedule.txt'}`: {error}") from None
+
+
 def equal_messages(entries: Sequence[Entry]) -> list[EqualMessages]:
-    """Return placed collectives by phase; equal ones of folded modules, and of several roles, are one."""
+    """Return placed collectives, sorted by phase. Equal ones of folded modules, and of several roles, are one."""
     keys = ("phase", "axis", "op", "carries", "dtype", "bytes", "hidden", "row", "line")
     firsts: dict[tuple[Any, ...], Entry] = {}
     for entry in entries:
         firsts.setdefault(tuple(entry[key] for key in keys), entry)
     sent = traffic_by(entries, *keys)
-    found = [EqualMessages(entry, entry["row"], entry["anchor"], sent[key]) for key, entry in firsts.items()]
-    return sorted(found, key=lambda one: PHASES.index(one.entry["phase"]))
+    messages = [EqualMessages(entry, entry["row"], entry["anchor"], sent[key]) for key, entry in firsts.items()]
+    return sorted(messages, key=lambda one: PHASES.index(one.entry["phase"]))
 
 
 def _with_above(modules: Iterable[str]) -> list[str]:
-    """Return modules with those that they lie in."""
-    found = dict[str, None]()
+    """Return modules with all that contain them, each once."""
+    paths = dict[str, None]()
     for module in modules:
         words = module.split(".")
-        found.update((".".join(words[:depth]), None) for depth in range(1, len(words) + 1))
-    return list(found)
+        paths.update((".".join(words[:depth]), None) for depth in range(1, len(words) + 1))
+    return list(paths)

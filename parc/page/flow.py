@@ -16,15 +16,15 @@ from parc.tables import natural
 
 RowKind = Literal["module", "block", "input", "output", "loss"]
 Makers = frozenset[str] | None
-"""The modules from which a value comes; None for one that is made of weights alone."""
+"""The modules that a value comes from; None if it is computed from weights alone."""
 LOSS_ROW = "/loss"
-"""The path of the loss, which is a row by itself; with a slash, as those of inputs and outputs, no module's has."""
+"""The path of the loss's row. Like those of inputs and outputs it has a slash, which no module's path has."""
 
 
 @dataclass
 class ModuleRow:
     """A row of the tree: a module, or numbered ones that are equal; or an input, a block's output, the loss. ``label``
-    is its name below the row above that it belongs to."""
+    is its name inside its parent row."""
 
     path: str
     label: str
@@ -32,9 +32,9 @@ class ModuleRow:
     members: list[str]
     kind: RowKind = "module"
     type: str = ""
-    """The type of the last value that the module makes in a forward."""
+    """The type of the last value that the module computes in a forward."""
     line: tuple[str, int] | None = None
-    """The function of a forward, and the index of its line, that is the module's first."""
+    """The module's first line in a forward: its function, and its index there."""
 
 
 @dataclass
@@ -46,7 +46,7 @@ class ModuleTree:
     edges: dict[tuple[str, str], None] = field(default_factory=dict)
 
     def row_of(self, path: str) -> str:
-        """Return the path of the row that a module, or what lies in it, belongs to."""
+        """Return the path of the row that a module belongs to, or the nearest one around it that has a row."""
         while path not in self.folded:
             path = path.rpartition(".")[0]
         return self.folded[path]
@@ -54,8 +54,8 @@ class ModuleTree:
 
 def module_tree(build: Build, placed: Mapping[str, str]) -> ModuleTree:
     """Return the tree of a build's modules. Numbered modules are equal if their parameters have equal types and were
-    ``placed`` by the same lines of the plan, and if they have the same modules in them, or the
-    same operators if they have neither."""
+    ``placed`` by the same lines of the plan, and if they contain the same modules; if they have neither parameters nor
+    modules, if they have the same operators."""
     walk = ForwardWalk(build.programs[FORWARD])
     parameters = build.manifest["parameters"]
     facts = {name: (text, placed.get(name, "")) for name, text in parameters.items()}
@@ -72,20 +72,20 @@ Places = dict[str, tuple[str, int]]
 
 
 def _ordered(paths: Iterable[str]) -> Children:
-    """Return the modules within each module, in the order in which they or what is in them come first."""
+    """Return the children of each module, in the order in which they or modules in them come first."""
     children: dict[str, list[str]] = {"": []}
     for path in paths:
         words = path.split(".") if path else []
         for depth in range(1, len(words) + 1):
-            above, own = ".".join(words[: depth - 1]), ".".join(words[:depth])
-            if own not in children:
-                children[own] = []
-                children[above].append(own)
+            parent, child = ".".join(words[: depth - 1]), ".".join(words[:depth])
+            if child not in children:
+                children[child] = []
+                children[parent].append(child)
     return children
 
 
 class _Folding:
-    """The making of a tree's rows."""
+    """The folding of equal modules into the rows of a tree."""
 
     def __init__(self, children: Children, facts: Mapping[str, object], operators: Mapping[str, set[str]]) -> None:
         self.children, self.facts, self.operators = children, facts, operators
@@ -94,7 +94,7 @@ class _Folding:
         self._fold([""], "", 0)
 
     def _fold(self, members: list[str], label: str, depth: int) -> None:
-        """Add the rows of equal modules and of all in them."""
+        """Add the row of equal modules and the rows of all modules in them."""
         path = members[0]
         kind: RowKind = "block" if path.rpartition(".")[2].isdigit() and self.children[path] else "module"
         self.tree.rows.append(ModuleRow(path, label, depth, members, kind))
@@ -111,7 +111,8 @@ class _Folding:
                 self._map(other, group[0])
 
     def _inside(self, path: str, row: str) -> Iterator[tuple[str, str]]:
-        """Yield the modules in one, each with the names of the lists that it lies in: a list has no row."""
+        """Yield the modules inside one, each with the names of the ``ModuleList`` that contain it: a list has no
+        row."""
         for child in self.children[path]:
             inner = self.children[child]
             if inner and child not in self.owners and all(name.rpartition(".")[2].isdigit() for name in inner):
@@ -122,24 +123,24 @@ class _Folding:
                 yield "", child
 
     def _map(self, path: str, like: str) -> None:
-        """Map a module, and all in it, to the rows of one that is equal."""
+        """Map a module, and all modules in it, to the rows of the equal module ``like``."""
         self.tree.folded[path] = self.tree.folded[like]
         for child in self.children[path]:
             self._map(child, f"{like}{child.removeprefix(path)}")
 
     def _form(self, path: str) -> object:
-        """Return what equal modules have in common."""
+        """Return a key that equal modules share: parameters with their facts, inner modules, or else operators."""
         start = f"{path}."
-        own = sorted((name.removeprefix(start), fact) for name, fact in self.facts.items() if name.startswith(start))
+        held = sorted((name.removeprefix(start), fact) for name, fact in self.facts.items() if name.startswith(start))
         inside = sorted(child.removeprefix(start) for child in self.children if child.startswith(start))
-        alone = () if own or inside else sorted(self.operators.get(path, ()))
-        return tuple(own), tuple(inside), tuple(alone)
+        operators = () if held or inside else sorted(self.operators.get(path, ()))
+        return tuple(held), tuple(inside), tuple(operators)
 
 
 class ForwardWalk:
-    """The lines of a forward, or of a stage's, with the modules that they are part of: the first line of each module,
-    its operators, and the type of its last value that has a part in the loss. Modules come in the order in which they
-    compute with values that are not made of weights alone."""
+    """The modules of a forward, or of a stage's: the first line of each, its operators, and the type of its last value
+    that the loss depends on. They are in the order in which they compute with activations; lines that compute with
+    weights alone come ``early``, and do not count if there are others."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -159,10 +160,10 @@ class ForwardWalk:
             used = line.uses
             if line.calls_function:
                 callee = self.program.function(line.op)
-                given = {v.name for v, name in zip(callee.parameters, used, strict=True) if name in weights}
+                inner_weights = {v.name for v, name in zip(callee.parameters, used, strict=True) if name in weights}
                 returned = zip(line.results, callee.returns, strict=True)
-                inner = {name for value, (_, name) in returned if value is not None and value.name in wanted}
-                self._lines(callee, line.origin, given, early, inner)
+                inner_wanted = {name for value, (_, name) in returned if value is not None and value.name in wanted}
+                self._lines(callee, line.origin, inner_weights, early, inner_wanted)
                 continue
             alone = (used and weights.issuperset(used)) or line.op == "parc.stream_key.default"
             if alone:
@@ -182,11 +183,12 @@ class _Flow:
         self.program, self.tree = program, tree
         above = {tree.row_of(row.path.rpartition(".")[0]) for row in tree.rows if row.path}
         with_weights = {name.rpartition(".")[0] for name in program.main.bound(*PARAMETERS, "weight")}
-        own = {row.path for row in tree.rows if row.kind == "module" and row.path}
-        self.makers = own & ({*tree.folded} - above | {tree.folded.get(path, "") for path in with_weights})
+        modules = {row.path for row in tree.rows if row.kind == "module" and row.path}
+        self.makers = modules & ({*tree.folded} - above | {tree.folded.get(path, "") for path in with_weights})
         self.blocks = {row.path: row for row in tree.rows if row.kind == "block"}
         self.entered: set[str] = set()
-        self.reached: set[str] = set()  # from the inputs
+        self.reached: set[str] = set()
+        """The rows that values of the model's inputs reach."""
 
     def follow(self) -> None:
         """Follow the main function, from the inputs of the model to the loss, or else to what it returns."""
@@ -214,47 +216,46 @@ class _Flow:
         self.tree.edges.update(dict.fromkeys((one, to) for one in makers or ()))
 
     def _function(self, function: Function, makers: dict[str, Makers], caller: str) -> None:
-        """Find the makers of all values of a function, where those of its parameters are known."""
+        """Add the makers of a function's values to ``makers``, which has those of its parameters."""
         for line in function.lines:
             used = [makers[name] for name in line.uses]
-            flows = frozenset[str]().union(*(found for found in used if found is not None))
+            flows = frozenset[str]().union(*(modules for modules in used if modules is not None))
             module = self.tree.row_of(complete(line.origin.module, caller))
             if line.calls_function:
-                made = self._call(line, used, flows, module)
-            elif used and all(found is None for found in used):
-                made = dict.fromkeys((value.name for value in line.made), None)
+                makers |= self._call(line, used, flows, module)
+            elif used and all(modules is None for modules in used):
+                makers.update((value.name, None) for value in line.made)
             else:
                 if module in self.makers:
                     self._edges(flows - {module}, module)
                     flows = frozenset({module})
-                made = dict.fromkeys((value.name for value in line.made), flows)
-            makers.update(made)
+                makers.update((value.name, flows) for value in line.made)
 
     def _call(self, line: Line, used: list[Makers], flows: frozenset[str], module: str) -> dict[str, Makers]:
-        """Return the makers of the results of a function that a line calls. A block is entered once, and is the maker
-        of its own results."""
+        """Return the makers of the results of a function that a line calls. A block is entered once, and is itself the
+        maker of its results."""
         callee, block = self.program.function(line.op), self.blocks.get(module)
         results = [(value.name, name) for value, (_, name) in zip(line.results, callee.returns, strict=True) if value]
         if block is None:
             inner: dict[str, Makers] = dict(zip((value.name for value in callee.parameters), used, strict=True))
             self._function(callee, inner, line.origin.module)
-            return {name: inner[own] for name, own in results}
+            return {name: inner[returned] for name, returned in results}
         self._edges(flows - {module}, module)
         if module not in self.entered:
             self.entered.add(module)
             inner = {}
-            for value, found in zip(callee.parameters, used, strict=True):
-                comes = found is not None and not found.isdisjoint(self.reached)
-                inner[value.name] = frozenset({module} if comes else ()) if found is not None else None
+            for value, modules in zip(callee.parameters, used, strict=True):
+                comes = modules is not None and not modules.isdisjoint(self.reached)
+                inner[value.name] = frozenset({module} if comes else ()) if modules is not None else None
             self._function(callee, inner, line.origin.module)
-            returned = {name for _, name in callee.returns}
-            last = next((v.name for made in reversed(callee.lines) for v in made.made if v.name in returned), "")
+            names = {name for _, name in callee.returns}
+            last = next((v.name for inside in reversed(callee.lines) for v in inside.made if v.name in names), "")
             block.type = callee.values()[last].type.text(self.program.mesh) if last else block.type
             self._output(block, inner.get(last))
         return {name: frozenset({module}) for name, _ in results}
 
     def _output(self, block: ModuleRow, makers: Makers) -> None:
-        """Add a row for what a block returns, at its end."""
+        """Add a row for a block's output behind its other rows."""
         rows, name = self.tree.rows, f"{block.path}/output"
         at = rows.index(block) + 1
         while at < len(rows) and rows[at].depth > block.depth:

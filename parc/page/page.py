@@ -1,4 +1,4 @@
-"""The page of a build: its facts put into the template."""
+"""The page of a build: its facts put into the template, with the flow of values drawn beside the tree of modules."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup, escape
 
-from parc.compiler.analysis.flops import step_timeline
 from parc.compiler.analysis.memory import MEMORY_KINDS
-from parc.compiler.build.build import Build, BuildError
+from parc.compiler.build.build import Build
 from parc.compiler.schedules.timeline import svg
 from parc.grammar.syntax import size_text
-from parc.page.facts import STORED_KINDS, EqualMessages, ListedFunction, PageFacts
+from parc.page.facts import STORED_KINDS, EqualMessages, ListedFunction, PageFacts, timeline_of
 from parc.page.flow import ModuleRow
 from parc.report_words import (
     across_text,
@@ -31,16 +30,16 @@ from parc.report_words import (
 )
 from parc.tables import parameter_rows
 
-# ---- the drawing of flows between rows of a list, as lines in lanes at its left.
+# ---- the drawing of edges between rows of a list, in lanes at its left
 
 
 LANE, EDGE, MOST_LANES = 7, 12, 8
+"""The width of a lane and of the edge in pixels, and the number of lanes."""
 
 
 def arcs_svg(edges: Sequence[tuple[int, int]], rows: int, height: int) -> tuple[str, int]:
-    """Return a drawing of edges between rows, each ``height`` pixels high, and its width. An edge that passes rows has
-    a lane of its own, as far as there are lanes; one to the next row is a straight line. An edge to an earlier row is
-    marked."""
+    """Return a drawing of edges between rows, each ``height`` pixels high, and its width. An edge to the next row is a
+    straight line; others have lanes, each its own while there are any. One to an earlier row has the class `back`."""
     lanes = lanes_of(sorted({(min(edge), max(edge)) for edge in edges}))
     ahead = {edge for edge in edges if edge[0] < edge[1]}
     width = EDGE + LANE * (1 + max(lanes.values(), default=0))
@@ -60,8 +59,8 @@ def arcs_svg(edges: Sequence[tuple[int, int]], rows: int, height: int) -> tuple[
 
 
 def lanes_of(edges: Sequence[tuple[int, int]]) -> dict[tuple[int, int], int]:
-    """Return the lane of each edge, 0 for one to the next row: short edges are inside, and edges that overlap have
-    different lanes while there are any.
+    """Return the lane of each edge, 0 for one to the next row. Short edges have the inner lanes, and edges that overlap
+    different ones while there are any.
 
     >>> lanes_of([(0, 1), (0, 3), (1, 4), (4, 6)])
     {(0, 1): 0, (4, 6): 1, (0, 3): 1, (1, 4): 2}
@@ -74,7 +73,7 @@ def lanes_of(edges: Sequence[tuple[int, int]]) -> dict[tuple[int, int], int]:
     return lanes
 
 
-# ---- the page of a build: its facts put into the template.
+# ---- the page
 
 
 ROW_HEIGHT = 30
@@ -122,7 +121,7 @@ class _Page:
         return self.colors.get(self.build.mesh.owner(axis.split(",")[0]), 5)
 
     def content(self) -> dict[str, Any]:
-        """Return all that the template names."""
+        """Return the values of the template's names."""
         facts, report, tree = self.facts, self.report, self.facts.tree
         here = {row.path: at for at, row in enumerate(tree.rows)}
         edges = sorted((here[source], here[target]) for source, target in tree.edges)
@@ -150,25 +149,27 @@ class _Page:
         }  # fmt: skip
 
     def other_facts(self) -> list[tuple[str, str]]:
-        """Return the report's facts in words but those about memory, which have a table."""
-        named, name = list[tuple[str, str, str]](), ""
-        for own, text in fact_rows(self.report):
-            name = own or name
-            named.append((name, own, text))
-        return [(own, text) for name, own, text in named if name != "memory"]
+        """Return the report's facts in words, without those about memory, which have a table."""
+        rows, subject = list[tuple[str, str]](), ""
+        for name, text in fact_rows(self.report):
+            subject = name or subject  # rows without a name belong to the one above
+            if subject != "memory":
+                rows.append((name, text))
+        return rows
 
     def stage_words(self, row: ModuleRow) -> tuple[str, list[tuple[int, str]]]:
-        """Return the stages of a row's modules, and for each stage the numbers of folded modules that it has."""
-        found = self.facts.stages.get(row.path, {})
-        numbers = {stage: [module.rpartition(".")[2] for module in own if module in row.members]
-                   for stage, own in sorted(found.items())}  # fmt: skip
-        each = [(stage, number_ranges(own)) for stage, own in numbers.items() if own] if row.kind == "block" else []
-        return number_ranges(map(str, sorted(found))), each if len(each) > 1 else []
+        """Return the stages of a row's modules as text, and, if these are several blocks, the numbers of the blocks of
+        each stage."""
+        stages = self.facts.stages.get(row.path, {})
+        blocks = {stage: [module.rpartition(".")[2] for module in modules if module in row.members]
+                  for stage, modules in sorted(stages.items())}  # fmt: skip
+        each = [(stage, number_ranges(words)) for stage, words in blocks.items() if words and row.kind == "block"]
+        return number_ranges(map(str, sorted(stages))), each if len(each) > 1 else []
 
     def module(self, row: ModuleRow) -> dict[str, Any]:
         """Return a row of the tree with the facts of its card."""
-        own = [self.held[name] for name in self.held if name.rpartition(".")[0] == row.path]
-        kinds = dict.fromkeys((axis, kind) for one in own for axis, kind in one["placement"].items()
+        parameters = [held for name, held in self.held.items() if name.rpartition(".")[0] == row.path]
+        kinds = dict.fromkeys((axis, kind) for one in parameters for axis, kind in one["placement"].items()
                               if kind not in ("I", "R"))  # fmt: skip
         messages = [message for message in self.of_rows.get(row.path, ()) if row.path or message.entry["module"] == ""]
         stages, stages_of = self.stage_words(row)
@@ -176,11 +177,11 @@ class _Page:
             "row": row, "name": self.facts.names[row.path], "stages_of": stages_of,
             "stages": stages if row.kind == "block" or stages != self.stage_words(self.above[row.path])[0] else "",
             "chips": [(axis, kind, in_plain(kind)) for axis, kind in kinds],
-            "held": sum(one["local_bytes"] for one in own),
+            "held": sum(one["local_bytes"] for one in parameters),
             "parameters": [
                 {**one, "own": one["name"].rpartition(".")[2], "line": self.facts.placed.get(one["name"], ""),
                  "kinds": [(axis, in_plain(kind)) for axis, kind in one["placement"].items() if kind not in ("I", "R")]}
-                for one in own
+                for one in parameters
             ],
             "marks": list(dict.fromkeys((message.entry["op"], message.entry["axis"]) for message in messages
                                         if message.entry["carries"] == "activations")),
@@ -201,9 +202,9 @@ class _Page:
         peaks = {entry["role"]: entry["peak_bytes"] for entry in self.report["memory"]}
         alike: dict[str, dict[str, Any]] = {}
         for name, role in self.build.roles.items():
-            found = self.facts.module_bytes(role)
-            sums = {row: sum(sizes.values()) for row, sizes in found.items()}
-            rows = [{"name": self.facts.names[row.path], "anchor": f"M{at}", "sizes": found[row.path],
+            sizes_of = self.facts.module_bytes(role)
+            sums = {row: sum(sizes.values()) for row, sizes in sizes_of.items()}
+            rows = [{"name": self.facts.names[row.path], "anchor": f"M{at}", "sizes": sizes_of[row.path],
                      "sum": sums[row.path]}
                     for at, row in enumerate(self.facts.tree.rows) if sums.get(row.path)]  # fmt: skip
             shown = str([(row["name"], row["sizes"]) for row in rows])
@@ -219,37 +220,33 @@ class _Page:
         most = max((one.bytes for one in sent.values()), default=0) or 1
         return [{"axis": axis, "sent": one, "most": most} for (axis,), one in sent.items()]
 
-    def messages(self, found: Sequence[EqualMessages]) -> list[dict[str, Any]]:
+    def messages(self, messages: Sequence[EqualMessages]) -> list[dict[str, Any]]:
         """Return collectives with the names of their modules."""
-        return [{"message": one, "name": self.facts.names.get(one.row, "")} for one in found]
+        return [{"message": one, "name": self.facts.names.get(one.row, "")} for one in messages]
 
     def evaluation(self) -> dict[str, Any] | None:
         """Return the programs that evaluate the model and what they send; None if there are none."""
         if self.facts.evaluation is None:
             return None
-        listing, found = self.facts.evaluation
+        listing, messages = self.facts.evaluation
         lines = [number for number, line in enumerate(self.facts.lines) if line.text.split()[:1] == ["eval"]]
-        return {"functions": listing.functions, "messages": self.messages(found),
+        return {"functions": listing.functions, "messages": self.messages(messages),
                 "line": self.facts.lines[lines[0]].place if lines else ""}  # fmt: skip
 
     def timeline(self) -> Markup | None:
-        """Return the drawing of a step; None where there is one stage."""
+        """Return the drawing of a step; None if there is one stage."""
         if len(self.report["stages"]) == 1:
             return None
-        try:
-            played = step_timeline(self.build.roles)
-        except ValueError as error:  # only a changed `schedule.txt` holds such an order
-            raise BuildError(f"`{self.build.folder / 'schedule.txt'}`: {error}") from None
-        return Markup(svg(played, "", "%"))
+        return Markup(svg(timeline_of(self.build), "", "%"))
 
     def lines(self) -> list[dict[str, Any]]:
-        """Return the lines of the plan with what each did."""
+        """Return the lines of the plan with the effects of each."""
         facts, rows, before = self.facts, list[dict[str, Any]](), 0
         sent = traffic_by(facts.entries, "line")
         first = {entry["line"]: entry["anchor"] for entry in reversed(facts.entries)}
         for number, line in enumerate(facts.lines):
             verb, _, rest = line.text.partition(" ")
-            leads = line.root != before  # the lines of an included file share what messages know of
+            leads = line.root != before  # messages know only the root line, which all lines of an included file share
             rows.append(
                 {
                     "anchor": f"P{number}", "verb": verb, "rest": rest.strip(), "line": line,
@@ -285,7 +282,7 @@ def in_plain(kind: str) -> str:
 
 
 def program_html(listed: ListedFunction) -> Markup:
-    """Return a function's rows, each with its anchor, and with what stands behind its code apart."""
+    """Return a function's rows, each with its anchor, and with its comment apart from its code."""
     marked, rows = listed.marked, []
     for number, row in enumerate(listed.rows, 1):
         code, mark, behind = row.rpartition("  # ")

@@ -1,5 +1,5 @@
-"""The batches that the ranks of a run give to a step, compared before any is used: a whole one that all ranks have,
-samples of each rank's own, or the plan's data. One exchange brings their hashes and the counts of their targets."""
+"""The batches that the ranks of a run pass to a step, compared before any is used: a whole one that all ranks have,
+each rank's own samples, or the plan's data. One exchange brings their hashes and the counts of their targets."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from .feed import LocalParts
 from .sizes import AtSizes, BySizes
 
 GIVEN_KINDS = ("nothing, so it reads the plan's data", "a whole batch", "samples of its own")
-"""The kinds of batch that a rank may give to a step, in words."""
+"""The kinds of batch that a rank may pass to a step, in words."""
 _DATA, _WHOLE, _LOCAL = range(3)
 LOOKS = 3
-"""The steps on samples of the ranks' own, from the first on, in which repeated samples are looked for."""
+"""The first steps on ranks' own samples in which samples that several ranks repeat are looked for."""
 _SIZES, _FIRST = 1, 2
 """Positions in a rank's row, which has the kind, a hash of the sizes, a hash of each input from ``_FIRST`` on, and the
-count."""
+counts of targets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +61,14 @@ class Batches:
         keep: bool = True, complete: Completed | None = None,
     ) -> Begun:  # fmt: skip
         """Begin step ``step`` (from 0) on a whole batch, on the samples of this rank, or on the plan's data, of which
-        nothing is read beyond step ``last``. ``call`` is the name of what is called. Without ``keep`` there is no
-        backward. ``complete`` adds to a given batch what it lacks.
+        nothing is read beyond step ``last``. ``call`` is the name of the method for messages. Without ``keep`` there is
+        no backward. ``complete`` completes a batch that was passed.
 
         Raises:
-            RunError: on every rank: what one of them gave is not the plan's, or the ranks gave what is no one batch.
+            RunError: on every rank: a batch does not fit the plan, or those of the ranks are not parts of one.
         """
         kind = _WHOLE if batch is not None else _DATA if local is None else _LOCAL
-        given = local if batch is None else batch
+        passed = local if batch is None else batch
         alone = self._together.world == 1
 
         def make() -> tuple[Begun, Row]:
@@ -76,16 +76,17 @@ class Batches:
                 raise RunError(
                     BATCHES_DIFFER, "both a whole batch and `local` samples were given", "give only one of them"
                 )
-            at = self._by_sizes(given, self._feed.shares if kind == _LOCAL else {})
-            if given is None:
+            at = self._by_sizes(passed, self._feed.shares if kind == _LOCAL else {})
+            if passed is None:
                 part = at.feed.read(step, last)
             else:
-                whole = given if complete is None else complete(at, given, at.feed.shares if kind == _LOCAL else {})
-                part = at.feed.given(whole, kind == _LOCAL, not alone)
+                shares = at.feed.shares if kind == _LOCAL else {}
+                completed = passed if complete is None else complete(at, passed, shares)
+                part = at.feed.cut_hashed(completed, kind == _LOCAL, not alone)
             begun = Begun(at, part.parts, at.stepper.begin([state], [part.parts], step, keep))
             sizes = stream(0, str(sorted(at.build.manifest["sizes"].items())))
             counted = (_as_integer(begun.work[0].totals.get(key)) for key in self._keys)
-            return begun, [kind, sizes, *part.prints, *counted]
+            return begun, [kind, sizes, *part.hashes, *counted]
 
         if alone:
             return make()[0]
@@ -95,14 +96,14 @@ class Batches:
             self._looks -= 1
             self._warn_of_repeats(rows)
         for at, key in enumerate(self._keys, _FIRST + len(self._feed.types)):
-            if (own := begun.work[0].totals.get(key)) is not None:
-                counts = torch.tensor([row[at] for row in rows], device=own.device)
-                counts = counts.view(torch.float64).to(own.dtype) if own.is_floating_point() else counts.to(own.dtype)
+            if (count := begun.work[0].totals.get(key)) is not None:
+                counts = torch.tensor([row[at] for row in rows], device=count.device)
+                counts = (counts.view(torch.float64) if count.is_floating_point() else counts).to(count.dtype)
                 begun.at.stepper.share_counts(begun.work[0], self._together.rank, key, counts.unbind())
         return begun
 
     def _hold(self, rows: Sequence[Sequence[int]], at: AtSizes) -> None:
-        """Check that the ranks' batches belong together. All ranks have the same rows, and so the same error."""
+        """Check that the ranks' batches are parts of one. All ranks have the same rows, and so raise the same error."""
         if other := _odd_one([row[0] for row in rows]):
             first, second = (f"rank {rank} gave {GIVEN_KINDS[rows[rank][0]]}" for rank in other)
             raise RunError(BATCHES_DIFFER, f"{first}, and {second}", _every_rank(rows[other[0]][0], self._samples(at)))
@@ -121,7 +122,7 @@ class Batches:
                 raise RunError(BATCHES_DIFFER, message, _every_rank(kind, self._samples(at), axes))
 
     def _warn_of_repeats(self, rows: Sequence[Sequence[int]]) -> None:
-        """Warn, once and on one rank, where ranks that should have other samples have the same."""
+        """Warn, once and on one rank, where ranks that should have different samples have the same."""
         split = {
             place: axes for place, name in enumerate(self._feed.types, _FIRST) if (axes := self._feed.batch_axes(name))
         }
@@ -149,13 +150,13 @@ class Batches:
         return place
 
     def _samples(self, at: AtSizes) -> int:
-        """Return the number of a step's samples that a rank has of its own."""
+        """Return the number of a rank's own samples of a step."""
         return int(at.build.manifest["sizes"].get(BATCH, 1)) // max(self._feed.shares.values(), default=1)
 
 
 def _odd_one(numbers: Sequence[int], place: Callable[[int], Hashable] = lambda _: 0) -> tuple[int, int] | None:
-    """Return the first rank whose number differs from an earlier rank's at the same place: that earlier rank, then this
-    one."""
+    """Return the first rank whose number differs from that of an earlier rank at the same place, behind that earlier
+    rank; None if there is none."""
     first: dict[Hashable, int] = {}
     for rank, number in enumerate(numbers):
         if numbers[known := first.setdefault(place(rank), rank)] != number:
@@ -164,10 +165,10 @@ def _odd_one(numbers: Sequence[int], place: Callable[[int], Hashable] = lambda _
 
 
 def _every_rank(kind: int, samples: int, axes: Sequence[str] = ()) -> str:
-    """Return a sentence that says what ranks should have given."""
-    own = f"a rank's own {samples} sample{'s' * (samples != 1)} of it are `local=batch`"
+    """Return the advice on the batches that ranks should have passed."""
+    local = f"a rank's own {samples} sample{'s' * (samples != 1)} of it are `local=batch`"
     if kind == _WHOLE:
-        return f"`batch` is a whole step's, the same on every rank; {own}"
+        return f"`batch` is a whole step's, the same on every rank; {local}"
     if kind == _LOCAL and axes:
         by = " and ".join(f'`session.coordinates["{axis}"]`' for axis in axes)
         return f"choose a rank's samples by {by} alone: other ranks at that place compute with the same samples"
@@ -177,7 +178,7 @@ def _every_rank(kind: int, samples: int, axes: Sequence[str] = ()) -> str:
 
 
 def _as_integer(count: torch.Tensor | None) -> int | torch.Tensor:
-    """Return the bits of a count, which may be a real number."""
+    """Return a count as int64; of a floating-point one the bits of its float64."""
     if count is None:
         return 0
     return count.double().view(torch.int64) if count.is_floating_point() else count.long()

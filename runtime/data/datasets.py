@@ -1,4 +1,4 @@
-"""Datasets as sources of samples: what has ``dataset[i]`` and a length, what is iterated, and folders that Hugging
+"""Datasets as sources of samples: map-style ones with ``dataset[i]`` and a length, iterables, and folders that Hugging
 Face's ``datasets`` has saved."""
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ def sample_tensors(item: Any, inputs: Inputs, what: str) -> dict[str, Tensor]:
     the input's type; entries of a dict that are no inputs are left out.
 
     Raises:
-        DataError: it is no such sample.
+        DataError: it is not a sample of the inputs.
     """
     if isinstance(item, tuple | list) and len(item) == len(inputs):
         item = {line["name"]: value for line, value in zip(inputs, item, strict=True)}
     if not isinstance(item, Mapping):
         many = f" of {len(item)}, and the plan has {len(inputs)} inputs" if isinstance(item, tuple | list) else ""
         raise DataError(f"{what} is not a sample: it is {type(item).__name__}{many}", _FORM_HELP)
-    found = {}
+    tensors = {}
     for line in inputs:
         if line["name"] in item:
             value = item[line["name"]]
             try:
-                found[line["name"]] = _tensor(value, getattr(torch, line["dtype"]))
+                tensors[line["name"]] = _tensor(value, getattr(torch, line["dtype"]))
             except (TypeError, ValueError, RuntimeError):
                 kind = type(value).__name__
                 raise DataError(f"{what} is not a sample: `{line['name']}` is {kind}", _FORM_HELP) from None
-    if not found:
+    if not tensors:
         names = ", ".join(f"`{name}`" for name in item) or "nothing"
         raise DataError(f"{what} holds {names}, and none is an input of the plan", "name entries as the inputs")
-    return found
+    return tensors
 
 
 def _tensor(value: Any, dtype: torch.dtype) -> Tensor:
@@ -62,10 +62,10 @@ def _tensor(value: Any, dtype: torch.dtype) -> Tensor:
 
 @final
 class MapSource:
-    """The entries of a dataset with ``dataset[i]`` and a length, by their places.
+    """The entries of a map-style dataset, by their index.
 
     Raises:
-        DataError: the length cannot be had (chained).
+        DataError: the dataset fails to say its length (chained).
     """
 
     def __init__(self, dataset: Any, inputs: Inputs) -> None:
@@ -73,7 +73,7 @@ class MapSource:
         self.count = asked(lambda: len(dataset), "the length of the dataset", "ask the dataset for it: `len(dataset)`")
 
     def entry(self, number: int) -> Any:
-        """Return what the dataset has at a place.
+        """Return the dataset's entry at an index.
 
         Raises:
             DataError: it failed (chained).
@@ -93,7 +93,7 @@ class MapSource:
 @final
 class IterableSource:
     """Samples of an iterable, epoch after epoch, in its own order. Samples are numbered as they come: to go back, the
-    iterable is begun again, and passed over up to the sample.
+    iterable is started again, and samples are skipped.
 
     ``begin`` returns the iterator of an epoch, over samples or batches of them. An epoch has at least ``least``
     samples.
@@ -146,7 +146,7 @@ class IterableSource:
         self._epoch, self._in_epoch = epoch, 0
 
     def _samples(self, item: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-        """Yield the samples of a batch, which has a dim more than a sample; a sample alone is itself."""
+        """Yield the samples of a batch, which has a dim more than a sample, or the one sample that this is."""
         dims = {line["name"]: line["dims"] for line in self._inputs if line["dims"][:1] == [BATCH]}
         batched = {name for name in dims.keys() & item.keys() if item[name].dim() == len(dims[name])}
         if not batched or batched != dims.keys() & item.keys():
@@ -156,40 +156,45 @@ class IterableSource:
             yield {name: value[row] if name in batched else value for name, value in item.items()}
 
 
-def epochs_of(made: Any, again: Callable[[], Any]) -> Callable[[int], Iterator[Any]]:
-    """Return the function that begins an epoch of an iterable. One that can be iterated once only, such as a generator,
-    is made again by ``again``. ``set_epoch`` is called with the epoch's number first, where the iterable has it."""
-    once = hasattr(made, "__next__")
-    unused = [made]
+def _epochs_of(iterable: Any, again: Callable[[], Any]) -> Callable[[int], Iterator[Any]]:
+    """Return the function that begins an epoch of an iterable. One that can be iterated only once, such as a generator,
+    is replaced by that of ``again``. ``set_epoch`` is called with the epoch's number first, where the iterable has
+    it."""
+    once = hasattr(iterable, "__next__")
+    unused = [iterable]
 
     def begin(epoch: int) -> Iterator[Any]:
-        one = (unused.pop() if unused else again()) if once else made
-        if hasattr(one, "set_epoch"):
-            one.set_epoch(epoch)
-        return iter(one)
+        items = (unused.pop() if unused else again()) if once else iterable
+        if hasattr(items, "set_epoch"):
+            items.set_epoch(epoch)
+        return iter(items)
 
     return begin
 
 
 def dataset_source(
-    made: Any, again: Callable[[], Any], inputs: Inputs, least: int, form: WindowForm | None
+    dataset: Any, again: Callable[[], Any], inputs: Inputs, least: int, form: WindowForm | None
 ) -> MapSource | IterableSource | Windows:
     """Return the samples of a dataset or an iterable; with ``form`` its entries are documents, which are packed.
+    ``again`` returns the iterable anew, where it can be iterated only once. An epoch has at least ``least`` samples.
 
     Raises:
         DataError: it is neither, or a document has no tokens.
     """
-    mapped = hasattr(made, "__getitem__") and hasattr(made, "__len__")
-    if mapped and not isinstance(made, torch.utils.data.IterableDataset):
-        source = MapSource(made, inputs)
+    mapped = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    if mapped and not isinstance(dataset, torch.utils.data.IterableDataset):
+        source = MapSource(dataset, inputs)
         if form is None:
             return source
-        lengths = [len(_document(source.entry(number), form, f"entry {number}")) for number in range(source.count)]
-        return packed_windows(lengths, lambda number: _document(source.entry(number), form, f"entry {number}"), form)
-    if not hasattr(made, "__iter__"):
-        message = f"it returns {type(made).__name__}, which is no dataset"
+
+        def document(number: int) -> Tensor:
+            return _document(source.entry(number), form, f"entry {number}")
+
+        return _packed_windows([len(document(number)) for number in range(source.count)], document, form)
+    if not hasattr(dataset, "__iter__"):
+        message = f"it returns {type(dataset).__name__}, which is no dataset"
         raise DataError(message, "return an object with `__getitem__` and `__len__`, or with `__iter__`")
-    begin = epochs_of(made, again)
+    begin = _epochs_of(dataset, again)
     if form is None:
         return IterableSource(begin, inputs, least)
 
@@ -199,14 +204,15 @@ def dataset_source(
     return IterableSource(windows, inputs, least)
 
 
-def packed_windows(lengths: Sequence[int], document: Callable[[int], Tensor], form: WindowForm) -> Windows:
+def _packed_windows(lengths: Sequence[int], document: Callable[[int], Tensor], form: WindowForm) -> Windows:
     """Return the windows of documents of these lengths, joined."""
     text = JoinedDocuments(lengths, document)
     return Windows(text, form, f"{len(lengths)} documents hold {text.size} tokens")
 
 
 def _document(item: Any, form: WindowForm, what: str) -> Tensor:
-    """Return the tokens of a document: a row of numbers, or the entry of a dict that is named as the input."""
+    """Return the tokens of a document, int64 [count]: it is a row of numbers, or a dict with one under the input's
+    name."""
     if isinstance(item, Mapping):
         if form.tokens not in item:
             names = ", ".join(f"`{name}`" for name in item) or "nothing"
@@ -221,7 +227,7 @@ def _document(item: Any, form: WindowForm, what: str) -> Tensor:
 
 
 def folder_source(folder: Path, inputs: Inputs, form: WindowForm | None) -> MapSource | Windows:
-    """Return the samples of a folder that ``datasets`` has saved, or of a file of JSON with an object for each; with
+    """Return the samples of a folder that ``datasets`` has saved, or of a JSON file with an object a line; with
     ``form`` its rows are documents.
 
     Raises:
@@ -239,21 +245,21 @@ def folder_source(folder: Path, inputs: Inputs, form: WindowForm | None) -> MapS
     if folder.is_file():
         read, help_ = datasets.Dataset.from_json, "write an object a line: the tensors of a sample, as lists, by inputs"
     try:
-        made = read(str(folder))
+        dataset = read(str(folder))
     except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
         why, _, _ = str(error.__cause__ or error).partition("\n")
         raise DataError(f"{folder} cannot be read as a dataset: {why}", help_) from None
-    if isinstance(made, Mapping):
-        names = " or ".join(f'"{folder.name}/{name}"' for name in made)
-        raise DataError(f"{folder} holds {len(made)} datasets", f"name one: {names}")
+    if isinstance(dataset, Mapping):
+        names = " or ".join(f'"{folder.name}/{name}"' for name in dataset)
+        raise DataError(f"{folder} holds {len(dataset)} datasets", f"name one: {names}")
     wanted = [form.tokens] if form is not None else [line["name"] for line in inputs]
-    columns = [name for name in wanted if name in made.column_names]
+    columns = [name for name in wanted if name in dataset.column_names]
     if not columns:
-        have = ", ".join(f"`{name}`" for name in made.column_names)
+        have = ", ".join(f"`{name}`" for name in dataset.column_names)
         message = f"{folder} has columns {have}, and none is an input"
         raise DataError(message, "name its columns as the inputs: `dataset.rename_column`")
-    entries = MapSource(made.with_format("numpy", columns=columns), inputs)
+    entries = MapSource(dataset.with_format("numpy", columns=columns), inputs)
     if form is None:
         return entries
-    lengths = [len(row) for batch in made.select_columns(columns).iter(1000) for row in batch[form.tokens]]
-    return packed_windows(lengths, lambda number: _document(entries.entry(number), form, f"row {number}"), form)
+    lengths = [len(row) for batch in dataset.select_columns(columns).iter(1000) for row in batch[form.tokens]]
+    return _packed_windows(lengths, lambda number: _document(entries.entry(number), form, f"row {number}"), form)

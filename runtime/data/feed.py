@@ -1,4 +1,5 @@
-"""A rank's part of each step's microbatches, cut from whole batches, or read from the plan's data row by row."""
+"""The feed of a rank: its part of each step's microbatches, cut from whole batches, or read from the plan's data row by
+row. Batches of fewer samples than a step takes are padded, where that is proved to change nothing."""
 
 from __future__ import annotations
 
@@ -32,12 +33,12 @@ from .reading import Closing, RowReader, in_thread
 from .samples import DataError, raised_at, sample_misfit
 from .sources import OWN_CODE, line_of, make_data
 
-# ---- batches of fewer samples than a step takes, completed by samples that are proved to change nothing.
+# ---- batches of fewer samples, padded
 
 
 @final
 class Tails:
-    """The completion of one build's batches; ``batched`` are its inputs with a batch dim."""
+    """The padding of one build's batches; ``batched`` says which of its inputs have a batch dim."""
 
     def __init__(self, build: Build, batched: Mapping[str, bool]) -> None:
         self._reference, self._balanced = build.reference, bool(biases_in(build.manifest))
@@ -48,23 +49,22 @@ class Tails:
 
     @cached_property
     def _ignored(self) -> dict[str, int]:
-        """The inputs that decide what the loss counts, with a number of which none is counted, if the loss allows it:
-        for targets of a cross entropy that which it ignores, for others, as a mask, that with which they are compared,
-        or 0."""
-        bounds, found = class_bounds(self._reference), dict[str, int]()
+        """The fill value of padded samples for each input that decides what the loss counts: a cross entropy's
+        ``ignore_index``, a mask's comparand, or 0."""
+        fills = dict[str, int]()
         for function in self._reference.functions[:-1]:
-            numbers = _compared(function)
-            found = {name: numbers.get(name, 0) for name in self._names if name in function.bound("input")}
-        for name, (bound, ignore) in bounds.items():
+            numbers = _comparands(function)
+            fills = {name: numbers.get(name, 0) for name in self._names if name in function.bound("input")}
+        for name, (bound, ignore) in class_bounds(self._reference).items():
             if name in self._names and ignore is not None:
-                found[name] = ignore
-            elif not 0 <= found.get(name, 0) < bound:
-                del found[name]  # it is a row or a class too, and there is none of this number
-        return found
+                fills[name] = ignore
+            elif not 0 <= fills.get(name, 0) < bound:
+                del fills[name]  # the input is an index too, and no row or class has this number
+        return fills
 
     @cached_property
     def fault(self) -> str:
-        """The reason why samples that the loss is not to count would change it, "" where they do not."""
+        """The reason why padded samples would change the loss or the gradients, "" where they do not."""
         from ...compiler.verify.padding import tail_fault  # proves in sympy, which most runs need not import
 
         if self._lossless:
@@ -74,11 +74,11 @@ class Tails:
         return tail_fault(self._reference, self._ignored, self._unbatched)
 
     def ignored_targets(self, count: int) -> Mapping[str, int]:
-        """Return the inputs that decide what the loss counts, with the numbers of samples that are not counted: such
-        samples complete a batch of ``count`` samples.
+        """Return the fill value of the inputs that decide what the loss counts, with which a batch of ``count`` samples
+        is padded.
 
         Raises:
-            RunError: they would change the loss.
+            RunError: padded samples would change the loss.
         """
         if self.fault:
             message = f"the last batch of an epoch has {count} samples, and a step takes {self._size}"
@@ -89,21 +89,21 @@ class Tails:
         return self._ignored
 
     def completed(self, batch: Mapping[str, torch.Tensor], shares: Mapping[str, int]) -> Mapping[str, torch.Tensor]:
-        """Return a whole step's batch, or one rank's share of it. Copies of the first sample follow the given samples,
-        with all of their targets ignored.
+        """Return a whole step's batch, or one rank's share of it, padded by copies of its first sample with all targets
+        ignored.
 
-        Batches that are no tensors of a common number of samples are given back as they are.
+        A batch whose inputs have no common number of samples is returned as it is.
 
         Raises:
             RunError: there are too many samples, or none, or too few for a loss that sees how many there are.
         """
-        given = {name: value for name, value in batch.items() if name in self._names}
-        if not given or any(not isinstance(value, torch.Tensor) or not value.dim() for value in given.values()):
+        batched = {name: value for name, value in batch.items() if name in self._names}
+        if not batched or any(not isinstance(value, torch.Tensor) or not value.dim() for value in batched.values()):
             return batch
-        size, *others = {self._size // shares.get(name, 1) for name in given}
-        if others:  # what is divided differently has no common number of samples
+        size, *others = {self._size // shares.get(name, 1) for name in batched}
+        if others:  # inputs that are divided over different axes have no common number of samples
             return batch
-        counts = {value.shape[0] for value in given.values()}
+        counts = {value.shape[0] for value in batched.values()}
         count = counts.pop()
         if counts or count == size:
             return batch
@@ -118,16 +118,16 @@ class Tails:
             what, takes = ("this rank's part", "of a step it takes") if shares else ("the batch", "a step takes")
             raise RunError(BAD_DATA, f"{what} has {samples}; {takes} {legal}", help_, [why])
         missing = size - count
-        return {**batch, **{name: self._longer(name, value, missing) for name, value in given.items()}}
+        return {**batch, **{name: self._longer(name, value, missing) for name, value in batched.items()}}
 
     def _longer(self, name: str, value: torch.Tensor, missing: int) -> torch.Tensor:
         more = value[:1].expand(missing, *value.shape[1:])
         return torch.cat([value, torch.full_like(more, self._ignored[name]) if name in self._ignored else more])
 
 
-def _compared(count: Function) -> dict[str, int]:
-    """Return, for inputs that a count compares with a number, the number, as -100 in ``(targets != -100).sum()``."""
-    origin, found = {value.name: name for name, value in count.bound("input").items()}, dict[str, int]()
+def _comparands(count: Function) -> dict[str, int]:
+    """Return the numbers with which a count compares inputs, as -100 in ``(targets != -100).sum()``."""
+    origin, comparands = {value.name: name for name, value in count.bound("input").items()}, dict[str, int]()
     for line in count.lines:
         first, *others = line.args or (None,)
         name, row = origin.get(first.name, "") if isinstance(first, Ref) else "", facts(line.op)
@@ -136,11 +136,11 @@ def _compared(count: Function) -> dict[str, int]:
         elif (
             name and row.elementwise and others and isinstance(others[0], int) and line.made[0].type.dtype == torch.bool
         ):
-            found.setdefault(name, others[0])
-    return found
+            comparands.setdefault(name, others[0])
+    return comparands
 
 
-# ---- a rank's part of each step's microbatches, cut from whole batches, or read from the plan's data row by row.
+# ---- the feed
 
 
 LocalParts = list[dict[str, torch.Tensor]]
@@ -148,12 +148,12 @@ LocalParts = list[dict[str, torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
-    """One rank's part of a step: its microbatches, and a hash of each input's samples before their cut. Ranks that
-    should have the same samples compare the hashes. A hash is 0 where the samples cannot differ."""
+class HashedParts:
+    """One rank's part of a step: its microbatches, and for each input a hash of its samples before they were cut. Ranks
+    that should have the same samples compare the hashes. A hash is 0 where the samples cannot differ."""
 
     parts: LocalParts
-    prints: Sequence[int | torch.Tensor]
+    hashes: Sequence[int | torch.Tensor]
 
 
 MISFIT_HELP = "change the data, or the plan's `input` and `sizes` lines"
@@ -161,38 +161,35 @@ MISFIT_HELP = "change the data, or the plan's `input` and `sizes` lines"
 
 @final
 class Feed:
-    """The cutting and reading of batches for the rank at ``coordinates``. The next step's rows are read while one is
-    computed. Feeds that may ask the same callable of a person share ``reading``, which one thread at a time holds."""
+    """The cutting and reading of batches for the rank at ``coordinates``. The next step's rows are read ahead. Feeds
+    that may call the same function of a person share the lock ``reading``, so that one thread at a time is in it."""
 
     def __init__(
         self, build: Build, mesh: Mesh, coordinates: Mapping[str, int], device: torch.device,
         reading: threading.Lock | None = None,
     ) -> None:  # fmt: skip
-        self._build, self._mesh, self._coordinates, self._device = build, mesh, coordinates, device
+        self._build, self._mesh, self._coordinates, self.device = build, mesh, coordinates, device
+        self.inputs: Sequence[Mapping[str, Any]] = build.manifest["inputs"]
+        """The plan's ``input`` lines."""
         self.types = input_types(build.programs)
         self._count = int(build.manifest["microbatches"])
-        self._batched = {line["name"]: line["dims"][:1] == [BATCH] for line in build.manifest["inputs"]}
+        self._batched = {line["name"]: line["dims"][:1] == [BATCH] for line in self.inputs}
         self._bounds = class_bounds(build.reference)
         self.shares = {name: math.prod(mesh.size(axis) for axis in self.batch_axes(name)) for name in self.types}
         """The number of ranks among which the samples of an input are divided."""
-        self._tails = Tails(build, self._batched)
+        self.tails = Tails(build, self._batched)
         self._reader: RowReader | None = None
         self._reading = threading.Lock() if reading is None else reading
         self._closed = threading.Event()
-        self._ahead: tuple[int, Future[Given]] | None = None
+        self._ahead: tuple[int, Future[HashedParts]] | None = None
         self._line = line_of(build)
         self.batch = int(build.manifest["sizes"].get(BATCH, 1))
         """The samples of a step."""
         self._origin = 0, 0
         self.places: dict[str, tuple[int, int]] = {}
-        """The places of a person's own loaders, by name: an epoch, and how many of its samples were taken."""
+        """The places of ``parc.dataloader``'s loaders, by name: an epoch, and how many of its samples were taken."""
         self.loaders: WeakSet[Any] = WeakSet()
-        """The loaders themselves, while anyone holds them."""
-
-    @property
-    def inputs(self) -> Sequence[Mapping[str, Any]]:
-        """The plan's ``input`` lines."""
-        return self._build.manifest["inputs"]  # type: ignore[no-any-return]
+        """These loaders, as long as anyone holds them."""
 
     def position(self, step: int) -> int:
         """Return the number of the first sample of the plan's data that step ``step`` (from 0) takes."""
@@ -200,43 +197,38 @@ class Feed:
         return sample + (step - first) * self.batch
 
     def facts(self, step: int) -> dict[str, Any]:
-        """Return what a checkpoint after ``step`` steps holds of the data: the number of steps, of samples of the
+        """Return the facts of a checkpoint after ``step`` steps about data: the number of steps, of samples of the
         plan's data, and the places of loaders. None depends on the mesh."""
         return {"step": step, "samples": self.position(step), "loaders": self.places}
 
     def go_on(self, facts: Mapping[str, Any]) -> int:
-        """Let data go on where a checkpoint with these facts ends. Return the number of steps done."""
+        """Go on with the data where a checkpoint with these facts ends. Return the number of steps done."""
         step = int(facts["step"])
         self.close()
         self._origin = step, int(facts.get("samples", step * self.batch))
         self.places = {name: (epoch, taken) for name, (epoch, taken) in facts.get("loaders", {}).items()}
         return step
 
-    @property
-    def device(self) -> torch.device:
-        """The device of a rank's parts."""
-        return self._device
-
     def samples(self, name: str, shares: Mapping[str, int]) -> int:
         """Return the samples of an input in a whole batch, or in a rank's part of one; 0 for an input without any."""
         return self.types[name].shape[0] // shares.get(name, 1) * self._count if self._batched[name] else 0
 
     def batch_axes(self, name: str) -> tuple[str, ...]:
-        """The mesh axes that divide the samples of an input."""
+        """Return the mesh axes that divide the samples of an input."""
         return tuple(axis for _, axis in self.types[name].placement.splits(0)) if self._batched[name] else ()
 
     def cut(self, batch: Mapping[str, torch.Tensor]) -> LocalParts:
-        """Return this rank's part of each microbatch of a step's *whole* batch. A batch of fewer samples is allowed
-        where that is proved right.
+        """Return this rank's part of each microbatch of a step's *whole* batch. One of fewer samples is padded, where
+        that is proved to change nothing.
 
         Raises:
             RunError: an input is missing, or has another shape, dtype or range than the plan's.
         """
-        return self.given(batch).parts
+        return self.cut_hashed(batch).parts
 
-    def given(self, batch: Mapping[str, torch.Tensor], local: bool = False, hashed: bool = False) -> Given:
+    def cut_hashed(self, batch: Mapping[str, torch.Tensor], local: bool = False, hashed: bool = False) -> HashedParts:
         """Return this rank's part of a step's whole batch. With ``local`` the batch has only this rank's samples, in
-        the order of the microbatches and whole in their other dims. Hashes are made if ``hashed``.
+        the order of the microbatches and whole in their other dims. Without ``hashed`` all hashes are 0.
 
         Raises:
             RunError: an input is missing, or has another shape, dtype or range than the plan's.
@@ -248,31 +240,31 @@ class Feed:
         if unknown:
             raise RunError(BAD_DATA, f"the batch has `{unknown[0]}`, which is no input of the plan", needs)
         shares = self.shares if local else {}
-        given, batch = batch, self._tails.completed(batch, shares)
+        unpadded, batch = batch, self.tails.completed(batch, shares)
         parts: LocalParts = [{} for _ in range(self._count)]
         for name, type_ in self.types.items():
             if name not in batch:
                 raise RunError(BAD_DATA, f"the batch has no `{name}`", needs)
             value, rows = batch[name], type_.shape[0] // shares.get(name, 1) if self._batched[name] else 0
-            samples = [rows * self._count if batch is given else len(given[name])] if rows else type_.shape[:1]
+            samples = [rows * self._count if batch is unpadded else len(unpadded[name])] if rows else type_.shape[:1]
             what = "this rank's samples" if local else "a whole step's batch"
-            self._check(name, given[name], (*samples, *type_.shape[1:]), what)
+            self._check(name, unpadded[name], (*samples, *type_.shape[1:]), what)
             for index, part in enumerate(parts):
                 piece = value[index * rows : (index + 1) * rows] if rows else value
                 if local and rows:
-                    part[name] = self._cut_rest(piece, type_, 1).to(self._device)
+                    part[name] = self._cut_rest(piece, type_, 1).to(self.device)
                 else:
-                    part[name] = take(piece, type_.placement, self._mesh, self._coordinates).to(self._device)
-        return Given(parts, [digest(batch[name]) if hashed else 0 for name in self.types])
+                    part[name] = take(piece, type_.placement, self._mesh, self._coordinates).to(self.device)
+        return HashedParts(parts, [digest(batch[name]) if hashed else 0 for name in self.types])
 
     def next(self, step: int, steps: int | None = None) -> LocalParts:
-        """Return the parts that ``read`` returns."""
+        """Return the parts of ``read``."""
         return self.read(step, steps).parts
 
-    def read(self, step: int, steps: int | None = None) -> Given:
+    def read(self, step: int, steps: int | None = None) -> HashedParts:
         """Return this rank's part of the microbatches of step ``step`` (from 0), from the plan's ``data`` line.
 
-        With ``steps`` nothing is read ahead beyond the last of so many: there may be no more.
+        With ``steps`` nothing is read ahead beyond the last of so many steps: there may be no more data.
 
         Raises:
             RunError: the plan has no data, or it cannot be read.
@@ -280,12 +272,12 @@ class Feed:
         reader = self._opened()
         ahead, self._ahead = self._ahead, None
         with WAITS.data():
-            ready = ahead is not None and ahead[0] == step
-            rows = ahead[1].result() if ahead is not None and ready else self._read(reader, step, steps)
+            hit = ahead is not None and ahead[0] == step
+            ready = ahead[1].result() if ahead is not None and hit else self._read(reader, step, steps)
         if steps is None or step + 1 < steps:
             self._ahead = step + 1, in_thread(lambda: self._read(reader, step + 1, steps), self._closed)
-        parts = [{name: value.to(self._device) for name, value in part.items()} for part in rows.parts]
-        return Given(parts, rows.prints)
+        parts = [{name: value.to(self.device) for name, value in part.items()} for part in ready.parts]
+        return HashedParts(parts, ready.hashes)
 
     @property
     def count(self) -> int | None:
@@ -342,8 +334,8 @@ class Feed:
         every = [self._wanted[name, index] for index in range(self._count)]
         return torch.cat(every) if self._batched[name] else every[0]
 
-    def own(self, samples: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return this rank's samples of a batch as ``given`` takes them, of the samples of all its rows.
+    def local_batch(self, samples: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return this rank's ``local`` batch, from the samples of all rows that it needs.
 
         Raises:
             DataError: an input is missing.
@@ -352,27 +344,18 @@ class Feed:
             held = ", ".join(f"`{name}`" for name in samples)
             raise DataError(f"samples hold {held}, and no `{missing[0]}`", "name their entries as the inputs")
         rows = torch.tensor(self.rows)
-        own = {name: samples[name][torch.searchsorted(rows, self.rows_of(name))] for name in self.types}
-        return {name: value if self._batched[name] else value[0] for name, value in own.items()}
+        batch = {name: samples[name][torch.searchsorted(rows, self.rows_of(name))] for name in self.types}
+        return {name: value if self._batched[name] else value[0] for name, value in batch.items()}
 
     def tail_fault(self, count: int) -> str:
-        """Return the reason why there is no batch of ``count`` samples, fewer than a step takes, or "" if there is."""
+        """Return the reason why there can be no batch of ``count`` samples, fewer than a step takes, or ""."""
         ranges = self._build.template.ranges if self._build.template is not None else {}
         if BATCH not in ranges or count in ranges[BATCH].values:
-            return "" if BATCH in ranges else self._tails.fault
+            return "" if BATCH in ranges else self.tails.fault
         return f"the build was made for {sizes_text({BATCH: ranges[BATCH]})}"
 
-    def ignored_targets(self, count: int) -> Mapping[str, int]:
-        """Return the inputs that are targets, with the number that is ignored, which completes a batch of ``count``
-        samples.
-
-        Raises:
-            RunError: a batch of fewer samples would change the loss.
-        """
-        return self._tails.ignored_targets(count)
-
-    def _read(self, reader: RowReader, step: int, steps: int | None) -> Given:
-        """Return every sample that this rank needs, read once, on the CPU."""
+    def _read(self, reader: RowReader, step: int, steps: int | None) -> HashedParts:
+        """Return this rank's part of a step on the CPU; each sample is read once, also if several inputs need it."""
         rows, end = self.rows, None if steps is None else self.position(steps)
         with self._reading:
             samples = self._samples(lambda: reader(self.position(step), end), step, rows[0])
@@ -387,10 +370,11 @@ class Feed:
             read[name].append(value)
             parts[index][name] = self._cut_rest(value, type_, 1 if self._batched[name] else 0)
         hashed = self._build.manifest["data"]["form"] in OWN_CODE
-        return Given(parts, [int(digest(torch.cat(read[name]))) if hashed else 0 for name in self.types])
+        return HashedParts(parts, [int(digest(torch.cat(read[name]))) if hashed else 0 for name in self.types])
 
     def _samples(self, read: Callable[[], dict[str, torch.Tensor]], step: int, row: int) -> dict[str, torch.Tensor]:
-        """Return samples of a step that ``read`` reads, from a ``row`` of its batch on; they are those of the plan.
+        """Return the samples of a step that ``read`` reads, the first of them for a ``row`` of its batch. Inputs that
+        no program needs may be missing: they are zeros.
 
         Raises:
             RunError: they cannot be read, or have other names, types or shapes.
@@ -411,7 +395,7 @@ class Feed:
             help_ = f"name inputs as the data does: {held}"
             raise RunError(BAD_DATA, f"samples have no `{missing[0]}`", help_, notes)
         first = {name: value[0] for name, value in samples.items()}
-        lines = [line for line in self._build.manifest["inputs"] if line["name"] in self.types]
+        lines = [line for line in self.inputs if line["name"] in self.types]
         sizes = {name: SizeRange(value, value) for name, value in self._build.manifest["sizes"].items()}
         if wrong := sample_misfit(first, self.position(step) + row, lines, sizes):
             help_ = self._sizes_of(wrong[0], first[wrong[0]].shape) or MISFIT_HELP
@@ -422,7 +406,7 @@ class Feed:
         return dim_index(type_.shape[dim], dim, type_.placement, self._mesh, self._coordinates, None)
 
     def _cut_rest(self, value: torch.Tensor, type_: TensorType, first: int) -> torch.Tensor:
-        """Cut a rank's rows along their other dims."""
+        """Cut a rank's rows along their dims from ``first`` on."""
         for dim in range(first, value.dim()):
             if type_.placement.splits(dim):
                 value = value.index_select(dim, self._index(type_, dim))
@@ -431,7 +415,7 @@ class Feed:
     def _sizes_of(self, name: str, shape: Sequence[int]) -> str:
         """Return the advice how to run the build at a sample's sizes, or "" where it runs at these sizes now."""
         ranges = self._build.template.ranges if self._build.template is not None else {}
-        dims = next(line["dims"] for line in self._build.manifest["inputs"] if line["name"] == name)
+        dims = next(line["dims"] for line in self.inputs if line["name"] == name)
         dims = dims[self._batched[name] :]
         pairs = zip(dims, shape, strict=True) if len(dims) == len(shape) else ()
         sizes = {dim: size for dim, size in pairs if dim in ranges}
@@ -443,7 +427,7 @@ class Feed:
         return f"`parc run --sizes {words}` runs the build at the samples' sizes"
 
     def _check(self, name: str, value: Any, shape: tuple[int, ...], what: str) -> None:
-        """Check shape, dtype and numbers of ``what`` was given."""
+        """Check an input's shape, dtype and numbers; ``what`` says for messages what it is of."""
         type_ = self.types[name]
         if not isinstance(value, torch.Tensor) or tuple(value.shape) != shape or value.dtype != type_.dtype:
             have = f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
@@ -455,12 +439,12 @@ class Feed:
         self._check_numbers(name, value)
 
     def _check_numbers(self, name: str, value: torch.Tensor, notes: Sequence[str] = ()) -> None:
-        """Check that numbers of rows and classes are below their count: a split table would not notice."""
+        """Check that indices of rows and classes are below their count: a split table would not notice."""
         if name in self._bounds and (message := beyond(name, value, *self._bounds[name])):
             raise RunError(BAD_DATA, message, beyond_help(*self._bounds[name]), notes)
 
 
 def input_types(programs: Mapping[str, Program]) -> dict[str, TensorType]:
-    """The type of each input that the programs read, in one microbatch."""
+    """Return the type of each input that the programs read, in one microbatch."""
     readers = [programs[action] for action in (FORWARD, COUNTING) if action in programs]
     return {name: value.type for program in readers for name, value in program.main.bound("input").items()}

@@ -1,4 +1,5 @@
-"""Batches of a dataset for a loop of one's own: each rank gets its samples, and checkpoints hold the place."""
+"""The loader of ``parc.dataloader``: batches of a dataset for a person's own loop, of which each rank gets its samples;
+checkpoints hold its place."""
 
 from __future__ import annotations
 
@@ -58,23 +59,23 @@ class Loader:
         feed.loaders.add(self)
 
     def _check_name(self) -> None:
-        """Check that no other dataset is read under this name: the two would go on at one place."""
+        """Check that no other dataset is read under this name: both would go on at one place after a restore."""
         if any(other._name == self._name and other._dataset is not self._dataset for other in self._feed.loaders):
             message = f"another dataset has a loader with the name `{self._name}` already"
             raise RunError(BAD_DATA, message, 'give each a name, as `name="pictures"`, or `del` the other loader first')
 
     def _check(self, samples: int) -> None:
-        """Check that there is a batch, and that the last one of an epoch may be smaller where it is."""
+        """Check that an epoch has a batch, and that its last one may be smaller, if it is."""
         batch = self._feed.batch
         if samples < (batch if self._drop_last else 1):
             help_ = "give it more, or build the plan for a smaller B" + ", or `drop_last=False`" * self._drop_last
             raise DataError(f"the dataset has {samples} sample{'s' * (samples != 1)}, and a step takes {batch}", help_)
         rest = samples % batch
         if rest and not self._drop_last and not self._has_size(rest):
-            self._feed.ignored_targets(rest)
+            self._feed.tails.ignored_targets(rest)
 
     def _has_size(self, count: int) -> bool:
-        """Return whether the plan's range for B has a batch of so many samples."""
+        """Return whether the plan has a range for B that a batch of so many samples is in."""
         return self._by_sizes.ranges(BATCH) and not self._feed.tail_fault(count)
 
     def __len__(self) -> int:
@@ -107,9 +108,9 @@ class Loader:
             epoch, taken = self._next()
 
     def _read(self, epoch: int, taken: int) -> dict[str, Tensor]:
-        """Return this rank's samples of a batch. Where an epoch has too few for the last, it is smaller if the plan's
-        range for B has its size; else the next epoch's follow, with all targets ignored: also after a restore under
-        another B, which may leave such a rest.
+        """Return this rank's samples of a batch. If the last one of an epoch is smaller, and no range of the plan for B
+        has its size, samples of the next epoch pad it, with all targets ignored. A restore under another B may leave
+        such a rest too.
 
         Raises:
             RunError: they cannot be read, or the last batch is smaller, and the loss sees that.
@@ -119,10 +120,10 @@ class Loader:
         have = size if end is None else end - first
         short = have < size
         feed = self._by_sizes.at({BATCH: have}).feed if short and self._has_size(have) else self._feed
-        ignored = feed.ignored_targets(have) if short and feed is self._feed else {}
+        ignored = feed.tails.ignored_targets(have) if short and feed is self._feed else {}
         try:
             samples = self._reader(first, end) if feed is self._feed else self._reader.rows(first, feed.rows)
-            batch = feed.own(samples)
+            batch = feed.local_batch(samples)
         except DataError as error:
             notes = [note for note in [raised_at(error)] if note]
             raise RunError(BAD_DATA, f"epoch {epoch}: {error}", error.help, notes) from error
@@ -132,7 +133,7 @@ class Loader:
 
 
 def _ended() -> Any:
-    """Refuse to begin again what a person gave as an iterator.
+    """Refuse to start an iterator again that a person passed.
 
     Raises:
         DataError: always.

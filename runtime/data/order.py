@@ -1,5 +1,5 @@
-"""The order of samples: which of a source's samples is the global sample n, by seed, epoch and split. It has no state,
-and knows nothing of ranks: every mesh trains on the same samples in the same order."""
+"""The order of samples: the source's sample that is the global sample n, by seed, epoch and split. It has no state and
+knows nothing of ranks, so every mesh trains on the same samples in the same order."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from .samples import DataError, SampleSource
 @final
 @dataclass(frozen=True, slots=True)
 class Order:
-    """The order of a source of ``total`` samples: every sample of the part once an epoch, epoch after epoch.
+    """The order of a source of ``total`` samples: every sample of one part once an epoch, epoch after epoch.
 
-    The part is what training has, or, if ``held``, the share ``split`` that is kept for evaluation. Kept samples are
-    spread evenly over the source, whatever the seed: of every 20 samples the last, if the share is 0.05.
+    The part is the samples of training, or, if ``held``, the share ``split`` that is kept for evaluation. Kept samples
+    are spread evenly over the source, whatever the seed: of every 20 samples the last, if the share is 0.05.
 
     >>> [Order(10, 0, False, split=0.2)(number) for number in range(10)]
     [0, 1, 2, 3, 5, 6, 7, 8, 0, 1]
@@ -53,7 +53,7 @@ class Order:
             return place
         if self.held:
             return (place + 1) * self.total // self.kept - 1
-        # The block before whose end sample `place` of training lies: of each block the last is kept.
+        # The source is cut into blocks, whose last sample is kept: find the block of training's sample `place`.
         block = bisect_right(range(self.kept), place, key=lambda one: one * self.total // self.kept - one) - 1
         return place + block
 
@@ -71,10 +71,10 @@ class Ordered:
 
 
 def check_order(order: Order, batch: int) -> None:
-    """Check that an epoch has samples for a batch: no sample comes twice in one.
+    """Check that an epoch has enough samples for a batch, so that none comes twice in it.
 
     Raises:
-        DataError: it has not.
+        DataError: it has fewer.
     """
     if order.count < batch:
         kept = f" beside the {order.kept} that `split` keeps" if order.kept else ""
@@ -88,7 +88,7 @@ def permuted(number: int, count: int, key: str) -> int:
     a table.
 
     Source: Black, Rogaway 2002, "Ciphers with arbitrary finite domains": a Feistel network on the next power of four,
-    applied again for as long as it leaves the range.
+    applied again while the number is outside the range.
     """
     half = max(1, ((count - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1

@@ -1,4 +1,4 @@
-"""Random whole batches for a program: floats, and numbers below the count of rows or classes that they look up."""
+"""Random whole batches for a program: floats, and indices below the count of the rows or classes that they name."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from ...compiler.program.program import Program, Ref
 
 
 def random_batch(reference: Program, microbatches: int, generator: torch.Generator) -> list[dict[str, torch.Tensor]]:
-    """Return whole inputs of each microbatch: class numbers below the count of classes, some targets ignored,
-    unevenly."""
+    """Return whole inputs of each microbatch. Indices are below the count of rows or classes; another share of targets
+    is ignored in each microbatch."""
     bounds = class_bounds(reference)
     batches = []
     for index in range(microbatches):
         batch = {}
         for name, value in reference.main.bound("input").items():
             bound, ignore = bounds.get(name, (2, None))
-            batch[name] = _random(value.type, bound, generator)
+            batch[name] = _random_input(value.type, bound, generator)
             if ignore is not None:
                 share = 0.1 + 0.5 * index / microbatches
                 drop = torch.rand(value.type.shape, generator=generator) < share
@@ -28,7 +28,7 @@ def random_batch(reference: Program, microbatches: int, generator: torch.Generat
     return batches
 
 
-def _random(type_: TensorType, bound: int, generator: torch.Generator) -> torch.Tensor:
+def _random_input(type_: TensorType, bound: int, generator: torch.Generator) -> torch.Tensor:
     if type_.dtype.is_floating_point:
         return torch.randn(type_.shape, generator=generator, dtype=torch.float64)
     if type_.dtype is torch.bool:
@@ -37,8 +37,8 @@ def _random(type_: TensorType, bound: int, generator: torch.Generator) -> torch.
 
 
 def beyond(name: str, value: torch.Tensor, bound: int, ignore: int | None) -> str:
-    """Return the first number of an input that is no row or class of the model, which has ``bound`` of them; "" if
-    there is none."""
+    """Return the message about the first number of an input that names none of the model's ``bound`` rows or classes;
+    "" if there is none."""
     wrong = (value < 0) | (value >= bound)
     if ignore is not None:
         wrong &= value != ignore
@@ -46,14 +46,14 @@ def beyond(name: str, value: torch.Tensor, bound: int, ignore: int | None) -> st
 
 
 def beyond_help(bound: int, ignore: int | None) -> str:
-    """Return the advice for such a number."""
+    """Return the advice for a number that names no row or class."""
     ignored = f", or {ignore} where the loss is to ignore it" if ignore is not None else ""
     return f"give numbers below {bound}{ignored}, or the model more rows or classes: 256 for `data bytes`"
 
 
 def class_bounds(program: Program) -> dict[str, tuple[int, int | None]]:
-    """Return, for each input that holds numbers of rows or classes, their count, and the number that is ignored. An
-    input that is an index too, as in ``weight[target] * cross_entropy(output, target)``, holds nothing to ignore."""
+    """Return, for each input of indices, the count of rows or classes, and the index that a loss ignores, if any. An
+    input that indexes a tensor too, as in ``weight[target] * cross_entropy(output, target)``, has none to ignore."""
     main = program.main
     values = main.values()
     origin = {value.name: name for name, value in main.bound("input").items()}

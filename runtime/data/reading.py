@@ -1,5 +1,4 @@
-"""The rows of batches, read where they are asked for, or ahead of that by a thread or by worker processes of torch's
-loader."""
+"""The reading of batches' rows: in place, ahead in a thread, or ahead in worker processes of torch's loader."""
 
 from __future__ import annotations
 
@@ -15,19 +14,21 @@ from dataclasses import dataclass
 from typing import TypeVar, final
 
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 
 from .datasets import IterableSource
 from .samples import DataError, SampleSource, raised_at, read_rows
 
 _Read = TypeVar("_Read")
-_AHEAD = 2  # batches that a worker has ready
-_FORK = "fork" if "fork" in multiprocessing.get_all_start_methods() else None  # what a plan names need not be pickled
+_PREFETCHED = 2  # batches that a worker has ready
+_FORK = (
+    "fork" if "fork" in multiprocessing.get_all_start_methods() else None
+)  # a plan's callables need not be picklable
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """An error of a worker, in words: not every exception can be sent."""
+    """An error of a worker in words: not every exception can be pickled."""
 
     message: str
     help: str
@@ -46,19 +47,8 @@ class _Batches(Dataset[dict[str, Tensor] | Failed]):
             return read_rows(self._source, first, self._rows)
         except DataError as error:
             return Failed(str(error), error.help, raised_at(error))
-        except Exception as error:  # DataLoader would raise one of its own in its place, whose text is a traceback
+        except Exception as error:  # DataLoader would replace it by one of its own, whose text is a traceback
             return Failed(f"{type(error).__name__}: {error}", "read without `workers` to see where it is raised", "")
-
-
-@final
-class _Firsts(Sampler[int]):
-    """The numbers of the first samples of batches, one after the other."""
-
-    def __init__(self, numbers: range) -> None:
-        self._numbers = numbers
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._numbers)
 
 
 @final
@@ -81,18 +71,18 @@ class Closing:
 
 @final
 class RowReader:
-    """The rows that one rank needs of batches of ``batch`` samples. With ``workers`` as many processes read them, those
-    of a few batches ahead of what is asked for."""
+    """A reader of the ``rows`` that one rank needs of batches of ``batch`` samples. With ``workers`` so many processes
+    read ahead, a few batches each."""
 
     def __init__(self, source: Closing, rows: Sequence[int], batch: int, workers: int) -> None:
         self._source, self._rows, self._batch = source, rows, batch
-        # An iterable is passed over up to a sample: a second reader would pass over all that the first one reads.
+        # An iterable is read from its start: a second worker would read all samples of the first one too.
         self._workers = min(workers, 1) if isinstance(source.source, IterableSource) else workers
         self._next = self._end = -1
         self._loaders: list[Iterator[dict[str, Tensor] | Failed]] = []
         """The loader that reads now, if one does."""
-        # The list is held from outside too: a loader that is found as garbage of a cycle has lost the queue by which it
-        # tells its workers to end, and waits five seconds for each of them.
+        # The list is held from outside too: a loader that is collected in a cycle has lost the queue by which it tells
+        # its workers to end, and waits five seconds for each of them.
         weakref.finalize(self, self._loaders.clear).atexit = False
 
     @property
@@ -119,25 +109,25 @@ class RowReader:
         if first != self._next:
             self._start(first, end)
         try:
-            item = next(self._loaders[0])
-        except RuntimeError as error:  # what DataLoader says of a worker that was killed
+            rows = next(self._loaders[0])
+        except RuntimeError as error:  # of DataLoader, for a worker that was killed
             message = f"a worker process that reads data ended: {str(error).splitlines()[0]}"
-            item = Failed(message, "read without `workers` to see why; often the memory is too small", "")
-        if isinstance(item, Failed):
+            rows = Failed(message, "read without `workers` to see why; often the memory is too small", "")
+        if isinstance(rows, Failed):
             self._next = -1
             self._loaders.clear()
-            raise DataError(item.message, item.help, place=item.place)
+            raise DataError(rows.message, rows.help, place=rows.place)
         self._next = first + self._batch if first + self._batch < self._end else -1
-        return item
+        return rows
 
     def _start(self, first: int, end: int | None) -> None:
         self._end = 1 << 62 if end is None else max(end, first + 1)
-        firsts = _Firsts(range(first, self._end, self._batch))
+        firsts = range(first, self._end, self._batch)
         loader = DataLoader(
             _Batches(self._source.source, self._rows), batch_size=None, sampler=firsts, num_workers=self._workers,
-            prefetch_factor=_AHEAD, multiprocessing_context=_FORK,
+            prefetch_factor=_PREFETCHED, multiprocessing_context=_FORK,
         )  # fmt: skip
-        with warnings.catch_warnings():  # from Python 3.12 on: of a fork beside threads, which is torch's own way here
+        with warnings.catch_warnings():  # Python 3.12 warns of a fork beside threads, as torch's loader does it
             warnings.simplefilter("ignore", DeprecationWarning)
             self._loaders[:] = [iter(loader)]
 
@@ -147,14 +137,14 @@ _END_S = 1.0
 
 
 def in_thread(read: Callable[[], _Read], closed: threading.Event) -> Future[_Read]:
-    """Read in a thread for which a process that ends does not wait: a person's callable may block forever. ``closed``
-    is then set."""
+    """Read in a daemon thread: a person's callable may block forever, and must not keep the process. ``closed`` is set
+    when the process ends."""
     future: Future[_Read] = Future()
 
     def run() -> None:
         try:
             future.set_result(read())
-        except BaseException as error:  # whoever asks for the result is told
+        except BaseException as error:  # raised where the result is asked for
             future.set_exception(error)
 
     thread = threading.Thread(target=run, name="parc-data", daemon=True)

@@ -1,4 +1,4 @@
-"""Samples by their number, the rows of a batch, and what both must be like. Each rank reads only its rows."""
+"""Samples by their number, the rows of a batch, and the checks of both. Each rank reads only its rows."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _Got = TypeVar("_Got")
 class DataError(Exception):
     """The error of data that cannot be read as the plan says; the message is for the plan's author.
 
-    ``help`` is a way out, where one is known; ``pattern`` the glob that is at fault; ``place`` the line of a person's
-    file that failed in another process.
+    ``help`` is a way out, where one is known; ``pattern`` the glob at fault; ``place`` the line of a person's file that
+    failed in a worker process.
     """
 
     def __init__(self, message: str, help: str = "", pattern: str = "", place: str = "") -> None:
@@ -31,12 +31,12 @@ def raised_at(error: Exception) -> str:
     cause = error.__cause__
     if cause is None:
         return error.place if isinstance(error, DataError) else ""
-    own = [frame for frame in traceback.extract_tb(cause.__traceback__) if "/parc/runtime/" not in frame.filename]
-    return f"raised at {own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else ""
+    frames = [frame for frame in traceback.extract_tb(cause.__traceback__) if "/parc/runtime/" not in frame.filename]
+    return f"raised at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
 
 
 def asked(call: Callable[[], _Got], what: str, help: str) -> _Got:
-    """Return what a person's own code gives. ``what`` names it in the message.
+    """Return the result of a person's own code. ``what`` names it in the message.
 
     Raises:
         DataError: it failed (chained), or raised such an error itself.
@@ -70,7 +70,7 @@ def sample_misfit(
         if value is None:
             continue
         wanted = [SizeRange(dim, dim) if isinstance(dim, int) else sizes[dim] for dim in dims]
-        form = _form(value.dtype, value.shape)
+        form = _type_text(value.dtype, value.shape)
         fits = len(wanted) == value.dim() and all(size in w.values for size, w in zip(value.shape, wanted, strict=True))
         if form.split()[0] != line["dtype"] or not fits:
             declared = f"input {line['name']} {line['dtype']} [{', '.join(map(str, line['dims']))}]"
@@ -80,8 +80,8 @@ def sample_misfit(
 
 
 def read_rows(source: SampleSource, first: int, rows: Sequence[int]) -> dict[str, Tensor]:
-    """Return the given rows of a batch, stacked: each tensor is [len(rows), *sample's shape]. Row r is the global
-    sample ``first + r``; no other sample is read.
+    """Return some ``rows`` of a batch, stacked: each tensor is [len(rows), *sample's shape]. Row r is the global sample
+    ``first + r``; no other sample is read.
 
     Raises:
         DataError: samples differ in their names, dtypes or shapes, or there is no row.
@@ -101,8 +101,8 @@ def read_rows(source: SampleSource, first: int, rows: Sequence[int]) -> dict[str
 
 
 def _shown(form: Mapping[str, tuple[torch.dtype, torch.Size]]) -> str:
-    return ", ".join(f"{name}: {_form(*found)}" for name, found in form.items())
+    return ", ".join(f"{name}: {_type_text(*tensor)}" for name, tensor in form.items())
 
 
-def _form(dtype: torch.dtype, shape: Sequence[int]) -> str:
+def _type_text(dtype: torch.dtype, shape: Sequence[int]) -> str:
     return f"{str(dtype).removeprefix('torch.')} {list(shape)}"

@@ -1,4 +1,4 @@
-"""The sizes of a run: a build at the sizes of each batch, where its plan declares ranges."""
+"""The sizes of a run: a build bound to the sizes of each batch, where its plan declares ranges."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ..step import Stepper
 from .feed import Feed
 from .sources import line_of
 
-_Made = TypeVar("_Made")
+_Bound = TypeVar("_Bound")
 NO_SHARES: Mapping[str, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
 class AtSizes:
-    """The programs of a build at one choice of its sizes, with the stepper and the feed for batches of them."""
+    """A build at one choice of its sizes, with the stepper and the feed for batches of them."""
 
     build: Build
     stepper: Stepper
@@ -32,16 +32,18 @@ class AtSizes:
 
 
 @final
-class BySizes(Generic[_Made]):
-    """Objects made from a build for each choice of its sizes, when the first batch of that choice comes."""
+class BySizes(Generic[_Bound]):
+    """A cache of objects made from a build for each choice of its sizes, when the first batch of that choice comes."""
 
-    def __init__(self, build: Build, make: Callable[[Build], _Made]) -> None:
+    def __init__(self, build: Build, make: Callable[[Build], _Bound]) -> None:
         self._build, self._make = build, make
-        self._made: dict[tuple[tuple[str, int], ...], _Made] = {}
+        self._bound: dict[tuple[tuple[str, int], ...], _Bound] = {}
 
-    def __call__(self, batch: Mapping[str, torch.Tensor] | None = None, shares: Mapping[str, int] = NO_SHARES) -> _Made:
-        """Return the object for a batch's sizes, or, without a batch, for the build's own. If the batch is one rank's,
-        ``shares`` is the number of ranks among which the samples of an input are divided.
+    def __call__(
+        self, batch: Mapping[str, torch.Tensor] | None = None, shares: Mapping[str, int] = NO_SHARES
+    ) -> _Bound:
+        """Return the object for a batch's sizes, or, without a batch, for the build's own sizes. If the batch is one
+        rank's, ``shares`` has the numbers of ranks that divide the samples of each input.
 
         Raises:
             RunError: the build was not made for these sizes.
@@ -52,16 +54,16 @@ class BySizes(Generic[_Made]):
         """Return whether a size has a range."""
         return self._build.template is not None and name in self._build.template.ranges
 
-    def at(self, sizes: Mapping[str, int]) -> _Made:
+    def at(self, sizes: Mapping[str, int]) -> _Bound:
         """Return the object for these sizes; sizes that are not named are the build's own.
 
         Raises:
             RunError: the build was not made for these sizes.
         """
         key = tuple(sorted({**self._build.manifest["sizes"], **sizes}.items()))
-        if key not in self._made:
-            self._made[key] = self._make(bound_build(self._build, sizes))
-        return self._made[key]
+        if key not in self._bound:
+            self._bound[key] = self._make(bound_build(self._build, sizes))
+        return self._bound[key]
 
 
 def bound_build(build: Build, sizes: Mapping[str, int]) -> Build:
@@ -84,12 +86,12 @@ def bound_build(build: Build, sizes: Mapping[str, int]) -> Build:
 
 
 def _sizes_of(build: Build, batch: Mapping[str, torch.Tensor], shares: Mapping[str, int]) -> dict[str, int]:
-    """Return the sizes with ranges that a batch has. A batch that does not fit the plan has none: its cut says why.
+    """Return a batch's sizes that have ranges. An input that does not fit the plan has none: the feed refuses it later.
 
     Raises:
         RunError: two inputs have different ones.
     """
-    found: dict[str, tuple[str, int]] = {}
+    chosen: dict[str, tuple[str, int]] = {}
     assert build.template is not None
     for line in build.manifest["inputs"]:
         value = batch.get(line["name"]) if isinstance(batch, Mapping) else None
@@ -98,8 +100,8 @@ def _sizes_of(build: Build, batch: Mapping[str, torch.Tensor], shares: Mapping[s
             if len(shape) != len(line["dims"]) or dim not in build.template.ranges:
                 continue
             size = size * shares.get(line["name"], 1) if dim == BATCH else size
-            first, known = found.setdefault(dim, (line["name"], size))
+            first, known = chosen.setdefault(dim, (line["name"], size))
             if known != size:
                 message = f"`{first}` has {dim}={known}, but `{line['name']}` has {dim}={size}"
                 raise RunError(BAD_DATA, message, "one batch has one choice of the plan's sizes")
-    return {name: size for name, (_, size) in found.items()}
+    return {name: size for name, (_, size) in chosen.items()}

@@ -1,4 +1,4 @@
-"""Opening the samples that a plan's line names: files, datasets, random samples, a person's callable."""
+"""The sources of samples that a plan's ``data`` line names: files, datasets, random samples, a person's callable."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .random_batch import class_bounds
 from .samples import DataError, SampleSource, asked, raised_at
 from .token_files import JoinedFiles, Packing, TokenFile, WindowForm, Windows, byte_file, token_file
 
-# ---- the files that a plan's globs name.
+# ---- the files of globs
 
 
 def matching_files(patterns: Sequence[str], root: Path) -> list[str]:
@@ -43,18 +43,18 @@ def matching_files(patterns: Sequence[str], root: Path) -> list[str]:
     for pattern in patterns:
         absolute = os.path.join(root, pattern.replace("{stdlib}", glob.escape(library)))
         files = {os.path.normpath(name) for name in glob.iglob(absolute, recursive=True) if os.path.isfile(name)}
-        if "{stdlib}" in pattern:  # what else is installed there differs from machine to machine
+        if "{stdlib}" in pattern:  # packages that are installed there differ from machine to machine
             files = {name for name in files if not {"site-packages", "dist-packages"} & set(Path(name).parts)}
         if not files:
             whole = os.path.isabs(absolute if "{stdlib}" in pattern else pattern)
             where, otherwise = ("", "") if whole else (f" in {root}", ", from the plan's folder")
-            help_ = _meant(pattern, root, _PATTERNS.format(otherwise))
+            help_ = _names_meant(pattern, root, _PATTERNS.format(otherwise))
             raise DataError(f'no file matches "{pattern}"{where}', help_, pattern)
         matches |= files
     return sorted(name for name in matches if os.path.getsize(name)) or sorted(matches)[:1]
 
 
-def _meant(pattern: str, root: Path, otherwise: str) -> str:
+def _names_meant(pattern: str, root: Path, otherwise: str) -> str:
     """Return the question "did you mean ...?" with names similar to the first part of a pattern that does not exist;
     ``otherwise`` without such names."""
     for part in Path(pattern).parts:
@@ -69,7 +69,7 @@ def _meant(pattern: str, root: Path, otherwise: str) -> str:
 _PATTERNS = 'name files that are there{}: "texts/*.txt"; `**` goes into all folders below'
 
 
-# ---- samples that are functions of their number: a person's, or random ones. They have no epochs.
+# ---- samples that are functions of their number, without epochs
 
 
 @final
@@ -85,7 +85,7 @@ class CallableData:
         """Return sample ``number``, as the function returns it.
 
         Raises:
-            DataError: it failed (chained), or gave something else than a dict of tensors.
+            DataError: it failed (chained), or returned something else than a dict of tensors.
         """
         help_ = "the function that the plan names failed: call it with this number to see why"
         sample = asked(lambda: self._function(number), f"making sample {number}", help_)
@@ -102,7 +102,8 @@ class CallableData:
 class SyntheticData:
     """Random samples of the plan's inputs, functions of ``seed``, the sample's number and the input's name alone.
 
-    ``bounds`` has how many rows or classes the whole numbers of an input may name; others are 0 or 1.
+    Whole numbers of an input are below its entry in ``bounds``, the count of rows or classes; without one they are 0 or
+        1.
     """
 
     count: int | None = None
@@ -126,32 +127,30 @@ class SyntheticData:
         return (uniform(key, index) * self._bounds.get(name, 2)).to(torch.int64).to(dtype)
 
 
-# ---- opening the samples that a plan's line names: files, datasets, random samples, a person's callable.
+# ---- the opening of a line's samples
 
 
 PREDICTED = "--predict"
-"""The word in place of a line's verb where the command line names the samples: all are read in their order."""
+"""The verb of a line of samples that the command line names; all of them are read, in their own order."""
 NO_DATA = "the plan has no `data` line"
 NO_DATA_HELP = (
     'add `data synthetic` for random samples that fit the model, or text such as `data bytes "{stdlib}/*.py"`'
 )
 IGNORE = -100
-"""The target that does not count where the loss is a callable: torch's own default."""
-
-
+"""The ignored target where the loss is a callable: torch's default ``ignore_index``."""
 _CALLABLE_HELP = {
     "callable": "name a function of a sample's number that returns a dict of tensors, as `def sample(number)`; or, by"
     ' `data dataset "{}"`, one that returns a dataset',
     "dataset": "name a function that returns the dataset, as `def train(): return ...`, or its class",
 }
-"""The advice for a line that names something else than a function for its samples, by its form."""
+"""The advice for a line whose callable is not one for samples, by the line's form."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """The samples of a line, as a manifest has it, and the facts of its plan: ``inputs``, ``loss``, ``sizes``,
-    ``seed``, and the names of the inputs that are ``needed``, where these are not all. Files are named from ``folder``;
-    ``bounds`` are the counts of rows or classes that inputs may name."""
+    """The samples that a line wants, as a manifest has it, and the facts of its plan: ``inputs``, ``loss``, ``sizes``,
+    ``seed``, and the names of the inputs that are ``needed``, where these are not all. Names of files are relative to
+    ``folder``; ``bounds`` are the counts of rows or classes that inputs may name."""
 
     line: Mapping[str, Any]
     facts: Mapping[str, Any]
@@ -169,25 +168,25 @@ class Wanted:
         return int(self.facts["sizes"].get(BATCH, 1))
 
     def function(self, positional: int) -> Callable[..., Any]:
-        """Return the line's callable, which takes its arguments and so many more by position.
+        """Return the line's callable, bound to the line's arguments; it takes so many ``positional`` ones more.
 
         Raises:
-            CallableError: it cannot be had, or takes other arguments.
+            CallableError: it cannot be loaded, or takes other arguments.
         """
         target, arguments = self.line["callable"], self.line["arguments"]
         try:
             function = load_callable(target, self.folder)
             check_arguments(function, target, arguments, positional)
         except CallableError as error:
-            if error.__cause__ is None:  # nothing failed: another thing is named than is meant
+            if error.__cause__ is None:  # no code failed: the line names something else than was meant
                 error.help = error.help or _CALLABLE_HELP[self.line["form"]].format(target)
             raise
-        return lambda *given: function(*given, **arguments)
+        return lambda *values: function(*values, **arguments)
 
     def windows(self) -> WindowForm:
-        """Return the form of windows of tokens: which inputs get them, and their length."""
+        """Return the form of windows of tokens: the inputs that get them, and their length."""
         operands = [name for term in self.facts["loss"] for name in term["operands"]]
-        names = byte_inputs(self.inputs, operands)
+        names = token_inputs(self.inputs, operands)
         tokens, targets = names.get("tokens", "tokens"), names.get("targets", "targets" if operands else None)
         targets = targets if targets in self.facts.get("needed", (targets,)) else None
         dims = next((line["dims"] for line in self.inputs if line["name"] == tokens), self.inputs[0]["dims"])
@@ -199,7 +198,7 @@ class Wanted:
 
     @property
     def packed(self) -> WindowForm | None:
-        """The form of windows where documents are packed, None where entries are samples."""
+        """The form of windows if documents are packed into them, None if entries are samples themselves."""
         return self.windows() if self.line.get("pack") else None
 
 
@@ -246,17 +245,18 @@ OPENERS: Mapping[str, Callable[[Wanted], SampleSource]] = {
     "callable": lambda w: CallableData(w.function(1)),
     "synthetic": lambda w: SyntheticData(w.inputs, w.facts["sizes"], w.bounds, int(w.facts["seed"])),
 }
-"""The function that opens a source, by the form of the line; none reads a sample."""
+"""The function that opens a source, by the form of the line. None of them reads a sample."""
 OWN_CODE = ("callable", "dataset")
-"""The forms whose samples are made by a person's code, which may differ from rank to rank."""
+"""The forms whose samples come from a person's code, so that they may differ from rank to rank."""
 
 
 def open_data(wanted: Wanted, evaluates: bool = False) -> SampleSource:
-    """Return the samples of a line, without end, in their order, by the plan's inputs. If it ``evaluates``, they are
-    those that its ``split`` keeps for that, or all; they need not fill a batch. ``count`` is the number of an epoch.
+    """Return the samples of a line, without end, in their order, by the plan's inputs. For one that ``evaluates`` they
+    are those that its ``split`` keeps for evaluation, or all without one; they need not fill a batch. ``count`` is the
+    number of an epoch.
 
     Raises:
-        CallableError: the callable cannot be had, or takes other arguments.
+        CallableError: the callable cannot be loaded, or takes other arguments.
         DataError: a glob matches no file, files do not hold what the line says, or there are too few samples.
     """
     source, line = OPENERS[wanted.line["form"]](wanted), wanted.line
@@ -270,10 +270,10 @@ def open_data(wanted: Wanted, evaluates: bool = False) -> SampleSource:
 
 
 def make_data(build: Build) -> SampleSource:
-    """Return the samples that a build reads; where it evaluates, those that a ``split`` keeps for evaluation.
+    """Return the samples that a build reads; if it evaluates, those that a ``split`` keeps for evaluation.
 
     Raises:
-        RunError: there is none, or nothing can be read.
+        RunError: the plan has no data, or it cannot be read.
     """
     manifest, line = build.manifest, build.manifest["data"]
     if line is None:
@@ -299,11 +299,12 @@ def line_of(build: Build, verb: str = "") -> str:
     return next((f"line {number} of the build's plan.parc: {' '.join(text.split())}" for number, text in matching), "")
 
 
-def byte_inputs(inputs: Sequence[Mapping[str, Any]], operands: Sequence[str]) -> dict[str, str]:
-    """Return the inputs that take bytes, and the bytes after them: by their names, or else by their use in the plan.
+def token_inputs(inputs: Sequence[Mapping[str, Any]], operands: Sequence[str]) -> dict[str, str]:
+    """Return the inputs that take tokens and targets, the token after each: by their names, or else by their use in the
+    plan.
 
     >>> ids, labels = {"name": "input_ids", "dtype": "int64"}, {"name": "labels", "dtype": "int64"}
-    >>> byte_inputs([labels, ids], ["output.logits", "labels"])
+    >>> token_inputs([labels, ids], ["output.logits", "labels"])
     {'targets': 'labels', 'tokens': 'input_ids'}
     """
     whole = [line["name"] for line in inputs if line["dtype"].startswith("int")]

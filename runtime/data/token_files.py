@@ -1,6 +1,6 @@
-"""Files of tokens as one text: bytes of any files, numpy's ``.npy``, bare numbers as nanoGPT writes them, and
-Megatron's ``.bin`` with its ``.idx``. Files of tokens are mapped into memory, and only what is asked for is read.
-"""
+"""Texts of tokens, and their windows as samples. A text is several files: bytes of any files, numpy's ``.npy``, bare
+numbers as nanoGPT writes them, Megatron's ``.bin`` with its ``.idx``; or the documents of a dataset. Files of tokens
+are mapped into memory, and only the tokens that are asked for are read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal, Protocol, final
+from typing import Any, Literal, final
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from .samples import DataError
 _NPY = b"\x93NUMPY"
 _MEGATRON = b"MMIDIDX\x00\x00"
 _MEGATRON_TYPES = dict(enumerate(("uint8", "int8", "int16", "int32", "int64", "float64", "float32", "uint16"), 1))
-_LOOKED_AT = 4096  # numbers at the start of a file, which tell a wrong type
+_PROBED = 4096  # numbers at the start of a file, which tell a wrong type
 
 
 @dataclass
@@ -48,7 +48,9 @@ class TokenFile:
         return np.memmap(self.path, self._type, "r", self.offset, (self.count,))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_numbers"}  # a copy would hold them all
+        return {
+            name: value for name, value in vars(self).items() if name != "_numbers"
+        }  # a pickle of the map would hold all of them
 
     def read(self, start: int, count: int) -> np.ndarray[Any, Any]:
         """Return ``count`` numbers from number ``start`` on.
@@ -58,10 +60,10 @@ class TokenFile:
         """
         if self.mapped:
             return self._numbers[start : start + count]
-        found = np.fromfile(self.path, self._type, count, offset=self.offset + start * self._type.itemsize)
-        if len(found) != count:
+        numbers = np.fromfile(self.path, self._type, count, offset=self.offset + start * self._type.itemsize)
+        if len(numbers) != count:
             raise DataError(f"{self.path} became shorter while it was read", "start again when no process writes to it")
-        return found
+        return numbers
 
     def check(self) -> None:
         """Check that the file's first numbers look like tokens.
@@ -69,7 +71,7 @@ class TokenFile:
         Raises:
             DataError: there are negative ones, or every second is zero, as if they were of a type of twice the size.
         """
-        first = self.read(0, min(self.count, _LOOKED_AT))
+        first = self.read(0, min(self.count, _PROBED))
         if bool((first < 0).any()):
             message = f"{self.path} holds {int(first[first < 0][0])}: read as {self.dtype} its numbers are not tokens"
             raise DataError(message, "name the type that it was written with, as `dtype uint16`", self.path)
@@ -82,36 +84,36 @@ class TokenFile:
 
 
 def byte_file(path: str) -> TokenFile:
-    """Return a file's bytes as tokens. It is opened for each piece: a text may be thousands of files."""
+    """Return a file's bytes as tokens. It is opened for each read and not mapped: a text may be thousands of files."""
     return TokenFile(path, "uint8", os.path.getsize(path), mapped=False)
 
 
 def token_file(path: str, dtype: str | None) -> TokenFile:
-    """Return a file of tokens; nothing but its head is read. ``dtype`` is what the plan says of its type.
+    """Return a file of tokens, of which only the start is read. ``dtype`` is the type that the plan states, if any.
 
     Raises:
-        DataError: its type is not known, another than the plan says, or none of tokens; or it is cut off.
+        DataError: its type is not known, not that of the plan, or not one of tokens; or the file is cut off.
     """
     with open(path, "rb") as file:
         is_npy = file.read(len(_NPY)) == _NPY
     index = Path(path).with_suffix(".idx")
     if is_npy:
-        found = _npy_file(path)
+        opened = _npy_file(path)
     elif index.is_file() and index.read_bytes()[: len(_MEGATRON)] == _MEGATRON:
-        found = _megatron_file(path, index)
+        opened = _megatron_file(path, index)
     elif dtype is None:
         message = f"{path} does not say which type its tokens have"
         raise DataError(message, "add it to the plan's line, as `dtype uint16` for nanoGPT's files", path)
     else:
-        found = _bare_file(path, dtype)
-    if np.dtype(found.dtype).kind not in "iu":
-        message = f"{path} holds {found.dtype}, and tokens are whole numbers"
+        opened = _bare_file(path, dtype)
+    if np.dtype(opened.dtype).kind not in "iu":
+        message = f"{path} holds {opened.dtype}, and tokens are whole numbers"
         raise DataError(message, "write the numbers of tokens, as uint16 or int32", path)
-    if dtype is not None and found.dtype != dtype:
-        message = f"{path} says that it holds {found.dtype}, not {dtype}"
+    if dtype is not None and opened.dtype != dtype:
+        message = f"{path} says that it holds {opened.dtype}, not {dtype}"
         raise DataError(message, f"remove `dtype {dtype}`, or name another file", path)
-    found.check()
-    return found
+    opened.check()
+    return opened
 
 
 def _npy_file(path: str) -> TokenFile:
@@ -136,7 +138,7 @@ def _bare_file(path: str, dtype: str) -> TokenFile:
 
 
 def _megatron_file(path: str, index: Path) -> TokenFile:
-    """Read the index of Megatron's: types, the lengths of sequences, and which of them begin documents."""
+    """Return a file of Megatron's by its index: the type, the lengths of sequences, and those that begin documents."""
     text = index.read_bytes()
     try:
         version, code, sequences, documents = struct.unpack_from("<QBQQ", text, len(_MEGATRON))
@@ -175,8 +177,8 @@ class JoinedFiles:
         return torch.from_numpy(np.concatenate(parts).astype(np.int64, copy=False))
 
     def begins(self, start: int, count: int) -> Tensor:
-        """Return which of ``count`` tokens from ``start`` on begin a document, as booleans."""
-        found = []
+        """Return a mask of ``count`` tokens from ``start`` on, true for those that begin a document."""
+        masks = []
         for file, at, wanted in self._pieces(start, count):
             mask = np.zeros(wanted, dtype=bool)
             if file.starts is not None:
@@ -184,11 +186,12 @@ class JoinedFiles:
                 mask[file.starts[low:high] - at] = True
             if at == 0:
                 mask[0] = True
-            found.append(mask)
-        return torch.from_numpy(np.concatenate(found))
+            masks.append(mask)
+        return torch.from_numpy(np.concatenate(masks))
 
     def _pieces(self, start: int, count: int) -> list[tuple[TokenFile, int, int]]:
-        """Return the files that tokens lie in, and of each the first of them and their number."""
+        """Return the files that hold ``count`` tokens from ``start`` on, with the first token in each and their
+        number."""
         pieces, place = [], bisect_right(self._ends, start)
         while count:
             at = start - (self._ends[place - 1] if place else 0)
@@ -199,25 +202,13 @@ class JoinedFiles:
         return pieces
 
 
-# ---- windows of a text of tokens as samples: tokens and, where an input takes them, the token after each
-
-
-class Text(Protocol):
-    """A text of ``size`` tokens, and where its documents begin."""
-
-    size: int
-
-    def read(self, start: int, count: int) -> Tensor:
-        """Return tokens, int64 [count]."""
-
-    def begins(self, start: int, count: int) -> Tensor:
-        """Return which of the tokens begin a document, bool [count]."""
+# ---- windows of a text as samples
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """The marks of documents that are joined: ``ignore`` is the target that does not count, ``end`` the token that
-    ends a document, where the text itself does not say where they begin."""
+    """The packing of documents: ``ignore`` is the target that the loss ignores; ``end`` the token that ends a document,
+    where the text itself does not say where they begin."""
 
     ignore: int
     end: int | None = None
@@ -225,8 +216,8 @@ class Packing:
 
 @dataclass(frozen=True, slots=True)
 class WindowForm:
-    """The form of a window: ``length`` tokens, under the names of the inputs for tokens and for targets; where no input
-    takes targets, that is None. With ``packing`` the first token of a document is no target."""
+    """The form of a window: ``length`` tokens, and the names of the inputs for tokens and for targets, None if no input
+    takes targets. With ``packing`` the first token of a document is no target."""
 
     length: int
     tokens: str
@@ -235,12 +226,12 @@ class WindowForm:
 
     @property
     def reads(self) -> int:
-        """The tokens of a text that a window reads: its own, and the one after it as the last target."""
+        """The tokens of a text that a window reads: its own, and the next one as the last target."""
         return self.length + (self.targets is not None)
 
     def sample(self, text: Tensor, begins: Callable[[], Tensor]) -> dict[str, Tensor]:
-        """Return the sample of as many tokens as it ``reads``. ``begins`` says which of all but the first begin a
-        document."""
+        """Return the sample of a text of ``reads`` tokens. ``begins`` returns a mask of all but its first token, true
+        for those that begin a document."""
         if self.targets is None:
             return {self.tokens: text}
         tokens, targets = text[:-1], text[1:]
@@ -252,10 +243,10 @@ class WindowForm:
         return {self.tokens: tokens, self.targets: targets}
 
     def check(self, size: int, what: str) -> None:
-        """Check that a text has a window.
+        """Check that a text of ``size`` tokens has a window.
 
         Raises:
-            DataError: it is too short, or a window is empty.
+            DataError: it is too short, or a window has no token.
         """
         if self.length < 1:
             raise DataError(f"a sample has at least one token, not {self.length}", "make samples longer")
@@ -272,7 +263,7 @@ class Windows:
         DataError: the text is shorter than a window and the token after it.
     """
 
-    def __init__(self, text: Text, form: WindowForm, what: str) -> None:
+    def __init__(self, text: JoinedFiles | JoinedDocuments, form: WindowForm, what: str) -> None:
         form.check(text.size, what)
         self._text, self._form = text, form
         self.count = (text.size - form.reads) // form.length + 1
@@ -301,16 +292,16 @@ class JoinedDocuments:
 
     def read(self, start: int, count: int) -> Tensor:
         """Return ``count`` tokens from token ``start`` on."""
-        found: list[Tensor] = []
-        for part in self._from(start):
-            found.append(part[:count])
-            count -= len(found[-1])
+        parts: list[Tensor] = []
+        for document in self._from(start):
+            parts.append(document[:count])
+            count -= len(parts[-1])
             if not count:
                 break
-        return torch.cat(found)
+        return torch.cat(parts)
 
     def begins(self, start: int, count: int) -> Tensor:
-        """Return which of ``count`` tokens from ``start`` on begin a document."""
+        """Return a mask of ``count`` tokens from ``start`` on, true for those that begin a document."""
         mask = torch.zeros(count, dtype=torch.bool)
         low, high = bisect_right(self._ends, start - 1), bisect_right(self._ends, start + count - 1)
         mask[torch.tensor(self._ends[low:high], dtype=torch.int64) - start] = True
@@ -320,7 +311,7 @@ class JoinedDocuments:
 
 
 def packed_documents(documents: Iterable[Tensor], form: WindowForm) -> Iterator[dict[str, Tensor]]:
-    """Yield windows of documents as they come. What is left at the end is too short for one, and is dropped."""
+    """Yield windows of documents as they come. The rest at the end is too short for one, and is dropped."""
     text, first = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.bool)
     for document in documents:
         begins = torch.zeros(len(document), dtype=torch.bool)

@@ -1,4 +1,5 @@
-"""Reports of failed processes to their launcher: a small file that says which rank failed, when, and why."""
+"""Failed ranks, as their launcher sees them: each leaves a small file that says when and why it failed, and the
+launcher asks a rank for which others waited too long where it hangs."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, final
@@ -24,20 +26,19 @@ from ..ranks.faults import RunError
 from ..ranks.processes import STORE
 
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+_BEGAN = "began"
 _LOST = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "connection was closed",
+    "Connection closed by peer", "Connection reset by peer", "Broken pipe", "connection was closed",
     "NCCL communicator",
-)
+)  # fmt: skip
+"""Texts in torch's errors about a rank that is gone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The failure of a rank; ``rank`` is None where no rank is to blame. ``follows`` is True where it failed because
-    another rank had failed before or, if ``late``, did not come in time; ``waited`` names the wait in which it
-    ended."""
+    """The failure of a rank; ``rank`` is None where no rank is to blame. It ``follows`` another where that rank failed
+    first or, if ``late``, did not come in time; ``waited`` names the wait in which it ended. An ``expected`` one is a
+    person's mistake, with a message of its own."""
 
     rank: int | None
     time_s: float
@@ -49,14 +50,14 @@ class Failure:
     waited: str = ""
 
     def text(self) -> str:
-        """The failure in words."""
+        """Return the failure in words."""
         if self.rank is None or self.expected:
             return self.message
         return f"rank {self.rank} failed: {self.message}"
 
 
 def failure_of(rank: int, error: BaseException) -> Failure:
-    """The failure of a rank that ended with an error."""
+    """Return the failure of a rank that ended with an error."""
     if isinstance(error, RunError):
         return Failure(rank, time.time(), error.exit_code, render(error.diagnostic()), expected=True)
     text = "".join(traceback.format_exception_only(error)).rstrip()
@@ -74,19 +75,14 @@ def failure_of(rank: int, error: BaseException) -> Failure:
 
 
 def begin() -> None:
-    """Tell the launcher that this rank notes signals by itself from now on, and will report what it saved."""
+    """Tell the launcher that training begins: from now on this rank handles signals itself, and says what it saved."""
     if STORE in os.environ:
-        began_file(Path(os.environ[STORE]).parent).touch()
+        (Path(os.environ[STORE]).parent / _BEGAN).touch()
 
 
 def began(folder: Path) -> bool:
-    """Return whether a rank has left the word that training began."""
-    return began_file(folder).exists()
-
-
-def began_file(folder: Path) -> Path:
-    """Return the path of the file that is left when training begins, among the files of a run's processes."""
-    return folder / "began"
+    """Return whether a rank has begun to train; ``folder`` has the files of a run's processes."""
+    return (folder / _BEGAN).exists()
 
 
 def unbegun(number: int) -> str:
@@ -95,12 +91,12 @@ def unbegun(number: int) -> str:
 
 
 def leave_failure(failure: Failure) -> bool:
-    """Write a failure where the launcher looks for it. Return False if no launcher of parc's looks."""
+    """Write a failure where the launcher reads it. Return False without a launcher that does."""
     path = os.environ.get(_ERROR_FILE)
     if path is None:
         return False
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    # The inner ``message`` and ``timestamp`` are what torchrun shows; the rest is for parc.
+    # The inner ``message`` and ``timestamp`` are shown by torchrun; the rest is for parc.
     extra = {"timestamp": str(int(failure.time_s))}
     content = {
         "message": {"message": failure.message, "extraInfo": extra},
@@ -116,11 +112,9 @@ def leave_failure(failure: Failure) -> bool:
 def read_failure(rank: int, exit_code: int, path: Path) -> Failure:
     """Return the failure of a rank from its report; a rank that was killed left none."""
     try:
-        left = json.loads(path.read_text(encoding="utf-8"))["parc"]
-        return Failure(rank, **left)
+        return Failure(rank, **json.loads(path.read_text(encoding="utf-8"))["parc"])
     except (OSError, ValueError, KeyError, TypeError):
-        pass_on = exit_code in (128 + signal.SIGTERM, 128 + signal.SIGINT, 128 + signal.SIGHUP)
-        if pass_on:
+        if exit_code in (128 + signal.SIGTERM, 128 + signal.SIGINT, 128 + signal.SIGHUP):
             return Failure(rank, time.time(), exit_code, "it was stopped")
     if exit_code < 0:
         name = signal.Signals(-exit_code).name
@@ -130,18 +124,20 @@ def read_failure(rank: int, exit_code: int, path: Path) -> Failure:
     return Failure(rank, time.time(), 4, f"it ended with exit code {exit_code}")
 
 
-# ---- ranks that do not answer. Once another has waited too long, the launcher says where each of them is,
+# ---- ranks that do not answer: once another has waited too long, the launcher says where each of them is, and ends it
 
 
-_GRACE_S = 2.0
-"""The time that the other ranks have to see that one is gone, and to say so, in seconds."""
+_FAILING_S = 2.0
+"""The seconds that the other ranks have to notice that one is gone, and to leave their failures."""
 _ANSWER_S = 1.0
+"""The seconds that a rank has to write its stack."""
 _FRAME = re.compile(r'File "(.*)", line (\d+) in (\S+)')
 _PARC = str(Path(__file__).resolve().parents[2])
 
 
 def answer() -> None:
-    """Let the launcher ask this rank: write its process number to a file, and on SIGUSR1 its stack, even in a wait."""
+    """Let the launcher ask where this rank is: its process number is in a file, and SIGUSR1 writes its stack to
+    another, even while it waits in C++."""
     folder, local, rank = Path(os.environ[STORE]).parent, os.environ["LOCAL_RANK"], os.environ["RANK"]
     stack = open(folder / f"stack{local}", "w", encoding="utf-8")  # noqa: SIM115 open until the process ends
     faulthandler.register(signal.SIGUSR1, file=stack)
@@ -150,8 +146,8 @@ def answer() -> None:
 
 @final
 class Hanging:
-    """A search, beside the launcher, for ranks of this host for which others waited too long; ``found`` says what they
-    do.
+    """A search, beside the launcher, for ranks of this host for which others waited too long; ``reports`` says where
+    they are. It ends these ranks.
 
     A context: it looks until it is left.
     """
@@ -160,7 +156,7 @@ class Hanging:
         self._folder = folder
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._look, name="parc-hanging", daemon=True)
-        self.found: list[str] = []
+        self.reports: list[str] = []
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -174,14 +170,15 @@ class Hanging:
         while not any(read_failure(0, 1, place).late for place in self._folder.rglob("error.json")):
             if self._over.wait(0.2):
                 return
-        self._over.wait(_GRACE_S)
+        self._over.wait(_FAILING_S)
         for local, process, rank in self._silent():
-            if where := self._where(local, process):
-                self.found.append(f"rank {rank} does not answer: process {process} {where}")
-            os.kill(process, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it has just ended by itself
+                if where := self._where(local, process):
+                    self.reports.append(f"rank {rank} does not answer: process {process} {where}")
+                os.kill(process, signal.SIGKILL)
 
     def _silent(self) -> Iterator[tuple[str, int, int]]:
-        """Yield the ranks that run and have reported no failure: the local number, the process, the rank."""
+        """Yield the local number, the process and the rank of those that run and have reported no failure."""
         said = {place.parent.name for place in self._folder.rglob("error.json")}
         for place in sorted(self._folder.glob("process*")):
             local = place.name.removeprefix("process")
@@ -190,7 +187,7 @@ class Hanging:
                 yield local, process, rank
 
     def _where(self, local: str, process: int) -> str:
-        """Return a sentence on what a rank does, "" for one that only waits for others."""
+        """Return the end of a sentence on where a rank is, "" for one that only waits for others."""
         if _state(process) == "T":
             return "is stopped (SIGSTOP)"
         os.kill(process, signal.SIGUSR1)
@@ -198,10 +195,10 @@ class Hanging:
         while not place.stat().st_size and time.monotonic() < until:
             time.sleep(0.05)
         frames = _FRAME.findall(place.read_text(encoding="utf-8"))
-        own = [frame for frame in frames if not _foreign(frame[0])]
-        if not own and any("distributed" in Path(file).name for file, _, _ in frames[:2]):
+        of_model = [frame for frame in frames if not _foreign(frame[0])]
+        if not of_model and any("distributed" in Path(file).name for file, _, _ in frames[:2]):
             return ""
-        at = ", ".join(f"{file}:{line} in {name}" for file, line, name in (own or frames)[:1])
+        at = ", ".join(f"{file}:{line} in {name}" for file, line, name in (of_model or frames)[:1])
         return f"is at {at}" if at else "did not say where it is"
 
 

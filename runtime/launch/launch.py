@@ -1,4 +1,4 @@
-"""Starting the processes of a run: a thin layer over torch's elastic agent, on one host without opening a port."""
+"""The launch of a run's processes: a thin layer over torch's elastic agent, on one host without an open port."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from .failures import Failure, Hanging, began, read_failure, unbegun
 from .voices import VOICES, Voices
 
 _ONE_HOST = "parc-one-host"
-_STOP_S = 300  # how long ranks may take to save after SIGTERM, before they are killed
+_STOP_S = 300  # seconds that ranks may take to save after SIGTERM, before they are killed
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Processes:
     endpoint: str = ""
     device: str | None = None
     logs: Path | None = None
-    """The folder of what the ranks but each host's first print; without it they print where the first does."""
+    """The folder for the output of all ranks but each host's first; without it they print where the first does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Outcome:
 def launch(command: Sequence[str], processes: Processes) -> Outcome:
     """Run ``command`` (arguments of this Python) in every process until all end, or one fails and the rest are stopped.
 
-    SIGTERM and SIGINT are passed on, and the processes are waited for.
+    SIGTERM and SIGINT are passed on to the processes, which then have time to save.
     """
     for name in logging.root.manager.loggerDict:  # torch gives each of them a level of its own
         if name.startswith("torch.distributed.elastic"):
@@ -80,11 +80,11 @@ def launch(command: Sequence[str], processes: Processes) -> Outcome:
             try:
                 elastic_launch(config, sys.executable)(*command)
             except ChildFailedError as error:
-                return _outcome(error.failures, Path(folder), hanging.found)
+                return _outcome(error.failures, Path(folder), hanging.reports)
             except SignalException as stopped:
                 number = int(stopped.sigval)
-                unsaid = None if began(Path(folder)) else Failure(None, time.time(), 128 + number, unbegun(number))
-                return Outcome(128 + number, unsaid)
+                early = None if began(Path(folder)) else Failure(None, time.time(), 128 + number, unbegun(number))
+                return Outcome(128 + number, early)
             except KeyboardInterrupt:
                 return Outcome(128 + signal.SIGINT)
             except (RendezvousError, dist.DistError) as error:
@@ -105,7 +105,7 @@ def _rendezvous(processes: Processes) -> dict[str, Any]:
 
 
 def _run_id(processes: Processes) -> str:
-    """Return the name that all hosts of a run share: the place where they meet."""
+    """Return the name of a run, which all of its hosts know: the place where they meet."""
     return uuid.uuid4().hex if processes.nnodes == 1 else f"parc-{processes.endpoint}"
 
 
@@ -123,8 +123,7 @@ class _OneHost(RendezvousHandler):
         return _ONE_HOST
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return the one node, which is the first. The processes meet through a file, so address and port mean
-        nothing."""
+        """Return the rank and world of nodes: one. Processes meet through a file, so address and port are not used."""
         return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo("127.0.0.1", 0))
 
     def is_closed(self) -> bool:
@@ -150,16 +149,16 @@ class _OneHost(RendezvousHandler):
 KEEP_MEMORY = {
     "MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_MMAP_MAX_": "0", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
 }  # fmt: skip
-"""Settings of glibc. A step allocates again what the last one freed, so freed memory stays with the process, as on a
-GPU. It asks for large pages: the operands of a product then need few."""
+"""Settings of glibc. A step allocates the sizes that the last one freed, so freed memory stays with the process, as in
+the caching allocator of a GPU. Large pages save misses of the TLB in products."""
 
 
 def _variables(processes: Processes, folder: Path) -> dict[str, str]:
-    """Return the environment variables beside those that the agent sets; the person's own settings stay."""
+    """Return the environment variables beside those that the agent sets. A person's own settings are kept."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     variables = {
         "OMP_NUM_THREADS": str(max(1, cores // processes.nproc)),
-        # Shared with the agent, the store of a group that failed is met again by the group started in its place.
+        # In the agent's store, a group that is started again would find the entries of the group that failed.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(_STOP_S),
         **KEEP_MEMORY,
@@ -167,13 +166,13 @@ def _variables(processes: Processes, folder: Path) -> dict[str, str]:
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     if processes.nnodes == 1 and loopback is not None:
         variables.update(dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), loopback))
-    kept = {name: value for name, value in variables.items() if name not in os.environ}
-    kept[VOICES] = str(folder)
+    variables = {name: value for name, value in variables.items() if name not in os.environ}
+    variables[VOICES] = str(folder)
     if processes.nnodes == 1:
-        kept[STORE] = str(folder / "store")
+        variables[STORE] = str(folder / "store")
     if processes.device is not None:
-        kept[DEVICE] = processes.device
-    return kept
+        variables[DEVICE] = processes.device
+    return variables
 
 
 @contextmanager
@@ -192,15 +191,15 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def _outcome(failures: Mapping[int, ProcessFailure], folder: Path, hanging: Sequence[str] = ()) -> Outcome:
-    """Return the failure that explains the others: the earliest that did not only lose its peers. A rank for which
-    others waited too long does not end when it is told to, and is killed."""
+    """Return the outcome of failed processes. The earliest failure that does not follow another explains the others. A
+    rank for which others waited too long does not end on SIGTERM, and is killed."""
     reports = {
         rank: read_failure(rank, failure.exitcode, Path(failure.error_file)) for rank, failure in failures.items()
     }
     late = any(failure.late for failure in reports.values())
     hung = {rank for rank, failure in failures.items() if late and failure.exitcode == -signal.SIGKILL}
     first = min(reports.items(), key=lambda item: (item[1].follows or item[0] in hung, item[1].time_s))[1]
-    # Others, which may have ended after the launcher had looked, say what they waited for.
+    # Ranks that ended after the agent gave up are not in `failures`: all files are read for what ranks waited for.
     waited = sorted({read_failure(0, 1, place).waited for place in folder.rglob("error.json")} - {"", first.waited})
     first = replace(first, message="\n".join([first.message, *waited, *hanging]))
     return Outcome(first.exit_code, None if first.exit_code > 128 else first)

@@ -1,5 +1,5 @@
-"""The loop of ``parc run --predict`` on one rank: what the model returns for all samples of some data, in their order,
-as a folder of safetensors files."""
+"""The loop of ``parc run --predict`` on one rank: the model's results for all samples of some data, in their order, as
+a folder of safetensors files."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ FIRST_WEIGHTS = (
     " CHECKPOINT`, or weights of other tools with an `init from` line in the plan"
 )
 PREDICTIONS = "predictions.json"
-"""The file that says what is in the others; it is written last."""
+"""The index of the other files; it is written last."""
 PART_BYTES = 64 << 20
-"""The bytes after which a file ends, behind a whole batch."""
+"""The bytes after which a file ends, with a whole batch."""
 _SHOWN_S = 2.0
+"""The seconds between two lines of progress."""
 
 
 def check_predictions(folder: Path) -> None:
@@ -45,10 +46,10 @@ def check_predictions(folder: Path) -> None:
 
 
 @final
-class _Parts:
-    """The files of predictions, in a folder that gets its name at the ``end``; an error that passes the ``stack``
-    removes it. ``dims`` are the dims along which tensors have their samples; a tensor without one is in the first file
-    alone."""
+class _PredictionFiles:
+    """The files of predictions, in a folder that gets its name at the ``end``; an error that unwinds the ``stack``
+    removes it. ``dims`` are the dims along which tensors have their samples; a tensor without one is only in the first
+    file."""
 
     def __init__(self, out: Path, dims: Mapping[str, int | None], stack: ExitStack) -> None:
         self._out, self._dims, self._stack = out, dims, stack
@@ -64,7 +65,7 @@ class _Parts:
             self._folder = self._stack.enter_context(replacing(self._out))
 
     def add(self, samples: int, returned: Mapping[str, torch.Tensor]) -> None:
-        """Add a batch; write a file once there are enough."""
+        """Add a batch; write a file once there are bytes enough."""
         self._waiting.append((samples, returned))
         if sum(tensor.nbytes for _, batch in self._waiting for tensor in batch.values()) >= PART_BYTES:
             self._write()
@@ -98,9 +99,9 @@ class _Stopped(Exception):
 
 
 def predict(session: Session, out: Path, resume: Path | None = None) -> int:
-    """Write what the model returns for all samples that a session ``with_samples`` reads, by the weights of a
-    checkpoint if there is one. The first rank writes, and holds one file at a time. Return 0, or 128 + the number of
-    the signal that stopped every rank.
+    """Write the model's results for all samples that a session ``with_samples`` reads, with the weights of a checkpoint
+    if there is one. The first rank writes, and holds one file at a time. Return 0, or 128 + the number of the signal
+    that stopped every rank.
 
     Raises:
         RunError: data, checkpoint or folder are at fault, or the model returns nothing to predict.
@@ -113,7 +114,9 @@ def predict(session: Session, out: Path, resume: Path | None = None) -> int:
     try:
         with session, Stop() as stop, ExitStack() as stack:
             begin()
-            _write_all(session, _Parts(out, session.evaluation.sample_dims, stack), stop, {"checkpoint": checkpoint})
+            _write_all(
+                session, _PredictionFiles(out, session.evaluation.sample_dims, stack), stop, {"checkpoint": checkpoint}
+            )
     except _Stopped as stopped:
         (number,) = stopped.args
         if session.rank == 0:
@@ -122,19 +125,19 @@ def predict(session: Session, out: Path, resume: Path | None = None) -> int:
     return 0
 
 
-def _write_all(session: Session, parts: _Parts, stop: Stop, facts: Mapping[str, Any]) -> None:
+def _write_all(session: Session, files: _PredictionFiles, stop: Stop, facts: Mapping[str, Any]) -> None:
     def first(act: Callable[..., None], *arguments: Any) -> Callable[[], None] | None:
         return partial(act, *arguments) if session.rank == 0 else None
 
     total, done, began = session.evaluation.count, 0, time.perf_counter()
     shown = began
-    session.exchange([], first(parts.begin))
+    session.exchange([], first(files.begin))
     for samples, returned in session.evaluation.predict_all(session.state):
-        rows = session.exchange([stop.signal], first(parts.add, samples, returned))
+        rows = session.exchange([stop.signal], first(files.add, samples, returned))
         if number := max(row[0] for row in rows):
             raise _Stopped(number)
         done, now = done + samples, time.perf_counter()
         if session.rank == 0 and (now - shown >= _SHOWN_S or done == total):
             shown = now
             print(f"{done:,} of {total:,} samples, {done / (now - began):.4g} a second", file=sys.stderr)
-    session.exchange([], first(parts.end, {"samples": total, "build": str(session.build.path.resolve()), **facts}))
+    session.exchange([], first(files.end, {"samples": total, "build": str(session.build.path.resolve()), **facts}))

@@ -44,8 +44,8 @@ class Options:
 
 @final
 class Stop:
-    """A handler of SIGTERM and SIGINT that notes them, so that a run ends between two steps, also if the launcher is
-    gone."""
+    """A handler of SIGTERM and SIGINT that notes them, so that a run ends between two steps. It does so too when the
+    launcher is gone."""
 
     def __init__(self) -> None:
         self._signal = 0
@@ -87,7 +87,7 @@ def train(session: Session, options: Options) -> int:
         _check_places(session, options)
         resumed = options.resume is not None
         observer = stack.enter_context(Observer(session, options.observe, options.steps, run_facts(session), resumed))
-        observer.say(*_at_the_start(session, options))
+        observer.say(*_start_notes(session, options))
         started, watch = session.step_number, LoadWatch(planned_load(session.build))
         saved = session.step_number if options.resume == options.save else -1
         asked = max(row[0] for row in session.exchange([stop.signal]))
@@ -98,10 +98,12 @@ def train(session: Session, options: Options) -> int:
                     evaluated = {EVAL_LOSS: session.evaluation.mean(session.state)}
                     report = replace(report, metrics={**report.metrics, **evaluated})
             except RunError as error:
-                raise _kept(session, options.save, error, max(saved, started)) from error
-            rows = session.exchange([stop.signal, *observer.own(report)])
+                raise _with_save(session, options.save, error, max(saved, started)) from error
+            rows = session.exchange([stop.signal, *observer.row(report)])
             asked = max(row[0] for row in rows)
-            observer.note(report, [row[1:] for row in rows], _about(session, report, watch, report.step == started + 1))
+            observer.note(
+                report, [row[1:] for row in rows], _step_notes(session, report, watch, report.step == started + 1)
+            )
             if options.save is not None and options.save_every and report.step % options.save_every == 0:
                 session.save(options.save)
                 saved = report.step
@@ -118,7 +120,7 @@ def train(session: Session, options: Options) -> int:
 
 
 def _check_places(session: Session, options: Options) -> None:
-    """Check that there is a place for what the run writes at its end: that is known before training."""
+    """Check, before training, that the files of the run's end can be written."""
     if options.save is not None:
         session.check_save(options.save)
     if session.rank == 0 and options.trace is not None:
@@ -126,8 +128,8 @@ def _check_places(session: Session, options: Options) -> None:
             write_trace(options.trace, [])
 
 
-def _about(session: Session, report: StepReport, watch: LoadWatch, is_first: bool) -> Iterator[str]:
-    """Return the lines about a step that are always shown."""
+def _step_notes(session: Session, report: StepReport, watch: LoadWatch, is_first: bool) -> Iterator[str]:
+    """Yield the lines about a step that are always shown."""
     if session.regions is not None and is_first:
         yield f"compiled in {session.regions.seconds:.1f} s; the next run finds them in Inductor's cache"
     if skipped := skip_text(report):
@@ -149,8 +151,8 @@ def skip_text(report: StepReport) -> str:
     )
 
 
-def _at_the_start(session: Session, options: Options) -> Iterator[str]:
-    """Return the lines that are shown before the first step."""
+def _start_notes(session: Session, options: Options) -> Iterator[str]:
+    """Yield the lines that are shown before the first step."""
     if session.step_number >= options.steps:
         done = f"`{options.resume}` is at step {session.step_number}, and the last step is {options.steps}"
         yield f"{done}: there is nothing left to train; `--steps K` trains until step K"
@@ -166,9 +168,9 @@ def _at_the_start(session: Session, options: Options) -> Iterator[str]:
         yield f"compiling {session.regions.distinct} distinct regions in the first step…"
 
 
-def _kept(session: Session, folder: Path | None, error: RunError, saved: int) -> RunError:
-    """Return the error of a step, or of the evaluation behind one, with a note on what was saved: all ranks are as
-    after the last step that was done. ``saved`` is the step of the last checkpoint, or that at which the run began."""
+def _with_save(session: Session, folder: Path | None, error: RunError, saved: int) -> RunError:
+    """Save the state after the last complete step, and return the error of a step or its evaluation with a note on
+    that. ``saved`` is the step of the last checkpoint, or of the run's start."""
     if session.step_number == saved:
         return error
     if folder is None:
@@ -183,8 +185,8 @@ def _kept(session: Session, folder: Path | None, error: RunError, saved: int) ->
 
 
 def rate_ends(build: Build, steps: int) -> str:
-    """Return a note on a run of more steps than the plan's, in the last of which the learning rate no longer
-    changes."""
+    """Return a note on a run of more steps than the plan has, if the learning rate no longer changes in the last of
+    them."""
     line, planned = build.manifest["optimizer"], build.manifest["steps"] or 0
     if line["over"] is None or steps <= max(line["over"], planned):
         return ""

@@ -1,4 +1,4 @@
-"""One voice for the ranks of a host: a line that all print appears once, and one that differs names its rank."""
+"""One voice for the ranks of a host: a line that all of them print appears once, one that differs with its rank."""
 
 from __future__ import annotations
 
@@ -15,27 +15,28 @@ from pathlib import Path
 from typing import IO, Any, Self, final
 
 VOICES = "PARC_VOICES"
-"""The environment variable with the folder in which the ranks of a host note what they print."""
-_SAID = "said"
+"""The environment variable with the folder to which the ranks of a host print."""
+_FIRST_LOG = "said"
+"""The name of the copy of the first rank's lines."""
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _BACK = "\r"
 _GRACE_S = 1.0
-"""The time in which the first rank may still print a line that another has printed, in seconds."""
+"""The seconds that the first rank has to print a line that another has printed."""
 _RECENT_S = 60.0
-"""The time after which a line that no rank has printed again is forgotten, in seconds."""
+"""The seconds after which a line that no rank prints again is forgotten."""
 _MOST_LINES = 10_000
-"""The lines that are remembered at most."""
+"""The most lines that are remembered."""
 _FIRST = ""
-"""The first rank of a host, among those that printed a line."""
+"""The key of a host's first rank in the counts of a line."""
 
 
 def begin_to_speak() -> None:
-    """Print where the launcher reads it, if it wants to. The first rank of a host prints on, and a copy of its lines is
-    kept."""
+    """Redirect this rank's output to a file that the launcher reads, if one does. The first rank of a host prints on,
+    and its lines are copied there."""
     folder, local = os.environ.get(VOICES), os.environ.get("LOCAL_RANK")
     if folder is None or local is None:
         return
-    name = _SAID if local == "0" else f"rank{os.environ['RANK']}.log"
+    name = _FIRST_LOG if local == "0" else f"rank{os.environ['RANK']}.log"
     file = open(Path(folder, name), "a", encoding="utf-8")  # noqa: SIM115 open until the process ends
     if local == "0":
         sys.stdout, sys.stderr = _Copied(sys.stdout, file), _Copied(sys.stderr, file)
@@ -49,7 +50,7 @@ def begin_to_speak() -> None:
 
 @final
 class _Copied:
-    """A stream whose whole lines are copied to a file, as they are left on a terminal."""
+    """A stream whose complete lines are copied to a file, as a terminal would show them in the end."""
 
     def __init__(self, stream: IO[str], copy: IO[str]) -> None:
         self._stream, self._copy, self._line = stream, copy, ""
@@ -57,7 +58,7 @@ class _Copied:
     def write(self, text: str) -> int:
         """Write text, and copy the lines that it ends."""
         *lines, line = (self._line + text).split("\n")
-        self._line = line.rpartition(_BACK)[2]  # a bar writes over its line, and never ends it
+        self._line = line.rpartition(_BACK)[2]  # a progress bar overwrites its line
         if lines:
             self._copy.write("".join(f"{line.rpartition(_BACK)[2]}\n" for line in lines))
             self._copy.flush()
@@ -93,10 +94,10 @@ class Voices:
         self._thread = threading.Thread(target=self._read, name="parc-voices", daemon=True)
         self._places: dict[Path, int] = {}
         self._spoken: dict[str, _Spoken] = {}
-        """The lines of late, as they are left on a terminal, the one that was printed last at the end."""
+        """The recent lines, as a terminal shows them in the end, ordered by the time when they were last printed."""
         self._waiting: dict[tuple[str, int], tuple[float, list[str]]] = {}
-        """The lines that the first rank has not printed so many times: when that was read first, and the ranks that
-        did."""
+        """The lines that other ranks printed more often than the first, by line and count: the time when that was read,
+        and these ranks."""
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -110,7 +111,7 @@ class Voices:
         over = False
         while not over:
             over = self._over.wait(0.2)
-            for line in self._lines(self._folder / _SAID, over):
+            for line in self._lines(self._folder / _FIRST_LOG, over):
                 self._count(_FIRST, line)
             for place in sorted(self._folder.glob("rank*.log")):
                 for line in self._lines(place, over):
@@ -119,7 +120,7 @@ class Voices:
             self._forget(time.monotonic() - _RECENT_S)
 
     def _lines(self, place: Path, over: bool) -> Iterator[str]:
-        """Yield the lines that a file got since the last time; one that is not ended only when all is over."""
+        """Yield the lines that were added to a file since the last call; an incomplete one only when all is over."""
         try:
             with open(place, "rb") as file:
                 file.seek(self._places.get(place, 0))
@@ -131,8 +132,8 @@ class Voices:
         yield from whole.decode(errors="replace").removesuffix("\n").split("\n") if whole else ()
 
     def _count(self, rank: str, line: str) -> int:
-        """Note that a rank printed a line. Return how often it did of late."""
-        plain = _plain(line)
+        """Note that a rank printed a line. Return how often it did so recently."""
+        plain = _shown_text(line)
         spoken = self._spoken.pop(plain, None) or _Spoken(0.0)
         self._spoken[plain] = spoken
         spoken.at = time.monotonic()
@@ -140,12 +141,12 @@ class Voices:
         return spoken.times[rank]
 
     def _said_by_first(self, line: str) -> int:
-        """Return how often the first rank printed a line of late."""
-        spoken = self._spoken.get(_plain(line))
+        """Return how often the first rank printed a line recently."""
+        spoken = self._spoken.get(_shown_text(line))
         return 0 if spoken is None else spoken.times[_FIRST]
 
     def _forget(self, before: float) -> None:
-        """Forget the lines that no rank printed since a time, and the oldest of too many."""
+        """Forget the lines that no rank printed since the time ``before``, and the oldest of too many."""
         for line, spoken in list(self._spoken.items()):
             if spoken.at >= before and len(self._spoken) <= _MOST_LINES:
                 break
@@ -158,7 +159,7 @@ class Voices:
         self._waiting.setdefault((line, times), (time.monotonic(), []))[1].append(rank)
 
     def _logged(self, rank: str, line: str) -> bool:
-        """Write a line to the rank's file. Return whether it is there; if not, this and all later lines are shown."""
+        """Write a line to the rank's file. Return False if there are no such files, so that the line is shown."""
         if self._logs is None:
             return False
         try:
@@ -171,7 +172,7 @@ class Voices:
         return self._logs is not None
 
     def _show(self, before: float, over: bool) -> None:
-        """Show the lines that were read before a time, and that the first rank has not printed until now."""
+        """Show the lines that were read before a time and that the first rank has still not printed."""
         for (line, times), (read, ranks) in list(self._waiting.items()):
             if times <= self._said_by_first(line):
                 del self._waiting[line, times]
@@ -185,6 +186,6 @@ class Voices:
         print(f"{clear}{text}", file=sys.stderr, flush=True)
 
 
-def _plain(line: str) -> str:
-    """Return what a line leaves on a terminal, without colours."""
+def _shown_text(line: str) -> str:
+    """Return a line as a terminal shows it in the end, without colours."""
     return _CONTROL.sub("", line).rpartition(_BACK)[2].rstrip()

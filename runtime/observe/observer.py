@@ -1,4 +1,5 @@
-"""The observer of a run on one rank: it times and profiles steps, and rank 0 tells what they were."""
+"""The observer of a run on one rank: it times and profiles steps; rank 0 writes their figures, and the first rank of
+each host shows their progress."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from ..session.session import Session
 from .profile import Profile
 from .writers import FigurePlaces, FiguresWriter
 
-# ---- the figures of a step beside its loss: work a second, use of the devices, memory, and waits.
+# ---- the figures of a step: throughput, MFU, memory, waits
 
 
 _PEAKS = {
@@ -35,13 +36,12 @@ _PEAKS = {
     "A100": 312e12, "A800": 312e12, "A40": 150e12, "A30": 165e12, "A10G": 70e12, "A10": 125e12, "L40S": 362e12,
     "L40": 181e12, "L4": 121e12, "RTX 4090": 165e12, "RTX 3090": 71e12, "MI300X": 1307e12, "MI250X": 383e12,
 }  # fmt: skip
-"""The operations a second of dense products in bfloat16 or float16, by a part of the device's name. Of two names that
-fit, the longer one is meant. The makers' data sheets have these numbers, without sparsity."""
+"""The floating-point operations a second of dense products in bfloat16 or float16, by a part of the device's name. Of
+two names that fit, the longer one is meant. The numbers are those of data sheets, without sparsity."""
 
 
 def peak_flops(name: str, dtype: torch.dtype) -> float | None:
-    """Return the floating-point operations a second that a device can do in products of a type; None where that is not
-    known.
+    """Return the peak floating-point operations a second of a device in products of a type; None if it is not known.
 
     >>> peak_flops("NVIDIA H100 80GB HBM3", torch.bfloat16)
     989000000000000.0
@@ -71,8 +71,8 @@ def peak_bytes(device: torch.device) -> int:
 
 @final
 class Meter:
-    """The figures of a session's steps. ``peak`` is what one device can do in a second, in floating-point operations;
-    without it, it is looked up by the device's name, and there is no MFU where that is not known."""
+    """The figures of a session's steps. ``peak`` is the peak floating-point operations a second of one device; without
+    it, it is looked up by the device's name, and there is no MFU if that is not known."""
 
     def __init__(self, session: Session, peak: float | None = None) -> None:
         self._device = session.device
@@ -87,16 +87,15 @@ class Meter:
             peak = peak_flops(torch.cuda.get_device_name(self._device), type_.dtype)
         return peak or 0.0
 
-    def own(self, report: StepReport) -> list[int]:
-        """Return this rank's row of numbers for ``figures``: bytes, and nanoseconds of a step, of its waits for data
-        and of those for other ranks."""
+    def row(self, report: StepReport) -> list[int]:
+        """Return this rank's row of numbers for ``figures``: peak bytes, and nanoseconds of a step, of its waits for
+        data and of those for other ranks."""
         seconds = (report.seconds, report.waited_for_data, report.waited_for_ranks)
         return [peak_bytes(self._device), *(int(1e9 * part) for part in seconds)]
 
     def figures(self, report: StepReport, step_s: float, rows: Sequence[Sequence[int]]) -> dict[str, Any]:
-        """Return the figures of a step that took so many seconds, from the rows of all ranks. Lists have a number for
-        each rank. Waits are shares of its step; on a GPU, where a process does not wait for other ranks, there are
-        none for those."""
+        """Return the figures of a step of ``step_s`` seconds, from the rows of all ranks. Lists have a number for each
+        rank. Waits are shares of its step. On a GPU no process waits for other ranks, so there is no such figure."""
         figures: dict[str, Any] = {
             "loss": report.loss, **report.metrics, "grad_norm": report.grad_norm, "lr": report.lr, "step_s": step_s,
             self.what: self.count, f"{self.what}_per_s": self.count / step_s,
@@ -113,13 +112,13 @@ class Meter:
         return figures
 
 
-# ---- the progress of a run on the terminal: a bar, or a line now and then.
+# ---- progress on the terminal
 
 
 @final
 class ProgressDisplay:
-    """A display of the loss, the tokens or samples (``what``) a second and the seconds a step on stderr: a bar on a
-    terminal, else some lines.
+    """A display on stderr of the loss, the tokens or samples (``what``) a second and the seconds a step: a bar on a
+    terminal, else a line now and then.
 
     Without a terminal the first and the last step have a line, and those between at least ``every_s`` seconds after
     the line before. On any ``node`` but the first, lines begin with its number.
@@ -174,13 +173,13 @@ class ProgressDisplay:
             self.say(f"{self._node}step {step}/{self._steps}  {figures}")
 
 
-# ---- the observer of a run on one rank: it times and profiles steps, and rank 0 tells what they were.
+# ---- the observer
 
 
 @dataclass(frozen=True, slots=True)
 class Observe:
-    """The observation that a person asked for: the places of figures, the folder of a profile, and the peak of one
-    device in floating-point operations a second, if it is stated."""
+    """The options of observing a run: the places of figures, the folder of a profile, and the peak floating-point
+    operations a second of one device, if it is stated."""
 
     places: FigurePlaces = field(default_factory=FigurePlaces)
     profile: Path | None = None
@@ -189,8 +188,8 @@ class Observe:
 
 @final
 class Observer:
-    """The observer of a session that trains until step ``steps``. Rank 0 writes figures and says what there is to say;
-    the first rank of each node shows progress.
+    """The observer of a session that trains until step ``steps``. Rank 0 writes figures and messages; the first rank of
+    each node shows progress.
 
     Raises:
         RunError: a place that was named cannot be written.
@@ -225,7 +224,7 @@ class Observer:
         self._stack.__exit__(kind, error, trace)
 
     def _close_writers(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Close the writers. What they cannot write is told, and neither ends a run nor hides the error that did."""
+        """Close the writers. A failure to write is a message: it neither ends a run nor hides the error that did."""
         for writer in self._writers:
             try:
                 writer.close(failed=kind is not None)
@@ -239,7 +238,7 @@ class Observer:
                 self._display.say(text)
 
     def step(self) -> StepReport:
-        """Do a step of the session, timed, and profiled if it is one of those."""
+        """Do a step of the session, timed, and profiled if it is one of the profile's."""
         number = self._session.step_number + 1
         self._began = time.perf_counter()
         with nullcontext() if self._profile is None else self._profile.step(number):
@@ -247,9 +246,9 @@ class Observer:
         self._step_s = time.perf_counter() - self._began
         return report
 
-    def own(self, report: StepReport) -> list[int]:
+    def row(self, report: StepReport) -> list[int]:
         """Return this rank's row of numbers for ``note``."""
-        return self._meter.own(report)
+        return self._meter.row(report)
 
     def note(self, report: StepReport, rows: Sequence[Sequence[int]], notes: Iterable[str] = ()) -> None:
         """Write and show a step, from the rows of all ranks, with lines about it that are always shown."""
@@ -257,10 +256,10 @@ class Observer:
         for writer in list(self._writers):
             try:
                 writer.step(report.step, **figures)
-            except RunError as error:  # that ends no training
+            except RunError as error:
                 self.say(f"{error.message}; the metrics end at step {report.step - 1}, the training goes on")
                 self._writers.remove(writer)
-                with suppress(RunError):  # it is told already that they end
+                with suppress(RunError):  # the message above says that they end
                     writer.close(failed=True)
         self.say(*notes)
         if self._display is not None:

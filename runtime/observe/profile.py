@@ -15,13 +15,12 @@ from torch.profiler import ProfilerActivity, profile
 from ...compiler.torch_private import quiet
 from ..ranks.faults import writing
 
-_WARM_UP = 2
-_STEPS = 3
+_WARM_UP_STEPS, _PROFILED_STEPS = 2, 3
 
 
 @final
 class Profile:
-    """A profile of three steps after two to warm up, or of fewer if the run is shorter.
+    """A profile of three steps after two warm-up steps, or of fewer if the run is shorter.
 
     Raises:
         RunError: the folder cannot be written, now or after the last of the steps.
@@ -33,14 +32,14 @@ class Profile:
             folder.mkdir(parents=True, exist_ok=True)
             if not os.access(folder, os.W_OK):
                 raise OSError(errno.EACCES, "the folder takes no files")
-        self._first = min(done + _WARM_UP + 1, steps)
-        self._last = min(self._first + _STEPS - 1, steps)
+        self._first = min(done + _WARM_UP_STEPS + 1, steps)
+        self._last = min(self._first + _PROFILED_STEPS - 1, steps)
         self._profile: profile | None = None
         self._activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (device.type == "cuda")]
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Do step ``number`` in the block. It is profiled if it is one of those."""
+        """Enter a block that does step ``number``; it is profiled if it is one of the profile's."""
         if number == self._first:
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # no lines of the profiler's own on the terminal
             with quiet():
@@ -49,8 +48,7 @@ class Profile:
         yield
 
     def written(self, number: int) -> str:
-        """Write the file once step ``number``, the last of those, is done. Return a sentence on where it is, else
-        ""."""
+        """Write the file once step ``number``, the last of them, is done. Return a sentence on its place, "" before."""
         if self._profile is None or number < self._last:
             return ""
         ended, self._profile = self._profile, None

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, Any, Protocol, Self, final
+from typing import IO, Any, Protocol, final
 
 from ...compiler.torch_private import quiet
 from ...grammar.codes_run import NO_PACKAGE, UNWRITTEN
@@ -19,8 +19,7 @@ from ..ranks.faults import RunError, writing
 
 
 class FiguresWriter(Protocol):
-    """A place for the figures of every step. It is opened and closed by rank 0 alone. ``note`` says what a person may
-    want to know of it at the start of the run."""
+    """A writer of the figures of every step. Only rank 0 opens one. ``note`` is a sentence for the start of the run."""
 
     note: str
 
@@ -32,7 +31,7 @@ class FiguresWriter(Protocol):
         """
 
     def close(self, failed: bool = False) -> None:
-        """Write all that is left, also whether the run ``failed``, where there is a place for that.
+        """Write what is buffered, and, where the form has a place for it, whether the run ``failed``.
 
         Raises:
             RunError: it cannot be written.
@@ -41,7 +40,7 @@ class FiguresWriter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FigurePlaces:
-    """The places that a person named for the figures of a run."""
+    """The places for a run's figures that a person named."""
 
     metrics: Path | None = None
     tensorboard: Path | None = None
@@ -60,8 +59,8 @@ class FigurePlaces:
                 raise RunError(NO_PACKAGE, message, f"`pip install {package}`; or run without --{option}")
 
     def open(self, run: Mapping[str, Any], append: bool) -> Iterator[FiguresWriter]:
-        """Open a writer for each place. ``run`` holds facts of the run, among them the step at which it starts; with
-        ``append`` it goes on from a checkpoint.
+        """Open a writer for each place. ``run`` has the facts of the run, among them the step at which it starts; with
+        ``append`` the run goes on from a checkpoint.
 
         Raises:
             RunError: a place cannot be written.
@@ -79,7 +78,7 @@ class MetricsFile:
     """A file of JSON lines: first ``{"run": …}``, then one object a step; a line is written whole, and at once.
 
     An existing file is replaced, or continued with ``append=True`` (a resumed run writes another ``run`` line).
-    A number that JSON cannot say (NaN, infinity) becomes ``null``.
+    A number that JSON does not have (NaN, infinity) becomes ``null``.
 
     Raises:
         RunError: the file cannot be written, now or later.
@@ -98,27 +97,21 @@ class MetricsFile:
         self._write({"step": step, "loss": loss, **figures})
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        data = (json.dumps(_sayable(line), allow_nan=False) + "\n").encode()
+        data = (json.dumps(_without_nan(line), allow_nan=False) + "\n").encode()
         start = self._file.tell() if self._file.seekable() else None
         with writing(self._path):
             try:
-                while data:  # a disk that is almost full takes a part
+                while data:  # a disk that is almost full may write a part
                     data = data[self._file.write(data) :]
             except OSError:
                 if start is not None:
-                    self._file.truncate(start)  # half of a line is none
+                    self._file.truncate(start)  # no half lines
                 raise
 
     def close(self, failed: bool = False) -> None:
         """Close the file; more than once does no harm."""
         with writing(self._path):
             self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 @final
@@ -149,18 +142,18 @@ class TensorBoard:
                 self._writer.add_scalar(name, value, step)
 
     def close(self, failed: bool = False) -> None:
-        """Write the points that wait, and close the file."""
+        """Write buffered points, and close the file."""
         with writing(self._folder):
             self._writer.close()
 
 
 @final
 class WandB:
-    """A run of Weights & Biases, kept in the folder ``wandb`` and sent nowhere. ``WANDB_MODE`` and ``WANDB_DIR`` are
-    heeded, where a person sets them.
+    """A run of Weights & Biases, kept in the folder ``wandb`` and sent nowhere, unless a person's ``WANDB_MODE`` and
+    ``WANDB_DIR`` say otherwise.
 
     Raises:
-        RunError: the run cannot be begun, or what it is given can no longer be written.
+        RunError: the run cannot be begun, or its figures can no longer be written.
     """
 
     package = "wandb"
@@ -169,7 +162,7 @@ class WandB:
         with quiet():
             wandb = import_module(self.package)
         self._teardown = wandb.teardown
-        with _asking("begins no run"):
+        with _calling_wandb("begins no run"):
             self._run = wandb.init(
                 project=project, config=dict(run), mode=os.environ.get("WANDB_MODE", "offline"),
                 settings=wandb.Settings(silent=True, console="off", x_disable_stats=True),
@@ -179,23 +172,22 @@ class WandB:
 
     def step(self, step: int, loss: float, **figures: Any) -> None:
         """Write one point of each curve."""
-        with _asking("keeps no figures"):
+        with _calling_wandb("keeps no figures"):
             self._run.log(dict(_curves({"loss": loss, **figures})), step=step)
 
     def close(self, failed: bool = False) -> None:
-        """Finish the run, as a failed one if it is, and wait until its writer, a process of its own, has written all of
-        it."""
-        with _asking("does not finish its run"):
+        """Finish the run, as a failed one if it ``failed``, and wait until its writer process has written all of it."""
+        with _calling_wandb("does not finish its run"):
             self._run.finish(exit_code=int(failed))
             self._teardown()
 
 
 @contextmanager
-def _asking(refused: str) -> Iterator[None]:
-    """Ask something of the package ``wandb`` in the block, whose writer is a process that may be gone.
+def _calling_wandb(refused: str) -> Iterator[None]:
+    """Enter a block that calls the package ``wandb``, whose writer process may be gone.
 
     Raises:
-        RunError: it fails, in whatever way: ``refused`` says at what.
+        RunError: the call fails in any way; ``refused`` says for the message at what.
     """
     try:
         yield
@@ -207,8 +199,9 @@ _MOST_RANKS = 16  # curves of one figure
 
 
 def _curves(figures: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield each number with the name of its curve. A list has a number for each rank, of which there is a curve if
-    they are few, and one of the largest. Lists by name, as the loads of experts, have none: their figures are there."""
+    """Yield each number with the name of its curve. A list, of a number for each rank, has a curve of the largest, and
+    one for each rank if they are few. Lists by name, as the loads of experts, have none: other figures summarize
+    them."""
     for name, value in figures.items():
         if isinstance(value, list):
             yield f"{name}/most", max(value)
@@ -218,12 +211,12 @@ def _curves(figures: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
             yield name, value
 
 
-def _sayable(value: Any) -> Any:
-    """Return the value with None in place of every number that JSON cannot write."""
+def _without_nan(value: Any) -> Any:
+    """Return the value with None in place of every number that JSON does not have."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):
-        return {str(name): _sayable(item) for name, item in value.items()}
+        return {str(name): _without_nan(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_sayable(item) for item in value]
+        return [_without_nan(item) for item in value]
     return value

@@ -1,5 +1,5 @@
-"""Checkpoints: the state of a run in safetensors files by the model's own names, facts in JSON, and an index that says
-which file holds which part of which tensor."""
+"""Checkpoints, opened and checked: tensors in safetensors files by the model's own names, facts in JSON, and an index
+that says which file holds which part of which tensor."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ from .shards import ShardFault, check_shard
 
 
 def check_target(folder: Path, mark: str = FACTS, what: str = "a checkpoint") -> None:
-    """Check that a checkpoint, or ``what`` has a file ``mark``, may be written at ``folder``.
+    """Check that a checkpoint, or another kind of folder, may be written at ``folder``. ``mark`` is the file by which
+    such a folder is known, ``what`` its name in messages.
 
     Raises:
         RunError: it holds something else, which is left as it is, or is the current folder.
@@ -48,8 +49,8 @@ def check_target(folder: Path, mark: str = FACTS, what: str = "a checkpoint") ->
 
 @contextmanager
 def target_held(folder: Path, size: int, run: str = "") -> Iterator[None]:
-    """Hold ``folder``, where a run will save ``size`` bytes at a time, for this run alone. The hosts of one run give it
-    one name.
+    """Lock ``folder``, where this run will save ``size`` bytes at a time, against other runs. All hosts of one run pass
+    the same ``run``.
 
     Raises:
         RunError: another run saves there, it holds something else, or it cannot be written; nothing was trained yet.
@@ -79,7 +80,7 @@ def target_held(folder: Path, size: int, run: str = "") -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint's facts, and its index. Numbers are read tensor by tensor, and of each what is asked for."""
+    """A checkpoint: its facts and its index. Tensors are read one by one, and of each only the entries asked for."""
 
     folder: Path
     facts: Mapping[str, Any]
@@ -123,8 +124,7 @@ class Checkpoint:
                 name, parts = self.index.files[number], held[number]
                 expected = {key: (self.dtypes[key], extent(parts[key])) for key in parts}
                 try:
-                    odd = check_shard(self.folder / name, shard, expected)
-                    faults += [f"{fault} of `{name}`" for fault in odd]
+                    faults += [f"{fault} of `{name}`" for fault in check_shard(self.folder / name, shard, expected)]
                 except (ShardFault, OSError) as fault:
                     said = fault if isinstance(fault, ShardFault) else f"cannot be read: {fault.strerror}"
                     faults.append(f"`{name}` {said}; {_contents(parts)}")
@@ -155,27 +155,27 @@ class Checkpoint:
         ]
 
 
-_SHOWN = 5
+_FAULTS_SHOWN = 5
 
 
 def refuse(folder: Path, what: str, faults: Sequence[str]) -> None:
     """Raise the error of a checkpoint with these faults, if there are any.
 
     Raises:
-        RunError: something is.
+        RunError: there are.
     """
     if faults:
         notes = shown_faults(faults)
-        more = [f"and {len(notes) - _SHOWN} more"] if len(notes) > _SHOWN else []
+        more = [f"and {len(notes) - _FAULTS_SHOWN} more"] if len(notes) > _FAULTS_SHOWN else []
         help_ = "name a checkpoint that this model wrote"
-        raise RunError(BAD_STATE, f"`{folder}` {what}", help_, [*notes[:_SHOWN], *more])
+        raise RunError(BAD_STATE, f"`{folder}` {what}", help_, [*notes[:_FAULTS_SHOWN], *more])
 
 
 def refuse_altered(folder: Path, faults: Sequence[str]) -> None:
     """Raise the error of a checkpoint whose files have these faults, if there are any.
 
     Raises:
-        RunError: something is.
+        RunError: there are.
     """
     if faults:
         help_ = "put its files back as they were written, or go on from another checkpoint"
@@ -197,7 +197,7 @@ class CheckpointReader:
         self._opened = OpenedFiles()
 
     def fill(self, name: str, target: torch.Tensor, runs: Sequence[Sequence[EntryRun]]) -> None:
-        """Write the entries of a tensor that ``runs`` name into a rank's piece of it. Only they are read.
+        """Read the entries of a tensor that ``runs`` name into ``target``, a rank's piece of it. No others are read.
 
         Raises:
             RunError: a file cannot be read.
@@ -208,18 +208,18 @@ class CheckpointReader:
             return
         layout = self._index.layouts[name]
         counts = [len(parts) for parts in layout.parts]
-        crossed = [
-            [(number, found) for number, part in enumerate(parts) if (found := _crossed(own, part))]
-            for own, parts in zip(runs, layout.parts, strict=True)
+        shared_by_dim = [
+            [(number, shared) for number, part in enumerate(parts) if (shared := _shared_entries(of_dim, part))]
+            for of_dim, parts in zip(runs, layout.parts, strict=True)
         ]
-        for chosen in itertools.product(*crossed):
-            place = 0
+        for chosen in itertools.product(*shared_by_dim):
+            place = 0  # of the rectangle, row by row
             for count, (number, _) in zip(counts, chosen, strict=True):
                 place = place * count + number
             file = self._folder / self._index.files[layout.files[place]]
-            for cells in itertools.product(*(cells for _, cells in chosen)):
-                here = tuple(slice(at, at + size) for at, _, size in cells)
-                target[here] = self._read(file, name, [((there, there + size),) for _, there, size in cells])
+            for block in itertools.product(*(shared for _, shared in chosen)):
+                here = tuple(slice(at, at + size) for at, _, size in block)
+                target[here] = self._read(file, name, [((there, there + size),) for _, there, size in block])
 
     def _read(self, file: Path, name: str, ranges: Sequence[EntryRanges]) -> torch.Tensor:
         try:
@@ -229,7 +229,7 @@ class CheckpointReader:
             raise RunError(BAD_STATE, message, help_) from None
 
     def whole(self, name: str) -> torch.Tensor:
-        """Return a whole tensor; a number that all parts of a stack have.
+        """Return a whole tensor; for a stack, whose parts share a number such as ``step``, that number.
 
         Raises:
             RunError: a file cannot be read.
@@ -245,7 +245,9 @@ class CheckpointReader:
         self._opened.close()
 
 
-def _crossed(runs: Sequence[EntryRun], part: EntryRanges) -> list[tuple[int, int, int]]:
+def _shared_entries(runs: Sequence[EntryRun], part: EntryRanges) -> list[tuple[int, int, int]]:
+    """Return the entries of a dim that both a rank's piece and a part of a layout hold: the place in the piece, that in
+    the part, and the count."""
     if not runs or part[0][0] >= runs[-1].first + runs[-1].size or part[-1][1] <= runs[0].first:
         return []
     return crossings(runs, packed(part))
@@ -257,10 +259,10 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """Open a checkpoint and read its facts; no tensor is read yet.
+    """Open a checkpoint: its facts and its index are read and checked, no tensor yet.
 
     Raises:
-        RunError: it is none, or its files cannot be read.
+        RunError: it is not a checkpoint, or its files cannot be read.
     """
     named, folder = folder, current(folder)
     try:

@@ -1,8 +1,9 @@
-"""The index of a checkpoint: its files, and which of them holds which part of which tensor.
+"""The index of a checkpoint: its files, and which of them holds which rectangle of which tensor.
 
 ``index.json`` has three tables. ``files``: name, size and hash of the header of each. ``layouts``: the shape of a
 tensor, the parts of each of its dims as ranges of entries, and the number of the file of each rectangle, row by row.
-``tensors``: dtype and layout of each tensor by name. Tensors that lie alike share a layout, so the index stays small.
+``tensors``: dtype and layout of each tensor by name. Tensors that are cut alike share a layout, so the index stays
+small. A stack has no tensor of its own there: files have its parts, each under the model's own name.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from ...grammar.bounded import MOST_JSON, parse_json, read_bounded
 from ..ranks.gather import piece_place
 from .shards import Piece, ShardFile
 
-# ---- layouts of tensors in the files of a checkpoint: the rectangles that each is cut into, and the file
+# ---- layouts: the rectangles that a tensor is cut into, and their files
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +50,8 @@ class StoredTensor:
 @dataclass(frozen=True, slots=True)
 class FileLayout:
     """The cut of a tensor into rectangles, each of which is in one file. ``parts`` are the parts of each dim, each of
-    them ranges of the model's entries: a part of a fused dim has several. ``files`` are the numbers of the files of the
-    rectangles, row by row: of a rank that writes, or of a place in a list of files.
+    them ranges of the model's entries: a part of a fused dim has several. ``files`` are the numbers of the rectangles'
+    files, row by row: the ranks that write them, or places in a list of files.
 
     Of a tensor of [6, 4] whose rows ``(3 2/tp)`` are split, the parts are ``((((0, 1), (2, 3), (4, 5)), ((1, 2), (3,
     4), (5, 6))), (((0, 4),),))``, and the files ``(0, 1)``.
@@ -72,7 +73,7 @@ class FileLayout:
         return zip(itertools.product(*self.parts), self.files, strict=True)
 
     def faults(self) -> Iterator[str]:
-        """Yield why the rectangles do not make up the tensor, each of its entries once."""
+        """Yield the reasons why the rectangles do not cover the tensor, each of its entries once."""
         if len(self.parts) != len(self.shape):
             yield f"has {len(self.shape)} dims, and the parts of {len(self.parts)}"
             return
@@ -99,6 +100,7 @@ class FileLayout:
 
 
 def _rises(ranges: EntryRanges) -> bool:
+    """Return whether there are ranges, none of them is empty, and each begins behind the one before."""
     ends = [end for range_ in ranges for end in range_]
     return bool(ends) and all(low < high for low, high in itertools.pairwise(ends))
 
@@ -120,15 +122,15 @@ def rectangle_text(rectangle: Sequence[EntryRanges]) -> str:
 def layouts_of(tensors: Mapping[str, StoredTensor], mesh: Mesh, roles: Sequence[str]) -> dict[str, FileLayout]:
     """Return the layout of each tensor. Its files are the ranks that write them; ``roles`` names the role of each rank.
 
-    Of ranks that hold the same numbers, the one that has written least so far writes; of several such, the lowest.
+    Of ranks that hold the same numbers, the one with the least to write so far writes; of several such, the lowest.
     """
     layouts: dict[str, FileLayout] = {}
-    found: dict[StoredTensor, tuple[tuple[tuple[EntryRanges, ...], ...], list[list[int]]]] = {}
+    rectangles: dict[StoredTensor, tuple[tuple[tuple[EntryRanges, ...], ...], list[list[int]]]] = {}
     written: dict[tuple[object, ...], list[int]] = {}
     for name, stored in tensors.items():
-        if stored not in found:
-            found[stored] = _rectangles(stored, mesh, roles)
-        parts, holders = found[stored]
+        if stored not in rectangles:
+            rectangles[stored] = _rectangles(stored, mesh, roles)
+        parts, holders = rectangles[stored]
         equal = min(map(len, holders), default=1)
         sums = written.setdefault((stored.type.placement, stored.owners), [0] * equal)
         least = min(range(equal), key=sums.__getitem__)
@@ -160,7 +162,7 @@ def _rectangles(
     return parts, holders
 
 
-# ---- the index of a checkpoint: its files, and which of them holds which part of which tensor.
+# ---- the index
 
 
 TENSORS, FACTS, INDEX_FILE = "state.safetensors", "state.json", "index.json"
@@ -180,7 +182,7 @@ def shard_name(rank: int, world: int) -> str:
 
 @dataclass(frozen=True)
 class Index:
-    """Files by their numbers, what was written of them, and layouts and dtypes of tensors by name."""
+    """Names of files by number, the size and hash of each as written, and layouts and dtypes of tensors by name."""
 
     files: Sequence[str]
     shards: Mapping[int, ShardFile]
@@ -198,7 +200,8 @@ class Index:
         return held
 
     def faults(self, folder: Path) -> list[str]:
-        """Return the tensors that the files do not make up, and the files that are not there or of another size."""
+        """Return the tensors that the layouts do not cover; if there are none, the files that are missing or of another
+        size."""
         by_layout: dict[FileLayout, list[str]] = {}
         for name, layout in self.layouts.items():
             by_layout.setdefault(layout, []).append(name)
@@ -219,7 +222,7 @@ class Index:
 
 
 def write_index(folder: Path, index: Index, facts: Mapping[str, Any]) -> None:
-    """Write the index and the facts of a checkpoint, whose files are named by the numbers of ``index.shards``.
+    """Write the index and the facts of a checkpoint. Of its files only those that were written are named.
 
     Raises:
         OSError: a file cannot be written.
@@ -289,20 +292,20 @@ def _layout(row: Mapping[str, Any]) -> FileLayout:
     return FileLayout(tuple(row["shape"]), parts, tuple(row["files"]))
 
 
-# ---- stacked tensors in files: a file has their parts, each under the model's own name.
+# ---- the parts of stacks
 
 
 KEY = "state."
-"""The beginning of the names that a checkpoint has for the state of steps. It lies as ranks have it, stacks too."""
+"""The prefix of the names that a checkpoint has for the state of steps. It is stored as ranks hold it, stacks too."""
 
 
 def in_parts(key: str) -> bool:
-    """Return whether files have the parts of a tensor in place of it, by its name in a checkpoint."""
+    """Return whether files have a tensor's parts in place of it; ``key`` is its name in a checkpoint."""
     return is_stacked(key) and not key.startswith(KEY)
 
 
 def part_shapes(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-    """Return the shapes of tensors in files."""
+    """Return the shapes of tensors as files have them: of a stack those of its parts."""
     return {
         name: shape[1:] if is_stacked(key) else shape
         for key, shape in shapes.items()
@@ -311,12 +314,12 @@ def part_shapes(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
 
 
 def numbered(runs: Sequence[EntryRun]) -> Iterator[tuple[int, int]]:
-    """Yield the number of each part that a rank has, with its place in the rank's piece."""
+    """Yield the number of each part of a stack that a rank has, with its place in the rank's piece."""
     return ((first + step, at + step) for at, first, size in runs for step in range(size))
 
 
 def piece_parts(key: str, piece: Piece) -> Iterator[tuple[str, Piece]]:
-    """Yield what a file has of a rank's piece of a tensor, by the names there."""
+    """Yield the pieces that a file has of a rank's piece of a tensor, by their names there."""
     if not in_parts(key):
         yield key, piece
         return
@@ -325,7 +328,7 @@ def piece_parts(key: str, piece: Piece) -> Iterator[tuple[str, Piece]]:
 
 
 def layout_parts(key: str, layout: FileLayout) -> Iterator[tuple[str, FileLayout]]:
-    """Yield the layouts of what files have of a tensor, by the names there."""
+    """Yield the layouts of the tensors that files have of a tensor, by their names there."""
     if not in_parts(key):
         yield key, layout
         return

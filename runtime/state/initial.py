@@ -1,8 +1,11 @@
-"""The initial state of a rank: its pieces of parameters and buffers, from recipes or from the files of ``init``."""
+"""The initial state of a rank: its pieces of parameters and buffers, drawn by recipes or read from the files of
+``init``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -28,10 +31,10 @@ _PUT_BACK = "put the files of `init from` back as they were built with, or build
 
 
 def weights_of(build: Build) -> Weights | None:
-    """Open the weights of a build's ``init`` line, which must fit its model; None without such a line.
+    """Open the weights of a build's ``init`` line; None without such a line.
 
     Raises:
-        RunError: they cannot be read, or do not fit; tensors that do not are named.
+        RunError: they cannot be read, or do not fit the model; tensors that do not are named.
     """
     line = build.manifest["init"]
     if line is None:
@@ -48,13 +51,13 @@ def weights_of(build: Build) -> Weights | None:
 
 
 def expected_of(line: Mapping[str, Any]) -> list[Expected]:
-    """Return the tensors of the model, as a manifest's ``init`` lists them."""
+    """Return the model's tensors as the manifest's ``init`` lists them."""
     return [
         Expected(
             tuple(tensor["names"]),
             tuple(tensor["shape"]),
             getattr(torch, tensor["dtype"]),
-            tensor.get("optional", False),
+            bool(tensor.get("optional")),
         )
         for tensor in line["tensors"]
     ]
@@ -75,58 +78,52 @@ class Initial:
             for number, part in enumerate(part_names(name, self._recipes[name].shape[0]))
         }
         self.kept = [name for name in recorded.module.state_dict() if name in {*self._recipes, *self._stacks}]
-        made = (recorded.module.named_parameters, recorded.module.named_buffers)
-        self._complex = {name for of in made for name, value in of(remove_duplicate=False) if value.is_complex()}
+        tensors = chain.from_iterable(
+            named(remove_duplicate=False) for named in (recorded.module.named_parameters, recorded.module.named_buffers)
+        )
+        self._complex = {name for name, value in tensors if value.is_complex()}
         self._complex |= {part for part, (name, _) in self._stacks.items() if name in self._complex}
         self._weights = weights_of(build)
         self._pads = pads_from(build.manifest["padding"])
         weights, line = self._weights, build.manifest["init"]
-        tensors = [tensor for tensor in expected_of(line) if weights.has(tensor.names)] if weights is not None else []
-        self._names = {name: tensor.names for tensor in tensors for name in tensor.names}
+        stored = (
+            [tensor.names for tensor in expected_of(line) if weights.has(tensor.names)] if weights is not None else []
+        )
+        self._names = {name: names for names in stored for name in names}
         self._names |= {name: (name,) for part, (name, _) in self._stacks.items() if part in self._names}
 
     def state(
         self, parameters: Mapping[str, TensorType], buffers: Mapping[str, TensorType],
         keep: Callable[[torch.Tensor], torch.Tensor] = lambda piece: piece,
     ) -> RankState:  # fmt: skip
-        """Return the rank's pieces, and close the files. ``keep`` puts each parameter where it is to stay.
+        """Return the rank's pieces, and close the files. ``keep`` moves each parameter to the place where it is kept.
 
         Raises:
             RunError: a file can no longer be read.
         """
         role = self._build.role_at(self._coordinates)
-        try:
+        with self._reading():
             return RankState(
                 # the data alone: a view of another tensor would keep its storage when it gets another one
                 {name: keep(self._piece(name, type_).data) for name, type_ in parameters.items()},
                 {name: self._piece(name, type_, self._build.manifest["constants"]) for name, type_ in buffers.items()},
                 first_state(role.programs, self._build.manifest["state"], self._device),
             )
-        except WeightsError as error:
-            raise RunError(BAD_WEIGHTS, str(error), _PUT_BACK) from None
-        finally:
-            if self._weights is not None:
-                self._weights.close()
 
     def buffers(
         self, types: Mapping[str, TensorType], constants: Mapping[str, Mapping[str, Any]]
     ) -> dict[str, torch.Tensor]:
-        """Return the rank's pieces of buffers, and of ``constants`` that stand in the model's code.
+        """Return the rank's pieces of buffers, and of ``constants`` of the model's code.
 
         Raises:
             RunError: a file can no longer be read.
         """
-        try:
+        with self._reading():
             return {name: self._piece(name, type_, constants) for name, type_ in types.items()}
-        except WeightsError as error:
-            raise RunError(BAD_WEIGHTS, str(error), _PUT_BACK) from None
-        finally:
-            if self._weights is not None:
-                self._weights.close()
 
     def own(self, name: str, value: torch.Tensor | None) -> torch.Tensor:
-        """Return a tensor of the model's state in the model's form, complex numbers put together from their parts.
-        Without a ``value`` it is the initial one.
+        """Return a tensor in the form that the model has it in: complex numbers are joined from their parts. Without a
+        ``value`` it is the initial one.
 
         Raises:
             RunError: a file can no longer be read.
@@ -143,18 +140,29 @@ class Initial:
         recipe = self._recipes[stack]
         if self._weights is None or name not in self._names:
             return recipe.whole() if number is None else recipe.whole()[number]
-        try:
+        with self._reading():
             return self._weights.whole(self._names[name], recipe.dtype)
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Enter a block that reads files of weights, which are closed at its end.
+
+        Raises:
+            RunError: a file can no longer be read.
+        """
+        try:
+            yield
         except WeightsError as error:
             raise RunError(BAD_WEIGHTS, str(error), _PUT_BACK) from None
         finally:
-            self._weights.close()
+            if self._weights is not None:
+                self._weights.close()
 
     def _piece(
         self, name: str, type_: TensorType, constants: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
     ) -> torch.Tensor:
-        """Return this rank's piece, without making or reading the whole tensor where that is possible; ``constants``
-        stand in the model's code."""
+        """Return this rank's piece of a tensor. Where that is possible only its entries are drawn or read, not the
+        whole tensor. ``constants`` are those of the model's code."""
         pads = self._pads.get(name, ())
         if self._weights is not None and name in self._names:
             return self._weights.piece(self._names[name], type_, self._mesh, self._coordinates, pads).to(self._device)
@@ -162,17 +170,17 @@ class Initial:
         if recipe is None:
             facts = constants[name]
             return self._take(torch.tensor(facts["values"], dtype=getattr(torch, facts["dtype"])), type_)
-        return self._made(recipe, type_, pads)
+        return self._drawn_piece(recipe, type_, pads)
 
-    def _made(self, recipe: Recipe, type_: TensorType, pads: Sequence[Pad]) -> torch.Tensor:
+    def _drawn_piece(self, recipe: Recipe, type_: TensorType, pads: Sequence[Pad]) -> torch.Tensor:
         if not type_.placement.split_axes() or not recipe.elementwise:
             return self._take(grow(recipe.whole(self._device), pads), type_)
         places = [real_entries(type_, dim, pads, self._mesh, self._coordinates) for dim in range(len(type_.shape))]
         index = torch.zeros((), dtype=torch.int64)
         for (_, entries), size in zip(places, recipe.shape, strict=True):
             index = index[..., None] * size + entries
-        made = spread(recipe.elements(index, self._device), [kept for kept, _ in places])
-        return made.contiguous().to(self._device, type_.dtype)
+        piece = spread(recipe.elements(index, self._device), [kept for kept, _ in places])
+        return piece.contiguous().to(self._device, type_.dtype)
 
     def _take(self, whole: torch.Tensor, type_: TensorType) -> torch.Tensor:
         return take(whole, type_.placement, self._mesh, self._coordinates).to(self._device, type_.dtype)

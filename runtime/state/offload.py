@@ -1,4 +1,5 @@
-"""Offloaded state: memory-mapped files, or the host's memory, in which a rank keeps what ``offload`` lines name."""
+"""Offloading: the host's memory, or memory-mapped files, in which a rank keeps the values that ``offload`` lines
+name."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from itertools import groupby
 from pathlib import Path
-from typing import Protocol, final
+from typing import final
 
 import torch
 
@@ -31,31 +32,18 @@ from ..ranks.faults import RunError
 from .optimizer import fill_slots, make_optimizer
 
 _ALIGNMENT = 64
-"""The boundary, in bytes, at which a buffer begins: that of the widest vectors of processors."""
-
-
-class Place(Protocol):
-    """A place where values wait until a program reads them."""
-
-    def reserve(self, room: Mapping[int, int]) -> None:
-        """Have so many buffers of each size in bytes, those in use included."""
-
-    def empty_like(self, value: torch.Tensor) -> torch.Tensor:
-        """Return a tensor in this place, with the value's shape, type and order in memory."""
-
-    def load(self, value: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Return a value of this place in the memory of a device."""
+"""The alignment of buffers in bytes, for the widest vectors of processors."""
 
 
 @final
 class HostMemory:
-    """The memory of the host. Where programs compute in it, values stay where they are."""
+    """The memory of the host. Where programs compute in it, values are not copied."""
 
     def reserve(self, room: Mapping[int, int]) -> None:
         """Reserve nothing: the host's allocator does."""
 
     def empty_like(self, value: torch.Tensor) -> torch.Tensor:
-        """Return a tensor in the host's memory."""
+        """Return an empty tensor in the host's memory."""
         return torch.empty_like(value, device="cpu")
 
     def load(self, value: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -65,23 +53,22 @@ class HostMemory:
 
 @final
 class MappedFiles:
-    """Files of one rank in a folder, mapped into memory. A file has no name while it is in use, so it ends with the
-    process, however that ends. Its blocks are reserved when it is made: a disk that fills up later takes nothing from
-    it.
-    """
+    """Files of one rank in a folder, mapped into memory. A file is unlinked as soon as it is open, so it ends with the
+    process, however that ends. Its blocks are allocated at once: a disk that fills up later takes nothing from it."""
 
     def __init__(self, folder: Path, word: str, named: str) -> None:
-        """Use ``folder``, which the plan has ``named``, for the values of a word."""
+        """Use ``folder``, which the plan's line names ``named``, for the values of a word such as ``optimizer``."""
         self._folder, self._word, self._named = folder, word, named
         self._free: dict[int, list[memoryview]] = {}
         self._have: Counter[int] = Counter()
         self._maps: list[tuple[int, mmap.mmap]] = []
 
     def reserve(self, room: Mapping[int, int]) -> None:
-        """Have so many buffers of each size, those in use included.
+        """Reserve buffers: ``room`` has their number by size in bytes, those in use included. What is missing is a new
+        file.
 
         Raises:
-            RunError: the file cannot be made that they need beside the files that are there.
+            RunError: there is no room for the file.
         """
         lacking = {size: count - self._have[size] for size, count in room.items() if count > self._have[size]}
         total = sum(_aligned(size) * count for size, count in lacking.items())
@@ -104,7 +91,7 @@ class MappedFiles:
             self._have[size] += count
 
     def empty_like(self, value: torch.Tensor) -> torch.Tensor:
-        """Return a tensor in one of the files. Its buffer is free again when no tensor shares its storage.
+        """Return an empty tensor in one of the files. Its buffer is free again when no tensor shares its storage.
 
         Raises:
             RunError: all buffers of this size are in use, and there is no room for another.
@@ -115,13 +102,13 @@ class MappedFiles:
         if not self._free.get(size):
             self.reserve({size: self._have[size] + 1})
         buffer = self._free[size].pop()
-        lease = memoryview(buffer)  # the storage of a tensor holds it, and lets it go at its end
+        lease = memoryview(buffer)  # held by the tensor's storage, and released with it
         weakref.finalize(lease, self._free[size].append, buffer).atexit = False
         strides = torch.empty_like(value, device="meta").stride()
         return torch.frombuffer(lease, dtype=value.dtype).as_strided(value.shape, strides)
 
     def load(self, value: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Return a value for a device. The host reads it in the file, whose pages begin to come now."""
+        """Return a value in the memory of a device; on the host it stays in the file, whose pages are prefetched."""
         start, size = value.data_ptr(), value.numel() * value.element_size()
         for first, mapped in self._maps:
             if first <= start < first + len(mapped) and hasattr(mapped, "madvise"):
@@ -135,12 +122,12 @@ def _aligned(size: int) -> int:
 
 
 def _mapped(path: Path, size: int) -> mmap.mmap:
-    """Return a new file of a size, mapped into memory, of which no name is left."""
+    """Return a new file of a size, mapped into memory and unlinked."""
     with open(path, "w+b") as file:
         path.unlink()
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file.fileno(), 0, size)
-        else:  # macOS: blocks are there once they are written
+        else:  # macOS: blocks are allocated when they are written
             for at in range(0, size, 1 << 24):
                 file.write(bytes(min(1 << 24, size - at)))
             file.flush()
@@ -149,11 +136,10 @@ def _mapped(path: Path, size: int) -> mmap.mmap:
 
 @final
 class Offloaded:
-    """The state of one rank that ``offload`` lines of a build keep outside the memory that computes. Without such lines
-    it is nothing."""
+    """The offloaded state of one rank, as a build's ``offload`` lines say. Without such lines nothing is offloaded."""
 
     def __init__(self, build: Build, role: Role, rank: int, device: torch.device) -> None:
-        """Hold the rank's folders, and reserve their room.
+        """Lock the rank's folders, and reserve their room.
 
         Raises:
             RunError: another run holds one, or it cannot be written or has no room.
@@ -161,42 +147,47 @@ class Offloaded:
         self._role, self._device = role, device
         self._line, self._frozen = build.manifest["optimizer"], frozenset(build.manifest["frozen"])
         self._folders = ExitStack()
-        self._places: dict[str, Place] = {}
+        self._places: dict[str, HostMemory | MappedFiles] = {}
+        """The places where offloaded values wait until a program reads them, by the words of ``offload`` lines."""
         self._end = weakref.finalize(self, self._folders.close)
         try:
             for folder, words in _by_folder(build).items():
-                own = None if folder is None else self._held(build.folder, folder, rank)
+                locked = None if folder is None else self._lock(build.folder, folder, rank)
                 for word in words:
-                    self._places[word] = HostMemory() if own is None else MappedFiles(own, word, folder or "")
+                    self._places[word] = HostMemory() if locked is None else MappedFiles(locked, word, folder or "")
             self.reserve(build)
         except BaseException:
             self.close()
             raise
 
-    def _held(self, plans: Path, folder: str, rank: int) -> Path:
-        """Hold the rank's folder in that of an ``offload`` line for this run, and empty it."""
-        own, since = (plans / folder).resolve() / f"rank{rank}", time.strftime("%Y-%m-%d %H:%M:%S")
+    def _lock(self, plans: Path, folder: str, rank: int) -> Path:
+        """Lock the rank's folder inside that of an ``offload`` line for this run, empty it, and return it.
+
+        Raises:
+            RunError: another run holds it, or it cannot be written.
+        """
+        place, since = (plans / folder).resolve() / f"rank{rank}", time.strftime("%Y-%m-%d %H:%M:%S")
         who = f"process {os.getpid()} on {socket.gethostname()} since {since}"
         other = "name another folder in the plan's `offload` line"
         try:
-            self._folders.enter_context(hold_folder(own, who))
-            if own.exists():
-                shutil.rmtree(own)
-            own.mkdir()
+            self._folders.enter_context(hold_folder(place, who))
+            if place.exists():
+                shutil.rmtree(place)
+            place.mkdir()
         except FolderHeld as held:
             message = f"`{folder}` has the state of another run's rank {rank}: {held}"
             raise RunError(OFFLOAD_FOLDER, message, f"{other}, or wait until that run ends") from None
         except (OSError, FolderError) as error:
             message = f"`{folder}` cannot be written: {getattr(error, 'strerror', None) or error}"
             raise RunError(OFFLOAD_FOLDER, message, other) from None
-        self._folders.callback(shutil.rmtree, own, ignore_errors=True)
-        return own
+        self._folders.callback(shutil.rmtree, place, ignore_errors=True)
+        return place
 
     def reserve(self, build: Build) -> None:
         """Reserve the room that a build needs at its sizes.
 
         Raises:
-            RunError: there is none.
+            RunError: there is not so much.
         """
         moments = dict.fromkeys(build.types.keys() - self._frozen, len(kept_slots(self._line)))
         role = next(role for role in build.roles.values() if role.name == self._role.name)
@@ -205,7 +196,7 @@ class Offloaded:
 
     @property
     def kernels(self) -> Mapping[str, Kernel]:
-        """The code of the lines that store and load."""
+        """The kernels of the lines that offload and load values."""
         return {CARRIERS["away"]: self._store, CARRIERS["back"]: self._load} if self._places else {}
 
     def _store(self, context: KernelContext, value: torch.Tensor, word: str) -> torch.Tensor:
@@ -221,11 +212,11 @@ class Offloaded:
         return place.empty_like(value).copy_(value)
 
     def parameter(self, value: torch.Tensor) -> torch.Tensor:
-        """Return a parameter where it is kept."""
+        """Return a parameter in the place where it is kept."""
         return self._put("parameters", value) if "parameters" in self._places and value.dim() else value
 
     def make_optimizer(self, parameters: Mapping[str, torch.Tensor]) -> torch.optim.Optimizer:
-        """Return the optimizer of the plan, with its state where it is kept."""
+        """Return the optimizer of the plan, with its state in the place where it is kept."""
         optimizer = make_optimizer(parameters, self._line)
         if self.holds_slots:
             for name, parameter in parameters.items():
@@ -235,27 +226,27 @@ class Offloaded:
 
     @property
     def holds_slots(self) -> bool:
-        """True where the optimizer's state has its place from the start, which it keeps."""
+        """True where the optimizer's state is allocated in its place before the first step, and stays there."""
         return "optimizer" in self._places.keys() - set(self.idle)
 
     def _zeros(self, value: torch.Tensor) -> torch.Tensor:
         return self._places["optimizer"].empty_like(value).zero_()
 
     def units(self, names: Iterable[str]) -> list[list[str]] | None:
-        """Return the names of parameters that are updated at a time, those of a block, where their state is kept
-        elsewhere."""
+        """Return the names of the parameters of each block, which are updated together where their state is offloaded;
+        None where it is not."""
         if not self._places.keys() & {"optimizer", "parameters"}:
             return None
         return [list(unit) for _, unit in groupby(names, block_of)]
 
     @property
     def idle(self) -> list[str]:
-        """The words of the lines that change nothing, because programs compute in the memory that they name."""
+        """The words of the lines that change nothing, because programs compute in the memory that they offload to."""
         on_host = self._device.type == "cpu"
         return [word for word, place in self._places.items() if on_host and isinstance(place, HostMemory)]
 
     def close(self) -> None:
-        """Let the folders go, and remove them. Tensors in their files stay readable."""
+        """Unlock the folders and remove them. Tensors in their files stay readable."""
         self._end()
 
 

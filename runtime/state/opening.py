@@ -1,6 +1,5 @@
-"""The opening of a build: its files, torch, the processes, the model's file and a checkpoint must be those it was built
-for.
-"""
+"""The opening of a build for a run: its files, torch, the number of processes, the model's code and a checkpoint must
+be those that it was built for."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ from .step_state import stored_residuals
 
 
 def build_mesh(build: Build) -> Mesh:
-    """Return the build's mesh, with its axes in the order that every program states: JSON sorts its keys."""
+    """Return the build's mesh, with its axes in the order of its programs: the manifest's JSON has sorted keys."""
     return build.programs[FORWARD].mesh
 
 
@@ -43,7 +42,7 @@ def check_fits(build: Build, world: int) -> None:
     """Check that a build fits this torch and a number of processes.
 
     Raises:
-        RunError: one of them is another than the build's.
+        RunError: one of them differs from the build's.
     """
     version = torch.__version__.split("+")[0]
     if build.manifest["torch"] != version:
@@ -68,7 +67,7 @@ def mesh_text(mesh: Mesh) -> str:
 
 
 def check_source_of(build: Build) -> None:
-    """Check that the model's files are those that were built. If one is not, none is imported.
+    """Check that the model's files are those that were built. Where one changed, none is imported.
 
     Raises:
         RunError: it changed, or it cannot be imported (why is in the notes).
@@ -85,7 +84,7 @@ def check_source_of(build: Build) -> None:
 
 
 def task_of(manifest: Mapping[str, Any]) -> TaskLines:
-    """Return the lines that say what is trained, from a build's manifest."""
+    """Return the plan's lines about the model, its inputs and its loss, from a build's manifest."""
     model = manifest["model"]
     arguments, inputs = tuple(model["arguments"].items()), tuple(line["name"] for line in manifest["inputs"])
     places = tuple((line["name"], line["as"]) for line in manifest["inputs"] if "as" in line)
@@ -98,7 +97,7 @@ def open_build(path: Path | str) -> Build:
     """Open a build, with every file checked against its hash.
 
     Raises:
-        RunError: it is none, or was altered.
+        RunError: it is no build, or was altered.
     """
     try:
         return read_build(Path(path))
@@ -144,15 +143,15 @@ def build_of(folder: Path) -> Build:
     if not isinstance(place, str):
         raise RunError(BAD_STATE, f"`{folder}` does not say which build wrote it", name)
     places = (Path(place), folder.resolve().parent / Path(place).name)
-    found = next((path for path in places if (path / MANIFEST).is_file()), None)
-    if found is None:
+    path = next((path for path in places if (path / MANIFEST).is_file()), None)
+    if path is None:
         raise RunError(BAD_STATE, f"`{folder}` was written by a run of the build `{place}`, which is not there", name)
-    return open_build(found)
+    return open_build(path)
 
 
 def open_checkpoint(build: Build, path: Path) -> tuple[Checkpoint, dict[str, list[str]]]:
-    """Open a checkpoint from which a build can go on. The second result is the slots of the optimizer's state that it
-    holds for each parameter; a build that trains nothing reads weights alone, so it has none.
+    """Open a checkpoint from which a build can go on. Return with it the slots of the optimizer's state that it holds
+    for each parameter: none for a build that trains nothing, which reads weights alone.
 
     Raises:
         RunError: it cannot be read, or is of another model or optimizer; the first faults are named.
@@ -168,5 +167,5 @@ def open_checkpoint(build: Build, path: Path) -> tuple[Checkpoint, dict[str, lis
     if not build.trains:
         return checkpoint, {}
     dtypes = {part: type_.dtype for name, type_ in types.items() for part in part_shapes({name: type_.shape})}
-    found = {name: (shape, dtypes[name]) for name, shape in shapes.items()}
-    return checkpoint, restore_optimizer(checkpoint, build.manifest["optimizer"], found)
+    forms = {name: (shape, dtypes[name]) for name, shape in shapes.items()}
+    return checkpoint, restore_optimizer(checkpoint, build.manifest["optimizer"], forms)

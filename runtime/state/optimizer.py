@@ -1,4 +1,5 @@
-"""The update: torch's own optimizers on a rank's pieces, after clipping by the global norm."""
+"""The optimizer: torch's own on a rank's pieces, its learning rates, clipping by the global norm, and its state in
+checkpoints."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ def make_optimizer(parameters: Mapping[str, torch.Tensor], line: Mapping[str, An
     """Return the plan's optimizer over contiguous tensors that require no autograd of their own: torch's fused updates
     walk a parameter, its gradient and its moments with one index."""
     assert all(tensor.is_contiguous() for tensor in parameters.values()), "a parameter is not laid out as its type says"
-    own = {name for group in line["groups"] for name in group["parameters"]}
-    groups: list[dict[str, Any]] = [{"params": [value for name, value in parameters.items() if name not in own]}]
+    grouped = {name for group in line["groups"] for name in group["parameters"]}
+    groups: list[dict[str, Any]] = [{"params": [value for name, value in parameters.items() if name not in grouped]}]
     for group in line["groups"]:
         members = [parameters[name] for name in group["parameters"] if name in parameters]
         groups += [{**group["set"], "params": members}] if members else []
@@ -32,16 +33,16 @@ def make_optimizer(parameters: Mapping[str, torch.Tensor], line: Mapping[str, An
         arguments["fused"] = all(tensor.is_floating_point() for tensor in parameters.values()) or None
     else:
         arguments["foreach"] = True
-    made: torch.optim.Optimizer = getattr(torch.optim, row.made)(
+    optimizer: torch.optim.Optimizer = getattr(torch.optim, row.made)(
         groups, lr=line["lr"], weight_decay=line["weight_decay"], **arguments
     )
-    for group in made.param_groups:
+    for group in optimizer.param_groups:
         group[_RATIO] = group["lr"] / line["lr"] if line["lr"] else 1.0
-    return made
+    return optimizer
 
 
 _RATIO = "parc_ratio"
-"""The key of a group's rate as a multiple of the line's."""
+"""The key of a group's learning rate as a multiple of the line's."""
 
 
 def rate(line: Mapping[str, Any], step: int) -> float:
@@ -101,15 +102,15 @@ def update(
     units: Iterable[Sequence[str]] | None = None,
 ) -> None:
     """Do the update of a step, counted from 1, as the plan's ``line`` says, and average the weights. Gradients are
-    scaled so that their global norm is at most its ``clip``. ``lr`` is the rate if it is another than the line's. With
-    ``units``, names of parameters, one is updated after the other: no more of the state than a unit's is at work at
-    once."""
+    scaled so that their global norm is at most the line's ``clip``. ``lr`` replaces the line's rate. With ``units``,
+    groups of names of parameters, one is updated after the other, so that no more than a unit's state is in use at a
+    time."""
     lr, clip, average = rate(line, step) if lr is None else lr, line["clip"], line.get(AVERAGE)
     for group in optimizer.param_groups:
         group["lr"] = lr * group[_RATIO]
-    given = [gradients[name] for name in parameters if name in gradients]
-    if clip is not None and grad_norm is not None and given:
-        torch._foreach_mul_(given, torch.clamp(clip / (grad_norm + 1e-6), max=1.0))
+    clipped = [gradients[name] for name in parameters if name in gradients]
+    if clip is not None and grad_norm is not None and clipped:
+        torch._foreach_mul_(clipped, torch.clamp(clip / (grad_norm + 1e-6), max=1.0))
     for names in [list(parameters)] if units is None else units:
         for name in names:
             parameters[name].grad = _as_stored(gradients.get(name), parameters[name])
@@ -137,18 +138,18 @@ def _as_stored(gradient: torch.Tensor | None, parameter: torch.Tensor) -> torch.
 
 @contextmanager
 def _beside(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Enter a block in which the optimizer's state lies on its parameters' devices; what lies on others goes there and
-    back."""
-    lying = [
+    """Enter a block in which the optimizer's state is on its parameters' devices: tensors on other devices are copied
+    there, and back at the end."""
+    away = [
         (optimizer.state[parameter], slot, value, parameter.device)
         for parameter in parameters if parameter in optimizer.state
         for slot, value in optimizer.state[parameter].items()
         if isinstance(value, torch.Tensor) and value.dim() and value.device != parameter.device
     ]  # fmt: skip
-    for state, slot, value, device in lying:
+    for state, slot, value, device in away:
         state[slot] = value.to(device)
     yield
-    for state, slot, value, _ in lying:
+    for state, slot, value, _ in away:
         state[slot] = value.copy_(state[slot])
 
 
@@ -156,8 +157,8 @@ def fill_slots(
     optimizer: torch.optim.Optimizer, line: Mapping[str, Any], parameter: torch.Tensor,
     zeros: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:  # fmt: skip
-    """Give the optimizer the state of a parameter that it has before the first step. ``zeros`` makes a tensor like
-    another, at the place where it is to stay."""
+    """Create the optimizer's state of a parameter, as it is before the first step. ``zeros`` returns a tensor of zeros
+    like another, in the place where the state is kept."""
     if slots := {slot: zeros(parameter) for slot in kept_slots(line)}:
         if AVERAGE in slots:
             slots[AVERAGE].copy_(parameter)
@@ -169,15 +170,16 @@ def fill_slots(
 def restore_optimizer(
     checkpoint: Checkpoint, line: Mapping[str, Any], forms: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 ) -> dict[str, list[str]]:
-    """Return the slots of the optimizer's state that a checkpoint holds for each parameter; ``forms`` are the shapes
-    and dtypes of these, ``line`` the facts of the plan's optimizer.
+    """Return the slots of the optimizer's state that a checkpoint holds for each parameter. ``line`` has the facts of
+    the plan's optimizer; ``forms`` are the shapes and dtypes of the parameters.
 
     Raises:
-        RunError: they are another optimizer's, or not of the parameters' shapes and dtypes; these are named.
+        RunError: the state is another optimizer's, or differs from the parameters in shape or dtype; what does is
+            named.
     """
     saved, name = checkpoint.facts.get("optimizer"), line["name"]
-    own = kept_slots({key: value for key, value in line.items() if key != AVERAGE})
-    wanted_slots = (*OPTIMIZERS[name].numbers, *(own or OPTIMIZERS[name].optional))
+    tensors = kept_slots({key: value for key, value in line.items() if key != AVERAGE})
+    wanted_slots = (*OPTIMIZERS[name].numbers, *(tensors or OPTIMIZERS[name].optional))
     if saved != name:
         raise RunError(
             BAD_STATE, f"`{checkpoint.folder}` holds the state of `{saved}`, but the plan's optimizer is `{name}`",
@@ -215,7 +217,7 @@ def restore_optimizer(
 
 
 def average_notes(checkpoint: Checkpoint, line: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return a note where a checkpoint has averages and the plan's ``line`` has none, or the other way round."""
+    """Return a note if only one of the checkpoint and the plan's ``line`` has averages of weights."""
     there = any(name.startswith(f"optimizer.{AVERAGE}.") for name in checkpoint.shapes)
     if there == (AVERAGE in line):
         return ()

@@ -1,4 +1,5 @@
-"""The state of a session in files: what each rank writes of a checkpoint, and what it reads of one."""
+"""The saving and restoring of a session's state: the shard that a rank writes of a checkpoint, and the parts that it
+reads."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ from .step_state import check_residuals, read_residual, read_state, stored_resid
 
 SAVE, CHECK_SAVE = "session.save", "session.check_save"
 Slots = Mapping[str, Mapping[str, torch.Tensor | None]]
-"""The slots of the optimizer's state of each parameter: a number, or None for a tensor like the parameter."""
+"""The slots of the optimizer's state of each parameter: its value if that is a number, None if it is a tensor like the
+parameter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +67,8 @@ class LocalPart:
 
 
 def stored_of(build: Build) -> dict[str, StoredTensor]:
-    """Return the tensors of a build's checkpoint by their names there, apart from the optimizer's state, which lies as
-    the parameters do."""
+    """Return the tensors of a build's checkpoint by their names there, without the optimizer's state, which is laid out
+    as the parameters are."""
     mesh, roles, pads = build_mesh(build), tuple(build.roles.values()), pads_from(build.manifest["padding"])
     constants = constants_of(build)
     parameters = {name: parse_type(text, mesh) for name, text in build.manifest["parameters"].items()}
@@ -81,8 +83,8 @@ def stored_of(build: Build) -> dict[str, StoredTensor]:
 
 
 def checkpoint_facts(build: Build, done: Mapping[str, Any], state: Mapping[str, float]) -> dict[str, Any]:
-    """Return the facts of a checkpoint beside its tensors: what is ``done`` (steps, the samples that they took, the
-    places of loaders), the optimizer's name, the state of steps, and the build that wrote it."""
+    """Return the facts of a checkpoint beside its tensors: the progress ``done`` (steps, samples, places of loaders),
+    the optimizer's name, the numbers of the loss scale, and the build that wrote it."""
     return {
         **done, "optimizer": build.manifest["optimizer"]["name"], "state": dict(state),
         "build": str(build.path.resolve()),
@@ -91,9 +93,9 @@ def checkpoint_facts(build: Build, done: Mapping[str, Any], state: Mapping[str, 
 
 @final
 class StateFiles:
-    """The files of one rank's state. ``stored`` are the parameters, the buffers that steps change and what is left of
-    gradients, by their names in a checkpoint (``parameter.w``, ``buffer.b``, ``state.residual.w``); ``roles`` are
-    the names of all ranks' roles."""
+    """The files of one rank's state. ``stored`` are the parameters, the buffers that steps change and the residuals of
+    compressed gradients, by their names in a checkpoint (``parameter.w``, ``buffer.b``, ``state.residual.w``);
+    ``roles`` are the names of all ranks' roles."""
 
     def __init__(
         self, stored: Mapping[str, StoredTensor], mesh: Mesh, together: Together, roles: Sequence[str]
@@ -107,7 +109,7 @@ class StateFiles:
         return layouts_of(self._stored, self._mesh, self._roles)
 
     def _pieces(self, state: RankState) -> dict[str, Piece]:
-        """Return what this rank holds, by the names of a checkpoint."""
+        """Return the pieces of tensors that this rank holds, by their names in a checkpoint."""
         have = {f"parameter.{name}": tensor for name, tensor in state.parameters.items()}
         have |= {f"buffer.{name}": tensor for name, tensor in state.buffers.items()}
         have |= {f"{KEY}{name}": tensor.unsqueeze(0) for name, tensor in state.steps.items()}
@@ -118,7 +120,7 @@ class StateFiles:
         }
 
     def local(self, state: RankState, aliases: Mapping[str, str], names: Collection[str]) -> dict[str, LocalPart]:
-        """Return the parts of tensors that this rank holds, under those of their names that are in ``names``."""
+        """Return this rank's parts of the tensors ``names``; those that it holds nothing of are left out."""
         parts = {}
         shapes = part_shapes({key: stored.shape for key, stored in self._stored.items() if not key.startswith(KEY)})
         pieces = (piece_parts(key, piece) for key, piece in self._pieces(state).items() if not key.startswith(KEY))
@@ -142,7 +144,7 @@ class StateFiles:
         with self._together.doing("a checkpoint", state):
             slots = {
                 name: numbers
-                for role in of_every_role(_slots(state.parameters, optimizer), self._roles, self._rank)
+                for role in of_every_role(_slot_numbers(state.parameters, optimizer), self._roles, self._rank)
                 for name, numbers in role.items()
             }
         with ExitStack() as stack:
@@ -169,7 +171,7 @@ class StateFiles:
             self._together.agreed(SAVE, end)
 
     def check_shared(self, folder: Path) -> None:
-        """Check that every rank finds what the first one makes beside ``folder``.
+        """Check that every rank sees a folder that the first one makes beside ``folder``.
 
         Raises:
             RunError: on every rank: one does not, or nothing can be made there.
@@ -185,10 +187,14 @@ class StateFiles:
                     return Path(stack.enter_context(TemporaryDirectory(prefix=f".{real.name}.", dir=real.parent))).name
 
             name = everywhere(self._together.agreed(CHECK_SAVE, probe), self._world)[0]
-            self._together.agreed(CHECK_SAVE, lambda: self._found(folder, name))
+            self._together.agreed(CHECK_SAVE, lambda: self._shared_folder(folder, name))
 
-    def _found(self, folder: Path, name: str) -> Path:
-        """Return the folder that the first rank made under a name beside ``folder``."""
+    def _shared_folder(self, folder: Path, name: str) -> Path:
+        """Return the folder of a name that the first rank made beside ``folder``.
+
+        Raises:
+            RunError: this rank does not see it.
+        """
         place = folder.resolve().with_name(name)
         if not place.is_dir():
             message = f"rank {self._rank} does not find the files that rank 0 makes in `{folder}`"
@@ -196,7 +202,7 @@ class StateFiles:
         return place
 
     def written(self, state: RankState, optimizer: torch.optim.Optimizer, slots: Slots) -> dict[str, Piece]:
-        """Return what this rank writes. Numbers, which all ranks have, are for the first rank to write."""
+        """Return the pieces that this rank writes. Numbers, which all ranks have, are written by the first rank."""
         pieces = {}
         for key, piece in self._pieces(state).items():
             if self._rank in self._layouts[key].files:
@@ -217,7 +223,7 @@ class StateFiles:
         return dict(chain.from_iterable(piece_parts(key, piece) for key, piece in pieces.items()))
 
     def _write(self, folder: Path, fresh: str, pieces: Mapping[str, Piece]) -> ShardFile | None:
-        place = self._found(folder, fresh)
+        place = self._shared_folder(folder, fresh)
         if not pieces:
             return None
         name = shard_name(self._rank, self._world)
@@ -225,7 +231,7 @@ class StateFiles:
             return write_shard(place / name, pieces)
 
     def index(self, shards: Sequence[ShardFile | None], slots: Slots) -> Index:
-        """Return the index of a checkpoint, from what each rank has written."""
+        """Return the index of a checkpoint from the shard that each rank has written, None for a rank without one."""
         layouts, dtypes = {}, {}
         for key, stored in self._stored.items():
             kind, _, name = key.partition(".")
@@ -244,10 +250,10 @@ class StateFiles:
         self, folder: Path, build: Build, state: RankState, optimizer: torch.optim.Optimizer, keep_slots: bool
     ) -> tuple[Mapping[str, Any], tuple[str, ...]]:
         """Read a checkpoint together with all other ranks, each of them its own parts. Return its facts, and notes on
-        what is otherwise than in this run. Ranks share the work of checking the files; only then is anything changed.
+        differences to this run. Ranks share the work of checking the files, and no state changes before that is done.
 
         Raises:
-            RunError: on every rank: it is of another model or optimizer, or not as it was written.
+            RunError: on every rank: it is of another model or optimizer, or altered.
         """
         together = self._together
 
@@ -282,9 +288,9 @@ class StateFiles:
         optimizer: torch.optim.Optimizer,
         keep_slots: bool,
     ) -> None:
-        """Write this rank's parts over its state, tensor by tensor. ``slots`` are those of the optimizer's state that
-        the checkpoint has of each parameter. With ``keep_slots`` the tensors of others stay, with zeros. Buffers that
-        the checkpoint does not have stay.
+        """Read this rank's parts into its state, tensor by tensor. ``slots`` are those of the optimizer's state that
+        the checkpoint has of each parameter. With ``keep_slots`` the tensors of its other slots stay where they are,
+        and get their initial values. Buffers that the checkpoint lacks stay as they are.
 
         Raises:
             RunError: a file can no longer be read.
@@ -302,23 +308,23 @@ class StateFiles:
                         files.fill(key, state.buffers[name], piece.runs)
                     continue
                 files.fill(key, piece.tensor, piece.runs)
-                had = optimizer.state.pop(piece.tensor, {})
+                before = optimizer.state.pop(piece.tensor, {})
                 for slot in slots.get(part_name(name, 0), ()):
                     full = f"optimizer.{slot}.{name}"
                     if slot in NUMBERS:
-                        made = files.whole(full).to(piece.tensor.device)
+                        moment = files.whole(full).to(piece.tensor.device)
                     else:
-                        made = torch.zeros_like(piece.tensor) if had.get(slot) is None else had[slot]
-                        files.fill(full, made, piece.runs)
-                    optimizer.state[piece.tensor][slot] = made
-                for slot, value in had.items() if keep_slots else ():  # as before the first step, where it lies
+                        moment = torch.zeros_like(piece.tensor) if before.get(slot) is None else before[slot]
+                        files.fill(full, moment, piece.runs)
+                    optimizer.state[piece.tensor][slot] = moment
+                for slot, value in before.items() if keep_slots else ():  # as before the first step, in its place
                     if value is not None and slot not in optimizer.state[piece.tensor]:
                         first = piece.tensor if slot == AVERAGE else torch.tensor(NUMBERS.get(slot, 0.0))
                         optimizer.state[piece.tensor][slot] = value.copy_(first)
 
 
-def _slots(parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> Slots:
-    """Return the slots of the optimizer's state of a rank's parameters."""
+def _slot_numbers(parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> Slots:
+    """Return the slots of the optimizer's state of a rank's parameters, with the values of numbers."""
     return {
         name: {
             key: None if value.dim() > 0 and value.shape == parameter.shape else value.cpu().clone()
@@ -331,10 +337,10 @@ def _slots(parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimi
 
 @contextmanager
 def writing_folder(folder: Path, file: str = "") -> Iterator[None]:
-    """Write a folder of a run, or a file of it, in the block.
+    """Enter a block that writes a folder of a run, or a file in it.
 
     Raises:
-        RunError: it cannot be written, or there is no place for a folder.
+        RunError: it cannot be written, or something else is in the folder's place.
     """
     try:
         yield

@@ -1,5 +1,5 @@
 """Shards: the safetensors files of a checkpoint, one for each rank that writes. They are written and checked block by
-block, so that a process never holds a copy of what is in them."""
+block, so that no process holds a second copy of its state."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from ...compiler.padding.tensors import EntryRun, packed
 from ...grammar.bounded import MOST_JSON, check_regular, parse_json
 
 _BLOCK = 16 << 20
-"""The bytes that are copied, or read, at a time."""
-_KINDS = {dtype: name.upper() for name, dtype in DTYPES.items()}
-"""The names that safetensors has for types."""
-_SUM = "crc32."
-"""The word before a tensor's name where a file's header has the checksum of its bytes."""
+"""The bytes that are copied or read at a time."""
+_SAFETENSORS_TYPES = {dtype: name.upper() for name, dtype in DTYPES.items()}
+"""The names that safetensors has for dtypes."""
+_CHECKSUM = "crc32."
+"""The prefix of a tensor's name where a file's header has the checksum of its bytes."""
 
 
 class ShardFault(Exception):
@@ -70,7 +70,7 @@ class Piece:
                 yield self.cut(tensor[at + start : at + min(start + rows, size)], 1).cpu().contiguous()
 
     def cut(self, tensor: torch.Tensor, first: int = 0) -> torch.Tensor:
-        """Return a tensor without the padding of its dims from ``first`` on."""
+        """Return a tensor without the padding in its dims from dim ``first`` on."""
         for dim, runs in enumerate(self.runs[first:], start=first):
             if sum(run.size for run in runs) < tensor.shape[dim]:
                 tensor = torch.cat([tensor.narrow(dim, run.at, run.size) for run in runs], dim)
@@ -102,13 +102,13 @@ def write_shard(path: Path, pieces: Mapping[str, Piece]) -> ShardFile:
 
 
 def _header(pieces: Mapping[str, Piece], sums: Mapping[str, int]) -> bytes:
-    """Return the header of a file, with the eight bytes of its length. It is as long whatever the sums are."""
-    known = {"format": "pt", **{f"{_SUM}{name}": f"{number:08x}" for name, number in sums.items()}}
+    """Return the header of a file, behind the eight bytes of its length. Its length does not depend on the sums."""
+    known = {"format": "pt", **{f"{_CHECKSUM}{name}": f"{number:08x}" for name, number in sums.items()}}
     facts: dict[str, Any] = {"__metadata__": known}
     end = 0
     for name, piece in pieces.items():
         start, end = end, end + math.prod(piece.shape) * piece.tensor.element_size()
-        kind = _KINDS[piece.tensor.dtype]
+        kind = _SAFETENSORS_TYPES[piece.tensor.dtype]
         facts[name] = {"dtype": kind, "shape": list(piece.shape), "data_offsets": [start, end]}
     text = json.dumps(facts, separators=(",", ":"), sort_keys=True).encode()
     text += b" " * (-len(text) % 8)
@@ -116,10 +116,10 @@ def _header(pieces: Mapping[str, Piece], sums: Mapping[str, int]) -> bytes:
 
 
 def check_shard(path: Path, shard: ShardFile, expected: Mapping[str, tuple[torch.dtype | None, Shape]]) -> list[str]:
-    """Return which of the tensors in a file have other numbers than were written, and where these stand.
+    """Return the tensors of a file whose bytes are not those that were written, as texts with their places.
 
     Raises:
-        ShardFault: the file's size or header is another, or it does not hold the tensors ``expected``.
+        ShardFault: the file's size or header differs, or it does not hold the tensors ``expected``.
         OSError: it cannot be read.
     """
     with open(check_regular(path), "rb") as file:
@@ -129,15 +129,15 @@ def check_shard(path: Path, shard: ShardFile, expected: Mapping[str, tuple[torch
             sums = facts.pop("__metadata__")
             places = {name: tuple(map(int, fact["data_offsets"])) for name, fact in facts.items()}
             have = {name: (DTYPES.get(fact["dtype"].lower()), tuple(fact["shape"])) for name, fact in facts.items()}
-            odd = [name for name in sorted({*have, *expected}) if have.get(name) != expected.get(name)]
+            misfits = [name for name in sorted({*have, *expected}) if have.get(name) != expected.get(name)]
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ShardFault(f"has a header that cannot be read: {error}") from None
-        if odd:
-            raise ShardFault(f"does not hold what the index says of `{odd[0]}`")
+        if misfits:
+            raise ShardFault(f"does not hold what the index says of `{misfits[0]}`")
         return [
             f"`{name}` is not as it was written, in bytes {len(header) + start} to {len(header) + end - 1}"
             for name, (start, end) in sorted(places.items())
-            if f"{_sum_of(file, len(header) + start, end - start):08x}" != sums.get(f"{_SUM}{name}")
+            if f"{_checksum(file, len(header) + start, end - start):08x}" != sums.get(f"{_CHECKSUM}{name}")
         ]
 
 
@@ -152,7 +152,7 @@ def _read_header(file: BinaryIO, shard: ShardFile) -> bytes:
     return header
 
 
-def _sum_of(file: BinaryIO, start: int, size: int) -> int:
+def _checksum(file: BinaryIO, start: int, size: int) -> int:
     file.seek(start)
     total, buffer = 0, memoryview(bytearray(max(0, min(size, _BLOCK))))
     while size > 0:

@@ -1,6 +1,5 @@
-"""The state of steps on a rank: the numbers of a loss scale, which are the same on all ranks, and how they are told;
-and what is left of gradients.
-"""
+"""The state that steps leave on a rank beside weights and moments: the numbers of a dynamic loss scale, which are the
+same on all ranks, and the residuals of compressed gradients. Also the loads of experts that a step reports."""
 
 from __future__ import annotations
 
@@ -25,26 +24,26 @@ from .checkpoint import Checkpoint, CheckpointReader, refuse
 from .index import KEY, StoredTensor
 
 LEAST = torch.finfo(torch.float16).tiny
-"""The loss scale below which no step is skipped any more: the gradient of the loss itself, of size 1, is then no normal
-number of float16, so a smaller scale makes no gradient finite."""
+"""The loss scale below which no step is skipped any more. The gradient of the loss itself, 1 times the scale, would be
+subnormal in float16, so a smaller scale makes no gradient finite."""
 
 
 def first_state(
     programs: Mapping[str, Program], values: Mapping[str, float], device: torch.device, float64: bool = False
 ) -> dict[str, torch.Tensor]:
-    """Return the state of steps before the first one, of the types that a role's programs read: zeros, where there are
-    no ``values``."""
-    found = {}
+    """Return the state before the first step, in the types that a role's programs read. What has no entry in ``values``
+    is zero."""
+    state = {}
     for program in programs.values():
         for name, value in program.bound("state").items():
             dtype = torch.float64 if float64 and value.type.dtype.is_floating_point else value.type.dtype
             shape = value.type.local(program.mesh)
-            found[name] = torch.full(shape, values.get(name, 0), dtype=dtype, device=device)
-    return found
+            state[name] = torch.full(shape, values.get(name, 0), dtype=dtype, device=device)
+    return state
 
 
 def scale_figures(state: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """Return the numbers that a run tells of each step with a dynamic loss scale."""
+    """Return the metrics of a step with a dynamic loss scale; none without one."""
     return {key.name: state[key.name].item() for key in (LOSS_SCALE, SKIPPED_STEPS) if changed_state(state)}
 
 
@@ -54,44 +53,45 @@ def skips(state: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor], 
 
 
 def state_after(after: Mapping[str, torch.Tensor], skipped: bool) -> dict[str, torch.Tensor]:
-    """Return the state of steps that a step leaves: a ``skipped`` one changes that of its loss scale alone."""
+    """Return the state that a step leaves: one that is ``skipped`` changes only that of the loss scale."""
     return {name: value for name, value in after.items() if not skipped or Binding("state", name) in SCALER}
 
 
 def changed_state(state: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """Return the numbers that steps change, which a checkpoint holds among its facts: those of a dynamic loss scale. A
-    float32 is itself in JSON."""
+    """Return the numbers of a dynamic loss scale, which a checkpoint holds among its facts: JSON keeps a float32
+    exactly."""
     return {key.name: state[key.name].item() for key in SCALER} if SKIPPED_STEPS.name in state else {}
 
 
 def read_state(checkpoint: Checkpoint, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the state of steps that a checkpoint holds, if it is that of a dynamic loss scale, which this run has too;
-    else nothing.
+    """Return the numbers of a checkpoint's dynamic loss scale, if this run has one too; else nothing.
 
     Raises:
-        RunError: it is no state that steps leave.
+        RunError: no step can have left them.
     """
     values, names = checkpoint.facts.get("state") or {}, changed_state(state)
     if not values or not names:
         return {}
     known: Mapping[str, Any] = values if isinstance(values, dict) else {}
-    faults = [f"`{name}` is {json.dumps(known.get(name))}" for name in names if not _left(known.get(name), state[name])]
+    faults = [
+        f"`{name}` is {json.dumps(known.get(name))}" for name in names if not _is_valid(known.get(name), state[name])
+    ]
     refuse(checkpoint.folder, "holds a loss scale that no step can have made", faults)
     return {name: torch.tensor(known[name], dtype=state[name].dtype, device=state[name].device) for name in names}
 
 
-def _left(value: object, like: torch.Tensor) -> bool:
-    """Return whether a number is one that steps may leave, beside one that they left."""
+def _is_valid(value: object, like: torch.Tensor) -> bool:
+    """Return whether a saved value is valid for a number of the state that is ``like`` this one."""
     if like.is_floating_point():
         return isinstance(value, float) and torch.finfo(like.dtype).tiny <= value <= torch.finfo(like.dtype).max
     return type(value) is int and 0 <= value < 2**53
 
 
-# ---- residuals in checkpoints: what rounding left of gradients on each rank, for as many ranks or for others.
+# ---- residuals: the rounding errors of compressed gradients on each rank, in checkpoints
 
 
-def _stacked(type_: TensorType, mesh: Mesh) -> TensorType:
-    """Return the type of every rank's residual, one beside the other along a first dim."""
+def _all_ranks(type_: TensorType, mesh: Mesh) -> TensorType:
+    """Return the type of the residuals of all ranks, concatenated along a new first dim."""
     axes = type_.placement.partial
     types = {axis: Split(kind.dim + 1, kind.outer) if isinstance(kind, Split) else kind
              for axis, kind in type_.placement.items()}  # fmt: skip
@@ -100,34 +100,34 @@ def _stacked(type_: TensorType, mesh: Mesh) -> TensorType:
 
 
 def stored_residuals(roles: Sequence[Role], mesh: Mesh, pads: Pads) -> dict[str, StoredTensor]:
-    """Return what a checkpoint holds of residuals, by its names of them: those of all ranks."""
-    found: dict[str, tuple[Value, list[str]]] = {}
+    """Return the residuals of all ranks, as a checkpoint stores and names them."""
+    residuals: dict[str, tuple[Value, list[str]]] = {}
     for role in roles:
         for program in role.programs.values():
             for name, value in program.bound("state").items():
                 if residual_of(value.binding):
-                    found.setdefault(name, (value, []))[1].append(role.name)
+                    residuals.setdefault(name, (value, []))[1].append(role.name)
     return {
         KEY + name: StoredTensor(
-            _stacked(value.type, mesh),
+            _all_ranks(value.type, mesh),
             tuple(replace(pad, dim=pad.dim + 1) for pad in pads.get(residual_of(value.binding), ())),
             tuple(owners),
         )
-        for name, (value, owners) in found.items()
+        for name, (value, owners) in residuals.items()
     }
 
 
 def check_residuals(checkpoint: Checkpoint, stored: Mapping[str, StoredTensor]) -> tuple[str, ...]:
-    """Check that the residuals of a checkpoint are those of this model's gradients, of however many ranks. Return the
-    notes on those that are of other ranks, missing, or for nobody.
+    """Check that a checkpoint's residuals have the shapes of this model's gradients. Return notes on those that are
+    missing, of another number of ranks, or not used by this run.
 
     Raises:
         RunError: one has another shape.
     """
     have = {key: shape for key, shape in checkpoint.shapes.items() if key.startswith(KEY)}
     want = {key: tensor.shape for key, tensor in stored.items() if key.startswith(KEY)}
-    odd = [key for key, shape in want.items() if key in have and have[key][1:] != shape[1:]]
-    refuse(checkpoint.folder, "is a checkpoint of another model", [f"`{key}` is {list(have[key])}" for key in odd])
+    misfits = [key for key, shape in want.items() if key in have and have[key][1:] != shape[1:]]
+    refuse(checkpoint.folder, "is a checkpoint of another model", [f"`{key}` is {list(have[key])}" for key in misfits])
     pairs = [(have.get(key, (0,))[0], want.get(key, (0,))[0]) for key in {**have, **want}]
     notes = []
     for there, here in sorted({pair for pair in pairs if pair[0] != pair[1]}):
@@ -142,8 +142,8 @@ def check_residuals(checkpoint: Checkpoint, stored: Mapping[str, StoredTensor]) 
 def read_residual(
     files: CheckpointReader, key: str, ranks: tuple[int, int], target: torch.Tensor, runs: Sequence[Sequence[EntryRun]]
 ) -> None:
-    """Read what is left on this rank. ``ranks`` are those of the checkpoint and of this run: if they are not as many,
-    each rank of this run gets an equal part of the sum."""
+    """Read this rank's residual into ``target``. ``ranks`` are the numbers of ranks in the checkpoint and in this run;
+    if they differ, each rank gets an equal part of the sum."""
     there, here = ranks
     if there == here:
         files.fill(key, target, runs)
@@ -156,7 +156,7 @@ def read_residual(
         target += part / here
 
 
-# ---- the loads of experts in a step: the tokens that each got, and how far the busiest is above the mean.
+# ---- loads: the tokens that each expert got in a step, and how far the busiest is above the mean
 
 
 Loads = Mapping[str, Sequence[int]]
@@ -190,7 +190,8 @@ def planned_load(build: Build) -> float:
 
 
 def loads_in(metrics: Mapping[str, torch.Tensor], layers: Sequence[Layer]) -> dict[str, list[int]]:
-    """Return the loads of a step from its metrics; those of tokens that got a slot have names that end in ``TAKEN``."""
+    """Return the loads of a step from its metrics. Where experts have a capacity, the counts of tokens that got a slot
+    have names that end in ``TAKEN``."""
     if LOAD.name not in metrics:
         return {}
     sizes = {f"{layer.module}{end}": layer.experts for layer in layers for end in ("", TAKEN)[: 1 + layer.capacity]}
@@ -200,16 +201,16 @@ def loads_in(metrics: Mapping[str, torch.Tensor], layers: Sequence[Layer]) -> di
 
 def load_figures(loads: Loads, layers: Sequence[Layer]) -> dict[str, float]:
     """Return the load of the busiest expert, and of the busiest rank, over the mean: 1 is a perfect balance. Of several
-    layers, the one with the worst. Where experts have a capacity, the share of choices that were left out too."""
+    layers the worst counts. Where experts have a capacity, return the share of dropped choices too."""
     if not loads:
         return {}
     experts = (_over_mean(loads[layer.module]) for layer in layers)
     ranks = (_over_mean(_by_rank(loads[layer.module], layer.ranks)) for layer in layers)
     figures = {"imbalance": max(experts), "rank_imbalance": max(ranks)}
-    taken = [(sum(loads[layer.module]), sum(loads[f"{layer.module}{TAKEN}"])) for layer in layers if layer.capacity]
-    if taken:
-        chosen = sum(one for one, _ in taken)
-        figures["drop_rate"] = 1 - sum(kept for _, kept in taken) / max(chosen, 1)
+    bounded = [layer.module for layer in layers if layer.capacity]
+    if bounded:
+        chosen, taken = (sum(sum(loads[f"{module}{end}"]) for module in bounded) for end in ("", TAKEN))
+        figures["drop_rate"] = 1 - taken / max(chosen, 1)
     return figures
 
 
@@ -225,7 +226,7 @@ def _over_mean(load: Iterable[int]) -> float:
 
 @final
 class LoadWatch:
-    """A watch over the balance of experts: it speaks when the busiest rank has had more than ``limit`` times the mean
+    """A watch over the balance of experts: it warns when the busiest rank has had more than ``limit`` times the mean
     for ``patience`` steps on end, and when it first has more than ``planned`` times, if a plan states that.
 
     >>> watch = LoadWatch(patience=2)

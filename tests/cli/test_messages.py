@@ -70,6 +70,8 @@ def test_help_and_usage(capsys: Captured) -> None:
     assert parc(capsys, "build")[0] == 2
     code, _, err = parc(capsys, "run", "x", "--nproc", "two")
     assert code == 2 and "`two` is not a whole number of at least 1" in err
+    code, _, err = parc(capsys, "run", "x", "--nproc", "9" * 5000)
+    assert code == 2 and "a number of 5000 digits is too large" in err
     for command in COMMANDS:
         code, out, _ = parc(capsys, command, "--help")
         assert code == 0 and out.startswith(f"usage: parc {command}")
@@ -100,6 +102,7 @@ def test_explain(capsys: Captured) -> None:
     code, out, err = parc(capsys, "explain", "P0170")
     assert (code, out) == (1, "") and "there is no code `P0170`; did you mean" in err
     assert "there is no code `P9999`; `parc explain` lists all" in parc(capsys, "explain", "P9999")[2]
+    assert parc(capsys, "explain", f"P{'9' * 5000}")[0] == 1  # Python reads no number of so many digits
     code, out, _ = parc(capsys, "explain")
     assert code == 0 and "\nP0107  a sharded dim does not divide evenly\n" in out
 

@@ -157,6 +157,7 @@ def test_what_cannot_be_exported_is_said(tmp_path: Path, capsys: pytest.CaptureF
     assert export(tmp_path, "full") == 1
     assert "exists; it is left as it is" in capsys.readouterr().err
     assert export(tmp_path, "out", "--shard-size", "5") == 2
+    assert export(tmp_path, "out", "--shard-size", "infGB") == 2
     assert export(tmp_path, "out.pt") == 1
     said = " ".join(capsys.readouterr().err.split())
     assert f"`-o {tmp_path}/out.safetensors` writes one file, and `-o {tmp_path}/out` a folder" in said

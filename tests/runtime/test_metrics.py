@@ -4,7 +4,7 @@ import io
 import json
 import re
 import resource
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ def lines(path: Path) -> list[dict[str, object]]:
 
 def test_a_run_line_then_a_line_a_step_each_flushed(tmp_path: Path) -> None:
     path = tmp_path / "new" / "metrics.jsonl"
-    with MetricsFile(path, {"mesh": {"dp": 2}, "torch": "2.13"}) as metrics:
+    with closing(MetricsFile(path, {"mesh": {"dp": 2}, "torch": "2.13"})) as metrics:
         assert lines(path) == [{"run": {"mesh": {"dp": 2}, "torch": "2.13"}}]
         metrics.step(1, 5.5, tokens=8192, step_s=0.5, peak_bytes=[1, 2])
         assert lines(path)[1] == {"step": 1, "loss": 5.5, "tokens": 8192, "step_s": 0.5, "peak_bytes": [1, 2]}
@@ -42,7 +42,7 @@ def test_a_run_line_then_a_line_a_step_each_flushed(tmp_path: Path) -> None:
 
 def test_a_disk_without_room_for_a_line_keeps_none_of_it(tmp_path: Path) -> None:
     path, limits = tmp_path / "metrics.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
-    with MetricsFile(path, {}) as metrics:
+    with closing(MetricsFile(path, {})) as metrics:
         metrics.step(1, 1.0)
         resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 9, limits[1]))
         try:
@@ -56,7 +56,7 @@ def test_a_disk_without_room_for_a_line_keeps_none_of_it(tmp_path: Path) -> None
 def test_a_resumed_run_continues_the_file(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     for append in (False, True):
-        with MetricsFile(path, {}, append=append) as metrics:
+        with closing(MetricsFile(path, {}, append=append)) as metrics:
             metrics.step(1, 1.0)
     assert [list(line) for line in lines(path)] == [["run"], ["step", "loss"]] * 2
     MetricsFile(path, {}).close()
@@ -131,7 +131,7 @@ def test_figures_that_cannot_be_written_end_no_run_and_hide_no_error(
         ending = pytest.raises(LookupError, match="the data end") if broken else nullcontext()
         with ending, Observer(session, Observe(), 2, {}, False) as observer:
             report = observer.step()
-            observer.note(report, [observer.own(report)])
+            observer.note(report, [observer.row(report)])
             if broken:
                 raise LookupError("the data end")
     assert [writer.closed for writer in writers] == [[True], [broken], [broken]]
@@ -225,7 +225,7 @@ def test_calls_after_steps_and_the_figures_of_a_loop_of_ones_own(tmp_path: Path)
         report = session.update(result)
         assert calls[2:] == [("first", 2), ("second", 2)]
         assert report.seconds > report.waited_for_data + report.waited_for_ranks >= report.waited_for_ranks == 0
-        figures = meter.figures(report, 0.5, session.exchange(meter.own(report)) * 3)
+        figures = meter.figures(report, 0.5, session.exchange(meter.row(report)) * 3)
         assert figures["mfu"] == figures["model_flops_per_s"] / 1e9 == flops_of(session.build) / 0.5e9
         assert figures["tokens_per_s"] == 128 and len(figures["peak_bytes"]) == 3
 

@@ -55,13 +55,13 @@ def test_state_in_files_is_trained_to_the_same_bits(tmp_path: Path, plan: str) -
     expected = trained(plain)
     with parc.load(kept, CPU) as session:
         assert [path.name for path in (tmp_path / "b" / "kept").iterdir() if not path.name.startswith(".")] == ["rank0"]
-        room = {word: dict(place._have) for word, place in session.offloaded._places.items()}  # type: ignore[attr-defined]
+        room = {word: dict(place._have) for word, place in session.offloaded._places.items()}  # type: ignore[union-attr]
         found = trained(session)
         slots = [slot for state in session.optimizer.state.values() for slot in state.values() if slot.dim()]
         assert len(slots) == len(session.state.parameters) * (2 if plan is PLAN else 1)
         assert all(map(mapped, [*session.state.parameters.values(), *slots]))
         # what was reserved before the first step was enough
-        assert room == {word: dict(place._have) for word, place in session.offloaded._places.items()}  # type: ignore[attr-defined]
+        assert room == {word: dict(place._have) for word, place in session.offloaded._places.items()}  # type: ignore[union-attr]
         session.save(tmp_path / "saved")
         further = trained(session)
     assert same(found, expected)

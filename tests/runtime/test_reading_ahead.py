@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import parc
-from parc.runtime.data.sources import byte_inputs
+from parc.runtime.data.sources import token_inputs
 from parc.runtime.ranks.faults import RunError
 from parc.runtime.ranks.processes import STORE, leave
 from tests.runtime.ranks import SERVER
@@ -140,6 +140,6 @@ def test_bytes_go_to_inputs_by_what_they_are_for(tmp_path: Path) -> None:
         assert torch.equal(part["ids"][:, 1:], part["labels"][:, :-1])
         assert session.step().step == 1
     ids, mask = {"name": "ids", "dtype": "int64"}, {"name": "mask", "dtype": "float32"}
-    assert byte_inputs([mask, ids], []) == {"tokens": "ids"}
+    assert token_inputs([mask, ids], []) == {"tokens": "ids"}
     swapped = [{"name": "targets", "dtype": "int64"}, {"name": "tokens", "dtype": "int64"}]
-    assert byte_inputs(swapped, ["output", "targets"]) == {"tokens": "tokens", "targets": "targets"}
+    assert token_inputs(swapped, ["output", "targets"]) == {"tokens": "tokens", "targets": "targets"}

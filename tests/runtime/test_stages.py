@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from functools import cache
@@ -27,6 +29,7 @@ from parc.runtime.compare.agreement import TOLERANCE
 from parc.runtime.compare.model_run import Case
 from parc.runtime.compare.plain import reference
 from parc.runtime.compare.simulate import Simulation, compare
+from parc.runtime.launch import failures
 from parc.runtime.launch.failures import failure_of, leave_failure
 from parc.runtime.launch.launch import _outcome
 from parc.runtime.ranks.communication import PeerLost
@@ -296,6 +299,16 @@ def test_a_rank_that_hung_and_was_killed_in_the_end_is_not_said_to_lack_memory(
         "rank 0 waited for 1SEND_B2 of stage 1 (rank 1) in action 0RECV_B2 of step 3: "
         "Application timeout caused pair closure",
     ]
+    # Ranks 1 and 2 end after the launcher found them running, and before it asks where they are.
+    monkeypatch.setattr(failures, "_FAILING_S", 0.0)
+    monkeypatch.setattr(failures, "_state", lambda process: "S")
+    for rank in (1, 2):
+        ended = subprocess.Popen([sys.executable, "-c", ""])
+        ended.wait()
+        (tmp_path / f"process{rank}").write_text(f"{ended.pid} {rank}")
+    hanging = failures.Hanging(tmp_path)
+    hanging._look()
+    assert not hanging.reports
 
 
 def hang(path: str, file: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from parc.cli import COMMANDS, parser_of
-from parc.cli.elsewhere import COMMANDS_MEANT, OPTIONS_MEANT
+from parc.cli.usage import COMMANDS_MEANT, OPTIONS_MEANT
 from tests.cli.commands import Captured, parc
 
 
