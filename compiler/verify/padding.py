@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import TypeVar
 
 from ..analysis.dataflow import Question, follow, line_call
-from ..analysis.samples import dependences
+from ..analysis.samples import dependences, weighted_terms
 from ..layout.collectives import COLLECTIVES
 from ..layout.placement import Split, TensorType
 from ..ops.rules import facts
@@ -20,7 +20,6 @@ from ..padding.flow import Extra, Extras, Held, PaddingFault, follow_number, fol
 from ..padding.pads import Pad, Pads
 from ..program.actions import step_kinds
 from ..program.binding import PARAMETERS, Binding
-from ..program.plain import making, weighted_terms
 from ..program.program import Fault, Function, Program
 from ..program.step_values import residual_of
 
@@ -169,8 +168,8 @@ def _of_the_loss(function: Function) -> Function:
     """Return a function that does not count the tokens of experts, which are counted for extra samples too and change
     no other number, and that does not return what the model returns."""
     loads = set(function.returned("load").values())
-    returns = tuple((key, name) for key, name in function.returns if name not in loads and key.kind != "output")
-    return making(function, returns)
+    returns = {key: name for key, name in function.returns if name not in loads and key.kind != "output"}
+    return function.returning(returns)
 
 
 def _stored_faults(pads: Pads, stored: Mapping[str, TensorType]) -> Iterator[Fault]:
@@ -243,9 +242,9 @@ def _largest(type_: TensorType, extras: Extras) -> Extras:
 
 def of_returned(function: Function, names: Collection[str] | None = None) -> Function:
     """Return a function with the lines alone that make what the model returns, or those of these ``names``."""
-    returns = tuple((key, name) for key, name in function.returns
-                    if key.kind == "output" and (names is None or key.name in names))  # fmt: skip
-    return making(function, returns)
+    returns = {key: name for key, name in function.returns
+               if key.kind == "output" and (names is None or key.name in names)}  # fmt: skip
+    return function.returning(returns)
 
 
 def sample_dims(reference: Program, unbatched: Collection[str]) -> dict[str, int | None]:

@@ -12,15 +12,15 @@ from typing import Any, final
 import torch
 
 from ...compiler.analysis.lifetimes import (
-    LyingGradient,
+    BucketGradient,
+    accumulates,
     addable,
     adds,
     adds_itself,
-    adds_up,
     aliases,
     delayed,
-    gradients_together,
-    own_in_main,
+    gradient_buckets,
+    reducible_in_place,
 )
 from ...compiler.analysis.products import PRODUCT
 from ...compiler.layout.collectives import COLLECTIVES, MESSAGE, RINGS, SUMS, axes_of
@@ -68,9 +68,9 @@ class BufferPart:
         return buffer.memory[self.begin : self.begin + math.prod(self.shape)].view(self.shape)
 
 
-def buffer_parts(together: Iterable[Sequence[LyingGradient]], device: torch.device) -> Iterator[tuple[str, BufferPart]]:
-    """Yield the names of gradients that lie together, each with its part of a new buffer, which takes no memory yet."""
-    for gradients in together:
+def buffer_parts(buckets: Iterable[Sequence[BucketGradient]], device: torch.device) -> Iterator[tuple[str, BufferPart]]:
+    """Yield the names of gradients in buckets, each with its part of a new buffer, which takes no memory yet."""
+    for gradients in buckets:
         buffer = _Buffer(gradients[0].dtype, device)
         for gradient in gradients:
             yield gradient.name, BufferPart(buffer, buffer.entries, gradient.shape)
@@ -166,11 +166,11 @@ class Machine:
         self.coordinates = [self.mesh.coordinates(rank) for rank in backend.ranks]
         self.products = library_of(kernels)
         self._addable, self._delayed = addable(program, self._adds), delayed(program, self._adds)
-        self._together = gradients_together(program, self._makes_in_place, self.dtype)
+        self._together = gradient_buckets(program, self._makes_in_place, self.dtype)
         self._aliases = aliases(program)
         self._later: list[Callable[[], torch.Tensor]] | None = None
         self._given: set[str] = set()
-        self._own = {main.name: own_in_main(program, main) for main in program.mains}
+        self._own = {main.name: reducible_in_place(program, main) for main in program.mains}
         self._on_their_way = frozenset(on_their_way(program).values())
         self._steps = {function.name: self._prepare(function) for function in program.functions}
         self._lines: dict[str, list[Prepared]] = {}
@@ -305,12 +305,12 @@ class Machine:
         )
 
     def _alone(self, line: Line, function: Function) -> bool:
-        return line.calls_function or line.op in COLLECTIVES or line.op in RINGS or adds_up(function, line)
+        return line.calls_function or line.op in COLLECTIVES or line.op in RINGS or accumulates(function, line)
 
     def _run_of(self, line: Line, function: Function, spare: frozenset[str]) -> Callable[[Sequence[Environment]], None]:
         if MESSAGE in dict(line.kwargs):
             return self._message(function, line)
-        if adds_up(function, line):
+        if accumulates(function, line):
             return self._added_up(line)
         if line.op in RINGS:
             return self._ring(line, function)
