@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from parc.compiler.analysis.lifetimes import adds_up
+from parc.compiler.analysis.lifetimes import accumulates
 from parc.compiler.layout.collectives import MESSAGE, WAIT
 from parc.compiler.program.actions import BACKWARD, REDUCE
 from parc.compiler.program.program import Function, Line, Ref
@@ -24,7 +24,7 @@ def wrong_totals(build: GoodBuild) -> Iterator[Mutant]:
     last = programs[BACKWARD].last
     assert last is not None
     kind = "reduce before the gradient is complete"
-    totals = [(at, line) for at, line in enumerate(last.lines) if adds_up(last, line)]
+    totals = [(at, line) for at, line in enumerate(last.lines) if accumulates(last, line)]
     for at, line in totals:
         before, own = line.uses
         total = line.made[0]

@@ -83,7 +83,7 @@ class Halved(torch.optim.SGD):
 def test_an_optimizer_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.optim, "Halved", Halved, raising=False)
     row = OptimizerRow(
-        made="Halved", clauses=("momentum",), tensors=(), numbers={}, optional={"momentum_buffer": "momentum"}
+        torch_class="Halved", clauses=("momentum",), tensors=(), numbers={}, optional={"momentum_buffer": "momentum"}
     )
     text = PLAN.replace("optimizer sgd lr 0.1", "optimizer halved lr 0.1 momentum 0.9")
     with pytest.raises(PlanError, match="halved"):

@@ -1,4 +1,4 @@
-"""The communication contract: every collective of a step, numbered."""
+"""The communication of a step: every collective that its programs run, and what each costs and carries."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ from .dataflow import converts
 from .liveness import local_bytes
 
 Carried = Literal["weights", "gradients", "activations", "numbers"]
-"""The use of what a message carries. Numbers are the count of targets, the loss, the norm, loads and their like."""
+"""The payload of a collective. Numbers are the count of targets, the loss, the gradient norm, experts' loads and their
+like."""
 
 
 @dataclass(frozen=True, slots=True)
 class Communication:
     """A collective as it runs. All ranks of its group must run the same one at the same place. ``bytes`` is a rank's
-    operand, ``wire_bytes`` what the rank sends in a ring. It is ``hidden`` if a product or an attention lies between
-    its line and the one that waits for it, or the end of the program."""
+    operand, ``wire_bytes`` what the rank sends in a ring. It is ``hidden``, overlapped with computation, if a product
+    or an attention lies between its line and the one that waits for it, or the end of the program."""
 
     op: str
     axes: tuple[str, ...]
@@ -41,13 +42,13 @@ class Communication:
     carries: Carried
     hidden: bool = False
     once: bool = False
-    """True where only the last microbatch has it: a sum of whole gradients."""
+    """True where only the last microbatch has it: a reduction of accumulated gradients."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedMessage:
-    """A collective with the line of its program that says it, which is ``lines[index]`` of a function. What a stage
-    sends has no line: it is what its main function returns, and ``index`` is the number of that function's lines."""
+    """A collective with its line, which is ``lines[index]`` of a function. What a stage sends to a neighbour has no
+    line: it is what its main function returns, and ``index`` is the number of that function's lines."""
 
     message: Communication
     program: Program
@@ -56,7 +57,7 @@ class PlacedMessage:
 
 
 def messages(program: Program) -> list[Communication]:
-    """The collectives of one run of a program, in order; for backward, of that of the last microbatch."""
+    """Return the collectives of one run of a program, in order; for backward, of that of the last microbatch."""
     return [placed.message for placed in _walk(program, program.mains[0], None)]
 
 
@@ -66,7 +67,7 @@ def _walk(
     """Yield the collectives of a function and of those that it calls. ``passed`` are the parameters that are weights of
     its ``caller``."""
     values = function.values()
-    hidden, weights = _hidden(program, function), _weights(function, passed)
+    hidden, weights = _overlapped(program, function), _weights(function, passed)
     for index, line in enumerate(function.lines):
         if line.calls_function:
             called = program.function(line.op)
@@ -92,14 +93,14 @@ def _walk(
         once = function is program.last and line.made[0].name not in program.main.values()
         message = Communication(
             line.op.removeprefix("parc."), program.mesh.joined(axes), dtype, size, row.sent(size, ranks),
-            ACTIONS[REDUCE if once else program.action].phase, origin, _carried(caller, source, type_, weights),
+            ACTIONS[REDUCE if once else program.action].phase, origin, _payload(caller, source, type_, weights),
             line.made[0].name in hidden, once,
         )  # fmt: skip
         yield PlacedMessage(message, program, function, index)
 
 
-def _carried(caller: Origin | None, source: Ref, type_: TensorType, weights: set[str]) -> Carried:
-    """Return the use of an operand. What is no weight is an activation in blocks, and a gradient in main functions."""
+def _payload(caller: Origin | None, source: Ref, type_: TensorType, weights: set[str]) -> Carried:
+    """Return the payload of an operand: all but weights are activations in blocks, and gradients in main functions."""
     if not type_.shape:
         return "numbers"
     if source.name in weights:
@@ -121,8 +122,8 @@ def _weights(function: Function, passed: Collection[str]) -> set[str]:
     return weights
 
 
-def _hidden(program: Program, function: Function) -> set[str]:
-    """Return the values that travel while a product or an attention runs, as the lines say."""
+def _overlapped(program: Program, function: Function) -> set[str]:
+    """Return the results of collectives that travel while a product or an attention runs."""
     works = working(program)
     travelling: dict[str, bool] = {}
     hidden: set[str] = set()
@@ -140,18 +141,18 @@ def _hidden(program: Program, function: Function) -> set[str]:
 
 
 def placed_messages(role: Role) -> list[tuple[int, PlacedMessage]]:
-    """Return the collectives of a role's step by phase, each once, with how often a step runs it."""
+    """Return the collectives of a role's step in the order of phases, each once, with how often a step runs it."""
     times = {name: sum(a.program_in(role.programs) == name for a in role.actions) for name in role.programs}
     counted = [
         (1 if placed.message.once else times[name], placed)
-        for name, program in sorted(role.programs.items(), key=_place)
-        for placed in (*_walk(program, program.mains[0], None), *_sent(name, program, role))
+        for name, program in sorted(role.programs.items(), key=_running_order)
+        for placed in (*_walk(program, program.mains[0], None), *_sends(name, program, role))
     ]
     return sorted(counted, key=lambda row: PHASES.index(row[1].message.phase))
 
 
 def communication_table(role: Role) -> list[dict[str, Any]]:
-    """The report's rows of a role, in the order of its placed messages."""
+    """Return the report's rows of a role, one for each of its placed messages and in their order."""
     counted = [(count, placed.message) for count, placed in placed_messages(role)]
     return [
         {
@@ -164,16 +165,16 @@ def communication_table(role: Role) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def _place(item: tuple[str, Program]) -> tuple[int, int]:
-    """Return the sort key that puts programs in the order in which a step runs them, with those of several stages in
-    order. Files have another order."""
-    name, program = item
+def _running_order(named: tuple[str, Program]) -> tuple[int, int]:
+    """Return the sort key that puts programs in the order in which a step runs them, stages in order. Files have
+    another order."""
+    name, program = named
     order = [row.kind for row in step_kinds()]
     return order.index(program.action), int("".join(filter(str.isdigit, name)) or 0)
 
 
-def _sent(key: str, program: Program, role: Role) -> Iterator[PlacedMessage]:
-    """Yield the messages of a stage to its neighbour, where that lies on another role."""
+def _sends(key: str, program: Program, role: Role) -> Iterator[PlacedMessage]:
+    """Yield what a stage sends to its neighbour, where that lies on another role."""
     values, (stage, _) = program.main.values(), stage_key(key) or (0, "")
     if stage + ACTIONS[program.action].to in role.stages:
         return
@@ -188,7 +189,7 @@ def _sent(key: str, program: Program, role: Role) -> Iterator[PlacedMessage]:
 
 
 def bytes_across(role: Role, mesh: Mesh, node: int) -> int:
-    """Return the most bytes that a rank of a role sends to another node in a step, where so many ranks share a node."""
+    """Return the most bytes that a rank of a role sends to other nodes in a step, where ``node`` ranks share a node."""
     total = 0
     for row in communication_table(role):
         groups = mesh.groups(mesh.spread(row["axis"].split(",")))
@@ -197,10 +198,10 @@ def bytes_across(role: Role, mesh: Mesh, node: int) -> int:
     return total
 
 
-def saved_bytes(role: Role, mesh: Mesh, axis: str) -> int:
-    """Return the bytes that a rank of a role sends less in a step because gradients are compressed over an axis, where
+def bytes_compressed_away(role: Role, mesh: Mesh, axis: str) -> int:
+    """Return the bytes that a rank of a role sends less in a step because gradients are compressed over an axis; else
     it would send float32."""
-    saved = 0
+    less = 0
     for count, placed in placed_messages(role):
         line = placed.function.lines[placed.index] if placed.message.carries == "gradients" else None
         if line is None or {axis} != {*map(mesh.owner, axes_of(line.args[1:]))}:
@@ -208,5 +209,5 @@ def saved_bytes(role: Role, mesh: Mesh, axis: str) -> int:
         row, type_ = COLLECTIVES[line.op], placed.function.values()[line.uses[0]].type
         if row.packed or type_.dtype == torch.float16:
             ranks = math.prod(map(mesh.size, axes_of(line.args[1:])))
-            saved += count * (row.sent(4 * math.prod(type_.local(mesh)), ranks) - placed.message.wire_bytes)
-    return saved
+            less += count * (row.sent(4 * math.prod(type_.local(mesh)), ranks) - placed.message.wire_bytes)
+    return less

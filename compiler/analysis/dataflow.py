@@ -1,8 +1,8 @@
-"""Facts that travel along a program: its lines as questions without names, and a walk that follows what is known
-about each value.
+"""Dataflow: facts that travel along a program's lines from operands to results, and the stored parameter behind each
+unsharded weight.
 
-Passes, checks and reports read this. It decides nothing: what a line makes of the facts about its operands is the
-reader's own.
+Passes, checks and reports read this. It decides nothing: each reader brings its own transfer function, which says what
+a line makes of the facts about its operands.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from ..program.program import Function, Line, LocalSize, Program, Ref, argument_
 
 @dataclass(frozen=True)
 class Question:
-    """A line without its names, with the types of its operands. Equal lines are checked once."""
+    """A line without its names, with the types of its operands: equal lines of all blocks are one question, which is
+    answered once."""
 
     text: str
     rule: OpRow | None
@@ -44,10 +45,6 @@ class Question:
     def results(self) -> list[TensorType]:
         """The declared types of the results, without absent ones."""
         return [type_ for type_ in self.declared if type_ is not None]
-
-
-Knowledge = TypeVar("Knowledge", bound=Hashable)
-"""The type of the facts that a checker keeps about one value."""
 
 
 def questions(function: Function, mesh: Mesh) -> Sequence[tuple[Line, Question | None]]:
@@ -75,47 +72,51 @@ def _question(line: Line, types: Mapping[str, TensorType], mesh: Mesh) -> Questi
 
     words = [*map(word, line.args), *(f"{key}={word(item)}" for key, item in line.kwargs)]
     text = f"{line.op}({', '.join(words)})"
-    made = line.derived["question"] = Question(text, TABLE.get(line.op), operands, declared, mesh, line)
-    return made
+    question = line.derived["question"] = Question(text, TABLE.get(line.op), operands, declared, mesh, line)
+    return question
+
+
+_Fact = TypeVar("_Fact", bound=Hashable)
+"""The type of what an analysis knows about one value."""
 
 
 def follow(
     program: Program,
     function: Function,
-    given: Sequence[Knowledge],
-    made: Callable[[str, Question, tuple[Knowledge, ...]], Sequence[Knowledge]],
-) -> list[Knowledge]:
-    """Walk through a program line by line, and return the facts known about each value that ``function`` returns.
+    of_parameters: Sequence[_Fact],
+    transfer: Callable[[str, Question, tuple[_Fact, ...]], Sequence[_Fact]],
+) -> list[_Fact]:
+    """Follow the facts about a function's parameters through its lines and the functions that these call, and return
+    the facts about each value that ``function`` returns.
 
-    ``given`` are the facts about the function's parameters. ``made(function's name, line, facts)`` returns the facts
-    about a line's results, from those about the values that the line reads.
+    ``transfer(name of the function, line, facts about its operands)`` returns the facts about a line's results.
     """
-    memory: dict[tuple[str, tuple[Knowledge, ...]], list[Knowledge]] = {}
+    walked: dict[tuple[str, tuple[_Fact, ...]], list[_Fact]] = {}
 
-    def walk(function: Function, given: tuple[Knowledge, ...]) -> list[Knowledge]:
-        key = function.name, given
-        if key not in memory:
-            known = dict(zip((value.name for value in function.parameters), given, strict=True))
+    def walk(function: Function, of_parameters: tuple[_Fact, ...]) -> list[_Fact]:
+        key = function.name, of_parameters
+        if key not in walked:
+            known = dict(zip((value.name for value in function.parameters), of_parameters, strict=True))
             for line, question in questions(function, program.mesh):
                 read = tuple(map(known.__getitem__, line.uses))
-                if question is None:
-                    facts_of_results: Sequence[Knowledge] = walk(program.function(line.op), read)
-                else:
-                    facts_of_results = made(function.name, question, read)
-                for value, fact in zip(line.made, facts_of_results, strict=True):
-                    known[value.name] = fact
-            memory[key] = [known[name] for _, name in function.returns]
-        return memory[key]
+                of_results: Sequence[_Fact] = (
+                    walk(program.function(line.op), read)
+                    if question is None
+                    else transfer(function.name, question, read)
+                )
+                known.update(zip((value.name for value in line.made), of_results, strict=True))
+            walked[key] = [known[name] for _, name in function.returns]
+        return walked[key]
 
-    return walk(function, tuple(given))
+    return walk(function, tuple(of_parameters))
 
 
 def line_call(
     line: Line, operands: Sequence[TensorType], results: Sequence[TensorType], size: Callable[[LocalSize], Any],
     number: Callable[[int], Any] = int,
 ) -> OpCall:  # fmt: skip
-    """Return the line as a call, with its sizes read by ``size`` (whole or a rank's) and other whole numbers by
-    ``number``."""
+    """Return a line as a call. ``size`` reads a size that ranks divide (whole, or a rank's part), ``number`` all other
+    whole numbers."""
     places = iter(range(len(operands)))
     args = tuple(_as_operand(item, places, size, number) for item in line.args)
     kwargs = {key: _as_operand(item, places, size, number) for key, item in line.kwargs}
@@ -125,7 +126,7 @@ def line_call(
 def _as_operand(
     item: Any, places: Iterator[int], size: Callable[[LocalSize], Any], number: Callable[[int], Any]
 ) -> Any:  # fmt: skip
-    """Return an argument of a line as one of a call, in which a value is an operand by its place."""
+    """Return a line's argument as a call's: the next of the places stands for each value."""
     if isinstance(item, Ref):
         return Operand(next(places))
     if isinstance(item, LocalSize):
@@ -135,16 +136,16 @@ def _as_operand(
     return number(item) if type(item) is int else item
 
 
-# ---- weights: the values that the programs of a step make of stored parameters by conversions alone.
+# ---- stored parameters behind unsharded weights
 
 
 WeightSources = Mapping[Binding, Binding]
-"""The stored parameter behind each weight that UNSHARD makes."""
+"""The stored parameter behind each weight that UNSHARD makes, by their bindings."""
 _CUT = "parc.cut_pad.default"
 
 
 def converts(line: Line) -> bool:
-    """Return whether a line's result is its operand, apart from dtype, placement and padding."""
+    """Return whether a line is a conversion: its result is its operand, apart from dtype, placement and padding."""
     return (
         COLLECTIVES[line.op].keeps
         if line.op in COLLECTIVES
@@ -153,7 +154,7 @@ def converts(line: Line) -> bool:
 
 
 def weight_sources(programs: Mapping[str, Program]) -> dict[Binding, Binding]:
-    """Return the stored parameter of each weight that UNSHARD makes of one parameter by conversions alone."""
+    """Return the stored parameter of each weight that UNSHARD converts from a single one."""
     if UNSHARD not in programs:
         return {}
     known = stored_sources(programs[UNSHARD], {})
@@ -161,8 +162,8 @@ def weight_sources(programs: Mapping[str, Program]) -> dict[Binding, Binding]:
 
 
 def parts_in_weights(program: Program) -> dict[Binding, tuple[str, tuple[str, ...]]]:
-    """Return the weights of UNSHARD in which a stored parameter lies as some of their rows, by their bindings: the
-    parameter's name, and the axes over which its rows are gathered, by one line. It needs no memory of its own."""
+    """Return the weights that UNSHARD all-gathers along dim 0, in one line and with no cast, each with its parameter's
+    name and the axes: the stored shard can lie in the weight as some of its rows, and needs no memory of its own."""
     main = program.main
     stored = {value.name: value for value in main.parameters if value.kind == "parameter"}
     parts: dict[Binding, tuple[str, tuple[str, ...]]] = {}
@@ -179,7 +180,7 @@ def parts_in_weights(program: Program) -> dict[Binding, tuple[str, tuple[str, ..
 
 
 def stored_sources(program: Program, weights: WeightSources) -> dict[str, Binding]:
-    """Return the stored parameter of each value of a main function that is one, or is made of one by conversions."""
+    """Return the stored parameter of each value of a main function that is one, or that is converted from one."""
     known = {value.name: weights.get(value.binding, value.binding) for value in program.main.parameters
              if value.binding is not None and (value.kind in PARAMETERS or value.binding in weights)}  # fmt: skip
     for line in program.main.lines:

@@ -1,5 +1,5 @@
-"""Floating-point operations of lines, blocks and a step, from the products of programs; and the step on a clock that
-counts them.
+"""Floating-point operations of lines, blocks and steps, counted from the products in programs; and the timeline of a
+step in which each action takes as long as its operations.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from ..schedules.timeline import Timeline, simulate
 from .dataflow import line_call
 from .liveness import Liveness
 
-_BACKWARD = 2
-"""The most gradients of operands that the backward of a product makes, each by as many multiply-adds as the product.
-Attention has two products, and four in its backward."""
+_MOST_GRADIENTS = 2
+"""The most gradients that the backward of a product makes, one for each operand and each by as many multiply-adds as
+the product. Attention has two products, and four in its backward."""
 
 
 def multiply_adds(line: Line, values: Mapping[str, Value], mesh: Mesh) -> int:
@@ -28,15 +28,15 @@ def multiply_adds(line: Line, values: Mapping[str, Value], mesh: Mesh) -> int:
     count = None if line.calls_function else facts(line.op).flops
     if count is None:
         return 0
-    read, made = [values[name].type for name in line.uses], [value.type for value in line.made]
-    call = line_call(line, read, made, lambda size: size.local(mesh))
-    operands, results = (tuple(type_.local(mesh) for type_ in types) for types in (read, made))
+    operand_types, result_types = [values[name].type for name in line.uses], [value.type for value in line.made]
+    call = line_call(line, operand_types, result_types, lambda size: size.local(mesh))
+    operands, results = (tuple(type_.local(mesh) for type_ in types) for types in (operand_types, result_types))
     return count(replace(call, operands=operands, results=results))
 
 
 def function_work(program: Program) -> dict[str, int]:
     """Return the multiply-adds on a rank of each function of a program, with those of the functions that it calls.
-    Values that a backward computes again count there; a ring counts as its attention."""
+    Recomputed values count in backward; a ring counts as its attention."""
     work: dict[str, int] = {}
     for function in without_rings(program).functions:  # main functions stand behind the blocks that they call
         values = function.values()
@@ -60,8 +60,8 @@ def stage_flops(roles: Mapping[str, Role]) -> dict[int, dict[str, int]]:
 
 
 def step_timeline(roles: Mapping[str, Role]) -> Timeline:
-    """Play the step of a build's roles with the floating-point operations of each work on a rank as its time, and no
-    time for messages. If nothing is a product, work takes its slots.
+    """Play the step of a build's roles on a clock: work takes as long as a rank's floating-point operations in it, and
+    messages take no time. If nothing is a product, work takes its ``slots``.
 
     Raises:
         ValueError: an order that never ends.
@@ -73,9 +73,8 @@ def step_timeline(roles: Mapping[str, Role]) -> Timeline:
 
 
 def step_flops(reference: Program, microbatches: int) -> int:
-    """Count the floating-point operations of a step's products on its whole batch, two for each multiply-add: those of
-    the model's forward, and of a backward that makes the gradients of what is trained. What ranks compute twice, or
-    make again in backward, counts once."""
+    """Count the model FLOPs of a step on its whole batch, two for each multiply-add: those of the forward, and of a
+    backward that makes the gradients of what is trained. What ranks repeat, or recompute in backward, counts once."""
     total = 0
     for function in reference.functions:
         values = function.values()
@@ -84,7 +83,7 @@ def step_flops(reference: Program, microbatches: int) -> int:
             with_gradient = [name for name in line.uses if name in trained]
             if with_gradient and not facts(line.op).stops_gradient:
                 trained.update(value.name for value in line.made if value.type.dtype.is_floating_point)
-            total += multiply_adds(line, values, reference.mesh) * (1 + min(_BACKWARD, len(with_gradient)))
+            total += multiply_adds(line, values, reference.mesh) * (1 + min(_MOST_GRADIENTS, len(with_gradient)))
     return 2 * total * microbatches
 
 
@@ -104,12 +103,13 @@ def product_type(programs: Iterable[Program]) -> TensorType | None:
     return max(products, key=lambda pair: pair[0])[1] if products else None
 
 
-# ---- the costs of a block in programs: the bytes that it keeps for backward, and its multiply-adds.
+# ---- costs of blocks
 
 
 @dataclass(frozen=True, slots=True)
 class BlockCost:
-    """The bytes that a microbatch keeps of a block, and the multiply-adds of its forward and backward, on a rank."""
+    """The bytes that a microbatch saves of a block for backward, and the multiply-adds of its forward and backward, on
+    a rank."""
 
     kept: int = 0
     work: int = 0

@@ -1,4 +1,8 @@
-"""Totals: values that a program can add, as it makes them, to the sum of earlier microbatches, also after its sends."""
+"""Lifetimes of values: which share storage, which gradients are accumulated as they are made or lie in one bucket, and
+which operands a line may write over. The machine, fusion and the memory estimate all ask here.
+
+A *total* is the gradient that earlier microbatches have accumulated.
+"""
 
 from __future__ import annotations
 
@@ -21,42 +25,41 @@ from .products import Products
 
 
 def may_alias(line: Line) -> bool:
-    """Return whether a result of a line may share storage with an operand; of a line that calls a function, `aliases`
-    knows more."""
+    """Return whether a line's result may alias an operand. `aliases` knows more of a line that calls a function."""
     if line.calls_function or line.op in COLLECTIVES:
         return True
-    known = line.op.startswith(("aten.", "parc."))  # who only reads a build may not have a person's own operators
-    return facts(line.op).storage != "fresh" and (not known or _may_pass_on(operator(line.op)))
+    ours = line.op.startswith(("aten.", "parc."))  # who only reads a build may not have a person's own operators
+    return facts(line.op).storage != "fresh" and (not ours or _may_return_operand(operator(line.op)))
 
 
 @cache
-def _may_pass_on(target: Any) -> bool:
+def _may_return_operand(target: Any) -> bool:
     """Return whether an operator may return an operand: not every one that does says so in its schema."""
     return torch.Tag.pointwise not in target.tags or any(v.alias_info is not None for v in target._schema.returns)
 
 
 class StorageGroups:
-    """Groups of names that may share storage, each with the last line that reads it, given that of each name."""
+    """Groups of values that may share storage, each with the last line that reads one of them."""
 
     def __init__(self, last: Mapping[str, float] | None = None) -> None:
         self.parent: dict[str, str] = {}
         self.last = dict(last or {})
 
     def root(self, name: str) -> str:
-        """Return the name of a value's group."""
+        """Return the value by which a value's group is known."""
         while (parent := self.parent.get(name, name)) != name:
             name = parent
         return name
 
     def join(self, names: Iterable[str]) -> None:
-        """Make one group of those of all these names."""
+        """Merge the groups of all these values."""
         first, *others = dict.fromkeys(map(self.root, names))
         self.last[first] = max(self.last.get(name, 0) for name in (first, *others))
         self.parent.update(dict.fromkeys(others, first))
 
 
-def adds_up(function: Function, line: Line) -> bool:
-    """Return whether a line of a last backward adds a microbatch's gradient to the total of earlier ones."""
+def accumulates(function: Function, line: Line) -> bool:
+    """Return whether a line of a last backward adds a microbatch's gradient to its total."""
     if not function.name.endswith(LAST) or line.op != "aten.add.Tensor" or not isinstance(line.args[0], Ref):
         return False
     return function.values()[line.args[0].name].kind == "gradient"
@@ -64,45 +67,44 @@ def adds_up(function: Function, line: Line) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Aliases:
-    """The aliases among a function's values. ``root`` has the first of those that surely lie in one storage, which is
-    the value itself where it has its own. ``joined`` has the groups of names that may share storage because of a line,
-    by the first value that it makes."""
+    """The aliases among a function's values. ``root`` is the first of the values that surely lie in the same storage.
+    ``joined`` are the groups of values that may share storage because of a line, by the line's first result."""
 
     root: Mapping[str, str]
     joined: Mapping[str, Sequence[Sequence[str]]]
 
     def of(self, line: Line) -> Sequence[Sequence[str]]:
-        """Return the groups of names that may share storage because of a line."""
+        """Return the groups of values that may share storage because of a line."""
         return self.joined[line.made[0].name]
 
 
 _Ends = tuple[tuple[str, ...], tuple[str, ...]]
-"""For each parameter of a function and then each value that it returns: the first value that surely lies in its
-storage, and the name of the group of those that may."""
+"""For each parameter of a function, and then each value that it returns: its root, and its group of values that may
+share storage."""
 
 
 def aliases(program: Program) -> dict[str, Aliases]:
-    """Return the aliases of each function. What shares storage in a called function does so where it is called."""
+    """Return the aliases of each function of a program, which take in those of the functions that it calls."""
     known: dict[str, Aliases] = {}
     ends: dict[str, _Ends] = {}
     for function in program.functions:  # each comes after those that it calls
         key = "aliases", program.mesh, tuple(ends[line.op] for line in function.lines if line.calls_function)
         if key not in function.derived:
-            function.derived[key] = _followed(program, function, ends)
+            function.derived[key] = _function_aliases(program, function, ends)
         known[function.name], ends[function.name] = function.derived[key]
     return known
 
 
-def _followed(program: Program, function: Function, ends: Mapping[str, _Ends]) -> tuple[Aliases, _Ends]:
-    """Return the aliases of a function and its ends, given the ``ends`` of those that it calls."""
+def _function_aliases(program: Program, function: Function, ends: Mapping[str, _Ends]) -> tuple[Aliases, _Ends]:
+    """Return the aliases of a function and its ends, from the ``ends`` of the functions that it calls."""
     root = {value.name: value.name for value in function.parameters}
     joined, groups = dict[str, list[list[str]]](), StorageGroups()
     for line in function.lines:
         results = [value.name for value in line.made]
         if line.calls_function:
-            sure, possible = (list(_where_called(line, there)) for there in ends[line.op])
+            sure, possible = (list(_call_aliases(line, inner)) for inner in ends[line.op])
         else:
-            shares = bool(line.uses) and _shares(program, function, line, root)
+            shares = bool(line.uses) and _is_view(program, function, line, root)
             sure = [[line.uses[0], *results]] if shares else [[name] for name in results]
             possible = [[*results, *line.uses]] if line.uses and may_alias(line) else []
         for first, *others in sure:
@@ -115,8 +117,8 @@ def _followed(program: Program, function: Function, ends: Mapping[str, _Ends]) -
     return Aliases(root, joined), (tuple(root[name] for name in names), tuple(map(groups.root, names)))
 
 
-def _where_called(line: Line, ends: Sequence[str]) -> Iterable[list[str]]:
-    """Return the groups of a call's operands and results that share storage, given the ``ends`` of the function."""
+def _call_aliases(line: Line, ends: Sequence[str]) -> Iterable[list[str]]:
+    """Return the groups of a call's operands and results that share storage: those with the same end inside."""
     groups: dict[str, list[str]] = {}
     names = [*(item.name for item in line.args), *(value.name if value else "" for value in line.results)]
     for end, name in zip(ends, names, strict=True):
@@ -124,22 +126,21 @@ def _where_called(line: Line, ends: Sequence[str]) -> Iterable[list[str]]:
     return filter(None, groups.values())
 
 
-def _shares(program: Program, function: Function, line: Line, root: Mapping[str, str]) -> bool:
-    """Return whether a line's results surely lie in the storage of its first operand. A value of repeated entries has
-    no view of another shape: it is copied."""
+def _is_view(program: Program, function: Function, line: Line, root: Mapping[str, str]) -> bool:
+    """Return whether a line's results surely lie in the storage of its first operand. An expanded value has no view of
+    another shape: it is copied."""
     if facts(line.op).storage != "view":
-        return line.op == WAIT or adds_up(function, line)
+        return line.op == WAIT or accumulates(function, line)
     source, first = (function.values()[name].type for name in (line.uses[0], root[line.uses[0]]))
     return facts(line.op).moves != "shape" or source.local_bytes(program.mesh) <= first.local_bytes(program.mesh)
 
 
-def own_in_main(program: Program, function: Function) -> frozenset[str]:
-    """Return the values that a main function returns or sends as a message, in storage that no parameter, no other such
-    value and no line behind the message needs: messages may write over them."""
-    groups = StorageGroups()
-    known = aliases(program)[function.name]
+def reducible_in_place(program: Program, function: Function) -> frozenset[str]:
+    """Return the values of a main function that an all-reduce may write over: the function returns them or starts a
+    message with them, and no parameter, no other such value and no line after the message needs their storage."""
+    groups, function_aliases = StorageGroups(), aliases(program)[function.name]
     for line in function.lines:
-        for names in known.of(line) if MESSAGE not in dict(line.kwargs) else ():
+        for names in function_aliases.of(line) if MESSAGE not in dict(line.kwargs) else ():
             groups.join(names)
     sent, read = set[str](), set[str]()
     for line in reversed(function.lines):
@@ -152,7 +153,7 @@ def own_in_main(program: Program, function: Function) -> frozenset[str]:
     return frozenset(name for name in names if leaving[groups.root(name)] == 1 and groups.root(name) not in parameters)
 
 
-# ---- totals
+# ---- gradients that are accumulated as they are made
 
 
 LineChoice = Callable[[Function, Line], bool]
@@ -160,12 +161,13 @@ LineChoice = Callable[[Function, Line], bool]
 
 
 def adds(function: Function, line: Line) -> bool:
-    """Return whether a line's results can be added to totals as they are made: they have storage of their own."""
+    """Return whether a line's results can be added to totals as they are made: they alias no operand."""
     return not may_alias(line)
 
 
 def adds_itself(function: Function, line: Line) -> bool:
-    """Return whether a line can add its result to a total without making it. A cast that may round does so first."""
+    """Return whether a line's kernel can accumulate into a total, without a temporary for its result. A cast that may
+    round needs one."""
     if not facts(line.op).addable or not facts(line.op).casts:
         return facts(line.op).addable
     result = line.made[0].type.dtype
@@ -173,9 +175,9 @@ def adds_itself(function: Function, line: Line) -> bool:
 
 
 def addable(program: Program, chosen: LineChoice = adds) -> dict[str, frozenset[str]]:
-    """Return, for each function, the gradients that may be added to a total as they are made. Such a value is made by a
-    ``chosen`` line, here or in a called function. It is returned as a gradient and not sent, and nothing else reads it.
-    In a last backward, what it returns elsewhere may be read once: to be summed."""
+    """Return, for each function, the gradients that may be added to a total as they are made. A ``chosen`` line makes
+    such a value, here or in a called function; it is returned as a gradient and nothing else reads it. In a last
+    backward, one line may read what backward returns: the line that starts its reduction."""
     read = set[tuple[str, str]]()
     mains = {main.name: program.main.returned("gradient").values() for main in program.mains}
     while True:
@@ -183,13 +185,13 @@ def addable(program: Program, chosen: LineChoice = adds) -> dict[str, frozenset[
         for function in program.functions:
             returned = Counter(mains.get(function.name, [name for _, name in function.returns]))
             able[function.name] = frozenset(
-                value.name for line in function.lines for value, inner in _made(program, line)
+                value.name for line in function.lines for value, inner in _results_inside(program, line)
                 if function.uses[value.name] == returned[value.name] == 1 and (function.name, value.name) not in read
                 and (inner in able[line.op] if line.calls_function else chosen(function, line))
             )  # fmt: skip
         more = {  # what one caller reads is not added for the others
             (line.op, inner) for function in program.functions for line in function.lines if line.calls_function
-            for value, inner in _made(program, line)
+            for value, inner in _results_inside(program, line)
             if inner in able[line.op] and value.name not in able[function.name]
         }  # fmt: skip
         if not more:
@@ -198,37 +200,38 @@ def addable(program: Program, chosen: LineChoice = adds) -> dict[str, frozenset[
 
 
 def delayed(program: Program, chosen: LineChoice = adds) -> dict[str, frozenset[str]]:
-    """Return those ``addable`` values that a machine may make after what a backward sends. Their lines are work, and
-    make no result beside the total: else it would cost memory to wait."""
+    """Return those ``addable`` values that a machine may make after what a backward sends, as weight gradients. Their
+    kernels accumulate without a temporary: else it would cost memory to wait."""
     return addable(program, lambda function, line: chosen(function, line) and facts(line.op).addable
                    and not facts(line.op).casts)  # fmt: skip
 
 
-def _made(program: Program, line: Line) -> list[tuple[Value, str]]:
-    """Return the values that a line makes. Each comes with its name inside the function that the line calls, or ""."""
+def _results_inside(program: Program, line: Line) -> list[tuple[Value, str]]:
+    """Return a line's results, each with its name inside the function that the line calls, or ""."""
     if not line.calls_function:
         return [(value, "") for value in line.made]
     return [(value, name) for value, (_, name) in zip(line.made, program.function(line.op).returns, strict=True)]
 
 
-def lasting(function: Function, added: Collection[str]) -> set[str]:
-    """Return the values that may be read after the function's last line. A line that makes a value of ``added`` may run
-    that late: its operands last, and, if it calls a function, its other results, which the function may still read."""
-    late = [line for line in function.lines if any(value.name in added for value in line.made)]
-    back = {value.name for line in late if line.calls_function for value in line.made}
-    return ({name for line in late for name in line.uses} | back) - set(added)
+def _read_after_end(function: Function, delayed: Collection[str]) -> set[str]:
+    """Return the values that may be read after a function's last line, which lines that make ``delayed`` values may run
+    after: their operands and, of lines that call a function, the other results, which that function may still read."""
+    late = [line for line in function.lines if any(value.name in delayed for value in line.made)]
+    siblings = {value.name for line in late if line.calls_function for value in line.made}
+    return ({name for line in late for name in line.uses} | siblings) - set(delayed)
 
 
-# ---- gradients that lie together
+# ---- gradient buckets: the gradients of one message, allocated contiguously
 
 
 _ALIGNED = 64
-"""The bytes of which every part begins at a multiple, as torch's own allocations do: products are slower elsewhere."""
+"""The bytes at a multiple of which every gradient begins, as torch's own allocations do: products are slower
+elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
-class LyingGradient:
-    """A gradient on one rank that lies in a buffer with others."""
+class BucketGradient:
+    """One rank's gradient in a bucket."""
 
     name: str
     shape: Shape
@@ -236,65 +239,64 @@ class LyingGradient:
 
     @property
     def aligns(self) -> bool:
-        """True where what lies behind the gradient is aligned if the gradient is."""
+        """True where the next gradient in the bucket is aligned if this one is."""
         return math.prod(self.shape) * self.dtype.itemsize % _ALIGNED == 0
 
 
 def made_in_place(op: str) -> bool:
-    """Return whether a machine can make an operator's result in a given place: it is a product that can be added to a
+    """Return whether a machine can write an operator's result into a bucket: it is a product that can be added to a
     total."""
     return facts(op).addable and facts(op).precision == "product"
 
 
-def gradients_together(
+def gradient_buckets(
     program: Program,
     chosen: LineChoice,
-    read: Callable[[torch.dtype], torch.dtype] = lambda dtype: dtype,
-) -> list[list[LyingGradient]]:
-    """Return the gradients of each message and dtype that lie one behind the other, in that order. ``chosen`` lines
-    make them; ``read`` returns the dtype as which a machine reads one of the program."""
+    read_as: Callable[[torch.dtype], torch.dtype] = lambda dtype: dtype,
+) -> list[list[BucketGradient]]:
+    """Return the buckets of a last backward, one for each message and dtype with several gradients that ``chosen``
+    lines make. ``read_as`` returns the dtype as which a machine reads one of the program."""
     able = addable(program, chosen)[program.main.name]
-    together: dict[tuple[object, torch.dtype], list[LyingGradient]] = {}
-    for message, name in _sent(program):
+    buckets: dict[tuple[object, torch.dtype], list[BucketGradient]] = {}
+    for message, name in _reduced_gradients(program):
         if name in able:
             type_ = program.main.values()[name].type
-            gradient = LyingGradient(name, type_.local(program.mesh), read(type_.dtype))
-            together.setdefault((message, gradient.dtype), []).append(gradient)
-    lying = map(_in_order, together.values())
-    return [gradients for gradients in lying if len(gradients) > 1]
+            gradient = BucketGradient(name, type_.local(program.mesh), read_as(type_.dtype))
+            buckets.setdefault((message, gradient.dtype), []).append(gradient)
+    return [bucket for bucket in map(_aligned, buckets.values()) if len(bucket) > 1]
 
 
-def buffers_within(program: Program, products: Products) -> dict[str, dict[str, int]]:
-    """Return, for each function, the number of the buffer of each value that is made in one. The calls of a function
-    are taken to be alike."""
+def bucket_numbers(program: Program, products: Products) -> dict[str, dict[str, int]]:
+    """Return, for each function, the number of the bucket of each value that is written into one. All calls of a
+    function are taken to be alike."""
 
     def in_place(function: Function, line: Line) -> bool:
         return made_in_place(line.op) and not products.apart(line, function, program.mesh)
 
-    lying = {value.name: at for at, values in enumerate(gradients_together(program, in_place)) for value in values}
-    within: dict[str, dict[str, int]] = {function.name: {} for function in program.functions}
-    within.update((main.name, dict(lying)) for main in program.mains)
-    for function in reversed(program.functions) if lying else ():  # callers first
+    of_main = {value.name: at for at, bucket in enumerate(gradient_buckets(program, in_place)) for value in bucket}
+    numbers: dict[str, dict[str, int]] = {function.name: {} for function in program.functions}
+    numbers.update((main.name, dict(of_main)) for main in program.mains)
+    for function in reversed(program.functions) if of_main else ():  # callers first
         for line in (line for line in function.lines if line.calls_function):
             callee = program.function(line.op)
             for value, (_, name) in zip(line.results, callee.returns, strict=True):
-                if value is not None and value.name in within[function.name]:
-                    within[callee.name].setdefault(name, within[function.name][value.name])
-    return within
+                if value is not None and value.name in numbers[function.name]:
+                    numbers[callee.name].setdefault(name, numbers[function.name][value.name])
+    return numbers
 
 
-def _in_order(gradients: Sequence[LyingGradient]) -> list[LyingGradient]:
-    """Return the gradients that can lie one behind the other, in that order: at most the last does not align."""
+def _aligned(gradients: Sequence[BucketGradient]) -> list[BucketGradient]:
+    """Return the gradients that can be contiguous, in their order: only the last may leave what follows unaligned."""
     others = [gradient for gradient in gradients if not gradient.aligns]
     return [*(gradient for gradient in gradients if gradient.aligns), *others[:1]]
 
 
-def _sent(program: Program) -> Iterator[tuple[object, str]]:
-    """Yield the number of each message that sums gradients, with the name of each gradient in it. With several
-    microbatches that is the name of the last one's, which is added to the others."""
+def _reduced_gradients(program: Program) -> Iterator[tuple[object, str]]:
+    """Yield the gradients that a last backward all-reduces, each with the number of its message. With several
+    microbatches it is the last one's gradient, before that is added to the total."""
     if (last := program.last) is None:
         return
-    added = {line.made[0].name: line.uses[1] for line in last.lines if adds_up(last, line)}
+    added = {line.made[0].name: line.uses[1] for line in last.lines if accumulates(last, line)}
     for line in last.lines:
         message = dict(line.kwargs).get(MESSAGE)
         if message is not None and line.op == SUMS[0]:
@@ -302,36 +304,36 @@ def _sent(program: Program) -> Iterator[tuple[object, str]]:
             yield message, added.get(name, name)
 
 
-# ---- lines that write their result over an operand
+# ---- lines that write over an operand
 
 
 @cache
 def form_over(op: str) -> Callable[..., torch.Tensor] | None:
     """Return torch's form of an operator that writes the result over the first operand, of the same shape and dtype:
-    the operator in place, or the one that is given a place for its result. None if torch has neither."""
+    the in-place overload (``add_``) or the one with an ``out`` argument. None if torch has neither."""
     row = facts(op)
     if not op.startswith("aten.") or not row.elementwise or row.storage == "view":
         return None
     target = operator(op)
     inside = getattr(getattr(torch.ops.aten, f"{target.overloadpacket.__name__}_", None), target._overloadname, None)
-    if inside is not None and _taken(inside) == _taken(target):
+    if inside is not None and _signature(inside) == _signature(target):
         return inside  # type: ignore[no-any-return]
     for name in target.overloadpacket.overloads() if len(target._schema.returns) == 1 else ():
         overload = getattr(target.overloadpacket, name)
         places = [argument.name for argument in overload._schema.arguments if argument.is_out]
         # a generated form computes the result elsewhere and copies it
-        if len(places) == 1 and _taken(overload) == _taken(target) and torch.Tag.generated not in overload.tags:
+        if len(places) == 1 and _signature(overload) == _signature(target) and torch.Tag.generated not in overload.tags:
             return _into_first(overload, places[0])
     return None
 
 
-def _taken(target: Any) -> list[tuple[str, str]]:
-    """Return the names and types of an operator's arguments, without a place for its result."""
+def _signature(target: Any) -> list[tuple[str, str]]:
+    """Return the names and types of an operator's arguments, but not of those for its results."""
     return [(argument.name, str(argument.type)) for argument in target._schema.arguments if not argument.is_out]
 
 
 def _into_first(overload: Any, place: str) -> Callable[..., torch.Tensor]:
-    """Return the call of an operator whose first operand is the place for its result."""
+    """Return the call of an overload in which the first operand is also the ``out`` argument, named ``place``."""
 
     def call(first: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return overload(first, *args, **kwargs, **{place: first})  # type: ignore[no-any-return]
@@ -339,15 +341,15 @@ def _into_first(overload: Any, place: str) -> Callable[..., torch.Tensor]:
     return call
 
 
-def spare_operands(function: Function, known: Aliases, delayed: frozenset[str]) -> Sequence[frozenset[str]]:
-    """Return, for each line, the operands whose storage only its results need after it: lines may write over it.
-    Parameters belong to the caller, except what a program takes to give it back as another. What ``delayed`` values
-    are made of may be read after the last line. ``known`` has the function's aliases."""
-    key = "spare", known, delayed
+def spare_operands(function: Function, function_aliases: Aliases, delayed: frozenset[str]) -> Sequence[frozenset[str]]:
+    """Return, for each line, the operands that die there: the line may write over their storage, which only its results
+    need after it. Parameters belong to the caller, but for totals that the function returns anew. The operands of
+    ``delayed`` values may be read after the last line."""
+    key = "spare", function_aliases, delayed
     if key not in function.derived:
         owned = {value.name for value in function.bound("gradient").values() if function.returned("gradient")}
         last: dict[str, float] = {name: at for at, line in enumerate(function.lines) for name in line.uses}
-        kept = {value.name for value in function.parameters} - owned | lasting(function, delayed)
+        kept = {value.name for value in function.parameters} - owned | _read_after_end(function, delayed)
         last.update(dict.fromkeys(kept | {name for _, name in function.returns}, float("inf")))
         groups, spare = StorageGroups(last), list[frozenset[str]]()
         for index, line in enumerate(function.lines):
@@ -356,7 +358,7 @@ def spare_operands(function: Function, known: Aliases, delayed: frozenset[str]) 
                 name for name, root in zip(line.uses, roots, strict=True)
                 if groups.last[root] == index and roots.count(root) == 1
             ))  # fmt: skip
-            for names in known.of(line):
+            for names in function_aliases.of(line):
                 groups.join(names)
         function.derived[key] = spare
     stored: Sequence[frozenset[str]] = function.derived[key]
@@ -364,7 +366,7 @@ def spare_operands(function: Function, known: Aliases, delayed: frozenset[str]) 
 
 
 def operand_over(line: Line, function: Function, spare: Collection[str], mesh: Mesh) -> int | None:
-    """Return the position of the spare operand over which a line can write its one result; None if there is none."""
+    """Return the position of the spare operand that a line can write its single result over, or None."""
     (result, *more) = line.results
     if not spare or more or result is None:
         return None

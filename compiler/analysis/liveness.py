@@ -1,4 +1,4 @@
-"""Liveness: the bytes that one run of a program holds, line by line."""
+"""Liveness: the bytes that one run of a program holds, line by line, and what it saves for backward."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ from .lifetimes import (
     addable,
     adds_itself,
     aliases,
-    buffers_within,
+    bucket_numbers,
     delayed,
     form_over,
     operand_over,
-    own_in_main,
+    reducible_in_place,
     spare_operands,
 )
 from .products import BLAS, Products
 
 
 def local_bytes(type_: TensorType, program: Program, load: float = 1.0) -> int:
-    """Return the bytes of one rank's piece; of a packed one those of its rows, if all experts are chosen alike. Where
+    """Return the bytes of one rank's piece; of packed rows those that are there if all experts are chosen alike. Where
     ranks hold rows by experts, the busiest has ``load`` times as many."""
     size = type_.local_bytes(program.mesh)
     if type_.packed is None:
         return size
-    there, rows = type_.packed
+    present, rows = type_.packed
     by_experts = any(kind == Split(0) for _, kind in type_.placement.items())
-    return math.ceil(size * there // rows * (load if by_experts else 1.0))
+    return math.ceil(size * present // rows * (load if by_experts else 1.0))
 
 
 Share = Literal["values", "messages", "gradients"]
-"""The use of bytes that a run holds: what is gathered or on its way between ranks, gradients that it returns, and all
-other values."""
+"""The use of bytes that a run holds: ``messages`` are results of collectives and their buffers, ``gradients`` those
+that it returns, ``values`` all the rest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The most bytes that a run holds at once, by their use. At its end it holds ``kept``, by storage, which are its
-    results, and ``left`` bytes more, because values that are added later need them; the largest of these takes
-    ``later`` bytes until it is added."""
+    """The most bytes that a run holds at once, by their use, and what it still holds at its end: ``kept``, the storages
+    of its results, and ``left``, the bytes of operands of delayed gradients. The largest temporary of these takes
+    ``later`` bytes."""
 
     shares: Mapping[Share, int]
     kept: Mapping[str, int]
@@ -55,12 +55,12 @@ class Peak:
 
     @property
     def most(self) -> int:
-        """All these bytes."""
+        """The most bytes at once."""
         return sum(self.shares.values())
 
 
 class _Alive:
-    """The bytes held now by storage, and by use, and the most so far."""
+    """The bytes that are held now, by storage and by use, and the most so far."""
 
     def __init__(self) -> None:
         self.size: dict[str, int] = {}
@@ -84,28 +84,29 @@ class _Alive:
         return size
 
     def resize(self, name: str, size: int) -> None:
-        """Hold so many bytes of a storage, if it is held."""
+        """Change the bytes of a storage, if it is held."""
         if name in self.size:
             self.hold(size - self.size[name], self.share[name])
             self.size[name] = size
 
     def note(self, more: int = 0) -> None:
-        """Note what is held at this moment, and so much more."""
+        """Note as a candidate for the peak what is held at this moment, and ``more`` bytes of temporaries."""
         if self.total + more > self.most:
             self.most = self.total + more
             self.peak = {**self.shares, "values": self.shares["values"] + more}
 
 
 class Liveness:
-    """The liveness of one program. ``added`` says for each function which values are added to totals, that are there,
-    as they are made; ``late`` which are added when the function has ended, so that their operands last. ``load`` is
-    that of the busiest rank of experts, and ``products`` the library that multiplies."""
+    """The liveness of one program. ``load`` is that of the busiest rank of experts, and ``products`` the library that
+    multiplies. Methods take, for each function, the gradients that are accumulated into existing totals: those
+    ``added`` as they are made, and those added ``late``, when the function has ended, so that their operands stay
+    alive."""
 
     def __init__(self, program: Program, load: float = 1.0, products: Products = BLAS) -> None:
         self.program, self._load, self.products = program, load, products
-        self.addable, self.delayed, self.buffers = addable(program), delayed(program), buffers_within(program, products)
+        self.addable, self.delayed, self.buckets = addable(program), delayed(program), bucket_numbers(program, products)
         self.aliases = aliases(program)
-        self.own = {main.name: own_in_main(program, main) for main in program.mains}
+        self.reducible = {main.name: reducible_in_place(program, main) for main in program.mains}
         self._bytes: dict[tuple[str, str], int] = {}
         self._peaks: dict[object, Peak] = {}
 
@@ -117,21 +118,22 @@ class Liveness:
         return self._bytes[key]
 
     def root(self, function: Function) -> Mapping[str, str]:
-        """Return, for each value of a function, the first one that lies in its storage."""
+        """Return the storage of each value of a function: the first value that lies in it."""
         return self.aliases[function.name].root
 
-    def lasting(self, function: Function, late: Mapping[str, frozenset[str]]) -> set[str]:
+    def read_after_end(self, function: Function, late: Mapping[str, frozenset[str]]) -> set[str]:
         """Return the storages that are read when the function has ended, to make the values that are added ``late``."""
         root, names = self.root(function), set[str]()
         for line in function.lines:
             if line.calls_function:
                 callee = self.program.function(line.op)
-                inner, there = self.lasting(callee, late), self.root(callee)
-                names.update(
-                    item.name for value, item in zip(callee.parameters, line.args, strict=True) if value.name in inner
-                )
+                inner, inner_root = self.read_after_end(callee, late), self.root(callee)
+                operands = zip(callee.parameters, line.args, strict=True)
+                names.update(item.name for value, item in operands if value.name in inner)
                 results = zip(line.results, callee.returns, strict=True)
-                names.update(value.name for value, (_, name) in results if value is not None and there[name] in inner)
+                names.update(
+                    value.name for value, (_, name) in results if value is not None and inner_root[name] in inner
+                )
             elif any(value.name in late.get(function.name, ()) for value in line.made):
                 names.update(line.uses)
         return {root[name] for name in names}
@@ -140,8 +142,8 @@ class Liveness:
         self, function: Function, owned: Mapping[str, int], added: Mapping[str, frozenset[str]],
         late: Mapping[str, frozenset[str]],
     ) -> Peak:  # fmt: skip
-        """Return the peak of a run that owns parameters of so many bytes, and lets go of them; others are its
-        caller's."""
+        """Return the peak of a run that owns parameters of so many bytes, which it frees after their last use; other
+        parameters are the caller's."""
         key = function.name, tuple(owned.items()), added.get(function.name), late.get(function.name)
         if key not in self._peaks:
             self._peaks[key] = _Run(self, function, owned, added, late).peak()
@@ -149,7 +151,7 @@ class Liveness:
 
 
 class _Run:
-    """One run of a function."""
+    """One run of a function: the bytes that it holds, line by line."""
 
     def __init__(
         self, liveness: Liveness, function: Function, owned: Mapping[str, int],
@@ -157,12 +159,12 @@ class _Run:
     ) -> None:  # fmt: skip
         self.liveness, self.function, self.added, self.late = liveness, function, added, late
         self.root = liveness.root(function)
-        self.own_added, self.own_late = (table.get(function.name, frozenset[str]()) for table in (added, late))
+        self.added_here, self.late_here = (table.get(function.name, frozenset[str]()) for table in (added, late))
         self.written = {value.name for value in function.bound("gradient").values() if function.returned("gradient")}
         # no line is prepared to write over what may be added late, whether or not it is
         self.spare = spare_operands(function, liveness.aliases[function.name], liveness.delayed[function.name])
         self.gradients = {self.root[name] for name in function.returned("gradient").values()}
-        self.buffers, self.begun = liveness.buffers.get(function.name, {}), set[int]()
+        self.buckets, self.allocated = liveness.buckets.get(function.name, {}), set[int]()
         self.travels = {line.made[0].name: line for line in function.lines if MESSAGE in dict(line.kwargs)}
         self.arrived = set[object]()
         self.alive = _Alive()
@@ -176,12 +178,12 @@ class _Run:
             self.dying.setdefault(index, []).append(name)
 
     def _last(self) -> dict[str, int]:
-        """Return the last line that reads each storage. What a message holds is read until the first of its tensors is
-        awaited, and some values last to the end."""
+        """Return the index of the last line that reads each storage. A message reads the operands that it holds until
+        the first of its results is awaited; what is returned or read after the end lives to the end."""
         lines, root, last = self.function.lines, self.root, dict[str, int]()
         for index, line in enumerate(lines):
             for name in (*line.uses, *(value.name for value in line.made)):
-                last[root[name]] = last[root[name]] if name in last and self._elsewhere(name) else index
+                last[root[name]] = last[root[name]] if name in last and self._in_total(name) else index
         arrivals = dict[object, int]()
         for index, line in enumerate(lines):
             if line.op == WAIT and line.uses[0] in self.travels:
@@ -190,13 +192,13 @@ class _Run:
             if self._buffers(line).holds:
                 arrival = arrivals.get(line.kwargs, len(lines))
                 last.update((root[name], max(last[root[name]], arrival)) for name in line.uses)
-        self.lasting = self.liveness.lasting(self.function, self.late) if self.own_late else set[str]()
-        last.update(dict.fromkeys(self.lasting, len(lines)))
-        last.update((root[name], len(lines)) for _, name in self.function.returns if not self._elsewhere(name))
+        self.late_read = self.liveness.read_after_end(self.function, self.late) if self.late_here else set[str]()
+        last.update(dict.fromkeys(self.late_read, len(lines)))
+        last.update((root[name], len(lines)) for _, name in self.function.returns if not self._in_total(name))
         return last
 
     def peak(self) -> Peak:
-        """Follow the lines."""
+        """Run the lines, and return the peak."""
         for index, line in enumerate(self.function.lines):
             if line.calls_function:
                 self._call(index, line)
@@ -213,7 +215,7 @@ class _Run:
             line = self.travels[name]
             if line.kwargs not in self.arrived and self._buffers(line).holds:
                 kept[name] += sum(map(self.alive.drop, {self.root[operand] for operand in line.uses} - kept.keys()))
-        left = sum(self.alive.size.get(name, 0) for name in self.lasting - kept.keys())
+        left = sum(self.alive.size.get(name, 0) for name in self.late_read - kept.keys())
         return Peak(self.alive.peak, kept, self.left + left, self.later)
 
     def _call(self, index: int, line: Line) -> None:
@@ -232,19 +234,19 @@ class _Run:
             alive.drop(name)
         self.left, self.later = self.left + inner.left, max(self.later, inner.later)
         alive.hold(inner.left)
-        inside = self.liveness.root(callee)
+        inner_root = self.liveness.root(callee)
         for value, (_, name) in zip(line.results, callee.returns, strict=True):
-            if value is not None and root[value.name] == value.name and not self._elsewhere(value.name):
-                first = inside[name]
+            if value is not None and root[value.name] == value.name and not self._in_total(value.name):
+                first = inner_root[name]
                 size = owned.get(first, self.liveness.bytes_of(callee, first))
                 alive.add(value.name, size, self._share(value.name))
 
     def _size(self, name: str) -> int:
         return self.liveness.bytes_of(self.function, name)
 
-    def _elsewhere(self, name: str) -> bool:
-        """Return whether a value goes to a total that is there."""
-        return name in self.own_added or name in self.own_late
+    def _in_total(self, name: str) -> bool:
+        """Return whether a value is accumulated into an existing total, and so has no storage of its own."""
+        return name in self.added_here or name in self.late_here
 
     def _line(self, index: int, line: Line) -> None:
         if line.op in COLLECTIVES and line.op not in RINGS:
@@ -252,31 +254,31 @@ class _Run:
             return
         names = [value.name for value in line.made if self.root[value.name] == value.name]
         apart = self.liveness.products.apart(line, self.function, self.liveness.program.mesh)
-        if apart and line.made[0].name in self.own_late:
+        if apart and line.made[0].name in self.late_here:
             self.later = max(self.later, self._size(line.made[0].name))
-        added_inside = self.own_added if adds_itself(self.function, line) and not apart else frozenset[str]()
-        names = [name for name in names if name not in self.own_late | added_inside]
+        fused = self.added_here if adds_itself(self.function, line) and not apart else frozenset[str]()
+        names = [name for name in names if name not in self.late_here | fused]
         if len(names) == 1 and (over := self._written_over(index, line)):
             self.alive.add(names[0], self.alive.drop(over), self._share(names[0]))
             return
         for name in names:
-            self._take_room(name)
+            self._take_from_bucket(name)
             self.alive.add(name, self._size(name), self._share(name))
         if (takes := facts(line.op).takes) is not None:
             self.alive.note(takes(self._size(line.uses[0])))
-        if line.op in RINGS:  # what is computed with, and what arrives meanwhile; of gradients what is added, too
+        if line.op in RINGS:  # double buffers: what is computed with, and what arrives meanwhile
             operands = [self.function.values()[name].type for name in line.uses]
             travelling = COLLECTIVES[line.op].travelling(operands)
             self.alive.note(2 * sum(local_bytes(type_, self.liveness.program) for type_ in travelling))
 
-    def _take_room(self, name: str) -> None:
-        """Hold a gradient's whole buffer from the first that is made in it, and let go of the part of this one."""
-        if (buffer := self.buffers.get(name)) is None:
+    def _take_from_bucket(self, name: str) -> None:
+        """Hold a gradient's whole bucket from its first gradient on, and release the part that this gradient takes."""
+        if (bucket := self.buckets.get(name)) is None:
             return
-        if buffer not in self.begun:
-            self.begun.add(buffer)
+        if bucket not in self.allocated:
+            self.allocated.add(bucket)
             lines = (line for line in self.function.lines if not line.calls_function)
-            parts = (value.name for line in lines for value in line.made if self.buffers.get(value.name) == buffer)
+            parts = (value.name for line in lines for value in line.made if self.buckets.get(value.name) == bucket)
             self.alive.hold(sum(map(self._size, parts)), self._share(name))
         self.alive.hold(-self._size(name), self._share(name))
 
@@ -288,7 +290,7 @@ class _Run:
         message, buffers = name in self.travels, self._buffers(line)
         travelling = buffers.travelling if message else 0
         if line.op in SUMS and (
-            source in self.liveness.own.get(self.function.name, ()) if message else self._dies(index, source)
+            source in self.liveness.reducible.get(self.function.name, ()) if message else self._dies(index, source)
         ):
             self.alive.add(name, self.alive.drop(self.root[source]) + travelling, self._share(name))
             return
@@ -296,13 +298,13 @@ class _Run:
         self.alive.note(0 if message else buffers.at_once)
 
     def _buffers(self, line: Line) -> Buffers:
-        """Return the buffers of a collective."""
+        """Return the buffers that a collective takes beside operand and result."""
         operand, result = map(self._size, (line.uses[0], line.made[0].name))
         return COLLECTIVES[line.op].buffers(operand, result, line.args[1:])
 
     def _arrival(self, name: str) -> None:
-        """Let go of what a message needs beside its results: all of them are there when the first is awaited. One that
-        another program began is a parameter, with what its message needs."""
+        """Free the buffers of a message when the first of its results is awaited: all of them are there then. The
+        result of a message that another program started is a parameter, with the buffers of that message."""
         line = self.travels.get(name)
         if line is None:
             self.alive.resize(name, self._size(name))
@@ -314,12 +316,12 @@ class _Run:
                 self.alive.resize(result, self._size(result))
 
     def _dies(self, index: int, name: str) -> bool:
-        """Return whether the storage of an operand is this run's own, and may be written over."""
+        """Return whether an operand dies at a line, in storage that this run may write over."""
         first = self.root[name]
         return name in self.spare[index] and (first in self.alive.size or first in self.written)
 
     def _written_over(self, index: int, line: Line) -> str:
-        """Return the storage of an operand that the result of a line is written over, or ""."""
+        """Return the storage of the operand that a line writes its result over, or ""."""
         if form_over(line.op) is None:
             return ""
         root = self.root
@@ -329,7 +331,7 @@ class _Run:
         return root[operand.name] if isinstance(operand, Ref) else ""
 
 
-# ---- the values that a forward saves for backward, by the module that makes them.
+# ---- bytes saved for backward
 
 
 def saved_bytes_by_module(program: Program, load: float = 1.0) -> dict[str, int]:
@@ -343,24 +345,25 @@ def saved_bytes_by_module(program: Program, load: float = 1.0) -> dict[str, int]
         if value.binding is not None and value.binding.home in ("stage", "neighbour")
     }
     kept, root = dict(live.peak(main, owned, {}, {}).kept), live.root(main)
-    makers = _makers(program, main, Origin())
+    modules = _making_modules(program, main, Origin())
     sizes: dict[str, int] = {}
     for name in main.returned("saved").values():
-        module = makers.get(name, "")
+        module = modules.get(name, "")
         sizes[module] = sizes.get(module, 0) + kept.pop(root[name], 0)
     return sizes
 
 
-def _makers(program: Program, function: Function, caller: Origin) -> dict[str, str]:
-    """Return the module of the line that makes each value; a line of a called function is that of the value inside."""
-    makers: dict[str, str] = {}
+def _making_modules(program: Program, function: Function, caller: Origin) -> dict[str, str]:
+    """Return the module that makes each value of a function; the lines of called functions are followed inside."""
+    modules: dict[str, str] = {}
     for line in function.lines:
-        inner: dict[str, str] = {}
         module = complete(line.origin.module, caller.module)
-        if line.calls_function:
-            callee = program.function(line.op)
-            inside = _makers(program, callee, line.origin)
-            returned = [inside.get(name, module) for _, name in callee.returns]
-            inner = {value.name: own for value, own in zip(line.results, returned, strict=True) if value is not None}
-        makers.update((value.name, inner.get(value.name, module)) for value in line.made)
-    return makers
+        if not line.calls_function:
+            modules.update((value.name, module) for value in line.made)
+            continue
+        callee = program.function(line.op)
+        inner = _making_modules(program, callee, line.origin)
+        for value, (_, name) in zip(line.results, callee.returns, strict=True):
+            if value is not None:
+                modules[value.name] = inner.get(name, module)
+    return modules

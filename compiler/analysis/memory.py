@@ -1,4 +1,5 @@
-"""Cost: the bytes that a rank holds, by liveness over its programs. Units are in names."""
+"""Memory: the bytes that a rank holds at the peak of a step, the bytes of its training state, and the buffers of what
+it offloads."""
 
 from __future__ import annotations
 
@@ -18,10 +19,10 @@ from .products import BLAS, Products
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The memory of one rank in bytes, at the moment of a step in which it is largest. ``parameters`` are those that it
-    stores, and what a step makes of them once; ``gradients`` the sums of the microbatches so far; ``messages`` what is
-    gathered or on its way between ranks; ``residuals`` what rounding left of gradients, in the last step and in this
-    one; ``activations`` all the rest, the batch and the model's buffers too."""
+    """The memory of one rank in bytes, at the peak of a step. ``parameters`` are the stored ones and the unsharded
+    weights; ``gradients`` are accumulated ones and those that the running program returns; ``messages`` are results of
+    collectives and their buffers; ``residuals`` are those of compressed gradients, of the last step and of this one;
+    ``activations`` are all the rest, the batch and the model's buffers too."""
 
     parameters: int
     gradients: int
@@ -43,25 +44,25 @@ class Memory:
 
 
 MEMORY_KINDS = ("parameters", "gradients", "optimizer", "activations", "messages", "residuals")
-"""The parts of a rank's memory, by the names that ``Memory`` has for them."""
+"""The parts of a rank's memory, which are fields of ``Memory``."""
 
 
 def estimate_memory(
     programs: Mapping[str, Program], actions: Sequence[Action], stored: Mapping[str, TensorType],
     moments: Mapping[str, int], offload: Collection[str] = (), load: float = 1.0, products: Products = BLAS,
 ) -> Memory:  # fmt: skip
-    """Estimate the memory of a rank of a role: its own parameters among ``stored``, with ``moments`` optimizer tensors
-    of each, and the values of its actions as they run one after the other. Between actions it keeps what is saved for
-    backward, received, or sent and kept until the next such message, and sums of gradients. What the words of
-    ``offload`` lines name lies elsewhere, but for single numbers. The busiest rank of experts has ``load`` times the
-    mean of their rows. ``products`` is the library that multiplies."""
-    here = {
+    """Estimate the memory of a rank of a role: its share of the ``stored`` parameters, with ``moments`` optimizer
+    tensors of each, and the values of its actions as they run one after the other. Between actions it keeps what is
+    saved for backward, what was received, what was sent until the next such message, and accumulated gradients. What
+    the words of ``offload`` lines name lies elsewhere, but for single numbers. The busiest rank of experts has ``load``
+    times the mean of their rows. ``products`` is the library that multiplies."""
+    resident = {
         word: {name: type_ for name, type_ in stored.items() if word not in offload or not type_.shape}
         for word in ("parameters", "optimizer")
     }
-    parameters = state_bytes(programs, here["parameters"], moments)["parameters"]
-    optimizer = state_bytes(programs, here["optimizer"], moments)["optimizer"]
-    return _Step(programs, actions, parameters, optimizer, load, products).memory()
+    parameters = state_bytes(programs, resident["parameters"], moments)["parameters"]
+    optimizer = state_bytes(programs, resident["optimizer"], moments)["optimizer"]
+    return _StepMemory(programs, actions, parameters, optimizer, load, products).memory()
 
 
 def state_bytes(
@@ -82,14 +83,14 @@ STATE_KINDS = ("parameters", "weights", "gradients", "optimizer")
 def states(
     programs: Mapping[str, Program], stored: Mapping[str, TensorType], moments: Mapping[str, int]
 ) -> dict[str, dict[str, int]]:
-    """Return the bytes of a rank's training state by parameter and kind, wherever they lie: its own parameters among
-    ``stored`` that do not lie in weights, the weights that a step makes of them once, their gradients between
-    microbatches, and ``moments`` optimizer tensors of each."""
+    """Return the bytes of a rank's training state by parameter and kind, offloaded or not: its share of the ``stored``
+    parameters, but for those that lie in unsharded weights, these weights, the accumulated gradients, and ``moments``
+    optimizer tensors of each."""
     any_program = next(iter(programs.values()))
-    own = {name for program in programs.values() for name in program.main.bound(*PARAMETERS)}
+    read = {name for program in programs.values() for name in program.main.bound(*PARAMETERS)}
     gathers = parts_in_weights(programs[UNSHARD]) if UNSHARD in programs else {}
     inside = {name for name, _ in gathers.values()}
-    sizes = {name: local_bytes(type_, any_program) for name, type_ in stored.items() if name in own}
+    sizes = {name: local_bytes(type_, any_program) for name, type_ in stored.items() if name in read}
     weights, gradients = dict[str, int](), dict[str, int]()
     for program in programs.values():
         if ACTIONS[program.action].works:
@@ -97,8 +98,8 @@ def states(
             weights.update(
                 {name: local_bytes(value.type, program) for name, value in program.main.bound("weight").items()}
             )
-            made = program.main.returned("gradient")
-            gradients.update({name: local_bytes(values[value].type, program) for name, value in made.items()})
+            returned = program.main.returned("gradient")
+            gradients.update({name: local_bytes(values[value].type, program) for name, value in returned.items()})
     tables = {
         "parameters": {name: size for name, size in sizes.items() if name not in inside},
         "weights": weights, "gradients": gradients,
@@ -108,7 +109,7 @@ def states(
     return {name: {kind: tables[kind].get(name, 0) for kind in STATE_KINDS} for name in names}
 
 
-class _Step:
+class _StepMemory:
     """The memory of a role's step, action by action."""
 
     def __init__(
@@ -132,9 +133,9 @@ class _Step:
         self.totals: dict[Binding, int] = {}
         self.kept: dict[tuple[int, int], dict[str, int]] = {}
         self.held: dict[tuple[object, ...], int] = {}
-        """The bytes that are kept between actions beside sums of gradients."""
+        """The bytes that are kept between actions, beside accumulated gradients."""
         self.most = Memory(0, 0, 0, 0)
-        self.own_stages = {action.stage for action in actions if action.works}
+        self.stages = {action.stage for action in actions if action.works}
 
     def memory(self) -> Memory:
         """Follow the actions, and return the memory at the peak."""
@@ -180,12 +181,12 @@ class _Step:
             elif value.binding.home in ("stage", "neighbour"):
                 owned[value.name] = local_bytes(value.type, self.programs[key], self.load)
         sends = following is not None and following.kind == send_kind(action.kind) and not self.kept
-        # a last backward that starts sums over ranks delays nothing
+        # a last backward that starts reductions delays nothing
         delays = sends and main is not self.programs[key].last
         added, late = live.addable if totals else {}, live.delayed if totals and delays else {}
         added = {name: values - late.get(name, frozenset()) for name, values in added.items()}
         peak = live.peak(main, owned, added, late)
-        before = self.inside if action.kind == UNSHARD else 0  # the last step's weights, in which parts lie
+        before = self.inside if action.kind == UNSHARD else 0  # the last step's weights, in which parameters lie
         self._note(peak, before)
         held["left",] = peak.left
         self._keep(action, main, peak)
@@ -193,8 +194,7 @@ class _Step:
             self._note(Peak({"values": peak.later}, {}, 0))
 
     def _note(self, peak: Peak, before: int = 0) -> None:
-        """Note the memory while a program runs that has this peak, beside so many bytes of parameters of the last
-        step."""
+        """Note the memory while a program with this peak runs, and ``before`` bytes of weights of the last step."""
         shares = {
             kind: sum(size for key, size in self.totals.items() if key.kind == kind)
             for kind in ("weight", "gradient", "state")
@@ -216,7 +216,7 @@ class _Step:
         return program.main if program.last is None or more[-1] != action else program.last
 
     def _keep(self, action: Action, main: Function, peak: Peak) -> None:
-        """Keep the results of a program for later actions, each storage once."""
+        """Keep a program's results for later actions, each storage once."""
         key, stage, m = action.program_in(self.programs), action.stage, action.microbatch
         root, left = self.live[key].root(main), dict(peak.kept)
         usual = dict(self.programs[key].main.returns)
@@ -229,7 +229,7 @@ class _Step:
                 sent += size
             elif binding.kind == "output":
                 returned += size
-            elif name != usual.get(binding):  # a sum over ranks, or what is left of one
+            elif name != usual.get(binding):  # a reduced gradient, or its residual
                 self.totals[binding] = size
             elif binding.home == "step":
                 self.totals[binding] = (
@@ -244,12 +244,12 @@ class _Step:
         self.held["saved", stage, m] = sum(saved.values())
         self.held["returned", stage, m] = returned
         to = stage + ACTIONS[action.kind].to
-        there = (receive_kind(action.kind), to) if to in self.own_stages else ("made", send_kind(action.kind), stage)
+        there = (receive_kind(action.kind), to) if to in self.stages else ("made", send_kind(action.kind), stage)
         self.held[*there, m] = sent
 
 
 def _bound_bytes(programs: Mapping[str, Program], *kinds: Kind) -> int:
-    """Return the bytes of all that programs read of some kinds."""
+    """Return the bytes of everything of some kinds that programs read, each once."""
     sizes = {
         (value.binding, name): local_bytes(value.type, program)
         for program in programs.values() for name, value in program.main.bound(*kinds).items()
@@ -257,37 +257,34 @@ def _bound_bytes(programs: Mapping[str, Program], *kinds: Kind) -> int:
     return sum(sizes.values())
 
 
-# ---- room: the buffers in which a rank keeps what ``offload`` lines name, outside the memory that computes.
+# ---- offload buffers, outside the memory that computes
 
 
-Room = Mapping[str, Counter[int]]
-"""The number of buffers of each size in bytes that are in use at once, by the word of an ``offload`` line."""
-
-
-def room_of(
+def offload_buffers(
     programs: Mapping[str, Program], actions: Sequence[Action], stored: Mapping[str, TensorType],
     moments: Mapping[str, int], offload: Collection[str],
 ) -> dict[str, Counter[int]]:  # fmt: skip
-    """Return the buffers for a role's share of what ``offload`` lines name: its own parameters among ``stored``, each
-    with its number of optimizer tensors (``moments``), the weights that a step makes of them, and what waits for
-    backward as its actions run one after the other."""
-    rooms: dict[str, Counter[int]] = {word: Counter() for word in offload}
+    """Return the number of buffers of each size in bytes that a role needs at once for each word of an ``offload``
+    line: for its share of the ``stored`` parameters, each with its number of optimizer tensors (``moments``), for the
+    unsharded weights, and for activations that wait for backward as its actions run one after the other."""
+    buffers: dict[str, Counter[int]] = {word: Counter() for word in offload}
     any_program = next(iter(programs.values()))
-    own = {name for program in programs.values() for name in program.main.bound(*PARAMETERS)}
+    read = {name for program in programs.values() for name in program.main.bound(*PARAMETERS)}
     for name, type_ in stored.items():
         size = local_bytes(type_, any_program)
-        if name in own and type_.shape and size:
+        if name in read and type_.shape and size:
             for word, count in (("optimizer", moments.get(name, 0)), ("parameters", 1)):
-                if word in rooms and count:
-                    rooms[word][size] += count
-    if "parameters" in rooms:
-        rooms["parameters"] += sum((_stored(program, "weight", offload) for program in programs.values()), Counter())
-    if "activations" in rooms:
-        rooms["activations"] = _waiting(programs, actions, offload)
-    return rooms
+                if word in buffers and count:
+                    buffers[word][size] += count
+    if "parameters" in buffers:
+        weights = (_offloaded(program, "weight", offload) for program in programs.values())
+        buffers["parameters"] += sum(weights, Counter())
+    if "activations" in buffers:
+        buffers["activations"] = _waiting(programs, actions, offload)
+    return buffers
 
 
-def _stored(program: Program, kind: str, offload: Collection[str]) -> Counter[int]:
+def _offloaded(program: Program, kind: str, offload: Collection[str]) -> Counter[int]:
     """Return the sizes of the values of one kind that a program returns and that are kept away."""
     values = program.main.values()
     kept = (values[name] for key, name in program.main.returns
@@ -296,19 +293,19 @@ def _stored(program: Program, kind: str, offload: Collection[str]) -> Counter[in
 
 
 def _waiting(programs: Mapping[str, Program], actions: Sequence[Action], offload: Collection[str]) -> Counter[int]:
-    """Return the most buffers of each size that wait for backward at once."""
+    """Return the most buffers of each size whose values wait for backward at once."""
     most: Counter[int] = Counter()
     now: Counter[int] = Counter()
     for action in actions:
         if action.kind == FORWARD:
-            now.update(_stored(programs[action.program_in(programs)], "saved", offload))
+            now.update(_offloaded(programs[action.program_in(programs)], "saved", offload))
             most |= now
         elif action.kind == BACKWARD:
             forward = Action(action.stage, FORWARD, action.microbatch)
-            now.subtract(_stored(programs[forward.program_in(programs)], "saved", offload))
+            now.subtract(_offloaded(programs[forward.program_in(programs)], "saved", offload))
     return most
 
 
-def room_bytes(room: Mapping[int, int]) -> int:
+def buffer_bytes(buffers: Mapping[int, int]) -> int:
     """Return the bytes of buffers, given their number by size."""
-    return sum(size * count for size, count in room.items())
+    return sum(size * count for size, count in buffers.items())

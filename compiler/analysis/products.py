@@ -1,4 +1,4 @@
-"""Products: what the library that multiplies matrices can do with the place of a result."""
+"""Matrix libraries: whether they write a product where it is wanted, or first into memory of its own."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from ..program.program import Function, Line, Ref
 
 PRODUCT = "aten.mm.default"
 LARGE_PRODUCT = 1 << 21
-"""The multiply-adds from which on a product of float32 is large: below, oneDNN's longer start matters."""
+"""The multiply-adds from which a product of float32 is large; below, oneDNN's longer start matters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Products:
-    """The library that makes large products of float32 on a device. One that works ``in_place`` adds a product to a
-    total, and makes it in a message's buffer or in the sum that reads it; one that does not first makes it by itself.
-    All other products are the BLAS's."""
+    """The library that makes large products of float32 on a device. One that works ``in_place`` accumulates a product
+    into a gradient, and writes it into a bucket or into the sum that reads it; another one makes a temporary first. All
+    smaller products, and those of other types, are the BLAS's."""
 
     name: str
     in_place: bool
 
     def apart(self, line: Line, function: Function, mesh: Mesh) -> bool:
-        """Return whether a line is a product that this library makes by itself."""
+        """Return whether a line is a product that this library makes as a temporary."""
         if self.in_place or line.op != PRODUCT or not all(isinstance(item, Ref) for item in line.args):
             return False
         left, right = (function.values()[name].type for name in line.uses)
@@ -36,4 +36,4 @@ class Products:
 BLAS = Products("BLAS", True)
 ONEDNN = Products("oneDNN", False)
 LIBRARIES = BLAS, ONEDNN
-"""The libraries that a run may multiply with: any on a CPU, on an accelerator the BLAS."""
+"""The libraries that a run may multiply with: either on a CPU, on an accelerator the BLAS."""

@@ -1,4 +1,4 @@
-"""Factors: the effect of an operator on the dims of its tensors, in one line such as "m k, k n -> m n"."""
+"""Factors: the dims of an operator's tensors that are split together, written in one line as "m k, k n -> m n"."""
 
 import math
 import re
@@ -53,9 +53,9 @@ class OpRule:
     """The ways to split one call of an operator. Names of factors mean nothing outside their rule; sizes are global.
 
     Splitting a factor splits every tensor that has it. A result that lacks it while an operand has it becomes
-    Partial(sum); where that is not so, the factor is in `whole`. `sums` are factors that are others, one after the
-    other: splitting one splits each of those. If exactly the operands of one of the sets of
-    `linear` are Partial(sum) on an axis, and the others replicated there, all results are Partial(sum).
+    Partial(sum); where that is not so, the factor is in `whole`. A factor in `sums` consists of other factors, one
+    after the other: splitting it splits each of those. If exactly the operands of one of the sets of `linear` are
+    Partial(sum) on an axis, and the others replicated there, all results are Partial(sum).
     """
 
     operands: tuple[Dims, ...]
@@ -66,14 +66,14 @@ class OpRule:
     sums: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
-def fill_operands(item: Any, given: Sequence[Any]) -> Any:
+def fill_operands(item: Any, values: Sequence[Any]) -> Any:
     """Return an argument of a call with these values in place of its operands."""
     if isinstance(item, Operand):
-        return given[item.index]
+        return values[item.index]
     if isinstance(item, (list, tuple)):
-        return type(item)(fill_operands(inner, given) for inner in item)
+        return type(item)(fill_operands(inner, values) for inner in item)
     if isinstance(item, dict):
-        return {key: fill_operands(inner, given) for key, inner in item.items()}
+        return {key: fill_operands(inner, values) for key, inner in item.items()}
     return item
 
 
@@ -114,8 +114,7 @@ def _parse(source: str) -> tuple[tuple[_Term, ...], tuple[_Term, ...], frozenset
 
 
 def _spell(term: _Term, shape: Shape, call: OpCall, source: str) -> Dims:
-    """Return the term with its ellipsis written out. `...0` is the last of the dims that it covers, so they align
-    right."""
+    """Return a term with its ellipsis written out, aligned right: `...0` is the last of the dims that it covers."""
     covered = len(shape) - len(term) + 1
     if (_ELLIPSIS,) not in term:
         if len(term) != len(shape):
@@ -181,9 +180,9 @@ def apply_dims(
     source: str = "",
     sums: Mapping[str, tuple[str, ...]] | None = None,
 ) -> OpRule:
-    """The rule that names the dims of a call's tensors; dims of size 1 belong to no factor, so they broadcast.
+    """Return the rule that names the dims of a call's tensors; dims of size 1 belong to no factor, so they broadcast.
 
-    Sizes of factors follow from the dims; `sizes` gives those that do not.
+    Sizes of factors follow from the dims; `sizes` has those that do not.
     """
     _check_count(call, len(operands), len(results))
     shapes = (*call.operands, *call.results)
@@ -217,22 +216,22 @@ def linear_sets(text: str) -> tuple[frozenset[int], ...]:
 
 
 def rule(text: str, *, linear: str = "") -> Callable[[OpCall], OpRule]:
-    """The rule of an operator from one line: `"... m k, n k -> ... m n"`.
+    """Return the rule of an operator from one line: `"... m k, n k -> ... m n"`.
 
     A comma separates tensors, a space dims; `name!` is a factor the operator needs whole, `...` any number of dims
     (aligned right, broadcast where of size 1; `...!` all whole), `(b s)` a dim of several factors, major first, and
     `1` a dim of no factor. `linear` names the operands, by their place in the text, that may be Partial(sum): `0|1`
     is either, `01` both together. Raises RuleError for malformed text, and when applied to a call it does not fit.
     """
-    given, made, marked = _parse(text)
+    operand_terms, result_terms, marked = _parse(text)
     sets = linear_sets(linear)
-    if any(index >= len(given) for indices in sets for index in indices):
+    if any(index >= len(operand_terms) for indices in sets for index in indices):
         raise RuleError(f"linear={linear!r} names an operand that {text!r} does not have")
 
     def apply(call: OpCall) -> OpRule:
-        _check_count(call, len(given), len(made))
-        operands = [_spell(term, shape, call, text) for term, shape in zip(given, call.operands, strict=True)]
-        results = [_spell(term, shape, call, text) for term, shape in zip(made, call.results, strict=True)]
+        _check_count(call, len(operand_terms), len(result_terms))
+        operands = [_spell(term, shape, call, text) for term, shape in zip(operand_terms, call.operands, strict=True)]
+        results = [_spell(term, shape, call, text) for term, shape in zip(result_terms, call.results, strict=True)]
         whole = marked
         if _ELLIPSIS in whole:
             covered = {name for dims in (*operands, *results) for names in dims for name in names}
@@ -243,7 +242,7 @@ def rule(text: str, *, linear: str = "") -> Callable[[OpCall], OpRule]:
 
 
 def opaque(call: OpCall, linear: Sequence[frozenset[int]] = ()) -> OpRule:
-    """The rule that promises nothing: every dim is a factor of its own and needed whole."""
+    """Return the rule that promises nothing: every dim is a factor of its own and needed whole."""
     operands = [tuple((f"o{i}_{dim}",) for dim in range(len(shape))) for i, shape in enumerate(call.operands)]
     results = [tuple((f"r{i}_{dim}",) for dim in range(len(shape))) for i, shape in enumerate(call.results)]
     names = {name for dims in (*operands, *results) for dim in dims for name in dim}

@@ -1,5 +1,5 @@
-"""Type inference: the types of an operator's results from those of its operands, by its rule. Every line must obey
-it.
+"""Type inference: the placements of an operator's results from those of its operands, by its rule. Every line of a
+program must obey it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from .rules import TABLE, facts, rule_for
 from .splits import from_factor, to_factor, to_factors
 
 Part = tuple[str, Outer]
-_MOST = 1 << 13
-"""The most inferred calls that are kept, a few kilobytes each."""
+_CACHED_CALLS = 1 << 13
+"""The most inferred calls that are remembered, a few kilobytes each."""
 
 
 def rule_or_opaque(call: OpCall) -> OpRule:
-    """Return the call's rule; without one, the rule that needs every dim whole."""
+    """Return a call's rule; without one, the rule that needs every dim whole."""
     try:
         call_rule = rule_for(call)
     except RuleError:
@@ -45,7 +45,7 @@ def infer(
     return list(_inferred(call, tuple(operands), mesh, None if expected is None else tuple(expected), row and row.rule))
 
 
-@lru_cache(maxsize=_MOST)
+@lru_cache(maxsize=_CACHED_CALLS)
 def _inferred(
     call: OpCall, operands: tuple[Placement, ...], mesh: Mesh, expected: tuple[Placement, ...] | None, _: Any
 ) -> tuple[Placement, ...]:
@@ -55,7 +55,7 @@ def _inferred(
     results: list[dict[str, AxisType]] = [{} for _ in rule.results]
     for axis in mesh.names:
         kinds = [_data(placement[axis]) for placement in operands]
-        part = _part(call, rule, axis, kinds, mesh)
+        part = _split_part(call, rule, axis, kinds, mesh)
         if part is None and expected is not None and not any(kind == "P" for kind in kinds):
             part = _free_part(rule, axis, expected, mesh)
         partial = frozenset(index for index, kind in enumerate(kinds) if kind == "P")
@@ -80,15 +80,15 @@ def place_created(
     call: OpCall, operands: Sequence[Placement | None], zeros: frozenset[int], mesh: Mesh
 ) -> list[Placement]:
     """Return the placements of a call's operands. An operand that is None is created at its reader, in the placement
-    that the other operands ask for. ``zeros`` are operands of zeros alone, which may stand for a part of any sum."""
+    that the other operands ask for. ``zeros`` are operands of zeros alone, which may be a partial of any sum."""
     rule = rule_or_opaque(call)
-    made: list[dict[str, AxisType]] = [{} for _ in operands]
+    created: list[dict[str, AxisType]] = [{} for _ in operands]
     for axis in mesh.names:
         kinds: list[AxisType] = ["I" if placement is None else _data(placement[axis]) for placement in operands]
-        part = _part(call, rule, axis, kinds, mesh)
+        part = _split_part(call, rule, axis, kinds, mesh)
         partial = frozenset(index for index, kind in enumerate(kinds) if kind == "P")
         summed = next((together for together in rule.linear if partial and partial <= together), frozenset())
-        for index, (dims, types) in enumerate(zip(rule.operands, made, strict=True)):
+        for index, (dims, types) in enumerate(zip(rule.operands, created, strict=True)):
             at = from_factor(rule, dims, *part) if part is not None else None
             if at is not None:
                 types[axis] = Split(*at)
@@ -96,7 +96,7 @@ def place_created(
                 types[axis] = "P"
     return [
         Placement.of(mesh, types) if placement is None else placement
-        for placement, types in zip(operands, made, strict=True)
+        for placement, types in zip(operands, created, strict=True)
     ]
 
 
@@ -104,15 +104,15 @@ def _data(kind: AxisType) -> AxisType:
     return "I" if kind == "R" else kind
 
 
-def _part(call: OpCall, rule: OpRule, axis: str, kinds: Sequence[AxisType], mesh: Mesh) -> Part | None:
-    """Return the one part of a factor that the operands split over the axis."""
+def _split_part(call: OpCall, rule: OpRule, axis: str, kinds: Sequence[AxisType], mesh: Mesh) -> Part | None:
+    """Return the part of a factor that all split operands split over the axis; None where no operand is split."""
     split = [(index, kind) for index, kind in enumerate(kinds) if isinstance(kind, Split)]
     for index, kind in split:
         if kind.dim >= len(rule.operands[index]):
             raise TypeFault(f"operand {index} of {call.op} has no dim {kind.dim}")
-    given = [(rule.operands[index], kind.dim, kind.outer) for index, kind in split]
+    splits = [(rule.operands[index], kind.dim, kind.outer) for index, kind in split]
     common: Part | None = None
-    for (index, kind), part in zip(split, to_factors(rule, given, mesh.size(axis)), strict=True):
+    for (index, kind), part in zip(split, to_factors(rule, splits, mesh.size(axis)), strict=True):
         if part is None or part[0] in rule.whole:
             raise TypeFault(f"{call.op} needs dim {kind.dim} of operand {index} whole on `{axis}`")
         if common is not None and common != part:
@@ -149,14 +149,14 @@ def _require_disjoint(call: OpCall, placements: Sequence[Placement], mesh: Mesh)
                 raise TypeFault(f"dim {dim} of the result of {call.op}, of size {size}, is not split over {axes} so")
 
 
-# ---- packed values in types: the operators that may read them, and whether their results are packed too.
+# ---- packed values
 
 
 def packed_result(call: OpCall, operands: Sequence[Packed]) -> Packed:
-    """Return the rows of a call's results that are there, from those of its operands.
+    """Return which rows of a call's results are present, from those of its operands.
 
     Raises:
-        TypeFault: the operator would compute with rows that are not there.
+        TypeFault: the operator would compute with rows that are not present.
     """
     row = facts(call.op)
     packs = row.packs
@@ -177,8 +177,8 @@ def packed_result(call: OpCall, operands: Sequence[Packed]) -> Packed:
 
 
 def _by_rows(call: OpCall, operands: Sequence[Packed]) -> bool:
-    """Return whether an operator computes every row of its results from the same row of its packed operands, and reads
-    nothing else that has a row for each."""
+    """Return whether an operator computes every row of its results from the same row of its packed operands, and has no
+    other operand with these rows."""
     rule = rule_or_opaque(call)
     rows = {dims[0] for dims, packed in zip(rule.operands, operands, strict=True) if packed is not None}
     if len(rows) != 1 or any(dims[:1] != (*rows,) for dims in rule.results):

@@ -1,4 +1,4 @@
-"""The row of an operator in the table, and the pieces that rows are made of."""
+"""The row of an operator in the table: its facts, its sharding rule, and functions from which families build rows."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -15,10 +15,10 @@ Ruling = Callable[[OpCall], OpRule]
 
 
 Precision = Literal["", "product", "sensitive", "loss"]
-"""The behaviour of an operator where a plan asks for a narrow type, as in torch's autocast. A *product* takes and gives
-the narrow type. A *sensitive* operator takes and gives float32 (sums, statistics, norms, softmax and what amplifies
-rounding). So does a *loss*, and all that is computed from it stays float32 too. Other operators follow their
-operands."""
+"""The behaviour of an operator where a plan asks for a narrow type, as in torch's autocast. A *product* takes and
+returns the narrow type. A *sensitive* operator takes and returns float32 (sums, statistics, norms, softmax and
+operators that amplify rounding). So does a *loss*, and all that is computed from it stays float32 too. Other operators
+follow their operands."""
 Moves = Literal["", "copy", "shape", "dims", "place", "join", "index", "scatter"]
 """The way in which an operator without arithmetic places entries: a *copy* of its operand; all of them in their order
 in another *shape*; in renamed or repeated *dims*; some of them, or at another *place*, maybe with a constant beside
@@ -35,10 +35,10 @@ Computes = Literal["", "total", "difference", "multiple", "ratio", "both", "eith
 Carries = Literal["", "away", "back"]
 """The way of a value to a place beside the memory that computes (``away``), or from there (``back``)."""
 Packs = Literal["", "rows", "sums"]
-"""The part of an operator in packed rows of tokens: its results are packed *rows*, or it *sums* such rows to values
+"""The effect of an operator on packed rows of tokens: its results are packed *rows*, or it *sums* such rows to values
 that are whole. See compiler/ops/own_ops.py."""
 LawName = Literal["", "uniform", "normal", "integers", "bernoulli", "exponential"]
-"""The law of the numbers that an operator draws."""
+"""The distribution of the numbers that an operator draws."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +65,7 @@ class OpFacts:
     number_at: int | None = None
     """The position of the argument that is that number."""
     by_number: bool = False
-    """True where entries depend on their numbers along the first dim, and more entries at its end do not change
-    them."""
+    """True where entries depend on their positions along the first dim, and not on how many there are."""
     counts: bool = False
     """True where entries rise in equal steps along one dim, by the arguments `start` and `step`, else from 0 by 1."""
     law: LawName = ""
@@ -108,18 +107,18 @@ class OpFacts:
     """Bounds of that kind that no argument has."""
 
     takes: Callable[[int], int] | None = None
-    """The bytes that a call takes and gives back, for a first operand of so many; None where they are not known."""
+    """The bytes of a call's temporaries, for a first operand of so many; None where they are not known."""
     packs: Packs = ""
-    """The part of the operator in packed rows of tokens; "" computes each row by itself, or takes none."""
+    """The effect of the operator on packed rows of tokens; "" computes each row by itself, or takes none."""
     reroutes: bool = False
-    """True where packed rows may change what they are split over."""
+    """True where packed rows may change from a split over experts to one over tokens, or back."""
     carries: Carries = ""
     """The way of the operand between the memory that computes and the place where an ``offload`` line keeps it."""
     reaches_outside: bool = False
     """True where the operator does more than its results say, or reads more than its operands: a file, a number in
     Python, the screen, or memory that nobody wrote. No program may use it."""
     addable: bool = False
-    """True where the operator makes gradients of weights, and can add them to a total without a result of its own."""
+    """True where the operator makes gradients of weights, and can accumulate them in place, without a temporary."""
     compiled: bool = True
     """False where Inductor must not compile the operator: it would add up in the order in which threads arrive, where
     torch's own operator repeats its bits; or the operator reads a tensor's numbers, or makes a shape of them."""
@@ -146,8 +145,8 @@ class OpFacts:
         """True where the results cost little beside their operands' bytes: entries that are moved, rounded, counted, or
         computed one by one, but not drawn."""
         moved = self.storage == "view" or self.moves in ("copy", "shape", "dims", "place", "join")
-        made = self.creates or (self.by_number and self.key_at is None)
-        return moved or made or self.casts or (self.elementwise and not self.law)
+        created = self.creates or (self.by_number and self.key_at is None)
+        return moved or created or self.casts or (self.elementwise and not self.law)
 
     def number_in(self, args: Sequence[Any]) -> Any:
         """Return the one number that the result of a call with these arguments holds."""

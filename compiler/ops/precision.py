@@ -1,4 +1,6 @@
-"""Precision: the modules that a plan computes in a narrow type, and the operators that never compute so."""
+"""Precision: the modules that a plan computes in a narrow type, the operators that never compute in one, and the words
+by which a plan names operators.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,7 @@ def base_name(op: str) -> str:
 
 
 def is_sensitive(op: str, *, backward: bool = False) -> bool:
-    """Return whether an operator of a forward never takes a narrow type; with ``backward``, whether it is the backward
-    of such an operator."""
+    """Return whether an operator never takes a narrow type: a forward operator, or with ``backward`` its derivative."""
     row = facts(op)
     return row.precision in ("sensitive", "loss") and row.backward == backward
 
@@ -30,7 +31,7 @@ def is_narrow(dtype: torch.dtype) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PrecisionLine:
-    """One line, its pattern resolved: a type, the modules (with all inside them), and the line's number."""
+    """One ``precision`` line, its pattern resolved: a type, the modules (with all inside them), and its number."""
 
     dtype: torch.dtype
     modules: tuple[str, ...]
@@ -46,7 +47,7 @@ PrecisionRegions = tuple[PrecisionLine, ...]
 
 
 def regions(lines: Iterable[tuple[str, Sequence[str], int]]) -> PrecisionRegions:
-    """Lines from their types by name, modules and numbers."""
+    """Return lines from the names of their types, their modules and their numbers."""
     return tuple(PrecisionLine(getattr(torch, name), tuple(modules), line) for name, modules, line in lines)
 
 
@@ -57,7 +58,7 @@ def line_at(lines: PrecisionRegions, module: str) -> PrecisionLine | None:
 
 
 def may_narrow(lines: PrecisionRegions, module: str, dtype: torch.dtype) -> bool:
-    """Return whether a module's operators may round to a narrow type; ``layers.*`` stands for blocks of which one
+    """Return whether a module's operators may round to a narrow type; of blocks ``layers.*``, whether those of any
     may."""
     if "*" in module.split("."):
         return is_narrow(dtype) and any(line.dtype == dtype and line.holds(module) for line in lines)
@@ -76,12 +77,9 @@ class Rounding:
     """The formats in which gradients travel between ranks, each with its axis."""
 
 
-# ---- words of the language for operators.
-
-
 def words_for(op: str) -> frozenset[str]:
-    """Return the words by which a plan means an operator: its own name, that of the operator for which it stands, and
-    its family's."""
+    """Return the words by which a plan names an operator: its name, that of the operator for which it stands, and its
+    family."""
     row, name = facts(op), base_name(op)
     words = {name, base_name(row.stands_for)} if row.stands_for else {name}
     if "attention" in name:

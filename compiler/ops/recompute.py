@@ -1,11 +1,9 @@
-"""Recomputation: the modules whose values backward makes again, and the operators whose results it keeps."""
+"""Recomputation: the modules whose values backward recomputes, and the operators whose results are saved anyway."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-
-# ---- modules of a model by their paths.
 
 
 def in_modules(module: str, modules: Sequence[str]) -> bool:
@@ -17,9 +15,6 @@ def in_modules(module: str, modules: Sequence[str]) -> bool:
 def _begins(path: list[str], head: list[str]) -> bool:
     alike = (at == name or (at == "*" and name.isdigit()) for at, name in zip(path, head, strict=False))
     return len(path) >= len(head) and all(alike)
-
-
-# ---- recomputation: the modules whose values backward makes again, and the operators whose results it keeps.
 
 
 SENT_WORD = "collectives"
@@ -35,13 +30,13 @@ FAMILIES = {
 @dataclass(frozen=True, slots=True)
 class RecomputeLine:
     """One ``recompute`` line, its pattern resolved: the modules, with all inside them, the words of operators whose
-    results are kept all the same, and the line's number."""
+    results are saved all the same, and the line's number."""
 
     modules: tuple[str, ...]
     keep: frozenset[str]
     line: int = 0
     fit: int | None = None
-    """The bytes of a rank for which the line chooses among policies; then nothing is made again before it has."""
+    """The bytes of a rank for which the line chooses among policies; nothing is recomputed before it has chosen."""
 
     def holds(self, module: str) -> bool:
         """Return whether a module is one of the line's, or inside one."""
@@ -49,6 +44,6 @@ class RecomputeLine:
 
 
 def line_for(lines: Iterable[RecomputeLine], module: str) -> RecomputeLine | None:
-    """Return the line that counts for a module: the last that holds for it; None too if that one has yet to choose."""
+    """Return the line that counts for a module, the last that holds for it; None also if that one has yet to choose."""
     last = next((line for line in reversed([*lines]) if line.holds(module)), None)
     return last if last is not None and last.fit is None else None

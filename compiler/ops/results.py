@@ -1,14 +1,15 @@
-"""Results of operators on tensors without numbers: dtypes, shapes and strides, remembered.
+"""Results of operators on meta tensors: dtypes, shapes and strides, remembered for a process.
 
-An operator on operands of the same layouts is run once in a process: on torch's meta device, or, where it has no kernel
-there, on fake tensors of a CPU. These take five times as long. Operators of several results are asked on a CPU too if
-numbers are narrow: some (norms) keep their statistics narrow on a CPU alone.
-Models repeat operators, and a build asks for the same ones in its passes and in its checks.
+Models repeat operators, and a build asks for the same ones in its passes and in its checks: so an operator on operands
+of the same layouts runs once, on torch's meta device or, where it has no kernel there, on fake tensors of a CPU, which
+takes five times as long. Operators of several results run on fake tensors too if numbers are narrow: some (norms) keep
+their statistics narrow on a CPU alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -22,13 +23,13 @@ from .precision import is_narrow
 
 TensorLayout = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]
 """A tensor's dtype, shape, strides and offset in its storage, in entries."""
-_MOST = 1 << 17
-"""The most results that are kept; beyond that, all are forgotten."""
+_CACHED_RESULTS = 1 << 17
+"""The most results that are remembered; beyond that, all are forgotten."""
 
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """The results of an operator, as examples. ``in_place``: it writes its first operand and returns that."""
+    """The results of an operator, as examples. ``in_place`` is true if it writes its first operand and returns that."""
 
     values: Any
     in_place: bool
@@ -62,42 +63,37 @@ def results_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Result
     Raises:
         Exception: whatever torch raises for arguments that it does not take.
     """
-    # all that results depend on beside the arguments: a default that code may set, and strides that kernels choose
-    key = func, _key(args), _key(kwargs), torch.get_default_dtype(), torch.backends.mkldnn.enabled
+    # results also depend on the default dtype, and strides on whether kernels of oneDNN run
+    key = func, _hashable(args), _hashable(kwargs), torch.get_default_dtype(), torch.backends.mkldnn.enabled
     stored = _RESULTS.get(key)
     if stored is None:
-        if len(_RESULTS) >= _MOST:
+        if len(_RESULTS) >= _CACHED_RESULTS:
             _RESULTS.clear()
-        stored = _RESULTS[key] = _run(func, args, kwargs)
+        stored = _RESULTS[key] = _compute(func, args, kwargs)
     return stored
 
 
-def _key(item: Any) -> Any:
-    """Return an argument as part of a key. Examples count by their layout, and numbers with their type (``1``, ``1.0``
-    and ``True`` are equal)."""
+def _hashable(item: Any) -> Any:
+    """Return an argument as part of a key: examples by identity, and numbers with their type (``1``, ``1.0`` and
+    ``True`` are equal)."""
     if isinstance(item, torch.Tensor):
         return id(item)  # an example lives as long as the process
     if isinstance(item, (tuple, list)):
-        return type(item), tuple(map(_key, item))
+        return type(item), tuple(map(_hashable, item))
     if isinstance(item, dict):
-        return tuple((name, _key(value)) for name, value in item.items())
+        return tuple((name, _hashable(value)) for name, value in item.items())
     return type(item), item
 
 
-def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Results:
+def _compute(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Results:
     tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
     if len(func._schema.returns) == 1 or not any(is_narrow(tensor.dtype) for tensor in tensors):
-        try:
+        # no kernel on the meta device; or arguments that it does not take, which fake tensors refuse as well
+        with suppress(Exception):
             # an operator that writes gets operands of its own
             return _run_on(func, args, kwargs, "meta", torch.Tensor.detach if func._schema.is_mutable else None)
-        except Exception:  # no kernel for it; or what it does not take, which fake tensors say as well
-            return _run_fake(func, args, kwargs)
-    return _run_fake(func, args, kwargs)
-
-
-def _run_fake(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Results:
-    with _fakes(), quiet():
-        return _run_on(func, args, kwargs, "cpu", _fake)
+    with _fake_mode(), quiet():
+        return _run_on(func, args, kwargs, "cpu", _on_cpu)
 
 
 def _run_on(
@@ -106,18 +102,18 @@ def _run_on(
     if any(argument.name == "device" for argument in func._schema.arguments):
         kwargs = {**kwargs, "device": torch.device(device)}
     args, kwargs = changed((args, kwargs), operand) if operand is not None else (args, kwargs)
-    made = func(*args, **kwargs)
-    return Results(changed(made, example_of), bool(args) and made is args[0])
+    results = func(*args, **kwargs)
+    return Results(changed(results, example_of), bool(args) and results is args[0])
 
 
-def _fake(tensor: torch.Tensor) -> torch.Tensor:
+def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
 
 
 @cache
-def _fakes() -> FakeTensorMode:
+def _fake_mode() -> FakeTensorMode:
     mode = FakeTensorMode()
-    mode.cache_enabled = False  # what is asked for is asked for once
+    mode.cache_enabled = False  # each operator is asked for once
     return mode
 
 

@@ -1,5 +1,4 @@
-"""The part of an operator's factors that the split of a tensor's dim is, and its place in the operator's other
-tensors."""
+"""Splits of dims as splits of an operator's factors, and back: so the split of one tensor tells those of the others."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -32,7 +31,7 @@ def to_factors(
         if outers:
             together = _sum_outer(rule, members, outers) if guess or len(outers) == len(members) else 0
             parts = [(total, together) if part is not None and part[0] in members else part for part in parts]
-        parts = [None if part is not None and part[0] == total and not _fits(rule, *part, ranks) else part
+        parts = [None if part is not None and part[0] == total and not _sum_divides(rule, *part, ranks) else part
                  for part in parts]  # fmt: skip
     return parts
 
@@ -65,7 +64,7 @@ def _divides(size: int, outer: tuple[int, ...], ranks: int) -> bool:
 
 
 def _sum_outer(rule: OpRule, members: Sequence[str], outers: Mapping[str, Any]) -> Any:
-    """The parts of a sum whose factors are split so; of one that is not known, as the first that is."""
+    """Return the parts of a sum whose factors are split into ``outers``; a factor without one is split as the first."""
     first = next(iter(outers.values()))
     sizes: list[int] = []
     try:
@@ -76,8 +75,8 @@ def _sum_outer(rule: OpRule, members: Sequence[str], outers: Mapping[str, Any]) 
     return outer_of(sizes)
 
 
-def _fits(rule: OpRule, total: str, outer: Any, ranks: int) -> bool:
-    """Return whether the parts of a sum lie in its factors, and divide there."""
+def _sum_divides(rule: OpRule, total: str, outer: Any, ranks: int) -> bool:
+    """Return whether each part of a sum lies in one of its factors, and divides there by the ranks."""
     members = rule.sums[total]
     sizes = tuple(rule.sizes[name] for name in members)
     if outer == 0:

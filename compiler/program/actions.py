@@ -17,13 +17,11 @@ AVERAGING, REDUCE, RESCALE, STEP, LOADS = "LOSS", "REDUCE", "RESCALE", "STEP", "
 PLACES = ("before", "work", "after", "end")
 PHASES = ("forward", "backward", "step")
 AHEAD = 2
-"""The number of actions between the start of a receive and the action that waits for it, so that messages travel
-meanwhile."""
-
+"""The number of actions between the start of a receive and the action that waits for it, which messages overlap."""
 
 Purpose = Literal["inference", "evaluation", "training"]
-"""The purpose of programs. An evaluation does what inference does, which makes the model's outputs, and makes the loss;
-training does that too, and has a backward and an update."""
+"""The purpose of programs. Inference makes the model's outputs; evaluation makes the loss too; training also has a
+backward and an update."""
 PURPOSES: tuple[Purpose, ...] = ("inference", "evaluation", "training")
 
 
@@ -49,14 +47,14 @@ class ActionRow:
     returns: tuple[Kind, ...] = ()
     """The kinds of values that the program returns, beside those that it hands to another stage."""
     optional: bool = False
-    """True where only those steps have the action for which there is a program."""
+    """True where a step has the action only if there is a program for it."""
     purpose: Purpose = "training"
-    """The least of the purposes of programs for which the action is done; greater ones do it too."""
+    """The first of the ``PURPOSES`` for which the action is done; later ones do it too."""
     compiled: bool = False
     """True where ``--compile`` compiles the action's program. Programs that run once a step are short, and REDUCE grows
     with the number of layers: they are not worth it."""
     phase: Literal["forward", "backward", "step"] = "step"
-    """The phase to which ``expect`` and ``forbid`` count the action's collectives."""
+    """The phase in which ``expect`` and ``forbid`` count the action's collectives."""
     to: int = 0
     """The distance, for work, from a stage to the one that takes its results; 0 where no stage does."""
     slots: int = 1
@@ -70,7 +68,7 @@ class ActionRow:
         return self.place == "work"
 
     def serves(self, purpose: Purpose) -> bool:
-        """Return whether programs with a purpose do the action."""
+        """Return whether programs of a purpose do the action."""
         return PURPOSES.index(self.purpose) <= PURPOSES.index(purpose)
 
     @property
@@ -149,7 +147,7 @@ class Action:
     microbatch: int = 0
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.kind}{self.microbatch if _each(self.kind) else ''}"
+        return f"{self.stage}{self.kind}{self.microbatch if _per_microbatch(self.kind) else ''}"
 
     @property
     def works(self) -> bool:
@@ -162,7 +160,7 @@ class Action:
         return message_row(self.kind)
 
     def serves(self, purpose: Purpose) -> bool:
-        """Return whether programs with a purpose do the action; a message goes with its work."""
+        """Return whether programs of a purpose do the action; a message goes with its work."""
         message = self.message
         return ACTIONS[self.kind if message is None else message.work].serves(purpose)
 
@@ -179,12 +177,12 @@ class Action:
         """
         match = re.fullmatch(r"(\d+)([A-Z_]+)(\d*)", text)
         known = match is not None and (match[2] in ACTIONS or message_row(match[2]) is not None)
-        if match is None or not known or bool(match[3]) != _each(match[2]):
+        if match is None or not known or bool(match[3]) != _per_microbatch(match[2]):
             raise ValueError(f"`{text}` is not an action such as `0F2`")
         return cls(int(match[1]), match[2], int(match[3] or 0))
 
 
-def _each(kind: str) -> bool:
+def _per_microbatch(kind: str) -> bool:
     """Return whether actions of a kind are done once a microbatch, as messages are."""
     return kind not in ACTIONS or ACTIONS[kind].each
 
@@ -248,7 +246,7 @@ def stage_ranks(timelines: Sequence[Sequence[Action]]) -> StageRanks:
 
 
 def stages_in_turn(stages: int, ranks: int) -> StageRanks:
-    """Return the ranks of stages as most schedules have them: stage k on rank k mod ``ranks``."""
+    """Return the ranks of stages in turn, as in most schedules: stage k on rank k mod ``ranks``."""
     return tuple(stage % ranks for stage in range(stages))
 
 

@@ -16,10 +16,10 @@ Kind = Literal[
     "term", "load", "output", "scale", "unscale", "loss", "gradient", "grad_norm", "metric", "state", "value",
 ]  # fmt: skip
 Home = Literal["parameters", "buffers", "state", "batch", "stage", "neighbour", "step", "result", "program"]
-"""The place of bound values while no program runs: among a rank's ``parameters``, ``buffers`` or the ``state`` of its
-steps, from one step to the next; in the ``batch``, with each microbatch; kept by a ``stage`` for a later action of the
-same microbatch; on the way to or from a ``neighbour``, per microbatch too; in a ``step``, once or as a sum over
-microbatches; in a step's ``result``; nowhere, because the ``program`` makes and reads them itself."""
+"""The place of bound values while no program runs: a rank's ``parameters``, ``buffers`` or the ``state`` of its steps,
+from one step to the next; the ``batch``, with each microbatch; a ``stage``, for a later action of the same microbatch;
+the way to or from a ``neighbour``, per microbatch too; the ``step``, once or as a sum over microbatches; a step's
+``result``; nowhere, for values that the ``program`` makes and reads itself."""
 
 
 class KindRow(NamedTuple):
@@ -40,9 +40,8 @@ KINDS: Mapping[Kind, KindRow] = MappingProxyType(
         "input": KindRow("batch"),
         "rng": KindRow("batch", "kind"),  # the numbers of the step and of the microbatch, which seed random streams
         "key": KindRow("program"),  # of a random stream
-        "weight": KindRow(
-            "step", offloaded="parameters"
-        ),  # a parameter as a step computes with it, made of the stored one once a step
+        # a parameter as a step computes with it: unsharded and cast from the stored one, once a step
+        "weight": KindRow("step", offloaded="parameters"),
         "saved": KindRow("stage", offloaded="activations"),
         "received": KindRow("neighbour"),
         "sent": KindRow("neighbour"),
@@ -108,10 +107,10 @@ class Binding(NamedTuple):
             ValueError: the text is of no kind.
         """
         word, _, name = text.partition(" ")
-        found = cls(cast(Kind, word), name)
-        if word not in KINDS or str(found) != text:
+        binding = cls(cast(Kind, word), name)
+        if word not in KINDS or str(binding) != text:
             raise ValueError(f"`{text}` is nothing that a value can be bound to")
-        return found
+        return binding
 
     def key_in(self, action: str) -> str:
         """Return the text under which an action's program returns it. B returns gradients under their names alone."""

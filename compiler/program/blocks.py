@@ -1,4 +1,5 @@
-"""Blocks: the modules of a model that are called as one: those that a plan names as units, else numbered ones."""
+"""Blocks: the modules of a model that programs call as functions. They are those that a plan names as units, else
+numbered ones."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def block_of(module: str, units: Collection[str] = ()) -> str | None:
 
 
 def innermost(module: str, units: Collection[str]) -> str | None:
-    """Return the longest of some modules' names that a path lies in, or None."""
+    """Return the innermost of some modules that a path lies in, or None."""
     name = module
     while name not in units and name:
         name = name.rpartition(".")[0]
@@ -40,12 +41,12 @@ def starred(module: str) -> str:
 def complete(module: str, block: str) -> str:
     """Complete a starred name by the block whose call it is part of: ``layers.*.mlp`` called as ``layers.3`` is
     ``layers.3.mlp``."""
-    names, given = module.split("."), block.split(".")
-    return ".".join(given[at] if name == "*" and at < len(given) else name for at, name in enumerate(names))
+    names, known = module.split("."), block.split(".")
+    return ".".join(known[at] if name == "*" and at < len(known) else name for at, name in enumerate(names))
 
 
 def working(program: Program) -> frozenset[str]:
-    """Return the names of a program's functions that have a product or an attention: work that messages hide beside."""
+    """Return the names of a program's functions that have a product or an attention, which messages can overlap."""
     return frozenset(
         function.name
         for function in program.functions

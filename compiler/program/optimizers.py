@@ -1,5 +1,4 @@
-"""Optimizers of ``torch.optim`` that update each entry of a parameter from the same entry of its gradient and of their
-state: so a rank updates its own part of a split parameter, and nothing is sent.
+"""Optimizers of ``torch.optim`` that update a parameter entry by entry, so that each rank can update its own shard.
 
 One row says all that parc knows of an optimizer. Its defaults and its arithmetic are torch's.
 """
@@ -17,14 +16,14 @@ _BETAS = ("betas", "eps")
 class OptimizerRow:
     """An optimizer: its class in ``torch.optim``, the clauses of a line that it takes, and further arguments."""
 
-    made: str
+    torch_class: str
     clauses: tuple[str, ...] = _BETAS
     arguments: Mapping[str, type] = field(default_factory=dict)
     """The further arguments, with the types of their values."""
     tensors: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
-    """The names of its state that are tensors like the parameter."""
+    """The names of its state tensors, which have the parameter's shape."""
     optional: Mapping[str, str] = field(default_factory=dict)
-    """More such names, each with the clause or the argument without which it is not kept."""
+    """More such names, each with the clause or the argument that needs it."""
     numbers: Mapping[str, float] = field(default_factory=lambda: {"step": 0.0})
     """The names of its state that are one number, with their first values."""
     fused: bool = False
@@ -40,30 +39,31 @@ class OptimizerRow:
 
 OPTIMIZERS: dict[str, OptimizerRow] = {
     "adamw": OptimizerRow(
-        made="AdamW", arguments={"amsgrad": bool}, optional={"max_exp_avg_sq": "amsgrad"}, fused=True,
+        torch_class="AdamW", arguments={"amsgrad": bool}, optional={"max_exp_avg_sq": "amsgrad"}, fused=True,
         weight_decay=0.01,
     ),
     "sgd": OptimizerRow(
-        made="SGD", clauses=("momentum", "nesterov"), arguments={"dampening": float}, tensors=(), numbers={},
+        torch_class="SGD", clauses=("momentum", "nesterov"), arguments={"dampening": float}, tensors=(), numbers={},
         optional={"momentum_buffer": "momentum"},
     ),
     "adam": OptimizerRow(
-        made="Adam", arguments={"amsgrad": bool}, optional={"max_exp_avg_sq": "amsgrad"}, fused=True
+        torch_class="Adam", arguments={"amsgrad": bool}, optional={"max_exp_avg_sq": "amsgrad"}, fused=True
     ),
     "nadam": OptimizerRow(
-        made="NAdam", arguments={"momentum_decay": float, "decoupled_weight_decay": bool},
+        torch_class="NAdam", arguments={"momentum_decay": float, "decoupled_weight_decay": bool},
         numbers={"step": 0.0, "mu_product": 1.0},
     ),
-    "radam": OptimizerRow(made="RAdam", arguments={"decoupled_weight_decay": bool}),
-    "adamax": OptimizerRow(made="Adamax", tensors=("exp_avg", "exp_inf")),
+    "radam": OptimizerRow(torch_class="RAdam", arguments={"decoupled_weight_decay": bool}),
+    "adamax": OptimizerRow(torch_class="Adamax", tensors=("exp_avg", "exp_inf")),
     "adagrad": OptimizerRow(
-        made="Adagrad", clauses=("eps",), arguments={"lr_decay": float}, tensors=("sum",), eps=1e-10
+        torch_class="Adagrad", clauses=("eps",), arguments={"lr_decay": float}, tensors=("sum",), eps=1e-10
     ),
     "adadelta": OptimizerRow(
-        made="Adadelta", clauses=("eps",), arguments={"rho": float}, tensors=("square_avg", "acc_delta"), eps=1e-6
+        torch_class="Adadelta", clauses=("eps",), arguments={"rho": float}, tensors=("square_avg", "acc_delta"),
+        eps=1e-6,
     ),
     "rmsprop": OptimizerRow(
-        made="RMSprop", clauses=("eps", "momentum"), arguments={"alpha": float, "centered": bool},
+        torch_class="RMSprop", clauses=("eps", "momentum"), arguments={"alpha": float, "centered": bool},
         tensors=("square_avg",), optional={"momentum_buffer": "momentum", "grad_avg": "centered"},
     ),
 }  # fmt: skip
@@ -73,27 +73,27 @@ NOT_BY_ENTRY = {
     "muon": "updates an entry of a matrix from all others",
     "sparseadam": "reads sparse gradients",
 }
-"""Optimizers of torch that are not such, with the reason."""
+"""Optimizers of torch that do not update entry by entry, with the reason."""
 NUMBERS = {name: first for row in OPTIMIZERS.values() for name, first in row.numbers.items()}
 """The names of state that is one number, with their first values."""
 AVERAGE = "ema"
-"""The name of a parameter's average, which is kept beside the optimizer's state, and of its facts in a line's."""
+"""The name of a parameter's moving average among the optimizer's state, and of its facts in a line's."""
 
 
 def kept_slots(line: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of the tensors that an update keeps of each parameter, for its line's facts."""
-    row, given = OPTIMIZERS[line["name"]], {**line, **line.get("arguments", {})}
-    optional = (name for name, argument in row.optional.items() if given.get(argument))
+    row, settings = OPTIMIZERS[line["name"]], {**line, **line.get("arguments", {})}
+    optional = (name for name, argument in row.optional.items() if settings.get(argument))
     return (*row.tensors, *optional, *([AVERAGE] if AVERAGE in line else []))
 
 
 Groups = Sequence[Mapping[str, Any]]
-"""Groups of parameters, each with their names and what is set for them."""
+"""Parameter groups: each has the names of its parameters and the arguments that are set for them."""
 
 
 def grouped(lines: Iterable[tuple[Mapping[str, Any], Iterable[str]]]) -> Groups:
-    """Return the groups that lines make. A line gives arguments to parameters; each argument is that of the last line
-    that has it.
+    """Return the parameter groups of lines. A line sets arguments for parameters; the last line that sets an argument
+    counts.
 
     >>> for group in grouped([({"lr": 0.1}, ["a", "b"]), ({"weight_decay": 0.0}, ["b", "c"]), ({"lr": 0.2}, ["c"])]):
     ...     print(group["parameters"], group["set"])
@@ -101,12 +101,12 @@ def grouped(lines: Iterable[tuple[Mapping[str, Any], Iterable[str]]]) -> Groups:
     ['b'] {'lr': 0.1, 'weight_decay': 0.0}
     ['c'] {'lr': 0.2, 'weight_decay': 0.0}
     """
-    own: dict[str, dict[str, Any]] = {}
-    for given, names in lines:
+    of_parameter: dict[str, dict[str, Any]] = {}
+    for arguments, names in lines:
         for name in names:
-            own.setdefault(name, {}).update(given)
+            of_parameter.setdefault(name, {}).update(arguments)
     groups: list[dict[str, Any]] = []
-    for name, arguments in sorted(own.items()):
+    for name, arguments in sorted(of_parameter.items()):
         arguments = dict(sorted(arguments.items()))
         group = next((group for group in groups if group["set"] == arguments), None)
         if group is None:

@@ -1,4 +1,5 @@
-"""Programs: typed lines in functions, the operators that they may use, and the one text that they print as."""
+"""Programs: typed lines in functions, their one canonical text, the operators and numbers in them, and the faults that
+checks find in them."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from .binding import KINDS, Binding, Kind
 REFERENCE_FILE = "programs/model.py"
 """The captured graph's program in a build."""
 LAST = "_last"
-"""The end of the name of the last microbatch's own main function."""
+"""The end of the name of the main function that runs for the last microbatch alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +40,13 @@ class Ref:
 
 @dataclass(frozen=True, slots=True)
 class LocalSize:
-    """A size or position in an argument: ``size`` of the whole tensor, divided over ``axes`` on a rank."""
+    """A size or position in an argument: ``size`` in the whole tensor, which a rank divides by its ``axes``."""
 
     size: int
     axes: tuple[str, ...]
 
     def local(self, mesh: Mesh) -> int:
-        """Return the size of the dim on one rank."""
+        """Return the size, or the position, on one rank."""
         return self.size // math.prod(mesh.size(axis) for axis in self.axes)
 
 
@@ -73,7 +74,7 @@ class Origin:
 
     def __str__(self) -> str:
         plan = f"plan:{self.plan}" if self.plan else ""
-        return " ".join(word for word in (_word(self.module), _word(self.source), plan) if word)
+        return " ".join(word for word in (_quoted(self.module), _quoted(self.source), plan) if word)
 
     @classmethod
     def parse(cls, text: str) -> Origin:
@@ -90,9 +91,9 @@ class Origin:
 
 
 @lru_cache(maxsize=1 << 12)
-def _word(text: str) -> str:
+def _quoted(text: str) -> str:
     """Return a path as one word without blanks; ``-`` stands for an empty one."""
-    quoted = re.sub(r"[%\s]", lambda found: quote(found[0], safe=""), text)
+    quoted = re.sub(r"[%\s]", lambda match: quote(match[0], safe=""), text)
     return "%2D" if quoted == "-" else quoted or "-"
 
 
@@ -100,8 +101,8 @@ def _word(text: str) -> str:
 class Line:
     """``results = op(args, kwargs)``; ``op`` is an operator such as ``aten.mm.default`` or a function's name.
 
-    A result that the operator leaves out is None. Arguments hold global sizes, as ``LocalSize`` where a rank's differ.
-    """
+    A result that the operator leaves out is None. Arguments hold global sizes, as ``LocalSize`` where ranks divide
+    them."""
 
     results: tuple[Value | None, ...]
     op: str
@@ -118,11 +119,11 @@ class Line:
 
     @cached_property
     def made(self) -> tuple[Value, ...]:
-        """The results of the line, without those that nobody wants."""
+        """The results of the line, without those that the operator leaves out."""
         return tuple(value for value in self.results if value is not None)
 
     def renamed(self, names: Mapping[str, str]) -> Line:
-        """Return the line with other names for the values that it reads; a name that is not given stays."""
+        """Return the line with other values in place of those that it reads, where ``names`` has them."""
 
         def new(name: str) -> Ref:
             return Ref(names.get(name, name))
@@ -161,13 +162,13 @@ def references(item: Any) -> Iterator[str]:
 
 def operands(lines: Sequence[Line]) -> list[str]:
     """Return the names of the values that lines read and do not make, each once, in order."""
-    made = {value.name for line in lines for value in line.made}
-    return [name for name in dict.fromkeys(name for line in lines for name in line.uses) if name not in made]
+    results = {value.name for line in lines for value in line.made}
+    return [name for name in dict.fromkeys(name for line in lines for name in line.uses) if name not in results]
 
 
 def needed(lines: Sequence[Line], names: Iterable[str]) -> tuple[tuple[Line, ...], set[str]]:
-    """Return the lines that make some values, with all that make their operands, in order; and the names of these
-    values and operands. What is left out is dead code, if nothing else is read."""
+    """Return the lines that some values need, in order, and all values that these lines read or make. The other lines
+    are dead code if nothing else is read."""
     wanted, live = set(names), list[Line]()
     for line in reversed(lines):
         if any(value.name in wanted for value in line.made):
@@ -177,7 +178,7 @@ def needed(lines: Sequence[Line], names: Iterable[str]) -> tuple[tuple[Line, ...
 
 
 def map_references(item: Any, change: Callable[[str], Any]) -> Any:
-    """The argument with every use replaced by ``change(name)``."""
+    """Return an argument with every use of a value replaced by ``change(name)``."""
     if isinstance(item, Ref):
         return change(item.name)
     if isinstance(item, (list, tuple)):
@@ -187,7 +188,7 @@ def map_references(item: Any, change: Callable[[str], Any]) -> Any:
 
 @dataclass(frozen=True)
 class Function:
-    """Parameters, lines and returns, which are pairs of a binding and a value's name."""
+    """A function: parameters, lines, and returns, which are pairs of a binding and a value's name."""
 
     name: str
     parameters: tuple[Value, ...]
@@ -202,8 +203,8 @@ class Function:
 
     @cached_property
     def _values(self) -> Mapping[str, Value]:
-        made = (value for line in self.lines for value in line.results if value is not None)
-        return MappingProxyType({value.name: value for value in (*self.parameters, *made)})
+        results = (value for line in self.lines for value in line.made)
+        return MappingProxyType({value.name: value for value in (*self.parameters, *results)})
 
     def at(self, line: Line) -> int:
         """The index of one of the function's lines."""
@@ -247,8 +248,14 @@ class Function:
         """Return the names of the values that are returned as one of these kinds, by their binding's name."""
         return {key.name: name for key, name in self.returns if key.kind in kinds}
 
+    def returning(self, returns: Mapping[Binding, str]) -> Function:
+        """Return the function with other returns, and without the lines and parameters that these do not need."""
+        lines, read = needed(self.lines, returns.values())
+        parameters = tuple(value for value in self.parameters if value.name in read)
+        return Function(self.name, parameters, lines, tuple(returns.items()))
+
     def text(self, mesh: Mesh, action: str) -> str:
-        """The function as it stands in a program of an action."""
+        """Return the function as it stands in the program of an action."""
         if ("text", mesh, action) not in self.derived:
             self.derived["text", mesh, action] = _function_text(self, mesh, action)
         return str(self.derived["text", mesh, action])
@@ -257,8 +264,8 @@ class Function:
 @dataclass(frozen=True, slots=True)
 class Program:
     """The work of one role in one action. The last function is the one that runs; it may call the others. Where the
-    last microbatch does more, such as the sums of gradients over ranks, a second main function, ``backward_last``, runs
-    for that one instead."""
+    last microbatch does more, such as reductions of gradients over ranks, a second main function, ``backward_last``,
+    runs for that one instead."""
 
     role: str
     action: str
@@ -271,13 +278,13 @@ class Program:
 
     @property
     def last(self) -> Function | None:
-        """The main function of the last microbatch, where it has its own."""
+        """The main function that runs for the last microbatch alone, if there is one."""
         before = self.functions[-2] if len(self.functions) > 1 and self.action == BACKWARD else None
         return before if before is not None and before.name == f"{self.main.name}{LAST}" else None
 
     @property
     def mains(self) -> tuple[Function, ...]:
-        """The main functions: the last microbatch's own one, where there is one, and that of all others."""
+        """The main functions: ``last``, if there is one, and ``main``."""
         return self.functions[-1:] if self.last is None else self.functions[-2:]
 
     def bound(self, *kinds: Kind) -> dict[str, Value]:
@@ -299,7 +306,7 @@ class Program:
         return tuple(sorted(op for op in used if op.partition(".")[0] not in ("aten", "parc")))
 
     def text(self) -> str:
-        """The program's one canonical text."""
+        """Return the program's one canonical text."""
         head = f'"""parc program: role {self.role}, action {self.action}"""\n\nmesh({self.mesh})\n'
         if operators := self.operators:
             head += f"operators({', '.join(map(json.dumps, operators))})\n"
@@ -339,25 +346,25 @@ def argument_text(item: Any, mesh: Mesh) -> str:
 
 
 def operator(op: str) -> Any:
-    """The torch operator of a name such as ``aten.mm.default``.
+    """Return the torch operator of a name such as ``aten.mm.default``.
 
     Raises:
         AttributeError: there is none.
     """
-    # a custom operator goes with the library that made it
-    return _lasting(op) if op.startswith(("aten.", "parc.")) else _found(op)
+    # a custom operator may go, with the library that registered it
+    return _builtin_operator(op) if op.startswith(("aten.", "parc.")) else _registered_operator(op)
 
 
-def _found(op: str) -> Any:
+def _registered_operator(op: str) -> Any:
     namespace, _, rest = op.partition(".")
     name, _, overload = rest.rpartition(".")
     return getattr(getattr(OPS if namespace == "parc" else getattr(torch.ops, namespace), name), overload)
 
 
-_lasting = lru_cache(maxsize=None)(_found)
+_builtin_operator = lru_cache(maxsize=None)(_registered_operator)
 
 
-# Namespaces of torch's own that are no part of a program: messages, allocations, profiling.
+# Namespaces of torch's own whose operators no program may use: messages, allocations, profiling.
 _FOREIGN = frozenset({
     "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "_native", "_quantized", "_test", "c10d", "cuda",
     "debug_mode_ops", "debugprims", "export", "fsdp", "inductor", "inductor_prims", "mkl", "mkldnn",
@@ -367,17 +374,16 @@ _FOREIGN = frozenset({
 
 
 def allowed(op: str, custom: Collection[str] = ()) -> bool:
-    """Return whether a program may use the operator. Collectives, operators with a rule and all functional ones of aten
-    are allowed, and so are functional ones that the program declares as ``custom``. An operator that reaches outside
-    its operands never is."""
+    """Return whether a program may use an operator: a collective, one with a rule, or a functional one of aten or that
+    the program declares as ``custom``; but never one that reaches outside its operands."""
     namespace, _, rest = op.partition(".")
     name, _, overload = rest.rpartition(".")
     if facts(op).reaches_outside:
         return False
     if op in COLLECTIVES or (has_rule(op) and namespace in ("aten", "parc")):
         return True
-    own = namespace == "aten" or (op in custom and namespace not in _FOREIGN)
-    if not own or not all(map(str.isidentifier, (namespace, name, overload))):
+    eligible = namespace == "aten" or (op in custom and namespace not in _FOREIGN)
+    if not eligible or not all(map(str.isidentifier, (namespace, name, overload))):
         return False
     try:
         target = operator(op)
@@ -386,13 +392,13 @@ def allowed(op: str, custom: Collection[str] = ()) -> bool:
     return isinstance(target, torch._ops.OpOverload) and not target._schema.is_mutable
 
 
-# ---- faults, which checks report and for which a build is refused.
+# ---- faults
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A thing that a check refuses. ``check`` is ``shapes``, ``types``, ``communication``, ``numbers`` or ``facts``;
-    ``where`` is a program, function and value."""
+    """A reason for which a check refuses a build. ``check`` is ``shapes``, ``types``, ``communication``, ``numbers`` or
+    ``facts``; ``where`` is a program, function and value."""
 
     check: str
     where: str
@@ -402,12 +408,12 @@ class Fault:
         return f"{self.check}: {self.where}: {self.message}"
 
 
-# ---- the numbers among the arguments of a program's lines: those that stand there, and those that need not.
+# ---- numbers among the arguments of lines
 
 
 @lru_cache(maxsize=1024)
 def default_numbers(op: str) -> dict[str, float]:
-    """Return the numbers of an operator's arguments that need not be given, by argument."""
+    """Return the default values of an operator's arguments that are numbers, by argument."""
     if op in COLLECTIVES or "." not in op:
         return {}
     named = ((argument.name, argument.default_value) for argument in operator(op)._schema.arguments)
@@ -415,7 +421,7 @@ def default_numbers(op: str) -> dict[str, float]:
 
 
 def numbers_in(item: Any) -> Iterator[float]:
-    """Return the numbers in an argument; of a size that is cut, the size of the whole tensor."""
+    """Yield the numbers in an argument; of a size that ranks divide, the global one."""
     if isinstance(item, LocalSize):
         yield item.size
     elif isinstance(item, (dict, list, tuple)):
@@ -425,7 +431,7 @@ def numbers_in(item: Any) -> Iterator[float]:
         yield item
 
 
-# ---- places: the memory that computes, and where ``offload`` lines keep values until a program reads them.
+# ---- offload: the memory where values wait until a program reads them
 
 
 CARRIERS: Mapping[str, str] = {row.carries: op for op, row in TABLE.items() if row.carries}
@@ -433,7 +439,7 @@ CARRIERS: Mapping[str, str] = {row.carries: op for op, row in TABLE.items() if r
 
 
 def kept_away(binding: Binding | None, value: Value, offload: Collection[str]) -> str:
-    """Return the word of the ``offload`` lines under which a bound value is kept away, or "". Single numbers never
-    are."""
+    """Return the word of the ``offload`` line that keeps a bound value away from the memory that computes, or "";
+    single numbers always stay."""
     word = KINDS[binding.kind].offloaded if binding is not None and value.type.shape else ""
     return word if word in offload else ""

@@ -1,7 +1,7 @@
 """The rewriter of one function: a pass inserts, replaces, drops and renames lines, under fresh names.
 
-A function never changes, so its makers, readers and uses stay true while a pass runs: the rewriter notes the changes,
-and makes a new function of them at the end. The architecture notes show a pass.
+A function never changes, so its def-use maps (makers, readers, uses) stay true while a pass runs: the rewriter notes
+the changes, and makes a new function of them at the end. The architecture notes show a pass.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class FreshNames:
 
     @classmethod
     def beside(cls, function: Function) -> FreshNames:
-        """Return names that no value of a function has."""
+        """Return fresh names that no value of a function has."""
         return cls(dict.fromkeys(function.values(), 1))
 
     def fresh(self, base: str) -> str:
-        """Return a name that is not used yet."""
+        """Return a name that is not taken yet, and take it."""
         base = f"{base}_" if keyword.iskeyword(base) or base in ("inf", "nan") else base
         while True:
             count = self.taken.get(base, 0)
@@ -61,7 +61,7 @@ class LineWriter:
         self, op: str, args: tuple[object, ...], type_: TensorType, origin: Origin = ORIGIN, name: str = "",
         **options: object,
     ) -> Value:  # fmt: skip
-        """Add a line with one result and return that. It is named after its operator, or after ``name``."""
+        """Add a line with one result, which is named after its operator or ``name``, and return that result."""
         value = Value(self.names.fresh(name or op.split(".")[1].strip("_")), type_)
         self.add(Line((value,), op, args, tuple(options.items()), origin))
         return value
@@ -73,8 +73,8 @@ class LineWriter:
         return value
 
     def copy(self, line: Line, names: dict[str, str], title: str = "{}") -> Line:
-        """Add a copy of a line, and return it. It reads other values where ``names`` has them. Its results have fresh
-        names in the form of ``title``, such as ``{}_copy``, and are put into ``names`` for the lines that read them."""
+        """Add a copy of a line that reads other values where ``names`` has them, and return it. Its results have fresh
+        names in the form of ``title``, such as ``{}_copy``, which are put into ``names`` for the lines that follow."""
         fresh = (value and replace(value, name=self.names.fresh(title.format(value.name))) for value in line.results)
         copied = replace(line, results=tuple(fresh)).renamed(names)
         names.update((value.name, new.name) for value, new in zip(line.made, copied.made, strict=True))
@@ -82,7 +82,7 @@ class LineWriter:
         return copied
 
     def function(self, name: str) -> Function:
-        """Return what is written so far as a function."""
+        """Return the lines, parameters and returns so far as a function."""
         return Function(name, tuple(self.parameters.values()), tuple(self.lines), tuple(self.returns.items()))
 
 
@@ -128,18 +128,18 @@ class Rewriter(LineWriter):
 
     def function(self, name: str = "") -> Function:
         """Return the function with all changes, under its own name or another."""
-        lines, own = list[Line](), self.source.lines
-        for at in range(len(own) + 1):
+        lines, source = list[Line](), self.source.lines
+        for at in range(len(source) + 1):
             lines += self._inserted.get(at, ())
-            for line in self._replaced.get(at, own[at : at + 1]):
+            for line in self._replaced.get(at, source[at : at + 1]):
                 lines.append(line if self._renamed.keys().isdisjoint(line.uses) else line.renamed(self._renamed))
         returns = tuple((key, self._renamed.get(value, value)) for key, value in self.returns.items())
         return Function(name or self.source.name, tuple(self.parameters.values()), tuple(lines), returns)
 
 
 def started(line: Line, names: FreshNames, message: int | None = None) -> tuple[Line, Line]:
-    """Return a collective as two lines: the start of a message, with the message's number if it is known, and the wait
-    for its result."""
+    """Return a collective as two lines, as an asynchronous one: the start of a message, with the message's number if it
+    is known, and the wait for its result."""
     coming = replace(line.made[0], name=names.fresh(f"{line.made[0].name}_on_its_way"))
     kwargs = line.kwargs if message is None else ((MESSAGE, message),)
     wait = Line(line.results, WAIT, (Ref(coming.name),), (), line.origin)

@@ -1,4 +1,6 @@
-"""Roles: the programs of the ranks at one coordinate of the pipeline's axis; and the step of all roles joined again."""
+"""Roles: the programs and actions of the ranks at one coordinate of the pipeline's axis, and the joined step of all
+roles, which checks read.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ from .program import Function, Line, Program, Ref, Value, map_references, needed
 from .rewriter import FreshNames, LineWriter
 
 Programs = Mapping[str, Program]
-"""The programs of one role: ``COUNT``, ``SCALE``, ``LOSS``, ``REDUCE``, and for work ``F`` and ``B``, or ``2F`` and
-``2B`` where there are stages."""
+"""The programs of one role by key: ``COUNT``, ``SCALE``, ``LOSS``, ``REDUCE``, and for work ``F`` and ``B``, or ``2F``
+and ``2B`` where there are stages."""
 SINGLE = "stage0"
 """The role of a build without stages, and of programs that all roles share."""
 
@@ -43,10 +45,9 @@ class Role:
 
 
 def roles_of(programs: Mapping[str, Programs], timelines: Mapping[str, Sequence[Action]]) -> dict[str, Role]:
-    """Return the roles of a build from their programs and their actions. Their names are the axis and the
-    coordinate."""
+    """Return the roles of a build from their programs and actions. A role's name is the axis and the coordinate."""
     axis = next(iter(programs)).removesuffix("0") if len(programs) > 1 else ""
-    return {name: Role(name, own, tuple(timelines[name]), axis) for name, own in programs.items()}
+    return {name: Role(name, of_role, tuple(timelines[name]), axis) for name, of_role in programs.items()}
 
 
 class JoinFault(ValueError):
@@ -64,10 +65,10 @@ def stage_key(key: str) -> tuple[int, str] | None:
 
 
 def work_programs(roles: Mapping[str, Programs]) -> dict[int, StageWork]:
-    """Return the programs of every stage's work, in order.
+    """Return the programs of every stage's work, in the order of stages.
 
     Raises:
-        JoinFault: a stage lacks one of them, or a number is missing.
+        JoinFault: a stage is missing, or lacks a program.
     """
     by_stage: dict[int, dict[str, Program]] = {}
     for programs in roles.values():
@@ -82,10 +83,10 @@ def work_programs(roles: Mapping[str, Programs]) -> dict[int, StageWork]:
 
 
 def ranks_of(roles: Mapping[str, Programs]) -> StageRanks:
-    """Return the number of the role that has each stage's programs.
+    """Return, for each stage, the number of the role that has its programs.
 
     Raises:
-        JoinFault: a stage's programs are on two roles, or not all there.
+        JoinFault: a stage has programs on two roles, or lacks one.
     """
     if len(roles) == 1:
         return (0,)
@@ -107,14 +108,14 @@ def as_checked(programs: Programs) -> Programs:
 
 
 def join_roles(roles: Mapping[str, Programs], rings: bool = False) -> dict[str, Program]:
-    """Return the programs of a step as checks read them, as if one role ran it: stages one after the other, with
-    nothing sent, and all sums of gradients over ranks in REDUCE. With ``rings`` these stay as they are.
+    """Return the programs of a step as checks read them, as if one role ran it: stages one after the other without
+    messages between them, and all reductions of gradients in REDUCE. With ``rings`` these stay as they are.
 
-    A gradient of several stages is their sum, and what roles sum among themselves once a step is a sum there. What is
-    wrong with what stages hand one another is not seen here.
+    A gradient of several stages is their sum, and what roles all-reduce among themselves once a step is a sum of the
+    roles' values. Faults of messages between stages are not seen here.
 
     Raises:
-        JoinFault: the programs are no pieces of one step.
+        JoinFault: the programs are not those of one step.
     """
     try:
         read = roles if rings else {name: as_checked(programs) for name, programs in roles.items()}
@@ -130,19 +131,19 @@ def join_roles(roles: Mapping[str, Programs], rings: bool = False) -> dict[str, 
             continue
         if row.program == "stage":
             in_order = work[::-1] if row.to < 0 else work
-            joined[row.kind] = _chain([programs[row.kind] for programs in in_order])
+            joined[row.kind] = _join_of_stages([programs[row.kind] for programs in in_order])
             continue
         for name, programs in roles.items():
             if row.kind not in programs:
                 raise JoinFault(f"{name} has no {row.kind}")
         every = [programs[row.kind] for programs in roles.values()]
-        joined[row.kind] = every[0] if row.program == "step" else _joined_once(every)
+        joined[row.kind] = every[0] if row.program == "step" else _join_of_roles(every)
     return joined
 
 
-def _chain(programs: Sequence[Program]) -> Program:
-    """Join main functions one after the other. Several stages may save one value, or make the key of one random stream,
-    by the same line. Gradients of one name are summed."""
+def _join_of_stages(programs: Sequence[Program]) -> Program:
+    """Join the main functions of stages one after the other. Several stages may save the same value, or make the key of
+    the same random stream, by equal lines. Gradients of one name are summed."""
     functions: dict[str, Function] = {}
     parameters: dict[Binding | None, Value] = {}
     writer = LineWriter(programs[0].mesh)
@@ -184,16 +185,16 @@ def _chain(programs: Sequence[Program]) -> Program:
     return replace(programs[0], role=SINGLE, functions=(*functions.values(), main))
 
 
-def _joined_once(programs: Sequence[Program]) -> Program:
-    """Join the programs of one kind that roles run once a step. A gradient, a weight or a buffer is that of the first
-    role that has it; the others make it by the same lines. All else is a sum of the roles' values, as the loss, or the
-    root of a sum, as the norm."""
+def _join_of_roles(programs: Sequence[Program]) -> Program:
+    """Join the programs of one kind that roles run once a step. A gradient, a weight, a buffer or a state is that of
+    the first role that has it; other roles must make it by equal lines. All else is a sum of the roles' values, as the
+    loss, or the root of such a sum, as the gradient norm."""
     parameters: dict[Binding | None, Value] = {}
     writer = LineWriter(programs[0].mesh)
     returns = writer.returns
     summed: dict[Binding, list[str]] = {}
     values: dict[str, Value] = {}
-    ways: dict[Binding, object] = {}
+    first_expressions: dict[Binding, object] = {}
     roots: dict[str, Line] = {}
     for index, program in enumerate(programs):
         names: dict[str, str] = {}
@@ -201,7 +202,7 @@ def _joined_once(programs: Sequence[Program]) -> Program:
             if value.binding not in parameters:
                 parameters[value.binding] = writer.take(f"{value.name}_{index}", value.type, value.binding)
             names[value.name] = parameters[value.binding].name
-        given, made_by = set(program.main.bindings), _made_by(program.main)
+        bindings, expressions = set(program.main.bindings), _expressions(program.main)
         for line in program.main.lines:
             if line.op == "parc.all_reduce_among" and isinstance(line.args[0], Ref) and line.results[0] is not None:
                 names[line.results[0].name] = names[line.args[0].name]
@@ -212,9 +213,9 @@ def _joined_once(programs: Sequence[Program]) -> Program:
         for key, name in program.main.returns:
             if key.kind not in ("gradient", "state", "weight", "buffer"):
                 summed.setdefault(key, []).append(names[name])
-            elif key.kind == "gradient" and key not in given:  # zeros, for the roles that make it
+            elif key.kind == "gradient" and key not in bindings:  # zeros, for the roles that make it
                 continue
-            elif ways.setdefault(key, made_by[name]) != made_by[name]:
+            elif first_expressions.setdefault(key, expressions[name]) != expressions[name]:
                 raise JoinFault(f"{program.role}.{program.action} makes `{key}` otherwise than an earlier role")
             else:
                 returns.setdefault(key, names[name])
@@ -222,9 +223,9 @@ def _joined_once(programs: Sequence[Program]) -> Program:
         if len(parts) != len(programs) or len({part in roots for part in parts}) > 1:
             raise JoinFault(f"not every role's {programs[0].action} makes `{key}`, as a sum or as the root of one")
         if parts[0] not in roots:
-            returns[key] = _added(parts, values, writer, key.name or key.kind)
+            returns[key] = _add_sum(parts, values, writer, key.name or key.kind)
             continue
-        total = _added([name for part in parts for name in roots[part].uses], values, writer, "square")
+        total = _add_sum([name for part in parts for name in roots[part].uses], values, writer, "square")
         root = replace(values[parts[0]], name=writer.names.fresh(key.name or key.kind))
         writer.add(replace(roots[parts[0]], results=(root,), args=(Ref(total),)))
         returns[key] = root.name
@@ -234,19 +235,18 @@ def _joined_once(programs: Sequence[Program]) -> Program:
     return replace(programs[0], role=SINGLE, functions=(replace(main, lines=lines),))
 
 
-def _made_by(function: Function) -> dict[str, object]:
-    """Return for each value an expression of how it is made of a function's parameters. It is independent of values'
-    names."""
+def _expressions(function: Function) -> dict[str, object]:
+    """Return each value as an expression of the function's bound parameters, which does not depend on names."""
     known: dict[str, object] = {value.name: value.binding for value in function.parameters}
     for line in function.lines:
         options = (item for item in line.kwargs if item[0] != MESSAGE)
-        made = line.op, map_references([*line.args, *options], known.__getitem__)
-        known.update((v.name, (index, made)) for index, v in enumerate(line.results) if v is not None)
+        call = line.op, map_references([*line.args, *options], known.__getitem__)
+        known.update((v.name, (index, call)) for index, v in enumerate(line.results) if v is not None)
     return known
 
 
-def _added(names: Sequence[str], values: Mapping[str, Value], writer: LineWriter, base: str) -> str:
-    """Add the sum of the roles' values and return its name; zeros are left out."""
+def _add_sum(names: Sequence[str], values: Mapping[str, Value], writer: LineWriter, base: str) -> str:
+    """Add lines that sum the roles' values, but for zeros, and return the sum's name."""
     zeros = {value.name for line in writer.lines if facts(line.op).makes_zeros(line.args) for value in line.made}
     parts = [name for name in names if name not in zeros] or names[:1]
     if len(parts) == 1:
@@ -259,10 +259,11 @@ def _added(names: Sequence[str], values: Mapping[str, Value], writer: LineWriter
 
 
 def group(programs: Iterable[Program], timelines: Mapping[str, Sequence[Action]]) -> dict[str, dict[str, Program]]:
-    """Return programs by role and key. A stage's programs belong to the role whose timeline has its work.
+    """Return the programs of a build by role and key. A stage's programs belong to the role whose timeline has its
+    work.
 
     Raises:
-        JoinFault: they are not the programs of the roles of one build.
+        JoinFault: they are not the programs of one build.
     """
     listed = list(programs)
     if unknown := [program for program in listed if program.action not in ACTIONS]:
@@ -274,28 +275,28 @@ def group(programs: Iterable[Program], timelines: Mapping[str, Sequence[Action]]
         raise JoinFault(f"its schedule is of {', '.join(timelines)}, its programs are of {', '.join(names)}")
     if names == [SINGLE]:
         return {SINGLE: {program.action: program for program in listed}}
-    made: dict[str, dict[str, Program]] = {name: {} for name in names}
+    by_role: dict[str, dict[str, Program]] = {name: {} for name in names}
     home = {action.stage: name for name, actions in timelines.items() for action in actions if action.kind == FORWARD}
     for program in listed:
         row, stage = ACTIONS[program.action], re.fullmatch(r"stage([0-9]+)", program.role)
         if row.program == "stage" and stage is not None:
             name = home.get(int(stage[1]), "")
-            if name not in made:
+            if name not in by_role:
                 raise JoinFault(f"no role does {FORWARD} of {program.role}")
-            made[name][f"{stage[1]}{program.action}"] = program
+            by_role[name][f"{stage[1]}{program.action}"] = program
         elif row.program == "step":
-            for own in made.values():
-                own[program.action] = program
-        elif program.role in made:
-            made[program.role][program.action] = program
+            for programs_of_role in by_role.values():
+                programs_of_role[program.action] = program
+        elif program.role in by_role:
+            by_role[program.role][program.action] = program
         else:
-            raise JoinFault(f"{program.role}.{program.action} is of no role: there are {', '.join(made)}")
-    return made
+            raise JoinFault(f"{program.role}.{program.action} is of no role: there are {', '.join(by_role)}")
+    return by_role
 
 
 def neighbours(roles: Mapping[str, Programs]) -> Iterator[tuple[Program, Program]]:
-    """Yield the pairs of programs of which one hands its results to the other: F of each stage to that of the next, B
-    of each to that of the one before."""
+    """Yield the pairs of programs of which the first sends its results to the second: F of each stage to F of the next
+    one, B of each stage to B of the one before."""
     work = work_programs(roles)
     for stage, programs in work.items():
         for kind, program in programs.items():
@@ -304,13 +305,10 @@ def neighbours(roles: Mapping[str, Programs]) -> Iterator[tuple[Program, Program
                 yield program, other[kind]
 
 
-# ---- programs that train nothing
-
-
 def with_idle(role: str, programs: Mapping[str, Program], purpose: Purpose) -> dict[str, Program]:
-    """Return the programs of a role for a purpose as those of a step that trains nothing: every kind of action that
-    the purpose leaves out has a program that does nothing. What is proved of a step is so proved of them."""
-    made = dict(programs)
+    """Return the programs of a role for a purpose, with an empty program for each kind of action that the purpose
+    leaves out: so checks of a training step apply to inference and evaluation too."""
+    complete = dict(programs)
     idle = [row for row in step_kinds() if row.program and not row.optional and not row.serves(purpose)]
     for key, program in programs.items():
         if program.action == FORWARD:
@@ -319,5 +317,5 @@ def with_idle(role: str, programs: Mapping[str, Program], purpose: Purpose) -> d
                 at = key.removesuffix(FORWARD) + row.kind if staged else row.kind
                 function = Function("backward" if staged else row.kind.lower(), (), (), ())
                 owner = {"stage": program.role, "role": role, "step": SINGLE}[row.program]
-                made[at] = Program(owner, row.kind, program.mesh, (function,))
-    return made
+                complete[at] = Program(owner, row.kind, program.mesh, (function,))
+    return complete

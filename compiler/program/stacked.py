@@ -1,16 +1,16 @@
-"""Names of stacked tensors: ``experts.*.up.weight``, [8, 4, 2], is of the model's ``experts.0.up.weight`` to
-``experts.7.up.weight``, [4, 2], one after the other."""
+"""Names of stacked tensors: ``experts.*.up.weight``, [8, 4, 2], holds the model's ``experts.0.up.weight`` to
+``experts.7.up.weight``, [4, 2] each."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 EACH = "*"
-"""The word of a stacked tensor's name in place of which each of its parts has its number."""
+"""The word of a stacked tensor's name that stands for the numbers of its parts."""
 
 
 def is_stacked(name: str) -> bool:
-    """Return whether a tensor is several of the model's."""
+    """Return whether a name is that of a stacked tensor."""
     return EACH in name.split(".")
 
 

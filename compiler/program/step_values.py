@@ -1,10 +1,5 @@
-"""The loss scale: a number by which the loss is multiplied before its backward, so that small gradients of float16 do
-not become zero, and by which gradients are divided again before anything else reads them.
-
-A *dynamic* one is the state of steps: it grows after many good steps, and falls after a step whose gradients are not
-finite, which is skipped. The numbers and the rule are those of ``torch.amp.GradScaler`` (torch/amp/grad_scaler.py and
-``_amp_update_scale_`` in ATen), whose defaults are the constants here.
-"""
+"""Values of a step beside the model's own: the loss scale, the terms of the loss, residuals of compressed gradients,
+and the loads of experts."""
 
 from __future__ import annotations
 
@@ -13,20 +8,28 @@ from typing import Any, Literal, NamedTuple
 
 from .binding import Binding
 
+# ---- the loss scale
+# The loss is multiplied by it before backward, so that small gradients of float16 do not become zero, and gradients are
+# divided by it before anything else reads them. A *dynamic* one is part of the state of steps: it grows after many good
+# steps, and falls after a step whose gradients are not finite, which is skipped. The numbers and the rule are those of
+# ``torch.amp.GradScaler`` (torch/amp/grad_scaler.py and ``_amp_update_scale_`` in ATen).
+
+
 LossScale = float | Literal["dynamic"] | None
-"""A plan's loss scale: a number, one that steps change, or none."""
+"""A plan's loss scale: a fixed number, ``dynamic``, or none."""
 DYNAMIC: Literal["dynamic"] = "dynamic"
 LOSS_SCALE, GOOD_STEPS, SKIPPED_STEPS = (
     Binding("state", "loss_scale"), Binding("state", "good_steps"), Binding("state", "skipped_steps"),
 )  # fmt: skip
 """The loss scale, the number of steps since it changed or would have, and the number of all skipped steps."""
 INITIAL, GROWTH, BACKOFF, INTERVAL = 2.0**16, 2.0, 0.5, 2000
+"""The defaults of ``torch.amp.GradScaler``."""
 NEXT_SCALE = "parc.next_loss_scale.default"
-"""The operator that makes the state after a step from its gradients' norm and the state before it."""
+"""The operator that updates a dynamic loss scale by the norm of a step's gradients."""
 
 
 class StateRow(NamedTuple):
-    """A number among the state of steps: its type, and its value before the first step."""
+    """A number in the state of steps: its type, and its value before the first step."""
 
     dtype: str
     initial: float
@@ -41,8 +44,7 @@ SCALER: Mapping[Binding, StateRow] = {
 
 
 def initial_state(loss_scale: LossScale) -> dict[str, float]:
-    """Return the first values of the state of steps, by name: those of a ``dynamic`` loss scale, of a fixed one, or
-    none.
+    """Return the state of steps before the first one, by name, for a ``dynamic`` loss scale, a fixed one, or none.
 
     >>> initial_state("dynamic"), initial_state(1024.0)
     ({'loss_scale': 65536.0, 'good_steps': 0, 'skipped_steps': 0}, {'loss_scale': 1024.0})
@@ -52,12 +54,12 @@ def initial_state(loss_scale: LossScale) -> dict[str, float]:
     return {} if loss_scale is None else {LOSS_SCALE.name: float(loss_scale)}
 
 
-# ---- the terms of a loss: numbers that a plan adds up, each with a factor and a denominator of its own.
+# ---- the terms of a loss
 
 
 class LossTerm(NamedTuple):
-    """``factor`` times a number that the model's output gives. ``kind`` is ``cross_entropy``, ``output`` or
-    ``callable``; ``ignore`` is the class that a cross entropy does not count."""
+    """A term of a plan's loss: ``factor`` times a number that the model's outputs give. ``kind`` is ``cross_entropy``,
+    ``output`` or ``callable``; ``ignore`` is the class that a cross entropy does not count."""
 
     kind: str
     target: str
@@ -67,50 +69,49 @@ class LossTerm(NamedTuple):
 
 
 def term_count(number: int | str) -> Binding:
-    """Return the binding of the count that divides a term that is not the base: of a cross entropy, its targets."""
+    """Return the binding of the count that divides a term other than the base, such as a cross entropy's targets."""
     return Binding("count", str(number))
 
 
 def term_weight(number: int) -> Binding:
-    """Return the binding of the number that multiplies a term; terms are numbered from 1.
+    """Return the binding of the number by which F multiplies a term; terms are numbered from 1.
 
-    A step multiplies the whole loss by one over the count of its *base*, the first term that has one. F therefore
-    multiplies every other term by that count over the term's own denominator: its own count, or the number of
-    microbatches where it is averaged over these.
+    A step divides the whole loss by the count of its *base*, the first term that has one. F therefore multiplies every
+    other term by that count over the term's own denominator: its own count, or the number of microbatches where it is
+    averaged over these.
     """
     return Binding("term", str(number))
 
 
-# ---- residuals: the state of steps that compressed gradients have, which is what rounding left of each on
+# ---- residuals: what rounding left of compressed gradients, which the next step adds to its own (error feedback)
 
 
-_WORD = "residual."
+_RESIDUAL = "residual."
 
 
 def residual(parameter: str) -> Binding:
-    """Return the binding of what is left of a parameter's gradient.
+    """Return the binding of the residual of a parameter's gradient.
 
     >>> str(residual("head.weight"))
     'state residual.head.weight'
     """
-    return Binding("state", _WORD + parameter)
+    return Binding("state", _RESIDUAL + parameter)
 
 
 def residual_of(binding: Binding | None) -> str:
-    """Return the parameter of whose gradient a binding's value is left; "" for any other binding."""
-    is_one = binding is not None and binding.kind == "state" and binding.name.startswith(_WORD)
-    return binding.name.removeprefix(_WORD) if is_one and binding is not None else ""
+    """Return the parameter whose gradient a residual belongs to; "" for any other binding."""
+    if binding is None or binding.kind != "state" or not binding.name.startswith(_RESIDUAL):
+        return ""
+    return binding.name.removeprefix(_RESIDUAL)
 
 
 # ---- the loads of experts
 
 
 LOAD = Binding("metric", "load")
-"""The loads of all layers of a step, one behind the other in the order of the reference's results."""
-
-
+"""The loads of all layers in a step, joined in the order of the reference program's results."""
 TAKEN = ".taken"
-"""The end of the name of a load that counts the tokens which got a slot, where experts have a capacity."""
+"""The end of the name of a load that counts only tokens that got a slot, where experts have a capacity."""
 
 
 class Bias(NamedTuple):

@@ -28,14 +28,14 @@ _NUMBERS = {"inf": math.inf, "nan": math.nan}
 
 
 class ProgramError(ValueError):
-    """The error of a program's text that parc would not write; the message names the line."""
+    """The error of a program's text that parc would not write, with the line."""
 
 
 def parse_program(text: str, name: str = "program") -> Program:
     """Read a program; the inverse of ``Program.text``. Nothing is executed: the text is parsed line by line.
 
     Raises:
-        ProgramError: anything else, with the line's number.
+        ProgramError: the text is not, to the letter, that of a program.
     """
     if not text.replace("\n", "").isprintable():
         bad = next(character for character in text if not character.isprintable() and character != "\n")
@@ -43,7 +43,7 @@ def parse_program(text: str, name: str = "program") -> Program:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # Python's doubts about a text are reason enough
-            program = _read(text, name)
+            program = _read_program(text, name)
         again = program.text()
     except ProgramError:
         raise
@@ -61,10 +61,10 @@ def _first_difference(text: str, again: str) -> str:
     return f"{index + 1}: stands where a program says {wanted}"
 
 
-def _read(text: str, name: str) -> Program:
+def _read_program(text: str, name: str) -> Program:
     """Read the head, then one function after the other."""
     head, *texts = text.replace("\n\n\ndef ", "\n\0def ").split("\0")  # which is not printable
-    part = _Part(head, name=name)
+    part = _FunctionText(head, name=name)
     match part.tree().body:
         case [
             ast.Expr(value=ast.Constant(value=str() as words)),
@@ -84,7 +84,7 @@ def _read(text: str, name: str) -> Program:
     row = head.count("\n") + 2
     for each in texts:
         main = each is texts[-1] or action == REFERENCE
-        part = _Part(each, mesh, custom, frozenset(functions), action, main, name, row)
+        part = _FunctionText(each, mesh, custom, frozenset(functions), action, main, name, row)
         function = _read_function(part)
         if function.name in functions:
             raise part.fail(None, f"`{function.name}` is defined twice")
@@ -97,9 +97,9 @@ _ONLY_FUNCTIONS = "only functions stand here"
 
 
 @dataclass(frozen=True)
-class _Part:
+class _FunctionText:
     """The text of a program's head or of one function, with all that its reading depends on: the mesh, the ``custom``
-    operators, the functions before it, the action, and whether it is a ``main`` function. Equal parts are read once,
+    operators, the functions before it, the action, and whether it is a ``main`` function. Equal texts are read once,
     wherever they stand."""
 
     text: str
@@ -129,7 +129,7 @@ def _parsed(text: str) -> ast.Module:
 
 
 @lru_cache(maxsize=512)
-def _read_function(part: _Part) -> Function:
+def _read_function(part: _FunctionText) -> Function:
     """Read a function: what stands around its lines as one text, and each line by itself."""
     rows = part.text.split("\n")
     start = rows.index("):") + 1 if "):" in rows else 0
@@ -146,7 +146,7 @@ def _read_function(part: _Part) -> Function:
 _RETURN = "    return {"
 
 
-def _mesh(part: _Part, at: ast.AST, keywords: Sequence[ast.keyword]) -> Mesh:
+def _mesh(part: _FunctionText, at: ast.AST, keywords: Sequence[ast.keyword]) -> Mesh:
     axes = []
     for item in keywords:
         match item:
@@ -161,7 +161,7 @@ def _mesh(part: _Part, at: ast.AST, keywords: Sequence[ast.keyword]) -> Mesh:
 class _Reader:
     """The reader of one function. ``rows`` are the lines of its text."""
 
-    part: _Part
+    part: _FunctionText
     rows: Sequence[str]
     defined: dict[str, Value] = field(default_factory=dict)
 
@@ -271,11 +271,11 @@ class _Row:
         if op not in self.before and not allowed(op, self.custom):
             unknown = "; is the module that registers it imported?" if op in self.custom else ""
             raise ValueError(f"`{op}` is not an operator that a program may use{unknown}")
-        given = tuple(self._argument(item) for item in args)
-        if op in COLLECTIVES and len(given) > 1 and isinstance(given[1], str):
-            given = (given[0], ",".join(self.mesh.spread(given[1].split(","))), *given[2:])
+        arguments = tuple(self._argument(item) for item in args)
+        if op in COLLECTIVES and len(arguments) > 1 and isinstance(arguments[1], str):
+            arguments = (arguments[0], ",".join(self.mesh.spread(arguments[1].split(","))), *arguments[2:])
         named = tuple((str(item.arg), self._argument(item.value)) for item in keywords)
-        if op in self.before and (named or not all(isinstance(item, Ref) for item in given)):
+        if op in self.before and (named or not all(isinstance(item, Ref) for item in arguments)):
             raise ValueError(f"`{op}` is a function and takes values alone")
         types, _, origin = _behind(self.text, node).removeprefix("  # ").partition(" | ")
         texts = types.split("; ")
@@ -286,7 +286,7 @@ class _Row:
             if not isinstance(name, ast.Name):
                 raise ValueError(f"`{ast.unparse(name)}` is no name for a value")
             results.append(None if (name.id, text) == ("_", "-") else Value(name.id, _type(text, self.mesh)))
-        return Line(tuple(results), op, given, named, Origin.parse(origin))
+        return Line(tuple(results), op, arguments, named, Origin.parse(origin))
 
     def _argument(self, item: ast.expr) -> Any:
         match item:

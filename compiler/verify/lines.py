@@ -7,13 +7,13 @@ contribution that was forgotten in the sum of a gradient is one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from ..analysis.dataflow import Knowledge, Question, follow, line_call, questions
+from ..analysis.dataflow import Question, follow, line_call, questions
 from ..layout.collectives import COLLECTIVES, MESSAGE
 from ..layout.mesh import Mesh
 from ..layout.packed_rows import EXCHANGE
@@ -24,6 +24,8 @@ from ..ops.results import example, results_of
 from ..ops.rules import facts, localize
 from ..program.program import Fault, Function, Line, Program, Ref, Value, operator
 
+_Fact = TypeVar("_Fact", bound=Hashable)
+"""The facts that a check knows about one value."""
 Answer = tuple[tuple[str, str], ...]
 """The faults of a line: pairs of the failed check's name and a message."""
 
@@ -81,14 +83,14 @@ def _unread(function: Function) -> Sequence[str]:
 
 def follow_with_faults(
     program: Program,
-    parameters: Sequence[Knowledge],
-    rule: Callable[[Question, tuple[Knowledge, ...]], tuple[Sequence[Knowledge], str]],
-) -> tuple[list[Knowledge], list[Fault]]:
+    parameters: Sequence[_Fact],
+    rule: Callable[[Question, tuple[_Fact, ...]], tuple[Sequence[_Fact], str]],
+) -> tuple[list[_Fact], list[Fault]]:
     """Follow a program by a ``rule``, which returns the facts about a line's results and the message of its fault, ""
     for none. Return the facts about what the program returns, and the faults, one a line."""
     faults: dict[str, Fault] = {}
 
-    def noted(function: str, question: Question, operands: tuple[Knowledge, ...]) -> Sequence[Knowledge]:
+    def noted(function: str, question: Question, operands: tuple[_Fact, ...]) -> Sequence[_Fact]:
         results, message = rule(question, operands)
         if message:
             where = f"{program.action} {function}: {', '.join(value.name for value in question.line.made)}"

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from ..analysis.dataflow import Question, follow, line_call
-from ..analysis.samples import dependences
+from ..analysis.samples import dependences, weighted_terms
 from ..layout.collectives import COLLECTIVES
 from ..layout.placement import Split, TensorType
 from ..ops.rules import facts
@@ -22,7 +22,6 @@ from ..padding.flow import Extra, Extras, Held, PaddingFault, follow_number, fol
 from ..padding.pads import Pad, Pads
 from ..program.actions import step_kinds
 from ..program.binding import PARAMETERS, Binding
-from ..program.plain import making, weighted_terms
 from ..program.program import Fault, Function, Program
 from ..program.step_values import residual_of
 
@@ -163,8 +162,8 @@ def _of_the_loss(function: Function) -> Function:
     """Return a function without the loads of experts, which count extra samples too and change no other number, and
     without the tensors that the model returns."""
     loads = set(function.returned("load").values())
-    returns = tuple((key, name) for key, name in function.returns if name not in loads and key.kind != "output")
-    return making(function, returns)
+    returns = {key: name for key, name in function.returns if name not in loads and key.kind != "output"}
+    return function.returning(returns)
 
 
 def _batch_sizes(function: Function, unbatched: Collection[str]) -> dict[str, int]:
@@ -251,9 +250,9 @@ def _where_samples_meet(fault: PaddingFault, unnamed: str) -> str:
 
 def of_returned(function: Function, names: Collection[str] | None = None) -> Function:
     """Return a function with only the lines of what the model returns, or of the tensors of these ``names``."""
-    returns = tuple((key, name) for key, name in function.returns
-                    if key.kind == "output" and (names is None or key.name in names))  # fmt: skip
-    return making(function, returns)
+    returns = {key: name for key, name in function.returns
+               if key.kind == "output" and (names is None or key.name in names)}  # fmt: skip
+    return function.returning(returns)
 
 
 def sample_dims(reference: Program, unbatched: Collection[str]) -> dict[str, int | None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from parc.compiler.analysis.communication import bytes_across, saved_bytes
+from parc.compiler.analysis.communication import bytes_across, bytes_compressed_away
 from parc.compiler.plan.directives.precision import WHOLE
 from parc.compiling.compiled import Compiled
 from parc.compiling.fit import report_rows
@@ -81,7 +81,8 @@ def _numerics(compiled: Compiled) -> list[dict[str, Any]]:
         wanted += [statement for statement in plan.statements if statement.verb.text == "schedule"]
     rows: list[dict[str, Any]] = [_lossy(statement) for statement in wanted]
     for line in plan.compress:
-        saved = max(saved_bytes(role, compiled.mesh, line.axis.text) for role in compiled.build.roles.values())
+        roles, axis = compiled.build.roles.values(), line.axis.text
+        saved = max(bytes_compressed_away(role, compiled.mesh, axis) for role in roles)
         rows.append({**_lossy(line.arguments.statement), "saved_bytes": saved})
     return rows
 

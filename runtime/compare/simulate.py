@@ -189,7 +189,7 @@ class FormulaUpdates:
         if key not in self._optimizers:
             arguments = {word: line[word] for word in (*row.clauses, "lr", "weight_decay")}
             arguments |= {**line.get("arguments", {}), **group}
-            self._optimizers[key] = getattr(torch.optim, row.made)([before.clone()], foreach=False, **arguments)
+            self._optimizers[key] = getattr(torch.optim, row.torch_class)([before.clone()], foreach=False, **arguments)
             self._averages[key] = before
         optimizer = self._optimizers[key]
         (settings,) = optimizer.param_groups

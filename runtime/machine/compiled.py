@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...compiler.analysis.lifetimes import adds_up
+from ...compiler.analysis.lifetimes import accumulates
 from ...compiler.initial.counter import words
 from ...compiler.layout.collectives import COLLECTIVES
 from ...compiler.layout.placement import TensorType
@@ -164,7 +164,7 @@ class CompiledMachine(Machine):
         steps = []
         for group, dead in zip(groups, last_uses(function, groups), strict=True):
             awaited = tuple(sums.intersection(operands(group)))
-            if len(group) == 1 and (not _is_local(group[0]) or adds_up(function, group[0])):
+            if len(group) == 1 and (not _is_local(group[0]) or accumulates(function, group[0])):
                 steps.append(self._step(group[0], function, LineLiveness(_NOTHING_SPARE, awaited, dead)))
                 continue
             outputs = tuple(name for name in made_by(group) if name not in dead)
@@ -266,7 +266,7 @@ def _cut_regions(function: Function) -> list[tuple[Line, ...]]:
     region: list[Line] = []
     pending = set[str]()
     for line in function.lines:
-        local = _is_local(line) and not adds_up(function, line)
+        local = _is_local(line) and not accumulates(function, line)
         if region and not pending.isdisjoint(line.uses):
             groups.append(tuple(region))
             region = []

@@ -12,15 +12,15 @@ from typing import Any, final
 import torch
 
 from ...compiler.analysis.lifetimes import (
-    LyingGradient,
+    BucketGradient,
+    accumulates,
     addable,
     adds,
     adds_itself,
-    adds_up,
     aliases,
     delayed,
-    gradients_together,
-    own_in_main,
+    gradient_buckets,
+    reducible_in_place,
 )
 from ...compiler.analysis.products import PRODUCT
 from ...compiler.layout.collectives import COLLECTIVES, MESSAGE, RINGS, SUMS, axes_of
@@ -68,7 +68,7 @@ class BucketPart:
         return bucket.memory[self.begin : self.begin + math.prod(self.shape)].view(self.shape)
 
 
-def bucket_parts(buckets: Iterable[Sequence[LyingGradient]], device: torch.device) -> Iterator[tuple[str, BucketPart]]:
+def bucket_parts(buckets: Iterable[Sequence[BucketGradient]], device: torch.device) -> Iterator[tuple[str, BucketPart]]:
     """Yield the names of the gradients of each bucket, each with its part of a bucket that is not yet allocated."""
     for gradients in buckets:
         bucket = _Bucket(gradients[0].dtype, device)
@@ -147,12 +147,12 @@ class Machine:
         self.coordinates = [self.mesh.coordinates(rank) for rank in backend.ranks]
         self.products = library_of(kernels)
         self._addable, self._delayed = addable(program, self._adds), delayed(program, self._adds)
-        self._buckets = gradients_together(program, self._makes_in_place, self.dtype)
+        self._buckets = gradient_buckets(program, self._makes_in_place, self.dtype)
         self._aliases = aliases(program)
         self._later: list[Callable[[], torch.Tensor]] | None = None
         self._accumulated: set[str] = set()
         """The results of the main function that run() was given a total for."""
-        self._overwritable = {main.name: own_in_main(program, main) for main in program.mains}
+        self._overwritable = {main.name: reducible_in_place(program, main) for main in program.mains}
         self._in_flight = frozenset(on_their_way(program).values())
         self._steps = {function.name: self._prepare(function) for function in program.functions}
         self._observed_steps: dict[tuple[str, bool], list[Prepared]] = {}
@@ -283,12 +283,12 @@ class Machine:
         return Prepared(line, self._function_call(line, dying), life.awaited, dead)
 
     def _runs_alone(self, line: Line, function: Function) -> bool:
-        return line.calls_function or line.op in COLLECTIVES or line.op in RINGS or adds_up(function, line)
+        return line.calls_function or line.op in COLLECTIVES or line.op in RINGS or accumulates(function, line)
 
     def _run_of(self, line: Line, function: Function, spare: frozenset[str]) -> Callable[[Sequence[Environment]], None]:
         if MESSAGE in dict(line.kwargs):
             return self._message(function, line)
-        if adds_up(function, line):
+        if accumulates(function, line):
             return self._added_up(line)
         if line.op in RINGS:
             return self._ring(line, function)

@@ -18,7 +18,7 @@ from typing import final
 
 import torch
 
-from ...compiler.analysis.memory import room_of
+from ...compiler.analysis.memory import offload_buffers
 from ...compiler.build.build import Build
 from ...compiler.build.folders import FolderError, FolderHeld, hold_folder
 from ...compiler.program.blocks import block_of
@@ -191,7 +191,7 @@ class Offloaded:
         """
         moments = dict.fromkeys(build.types.keys() - self._frozen, len(kept_slots(self._line)))
         role = next(role for role in build.roles.values() if role.name == self._role.name)
-        for word, room in room_of(role.programs, role.actions, build.types, moments, self._places).items():
+        for word, room in offload_buffers(role.programs, role.actions, build.types, moments, self._places).items():
             self._places[word].reserve(room)
 
     @property

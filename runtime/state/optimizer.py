@@ -33,7 +33,7 @@ def make_optimizer(parameters: Mapping[str, torch.Tensor], line: Mapping[str, An
         arguments["fused"] = all(tensor.is_floating_point() for tensor in parameters.values()) or None
     else:
         arguments["foreach"] = True
-    optimizer: torch.optim.Optimizer = getattr(torch.optim, row.made)(
+    optimizer: torch.optim.Optimizer = getattr(torch.optim, row.torch_class)(
         groups, lr=line["lr"], weight_decay=line["weight_decay"], **arguments
     )
     for group in optimizer.param_groups:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from parc.compiler.program.program import Program, Ref
-from parc.compiler.program.roles import JoinFault, _chain
+from parc.compiler.program.roles import JoinFault, _join_of_stages
 from tests.runtime.staged import program
 
 TYPES = {"key": "i64[]", "rng": "i64[2]", "scale": "f32[]"}
@@ -16,7 +16,9 @@ LAST = ("scale:scale", "w:parameter w", "m = mul.Tensor(w, scale)", "w m", "sent
 
 def joined(action: str, *stages: Sequence[str]) -> Program:
     """Join main functions of stages in this order."""
-    return _chain([program(f"stage{stage}", action, "pp=2", words, TYPES) for stage, words in enumerate(stages)])
+    return _join_of_stages(
+        [program(f"stage{stage}", action, "pp=2", words, TYPES) for stage, words in enumerate(stages)]
+    )
 
 
 def test_a_gradient_of_two_stages_that_one_stage_is_given_is_summed() -> None:

@@ -6,9 +6,9 @@ from ..factors import Dims, OpCall, OpRule, apply_dims, opaque, quotient
 from ..op_row import OpRow, is_operand, plain_dims, rows_of
 
 
-def _dims(rank: int, mask: list[int]) -> tuple[list[Dims], Dims]:
-    """Dims of q [b h s d], k [b h t d], v [b h t e], and a mask [.. s t] if the number of its dims is given; then those
-    of the result [b h s e].
+def _attention_dims(rank: int, mask: list[int]) -> tuple[list[Dims], Dims]:
+    """Return the dims of q [b h s d], k [b h t d], v [b h t e], and a mask [.. s t] if the number of its dims is given;
+    then those of the result [b h s e].
 
     Query heads that outnumber the key heads are (g r), key heads g: splitting g splits both, splitting r leaves the
     keys replicated. Dims before the heads are batch; they and the mask's dims broadcast.
@@ -27,34 +27,34 @@ _KEYS = frozenset("tde")
 """The factors that must be whole. parc's own attention knows the position of each query that it has."""
 
 
-def _composite(call: OpCall) -> OpRule:
+def _composite_rule(call: OpCall) -> OpRule:
     """The rule of `scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, *, scale, enable_gqa)`; linear in
     v."""
     q, k, v, *mask = call.operands
     if not len(q) == len(k) == len(v) or (len(q) > 2 and quotient(q[-3], k[-3]) is None):
         return opaque(call)
-    operands, out = _dims(len(q), list(map(len, mask)))
+    operands, out = _attention_dims(len(q), list(map(len, mask)))
     # torch counts positions under a causal mask from the first query that it gets
     whole = frozenset("tds" if call.argument(5, "is_causal", False) else "td")
     return apply_dims(call, operands, [out], whole=whole, linear=[frozenset({2})])
 
 
-def _attention(call: OpCall) -> OpRule:
+def _forward_rule(call: OpCall) -> OpRule:
     """The rule of `attention(q, k, v, mask, key, causal, scale, p)`; the stream's key has no dims."""
     mask = [len(call.operands[3])] if is_operand(call.args[3]) else []
-    operands, out = _dims(4, mask)
+    operands, out = _attention_dims(4, mask)
     key: list[Dims] = [()] * is_operand(call.args[4])
     return apply_dims(call, [*operands, *key], [out, out[:3]], whole=_KEYS)
 
 
-def _attention_backward(call: OpCall) -> OpRule:
+def _backward_rule(call: OpCall) -> OpRule:
     """The rule of `attention_backward(grad, q, k, v, mask, key, out, lse, causal, scale, p)`."""
     mask = [len(call.operands[4])] if is_operand(call.args[4]) else []
-    operands, out = _dims(4, mask)
+    operands, out = _attention_dims(4, mask)
     key: list[Dims] = [()] * is_operand(call.args[5])
     # rows of the scores are independent given `lse`, so a part of them gives a part of the sum for k and v
-    given = [out, *operands, *key, out, out[:3]]
-    return apply_dims(call, given, operands[:3], whole=_KEYS, linear=[frozenset({0})])
+    read = [out, *operands, *key, out, out[:3]]
+    return apply_dims(call, read, operands[:3], whole=_KEYS, linear=[frozenset({0})])
 
 
 def _flops(call: OpCall) -> int:
@@ -69,12 +69,12 @@ def _backward_flops(call: OpCall) -> int:
 
 
 ATTENTION_RULES = {
-    **rows_of("scaled_dot_product_attention", OpRow(_composite, precision="product", flops=_flops)),
+    **rows_of("scaled_dot_product_attention", OpRow(_composite_rule, precision="product", flops=_flops)),
     "parc.attention.default": OpRow(
-        _attention, precision="product", flops=_flops, storage="fresh", key_at=4, chance_at=7
+        _forward_rule, precision="product", flops=_flops, storage="fresh", key_at=4, chance_at=7
     ),
     "parc.attention_backward.default": OpRow(
-        _attention_backward,
+        _backward_rule,
         precision="product",
         flops=_backward_flops,
         backward=True,

@@ -1,4 +1,4 @@
-"""Rows of matrix products and their relatives."""
+"""Rows of contractions: matrix products and einsum."""
 
 import math
 import re
@@ -8,7 +8,7 @@ from ..factors import OpCall, OpRule, linear_sets, opaque, rule
 from ..op_row import OpRow, Ruling, contracted, is_operand, rows_of
 
 
-def _linear(call: OpCall) -> OpRule:
+def _linear_rule(call: OpCall) -> OpRule:
     if len(call.operands[1]) == 1:  # a weight that is a vector
         return rule("... k, k -> ...", linear="0|1")(call) if len(call.operands) == 2 else opaque(call)
     if is_operand(call.argument(2, "bias")):
@@ -40,7 +40,7 @@ def _einsum(call: OpCall) -> OpRule:
     return rule(f"{', '.join(spaced[:-1])} -> {spaced[-1]}", linear=linear)(call)
 
 
-def _product(ruling: Ruling, **facts: Any) -> OpRow:
+def _product_row(ruling: Ruling, **facts: Any) -> OpRow:
     return OpRow(ruling, precision="product", flops=contracted(ruling), **facts)
 
 
@@ -49,15 +49,15 @@ def _einsum_flops(call: OpCall) -> int:
     them."""
     ruled, count = _einsum(call), 0
     factors = [{name for names in dims for name in names} for dims in (*ruled.operands, *ruled.results)]
-    made = factors[0]
+    product = factors[0]
     for at, other in enumerate(factors[1:-1], 1):
-        made = made | other
-        count += math.prod(ruled.sizes[name] for name in made)
-        made = made & set().union(*factors[at + 1 :])
+        product = product | other
+        count += math.prod(ruled.sizes[name] for name in product)
+        product = product & set().union(*factors[at + 1 :])
     return count
 
 
-def _added(left: str, right: str, result: str) -> Ruling:
+def _added_product(left: str, right: str, result: str) -> Ruling:
     """The rule of `beta * x + alpha * (left @ right)`, with x broadcast: x and one of the two may be Partial
     together."""
 
@@ -86,23 +86,25 @@ CONTRACTIONS_RULES = {
     ),
     **rows_of(
         "mm",
-        _product(_pair("m k, k n -> m n"), storage="fresh", addable=True, plain=True, stands_for="aten.linear.default"),
+        _product_row(
+            _pair("m k, k n -> m n"), storage="fresh", addable=True, plain=True, stands_for="aten.linear.default"
+        ),
     ),
-    **rows_of("bmm", _product(_pair("b m k, b k n -> b m n"), storage="fresh")),
-    **rows_of("mv", _product(_pair("m k, k -> m"))),
-    **rows_of("dot vdot", _product(_pair("k, k ->"))),
+    **rows_of("bmm", _product_row(_pair("b m k, b k n -> b m n"), storage="fresh")),
+    **rows_of("mv", _product_row(_pair("m k, k -> m"))),
+    **rows_of("dot vdot", _product_row(_pair("k, k ->"))),
     **rows_of("outer", OpRow(_pair("m, n -> m n"), precision="product")),
     # what is summed is whole: each part of the sum would add x once more
     **rows_of(
         "addmm",
-        _product(_added("m k!", "k! n", "m n"), storage="fresh", plain=True, stands_for="aten.add.Tensor"),
+        _product_row(_added_product("m k!", "k! n", "m n"), storage="fresh", plain=True, stands_for="aten.add.Tensor"),
     ),
-    **rows_of("addmv", _product(_added("m k!", "k!", "m"))),
-    **rows_of("addr", OpRow(_added("m", "n", "m n"), precision="product")),
-    **rows_of("baddbmm", _product(_added("b m k!", "b k! n", "b m n"))),
-    **rows_of("addbmm", _product(_added("b! m k!", "b! k! n", "m n"))),
-    **rows_of("linear", _product(_linear)),
-    **rows_of("matmul", _product(_matmul)),
+    **rows_of("addmv", _product_row(_added_product("m k!", "k!", "m"))),
+    **rows_of("addr", OpRow(_added_product("m", "n", "m n"), precision="product")),
+    **rows_of("baddbmm", _product_row(_added_product("b m k!", "b k! n", "b m n"))),
+    **rows_of("addbmm", _product_row(_added_product("b! m k!", "b! k! n", "m n"))),
+    **rows_of("linear", _product_row(_linear_rule)),
+    **rows_of("matmul", _product_row(_matmul)),
     **rows_of("einsum", OpRow(_einsum, precision="product", flops=_einsum_flops)),
     # torch takes these apart before anything is placed
     **rows_of("bilinear", OpRow(precision="product", flops=_bilinear)),

@@ -26,7 +26,7 @@ def _spell(call: OpCall, x: Shape, weight: Shape, groups: int, *, transposed: bo
     }
 
 
-def _arguments(call: OpCall, position: int, transposed: int | None) -> tuple[int, bool]:
+def _groups_and_direction(call: OpCall, position: int, transposed: int | None) -> tuple[int, bool]:
     return int(call.argument(position, "groups", 1)), transposed is not None and bool(call.args[transposed])
 
 
@@ -34,7 +34,7 @@ def _forward(groups: int, transposed: int | None = None) -> Callable[[OpCall], O
     """The rule of `(x, weight, bias, ...)`, given the positions of these arguments."""
 
     def ruling(call: OpCall) -> OpRule:
-        count, is_transposed = _arguments(call, groups, transposed)
+        count, is_transposed = _groups_and_direction(call, groups, transposed)
         spelled = _spell(call, call.operands[0], call.operands[1], count, transposed=is_transposed)
         biased = is_operand(call.argument(2, "bias"))
         operands = [spelled["x"], spelled["w"], *([spelled["b"]] if biased else [])]
@@ -59,7 +59,7 @@ def _flops(transposed: int | bool | None = None) -> Callable[[OpCall], int]:
 
 def _backward(call: OpCall) -> OpRule:
     """The rule of `convolution_backward(grad, x, weight, bias_sizes, ..., transposed, ..., groups, mask)`."""
-    count, transposed = _arguments(call, 9, 7)
+    count, transposed = _groups_and_direction(call, 9, 7)
     spelled = _spell(call, call.operands[1], call.operands[2], count, transposed=transposed)
     results = [spelled[name] for name, wanted in zip("xwb", call.args[10], strict=True) if wanted]
     # the bias gradient is a sum over the output alone: every part of the input channels would give all of it
@@ -68,7 +68,7 @@ def _backward(call: OpCall) -> OpRule:
     return apply_dims(call, operands, results, whole=whole, linear=[frozenset({0})], sizes=spelled["sizes"])
 
 
-def _local(groups: int, x: int) -> Callable[[OpCall, tuple[Shape, ...], tuple[Shape, ...]], list[Change]]:
+def _local_groups(groups: int, x: int) -> Callable[[OpCall, tuple[Shape, ...], tuple[Shape, ...]], list[Change]]:
     """Return the number of groups that a rank holds: its input channels by those of one group. `x` is the operand that
     has them."""
 
@@ -110,14 +110,14 @@ def _over_space(dims: int) -> dict[str, OpRow]:
     }
 
 
-_CONV = OpRow(_forward(6), _local(6, 0), precision="product", flops=_flops())
+_CONV = OpRow(_forward(6), _local_groups(6, 0), precision="product", flops=_flops())
 _TRANSPOSED = OpRow(precision="product", flops=_flops(True))  # torch takes it apart before anything is placed
 
 CONVOLUTION_RULES = {
     **rows_of("conv1d conv2d conv3d conv1d.padding conv2d.padding conv3d.padding", _CONV),
-    **rows_of("convolution", OpRow(_forward(8, 6), _local(8, 0), precision="product", flops=_flops(6))),
+    **rows_of("convolution", OpRow(_forward(8, 6), _local_groups(8, 0), precision="product", flops=_flops(6))),
     **rows_of("conv_transpose1d conv_transpose2d.input conv_transpose3d.input", _TRANSPOSED),
-    **rows_of("convolution_backward", OpRow(_backward, _local(9, 1))),
+    **rows_of("convolution_backward", OpRow(_backward, _local_groups(9, 1))),
     **_over_space(1),
     **_over_space(2),
     **_over_space(3),

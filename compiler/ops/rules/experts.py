@@ -1,4 +1,4 @@
-"""Rows of operators on packed rows of tokens: the first dim of these holds (experts, tokens)."""
+"""Rows of operators that route tokens to experts: the first dim of packed rows is (experts, tokens)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ..factors import OpCall, OpRule, rule
 from ..op_row import OpRow, Ruling, contracted
 
 
-def _weighed(plain: str, transposed: str, linear: str) -> Ruling:
+def _by_weights(plain: str, transposed: str, linear: str) -> Ruling:
     """Return the rule of an operator whose weights are [e, n, h], or [e, h, n] if it is ``transposed``."""
 
     def apply(call: OpCall) -> OpRule:
@@ -18,12 +18,12 @@ def _weighed(plain: str, transposed: str, linear: str) -> Ruling:
 
 
 def _chosen_flops(ruling: Ruling) -> Callable[[OpCall], int]:
-    """Count the multiply-adds of rows that are there: those of ``top`` experts for each token."""
+    """Count the multiply-adds of rows that are present: those of ``top`` experts for each token."""
     return lambda call: contracted(ruling)(call) * int(call.args[4]) // int(ruling(call).sizes.get("e", 1))
 
 
-_linear = _weighed("(e t) h, e t, e n h -> (e t) n", "(e t) h, e t, e h n -> (e t) n", "0|2")
-_outer = _weighed("(e t) h, (e t) n, e t -> e n h", "(e t) h, (e t) n, e t -> e h n", "0|1")
+_EXPERT_LINEAR = _by_weights("(e t) h, e t, e n h -> (e t) n", "(e t) h, e t, e h n -> (e t) n", "0|2")
+_EXPERT_OUTER = _by_weights("(e t) h, (e t) n, e t -> e n h", "(e t) h, (e t) n, e t -> e h n", "0|1")
 
 
 def _routed(call: OpCall) -> OpRule:
@@ -48,13 +48,23 @@ EXPERTS_RULES: dict[str, OpRow] = {
     "parc.expert_sum.default": OpRow(
         rule("(e t) n, e t -> e n", linear="0"), packs="sums", storage="fresh", compiled=False
     ),
-    # experts' rows may not be split there: what they are split over changes here
+    # packed rows change here from a split over experts to one over tokens, or back: no factor may be split
     "parc.route.default": OpRow(_routed, moves="copy", packs="rows", reroutes=True, compiled=False),
     "parc.expert_linear.default": OpRow(
-        _linear, precision="product", packs="rows", flops=_chosen_flops(_linear), storage="fresh", compiled=False
+        _EXPERT_LINEAR,
+        precision="product",
+        packs="rows",
+        flops=_chosen_flops(_EXPERT_LINEAR),
+        storage="fresh",
+        compiled=False,
     ),
     "parc.expert_outer.default": OpRow(
-        _outer, precision="product", packs="sums", flops=_chosen_flops(_outer), storage="fresh", compiled=False
+        _EXPERT_OUTER,
+        precision="product",
+        packs="sums",
+        flops=_chosen_flops(_EXPERT_OUTER),
+        storage="fresh",
+        compiled=False,
     ),
     "parc.slots.default": OpRow(rule("e b s! -> e b c!"), storage="fresh"),
     "parc.dispatch.default": OpRow(rule("b s! h, e b c -> e b c h", linear="0"), storage="fresh"),

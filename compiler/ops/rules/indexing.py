@@ -18,24 +18,24 @@ def _indexed(call: OpCall) -> tuple[Dims, list[Dims], Dims, frozenset[str]] | No
     shape = call.operands[0]
     indices = [index.index if is_operand(index) else None for index in call.args[1]]
     places = [dim for dim, index in enumerate(indices) if index is not None]
-    given = [call.operands[index] for index in indices if index is not None]
-    if not given:
+    shapes = [call.operands[index] for index in indices if index is not None]
+    if not shapes:
         return None
-    rank = max(len(index) for index in given)
+    rank = max(map(len, shapes))
     asking = tuple((f"i{dim}",) for dim in range(rank))
     x = tuple((f"x{dim}",) if dim in places else (f"d{dim}",) for dim in range(len(shape)))
     consecutive = places == list(range(places[0], places[-1] + 1))
     front = [names for dim, names in enumerate(x) if dim not in places and consecutive and dim < places[0]]
     back = [names for dim, names in enumerate(x) if dim not in places and not (consecutive and dim < places[0])]
     looked = (*front, *asking, *back)
-    return x, [asking[rank - len(index) :] for index in given], looked, frozenset(f"x{dim}" for dim in places)
+    return x, [asking[rank - len(index) :] for index in shapes], looked, frozenset(f"x{dim}" for dim in places)
 
 
-def _fits(call: OpCall, given: Sequence[Shape], start: int, rank: int) -> bool:
+def _broadcasts(call: OpCall, indices: Sequence[Shape], start: int, rank: int) -> bool:
     """Return whether the result has the indices' broadcast shape from dim `start` on; boolean masks do not give it."""
     result = call.results[0][start : start + rank]
     return len(result) == rank and all(
-        any(len(shape) >= rank - i and shape[i - rank] == size for shape in given) or size == 1
+        any(len(shape) >= rank - i and shape[i - rank] == size for shape in indices) or size == 1
         for i, size in enumerate(result)
     )
 
@@ -48,7 +48,7 @@ def _index(call: OpCall) -> OpRule:
     x, indices, looked, whole = indexed
     start = next((dim for dim, names in enumerate(looked) if names[0].startswith("i")), 0)
     rank = sum(names[0].startswith("i") for names in looked)
-    if len(looked) != len(call.results[0]) or not _fits(call, call.operands[1:], start, rank):
+    if len(looked) != len(call.results[0]) or not _broadcasts(call, call.operands[1:], start, rank):
         return opaque(call, linear)
     return apply_dims(call, [x, *indices], [looked], whole=whole, linear=linear)
 
@@ -119,7 +119,7 @@ def _embedding_backward(call: OpCall) -> OpRule:
     return rule(f"{lead} d, {lead} -> v! d", linear="0")(call)
 
 
-def _embedding(call: OpCall) -> OpRule:
+def _embedding_rule(call: OpCall) -> OpRule:
     """The rule of `embedding`. A gradient that is divided by the number of a row's lookups needs all lookups, of all
     rows."""
     if call.argument(3, "scale_grad_by_freq", False):
@@ -127,28 +127,28 @@ def _embedding(call: OpCall) -> OpRule:
     return rule("v d, ... -> ... d", linear="0")(call)
 
 
-_lookup = partial(OpRow, moves="index")
-_written = partial(OpRow, moves="scatter")
+_gather = partial(OpRow, moves="index")
+_scatter = partial(OpRow, moves="scatter")
 
 INDEXING_RULES = {
     # a rank with a part of v looks up its own rows and gives zeros elsewhere: what is emitted masks the indices
-    **rows_of("embedding", _lookup(_embedding, counted=(0, 0), replaced=True, storage="fresh")),
+    **rows_of("embedding", _gather(_embedding_rule, counted=(0, 0), replaced=True, storage="fresh")),
     **rows_of(
         "embedding_dense_backward",
-        _written(_embedding_backward, unread_rows=True, storage="fresh", addable=True, compiled=False),
+        _scatter(_embedding_backward, unread_rows=True, storage="fresh", addable=True, compiled=False),
     ),
-    **rows_of("one_hot", _written(rule("... -> ... c!"))),
+    **rows_of("one_hot", _scatter(rule("... -> ... c!"))),
     # the bucket is how many boundaries lie below: a count, which adds up
     **rows_of("bucketize.Tensor", OpRow(rule("..., boundaries -> ..."))),
-    **rows_of("index.Tensor _unsafe_index.Tensor", _lookup(_index)),
-    **rows_of("index_put _unsafe_index_put", _written(_index_put)),
-    **rows_of("gather", _lookup(_picked("xii", linear="0"))),
-    **rows_of("scatter.value", _written(_picked("xix", linear="03"))),
-    **rows_of("scatter.src scatter_add", _written(_picked("xiix", linear="03"))),
-    **rows_of("scatter_reduce.two", _written(_picked("xiix"))),
-    **rows_of("index_select", _lookup(_picked("xli", free=True, linear="0"))),
-    **rows_of("index_add index_copy", _written(_picked("xlix", linear="03"))),
-    **rows_of("index_fill.int_Scalar", _written(_picked("xlx", linear="03"))),
+    **rows_of("index.Tensor _unsafe_index.Tensor", _gather(_index)),
+    **rows_of("index_put _unsafe_index_put", _scatter(_index_put)),
+    **rows_of("gather", _gather(_picked("xii", linear="0"))),
+    **rows_of("scatter.value", _scatter(_picked("xix", linear="03"))),
+    **rows_of("scatter.src scatter_add", _scatter(_picked("xiix", linear="03"))),
+    **rows_of("scatter_reduce.two", _scatter(_picked("xiix"))),
+    **rows_of("index_select", _gather(_picked("xli", free=True, linear="0"))),
+    **rows_of("index_add index_copy", _scatter(_picked("xlix", linear="03"))),
+    **rows_of("index_fill.int_Scalar", _scatter(_picked("xlx", linear="03"))),
     # torch takes these apart before anything is placed
     **rows_of("embedding_bag embedding_bag.padding_idx _embedding_bag", OpRow(moves="index")),
 }

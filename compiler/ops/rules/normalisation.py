@@ -32,8 +32,8 @@ def _layer_norm_backward(call: OpCall) -> OpRule:
     """The rule of `(grad, x, shape, mean, rstd, weight, bias, mask)`."""
     dims, last, whole = _over_last(call, call.operands[1], call.args[2])
     weight, bias = is_operand(call.args[5]), is_operand(call.args[6])
-    given = ((True, dims), (weight, last), (bias, last))
-    results = [made for wanted, (exists, made) in zip(call.args[7], given, strict=True) if wanted and exists]
+    gradients = ((True, dims), (weight, last), (bias, last))
+    results = [names for wanted, (exists, names) in zip(call.args[7], gradients, strict=True) if wanted and exists]
     return apply_dims(call, [dims] * 4 + [last] * (weight + bias), results, whole=whole, linear=_GRAD)
 
 
@@ -110,22 +110,22 @@ def _batch_norm(training: int | None, *, updates: bool = False, grad: bool = Fal
     return ruling
 
 
-_norm = partial(OpRow, precision="sensitive")
+_norm_row = partial(OpRow, precision="sensitive")
 
 NORMALISATION_RULES = {
-    **rows_of("layer_norm rms_norm _fused_rms_norm", _norm(_layer_norm)),
-    **rows_of("native_layer_norm", _norm(_layer_norm, stands_for="aten.layer_norm.default")),
-    **rows_of("native_layer_norm_backward", _norm(_layer_norm_backward, backward=True)),
-    **rows_of("_fused_rms_norm_backward batch_norm_backward", _norm(backward=True)),
-    **rows_of("group_norm", _norm(_group_norm(1, "x"), _local_groups)),
-    **rows_of("native_group_norm", _norm(_group_norm(6, "xmm"), _local_group_sizes(3), storage="fresh")),
+    **rows_of("layer_norm rms_norm _fused_rms_norm", _norm_row(_layer_norm)),
+    **rows_of("native_layer_norm", _norm_row(_layer_norm, stands_for="aten.layer_norm.default")),
+    **rows_of("native_layer_norm_backward", _norm_row(_layer_norm_backward, backward=True)),
+    **rows_of("_fused_rms_norm_backward batch_norm_backward", _norm_row(backward=True)),
+    **rows_of("group_norm", _norm_row(_group_norm(1, "x"), _local_groups)),
+    **rows_of("native_group_norm", _norm_row(_group_norm(6, "xmm"), _local_group_sizes(3), storage="fresh")),
     **rows_of(
         "native_group_norm_backward",
-        _norm(_group_norm_backward, _local_group_sizes(5), backward=True, storage="fresh"),
+        _norm_row(_group_norm_backward, _local_group_sizes(5), backward=True, storage="fresh"),
     ),
-    **rows_of("batch_norm", _norm(_batch_norm(5))),
-    **rows_of("_native_batch_norm_legit_functional", _norm(_batch_norm(5, updates=True))),
-    **rows_of("_native_batch_norm_legit.no_stats", _norm(_batch_norm(3))),
-    **rows_of("_native_batch_norm_legit_no_training", _norm(_batch_norm(None))),
-    **rows_of("native_batch_norm_backward", _norm(_batch_norm(7, grad=True), backward=True)),
+    **rows_of("batch_norm", _norm_row(_batch_norm(5))),
+    **rows_of("_native_batch_norm_legit_functional", _norm_row(_batch_norm(5, updates=True))),
+    **rows_of("_native_batch_norm_legit.no_stats", _norm_row(_batch_norm(3))),
+    **rows_of("_native_batch_norm_legit_no_training", _norm_row(_batch_norm(None))),
+    **rows_of("native_batch_norm_backward", _norm_row(_batch_norm(7, grad=True), backward=True)),
 }

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from ..factors import OpCall, OpRule, apply_dims, rule
 from ..op_row import OpRow, plain_dims, pointwise, result_shape
-from .creation import made
+from .creation import created
 
 
-def _filled(call: OpCall) -> OpRule:
+def _fill_pad(call: OpCall) -> OpRule:
     """The rule of an operator that fills padding. It is linear if it writes zeros: padding of a sum is the sum of
     paddings."""
     return rule("... -> ...", linear="" if call.args[5] else "0")(call)
 
 
-def _resized(call: OpCall) -> OpRule:
+def _resize_pad(call: OpCall) -> OpRule:
     """The rule of an operator that changes the length of a dim (outer, entries). The outer parts may be split; the
     entries of a part are whole."""
     dims, (dim, outer) = plain_dims(len(call.operands[0])), call.args[1:3]
@@ -31,11 +31,11 @@ OWN_RULES: dict[str, OpRow] = {
     ),
     "parc.stream_key.default": OpRow(rule("t! -> "), storage="fresh", compiled=False),
     "parc.dropout_mask.default": OpRow(
-        made, result_shape(1, "size"), law="bernoulli", key_at=0, by_number=True, storage="fresh"
+        created, result_shape(1, "size"), law="bernoulli", key_at=0, by_number=True, storage="fresh"
     ),
-    "parc.random.default": OpRow(made, result_shape(1, "size"), key_at=0, storage="fresh", compiled=False),
+    "parc.random.default": OpRow(created, result_shape(1, "size"), key_at=0, storage="fresh", compiled=False),
     "parc.iota.default": OpRow(
-        made, lambda call, operands, results: [(0, "size", results[0][0])], by_number=True, storage="fresh"
+        created, lambda call, operands, results: [(0, "size", results[0][0])], by_number=True, storage="fresh"
     ),
     "parc.lookup.default": OpRow(
         rule("v e, ... -> ... e"), moves="index", counted=(0, 0), stands_for="aten.embedding.default", storage="fresh"
@@ -56,9 +56,9 @@ OWN_RULES: dict[str, OpRow] = {
         rule("c! t, t v, t 1, t -> t v", linear="0"), precision="loss", backward=True, counted=(1, 1), named_at=3,
         storage="fresh",
     ),
-    "parc.fill_pad.default": OpRow(_filled, moves="place"),  # it passes on what holds no padding
-    "parc.cut_pad.default": OpRow(_resized, moves="place", storage="fresh", compiled=False),
-    "parc.grow_pad.default": OpRow(_resized, moves="place", storage="fresh", compiled=False),
+    "parc.fill_pad.default": OpRow(_fill_pad, moves="place"),  # it passes on what holds no padding
+    "parc.cut_pad.default": OpRow(_resize_pad, moves="place", storage="fresh", compiled=False),
+    "parc.grow_pad.default": OpRow(_resize_pad, moves="place", storage="fresh", compiled=False),
     # where both places are one memory, the result is the operand
     "parc.store.default": OpRow(pointwise("0"), moves="copy", elementwise=True, carries="away", compiled=False),
     "parc.load.default": OpRow(pointwise("0"), moves="copy", elementwise=True, carries="back", compiled=False),

@@ -32,11 +32,11 @@ def _ruled(
     return apply_dims(call, operands, results, whole=frozenset(whole), linear=linear, sizes=sizes, sums=sums)
 
 
-def _along(shape: Shape, dim: int, names: tuple[str, ...]) -> Dims:
+def _dims_with(shape: Shape, dim: int, names: tuple[str, ...]) -> Dims:
     return tuple(names if i == dim else (f"d{i}",) for i in range(len(shape)))
 
 
-def _cut(call: OpCall, dim: int, offset: int = 0) -> OpRule:
+def _pieces_rule(call: OpCall, dim: int, offset: int = 0) -> OpRule:
     """Return the rule of tensors that are alike except for their sizes along `dim`.
 
     With p the greatest common piece of all these sizes and the offset, each such dim is (D / p, p): which pieces a
@@ -50,25 +50,25 @@ def _cut(call: OpCall, dim: int, offset: int = 0) -> OpRule:
     for index, shape in enumerate(tensors):
         count = quotient(shape[dim], piece)
         if not count:  # an empty tensor: no two of the dims have a piece in common
-            named = [_along(other, dim, (f"c{at}",)) for at, other in enumerate(tensors)]
+            named = [_dims_with(other, dim, (f"c{at}",)) for at, other in enumerate(tensors)]
             lengths = {f"c{at}": other[dim] for at, other in enumerate(tensors)}
             return _ruled(call, named, set(lengths), lengths)
         sizes[f"c{index}"] = count
-    names = [_along(shape, dim, (f"c{index}", "p")) for index, shape in enumerate(tensors)]
+    names = [_dims_with(shape, dim, (f"c{index}", "p")) for index, shape in enumerate(tensors)]
     return _ruled(call, names, sizes.keys() - {"p"}, sizes)
 
 
-def _parts(call: OpCall, dim: int, long: int) -> OpRule:
+def _joined_rule(call: OpCall, dim: int, long: int) -> OpRule:
     """Return the rule of a tensor that consists, along `dim`, of the others one after the other. Its factor is the sum
     of theirs or, for equal parts, their number times theirs."""
     tensors = (*call.operands, *call.results)
     alike = all(len(shape) == len(tensors[0]) for shape in tensors)
     if not alike or any(shape[dim] < 2 for shape in tensors):
-        return _cut(call, dim)
+        return _pieces_rule(call, dim)
     short = [index for index in range(len(tensors)) if index != long]
     if len({tensors[index][dim] for index in short}) == 1:
-        return _cut(call, dim)
-    names = [_along(shape, dim, ("x" if index == long else f"x{index}",)) for index, shape in enumerate(tensors)]
+        return _pieces_rule(call, dim)
+    names = [_dims_with(shape, dim, ("x" if index == long else f"x{index}",)) for index, shape in enumerate(tensors)]
     sizes = {"x" if index == long else f"x{index}": shape[dim] for index, shape in enumerate(tensors)}
     return _ruled(call, names, set(), sizes, {"x": tuple(f"x{index}" for index in short)})
 
@@ -91,13 +91,13 @@ def _slice_row(first: int, long: int, short: int, *, sizes: bool = False, **fact
     def ruling(call: OpCall) -> OpRule:
         dim, start, step, size, taken = read(call)
         if step == 1:
-            return _cut(call, dim, start)
+            return _pieces_rule(call, dim, start)
         tensors = (*call.operands, *call.results)
         count = quotient(size, step)
         # one of every `step` elements: (n, step) -> (n)
         regular = count is not None and start < step and count == taken
         names = [
-            _along(shape, dim, ("short",) if index == short else ("short", "step") if regular else ("long",))
+            _dims_with(shape, dim, ("short",) if index == short else ("short", "step") if regular else ("long",))
             for index, shape in enumerate(tensors)
         ]
         if regular:
@@ -136,11 +136,11 @@ def _split_row(name: str, part: Callable[[list[int]], Any] | None, storage: Stor
     def local(call: OpCall, operands: tuple[Shape, ...], results: tuple[Shape, ...]) -> list[Change]:
         return [(1, name, part([shape[dim_of(call)] for shape in results]))] if part else []
 
-    return OpRow(lambda call: _parts(call, dim_of(call), long=0), local, moves="place", storage=storage)
+    return OpRow(lambda call: _joined_rule(call, dim_of(call), long=0), local, moves="place", storage=storage)
 
 
 def _cat(call: OpCall) -> OpRule:
-    return _parts(call, normal_dim(call.argument(1, "dim", 0), len(call.results[0])), long=len(call.operands))
+    return _joined_rule(call, normal_dim(call.argument(1, "dim", 0), len(call.results[0])), long=len(call.operands))
 
 
 def _halves(position: int, halved: str, *, linear: str = "") -> Callable[[OpCall], OpRule]:
@@ -151,7 +151,7 @@ def _halves(position: int, halved: str, *, linear: str = "") -> Callable[[OpCall
         tensors = (*call.operands, *call.results)
         dim = normal_dim(call.argument(position, "dim", -1), len(tensors[0]))
         names = [
-            _along(shape, dim, ("two", "half") if mark == "2" else ("half",))
+            _dims_with(shape, dim, ("two", "half") if mark == "2" else ("half",))
             for mark, shape in zip(halved, tensors, strict=True)
         ]
         count = len(call.operands)
@@ -171,7 +171,7 @@ def _lacking(position: int, default: int | None = None) -> Callable[[OpCall], Op
         tensors = (*call.operands, *call.results)
         rank = max(len(shape) for shape in tensors)
         dim = normal_dim(call.argument(position, "dim", default), rank)
-        having = _along((1,) * rank, dim, ("whole",))
+        having = _dims_with((1,) * rank, dim, ("whole",))
         lacking = having[:dim] + having[dim + 1 :]
         return _ruled(call, [having if len(shape) == rank else lacking for shape in tensors], {"whole"}, {})
 
@@ -199,7 +199,7 @@ def _unfold(call: OpCall) -> OpRule:
     backward = len(call.operands[0]) > len(call.results[0])
     x = (call.results if backward else call.operands)[0]
     dim = normal_dim(call.args[1 + backward], len(x))
-    tensors = [_along(x, dim, ("whole",)), (*_along(x, dim, ("windows",)), ("size",))]
+    tensors = [_dims_with(x, dim, ("whole",)), (*_dims_with(x, dim, ("windows",)), ("size",))]
     return _ruled(call, tensors[::-1] if backward else tensors, {"whole", "windows", "size"}, {})
 
 

@@ -8,7 +8,7 @@ from ...layout.mesh import Shape
 from ..factors import Dims, OpCall, OpRule, apply_dims, quotient
 from ..op_row import Change, OpRow, normal_dim, normal_dims, plain_dims, pointwise, result_shape, rows_of
 
-_ONE = (frozenset({0}),)
+_LINEAR = (frozenset({0}),)
 
 
 def refine(before: Shape, after: Shape) -> tuple[Dims, Dims, dict[str, int], frozenset[str]]:
@@ -66,7 +66,7 @@ def _next_meeting(a: Sequence[tuple[int, int]], b: Sequence[tuple[int, int]]) ->
 
 def _view(call: OpCall) -> OpRule:
     before, after, sizes, whole = refine(call.operands[0], call.results[0])
-    return OpRule((before,), (after,), sizes, whole, _ONE)
+    return OpRule((before,), (after,), sizes, whole, _LINEAR)
 
 
 def _local_unflatten(call: OpCall, operands: tuple[Shape, ...], results: tuple[Shape, ...]) -> list[Change]:
@@ -78,7 +78,7 @@ def _local_unflatten(call: OpCall, operands: tuple[Shape, ...], results: tuple[S
 def _renamed(call: OpCall, order: Sequence[int | None]) -> OpRule:
     """Return the rule in which result dim i is operand dim order[i], or new and of size 1."""
     result: Dims = tuple(() if dim is None else (f"d{dim}",) for dim in order)
-    return apply_dims(call, [plain_dims(len(call.operands[0]))], [result], linear=_ONE)
+    return apply_dims(call, [plain_dims(len(call.operands[0]))], [result], linear=_LINEAR)
 
 
 def _transpose(call: OpCall) -> OpRule:
@@ -124,7 +124,7 @@ def _squeeze(call: OpCall) -> OpRule:
     kept = [dim for dim, size in enumerate(shape) if not (dim in dims and size == 1)]
     whole = frozenset(f"d{dim}" for dim in kept if dim in dims)
     result = tuple((f"d{dim}",) for dim in kept)
-    return apply_dims(call, [plain_dims(len(shape))], [result], whole=whole, linear=_ONE)
+    return apply_dims(call, [plain_dims(len(shape))], [result], whole=whole, linear=_LINEAR)
 
 
 def _repeat(call: OpCall) -> OpRule:
@@ -138,7 +138,7 @@ def _repeat(call: OpCall) -> OpRule:
         sizes.update(names)
         spelled.append(tuple(name for name, _ in names))
     operand = tuple((f"d{dim + new}",) if size != 1 else () for dim, size in enumerate(shape))
-    return OpRule((operand,), (tuple(spelled),), sizes, linear=_ONE)
+    return OpRule((operand,), (tuple(spelled),), sizes, linear=_LINEAR)
 
 
 def _local_repeat(call: OpCall, operands: tuple[Shape, ...], results: tuple[Shape, ...]) -> list[Change]:
@@ -159,7 +159,7 @@ def _repeat_interleave(call: OpCall) -> OpRule:
         dim = 0 if chosen is None else normal_dim(chosen, len(shape))
         result[dim] = (*result[dim], "r")
         sizes["r"] = times
-    return OpRule((operand,), (tuple(result),), sizes, linear=_ONE)
+    return OpRule((operand,), (tuple(result),), sizes, linear=_LINEAR)
 
 
 def _local_interleave(call: OpCall, operands: tuple[Shape, ...], results: tuple[Shape, ...]) -> list[Change]:
