@@ -4,7 +4,7 @@ streams."""
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from .rewriter import REWRITES, Canonicalizer, rewrites
 
 
 @rewrites(aten.scaled_dot_product_attention.default)
-def _attention(c: Canonicalizer, node: Any) -> None:
+def _canonical_attention(c: Canonicalizer, node: Any) -> None:
     """Replace torch's attention by parc's own, which saves what its backward reads and draws its dropout from a
     stream."""
     arguments = arguments_of(node)
@@ -76,7 +76,7 @@ def _add_head_dim(c: Canonicalizer, node: Any, arguments: Mapping[str, Any]) -> 
     options = arguments["dropout_p"] or 0.0, arguments["is_causal"] or False
     attention = c.emit(node, node.target, *one_head, mask, *options, scale=arguments["scale"])
     c.replace(node, c.emit(node, aten.squeeze.dim, attention, 1))
-    _attention(c, attention)
+    _canonical_attention(c, attention)
 
 
 def _write_out_scores(c: Canonicalizer, node: fx.Node, arguments: Mapping[str, Any], key: fx.Node | None) -> None:
@@ -111,24 +111,23 @@ def _repeat_heads(c: Canonicalizer, near: fx.Node, x: fx.Node, heads: int) -> fx
 def drop_unread(graph: fx.Graph) -> None:
     """The pass that removes random operators which no stream counts and nobody reads. It changes a captured graph in
     place; no other draw depends on them."""
-    for node in reversed(list(graph.nodes)):
-        draws = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-        if draws and not node.users and not _is_counted(node):
+    for node in reversed(list(_draws_without_stream(graph))):
+        if not node.users:
             graph.erase_node(node)
 
 
 def uncounted(graph: fx.Graph) -> fx.Node | None:
     """Return the first random operator without a stream in the canonical form, or None. Attention's dropout has one."""
+    draws = _draws_without_stream(graph)
+    return next((node for node in draws if node.target is not aten.scaled_dot_product_attention.default), None)
+
+
+def _draws_without_stream(graph: fx.Graph) -> Iterator[fx.Node]:
+    """Yield the random operators that the canonical form does not rewrite as draws of a known distribution."""
     for node in graph.nodes:
-        tags = getattr(node.target, "tags", ())
-        known = _is_counted(node) or node.target is aten.scaled_dot_product_attention.default
-        if torch.Tag.nondeterministic_seeded in tags and not known:
-            return node  # type: ignore[no-any-return]
-    return None
-
-
-def _is_counted(node: fx.Node) -> bool:
-    return facts(node.target).law != "" and node.target in REWRITES
+        draws = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        if draws and not (facts(node.target).law and node.target in REWRITES):
+            yield node
 
 
 @rewrites(aten.native_dropout.default)

@@ -96,7 +96,7 @@ def _view(c: Canonicalizer, node: Any) -> None:
 
 
 @rewrites(aten.expand.default)
-def _expand(c: Canonicalizer, node: Any) -> None:
+def _expand_sizes(c: Canonicalizer, node: Any) -> None:
     if shape_of(node.args[0]) == shape_of(node):
         c.replace(node, node.args[0])
         return

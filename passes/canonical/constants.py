@@ -8,7 +8,6 @@ causal one, can use a kernel that reads no mask.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -76,30 +75,24 @@ def _fold(node: fx.Node, known: dict[fx.Node, torch.Tensor]) -> torch.Tensor | N
         return _compute(node, {operand: _first(known[operand]) for operand in operands}).expand(result.shape)
     if all(returned.alias_info is not None for returned in target._schema.returns):
         return _compute(node, known)  # a view
-    reduced = _without_copies(node, known)
-    if math.prod(reduced.result) > _MOST_ENTRIES:
+    values, shape = _without_copies(node, known)
+    if math.prod(shape) > _MOST_ENTRIES:
         return _compare_ranges(node, known)
-    value = _compute(node, reduced.values)
+    value = _compute(node, values)
     same = value.numel() > 0 and bool((value == _first(value)).all())
     return (_first(value).clone() if same else value).expand(result.shape)
 
 
-@dataclass(frozen=True, slots=True)
-class _WithoutCopies:
-    """The operands of a node, by node, with one entry along dims that repeat it; and the shape of the result that they
-    give."""
-
-    values: dict[fx.Node, torch.Tensor]
-    result: tuple[int, ...]
-
-
-def _without_copies(node: fx.Node, known: dict[fx.Node, torch.Tensor]) -> _WithoutCopies:
-    """Return the operands with one entry for each factor along which all of them hold copies (a mask's batch)."""
+def _without_copies(
+    node: fx.Node, known: dict[fx.Node, torch.Tensor]
+) -> tuple[dict[fx.Node, torch.Tensor], tuple[int, ...]]:
+    """Return the operands of a node, with one entry for each factor along which all of them hold copies (a mask's
+    batch), and the shape of their result."""
     operands = operands_of(node)
     values, shape = {operand: known[operand] for operand in operands}, tuple(noted(node).value.shape)
     rule, has_rule = rule_of(node)
     if not has_rule or len(values) < len(operands):
-        return _WithoutCopies(values, shape)
+        return values, shape
     moving = set(rule.whole)
     for operand, dims in zip(operands, rule.operands, strict=True):
         for size, stride, factors in zip(values[operand].shape, values[operand].stride(), dims, strict=True):
@@ -110,8 +103,7 @@ def _without_copies(node: fx.Node, known: dict[fx.Node, torch.Tensor]) -> _Witho
         for dim, factors in enumerate(dims):
             if factors and factors[0] in copies:
                 values[operand] = values[operand].narrow(dim, 0, 1)
-    result = tuple(1 if f and f[0] in copies else n for n, f in zip(shape, rule.results[0], strict=True))
-    return _WithoutCopies(values, result)
+    return values, tuple(1 if f and f[0] in copies else n for n, f in zip(shape, rule.results[0], strict=True))
 
 
 def _compute(node: fx.Node, values: dict[fx.Node, torch.Tensor]) -> torch.Tensor:

@@ -184,7 +184,7 @@ def _overwrite(c: Canonicalizer, node: fx.Node) -> None:
 
 
 @rewrites(aten.embedding.default)
-def _embedding(c: Canonicalizer, node: fx.Node) -> None:
+def _padding_row(c: Canonicalizer, node: fx.Node) -> None:
     """Cut the gradient of a table's padding row, which is not trained, wherever the row is."""
     weight, index, padding, *_ = arguments_of(node).values()
     if not isinstance(padding, int) or padding < 0:

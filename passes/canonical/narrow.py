@@ -76,7 +76,7 @@ def _keep_masters(graph: fx.Graph, lines: PrecisionRegions) -> None:
             noted(node).value = value.to(torch.float32)
 
 
-class _Parts(TorchDispatchMode):
+class _SensitiveParts(TorchDispatchMode):
     """A mode that runs a composite operator, and becomes ``sensitive`` where one of its parts takes no narrow type."""
 
     def __init__(self) -> None:
@@ -175,7 +175,7 @@ class _Narrowing:
             mode = next(noted(n).value.fake_mode for n in self.graph.nodes if n.op == "placeholder")
             with mode:  # all operands in float32: some operators take only one type
                 args, kwargs = substitute_nodes((node.args, node.kwargs), lambda n: _in_float32(noted(n).value))
-                with _Parts() as parts:
+                with _SensitiveParts() as parts:
                     target(*args, **kwargs)
             self.is_sensitive[target] = is_sensitive(str(target)) or parts.sensitive
         return self.is_sensitive[target]

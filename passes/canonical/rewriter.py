@@ -12,7 +12,7 @@ from ...compiler.capture.node_facts import copy_place, noted
 from ...compiler.ops.rules import TABLE, OpRow
 from ...compiler.program.binding import Binding
 from ...compiler.program.program import operator
-from ..calls import FakeResults, insert_call
+from ..calls import FakeResults, insert_call, tensors_of
 
 
 class Canonicalizer:
@@ -50,7 +50,8 @@ class Canonicalizer:
         with self.graph.inserting_after(rng):
             key = self.graph.placeholder(f"key_{module.replace('.', '_')}_{ordinal}")
         noted(key).binding = Binding("key", f"{module}.{ordinal}")
-        noted(key).value = _fake_like(node, (), torch.int64)
+        with tensors_of(node)[0].fake_mode:
+            noted(key).value = torch.empty((), dtype=torch.int64)
         return key
 
     def rewrite(self) -> None:
@@ -95,10 +96,3 @@ def takes_apart(*targets: Any) -> Callable[[_Rewrite], _Rewrite]:
 def targets_where(holds: Callable[[OpRow], bool]) -> list[Any]:
     """Return torch's operators whose row fulfils a condition."""
     return [operator(name) for name, row in TABLE.items() if name.startswith("aten.") and holds(row)]
-
-
-def _fake_like(node: fx.Node, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
-    value = noted(node).value
-    value = value[0] if isinstance(value, (tuple, list)) else value
-    with value.fake_mode:
-        return torch.empty(shape, dtype=dtype)

@@ -85,36 +85,37 @@ def factor_places(node: fx.Node, rule: OpRule, factor: str, outer: Outer = 1) ->
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """The sub-axes into which axes are factored, and the heads that several ranks of an axis keep."""
+    """The heads that several ranks of an axis keep. ``sizes`` are the sub-axes into which an axis is factored: for
+    heads, for views, at nodes. ``kept`` says by value and axis how many of the sub-axes, major first, split the value;
+    it is whole on the others. ``fused`` says the same for values in which these heads are fused with more; on the other
+    sub-axes they are gathered."""
 
     sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """The sizes of an axis's sub-axes, major first: those that heads, views and nodes need."""
     kept: Mapping[tuple[str, str], int] = field(default_factory=dict)
-    """The number of sub-axes, major first, that split a value, by value and axis; it is whole on the others."""
     fused: Mapping[tuple[str, str], int] = field(default_factory=dict)
-    """The same for values in which few heads are fused with more; on the other sub-axes the few are gathered."""
     notes: tuple[Diagnostic, ...] = ()
     across: Mapping[str, int] = field(default_factory=dict)
-    """The number of parts, major first, of an axis that lie across nodes, for axes of which lines mean the nodes."""
+    """The number of parts, major first, along which the ranks of an axis are on different nodes, for axes of the mesh
+    or of views of which lines mean the nodes."""
 
     def cut(self, axis: str, ranks: int, cuts: Iterable[int]) -> Copies:
-        """Return copies with an axis of so many ``ranks`` factored after each number of parts in ``cuts`` too.
+        """Return these with an axis of so many ranks factored at other places too: after so many parts of it.
 
         Raises:
-            NoCommonParts: a cut lies inside a sub-axis, and does not divide it.
+            NoCommonParts: one cuts through what the axis is factored into already.
         """
         before = [*accumulate(self.sizes.get(axis, (ranks,)), mul)]
-        sub_axes = finer(self.sizes.get(axis, (ranks,)), cuts)
-        ends = [*accumulate(sub_axes, mul)]
+        made = finer(self.sizes.get(axis, (ranks,)), cuts)
+        ends = [*accumulate(made, mul)]
 
-        def renumbered(counts: Mapping[tuple[str, str], int]) -> dict[tuple[str, str], int]:
+        def moved(counts: Mapping[tuple[str, str], int]) -> dict[tuple[str, str], int]:
             return {
                 key: ends.index(before[number - 1]) + 1 if key[1] == axis and number else number
                 for key, number in counts.items()
             }
 
-        sizes = {axis: sub_axes} if len(ends) > 1 else {}
-        return replace(self, sizes={**self.sizes, **sizes}, kept=renumbered(self.kept), fused=renumbered(self.fused))
+        sizes = {axis: made} if len(ends) > 1 else {}
+        return replace(self, sizes={**self.sizes, **sizes}, kept=moved(self.kept), fused=moved(self.fused))
 
     def parts(self, mesh: Mesh) -> dict[tuple[str, str], int]:
         """Return the number of parts into which a value is split, by value and axis."""
@@ -124,11 +125,11 @@ class Copies:
     def splits(self, seed: PlacementSeed, mesh: Mesh) -> dict[str, Split | None]:
         """Return the split, or None for whole, that a seed asks for on each sub-axis of its axis."""
         parts = mesh.parts(seed.axis)
-        splits: dict[str, Split | None] = dict.fromkeys(parts)
+        found: dict[str, Split | None] = dict.fromkeys(parts)
         if seed.dim is not None:
             kept = parts[: self.kept.get((seed.value, seed.axis), len(parts))]
-            splits |= along(kept, Split(seed.dim, seed.outer), mesh)
-        return splits
+            found |= along(kept, Split(seed.dim, seed.outer), mesh)
+        return found
 
     def gathers(self, seeds: Iterable[PlacementSeed], mesh: Mesh) -> list[tuple[PlacementSeed, tuple[str, ...]]]:
         """Return, for the seeds of fused values, the sub-axes over which the few heads are gathered."""

@@ -67,6 +67,13 @@ class UnevenTokens(ValueError):
         super().__init__(f"the {tokens} tokens of a rank that go to `{origin.module}` do not divide")
 
 
+def _gradients(graph: fx.Graph) -> dict[ValueKey, bool]:
+    """Return True for the values of a graph through which a gradient flows, False for the others."""
+    flow, nodes = GradientFlow(), (node for node in graph.nodes if node.op == "placeholder" or computes(node))
+    return {(node, index): isinstance(value, torch.Tensor) and value.is_floating_point() and node in flow
+            for node in nodes for index, value in enumerate(tensors_of(node))}  # fmt: skip
+
+
 class Partition:
     """The pass of partition. It takes a canonical graph and its placements, and gives the typed graph, a new one, and
     the ``reshards`` that readers needed. Each value is converted at most once to each placement, for all readers."""
@@ -77,7 +84,7 @@ class Partition:
         self.graph = fx.Graph()
         self.forms: dict[ValueKey, dict[Placement, fx.Node]] = {}
         self.state: dict[ValueKey, Placement] = {}
-        self.grad: dict[ValueKey, bool] = {}
+        self.grad = _gradients(graph)
         self.pure = made_of(graph, FIXED)
         self.reshards: list[Reshard] = []
         self.origin = Origin()
@@ -85,16 +92,7 @@ class Partition:
         self.kept = self.with_rows = False
         self.block: str | None = None
         self.last_block: str | None = None
-        self.hoisted = plan_hoist(graph, mesh, placed, self._find_gradients())
-
-    def _find_gradients(self) -> Mapping[ValueKey, bool]:
-        flow = GradientFlow()
-        for node in self.source.nodes:
-            if node.op == "placeholder" or computes(node):
-                for index, value in enumerate(tensors_of(node)):
-                    floating = isinstance(value, torch.Tensor) and value.is_floating_point()
-                    self.grad[node, index] = floating and node in flow
-        return self.grad
+        self.hoisted = plan_hoist(graph, mesh, placed, self.grad)
 
     def type_of(self, key: ValueKey, placement: Placement) -> TensorType:
         """Return the typed shape of a value in a placement."""
@@ -148,6 +146,7 @@ class Partition:
         return target
 
     def _emit_conversion(self, key: ValueKey, have: Placement, want: Placement, axes: tuple[str, ...]) -> fx.Node:
+        """Add the conversion of a value's form over axes, all of one old and one new type."""
         source, result = have[axes[0]], want[axes[0]]
         form = self.forms[key][have]
         if source == "I" and result == "R" and not self.grad[key]:
@@ -168,20 +167,24 @@ class Partition:
         node = self.call(OPS.convert.default, (form, *how), {}, [(key, want)])
         noted(node).again = self.placed.again(key, axes, source, result)
         self.block, self.origin = block, origin
-        whole = any((key, axis) in self.placed.whole for axis in axes)
-        cause = origin if whole else replace(origin, plan=self.placed.lines.get(key[0], origin.plan))
         routed = computes(key[0]) and facts(key[0].target).reroutes  # by a line of `experts`
         if (source, result) != ("I", "R") and not self.with_rows and not routed:
-            itemsize = fake(key).dtype.itemsize
-            size = math.prod(self.type_of(key, have).local(self.mesh)) * itemsize
-            attends = str(OPS.attention.default) in (str(key[0].target), self.reader)
-            for name in self.mesh.joined(axes):
-                axis = self.mesh.parts(name)[0]
-                named = noted(key[0]).binding.name if key[0].op == "placeholder" else key[0].name
-                asked = self.placed.asks(key, axis, want[axis], self.reader)
-                about = asked, attends, self.grad[key], whole and asked, itemsize
-                self.reshards.append(Reshard(named, have[axis], want[axis], name, cause, size, self.reader, *about))
+            self._note_reshards(key, have, want, axes)
         return node
+
+    def _note_reshards(self, key: ValueKey, have: Placement, want: Placement, axes: tuple[str, ...]) -> None:
+        """Note a conversion for reports, once for each axis of the mesh."""
+        whole = any((key, axis) in self.placed.whole for axis in axes)
+        cause = self.origin if whole else replace(self.origin, plan=self.placed.lines.get(key[0], self.origin.plan))
+        named = noted(key[0]).binding.name if key[0].op == "placeholder" else key[0].name
+        itemsize = fake(key).dtype.itemsize
+        size = math.prod(self.type_of(key, have).local(self.mesh)) * itemsize
+        attends = str(OPS.attention.default) in (str(key[0].target), self.reader)
+        for name in self.mesh.joined(axes):
+            axis = self.mesh.parts(name)[0]
+            asked = self.placed.asks(key, axis, want[axis], self.reader)
+            about = asked, attends, self.grad[key], whole and asked, itemsize
+            self.reshards.append(Reshard(named, have[axis], want[axis], name, cause, size, self.reader, *about))
 
     def _exchange(self, key: ValueKey, mask: ValueKey, have: Placement, want: Placement, how: tuple[str, ...],
                   fits: bool) -> fx.Node:  # fmt: skip
@@ -300,7 +303,7 @@ class Partition:
     def _sums_later(self, node: fx.Node, keys: Sequence[ValueKey], partial: frozenset[int]) -> bool:
         """Return True where a sum behind an operator moves at most as many bytes as one before it."""
         bytes_later: int = sum(value.nbytes for value in tensors_of(node) if isinstance(value, torch.Tensor))
-        later = bytes_later <= sum(fake(keys[index]).nbytes for index in partial)
+        later: bool = bytes_later <= sum(fake(keys[index]).nbytes for index in partial)
         return later if self.choices is None else self.choices.make(("sum", node.name), later)
 
     def emit(self, node: fx.Node, parts: Mapping[str, Part], results: Sequence[tuple[ValueKey, Placement]],

@@ -24,16 +24,16 @@ from ..calls import ValueKey, computes, key_of, operands_of, rule_of, tensors_of
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """The claim of one line on a value's split over an axis; None claims it whole."""
+    """The claim of one line on one value and axis; ``split`` None says that the value is whole there."""
 
     value: ValueKey
     axis: str
     split: Split | None
     line: int
     site: str = ""
-    """The name of a value inside the model, if it is one: such claims come after all others."""
+    """The name of a value inside the model: claims on these come after all others."""
     few: bool = False
-    """True where several ranks keep a head of a weight that a line splits."""
+    """True where ranks keep the same heads of a weight that a line splits, because there are fewer heads."""
 
 
 HeadAxes = Mapping[fx.Node, Sequence[str]]

@@ -21,7 +21,7 @@ from ...compiler.padding.pads import Pad, padded_shape
 from ...compiler.program.binding import PARAMETERS
 from ...compiler.program.program import Origin
 from ..calls import ShardDims
-from ..programs.segments import node_type
+from ..programs.segments import data_type, node_type
 
 GRADIENTS, WEIGHTS = 2, 3
 """The levels of ZeRO from which gradients, and the parameters themselves, are sharded too."""
@@ -31,13 +31,13 @@ _MOST_PADDING = 8
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """The demand of a ``zero`` line on one parameter: the level of ZeRO over an axis, and the line's number."""
+    """The demand of a ``zero`` line on one parameter: its level over an axis, and the line's number. ``spare``: over
+    the axis only where it does not split the parameter for the computation."""
 
     axis: str
     level: int
     line: int
     spare: bool = False
-    """True for a demand that falls away where the axis splits the parameter for the computation."""
 
 
 class AlreadySplit(ValueError):
@@ -78,17 +78,17 @@ def store_parameters(
         kind, name = noted(node).binding
         if kind not in PARAMETERS or not node.users:
             continue
-        type_, wanted = node_type(node), []
+        wanted = []
         for sharding in shardings.get(name, ()):
-            split = isinstance(type_.placement[sharding.axis], Split)
+            split = isinstance(node_type(node).placement[sharding.axis], Split)
             if (kind != "parameter" and sharding.level < WEIGHTS) or (split and sharding.spare):
                 continue
             if split:
                 raise AlreadySplit(name, sharding)
             wanted.append(sharding)
-        rest = _shard(name, replace(type_, placement=type_.placement.data()), wanted, mesh, stored, dims)
+        rest = _shard(name, data_type(node), wanted, mesh, stored, dims)
         for at, form in enumerate(_forms(graph, node)):
-            computed = replace(node_type(form), placement=node_type(form).placement.data())
+            computed = data_type(form)
             label = name if at == 0 else f"{name}:{at}"
             origin = noted(form).origin if computed.dtype != rest.dtype else Origin(name.rpartition(".")[0])
             origin = replace(origin, plan=wanted[0].line if wanted else origin.plan)

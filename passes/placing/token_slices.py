@@ -54,7 +54,7 @@ def slice_tokens(
                        if key[0].op != "placeholder"]  # fmt: skip
         routed, alike = placed.splits[route, 0], replicas.get(noted(route).origin.module, ())
         for axis in (axis for axis in mesh.names if mesh.size(axis) > 1 and axis not in placed.splits[chosen]):
-            outer = _inmost(tokens, fake(chosen).shape[1], axis, mesh)
+            outer = _coarsest_parts(tokens, fake(chosen).shape[1], axis, mesh)
             split = routed.get(axis)
             if outer is not None and (axis in alike if split is None else split.dim == 0):
                 tokens[axis] = outer
@@ -77,7 +77,7 @@ def _splits_inside(route: fx.Node, axis: str, placed: Placed) -> bool:
     )  # fmt: skip
 
 
-def _inmost(tokens: Mapping[str, Outer], size: int, axis: str, mesh: Mesh) -> Outer | None:
+def _coarsest_parts(tokens: Mapping[str, Outer], size: int, axis: str, mesh: Mesh) -> Outer | None:
     """Return the parts of tokens that an axis can split beside the axes that split them already: the coarsest ones that
     nest with these."""
     taken = [(outer, mesh.size(name)) for name, outer in tokens.items()]
