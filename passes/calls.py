@@ -1,4 +1,5 @@
-"""Nodes of a graph as calls that rules understand: values, their shapes, and the rule of each node."""
+"""Nodes of a graph as calls that rules understand: values with their shapes, arguments, the rule of each node; and the
+choices that all sizes of a range share."""
 
 from __future__ import annotations
 
@@ -47,6 +48,21 @@ def operands_of(node: fx.Node) -> list[fx.Node]:
     return operands
 
 
+def arguments_of(node: fx.Node) -> dict[str, Any]:
+    """A call's arguments by name, in the order of the operator's schema, with its defaults for those left out."""
+    target: Any = node.target
+    schema = target._schema.arguments
+    passed = {**dict(zip((argument.name for argument in schema), node.args, strict=False)), **node.kwargs}
+    return {argument.name: passed.get(argument.name, argument.default_value)
+            for argument in schema if argument.name in passed or argument.has_default_value()}  # fmt: skip
+
+
+def insert_call(before: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:
+    """Insert a call into a graph before a node, without facts."""
+    with before.graph.inserting_before(before):
+        return before.graph.call_function(target, args, kwargs)
+
+
 def call_of(node: fx.Node) -> OpCall:
     """The node as a call on its global (or, in a local graph, local) shapes."""
     operands: list[Shape] = []
@@ -61,8 +77,11 @@ def call_of(node: fx.Node) -> OpCall:
 
 
 class FakeResults:
-    """Results of operators as fake tensors of one graph. An operator on operands of the same layouts runs once in a
-    process (``results_of``); running it on fake tensors each time takes five times as long."""
+    """Results of operators as fake tensors of one graph.
+
+    An operator on operands of the same layouts runs once in a process (``results_of``); running it on fake tensors each
+    time takes five times as long.
+    """
 
     def __init__(self, graph: fx.Graph) -> None:
         self._graph = graph
@@ -83,7 +102,7 @@ class FakeResults:
 
 
 class MixedRows(ValueError):
-    """The error of an operator in an expert that does not compute each row of tokens by itself."""
+    """The error of an operator in an expert that mixes rows of tokens."""
 
     def __init__(self, node: fx.Node) -> None:
         drawn = any(facts(operand.target).law for operand in operands_of(node) if operand.op == "call_function")
@@ -93,10 +112,11 @@ class MixedRows(ValueError):
 
 
 def mark_packed(graph: fx.Graph) -> None:
-    """Note on every operator whether its results are packed rows of tokens, and what says which.
+    """The pass that marks packed rows of tokens. It takes a canonical graph, and notes on every operator ``packed``,
+    the packing of its results, and ``chosen``, the mask that says which tokens are packed. No operator changes.
 
     Raises:
-        MixedRows: an operator would compute with rows that are not there.
+        MixedRows: an operator would compute with rows that a rank does not have.
     """
     for node in graph.nodes:
         if node.op == "call_function":
@@ -112,7 +132,7 @@ def mark_packed(graph: fx.Graph) -> None:
 
 
 def rule_of(node: fx.Node) -> tuple[OpRule, bool]:
-    """Return the rule of a node, and whether its operator has one. Without one, every dim is needed whole."""
+    """Return the rule of a node, and True where its operator has one. Without one, every dim is needed whole."""
     call = call_of(node)
     try:
         call_rule = rule_for(call)

@@ -1,9 +1,10 @@
-"""Attention in the canonical form: four dims, counted draws, and written-out scores where they are needed."""
+"""Attention and random operators in the canonical form: attention of four dims, and draws from counter-based
+streams."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,19 +15,20 @@ from ...compiler.capture.reach import GradientFlow
 from ...compiler.initial.counter import dropped
 from ...compiler.ops.own_ops import OPS, aten
 from ...compiler.ops.rules import facts
+from ..calls import arguments_of
 from .decompose import shape_of
 from .rewriter import REWRITES, Canonicalizer, rewrites
 
 
 @rewrites(aten.scaled_dot_product_attention.default)
-def _attention(c: Canonicalizer, node: Any) -> None:
-    """Replace torch's attention by parc's own, which keeps what its backward reads and draws its mask from a stream."""
-    names = ("q", "k", "v", "attn_mask", "dropout_p", "is_causal")
-    arguments = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    p = float(arguments.get("dropout_p") or 0.0)
-    mask, q = arguments.get("attn_mask"), arguments["q"]
+def _canonical_attention(c: Canonicalizer, node: Any) -> None:
+    """Replace torch's attention by parc's own, which saves what its backward reads and draws its dropout from a
+    stream."""
+    arguments = arguments_of(node)
+    q, k, v, mask = (arguments[name] for name in ("query", "key", "value", "attn_mask"))
+    p = float(arguments["dropout_p"] or 0.0)
     if noted(q).value.dim() == 3:
-        _of_one_head(c, node, arguments)
+        _add_head_dim(c, node, arguments)
     if noted(q).value.dim() != 4:
         return
     key = c.stream(node, c.rng) if p else None
@@ -34,10 +36,9 @@ def _attention(c: Canonicalizer, node: Any) -> None:
         while noted(mask).value.dim() < 4:
             mask = c.emit(node, aten.unsqueeze.default, mask, 0)
         if mask in GradientFlow():
-            _written_out(c, node, {**arguments, "attn_mask": mask}, key)
+            _write_out_scores(c, node, {**arguments, "attn_mask": mask}, key)
             return
-    options = (bool(arguments.get("is_causal") or False), arguments.get("scale"), p)
-    k, v = arguments["k"], arguments["v"]
+    options = (bool(arguments["is_causal"]), arguments["scale"], p)
     grouped = [_before_repeat(x) for x in (k, v)]
     if None not in grouped:
         k, v = grouped
@@ -47,8 +48,8 @@ def _attention(c: Canonicalizer, node: Any) -> None:
 
 
 def _before_repeat(x: Any) -> fx.Node | None:
-    """Return keys or values [b, g, t, d] of which a model repeated each head for several query heads: attention reads
-    them as they are."""
+    """Return keys or values [b, g, t, d] before a model repeats each head for several query heads (GQA); None where it
+    does not. Attention reads them unrepeated."""
     if x.target is not aten.reshape.default:
         return None
     repeated = x.args[0]
@@ -63,27 +64,27 @@ def _before_repeat(x: Any) -> fx.Node | None:
     return groups if fits and apart.args[1] in (2, -3) and noted(repeated).value.dim() == 5 else None
 
 
-def _of_one_head(c: Canonicalizer, node: Any, given: Mapping[str, Any]) -> None:
+def _add_head_dim(c: Canonicalizer, node: Any, arguments: Mapping[str, Any]) -> None:
     """Give attention without heads a dim of one head: kernels disagree on the place of that dim."""
-    operands = given["q"], given["k"], given["v"]
+    operands = arguments["query"], arguments["key"], arguments["value"]
     if len({shape_of(x)[0] for x in operands}) > 1:
         return
-    mask = given.get("attn_mask")
+    mask = arguments["attn_mask"]
     if mask is not None and len(shape_of(mask)) == 3:
         mask = c.emit(node, aten.unsqueeze.default, mask, 1)
     one_head = (c.emit(node, aten.unsqueeze.default, x, 1) for x in operands)
-    options = given.get("dropout_p") or 0.0, given.get("is_causal") or False
-    attention = c.emit(node, node.target, *one_head, mask, *options, scale=given.get("scale"))
+    options = arguments["dropout_p"] or 0.0, arguments["is_causal"] or False
+    attention = c.emit(node, node.target, *one_head, mask, *options, scale=arguments["scale"])
     c.replace(node, c.emit(node, aten.squeeze.dim, attention, 1))
-    _attention(c, attention)
+    _canonical_attention(c, attention)
 
 
-def _written_out(c: Canonicalizer, node: fx.Node, given: Mapping[str, Any], key: fx.Node | None) -> None:
-    """Write out attention's scores where its mask is trained, such as relative positions added to the scores:
-    attention's own backward makes no gradient of the mask."""
-    q, k, v, mask = given["q"], given["k"], given["v"], given["attn_mask"]
-    p, scale = float(given.get("dropout_p") or 0.0), given.get("scale")
-    k, v = (_repeated(c, node, x, shape_of(q)[1]) for x in (k, v))
+def _write_out_scores(c: Canonicalizer, node: fx.Node, arguments: Mapping[str, Any], key: fx.Node | None) -> None:
+    """Write out attention's scores where its mask is trained (relative positions added to the scores): the backward of
+    attention returns no gradient of the mask."""
+    q, k, v, mask = (arguments[name] for name in ("query", "key", "value", "attn_mask"))
+    p, scale = float(arguments["dropout_p"] or 0.0), arguments["scale"]
+    k, v = (_repeat_heads(c, node, x, shape_of(q)[1]) for x in (k, v))
     scores = c.emit(node, aten.matmul.default, q, c.emit(node, aten.transpose.int, k, -2, -1))
     if (factor := shape_of(q)[-1] ** -0.5 if scale is None else scale) != 1:
         scores = c.emit(node, aten.mul.Tensor, scores, factor)
@@ -94,7 +95,7 @@ def _written_out(c: Canonicalizer, node: fx.Node, given: Mapping[str, Any], key:
     c.replace(node, c.emit(node, aten.matmul.default, weights, v))
 
 
-def _repeated(c: Canonicalizer, near: fx.Node, x: fx.Node, heads: int) -> fx.Node:
+def _repeat_heads(c: Canonicalizer, near: fx.Node, x: fx.Node, heads: int) -> fx.Node:
     """Repeat keys or values [b, g, t, d] for every query head."""
     batch, groups, length, size = shape_of(x)
     if groups == heads:
@@ -104,30 +105,29 @@ def _repeated(c: Canonicalizer, near: fx.Node, x: fx.Node, heads: int) -> fx.Nod
     return c.emit(near, aten.reshape.default, apart, [batch, heads, length, size])
 
 
-# ---- random operators as counter-based streams: dropout, and every other draw whose law is known.
+# ---- random operators as counter-based streams: dropout, and every other draw whose distribution is known
 
 
 def drop_unread(graph: fx.Graph) -> None:
-    """Remove random operators that no stream counts and that nobody reads: no other number follows them."""
-    for node in reversed(list(graph.nodes)):
-        draws = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-        if draws and not node.users and not _is_counted(node):
+    """The pass that removes random operators which no stream counts and nobody reads. It changes a captured graph in
+    place; no other draw depends on them."""
+    for node in reversed(list(_draws_without_stream(graph))):
+        if not node.users:
             graph.erase_node(node)
 
 
 def uncounted(graph: fx.Graph) -> fx.Node | None:
-    """Return the first random operator that the canonical form does not count, or None; attention counts its own
-    dropout."""
+    """Return the first random operator without a stream in the canonical form, or None. Attention's dropout has one."""
+    draws = _draws_without_stream(graph)
+    return next((node for node in draws if node.target is not aten.scaled_dot_product_attention.default), None)
+
+
+def _draws_without_stream(graph: fx.Graph) -> Iterator[fx.Node]:
+    """Yield the random operators that the canonical form does not rewrite as draws of a known distribution."""
     for node in graph.nodes:
-        tags = getattr(node.target, "tags", ())
-        known = _is_counted(node) or node.target is aten.scaled_dot_product_attention.default
-        if torch.Tag.nondeterministic_seeded in tags and not known:
-            return node  # type: ignore[no-any-return]
-    return None
-
-
-def _is_counted(node: fx.Node) -> bool:
-    return facts(node.target).law != "" and node.target in REWRITES
+        draws = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        if draws and not (facts(node.target).law and node.target in REWRITES):
+            yield node
 
 
 @rewrites(aten.native_dropout.default)
@@ -138,15 +138,15 @@ def _dropout(c: Canonicalizer, node: Any) -> None:
     if any(user.args[1] != 0 for user in node.users):  # the mask itself is read
         return
     if p == 0 or (train and train[0] is False):
-        made = x
+        dropped_out = x
     elif p == 1:  # nothing is drawn, as torch draws nothing
-        made = c.emit(node, aten.mul.Tensor, x, 0.0)
+        dropped_out = c.emit(node, aten.mul.Tensor, x, 0.0)
     else:
         value = noted(x).value
         mask = c.emit(node, OPS.dropout_mask.default, c.stream(node, c.rng), list(value.shape), float(p), value.dtype)
-        made = c.emit(node, aten.mul.Tensor, x, mask)
+        dropped_out = c.emit(node, aten.mul.Tensor, x, mask)
     for user in list(node.users):
-        c.replace(user, made)
+        c.replace(user, dropped_out)
     c.graph.erase_node(node)  # torch's removal of dead nodes keeps what draws
 
 
@@ -154,14 +154,12 @@ def _dropout(c: Canonicalizer, node: Any) -> None:
     aten.rand.default, aten.rand_like.default, aten.uniform.default, aten.randn.default, aten.randn_like.default,
     aten.normal_functional.default, aten.normal.float_float,
 )  # fmt: skip
-def _random(c: Canonicalizer, node: Any) -> None:
-    """Draw numbers of a law; of the arguments only the shape matters. A draw in place of a tensor may have a range."""
-    value, law = noted(node).value, facts(node.target).law
+def _draw(c: Canonicalizer, node: Any) -> None:
+    """Draw numbers from a stream, then scale and shift them to the operator's range, or to its mean and deviation."""
+    value, law, arguments = noted(node).value, facts(node.target).law, arguments_of(node)
     numbers = c.emit(node, OPS.random.default, c.stream(node, c.rng), list(value.shape), law, value.dtype)
-    names = [argument.name for argument in node.target._schema.arguments]
-    arguments = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     shift, scale = arguments.get("from", arguments.get("mean", 0.0)), arguments.get("to", arguments.get("std", 1.0))
-    if "from" in names:
+    if "from" in arguments:
         scale -= shift
     if scale != 1:
         numbers = c.emit(node, aten.mul.Tensor, numbers, scale)
@@ -172,7 +170,7 @@ def _random(c: Canonicalizer, node: Any) -> None:
 
 @rewrites(aten.bernoulli.p, aten.bernoulli.default)
 def _bernoulli(c: Canonicalizer, node: Any) -> None:
-    """Draw ones with one probability for all elements, or with each element's own, as dropout in place does."""
+    """Draw ones with one probability for all elements, or with a probability for each, as in-place dropout does."""
     value, p = noted(node).value, node.args[1] if len(node.args) > 1 else None
     if p in (0, 1):
         c.replace(node, c.emit(node, aten.full.default, list(value.shape), p, dtype=value.dtype))
@@ -182,8 +180,6 @@ def _bernoulli(c: Canonicalizer, node: Any) -> None:
         drawn = c.emit(node, OPS.random.default, key, list(value.shape), "uniform", value.dtype)
         kept = c.emit(node, aten.lt.Tensor, drawn, node.args[0])
     else:
-        p = dropped(p)
-        kept = c.emit(
-            node, aten.ne.Scalar, c.emit(node, OPS.dropout_mask.default, key, list(value.shape), p, value.dtype), 0
-        )
+        mask = c.emit(node, OPS.dropout_mask.default, key, list(value.shape), dropped(p), value.dtype)
+        kept = c.emit(node, aten.ne.Scalar, mask, 0)
     c.replace(node, c.emit(node, aten._to_copy.default, kept, dtype=value.dtype))

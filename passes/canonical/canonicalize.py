@@ -12,14 +12,49 @@ from torch import fx
 
 from ...compiler.capture.node_facts import copy_facts, noted
 from ...compiler.ops.own_ops import OPS, aten
+from ..calls import arguments_of
 from . import attention, decompose
 from .decompose import looked_up, shape_of
 from .rewriter import Canonicalizer, rewrites, targets_where
 
-# ---- slices that together are all of a dim, written as one split, which says how the dim may be placed.
+_FAMILIES = attention, decompose
+"""The modules whose rewrites are in ``REWRITES``, beside those of this module."""
 
 
-def join_slices(c: Canonicalizer, node: fx.Node, order: Mapping[fx.Node, int]) -> None:
+def copied(graph: fx.Graph) -> fx.Graph:
+    """Return a copy of a graph, with the facts of its nodes."""
+    copy = fx.Graph()
+    results = copy.graph_copy(graph, {})  # fx copies each node's facts, but for those of the output
+    copy_facts(graph.output_node(), copy.output(results))
+    return copy
+
+
+@lru_cache(maxsize=4)
+def canonical_form(graph: fx.Graph, ranged: bool, /) -> fx.Graph:
+    """Return the canonical form of a captured graph. All plans over the graph, and its names, share this one, so nobody
+    may change it."""
+    return canonicalize(graph, ranged)
+
+
+def canonicalize(graph: fx.Graph, ranged: bool = False) -> fx.Graph:
+    """The pass to the canonical form. It takes a captured graph, and returns the same function in few operators as a
+    new graph; with ``ranged`` in operators that fit the other sizes of a range too.
+
+    Dropout and attention dropout draw from counter-based streams, one ``key`` placeholder each; biases leave products;
+    means become sums divided by counts; views become ``reshape``; creation operators become ``full`` and ``iota``.
+    """
+    copy = copied(graph)
+    rewriter = Canonicalizer(copy, ranged)
+    rewriter.rewrite()
+    order = {node: index for index, node in enumerate(copy.nodes)}
+    for node in order:
+        _join_slices(rewriter, node, order)
+    copy.eliminate_dead_code()
+    copy.lint()
+    return copy
+
+
+def _join_slices(c: Canonicalizer, node: fx.Node, order: Mapping[fx.Node, int]) -> None:
     """Replace slices that make up a dim by one split: only together do they say how the dim may be placed."""
     slices: list[Any] = [user for user in node.users if user.target is aten.slice.Tensor and user.args[4] == 1]
     for dim in sorted({cut.args[1] for cut in slices}):
@@ -37,11 +72,7 @@ def join_slices(c: Canonicalizer, node: fx.Node, order: Mapping[fx.Node, int]) -
             c.replace(cut, part)
 
 
-# ---- the canonical form
-
-
-_FAMILIES = attention, decompose
-"""The modules whose rewrites are in ``REWRITES``, beside those of this module."""
+# ---- rewrites of views, biases, cross entropy and indices
 
 
 @rewrites(aten._assert_tensor_metadata.default)
@@ -65,7 +96,7 @@ def _view(c: Canonicalizer, node: Any) -> None:
 
 
 @rewrites(aten.expand.default)
-def _expand(c: Canonicalizer, node: Any) -> None:
+def _expand_sizes(c: Canonicalizer, node: Any) -> None:
     if shape_of(node.args[0]) == shape_of(node):
         c.replace(node, node.args[0])
         return
@@ -74,6 +105,7 @@ def _expand(c: Canonicalizer, node: Any) -> None:
 
 @rewrites(aten._to_copy.default)
 def _to_copy(c: Canonicalizer, node: Any) -> None:
+    """Keep the dtype alone of a copy's options, and drop a copy of the same dtype."""
     dtype = noted(node).value.dtype
     if noted(node.args[0]).value.dtype == dtype:
         c.replace(node, node.args[0])
@@ -90,15 +122,13 @@ def _type_as(c: Canonicalizer, node: Any) -> None:
 @rewrites(aten.slice.Tensor)
 def _slice(c: Canonicalizer, node: Any) -> None:
     """Count positions from the front, and end a slice at the last element that it takes: a rank can cut such sizes."""
-    before, after = shape_of(node.args[0]), shape_of(node)
-    names = ("x", "dim", "start", "end", "step")
-    arguments = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    dim, step = int(arguments.get("dim") or 0) % len(before), int(arguments.get("step") or 1)
-    # at the largest of several sizes a table may be just long enough: the slice is no less one at the others
-    if before == after and step == 1 and not (c.ranged and 0 < int(arguments.get("end") or 0) <= before[dim]):
+    before, after, arguments = shape_of(node.args[0]), shape_of(node), arguments_of(node)
+    dim, step = int(arguments["dim"] or 0) % len(before), int(arguments["step"] or 1)
+    # at the largest size of a range a table may be just long enough; at smaller sizes the slice still cuts it
+    if before == after and step == 1 and not (c.ranged and 0 < int(arguments["end"] or 0) <= before[dim]):
         c.replace(node, node.args[0])
         return
-    start = int(arguments.get("start") or 0)
+    start = int(arguments["start"] or 0)
     start = min(max(start + before[dim] if start < 0 else start, 0), before[dim])
     end = start + (after[dim] - 1) * step + 1 if after[dim] else start
     node.args, node.kwargs = (node.args[0], dim, start, end, step), {}
@@ -106,7 +136,7 @@ def _slice(c: Canonicalizer, node: Any) -> None:
 
 @rewrites(aten.cat.default)
 def _cat(c: Canonicalizer, node: Any) -> None:
-    """Drop empty operands of a concatenation, as a rotary embedding that turns all of a head leaves one."""
+    """Drop empty operands of a concatenation: a rotary embedding over all of a head leaves an empty rest."""
     pieces, *rest = node.args
     full = [piece for piece in pieces if 0 not in shape_of(piece)]
     if len(full) == 1 and noted(full[0]).value.dtype == noted(node).value.dtype:
@@ -116,8 +146,8 @@ def _cat(c: Canonicalizer, node: Any) -> None:
 
 
 @rewrites(aten.linear.default)
-def _linear(c: Canonicalizer, node: Any) -> None:
-    """Take a bias out of its product, into a sum after it: a row-parallel bias would be added once a rank."""
+def _linear_bias(c: Canonicalizer, node: Any) -> None:
+    """Add a bias after its product: inside, every rank of a row-parallel product would add it."""
     if len(node.args) > 2 and node.args[2] is not None:
         x, weight, bias = node.args
         product = c.emit(node, aten.linear.default, x, weight, val=noted(node).value)
@@ -125,16 +155,11 @@ def _linear(c: Canonicalizer, node: Any) -> None:
 
 
 @rewrites(
-    aten.convolution.default,
-    aten.conv1d.default,
-    aten.conv2d.default,
-    aten.conv3d.default,
-    aten.conv1d.padding,
-    aten.conv2d.padding,
-    aten.conv3d.padding,
-)
+    aten.convolution.default, aten.conv1d.default, aten.conv2d.default, aten.conv3d.default,
+    aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding,
+)  # fmt: skip
 def _convolution(c: Canonicalizer, node: Any) -> None:
-    """Take a bias out of a convolution, as out of a linear layer."""
+    """Add a bias after its convolution, as after a linear layer."""
     bias = node.args[2] if len(node.args) > 2 else None
     if bias is None:
         return
@@ -156,29 +181,27 @@ def _addmm(c: Canonicalizer, node: Any) -> None:
 
 @rewrites(aten.nll_loss_nd.default, aten.cross_entropy_loss.default)
 def _cross_entropy(c: Canonicalizer, node: Any) -> None:
-    """Write ``mean`` as a sum of token losses over the count of targets that are not ignored, or over the sum of their
-    classes' weights."""
-    names = ("self", "target", "weight", "reduction", "ignore_index", "label_smoothing")
-    arguments: dict[str, Any] = {"ignore_index": -100, "reduction": 1, "label_smoothing": 0.0}
-    arguments |= {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    """Write the mean loss as the sum of token losses, divided by the count of targets that are not ignored, or by the
+    sum of their class weights."""
+    arguments = arguments_of(node)
     logits, targets = arguments["self"], arguments["target"]
-    known = node.target is not aten.cross_entropy_loss.default  # log probabilities are given
-    if known and logits.target is aten.log_softmax.int and logits.args[1] % len(shape_of(logits)) == 1:
+    normalized = node.target is aten.nll_loss_nd.default  # its operand holds log probabilities
+    if normalized and logits.target is aten.log_softmax.int and logits.args[1] % len(shape_of(logits)) == 1:
         same = noted(logits.args[0]).value.dtype == noted(logits).value.dtype
-        logits, known = (logits.args[0], False) if same else (logits, True)
-    weight, smoothing = arguments.get("weight"), float(arguments["label_smoothing"])
+        logits, normalized = (logits.args[0], False) if same else (logits, True)
+    weight, smoothing = arguments["weight"], float(arguments.get("label_smoothing", 0.0))
     rank = noted(logits).value.dim()
     if noted(targets).value.is_floating_point() or rank < 2:
         return
-    if rank > 2:  # classes come second: they go last, all else becomes rows
+    if rank > 2:  # classes move from dim 1 to the last; all other dims become rows
         logits = c.emit(node, aten.permute.default, logits, [0, *range(2, rank), 1])
         logits = c.emit(node, aten.reshape.default, logits, [-1, shape_of(logits)[-1]])
         targets = c.emit(node, aten.reshape.default, targets, [-1])
         logits.args, targets.args = (logits.args[0], list(shape_of(logits))), (targets.args[0], list(shape_of(targets)))
     ignore, reduction = int(arguments["ignore_index"]), arguments["reduction"]
     counts = counted = c.emit(node, aten.ne.Scalar, targets, ignore)
-    classes = c.emit(node, aten.mul.Tensor, targets, counted)  # a class of its own, also where it is ignored
-    if known:
+    classes = c.emit(node, aten.mul.Tensor, targets, counted)  # an index in range, also where the target is ignored
+    if normalized:
         picked = c.emit(node, aten.gather.default, logits, 1, c.emit(node, aten.unsqueeze.default, classes, 1))
         picked = c.emit(node, aten.neg.default, c.emit(node, aten.squeeze.dim, picked, 1))
         losses = c.emit(node, aten.masked_fill.Scalar, picked, c.emit(node, aten.eq.Scalar, targets, ignore), 0.0)
@@ -189,7 +212,7 @@ def _cross_entropy(c: Canonicalizer, node: Any) -> None:
         losses = c.emit(node, aten.mul.Tensor, losses, weights)
         counts = c.emit(node, aten.mul.Tensor, weights, counted)
         looked_up(c, weights)
-    if smoothing:  # that part of the loss is the mean over all classes
+    if smoothing:  # that fraction of the loss is the mean over all classes
         every = c.emit(node, aten.log_softmax.int, logits, -1)
         every = every if weight is None else c.emit(node, aten.mul.Tensor, every, weight)
         every = c.emit(node, aten.sum.dim_IntList, every, [-1])
@@ -197,7 +220,7 @@ def _cross_entropy(c: Canonicalizer, node: Any) -> None:
         losses = c.emit(node, aten.mul.Tensor, losses, 1 - smoothing)
         every = c.emit(node, aten.mul.Tensor, every, -smoothing / shape_of(logits)[-1])
         losses = c.emit(node, aten.add.Tensor, losses, every)
-    noted(losses).token_losses = True  # nothing but a loss of each target, zero where it is ignored
+    noted(losses).token_losses = True  # one loss a target, zero where it is ignored
     if reduction == 0:
         c.replace(node, losses if rank == 2 else c.emit(node, aten.reshape.default, losses, list(shape_of(node))))
         return
@@ -210,12 +233,8 @@ def _cross_entropy(c: Canonicalizer, node: Any) -> None:
 @rewrites(aten.add.Tensor)
 def _add(c: Canonicalizer, node: Any) -> None:
     x, y = node.args[0], node.args[1]
-    if (
-        isinstance(x, fx.Node)
-        and not isinstance(y, fx.Node)
-        and y == 0
-        and noted(x).value.dtype == noted(node).value.dtype
-    ):
+    adds_zero = isinstance(x, fx.Node) and not isinstance(y, fx.Node) and y == 0
+    if adds_zero and noted(x).value.dtype == noted(node).value.dtype:
         c.replace(node, x)
 
 
@@ -230,8 +249,8 @@ def _unsqueeze(c: Canonicalizer, node: Any) -> None:
 
 @rewrites(aten.index.Tensor)
 def _index(c: Canonicalizer, node: Any) -> None:
-    """Write an index that counts over the whole range of every dim, on increasing dims, as an insertion of dims of size
-    1."""
+    """Replace an index by counts 0, 1, … over the whole of every dim, on increasing dims, by dims of size 1; any other
+    index of a trained tensor becomes a lookup."""
     x, indices = node.args
     result = shape_of(node)
     if len(indices) != len(shape_of(x)) or any(index not in c.iotas for index in indices):
@@ -249,36 +268,3 @@ def _index(c: Canonicalizer, node: Any) -> None:
         if dim not in places:
             x = c.emit(node, aten.unsqueeze.default, x, dim)
     c.replace(node, x)
-
-
-def copied(graph: fx.Graph) -> fx.Graph:
-    """Return a copy of a graph, with the facts of its nodes."""
-    copy = fx.Graph()
-    results = copy.graph_copy(graph, {})  # fx copies each node's facts, but for those of the output
-    copy_facts(graph.output_node(), copy.output(results))
-    return copy
-
-
-@lru_cache(maxsize=4)
-def canonical_form(graph: fx.Graph, ranged: bool, /) -> fx.Graph:
-    """Return the canonical form of a captured graph, which is only read: one for all plans that are laid over the
-    graph, and for its names."""
-    return canonicalize(graph, ranged)
-
-
-def canonicalize(graph: fx.Graph, ranged: bool = False) -> fx.Graph:
-    """Return the same function in canonical operators, as a new graph. With ``ranged`` these are the operators that it
-    has at other sizes too.
-
-    Dropout and attention dropout draw from counter-based streams, one ``key`` placeholder each; biases leave products;
-    means become sums over counts; views become ``reshape``; creation operators become ``full`` and ``iota``.
-    """
-    copy = copied(graph)
-    rewriter = Canonicalizer(copy, ranged)
-    rewriter.rewrite()
-    order = {node: index for index, node in enumerate(copy.nodes)}
-    for node in order:
-        join_slices(rewriter, node, order)
-    copy.eliminate_dead_code()
-    copy.lint()
-    return copy

@@ -1,14 +1,13 @@
-"""Constants of integers and booleans, known before anything runs: a mask that hides nothing goes, and a causal one
-becomes attention's ``causal``.
+"""Constant folding of integers and booleans: a mask that hides nothing goes, and a causal one becomes attention's
+``causal``.
 
-Models write masks as computations on positions. What is the same everywhere becomes ``full``; a mask that lets all
-through, or exactly what is not later, leaves attention free to use a kernel that reads no mask at all.
+Models compute masks from positions. A constant of one repeated number becomes ``full``. Attention with no mask, or a
+causal one, can use a kernel that reads no mask.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,10 +16,10 @@ from torch import fx
 from ...compiler.capture.node_facts import noted
 from ...compiler.ops.own_ops import OPS, aten
 from ...compiler.ops.rules import facts
-from ..calls import Choices, agreed, operands_of, rule_of, substitute_nodes
+from ..calls import Choices, agreed, insert_call, operands_of, rule_of, substitute_nodes
 
-_MOST = 1 << 22  # entries that are looked at one by one
-
+_MOST_ENTRIES = 1 << 22
+"""The largest tensor that is computed entry by entry."""
 _NEUTRAL = {"both": True, "either": False}
 """The neutral operand of each operator on truth values: it leaves the other operand as it is."""
 _COMPARISONS = {"at most": (False, 0), "below": (False, 1), "at least": (True, 0), "above": (True, 1)}
@@ -28,10 +27,12 @@ _COMPARISONS = {"at most": (False, 0), "below": (False, 1), "at least": (True, 0
 
 
 def fold_constants(graph: fx.Graph, choices: Choices | None = None) -> None:
-    """Fold constants in the canonical graph, in place. It is exact on every device, since no floating number is
-    touched. ``choices`` has it decide as at other sizes of a range, as far as that is true at these sizes."""
+    """The pass that folds constants. It takes a canonical graph, and changes it in place: constants, masks and causal
+    attention. No floating number is computed, so the result is exact on every device. With ``choices`` of a range, it
+    folds only what the largest sizes fold too.
+    """
     known: dict[fx.Node, torch.Tensor] = {}
-    causal: dict[fx.Node, bool] = {}  # whether a mask hides exactly what is later; layers share one
+    causal: dict[fx.Node, bool] = {}  # True for a mask that hides exactly the later positions; layers share one
     for node in list(graph.nodes):
         if node.op != "call_function" or not isinstance(noted(node).value, torch.Tensor):
             if node.target is OPS.attention.default:
@@ -39,27 +40,24 @@ def fold_constants(graph: fx.Graph, choices: Choices | None = None) -> None:
             continue
         if noted(node).value.dtype.is_floating_point and node.target is not aten.full.default:
             continue
-        value = _value(node, known)
+        value = _fold(node, known)
         same = agreed(choices, ("constant", node.name), value is not None and _uniform(value))
         if value is None if choices is None else choices.make(("unknown", node.name), value is None):
-            _drop_neutral(graph, node, known, choices)
+            _drop_neutral(node, known, choices)
         if value is None:
             continue
         known[node] = value
         if same and node.target is not aten.full.default:
-            with graph.inserting_before(node):
-                constant = graph.call_function(
-                    aten.full.default, (list(value.shape), _first(value).item()), {"dtype": value.dtype}
-                )
+            args = list(value.shape), _first(value).item()
+            constant = insert_call(node, aten.full.default, args, {"dtype": value.dtype})
             noted(constant).value, noted(constant).origin = noted(node).value, noted(node).origin
             node.replace_all_uses_with(constant)
             known[constant] = value
     graph.eliminate_dead_code()
 
 
-def _value(node: fx.Node, known: dict[fx.Node, torch.Tensor]) -> torch.Tensor | None:
-    """Return the contents of a node, or None if they are not constant. A tensor of one repeated number takes no
-    room."""
+def _fold(node: fx.Node, known: dict[fx.Node, torch.Tensor]) -> torch.Tensor | None:
+    """Return a node's value, or None if it is not constant. A tensor of one repeated number is one expanded entry."""
     result = noted(node).value
     if node.target is OPS.iota.default:
         size, start, step, dtype = node.args
@@ -74,33 +72,27 @@ def _value(node: fx.Node, known: dict[fx.Node, torch.Tensor]) -> torch.Tensor | 
         return None
     pointwise = torch.Tag.pointwise in target.tags or facts(target).computes in _NEUTRAL
     if pointwise and all(_uniform(known[operand]) for operand in operands):
-        return _run(node, {operand: _first(known[operand]) for operand in operands}).expand(result.shape)
+        return _compute(node, {operand: _first(known[operand]) for operand in operands}).expand(result.shape)
     if all(returned.alias_info is not None for returned in target._schema.returns):
-        return _run(node, known)  # only looks at its operand in another shape
-    few = _without_copies(node, known)
-    if math.prod(few.result) > _MOST:
-        return _apart(node, known)
-    value = _run(node, few.values)
+        return _compute(node, known)  # a view
+    values, shape = _without_copies(node, known)
+    if math.prod(shape) > _MOST_ENTRIES:
+        return _compare_ranges(node, known)
+    value = _compute(node, values)
     same = value.numel() > 0 and bool((value == _first(value)).all())
     return (_first(value).clone() if same else value).expand(result.shape)
 
 
-@dataclass(frozen=True, slots=True)
-class _Few:
-    """The operands of a node with only one of repeated entries each, by the nodes that make them; and the shape of the
-    node's result."""
-
-    values: dict[fx.Node, torch.Tensor]
-    result: tuple[int, ...]
-
-
-def _without_copies(node: fx.Node, known: dict[fx.Node, torch.Tensor]) -> _Few:
-    """Return the operands with one entry for each factor along which all of them hold copies (a mask's batch)."""
+def _without_copies(
+    node: fx.Node, known: dict[fx.Node, torch.Tensor]
+) -> tuple[dict[fx.Node, torch.Tensor], tuple[int, ...]]:
+    """Return the operands of a node, with one entry for each factor along which all of them hold copies (a mask's
+    batch), and the shape of their result."""
     operands = operands_of(node)
     values, shape = {operand: known[operand] for operand in operands}, tuple(noted(node).value.shape)
     rule, has_rule = rule_of(node)
     if not has_rule or len(values) < len(operands):
-        return _Few(values, shape)
+        return values, shape
     moving = set(rule.whole)
     for operand, dims in zip(operands, rule.operands, strict=True):
         for size, stride, factors in zip(values[operand].shape, values[operand].stride(), dims, strict=True):
@@ -111,17 +103,17 @@ def _without_copies(node: fx.Node, known: dict[fx.Node, torch.Tensor]) -> _Few:
         for dim, factors in enumerate(dims):
             if factors and factors[0] in copies:
                 values[operand] = values[operand].narrow(dim, 0, 1)
-    return _Few(values, tuple(1 if f and f[0] in copies else n for n, f in zip(shape, rule.results[0], strict=True)))
+    return values, tuple(1 if f and f[0] in copies else n for n, f in zip(shape, rule.results[0], strict=True))
 
 
-def _run(node: fx.Node, values: dict[fx.Node, torch.Tensor]) -> torch.Tensor:
+def _compute(node: fx.Node, values: dict[fx.Node, torch.Tensor]) -> torch.Tensor:
     args, kwargs = substitute_nodes((node.args, node.kwargs), values.__getitem__)
     result: torch.Tensor = node.target(*args, **{**kwargs})  # type: ignore[operator]
     return result
 
 
-def _apart(node: fx.Node, known: dict[fx.Node, torch.Tensor]) -> torch.Tensor | None:
-    """Return whether a comparison is true everywhere, because all of one side lies beyond all of the other."""
+def _compare_ranges(node: fx.Node, known: dict[fx.Node, torch.Tensor]) -> torch.Tensor | None:
+    """Return True for all entries of a comparison if the range of one side lies beyond that of the other; else None."""
     operands = operands_of(node)
     comparison = _COMPARISONS.get(facts(node.target).computes)
     if comparison is None or len(operands) != 2:
@@ -142,8 +134,8 @@ def _first(value: torch.Tensor) -> torch.Tensor:
     return value[(0,) * value.dim()]
 
 
-def _drop_neutral(graph: fx.Graph, node: fx.Node, known: dict[fx.Node, torch.Tensor], choices: Choices | None) -> None:
-    """Replace ``x and True`` by ``x``."""
+def _drop_neutral(node: fx.Node, known: dict[fx.Node, torch.Tensor], choices: Choices | None) -> None:
+    """Replace ``x and True``, and ``x or False``, by ``x``."""
     operands, neutral_truth = operands_of(node), _NEUTRAL.get(facts(node.target).computes)
     if neutral_truth is None or noted(node).value.dtype != torch.bool or len(operands) != 2:
         return
@@ -154,8 +146,7 @@ def _drop_neutral(graph: fx.Graph, node: fx.Node, known: dict[fx.Node, torch.Ten
         if not agreed(choices, ("neutral", node.name, other.name), neutral):
             continue
         if noted(kept).value.shape != noted(node).value.shape:
-            with graph.inserting_before(node):
-                wide = graph.call_function(aten.expand.default, (kept, list(noted(node).value.shape)))
+            wide = insert_call(node, aten.expand.default, (kept, list(noted(node).value.shape)))
             noted(wide).value, noted(wide).origin = noted(node).value, noted(node).origin
             kept = wide
         node.replace_all_uses_with(kept)
@@ -175,7 +166,8 @@ def _name_mask(
         name = "none"
     elif not causal:
         if mask not in hides_later:
-            hides_later[mask] = _square(mask) and (_is_causal(value) if value is not None else _compares(mask, known))
+            causal_mask = _is_causal(value) if value is not None else _is_causal_comparison(mask, known)
+            hides_later[mask] = _square(mask) and causal_mask
         name = "causal" if hides_later[mask] else ""
     name = agreed(choices, ("mask", node.name), name)
     if name:
@@ -195,17 +187,18 @@ def _is_causal(mask: torch.Tensor) -> bool:
     return bool((mask == torch.ones(size, size, dtype=torch.bool).tril()).all())
 
 
-def _widens(mask: Any) -> Any:
-    """Return the mask that this mask repeats in dims before it or dims of size 1, or None."""
+def _unexpanded(mask: Any) -> Any:
+    """Return the mask that this one expands or unsqueezes in front, or None."""
     if mask.target is aten.expand.default:
         return mask.args[0]
     return mask.args[0] if mask.target is aten.unsqueeze.default and mask.args[1] == 0 else None
 
 
-def _compares(mask: fx.Node, known: dict[fx.Node, torch.Tensor]) -> bool:
-    """Return whether a comparison of positions, too large to look at entry by entry, is the causal mask: the numbers of
-    the columns rise, and the number of row i is at least that of column i, and below that of column i + 1."""
-    while (narrower := _widens(mask)) is not None:
+def _is_causal_comparison(mask: fx.Node, known: dict[fx.Node, torch.Tensor]) -> bool:
+    """Return True for a comparison of positions that is the causal mask, though too large to compute entry by entry:
+    the positions of columns rise, and the position of row i is at least that of column i, and below that of column i +
+    1."""
+    while (narrower := _unexpanded(mask)) is not None:
         mask = narrower
     operands = operands_of(mask) if mask.op == "call_function" else []
     comparison = _COMPARISONS.get(facts(mask.target).computes)
@@ -213,15 +206,15 @@ def _compares(mask: fx.Node, known: dict[fx.Node, torch.Tensor]) -> bool:
         return False
     first_is_row, least = comparison
     row, column = operands if first_is_row else reversed(operands)
-    rows, columns = _along(known[row], -2), _along(known[column], -1)
+    rows, columns = _line_of(known[row], -2), _line_of(known[column], -1)
     if rows is None or columns is None or len(rows) != len(columns):
         return False
     rows = rows - least
     return bool((columns.diff() > 0).all() and (columns <= rows).all() and (rows[:-1] < columns[1:]).all())
 
 
-def _along(value: torch.Tensor, dim: int) -> torch.Tensor | None:
-    """Return the numbers of a value that differs along one dim alone, or None."""
+def _line_of(value: torch.Tensor, dim: int) -> torch.Tensor | None:
+    """Return the entries along one dim of a value that repeats them in all others, or None."""
     if value.dim() < -dim:
         return None
     line = value.movedim(dim, -1)

@@ -1,4 +1,5 @@
-"""Operators that the canonical form writes as several, so that a split batch gives a part of a sum: means, losses."""
+"""Decompositions: operators that the canonical form writes as several, so that a split batch gives a partial sum, and
+operators without a rule in the parts that torch composes them of."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from ...compiler.capture.reach import GradientFlow
 from ...compiler.ops.own_ops import OPS, aten
 from ...compiler.ops.precision import is_narrow
 from ...compiler.ops.rules import facts, has_rule
+from ..calls import arguments_of
 from ..programs.joint import write_functional
 from .rewriter import PARTS, REWRITES, Canonicalizer, rewrites, takes_apart, targets_where
 
@@ -37,16 +39,15 @@ def average(c: Canonicalizer, near: fx.Node, x: fx.Node, dims: list[int], keep: 
 
 @rewrites(aten.mean.dim, aten.mean.default)
 def _mean(c: Canonicalizer, node: fx.Node) -> None:
-    x = node.args[0]
-    dtype = node.kwargs.get("dtype")
-    if not isinstance(x, fx.Node) or not (dtype or noted(x).value.dtype).is_floating_point:  # type: ignore[union-attr]
+    arguments = arguments_of(node)
+    x, dtype = arguments["self"], arguments["dtype"]
+    if not isinstance(x, fx.Node) or not (dtype or noted(x).value.dtype).is_floating_point:
         return
     if dtype is not None and dtype != noted(x).value.dtype:
         x = c.emit(node, aten._to_copy.default, x, dtype=dtype)
     rank = len(shape_of(x))
-    dims: Any = node.args[1] if len(node.args) > 1 and node.args[1] else range(rank)
-    keep = bool(node.args[2]) if len(node.args) > 2 else bool(node.kwargs.get("keepdim", False))
-    c.replace(node, average(c, node, x, [dim % max(rank, 1) for dim in dims], keep))
+    dims = [dim % max(rank, 1) for dim in arguments.get("dim") or range(rank)]
+    c.replace(node, average(c, node, x, dims, bool(arguments.get("keepdim"))))
 
 
 @rewrites(
@@ -76,8 +77,7 @@ def _averaged_loss(c: Canonicalizer, node: fx.Node) -> None:
 )
 def _batch_norm(c: Canonicalizer, node: fx.Node) -> None:
     """Write batch statistics as sums over the global count, so that they are the whole batch's however it is split."""
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    arguments: dict[str, Any] = {"training": False, **dict(zip(names, node.args, strict=False)), **node.kwargs}
+    arguments = {"training": False, **arguments_of(node)}
     x, weight, bias, training, momentum, eps = (
         arguments[name] for name in ("input", "weight", "bias", "training", "momentum", "eps")
     )
@@ -99,7 +99,7 @@ def _batch_norm(c: Canonicalizer, node: fx.Node) -> None:
         new = channels(c.emit(node, aten.detach.default, new))
         return c.emit(node, aten.add.Tensor, kept, c.emit(node, aten.mul.Tensor, new, momentum))
 
-    # in the shape that x's readers want, so that running statistics read the same reduced sums
+    # the shape that broadcasts with x, also for running statistics, which so read the same reduced sums
     center = average(c, node, x, dims, keep=True) if training else spread(mean)
     apart = c.emit(node, aten.sub.Tensor, x, center)
     squares = c.emit(node, aten.mul.Tensor, apart, apart)
@@ -131,18 +131,17 @@ def _batch_norm(c: Canonicalizer, node: fx.Node) -> None:
 def _rms_norm(c: Canonicalizer, node: fx.Node) -> None:
     """Write down ``eps`` where a norm names none. Its default depends on the dtype, so a run in another dtype would use
     another one."""
-    x, shape, *rest = node.args
-    weight, eps = [*rest, None, None][:2]
+    x, shape, weight, eps = arguments_of(node).values()
     if eps is None:
-        dtype = noted(x).value.dtype  # type: ignore[arg-type]
-        eps = torch.finfo(torch.float32 if is_narrow(dtype) else dtype).eps  # of what torch computes in
+        dtype = noted(x).value.dtype
+        eps = torch.finfo(torch.float32 if is_narrow(dtype) else dtype).eps  # torch computes narrow types in float32
     node.args, node.kwargs = (x, shape, weight, eps), {}
 
 
 @rewrites(aten.matmul.default)
 def _matmul(c: Canonicalizer, node: fx.Node) -> None:
-    """Repeat batches before their product, where a plan can split the repeated dims. A single matrix or vector comes
-    second, as in ``linear``."""
+    """Expand batch dims before their product, so that a plan can split them. A single matrix or vector becomes the
+    second operand, as in ``linear``."""
     pair: list[Any] = list(node.args)
     shapes = [shape_of(side) for side in pair]
     if len(shapes[0]) < 3 <= len(shapes[1]):
@@ -172,7 +171,7 @@ def _broadcast_tensors(c: Canonicalizer, node: fx.Node) -> None:
 
 
 @rewrites(aten.copy.default, aten.fill.Tensor)
-def _written(c: Canonicalizer, node: fx.Node) -> None:
+def _overwrite(c: Canonicalizer, node: fx.Node) -> None:
     """Replace a write over a whole tensor by its source, in the tensor's shape and dtype."""
     source, value = node.args[1], noted(node).value
     if not isinstance(source, fx.Node):
@@ -185,10 +184,9 @@ def _written(c: Canonicalizer, node: fx.Node) -> None:
 
 
 @rewrites(aten.embedding.default)
-def _embedding(c: Canonicalizer, node: fx.Node) -> None:
+def _padding_row(c: Canonicalizer, node: fx.Node) -> None:
     """Cut the gradient of a table's padding row, which is not trained, wherever the row is."""
-    weight, index, *rest = node.args
-    padding = rest[0] if rest else -1
+    weight, index, padding, *_ = arguments_of(node).values()
     if not isinstance(padding, int) or padding < 0:
         return
     rows = c.emit(node, aten.embedding.default, weight, index)
@@ -197,8 +195,8 @@ def _embedding(c: Canonicalizer, node: fx.Node) -> None:
 
 
 def looked_up(c: Canonicalizer, node: fx.Node) -> None:
-    """Return entries of a trained tensor as rows of an embedding: parts of the lookups then make parts of the
-    gradient's sum. Indices may count from the end, which an embedding's must not."""
+    """Replace an index of a trained tensor by an embedding: its gradient from a part of the lookups is a partial sum.
+    Negative indices are counted from the front, since an embedding takes none."""
     x: Any = node.args[0]
     positions: Any = node.args[1]
     places = [dim for dim, index in enumerate(positions) if index is not None]
@@ -209,7 +207,7 @@ def looked_up(c: Canonicalizer, node: fx.Node) -> None:
         return
     shape, result = shape_of(x), shape_of(node)
     if places == [0, 1] and c.iotas.get(indices[0]) == (0, shape[0]) and shape_of(indices[1]) == shape[:1]:
-        # one of each sample's, whose samples may be split
+        # one entry for each sample: the samples may be split
         index = c.emit(node, aten.reshape.default, indices[1], [shape[0], *[1] * (len(shape) - 1)])
         index = c.emit(node, aten.expand.default, index, [shape[0], 1, *shape[2:]])
         c.replace(node, c.emit(node, aten.squeeze.dim, c.emit(node, aten.gather.default, x, 1, index), 1))
@@ -220,17 +218,13 @@ def looked_up(c: Canonicalizer, node: fx.Node) -> None:
         index = c.emit(node, aten.where.self, below, c.emit(node, aten.add.Tensor, index, shape[dim]), index)
         scaled = row if row is None else c.emit(node, aten.mul.Tensor, row, shape[dim])
         row = index if scaled is None else c.emit(node, aten.add.Tensor, scaled, index)
-    first = places[0] if together else 0  # where what was asked stands in the result
+    first = places[0] if together else 0  # the dim of the result at which the dims of the indices begin
     moved, rest = places != list(range(len(places))), [dim for dim in range(len(shape)) if dim not in places]
     if moved:
         x = c.emit(node, aten.permute.default, x, [*places, *rest])
     if moved or len(shape) != 2 or len(indices) != 1:
-        x = c.emit(
-            node,
-            aten.reshape.default,
-            x,
-            [math.prod(shape[dim] for dim in places), math.prod(shape[dim] for dim in rest)],
-        )
+        table = [math.prod(shape[dim] for dim in dims) for dims in (places, rest)]
+        x = c.emit(node, aten.reshape.default, x, table)
     entries = c.emit(node, aten.embedding.default, x, row)
     asked = len(shape_of(row))
     if shape_of(entries) != (front := (*shape_of(row), *(shape[dim] for dim in rest))):
@@ -242,8 +236,8 @@ def looked_up(c: Canonicalizer, node: fx.Node) -> None:
 
 
 @rewrites(aten.index_select.default)
-def selected(c: Canonicalizer, node: fx.Node) -> None:
-    """Return entries along one dim as an index of it."""
+def _index_select(c: Canonicalizer, node: fx.Node) -> None:
+    """Write entries along one dim as an index of it."""
     x, dim, index = node.args
     indices = [None] * (dim % len(shape_of(x))) + [index]  # type: ignore[operator, arg-type]
     lookup = c.emit(node, aten.index.Tensor, x, indices)
@@ -253,7 +247,7 @@ def selected(c: Canonicalizer, node: fx.Node) -> None:
 
 @rewrites(aten.einsum.default)
 def _einsum(c: Canonicalizer, node: fx.Node) -> None:
-    """Sum the dims that only one operand has before the product: a sum then has a type of its own."""
+    """Sum the dims that only one operand has before the product, so that each sum has its own type."""
     equation, tensors = str(node.args[0]).replace(" ", ""), list(node.args[1])  # type: ignore[arg-type]
     inputs, _, output = equation.partition("->")
     terms = inputs.split(",")
@@ -269,15 +263,13 @@ def _einsum(c: Canonicalizer, node: fx.Node) -> None:
 
 
 @rewrites(aten.repeat_interleave.self_int)
-def _interleaved(c: Canonicalizer, node: fx.Node) -> None:
-    """Repeat entries in place, as copies in a dim of their own, which a plan can split."""
-    x: Any = node.args[0]
-    times: Any = node.args[1]
-    arguments = dict(zip(("self", "repeats", "dim"), node.args, strict=False)) | node.kwargs
-    if arguments.get("dim") is None:
+def _repeat_interleave(c: Canonicalizer, node: fx.Node) -> None:
+    """Repeat each entry as an expanded dim behind its own, which a plan can split."""
+    x, times, dim, *_ = arguments_of(node).values()
+    if dim is None:
         x = c.emit(node, aten.reshape.default, x, [math.prod(shape_of(x))])
     shape = list(shape_of(x))
-    dim = int(arguments.get("dim") or 0) % len(shape)  # type: ignore[arg-type]
+    dim = int(dim or 0) % len(shape)
     apart = c.emit(node, aten.unsqueeze.default, x, dim + 1)
     apart = c.emit(node, aten.expand.default, apart, [*shape[: dim + 1], times, *shape[dim + 1 :]])
     c.replace(node, c.emit(node, aten.reshape.default, apart, list(shape_of(node))))
@@ -285,27 +277,24 @@ def _interleaved(c: Canonicalizer, node: fx.Node) -> None:
 
 @rewrites(aten.nansum.default)
 def _nansum(c: Canonicalizer, node: fx.Node) -> None:
-    """Sum all numbers that are not NaN, by hand: torch's own derivative would repeat the sum's gradient over dims that
-    are split."""
-    x: Any = node.args[0]
+    """Fill NaNs with zeros before a sum. Torch's derivative of ``nansum`` would expand the sum's gradient over dims
+    that are split."""
+    x, dims, keep, dtype = arguments_of(node).values()
     if noted(x).value.dtype.is_floating_point:
         x = c.emit(node, aten.masked_fill.Scalar, x, c.emit(node, aten.isnan.default, x), 0)
-    arguments = dict(zip(("self", "dim", "keepdim"), node.args, strict=False)) | node.kwargs
-    dims = arguments.get("dim") or list(range(noted(x).value.dim()))
-    total = c.emit(node, aten.sum.dim_IntList, x, dims, bool(arguments.get("keepdim")), dtype=arguments.get("dtype"))
-    c.replace(node, total)
+    dims = dims or list(range(noted(x).value.dim()))
+    c.replace(node, c.emit(node, aten.sum.dim_IntList, x, dims, bool(keep), dtype=dtype))
 
 
-# ---- operators that make a tensor from nothing, in canonical form: ``full`` for one value, ``iota`` for counts.
+# ---- creation operators: ``full`` for one number, ``iota`` for counts
 
 
 @rewrites(aten.arange.default, aten.arange.start, aten.arange.start_step)
 def _arange(c: Canonicalizer, node: Any) -> None:
-    value = noted(node).value
-    start = node.args[0] if node.target is not aten.arange.default else 0
-    step = node.args[2] if node.target is aten.arange.start_step and len(node.args) > 2 else 1
+    value, arguments = noted(node).value, arguments_of(node)
+    start, step = arguments.get("start", 0), arguments.get("step", 1)
     if not isinstance(start, int) or not isinstance(step, int):
-        return _typed(c, node)
+        return _write_dtype(c, node)
     count = c.emit(node, OPS.iota.default, value.shape[0], start, step, value.dtype, val=value)
     if (start, step) == (0, 1):
         c.iotas[count] = (0, value.shape[0])
@@ -313,15 +302,14 @@ def _arange(c: Canonicalizer, node: Any) -> None:
 
 
 @rewrites(aten.linspace.default, aten.logspace.default, aten.eye.default, aten.eye.m)
-def _typed(_: Canonicalizer, node: Any) -> None:
-    """Write down the dtype of a created tensor: torch's default is float32 in every program, also in one that is run in
-    float64."""
+def _write_dtype(_: Canonicalizer, node: Any) -> None:
+    """Write down the dtype of a created tensor: torch's default is float32 also in a program that runs in float64."""
     node.kwargs = {**node.kwargs, "dtype": noted(node).value.dtype}
 
 
 @rewrites(*targets_where(lambda row: row.creates))
-def _filled(c: Canonicalizer, node: Any) -> None:
-    """Write a tensor of one number as ``full``, whatever its shape comes from."""
+def _full(c: Canonicalizer, node: Any) -> None:
+    """Write a tensor of one number as ``full``, with its shape as numbers."""
     result, row = noted(node).value, facts(node.target)
     number = row.number_in(node.args)
     if row.number is not None and result.dtype.is_floating_point:
@@ -329,24 +317,24 @@ def _filled(c: Canonicalizer, node: Any) -> None:
     c.replace(node, c.emit(node, aten.full.default, list(result.shape), number, val=result, dtype=result.dtype))
 
 
-# ---- operators without a rule, taken apart into operators with rules, as torch itself composes them.
+# ---- operators without a rule, decomposed into operators with rules
 
 
 _DEPTH = 4
-"""The most times that the parts of an operator are taken apart in turn: torch's decompositions end after two or
-three."""
+"""The most times that parts are decomposed in turn: torch's decompositions end after two or three."""
 
 
 def expand_unruled(graph: fx.Graph) -> None:
-    """Write every operator without a rule, unless the canonical form rewrites it, as its parts, in place.
+    """The pass that decomposes operators. It takes a captured graph, and changes it in place: every operator that has
+    no rule, and that no rewrite of the canonical form knows, becomes its parts.
 
-    One that torch does not decompose, or not into operators that are known, stays: it is computed whole.
+    An operator that torch does not decompose, or not into known operators, stays: every rank computes it whole.
     """
     for node in list(graph.nodes):
         if node.op == "call_function" and not _is_known(node.target):
-            parts = _parts(node, _DEPTH)
+            parts = _decomposed(node, _DEPTH)
             if parts is not None:
-                _put(graph, node, parts)
+                inline(graph, node, parts, node.all_input_nodes)
     graph.eliminate_dead_code()
 
 
@@ -354,17 +342,17 @@ def _is_known(target: Any) -> bool:
     return target is operator.getitem or target in REWRITES or has_rule(target)
 
 
-def _parts(node: fx.Node, depth: int) -> fx.Graph | None:
-    """Return the graph of one operator's parts, which all have rules; None where there is none."""
+def _decomposed(node: fx.Node, depth: int) -> fx.Graph | None:
+    """Return the graph of one operator's parts, which all are known; None where it has no such parts."""
     target: Any = node.target
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or depth == 0:
         return None
     composite = target.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
     function = PARTS[target](node) if target in PARTS else target
-    own = {target: decomposition_table[target]} if target in decomposition_table and not composite else {}
-    if function is None or (function is target and not composite and not own):
+    table = {target: decomposition_table[target]} if target in decomposition_table and not composite else {}
+    if function is None or (function is target and not composite and not table):
         return None
-    parts = parts_of(node, function, own)
+    parts = parts_of(node, function, table)
     if any(_writes_view(part) for part in parts.nodes):
         return None
     write_functional(parts)
@@ -372,16 +360,15 @@ def _parts(node: fx.Node, depth: int) -> fx.Graph | None:
         if part.op == "get_attr":
             return None
         if part.op == "call_function" and not _is_known(part.target):
-            inner = None if part.target is target else _parts(part, depth - 1)
+            inner = None if part.target is target else _decomposed(part, depth - 1)
             if inner is None:
                 return None
-            _put(parts, part, inner)
+            inline(parts, part, inner, part.all_input_nodes)
     return parts
 
 
 def _writes_view(node: fx.Node) -> bool:
-    """Return whether an operator writes a part of another tensor, so that readers of that tensor would have to see
-    it."""
+    """Return True for an operator that writes into a view: readers of the view's base would have to see it."""
     schema = getattr(node.target, "_schema", None)
     if schema is None or not schema.is_mutable:
         return False
@@ -403,7 +390,7 @@ def _bilinear(node: fx.Node) -> Any:
 
 @takes_apart(aten.pad.default)
 def _pad(node: fx.Node) -> Any:
-    """Pad around in plain torch: torch's own circular pad writes into views of its result."""
+    """Write a circular pad as concatenations: torch's decomposition writes into views of its result."""
     if list(node.args[2:3]) != ["circular"]:
         return node.target
 
@@ -419,7 +406,7 @@ def _pad(node: fx.Node) -> Any:
 
 @takes_apart(aten.adaptive_avg_pool1d.default, aten.adaptive_avg_pool2d.default, aten.adaptive_avg_pool3d.default)
 def _average_pool(node: fx.Node) -> Any:
-    """Pool to one element by a mean, without torch's care for its layout in memory."""
+    """Write a pool to one element as a mean: torch's decomposition restrides its result."""
     sizes: Any = node.args[1]
     dims = list(range(-len(sizes), 0))
     return (lambda x, _: x.mean(dims, keepdim=True)) if set(sizes) == {1} else node.target
@@ -427,13 +414,12 @@ def _average_pool(node: fx.Node) -> Any:
 
 @takes_apart(aten.instance_norm.default)
 def _instance_norm(node: fx.Node) -> Any:
-    """Normalize each sample by its own statistics, unless it keeps a running mean, which is written from all
-    samples."""
+    """Normalize each sample by its statistics. A norm with a running mean stays, since that reads all samples."""
     if node.args[3] is not None or node.args[4] is not None:
         return None
 
     def instance_norm(
-        x: Any, weight: Any, bias: Any, mean: Any, var: Any, own: bool, momentum: float, eps: float, _: Any
+        x: Any, weight: Any, bias: Any, mean: Any, var: Any, by_sample: bool, momentum: float, eps: float, _: Any
     ) -> Any:
         dims = list(range(2, x.dim()))
         center = x - x.mean(dims, keepdim=True)
@@ -446,7 +432,7 @@ def _instance_norm(node: fx.Node) -> Any:
 
 @takes_apart(aten.embedding_bag.padding_idx, aten.embedding_bag.default)
 def _embedding_bag(node: fx.Node) -> Any:
-    """Look up and add rows for bags of equal sizes, which is the meaning of a table of indices."""
+    """Look up rows and reduce them over bags of equal sizes, as a table of indices has them."""
     offsets: Any = node.args[2]
     step = next((n.args[2] for n in (offsets,) if n.target is aten.arange.start_step and n.args[0] == 0), None)
     if not step or noted(node.args[1]).value.numel() % step:  # type: ignore[arg-type]
@@ -466,8 +452,3 @@ def _embedding_bag(node: fx.Node) -> Any:
         return (rows.sum(1) / count if mode == 1 else rows.sum(1),)
 
     return embedding_bag
-
-
-def _put(graph: fx.Graph, node: fx.Node, parts: fx.Graph) -> None:
-    """Put the parts in the operator's place, with its provenance."""
-    inline(graph, node, parts, node.all_input_nodes)

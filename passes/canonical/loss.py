@@ -1,11 +1,11 @@
-"""The loss as a numerator, which is summed over a step's whole batch, and the count that divides it."""
+"""The loss as a numerator, which is summed over a step's whole batch, and the count that divides it; and the loads of
+experts, which F returns beside the loss."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import fx
 
 from ...compiler.capture.experts.forms import routed_layers
@@ -15,24 +15,25 @@ from ...compiler.ops.own_ops import aten
 from ...compiler.ops.rules import facts
 from ...compiler.program.binding import COUNT, LOSS, Binding, Kind
 from ...compiler.program.step_values import TAKEN, term_count, term_weight
-from ..calls import computes, key_of, outputs
+from ..calls import computes, insert_call, key_of, outputs
 
 Denominators = tuple[fx.Graph | None, tuple[Binding, ...]]
-"""A graph of the inputs alone that makes the denominators of a loss, and their bindings; no graph where no term has
+"""A graph that computes the denominators of a loss from inputs alone, and their bindings; None where no term has
 one."""
 
 
 def split_loss(graph: fx.Graph, terms: int, is_one_fraction: Callable[[fx.Graph, bool], bool]) -> Denominators:
-    """Take the division by a count, in place, out of a mean cross entropy, out of a sum over samples that is divided by
-    a sum over inputs, and out of a multiple of these. It is then done once a step, by the count over all data ranks and
-    microbatches. A mean of means would weigh targets unequally. The first output becomes the loss's numerator; return
-    what makes the denominators.
+    """The pass that splits a mean loss into numerator and denominator. It takes a canonical graph, and changes it in
+    place: its first output becomes the numerator. It returns the graph of the denominators.
 
-    ``is_one_fraction`` tells of the graph of a numerator and a denominator whether they add up over microbatches. If it
-    is given True too, the numerator is a sum of token losses, and the graph makes the denominator alone.
+    The division of a mean cross entropy, of a sum over samples by a sum over inputs, and of multiples of these, is then
+    done once a step, by the count over all data ranks and microbatches: a mean of microbatches' means would weigh
+    targets unequally. ``is_one_fraction`` gets the graph of a numerator and a denominator, and returns True where both
+    add up over microbatches. Its second argument is True for a sum of token losses, of which the graph has only the
+    denominator.
 
-    A loss that is the sum of several ``terms`` is divided by the count of its first counted term. Every other term is
-    multiplied by an input of its own, which SCALE makes, so that the same division leaves the right mean.
+    A loss of several ``terms`` is divided by the count of its first counted term. Every other term is multiplied by a
+    placeholder of its own, which SCALE computes, so that the same division leaves its mean.
     """
     if not terms:
         return None, ()
@@ -40,15 +41,15 @@ def split_loss(graph: fx.Graph, terms: int, is_one_fraction: Callable[[fx.Graph,
     loss, *updates = outputs(graph)
     roots = _terms(loss, terms)
     chains = [_scalings(root) for root in roots]
-    found = {number: _denominator(chain[-1], is_one_fraction) for number, chain in enumerate(chains, 1)}
-    denominators = {number: node for number, node in found.items() if node is not None}
+    counts = {number: _denominator(chain[-1], is_one_fraction) for number, chain in enumerate(chains, 1)}
+    denominators = {number: node for number, node in counts.items() if node is not None}
     if not denominators:
         return None, ()
     base = min(denominators)
     for number in denominators:
         roots[number - 1] = _numerator(graph, chains[number - 1])
-    output.args = ((_sum_of(graph, loss, roots, base), *updates),)
-    count = _graph_of(list(denominators.values()))
+    output.args = ((_weighted_sum(graph, loss, roots, base), *updates),)
+    count = _subgraph(list(denominators.values()))
     graph.eliminate_dead_code()
     return count, tuple(COUNT if number == base else term_count(number) for number in denominators)
 
@@ -63,7 +64,7 @@ def _terms(loss: fx.Node, count: int) -> list[fx.Node]:
     return [*_terms(first, count - 1), last]
 
 
-def _sum_of(graph: fx.Graph, loss: fx.Node, roots: list[fx.Node], base: int) -> fx.Node:
+def _weighted_sum(graph: fx.Graph, loss: fx.Node, roots: list[fx.Node], base: int) -> fx.Node:
     """Add up the terms; all but the ``base`` are multiplied by their weights."""
     total: fx.Node | None = None
     first = next(iter(graph.nodes))
@@ -72,47 +73,47 @@ def _sum_of(graph: fx.Graph, loss: fx.Node, roots: list[fx.Node], base: int) -> 
             with graph.inserting_before(first):
                 weight = graph.placeholder(f"term_{number}")
             noted(weight).value, noted(weight).binding = noted(loss).value, term_weight(number)
-            root = _emitted(graph, loss, aten.mul.Tensor, root, weight)
-        total = root if total is None else _emitted(graph, loss, aten.add.Tensor, total, root)
+            root = _append(loss, aten.mul.Tensor, root, weight)
+        total = root if total is None else _append(loss, aten.add.Tensor, total, root)
     assert total is not None
     return total
 
 
-def _emitted(graph: fx.Graph, near: fx.Node, target: Any, *args: fx.Node) -> fx.Node:
-    with graph.inserting_before(graph.output_node()):
-        node = graph.call_function(target, args)
-    copy_facts(near, node)
+def _append(like: fx.Node, target: Any, *args: fx.Node) -> fx.Node:
+    """Add a call at a graph's end, with the facts of a node."""
+    node = insert_call(like.graph.output_node(), target, args)
+    copy_facts(like, node)
     return node
 
 
-def _graph_of(results: list[fx.Node]) -> fx.Graph:
-    """Return a graph that makes these nodes of the inputs."""
-    made, mapping, made_of = fx.Graph(), dict[fx.Node, fx.Node](), ancestors(results)
+def _subgraph(results: list[fx.Node]) -> fx.Graph:
+    """Return the graph of these nodes and all that they are computed from."""
+    graph, copies, needed = fx.Graph(), dict[fx.Node, fx.Node](), ancestors(results)
     for node in results[0].graph.nodes:
-        if node in made_of:
-            copy = mapping[node] = made.node_copy(node, mapping.__getitem__)
-            copy_facts(node, copy)
-    made.output(tuple(mapping[node] for node in results))
-    return made
+        if node in needed:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+            copy_facts(node, copies[node])
+    graph.output(tuple(copies[node] for node in results))
+    return graph
 
 
 def stop_gradients(graph: fx.Graph) -> None:
-    """Detach, in place, values that are read for other ends than the loss, such as the update of a buffer. No gradient
-    comes back from there, and every block before it would else compute zeros."""
+    """The pass that detaches what is not read for the loss, such as the operand of a buffer's update. It takes a
+    canonical graph, and inserts ``detach`` in place. Without it every block before would compute a gradient of
+    zeros."""
     reached, flow = reached_by_gradient(outputs(graph)[0]), GradientFlow()
     flows = {node for node in graph.nodes if node in flow and (node.op == "placeholder" or key_of(node)[0] in reached)}
     for node in [node for node in graph.nodes if computes(node) and node not in reached]:
         for operand in node.all_input_nodes if not facts(node.target).stops_gradient else ():
             if operand not in flows:
                 continue
-            with graph.inserting_before(node):
-                stopped = graph.call_function(aten.detach.default, (operand,))
+            stopped = insert_call(node, aten.detach.default, (operand,))
             noted(stopped).value, noted(stopped).origin = noted(operand).value, noted(node).origin
             node.replace_input_with(operand, stopped)
 
 
 def _scalings(loss: fx.Node) -> list[fx.Node]:
-    """Return a loss and the nodes of which it is a constant multiple, one after the other."""
+    """Return a loss, the node of which it is a constant multiple, and so on to the last."""
     chain = [loss]
     while (inner := _scaled(chain[-1])) is not None:
         chain.append(inner)
@@ -120,16 +121,17 @@ def _scalings(loss: fx.Node) -> list[fx.Node]:
 
 
 def _numerator(graph: fx.Graph, chain: list[fx.Node]) -> fx.Node:
-    """Return the numerator of the mean at a chain's end, scaled as the mean is: others may read the mean itself."""
+    """Return the numerator of the mean at a chain's end, with copies of the chain's scalings: others may read the mean
+    itself."""
     inner = chain[-1]
-    made: Any = inner.args[0]
+    numerator: Any = inner.args[0]
     for node in reversed(chain[:-1]):
-        renamed = {inner: made}
+        renamed = {inner: numerator}
         with graph.inserting_after(node):
-            made = graph.node_copy(node, lambda operand, renamed=renamed: renamed.get(operand, operand))  # type: ignore[misc]
-        copy_facts(node, made)
+            numerator = graph.node_copy(node, lambda operand, renamed=renamed: renamed.get(operand, operand))  # type: ignore[misc]
+        copy_facts(node, numerator)
         inner = node
-    return made  # type: ignore[no-any-return]
+    return numerator  # type: ignore[no-any-return]
 
 
 def _scaled(node: fx.Node) -> fx.Node | None:
@@ -142,19 +144,14 @@ def _scaled(node: fx.Node) -> fx.Node | None:
         return inner if isinstance(inner, fx.Node) and isinstance(by, (int, float)) else None
     if node.target is aten.neg.default:
         return inner  # type: ignore[no-any-return]
-    if facts(node.target).casts and _width(inner) <= _width(node):
+    if facts(node.target).casts and noted(inner).value.dtype.itemsize <= noted(node).value.dtype.itemsize:
         return inner  # type: ignore[no-any-return]
     return None
 
 
-def _width(node: fx.Node) -> int:
-    dtype: torch.dtype = noted(node).value.dtype
-    return dtype.itemsize
-
-
 def _denominator(loss: fx.Node, is_one_fraction: Callable[[fx.Graph, bool], bool]) -> fx.Node | None:
-    """Return the count that divides the loss, if the loss is a mean cross entropy, or a sum over samples divided by a
-    sum over inputs, as a mean over the samples of a mask, and nothing else."""
+    """Return the count that divides a loss: that of a mean cross entropy, or the sum over inputs (a mask's mean) that
+    divides a sum over samples. None for any other loss."""
     if loss.target is not aten.div.Tensor:
         return None
     total, count = loss.args
@@ -165,34 +162,35 @@ def _denominator(loss: fx.Node, is_one_fraction: Callable[[fx.Graph, bool], bool
         return None
     losses: Any = total.args[0] if total.target is aten.sum.default else total
     known = noted(losses).token_losses
-    return count if is_one_fraction(_graph_of([count if known else total, count]), known) else None
+    return count if is_one_fraction(_subgraph([count if known else total, count]), known) else None
 
 
-# ---- the loads of experts: how many tokens a microbatch sends to each expert of a layer, as results
+# ---- loads: the number of tokens that a microbatch sends to each expert of a layer
 
 
 def count_loads(
     graph: fx.Graph, updates: tuple[str, ...], returned: tuple[str, ...] = (), evaluates: bool = False
 ) -> None:
-    """Add the tokens of each expert to the graph's outputs, between the loss, if there is one, and the new values of
-    the buffers ``updates``, behind which are the tensors ``returned`` by the model; note the bindings of all outputs.
-    In an evaluation nothing reads the tokens."""
+    """The pass that counts the tokens of experts. It takes a canonical graph, and changes it in place: its outputs
+    become the loss, if there is one, the loads, the new values of the buffers ``updates``, and the tensors ``returned``
+    by the model. It notes the bindings of all outputs. An evaluation has no loads."""
     every = outputs(graph)
     first = len(every) - len(updates) - len(returned)
     loads: dict[Binding, fx.Node] = {}
     for module, routings in routed_layers(graph).items() if not evaluates else ():
-        loads[Binding("load", module)] = _counted(graph, [routing.chosen for routing in routings])
+        loads[Binding("load", module)] = _count_marks(graph, [routing.chosen for routing in routings])
         slots = [routing.slots for routing in routings if routing.slots is not None]
         if slots:
-            loads[Binding("load", f"{module}{TAKEN}")] = _counted(graph, [_taken(graph, node) for node in slots])
+            taken = [_mark_taken(graph, node) for node in slots]
+            loads[Binding("load", f"{module}{TAKEN}")] = _count_marks(graph, taken)
     output = graph.output_node()
     output.args = ((*every[:first], *loads.values(), *every[first:]),)
     kept: tuple[tuple[Kind, tuple[str, ...]], ...] = (("buffer", updates), ("output", returned))
     noted(output).results = (*[LOSS] * first, *loads, *(Binding(kind, name) for kind, names in kept for name in names))
 
 
-def _taken(graph: fx.Graph, slots: fx.Node) -> fx.Node:
-    """Add the marks of slots that a token takes."""
+def _mark_taken(graph: fx.Graph, slots: fx.Node) -> fx.Node:
+    """Add a mask of the slots that hold a token."""
     with graph.inserting_after(slots):
         taken = graph.call_function(aten.ge.Scalar, (slots, 0))
     copy_facts(slots, taken)
@@ -200,20 +198,15 @@ def _taken(graph: fx.Graph, slots: fx.Node) -> fx.Node:
     return taken
 
 
-def _counted(graph: fx.Graph, every: Sequence[fx.Node]) -> fx.Node:
-    """Add the number of marks of each expert, which is the first dim, in all routings of a layer."""
+def _count_marks(graph: fx.Graph, masks: Sequence[fx.Node]) -> fx.Node:
+    """Add the count of marks of each expert, the first dim, in the masks of all routings of a layer."""
     total: fx.Node | None = None
-    for marks in every:
+    for marks in masks:
         dims = list(range(1, noted(marks).value.dim()))
         with graph.inserting_after(marks):
             count = graph.call_function(aten.sum.dim_IntList, (marks, dims, False))
         copy_facts(marks, count)
         noted(count).value = noted(marks).value.sum(dims)
-        if total is not None:
-            with graph.inserting_before(graph.output_node()):
-                both = graph.call_function(aten.add.Tensor, (total, count))
-            copy_facts(count, both)
-            count = both
-        total = count
+        total = count if total is None else _append(count, aten.add.Tensor, total, count)
     assert total is not None
     return total

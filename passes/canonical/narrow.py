@@ -1,6 +1,6 @@
-"""Precision: casts for the modules that a plan computes in a narrow type, and for nothing else.
+"""Mixed precision: casts around the modules that a plan computes in a narrow type.
 
-It runs on the canonical graph, before placements, so that conversions between ranks see the narrow values.
+They are inserted before values are placed, so that collectives move the narrow values.
 """
 
 from __future__ import annotations
@@ -21,39 +21,41 @@ from ...compiler.ops.precision import PrecisionLine, PrecisionRegions, is_narrow
 from ...compiler.ops.rules import facts
 from ...compiler.program.binding import LOSS
 from ...compiler.program.program import Origin
-from ..calls import FakeResults, computes, operands_of, outputs, substitute_nodes, tensors_of
+from ..calls import FakeResults, computes, insert_call, operands_of, outputs, substitute_nodes, tensors_of
 
 
 class _Flow(IntEnum):
-    """The demand that a float32 value of the captured graph makes on its readers. Among several operands the largest
+    """The demand of a float32 value of the captured graph on its readers. Of several operands the largest demand
     counts."""
 
     MADE = 0
-    """The value depends on constants alone (masks): it stays as it is, and demands nothing."""
+    """The value depends on constants alone (masks). It stays as it is, and demands nothing."""
     TABLE = 1
-    """The value depends on buffers too (angles, rotary tables): it adapts to the activations that it meets, and to
-    nothing before."""
+    """The value depends on buffers too (angles, rotary tables). It stays in float32 until it meets activations, and
+    then takes their type."""
     STORED = 2
-    """The value depends on weights too: it adapts to the activations that it meets, and is rounded where it leaves its
-    module."""
+    """The value depends on weights too. It takes the type of the activations that it meets, and is rounded where it
+    leaves its module."""
     NARROW = 3
+    """The value is an activation in the narrow type."""
     WIDE = 4
-    """A sensitive operator made the value, or a module that is not narrow."""
+    """The value comes from a sensitive operator, or from a module that is not narrow."""
     KEPT = 5
     """The value is a loss, a single number, or cast to float32 by the model itself: nothing narrows it."""
 
 
-_GIVEN = {
+_FLOW_OF_KIND = {
     **dict.fromkeys(("buffer", "constant"), _Flow.TABLE), **dict.fromkeys(("parameter", "frozen"), _Flow.STORED),
     "input": _Flow.WIDE,
 }  # fmt: skip
-"""The demand of the captured graph's placeholders, by the kind of their binding."""
+"""The demand of placeholders, by the kind of their binding; all other kinds are ``MADE``."""
 
 
 def narrow(graph: fx.Graph, lines: PrecisionRegions) -> None:
-    """Insert the casts that the plan's lines ask for. The values of outputs keep their types.
+    """The pass of mixed precision. It takes a canonical graph, and changes it in place: operators read casts as the
+    plan's ``lines`` ask. The outputs keep their types.
 
-    A trained weight that is narrow in the model itself is stored in float32 from here on, and read rounded.
+    A trained weight that is narrow in the model itself becomes a master weight in float32, which its readers cast.
     """
     if any(line.dtype != torch.float32 for line in lines):
         _keep_masters(graph, lines)
@@ -66,16 +68,16 @@ def _keep_masters(graph: fx.Graph, lines: PrecisionRegions) -> None:
         value, line = noted(node).value, line_at(lines, name)
         if kind != "parameter" or line is None or not is_narrow(value.dtype):
             continue
-        with graph.inserting_before(next(n for n in graph.nodes if n in node.users)):
-            read = graph.call_function(aten._to_copy.default, (node,), {"dtype": value.dtype})
+        first = next(n for n in graph.nodes if n in node.users)
+        read = insert_call(first, aten._to_copy.default, (node,), {"dtype": value.dtype})
         node.replace_all_uses_with(read, lambda user, read=read: user is not read)
         noted(read).value, noted(read).origin = value, Origin(name.rpartition(".")[0], "", line.line)
         with value.fake_mode:
             noted(node).value = value.to(torch.float32)
 
 
-class _Parts(TorchDispatchMode):
-    """A mode that sees the parts of a composite operator, and notes whether one of them never takes a narrow type."""
+class _SensitiveParts(TorchDispatchMode):
+    """A mode that runs a composite operator, and becomes ``sensitive`` where one of its parts takes no narrow type."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,13 +94,13 @@ class _Narrowing:
         self.captured = {node: tensors_of(node) for node in graph.nodes if node.op != "output"}
         self.flow: dict[fx.Node, _Flow] = {}
         self.cast: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
-        self.made_of_sensitive: dict[Any, bool] = {}
+        self.is_sensitive: dict[Any, bool] = {}
         self.results = FakeResults(graph)
 
     def run(self) -> None:
         for node in list(self.graph.nodes):
             if node.op == "placeholder":
-                self.flow[node] = _GIVEN.get(noted(node).binding.kind, _Flow.MADE)
+                self.flow[node] = _FLOW_OF_KIND.get(noted(node).binding.kind, _Flow.MADE)
             elif computes(node):
                 self.operator(node)
             elif node.target is operator.getitem:
@@ -119,7 +121,7 @@ class _Narrowing:
         return None if noted(node).in_loss else line_at(self.lines, noted(node).origin.module)
 
     def seen(self, value: fx.Node, reader: fx.Node) -> fx.Node:
-        """Return a value as a reader sees it: outside the narrow module that made it, the rounded value."""
+        """Return the form of a value that a reader outside its narrow module sees: the rounded one."""
         maker = _maker(value)
         if maker.op == "placeholder" or self.flow[value] in (_Flow.MADE, _Flow.TABLE, _Flow.KEPT):
             return value
@@ -129,12 +131,12 @@ class _Narrowing:
         return self.form(value, line.dtype, value.next, replace(origin, plan=line.line))  # in the module, not after it
 
     def is_float(self, value: fx.Node, narrow: bool) -> bool:
-        """Return whether a value is float32 in the captured graph, or, with ``narrow``, of a narrower type."""
+        """Return True for a value that is float32 in the captured graph, or, with ``narrow``, of a narrower type."""
         dtype = self.captured[value][0].dtype
         return dtype == torch.float32 or (narrow and is_narrow(dtype))
 
     def operator(self, node: fx.Node) -> None:
-        """Give an operator its operands in the types in which it computes, and note the demand of its results."""
+        """Cast an operator's operands to the types in which it computes, and note the demand of its results."""
         reads = list(dict.fromkeys(operands_of(node)))
         loss = bool(noted(node).in_loss)
         seen = {n: self.seen(n, node) for n in reads if self.is_float(n, narrow=loss)}
@@ -142,7 +144,7 @@ class _Narrowing:
         floats = list(dict.fromkeys(seen.values()))
         line = self.line_of(node)
         asked = loss or (not floats and any(self.captured[n][0].is_floating_point() for n in reads))
-        tensors = [n for n in floats if noted(n).value.dim()] or floats  # beside one, a single number decides nothing
+        tensors = [n for n in floats if noted(n).value.dim()] or floats  # a scalar beside a tensor decides nothing
         flow = _Flow.KEPT if asked else max((self.flow[n] for n in tensors), default=_Flow.MADE)
         precision = facts(node.target).precision
         if line is None:
@@ -152,9 +154,8 @@ class _Narrowing:
             self.set(node, dict.fromkeys(floats, torch.float32))
         elif precision == "product":
             flow = _Flow.NARROW
-            rounded = (
-                node.args[:3] if node.target is OPS.attention.default else floats
-            )  # a mask is added to scores, which are float32
+            # attention adds its mask to scores, which are float32
+            rounded = node.args[:3] if node.target is OPS.attention.default else floats
             self.set(node, {n: line.dtype for n in floats if n in rounded})
         elif self.sensitive(node):
             flow = _Flow.KEPT if precision == "loss" else _Flow.WIDE
@@ -167,21 +168,22 @@ class _Narrowing:
         self.flow[node] = _Flow.KEPT if single else flow
 
     def sensitive(self, node: fx.Node) -> bool:
-        """Return whether an operator, or one of its parts (``square``: ``pow``), never takes a narrow type."""
+        """Return True for an operator that takes no narrow type, or one of whose parts takes none (``square``:
+        ``pow``)."""
         target: Any = node.target
-        if target not in self.made_of_sensitive:
+        if target not in self.is_sensitive:
             mode = next(noted(n).value.fake_mode for n in self.graph.nodes if n.op == "placeholder")
-            with mode:  # of one type: some operators take no other
-                args, kwargs = substitute_nodes((node.args, node.kwargs), lambda n: _widened(noted(n).value))
-                with _Parts() as parts:
+            with mode:  # all operands in float32: some operators take only one type
+                args, kwargs = substitute_nodes((node.args, node.kwargs), lambda n: _in_float32(noted(n).value))
+                with _SensitiveParts() as parts:
                     target(*args, **kwargs)
-            self.made_of_sensitive[target] = is_sensitive(str(target)) or parts.sensitive
-        return self.made_of_sensitive[target]
+            self.is_sensitive[target] = is_sensitive(str(target)) or parts.sensitive
+        return self.is_sensitive[target]
 
     def beyond(self, node: fx.Node, floats: list[fx.Node], dtype: torch.dtype) -> bool:
-        """Return whether an operator of narrow operands must compute wide. That is so if it reads a number beyond the
-        narrow type's range, such as masks hold and float16 has none below 6e-5 (an epsilon), or a constant tensor in an
-        operator that does not promote types."""
+        """Return True for an operator that must compute in float32 though its operands are narrow. It reads a number
+        outside the narrow type's range (a mask's fill, or an epsilon below float16's 6e-5), or a constant tensor with
+        which it does not promote types."""
         constants = [n for n in floats if self.flow[n] is _Flow.MADE or not noted(n).value.dim()]
         numbers = [n.args[1] for n in constants if n.target is aten.full.default] + [*node.args, *node.kwargs.values()]
         least, most = torch.finfo(dtype).tiny, torch.finfo(dtype).max
@@ -191,7 +193,7 @@ class _Narrowing:
         return bool(constants) and (torch.Tag.pointwise not in target.tags or "lerp" in str(target))
 
     def set(self, node: fx.Node, types: dict[fx.Node, torch.dtype]) -> None:
-        """Have an operator read operands in these types; the node's results follow."""
+        """Let an operator read operands in these types, and compute the types of its results."""
         forms = {n: self.form(n, dtype, node, self.origin(node, n)) for n, dtype in types.items()}
         node.args, node.kwargs = substitute_nodes((node.args, node.kwargs), lambda n: forms.get(n, n))
         if all(n in self.captured and noted(n).value.dtype == self.captured[n][0].dtype for n in operands_of(node)):
@@ -203,8 +205,7 @@ class _Narrowing:
         if noted(value).value.dtype == dtype:
             return value
         if (value, dtype) not in self.cast:
-            with self.graph.inserting_before(near):
-                cast = self.graph.call_function(aten._to_copy.default, (value,), {"dtype": dtype})
+            cast = insert_call(near, aten._to_copy.default, (value,), {"dtype": dtype})
             noted(cast).value = self.results.of(cast.target, cast.args, cast.kwargs)
             noted(cast).origin, noted(cast).kept = origin, near.op == "output"
             self.flow[cast] = _Flow.NARROW
@@ -219,7 +220,7 @@ class _Narrowing:
         return replace(origin, plan=next((line.line for node in nodes if (line := self.line_of(node))), 0))
 
 
-def _widened(value: Any) -> Any:
+def _in_float32(value: Any) -> Any:
     return value.to(torch.float32) if isinstance(value, torch.Tensor) and is_narrow(value.dtype) else value
 
 

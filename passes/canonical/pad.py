@@ -2,9 +2,9 @@
 result.
 
 Shapes stay global, so this is a rewrite of the graph before anything is placed. An operator whose rule lets a padded
-factor be split computes on the longer dim. Before a sum over it the padding is filled with what adds nothing (and
-so gets no gradient); an operator that sees the dim whole, or has it from elsewhere in its real size, reads it cut back.
-"""
+factor be split computes on the longer dim. Before a reduction the padding is filled with the reduction's neutral
+number, and so gets no gradient. An operator that needs the dim whole, or reads it from elsewhere in its real size,
+reads it cut."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ from ..calls import (
     call_of,
     computes,
     fake,
+    insert_call,
     key_of,
     operands_of,
     outputs,
@@ -47,18 +48,20 @@ from ..calls import (
 
 BoundPads = Mapping[Binding, tuple[Pad, ...]]
 """The paddings of placeholders, by their binding."""
-_SAFE = (1.0, 0.5)  # a point where an operator that is singular in its padding has a value and a slope
+_SAFE = (1.0, 0.5)
+"""Fill values for an operator that is singular at its padding: at one of them it has a value and a slope."""
 
 
 def pad(graph: fx.Graph, pads: BoundPads) -> None:
-    """Pad a canonical graph in place; ``pads`` are the paddings of placeholders."""
+    """The pass of padding. It takes a canonical graph and the paddings of its placeholders, and changes the graph in
+    place: dims become longer, with operators that grow, fill and cut padding where a reader needs that."""
     if pads:
         _Padder(graph).run(pads)
 
 
 @dataclass(slots=True)
 class _Need:
-    """The changes to one operand that an operator needs before it can compute on padded factors."""
+    """The padding to cut off, to add and to fill in one operand, so that its operator can compute on padded factors."""
 
     cut: list[Extra] = field(default_factory=list)
     grow: list[Extra] = field(default_factory=list)
@@ -69,12 +72,12 @@ class _Padder:
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
         nodes = [node for node in graph.nodes if computes(node)]
-        # as the model has them, before anything is longer
+        # calls and rules on the model's sizes
         self.calls: dict[fx.Node, OpCall] = {node: call_of(node) for node in nodes}
         self.rules: dict[fx.Node, OpRule] = {node: rule_of(node)[0] for node in nodes}
         self.extras: dict[ValueKey, Extras] = {}
         self.pure = made_of(graph, FIXED)
-        self.made: dict[tuple[Any, ...], fx.Node] = {}
+        self.inserted: dict[tuple[Any, ...], fx.Node] = {}
 
     def run(self, pads: BoundPads) -> None:
         for node in list(self.graph.nodes):
@@ -90,8 +93,8 @@ class _Padder:
         self.graph.lint()
 
     def _result(self, node: fx.Node, key: Binding, out: fx.Node) -> fx.Node:
-        """Return a value as the graph returns it. Tensors that the model returns keep padding behind their entries: to
-        cut it, a rank would need the whole dim."""
+        """Return an output's value without padding. Tensors that the model returns keep padding at a dim's end: to cut
+        it, a rank would need the whole dim."""
         extras = self.extras.get(key_of(node), ())
         returned = key.kind == "output"
         return self._without(node, [extra for extra in extras if not returned or extra.outer > 1], out)
@@ -109,7 +112,7 @@ class _Padder:
         before = node.args, node.kwargs, noted(node).value
         try:
             self._compute_padded(node, self._needs(node, operands))
-        except (PaddingFault, ValueError, RuntimeError, TypeError):  # a rule or operator does not do with longer dims
+        except (PaddingFault, ValueError, RuntimeError, TypeError):  # a rule or operator takes no longer dims
             node.args, node.kwargs, noted(node).value = before
             cut_operands = iter([self._without(n, self.extras.get(key_of(n), ()), node) for n in operands])
             node.args, node.kwargs = substitute_nodes((node.args, node.kwargs), lambda _: next(cut_operands))
@@ -148,8 +151,8 @@ class _Padder:
         return needs
 
     def _fills(self, node: fx.Node, rule: OpRule, name: str, sides: Mapping[int, tuple[Any, Extra]]) -> Any:
-        """Return the number that each operand's padding must hold so that it changes no result; None where there is no
-        such number."""
+        """Return the fill value for each operand's padding with which it changes no result; None where there is
+        none."""
         held = {index: extra.held for index, (_, extra) in sides.items()}
         if all(any(name in names for names in dims) for dims in rule.results):
             return self._safe(node, held)
@@ -159,14 +162,14 @@ class _Padder:
         if (reduction := reduction_of(op)) is not None:
             return {0: reduction.value} if list(held) == [0] else None
         alone = all(frozenset({index}) in rule.linear for index in held)
-        if alone and len(held) > 1:  # a product: zeros on either side give the other no gradient
+        if alone and len(held) > 1:  # a product: zeros in one operand give the other's padding no gradient
             return {index: 0.0 for index, value in held.items() if value != 0.0}
-        # of a sum the gradient is no zero even where its operand is: what fills lets none through
+        # zeros in a sum would still get a gradient: filling stops it
         return dict.fromkeys(held, 0.0) if alone or frozenset(held) in rule.linear else None
 
     def _safe(self, node: fx.Node, held: Mapping[int, float | None]) -> dict[int, float] | None:
-        """Return fills for an operator that has no value or no slope at the number in its padding, such as a logarithm
-        of 0."""
+        """Return fill values for an elementwise operator that has no value or no slope at its padding (a logarithm of
+        0)."""
         call = self.calls[node]
         if not facts(call.op).elementwise:
             return {}
@@ -229,14 +232,13 @@ class _Padder:
         return operand
 
     def _emit(self, target: Any, x: fx.Node, extra: Extra, more: tuple[float, ...], reader: fx.Node) -> fx.Node:
-        """Emit an operator about padding before the first node that reads its result; later readers share it."""
+        """Insert an operator on padding before the first node that reads its result; later readers share it."""
         args = (x, extra.dim, extra.outer, extra.real, extra.padded, *more)
         block = noted(reader).origin.module
         key = (target, args, block)
-        if key in self.made:
-            return self.made[key]
-        with self.graph.inserting_before(reader):
-            node = self.made[key] = self.graph.call_function(target, args)
+        if key in self.inserted:
+            return self.inserted[key]
+        node = self.inserted[key] = insert_call(reader, target, args)
         value = fake(key_of(x))
         with value.fake_mode:
             noted(node).value = target(value, *args[1:])

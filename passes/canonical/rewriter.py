@@ -1,4 +1,4 @@
-"""The rewriter of one graph: rewrites of operators get it, and emit new nodes with it."""
+"""The rewriter of the canonical form, and the tables of its rewrites and decompositions by operator."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from ...compiler.capture.node_facts import copy_place, noted
 from ...compiler.ops.rules import TABLE, OpRow
 from ...compiler.program.binding import Binding
 from ...compiler.program.program import operator
-from ..calls import FakeResults
+from ..calls import FakeResults, insert_call, tensors_of
 
 
 class Canonicalizer:
-    """The rewriting of one graph in place, node by node, through a table of rewrites."""
+    """The rewriter of one graph in place, node by node, by the table of rewrites. Each rewrite gets it, and emits nodes
+    with it."""
 
     def __init__(self, graph: fx.Graph, ranged: bool = False) -> None:
         self.graph, self.ranged = graph, ranged
@@ -26,10 +27,9 @@ class Canonicalizer:
         self.results = FakeResults(graph)
 
     def emit(self, near: fx.Node, target: Any, *args: Any, val: Any = None, **kwargs: Any) -> fx.Node:
-        """Add a node before ``near``, with its provenance. ``val`` defaults to the operator's result on fake
+        """Add a node before ``near``, with its place in the model. ``val`` defaults to the operator's result on fake
         tensors."""
-        with self.graph.inserting_before(near):
-            node = self.graph.call_function(target, args, kwargs)
+        node = insert_call(near, target, args, kwargs)
         copy_place(near, node)
         noted(node).value = self.results.of(target, args, kwargs) if val is None else val
         return node
@@ -42,14 +42,16 @@ class Canonicalizer:
             self.iotas[by] = self.iotas.pop(node)
 
     def stream(self, node: fx.Node, rng: fx.Node) -> fx.Node:
-        """Return the key of a random operator. Its name is the module and its ordinal there, so no plan changes it."""
+        """Return the key of a random operator's stream. Its name is the module and the operator's number there, which
+        no plan changes."""
         module = noted(node).origin.module or "model"
         ordinal = self.keys.get(module, 0)
         self.keys[module] = ordinal + 1
         with self.graph.inserting_after(rng):
             key = self.graph.placeholder(f"key_{module.replace('.', '_')}_{ordinal}")
         noted(key).binding = Binding("key", f"{module}.{ordinal}")
-        noted(key).value = _fake_like(node, (), torch.int64)
+        with tensors_of(node)[0].fake_mode:
+            noted(key).value = torch.empty((), dtype=torch.int64)
         return key
 
     def rewrite(self) -> None:
@@ -61,30 +63,30 @@ class Canonicalizer:
 
 
 Rewrite = Callable[[Canonicalizer, Any], None]
-"""A function that rewrites one operator: it puts others in a node's place."""
+"""A function that replaces a node by others."""
 REWRITES: dict[Any, Rewrite] = {}
 """The rewrite of each operator, as ``rewrites`` notes them. An operator without one keeps its form."""
 PARTS: dict[Any, Callable[[fx.Node], Any]] = {}
-"""For each operator without a rule a function that returns the call's meaning in plain torch, or None to keep the
-call."""
+"""For an operator without a rule, a function from its call to the same function in plain torch, or to None where the
+call stays."""
 
-_Code = TypeVar("_Code", bound=Callable[..., Any])
+_Rewrite = TypeVar("_Rewrite", bound=Callable[..., Any])
 
 
-def rewrites(*targets: Any) -> Callable[[_Code], _Code]:
+def rewrites(*targets: Any) -> Callable[[_Rewrite], _Rewrite]:
     """Note the decorated function as the rewrite of these operators."""
 
-    def note(rewrite: _Code) -> _Code:
+    def note(rewrite: _Rewrite) -> _Rewrite:
         REWRITES.update(dict.fromkeys(targets, rewrite))
         return rewrite
 
     return note
 
 
-def takes_apart(*targets: Any) -> Callable[[_Code], _Code]:
-    """Note the decorated function as the one that makes the parts of these operators."""
+def takes_apart(*targets: Any) -> Callable[[_Rewrite], _Rewrite]:
+    """Note the decorated function as the decomposition of these operators."""
 
-    def note(parts: _Code) -> _Code:
+    def note(parts: _Rewrite) -> _Rewrite:
         PARTS.update(dict.fromkeys(targets, parts))
         return parts
 
@@ -94,10 +96,3 @@ def takes_apart(*targets: Any) -> Callable[[_Code], _Code]:
 def targets_where(holds: Callable[[OpRow], bool]) -> list[Any]:
     """Return torch's operators whose row fulfils a condition."""
     return [operator(name) for name, row in TABLE.items() if name.startswith("aten.") and holds(row)]
-
-
-def _fake_like(node: fx.Node, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
-    value = noted(node).value
-    value = value[0] if isinstance(value, (tuple, list)) else value
-    with value.fake_mode:
-        return torch.empty(shape, dtype=dtype)

@@ -1,4 +1,5 @@
-"""Heads: the split weights that attention reads as heads, and the copies of heads on several ranks if heads are few."""
+"""Heads: the split weights that attention reads as heads, and the heads that several ranks keep because there are fewer
+heads than ranks (GQA); and the ``Follower`` that follows dims of parameters through a graph."""
 
 from __future__ import annotations
 
@@ -31,14 +32,11 @@ from ...grammar.nearest import listed
 from ..calls import ValueKey, computes, key_of, operands_of, rule_of
 from ..canonical.canonicalize import canonical_form
 
-# ---- dims of a parameter, followed to all values computed from it. The rule of an operator says where it
-
-
 _State = TypeVarTuple("_State")
 
 
 class Follower:
-    """A walk that follows dims of parameters forward through a graph."""
+    """A walk that follows dims of parameters forward through a graph, by the rules of its operators."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
@@ -58,8 +56,8 @@ class Follower:
         self, pending: list[tuple[ValueKey, *_State]]
     ) -> Iterator[tuple[tuple[ValueKey, *_State], fx.Node, OpRule, int]]:
         """Yield every operator that reads a pending value: the pending state, the operator, its rule, and the index of
-        the operand. States that the caller adds meanwhile are followed too: first ``[(weight, 0)]``, then the
-        ``factor_places`` of dim 0's factor."""
+        the operand. The caller begins with ``[(weight, 0)]``, and appends the states of results, such as the
+        ``factor_places`` of dim 0's factor, which are then followed too."""
         seen = set()
         while pending:
             state = pending.pop(0)
@@ -141,21 +139,21 @@ class Copies:
 
 @dataclass(frozen=True, slots=True)
 class _Heads:
-    """A split parameter that attention reads as ``count`` heads, as the line ``source`` makes them; ``meets`` are the
-    attentions.
-
-    One head is a dim that is never taken apart: attention contracts it. Where it is ``fused`` with queries, ``most``
-    are these, and ``few`` the values in which fewer heads are taken out of the whole. Where the model itself sees them
-    in groups, ``count`` is that of the groups, each of so many: ``grouped``.
-    """
+    """A split parameter that attention reads as heads. One head is a dim that attention contracts whole."""
 
     seed: PlacementSeed
     count: int
+    """The number of heads; of groups, where the model views the weight as groups of heads."""
     most: int
+    """The number of the queries' heads, where one weight holds queries, keys and values; else ``count``."""
     source: str
+    """The line of the model that views the weight as heads."""
     meets: frozenset[fx.Node]
+    """The attentions that read the weight."""
     grouped: int = 1
+    """The number of heads in each group."""
     few: frozenset[ValueKey] = frozenset()
+    """The values that hold only the fewer heads of a weight."""
 
     @property
     def fused(self) -> bool:
@@ -164,18 +162,18 @@ class _Heads:
 
 
 def find_copies(captured: Captured, plan: Plan, seeds: Sequence[PlacementSeed], pads: Pads) -> Copies:
-    """Return the heads that are kept by several ranks: those of keys and values, if a plan splits them over more ranks.
+    """Return the heads that several ranks keep: those of keys and values that a plan splits over more ranks than heads.
 
     The weights of one attention are those whose dims, followed through the graph, meet in an operator that contracts
-    two computed values. The most heads among them are the queries'; ranks must divide those. Fewer heads either
-    divide by the ranks too, or divide them: then the axis is factored, and the heads are split over its major part.
-    Where queries are fused with them in one weight, whose parts are split alike, the minor part splits each head, which
-    is gathered where it is taken out of the whole. Padded heads divide.
+    two computed values. The largest number of heads among them is that of queries, which the ranks must divide. The
+    ranks must divide a smaller number too, or be a multiple of it: then the axis is factored, and the heads are split
+    over its major sub-axes. Where one weight holds queries, keys and values, the minor sub-axes split each head, which
+    is gathered where it is taken out of the weight. Padded heads divide.
 
     Raises:
         PlanError: heads do not fit the ranks.
     """
-    padded = {(name, pad.dim) for name, found in pads.items() for pad in found}
+    padded = {(name, pad.dim) for name, rows in pads.items() for pad in rows}
     seeds = [seed for seed in seeds if seed.dim is not None and (seed.value, seed.dim) not in padded]
     if not seeds:
         return Copies()
@@ -186,15 +184,15 @@ def find_copies(captured: Captured, plan: Plan, seeds: Sequence[PlacementSeed], 
     fused: dict[tuple[str, str], int] = {}
     notes: list[Diagnostic] = []
     for axis in plan.mesh.names:
-        own = [s for s in seeds if s.axis == axis and s.value in follower.parameters]
-        found = [heads for s in own if (heads := _heads_of(follower, s)) is not None]
-        groups = [group for group in _attentions(found) if max(heads.most for heads in group) > 1]
+        split = [s for s in seeds if s.axis == axis and s.value in follower.parameters]
+        weights = [heads for s in split if (heads := _heads_of(follower, s)) is not None]
+        groups = [group for group in _attentions(weights) if max(heads.most for heads in group) > 1]
         ranks = plan.mesh.size(axis)
         wrong = [group for group in groups if not _legal(group, ranks)]
         few = [heads for group in groups for heads in group if heads.count % ranks]
         chain = [*sorted({heads.count for heads in few} - {1}), ranks]
         if not wrong and any(more % less for less, more in pairwise(chain)):
-            wrong = groups  # of several kinds of attention, which do not factor the axis alike
+            wrong = groups  # several kinds of attention, which would factor the axis differently
         if wrong:
             errors += _errors(wrong, plan, axis)
         elif few:
@@ -210,7 +208,7 @@ def find_copies(captured: Captured, plan: Plan, seeds: Sequence[PlacementSeed], 
 
 
 def few_heads(graph: fx.Graph, fused: Sequence[tuple[PlacementSeed, Sequence[str]]]) -> frozenset[tuple[ValueKey, str]]:
-    """Return the values in which few heads are taken out of a fused weight, each with the axes over which to gather
+    """Return the values that hold only the few heads of a fused weight, each with the axes over which to gather
     them."""
     if not fused:
         return frozenset()
@@ -227,7 +225,7 @@ def _heads_of(follower: Follower, seed: PlacementSeed) -> _Heads | None:
     meets: set[fx.Node] = set()
     grouped = 1
     parameter = follower.parameters[seed.value]
-    # last, until heads are counted: what was taken out of a value of several parts, if only by passing it on
+    # the last entry, until heads are counted: the value that was taken out of several parts, or passed on from there
     pending: list[tuple[ValueKey, int, Outer, ValueKey | None]] = [(parameter, seed.dim, seed.outer, parameter)]
     for (_, dim, outer, last), node, rule, index in follower.readings(pending):
         dims, source = rule.operands[index], noted(node).origin.source
@@ -241,13 +239,13 @@ def _heads_of(follower: Follower, seed: PlacementSeed) -> _Heads | None:
             if last and one:
                 counts.setdefault(1, source)
         alone = sum(any(part[0] in names for names in dims) for dims in rule.operands) == 1
-        # needed whole, or of values of one head
+        # a dim needed whole, or the dim of a single head
         if last and outer == 1 and (one or (contracted and alone)):
             taken.add((last, 1))
         if part[0] in rule.whole:
             continue
-        count = _each(part[1], rule.sizes[part[0]])
-        size = _each(outer, math.prod(rule.sizes[name] for name in dims[dim]))
+        count = _unit(part[1], rule.sizes[part[0]])
+        size = _unit(outer, math.prod(rule.sizes[name] for name in dims[dim]))
         apart = count != size and facts(node.target).moves == "shape"
         if last and apart:
             counts.setdefault(count, source)
@@ -273,15 +271,15 @@ def _contracted(follower: Follower, node: fx.Node) -> set[str]:
     return {name for at, first in enumerate(factors) for second in factors[:at] for name in first & second}
 
 
-def _each(outer: Outer, size: int) -> int:
+def _unit(outer: Outer, size: int) -> int:
     """Return the unit of a dim's parts: the size of every part is a multiple of it."""
     return size // outer if isinstance(outer, int) else size // sum(outer)
 
 
-def _attentions(found: Iterable[_Heads]) -> Iterator[list[_Heads]]:
+def _attentions(weights: Iterable[_Heads]) -> Iterator[list[_Heads]]:
     """Group parameters whose heads meet in the same operators."""
     groups: list[tuple[list[_Heads], set[fx.Node]]] = []
-    for heads in found:
+    for heads in weights:
         joined = [group for group in groups if not group[1].isdisjoint(heads.meets)]
         groups = [group for group in groups if group not in joined]
         members = [member for group in joined for member in group[0]]
@@ -303,7 +301,7 @@ def _errors(groups: Sequence[Sequence[_Heads]], plan: Plan, axis: str) -> Iterat
         wrong = [n for n in kinds if n % ranks and (n == kinds[0] or ranks % n)]
         seen = (heads for heads in group if (wrong or kinds)[0] in (heads.count, heads.most))
         first = max(seen, key=lambda heads: heads.grouped)
-        apart = any(heads.grouped == 1 for heads in group)  # keys are not in the weight of the queries' groups
+        apart = any(heads.grouped == 1 for heads in group)  # keys have a weight of their own
         alike.setdefault((kinds, apart), []).append(first)
     every = [group for group in groups if _legal(group, 1)]
     legal = [n for n in range(1, max(max(kinds) for kinds, _ in alike) + 1) if all(_legal(g, n) for g in every)]
@@ -318,11 +316,8 @@ def _errors(groups: Sequence[Sequence[_Heads]], plan: Plan, axis: str) -> Iterat
         notes = [f"the model sees it as {seen_as} at {first.source}"] if first.source else []
         split = ", or write the queries' heads as one dim, and repeat keys" if first.grouped > 1 and apart else ""
         lines = sorted({heads.seed.span.root.line for heads in others} - {first.seed.span.root.line})
-        what = (
-            f"weight{'s' * (len(others) > 1)}, also of line {' and '.join(map(str, lines))}"
-            if lines
-            else "that the pattern matches"
-        )
+        of_lines = f"weight{'s' * (len(others) > 1)}, also of line {' and '.join(map(str, lines))}"
+        what = of_lines if lines else "that the pattern matches"
         notes += [f"the same holds for {len(others)} more {what}"] if others else []
         declared = plan.mesh_spans.get(axis)
         yield Diagnostic(
@@ -337,7 +332,7 @@ def _kv_heads(count: int) -> str:
 
 
 def _notes(few: Sequence[_Heads], axis: str, ranks: int, sizes: Sequence[int]) -> Iterator[Diagnostic]:
-    """Yield one note for each number of heads that are kept more than once, or by parts."""
+    """Yield one note for each number of heads that several ranks keep, whole or in parts."""
     for count, fused in sorted({(heads.count, heads.fused) for heads in few}):
         first, *others = [heads for heads in few if (heads.count, heads.fused) == (count, fused)]
         shared = f"{ranks // count} ranks hold each" if count > 1 else "every rank holds it"

@@ -1,4 +1,5 @@
-"""Partition: every value gets its type on every axis, with typed conversions where a reader needs another type.
+"""Partition: the typed graph, in which every value has a type on every axis, with typed conversions where a reader
+needs another type; and the passes that clean it: conversions of parameters leave the microbatch, biases join products.
 
 Shapes stay global here; ``emit.py`` makes them local at the very end, operator by operator, by the same rules.
 """
@@ -20,6 +21,7 @@ from ...compiler.layout.collectives import TypeFault
 from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.packed_rows import chosen_placement
 from ...compiler.layout.placement import AxisType, Placement, Split, TensorType
+from ...compiler.ops.factors import Dims, OpRule
 from ...compiler.ops.infer import Part
 from ...compiler.ops.own_ops import OPS, aten
 from ...compiler.ops.rules import facts, operator_name
@@ -30,18 +32,366 @@ from ..programs.segments import node_type
 from .paths import Changes, cheapest_path, in_levels
 from .propagate import Placed
 
-# ---- the place of ``I → R`` conversions
+
+@dataclass(frozen=True, slots=True)
+class Reshard:
+    """A conversion of a value for a reader that needs another type."""
+
+    value: str
+    source: AxisType
+    result: AxisType
+    axis: str
+    cause: Origin
+    bytes: int
+    """The bytes of a rank's part."""
+    reader: str
+    """The operator that needs the conversion."""
+    asked: bool
+    """True for the gather of few heads, which has a note of its own, and for one that a line asks for."""
+    attends: bool
+    """True where attention computes or reads the value."""
+    learns: bool
+    """True where a gradient flows through it."""
+    whole: bool
+    """True where a line keeps a value whole whose operator is split."""
+    itemsize: int
+
+
+class UnevenTokens(ValueError):
+    """The error of tokens that do not divide among the ranks that share the experts of a module."""
+
+    def __init__(self, axes: str, chosen: TensorType, mesh: Mesh, origin: Origin) -> None:
+        self.axes = frozenset(axes.split(","))
+        self.ranks = math.prod(map(mesh.size, self.axes))
+        tokens = chosen.local(mesh)[1]
+        super().__init__(f"the {tokens} tokens of a rank that go to `{origin.module}` do not divide")
+
+
+def _gradients(graph: fx.Graph) -> dict[ValueKey, bool]:
+    """Return True for the values of a graph through which a gradient flows, False for the others."""
+    flow, nodes = GradientFlow(), (node for node in graph.nodes if node.op == "placeholder" or computes(node))
+    return {(node, index): isinstance(value, torch.Tensor) and value.is_floating_point() and node in flow
+            for node in nodes for index, value in enumerate(tensors_of(node))}  # fmt: skip
+
+
+class Partition:
+    """The pass of partition. It takes a canonical graph and its placements, and gives the typed graph, a new one, and
+    the ``reshards`` that readers needed. Each value is converted at most once to each placement, for all readers."""
+
+    def __init__(self, graph: fx.Graph, mesh: Mesh, placed: Placed, choices: Choices | None,
+                 levels: Mapping[str, int]) -> None:  # fmt: skip
+        self.source, self.mesh, self.placed, self.choices, self.levels = graph, mesh, placed, choices, levels
+        self.graph = fx.Graph()
+        self.forms: dict[ValueKey, dict[Placement, fx.Node]] = {}
+        self.state: dict[ValueKey, Placement] = {}
+        self.grad = _gradients(graph)
+        self.pure = made_of(graph, FIXED)
+        self.reshards: list[Reshard] = []
+        self.origin = Origin()
+        self.reader = "output"
+        self.kept = self.with_rows = False
+        self.block: str | None = None
+        self.last_block: str | None = None
+        self.hoisted = plan_hoist(graph, mesh, placed, self.grad)
+
+    def type_of(self, key: ValueKey, placement: Placement) -> TensorType:
+        """Return the typed shape of a value in a placement."""
+        value = fake(key)
+        return TensorType(value.dtype, tuple(value.shape), placement, noted(key[0]).packed)
+
+    # ---- conversions
+
+    def convert(self, key: ValueKey, want: Placement) -> fx.Node:
+        """Return the value in another placement, converted from its state in the cheapest order of steps."""
+        if not self.grad[key]:
+            want = want.data()
+            if key[0] in self.pure:
+                rebuilt = self.rebuild(key, want)
+                if rebuilt is not None:
+                    return rebuilt
+        if want not in self.forms[key]:
+            have = self.state[key]
+            shape = tuple(fake(key).shape)
+            lifts = key[0].op == "placeholder"
+            path = cheapest_path(have, want, shape, self.mesh, self.grad[key], lifts)
+            levels = self.levels if self.with_rows or noted(key[0]).packed is not None else {}
+            for step in in_levels(self._imposed(key, path, have, want), have, self.mesh, levels):
+                have = self._step(key, have, dict(step))
+        return self.forms[key][want]
+
+    def _imposed(self, key: ValueKey, path: tuple[Changes, ...], have: Placement, want: Placement) -> Sequence[Changes]:
+        """Return the path that was cheapest at the largest sizes of a range, or ``path`` if that one does not divide
+        here. A choice is a list of steps, each with its axes and their next types; None stands for the wanted type."""
+        if self.choices is None:
+            return path
+        cheapest = [[(axis, None if kind == want[axis] else kind) for axis, kind in step] for step in path]
+        kinds = (tuple(getattr(kind, "dim", kind) for _, kind in placement.items()) for placement in (have, want))
+        chosen = self.choices.make((key[0].name, key[1], *kinds), cheapest)
+        steps = [tuple((axis, want[axis] if kind is None else kind) for axis, kind in step) for step in chosen]
+        for step in steps:
+            have = have.replace(dict(step))
+            if not have.nests(tuple(fake(key).shape), self.mesh):
+                return path
+        return steps
+
+    def _step(self, key: ValueKey, have: Placement, changes: Mapping[str, AxisType]) -> Placement:
+        """Convert one or several axes in one collective, and keep the result for later readers."""
+        first = have[next(iter(changes))]
+        target = have.replace(changes)
+        if target not in self.forms[key]:
+            self.forms[key][target] = self._emit_conversion(key, have, target, tuple(changes))
+            if first == "P" and have == self.state[key]:
+                # the reduced form is the value's state from now on: a sum with it would keep two copies alive
+                self.state[key] = target
+        return target
+
+    def _emit_conversion(self, key: ValueKey, have: Placement, want: Placement, axes: tuple[str, ...]) -> fx.Node:
+        """Add the conversion of a value's form over axes, all of one old and one new type."""
+        source, result = have[axes[0]], want[axes[0]]
+        form = self.forms[key][have]
+        if source == "I" and result == "R" and not self.grad[key]:
+            return form
+        if source == "R" and result == "I":
+            raise TypeFault(f"`{key[0].name}` is R over {axes[0]} and cannot be I again")
+        block, origin = self.block, self.origin
+        if source == "P":
+            # a sum belongs to the block of its operand, so that the first of equal blocks equals the others
+            summed = noted(form).origin
+            self.origin = replace(summed, plan=self.placed.lines.get(key[0], summed.plan))
+            if self.last_block == noted(form).block:
+                self.block = noted(form).block
+        how = ",".join(axes), str(source), str(result)
+        rows = [isinstance(kind, Split) and kind.dim == 0 for kind in (source, result)]
+        if (chosen := noted(key[0]).chosen) is not None and any(rows):
+            return self._exchange(key, key_of(chosen), have, want, how, all(rows))
+        node = self.call(OPS.convert.default, (form, *how), {}, [(key, want)])
+        noted(node).again = self.placed.again(key, axes, source, result)
+        self.block, self.origin = block, origin
+        routed = computes(key[0]) and facts(key[0].target).reroutes  # by a line of `experts`
+        if (source, result) != ("I", "R") and not self.with_rows and not routed:
+            self._note_reshards(key, have, want, axes)
+        return node
+
+    def _note_reshards(self, key: ValueKey, have: Placement, want: Placement, axes: tuple[str, ...]) -> None:
+        """Note a conversion for reports, once for each axis of the mesh."""
+        whole = any((key, axis) in self.placed.whole for axis in axes)
+        cause = self.origin if whole else replace(self.origin, plan=self.placed.lines.get(key[0], self.origin.plan))
+        named = noted(key[0]).binding.name if key[0].op == "placeholder" else key[0].name
+        itemsize = fake(key).dtype.itemsize
+        size = math.prod(self.type_of(key, have).local(self.mesh)) * itemsize
+        attends = str(OPS.attention.default) in (str(key[0].target), self.reader)
+        for name in self.mesh.joined(axes):
+            axis = self.mesh.parts(name)[0]
+            asked = self.placed.asks(key, axis, want[axis], self.reader)
+            about = asked, attends, self.grad[key], whole and asked, itemsize
+            self.reshards.append(Reshard(named, have[axis], want[axis], name, cause, size, self.reader, *about))
+
+    def _exchange(self, key: ValueKey, mask: ValueKey, have: Placement, want: Placement, how: tuple[str, ...],
+                  fits: bool) -> fx.Node:  # fmt: skip
+        """Return packed rows split over experts in place of tokens, or the other way round."""
+        if not fits:
+            raise UnevenTokens(how[0], self.type_of(mask, self.state[mask]), self.mesh, self.origin)
+        self.with_rows = True
+        masks = [self.convert(mask, chosen_placement(placement, noted(key[0]).packed)) for placement in (have, want)]
+        self.with_rows = False
+        return self.call(OPS.convert.default, (self.forms[key][have], *how, *masks), {}, [(key, want)])
+
+    def rebuild(self, key: ValueKey, want: Placement) -> fx.Node | None:
+        """Recompute a value that depends on creation operators and buffers alone in the wanted placement, so that it is
+        never sent; None where that cannot be."""
+        node, index = key
+        if want in self.forms.get(key, {}):
+            return self.forms[key][want]
+        if node.op == "placeholder":
+            return None
+        rule = self.placed.rules[node]
+        parts: dict[str, Part] = {}
+        for axis, kind in want.items():
+            if isinstance(kind, Split):
+                part = to_factor(rule, rule.results[index], kind.dim, kind.outer, self.mesh.size(axis))
+                if part is None or part[0] in rule.whole:
+                    return None
+                parts[axis] = part
+        operands = []
+        for operand, dims in zip(operands_of(node), rule.operands, strict=True):
+            rebuilt = self.rebuild(key_of(operand), self._split_by(parts, rule, dims))
+            if rebuilt is None:
+                return None
+            operands.append(rebuilt)
+        results = [((node, at), want if at == index else self._split_by(parts, rule, dims))
+                   for at, dims in enumerate(rule.results)]  # fmt: skip
+        self.emit(node, parts, results, operands)
+        return self.forms[key][want]
+
+    def _split_by(self, parts: Mapping[str, Part], rule: OpRule, dims: Dims) -> Placement:
+        """Return the placement of an operand or a result of an operator that axes split by these factors."""
+        places = {axis: from_factor(rule, dims, *part) for axis, part in parts.items()}
+        return Placement.of(self.mesh, {axis: Split(*at) for axis, at in places.items() if at})
+
+    # ---- operators
+
+    def operator(self, node: fx.Node) -> None:
+        """Emit one operator: its operands converted to the types that it needs, and the types of its results."""
+        rule, parts = self.placed.rules[node], self.placed.parts[node]
+        keys = [key_of(n) for n in operands_of(node)]
+        if facts(node.target).reroutes:
+            self.forms[node, 0], self.state[node, 0] = self.forms[keys[0]], self.state[keys[0]]
+            return
+        wants: list[dict[str, AxisType]] = [{} for _ in keys]
+        states: list[dict[str, AxisType]] = [{} for _ in rule.results]
+        for axis in self.mesh.names:
+            if axis in parts:
+                for key, dims, want in zip(keys, rule.operands, wants, strict=True):
+                    at = from_factor(rule, dims, *parts[axis])
+                    want[axis] = Split(*at) if at else ("R" if self.grad[key] else "I")
+                for dims, state in zip(rule.results, states, strict=True):
+                    at = from_factor(rule, dims, *parts[axis])
+                    state[axis] = Split(*at) if at else "P"
+            else:
+                result = self._unsplit(node, axis, keys, wants)
+                for state in states:
+                    state[axis] = result
+        operands = [self.convert(key, Placement.of(self.mesh, want)) for key, want in zip(keys, wants, strict=True)]
+        if expand := EXPANSIONS.get(node.target):
+            loss, placement = expand(self.graph, self.mesh, node, operands, self.placed.parts[node], self._note)
+            self.forms[node, 0] = {placement: loss}
+            self.state[node, 0] = placement
+            return
+        results = []
+        for index, state in enumerate(states):
+            key = (node, index)
+            placement = Placement.of(self.mesh, state)
+            results.append((key, placement if self.grad.get(key) else placement.data()))
+        self.emit(node, parts, results, operands)
+        for key, placement in results:
+            self.state[key] = placement
+            # a partial sum that is placed split is reduced to that split at once, if the split nests there
+            reduced = placement
+            for axis, split in self.placed.splits[key].items():
+                after = reduced.replace({axis: split})
+                if placement[axis] == "P" and after.nests(tuple(fake(key).shape), self.mesh):
+                    reduced = after
+            # a value that a line keeps whole is gathered here: backward takes its part, and sends nothing
+            whole = {axis: line for axis in parts if (line := self.placed.whole.get((key, axis)))
+                     and isinstance(reduced[axis], Split)}  # fmt: skip
+            if whole:
+                reduced = reduced.replace(dict.fromkeys(whole, "I"))
+                self.origin = replace(self.origin, plan=min(whole.values()))
+            if reduced != placement:
+                self.convert(key, reduced)
+                self.state[key] = reduced
+
+    def _unsplit(
+        self, node: fx.Node, axis: str, keys: Sequence[ValueKey], wants: Sequence[dict[str, AxisType]]
+    ) -> AxisType:
+        """Choose the types on an axis that splits no factor of the operator: P through an operator that is linear in
+        its partial operands, else R if one operand that carries gradient is R, else I. Return the result's type."""
+        have = [self.state[key][axis] if key in self.state else "I" for key in keys]
+        partial = frozenset(index for index, kind in enumerate(have) if kind == "P")
+        rest_whole = all(not isinstance(kind, Split) for kind in have)
+        linear = partial and rest_whole and partial in self.placed.rules[node].linear
+        if linear and self._sums_later(node, keys, partial):
+            for index, (key, want) in enumerate(zip(keys, wants, strict=True)):
+                want[axis] = "P" if index in partial else ("R" if self.grad[key] else "I")
+            return "P"
+        reads = any(kind == "R" and self.grad[key] for kind, key in zip(have, keys, strict=True))
+        target: AxisType = "R" if reads or axis in self.hoisted.get(node, ()) else "I"
+        for key, want in zip(keys, wants, strict=True):
+            want[axis] = target if self.grad[key] else "I"
+        return target
+
+    def _sums_later(self, node: fx.Node, keys: Sequence[ValueKey], partial: frozenset[int]) -> bool:
+        """Return True where a sum behind an operator moves at most as many bytes as one before it."""
+        bytes_later: int = sum(value.nbytes for value in tensors_of(node) if isinstance(value, torch.Tensor))
+        later: bool = bytes_later <= sum(fake(keys[index]).nbytes for index in partial)
+        return later if self.choices is None else self.choices.make(("sum", node.name), later)
+
+    def emit(self, node: fx.Node, parts: Mapping[str, Part], results: Sequence[tuple[ValueKey, Placement]],
+             operands: Sequence[fx.Node]) -> fx.Node:  # fmt: skip
+        """Add the operator as a node whose results have the given placements."""
+        remaining = iter(operands)
+        args, kwargs = substitute_nodes((node.args, node.kwargs), lambda _: next(remaining))
+        target: Any = node.target
+        if node.target is aten.embedding.default and any(name == "v" for name, _ in parts.values()):
+            padding = args[2] if len(args) > 2 else kwargs.get("padding_idx", -1)
+            target, args, kwargs = OPS.lookup.default, (*args[:2], padding), {}
+        return self.call(target, args, kwargs, results)
+
+    def call(
+        self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any],
+        results: Sequence[tuple[ValueKey, Placement]],
+    ) -> fx.Node:  # fmt: skip
+        """Add a node to the typed graph; several results become ``getitem`` nodes."""
+        self.last_block = self.block
+        new = self.graph.call_function(target, args, kwargs)
+        self._note(new, [self.type_of(key, placement) for key, placement in results])
+        noted(new).kept = self.kept
+        if len(results) == 1 and not isinstance(noted(results[0][0][0]).value, (tuple, list)):
+            self.forms.setdefault(results[0][0], {})[results[0][1]] = new
+            return new
+        for index, (key, placement) in enumerate(results):
+            part = self.graph.call_function(operator.getitem, (new, index))
+            self._note(part, [self.type_of(key, placement)])
+            self.forms.setdefault(key, {})[placement] = part
+        return new
+
+    def _note(self, node: fx.Node, types: list[TensorType | None]) -> None:
+        noted(node).types = types
+        noted(node).origin, noted(node).block = self.origin, self.block
+
+    # ---- the whole graph
+
+    def placeholder(self, node: fx.Node) -> None:
+        """Add a parameter, buffer, key or input as it is stored: split as placed, and whole on other axes."""
+        key = (node, 0)
+        placement = Placement.of(self.mesh, dict(self.placed.splits[key]))
+        new = self.graph.placeholder(node.name)
+        noted(new).types = [self.type_of(key, placement)]
+        noted(new).binding, noted(new).line = noted(node).binding, self.placed.lines.get(node, 0)
+        self.state[key] = placement
+        self.forms[key] = {placement: new}
+
+    def run(self) -> fx.Graph:
+        """Return the typed graph. Its outputs are numbers, which may still be partial (the loss's numerator), new
+        values of buffers, and tensors that the model returns."""
+        for node in self.source.nodes:
+            if node.op == "placeholder":
+                self.placeholder(node)
+            elif computes(node):
+                origin = noted(node).origin  # a cast names the line that asked for it
+                self.origin = replace(origin, plan=origin.plan or self.placed.lines.get(node, 0))
+                self.block = noted(node).block
+                self.reader, self.kept = operator_name(node.target), noted(node).kept
+                self.operator(node)
+        self.block, self.reader, self.kept = None, "output", True
+        keys, returned_nodes, results = noted(self.source.output_node()).results, outputs(self.source), []
+        bound = {noted(n).binding: (n, 0) for n in self.source.nodes if n.op == "placeholder"}
+        for key, node in zip([*[None] * (len(returned_nodes) - len(keys)), *keys], returned_nodes, strict=True):
+            if key in bound:  # placed as the buffer, so that the next microbatch reads it
+                target = Placement.of(self.mesh, dict(self.placed.splits[bound[key]]))
+            else:  # a tensor that the model returns stays split, a number may stay partial
+                state, returned = self.state[key_of(node)], key is not None and key.kind == "output"
+                target = state.replace({axis: "I" for axis, kind in state.items() if (kind == "P") == returned})
+            results.append(self.convert(key_of(node), target))
+        noted(self.graph.output(tuple(results))).results = keys
+        self.graph.eliminate_dead_code()
+        self.graph.lint()
+        return self.graph
+
+
+# ---- the operators that compute in ``R``
 
 
 def plan_hoist(
     graph: fx.Graph, mesh: Mesh, placed: Placed, grad: Mapping[ValueKey, bool]
 ) -> dict[fx.Node, frozenset[str]]:
-    """Return the operators to compute in ``R``, with the axes.
+    """Return the operators to compute in ``R``, with the axes: their operands are marked ``I → R`` before them, and not
+    their results after them.
 
-    ``R`` is absorbing, so an operator is hoisted only if every reader is hoisted or is split and needs ``R`` there,
-    and every operand that carries gradient is a parameter, is hoisted, is split (what a gather to ``R`` gets back is
-    scattered), or has another reader that needs it in ``R``. Position embeddings and replicated key/value weights are,
-    norms are not.
+    A value in ``R`` never becomes ``I`` again. So an operator is hoisted only if every reader is hoisted, or is split
+    and needs ``R`` there; and if every operand that carries gradient is a parameter, is hoisted, is split (the gradient
+    of a gather to ``R`` is reduce-scattered), or has another reader that needs it in ``R``. Position embeddings and
+    replicated key/value weights are hoisted, norms are not.
     """
     consumers: dict[ValueKey, list[fx.Node]] = {}
     for node in graph.nodes:
@@ -50,20 +400,19 @@ def plan_hoist(
                 consumers.setdefault(key_of(operand), []).append(node)
     hoisted: dict[fx.Node, set[str]] = {}
     for axis in mesh.names:
-        for node in _fixpoint(graph, axis, placed, grad, consumers):
+        for node in _hoisted_over(graph, axis, placed, grad, consumers):
             hoisted.setdefault(node, set()).add(axis)
     return {node: frozenset(axes) for node, axes in hoisted.items()}
 
 
-def _fixpoint(
-    graph: fx.Graph,
-    axis: str,
-    placed: Placed,
-    grad: Mapping[ValueKey, bool],
+def _hoisted_over(
+    graph: fx.Graph, axis: str, placed: Placed, grad: Mapping[ValueKey, bool],
     consumers: Mapping[ValueKey, list[fx.Node]],
-) -> set[fx.Node]:
+) -> set[fx.Node]:  # fmt: skip
+    """Return the operators to compute in ``R`` over an axis: all candidates, less those that fail, to a fixed point."""
+
     def reads(consumer: fx.Node, key: ValueKey) -> bool:
-        """Return whether a split reader holds the value whole: it then needs ``R``."""
+        """Return True for a split reader of a whole value, which needs ``R``."""
         if not computes(consumer) or axis not in placed.parts[consumer]:
             return False
         rule, part = placed.rules[consumer], placed.parts[consumer][axis]
@@ -93,7 +442,7 @@ def _fixpoint(
         and axis not in placed.parts[node]
         and axis not in placed.splits[node, 0]
         and grad[node, 0]
-        and node not in placed.without_rule  # what its gradient is linear in is not known
+        and node not in placed.without_rule  # its gradient may not be linear
     }
     pending = list(chosen)
     while pending:
@@ -105,7 +454,7 @@ def _fixpoint(
     return chosen
 
 
-# ---- operators that become several when an axis splits them: the loss over a split vocabulary.
+# ---- expansion: an operator that becomes several where an axis splits it
 
 
 AxisParts = Mapping[str, Part]
@@ -116,8 +465,8 @@ Note = Callable[[fx.Node, list[TensorType | None]], None]
 def _token_loss(
     graph: fx.Graph, mesh: Mesh, node: fx.Node, operands: Sequence[fx.Node], parts: AxisParts, note: Note
 ) -> tuple[fx.Node, Placement]:
-    """Compute ``log(sum(exp(x - peak))) - (x[target] - peak)``. Each rank's part of the vocabulary gives a part of both
-    sums. They are summed in one message, so no rank holds whole logits."""
+    """Compute ``log(sum(exp(x - peak))) - (x[target] - peak)``. Each rank's part of the vocabulary gives partial sums
+    of both terms, which are summed in one message: no rank holds whole logits."""
     logits, targets = operands
     vocab = tuple(axis for axis in mesh.names if axis in parts and parts[axis][0] == "v")
     type_ = node_type(logits)
@@ -129,7 +478,7 @@ def _token_loss(
         note(new, [TensorType(dtype, shape, at)])
         return new
 
-    # the loss's own placement: rows as the logits', whole (or R, as the logits) elsewhere, the vocabulary summed
+    # the loss is placed as the logits' rows, and I over the vocabulary's axes, over which it is summed
     types: dict[str, AxisType] = {axis: "I" if axis in vocab else type_.placement[axis] for axis in mesh.names}
     result = Placement.of(mesh, types)
     peak = emit(OPS.row_max.default, (logits, ",".join(vocab)), (rows, 1), type_.dtype, result.data())
@@ -159,46 +508,14 @@ operands as it wants them, the factor that it splits on each axis, and a ``Note`
 placement."""
 
 
-# ---- conversions that no line asked for, and those that cannot be.
-
-
-@dataclass(frozen=True, slots=True)
-class Reshard:
-    """A conversion that no line asked for explicitly: what it moves, and the operator ``reader`` that needed it.
-    ``asked``: it gathers few heads, about which there is a note of its own, or what a line splits between products.
-    ``attends``: attention makes or reads the value. ``learns``: gradients flow through it. ``whole``: a line keeps the
-    value whole, whose maker is split. ``bytes`` are those of a rank's part, ``itemsize`` those of an entry."""
-
-    value: str
-    source: AxisType
-    result: AxisType
-    axis: str
-    cause: Origin
-    bytes: int
-    reader: str
-    asked: bool
-    attends: bool
-    learns: bool
-    whole: bool
-    itemsize: int
-
-
-class UnevenTokens(ValueError):
-    """The error of tokens that do not divide among the ranks of an axis, which share the experts of a module."""
-
-    def __init__(self, axes: str, chosen: TensorType, mesh: Mesh, origin: Origin) -> None:
-        self.axes = frozenset(axes.split(","))
-        self.ranks = math.prod(map(mesh.size, self.axes))
-        tokens = chosen.local(mesh)[1]
-        super().__init__(f"the {tokens} tokens of a rank that go to `{origin.module}` do not divide")
-
-
-# ---- lift: conversions of parameters leave the microbatch, so that their gradients are summed once a step.
+# ---- passes over the typed graph
 
 
 def lift_parameters(graph: fx.Graph) -> None:
-    """Let a parameter that every reader converts ``I→R`` enter the graph as ``R``. Its gradient stays partial over the
-    microbatches, and REDUCE sums it once a step."""
+    """The pass that lifts conversions out of the microbatch. It takes the typed graph, and changes it in place: a
+    parameter that every reader converts ``I → R`` becomes an input in ``R``. Its gradient stays partial over the
+    microbatches, and REDUCE sums it once a step.
+    """
     for node in graph.nodes:
         if node.op != "placeholder" or noted(node).binding.kind != "parameter" or not node.users:
             continue
@@ -218,12 +535,9 @@ def lift_parameters(graph: fx.Graph) -> None:
                 graph.erase_node(mark)
 
 
-# ---- fusion: operators that the canonical form took apart and partition left together become one again.
-
-
 def fuse_bias(graph: fx.Graph) -> None:
-    """Make ``linear(x, w) + b`` one operator again, where no conversion came between."""
-    aten = torch.ops.aten
+    """The pass that fuses biases. It takes the typed graph, and changes it in place: ``linear(x, w) + b`` becomes one
+    operator again where no conversion stands between."""
     for node in list(graph.nodes):
         if node.target is not aten.add.Tensor or node.kwargs:
             continue
@@ -232,338 +546,7 @@ def fuse_bias(graph: fx.Graph) -> None:
             continue
         if len(product.users) != 1 or not isinstance(bias, fx.Node) or len(node_type(bias).shape) != 1:
             continue
-        if noted(product).types != noted(node).types:
-            continue
-        if node_type(product).placement.partial:
+        if noted(product).types != noted(node).types or node_type(product).placement.partial:
             continue
         node.target, node.args = aten.linear.default, (*product.args, bias)
         graph.erase_node(product)
-
-
-# ---- partition: every value gets its type on every axis, with typed conversions where a reader needs
-
-
-class Partition:
-    """The typed graph under construction. Each value is converted at most once to each placement, for all readers."""
-
-    def __init__(self, graph: fx.Graph, mesh: Mesh, placed: Placed, choices: Choices | None,
-                 levels: Mapping[str, int]) -> None:  # fmt: skip
-        self.source, self.mesh, self.placed, self.choices, self.levels = graph, mesh, placed, choices, levels
-        self.graph = fx.Graph()
-        self.forms: dict[ValueKey, dict[Placement, fx.Node]] = {}
-        self.state: dict[ValueKey, Placement] = {}
-        self.grad: dict[ValueKey, bool] = {}
-        self.pure = made_of(graph, FIXED)
-        self.reshards: list[Reshard] = []
-        self.origin = Origin()
-        self.reader = "output"
-        self.kept = self.with_rows = False
-        self.block: str | None = None
-        self.last_block: str | None = None
-        self.hoisted = plan_hoist(graph, mesh, placed, self._find_gradients())
-
-    # ---- what is known before anything is emitted
-
-    def _find_gradients(self) -> Mapping[ValueKey, bool]:
-        flow = GradientFlow()
-        for node in self.source.nodes:
-            if node.op == "placeholder" or computes(node):
-                for index, value in enumerate(tensors_of(node)):
-                    floating = isinstance(value, torch.Tensor) and value.is_floating_point()
-                    self.grad[node, index] = floating and node in flow
-        return self.grad
-
-    def type_of(self, key: ValueKey, placement: Placement) -> TensorType:
-        """Return the typed shape of a value in a placement."""
-        value = fake(key)
-        return TensorType(value.dtype, tuple(value.shape), placement, noted(key[0]).packed)
-
-    # ---- conversions
-
-    def convert(self, key: ValueKey, want: Placement) -> fx.Node:
-        """Return the value in another placement, made from an existing form in the cheapest order of steps."""
-        if not self.grad[key]:
-            want = want.data()
-            if key[0] in self.pure:
-                rebuilt = self.rebuild(key, want)
-                if rebuilt is not None:
-                    return rebuilt
-        if want not in self.forms[key]:
-            have = self.state[key]
-            shape = tuple(fake(key).shape)
-            lifts = key[0].op == "placeholder"
-            path = cheapest_path(have, want, shape, self.mesh, self.grad[key], lifts)
-            levels = self.levels if self.with_rows or noted(key[0]).packed is not None else {}
-            for step in in_levels(self._imposed(key, path, have, want), have, self.mesh, levels):
-                have = self._step(key, have, dict(step))
-        return self.forms[key][want]
-
-    def _imposed(self, key: ValueKey, path: tuple[Changes, ...], have: Placement, want: Placement) -> Sequence[Changes]:
-        """Return the path that was cheapest at the largest sizes, or ``path`` if that one does not divide here. A
-        choice is a list of steps, each with the axes that go to their wanted type (None) or to another type first."""
-        if self.choices is None:
-            return path
-        own = [[(axis, None if kind == want[axis] else kind) for axis, kind in step] for step in path]
-        kinds = (tuple(getattr(kind, "dim", kind) for _, kind in placement.items()) for placement in (have, want))
-        what = (key[0].name, key[1], *kinds)
-        chosen = self.choices.make(what, own)
-        steps = [tuple((axis, want[axis] if kind is None else kind) for axis, kind in step) for step in chosen]
-        for step in steps:
-            have = have.replace(dict(step))
-            if not have.nests(tuple(fake(key).shape), self.mesh):
-                return path
-        return steps
-
-    def _step(self, key: ValueKey, have: Placement, changes: Mapping[str, AxisType]) -> Placement:
-        """Convert one or several axes in one collective, and keep the result for later readers."""
-        first = have[next(iter(changes))]
-        target = have.replace(changes)
-        if target not in self.forms[key]:
-            self.forms[key][target] = self._emit_conversion(key, have, target, tuple(changes))
-            if first == "P" and have == self.state[key]:
-                # the reduced form stands for the value from now on, or a sum with it would keep two copies alive
-                self.state[key] = target
-        return target
-
-    def _emit_conversion(self, key: ValueKey, have: Placement, want: Placement, axes: tuple[str, ...]) -> fx.Node:
-        source, result = have[axes[0]], want[axes[0]]
-        form = self.forms[key][have]
-        if source == "I" and result == "R" and not self.grad[key]:
-            return form
-        if source == "R" and result == "I":
-            raise TypeFault(f"`{key[0].name}` is R over {axes[0]} and cannot be I again")
-        block, origin = self.block, self.origin
-        if source == "P":
-            # a sum belongs to what it sums, so that the first of equal blocks is equal to the others
-            made = noted(form).origin
-            self.origin = replace(made, plan=self.placed.lines.get(key[0], made.plan))
-            if self.last_block == noted(form).block:
-                self.block = noted(form).block
-        how = ",".join(axes), str(source), str(result)
-        rows = [isinstance(kind, Split) and kind.dim == 0 for kind in (source, result)]
-        if (chosen := noted(key[0]).chosen) is not None and any(rows):
-            return self._exchange(key, key_of(chosen), have, want, how, all(rows))
-        node = self.call(OPS.convert.default, (form, *how), {}, [(key, want)])
-        noted(node).again = self.placed.again(key, axes, source, result)
-        self.block, self.origin = block, origin
-        whole = any((key, axis) in self.placed.whole for axis in axes)
-        cause = origin if whole else replace(origin, plan=self.placed.lines.get(key[0], origin.plan))
-        routed = computes(key[0]) and facts(key[0].target).reroutes  # by a line of `experts`
-        if (source, result) != ("I", "R") and not self.with_rows and not routed:
-            itemsize = fake(key).dtype.itemsize
-            size = math.prod(self.type_of(key, have).local(self.mesh)) * itemsize
-            attends = str(OPS.attention.default) in (str(key[0].target), self.reader)
-            for name in self.mesh.joined(axes):
-                axis = self.mesh.parts(name)[0]
-                named = noted(key[0]).binding.name if key[0].op == "placeholder" else key[0].name
-                asked = self.placed.asks(key, axis, want[axis], self.reader)
-                about = asked, attends, self.grad[key], whole and asked, itemsize
-                self.reshards.append(Reshard(named, have[axis], want[axis], name, cause, size, self.reader, *about))
-        return node
-
-    def _exchange(self, key: ValueKey, mask: ValueKey, have: Placement, want: Placement, how: tuple[str, ...],
-                  fits: bool) -> fx.Node:  # fmt: skip
-        """Return packed rows that were split over tokens split over experts, or the other way round."""
-        if not fits:
-            raise UnevenTokens(how[0], self.type_of(mask, self.state[mask]), self.mesh, self.origin)
-        self.with_rows = True
-        masks = [self.convert(mask, chosen_placement(placement, noted(key[0]).packed)) for placement in (have, want)]
-        self.with_rows = False
-        return self.call(OPS.convert.default, (self.forms[key][have], *how, *masks), {}, [(key, want)])
-
-    def rebuild(self, key: ValueKey, want: Placement) -> fx.Node | None:
-        """Make a value that depends only on creation operators and buffers again where it is wanted: it is never
-        sent."""
-        node, index = key
-        if want in self.forms.get(key, {}):
-            return self.forms[key][want]
-        if node.op == "placeholder":
-            return None
-        rule = self.placed.rules[node]
-        parts: dict[str, Part] = {}
-        for axis, kind in want.items():
-            if isinstance(kind, Split):
-                part = to_factor(rule, rule.results[index], kind.dim, kind.outer, self.mesh.size(axis))
-                if part is None or part[0] in rule.whole:
-                    return None
-                parts[axis] = part
-        operands = []
-        for operand, dims in zip(operands_of(node), rule.operands, strict=True):
-            places = {axis: from_factor(rule, dims, *part) for axis, part in parts.items()}
-            inner = Placement.of(self.mesh, {axis: Split(*at) for axis, at in places.items() if at})
-            remade = self.rebuild(key_of(operand), inner)
-            if remade is None:
-                return None
-            operands.append(remade)
-        results = [(key_, want if key_ == key else self._placement(rule.results[i], rule, parts, "I"))
-                   for i, key_ in enumerate((node, i) for i in range(len(rule.results)))]  # fmt: skip
-        self.emit(node, parts, results, operands)
-        return self.forms[key][want]
-
-    # ---- operators
-
-    def _placement(self, dims: Any, rule: Any, parts: Mapping[str, Part], absent: AxisType) -> Placement:
-        types: dict[str, AxisType] = {}
-        for axis, part in parts.items():
-            at = from_factor(rule, dims, *part)
-            types[axis] = Split(*at) if at else absent
-        return Placement.of(self.mesh, types)
-
-    def operator(self, node: fx.Node) -> None:
-        """Emit one operator: convert its operands to the types that it needs, and note the types of its results."""
-        rule, parts = self.placed.rules[node], self.placed.parts[node]
-        keys = [key_of(n) for n in operands_of(node)]
-        if facts(node.target).reroutes:
-            self.forms[node, 0], self.state[node, 0] = self.forms[keys[0]], self.state[keys[0]]
-            return
-        wants: list[dict[str, AxisType]] = [{} for _ in keys]
-        states: list[dict[str, AxisType]] = [{} for _ in rule.results]
-        for axis in self.mesh.names:
-            if axis in parts:
-                for key, dims, want in zip(keys, rule.operands, wants, strict=True):
-                    at = from_factor(rule, dims, *parts[axis])
-                    want[axis] = Split(*at) if at else ("R" if self.grad[key] else "I")
-                for dims, state in zip(rule.results, states, strict=True):
-                    at = from_factor(rule, dims, *parts[axis])
-                    state[axis] = Split(*at) if at else "P"
-            else:
-                result = self._unsplit(node, axis, keys, wants)
-                for state in states:
-                    state[axis] = result
-        operands = [self.convert(key, Placement.of(self.mesh, want)) for key, want in zip(keys, wants, strict=True)]
-        if expand := EXPANSIONS.get(node.target):
-            made, placement = expand(self.graph, self.mesh, node, operands, self.placed.parts[node], self._note)
-            self.forms[node, 0] = {placement: made}
-            self.state[node, 0] = placement
-            return
-        results = []
-        for index, state in enumerate(states):
-            key = (node, index)
-            placement = Placement.of(self.mesh, state)
-            results.append((key, placement if self.grad.get(key) else placement.data()))
-        self.emit(node, parts, results, operands)
-        for key, placement in results:
-            self.state[key] = placement
-            # a sum whose own placement is a split goes there at once, unless the operator splits the same entries
-            reduced = placement
-            for axis, split in self.placed.splits[key].items():
-                after = reduced.replace({axis: split})
-                if placement[axis] == "P" and after.nests(tuple(fake(key).shape), self.mesh):
-                    reduced = after
-            # what a line keeps whole is gathered here: backward takes its part, and sends nothing
-            whole = {axis: line for axis in parts if (line := self.placed.whole.get((key, axis)))
-                     and isinstance(reduced[axis], Split)}  # fmt: skip
-            if whole:
-                reduced = reduced.replace(dict.fromkeys(whole, "I"))
-                self.origin = replace(self.origin, plan=min(whole.values()))
-            if reduced != placement:
-                self.convert(key, reduced)
-                self.state[key] = reduced
-
-    def _unsplit(
-        self, node: fx.Node, axis: str, keys: Sequence[ValueKey], wants: Sequence[dict[str, AxisType]]
-    ) -> AxisType:
-        """Choose the types on an axis that splits no factor of the operator. Partial sums pass through an operator that
-        is linear in them. Else one ``R`` operand makes all of them ``R``, and without one all are ``I``."""
-        have = [self.state[key][axis] if key in self.state else "I" for key in keys]
-        partial = frozenset(index for index, kind in enumerate(have) if kind == "P")
-        rest_whole = all(not isinstance(kind, Split) for kind in have)
-        if (
-            partial
-            and rest_whole
-            and partial in self.placed.rules[node].linear
-            and self._no_larger(node, keys, partial)
-        ):
-            for index, (key, want) in enumerate(zip(keys, wants, strict=True)):
-                want[axis] = "P" if index in partial else ("R" if self.grad[key] else "I")
-            return "P"
-        reads = any(kind == "R" and self.grad[key] for kind, key in zip(have, keys, strict=True))
-        target: AxisType = "R" if reads or axis in self.hoisted.get(node, ()) else "I"
-        for key, want in zip(keys, wants, strict=True):
-            want[axis] = target if self.grad[key] else "I"
-        return target
-
-    def _no_larger(self, node: fx.Node, keys: Sequence[ValueKey], partial: frozenset[int]) -> bool:
-        """Return whether a sum made later moves at most as many bytes as one made now."""
-        bytes_later: int = sum(value.nbytes for value in tensors_of(node) if isinstance(value, torch.Tensor))
-        bytes_now: int = sum(fake(keys[index]).nbytes for index in partial)
-        return (
-            bytes_later <= bytes_now
-            if self.choices is None
-            else self.choices.make(("sum", node.name), bytes_later <= bytes_now)
-        )
-
-    def emit(self, node: fx.Node, parts: Mapping[str, Part], results: Sequence[tuple[ValueKey, Placement]],
-             operands: Sequence[fx.Node]) -> fx.Node:  # fmt: skip
-        """Add the operator as a node whose results have the given placements."""
-        remaining = iter(operands)
-        args, kwargs = substitute_nodes((node.args, node.kwargs), lambda _: next(remaining))
-        target: Any = node.target
-        if node.target is torch.ops.aten.embedding.default and any(name == "v" for name, _ in parts.values()):
-            padding = args[2] if len(args) > 2 else kwargs.get("padding_idx", -1)
-            target, args, kwargs = OPS.lookup.default, (*args[:2], padding), {}
-        return self.call(target, args, kwargs, results)
-
-    def call(
-        self,
-        target: Any,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        results: Sequence[tuple[ValueKey, Placement]],
-    ) -> fx.Node:
-        """Add a node to the typed graph; several results become ``getitem`` nodes."""
-        self.last_block = self.block
-        new = self.graph.call_function(target, args, dict(kwargs))
-        self._note(new, [self.type_of(key, placement) for key, placement in results])
-        noted(new).kept = self.kept
-        if len(results) == 1 and not isinstance(noted(results[0][0][0]).value, (tuple, list)):
-            self.forms.setdefault(results[0][0], {})[results[0][1]] = new
-            return new
-        for index, (key, placement) in enumerate(results):
-            part = self.graph.call_function(operator.getitem, (new, index))
-            self._note(part, [self.type_of(key, placement)])
-            self.forms.setdefault(key, {})[placement] = part
-        return new
-
-    def _note(self, node: fx.Node, types: list[TensorType | None]) -> None:
-        noted(node).types = types
-        noted(node).origin, noted(node).block = self.origin, self.block
-
-    # ---- the whole graph
-
-    def placeholder(self, node: fx.Node) -> None:
-        """Add a parameter, buffer, key or input as it is stored: split as placed, and whole on other axes."""
-        key = (node, 0)
-        placement = Placement.of(self.mesh, dict(self.placed.splits[key]))
-        new = self.graph.placeholder(node.name)
-        noted(new).types = [self.type_of(key, placement)]
-        noted(new).binding, noted(new).line = noted(node).binding, self.placed.lines.get(node, 0)
-        self.state[key] = placement
-        self.forms[key] = {placement: new}
-
-    def run(self) -> fx.Graph:
-        """Return the typed graph. Its outputs are numbers that may still be partial, as the loss's numerator, then new
-        values of buffers, then tensors that the model returns."""
-        for node in self.source.nodes:
-            if node.op == "placeholder":
-                self.placeholder(node)
-            elif computes(node):
-                origin = noted(node).origin  # a cast names the line that asked for it
-                self.origin = replace(origin, plan=origin.plan or self.placed.lines.get(node, 0))
-                self.block = noted(node).block
-                self.reader, self.kept = operator_name(node.target), noted(node).kept
-                self.operator(node)
-        self.block, self.reader, self.kept = None, "output", True
-        keys, made, results = noted(self.source.output_node()).results, outputs(self.source), []
-        bound = {noted(n).binding: (n, 0) for n in self.source.nodes if n.op == "placeholder"}
-        for key, node in zip([*[None] * (len(made) - len(keys)), *keys], made, strict=True):
-            if key in bound:  # placed as the buffer, so that the next microbatch reads what this one wrote
-                target = Placement.of(self.mesh, dict(self.placed.splits[bound[key]]))
-            else:  # a tensor that the model returns stays split, a number may stay partial
-                state, returned = self.state[key_of(node)], key is not None and key.kind == "output"
-                target = state.replace({axis: "I" for axis, kind in state.items() if (kind == "P") == returned})
-            results.append(self.convert(key_of(node), target))
-        noted(self.graph.output(tuple(results))).results = keys
-        self.graph.eliminate_dead_code()
-        self.graph.lint()
-        return self.graph

@@ -13,10 +13,10 @@ from ...compiler.layout.placement import AxisType, Placement, Split, along, dual
 from ...compiler.layout.stretches import count
 
 Changes = tuple[tuple[str, AxisType], ...]
-"""The change in one step of a path: axes with their new types, all from one old type to one new type."""
+"""One step of a path: axes with their new types, all from one old type to one new type."""
 
 _MESSAGE = 1
-"""The cost of a message beside its bytes, in bytes: of two paths that move as many bytes, the one of fewer messages
+"""The cost of a message beside its elements: of two paths that move as many elements, the one of fewer messages
 wins."""
 
 
@@ -25,14 +25,14 @@ def cheapest_path(
     have: Placement, want: Placement, shape: tuple[int, ...], mesh: Mesh, flows: bool, lifts: bool = False
 ) -> tuple[Changes, ...]:
     """Return the cheapest steps from ``have`` to ``want``. Each axis goes straight to its type, or becomes whole in
-    between where two axes would be in each other's way. The cost counts what all ranks send, with the gradient's way
-    back if it ``flows``. If a parameter ``lifts`` its ``I → R``, its gradient is summed once a step, so this step comes
-    first and costs nothing here.
+    between where its split would not nest with another axis's. The cost is the number of elements that a rank sends;
+    if a gradient ``flows``, with those of the dual path. If a parameter ``lifts`` its ``I → R`` out of the microbatch,
+    its gradient is summed once a step: this step comes first, and is free.
 
     Raises:
         TypeFault: there is no path.
     """
-    # the order of equal costs: what shrinks the value first, then exchanges, then sums, then gathers
+    # of equal costs: cuts first, then exchanges, then sums, then gathers
     pending: list[tuple[float, int, int, Placement, tuple[Changes, ...]]] = [(0.0, 0, 0, have, ())]
     done: set[Placement] = set()
     counter = 0
@@ -48,16 +48,16 @@ def cheapest_path(
             if after in done or not after.nests(shape, mesh):
                 continue
             counter += 1
-            marked = lifts and (at[step[0][0]], step[0][1]) == ("I", "R")
-            price = cost + (0 if marked else _price(at, after, step, shape, mesh, flows))
+            free = lifts and (at[step[0][0]], step[0][1]) == ("I", "R")
+            price = cost + (0 if free else _price(at, after, step, shape, mesh, flows))
             heapq.heappush(pending, (price, rank + order, counter, after, (*path, step)))
     raise TypeFault(f"there is no conversion from {have} to {want}")
 
 
 def in_levels(path: Iterable[Changes], have: Placement, mesh: Mesh, levels: Mapping[str, int]) -> Iterator[Changes]:
     """Yield a path from ``have`` with every exchange over a whole axis of ``levels`` in two steps, inside nodes and
-    across them. To experts, which are the major part of rows, the step inside comes first; on the way back, the one
-    across: between the two, rows lie alike both ways."""
+    across them. To experts, the major part of rows, the step inside comes first; on the way back, the one across: rows
+    have the same placement between the steps of both."""
     for step in path:
         axes = tuple(axis for axis, _ in step)
         old, new = have[axes[0]], step[0][1]
@@ -71,21 +71,23 @@ def in_levels(path: Iterable[Changes], have: Placement, mesh: Mesh, levels: Mapp
 
 
 def _steps(at: Placement, want: Placement, mesh: Mesh, lifts: bool) -> Iterator[Changes]:
-    """Yield the next steps, in the order in which they are tried."""
+    """Yield the steps that may come next, in the order in which they are tried."""
     open_ = [(axis, old, want[axis]) for axis, old in at.items() if old != want[axis]]
     marks = tuple((axis, new) for axis, old, new in open_ if (old, new) == ("I", "R"))
     if marks and lifts:
         yield marks
 
-    def moved(axes: Sequence[str], new: AxisType) -> Changes:
+    def change(axes: Sequence[str], new: AxisType) -> Changes:
         return tuple(along(axes, new, mesh).items())
 
     units = [*_as_one(at, want, mesh), *(((axis,), old, new) for axis, old, new in open_)]
     inner_first = sorted(units, key=lambda entry: -count(entry[1].outer) if isinstance(entry[1], Split) else 0)
     outer_first = sorted(units, key=lambda entry: count(entry[2].outer) if isinstance(entry[2], Split) else 0)
-    yield from (moved(axes, new) for axes, old, new in outer_first if isinstance(new, Split) and old == "P")
-    yield from (moved(axes, new) for axes, old, new in outer_first if isinstance(new, Split) and old in ("I", "R"))
-    yield from (moved(axes, new) for axes, old, new in outer_first if isinstance(new, Split) and isinstance(old, Split))
+    yield from (change(axes, new) for axes, old, new in outer_first if isinstance(new, Split) and old == "P")
+    yield from (change(axes, new) for axes, old, new in outer_first if isinstance(new, Split) and old in ("I", "R"))
+    yield from (
+        change(axes, new) for axes, old, new in outer_first if isinstance(new, Split) and isinstance(old, Split)
+    )
     sums = [axis for axis, old, new in open_ if old == "P"]
     whole = [axis for axis in sums if not isinstance(want[axis], Split)]
     for axes in dict.fromkeys((tuple(whole), tuple(sums))):
@@ -93,13 +95,13 @@ def _steps(at: Placement, want: Placement, mesh: Mesh, lifts: bool) -> Iterator[
             yield tuple((axis, "I") for axis in axes)
     for group, old, new in inner_first:
         if isinstance(old, Split):
-            yield moved(group, "I" if isinstance(new, Split) or new == "P" else new)
+            yield change(group, "I" if isinstance(new, Split) or new == "P" else new)
     if marks and not lifts:
         yield marks
 
 
 def _as_one(at: Placement, want: Placement, mesh: Mesh) -> Iterator[tuple[tuple[str, ...], AxisType, AxisType]]:
-    """Yield axes that act as one both before and after: they move in one message."""
+    """Yield the sub-axes that act as one axis both before and after: they move in one message."""
     for axes in mesh.together:
         before, after = at.as_one(axes, mesh), want.as_one(axes, mesh)
         if before is not None and after is not None and before != after:
@@ -113,15 +115,15 @@ def _price(
     ranks = math.prod(mesh.size(axis) for axis in axes)
     small, large = sorted(math.prod(local_shape(shape, p, mesh)) for p in (before, after))
     source, result = before[axes[0]], after[axes[0]]
-    price = _sent(source, result, ranks, small, large)
+    price = _elements_sent(source, result, ranks, small, large)
     if flows:
-        price += _sent(dual(result), dual(source), ranks, small, large)
+        price += _elements_sent(dual(result), dual(source), ranks, small, large)
     return price
 
 
-def _sent(source: AxisType, result: AxisType, ranks: int, small: int, large: int) -> float:
-    """Return the number of elements that a rank sends, by the ring algorithms, for values of which a rank holds
-    ``small`` or ``large``."""
+def _elements_sent(source: AxisType, result: AxisType, ranks: int, small: int, large: int) -> float:
+    """Return the number of elements that a rank sends by the ring algorithms, where it holds ``small`` elements of the
+    one placement and ``large`` of the other."""
     share = (ranks - 1) / ranks
     if source == "P":
         return _MESSAGE + share * large * (1 if isinstance(result, Split) else 2)

@@ -1,4 +1,4 @@
-"""Propagation: from the plan's claims on some values to a placement of every value, on every mesh axis."""
+"""Propagation: from a plan's claims on some values to a placement of every value on every mesh axis, as GSPMD does."""
 
 from __future__ import annotations
 
@@ -42,33 +42,34 @@ HeadAxes = Mapping[fx.Node, Sequence[str]]
 
 @dataclass(slots=True)
 class Placed:
-    """The dim of each value, and the factor of each operator, that every axis splits; an absent axis leaves them
-    whole."""
+    """The placements of a graph: for each axis the split dim of each value, and the split factor of each operator. An
+    absent axis leaves them whole."""
 
     splits: dict[ValueKey, dict[str, Split]] = field(default_factory=dict)
     parts: dict[fx.Node, dict[str, Part]] = field(default_factory=dict)
     rules: dict[fx.Node, OpRule] = field(default_factory=dict)
     lines: dict[fx.Node, int] = field(default_factory=dict)
     gathered: frozenset[tuple[ValueKey, str]] = frozenset()
-    """The values that are gathered over an axis before anyone reads them."""
+    """The values that are gathered over an axis before their readers."""
     without_rule: list[fx.Node] = field(default_factory=list)
     sites: dict[tuple[ValueKey, str], int] = field(default_factory=dict)
-    """The values that lines split inside the model, and that follow from these, with the line on each axis."""
+    """The line that splits a value inside the model over an axis, or from whose split that follows."""
     keeps: frozenset[int] = frozenset()
-    """The lines among those that keep such values gathered for backward, where a product gathers them."""
+    """The lines of ``sites`` whose values, once gathered for a product, are saved for backward."""
     whole: dict[tuple[ValueKey, str], int] = field(default_factory=dict)
-    """The values inside the model that lines keep whole, with the line. If their maker is split, they are gathered."""
+    """The line that keeps a value inside the model whole over an axis. If its operator is split, it is gathered."""
 
     def asks(self, key: ValueKey, axis: str, result: AxisType, reader: str) -> bool:
-        """Return whether a line, or a note, speaks of a conversion: the gather of few heads, of a value that a line
-        keeps whole, or of one that is split between products."""
+        """Return True for a conversion that a line asks for, or that has a note of its own: the gather of few heads, of
+        a value that a line keeps whole, or of one that a line splits between products."""
         row, place = facts(reader), (key, axis)
         between = row.precision == "product" or row.moves == "shape"
         lines = place in self.whole or (between and place in self.sites)
         return place in self.gathered or (lines and not isinstance(result, Split))
 
     def again(self, key: ValueKey, axes: Iterable[str], source: AxisType, result: AxisType) -> bool:
-        """Return whether backward makes a conversion again: the gather of a value that lines split inside the model."""
+        """Return True for a conversion that backward recomputes: the gather of a value that lines split inside the
+        model."""
         lines = [self.sites.get((key, axis)) for axis in axes]
         gathers = isinstance(source, Split) and not isinstance(result, Split)
         return gathers and not any(line is None or line in self.keeps for line in lines)
@@ -111,13 +112,14 @@ class _Propagation:
                 self.readers.setdefault(key, []).append(node)
 
     def place(self, key: ValueKey, axis: str, split: Split, line: int) -> list[fx.Node]:
-        """Split a value, if that is open and nests with its other splits. Return the operators to look at again."""
+        """Split a value, if nothing forbids it and it nests with the value's other splits. Return the operators to
+        revisit."""
         splits = self.placed.splits[key]
         if axis in splits or (key, axis) in self.whole or not self.nests(key, axis, split):
             return []
-        if self.claimed.get((key, axis), split) != split:  # a later line has its own word on this value
+        if self.claimed.get((key, axis), split) != split:  # a later line claims another split
             return []
-        if self.inside and noted(key[0]).binding.kind in BUFFERS:  # whole, any part of what is made of it is there
+        if self.inside and noted(key[0]).binding.kind in BUFFERS:  # a whole buffer has every part that readers take
             return []
         splits[axis] = split
         self.placed.lines[key[0]] = line
@@ -126,7 +128,7 @@ class _Propagation:
         return self.readers.get(key, [])
 
     def confirm(self, claim: Claim, line: int) -> None:
-        """Name a line as the cause of a placement that propagation had found before it."""
+        """Note a line as the cause of a placement that propagation had found before."""
         if self.placed.splits[claim.value].get(claim.axis) == claim.split:
             self.placed.lines[claim.value[0]] = line
             for reader in self.readers.get(claim.value, []):
@@ -134,7 +136,7 @@ class _Propagation:
                     self.placed.lines[reader] = line
 
     def nests(self, key: ValueKey, axis: str, split: Split) -> bool:
-        """Return whether the split divides its dim together with the other axes there."""
+        """Return True for a split that divides its dim together with the other axes there."""
         size = tensors_of(key[0])[key[1]].shape[split.dim]
         others = [(s.outer, a) for a, s in self.placed.splits[key].items() if s.dim == split.dim]
         return self.disjoint([*others, (split.outer, axis)], size)
@@ -143,8 +145,8 @@ class _Propagation:
         return nest(size, [(outer, self.mesh.size(axis)) for outer, axis in parts])
 
     def choose(self, node: fx.Node, axis: str) -> Part | None:
-        """Return the factor that an operand or result already splits over the axis; parameters count first, also where
-        they are rounded, then others in order."""
+        """Return the factor that an operand or a result already splits over the axis: of parameters first, also cast
+        ones, then of others in order."""
         rule = self.placed.rules[node]
         ranks = self.mesh.size(axis)
         best: tuple[int, Part] | None = None
@@ -157,13 +159,13 @@ class _Propagation:
         for (key, _, _), part in zip(splits, parts, strict=True):
             if part is None or part[0] in rule.whole or not self.fits(node, axis, part):
                 continue
-            rank = 0 if key[0].op == "placeholder" or _rounds_placeholder(key[0]) else 1
+            rank = 0 if key[0].op == "placeholder" or _casts_placeholder(key[0]) else 1
             if best is None or rank < best[0]:
                 best = rank, part
         return best[1] if best else None
 
     def fits(self, node: fx.Node, axis: str, part: Part) -> bool:
-        """Return whether the factor nests with the other axes on it, and the result may be split so."""
+        """Return True for a factor that nests with the other axes on it, and whose split no result forbids."""
         rule = self.placed.rules[node]
         others = [(outer, a) for a, (name, outer) in self.placed.parts[node].items() if name == part[0]]
         if not self.disjoint([*others, (part[1], axis)], rule.sizes[part[0]]):
@@ -180,7 +182,8 @@ class _Propagation:
         return True
 
     def visit(self, node: fx.Node, line: int) -> list[fx.Node]:
-        """Settle the node's factors, and split the values that they imply. Return the operators to look at again."""
+        """Choose the operator's factors, and split its operands and results by them. Return the operators to
+        revisit."""
         rule, parts = self.placed.rules[node], self.placed.parts[node]
         again: list[fx.Node] = []
         for axis in self.mesh.names:
@@ -198,12 +201,12 @@ class _Propagation:
         return again
 
     def go_inside(self) -> None:
-        """Begin with values inside the model. Operators on heads that several ranks keep stay as they are."""
+        """Begin with claims on values inside the model. Operators on heads that several ranks keep stay as they are."""
         self.inside = True
         self.closed = {(node, axis) for key, axis in self.few for node in self.readers.get(key, ())}
 
     def split_heads(self, node: fx.Node) -> None:
-        """Split an attention over heads, inside what other axes split of these.
+        """Split an attention over heads, inside the parts of heads that other axes leave.
 
         Raises:
             FewHeads: the ranks do not divide the heads.
@@ -219,7 +222,7 @@ class _Propagation:
             parts[axis] = HEADS, last
 
     def settle(self, start: Iterable[fx.Node], line: int) -> None:
-        """Sweep forward and backward over changed operators until nothing changes."""
+        """Visit changed operators, forward and backward in turn, until nothing changes."""
         dirty = set(start)
         position = {node: index for index, node in enumerate(self.order)}
         forward = True
@@ -231,7 +234,7 @@ class _Propagation:
 
 
 class NotPlaced(ValueError):
-    """The error of a claim on a value inside the model that another line splits otherwise."""
+    """The error of a claim on a value inside the model that another line places otherwise."""
 
     def __init__(self, claim: Claim, other: int) -> None:
         super().__init__(f"`{claim.site}` is not placed as line {claim.line} says")
@@ -239,36 +242,34 @@ class NotPlaced(ValueError):
 
 
 def check_sites(claims: Sequence[Claim], placed: Placed, mesh: Mesh) -> None:
-    """Compare the claims on values inside the model with the placements that were found.
+    """Compare the claims on values inside the model with their placements.
 
     Raises:
-        NotPlaced: another line had its way.
+        NotPlaced: another line placed such a value.
     """
     for claim in claims:
-        found = placed.splits[claim.value].get(claim.axis)
-        if claim.site and mesh.size(claim.axis) > 1 and found != claim.split:
+        split = placed.splits[claim.value].get(claim.axis)
+        if claim.site and mesh.size(claim.axis) > 1 and split != claim.split:
             raise NotPlaced(claim, placed.lines.get(claim.value[0], 0))
 
 
-def _rounds_placeholder(node: fx.Node) -> bool:
-    """Return whether an operator only gives a parameter or an input another dtype."""
+def _casts_placeholder(node: fx.Node) -> bool:
+    """Return True for a cast of a parameter or an input."""
     casts = node.op == "call_function" and facts(node.target).casts
     return casts and operands_of(node)[0].op == "placeholder"
 
 
 def propagate(
-    graph: fx.Graph,
-    mesh: Mesh,
-    claims: Sequence[Claim],
-    gathered: frozenset[tuple[ValueKey, str]] = frozenset(),
+    graph: fx.Graph, mesh: Mesh, claims: Sequence[Claim], gathered: frozenset[tuple[ValueKey, str]] = frozenset(),
     heads: HeadAxes = MappingProxyType({}),
-) -> Placed:
-    """Return the placements of all values that follow from the plan's claims.
+) -> Placed:  # fmt: skip
+    """The pass of placements. It takes a canonical graph and a plan's claims, and returns the placements of all values
+    that follow from them. The graph stays as it is.
 
-    Both directions to a fixed point, one claim's line after the other: an earlier line has its way where two would
-    split one value or operator differently. Claims over axes of size 1 hold trivially. What is ``gathered`` over an
-    axis splits none of its readers there. ``heads`` are axes that split heads of an attention, whatever else they split
-    of its operands.
+    Splits spread in both directions to a fixed point, one line's claims after the other: where two lines would split a
+    value or an operator differently, the earlier one does. Claims over axes of size 1 hold trivially. Values that are
+    ``gathered`` over an axis split none of their readers there. ``heads`` are axes that split an attention over heads,
+    whatever else they split of its operands.
     """
     state = _Propagation(graph, mesh, gathered, heads)
     real = [claim for claim in claims if mesh.size(claim.axis) > 1]
@@ -292,7 +293,9 @@ def propagate(
             if claim.split is not None:
                 start += state.place(claim.value, claim.axis, claim.split, line)
                 state.confirm(claim, line)
-        for node in [node for node in start if _rounds_placeholder(node)]:  # before others: as what they round
+        for node in [
+            node for node in start if _casts_placeholder(node)
+        ]:  # casts first: they are placed as their operand
             start += state.visit(node, line)
         state.settle(start, line)
     for node in heads:

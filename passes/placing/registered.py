@@ -1,4 +1,4 @@
-"""Rules that users registered, checked against a graph's operators: a rule that does not fit is the user's to mend."""
+"""Checks of the rules that users registered: one that does not fit its operator is the user's fault to mend."""
 
 from __future__ import annotations
 
@@ -70,31 +70,32 @@ def explained(graph: fx.Graph) -> Iterator[None]:
     except RuleMisfit:
         raise
     except Exception as error:
-        node = _failing(error.__traceback__)
+        node = _failing_node(error.__traceback__)
         if node is None:
             raise
         origin = noted(node).origin or Origin()
         if isinstance(error, (InternalTypeFault, TypeFault)):
-            own = [str(other.target) for other in (node, *_at(graph, origin)) if str(other.target) in registered()]
-            if own:
+            nearby = (str(other.target) for other in (node, *_nodes_at(graph, origin)))
+            with_rule = next((op for op in nearby if op in registered()), None)
+            if with_rule is not None:
                 why = str(error.__cause__ or error)
                 missing = str(node.target) not in registered() and not str(node.target).startswith(("aten.", "parc."))
                 hint = f"its backward uses `{node.target}`: register a rule for that too" if missing else ""
-                raise RuleMisfit(own[0], why, origin, hint) from error
+                raise RuleMisfit(with_rule, why, origin, hint) from error
         error.add_note(f"parc was at {node.format_node()}: {origin}")
         raise
 
 
-def _at(graph: fx.Graph, origin: Origin) -> Iterator[fx.Node]:
-    """Return the operators of the captured graph at a place of the model."""
+def _nodes_at(graph: fx.Graph, origin: Origin) -> Iterator[fx.Node]:
+    """Yield the operators of the captured graph at a place of the model."""
     for node in graph.nodes:
         place = noted(node).origin
         if place is not None and (place.module, place.source) == (origin.module, origin.source):
             yield node
 
 
-def _failing(trace: TracebackType | None) -> fx.Node | None:
-    """Return the operator at which the innermost frame was that has one."""
+def _failing_node(trace: TracebackType | None) -> fx.Node | None:
+    """Return the ``node`` of the innermost frame with a local of this name."""
     failing: fx.Node | None = None
     while trace is not None:
         node = trace.tb_frame.f_locals.get("node")

@@ -1,4 +1,5 @@
-"""Values inside a model: those that cross the borders of modules, and the dims of inputs that are in them."""
+"""Sites: the values inside a model that lines can place, which cross the borders of modules, and the dims of inputs in
+them; and the names that lines can use, with the uses of each weight."""
 
 from __future__ import annotations
 
@@ -26,16 +27,15 @@ from .propagate import Placed
 
 
 def sites_of(graph: fx.Graph) -> InnerValues:
-    """Return the sites of a canonical graph, each with the dims of inputs that are in it."""
+    """Return the sites of a canonical graph, each with the dims of inputs in it."""
     crossing = _crossings(graph)
     names: dict[ValueKey, str] = {}
-    for name, keys in sorted(
-        crossing.items(), key=lambda entry: (entry[0].startswith("in("), -len(entry[0]), entry[0])
-    ):
+    for name in sorted(crossing, key=lambda name: (name.startswith("in("), -len(name), name)):
+        keys = crossing[name]
         for index, key in enumerate(keys):
             names.setdefault(key, _numbered(name, index, len(keys)))
-    found = _input_dims(graph)
-    sites = {key: InnerValue(name, tuple(fake(key).shape), tuple(found.get(key, ()))) for key, name in names.items()}
+    dims = _input_dims(graph)
+    sites = {key: InnerValue(name, tuple(fake(key).shape), tuple(dims.get(key, ()))) for key, name in names.items()}
     return InnerValues({name: tuple(sites[key] for key in keys) for name, keys in crossing.items()})
 
 
@@ -46,7 +46,7 @@ def site_values(graph: fx.Graph) -> dict[str, ValueKey]:
 
 
 def site_types(graph: fx.Graph, mesh: Mesh, placed: Placed, names: Collection[str]) -> dict[str, TensorType]:
-    """Return the types of the values of these names, each as its readers find it."""
+    """Return the types of the values of these names."""
     return {
         name: TensorType(fake(key).dtype, tuple(fake(key).shape), Placement.of(mesh, dict(placed.splits[key])))
         for name, key in (site_values(graph) if names else {}).items()
@@ -59,7 +59,7 @@ def _numbered(name: str, index: int, count: int) -> str:
 
 
 def _crossings(graph: fx.Graph) -> dict[str, list[ValueKey]]:
-    """Return the floating-point values that parameters reach and that a module gives to others (``out``) or reads of
+    """Return the floating-point values, computed from parameters, that a module gives to others (``out``) or reads from
     others (``in``), in the order of the graph."""
     bare = made_of(graph, ("input", "key", "rng", *BUFFERS))
     crossing: dict[str, dict[ValueKey, None]] = {}
@@ -67,21 +67,21 @@ def _crossings(graph: fx.Graph) -> dict[str, list[ValueKey]]:
     for reader in graph.nodes:
         if not computes(reader) and reader.op != "output":
             continue
-        inner = set(_around(reader)) if computes(reader) else set()
+        inner = set(_modules_of(reader)) if computes(reader) else set()
         for operand in operands_of(reader) if computes(reader) else reader.all_input_nodes:
             key = key_of(operand)
             value = fake(key)
             if key[0].op == "placeholder" or key[0] in bare or not isinstance(value, torch.Tensor):
                 continue
             if value.is_floating_point():
-                outer = set(_around(key[0]))
+                outer = set(_modules_of(key[0]))
                 for name in (*(f"out({m})" for m in outer - inner), *(f"in({m})" for m in inner - outer)):
                     crossing.setdefault(name, {})[key] = None
     return {name: sorted(keys, key=lambda key: (order[key[0]], key[1])) for name, keys in crossing.items()}
 
 
-def _around(node: fx.Node) -> Iterator[str]:
-    """Yield the modules that a node is in, without the whole model."""
+def _modules_of(node: fx.Node) -> Iterator[str]:
+    """Yield the modules that a node is in, the innermost first, without the whole model."""
     module = "" if noted(node).in_loss else noted(node).origin.module
     while module:
         yield module
@@ -89,8 +89,8 @@ def _around(node: fx.Node) -> Iterator[str]:
 
 
 def _input_dims(graph: fx.Graph) -> dict[ValueKey, list[DimOfInput]]:
-    """Follow every dim of every input through the graph."""
-    follower, found = Follower(graph), dict[ValueKey, list[DimOfInput]]()
+    """Return the dims of inputs that each value has."""
+    follower, dims = Follower(graph), dict[ValueKey, list[DimOfInput]]()
     inputs = {noted(node).binding.name: node for node in graph.find_nodes(op="placeholder")
               if noted(node).binding.kind == "input"}  # fmt: skip
     for name, node in inputs.items():
@@ -100,8 +100,8 @@ def _input_dims(graph: fx.Graph) -> dict[ValueKey, list[DimOfInput]]:
                 part = to_factor(rule, rule.operands[index], dim, outer, 1)
                 for place in factor_places(reader, rule, *part) if part is not None else ():
                     places.append(place)
-                    found.setdefault(place[0], []).append(DimOfInput(name, at, *place[1:]))
-    return found
+                    dims.setdefault(place[0], []).append(DimOfInput(name, at, *place[1:]))
+    return dims
 
 
 # ---- names and uses of a captured model's weights
@@ -113,14 +113,13 @@ def names_of(captured: Captured) -> PlanNames:
     shapes = {name: tuple(noted(node).value.shape) for name, node in parameters.items()}
     follower = Follower(captured.graph)
     uses: dict[str, WeightUse] = {}
-    slotted = {
+    with_slots = {
         module: routings[0].experts
         for module, routings in routed_layers(captured.graph).items() if routings[0].slots
     }  # fmt: skip
     for name, shape in shapes.items():
-        if (
-            shape and slotted.get(name.rpartition(".")[0]) == shape[0]
-        ):  # experts with a capacity multiply by plain products
+        # experts with a capacity multiply by plain products
+        if shape and with_slots.get(name.rpartition(".")[0]) == shape[0]:
             uses[name] = WeightUse("experts", 0, 0)
             continue
         others = [alias for alias, canonical in captured.aliases.items() if canonical == name]
@@ -148,8 +147,8 @@ def names_of(captured: Captured) -> PlanNames:
 
 
 def _pieces(follower: Follower, name: str, dim: int) -> tuple[int, ...]:
-    """Return the sizes of the first pieces into which operators cut the dim that a parameter's dim becomes; empty if
-    they do not."""
+    """Return the sizes of the pieces into which the first operator that cuts a parameter's dim cuts it (queries, keys
+    and values of one weight); empty if none does."""
     pending = [(follower.parameters[name], dim)] if name in follower.parameters else []
     for (_, at), node, rule, index in follower.readings(pending):
         names = rule.operands[index][at]
@@ -163,8 +162,8 @@ def _pieces(follower: Follower, name: str, dim: int) -> tuple[int, ...]:
 
 
 def weight_uses(follower: Follower, name: str, rank: int) -> Iterator[tuple[fx.Node, WeightUse]]:
-    """Yield each reader of a matrix or of its parts, through transposes, with the dim of its outputs and the dim that
-    it contracts."""
+    """Yield each reader of a parameter or of its parts, through transposes and casts, with the dim that becomes an
+    output dim and the dim that it contracts."""
     pending = [(follower.parameters[name], tuple(range(rank)))]
     for (_, dims), node, rule, index in follower.readings(pending):
         row, terms = facts(node.target), rule.operands[index]
@@ -184,12 +183,12 @@ def weight_uses(follower: Follower, name: str, rank: int) -> Iterator[tuple[fx.N
         results = {name for result in rule.results[:1] for names in result for name in names}
         kept = [dim for dim, names in zip(dims, terms, strict=True) if names and names[0] in results]
         lost = [dim for dim, names in zip(dims, terms, strict=True) if names and names[0] not in results
-                and (row.looks_up or names[0] in beside)]  # fmt: skip  # a kernel's extent is not contracted
-        single = [dim for dim, names in zip(dims, terms, strict=True) if not names]  # no factor is of one entry
+                and (row.looks_up or names[0] in beside)]  # fmt: skip  # a convolution's window is not contracted
+        single = [dim for dim, names in zip(dims, terms, strict=True) if not names]  # dims of size 1 have no factor
         if len(dims) == 2 and row.precision == "product":
             kept, lost = kept or single, lost or single
         if len(kept) == len(lost) == 1:
             out, into = (lost[0], kept[0]) if row.looks_up else (kept[0], lost[0])
             yield node, WeightUse("lookup" if row.looks_up else "linear", out, into)
-        elif len(kept) == 1 and len(terms) > 2:  # a convolution of each channel by itself
+        elif len(kept) == 1 and len(terms) > 2:  # a depthwise convolution
             yield node, WeightUse("linear", kept[0], kept[0])

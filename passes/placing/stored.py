@@ -1,8 +1,8 @@
-"""Stored parameters: each one's type between steps, where it is not the one in which its readers compute with it.
+"""Stored parameters: storage types that differ from compute types.
 
-A parameter of the typed graph has the type that its readers want. Two things may set its stored type apart. Its readers
-may all read it rounded: then the rounded copy is made once a step, and no block has a cast. And a ``zero`` line may
-split it, its gradient or its optimizer state over an axis whose ranks all use the whole parameter.
+A parameter of the typed graph has the type that its readers want. Its storage type may differ for two reasons. All its
+readers may cast it: then UNSHARD casts it once a step, and no block does. And a ``zero`` line may shard it, its
+gradient or its optimizer state over an axis whose ranks all compute with the whole parameter.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from ...compiler.padding.pads import Pad, padded_shape
 from ...compiler.program.binding import PARAMETERS
 from ...compiler.program.program import Origin
 from ..calls import ShardDims
-from ..programs.segments import node_type
+from ..programs.segments import data_type, node_type
 
 GRADIENTS, WEIGHTS = 2, 3
-"""The levels of ZeRO from which gradients, and the parameters themselves, are split too."""
+"""The levels of ZeRO from which gradients, and the parameters themselves, are sharded too."""
 _MOST_PADDING = 8
 """A parameter stays whole where its padding would exceed this fraction of it: one eighth."""
 
@@ -41,7 +41,7 @@ class Sharding:
 
 
 class AlreadySplit(ValueError):
-    """The error of a parameter that an axis splits for the computation, and that a ``zero`` line shards over it."""
+    """The error of a ``zero`` line over an axis that already splits the parameter for the computation."""
 
     def __init__(self, name: str, sharding: Sharding) -> None:
         super().__init__(
@@ -52,19 +52,23 @@ class AlreadySplit(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """The choices made for stored parameters: their dims, the padding of those that do not divide, and the bytes of
-    parameters that stay whole, by name."""
+    """The choices for sharded parameters."""
 
     dims: dict[tuple[str, str], tuple[int, bool] | None] = field(default_factory=dict)
+    """The ``ShardDims`` of these."""
     pads: dict[str, tuple[Pad, ...]] = field(default_factory=dict)
+    """The padding of those that do not divide, by name."""
     whole: dict[str, int] = field(default_factory=dict)
+    """The bytes of those that stay whole, by name."""
 
 
 def store_parameters(
     graph: fx.Graph, mesh: Mesh, shardings: Mapping[str, Sequence[Sharding]], dims: ShardDims | None = None
 ) -> Stored:
-    """Note the storage of every parameter that is stored otherwise than its readers want it. ``dims`` are the choices
-    made for a larger model, whose twin this is.
+    """The pass of storage. It takes the typed graph and the demands of ``zero`` lines, notes on placeholders of
+    parameters how they are stored where that differs from their type, and returns its choices. It changes the graph in
+    place: a cast that all readers share becomes the placeholder's type. ``dims`` are the choices for a larger model,
+    whose twin this is.
 
     Raises:
         AlreadySplit: an axis that shards a parameter splits it already.
@@ -74,15 +78,17 @@ def store_parameters(
         kind, name = noted(node).binding
         if kind not in PARAMETERS or not node.users:
             continue
-        wanted = [one for one in shardings.get(name, ()) if kind == "parameter" or one.level >= WEIGHTS]
-        own = node_type(node)
-        wanted = [one for one in wanted if not one.spare or not isinstance(own.placement[one.axis], Split)]
-        for one in wanted:
-            if isinstance(own.placement[one.axis], Split):
-                raise AlreadySplit(name, one)
-        rest = _sharded(name, replace(own, placement=own.placement.data()), wanted, mesh, stored, dims)
+        wanted = []
+        for sharding in shardings.get(name, ()):
+            split = isinstance(node_type(node).placement[sharding.axis], Split)
+            if (kind != "parameter" and sharding.level < WEIGHTS) or (split and sharding.spare):
+                continue
+            if split:
+                raise AlreadySplit(name, sharding)
+            wanted.append(sharding)
+        rest = _shard(name, data_type(node), wanted, mesh, stored, dims)
         for at, form in enumerate(_forms(graph, node)):
-            computed = replace(node_type(form), placement=node_type(form).placement.data())
+            computed = data_type(form)
             label = name if at == 0 else f"{name}:{at}"
             origin = noted(form).origin if computed.dtype != rest.dtype else Origin(name.rpartition(".")[0])
             origin = replace(origin, plan=wanted[0].line if wanted else origin.plan)
@@ -94,6 +100,7 @@ def store_parameters(
 def _storage(
     label: str, rest: TensorType, computed: TensorType, wanted: Sequence[Sharding], origin: Origin
 ) -> StoredAs:  # fmt: skip
+    """Return the types of a parameter between steps (``rest``), and during a step for readers of type ``computed``."""
     levels = {one.axis: one.level for one in wanted if isinstance(rest.placement[one.axis], Split)}
     gathered = {axis: computed.placement[axis] for axis, level in levels.items() if level < WEIGHTS}
     shape = computed.shape if len(gathered) == len(levels) else rest.shape
@@ -101,11 +108,11 @@ def _storage(
     return StoredAs(label, rest, step, tuple(axis for axis, level in levels.items() if level >= GRADIENTS), origin)
 
 
-def _sharded(
+def _shard(
     name: str, type_: TensorType, wanted: Sequence[Sharding], mesh: Mesh, stored: Stored, dims: ShardDims | None
 ) -> TensorType:
-    """Return a type with a dim split over each axis: the first that divides, else the one that takes the least
-    padding. Where that is too much, the parameter stays whole."""
+    """Return a type with a dim split over each axis: the first that divides, else the one that needs the least padding.
+    Where that is too much, the parameter stays whole."""
     for one in wanted:
         key, cuts = (name, one.axis), {cut.dim: cut for cut in _cuts(type_, one.axis, mesh)}
         chosen: _Cut | None = min(cuts.values(), key=lambda cut: (cut.padding, cut.dim), default=None)
@@ -148,7 +155,7 @@ def _cuts(type_: TensorType, axis: str, mesh: Mesh) -> Iterator[_Cut]:
         size, ranks = type_.shape[dim], mesh.size(axis)
         try:
             split = Split(dim, global_outer(type_.placement, mesh, dim, 1))
-        except ValueError:  # it would cut across parts that lie there split otherwise
+        except ValueError:  # it would cut across the parts of another split
             continue
         padded = size if local % ranks == 0 else -(-size // ranks) * ranks
         longer = (*type_.shape[:dim], padded, *type_.shape[dim + 1 :])
@@ -158,8 +165,8 @@ def _cuts(type_: TensorType, axis: str, mesh: Mesh) -> Iterator[_Cut]:
 
 
 def _forms(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
-    """Return a placeholder for every type in which a parameter's readers want it, in place of the casts that they read.
-    The first is the parameter's own."""
+    """Return a placeholder for every type in which a parameter's readers read it. Casts become placeholders; the first
+    is the parameter's own."""
     casts: dict[TensorType, list[fx.Node]] = {}
     others = []
     for user in node.users:

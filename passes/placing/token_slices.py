@@ -1,6 +1,7 @@
-"""Slices of tokens: where ranks that share experts have the same tokens, each routes a part of them.
+"""Slices of tokens: where ranks that share experts have the same tokens, each routes a part of them; and the attentions
+whose heads ``context`` lines split.
 
-An ``experts`` line may name an axis whose ranks have their tokens alike, as tensor parallelism leaves them; a view may
+An ``experts`` line may name an axis whose ranks have the same tokens, as tensor parallelism leaves them; a view may
 have replicas of experts on such ranks. Each rank then cuts its slice of the tokens where they are packed, and the
 slices are gathered behind the sum over experts.
 """
@@ -29,10 +30,12 @@ _Gathers = frozenset[tuple[ValueKey, str]]
 def slice_tokens(
     graph: fx.Graph, mesh: Mesh, placed: Placed, replicas: Mapping[str, Collection[str]]
 ) -> tuple[list[Claim], _Gathers]:
-    """Return the claims that cut tokens where they are packed for experts, over axes that do not split them yet, and
-    the sums over experts that are gathered over such an axis. The axes are those that split these experts, and those
-    along which a view has ``replicas`` of them. Tokens that do not divide stay. Over axes that split each expert, as
-    tensor parallelism does, tokens are claimed whole."""
+    """Return the claims that cut tokens where they are packed for experts, and the sums over experts that are gathered.
+
+    Tokens are cut over axes that split experts but not yet tokens, and over those along which a view has ``replicas``
+    of the experts. Tokens that do not divide stay. Over axes that split each expert, as tensor parallelism does, tokens
+    are claimed whole.
+    """
     claims: list[Claim] = []
     gathered: set[tuple[ValueKey, str]] = set()
     for route in graph.nodes:
@@ -51,7 +54,7 @@ def slice_tokens(
                        if key[0].op != "placeholder"]  # fmt: skip
         routed, alike = placed.splits[route, 0], replicas.get(noted(route).origin.module, ())
         for axis in (axis for axis in mesh.names if mesh.size(axis) > 1 and axis not in placed.splits[chosen]):
-            outer = _inmost(tokens, fake(chosen).shape[1], axis, mesh)
+            outer = _coarsest_parts(tokens, fake(chosen).shape[1], axis, mesh)
             split = routed.get(axis)
             if outer is not None and (axis in alike if split is None else split.dim == 0):
                 tokens[axis] = outer
@@ -64,7 +67,7 @@ def slice_tokens(
 
 
 def _splits_inside(route: fx.Node, axis: str, placed: Placed) -> bool:
-    """Return whether an axis splits experts' weights otherwise than by experts: its ranks then need the same rows."""
+    """Return True for an axis that splits each expert's weights: its ranks need the same rows."""
     return any(
         axis in placed.parts[reader]
         and all(from_factor(placed.rules[reader], dims, *placed.parts[reader][axis]) is None
@@ -74,9 +77,9 @@ def _splits_inside(route: fx.Node, axis: str, placed: Placed) -> bool:
     )  # fmt: skip
 
 
-def _inmost(tokens: Mapping[str, Outer], size: int, axis: str, mesh: Mesh) -> Outer | None:
-    """Return the parts of tokens that an axis can split beside the axes that split them already; each rank cuts what it
-    has into as long pieces as there are."""
+def _coarsest_parts(tokens: Mapping[str, Outer], size: int, axis: str, mesh: Mesh) -> Outer | None:
+    """Return the parts of tokens that an axis can split beside the axes that split them already: the coarsest ones that
+    nest with these."""
     taken = [(outer, mesh.size(name)) for name, outer in tokens.items()]
     places: list[Outer] = [1, *(inside(outer, ranks) for outer, ranks in taken)]
     fitting = (outer for outer in sorted(places, key=count) if nest(size, [*taken, (outer, mesh.size(axis))]))
@@ -86,8 +89,8 @@ def _inmost(tokens: Mapping[str, Outer], size: int, axis: str, mesh: Mesh) -> Ou
 def _readers(
     chosen: ValueKey, axis: str, outer: Outer, mesh: Mesh, placed: Placed
 ) -> Iterator[tuple[ValueKey, Split | None]]:
-    """Yield the values that operators on the tokens of a mask make, with their split, and those that they read, which
-    stay whole."""
+    """Yield the operands of operators on the tokens of a mask, which stay whole (None), and their results, with their
+    split."""
     shape = fake(chosen).shape
     for reader in chosen[0].users:
         if not computes(reader) or facts(reader.target).reroutes:
@@ -105,15 +108,12 @@ def _readers(
                 yield (reader, index), Split(*at)
 
 
-# ---- contexts: the attentions that lines of ``context`` speak of.
-
-
 def heads_over(graph: fx.Graph, lines: Sequence[ContextLine]) -> dict[fx.Node, list[str]]:
-    """Return the axes that split the heads of each attention (Ulysses), where there are any."""
-    found: dict[fx.Node, list[str]] = {}
+    """Return the axes that split the heads of attentions, by ``context`` lines using Ulysses."""
+    axes: dict[fx.Node, list[str]] = {}
     for line in (line for line in lines if line.method == "ulysses"):
         for node in graph.nodes:
             module = noted(node).origin.module
             if node.target is OPS.attention.default and any(is_within(module, outer) for outer in line.modules):
-                found.setdefault(node, []).append(line.axis)
-    return found
+                axes.setdefault(node, []).append(line.axis)
+    return axes

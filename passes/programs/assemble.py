@@ -1,4 +1,4 @@
-"""Assembly of the functions of all segments to programs: the work of every stage, and COUNT."""
+"""Assembly: segments, traced once for equal work, as functions that the programs of every stage call; and COUNT."""
 
 from __future__ import annotations
 
@@ -23,42 +23,37 @@ from ..calls import outputs
 from .cut import Pipeline, split_lines
 from .emit import BlockPair, emit_pair, identifier, name_of, size_argument
 from .joint import trace_joint
-from .segments import Segment, cut_segments, node_type
+from .segments import Segment, cut_segments, data_type, node_type
 from .writer import emit_conversions, weight_of, whole_type
 
-# ---- the functions of segments, made once for equal work, also in later builds of one process
-
-
-_MOST = 256
-"""The number of pairs that are kept, the last ones that were asked for."""
-_MADE: dict[Hashable, BlockPair] = {}
+_MOST_PAIRS = 256
+"""The number of pairs in the cache, which keeps the last used."""
+_PAIRS: dict[Hashable, BlockPair] = {}
+"""The functions of segments, for equal work in all builds of a process."""
 
 
 def pair_of(segment: Segment, name: str, mesh: Mesh, shared: str | None) -> BlockPair:
     """Return the functions ``name`` and ``name_backward`` of a segment. ``shared`` is the path of its block, if several
-    blocks use them. They follow from its work, its place in the model's code and the names of what it reads."""
+    blocks use them. Segments of equal work, origins and names of inputs share them."""
     origins = tuple(noted(node).origin for node in segment.nodes)
     read = tuple(noted(node).binding for node in segment.inputs)
     rules = tuple(registered().items())  # a person may give an operator its rule between two builds
     key = segment.signature, segment.block, origins, read, name, mesh, shared, rules
-    pair = _MADE.pop(key, None) or emit_pair(trace_joint(segment, mesh), segment, name, mesh, shared)
-    _MADE[key] = pair  # the last of a dict is the newest
-    if len(_MADE) > _MOST:
-        _MADE.pop(next(iter(_MADE)), None)
+    pair = _PAIRS.pop(key, None) or emit_pair(trace_joint(segment, mesh), segment, name, mesh, shared)
+    _PAIRS[key] = pair  # the last of a dict is the newest
+    if len(_PAIRS) > _MOST_PAIRS:
+        _PAIRS.pop(next(iter(_PAIRS)), None)
     return pair
 
 
-# ---- assembly of the functions of all segments to programs: the work of every stage, and COUNT.
-
-
 class _Lines(LineWriter):
-    """A main function's lines in order, each with the stage that was current when it was added. ``whole`` are the
-    parameters that its lines gathered, by the stage that reads them."""
+    """A main function's lines in order, each with the stage that was current when it was added."""
 
     def __init__(self, mesh: Mesh, names: FreshNames) -> None:
         super().__init__(mesh, names)
         self.stage, self.stages = 0, list[int]()
-        self.whole: dict[tuple[fx.Node, int], Value] = {}
+        self.unsharded: dict[tuple[fx.Node, int], Value] = {}
+        """The parameters as the lines gathered them, by the stage that reads them."""
 
     def add(self, line: Line) -> None:
         """Add a line to the current stage."""
@@ -77,10 +72,10 @@ class _Main:
     parameters: dict[Binding, Value] = field(default_factory=dict)
     forward: _Lines = field(init=False)
     keys: set[tuple[str, int]] = field(default_factory=set)
-    """The keys of random streams, and the stages in which they are made."""
+    """The keys of random streams, with the stages that compute them."""
     calls: list[tuple[Segment, BlockPair, str, dict[str, Value]]] = field(default_factory=list)
     gathered: dict[str, fx.Node] = field(default_factory=dict)
-    """The stored parameters by the names of the values that F gathers of them."""
+    """The stored parameters, by the names of the values that F gathers of them."""
     trained: dict[Binding, str] = field(default_factory=dict)
     """The names of the trained parameters, by the bindings under which programs read them."""
 
@@ -88,15 +83,15 @@ class _Main:
         self.forward = _Lines(self.mesh, self.names)
 
     def held(self, node: fx.Node) -> Value:
-        """Return a stored parameter as programs of a step are given it."""
+        """Return a stored parameter in the type in which F and B get it."""
         storage, binding = noted(node).storage, noted(node).binding
         assert storage is not None
         name = binding.name if binding.kind == "parameter" else ""
         if storage.step != storage.rest:
             binding = weight_of(storage)
-        return self.given(binding, storage.name, storage.step, name)
+        return self.parameter(binding, storage.name, storage.step, name)
 
-    def given(self, binding: Binding, label: str, type_: TensorType, trained: str) -> Value:
+    def parameter(self, binding: Binding, label: str, type_: TensorType, trained: str) -> Value:
         """Return F's parameter of a binding; ``trained`` is the name of the trained parameter that it stands for."""
         if binding not in self.parameters:
             self.parameters[binding] = self.forward.take(identifier(label), type_, binding)
@@ -105,29 +100,30 @@ class _Main:
         return self.parameters[binding]
 
     def weight(self, node: fx.Node, lines: _Lines) -> Value:
-        """Return a stored parameter as its readers want it. If it is split during a step, the lines gather it."""
+        """Return a stored parameter as its readers want it. If it is sharded during a step, the lines gather it."""
         storage, held = noted(node).storage, self.held(node)
         assert storage is not None
-        if (node, lines.stage) not in lines.whole:
-            computed = replace(node_type(node), placement=node_type(node).placement.data())
-            value = lines.whole[node, lines.stage] = emit_conversions(lines, held, computed, storage.origin)
+        if (node, lines.stage) not in lines.unsharded:
+            value = emit_conversions(lines, held, data_type(node), storage.origin)
+            lines.unsharded[node, lines.stage] = value
             if value is not held:
                 self.gathered[value.name] = node
-        return lines.whole[node, lines.stage]
+        return lines.unsharded[node, lines.stage]
 
     def bind(self, node: fx.Node) -> Value:
-        """Return the value of a placeholder or of an earlier call's result. A key is made in every stage that reads it:
-        it lies on the CPU, where no message arrives."""
+        """Return the value of a placeholder or of an earlier call's result. Every stage computes the keys that it
+        reads: they are on the CPU, and no message carries them."""
         binding: Binding = noted(node).binding
         kind, name = binding
         if noted(node).storage is not None:
             return self.weight(node, self.forward)
         if node not in self.values:
-            type_ = replace(node_type(node), placement=node_type(node).placement.data())
+            type_ = data_type(node)
             if kind == "key":
                 self.values[node] = Value(self.names.fresh(f"key_{identifier(name)}"), type_)
             else:
-                self.values[node] = self.given(binding, name_of(binding), type_, name if kind == "parameter" else "")
+                trained = name if kind == "parameter" else ""
+                self.values[node] = self.parameter(binding, name_of(binding), type_, trained)
         value = self.values[node]
         if kind == "key" and (value.name, self.forward.stage) not in self.keys:
             self.keys.add((value.name, self.forward.stage))
@@ -172,13 +168,13 @@ def call_segments(graph: fx.Graph, mesh: Mesh, seed: int) -> tuple[_Main, dict[t
 
 
 def _kind(segment: Segment) -> tuple[str, str]:
-    """Return the identity of segments that share a function: their blocks' names but for numbers, and their work."""
+    """Return the key of segments that share a function: their block's name without numbers, and their signature."""
     return starred(segment.block or ""), segment.signature
 
 
 def _backward(main: _Main, loss: fx.Node | None) -> tuple[_Lines, dict[str, Value], list[tuple[int, str, Value]]]:
-    """Write B's lines, segments in reverse. Return the values that B reads, and each parameter's gradient in every
-    stage that has one; without a loss there is nothing of that."""
+    """Write B's lines, segments in reverse. Return them, the values that B reads, and the gradients by stage and
+    parameter's name. Without a loss all are empty."""
     if loss is None:
         return _Lines(main.mesh, main.names), {}, []
     scale = Value(main.names.fresh("scale"), whole_type(main.mesh, node_type(loss).dtype), SCALE)
@@ -223,7 +219,7 @@ def _backward(main: _Main, loss: fx.Node | None) -> tuple[_Lines, dict[str, Valu
     for (node, stage), value in gradients.items():
         if node.op == "placeholder":
             name = noted(node).binding.name
-            if (stage, name) in returned:  # of another type in which it is read
+            if (stage, name) in returned:  # the parameter is read in a second type
                 lines.stage, first = stage, returned[stage, name]
                 value = lines.emit("aten.add.Tensor", (Ref(first.name), Ref(value.name)), first.type, name="sum")
             returned[stage, name] = value
@@ -233,7 +229,7 @@ def _backward(main: _Main, loss: fx.Node | None) -> tuple[_Lines, dict[str, Valu
 
 
 def _stored_gradient(lines: _Lines, gradient: Value, storage: StoredAs) -> Value:
-    """Return a whole gradient in the type in which its parameter is stored, summed over the axes over which every
+    """Return a whole gradient in its parameter's storage dtype, reduce-scattered over the axes over which every
     backward does that."""
     parts = {axis: storage.rest.placement[axis] for axis in storage.reduced}
     shape = storage.rest.shape if parts else gradient.type.shape
@@ -242,7 +238,7 @@ def _stored_gradient(lines: _Lines, gradient: Value, storage: StoredAs) -> Value
 
 
 def _tangent(main: _Main, node: fx.Node, gradients: Mapping[tuple[fx.Node, int], Value], lines: _Lines) -> Value:
-    """Return the gradient that arrived at a value; zeros if none did."""
+    """Return the gradient of a segment's output; zeros if none arrived."""
     if (node, 0) in gradients:
         return gradients[node, 0]
     type_ = replace(node_type(node), placement=node_type(node).placement.dual().data())
@@ -252,7 +248,7 @@ def _tangent(main: _Main, node: fx.Node, gradients: Mapping[tuple[fx.Node, int],
 
 @dataclass(frozen=True, slots=True)
 class Assembled:
-    """The work of every stage, with the facts for the programs that run once a step."""
+    """F and B of every stage, with the facts for the programs that run once a step."""
 
     work: tuple[StageWork, ...]
     gradients: tuple[tuple[int, str, Value], ...]
@@ -268,24 +264,25 @@ class Assembled:
 def assemble(
     graph: fx.Graph, mesh: Mesh, seed: int, sums: torch.dtype | None = None, pipeline: Pipeline | None = None
 ) -> Assembled:
-    """Write F and B of a typed graph whose first output is the loss's numerator, if there is a loss.
+    """The pass that writes F and B of every stage. It takes the typed graph, staged where there is a pipeline, whose
+    first output is the loss's numerator, if there is a loss. The graph stays as it is.
 
-    B's gradients have the types of the parameters as F reads them, dual, in the dtype ``sums`` in which microbatches
-    are added up.
+    B's gradients have the dual types of the parameters as F reads them, in the dtype ``sums`` in which microbatches are
+    added up.
     """
     main, pairs = call_segments(graph, mesh, seed)
-    made = dict(zip(noted(graph.output_node()).results, outputs(graph), strict=True))
-    lines, reads, gradients = _backward(main, made.get(LOSS))
+    returned = dict(zip(noted(graph.output_node()).results, outputs(graph), strict=True))
+    lines, reads, gradients = _backward(main, returned.get(LOSS))
     if sums is not None:
-        gradients = _narrowed(lines, gradients, sums)
-    results = {key: main.bind(node).name for key, node in made.items()}
+        gradients = _cast_gradients(lines, gradients, sums)
+    results = {key: main.bind(node).name for key, node in returned.items()}
     for node in graph.find_nodes(op="placeholder"):
-        if noted(node).binding in results:  # it has a type and a first value, also if nobody reads it
+        if noted(node).binding in results:  # an updated buffer is an input, also if nobody reads it
             main.bind(node)
     count = pipeline.stages if pipeline is not None else 1
     forward = main.forward.function("forward")
-    lying = [_stage_of(main, forward, key, name) for key, name in results.items()]
-    # B has the buffers that F updates as F read them, not as it left them
+    result_stages = [_stage_of(main, forward, key, name) for key, name in results.items()]
+    # B reads updated buffers as they were before F
     lines.parameters = {
         v.name: replace(v, binding=Binding("saved", v.name)) if v.binding is None or v.binding in results else v
         for v in reads.values()
@@ -298,7 +295,7 @@ def assemble(
     saved = [[(Binding("saved", name), name) for name in piece.bound("saved")] for piece in backwards]
     forwards = split_lines(
         forward, main.forward.stages,
-        [[*(pair for pair, at in zip(results.items(), lying, strict=True) if at == stage), *saved[stage]]
+        [[*(pair for pair, at in zip(results.items(), result_stages, strict=True) if at == stage), *saved[stage]]
          for stage in range(count)],
     )  # fmt: skip
     unique = list({pair.forward.name: pair for pair in pairs.values()}.values())
@@ -306,18 +303,18 @@ def assemble(
     shared = [[pair.forward for pair in unique], [pair.backward for pair in unique if pair.backward]]
     for stage, mains in enumerate(zip(forwards, backwards, strict=True)):
         work.append({
-            action: Program(f"stage{stage}", action, mesh, (*_called(functions, own), own))
-            for action, functions, own in zip((FORWARD, BACKWARD), shared, mains, strict=True)
+            action: Program(f"stage{stage}", action, mesh, (*_called(functions, one), one))
+            for action, functions, one in zip((FORWARD, BACKWARD), shared, mains, strict=True)
         })  # fmt: skip
     reads_of = (frozenset(main.trained[key] for key in piece.bindings if key in main.trained)
                 for piece in forwards)  # fmt: skip
-    loss = main.bind(made[LOSS]) if LOSS in made else None
-    return Assembled(tuple(work), tuple(gradients), loss, lying[0], tuple(reads_of))
+    loss = main.bind(returned[LOSS]) if LOSS in returned else None
+    return Assembled(tuple(work), tuple(gradients), loss, result_stages[0], tuple(reads_of))
 
 
 def _stage_of(main: _Main, forward: Function, key: Binding, name: str) -> int:
-    """Return the stage of F that makes a result. A buffer that becomes what the program is given does so where its old
-    value is read."""
+    """Return the stage of F that computes a result. A buffer whose new value is a parameter of F belongs to the stage
+    that reads its old value."""
     line = forward.makers.get(name)
     if line is None and key in main.parameters:
         line = next(iter(forward.readers.get(main.parameters[key].name, ())[::-1]), None)
@@ -329,11 +326,11 @@ def _called(functions: Sequence[Function], main: Function) -> list[Function]:
     return [function for function in functions if function.name in used]
 
 
-def _narrowed(
+def _cast_gradients(
     lines: _Lines, gradients: Sequence[tuple[int, str, Value]], sums: torch.dtype
 ) -> list[tuple[int, str, Value]]:
-    """Cast gradients, where they are made, to the dtype in which they are summed, if it is smaller. One that a line
-    only widens is taken as it was before."""
+    """Cast gradients to the dtype in which microbatches are summed, where it is narrower, behind the lines that compute
+    them. Where such a line only widens its operand, the operand is used instead."""
     wide = {value.name for _, _, value in gradients if sums.itemsize < value.type.dtype.itemsize}
     backward, stages = lines.function("backward"), lines.stages
     lines.lines, lines.stages, narrow = [], [], dict[str, Value]()
@@ -357,7 +354,7 @@ def _narrowed(
 
 
 def assemble_count(graph: fx.Graph, counts: Sequence[Binding], mesh: Mesh, role: str) -> Program:
-    """Write COUNT: the parts of the loss's denominators from one microbatch, still partial on a rank."""
+    """Write COUNT: the denominators of the loss from one microbatch, still partial over ranks."""
     main, pairs = call_segments(graph, mesh, 0)
     main.forward.returns = {key: main.bind(one).name for key, one in zip(counts, outputs(graph), strict=True)}
     blocks = (pair.forward for pair in pairs.values())

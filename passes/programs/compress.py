@@ -1,4 +1,5 @@
-"""Compression: gradients summed over an axis in fewer bytes, and what rounding leaves of them for the next step."""
+"""Compression: gradients summed over an axis in fewer bytes, with error feedback: the residual of rounding is added to
+the next step's gradient."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ class Compression:
 
 @dataclass(slots=True)
 class Compressor:
-    """The writer of compressed sums. Over axes in two levels (``levels``) they are exact inside nodes, where each rank
-    gets its part, and compressed across. ``larger`` are the choices made for a larger model, whose twin this is."""
+    """The writer of compressed sums. Over axes in two levels (``levels``) they are exact reduce-scatters inside nodes,
+    and compressed across. ``larger`` are the choices for a larger model, whose twin this is."""
 
     wanted: Mapping[str, Compression] = field(default_factory=dict)
     levels: Levels = field(default_factory=dict)
@@ -42,12 +43,18 @@ class Compressor:
     """The bytes of gradients that are sent as they are, by name."""
 
     def sums(
-        self, write: Writer, name: str, made: Value | None, stored: TensorType, unscale: Value | None, origin: Origin
+        self,
+        write: Writer,
+        name: str,
+        gradient: Value | None,
+        stored: TensorType,
+        unscale: Value | None,
+        origin: Origin,
     ) -> list[Value]:
-        """Add the sum of a gradient that is to be compressed, and return it, in the type in which its parameter is
-        stored, with what rounding leaves of it. Return nothing where it is not to be, or cannot be: None stands for a
-        gradient that several roles sum. What is left of one step meets the next one's gradient, so it is divided by
-        the loss scale before, if there is one."""
+        """Add the compressed sum of a gradient, and return it in its parameter's storage type, with its residual;
+        return nothing where no line compresses it, or none can: None stands for a gradient that several roles sum. The
+        gradient is divided by the loss scale first, if there is one, since the residual is added to the next step's
+        gradient."""
         demand = self.wanted.get(name)
         if demand is None:
             return []
@@ -55,19 +62,19 @@ class Compressor:
         within_nodes = {part for axis, across in self.levels.items() for part in mesh.parts(axis)[across:]}
         part = self._part(name, demand.axes, within_nodes, stored, mesh)
         axes = tuple(axis for axis in demand.axes if axis not in within_nodes)
-        # a parameter that is stored in parts within nodes: the sum inside is as it is, the one across is compressed
+        # for a parameter that is sharded within nodes, the reduce-scatter inside is exact, the sum across is compressed
         axes = tuple(axis for axis in axes if not isinstance(stored.placement[axis], Split)) or axes
         type_ = replace(part, placement=part.placement.replace(dict.fromkeys(axes, "P")))
         cut = self._cut(name, axes, demand.format, type_, part, mesh)
-        if made is not None and any(made.type.placement[axis] != "P" for axis in axes):
+        if gradient is not None and any(gradient.type.placement[axis] != "P" for axis in axes):
             return []
-        if cut is None or made is None:
+        if cut is None or gradient is None:
             self.whole[name] = stored.local_bytes(mesh)
             return []
-        value = write.take(identifier(name), made.type, Binding("gradient", name))
+        value = write.take(identifier(name), gradient.type, Binding("gradient", name))
         split = {axis: kind for axis, kind in part.placement.items()
                  if isinstance(kind, Split) and axis not in axes}  # fmt: skip
-        value = emit_conversions(write, value, replace(part, placement=made.type.placement.replace(split)), origin)
+        value = emit_conversions(write, value, replace(part, placement=gradient.type.placement.replace(split)), origin)
         if others := [axis for axis in value.type.placement.partial if axis not in axes]:
             value = write.emit("parc.all_reduce", (Ref(value.name), ",".join(others)), type_, origin)
         value = value if unscale is None else write.times(value, unscale, origin)
@@ -81,8 +88,8 @@ class Compressor:
     def _part(
         self, name: str, axes: Sequence[str], within_nodes: Collection[str], stored: TensorType, mesh: Mesh
     ) -> TensorType:
-        """Return the type in which a rank has a gradient that is summed over its node, and not across nodes yet: a part
-        of it, as it is stored or along the first dim that divides; else all of it."""
+        """Return the type of a gradient after the sum within nodes: sharded over the node, as the parameter is stored
+        or along the first dim that divides; else whole."""
         free = tuple(axis for axis in axes if axis in within_nodes and not isinstance(stored.placement[axis], Split))
         partial = replace(stored, placement=stored.placement.replace(dict.fromkeys(axes, "P")))
         cut = self._dim(name, free, dict(cuts_over(partial, free, mesh))) if free else None
@@ -93,13 +100,13 @@ class Compressor:
     def _cut(
         self, name: str, axes: Sequence[str], format_: str, type_: TensorType, stored: TensorType, mesh: Mesh
     ) -> Placement | None:
-        """Return the placement in which each rank sums its part, or the stored one where float16 is summed as it is;
-        None where the gradient cannot be compressed."""
+        """Return the placement after the reduce-scatter of an int8 sum, or the stored one for float16, which is summed
+        in one collective; None where the gradient cannot be compressed."""
         kinds = {axis: stored.placement[axis] for axis in axes}
         first = kinds[axes[0]]
         if isinstance(first, Split) and kinds != along(axes, first, mesh):
             return None
-        if format_ == "fp16":  # no single number is narrow
+        if format_ == "fp16":  # scalars are not compressed
             return stored.placement if stored.dtype.itemsize > 2 and stored.shape else None
         if stored.dtype.itemsize not in (2, 4):
             return None
@@ -108,6 +115,7 @@ class Compressor:
         )
 
     def _dim(self, name: str, axes: Sequence[str], cuts: Mapping[int, Placement]) -> Placement | None:
+        """Choose the dim along which a gradient is cut, note it, and return the placement after the cut."""
         key, dim = (name, ",".join(axes)), next(iter(cuts), None)
         if self.larger is not None:
             dim, _ = self.larger.get(key) or (None, False)
@@ -118,7 +126,7 @@ class Compressor:
 def _as_float16(
     write: Writer, value: Value, stored: TensorType, cut: Placement, axes: Sequence[str], origin: Origin
 ) -> tuple[Value, Value]:
-    """Return the sum, which stays in float16, and the difference that the cast of this rank's summand makes."""
+    """Return the sum, which stays in float16, and the residual of this rank's cast."""
     half = replace(value.type, dtype=torch.float16)
     sent = emit_conversions(write, value, half, origin)
     back = emit_conversions(write, sent, value.type, origin)
@@ -131,8 +139,8 @@ def _as_float16(
 def _as_int8(
     write: Writer, value: Value, stored: TensorType, cut: Placement, axes: Sequence[str], origin: Origin
 ) -> tuple[Value, Value]:
-    """Return the sum of what ranks send as int8, and what rounding leaves of this rank's summand, and of its part of
-    the sum where that is sent again."""
+    """Return the sum of the ranks' int8 values, and the residual: of this rank's gradient, and of its part of the sum
+    where that is rounded and sent again."""
     mesh, text, before = write.mesh, ",".join(axes), value.type.placement
 
     def emit(op: str, operand: Value, args: tuple[object, ...], placement: Placement) -> Value:

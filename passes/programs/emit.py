@@ -1,4 +1,5 @@
-"""Emission: traced segments become the functions of programs, and each operator is made local by its rule."""
+"""Emission: typed graphs become functions of programs, with every operator made local by its rule; and the reference,
+the canonical graph as a program of one rank, with which all checks compare."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def name_of(binding: Binding) -> str:
 
 
 def cut_argument(whole: Any, local: Any, axes: Mapping[tuple[int, int], tuple[str, ...]]) -> Any:
-    """Return a call's global argument, with a ``LocalSize`` for each size that differs on a rank."""
+    """Return a call's argument with a ``LocalSize`` for each size that is smaller on a rank."""
     if isinstance(whole, bool) or not isinstance(whole, (int, list, tuple)):
         return whole
     if isinstance(whole, int):
@@ -54,21 +55,21 @@ def cut_argument(whole: Any, local: Any, axes: Mapping[tuple[int, int], tuple[st
 
 
 def _by_ratio(whole: int, local: int, axes: Mapping[tuple[int, int], tuple[str, ...]]) -> tuple[str, ...]:
-    """Return the axes of a tensor's dim that is cut into as many pieces as ``whole`` is into ``local``."""
+    """Return the axes of a dim that is cut into as many pieces as ``whole`` is into ``local``."""
     for (size, piece), names in axes.items():
         if size * local == whole * piece:
             return names
     raise ValueError(f"no dim is cut as {whole} is to {local}")
 
 
-def dim_axes(types: Iterable[TensorType], mesh: Mesh, own: int = 0) -> dict[tuple[int, int], tuple[str, ...]]:
-    """Return the axes, major first, of every split dim, by its sizes ``(global, local)``. Where several dims have these
-    sizes, dim ``own`` counts, which the operator speaks of: at other sizes they may differ."""
+def dim_axes(types: Iterable[TensorType], mesh: Mesh, named: int = 0) -> dict[tuple[int, int], tuple[str, ...]]:
+    """Return the axes, major first, of every split dim, by its sizes ``(global, local)``. Of several dims of these
+    sizes the one ``named`` by the operator counts: at other sizes of a range they may differ."""
     cut: list[tuple[bool, int, int, TensorType, int]] = []
     for index, type_ in enumerate(types):
         pairs = enumerate(zip(type_.shape, type_.local(mesh), strict=True))
         cut += [
-            (dim != own % len(type_.shape), index, dim, type_, local) for dim, (size, local) in pairs if size != local
+            (dim != named % len(type_.shape), index, dim, type_, local) for dim, (size, local) in pairs if size != local
         ]
     axes: dict[tuple[int, int], tuple[str, ...]] = {}
     for _, _, dim, type_, local in sorted(cut, key=lambda entry: entry[:3]):
@@ -78,19 +79,19 @@ def dim_axes(types: Iterable[TensorType], mesh: Mesh, own: int = 0) -> dict[tupl
 
 @dataclass(slots=True)
 class Emitter:
-    """The writer of typed nodes on global shapes as lines on local ones, with one set of names."""
+    """The writer of typed nodes, on global shapes, as lines on local shapes, with fresh names."""
 
     mesh: Mesh
     names: FreshNames = field(default_factory=FreshNames)
     value_of: dict[fx.Node, Value] = field(default_factory=dict)
     results: dict[fx.Node, tuple[Value | None, ...]] = field(default_factory=dict)
     titles: dict[fx.Node, str] = field(default_factory=dict)
-    """Names for the values of some nodes, where the operator's own name would not do."""
+    """Names for the values of some nodes, in place of their operators' names."""
     differentiated: bool = False
-    """True where autograd will run over the lines, so that ``detach`` means something."""
+    """True where autograd will run over the lines, so that ``detach`` counts."""
 
     def define(self, node: fx.Node, base: str, binding: Binding | None = None) -> Value:
-        """Name the value of a node with one tensor, and return it. What backward makes again keeps its name."""
+        """Name the value of a node with one tensor, and return it. A recomputed value keeps its name."""
         if node not in self.value_of:
             name = self.names.fresh(self.titles.get(node, base))
             self.value_of[node] = Value(name, node_type(node), binding)
@@ -126,42 +127,39 @@ class Emitter:
         return [Line(self._results(node), op, args, kwargs, origin)]
 
     def _results(self, node: fx.Node) -> tuple[Value | None, ...]:
-        if node not in self.results:
-            self.results[node] = self._named(node)
-        return self.results[node]
-
-    def _named(self, node: fx.Node) -> tuple[Value | None, ...]:
+        """Return the values of a node's results. Those of a recomputed node keep their names."""
         base = operator_name(node.target).split(".")[1].strip("_") or "value"
-        types = noted(node).types
         if not isinstance(noted(node).value, (tuple, list)):
             return (self.define(node, base),)
-        parts = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+        if node in self.results:
+            return self.results[node]
+        getitems = [user for user in node.users if user.target is operator.getitem]
+        parts = {user.args[1]: user for user in getitems}
         results: list[Value | None] = []
-        for index, type_ in enumerate(types):
+        for index, type_ in enumerate(noted(node).types):
             if type_ is None:
                 results.append(None)
             elif index in parts:
                 results.append(self.define(parts[index], base))
             else:
                 results.append(Value(self.names.fresh(base), type_))
-        duplicates = [user for user in node.users if user.target is operator.getitem and user not in parts.values()]
-        for user in duplicates:
-            self.value_of[user] = self.value_of[parts[user.args[1]]]
-        return tuple(results)
+        for user in getitems:
+            if user is not (first := parts[user.args[1]]):
+                self.value_of[user] = self.value_of[first]
+        self.results[node] = tuple(results)
+        return self.results[node]
 
     def _localized(self, node: fx.Node) -> tuple[str, tuple[Any, ...], tuple[tuple[str, Any], ...]]:
+        """Return a node's operator, arguments and options on local shapes."""
         call = call_of(node)
         operands = operands_of(node)
         types = [node_type(operand) for operand in operands]
         results = [type_ for type_ in noted(node).types if type_ is not None]
         if facts(node.target).moves == "shape":
-            call = OpCall(
-                "aten.reshape.default", (call.args[0], list(results[0].shape)), {}, call.operands, call.results
-            )
-        kwargs = {key: item for key, item in call.kwargs.items() if key not in _DEVICE_WORDS}
-        call = replace(call, kwargs=kwargs)
+            call = replace(call, op="aten.reshape.default", args=(call.args[0], list(results[0].shape)), kwargs={})
+        call = replace(call, kwargs={key: item for key, item in call.kwargs.items() if key not in _DEVICE_WORDS})
         shapes = tuple(type_.local(self.mesh) for type_ in types), tuple(type_.local(self.mesh) for type_ in results)
-        # read by the same rule on both sides, so that dims and ends counted from the back are no differences
+        # both by the same rule, so that dims and ends counted from the back do not differ
         whole_args, whole_kwargs = localize(call, call.operands, call.results)
         local_args, local_kwargs = localize(call, *shapes)
         named_dim = whole_kwargs.get("dim", _dim_argument(call))
@@ -172,7 +170,7 @@ class Emitter:
         return call.op, fill_operands(args, refs), fill_operands(named, refs)
 
     def _argument(self, whole: Any, local: Any, axes: Any, results: Sequence[TensorType]) -> Any:
-        """Return one argument; a list that spells the result's shape is cut as the result is."""
+        """Return one argument; a list equal to the result's shape is cut as the result is."""
         shapes = [(r.shape, r.local(self.mesh)) for r in results[:1]]
         if isinstance(whole, list) and (tuple(whole), tuple(local)) in shapes:
             return [size_argument(results[0], dim) for dim in range(len(whole))]
@@ -193,23 +191,25 @@ def size_argument(type_: TensorType, dim: int) -> int | LocalSize:
 
 @dataclass(frozen=True, slots=True)
 class BlockPair:
-    """The two functions of a segment. ``saved`` are the names of forward values (inputs included) that backward reads;
-    ``gradients`` pairs an input's index with the name of its gradient in backward."""
+    """The two functions of a segment, with the names of their values."""
 
     forward: Function
     backward: Function | None
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     saved: tuple[str, ...]
+    """The forward values, inputs included, that backward reads."""
     tangents: tuple[int, ...]
+    """The indices of the outputs whose gradients backward reads."""
     gradients: tuple[tuple[int, str], ...]
+    """The indices of inputs, with their gradients in backward."""
 
 
 def emit_pair(joint: Joint, segment: Segment, name: str, mesh: Mesh, shared: str | None) -> BlockPair:
     """Write the functions ``name`` and ``name_backward`` of a segment. ``shared`` is the path of its block, if several
     blocks use them."""
     emitter = Emitter(mesh)
-    for node in (maker for saved in joint.saved for maker in _makers(saved)):
+    for node in (source for saved in joint.saved for source in _named_with(saved)):
         emitter.titles[node] = _saved_title(node, segment.block)
     inputs = [
         emitter.define(node, _input_title(source, segment.block))
@@ -225,7 +225,7 @@ def emit_pair(joint: Joint, segment: Segment, name: str, mesh: Mesh, shared: str
         kept[value.name] = value
     known = tuple(value.name for value in inputs)
     returns = dict.fromkeys([*outputs, *(label for label in kept if label not in known)])
-    forward = Function(name, tuple(inputs), tuple(_shared(forward_lines, shared)), _given_back(returns))
+    forward = Function(name, tuple(inputs), tuple(_starred_origins(forward_lines, shared)), _given_back(returns))
     if not joint.gradients:
         return BlockPair(forward, None, known, outputs, (), (), ())
     tangents = [emitter.define(node, "grad") for node in joint.tangents.values()]
@@ -235,7 +235,7 @@ def emit_pair(joint: Joint, segment: Segment, name: str, mesh: Mesh, shared: str
     backward = Function(
         f"{name}_backward",
         (*kept.values(), *tangents),
-        tuple(_shared(backward_lines, shared)),
+        tuple(_starred_origins(backward_lines, shared)),
         _given_back(labels),
     )
     return BlockPair(forward, backward, known, outputs, tuple(kept), tuple(joint.tangents), gradients)
@@ -245,12 +245,14 @@ def _input_title(source: fx.Node, block: str | None) -> str:
     """Return the name of a segment's input: ``mlp_up_weight`` for ``blocks.0.mlp.up.weight``, ``x`` for an
     activation."""
     kind, name = noted(source).binding
-    return identifier(f"key.{_inside(name, block)}" if kind == "key" else _inside(name, block)) if name else "x"
+    return (
+        identifier(f"key.{_path_inside(name, block)}" if kind == "key" else _path_inside(name, block)) if name else "x"
+    )
 
 
-def _makers(node: Any) -> Iterator[fx.Node]:
-    """Yield a node, and those behind it through copies and conversions, which may have no line. Inputs have names
-    already."""
+def _named_with(node: Any) -> Iterator[fx.Node]:
+    """Yield a node, and its operands through copies and conversions, which may have no line of their own. Inputs have
+    names already."""
     while node.op != "placeholder":
         yield node
         if facts(node.target).moves != "copy" and node.target is not OPS.convert.default:
@@ -261,22 +263,22 @@ def _makers(node: Any) -> Iterator[fx.Node]:
 def _saved_title(node: fx.Node, block: str | None) -> str:
     """Return the name of a value that backward reads, from its module and its operator, as ``mlp_up_addmm``."""
     maker: Any = node.args[0] if node.target is operator.getitem else node
-    module, op = _inside(noted(maker).origin.module, block), str(maker.target).split(".")[1].strip("_")
+    module, op = _path_inside(noted(maker).origin.module, block), str(maker.target).split(".")[1].strip("_")
     return identifier(f"{module}.{op}" if module and module != block else op)
 
 
-def _inside(path: str, block: str | None) -> str:
+def _path_inside(path: str, block: str | None) -> str:
     """Return the part of a path inside its block."""
     return path.removeprefix(f"{block}.") if block else path
 
 
 def _given_back(labels: Iterable[str]) -> tuple[tuple[Binding, str], ...]:
-    """Return the names under which a block's function returns its values, each its own."""
+    """Return the returns of a block's function: each value under its own name."""
     return tuple((Binding("value", label), label) for label in labels)
 
 
-def _shared(lines: Sequence[Line], block: str | None) -> list[Line]:
-    """Return a line of a function that several blocks use, with its module as ``layers.*.mlp``."""
+def _starred_origins(lines: Sequence[Line], block: str | None) -> list[Line]:
+    """Return the lines of a function that several blocks use, with modules as ``layers.*.mlp``."""
     if block is None:
         return list(lines)
 
@@ -288,23 +290,25 @@ def _shared(lines: Sequence[Line], block: str | None) -> list[Line]:
     return [replace(line, origin=general(line.origin)) for line in lines]
 
 
-# ---- the reference: the canonical captured graph as a program of one rank, with which all checks compare.
+# ---- the reference
 
 
 def reference_program(graph: fx.Graph, count: fx.Graph | None, counts: tuple[Binding, ...], seed: int) -> Program:
-    """Return ``model.py`` with the functions ``count`` (where the loss has one) and ``forward``, on global shapes."""
+    """The pass that writes the reference. It takes the canonical graph and that of the denominators, notes global types
+    on their nodes, and returns ``model.py`` with the functions ``count`` (where the loss has one) and ``forward``."""
     functions = [_function("count", count, counts, seed)] if count is not None else []
     keys = noted(graph.output_node()).results
     return Program("model", REFERENCE, Mesh(), (*functions, _function("forward", graph, keys, seed)))
 
 
 def fraction_program(graph: fx.Graph) -> Program:
-    """Return the program of a graph with two results: the numerator of a loss and its denominator."""
+    """Return the program of a graph of two results: the numerator of a loss and its denominator."""
     return Program("model", REFERENCE, Mesh(), (_function("forward", graph, (LOSS, COUNT), 0),))
 
 
 def without_training(reference: Program) -> Program:
-    """Return the reference of an evaluation, in which no parameter is trained."""
+    """The pass that takes the reference of a training step, and returns that of an evaluation: parameters are
+    frozen."""
 
     def frozen(value: Value) -> Value:
         return replace(value, binding=Binding("frozen", value.binding.name)) if value.binding else value
@@ -317,6 +321,7 @@ def without_training(reference: Program) -> Program:
 
 
 def _function(name: str, graph: fx.Graph, keys: tuple[Binding, ...], seed: int) -> Function:
+    """Return a graph as a function that returns its outputs under these keys."""
     emitter = Emitter(Mesh(), differentiated=True)
     writer, nodes = LineWriter(emitter.mesh, emitter.names), []
     rng: Value | None = None

@@ -1,4 +1,5 @@
-"""Joint trace: a segment's forward and backward on global shapes, with the type and provenance of every node."""
+"""Joint trace: a segment's forward and backward on global shapes, with the type and origin of every node; and the
+recorder with which autograd is traced."""
 
 from __future__ import annotations
 
@@ -28,175 +29,6 @@ from ...compiler.torch_private import quiet, without_dispatch
 from ..calls import call_of, operands_of, substitute_nodes, tensors_of
 from .segments import Segment, kept_values, may_remake, node_type
 
-# ---- the forms of a backward from autograd, rewritten in the operators that types and programs know.
-
-
-def write_functional(graph: fx.Graph) -> None:
-    """Replace operators that write a temporary of autograd's own by those that return it. Tracing already lets later
-    readers read the result."""
-    for node in graph.nodes:
-        schema = getattr(node.target, "_schema", None)
-        if schema is not None and schema.is_mutable and schema.name.endswith("_"):
-            form = returning_form(node.target)
-            if form is None:
-                raise TypeFault(f"{node.target} has no form that returns its result")
-            node.target = form
-        if node.target is aten.convolution_backward.default and not node.args[10][2]:
-            node.update_arg(3, None)  # the bias's sizes, which another dim's may equal by chance
-
-
-def fold_zeros(backward: Sequence[fx.Node]) -> set[fx.Node]:
-    """Write zeros for all that backward computes linearly from zeros and from no other floating number. Such is the
-    gradient that ``floor`` or ``sgn`` sends back, also after it is summed to the shape of a smaller operand, or to rows
-    of a table. Return all zeros of the backward."""
-    zeros: set[fx.Node] = set()
-    for node in backward:
-        operands = [operand for operand in operands_of(node) if not _is_of_whole_numbers(operand)]
-        if operands and zeros.issuperset(operands) and isinstance(noted(node).value, torch.Tensor):
-            rule = rule_for(call_of(node))
-            if node.target is OPS.convert.default or (rule is not None and rule.linear):
-                node.target, node.args, node.kwargs = aten.zeros.default, (list(noted(node).value.shape),), {}
-        if facts(node.target).makes_zeros(node.args):
-            zeros.add(node)
-    return zeros
-
-
-def _is_of_whole_numbers(node: fx.Node) -> bool:
-    value = noted(node).value
-    return isinstance(value, torch.Tensor) and not value.is_floating_point()
-
-
-def free_creations(graph: fx.Graph, known: Mapping[fx.Node, Any], owner: dict[fx.Node, Any],
-                   zeros: Collection[fx.Node] = ()) -> set[fx.Node]:  # fmt: skip
-    """Write creation nodes without a placement, and ``zeros``, which fit any, as ``full``, one for each reader."""
-    free: set[fx.Node] = set()
-    for node in list(graph.nodes):
-        row = facts(node.target)
-        if not row.creates or (node in known and node not in zeros):
-            continue
-        value = noted(node).value
-        fill = row.number_in(node.args)
-        node.target, node.args, node.kwargs = aten.full.default, (list(value.shape), fill), {"dtype": value.dtype}
-        free.add(node)
-        for reader in list(node.users)[1:]:
-            with graph.inserting_before(node):
-                copy = graph.node_copy(node)
-            copy_facts(node, copy)
-            if node in owner:
-                owner[copy] = owner[node]
-            reader.replace_input_with(node, copy)
-            free.add(copy)
-    return free
-
-
-def simplify(graph: fx.Graph) -> None:
-    """Leave out operators of autograd that change nothing. It is done once types are known, and only where they
-    agree."""
-    for node in list(graph.nodes):
-        same = _left_as_it_is(node)
-        if same is not None and noted(same).types == noted(node).types:
-            node.replace_all_uses_with(same)
-            graph.erase_node(node)
-
-
-def _left_as_it_is(node: Any) -> fx.Node | None:
-    """Return the operand that a node gives back unchanged: a matrix transposed twice, or a first power."""
-    if node.target is aten.t.default:
-        return node.args[0].args[0] if node.args[0].target is aten.t.default else None
-    return node.args[0] if node.target is aten.pow.Tensor_Scalar and node.args[1] == 1 else None
-
-
-def is_zero(node: fx.Node) -> bool:
-    """Return whether a creation node makes zeros, which change no sum."""
-    return bool(node.args[1] == 0)
-
-
-# ---- a recorder of operators
-#     with GraphRecorder() as recorder:
-#         x = recorder.placeholder(torch.float32, (2, 3))
-#         y = (x.detach().requires_grad_() * 2).sum()
-#     recorder.finish(y)  # placeholder, detach, mul, sum, output
-#
-# Unlike ``make_fx``, it runs no operator again whose results are remembered: it only makes a node.
-
-
-class RecordedTensor(torch.Tensor):
-    """A tensor without numbers. ``node`` is the one that made it, in the graph under record."""
-
-    node: fx.Node
-    example: torch.Tensor
-
-    @staticmethod
-    def of(like: torch.Tensor, node: fx.Node) -> RecordedTensor:
-        """Return a tensor with the layout of an example."""
-        tensor: RecordedTensor = torch.Tensor._make_wrapper_subclass(
-            RecordedTensor, like.shape, strides=like.stride(), storage_offset=like.storage_offset(), dtype=like.dtype
-        )
-        tensor.example, tensor.node = like, node
-        return tensor
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise RuntimeError(f"{func} outside of the recorder that made its operands")
-
-
-def _writes(target: Any) -> bool:
-    """Return whether an operator writes one of its operands: other views of the same storage then change too."""
-    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
-
-
-class GraphRecorder(TorchDispatchMode):
-    """A mode that records the graph of all operators that run in it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.graph = fx.Graph()
-
-    def placeholder(self, dtype: torch.dtype, shape: Sequence[int]) -> RecordedTensor:
-        """Add an input of the graph, a dense tensor."""
-        node = self.graph.placeholder(f"arg{len(self.graph.nodes)}_1")
-        noted(node).value = example(dtype, tuple(shape))
-        return RecordedTensor.of(noted(node).value, node)
-
-    def finish(self, results: Any) -> fx.Graph:
-        """Return the graph, which returns ``results``, without operators that nobody reads."""
-        self.graph.output(changed(results, lambda tensor: tensor.node))
-        for node in reversed(self.graph.nodes):
-            if node.op == "call_function" and not node.users and not _writes(node.target):
-                self.graph.erase_node(node)
-        return self.graph
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        arguments = args, kwargs or {}
-        results = results_of(func, *changed(arguments, lambda tensor: tensor.example))
-        node = self.graph.call_function(func, *changed(arguments, lambda tensor: tensor.node))
-        noted(node).value = results.values
-        if results.in_place:  # whoever reads the operand after this reads the node
-            if results.values is not args[0].example:
-                with without_dispatch():  # its sizes and strides are all that it has
-                    func(*args, **(kwargs or {}))
-            args[0].node, args[0].example = node, results.values
-            return args[0]
-        return self._made(node, results.values)
-
-    def _made(self, node: fx.Node, values: Any) -> Any:
-        if isinstance(values, torch.Tensor):
-            return RecordedTensor.of(values, node)
-        if not isinstance(values, (tuple, list)):
-            return values
-        parts: list[Any] = []
-        for index, value in enumerate(values):
-            if value is None:
-                parts.append(None)
-                continue
-            part = self.graph.call_function(operator.getitem, (node, index))
-            noted(part).value = value
-            parts.append(self._made(part, value))
-        return type(values)(parts)
-
-
-# ---- joint trace: a segment's forward and backward on global shapes, with the type and provenance of every node.
-
 
 class InternalTypeFault(AssertionError):
     """The error of types that contradict each other inside the compiler: parc's fault, never the user's."""
@@ -204,29 +36,35 @@ class InternalTypeFault(AssertionError):
 
 @dataclass(slots=True)
 class Joint:
-    """A traced segment. ``forward`` and ``backward`` are lists of nodes in order; ``saved`` are the forward's nodes
-    that backward reads; ``gradients`` pairs an input's index with its gradient's node."""
+    """A traced segment."""
 
     inputs: list[fx.Node]
     outputs: list[fx.Node]
     tangents: dict[int, fx.Node]
+    """The gradients that backward gets, by the output's index."""
     gradients: dict[int, fx.Node]
+    """The gradients that backward returns, by the input's index."""
     forward: list[fx.Node] = field(default_factory=list)
     backward: list[fx.Node] = field(default_factory=list)
+    """The nodes of backward in order, with the nodes of forward that it recomputes."""
     saved: list[fx.Node] = field(default_factory=list)
+    """The nodes of forward that backward reads."""
 
 
 @dataclass(slots=True)
 class _Record:
-    """The notes that are taken while a segment is traced."""
+    """The notes of a segment's tracing."""
 
     owner: dict[fx.Node, Origin] = field(default_factory=dict)
+    """The origin of each traced node."""
     maker: dict[fx.Node, fx.Node] = field(default_factory=dict)
     """The segment's node that each of forward's nodes is a part of."""
     known: dict[fx.Node, Placement] = field(default_factory=dict)
+    """The placements that partition chose, of traced values and of their gradients."""
     last: fx.Node | None = None
+    """The last node with an owner."""
     forward_end: fx.Node | None = None
-    """The last node that forward made, once it has run."""
+    """The last node of forward, once it has run."""
 
     def claim(self, graph: fx.Graph, origin: Origin, maker: fx.Node | None = None) -> None:
         """Note ``origin``, and the ``maker``, as those of all nodes since the last claim."""
@@ -238,7 +76,11 @@ class _Record:
 
 
 def trace_joint(segment: Segment, mesh: Mesh) -> Joint:
-    """Trace ``outputs, gradients = segment(inputs, tangents)``; equal segments need one trace."""
+    """Trace ``outputs, gradients = segment(inputs, tangents)``. Equal segments need one trace.
+
+    Raises:
+        InternalTypeFault: types contradict each other.
+    """
     record = _Record()
     flows = [node in segment.flow for node in segment.inputs]
     flowing = [index for index, node in enumerate(segment.outputs) if node in segment.flow]
@@ -258,11 +100,11 @@ def trace_joint(segment: Segment, mesh: Mesh) -> Joint:
             gradients = torch.autograd.grad([outputs[i] for i in flowing], wanted, tangents, allow_unused=True)
         record.claim(recorder.graph, noted(segment.nodes[0]).origin)
     graph = recorder.finish((tuple(outputs), tuple(gradients)))
-    return _read(graph, segment, record, flows, flowing, mesh)
+    return _typed_joint(graph, segment, record, flows, flowing, mesh)
 
 
 def _execute(segment: Segment, env: dict[fx.Node, Any], record: _Record, graph: fx.Graph) -> None:
-    """Run the segment's nodes. Note which traced nodes each of them made, and the type of its gradient when it
+    """Run the segment's nodes. Note the origin of traced nodes, and the placement of each value's gradient when it
     arrives."""
     for node in segment.nodes:
         uses = {operand: _use(env[operand], operand, node, record, graph) for operand in node.all_input_nodes}
@@ -278,9 +120,8 @@ def _execute(segment: Segment, env: dict[fx.Node, Any], record: _Record, graph: 
 
 
 def _folding(product: Any) -> Callable[..., Any]:
-    """Fold a product into one of matrices, as torch does. If nothing asks for the gradient of the smaller operand,
-    torch would repeat that operand for entries that do not lie in order, and no type says how to split such a
-    tensor."""
+    """Fold a product's batch dims into one matrix, as torch does. Where the smaller operand needs no gradient, torch
+    would expand it to batches if the larger is not contiguous, and no type says how to split the result."""
 
     def folded(x: torch.Tensor, other: torch.Tensor, *bias: torch.Tensor) -> Any:
         return product(x if x.dim() < 3 or other.dim() > 2 or other.requires_grad else x.contiguous(), other, *bias)
@@ -289,8 +130,8 @@ def _folding(product: Any) -> Callable[..., Any]:
 
 
 def _rms_norm(x: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    """Compose an RMS norm as torch does; torch writes ``eps`` rounded to the dtype, which would show in a run in
-    another dtype."""
+    """Compose an RMS norm as torch does, but with an unrounded ``eps``: torch rounds it to the dtype, so that a run in
+    another dtype would differ."""
     wide = x.to(torch.float32) if is_narrow(x.dtype) else x
     mean = wide.pow(2).mean([*range(-len(shape), 0)], keepdim=True)
     normed: torch.Tensor = wide * aten.add.Scalar(mean, eps).rsqrt()
@@ -301,11 +142,11 @@ FORMS: Mapping[Any, Callable[..., Any]] = {
     **{product: _folding(product) for product in (aten.linear.default, aten.matmul.default)},
     aten.rms_norm.default: _rms_norm,
 }
-"""The function by which an operator is traced, where torch's own trace would not do."""
+"""The functions by which operators are traced whose own traces would not do."""
 
 
 def _use(value: Any, operand: fx.Node, reader: fx.Node, record: _Record, graph: fx.Graph) -> Any:
-    """Return an alias of a value for one reader, so that the gradient it sends back can be told from other readers'."""
+    """Return an alias of a value for one reader: its gradient is then apart from those of other readers."""
     if not isinstance(value, torch.Tensor) or not value.requires_grad:
         return value
     alias = aten.alias.default(value)
@@ -314,8 +155,8 @@ def _use(value: Any, operand: fx.Node, reader: fx.Node, record: _Record, graph: 
 
 
 def _arrival(node: fx.Node, owner: fx.Node, record: _Record, graph: fx.Graph) -> Callable[[Any], None]:
-    """Return a hook that types the gradient of a node's value, and notes that ``owner``'s gradient made the nodes
-    before."""
+    """Return a hook for the gradient of a node's value: it notes the gradient's placement, and ``owner`` as the origin
+    of the backward nodes before it."""
 
     def hook(gradient: RecordedTensor | None) -> None:
         if owner is not node:
@@ -326,31 +167,27 @@ def _arrival(node: fx.Node, owner: fx.Node, record: _Record, graph: fx.Graph) ->
     return hook
 
 
-def _read(graph: fx.Graph, segment: Segment, record: _Record, flows: Sequence[bool], flowing: Sequence[int],
-          mesh: Mesh) -> Joint:  # fmt: skip
+def _typed_joint(graph: fx.Graph, segment: Segment, record: _Record, flows: Sequence[bool], flowing: Sequence[int],
+                 mesh: Mesh) -> Joint:  # fmt: skip
+    """Return the joint trace of a recorded graph, with the types of all nodes. ``flows`` is True for the inputs that
+    get gradients; ``flowing`` are the indices of the outputs that send them."""
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     inputs, tangents = placeholders[: len(flows)], placeholders[len(flows) :]
-    types: dict[fx.Node, Placement] = {}
-    kept: dict[fx.Node, Packed] = {}
-    for node, source in zip(inputs, segment.inputs, strict=True):
-        types[node] = node_type(source).placement.data()
-        kept[node] = node_type(source).packed
-    for node, index in zip(tangents, flowing, strict=True):
-        types[node] = node_type(segment.outputs[index]).placement.dual().data()
-        kept[node] = node_type(segment.outputs[index]).packed
+    for node, source in zip(inputs, map(node_type, segment.inputs), strict=True):
+        noted(node).types = [_typed(noted(node).value, source.placement.data(), source.packed)]
+    for node, source in zip(tangents, (node_type(segment.outputs[index]) for index in flowing), strict=True):
+        noted(node).types = [_typed(noted(node).value, source.placement.dual().data(), source.packed)]
     write_functional(graph)
     backward = list(takewhile(lambda node: node is not record.forward_end, reversed(graph.nodes)))[1:]
     zeros = fold_zeros([node for node in reversed(backward) if node.op == "call_function"])
     free = free_creations(graph, record.known, record.owner, zeros)
-    made: Any
-    for made, placement in list(record.known.items()):  # a gradient that is cast is typed before the cast already
-        while facts(made.target).casts and made.args[0] not in record.known:
-            made = made.args[0]
-            record.known[made] = placement
+    value: Any
+    for value, placement in list(record.known.items()):  # a cast gradient has its placement before the cast too
+        while facts(value.target).casts and value.args[0] not in record.known:
+            value = value.args[0]
+            record.known[value] = placement
     for node in graph.nodes:
-        if node.op == "placeholder":
-            noted(node).types = [_typed(noted(node).value, types[node], kept[node])]
-        elif node.op == "call_function":
+        if node.op == "call_function":
             noted(node).origin = record.owner.get(node, Origin())
             if node not in free:
                 _place_free(node, free, mesh)
@@ -373,17 +210,17 @@ def _read(graph: fx.Graph, segment: Segment, record: _Record, flows: Sequence[bo
         dict(zip(flowing, tangents, strict=True)),
         {index: node for index, node in zip(flow_index, gradients, strict=True) if node is not None},
     )
-    _split(joint, graph, segment, record.maker, mesh)
+    _split_joint(joint, graph, segment, record.maker, mesh)
     return joint
 
 
 def _place_free(node: fx.Node, free: set[fx.Node], mesh: Mesh) -> None:
-    """Give the created operands of a node the types in which it needs them."""
+    """Type the created operands of a node as it needs them."""
     operands = operands_of(node)
     if free.isdisjoint(operands):
         return
     placements = [None if operand in free else node_type(operand).placement for operand in operands]
-    zeros = frozenset(index for index, operand in enumerate(operands) if operand in free and is_zero(operand))
+    zeros = frozenset(index for index, operand in enumerate(operands) if operand in free and operand.args[1] == 0)
     for operand, placement in zip(operands, place_created(call_of(node), placements, zeros, mesh), strict=True):
         if operand in free:
             noted(operand).types = [_typed(noted(operand).value, placement)]
@@ -394,7 +231,11 @@ def _typed(value: torch.Tensor, placement: Placement, packed: Packed = None) -> 
 
 
 def _type_node(node: Any, known: Mapping[fx.Node, Placement], mesh: Mesh) -> None:
-    """Type a traced node's results from its operands. They must be those that partition chose."""
+    """Type a traced node's results from its operands. Placements that partition chose must agree.
+
+    Raises:
+        InternalTypeFault: they do not, or the operands' types do not fit the operator.
+    """
     if node.target is operator.getitem:
         source, index = node.args
         noted(node).types = [noted(source).types[index]]
@@ -423,23 +264,187 @@ def _type_node(node: Any, known: Mapping[fx.Node, Placement], mesh: Mesh) -> Non
     noted(node).types = [next(all_types) if isinstance(v, torch.Tensor) else None for v in tensors_of(node)]
 
 
-def _split(
+def _split_joint(
     joint: Joint, graph: fx.Graph, segment: Segment, makers: Mapping[fx.Node, fx.Node], mesh: Mesh
 ) -> None:  # fmt: skip
-    """Split a joint trace: forward is all that outputs need, backward the rest of what gradients need. What backward
-    makes again stands just before its first reader."""
+    """Split a joint trace: forward is all that outputs need, backward the rest of what gradients need. Recomputed nodes
+    stand just before their first reader."""
     inputs = {node: bool(noted(source).binding.name) for node, source in zip(joint.inputs, segment.inputs, strict=True)}
     order = {node: index for index, node in enumerate(graph.nodes)}
-    made = ancestors(joint.outputs, inputs)
-    made |= inputs.keys() | {node for node in graph.nodes if node.target is operator.getitem and node.args[0] in made}
-    joint.forward = sorted(made - inputs.keys(), key=order.__getitem__)
-    needed = sorted(ancestors(joint.gradients.values(), made), key=order.__getitem__)
-    read = [node for node in needed if node in made]
+    computed = ancestors(joint.outputs, inputs)
+    computed |= inputs.keys()
+    computed |= {node for node in graph.nodes if node.target is operator.getitem and node.args[0] in computed}
+    joint.forward = sorted(computed - inputs.keys(), key=order.__getitem__)
+    needed = sorted(ancestors(joint.gradients.values(), computed), key=order.__getitem__)
+    read = [node for node in needed if node in computed]
     shared = {node for node, source in zip(joint.inputs, segment.inputs, strict=True) if source in segment.shared}
     kept = kept_values(read, inputs, shared, lambda node: may_remake(node, makers.get(node), mesh), mesh)
     there = kept | set(joint.tangents.values())
-    for node in dict.fromkeys([*(node for node in needed if node not in made), *joint.gradients.values()]):
+    for node in dict.fromkeys([*(node for node in needed if node not in computed), *joint.gradients.values()]):
         added = ancestors([node], there) - there
         joint.backward.extend(sorted(added, key=order.__getitem__))
         there |= added
     joint.saved = sorted(kept, key=order.__getitem__)
+
+
+# ---- the operators of a backward from autograd, rewritten in those that types and programs know
+
+
+def write_functional(graph: fx.Graph) -> None:
+    """Replace operators that write into a temporary of autograd by those that return the result, which later readers
+    already read."""
+    for node in graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None and schema.is_mutable and schema.name.endswith("_"):
+            form = returning_form(node.target)
+            if form is None:
+                raise TypeFault(f"{node.target} has no form that returns its result")
+            node.target = form
+        if node.target is aten.convolution_backward.default and not node.args[10][2]:
+            node.update_arg(3, None)  # the bias's sizes, which may equal those of another dim by chance
+
+
+def fold_zeros(backward: Sequence[fx.Node]) -> set[fx.Node]:
+    """Replace what a backward computes linearly from zeros alone by zeros, and return all zeros. Such is the gradient
+    of ``floor`` or ``sgn``, also once it is summed to the shape of a smaller operand, or to rows of a table."""
+    zeros: set[fx.Node] = set()
+    for node in backward:
+        operands = [operand for operand in operands_of(node) if not _is_integral(operand)]
+        if operands and zeros.issuperset(operands) and isinstance(noted(node).value, torch.Tensor):
+            rule = rule_for(call_of(node))
+            if node.target is OPS.convert.default or (rule is not None and rule.linear):
+                node.target, node.args, node.kwargs = aten.zeros.default, (list(noted(node).value.shape),), {}
+        if facts(node.target).makes_zeros(node.args):
+            zeros.add(node)
+    return zeros
+
+
+def _is_integral(node: fx.Node) -> bool:
+    value = noted(node).value
+    return isinstance(value, torch.Tensor) and not value.is_floating_point()
+
+
+def free_creations(graph: fx.Graph, known: Mapping[fx.Node, Any], owner: dict[fx.Node, Any],
+                   zeros: Collection[fx.Node] = ()) -> set[fx.Node]:  # fmt: skip
+    """Write creation nodes without a known placement, and ``zeros``, as ``full``, one for each reader, which may want
+    any placement; return them."""
+    free: set[fx.Node] = set()
+    for node in list(graph.nodes):
+        row = facts(node.target)
+        if not row.creates or (node in known and node not in zeros):
+            continue
+        value = noted(node).value
+        fill = row.number_in(node.args)
+        node.target, node.args, node.kwargs = aten.full.default, (list(value.shape), fill), {"dtype": value.dtype}
+        free.add(node)
+        for reader in list(node.users)[1:]:
+            with graph.inserting_before(node):
+                copy = graph.node_copy(node)
+            copy_facts(node, copy)
+            if node in owner:
+                owner[copy] = owner[node]
+            reader.replace_input_with(node, copy)
+            free.add(copy)
+    return free
+
+
+def simplify(graph: fx.Graph) -> None:
+    """Drop operators of autograd that change neither their operand nor its type, once types are known."""
+    for node in list(graph.nodes):
+        same = _unchanged(node)
+        if same is not None and noted(same).types == noted(node).types:
+            node.replace_all_uses_with(same)
+            graph.erase_node(node)
+
+
+def _unchanged(node: Any) -> fx.Node | None:
+    """Return the operand that a node returns unchanged: of a second transpose, or of a first power."""
+    if node.target is aten.t.default:
+        return node.args[0].args[0] if node.args[0].target is aten.t.default else None
+    return node.args[0] if node.target is aten.pow.Tensor_Scalar and node.args[1] == 1 else None
+
+
+# ---- the recorder
+
+
+class RecordedTensor(torch.Tensor):
+    """A tensor without numbers, with its ``node`` in the graph under record and an ``example`` of its layout."""
+
+    node: fx.Node
+    example: torch.Tensor
+
+    @staticmethod
+    def of(like: torch.Tensor, node: fx.Node) -> RecordedTensor:
+        """Return a tensor with the layout of an example."""
+        tensor: RecordedTensor = torch.Tensor._make_wrapper_subclass(
+            RecordedTensor, like.shape, strides=like.stride(), storage_offset=like.storage_offset(), dtype=like.dtype
+        )
+        tensor.example, tensor.node = like, node
+        return tensor
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise RuntimeError(f"{func} outside of the recorder that made its operands")
+
+
+def _writes(target: Any) -> bool:
+    """Return True for an operator that writes an operand: other views of the same storage change too."""
+    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+
+
+class GraphRecorder(TorchDispatchMode):
+    """A mode that records the graph of all operators that run in it.
+
+    with GraphRecorder() as recorder:
+        x = recorder.placeholder(torch.float32, (2, 3))
+        y = (x.detach().requires_grad_() * 2).sum()
+    recorder.finish(y)  # placeholder, detach, mul, sum, output
+
+    Unlike ``make_fx``, it runs no operator again whose results are remembered: it only adds a node.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.graph = fx.Graph()
+
+    def placeholder(self, dtype: torch.dtype, shape: Sequence[int]) -> RecordedTensor:
+        """Add an input of the graph, a dense tensor."""
+        node = self.graph.placeholder(f"arg{len(self.graph.nodes)}_1")
+        noted(node).value = example(dtype, tuple(shape))
+        return RecordedTensor.of(noted(node).value, node)
+
+    def finish(self, results: Any) -> fx.Graph:
+        """Return the graph, which returns ``results``, without operators that nobody reads."""
+        self.graph.output(changed(results, lambda tensor: tensor.node))
+        for node in reversed(self.graph.nodes):
+            if node.op == "call_function" and not node.users and not _writes(node.target):
+                self.graph.erase_node(node)
+        return self.graph
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        arguments = args, kwargs or {}
+        results = results_of(func, *changed(arguments, lambda tensor: tensor.example))
+        node = self.graph.call_function(func, *changed(arguments, lambda tensor: tensor.node))
+        noted(node).value = results.values
+        if results.in_place:  # later readers of the operand read this node
+            if results.values is not args[0].example:
+                with without_dispatch():  # sizes and strides change; there are no numbers
+                    func(*args, **(kwargs or {}))
+            args[0].node, args[0].example = node, results.values
+            return args[0]
+        return self._wrapped(node, results.values)
+
+    def _wrapped(self, node: fx.Node, values: Any) -> Any:
+        if isinstance(values, torch.Tensor):
+            return RecordedTensor.of(values, node)
+        if not isinstance(values, (tuple, list)):
+            return values
+        parts: list[Any] = []
+        for index, value in enumerate(values):
+            if value is None:
+                parts.append(None)
+                continue
+            part = self.graph.call_function(operator.getitem, (node, index))
+            noted(part).value = value
+            parts.append(self._wrapped(part, value))
+        return type(values)(parts)

@@ -1,4 +1,4 @@
-"""Offload: lines that store values where a plan keeps them, and load them ahead of their first reader."""
+"""Offload: lines that store values in host memory or in a file, and load them ahead of their first reader."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from functools import cache
 from ...compiler.layout.collectives import COLLECTIVES
 from ...compiler.layout.mesh import Mesh
 from ...compiler.program.binding import Binding
-from ...compiler.program.program import CARRIERS, Function, Line, Origin, Ref, Value, kept_away
+from ...compiler.program.program import CARRIERS, Function, Line, Origin, Program, Ref, Value, kept_away
 from ...compiler.program.rewriter import FreshNames, Rewriter
 from ...compiler.program.roles import Programs
 
 
 def offload(roles: Mapping[str, Programs], lines: Mapping[str, int]) -> dict[str, Programs]:
-    """Return the programs of all roles with lines that store and load what the ``offload`` lines of a plan name;
-    ``lines`` has the number of the line for each of their words.
+    """The pass of offload. It takes the programs of all roles, and returns them with lines in main functions that store
+    and load what a plan's ``offload`` lines name; ``lines`` has the number of the line for each of their words.
 
-    What a program reads is loaded before the call ahead of its first reader, so that it is on its way while that call
-    works; what it returns is stored as soon as it is made.
+    What a program reads is loaded one call ahead of its first reader, so that the load runs beside that call. What it
+    returns is stored at once.
     """
     if not lines:
         return dict(roles)
     mains = [program.main for programs in roles.values() for program in programs.values()]
     names = FreshNames({name: 1 for main in mains for name in main.values()})
     stored = cache(lambda name: names.fresh(f"{name}_stored"))  # alike in F, which saves a value, and in B
-    return {
-        role: {key: replace(program, functions=(*program.blocks,
-                                                *(_carried(one, program.mesh, lines, stored) for one in program.mains)))
-               for key, program in programs.items()}
-        for role, programs in roles.items()
-    }  # fmt: skip
+
+    def with_lines(program: Program) -> Program:
+        mains = (_offloaded(main, program.mesh, lines, stored) for main in program.mains)
+        return replace(program, functions=(*program.blocks, *mains))
+
+    return {role: {key: with_lines(one) for key, one in programs.items()} for role, programs in roles.items()}
 
 
-def _carried(main: Function, mesh: Mesh, lines: Mapping[str, int], stored: Callable[[str], str]) -> Function:
-    """Return a main function that loads what it reads and stores what it returns. ``stored`` gives a value the name
-    under which it is kept away."""
+def _offloaded(main: Function, mesh: Mesh, lines: Mapping[str, int], stored: Callable[[str], str]) -> Function:
+    """Return a main function that loads what it reads and stores what it returns. ``stored`` returns the name of a
+    value in its offloaded form."""
     rewriter, values = Rewriter(mesh, main), main.values()
     calls = [at for at, line in enumerate(main.lines) if line.calls_function]
     for value in main.parameters:
@@ -50,8 +50,8 @@ def _carried(main: Function, mesh: Mesh, lines: Mapping[str, int], stored: Calla
     for key, name in main.returns:
         if word := kept_away(key, values[name], lines):
             away = _away(replace(values[name], binding=key), stored)
-            made = main.at(main.makers[name]) + 1 if name in main.makers else 0
-            rewriter.insert_at(_whole_message(main.lines, made, 1))
+            place = main.at(main.makers[name]) + 1 if name in main.makers else 0
+            rewriter.insert_at(_whole_message(main.lines, place, 1))
             rewriter.add(_carrying("away", values[name], replace(away, binding=None), word, lines))
             key, name = away.binding or key, away.name
         rewriter.returns[key] = name
@@ -59,7 +59,7 @@ def _carried(main: Function, mesh: Mesh, lines: Mapping[str, int], stored: Calla
 
 
 def _whole_message(lines: Sequence[Line], at: int, way: int) -> int:
-    """Return the nearest place, from one on in one direction, that does not lie between two lines that may be of one
+    """Return the nearest place in a direction (-1 or 1) that is not between two lines which may travel in one
     message."""
     while 0 < at < len(lines) and lines[at - 1].op in COLLECTIVES and lines[at].op in COLLECTIVES:
         at += way
@@ -71,7 +71,7 @@ def _carrying(way: str, source: Value, result: Value, word: str, lines: Mapping[
 
 
 def _away(value: Value, stored: Callable[[str], str]) -> Value:
-    """Return a value as it is kept away. What F saves is bound by that name."""
+    """Return a value in its offloaded form. A value that F saves is bound under that name."""
     name, binding = stored(value.name), value.binding
     saved = binding is not None and binding.kind == "saved"
     return replace(value, name=name, binding=Binding("saved", name) if saved else binding)

@@ -1,8 +1,10 @@
-"""Overlap: the place where each message of weights or gradients starts, and the place where it is awaited.
+"""Overlap: three passes that hide communication behind computation.
 
-A collective of a main function becomes a start and an await, with other work between: what a unit (one call of a
-block) reads is gathered while the units before it run, and what backward has of its gradients is summed while the next
-unit runs. Tensors of one start travel in one message: lines that follow one another with the same number.
+- Early sums: the last backward of a step sums the gradients that it completes, so that REDUCE need not.
+- Overlap: a collective of a main function becomes a start and an await. The weights that a unit (one call of a block)
+  reads are gathered while the units before it run, and its gradients are summed while the next unit runs. Tensors of
+  one bucket travel in one message: lines that follow one another with the same number.
+- Hidden exchanges: in blocks, tokens travel to experts and back while products run that do not need them.
 """
 
 from __future__ import annotations
@@ -29,22 +31,23 @@ from ...compiler.program.step_values import residual
 
 @dataclass(frozen=True, slots=True)
 class _Sum:
-    """The lines of REDUCE that sum one gradient over ranks, up to the last collective, and keep what rounding takes."""
+    """The lines of REDUCE that sum one gradient over ranks, up to the last collective, and keep its residual."""
 
     gradient: Value
     lines: tuple[Line, ...]
     end: Value
-    """The value that the last collective makes."""
+    """The result of the last collective."""
     reads: tuple[Value, ...]
-    """The parameters that the lines read besides: the residual of the last step, and one over the loss scale."""
+    """The other parameters that the lines read: the residual of the last step, and one over the loss scale."""
     left: tuple[tuple[Binding, str], ...]
-    """The state that they return: what is left of the gradient now."""
+    """The residual that they return."""
 
 
 def sum_early(programs: Programs, microbatches: int) -> Programs:
-    """Return the programs of a role in which the last backward of a stage sums the gradients that it completes.
+    """The pass of early sums. It takes the programs of a role, and returns them with a main function for the last
+    microbatch of every B, which sums the gradients that it completes; REDUCE no longer does.
 
-    A gradient that several stages make stays in REDUCE, as does a value that is returned as two gradients.
+    A gradient that several stages return stays in REDUCE, as does a value that is returned as two gradients.
     """
     changed, reduce = dict(programs), Rewriter(programs[REDUCE].mesh, programs[REDUCE].main)
     sums = {one.gradient.binding: one for one in _sums(reduce.source)}
@@ -66,7 +69,7 @@ def sum_early(programs: Programs, microbatches: int) -> Programs:
 
 
 def _sums(main: Function) -> Iterator[_Sum]:
-    """Yield the sums of gradients of REDUCE's main function of which no other line reads a part."""
+    """Yield the sums of gradients of REDUCE's main function whose inner values no other line reads."""
     makers, returned = main.makers, dict(main.returns)
     for of, gradient in main.bound("gradient").items():
         state, end = residual(of), returned.get(Binding("gradient", of), "")
@@ -84,8 +87,8 @@ def _sums(main: Function) -> Iterator[_Sum]:
         lines = tuple(sorted((makers[name] for name in needed if name in makers), key=main.at))
         reads = tuple(main.values()[name] for name in needed if name not in makers and name != gradient.name)
         inside = Counter([*(name for line in lines for name in line.uses), *(name for _, name in left)])
-        own = needed.keys() - {end, *(value.name for value in reads)}
-        alone = gradient.name in needed and all(inside[name] == main.uses[name] for name in own)
+        inner = needed.keys() - {end, *(value.name for value in reads)}
+        alone = gradient.name in needed and all(inside[name] == main.uses[name] for name in inner)
         if alone and {value.binding for value in reads} <= {state, UNSCALE} and not any(map(_among, lines)):
             yield _Sum(gradient, lines, line.made[0], reads, left)
 
@@ -96,17 +99,18 @@ def _sends(line: Line) -> bool:
 
 
 def _among(line: Line) -> bool:
-    """Return whether a line sums over roles, or makes several values."""
+    """Return True for a line that sums over roles, or has several results."""
     row = COLLECTIVES.get(line.op)
     return len(line.made) != 1 or (row is not None and bool(row.members(line.args[1:])))
 
 
 def _last(program: Program, sums: Mapping[str, _Sum], adds: bool) -> Function:
-    """Return the main function of the last microbatch: after the line that makes a gradient it is added to those of
+    """Return the main function of the last microbatch: behind the line that computes a gradient it is added to those of
     earlier microbatches, and summed."""
     main, last = program.main, Rewriter(program.mesh, program.main)
     known = {value.binding: value.name for value in main.parameters}
-    for line, value in ((maker, made) for maker in main.lines for made in maker.made if made.name in sums):
+    completed = [(line, value) for line in main.lines for value in line.made if value.name in sums]
+    for line, value in completed:
         last.insert_after(line)
         one, total = sums[value.name], value
         key = one.gradient.binding
@@ -129,7 +133,7 @@ def _last(program: Program, sums: Mapping[str, _Sum], adds: bool) -> Function:
 
 
 def _leave_out(one: _Sum, reduce: Rewriter) -> None:
-    """Leave a sum out of REDUCE, which is given its result in place of the gradient."""
+    """Drop a sum from REDUCE, which reads its result in place of the gradient."""
     reduce.drop(one.lines)
     reduce.parameters[one.gradient.name] = replace(one.gradient, type=one.end.type)
     reduce.rename(one.end.name, one.gradient.name)
@@ -138,8 +142,8 @@ def _leave_out(one: _Sum, reduce: Rewriter) -> None:
 
 
 def wait_late(programs: Programs) -> Programs:
-    """Return the programs of a role in which REDUCE, and not the last backward, waits for the sums that this returns:
-    each right before its first reader. Where parts of gradients are summed, backward waits: the whole ones can go."""
+    """Return the programs of a role in which REDUCE, and not the last backward, awaits the sums that backward returns,
+    each right before its first reader. Backward itself awaits reduce-scatters, so that whole gradients are freed."""
     changed, coming = dict(programs), set[Binding]()
     for key, program in programs.items():
         if (last := program.last) is None:
@@ -168,41 +172,41 @@ def _waiting(reduce: Program, coming: set[Binding]) -> Program:
     return replace(reduce, functions=(rewriter.function(),))
 
 
-# ---- exchanges that hide: in blocks, tokens travel to experts and back while work runs that needs none of them.
-# Gradients of weights need no exchange, nor do shared experts. Each exchange starts as soon as what it sends is made,
-# and is awaited just before its first reader. Between the two stand products that can be computed there, shared out
-# evenly among the exchanges of a block.
+# ---- hidden exchanges: each starts as soon as its operand is computed, and is awaited just before its first reader.
+# Between the two stand products that need no exchange (gradients of weights, shared experts), shared out evenly among
+# the exchanges of a block.
 
 
 _HIDING = (EXCHANGE, "parc.all_to_all")
 
 
 def hide_exchanges(programs: Programs) -> Programs:
-    """Return the programs of a role with a start and an await for each all-to-all of blocks."""
+    """The pass of hidden exchanges. It takes the programs of a role, and returns them with a start and an await for
+    each all-to-all of blocks, whose lines are reordered."""
     return {
-        key: replace(program, functions=(*map(_hidden, program.blocks), *program.mains))
+        key: replace(program, functions=(*map(_hide_in, program.blocks), *program.mains))
         for key, program in programs.items()
     }
 
 
-def _hidden(block: Function) -> Function:
+def _hide_in(block: Function) -> Function:
     exchanges = any(line.op in _HIDING for line in block.lines)
     return replace(block, lines=_Block(block).lines()) if exchanges else block
 
 
 class _Block:
-    """The lines of a function in a new order: those that an exchange needs first, then others, which hide it."""
+    """The lines of a function in a new order: those that an exchange needs first, then others to hide it."""
 
     def __init__(self, function: Function) -> None:
         self.source = function.lines
         self.names = FreshNames.beside(function)
         self.behind: list[frozenset[int]] = []
-        """For each line the lines that it needs, itself among them."""
+        """For each line, the indices of the lines that it needs, and its own."""
         for at, line in enumerate(self.source):
             needed = (self.behind[function.at(function.makers[name])] for name in line.uses if name in function.makers)
             self.behind.append(frozenset({at}).union(*needed))
         self.exchanges = [at for at, line in enumerate(self.source) if line.op in _HIDING]
-        self.made: list[Line] = []
+        self.ordered: list[Line] = []
         self.done: set[int] = set()
         self.message = 0
 
@@ -218,35 +222,35 @@ class _Block:
             self._await(coming, free, ahead)
             self._put(self.behind[exchange] - {exchange})
             coming = exchange
-            self.made.append(self.source[exchange])
+            self.ordered.append(self.source[exchange])
         self._await(coming, free, ahead)
         self._put(range(len(self.source)))
-        return tuple(self.made)
+        return tuple(self.ordered)
 
     def _put(self, places: Iterable[int]) -> None:
-        """Add lines that are not there yet, in their old order."""
+        """Add the lines of these places that are not added yet, in their old order."""
         new = sorted(set(places) - self.done)
-        self.made += [self.source[at] for at in new]
+        self.ordered += [self.source[at] for at in new]
         self.done.update(new)
 
     def _await(self, coming: int | None, free: Sequence[int], ahead: list[int]) -> None:
-        """Add this exchange's share of the free products that can be computed now, and its await. Without a line
-        between the two it stays one line."""
+        """Add an exchange's share of the free products that can be computed now, and its await. Without a line between
+        start and await it stays one line."""
         if coming is None:
             return
-        start = max(at for at, line in enumerate(self.made) if line is self.source[coming])
+        start = max(at for at, line in enumerate(self.ordered) if line is self.source[coming])
         ready = [at for at in free if at not in self.done and self.behind[at].isdisjoint(ahead)]
         for at in ready[: -(-len(ready) // len(ahead))]:
             self._put(self.behind[at])
-        if start + 1 < len(self.made):
+        if start + 1 < len(self.ordered):
             self.message += 1
-            self.made[start], wait = started(self.made[start], self.names, self.message)
-            self.made.append(wait)
+            self.ordered[start], wait = started(self.ordered[start], self.names, self.message)
+            self.ordered.append(wait)
         ahead.remove(coming)
         self.done.add(coming)
 
 
-# ---- overlap: the place where each message of weights or gradients starts, and the place where it is awaited.
+# ---- overlap: the place where each message of weights or gradients starts, and where it is awaited
 
 
 _APART = ("parc.all_gather", "parc.reduce_scatter", "parc.all_gather_int8", "parc.reduce_scatter_int8")
@@ -263,12 +267,12 @@ class OverlapChoices:
 
 @dataclass(slots=True)
 class _Unit:
-    """A call of a main function: the conversions before it, and those of its results behind it."""
+    """A call of a main function, with the conversions before it, and those of its results behind it."""
 
     before: list[Line] = field(default_factory=list)
     call: Line | None = None
     counts: bool = True
-    """False for a call without a product of what is left of a block around smaller units: nothing hides beside it."""
+    """False for a call without products, of the rest of a block around smaller units: it hides no message."""
     behind: list[Line] = field(default_factory=list)
 
 
@@ -324,8 +328,8 @@ class _Overlap:
             yield from self._numbered(due)
 
     def _steps(self, lines: Sequence[Line]) -> list[list[Line]]:
-        """Return lines as steps: the starts of messages, with what goes before them; the awaits of these, with the
-        starts of messages that carry on, as in two levels; and so on, and the rest."""
+        """Return lines as steps: the starts of messages, with the lines that they need; the awaits of these, with the
+        starts of the messages that follow, as in two levels; and so on to the rest."""
         steps, rest = list[list[Line]](), list(lines)
         while any(map(self._apart, rest)):
             first, rest = self._started(rest)
@@ -333,8 +337,8 @@ class _Overlap:
         return [*steps, rest]
 
     def _started(self, lines: Sequence[Line], now: bool = False) -> tuple[list[Line], list[Line]]:
-        """Return the lines up to the starts of the first messages, and the others: awaits of these, what reads them,
-        and, unless they are due ``now``, what no message needs."""
+        """Return the lines up to the starts of the first messages, and the others: awaits of these, their readers, and,
+        unless they are due ``now``, the lines that no message needs."""
         first: list[Line] = []
         later: list[Line] = []
         late: set[str] = set()
@@ -357,8 +361,8 @@ class _Overlap:
         return line.op in self.apart
 
     def _numbered(self, lines: Sequence[Line]) -> Iterator[Line]:
-        """Yield lines with the numbers of their messages: tensors that travel alike, up to a bucket's bytes, behind the
-        casts that make them."""
+        """Yield lines with the numbers of their messages: tensors of one collective and dtype, up to a bucket's bytes,
+        behind their casts."""
         yield from (line for line in lines if not self._apart(line))
         groups: dict[tuple[object, ...], list[list[Line]]] = {}
         sizes: dict[int, int] = {}
@@ -379,19 +383,19 @@ class _Overlap:
 
 
 def _units(main: Function, works: Collection[str]) -> list[_Unit]:
-    """Return a main function as units in order. A line that reads results of calls, or what these become, belongs to
-    the call ahead of it; any other belongs to the call that comes next."""
-    units, made = [_Unit()], set[str]()
-    around = {outer for line in main.lines if line.calls_function for outer in _around(line.origin.module)}
+    """Return a main function as units in order. A line that reads results of calls, directly or not, belongs to the
+    call ahead of it; any other belongs to the next call."""
+    units, results = [_Unit()], set[str]()
+    around = {outer for line in main.lines if line.calls_function for outer in _outer_modules(line.origin.module)}
     for line in main.lines:
         if line.calls_function:
             if units[-1].call is not None:
                 units.append(_Unit())
             units[-1].call, units[-1].counts = line, line.op in works or line.origin.module not in around
-            made.update(value.name for value in line.made)
-        elif units[-1].call is not None and made.intersection(line.uses):
+            results.update(value.name for value in line.made)
+        elif units[-1].call is not None and results.intersection(line.uses):
             units[-1].behind.append(line)
-            made.update(value.name for value in line.made)
+            results.update(value.name for value in line.made)
         else:
             if units[-1].call is not None:
                 units.append(_Unit())
@@ -399,7 +403,7 @@ def _units(main: Function, works: Collection[str]) -> list[_Unit]:
     return units
 
 
-def _around(module: str) -> Iterator[str]:
+def _outer_modules(module: str) -> Iterator[str]:
     """Yield the modules around a module."""
     while module := module.rpartition(".")[0]:
         yield module

@@ -1,10 +1,10 @@
-"""Rings: attention whose keys and values are gathered becomes attention in a ring of ranks.
+"""Rings: attention whose keys and values are gathered becomes ring attention.
 
     k1 = all_gather(k, 'cp', 2, 1); v1 = all_gather(v, 'cp', 2, 1); out, lse = attention(q, k1, v1, …)
     out, lse = ring_attention(q, 'cp', k, v, …)
 
-Placements have put the gathers where they belong. Here they and the attention between become one line, and in backward
-the sums of gradients behind it too.
+Partition inserted the gathers. Here they and their attention become one line; in backward, also the reduce-scatters of
+gradients behind it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from ...compiler.program.rewriter import Rewriter
 from ...compiler.program.roles import Programs
 from ...compiler.resolve.in_graph import RING_METHODS, ContextLine
 
-_SPREAD = {row.attention: (op, row) for op, row in RINGS.items()}
+_RING_OF = {row.attention: (op, row) for op, row in RINGS.items()}
+"""The ring of each attention operator."""
 _ENDS = ("parc.all_gather", "parc.reduce_scatter")
-"""The lines before and behind an attention that become part of a ring."""
+"""The collectives before and behind an attention that its ring takes over."""
 
 
 def ring_attention(programs: Programs, lines: Sequence[ContextLine]) -> Programs:
-    """Return the programs of a role in which attention is a ring where lines say so."""
+    """The pass of rings. It takes the programs of a role, and returns them with ring attention where ``context`` lines
+    ask for it."""
     rings = [line for line in lines if line.method in RING_METHODS]
     if not rings:
         return programs
@@ -37,8 +39,8 @@ def ring_attention(programs: Programs, lines: Sequence[ContextLine]) -> Programs
 
 @dataclass(frozen=True, slots=True)
 class _Ring:
-    """An attention that can be a ring: the gathers of its keys and values, the sums of their gradients in backward, and
-    the line in its place."""
+    """An attention that can be a ring, with the gathers of its keys and values, the reduce-scatters of their gradients
+    in backward, and the line that replaces all of these."""
 
     attention: Line
     gathers: tuple[Line, ...]
@@ -47,10 +49,10 @@ class _Ring:
 
 
 def _in_rings(function: Function, mesh: Mesh, lines: Sequence[ContextLine]) -> Function:
-    """Return a function with a ring for each attention of which no other line reads the gathered keys."""
+    """Return a function with a ring for each attention whose gathered keys no other line reads."""
     returned = {name for _, name in function.returns}
-    found = (_ring(line, function, mesh, lines) for line in function.lines if line.op in _SPREAD)
-    rings = [ring for ring in found if ring is not None]
+    candidates = (_ring_of(line, function, mesh, lines) for line in function.lines if line.op in _RING_OF)
+    rings = [ring for ring in candidates if ring is not None]
     while True:
         attentions = {id(ring.attention) for ring in rings}
         whole = [ring for ring in rings for name in (one.made[0].name for one in ring.gathers)
@@ -65,9 +67,9 @@ def _in_rings(function: Function, mesh: Mesh, lines: Sequence[ContextLine]) -> F
     return rewriter.function()
 
 
-def _ring(line: Line, function: Function, mesh: Mesh, lines: Sequence[ContextLine]) -> _Ring | None:
-    """Return the ring that an attention can be; None where its keys are not gathered over the axis of a line."""
-    op, row = _SPREAD[line.op]
+def _ring_of(line: Line, function: Function, mesh: Mesh, lines: Sequence[ContextLine]) -> _Ring | None:
+    """Return the ring of an attention; None where its keys are not gathered over the axis of a line."""
+    op, row = _RING_OF[line.op]
     names = [item.name for item in line.args[row.keys : row.keys + 2]]
     gathers = tuple(function.makers[name] for name in names if name in function.makers)
     gradients = [value for value in line.results[1:] if row.carries_gradients and value is not None]

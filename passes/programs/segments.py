@@ -1,5 +1,5 @@
-"""Segments: the typed graph cut at the beginnings and ends of the model's repeated blocks; equal ones are found by
-structure.
+"""Segments: the typed graph cut at the model's repeated blocks, equal ones by structure; and the values that each saves
+from forward for backward.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 import operator
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
@@ -31,21 +31,29 @@ def node_type(node: fx.Node) -> TensorType:
     return type_
 
 
+def data_type(node: fx.Node) -> TensorType:
+    """Return the type of a typed node with one tensor as data alone: R is I."""
+    type_ = node_type(node)
+    return replace(type_, placement=type_.placement.data())
+
+
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A run of nodes, with the values that it reads from before, and those that later nodes read of it. Equal
-    signatures are equal work."""
+    """A run of nodes of one block and stage."""
 
     block: str | None
     stage: int
     nodes: tuple[fx.Node, ...]
     inputs: tuple[fx.Node, ...]
+    """The values from before the run that it reads."""
     outputs: tuple[fx.Node, ...]
+    """The values that later nodes read."""
     shared: frozenset[fx.Node]
-    """The inputs that other segments read too: kept, they lie in memory once for all."""
+    """The inputs that other segments read too: saved, they take memory once for all."""
     signature: str
+    """Types and operators as text; equal signatures are equal work."""
     flow: GradientFlow
-    """The flow of gradients in the graph that the segment is a run of."""
+    """The gradient flow of the whole graph."""
 
 
 def cut_segments(graph: fx.Graph, mesh: Mesh) -> list[Segment]:
@@ -62,32 +70,24 @@ def cut_segments(graph: fx.Graph, mesh: Mesh) -> list[Segment]:
     final, flow = set(graph.output_node().all_input_nodes), GradientFlow()
     read = [_read_before(nodes) for _, nodes in runs]
     readers = Counter(node for inputs in read for node in inputs)
-    shared = frozenset(node for node, count in readers.items() if count > 1)
-    return [
-        _segment(*place, nodes, inputs, shared, final, flow, mesh)
-        for (place, nodes), inputs in zip(runs, read, strict=True)
-    ]
+    segments = []
+    for ((block, stage), nodes), inputs in zip(runs, read, strict=True):
+        inside, shared = set(nodes), frozenset(node for node in inputs if readers[node] > 1)
+        outputs = [
+            node for node in nodes
+            if len(noted(node).types) == 1
+            and (node in final or any(user not in inside for user in node.users))
+        ]  # fmt: skip
+        signature = _signature(nodes, inputs, shared, outputs, flow, mesh)
+        segments.append(Segment(block, stage, tuple(nodes), inputs, tuple(outputs), shared, signature, flow))
+    return segments
 
 
-def _read_before(nodes: Sequence[fx.Node]) -> dict[fx.Node, None]:
-    """Return the values that a run of nodes reads from before it, in order."""
+def _read_before(nodes: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
+    """Return the values from before a run of nodes that it reads, in order."""
     inside = set(nodes)
-    return dict.fromkeys(operand for node in nodes for operand in node.all_input_nodes if operand not in inside)
-
-
-def _segment(
-    block: str | None, stage: int, nodes: Sequence[fx.Node], inputs: dict[fx.Node, None], shared: frozenset[fx.Node],
-    final: set[fx.Node], flow: GradientFlow, mesh: Mesh,
-) -> Segment:  # fmt: skip
-    inside, shared = set(nodes), shared & inputs.keys()
-    outputs = [
-        node
-        for node in nodes
-        if len(noted(node).types) == 1
-        and (node in final or any(user not in inside for user in node.users))
-    ]  # fmt: skip
-    signature = _signature(nodes, inputs, shared, outputs, flow, mesh)
-    return Segment(block, stage, tuple(nodes), tuple(inputs), tuple(outputs), shared, signature, flow)
+    read = dict.fromkeys(operand for node in nodes for operand in node.all_input_nodes if operand not in inside)
+    return tuple(read)
 
 
 def _signature(nodes: Sequence[fx.Node], inputs: Collection[fx.Node], shared: Collection[fx.Node],
@@ -109,35 +109,37 @@ def typed_text(node: fx.Node, mesh: Mesh) -> str:
                     for t in noted(node).types if t is not None)  # fmt: skip
 
 
-# ---- kept values: those of a block whose bytes wait from forward to backward, as few as may be.
-#     up = mm(x, w); h = gelu(up); y = mm(h, v)        backward reads x, up and h: x and up are kept, h is made again
+# ---- saved values: those of a block that are kept from forward to backward, in the fewest bytes
+#     up = mm(x, w); h = gelu(up); y = mm(h, v)        backward reads x, up and h: x and up are saved, h is recomputed
 #
-# ``may_remake`` is the one place that says which operators backward may make again. A minimum cut of the block's graph
-# then finds the values to keep: of all sets from which the others can be made, one with the fewest bytes.
+# ``may_remake`` alone decides which operators backward may recompute. A minimum cut of the block's graph then finds the
+# values to save: of all sets from which the others can be recomputed, one with the fewest bytes.
 
 
-_Place = tuple[fx.Node | None, bool]
-"""A value as it is made (``False``) and as it is read (``True``); without a node, the start and the end of the cut."""
-_Room = dict[_Place, dict[_Place, int]]
-_START: _Place = None, False
-_END: _Place = None, True
-_WITHOUT_END = 1 << 62
-_SHARED = 4
-"""The number of blocks that are taken to read a value which several read. A twin has fewer blocks than its build, and
-must keep the same values."""
+_Vertex = tuple[fx.Node | None, bool]
+"""A value as it is computed (``False``) and as it is read (``True``); without a node, the source and the sink."""
+_Capacities = dict[_Vertex, dict[_Vertex, int]]
+"""The residual capacity of each edge of the flow network."""
+_SOURCE: _Vertex = None, False
+_SINK: _Vertex = None, True
+_INFINITE = 1 << 62
+_ASSUMED_READERS = 4
+"""The number of blocks among which the bytes of a shared value are divided. A constant, since a twin has fewer blocks
+than its build, and must save the same values."""
 
 
 def mark_recomputed(graph: fx.Graph, lines: Sequence[RecomputeLine]) -> None:
-    """Note on every operator the plan's line by which backward makes it again."""
+    """The pass of recomputation. It takes the typed graph, and notes on every operator the plan's ``recompute`` line by
+    which backward recomputes it. No operator changes."""
     for node in graph.nodes if lines else ():
         if node.op == "call_function":
             noted(node).recompute = line_for(lines, noted(node).origin.module)
 
 
 def may_remake(node: Any, maker: fx.Node | None, mesh: Mesh) -> bool:
-    """Return whether backward may make the result of a traced node again: without a line of the plan what costs little
-    and sends nothing, gathers of what lines split between products, and keys that attention gathers; with one all but
-    what the line keeps. ``maker`` is the model's operator that it is a part of."""
+    """Return True where backward may recompute a traced node. Without a ``recompute`` line these are cheap operators,
+    gathers of values that lines split between products, and the gathers of attention's keys; with one, all but what the
+    line keeps. ``maker`` is the model's operator that the node is a part of."""
     traced = node.args[0] if node.target is operator.getitem else node
     line = noted(maker).recompute if maker is not None else None
     if traced.target is OPS.convert.default:
@@ -152,7 +154,7 @@ def may_remake(node: Any, maker: fx.Node | None, mesh: Mesh) -> bool:
 
 
 def gathers_keys(node: Any) -> bool:
-    """Return whether a node gathers keys or values along the sequence for an attention: they are as long as the
+    """Return True for the gather of an attention's keys or values along the sequence: its result is as long as the
     sequence, of which a rank has a part."""
     if node.target is not OPS.convert.default or not str(node.args[2]).startswith("S(2") or node.args[3][0] == "S":
         return False
@@ -167,72 +169,69 @@ def kept_values(
     read: Iterable[fx.Node], inputs: Mapping[fx.Node, bool], shared: Collection[fx.Node],
     remake: Callable[[fx.Node], bool], mesh: Mesh,
 ) -> set[fx.Node]:  # fmt: skip
-    """Return the values of forward to keep, so that backward has those that it will ``read``. It may make a node again
-    if ``remake`` says so. ``inputs`` says of each input whether it is there in backward without being kept; other
-    blocks read the ``shared`` ones too. Of equal choices, this is the one that leaves least to be made again."""
-    room: _Room = {}
+    """Return the values of forward to save, so that backward has those that it will ``read``.
 
-    def edge(source: _Place, target: _Place, size: int) -> None:
-        room.setdefault(source, {})[target] = size
-        room.setdefault(target, {}).setdefault(source, 0)
+    Backward may recompute a node where ``remake`` returns True. ``inputs`` are the inputs, with True for those that
+    backward has without saving them; other blocks read the ``shared`` ones too. Of equal choices, this is the one that
+    leaves least to recompute.
+    """
+    capacities: _Capacities = {}
+
+    def edge(source: _Vertex, target: _Vertex, size: int) -> None:
+        capacities.setdefault(source, {})[target] = size
+        capacities.setdefault(target, {}).setdefault(source, 0)
 
     wanted = dict.fromkeys(read)
     for node in ancestors(wanted, inputs):
         there = inputs.get(node)
-        shares = there is None and _shares(node)
-        size = 0 if there else _bytes(node, mesh) // (_SHARED if node in shared else 1)
-        edge((node, False), (node, True), _WITHOUT_END if shares else size)
+        shares = there is None and _shares_storage(node)
+        size = 0 if there else node_type(node).local_bytes(mesh) // (_ASSUMED_READERS if node in shared else 1)
+        edge((node, False), (node, True), _INFINITE if shares else size)
         if not shares and (there is not None or not remake(node)):
-            edge(_START, (node, False), _WITHOUT_END)
+            edge(_SOURCE, (node, False), _INFINITE)
         for operand in node.all_input_nodes if there is None else ():
-            edge((operand, True), (node, False), _WITHOUT_END)
+            edge((operand, True), (node, False), _INFINITE)
     for node in wanted:
-        edge((node, True), _END, _WITHOUT_END)
-    behind = _behind_cut(room)
+        edge((node, True), _SINK, _INFINITE)
+    behind = _behind_cut(capacities)
     return {node for node, is_read in behind if node is not None and is_read and (node, False) not in behind}
 
 
-def _shares(node: Any) -> bool:
-    """Return whether a node has no storage of its own to keep: several results together, or a view of an operand,
-    which would keep the whole of it."""
+def _shares_storage(node: Any) -> bool:
+    """Return True for a node without storage of its own to save: several results together, or a view, which would keep
+    the whole storage of its base."""
     source = node.args[0] if node.target is operator.getitem else node
     return isinstance(noted(node).value, (tuple, list)) or facts(source.target).storage == "view"
 
 
-def _bytes(node: fx.Node, mesh: Mesh) -> int:
-    return node_type(node).local_bytes(mesh)
-
-
-def _behind_cut(room: _Room) -> set[_Place]:
-    """Return the end's side of that minimum cut which lies nearest to the end. ``room`` is used up."""
-    while (way := _way(room)) is not None:
-        least = min(room[one][other] for one, other in way)
-        for one, other in way:
-            room[one][other] -= least
-            room[other][one] += least
-    behind, pending = {_END}, [_END]
+def _behind_cut(capacities: _Capacities) -> set[_Vertex]:
+    """Return the sink's side of that minimum cut which lies nearest to the sink. ``capacities`` are used up."""
+    while path := _augmenting_path(capacities):
+        least = min(capacities[one][other] for one, other in path)
+        for one, other in path:
+            capacities[one][other] -= least
+            capacities[other][one] += least
+    behind, pending = {_SINK}, [_SINK]
     while pending:
         at = pending.pop()
-        for before in room.get(at, ()):
-            if before not in behind and room[before][at]:
+        for before in capacities.get(at, ()):
+            if before not in behind and capacities[before][at]:
                 behind.add(before)
                 pending.append(before)
     return behind
 
 
-def _way(room: _Room) -> list[tuple[_Place, _Place]] | None:
-    """Return the edges of a shortest way with room from the start to the end; None if there is none."""
-    reached, pending = {_START: _START}, deque([_START])
-    while pending and _END not in reached:
+def _augmenting_path(capacities: _Capacities) -> list[tuple[_Vertex, _Vertex]]:
+    """Return the edges of a shortest path from the source to the sink with capacity left; empty if there is none."""
+    reached, pending = {_SOURCE: _SOURCE}, deque([_SOURCE])
+    while pending and _SINK not in reached:
         at = pending.popleft()
-        for after, left in room.get(at, {}).items():
+        for after, left in capacities.get(at, {}).items():
             if left and after not in reached:
                 reached[after] = at
                 pending.append(after)
-    if _END not in reached:
-        return None
-    way, at = list[tuple[_Place, _Place]](), _END
-    while at != _START:
-        way.append((reached[at], at))
+    path, at = list[tuple[_Vertex, _Vertex]](), _SINK
+    while at != _SOURCE and _SINK in reached:
+        path.append((reached[at], at))
         at = reached[at]
-    return way
+    return path

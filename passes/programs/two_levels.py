@@ -1,8 +1,9 @@
-"""Two levels: a sum or a gather over an axis that crosses nodes as one inside nodes and one across them.
+"""Two levels: hierarchical collectives, a sum or a gather over an axis that crosses nodes as one inside nodes and one
+across them.
 
-Ranks of a node sum among each other first, so that each has a part to sum with its like on other nodes; then the node's
-ranks gather the parts. A gather goes across first, while parts are small. Each line is replaced alone by lines that
-make the same value, so a backward stays that of its forward.
+A sum is a reduce-scatter inside each node, an all-reduce of the parts across nodes, and an all-gather inside. A gather
+goes across first, while parts are small. Each line is replaced by lines with the same result, so a backward stays that
+of its forward.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from ..calls import Choices, ShardDims
 Levels = Mapping[str, int]
 """The number of sub-axes, major first, of each axis in two levels that lie across nodes; the others lie inside."""
 Step = tuple[str, tuple[Any, ...], TensorType]
-"""A line without its names: operator, arguments behind the operand, and the result's type."""
+"""A line without its names: operator, arguments after the operand, and the result's type."""
 Choose = Callable[[Sequence[int], str], int | None]
-"""A function that chooses, of the dims that divide over the axes inside, the one to cut; None leaves the sum whole."""
+"""A function that chooses the dim to cut, of those that divide over the axes inside; None leaves the sum whole."""
 
 
 def steps_of(op: str, args: Sequence[Any], before: TensorType, after: TensorType, mesh: Mesh, levels: Levels,
              choose: Choose) -> list[Step]:  # fmt: skip
-    """Return the steps of a collective in two levels; none where it stays one."""
-    axes = axes_of(args) if op in _WAYS and args[0] else ()
+    """Return the steps of a collective in two levels; none where it stays in one."""
+    axes = axes_of(args) if op in _HIERARCHICAL and args[0] else ()
     whole = [axis for axis in levels if set(mesh.parts(axis)) <= set(axes)]
     inside = [part for axis in whole for part in mesh.parts(axis)[levels[axis] :]]
     if not inside or (op != "parc.all_reduce" and len(inside) + sum(levels[axis] for axis in whole) < len(axes)):
@@ -39,8 +40,8 @@ def steps_of(op: str, args: Sequence[Any], before: TensorType, after: TensorType
     across = [axis for axis in axes if axis not in inside]
     steps = []
     at = before
-    for moved, placement in _WAYS[op](before, after, inside, across, mesh, choose):
-        text = ",".join(moved)
+    for step_axes, placement in _placements(op, before, after, inside, across, mesh, choose):
+        text = ",".join(step_axes)
         lowered = lower(text, at.placement, placement, mesh)
         assert lowered is not None, (op, text)
         at = replace(at, placement=placement)
@@ -48,36 +49,26 @@ def steps_of(op: str, args: Sequence[Any], before: TensorType, after: TensorType
     return steps
 
 
-_Way = Iterator[tuple[Sequence[str], Placement]]
-"""The axes over which each step moves, and the placement after it."""
+_HIERARCHICAL = ("parc.all_reduce", "parc.reduce_scatter", "parc.all_gather")
+"""The collectives that can be in two levels."""
 
 
-def _all_reduce(before: TensorType, after: TensorType, inside: Sequence[str], across: Sequence[str], mesh: Mesh,
-                choose: Choose) -> _Way:  # fmt: skip
-    cuts = dict(cuts_over(before, inside, mesh))
-    dim = choose([*cuts], ",".join(inside))
-    if dim is None or dim not in cuts:
+def _placements(
+    op: str, before: TensorType, after: TensorType, inside: Sequence[str], across: Sequence[str], mesh: Mesh,
+    choose: Choose,
+) -> Iterator[tuple[Sequence[str], Placement]]:  # fmt: skip
+    """Yield the axes of each step of a collective, and the placement after it."""
+    if op == "parc.all_reduce":
+        cuts = dict(cuts_over(before, inside, mesh))
+        dim = choose([*cuts], ",".join(inside))
+        if dim is not None and dim in cuts:
+            yield inside, cuts[dim]
+            yield across, cuts[dim].replace(dict.fromkeys(across, "I"))
+            yield inside, after.placement
         return
-    yield inside, cuts[dim]
-    yield across, cuts[dim].replace(dict.fromkeys(across, "I"))
-    yield inside, after.placement
-
-
-def _reduce_scatter(before: TensorType, after: TensorType, inside: Sequence[str], across: Sequence[str], mesh: Mesh,
-                    choose: Choose) -> _Way:  # fmt: skip
-    yield inside, before.placement.replace({axis: after.placement[axis] for axis in inside})
-    yield across, after.placement
-
-
-def _all_gather(before: TensorType, after: TensorType, inside: Sequence[str], across: Sequence[str], mesh: Mesh,
-                choose: Choose) -> _Way:  # fmt: skip
-    yield across, before.placement.replace({axis: after.placement[axis] for axis in across})
-    yield inside, after.placement
-
-
-_WAYS = {
-    "parc.all_reduce": _all_reduce, "parc.reduce_scatter": _reduce_scatter, "parc.all_gather": _all_gather,
-}  # fmt: skip
+    first, second = (inside, across) if op == "parc.reduce_scatter" else (across, inside)
+    yield first, before.placement.replace({axis: after.placement[axis] for axis in first})
+    yield second, after.placement
 
 
 def cuts_over(type_: TensorType, axes: Sequence[str], mesh: Mesh) -> Iterator[tuple[int, Placement]]:
@@ -85,7 +76,7 @@ def cuts_over(type_: TensorType, axes: Sequence[str], mesh: Mesh) -> Iterator[tu
     for dim, size in enumerate(type_.shape):
         try:
             cut = Split(dim, global_outer(type_.placement, mesh, dim, 1))
-        except ValueError:  # across parts that lie there split otherwise
+        except ValueError:  # it would cut across the parts of another split
             continue
         placement = type_.placement.replace(along(axes, cut, mesh))
         if size and placement.nests(type_.shape, mesh):
@@ -94,7 +85,8 @@ def cuts_over(type_: TensorType, axes: Sequence[str], mesh: Mesh) -> Iterator[tu
 
 @dataclass
 class TwoLevels:
-    """The rewriter of a step's programs. ``larger`` are the choices made for a larger model, whose twin this is."""
+    """The pass of two levels. It takes the programs of all roles, and returns them with hierarchical collectives over
+    the axes of ``levels``. ``larger`` are the choices for a larger model, whose twin this is; ``dims`` are its own."""
 
     mesh: Mesh
     levels: Levels
@@ -109,11 +101,11 @@ class TwoLevels:
         if not self.levels:
             return dict(roles)
         self.before = dict(roles)
-        made: dict[int, Program] = {}  # programs that roles share stay shared
+        rewritten: dict[int, Program] = {}  # programs that roles share stay shared
         for programs in roles.values():
             for program in programs.values():
-                made[id(program)] = made.get(id(program)) or self._program(program)
-        return {name: {key: made[id(one)] for key, one in programs.items()} for name, programs in roles.items()}
+                rewritten[id(program)] = rewritten.get(id(program)) or self._program(program)
+        return {name: {key: rewritten[id(one)] for key, one in programs.items()} for name, programs in roles.items()}
 
     def _program(self, program: Program) -> Program:
         places: Counter[str] = Counter()
@@ -121,21 +113,23 @@ class TwoLevels:
 
     def _function(self, function: Function, program: Program, places: Counter[str]) -> Function:
         values, rewriter = function.values(), Rewriter(self.mesh, function)
-        for line in (line for line in function.lines if line.op in _WAYS and isinstance(line.args[0], Ref)):
+        for line in (line for line in function.lines if line.op in _HIERARCHICAL and isinstance(line.args[0], Ref)):
             place = f"{program.action} {line.origin.module} {line.origin.source}"
             places[place] += 1
-            operand, made = line.args[0], line.made[0]
-            types, choose = (values[operand.name].type, made.type), self._chooser(f"{place} {places[place]}")
+            operand, result = line.args[0], line.made[0]
+            types, choose = (values[operand.name].type, result.type), self._chooser(f"{place} {places[place]}")
             steps = steps_of(line.op, line.args[1:], *types, self.mesh, self.levels, choose)
             rewriter.insert_before(line)
             for op, args, type_ in steps[:-1]:
-                name = f"{op.removeprefix('parc.')}_{made.name}"
+                name = f"{op.removeprefix('parc.')}_{result.name}"
                 operand = Ref(rewriter.emit(op, (operand, *args), type_, line.origin, name).name)
             for op, args, _ in steps[-1:]:
                 rewriter.replace(line, replace(line, op=op, args=(operand, *args)))
         return rewriter.function()
 
     def _chooser(self, place: str) -> Choose:
+        """Return the choice for the sum at a place of a program, which is noted."""
+
         def choose(dims: Sequence[int], axes: str) -> int | None:
             dim = next(iter(dims), None)
             if self.larger is not None:

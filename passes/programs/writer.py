@@ -1,4 +1,5 @@
-"""The writer of a program that a step runs once: its one function, line by line."""
+"""Writers of programs: the conversions of a parameter or its gradient between types, the ``Writer`` of a program that a
+step runs once, and UNSHARD."""
 
 from __future__ import annotations
 
@@ -20,19 +21,16 @@ from ...compiler.program.binding import Binding
 from ...compiler.program.program import Origin, Program, Ref, Value
 from ...compiler.program.rewriter import ORIGIN, LineWriter
 from .emit import identifier, size_argument
-from .segments import node_type
-
-# ---- conversions of a parameter or of its gradient: the lines that turn a value of one type into one of another.
-
+from .segments import data_type
 
 Conversion = tuple[str, tuple[Any, ...], Mapping[str, Any], TensorType]
-"""A line without its names: operator, arguments behind the operand, options, and the result's type."""
+"""A line without its names: operator, arguments after the operand, options, and the result's type."""
 
 
 def conversions(before: TensorType, after: TensorType, mesh: Mesh) -> Iterator[Conversion]:
-    """Yield the lines that turn a value of one type into another: a cast, one collective for each axis, and padding
-    that goes before a cut, and comes off after a gather. So weights travel in the type in which they are read, and
-    gradients in the type in which they are summed."""
+    """Yield the lines that convert a value to another type: a cast, padding before a cut, one collective for each axis,
+    and the cut of padding after a gather. So weights travel in the dtype in which they are read, and gradients in the
+    dtype in which they are summed."""
     if before.dtype != after.dtype:
         before = replace(before, dtype=after.dtype)
         yield "aten._to_copy.default", (), {"dtype": after.dtype}, before
@@ -40,7 +38,7 @@ def conversions(before: TensorType, after: TensorType, mesh: Mesh) -> Iterator[C
     for dim, outer, short, long in (row for row in sizes if row[2] < row[3]):
         before = replace(before, shape=_with_size(before.shape, dim, long))
         yield "parc.grow_pad.default", (dim, outer, short, long), {}, before
-    for axes in _order(before.placement, after.placement, mesh):
+    for axes in _changed_axes(before.placement, after.placement, mesh):
         placement = before.placement.replace({axis: after.placement[axis] for axis in axes})
         lowered = lower(",".join(axes), before.placement, placement, mesh)
         before = replace(before, placement=placement)
@@ -55,9 +53,9 @@ def _with_size(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
     return (*shape[:dim], size, *shape[dim + 1 :])
 
 
-def _order(before: Placement, after: Placement, mesh: Mesh) -> list[tuple[str, ...]]:
-    """Return the axes whose type changes, gathers of the innermost parts first, cuts into the outermost parts first.
-    Sub-axes that act as one axis before and after move in one message."""
+def _changed_axes(before: Placement, after: Placement, mesh: Mesh) -> list[tuple[str, ...]]:
+    """Return the axes whose type changes in order: gathers of the innermost parts first, cuts into the outermost parts
+    first. Sub-axes that act as one axis before and after move in one message."""
     units: list[tuple[str, ...]] = []
     for axes in (*mesh.together, *((axis,) for axis in mesh.names)):
         one = before.as_one(axes, mesh) is not None and after.as_one(axes, mesh) is not None
@@ -75,17 +73,17 @@ def _order(before: Placement, after: Placement, mesh: Mesh) -> list[tuple[str, .
 
 
 def emit_conversions(writer: LineWriter, value: Value, after: TensorType, origin: Origin) -> Value:
-    """Add the lines that turn a value into one of another type, and return that one. Their results are named after the
-    value: ``whole_head_weight`` is ``head_weight`` gathered."""
+    """Add the lines that convert a value to another type, and return the result. Names follow the value's:
+    ``whole_head_weight`` is ``head_weight`` gathered."""
     base = value.name
     for op, args, options, type_ in conversions(value.type, after, writer.mesh):
-        name = f"{_word(value.type, type_)}_{base}"
+        name = f"{_change_word(value.type, type_)}_{base}"
         value = writer.emit(op, (Ref(value.name), *args), type_, origin, name, **options)
     return value
 
 
-def _word(before: TensorType, after: TensorType) -> str:
-    """Return the word for a value of one type that was made of another."""
+def _change_word(before: TensorType, after: TensorType) -> str:
+    """Return the word for a value after a conversion."""
     if before.dtype != after.dtype:
         return "wide" if after.dtype.itemsize > before.dtype.itemsize else "narrow"
     if before.shape != after.shape:
@@ -93,7 +91,7 @@ def _word(before: TensorType, after: TensorType) -> str:
     return "part" if len(after.placement.split_axes()) > len(before.placement.split_axes()) else "whole"
 
 
-# ---- the writer of a program that a step runs once: its one function, line by line.
+# ---- the writer of a program of one function
 
 
 def whole_type(mesh: Mesh, dtype: torch.dtype, shape: tuple[int, ...] = ()) -> TensorType:
@@ -103,18 +101,21 @@ def whole_type(mesh: Mesh, dtype: torch.dtype, shape: tuple[int, ...] = ()) -> T
 
 @dataclass(frozen=True, slots=True)
 class Across:
-    """The ranks with which the REDUCE of one role sums: all along the pipeline's axis, and for a parameter of several
-    roles those of these roles."""
+    """The roles with which the program of one role sums."""
 
     axis: str
+    """The pipeline's axis."""
     ranks: Sequence[int]
+    """All ranks along it."""
     tied: Mapping[str, Sequence[int]]
+    """The ranks that share a parameter of several roles, by its name."""
     elsewhere: Collection[str]
     """The parameters of several roles that another role counts in the norm."""
 
 
 class Writer(LineWriter):
-    """The one function of such a program under construction; with ``across`` it is that of one of several roles."""
+    """The one function of a program that a step runs once, under construction; ``across`` are the other roles to sum
+    with, if there are any."""
 
     def __init__(self, mesh: Mesh, across: Across | None = None) -> None:
         super().__init__(mesh)
@@ -127,7 +128,7 @@ class Writer(LineWriter):
         return self.emit("aten.sum.default", (Ref(stacked.name),), values[0].type)
 
     def zeros(self, type_: TensorType, origin: Origin = ORIGIN) -> Value:
-        """Add a line of zeros, the summand of a role that has no part of a sum."""
+        """Add zeros, the summand of a role that has no part of a sum."""
         shape = [size_argument(type_, dim) for dim in range(len(type_.shape))]
         return self.emit("aten.full.default", (shape, 0.0), type_, origin, "zeros", dtype=type_.dtype)
 
@@ -145,26 +146,26 @@ class Writer(LineWriter):
         args = Ref(value.name), self.across.axis, list(ranks)
         return self.emit("parc.all_reduce_among", args, value.type, origin)
 
-    def gradient(self, name: str, made: Value | None, stored: TensorType, origin: Origin) -> Value:
+    def gradient(self, name: str, gradient: Value | None, stored: TensorType, origin: Origin) -> Value:
         """Add a gradient's sum over this role's ranks, in the type in which its parameter is ``stored``; zeros, if no
-        stage of the role makes it."""
-        if made is None:  # they read the parameter where no gradient flows
+        stage of the role returns it."""
+        if gradient is None:  # the role's stages read the parameter where no gradient flows
             return self.zeros(stored, origin)
-        value = self.take(identifier(name), made.type, Binding("gradient", name))
+        value = self.take(identifier(name), gradient.type, Binding("gradient", name))
         cut = {axis: kind for axis, kind in stored.placement.items() if isinstance(kind, Split)}
-        wanted = replace(stored, placement=made.type.placement.replace(cut))
+        wanted = replace(stored, placement=gradient.type.placement.replace(cut))
         return self.total(emit_conversions(self, value, wanted, origin), origin)
 
     def times(self, value: Value, number: Value, origin: Origin) -> Value:
-        """Add the product with a number of float32, of the value's type: beside a single number of a narrower type,
-        torch gives the wider one."""
+        """Add the product with a float32 number, in the value's dtype. Torch promotes a scalar of a narrower dtype,
+        which is cast back."""
         dtype = value.type.dtype if value.type.shape else torch.promote_types(value.type.dtype, number.type.dtype)
         args = Ref(value.name), Ref(number.name)
-        made = self.emit("aten.mul.Tensor", args, replace(value.type, dtype=dtype), origin, "unscaled")
-        return emit_conversions(self, made, value.type, origin)
+        product = self.emit("aten.mul.Tensor", args, replace(value.type, dtype=dtype), origin, "unscaled")
+        return emit_conversions(self, product, value.type, origin)
 
     def program(self, role: str, action: str, returns: Sequence[tuple[Binding, str]]) -> Program:
-        """Return the program of an action, with all that was written as its one function."""
+        """Return the program of an action, whose one function is the lines written."""
         self.returns = dict(returns)
         return Program(role, action, self.mesh, (self.function(action.lower()),))
 
@@ -174,11 +175,11 @@ def summed_type(type_: TensorType) -> TensorType:
     return replace(type_, placement=type_.placement.replace(dict.fromkeys(type_.placement.partial, "I")))
 
 
-# ---- uNSHARD
+# ---- UNSHARD
 
 
 def unshard(graph: fx.Graph, mesh: Mesh, role: str, read: Collection[Binding]) -> Program:
-    """Write UNSHARD of a role: it makes the weights that its work reads, once a step."""
+    """Write UNSHARD of a role: once a step it converts stored parameters to the weights that its work reads."""
     write, returns = Writer(mesh), []
     stored: dict[Binding, Value] = {}
     for node in graph.find_nodes(op="placeholder"):
@@ -194,12 +195,11 @@ def unshard(graph: fx.Graph, mesh: Mesh, role: str, read: Collection[Binding]) -
 
 
 def weight_of(storage: StoredAs) -> Binding:
-    """The binding of what is made of a stored parameter once a step."""
+    """The binding of the weight that UNSHARD makes of a stored parameter."""
     return Binding("weight", storage.name)
 
 
 def stored_type(node: fx.Node) -> TensorType:
     """The type of a parameter between steps."""
     storage = noted(node).storage
-    type_ = node_type(node)
-    return storage.rest if storage is not None else replace(type_, placement=type_.placement.data())
+    return storage.rest if storage is not None else data_type(node)

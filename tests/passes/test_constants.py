@@ -75,7 +75,7 @@ CASES: dict[str, tuple[Mask, object]] = {
 def test_a_mask_is_what_it_lets_through(seen: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = {case: kind for case, (_, kind) in CASES.items()}
     if seen == "by positions alone":
-        monkeypatch.setattr(constants, "_MOST", 20)  # of 6 x 6 entries
+        monkeypatch.setattr(constants, "_MOST_ENTRIES", 20)  # of 6 x 6 entries
         expected["a triangle of ones"] = "mask"  # only entries would show it
     nodes = folded([mask for mask, _ in CASES.values()])
     found = ["causal" if node.args[5] else "none" if node.args[3] is None else "mask" for node in nodes]

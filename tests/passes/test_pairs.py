@@ -55,7 +55,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
         made.append(segment.block)
         return trace_joint(segment, mesh)
 
-    monkeypatch.setattr(pairs, "_MADE", {})
+    monkeypatch.setattr(pairs, "_PAIRS", {})
     monkeypatch.setattr(pairs, "trace_joint", counted)
     return made
 
@@ -87,16 +87,16 @@ def test_blocks_that_differ_have_functions_of_their_own(
     traced.clear()
     after_another = _texts(tmp_path, lines, act)
     assert "blocks.0" in traced
-    pairs._MADE.clear()
+    pairs._PAIRS.clear()
     assert _texts(tmp_path, lines, act) == after_another
 
 
 def test_the_oldest_pairs_are_dropped(
     tmp_path: Path, traced: list[str | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pairs, "_MOST", 1)
+    monkeypatch.setattr(pairs, "_MOST_PAIRS", 1)
     _texts(tmp_path, _TP)
-    assert len(pairs._MADE) == 1
+    assert len(pairs._PAIRS) == 1
     traced.clear()
     _texts(tmp_path, _TP)
     assert "blocks.0" in traced
