@@ -189,7 +189,8 @@ class _Scope:
         return item
 
     def _needed(self, item: Item, kinds: tuple[type, ...], wanted: str) -> Any:
-        """Return the item with names replaced. If it is of none of these kinds, report that and return it as it was."""
+        """Return the item with names replaced; report an error, and return it unchanged, if it is of none of these
+        kinds."""
         value = self._item(item)
         if isinstance(value, kinds):
             return value

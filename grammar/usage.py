@@ -213,8 +213,7 @@ class Usage:
         return " ".join([self.verb, *(slot.text if slot.required else f"[{slot.text}]" for slot in form)])
 
     def match(self, statement: Statement) -> tuple[Arguments | None, tuple[Diagnostic, ...]]:
-        """Return the arguments of the statement, or every reason why it does not have the closest form of this
-        usage."""
+        """Return the arguments of the statement, or None and every fault of it in the closest form of this usage."""
         first, diagnostics = self._closest(statement)
         if statement.added and not self.sums:
             span = statement.added[0][0].span.to(statement.added[-1][-1].span)

@@ -21,8 +21,8 @@ def process() -> int:
 
 
 def _leave(codes: list[int]) -> None:
-    """End the process after everything else has been told so, without taking Python apart. Objects that ``gc.freeze``
-    keeps from that would be reported as leaked by libraries that count theirs."""
+    """End the process behind all other exit handlers, without Python's finalization: of objects under ``gc.freeze`` it
+    frees none, and libraries that count theirs would report leaks."""
     with suppress(OSError, ValueError):  # nobody reads
         sys.stdout.flush()
         sys.stderr.flush()

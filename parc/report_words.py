@@ -42,7 +42,7 @@ def fact_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _under(name: str, texts: Iterable[str]) -> list[tuple[str, str]]:
-    """Return rows of one name, which stands in the first of them."""
+    """Return a row for each text, the first with the name."""
     return [(name if at == 0 else "", text) for at, text in enumerate(texts)]
 
 

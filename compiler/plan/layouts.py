@@ -381,7 +381,7 @@ def _cut_product(
 
 
 def multiples(size: int, unit: int) -> list[int]:
-    """Return the multiples of ``unit`` next to a size that is none, below and above.
+    """Return the nearest multiples of ``unit`` below and above a size that is not one.
 
     >>> multiples(50257, 4), multiples(3, 4)
     ([50256, 50260], [4])

@@ -69,11 +69,11 @@ class Data(Directive):
 
 
 def read_words(words: str, option: str) -> SamplesSaid:
-    """Return what the words of a ``data`` line say as the value of an ``option`` that reads all samples in their order.
-    The word ``data`` may be left out, and the quotes around a name.
+    """Return the samples of a command-line ``option`` whose value is written like a ``data`` line, without shuffling.
+    The word ``data`` and the quotes around a name may be left out.
 
     Raises:
-        PlanError: they are no such words, or the samples have no end.
+        PlanError: the value is not written so, or its samples have no end.
     """
     words, verb = words.strip().removeprefix("data "), option.strip("-")
     forms = {form: text.replace(ORDER, "") for form, text in SAMPLE_FORMS.items() if ORDER in text}
