@@ -238,7 +238,8 @@ def _from_export(exported: torch.export.ExportedProgram, step: _ModelAndLoss, na
             results.append(value)
     updates, losses = tuple(values), len(results) - len(step.stage.returned)
     returned = zip(step.stage.returned, results[losses:], strict=True)
-    computed = {name: node for name, node in returned if _is_computed(node)}
+    # an input or the model's state may be returned as it is
+    computed = {name: node for name, node in returned if isinstance(node, fx.Node) and node.op == "call_function"}
     buffers = {binding.name: node for binding, node in canonical_nodes.items() if binding.kind == "buffer"}
     move_updates({name: values[name] for name in updates}, buffers, graph)
     graph.output((*results[:losses], *(values[name] for name in updates), *computed.values()))
@@ -248,11 +249,6 @@ def _from_export(exported: torch.export.ExportedProgram, step: _ModelAndLoss, na
         n.removeprefix("model."): real_form(value) for n, value in written.items() if not isinstance(value, FakeTensor)
     }
     return Captured(graph, updates, aliases, modules, constants, step.stage.changed, tuple(computed))
-
-
-def _is_computed(node: Any) -> bool:
-    """Return whether a value that the model returns is a result of an operator: no input, and none of its state."""
-    return isinstance(node, fx.Node) and node.op == "call_function"
 
 
 def _bindings(signature: ExportGraphSignature, aliases: Mapping[str, str], inputs: Sequence[str]) -> dict[str, Binding]:

@@ -71,12 +71,6 @@ def moved_files(targets: Sequence[str], folder: Path, built: Mapping[str, str], 
     return [name for name, (code, at) in hashes.items() if built.get(name) == code and lines.get(name) != at]
 
 
-def local_files(target: str, folder: Path) -> list[Path]:
-    """Return the files below ``folder`` whose code the import or the call of a callable runs, by their ``import``
-    statements. A callable in another folder has none. parc's own files are left out."""
-    return sorted(_reached([target], folder.resolve()))
-
-
 def _reached(targets: Sequence[str], folder: Path) -> dict[Path, tuple[ReachedCode, set[int]]]:
     search = _Search(folder)
     for target in targets:

@@ -40,10 +40,10 @@ def value_at(name: str, output: Any) -> Any:
     value, so_far = output, "output"
     for part in name.split(".")[1:]:
         entry = _entry(value, part)
-        if entry is None or entry is _ABSENT:
-            if entry is _ABSENT:
-                message = f"the model's `{so_far}` has no `{part}`: it is {_kind_text(value)}"
-                raise _misnamed(message, name, so_far, value, part)
+        if entry is _ABSENT:
+            message = f"the model's `{so_far}` has no `{part}`: it is {_kind_text(value)}"
+            raise _misnamed(message, name, so_far, value, part)
+        if entry is None:
             raise _misnamed(f"the model's `{so_far}.{part}` is None", name, so_far, value)
         value, so_far = entry, f"{so_far}.{part}"
     return value

@@ -46,186 +46,6 @@ from .nodes import (
     seen_as,
 )
 
-# ---- operators as nodes that compute each element by itself
-
-
-Bound = dict[str, Any]
-Law = tuple[Callable[[int, Tensor], Tensor], float | None]
-"""A distribution: a function from (key, index) to numbers in float64, and an upper bound, if any, that rounding to a
-dtype must not reach."""
-
-
-@dataclass(frozen=True)
-class Elements:
-    """An operator's call, of which the functions below compute the one result, or the one tensor that it writes."""
-
-    func: Any
-    name: str  # without the underscore of the in-place form
-    bound: Bound  # arguments by name, defaults filled in, tensors as reads
-    reads: tuple[Any, Any]  # args and kwargs, tensors as reads
-    written: tuple[int, ...]  # places of the written tensor among the flattened arguments
-    sizes: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def count(self) -> int:
-        return math.prod(self.sizes)
-
-    def each(self, function: Callable[..., Tensor], *reads: Read, exact: bool = True) -> Elementwise:
-        """Return the node that applies ``function`` to the reads, element by element."""
-        return Elementwise(self.count, self.dtype, function, exact, reads, {}, self.sizes)
-
-
-def bind_arguments(func: Any, args: tuple[Any, ...], kwargs: Bound) -> Bound:
-    """Return an operator's arguments by the names of its schema."""
-    arguments = func._schema.arguments
-    defaults = {one.name: one.default_value if one.has_default_value() else None for one in arguments}
-    return {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
-
-
-def _uniform(bound: Bound) -> Law:
-    low, high = float(bound.get("from", 0.0)), float(bound.get("to", 1.0))
-    return lambda key, index: counter.uniform(key, index).mul_(high - low).add_(low), high if high > low else None
-
-
-def _normal(bound: Bound) -> Law | None:
-    mean, std = bound.get("mean", 0.0), bound.get("std", 1.0)
-    if isinstance(mean, Read) or isinstance(std, Read):
-        return None
-    return (lambda key, index: counter.normal(key, index).mul_(float(std)).add_(float(mean))), None
-
-
-def _bernoulli(bound: Bound) -> Law | None:
-    p = bound.get("p")
-    if p is None or isinstance(p, Read):
-        return None
-    return (lambda key, index: counter.keep_mask(key, index, 1.0 - p).to(torch.float64)), None
-
-
-def _integers(bound: Bound) -> Law | None:
-    low = bound.get("low", bound.get("from")) or 0
-    high = bound.get("high", bound.get("to"))
-    if high is None or high - low > 1 << 53:
-        return None
-    return (lambda key, index: counter.uniform(key, index).mul_(float(high - low)).floor_().add_(float(low))), None
-
-
-def _exponential(bound: Bound) -> Law | None:
-    return (lambda key, index: counter.exponential(key, index).mul_(1.0 / bound["lambd"])), None
-
-
-_LAWS: dict[str, Callable[[Bound], Law | None]] = {
-    "uniform": _uniform, "normal": _normal, "integers": _integers, "bernoulli": _bernoulli, "exponential": _exponential,
-}  # fmt: skip
-"""The laws by their names in operator rows; None for a call whose numbers can only be drawn all together."""
-
-
-def law_of(func: Any, bound: Bound, dtype: torch.dtype) -> Law | None:
-    """Return the law by which an operator draws, or None if it does not draw each number by itself. Both parts of a
-    complex number are drawn, as in torch: those of a normal number have half of the variance each."""
-    name = facts(func).law
-    if not name or not dtype.is_complex:
-        return _LAWS[name](bound) if name else None
-    if name == "normal" and not isinstance(std := bound.get("std", 1.0), Read):
-        bound = {**bound, "std": std * math.sqrt(0.5)}
-    if (law := _LAWS[name](bound)) is None:
-        return None
-    draw, _ = law
-    return (lambda key, index: torch.complex(draw(key, 2 * index), draw(key, 2 * index + 1))), None
-
-
-def elements_of(call: Elements) -> RecipeNode | None:
-    """Return the node of an operator whose element i needs only element i of each operand; None for any other."""
-    row = facts(call.func)
-    if row.creates:
-        return _fill(call, row.number_in(list(call.bound.values())))
-    if row.moves == "copy" or row.casts:
-        return _copy(call, call.bound["self"])
-    if call.name in _ELEMENT_MOVES:
-        return _ELEMENT_MOVES[call.name](call)
-    return _pointwise(call)
-
-
-def _fill(call: Elements, number: Any) -> RecipeNode | None:
-    """Return the node of one number everywhere, which may be the one entry of another tensor."""
-    return _copy(call, number) if isinstance(number, Read) else Fill(call.count, call.dtype, number)
-
-
-def _copy(call: Elements, source: Read) -> RecipeNode:
-    return call.each(as_it_is, source.expand(call.sizes))
-
-
-def _arange(call: Elements) -> RecipeNode | None:
-    start, step = call.bound.get("start") or 0, call.bound.get("step") or 1
-    if not isinstance(start, int) or not isinstance(step, int):
-        return None
-    return Count(call.count, call.dtype, start, step)
-
-
-def _concatenate(call: Elements) -> RecipeNode:
-    """Return the node of a concatenation along a dim, or of a stack along a new one."""
-    stacks = call.name == "stack"
-    dim = call.bound["dim"] % max(len(call.sizes), 1)
-    strides = contiguous_strides(call.sizes)
-    inner = strides[:dim] + strides[dim + 1 :] if stacks else strides
-    node: RecipeNode = Fill(call.count, call.dtype, 0)
-    start = 0
-    for piece in call.bound["tensors"]:
-        if math.prod(piece.sizes):
-            node = Write(call.count, call.dtype, node, _as_dtype(piece, call.dtype), inner, start * strides[dim])
-            start += 1 if stacks else piece.sizes[dim]
-    return node
-
-
-_ELEMENT_MOVES: dict[str, Callable[[Elements], RecipeNode | None]] = {
-    "copy": lambda call: _copy(call, call.bound["src"]),
-    "fill": lambda call: _fill(call, call.bound["value"]),
-    "arange": _arange,
-    "cat": _concatenate,
-    "stack": _concatenate,
-}
-
-
-def _pointwise(call: Elements) -> RecipeNode | None:
-    if torch.Tag.pointwise not in call.func.tags and call.name != "masked_fill":
-        return None
-    leaves = pytree.tree_leaves(call.reads)
-    operands = [leaf for leaf in leaves if isinstance(leaf, Read)]
-    if not operands or tuple(torch.broadcast_shapes(*(read.sizes for read in operands))) != call.sizes:
-        return None
-    if (
-        call.name == "erfinv" and operands[0].dtype.is_floating_point
-    ):  # of truncated normals: the same bits on every device
-        return call.each(counter.inverse_erf, operands[0])
-    exact = facts(call.func).exact and not any(read.dtype.is_complex for read in operands)
-    exact = exact and call.bound.get("alpha") in (None, 1) and call.bound.get("rounding_mode") is None
-    function = _on_copies(call.func, call.written) if call.written else call.func
-    return Elementwise(call.count, call.dtype, function, exact, *call.reads, call.sizes)
-
-
-def _on_copies(func: Any, written: tuple[int, ...]) -> Callable[..., Tensor]:
-    """Return an operator that writes into copies of the arguments at these places: others read the originals."""
-
-    def run(*args: Any, **kwargs: Any) -> Tensor:
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        for place in written:
-            leaves[place] = leaves[place].clone()
-        copies, options = pytree.tree_unflatten(leaves, spec)
-        result: Tensor = func(*copies, **options)
-        return result
-
-    return run
-
-
-def _as_dtype(read: Read, dtype: torch.dtype) -> Read:
-    if read.dtype == dtype:
-        return read
-    return dense(Elementwise(math.prod(read.sizes), dtype, as_it_is, True, (read,), {}, read.sizes), read.sizes)
-
-
-# ---- the recorder
-
-
 _MOST_OPERATORS = 200_000
 """The most operators that building a model may run, about two for each of its tensors: a mistyped number of layers
 would keep a machine busy until its memory is full."""
@@ -452,3 +272,185 @@ def _is_nested(sizes: Sequence[int], strides: Sequence[int]) -> bool:
             return False
         reach += stride * (size - 1)
     return True
+
+
+# ---- operators as nodes that compute each element by itself
+
+
+Bound = dict[str, Any]
+
+
+Law = tuple[Callable[[int, Tensor], Tensor], float | None]
+"""A distribution: a function from (key, index) to numbers in float64, and an upper bound, if any, that rounding to a
+dtype must not reach."""
+
+
+@dataclass(frozen=True)
+class Elements:
+    """An operator's call, of which the functions below compute the one result, or the one tensor that it writes."""
+
+    func: Any
+    name: str  # without the underscore of the in-place form
+    bound: Bound  # arguments by name, defaults filled in, tensors as reads
+    reads: tuple[Any, Any]  # args and kwargs, tensors as reads
+    written: tuple[int, ...]  # places of the written tensor among the flattened arguments
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.sizes)
+
+    def each(self, function: Callable[..., Tensor], *reads: Read, exact: bool = True) -> Elementwise:
+        """Return the node that applies ``function`` to the reads, element by element."""
+        return Elementwise(self.count, self.dtype, function, exact, reads, {}, self.sizes)
+
+
+def bind_arguments(func: Any, args: tuple[Any, ...], kwargs: Bound) -> Bound:
+    """Return an operator's arguments by the names of its schema."""
+    arguments = func._schema.arguments
+    defaults = {one.name: one.default_value if one.has_default_value() else None for one in arguments}
+    return {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
+
+
+def elements_of(call: Elements) -> RecipeNode | None:
+    """Return the node of an operator whose element i needs only element i of each operand; None for any other."""
+    row = facts(call.func)
+    if row.creates:
+        return _fill(call, row.number_in(list(call.bound.values())))
+    if row.moves == "copy" or row.casts:
+        return _copy(call, call.bound["self"])
+    if call.name in _ELEMENT_MOVES:
+        return _ELEMENT_MOVES[call.name](call)
+    return _pointwise(call)
+
+
+def _fill(call: Elements, number: Any) -> RecipeNode | None:
+    """Return the node of one number everywhere, which may be the one entry of another tensor."""
+    return _copy(call, number) if isinstance(number, Read) else Fill(call.count, call.dtype, number)
+
+
+def _copy(call: Elements, source: Read) -> RecipeNode:
+    return call.each(as_it_is, source.expand(call.sizes))
+
+
+def _arange(call: Elements) -> RecipeNode | None:
+    start, step = call.bound.get("start") or 0, call.bound.get("step") or 1
+    if not isinstance(start, int) or not isinstance(step, int):
+        return None
+    return Count(call.count, call.dtype, start, step)
+
+
+def _concatenate(call: Elements) -> RecipeNode:
+    """Return the node of a concatenation along a dim, or of a stack along a new one."""
+    stacks = call.name == "stack"
+    dim = call.bound["dim"] % max(len(call.sizes), 1)
+    strides = contiguous_strides(call.sizes)
+    inner = strides[:dim] + strides[dim + 1 :] if stacks else strides
+    node: RecipeNode = Fill(call.count, call.dtype, 0)
+    start = 0
+    for piece in call.bound["tensors"]:
+        if math.prod(piece.sizes):
+            node = Write(call.count, call.dtype, node, _as_dtype(piece, call.dtype), inner, start * strides[dim])
+            start += 1 if stacks else piece.sizes[dim]
+    return node
+
+
+_ELEMENT_MOVES: dict[str, Callable[[Elements], RecipeNode | None]] = {
+    "copy": lambda call: _copy(call, call.bound["src"]),
+    "fill": lambda call: _fill(call, call.bound["value"]),
+    "arange": _arange,
+    "cat": _concatenate,
+    "stack": _concatenate,
+}
+
+
+def _pointwise(call: Elements) -> RecipeNode | None:
+    if torch.Tag.pointwise not in call.func.tags and call.name != "masked_fill":
+        return None
+    leaves = pytree.tree_leaves(call.reads)
+    operands = [leaf for leaf in leaves if isinstance(leaf, Read)]
+    if not operands or tuple(torch.broadcast_shapes(*(read.sizes for read in operands))) != call.sizes:
+        return None
+    if (
+        call.name == "erfinv" and operands[0].dtype.is_floating_point
+    ):  # of truncated normals: the same bits on every device
+        return call.each(counter.inverse_erf, operands[0])
+    exact = facts(call.func).exact and not any(read.dtype.is_complex for read in operands)
+    exact = exact and call.bound.get("alpha") in (None, 1) and call.bound.get("rounding_mode") is None
+    function = _on_copies(call.func, call.written) if call.written else call.func
+    return Elementwise(call.count, call.dtype, function, exact, *call.reads, call.sizes)
+
+
+def _on_copies(func: Any, written: tuple[int, ...]) -> Callable[..., Tensor]:
+    """Return an operator that writes into copies of the arguments at these places: others read the originals."""
+
+    def run(*args: Any, **kwargs: Any) -> Tensor:
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        for place in written:
+            leaves[place] = leaves[place].clone()
+        copies, options = pytree.tree_unflatten(leaves, spec)
+        result: Tensor = func(*copies, **options)
+        return result
+
+    return run
+
+
+def _as_dtype(read: Read, dtype: torch.dtype) -> Read:
+    if read.dtype == dtype:
+        return read
+    return dense(Elementwise(math.prod(read.sizes), dtype, as_it_is, True, (read,), {}, read.sizes), read.sizes)
+
+
+# ---- laws of random operators
+
+
+def law_of(func: Any, bound: Bound, dtype: torch.dtype) -> Law | None:
+    """Return the law by which an operator draws, or None if it does not draw each number by itself. Both parts of a
+    complex number are drawn, as in torch: those of a normal number have half of the variance each."""
+    name = facts(func).law
+    if not name or not dtype.is_complex:
+        return _LAWS[name](bound) if name else None
+    if name == "normal" and not isinstance(std := bound.get("std", 1.0), Read):
+        bound = {**bound, "std": std * math.sqrt(0.5)}
+    if (law := _LAWS[name](bound)) is None:
+        return None
+    draw, _ = law
+    return (lambda key, index: torch.complex(draw(key, 2 * index), draw(key, 2 * index + 1))), None
+
+
+def _uniform(bound: Bound) -> Law:
+    low, high = float(bound.get("from", 0.0)), float(bound.get("to", 1.0))
+    return lambda key, index: counter.uniform(key, index).mul_(high - low).add_(low), high if high > low else None
+
+
+def _normal(bound: Bound) -> Law | None:
+    mean, std = bound.get("mean", 0.0), bound.get("std", 1.0)
+    if isinstance(mean, Read) or isinstance(std, Read):
+        return None
+    return (lambda key, index: counter.normal(key, index).mul_(float(std)).add_(float(mean))), None
+
+
+def _bernoulli(bound: Bound) -> Law | None:
+    p = bound.get("p")
+    if p is None or isinstance(p, Read):
+        return None
+    return (lambda key, index: counter.keep_mask(key, index, 1.0 - p).to(torch.float64)), None
+
+
+def _integers(bound: Bound) -> Law | None:
+    low = bound.get("low", bound.get("from")) or 0
+    high = bound.get("high", bound.get("to"))
+    if high is None or high - low > 1 << 53:
+        return None
+    return (lambda key, index: counter.uniform(key, index).mul_(float(high - low)).floor_().add_(float(low))), None
+
+
+def _exponential(bound: Bound) -> Law | None:
+    return (lambda key, index: counter.exponential(key, index).mul_(1.0 / bound["lambd"])), None
+
+
+_LAWS: dict[str, Callable[[Bound], Law | None]] = {
+    "uniform": _uniform, "normal": _normal, "integers": _integers, "bernoulli": _bernoulli, "exponential": _exponential,
+}  # fmt: skip
+"""The laws by their names in operator rows; None for a call whose numbers can only be drawn all together."""

@@ -61,7 +61,7 @@ _CAPACITY: ContextVar[Capacity | None] = ContextVar("capacity", default=None)
 _ROUTES_ONLY: ContextVar[bool] = ContextVar("routes_only", default=False)
 """True while a form runs only to learn to which experts it sends tokens."""
 ExpertForm = Callable[..., Any]
-"""A function that is called as a module's forward, and computes what it does."""
+"""A function with the parameters and the results of a layer's forward."""
 _FORMS: dict[Callable[..., Any], ExpertForm] = {}
 """The registered forms, by the forward that each stands for."""
 _LISTS: dict[Callable[..., Any], tuple[str, ...]] = {}
