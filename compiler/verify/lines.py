@@ -26,8 +26,8 @@ from ..program.program import Fault, Function, Line, Program, Ref, Value, operat
 
 _Fact = TypeVar("_Fact", bound=Hashable)
 """The facts that a check knows about one value."""
-Answer = tuple[tuple[str, str], ...]
-"""The faults of a line: pairs of the failed check's name and a message."""
+_LineFaults = tuple[tuple[str, str], ...]
+"""Pairs of the failed check's name and a message."""
 
 
 def check_program(program: Program) -> list[Fault]:
@@ -49,21 +49,21 @@ def check_lines(program: Program) -> list[Fault]:
     known: dict[str, Function] = {}
     for function in program.functions:
         where = f"{program.role}.{program.action} {function.name}"
-        for line, answer in _answers(function, program.mesh):
-            wrong = answer if answer is not None else call_faults(line, function.values(), known[line.op])
+        for line, line_faults in _faulty_lines(function, program.mesh):
+            wrong = line_faults if line_faults is not None else call_faults(line, function.values(), known[line.op])
             names = ", ".join(value.name for value in line.made)
             faults += [Fault(check, f"{where}: {names}", message) for check, message in wrong]
         known[function.name] = function
     return faults
 
 
-def _answers(function: Function, mesh: Mesh) -> Sequence[tuple[Line, Answer | None]]:
+def _faulty_lines(function: Function, mesh: Mesh) -> Sequence[tuple[Line, _LineFaults | None]]:
     """Return the lines of a function that have faults, and its calls (with None), which depend on other functions."""
-    key = "answers", mesh
+    key = "faulty lines", mesh
     if key not in function.derived:
-        answers = ((line, question and _answer(question)) for line, question in questions(function, mesh))
-        function.derived[key] = [(line, answer) for line, answer in answers if answer != ()]
-    stored: Sequence[tuple[Line, Answer | None]] = function.derived[key]
+        checked = ((line, question and _line_faults(question)) for line, question in questions(function, mesh))
+        function.derived[key] = [(line, faults) for line, faults in checked if faults != ()]
+    stored: Sequence[tuple[Line, _LineFaults | None]] = function.derived[key]
     return stored
 
 
@@ -111,9 +111,9 @@ def call_faults(line: Line, values: Mapping[str, Value], called: Function) -> It
 
 
 @lru_cache(maxsize=8192)
-def _answer(question: Question) -> Answer:
-    judge = collective_faults if question.line.op in COLLECTIVES else _operator_faults
-    return tuple(judge(question))
+def _line_faults(question: Question) -> _LineFaults:
+    check = collective_faults if question.line.op in COLLECTIVES else _operator_faults
+    return tuple(check(question))
 
 
 def collective_faults(q: Question) -> Iterator[tuple[str, str]]:
