@@ -142,7 +142,7 @@ def rule_of(node: fx.Node) -> tuple[OpRule, bool]:
 
 
 def computes(node: fx.Node) -> bool:
-    """Return whether the node is an operator on tensors (``getitem`` only names a result)."""
+    """Return True for an operator on tensors (``getitem`` only names a result)."""
     return node.op == "call_function" and node.target is not operator.getitem
 
 

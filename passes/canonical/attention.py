@@ -147,7 +147,7 @@ def _dropout(c: Canonicalizer, node: Any) -> None:
         dropped_out = c.emit(node, aten.mul.Tensor, x, mask)
     for user in list(node.users):
         c.replace(user, dropped_out)
-    c.graph.erase_node(node)  # torch's removal of dead nodes keeps what draws
+    c.graph.erase_node(node)  # fx keeps random operators as dead code
 
 
 @rewrites(

@@ -110,7 +110,7 @@ class _Narrowing:
         results = outputs(self.graph)
         end = self.graph.output_node()
         types = [self.captured[n][0].dtype for n in results]
-        if LOSS in noted(end).results:  # whatever the model's own type is
+        if LOSS in noted(end).results:  # at least float32
             types[0] = torch.promote_types(types[0], torch.float32)
         end.args = (tuple(self.form(n, t, end, self.origin(n, n)) for n, t in zip(results, types, strict=True)),)
         self.graph.eliminate_dead_code()
@@ -128,7 +128,7 @@ class _Narrowing:
         line, origin = self.line_of(maker), noted(maker).origin
         if line is None or (_inside(noted(reader).origin.module, origin.module) and not noted(reader).in_loss):
             return value
-        return self.form(value, line.dtype, value.next, replace(origin, plan=line.line))  # in the module, not after it
+        return self.form(value, line.dtype, value.next, replace(origin, plan=line.line))  # cast inside the module
 
     def is_float(self, value: fx.Node, narrow: bool) -> bool:
         """Return True for a value that is float32 in the captured graph, or, with ``narrow``, of a narrower type."""

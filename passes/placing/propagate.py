@@ -103,7 +103,7 @@ class _Propagation:
             rule, known = rule_of(node)
             self.placed.rules[node] = rule
             self.placed.parts[node] = {}
-            if not known and operands_of(node):  # what reads nothing has nothing to gather
+            if not known and operands_of(node):  # creation operators have nothing to gather
                 self.placed.without_rule.append(node)
             operands = [(key_of(n), dims, True) for n, dims in zip(operands_of(node), rule.operands, strict=True)]
             results = [((node, index), dims, False) for index, dims in enumerate(rule.results)]
@@ -293,9 +293,7 @@ def propagate(
             if claim.split is not None:
                 start += state.place(claim.value, claim.axis, claim.split, line)
                 state.confirm(claim, line)
-        for node in [
-            node for node in start if _casts_placeholder(node)
-        ]:  # casts first: they are placed as their operand
+        for node in [*filter(_casts_placeholder, start)]:  # casts first: they are placed as their operands
             start += state.visit(node, line)
         state.settle(start, line)
     for node in heads:

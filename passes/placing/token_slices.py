@@ -24,12 +24,10 @@ from ...compiler.resolve.names import is_within
 from ..calls import ValueKey, computes, fake, key_of, operands_of, tensors_of
 from .propagate import Claim, Placed
 
-_Gathers = frozenset[tuple[ValueKey, str]]
-
 
 def slice_tokens(
     graph: fx.Graph, mesh: Mesh, placed: Placed, replicas: Mapping[str, Collection[str]]
-) -> tuple[list[Claim], _Gathers]:
+) -> tuple[list[Claim], frozenset[tuple[ValueKey, str]]]:
     """Return the claims that cut tokens where they are packed for experts, and the sums over experts that are gathered.
 
     Tokens are cut over axes that split experts but not yet tokens, and over those along which a view has ``replicas``
@@ -47,8 +45,8 @@ def slice_tokens(
             continue
         chosen = key_of(operands[1 if slots else 0])  # [experts, tokens], or [experts, sequences, slots]
         tokens = {axis: split.outer for axis, split in placed.splits[chosen].items() if split.dim == 1}
+        line = placed.lines.get(route, 0)
         for axis in [axis for axis in tokens if _splits_inside(route, axis, placed)]:
-            line = placed.lines.get(route, 0)
             claims.append(Claim(chosen, axis, None, line))
             claims += [Claim(key, axis, None, line) for key, _ in _readers(chosen, axis, tokens[axis], mesh, placed)
                        if key[0].op != "placeholder"]  # fmt: skip
@@ -58,11 +56,10 @@ def slice_tokens(
             split = routed.get(axis)
             if outer is not None and (axis in alike if split is None else split.dim == 0):
                 tokens[axis] = outer
-                line = placed.lines.get(route, 0)
                 for key, place in _readers(chosen, axis, outer, mesh, placed):
                     claims.append(Claim(key, axis, place, line))
                     if place is not None and noted(key[0]).packed is None and not (slots and place.dim):
-                        gathered.add((key, axis))  # of slots, what has an entry for each expert stays split
+                        gathered.add((key, axis))  # values with an entry for each expert stay split
     return claims, frozenset(gathered)
 
 

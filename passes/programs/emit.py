@@ -39,7 +39,7 @@ def identifier(text: str) -> str:
 
 
 def name_of(binding: Binding) -> str:
-    """Return a Python name for what is bound: its own name, or the whole binding where that is a number."""
+    """Return a Python name for a bound value: the binding's name, or the whole binding where that is a number."""
     return identifier(str(binding) if binding.name.isdigit() else binding.name)
 
 
