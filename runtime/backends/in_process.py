@@ -54,14 +54,15 @@ class Meeting:
         results: dict[int, _JobResult] = {}
 
         def work(number: int) -> None:
+            failure: BaseException | None = None
             try:
                 results[number] = jobs[number]()
             except BaseException as error:
-                self._fail(error)
-            finally:
-                with self._changed:
-                    self._running -= 1
-                    self._changed.notify_all()
+                failure = error
+            with self._changed:
+                self._error = self._error or failure
+                self._running -= 1
+                self._changed.notify_all()
 
         threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(len(jobs))]
         for thread in threads:
@@ -71,11 +72,6 @@ class Meeting:
         if self._error is not None:
             raise self._error
         return [results[number] for number in range(len(jobs))]
-
-    def _fail(self, error: BaseException) -> None:
-        with self._changed:
-            self._error = self._error or error
-            self._changed.notify_all()
 
     def change(self, make: Callable[[], None]) -> None:
         """Make a change that others may wait for."""

@@ -137,11 +137,11 @@ def _row_max(backend: Peers, piece: Tensor, args: Sequence[Any], axes: Axes) -> 
     return peak
 
 
-def _shard(backend: Peers, piece: Tensor, args: Sequence[Any], axes: Axes) -> Tensor:
+def _slice_locally(backend: Peers, piece: Tensor, args: Sequence[Any], axes: Axes) -> Tensor:
     return slice_dim(piece, group_size(axes, backend.mesh), backend.index(axes), *args[1:])
 
 
-def _pad(backend: Peers, piece: Tensor, args: Sequence[Any], axes: Axes) -> Tensor:
+def _pad_to_whole(backend: Peers, piece: Tensor, args: Sequence[Any], axes: Axes) -> Tensor:
     parts = [torch.zeros_like(piece)] * group_size(axes, backend.mesh)
     parts[backend.index(axes)] = piece
     return join_dim(parts, *args[1:])
@@ -153,8 +153,8 @@ RUN: Mapping[str, Run] = {
     "parc.all_to_all": all_to_all,
     "parc.exchange": _exchange_rows,
     "parc.row_max": _row_max,
-    "parc.shard": _shard,
-    "parc.pad": _pad,
+    "parc.shard": _slice_locally,
+    "parc.pad": _pad_to_whole,
     "parc.round_int8": _round_int8,
     WAIT: lambda backend, piece, args, axes: piece,
 }
@@ -177,7 +177,7 @@ def _start_gather(backend: Peers, pieces: Sequence[Tensor], args: Args, axes: Ax
         return _packed_gather(
             backend, pieces, args, axes, torch.flatten, lambda row, place: place.copy_(row.view_as(place))
         )
-    results = [_resized(piece, dim, piece.shape[dim] * ranks) for piece, (_, dim, _) in zip(pieces, args, strict=True)]
+    results = [_alloc(piece, dim, piece.shape[dim] * ranks) for piece, (_, dim, _) in zip(pieces, args, strict=True)]
     sent = [[piece.contiguous()] * ranks for piece in pieces]
     # parts that are contiguous in the result are received in place
     rows = [
@@ -268,7 +268,7 @@ def _start_all_to_all(backend: Peers, pieces: Sequence[Tensor], args: Args, axes
         sent = torch.stack([slice_dim(piece, ranks, index, to_dim, to_outer) for index in range(ranks)])
         received = torch.empty_like(sent)
         work = backend.meet(dist.all_to_all_single, received, sent, axes=axes, async_op=True)
-        results.append(_resized(received[0], dim, received.shape[1:][dim] * ranks))
+        results.append(_alloc(received[0], dim, received.shape[1:][dim] * ranks))
         started.append((results[-1], received, work, dim, outer))
 
     def arrive() -> None:
@@ -282,7 +282,7 @@ def _start_all_to_all(backend: Peers, pieces: Sequence[Tensor], args: Args, axes
 def _start_scatter_int8(backend: Peers, pieces: Sequence[Tensor], args: Args, axes: Axes) -> Started:
     """Exchange the packed parts, and sum them locally in rank order once they have arrived."""
     ranks = group_size(axes, backend.mesh)
-    results = [_resized(piece, dim, piece.shape[dim] // ranks) for piece, (_, dim, _) in zip(pieces, args, strict=True)]
+    results = [_alloc(piece, dim, piece.shape[dim] // ranks) for piece, (_, dim, _) in zip(pieces, args, strict=True)]
     lengths = [packed_bytes(result.numel()) for result in results]
     sent = pieces[0].new_empty(ranks, sum(lengths), dtype=torch.int8)
     for piece, (_, *split), places in zip(pieces, args, sent.split(lengths, 1), strict=True):
@@ -308,7 +308,7 @@ def _packed_gather(
     sent, lengths, shapes = torch.cat(packed), [len(one) for one in packed], [piece.shape for piece in pieces]
     packed.clear()
     received = sent.new_empty(ranks * len(sent))
-    results = [_resized(piece, dim, piece.shape[dim] * ranks) for piece, (_, dim, _) in zip(pieces, args, strict=True)]
+    results = [_alloc(piece, dim, piece.shape[dim] * ranks) for piece, (_, dim, _) in zip(pieces, args, strict=True)]
     work = backend.meet(_GATHER, received, sent, axes=axes, async_op=True)
 
     def arrive() -> None:
@@ -325,7 +325,7 @@ def _packed_gather(
     return results, arrive
 
 
-def _resized(piece: Tensor, dim: int, size: int) -> Tensor:
+def _alloc(piece: Tensor, dim: int, size: int) -> Tensor:
     """Return an uninitialized tensor like a piece, with another size along a dim."""
     return piece.new_empty(*piece.shape[:dim], size, *piece.shape[dim + 1 :])
 

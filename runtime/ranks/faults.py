@@ -96,11 +96,7 @@ class Watcher:
 
     def watch(self, action: str) -> Callable[[Line, Sequence[Environment]], None]:
         """Return the hook for the machine of one action's program."""
-
-        def hook(line: Line, environments: Sequence[Environment]) -> None:
-            self._see(action, line, environments[0])
-
-        return hook
+        return lambda line, environments: self._see(action, line, environments[0])
 
     def _see(self, action: str, line: Line, environment: Mapping[str, Any]) -> None:
         self._count += 1
