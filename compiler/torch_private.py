@@ -58,11 +58,11 @@ def decomposed(exported: ExportedProgram) -> ExportedProgram:
 
     module: Any = torch._export.utils
     operators: Any = torch._ops.OperatorBase
-    look, give = getattr(module, "_materialize_cpp_cia_ops", lambda: None), operators.py_impl
+    look, register_slowly = getattr(module, "_materialize_cpp_cia_ops", lambda: None), operators.py_impl
 
-    def given(target: Any, key: Any) -> Any:
+    def register(target: Any, key: Any) -> Any:
         if not isinstance(key, torch._C.DispatchKey) or key == torch._C.DispatchKey.Python or key in target.py_kernels:
-            return give(target, key)
+            return register_slowly(target, key)
 
         def kept(kernel):  # type: ignore[no-untyped-def] # torch's own makes its annotations' types at each call
             target.py_kernels[key] = kernel
@@ -73,10 +73,10 @@ def decomposed(exported: ExportedProgram) -> ExportedProgram:
 
     look()
     try:
-        module._materialize_cpp_cia_ops, operators.py_impl = lambda: None, given
+        module._materialize_cpp_cia_ops, operators.py_impl = lambda: None, register
         return exported.run_decompositions({})  # type: ignore[no-any-return]
     finally:
-        module._materialize_cpp_cia_ops, operators.py_impl = look, give
+        module._materialize_cpp_cia_ops, operators.py_impl = look, register_slowly
 
 
 def is_composite(target: Any) -> bool:
