@@ -34,21 +34,21 @@ def _routed(call: OpCall) -> OpRule:
     return rule(f"{rows}, e! t -> {rows}")(call)
 
 
-_packed = partial(OpRow, storage="fresh", compiled=False)
+_packed_row = partial(OpRow, storage="fresh", compiled=False)
 
 EXPERTS_RULES: dict[str, OpRow] = {
-    "parc.pack.default": _packed(rule("t h, e t -> (e t) h", linear="0"), packs="rows"),
-    "parc.unpack.default": _packed(rule("(e t) h, e t -> t h", linear="0"), packs="sums"),
-    "parc.pick.default": _packed(rule("e t, e t -> (e t) 1", linear="0"), packs="rows"),
-    "parc.unpick.default": _packed(rule("(e t) 1, e t -> e t", linear="0"), packs="sums"),
-    "parc.spread.default": _packed(rule("e n, e t -> (e t) n", linear="0"), packs="rows"),
-    "parc.expert_sum.default": _packed(rule("(e t) n, e t -> e n", linear="0"), packs="sums"),
+    "parc.pack.default": _packed_row(rule("t h, e t -> (e t) h", linear="0"), packs="rows"),
+    "parc.unpack.default": _packed_row(rule("(e t) h, e t -> t h", linear="0"), packs="sums"),
+    "parc.pick.default": _packed_row(rule("e t, e t -> (e t) 1", linear="0"), packs="rows"),
+    "parc.unpick.default": _packed_row(rule("(e t) 1, e t -> e t", linear="0"), packs="sums"),
+    "parc.spread.default": _packed_row(rule("e n, e t -> (e t) n", linear="0"), packs="rows"),
+    "parc.expert_sum.default": _packed_row(rule("(e t) n, e t -> e n", linear="0"), packs="sums"),
     # packed rows change here from a split over experts to one over tokens, or back: experts may not be split
     "parc.route.default": OpRow(_routed, moves="copy", packs="rows", reroutes=True, compiled=False),
-    "parc.expert_linear.default": _packed(
+    "parc.expert_linear.default": _packed_row(
         _EXPERT_LINEAR, precision="product", packs="rows", flops=_chosen_flops(_EXPERT_LINEAR)
     ),
-    "parc.expert_outer.default": _packed(
+    "parc.expert_outer.default": _packed_row(
         _EXPERT_OUTER, precision="product", packs="sums", flops=_chosen_flops(_EXPERT_OUTER)
     ),
     "parc.slots.default": OpRow(rule("e b s! -> e b c!"), storage="fresh"),
