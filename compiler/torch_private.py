@@ -33,7 +33,8 @@ CompiledGraph = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
 
 def direct(function: Any) -> Callable[..., Any]:
-    """Return an operator's overload without the Python function that torch has around it; others are returned."""
+    """Return an operator's overload without the Python function that torch wraps it in, and any other function
+    itself."""
     return function._op if isinstance(function, torch._ops.OpOverload) else function
 
 
@@ -44,24 +45,24 @@ def trace(
     decompositions: Mapping[Any, Callable[..., Any]] | None = None,
     whole: bool = False,
 ) -> fx.Graph:
-    """Return the ATen graph, forward and backward, of a function on fake tensors; with ``whole``, composites stay one
-    operator."""
+    """Return the ATen graph of a function on fake tensors, with its backward; with ``whole``, composite operators are
+    not decomposed."""
     with mode, quiet(), without_code_and_layouts(), torch.backends.mkldnn.flags(enabled=False):
         return make_fx(function, decompositions, "real", True, pre_dispatch=whole)(*values).graph
 
 
 def decomposed(exported: ExportedProgram) -> ExportedProgram:
-    """Return ``exported.run_decompositions({})``. Torch looks up all composite operators once for each namespace, and
-    gives each of them a dozen kernels; here it looks once, and no type is made for a kernel."""
+    """Return ``exported.run_decompositions({})``, faster: torch would look up all composite operators once for each
+    namespace, and register a dozen kernels for each of them, with types of annotations."""
     import torch._export.utils
 
     module: Any = torch._export.utils
     operators: Any = torch._ops.OperatorBase
-    look, give = getattr(module, "_materialize_cpp_cia_ops", lambda: None), operators.py_impl
+    look, register_slowly = getattr(module, "_materialize_cpp_cia_ops", lambda: None), operators.py_impl
 
-    def given(target: Any, key: Any) -> Any:
+    def register(target: Any, key: Any) -> Any:
         if not isinstance(key, torch._C.DispatchKey) or key == torch._C.DispatchKey.Python or key in target.py_kernels:
-            return give(target, key)
+            return register_slowly(target, key)
 
         def kept(kernel):  # type: ignore[no-untyped-def] # torch's own makes its annotations' types at each call
             target.py_kernels[key] = kernel
@@ -72,16 +73,15 @@ def decomposed(exported: ExportedProgram) -> ExportedProgram:
 
     look()
     try:
-        module._materialize_cpp_cia_ops, operators.py_impl = lambda: None, given
-        made: ExportedProgram = exported.run_decompositions({})
-        return made
+        module._materialize_cpp_cia_ops, operators.py_impl = lambda: None, register
+        return exported.run_decompositions({})  # type: ignore[no-any-return]
     finally:
-        module._materialize_cpp_cia_ops, operators.py_impl = look, give
+        module._materialize_cpp_cia_ops, operators.py_impl = look, register_slowly
 
 
 def is_composite(target: Any) -> bool:
-    """Return whether an operator has to be taken apart into others that torch has to see: called as one operator, it
-    may return its operand or a view."""
+    """Return whether an operator has to be decomposed where torch sees its parts: called as one operator, it may return
+    its operand or a view."""
     from torch._export.utils import _is_cia_op, _is_preservable_cia_op
 
     return isinstance(target, torch._ops.OpOverload) and _is_cia_op(target) and not _is_preservable_cia_op(target)
@@ -165,18 +165,18 @@ class SymbolicSizes:
         return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
 
     def assumed(self) -> list[sympy.Basic]:
-        """Return the conditions that operators assumed, beside the bounds."""
+        """Return the guards: conditions beside the bounds that operators have assumed."""
         return [guard.expr for guard in self._env.guards]
 
 
 def fake_mode() -> FakeTensorMode:
-    """Return a mode whose tensors ``compile_graph`` takes. It has a place for symbolic shapes: without one Inductor
+    """Return a mode whose tensors ``compile_graph`` takes. It has an environment of shapes, without which Inductor
     caches nothing."""
     return FakeTensorMode(shape_env=shape_environment(), static_shapes=True)
 
 
 def shape_environment() -> Any:
-    """Return a place for symbolic shapes, without which a mode of fake tensors refuses some code."""
+    """Return an environment of symbolic shapes, without which a mode of fake tensors refuses some code."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     return ShapeEnv()
@@ -205,7 +205,7 @@ def compile_graph(function: Callable[..., Any], values: Sequence[torch.Tensor]) 
 
 
 def _computes(target: Any) -> bool:
-    """Return whether a node of a graph does more than look at a tensor in another way."""
+    """Return whether a node of a graph computes, and is not a view."""
     return isinstance(target, torch._ops.OpOverload) and not any(item.alias_info for item in target._schema.returns)
 
 
@@ -215,8 +215,8 @@ def profiling() -> bool:
 
 
 def without_dispatch() -> AbstractContextManager[None]:
-    """Enter a block in which operators on tensors of our own classes run as on other tensors, and are not handed to
-    these classes."""
+    """Enter a block in which operators on tensors of parc's own classes run as on plain tensors, without the classes'
+    ``__torch_dispatch__``."""
     disabled: AbstractContextManager[None] = torch._C._DisableTorchDispatch()
     return disabled
 
@@ -281,16 +281,16 @@ def without_code_and_layouts() -> Iterator[None]:
 
 
 def with_unread_draws() -> AbstractContextManager[None]:
-    """Enter a block in which torch keeps draws of random numbers that nobody reads: later draws depend on them."""
+    """Enter a block in which torch keeps random draws that nobody reads: later draws depend on them."""
     from torch._inductor import config
 
     return config.patch(fallback_random=True)  # type: ignore[no-any-return]
 
 
 @contextmanager
-def one_frame(own: Callable[[str], bool]) -> Iterator[None]:
+def one_frame(of_model: Callable[[str], bool]) -> Iterator[None]:
     """Enter a block in which a traced operator keeps only one frame of its stack: the innermost ``forward`` in a file
-    that is the model's ``own``. Torch would look up and keep those of all modules around it, for each operator."""
+    ``of_model``. Torch would look up and keep those of all modules around it, for each operator."""
 
     class Frame:
         @classmethod
@@ -300,7 +300,7 @@ def one_frame(own: Callable[[str], bool]) -> Iterator[None]:
         @staticmethod
         def summary() -> StackSummary:
             frames, frame = StackSummary(), sys._getframe(1)
-            while (code := frame.f_code).co_name != "forward" or not own(code.co_filename):
+            while (code := frame.f_code).co_name != "forward" or not of_model(code.co_filename):
                 if frame.f_back is None:
                     return frames
                 frame = frame.f_back

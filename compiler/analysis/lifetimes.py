@@ -263,7 +263,7 @@ def gradient_buckets(
             type_ = program.main.values()[name].type
             gradient = BucketGradient(name, type_.local(program.mesh), read_as(type_.dtype))
             buckets.setdefault((message, gradient.dtype), []).append(gradient)
-    return [bucket for bucket in map(_aligned, buckets.values()) if len(bucket) > 1]
+    return [bucket for bucket in map(_contiguous, buckets.values()) if len(bucket) > 1]
 
 
 def bucket_numbers(program: Program, products: Products) -> dict[str, dict[str, int]]:
@@ -285,7 +285,7 @@ def bucket_numbers(program: Program, products: Products) -> dict[str, dict[str, 
     return numbers
 
 
-def _aligned(gradients: Sequence[BucketGradient]) -> list[BucketGradient]:
+def _contiguous(gradients: Sequence[BucketGradient]) -> list[BucketGradient]:
     """Return the gradients that can be contiguous, in their order: only the last may leave what follows unaligned."""
     others = [gradient for gradient in gradients if not gradient.aligns]
     return [*(gradient for gradient in gradients if gradient.aligns), *others[:1]]
@@ -316,18 +316,22 @@ def form_over(op: str) -> Callable[..., torch.Tensor] | None:
         return None
     target = operator(op)
     inside = getattr(getattr(torch.ops.aten, f"{target.overloadpacket.__name__}_", None), target._overloadname, None)
-    if inside is not None and _signature(inside) == _signature(target):
+    if inside is not None and _input_arguments(inside) == _input_arguments(target):
         return inside  # type: ignore[no-any-return]
     for name in target.overloadpacket.overloads() if len(target._schema.returns) == 1 else ():
         overload = getattr(target.overloadpacket, name)
         places = [argument.name for argument in overload._schema.arguments if argument.is_out]
         # a generated form computes the result elsewhere and copies it
-        if len(places) == 1 and _signature(overload) == _signature(target) and torch.Tag.generated not in overload.tags:
+        if (
+            len(places) == 1
+            and _input_arguments(overload) == _input_arguments(target)
+            and torch.Tag.generated not in overload.tags
+        ):
             return _into_first(overload, places[0])
     return None
 
 
-def _signature(target: Any) -> list[tuple[str, str]]:
+def _input_arguments(target: Any) -> list[tuple[str, str]]:
     """Return the names and types of an operator's arguments, but not of those for its results."""
     return [(argument.name, str(argument.type)) for argument in target._schema.arguments if not argument.is_out]
 

@@ -27,8 +27,8 @@ from .products import BLAS, Products
 
 
 def local_bytes(type_: TensorType, program: Program, load: float = 1.0) -> int:
-    """Return the bytes of one rank's piece; of packed rows those that are there if all experts are chosen alike. Where
-    ranks hold rows by experts, the busiest has ``load`` times as many."""
+    """Return the bytes of one rank's piece; of packed rows those that are present if all experts are chosen equally
+    often. Where ranks hold rows by experts, the busiest has ``load`` times as many."""
     size = type_.local_bytes(program.mesh)
     if type_.packed is None:
         return size
@@ -303,7 +303,7 @@ class _Run:
         return COLLECTIVES[line.op].buffers(operand, result, line.args[1:])
 
     def _arrival(self, name: str) -> None:
-        """Free the buffers of a message when the first of its results is awaited: all of them are there then. The
+        """Free the buffers of a message when the first of its results is awaited: all of them have arrived then. The
         result of a message that another program started is a parameter, with the buffers of that message."""
         line = self.travels.get(name)
         if line is None:

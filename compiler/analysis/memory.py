@@ -86,11 +86,9 @@ def states(
     """Return the bytes of a rank's training state by parameter and kind, offloaded or not: its share of the ``stored``
     parameters, but for those that lie in unsharded weights, these weights, the accumulated gradients, and ``moments``
     optimizer tensors of each."""
-    any_program = next(iter(programs.values()))
-    read = {name for program in programs.values() for name in program.main.bound(*PARAMETERS)}
     gathers = parts_in_weights(programs[UNSHARD]) if UNSHARD in programs else {}
     inside = {name for name, _ in gathers.values()}
-    sizes = {name: local_bytes(type_, any_program) for name, type_ in stored.items() if name in read}
+    sizes = _stored_bytes(programs, stored)
     weights, gradients = dict[str, int](), dict[str, int]()
     for program in programs.values():
         if ACTIONS[program.action].works:
@@ -107,6 +105,13 @@ def states(
     }  # fmt: skip
     names = dict.fromkeys(name for table in tables.values() for name in table)
     return {name: {kind: tables[kind].get(name, 0) for kind in STATE_KINDS} for name in names}
+
+
+def _stored_bytes(programs: Mapping[str, Program], stored: Mapping[str, TensorType]) -> dict[str, int]:
+    """Return the bytes of a rank's share of stored parameters: of those that its programs read."""
+    any_program = next(iter(programs.values()))
+    read = {name for program in programs.values() for name in program.main.bound(*PARAMETERS)}
+    return {name: local_bytes(type_, any_program) for name, type_ in stored.items() if name in read}
 
 
 class _StepMemory:
@@ -268,11 +273,8 @@ def offload_buffers(
     line: for its share of the ``stored`` parameters, each with its number of optimizer tensors (``moments``), for the
     unsharded weights, and for activations that wait for backward as its actions run one after the other."""
     buffers: dict[str, Counter[int]] = {word: Counter() for word in offload}
-    any_program = next(iter(programs.values()))
-    read = {name for program in programs.values() for name in program.main.bound(*PARAMETERS)}
-    for name, type_ in stored.items():
-        size = local_bytes(type_, any_program)
-        if name in read and type_.shape and size:
+    for name, size in _stored_bytes(programs, stored).items():
+        if stored[name].shape and size:
             for word, count in (("optimizer", moments.get(name, 0)), ("parameters", 1)):
                 if word in buffers and count:
                     buffers[word][size] += count

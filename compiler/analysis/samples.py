@@ -231,7 +231,7 @@ def averaging_reason(reference: Program, number: int) -> str:
         return ""
     if facts(line.op).computes == "total" and all(isinstance(item, Ref) for item in line.args[:2]):
         return (
-            f"it is a sum of terms{_source(line)}: return each by itself, and add them in the plan, as"
+            f"it is a sum of terms{_at_source(line)}: return each by itself, and add them in the plan, as"
             " `output.a + 0.5 output.b`; each is then divided by a count of its own"
         )
     below = line.args[1] if facts(line.op).computes == "ratio" else None
@@ -239,16 +239,16 @@ def averaging_reason(reference: Program, number: int) -> str:
         return ""
     denominator = main.returning({Binding("value", below.name): below.name})
     if any(value.kind != "input" for value in denominator.parameters):
-        return f"its denominator{_source(line)} depends on the model, not on inputs alone"
+        return f"its denominator{_at_source(line)} depends on the model, not on inputs alone"
     last = main.makers.get(below.name)
     while last is not None and facts(last.op).casts:
         last = main.makers.get(last.uses[0])
     if last is not None and facts(last.op).elementwise:
         name = last.op.split(".")[1]
-        floor = f"its denominator is `{name}` of a sum{_source(last)}"
+        floor = f"its denominator is `{name}` of a sum{_at_source(last)}"
         return f"{floor}: divide by the sum itself, since a batch in which nothing counts is refused"
     return ""
 
 
-def _source(line: Line) -> str:
+def _at_source(line: Line) -> str:
     return f" at {line.origin.source}" if line.origin.source else ""

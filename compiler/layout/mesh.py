@@ -43,9 +43,9 @@ class Mesh:
     factored: tuple[tuple[str, int], ...] = ()
     """The axes that are factored, with the number of their sub-axes."""
     views: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    """The axes of views that have several ranks, with the axes of which they consist, in order."""
+    """The axes of views that have several ranks, each with the axes of which it consists, in order."""
     seen: tuple[str, ...] = ()
-    """The axes of a view by which texts name what lies in it."""
+    """The axes of the view that texts use to name axes."""
 
     def __post_init__(self) -> None:
         named = [*self.names, *(name for name, _ in (*self.factored, *self.views))]
@@ -74,7 +74,7 @@ class Mesh:
         views = tuple((match[1], tuple(match[2].split("*"))) for match in others if match)
         if len(sizes) + len(views) != len(parts):
             raise ValueError(f"not a mesh: {text!r}")
-        mesh = cls(tuple((name, math.prod(found)) for name, found in sizes.items())).factor(sizes)
+        mesh = cls(tuple((name, math.prod(factors)) for name, factors in sizes.items())).factor(sizes)
         return replace(mesh, views=views)
 
     def factor(self, sizes: Mapping[str, Sequence[int]]) -> Mesh:
@@ -120,7 +120,7 @@ class Mesh:
 
     @property
     def together(self) -> tuple[tuple[str, ...], ...]:
-        """The axes that may act as one: the parts of factored axes, and of axes of views."""
+        """The groups of axes that may act as one: the parts of factored axes, and of axes of views."""
         groups = (self.parts(name) for name, _ in (*self.factored, *self.views))
         return tuple(dict.fromkeys(group for group in groups if len(group) > 1))
 
@@ -129,8 +129,8 @@ class Mesh:
         return next((name for name, _ in self.factored if axis in self.parts(name)), axis)
 
     def joined(self, axes: Iterable[str]) -> tuple[str, ...]:
-        """Return axes as texts name them: parts that are there in order by the name of the longest axis that they make,
-        which is one of the view that is ``seen``, a factored one, or, for parts of this, one of any view."""
+        """Join consecutive sub-axes for display: ``dp_0, dp_1`` becomes ``dp``. The longest axis that they make counts,
+        of the view that is ``seen``, of the factored ones, or of any view of sub-axes."""
         sub_axes = {part for axis, _ in self.factored for part in self.parts(axis)}
         views = (name for name, parts in self.views if not sub_axes.isdisjoint(parts))
         known = [(name, self.parts(name)) for name in (*self.seen, *(axis for axis, _ in self.factored), *views)]
@@ -208,7 +208,7 @@ class Mesh:
 
 
 class NoCommonParts(ValueError):
-    """The error of sizes by which an axis is to be factored, of which none is a multiple of the other."""
+    """The error of sizes by which an axis cannot be factored, because none is a multiple of the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +220,8 @@ class View:
     axes: tuple[tuple[str, int], ...]
 
     def cuts(self, mesh: Mesh) -> dict[str, list[int]]:
-        """Return the numbers of parts, for each axis of the mesh, at which the view's axes begin and end inside it.
+        """Return, for each axis of the mesh, the numbers of major parts at which axes of the view begin or end inside
+        it.
 
         >>> View(("dp", "tp"), (("edp", 4), ("ep", 2))).cuts(Mesh.parse("dp=2, tp=4"))
         {'dp': [], 'tp': [2]}
@@ -240,7 +241,7 @@ class View:
         }
 
     def fits(self, mesh: Mesh) -> bool:
-        """Return whether the view's axes are the ranks of axes of the mesh, and cut these into equal parts."""
+        """Return whether the view's axes have the ranks of axes of the mesh, and cut these into equal parts."""
         if not {*self.over} <= {*mesh.names}:
             return False
         try:
@@ -274,7 +275,7 @@ def _products(total: int, count: int) -> Iterator[tuple[int, ...]]:
 
 
 def finer(sizes: Sequence[int], cuts: Iterable[int]) -> tuple[int, ...]:
-    """Return sub-axes of sizes that are cut into parts too, so many from the major side.
+    """Return the sizes of sub-axes that are also cut at these numbers of major parts.
 
     >>> finer((2, 4), [4]), finer((8,), [2, 8])
     ((2, 2, 2), (2, 4))
@@ -292,7 +293,7 @@ def view_cuts(mesh: Mesh, views: Iterable[View]) -> dict[str, tuple[int, ...]]:
     """Return the sizes of the sub-axes of every axis that views of the mesh factor.
 
     Raises:
-        NoCommonParts: there are none.
+        NoCommonParts: the views cut an axis at places that do not fit each other.
     """
     sizes: dict[str, tuple[int, ...]] = {}
     for view in views:
@@ -306,8 +307,8 @@ def view_cuts(mesh: Mesh, views: Iterable[View]) -> dict[str, tuple[int, ...]]:
 
 
 def viewed(mesh: Mesh, views: Iterable[View], sizes: Mapping[str, Sequence[int]]) -> Mesh:
-    """Return a mesh with axes factored into sub-axes of ``sizes``, which views cut nowhere inside, and with their axes
-    of several ranks."""
+    """Return a mesh with axes factored into sub-axes of ``sizes``, as ``view_cuts`` returns them, and with the views'
+    axes of several ranks."""
     factored = mesh.factor(sizes)
     axes: list[tuple[str, tuple[str, ...]]] = []
     for view in views:
@@ -329,8 +330,8 @@ class UnevenNodes(ValueError):
 
 
 def node_levels(mesh: Mesh, ranks: int) -> dict[str, tuple[int, int]]:
-    """Return how many parts of each axis lie across nodes of so many ranks, and how many ranks of it share a node.
-    Ranks that are fewer than a node's share one.
+    """Return, for each axis, across how many nodes of so many ranks it lies, and how many of its ranks share a node. A
+    mesh of fewer ranks lies in one node.
 
     >>> node_levels(Mesh.parse("dp=8, tp=2"), 4)
     {'dp': (4, 2), 'tp': (1, 2)}

@@ -14,22 +14,22 @@ from .stretches import Atom, count, is_zigzag, zigzag
 EXCHANGE = "parc.exchange"
 """The collective by which packed rows change from a split over tokens to one over experts, or back."""
 Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""A rank's packed rows, and what is chosen, [experts, tokens], as they are split before and after an exchange."""
+"""A rank's packed rows, and ``chosen``, [experts, tokens], as it is split before and after an exchange."""
 
 
 def chosen_placement(rows: Placement, packed: Packed) -> Placement:
-    """Return the placement of [experts, tokens] that says which packed rows of a value are there."""
+    """Return the placement of ``chosen``, [experts, tokens], which marks the packed rows that are present."""
     assert packed is not None
     experts = packed[1]
     kinds: dict[str, AxisType] = dict.fromkeys((axis for axis, _ in rows.items()), "I")
     for outer, axis in rows.splits(0):
-        kinds[axis] = Split(*_of_chosen(outer, experts))
+        kinds[axis] = Split(*_chosen_split(outer, experts))
     return rows.replace(kinds)
 
 
-def _of_chosen(outer: Any, experts: int) -> tuple[int, Any]:
-    """Return the dim of what is chosen, experts (0) or tokens (1), that a split of packed rows splits, and its outer
-    part there; one that deals out every second part in reverse does so there too."""
+def _chosen_split(outer: Any, experts: int) -> tuple[int, Any]:
+    """Return the split of ``chosen`` that a split of packed rows is: its dim, experts (0) or tokens (1), and its outer
+    part; a zigzag stays one."""
     if count(outer) < experts:
         return 0, outer
     within = count(outer) // experts
@@ -37,7 +37,7 @@ def _of_chosen(outer: Any, experts: int) -> tuple[int, Any]:
 
 
 def chosen_type(rows: TensorType) -> TensorType:
-    """Return the type of [experts, tokens] that says which packed rows of a value are there."""
+    """Return the type of ``chosen``, [experts, tokens], which marks the packed rows that are present."""
     assert rows.packed is not None
     experts = rows.packed[1]
     shape = experts, rows.shape[0] // experts
@@ -46,12 +46,12 @@ def chosen_type(rows: TensorType) -> TensorType:
 
 @dataclass(frozen=True, slots=True)
 class RankOrder:
-    """The order of packed rows by the ranks of a group whose parts of tokens or experts they belong to."""
+    """The order of packed rows by the rank of a group that has their tokens or experts."""
 
     sizes: list[int]
     """The number of rows of each rank."""
     places: torch.Tensor | None
-    """The place among the packed rows of each row in this order; None where they lie in it."""
+    """The index among the packed rows of each row in this order; None where they lie in it."""
 
     def ordered(self, rows: torch.Tensor) -> torch.Tensor:
         """Return packed rows in the order of ranks."""
@@ -79,21 +79,21 @@ def rows_by_rank(chosen: torch.Tensor, ranks: int, dim: int, outer: int) -> Rank
 
 
 def sides(args: Sequence[Any], experts: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return the dim of what is chosen and its outer part that are split before an exchange, and those after it.
-    ``experts`` is how many are in what is chosen on the side that is split over tokens."""
+    """Return the splits of ``chosen`` before an exchange and after it. ``experts`` is the number of experts in
+    ``chosen`` on the side that is split over tokens."""
     _, _, outer, _, to_outer = args[:5]
-    return _of_chosen(outer, experts), _of_chosen(to_outer, experts)
+    return _chosen_split(outer, experts), _chosen_split(to_outer, experts)
 
 
 def chosen_types(before: TensorType, after: TensorType) -> tuple[TensorType, ...]:
-    """Return the types of what an exchange reads beside rows of a type, which it makes rows of another."""
+    """Return the types of ``chosen`` that an exchange reads beside its rows, as it is split before and after."""
     return chosen_type(before), chosen_type(after)
 
 
 def orders(before: torch.Tensor, after: torch.Tensor, ranks: int, args: Sequence[Any]) -> tuple[RankOrder, RankOrder]:
     """Return the orders in which a rank sends its rows in an exchange, and in which it has those that it receives."""
-    own, others = sides(args, max(before.shape[0], after.shape[0]))
-    return rows_by_rank(before, ranks, *others), rows_by_rank(after, ranks, *own)
+    split_before, split_after = sides(args, max(before.shape[0], after.shape[0]))
+    return rows_by_rank(before, ranks, *split_after), rows_by_rank(after, ranks, *split_before)
 
 
 def exchange_rows(pieces: Sequence[Any], args: Sequence[Any]) -> list[torch.Tensor]:
@@ -102,11 +102,13 @@ def exchange_rows(pieces: Sequence[Any], args: Sequence[Any]) -> list[torch.Tens
     Raises:
         ValueError: a rank sends another one more or fewer rows than that one awaits.
     """
-    ways = [orders(before, after, len(pieces), args) for _, before, after in pieces]
-    sent = [sending.ordered(rows).split(sending.sizes) for (rows, _, _), (sending, _) in zip(pieces, ways, strict=True)]
+    of_ranks = [orders(before, after, len(pieces), args) for _, before, after in pieces]
+    sent = [
+        sending.ordered(rows).split(sending.sizes) for (rows, _, _), (sending, _) in zip(pieces, of_ranks, strict=True)
+    ]
     results = []
-    for rank, (_, coming) in enumerate(ways):
-        parts = [of_rank[rank] for of_rank in sent]
+    for rank, (_, coming) in enumerate(of_ranks):
+        parts = [rows[rank] for rows in sent]
         if coming.sizes != [len(part) for part in parts]:
             raise ValueError(
                 f"place {rank} of a group awaits {coming.sizes} rows of the others, which send other numbers"

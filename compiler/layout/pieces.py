@@ -1,5 +1,5 @@
-"""Pieces of tensors: the part of one rank along a dim or in a placement, the positions of its entries, and all parts
-together again.
+"""Pieces of tensors: one rank's part along a dim or in a placement, its rounding to int8, the global positions of its
+entries, and the whole tensor from all pieces.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from .mesh import Mesh
 from .placement import AxisType, Placement, Split, parts
 from .stretches import Atom, Outer, atoms, count, is_zigzag, sizes_of, terms
 
-# ---- numbers of 8 bits
-# Powers of two make rounding exact to repeat: what was rounded is rounded to itself, so that a message holds the very
-# values of which the sender keeps the error.
+# ---- rounding to int8 with a scale for each block
+# Scales are powers of two, so rounding is idempotent: a message holds the very values whose error the sender keeps as
+# its residual.
 
 
 BLOCK_ENTRIES = 256
-"""The entries of a part, in row-major order, that share a power of two."""
+"""The entries of a part, in row-major order, that share a scale."""
 _SLAB_ENTRIES, _SLAB_ENTRIES_OF_CPU = 1 << 22, 1 << 14
-"""The entries of a slab: a large tensor is rounded slab by slab, which takes little memory beside it."""
-_MOST = 127
+"""The entries of a slab: a large tensor is rounded slab by slab, which needs small temporaries only."""
+_LARGEST = 127
 _LEAST_POWER = -126
 """Smaller scales are no normal numbers of float32."""
 
@@ -34,8 +34,8 @@ def packed_bytes(entries: int, parts: int = 1) -> int:
 
 
 def pack(x: torch.Tensor, place: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the entries of a tensor as int8, row-major, and behind them the exponent of each block; of a block with an
-    entry that is not finite it is 127. They are written to a ``place`` of int8, if there is one."""
+    """Return the entries of a tensor as int8, row-major, and behind them the exponent of each block's scale, which is
+    127 for a block with an entry that is not finite. They are written to a ``place`` of int8, if there is one."""
     flat = x.reshape(-1)
     packed = flat.new_empty(packed_bytes(len(flat)), dtype=torch.int8) if place is None else place
     numbers, exponents = packed[: len(flat)], packed[len(flat) :]
@@ -44,14 +44,14 @@ def pack(x: torch.Tensor, place: torch.Tensor | None = None) -> torch.Tensor:
         blocks = torch.nn.functional.pad(slab, (0, BLOCK_ENTRIES - rest)) if rest else slab
         blocks = blocks.float().view(-1, BLOCK_ENTRIES)
         largest = blocks.abs().amax(1)
-        fraction, power = torch.frexp(largest / _MOST)
+        fraction, power = torch.frexp(largest / _LARGEST)
         power = (power - (fraction == 0.5).int()).clamp(min=_LEAST_POWER)
         finite = largest.isfinite()
         power = torch.where(finite, power, torch.zeros_like(power))
-        rounded = torch.ldexp(blocks, -power[:, None]).round_().clamp_(-_MOST, _MOST).nan_to_num_()
+        rounded = torch.ldexp(blocks, -power[:, None]).round_().clamp_(-_LARGEST, _LARGEST).nan_to_num_()
         numbers[begin : begin + len(slab)].copy_(rounded.view(-1)[: len(slab)])
         first = begin // BLOCK_ENTRIES
-        exponents[first : first + len(power)].copy_(torch.where(finite, power, torch.full_like(power, _MOST)))
+        exponents[first : first + len(power)].copy_(torch.where(finite, power, torch.full_like(power, _LARGEST)))
     return packed
 
 
@@ -61,7 +61,7 @@ def unpack(packed: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
     count, blocks = len(flat), len(flat) // BLOCK_ENTRIES
     exponents = packed[count:].to(torch.int32)
     scales = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents)
-    scales = torch.where(exponents == _MOST, torch.full_like(scales, math.nan), scales)
+    scales = torch.where(exponents == _LARGEST, torch.full_like(scales, math.nan), scales)
     wide = flat.copy_(packed[:count]) if flat.dtype == torch.float32 else packed[:count].float()
     wide[: blocks * BLOCK_ENTRIES].view(-1, BLOCK_ENTRIES).mul_(scales[:blocks, None])
     wide[blocks * BLOCK_ENTRIES :].mul_(scales[blocks:])
@@ -69,8 +69,7 @@ def unpack(packed: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
 
 
 def sum_packed(rows: Sequence[torch.Tensor], result: torch.Tensor) -> torch.Tensor:
-    """Set a contiguous tensor to the sum of packed tensors, which is made in float32 and in their order, and return
-    it."""
+    """Set a contiguous tensor to the sum of packed tensors, in float32 and in their order, and return it."""
     total = result if result.dtype == torch.float32 else torch.empty_like(result, dtype=torch.float32)
     summand = torch.empty_like(total)
     unpack(rows[0], total)
@@ -80,7 +79,7 @@ def sum_packed(rows: Sequence[torch.Tensor], result: torch.Tensor) -> torch.Tens
 
 
 def round_int8(x: torch.Tensor, place: torch.Tensor | None = None) -> torch.Tensor:
-    """Return a tensor as its receiver has it, in a contiguous ``place``, if there is one. In float64 nothing is
+    """Return a tensor as its receiver unpacks it, in a contiguous ``place``, if there is one. Float64 is not
     rounded."""
     result = torch.empty_like(x, memory_format=torch.contiguous_format) if place is None else place
     if x.dtype == torch.float64:
@@ -108,13 +107,13 @@ def _chosen(parts: torch.Tensor, dim: int, numbers: Sequence[int]) -> torch.Tens
 
 
 def parts_in_order(dim: int, outer: Outer) -> bool:
-    """Return whether the parts of a dim lie one behind the other in memory."""
+    """Return whether the parts of a dim are contiguous in memory."""
     return dim == 0 and outer == 1
 
 
 def slice_dim(x: torch.Tensor, ranks: int, index: int, dim: int, outer: Outer) -> torch.Tensor:
-    """Return part ``index`` of ``ranks`` along ``dim``, seen as ``(outer, ranks, rest)``. Where parts are unequal, each
-    is cut so."""
+    """Return part ``index`` of ``ranks`` along ``dim``, seen as ``(outer, ranks, rest)``; unequal outer parts are cut
+    one by one."""
     size = x.shape[dim]
     if is_zigzag(outer):
         parts, deal = count(outer), Atom(ranks, "", mirrored=True)
@@ -154,22 +153,23 @@ def round_parts(x: torch.Tensor, ranks: int, dim: int, outer: Outer) -> torch.Te
 
 
 def take(tensor: torch.Tensor, placement: Placement, mesh: Mesh, coordinates: Mapping[str, int]) -> torch.Tensor:
-    """The piece of a whole tensor that the rank at ``coordinates`` holds (a copy)."""
+    """Return the piece of a whole tensor that the rank at ``coordinates`` holds, as a copy."""
     for dim in range(tensor.dim()):
         if splits := placement.splits(dim):
             stretches = terms(tensor.shape[dim], splits)
             pieces = tensor.split([size for size, _ in stretches], dim)
             taken = [
-                _take(piece, dim, equal, mesh, coordinates) for piece, (_, equal) in zip(pieces, stretches, strict=True)
+                _take_along(piece, dim, equal, mesh, coordinates)
+                for piece, (_, equal) in zip(pieces, stretches, strict=True)
             ]
             tensor = taken[0] if len(taken) == 1 else torch.cat(taken, dim)
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _take(
+def _take_along(
     tensor: torch.Tensor, dim: int, splits: Sequence[tuple[int, str]], mesh: Mesh, coordinates: Mapping[str, int]
 ) -> torch.Tensor:
-    """A rank's part of a dim that is split into equal parts."""
+    """Return a rank's part of a dim that is split into equal parts."""
     stretches = atoms(tensor.shape[dim], splits, mesh.size)
     if any(atom.mirrored for atom in stretches):
         types: dict[str, AxisType] = {axis: Split(dim, outer) for outer, axis in splits}
@@ -184,8 +184,8 @@ def _take(
 
 
 def put_together(pieces: Sequence[torch.Tensor], placement: Placement, mesh: Mesh) -> torch.Tensor:
-    """The whole tensor from every rank's piece (in rank order); partials are summed, replicas taken from rank 0 of
-    their axis."""
+    """Return the whole tensor from the pieces of all ranks, in rank order; partials are summed, and a replica is taken
+    from rank 0 of its axis."""
     skipped = [a for a, kind in placement.items() if not isinstance(kind, Split) and kind != "P"]
     places = ((mesh.coordinates(rank), piece) for rank, piece in enumerate(pieces))
     kept = [(coordinates, piece) for coordinates, piece in places if not any(coordinates[axis] for axis in skipped)]
@@ -202,7 +202,7 @@ def put_together(pieces: Sequence[torch.Tensor], placement: Placement, mesh: Mes
 def dim_index(
     size: int, dim: int, placement: Placement, mesh: Mesh, coordinates: Mapping[str, int], device: torch.device | None
 ) -> torch.Tensor:
-    """Return the global coordinates (int64, one per local entry) of a rank's entries along ``dim``, which has ``size``
+    """Return the global positions (int64, one per local entry) of a rank's entries along ``dim``, which has ``size``
     entries globally."""
     indices, start = [], 0
     for stretch, splits in terms(size, placement.splits(dim)):
@@ -219,7 +219,7 @@ def dim_index(
 
 
 Interval = tuple[int, int]
-"""Consecutive entries: the first, and how many."""
+"""Consecutive entries: the first one's number, and their count."""
 
 
 def dim_runs(size: int, dim: int, placement: Placement, mesh: Mesh, coordinates: Mapping[str, int]) -> list[Interval]:

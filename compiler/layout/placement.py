@@ -34,9 +34,9 @@ class Split(NamedTuple):
 
 
 AxisType = Literal["R", "I", "P"] | Split
-"""The type of a value over one axis. ``R``: the same value, which each rank uses for its own part. ``I``: the same
-value, which all use alike. ``P``: the true value is the sum over the ranks. ``Split``: each rank has a part. Gradients
-have the dual types: R and P swap, I and Split stay."""
+"""The type of a value over one axis. ``R`` and ``I`` are replicated, the same value on all ranks: with ``R`` each rank
+computes its own part of the work, with ``I`` all compute the same. ``P`` is partial: the true value is the sum over
+the ranks. With ``Split`` each rank has a part. Gradients have the dual types: R and P swap, I and Split stay."""
 
 
 _Kind = TypeVar("_Kind", bound=AxisType)
@@ -109,8 +109,8 @@ class Placement:
 
     def splits(self, dim: int) -> list[tuple[Outer, str]]:
         """``(outer, axis)`` of every axis on ``dim``, major first."""
-        found = ((kind.outer, axis) for axis, kind in self.types if isinstance(kind, Split) and kind.dim == dim)
-        return sorted(found, key=lambda split: (count(split[0]), split[1]))
+        splits = ((kind.outer, axis) for axis, kind in self.types if isinstance(kind, Split) and kind.dim == dim)
+        return sorted(splits, key=lambda split: (count(split[0]), split[1]))
 
     def nests(self, shape: Sequence[int], mesh: Mesh) -> bool:
         """Return whether the splits of each dim fit each other and divide it."""
@@ -176,8 +176,8 @@ def is_supported(dtype: torch.dtype) -> bool:
 
 
 Packed = tuple[int, int] | None
-"""The rows of a packed value that are there, ``(2, 8)`` of every 8 two on the average; None for a value that is whole.
-See compiler/ops/own_ops.py."""
+"""The rows of a packed value that are present: ``(2, 8)`` is two of every eight on average; None for a value that is
+whole. See compiler/ops/own_ops.py."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,4 @@
-"""Parts of a dim. A dim may be several stretches, one after the other, each split on its own; ``Outer`` has their
-proportions."""
+"""Parts of a dim and their splits over ranks. A dim may consist of several stretches, each split by itself."""
 
 from __future__ import annotations
 
@@ -10,19 +9,19 @@ from functools import lru_cache
 from typing import Any
 
 Outer = int | tuple[int, ...]
-"""The parts of a dim: their number where they are equal, else their proportions. ``(2, 1, 1)`` of 128 is 64, 32 and
-32. A zigzag number of equal parts is negative, also in a program's text (`zigzag`); products and quotients keep it so.
-No other module looks at the sign."""
+"""The parts of a dim: their number where they are equal, else their proportions: ``(2, 1, 1)`` of 128 is 64, 32 and 32.
+The number of zigzag parts is negative, also in a program's text; products and quotients keep it so. No other module
+looks at the sign."""
 
 
 def zigzag(parts: int) -> int:
-    """Return equal parts of which every second one is dealt out in reverse: of two parts over 3 ranks these have 0 and
-    5, 1 and 4, 2 and 3 of six."""
+    """Return equal parts of which every second one is split in reverse: of two parts over 3 ranks, the ranks have
+    pieces 0 and 5, 1 and 4, 2 and 3 of six."""
     return -parts
 
 
 def is_zigzag(outer: Outer) -> bool:
-    """Return whether every second part is dealt out in reverse."""
+    """Return whether every second part is split in reverse."""
     return isinstance(outer, int) and outer < 0
 
 
@@ -33,7 +32,7 @@ def outer_of(sizes: Sequence[int]) -> Outer:
 
 
 def count(outer: Outer) -> int:
-    """The number of parts."""
+    """Return the number of parts."""
     return abs(outer) if isinstance(outer, int) else len(outer)
 
 
@@ -43,7 +42,7 @@ def inside(outer: Outer, ranks: int) -> Outer:
 
 
 def sizes_of(outer: Outer, size: int) -> list[int]:
-    """The parts' sizes in a dim.
+    """Return the sizes of the parts of a dim.
 
     Raises:
         ValueError: they are no whole numbers.
@@ -90,7 +89,8 @@ def within(outer: Outer, stretches: tuple[int, ...]) -> tuple[Outer, ...]:
 
 
 def terms(size: int, splits: Sequence[tuple[Outer, str]]) -> list[tuple[int, list[tuple[int, str]]]]:
-    """Return a dim as stretches in each of which every split has equal parts. Most dims are one stretch.
+    """Return a dim as stretches, each with the splits over axes, which have equal parts there. Most dims are one
+    stretch.
 
     Raises:
         ValueError: the splits do not fit each other, or the dim.

@@ -74,12 +74,7 @@ ATTENTION_RULES = {
         _forward_rule, precision="product", flops=_flops, storage="fresh", key_at=4, chance_at=7
     ),
     "parc.attention_backward.default": OpRow(
-        _backward_rule,
-        precision="product",
-        flops=_backward_flops,
-        backward=True,
-        storage="fresh",
-        key_at=5,
+        _backward_rule, precision="product", flops=_backward_flops, backward=True, storage="fresh", key_at=5,
         chance_at=10,
     ),
-}
+}  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from ..factors import OpCall, OpRule, rule
 from ..op_row import OpRow, Ruling, contracted
@@ -33,38 +34,22 @@ def _routed(call: OpCall) -> OpRule:
     return rule(f"{rows}, e! t -> {rows}")(call)
 
 
+_packed_row = partial(OpRow, storage="fresh", compiled=False)
+
 EXPERTS_RULES: dict[str, OpRow] = {
-    "parc.pack.default": OpRow(rule("t h, e t -> (e t) h", linear="0"), packs="rows", storage="fresh", compiled=False),
-    "parc.unpack.default": OpRow(
-        rule("(e t) h, e t -> t h", linear="0"), packs="sums", storage="fresh", compiled=False
-    ),
-    "parc.pick.default": OpRow(rule("e t, e t -> (e t) 1", linear="0"), packs="rows", storage="fresh", compiled=False),
-    "parc.unpick.default": OpRow(
-        rule("(e t) 1, e t -> e t", linear="0"), packs="sums", storage="fresh", compiled=False
-    ),
-    "parc.spread.default": OpRow(
-        rule("e n, e t -> (e t) n", linear="0"), packs="rows", storage="fresh", compiled=False
-    ),
-    "parc.expert_sum.default": OpRow(
-        rule("(e t) n, e t -> e n", linear="0"), packs="sums", storage="fresh", compiled=False
-    ),
-    # packed rows change here from a split over experts to one over tokens, or back: no factor may be split
+    "parc.pack.default": _packed_row(rule("t h, e t -> (e t) h", linear="0"), packs="rows"),
+    "parc.unpack.default": _packed_row(rule("(e t) h, e t -> t h", linear="0"), packs="sums"),
+    "parc.pick.default": _packed_row(rule("e t, e t -> (e t) 1", linear="0"), packs="rows"),
+    "parc.unpick.default": _packed_row(rule("(e t) 1, e t -> e t", linear="0"), packs="sums"),
+    "parc.spread.default": _packed_row(rule("e n, e t -> (e t) n", linear="0"), packs="rows"),
+    "parc.expert_sum.default": _packed_row(rule("(e t) n, e t -> e n", linear="0"), packs="sums"),
+    # packed rows change here from a split over experts to one over tokens, or back: experts may not be split
     "parc.route.default": OpRow(_routed, moves="copy", packs="rows", reroutes=True, compiled=False),
-    "parc.expert_linear.default": OpRow(
-        _EXPERT_LINEAR,
-        precision="product",
-        packs="rows",
-        flops=_chosen_flops(_EXPERT_LINEAR),
-        storage="fresh",
-        compiled=False,
+    "parc.expert_linear.default": _packed_row(
+        _EXPERT_LINEAR, precision="product", packs="rows", flops=_chosen_flops(_EXPERT_LINEAR)
     ),
-    "parc.expert_outer.default": OpRow(
-        _EXPERT_OUTER,
-        precision="product",
-        packs="sums",
-        flops=_chosen_flops(_EXPERT_OUTER),
-        storage="fresh",
-        compiled=False,
+    "parc.expert_outer.default": _packed_row(
+        _EXPERT_OUTER, precision="product", packs="sums", flops=_chosen_flops(_EXPERT_OUTER)
     ),
     "parc.slots.default": OpRow(rule("e b s! -> e b c!"), storage="fresh"),
     "parc.dispatch.default": OpRow(rule("b s! h, e b c -> e b c h", linear="0"), storage="fresh"),
