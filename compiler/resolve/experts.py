@@ -33,6 +33,8 @@ class RoutedLayer(NamedTuple):
     """The rows of the busiest rank over the mean, as a plan states it."""
     capacity: float | None = None
     """The most tokens of a sequence that an expert takes, over the mean; None where it takes all."""
+    replicas: frozenset[str] = frozenset()
+    """The axes of a view along which ranks hold the same experts."""
 
 
 def routing_of(plan: Plan, names: PlanNames, captured: Captured) -> dict[str, RoutedLayer]:
@@ -88,11 +90,6 @@ def capacities_of(plan: Plan, model: nn.Module) -> dict[str, Capacity]:
                     message = f"two lines give `{path}` different capacities"
                     raise PlanError([Diagnostic(REPEATED, message, Label(line.span), related, help=help_)])
     return {path: Capacity(line.capacity, sequences) for path, line in lines.items() if line.capacity is not None}
-
-
-def biases_of(layers: Mapping[str, RoutedLayer]) -> dict[str, Bias]:
-    """Return the biases that steps move, by the module of the experts."""
-    return {module: layer.bias for module, layer in layers.items() if layer.bias is not None}
 
 
 def routing_facts(routing: Mapping[str, RoutedLayer]) -> dict[str, Any]:

@@ -22,11 +22,12 @@ from ..plan.layouts import DimLayout, DimSplit, Factor, Fix, SplitWeights, cut_d
 from ..plan.plan import Plan
 from ..program.optimizers import Groups, grouped
 from ..sizes.size_range import BATCH, SizeRange
-from .names import PlanNames, WeightUse, find_modules, find_parameters, find_values, find_weights, split_dim
+from .names import PlanNames, find_modules, find_parameters, find_values, find_weights, split_dim
+from .requests import Axes, Compression, Sharding
 from .seeds import PlacementSeed, Seeds, Views
 from .sequences import sequence_seeds, split_inputs
 from .stage_lines import find_cuts
-from .storage import CompressLine, ZeroLine, compress_lines, recompute_lines, zero_lines
+from .storage import compressions_of, recompute_lines, shardings_of
 
 # ---- axes of several ranks that no line of a plan uses.
 
@@ -59,9 +60,6 @@ def idle_axes(plan: Plan, seeds: Iterable[PlacementSeed]) -> Iterator[Diagnostic
 # ---- the plan's placement lines applied to the names of a captured model: seeds of propagation, or every error.
 
 
-__all__ = ["PlanNames", "Resolved", "WeightUse", "ZeroLine", "input_faults", "resolve"]
-
-
 @dataclass(frozen=True, slots=True)
 class Resolved:
     """The lines of a plan resolved: seeds in the order of the lines, at most one for a value and axis, none on axes of
@@ -75,42 +73,42 @@ class Resolved:
     pads: Pads = field(default_factory=dict)
     """The dims of parameters that are longer than the model's, so that their splits divide them."""
     precision: tuple[tuple[str, tuple[str, ...], int], ...] = ()
-    zero: tuple[ZeroLine, ...] = ()
-    compress: tuple[CompressLine, ...] = ()
+    shardings: Mapping[str, list[Sharding]] = field(default_factory=dict)
+    """The demands of ``zero`` lines, over the plan's own axes, by the parameters' names."""
+    compressions: Mapping[str, Compression] = field(default_factory=dict)
+    """The demands of ``compress`` lines, likewise."""
     views: Views | None = None
     recompute: tuple[RecomputeLine, ...] = ()
+    axes: Axes = field(default_factory=Axes)
+    """The factoring of axes with which the lines were resolved."""
 
     def line_of(self, value: str, dim: int) -> int:
         """Return the first line of the plan that splits a dim, for the computation or where it is stored."""
         lines = [seed.span.root.line for seed in self.seeds if (seed.value, seed.dim) == (value, dim)]
-        return next(iter([*lines, *(line.line for line in self.zero if value in line.parameters)]))
-
-
-PartCounts = Mapping[tuple[str, str], int]
-"""The number of parts into which a value is split over an axis, by value and axis, where it is less than the number of
-ranks."""
+        return next(iter([*lines, *(sharding.line for sharding in self.shardings.get(value, ()))]))
 
 
 def resolve(
-    plan: Plan, names: PlanNames, longer: Pads | None = None, parts: PartCounts | None = MappingProxyType({})
+    plan: Plan, names: PlanNames, longer: Pads | None = None, axes: Axes | None = None, loose: bool = False
 ) -> Resolved:
     """Apply the plan's placement lines to the values of a captured model.
 
     Dims that ``longer`` names are made longer even where they divide: in a twin of a build in which they do not.
-    While ``parts`` are not known (None), dims of parameters need not divide: what does not is no error yet.
+    Before ``axes`` are known, dims of parameters need not divide: if ``loose``, what does not is no error yet.
 
     Raises:
         PlanError: with every error of every line.
     """
-    resolver = _Resolver(plan, names, {(name, pad.dim) for name, pads in (longer or {}).items() for pad in pads}, parts)
+    longer_dims = {(name, pad.dim) for name, pads in (longer or {}).items() for pad in pads}
+    resolver = _Resolver(plan, names, longer_dims, axes.parts(axes.mesh(plan)) if axes is not None else {}, loose)
     # experts first: a line that splits tokens reaches their weights too, where these are whole
     for line in sorted(plan.placements, key=lambda line: not isinstance(line, Experts)):
         resolver.apply(line)
     for sequence in plan.sequence:
         resolver.split_sequences(sequence)
     precision = tuple(resolver.precision(line) for line in plan.precision)
-    zero, errors = zero_lines(plan, names, resolver.seeds, resolver.views)
-    compress, wrong = compress_lines(plan, names)
+    shardings, errors = shardings_of(plan, names, resolver.seeds, resolver.views)
+    compressions, wrong = compressions_of(plan, names)
     recompute, unkept = recompute_lines(plan, names)
     resolver.diagnostics += [*errors, *wrong, *unkept]
     resolver.diagnostics += find_cuts(plan, names)[1]
@@ -121,8 +119,8 @@ def resolve(
     resolver.diagnostics += idle_axes(plan, resolver.seeds.found.values())
     return Resolved(
         resolver.seeds.in_order(plan),
-        tuple(resolver.diagnostics), frozen, groups, pads_by_value(resolver.seeds.pads.items()), precision, zero,
-        compress, resolver.views, recompute,
+        tuple(resolver.diagnostics), frozen, groups, pads_by_value(resolver.seeds.pads.items()), precision,
+        shardings, compressions, resolver.views, recompute, axes or Axes(),
     )  # fmt: skip
 
 
@@ -132,7 +130,7 @@ def input_faults(plan: Plan) -> list[Diagnostic]:
     names = PlanNames({}, {line.name: plan.input_shape(line) for line in plan.inputs}, smaller=True)
     errors: list[Diagnostic] = []
     for sizes in ({name: SizeRange(size.high, size.high) for name, size in plan.sizes.items()}, plan.sizes):
-        resolver = _Resolver(replace(plan, sizes=sizes), names, (), {})
+        resolver = _Resolver(replace(plan, sizes=sizes), names)
         for line in plan.placements:
             if isinstance(line, Fix):
                 resolver.apply(line)
@@ -150,12 +148,13 @@ class _Resolver:
     """The lines applied so far, in order, with all that they said."""
 
     def __init__(
-        self, plan: Plan, names: PlanNames, longer: Collection[tuple[str, int]], parts: PartCounts | None
-    ) -> None:
+        self, plan: Plan, names: PlanNames, longer: Collection[tuple[str, int]] = (),
+        parts: Mapping[tuple[str, str], int] = MappingProxyType({}), loose: bool = False,
+    ) -> None:  # fmt: skip
         self._plan = plan
         self._names = names
         self.views, self.diagnostics = Views.of(plan, names)
-        self._parts, self._loose = parts or {}, parts is None
+        self._parts, self._loose = parts, loose
         self.seeds = Seeds(names, self._mesh_of, longer, self._loose)
         self._sequences, uneven = split_inputs(plan, self.seeds)
         self._report(uneven)
@@ -244,9 +243,9 @@ class _Resolver:
                     cuts[result[1].axis] = result
             for axis in self.views.mesh_of(value).names if not failed else ():
                 if axis in cuts:
-                    yield _seed(value, *cuts[axis], word.span, fixed=True)
+                    yield _seed(value, *cuts[axis], word.span, fixed=True, gathered=line.gathered)
                 elif axis not in self._sequences.get(value, ()):
-                    yield PlacementSeed(value, axis, None, 1, word.span, fixed=True)
+                    yield PlacementSeed(value, axis, None, 1, word.span, fixed=True, gathered=line.gathered)
 
     def _cuts(self, line: Fix, value: str) -> Iterator[tuple[int, DimSplit] | Diagnostic]:
         """Return the cuts that a layout makes in a value, with their dims."""
@@ -366,5 +365,5 @@ class _Resolver:
             yield from (_seed(value, at, cut, word.span, fixed=False) for cut in result)
 
 
-def _seed(value: str, dim: int, found: DimSplit, span: Span, *, fixed: bool) -> PlacementSeed:
-    return PlacementSeed(value, found.axis, dim, found.outer, span, fixed, found.start, found.inner, found.pad)
+def _seed(value: str, dim: int, cut: DimSplit, span: Span, *, fixed: bool, gathered: bool = False) -> PlacementSeed:
+    return PlacementSeed(value, cut.axis, dim, cut.outer, span, fixed, cut.start, cut.inner, cut.pad, gathered)

@@ -37,6 +37,7 @@ class PlacementSeed:
     start: int = 1
     inner: int = 1
     pad: bool = False  # the sub-dim, which begins after `start` parts, may be made longer by groups of `inner` entries
+    gathered: bool = False  # a value inside the model is kept gathered for backward, where a product gathers it
 
 
 class Seeds:

@@ -46,7 +46,7 @@ def sequence_seeds(
                 if len(places) == 1:  # scores of attention have two
                     name, dim, outer = places[0]
                     inner = _inmost(name, outer, axis, plan, split)
-                    yield PlacementSeed(site.name, axis, dim, inner, word.span, fixed=False)
+                    yield PlacementSeed(site.name, axis, dim, inner, word.span, fixed=False, gathered=line.gathered)
 
 
 def _places(site: InnerValue, line: Sequence, plan: Plan) -> list[tuple[str, int, Outer]]:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from ...grammar.codes_plan import CONFLICT, NO_OPERATOR, NOT_COMPRESSED, NOTHING_REMADE, SPLIT_ALREADY
 from ...grammar.diagnostics import Diagnostic, Label, Severity
 from ...grammar.nearest import did_you_mean, listed
-from ...grammar.source import Span
 from ...grammar.syntax import Word
 from ..ops.recompute import FAMILIES, SENT_WORD, RecomputeLine, in_modules
 from ..plan.directives.compress import Compress
@@ -16,44 +14,37 @@ from ..plan.directives.recompute import Recompute
 from ..plan.directives.zero import Zero
 from ..plan.plan import Plan
 from .names import PlanNames, find_modules, find_parameters
+from .requests import Compression, Sharding
 from .seeds import Seeds, Views
 
 
-@dataclass(frozen=True, slots=True)
-class ZeroLine:
-    """A ``zero`` line: its level over an axis of several ranks, its parameters, and the line's number."""
-
-    level: int
-    axis: str
-    parameters: tuple[str, ...]
-    line: int
-    within: bool = False
-    """True for those ranks of the axis alone that share a node."""
-
-
-def zero_lines(
+def shardings_of(
     plan: Plan, names: PlanNames, seeds: Seeds, views: Views
-) -> tuple[tuple[ZeroLine, ...], list[Diagnostic]]:
-    """Return the ``zero`` lines that do something, and the errors of all. A parameter has one level over an axis, and
-    no line splits it over that axis. Over an axis of a view a line without names means the parameters of the view."""
-    lines: list[ZeroLine] = []
+) -> tuple[dict[str, list[Sharding]], list[Diagnostic]]:
+    """Return the shardings that ``zero`` lines ask for, over the plan's own axes, by the parameters' names, and the
+    errors of all lines. A parameter has one level over an axis, and no line splits it over that axis. Over an axis of a
+    view a line without names means the parameters of the view."""
+    shardings: dict[str, list[Sharding]] = {}
     errors: list[Diagnostic] = []
     said: dict[tuple[str, str], Zero] = {}
     for line in plan.zero:
+        axis = line.axis.text
         parameters, unknown = named_parameters(line.where, names)
         errors += unknown
-        if (view := views.line_of(line.axis.text)) is not None:
+        if (view := views.line_of(axis)) is not None:
             outside = [name for name in parameters if views.lines.get(name) is not view]
             if line.where and outside:
                 errors += views.check(outside[0], (line.axis,))
             parameters = [name for name in parameters if name not in outside]
-        parts = plan.refined.parts(line.axis.text)
+        parts = plan.refined.parts(axis)
         wrong = (_cannot_store(line, name, parts, seeds, said) for name in parameters)
         errors += [problem for problem in wrong if problem is not None][:1]
         said.update({(name, part): line for name in parameters for part in parts})
-        if line.level and plan.ranks(line.axis.text) > 1:
-            lines.append(ZeroLine(line.level, line.axis.text, tuple(parameters), line.span.root.line, line.within))
-    return tuple(lines), errors
+        for name in parameters if line.level and plan.ranks(axis) > 1 else ():
+            spare = name in views.lines and axis in views.lines[name].view.over
+            sharding = Sharding(axis, line.level, line.span.root.line, spare, line.within)
+            shardings.setdefault(name, []).append(sharding)
+    return shardings, errors
 
 
 def named_parameters(where: Sequence[Word], names: PlanNames) -> tuple[list[str], list[Diagnostic]]:
@@ -132,20 +123,10 @@ REDUCED_EARLY = 2
 """The level of ``zero`` from which every backward sums gradients."""
 
 
-@dataclass(frozen=True, slots=True)
-class CompressLine:
-    """A ``compress`` line: its axis and format, its parameters, whether it names them, and its place."""
-
-    axis: str
-    format: str
-    parameters: tuple[str, ...]
-    names_them: bool
-    span: Span
-
-
-def compress_lines(plan: Plan, names: PlanNames) -> tuple[tuple[CompressLine, ...], list[Diagnostic]]:
-    """Return the ``compress`` lines that do something, and the errors of all."""
-    lines: list[CompressLine] = []
+def compressions_of(plan: Plan, names: PlanNames) -> tuple[dict[str, Compression], list[Diagnostic]]:
+    """Return the compressions that ``compress`` lines ask for, over the plan's own axes, by the parameters' names, and
+    the errors of all lines."""
+    compressions: dict[str, Compression] = {}
     errors: list[Diagnostic] = []
     early = [(line, set(named_parameters(line.where, names)[0]))
              for line in plan.zero if line.level >= REDUCED_EARLY and not line.within]  # fmt: skip
@@ -157,8 +138,9 @@ def compress_lines(plan: Plan, names: PlanNames) -> tuple[tuple[CompressLine, ..
         errors += [problem for problem in wrong if problem is not None][:1]
         said.update(dict.fromkeys(parameters, line))
         if plan.ranks(line.axis.text) > 1:
-            lines.append(CompressLine(line.axis.text, line.format, tuple(parameters), bool(line.where), line.span))
-    return tuple(lines), errors
+            compression = Compression((line.axis.text,), line.format, line.span.root.line)
+            compressions.update(dict.fromkeys(parameters, compression))
+    return compressions, errors
 
 
 def _cannot_compress(

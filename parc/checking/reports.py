@@ -63,7 +63,7 @@ def place_text(span: Span) -> str:
 
 def _pipeline_row(compiled: Compiled) -> dict[str, Any]:
     """Return the schedule, with its number of stages."""
-    pipeline, microbatches = compiled.pipeline, compiled.plan.microbatches
+    pipeline, microbatches = compiled.request.pipeline, compiled.plan.microbatches
     if pipeline is None or compiled.plan.schedule is None:
         return {"schedule": "accumulation", "stages": 1, "microbatches": microbatches}
     return {

@@ -43,14 +43,14 @@ class SmallModels:
         self._modules = dict[tuple[Any, ...], nn.Module | None]()
         self._blocks = Counter(map(starred, names))
         stages = stages_of(compiled, dict.fromkeys(names, ()))
-        last = compiled.pipeline.stages - 1 if compiled.pipeline is not None else 0
+        last = compiled.request.pipeline.stages - 1 if compiled.request.pipeline is not None else 0
         self._empty = min(stages.values(), default=0), last - max(stages.values(), default=last)
         """The stages without blocks before those that have some, and behind them."""
         in_stages = Counter((starred(name), stages[name]) for name in names)
         self._most = {kind: max(n for (of, _), n in in_stages.items() if of == kind) for kind in self._blocks}
         """The most blocks of each kind in a stage."""
         axes = {line.axis.text for line in plan.placements if isinstance(line, Experts)}
-        layers = [layer for layer in compiled.routing.values() if layer.ranks > 1]
+        layers = [layer for layer in compiled.request.placing.experts.values() if layer.ranks > 1]
         self._experts = (layers[0], axes.pop()) if layers and len(axes) == 1 else None
 
     def least_ranks(self) -> dict[str, int]:
@@ -92,7 +92,7 @@ class SmallModels:
     def stages(self, mesh: Mesh, arguments: SmallArguments) -> tuple[Stage, ...]:
         """Return the plan's stages for a smaller model. Its widths are not those that the plan's stages balance, so
         they have equal numbers of blocks; those without any, as of a large head, are as in the build."""
-        plan, pipeline = self._compiled.plan, self._compiled.pipeline
+        plan, pipeline = self._compiled.plan, self._compiled.request.pipeline
         if not plan.stages or (mesh.declared == plan.mesh and not arguments):
             return plan.stages
         line, module = replace(plan.stages[0], before=(), after=(), balanced=True), self._module(arguments)
@@ -147,7 +147,7 @@ class SmallModels:
     def _has_experts(self, arguments: SmallArguments, experts: int) -> bool:
         """Return whether a model has so many experts where the plan's own model has all: they are the rows of a
         parameter."""
-        kinds = {starred(path) for path in self._compiled.routing}
+        kinds = {starred(path) for path in self._compiled.request.placing.experts}
 
         def rows(module: nn.Module | None) -> set[tuple[str, int]]:
             named = module.named_parameters() if module is not None else ()

@@ -23,10 +23,11 @@ from parc.compiler.layout.mesh import Mesh
 from parc.compiler.ops.precision import regions
 from parc.compiler.padding.pads import facts_of
 from parc.compiler.plan.plan import Plan
-from parc.compiler.program.actions import ACTIONS, Action, Purpose, schedule_text
+from parc.compiler.program.actions import ACTIONS, Action, schedule_text
 from parc.compiler.program.program import REFERENCE_FILE
-from parc.compiler.resolve.experts import RoutedLayer, routing_facts
+from parc.compiler.resolve.experts import routing_facts
 from parc.compiler.resolve.placements import Resolved
+from parc.compiler.resolve.requests import Request
 from parc.compiler.sizes.polynomials import check_points
 from parc.compiler.sizes.template import Template
 from parc.compiling.fit import Fitted
@@ -34,8 +35,6 @@ from parc.compiling.size_ranges import fixed
 from parc.grammar.codes_build import BAD_WEIGHTS
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.passes.pipeline import Built
-from parc.passes.placing.heads import Copies
-from parc.passes.programs.cut import Pipeline
 
 # ---- the files of a plan's ``init`` line, checked against its model, and the facts about them for a run.
 
@@ -92,32 +91,36 @@ class Compiled:
 
     plan: Plan
     folder: Path
-    mesh: Mesh
     lines: TaskLines
     recorded: Recorded
     captured: Captured
     resolved: Resolved
+    request: Request
     built: Built
     timelines: dict[str, tuple[Action, ...]]
     """The actions of each role in a step, in order."""
-    pipeline: Pipeline | None
     sizes: dict[str, int]
     overrides: dict[str, Any] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
-    frozen: frozenset[str] = frozenset()
-    copies: Copies = field(default_factory=Copies)
-    routing: Mapping[str, RoutedLayer] = field(default_factory=dict)
-    """The layers of experts, by their modules."""
     fitted: Fitted | None = None
     """The choice of blocks that are made again, where a line chooses."""
     template: Template | None = None
     """The programs for all sizes, where the plan declares ranges; ``built`` holds those of the largest."""
     written: Build | None = None
     """The build in files that this compilation is compared with, if there is one."""
-    purpose: Purpose = "training"
-    """The purpose of the programs; the model of all but training is in ``eval()``."""
     evaluation: Compiled | None = None
     """The same plan's evaluation, if it asks for one."""
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh on which the programs run, with axes factored."""
+        return self.request.placing.mesh
+
+    @property
+    def frozen(self) -> frozenset[str]:
+        """The parameters that the programs do not train."""
+        trains = self.request.trains
+        return self.request.computing.frozen if trains else frozenset(self.captured.placeholders("parameter"))
 
     @cached_property
     def build(self) -> Build:
@@ -157,7 +160,7 @@ def programs_of(compiled: Compiled) -> dict[str, str]:
         return dict(compiled.template.texts)
     programs = {
         program_file(program): program.text() for made in compiled.built.roles.values() for program in made.values()
-        if ACTIONS[program.action].serves(compiled.purpose)
+        if ACTIONS[program.action].serves(compiled.request.purpose)
     }  # fmt: skip
     own = {REFERENCE_FILE: compiled.built.reference.text(), **programs}
     evaluated = programs_of(compiled.evaluation) if compiled.evaluation is not None else {}
@@ -194,7 +197,7 @@ def manifest_of(compiled: Compiled) -> dict[str, Any]:
         "constants": constant_facts(compiled),
         **({} if evaluation is None else
            {"evaluation": {**facts["evaluation"], "constants": constant_facts(evaluation)}}),
-        **routing_facts(compiled.routing),
+        **routing_facts(compiled.request.placing.experts),
     }  # fmt: skip
 
 

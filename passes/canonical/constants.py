@@ -17,7 +17,8 @@ from torch import fx
 from ...compiler.capture.node_facts import noted
 from ...compiler.ops.own_ops import OPS, aten
 from ...compiler.ops.rules import facts
-from ..calls import Choices, agreed, operands_of, rule_of, substitute_nodes
+from ...compiler.resolve.requests import Choices, agreed
+from ..calls import operands_of, rule_of, substitute_nodes
 
 _MOST = 1 << 22  # entries that are looked at one by one
 

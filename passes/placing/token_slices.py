@@ -20,20 +20,21 @@ from ...compiler.ops.rules import facts
 from ...compiler.ops.splits import from_factor, to_factor
 from ...compiler.resolve.in_graph import ContextLine
 from ...compiler.resolve.names import is_within
+from ...compiler.resolve.requests import Claim
 from ..calls import ValueKey, computes, fake, key_of, operands_of, tensors_of
-from .propagate import Claim, Placed
+from .propagate import Placed
 
 _Gathers = frozenset[tuple[ValueKey, str]]
 
 
 def slice_tokens(
     graph: fx.Graph, mesh: Mesh, placed: Placed, replicas: Mapping[str, Collection[str]]
-) -> tuple[list[Claim], _Gathers]:
+) -> tuple[list[Claim[ValueKey]], _Gathers]:
     """Return the claims that cut tokens where they are packed for experts, over axes that do not split them yet, and
     the sums over experts that are gathered over such an axis. The axes are those that split these experts, and those
     along which a view has ``replicas`` of them. Tokens that do not divide stay. Over axes that split each expert, as
     tensor parallelism does, tokens are claimed whole."""
-    claims: list[Claim] = []
+    claims: list[Claim[ValueKey]] = []
     gathered: set[tuple[ValueKey, str]] = set()
     for route in graph.nodes:
         if not computes(route) or not facts(route.target).reroutes:
