@@ -21,7 +21,7 @@ from parc.compiler.ops.precision import is_narrow
 from parc.compiler.program.actions import ACTIONS, FORWARD
 from parc.compiler.program.binding import PARAMETERS
 from parc.compiler.program.blocks import starred
-from parc.compiler.resolve.in_graph import RING_METHODS, context_lines
+from parc.compiler.resolve.in_graph import RING_METHODS
 from parc.compiling.compiled import Compiled
 from parc.compiling.size_ranges import line_span
 from parc.grammar.codes_build import (
@@ -288,7 +288,7 @@ def _whole_keys(compiled: Compiled) -> Iterator[Diagnostic]:
     """Warn of attentions that gather keys though a line wants these to go around."""
     roles = [program for role in compiled.build.roles.values() for program in role.programs.values()]
     functions = [(program, each) for program in roles if program.action == FORWARD for each in program.functions]
-    for ring in context_lines(compiled.plan, names_of(compiled.captured), compiled.captured):
+    for ring in compiled.request.placing.context:
         found: dict[str, int] = {}
         axes = ",".join(compiled.mesh.parts(ring.axis))
         for program, function in functions if ring.method in RING_METHODS else ():

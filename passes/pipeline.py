@@ -134,7 +134,7 @@ def mark_blocks(graph: fx.Graph, units: frozenset[str] = frozenset()) -> None:
             noted(node).block = block_of(noted(node).origin.module, units)
 
 
-def _frozen(graph: fx.Graph, frozen: frozenset[str]) -> None:
+def _freeze_untrained(graph: fx.Graph, frozen: frozenset[str]) -> None:
     freeze_parameters(graph, frozen)
 
 
@@ -159,7 +159,7 @@ GLOBAL_PASSES = (
     Pass("canonical form", lambda graph, choices: copied(canonical_form(graph, choices is not None)),
          "captured choices", gives="graph"),
     Pass("constants", fold_constants, "graph choices", changes="graph"),
-    Pass("what is not trained", _frozen, "graph frozen", changes="graph"),
+    Pass("what is not trained", _freeze_untrained, "graph frozen", changes="graph"),
     Pass("loss", _loss, "graph terms unbatched", gives="count counts", changes="graph"),
     Pass("loads", count_loads, "graph updates returned evaluates", changes="graph"),
     Pass("packed rows", mark_packed, "graph", changes="graph"),
@@ -180,7 +180,7 @@ def _claimed(graph: fx.Graph, claims: Sequence[Claim[Binding]]) -> Sequence[Clai
     return [claim.at(values[claim.value]) for claim in claims if claim.value in values]
 
 
-def _placed(
+def _place_values(
     graph: fx.Graph, mesh: Mesh, claims: Sequence[Claim[ValueKey]],
     fused: Sequence[tuple[PlacementSeed, Sequence[str]]], context: Sequence[ContextLine],
     experts: Mapping[str, RoutedLayer],
@@ -209,7 +209,7 @@ def _cleaned(typed: fx.Graph) -> None:
 
 PLACING_PASSES = (
     Pass("claims", _claimed, "graph claims", gives="claimed"),
-    Pass("placements", _placed, "graph mesh claimed fused context experts", gives="placed"),
+    Pass("placements", _place_values, "graph mesh claimed fused context experts", gives="placed"),
     Pass("conversions", _converted, "graph mesh placed choices levels", gives="typed reshards"),
     Pass("parameters first", lift_parameters, "typed", changes="typed"),
     Pass("biases in products", fuse_bias, "typed", changes="typed"),
@@ -221,7 +221,7 @@ PLACING_PASSES = (
 _COUNTING = "graph count placed mesh fused context experts choices levels"
 
 
-def _count(*values: Any) -> fx.Graph | None:
+def _count_graph(*values: Any) -> fx.Graph | None:
     """Return the typed graph of the denominators, which reads its inputs placed as the forward has them."""
     known = dict(zip(_COUNTING.split(), values, strict=True))
     if known["count"] is None:
@@ -236,7 +236,7 @@ def _count(*values: Any) -> fx.Graph | None:
     return typed
 
 
-def _sums(
+def _sum_rules(
     reference: Program, unbatched: frozenset[str], microbatches: int, accumulate: torch.dtype
 ) -> tuple[int, torch.dtype | None, Sequence[int]]:
     """Return the number of parts of which the loss is the mean, the type in which gradients of microbatches are added
@@ -261,18 +261,19 @@ def _in_two_levels(roles: Mapping[str, Programs], step: Step, two_levels: TwoLev
     return split
 
 
-def _each(change: Callable[..., Programs]) -> Callable[..., dict[str, Programs]]:
+def _for_each_role(change: Callable[..., Programs]) -> Callable[..., dict[str, Programs]]:
     """Return a pass over the programs of one role as a pass over those of all roles."""
     return lambda roles, *options: {role: change(programs, *options) for role, programs in roles.items()}
 
 
-def _idle(roles: Mapping[str, Programs], purpose: Purpose) -> dict[str, Programs]:
+def _with_idle_stages(roles: Mapping[str, Programs], purpose: Purpose) -> dict[str, Programs]:
     return {role: with_idle(role, programs, purpose) for role, programs in roles.items()}
 
 
 PROGRAM_PASSES = (
-    Pass("denominators", _count, _COUNTING, gives="counted"),
-    Pass("sums of microbatches", _sums, "reference unbatched microbatches accumulate", gives="parts sums averaged"),
+    Pass("denominators", _count_graph, _COUNTING, gives="counted"),
+    Pass("sums of microbatches", _sum_rules, "reference unbatched microbatches accumulate",
+         gives="parts sums averaged"),
     Pass("storage", store_parameters, "typed mesh shardings shard_dims", gives="stored", changes="typed"),
     Pass("no training", freeze_parameters, "typed", changes="typed", when="evaluates"),
     Pass("recomputation", mark_recomputed, "typed recompute", changes="typed"),
@@ -283,13 +284,13 @@ PROGRAM_PASSES = (
     Pass("parts of a step", Step, "request typed counted counts parts assembled compressor", gives="step"),
     Pass("programs", make_roles, "step", gives="roles"),
     Pass("two levels", _in_two_levels, "roles step two_levels", gives="roles"),
-    Pass("early sums", _each(sum_early), "roles microbatches", gives="roles", when="trains"),
-    Pass("overlap", _each(overlapped), "roles bucket ahead", gives="roles"),
-    Pass("hidden exchanges", _each(hide_exchanges), "roles", gives="roles"),
+    Pass("early sums", _for_each_role(sum_early), "roles microbatches", gives="roles", when="trains"),
+    Pass("overlap", _for_each_role(overlapped), "roles bucket ahead", gives="roles"),
+    Pass("hidden exchanges", _for_each_role(hide_exchanges), "roles", gives="roles"),
     Pass("offload", offload, "roles offload", gives="roles"),
-    Pass("rings", _each(ring_attention), "roles context", gives="roles"),
+    Pass("rings", _for_each_role(ring_attention), "roles context", gives="roles"),
     Pass("reference of an evaluation", without_training, "reference", gives="reference", when="evaluates"),
-    Pass("idle stages", _idle, "roles purpose", gives="roles", when="evaluates"),
+    Pass("idle stages", _with_idle_stages, "roles purpose", gives="roles", when="evaluates"),
 )  # fmt: skip
 """The passes from a typed graph to the programs of every role."""
 

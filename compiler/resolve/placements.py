@@ -22,42 +22,12 @@ from ..plan.layouts import DimLayout, DimSplit, Factor, Fix, SplitWeights, cut_d
 from ..plan.plan import Plan
 from ..program.optimizers import Groups, grouped
 from ..sizes.size_range import BATCH, SizeRange
-from .names import PlanNames, find_modules, find_parameters, find_values, find_weights, split_dim
+from .names import PlanNames, find_each, find_modules, find_parameters, find_values, find_weights, split_dim
 from .requests import Axes, Compression, Sharding
 from .seeds import PlacementSeed, Seeds, Views
 from .sequences import sequence_seeds, split_inputs
 from .stage_lines import find_cuts
 from .storage import compressions_of, recompute_lines, shardings_of
-
-# ---- axes of several ranks that no line of a plan uses.
-
-
-def idle_axes(plan: Plan, seeds: Iterable[PlacementSeed]) -> Iterator[Diagnostic]:
-    """Return a warning for every axis of several ranks that splits nothing, or experts alone, and has no stages."""
-    seeds = tuple(seeds)
-    lines = {(line.span.source, line.span.line) for line in plan.placements if isinstance(line, Experts)}
-    by_experts = {seed: (seed.span.source, seed.span.line) in lines for seed in seeds}
-    axes = {seed.axis: {plan.refined.owner(part) for part in plan.refined.parts(seed.axis)} for seed in seeds}
-    experts = {axis for seed, by in by_experts.items() if by for axis in axes[seed.axis]}
-    used = {axis for seed, by in by_experts.items() if seed.dim is not None and not by for axis in axes[seed.axis]}
-    used |= {line.axis.text for line in plan.stages}
-    batch = next((line for line in plan.inputs if BATCH in line.dims), None)
-    placed = {seed.value for seed in seeds}
-    for axis, size in plan.mesh.axes:
-        if size == 1 or axis in used:
-            continue
-        help_ = "name it in a line that places weights or inputs"
-        if batch is not None and batch.name not in placed:
-            dims = ", ".join(f"{BATCH}/{axis}" if dim == BATCH else "_" for dim in batch.dims)
-            help_ = f"write `shard {batch.name} [{dims}]`"
-        message = f"the axis `{axis}` splits nothing: its {size} ranks do the same work"
-        if axis in experts:
-            message = f"the axis `{axis}` splits only experts: its {size} ranks all do the same other work"
-        label = Label(plan.mesh_spans[axis])
-        yield Diagnostic(IDLE_AXIS, message, label, help=f"{help_}, or leave the axis out", severity=Severity.WARNING)
-
-
-# ---- the plan's placement lines applied to the names of a captured model: seeds of propagation, or every error.
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,16 +82,41 @@ def resolve(
     recompute, unkept = recompute_lines(plan, names)
     resolver.diagnostics += [*errors, *wrong, *unkept]
     resolver.diagnostics += find_cuts(plan, names)[1]
-    frozen = frozenset(resolver.found(plan.frozen, find_parameters))
-    groups = grouped((line.given, resolver.found(line.where, find_parameters)) for line in plan.groups)
+    frozen = frozenset(resolver.meant(plan.frozen, find_parameters))
+    groups = grouped((line.given, resolver.meant(line.where, find_parameters)) for line in plan.groups)
     if any(diagnostic.is_error for diagnostic in resolver.diagnostics):
         raise PlanError(resolver.diagnostics)
-    resolver.diagnostics += idle_axes(plan, resolver.seeds.found.values())
+    resolver.diagnostics += _idle_axes(plan, resolver.seeds.found.values())
     return Resolved(
         resolver.seeds.in_order(plan),
         tuple(resolver.diagnostics), frozen, groups, pads_by_value(resolver.seeds.pads.items()), precision,
         shardings, compressions, resolver.views, recompute, axes or Axes(),
     )  # fmt: skip
+
+
+def _idle_axes(plan: Plan, seeds: Iterable[PlacementSeed]) -> Iterator[Diagnostic]:
+    """Return a warning for every axis of several ranks that splits nothing, or experts alone, and has no stages."""
+    seeds = tuple(seeds)
+    lines = {(line.span.source, line.span.line) for line in plan.placements if isinstance(line, Experts)}
+    by_experts = {seed: (seed.span.source, seed.span.line) in lines for seed in seeds}
+    axes = {seed.axis: {plan.refined.owner(part) for part in plan.refined.parts(seed.axis)} for seed in seeds}
+    experts = {axis for seed, by in by_experts.items() if by for axis in axes[seed.axis]}
+    used = {axis for seed, by in by_experts.items() if seed.dim is not None and not by for axis in axes[seed.axis]}
+    used |= {line.axis.text for line in plan.stages}
+    batch = next((line for line in plan.inputs if BATCH in line.dims), None)
+    placed = {seed.value for seed in seeds}
+    for axis, size in plan.mesh.axes:
+        if size == 1 or axis in used:
+            continue
+        help_ = "name it in a line that places weights or inputs"
+        if batch is not None and batch.name not in placed:
+            dims = ", ".join(f"{BATCH}/{axis}" if dim == BATCH else "_" for dim in batch.dims)
+            help_ = f"write `shard {batch.name} [{dims}]`"
+        message = f"the axis `{axis}` splits nothing: its {size} ranks do the same work"
+        if axis in experts:
+            message = f"the axis `{axis}` splits only experts: its {size} ranks all do the same other work"
+        label = Label(plan.mesh_spans[axis])
+        yield Diagnostic(IDLE_AXIS, message, label, help=f"{help_}, or leave the axis out", severity=Severity.WARNING)
 
 
 def input_faults(plan: Plan) -> list[Diagnostic]:
@@ -188,22 +183,17 @@ class _Resolver:
                  for seed in sequence_seeds(line, self._plan, self._names, split))  # fmt: skip
         self._report([error for error in added if error is not None])
 
-    def found(
+    def meant(
         self, words: Iterable[Word], find: Callable[[Word, PlanNames], tuple[str, ...] | Diagnostic]
     ) -> list[str]:
-        """Return the parameters that words name, each once."""
-        found: list[str] = []
-        for word in words:
-            result = find(word, self._names)
-            if isinstance(result, Diagnostic):
-                self.diagnostics.append(result)
-            else:
-                found += result
-        return list(dict.fromkeys(found))
+        """Return the names that words mean, each once, and note the errors."""
+        meant, errors = find_each(words, self._names, find)
+        self.diagnostics += errors
+        return meant
 
     def precision(self, line: Precision) -> tuple[str, tuple[str, ...], int]:
         """Return a line's type, the modules that it means (all, if it names none), and the line's number."""
-        modules = self.found(line.where, find_modules) if line.where else [""]
+        modules = self.meant(line.where, find_modules) if line.where else [""]
         return TYPES[line.type], tuple(modules), line.span.root.line
 
     def _mesh_of(self, value: str) -> Mesh:
@@ -233,15 +223,11 @@ class _Resolver:
             yield values
             return
         for value in values:
-            cuts: dict[str, tuple[int, DimSplit]] = {}
-            failed = False
-            for result in self._cuts(line, value):
-                if isinstance(result, Diagnostic):
-                    failed = True
-                    yield result
-                else:
-                    cuts[result[1].axis] = result
-            for axis in self.views.mesh_of(value).names if not failed else ():
+            results = [*self._cuts(line, value)]
+            errors = [result for result in results if isinstance(result, Diagnostic)]
+            yield from errors
+            cuts = {result[1].axis: result for result in results if not isinstance(result, Diagnostic)}
+            for axis in self.views.mesh_of(value).names if not errors else ():
                 if axis in cuts:
                     yield _seed(value, *cuts[axis], word.span, fixed=True, gathered=line.gathered)
                 elif axis not in self._sequences.get(value, ()):
@@ -249,7 +235,7 @@ class _Resolver:
 
     def _cuts(self, line: Fix, value: str) -> Iterator[tuple[int, DimSplit] | Diagnostic]:
         """Return the cuts that a layout makes in a value, with their dims."""
-        sizes = self._divisible(value)
+        sizes = tuple(map(self._divisible, self._dims(value)))
         dims = self._fitted(line.dims or (), len(sizes)) if line.dims is not None else ()
         if dims is None:
             shape = list(self._names.shape(value))
@@ -263,12 +249,8 @@ class _Resolver:
         if outside := [*self.views.check(value, line.axes)]:
             yield from outside
             return
-        declared = next((found.dims for found in self._plan.inputs if found.name == value), ())
-        if (site := self._names.site(value)) is not None:
-            declared = site.dims(self._plan, BATCH)
-        for at, (layout, size) in enumerate(zip(dims, sizes, strict=False)):
+        for at, (layout, size, called) in enumerate(zip(dims, sizes, self._dims(value), strict=False)):
             name = layout.factors[0].name if len(layout.factors) == 1 and not layout.more else None
-            called = declared[at] if at < len(declared) else None
             if isinstance(called, str) and name is not None and name != called:
                 message = f"dim {at} of `{value}` is `{called}`, not `{name}`"
                 help_ = f"write `{called}`, as the `input` line does"
@@ -286,7 +268,7 @@ class _Resolver:
             if isinstance(result, Diagnostic):
                 yield self._declared(self._batched(result, layout) if called == BATCH else result, layout)
             else:
-                yield from ((at, found) for found in result)
+                yield from ((at, cut) for cut in result)
 
     def _fitted(self, dims: tuple[DimLayout, ...], count: int) -> tuple[DimLayout, ...] | None:
         """Return one layout for each of ``count`` dims, with ``...`` filled in; None if they do not fit."""
@@ -297,24 +279,19 @@ class _Resolver:
         whole = DimLayout((Factor(None, None, (), dims[at].span),), dims[at].span)
         return (*dims[:at], *[whole] * missing, *dims[at + 1 :]) if missing >= 0 else None
 
-    def _divisible(self, value: str) -> tuple[int, ...]:
-        """Return, for each dim of a value, the number that must divide: its size, or the step of a range of sizes.
-
-        An input's batch is that of one microbatch.
-        """
-        site = self._names.site(value)
+    def _dims(self, value: str) -> tuple[str | int, ...]:
+        """Return the dims of a value: the name of a size of the plan, or a number."""
+        if (site := self._names.site(value)) is not None:
+            return site.dims(self._plan, BATCH)
         line = next((line for line in self._plan.inputs if line.name == value), None)
-        if site is None and (line is None or value in self._names.parameters):
-            return self._names.shape(value)
-        sizes: list[int] = []
-        for dim in site.dims(self._plan, BATCH) if site is not None else line.dims if line is not None else ():
-            if isinstance(dim, int):
-                sizes.append(dim)
-                continue
-            size = self._plan.sizes[dim]
-            number = size.low if size.fixed else size.step
-            sizes.append(number // self._plan.microbatches if dim == BATCH else number)
-        return tuple(sizes)
+        return self._names.shape(value) if line is None or value in self._names.parameters else line.dims
+
+    def _divisible(self, dim: str | int) -> int:
+        """Return the number that must divide: a dim's size, or the step of a range of sizes. An input's batch is that
+        of one microbatch."""
+        if isinstance(dim, int):
+            return dim
+        return self._plan.sizes[dim].divisor // (self._plan.microbatches if dim == BATCH else 1)
 
     def _batched(self, error: Diagnostic, layout: DimLayout) -> Diagnostic:
         """Return the error that a microbatch does not divide, with the batch sizes that would."""
@@ -324,7 +301,7 @@ class _Resolver:
         unit = parts * math.prod(map(self._plan.ranks, (axis.text for axis in layout.axes)))
         size = self._plan.sizes[BATCH]
         which = f"`B` as a multiple of {unit}" if size.fixed else f"a step of `B` that is a multiple of {unit}"
-        near = " or ".join(map(str, multiples(size.low if size.fixed else size.step, unit)))
+        near = " or ".join(map(str, multiples(size.divisor, unit)))
         return replace(error, help=f"choose {which}, such as {near}: it is split into {parts} microbatches first")
 
     def _declared(self, error: Diagnostic, layout: DimLayout) -> Diagnostic:

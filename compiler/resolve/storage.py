@@ -1,4 +1,4 @@
-"""The ``zero`` lines of a plan on the parameters of one model."""
+"""What ranks keep and send of parameters and values: ``zero``, ``compress`` and ``recompute`` lines on one model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..plan.directives.compress import Compress
 from ..plan.directives.recompute import Recompute
 from ..plan.directives.zero import Zero
 from ..plan.plan import Plan
-from .names import PlanNames, find_modules, find_parameters
+from .names import PlanNames, find_each, find_modules, find_parameters
 from .requests import Compression, Sharding
 from .seeds import Seeds, Views
 
@@ -49,11 +49,7 @@ def shardings_of(
 
 def named_parameters(where: Sequence[Word], names: PlanNames) -> tuple[list[str], list[Diagnostic]]:
     """Return the parameters that a line means, all if it names none, and the errors of names that match nothing."""
-    if not where:
-        return list(names.parameters), []
-    matches = [find_parameters(word, names) for word in where]
-    errors = [match for match in matches if isinstance(match, Diagnostic)]
-    return list(dict.fromkeys(name for match in matches if isinstance(match, tuple) for name in match)), errors
+    return find_each(where, names, find_parameters) if where else (list(names.parameters), [])
 
 
 def _cannot_store(
@@ -73,33 +69,32 @@ def _cannot_store(
     return Diagnostic(SPLIT_ALREADY, message, Label(line.span), (Label(seed.span, "split here"),), help=help_)
 
 
-# ---- the ``recompute`` lines of a plan on the modules of one model.
+# ---- recompute
 
 
 def recompute_lines(plan: Plan, names: PlanNames) -> tuple[tuple[RecomputeLine, ...], list[Diagnostic]]:
     """Return the ``recompute`` lines, and their errors and warnings."""
     lines: list[RecomputeLine] = []
-    found: list[Diagnostic] = []
+    diagnostics: list[Diagnostic] = []
     for line in plan.recompute:
-        matches = [find_modules(word, names) for word in line.where]
-        found += [match for match in matches if isinstance(match, Diagnostic)]
-        modules = tuple(dict.fromkeys(name for match in matches if isinstance(match, tuple) for name in match))
+        modules, errors = find_each(line.where, names, find_modules)
+        diagnostics += errors
         if modules and not names.smaller:
-            found += _problems(line, modules, names)
+            diagnostics += _keep_problems(line, modules, names)
         keep = frozenset(word.text for word in line.keep)
-        lines.append(RecomputeLine(modules, keep, line.span.root.line, line.fit))
-    return tuple(lines), found
+        lines.append(RecomputeLine(tuple(modules), keep, line.span.root.line, line.fit))
+    return tuple(lines), diagnostics
 
 
-def _problems(line: Recompute, modules: Sequence[str], names: PlanNames) -> list[Diagnostic]:
+def _keep_problems(line: Recompute, modules: Sequence[str], names: PlanNames) -> list[Diagnostic]:
     """Return an error for each word of a line that means no operator there; else a warning, if the line has no
     effect."""
-    operators = [one for module, own in names.operators.items() if in_modules(module, modules) for one in own]
+    operators = [one for module, ops in names.operators.items() if in_modules(module, modules) for one in ops]
     there = {SENT_WORD, *(word for one in operators for word in one.words)}
     where = ", ".join(word.text for word in line.where)
     unknown = [word for word in line.keep if word.text not in there]
     if unknown:
-        return [_unknown(word, where, there) for word in unknown]
+        return [_unknown_operator(word, where, there) for word in unknown]
     if all(one.cheap or not one.words.isdisjoint(word.text for word in line.keep) for one in operators):
         message = f"the line has no effect: in `{where}` it recomputes nothing more than backward does without it"
         help_ = "keep fewer operators, or name other modules"
@@ -108,16 +103,15 @@ def _problems(line: Recompute, modules: Sequence[str], names: PlanNames) -> list
     return []
 
 
-def _unknown(word: Word, where: str, there: set[str]) -> Diagnostic:
+def _unknown_operator(word: Word, where: str, there: set[str]) -> Diagnostic:
     families = [name for name in FAMILIES if name in there]
-    own = sorted(there - FAMILIES.keys())
-    known = f"there are {listed(families)}, and the operators {listed(own)}"
+    others = sorted(there - FAMILIES.keys())
+    known = f"there are {listed(families)}, and the operators {listed(others)}"
     message = f"`{word.text}` is no operator in `{where}`"
-    return Diagnostic(NO_OPERATOR, message, Label(word.span), help=did_you_mean(word.text, [*families, *own], known))
+    return Diagnostic(NO_OPERATOR, message, Label(word.span), help=did_you_mean(word.text, [*families, *others], known))
 
 
-# ---- the ``compress`` lines of a plan on the parameters of one model.
-
+# ---- compress
 
 REDUCED_EARLY = 2
 """The level of ``zero`` from which every backward sums gradients."""

@@ -20,7 +20,6 @@ from parc.compiler.capture.model_code import target_hashes
 from parc.compiler.initial.files import WeightsError, open_weights, shown_faults, state_tensors
 from parc.compiler.initial.recipes import Recorded
 from parc.compiler.layout.mesh import Mesh
-from parc.compiler.ops.precision import regions
 from parc.compiler.padding.pads import facts_of
 from parc.compiler.plan.plan import Plan
 from parc.compiler.program.actions import ACTIONS, Action, schedule_text
@@ -36,7 +35,7 @@ from parc.grammar.codes_build import BAD_WEIGHTS
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.passes.pipeline import Built
 
-# ---- the files of a plan's ``init`` line, checked against its model, and the facts about them for a run.
+# ---- initial weights from files
 
 
 def init_facts(plan: Plan, recorded: Recorded, captured: Captured) -> dict[str, Any] | None:
@@ -79,8 +78,7 @@ def check_weights(plan: Plan, folder: Path, recorded: Recorded, captured: Captur
         raise PlanError([Diagnostic(BAD_WEIGHTS, message, label, help=help_, notes=shown_faults(faults))])
 
 
-# ---- a compiled plan, and the files of the build that it makes: programs, schedule and the facts of the
-
+# ---- a compiled plan
 
 _SCHEDULE = "schedule.txt"
 
@@ -158,13 +156,12 @@ def programs_of(compiled: Compiled) -> dict[str, str]:
     """Return the texts of a build's programs by file name; templates where sizes have ranges."""
     if compiled.template is not None:
         return dict(compiled.template.texts)
-    programs = {
-        program_file(program): program.text() for made in compiled.built.roles.values() for program in made.values()
-        if ACTIONS[program.action].serves(compiled.request.purpose)
-    }  # fmt: skip
-    own = {REFERENCE_FILE: compiled.built.reference.text(), **programs}
+    purpose = compiled.request.purpose
+    programs = (program for programs in compiled.built.roles.values() for program in programs.values())
+    texts = {program_file(program): program.text() for program in programs if ACTIONS[program.action].serves(purpose)}
     evaluated = programs_of(compiled.evaluation) if compiled.evaluation is not None else {}
-    return {**own, **{f"{EVALUATION}{name}": text for name, text in evaluated.items()}}
+    evaluated = {f"{EVALUATION}{name}": text for name, text in evaluated.items()}
+    return {REFERENCE_FILE: compiled.built.reference.text(), **texts, **evaluated}
 
 
 def files_of(compiled: Compiled) -> dict[str, str]:
@@ -179,7 +176,7 @@ def manifest_of(compiled: Compiled) -> dict[str, Any]:
     """Return the facts that a run needs beside the programs, for a build in the plan's folder. Hashes of code are added
     when it is written."""
     plan, built, evaluation = compiled.plan, compiled.built, compiled.evaluation
-    facts, precision = plan_facts(plan), regions(compiled.resolved.precision)
+    facts = plan_facts(plan)
     return {
         **facts,
         **program_facts(built.programs, built.reference),
@@ -189,7 +186,7 @@ def manifest_of(compiled: Compiled) -> dict[str, Any]:
         "optimizer": {**facts["optimizer"], "groups": list(compiled.resolved.groups)},
         "frozen": sorted(compiled.frozen),
         "precision": [{**fact, "modules": list(line.modules), "line": line.line}
-                      for fact, line in zip(facts["precision"], precision, strict=True)],
+                      for fact, line in zip(facts["precision"], compiled.request.computing.precision, strict=True)],
         "compress": [{**fact, **_across(compiled, fact["axis"])} for fact in facts["compress"]],
         "init": init_facts(plan, compiled.recorded, compiled.captured),
         "aliases": dict(compiled.captured.aliases),

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from parc.compiler import schedules
 from parc.compiler.capture.capture import Captured
 from parc.compiler.capture.model_calls import TaskLines, reading_only
 from parc.compiler.initial.recipes import Recorded
@@ -21,7 +22,6 @@ from parc.compiler.program.binding import PARAMETERS
 from parc.compiler.program.roles import SINGLE
 from parc.compiler.resolve.placements import Resolved
 from parc.compiler.resolve.requests import Axes, Choices, Pipeline, Request, ShardDims
-from parc.compiler.schedules import timelines
 from parc.compiler.sizes.polynomials import moving
 from parc.compiler.verify.padding import sample_dims
 from parc.compiling.compiled import Compiled, constants_by_name, programs_of
@@ -97,27 +97,26 @@ def compile_plan(
             raise PlanError([_nothing_returned(at)])
         progress("passes")
         with _timed(seconds, "passes"):
-            made = compile_captured(
+            compiled = compile_captured(
                 at, folder, recorded, captured, axes, longer, plan if sizes else None, choices,
                 smaller=overrides is not None, dims=dims, fitted=fitted,
             )  # fmt: skip
-            fitted = made.fitted
-        made = replace(made, overrides=dict(overrides or {}), seconds=seconds)
-        if not (at.trains or sample_dims(made.built.reference, at.unbatched)):
+            fitted = compiled.fitted
+        compiled = replace(compiled, overrides=dict(overrides or {}), seconds=seconds)
+        if not (at.trains or sample_dims(compiled.built.reference, at.unbatched)):
             raise PlanError([_nothing_returned(at)])
         if at.evaluation is None:
-            return made
+            return compiled
         progress("evaluation")
         with _timed(seconds, "evaluation"):
-            return with_evaluation(made, plan, longer, evaluation_choices if sizes is not None else None)
+            return with_evaluation(compiled, plan, longer, evaluation_choices if sizes is not None else None)
 
-    evaluation_choices = Choices()
+    choices, evaluation_choices = Choices(), Choices()
     if not moving(plan.sizes):
         return compile_at()
-    choices = Choices()
-    made, template = compile_range(plan, lambda sizes: compile_at(sizes, choices), programs_of, constants_by_name)
-    seconds = {key: round(sum(compiled.seconds[key] for compiled in made), 3) for key in made[0].seconds}
-    return replace(made[0], plan=plan, template=template, seconds=seconds)
+    compiled, template = compile_range(plan, lambda sizes: compile_at(sizes, choices), programs_of, constants_by_name)
+    seconds = {key: round(sum(one.seconds[key] for one in compiled), 3) for key in compiled[0].seconds}
+    return replace(compiled[0], plan=plan, template=template, seconds=seconds)
 
 
 def compile_captured(
@@ -207,13 +206,13 @@ def _built(
         raise PlanError([refusal(plan, request.placing.mesh, resolved, error)]) from error
     if errors := whole_sequences(plan, built.reshards):
         raise PlanError(errors)
-    ordered = {role: tuple(action for action in actions if action.serves(request.purpose))
-                 for role, actions in _timelines(plan, built.programs, request.pipeline, folder).items()}  # fmt: skip
+    actions = _role_timelines(plan, built.programs, request.pipeline, folder)
+    timelines = {role: tuple(action for action in actions[role] if action.serves(request.purpose)) for role in actions}
     sizes = {name: size.high for name, size in plan.sizes.items()}
-    return Compiled(plan, folder, task_lines(plan), recorded, captured, resolved, request, built, ordered, sizes)
+    return Compiled(plan, folder, task_lines(plan), recorded, captured, resolved, request, built, timelines, sizes)
 
 
-def _timelines(
+def _role_timelines(
     plan: Plan, programs: Collection[str], pipeline: Pipeline | None, folder: Path
 ) -> dict[str, tuple[Action, ...]]:
     """Return the actions of each role in a step, in order, of the kinds that have programs.
@@ -223,7 +222,7 @@ def _timelines(
     """
     if pipeline is None or plan.schedule is None:
         return {SINGLE: accumulation(plan.microbatches, also=programs)}
-    return timelines(
+    return schedules.timelines(
         plan.schedule.name, pipeline.stages, plan.microbatches, pipeline.chunks, axis=pipeline.axis, also=programs,
         text=plan.schedule.table_of(folder, pipeline.stages),
     )  # fmt: skip

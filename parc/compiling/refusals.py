@@ -43,18 +43,16 @@ def whole_sequences(plan: Plan, reshards: Sequence[Reshard]) -> list[Diagnostic]
     """Return the errors of activations that are gathered along a sequence that a ``context`` line splits."""
     errors: dict[str, Diagnostic] = {}
     for line in plan.context:
-        for found in reshards:
-            gathers = isinstance(found.source, Split) and not isinstance(found.result, Split)
-            if found.axis != line.axis.text or not gathers or found.attends or not found.learns:
+        for one in reshards:
+            gathers = isinstance(one.source, Split) and not isinstance(one.result, Split)
+            if one.axis != line.axis.text or not gathers or one.attends or not one.learns:
                 continue
-            where = f"`{found.cause.module}`" if found.cause.module else "the model"
-            message = (
-                f"`{found.reader}` in {where} needs `{found.value}` whole, {size_text(found.bytes)} from each rank"
-            )
-            notes = (f"at {found.cause.source}",) if found.cause.source else ()
+            where = f"`{one.cause.module}`" if one.cause.module else "the model"
+            message = f"`{one.reader}` in {where} needs `{one.value}` whole, {size_text(one.bytes)} from each rank"
+            notes = (f"at {one.cause.source}",) if one.cause.source else ()
             help_ = "avoid it along the sequence (shift targets, not outputs), or leave the line out"
             error = Diagnostic(WHOLE_SEQUENCE, message, Label(line.span), help=help_, notes=notes)
-            errors.setdefault(found.cause.source, error)
+            errors.setdefault(one.cause.source, error)
     return list(errors.values())
 
 

@@ -72,7 +72,7 @@ def ask(
     if declared is not None:  # of a range, the step must divide
         resolve(declared, names, longer, axes)
     resolved, mesh = resolve(plan, names, longer, axes), axes.mesh(plan)
-    frozen = _frozen(plan, recorded, captured, resolved) if step is None else step.request.computing.frozen
+    frozen = _frozen_parameters(plan, recorded, captured, resolved) if step is None else step.request.computing.frozen
     bound = {name: Binding("frozen", name) for name in frozen}
     bound |= {line.name: Binding("input", line.name) for line in plan.inputs}
 
@@ -83,7 +83,7 @@ def ask(
         Claim(binding(seed.value), axis, split, seed.span.root.line,
               site=seed.value if names.site(seed.value) is not None else "",
               few=split is None and seed.dim is not None, gathered=seed.gathered)
-        for seed in resolved.seeds for axis, split in _splits(seed, axes, mesh)
+        for seed in resolved.seeds for axis, split in _seed_splits(seed, axes, mesh)
     ]  # fmt: skip
     split = dict[str, set[str]]()
     for claim in claims:
@@ -114,7 +114,7 @@ def ask(
     )  # fmt: skip
 
 
-def _frozen(plan: Plan, recorded: Recorded, captured: Captured, resolved: Resolved) -> frozenset[str]:
+def _frozen_parameters(plan: Plan, recorded: Recorded, captured: Captured, resolved: Resolved) -> frozenset[str]:
     """Return the parameters that are not trained: the plan's, and those that the model itself does not train; all in
     a plan for inference.
 
@@ -164,7 +164,7 @@ def finer_axes(plan: Plan, axes: Axes) -> Axes:
     for line in plan.views:
         for axis, cuts in line.view.cuts(plan.mesh).items():
             help_ = "choose sizes such that ranks of an axis of the view keep whole copies of heads, or parts of one"
-            axes = _cut(axes, plan, axis, cuts, Diagnostic(BAD_VIEW, "parts", Label(line.span), help=help_))
+            axes = _cut_axis(axes, plan, axis, cuts, Diagnostic(BAD_VIEW, "parts", Label(line.span), help=help_))
     meant = {line.axis.text: line.span for line in plan.zero if line.within}
     meant |= {line.axis.text: line.span for line in plan.hierarchical}
     if plan.node is None or not meant:
@@ -174,7 +174,7 @@ def finer_axes(plan: Plan, axes: Axes) -> Axes:
         for axis in next((view.over for view in views if name in dict(view.axes)), (name,)):
             help_ = "choose nodes such that the ranks of one keep whole copies of heads, or parts of one"
             error = Diagnostic(UNEVEN_NODES, "nodes", Label(span), help=help_)
-            axes = _cut(axes, plan, axis, levels[axis][:1], error)
+            axes = _cut_axis(axes, plan, axis, levels[axis][:1], error)
     mesh, strides, ranks = axes.mesh(plan), dict[str, int](), 1
     for axis, size in reversed(mesh.axes):
         strides[axis], ranks = ranks, ranks * size
@@ -183,7 +183,7 @@ def finer_axes(plan: Plan, axes: Axes) -> Axes:
     return replace(axes, across=nodes)
 
 
-def _cut(axes: Axes, plan: Plan, axis: str, cuts: Sequence[int], error: Diagnostic) -> Axes:
+def _cut_axis(axes: Axes, plan: Plan, axis: str, cuts: Sequence[int], error: Diagnostic) -> Axes:
     """Return axes of which one is factored at other places too.
 
     Raises:
@@ -208,7 +208,7 @@ def _levels(plan: Plan, mesh: Mesh, axes: Axes) -> Levels:
 # ---- what lines say of values and parameters, over the axes of the mesh
 
 
-def _splits(seed: PlacementSeed, axes: Axes, mesh: Mesh) -> Iterable[tuple[str, Split | None]]:
+def _seed_splits(seed: PlacementSeed, axes: Axes, mesh: Mesh) -> Iterable[tuple[str, Split | None]]:
     """Return the split, or None for whole, that a seed asks for on each sub-axis of its axis."""
     parts = mesh.parts(seed.axis)
     splits: dict[str, Split | None] = dict.fromkeys(parts)

@@ -123,16 +123,16 @@ def load_programs(step: Step) -> Iterator[Program]:
     buffers = {noted(node).binding.name: node_type(node) for node in nodes if noted(node).binding.kind == "buffer"}
     for role, role_types in zip(step.roles, by_role, strict=True) if order else ():
         write = step.writer()
-        loads = _summed(write, role_types)
+        loads = _summed_loads(write, role_types)
         pieces = [loads[module] if module in loads else write.zeros(summed_type(types[module])) for module in order]
         returns = [(LOAD, write.among(_concatenated(write, pieces), range(len(by_role))).name)]
         for module in role_types:
             if module in experts and (bias := experts[module].bias) is not None:
-                returns.append(_moved(write, bias, loads[module], buffers[bias.buffer]))
+                returns.append(_moved_bias(write, bias, loads[module], buffers[bias.buffer]))
         yield write.program(role, LOADS, returns)
 
 
-def _summed(write: Writer, types: Mapping[str, TensorType]) -> dict[str, Value]:
+def _summed_loads(write: Writer, types: Mapping[str, TensorType]) -> dict[str, Value]:
     """Add the sums over the ranks that route different tokens: one for all layers with the same ones."""
     loads: dict[str, Value] = {}
     for placement in dict.fromkeys(type_.placement for type_ in types.values()):
@@ -156,7 +156,7 @@ def _concatenated(write: Writer, values: Sequence[Value]) -> Value:
     return write.emit("aten.cat.default", ([Ref(value.name) for value in values],), row)
 
 
-def _moved(write: Writer, bias: Bias, load: Value, stored: TensorType) -> tuple[Binding, str]:
+def _moved_bias(write: Writer, bias: Bias, load: Value, stored: TensorType) -> tuple[Binding, str]:
     """Add the new value of a bias. Float64 holds any number of tokens exactly."""
     key, wide = Binding("buffer", bias.buffer), torch.float64
     old, row = write.take(identifier(bias.buffer), stored, key), whole_type(write.mesh, wide, load.type.shape)
