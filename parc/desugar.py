@@ -12,7 +12,7 @@ from parc.compiler.layout.stretches import terms
 from parc.compiler.plan.layouts import KEEP_GATHERED
 from parc.compiler.program.actions import COUNTING, FORWARD
 from parc.compiling.compiled import Compiled
-from parc.compiling.fit import Fitted
+from parc.compiling.fitted import Fitted
 from parc.grammar.format import VERB_WIDTH, format_statement
 from parc.grammar.source import Span
 from parc.report import seen_from

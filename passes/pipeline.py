@@ -46,7 +46,7 @@ from .programs.offload import offload
 from .programs.overlap import hide_exchanges, overlapped, sum_early
 from .programs.rings import ring_attention
 from .programs.segments import mark_recomputed
-from .programs.step_programs import Step, make_roles
+from .programs.step_programs import StepMaterials, make_roles
 from .programs.two_levels import TwoLevels
 
 __all__ = ["Built", "Trials", "build_programs", "mark_blocks", "names_of", "prepare"]
@@ -253,7 +253,7 @@ def _in_stages(typed: fx.Graph, pipeline: Pipeline) -> fx.Graph:
     return staged
 
 
-def _in_two_levels(roles: Mapping[str, Programs], step: Step, two_levels: TwoLevels) -> dict[str, Programs]:
+def _in_two_levels(roles: Mapping[str, Programs], step: StepMaterials, two_levels: TwoLevels) -> dict[str, Programs]:
     """Return the programs with collectives in two levels, which keep those in one level, not compressed in two."""
     split = two_levels.roles(roles)
     if two_levels.levels and step.compressor.wanted:
@@ -281,7 +281,7 @@ PROGRAM_PASSES = (
     Pass("segments", assemble, "typed mesh seed sums pipeline", gives="assembled"),
     Pass("levels", TwoLevels, "mesh levels shard_dims choices", gives="two_levels"),
     Pass("compression", Compressor, "compress levels shard_dims", gives="compressor"),
-    Pass("parts of a step", Step, "request typed counted counts parts assembled compressor", gives="step"),
+    Pass("parts of a step", StepMaterials, "request typed counted counts parts assembled compressor", gives="step"),
     Pass("programs", make_roles, "step", gives="roles"),
     Pass("two levels", _in_two_levels, "roles step two_levels", gives="roles"),
     Pass("early sums", _for_each_role(sum_early), "roles microbatches", gives="roles", when="trains"),

@@ -35,7 +35,7 @@ from parc.compiling.driver import compile_plan
 from parc.grammar.source import Source
 from parc.passes.programs.emit import identifier
 from parc.passes.programs.segments import node_type
-from parc.passes.programs.step_programs import Step
+from parc.passes.programs.step_programs import StepMaterials
 from parc.passes.programs.writer import whole_type
 from parc.runtime.compare.agreement import TOLERANCE
 from parc.runtime.compare.simulate import compare
@@ -59,7 +59,7 @@ PLANS = {"pipeline": _PLAN, "one role": reduce(lambda text, word: text.replace(w
 # ---- the kind: a row, what makes its program, and the numbers of a model that is not cut
 
 
-def make_checksum(step: Step) -> Iterator[Program]:
+def make_checksum(step: StepMaterials) -> Iterator[Program]:
     """Write the sum of the squares of all parameters; each role adds those that no role before it reads."""
     nodes = {noted(node).binding: node for node in step.graph.find_nodes(op="placeholder")}
     reads, one = step.assembled.reads, whole_type(step.mesh, torch.float32)

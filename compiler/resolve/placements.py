@@ -23,7 +23,7 @@ from ..plan.plan import Plan
 from ..program.optimizers import Groups, grouped
 from ..sizes.size_range import BATCH, SizeRange
 from .names import PlanNames, find_each, find_modules, find_parameters, find_values, find_weights, split_dim
-from .requests import Axes, Compression, Sharding
+from .requests import Compression, PlanAxes, Sharding
 from .seeds import PlacementSeed, Seeds, Views
 from .sequences import sequence_seeds, split_inputs
 from .stage_lines import find_cuts
@@ -49,7 +49,7 @@ class Resolved:
     """The demands of ``compress`` lines, likewise."""
     views: Views | None = None
     recompute: tuple[RecomputeLine, ...] = ()
-    axes: Axes = field(default_factory=Axes)
+    axes: PlanAxes = field(default_factory=PlanAxes)
     """The factoring of axes with which the lines were resolved."""
 
     def line_of(self, value: str, dim: int) -> int:
@@ -59,7 +59,7 @@ class Resolved:
 
 
 def resolve(
-    plan: Plan, names: PlanNames, longer: Pads | None = None, axes: Axes | None = None, loose: bool = False
+    plan: Plan, names: PlanNames, longer: Pads | None = None, axes: PlanAxes | None = None, loose: bool = False
 ) -> Resolved:
     """Apply the plan's placement lines to the values of a captured model.
 
@@ -90,7 +90,7 @@ def resolve(
     return Resolved(
         resolver.seeds.in_order(plan),
         tuple(resolver.diagnostics), frozen, groups, pads_by_value(resolver.seeds.pads.items()), precision,
-        shardings, compressions, resolver.views, recompute, axes or Axes(),
+        shardings, compressions, resolver.views, recompute, axes or PlanAxes(),
     )  # fmt: skip
 
 

@@ -1,7 +1,8 @@
 """Requests: the types in which a plan says to the passes what it wants of them, for one captured model.
 
-Lines of a plan name its own axes; requests name the axes of the mesh that passes see, into which ``Axes`` factor those.
-What passes read just as a line says it has one type for both. Nothing here imports torch, as lines are checked without.
+Lines of a plan name its own axes; requests name the axes of the mesh that passes see, into which ``PlanAxes`` factor
+those. Where passes read what a line says as it is, one type serves both. Nothing here imports torch, since ``parc check
+--static`` reads lines without it.
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ if TYPE_CHECKING:
 
 # ---- placements
 
-Place = TypeVar("Place")
-OtherPlace = TypeVar("OtherPlace")
+_Key = TypeVar("_Key")
+_OtherKey = TypeVar("_OtherKey")
 
 
 @dataclass(frozen=True, slots=True)
-class Claim(Generic[Place]):
+class Claim(Generic[_Key]):
     """The claim of a line on one value and axis; ``split`` None says that the value is whole there. A request names the
     value by its binding (``value NAME`` for one inside the model), passes by the node that makes it."""
 
-    value: Place
+    value: _Key
     axis: str
     split: Split | None
     line: int
@@ -53,13 +54,13 @@ class Claim(Generic[Place]):
     gathered: bool = False
     """True where the line keeps a value inside the model gathered for backward, where a product gathers it."""
 
-    def at(self, value: OtherPlace) -> Claim[OtherPlace]:
+    def at(self, value: _OtherKey) -> Claim[_OtherKey]:
         """Return the same claim on a value that is named otherwise."""
         return Claim(value, self.axis, self.split, self.line, self.site, self.few, self.gathered)
 
 
 @dataclass(frozen=True, slots=True)
-class Axes:
+class PlanAxes:
     """The axes of a plan, as far as they are factored, and the values of which several ranks of an axis keep the same
     heads. ``sizes`` are the sub-axes of an axis: for heads, for views, at nodes. ``kept`` says by value and axis how
     many of the sub-axes, major first, split the value; it is whole on the others. ``fused`` says the same for values in
@@ -73,7 +74,7 @@ class Axes:
     """The number of parts, major first, along which the ranks of an axis are on different nodes, for axes of the mesh
     or of views of which lines mean the nodes."""
 
-    def cut(self, axis: str, ranks: int, cuts: Iterable[int]) -> Axes:
+    def cut(self, axis: str, ranks: int, cuts: Iterable[int]) -> PlanAxes:
         """Return these with an axis of so many ranks factored at other places too: after so many parts of it.
 
         Raises:
@@ -171,7 +172,7 @@ Levels = Mapping[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Storing:
-    """What ranks keep from one step to the next, and from forward to backward."""
+    """The state that ranks keep from one step to the next, and the values that forward keeps for backward."""
 
     shardings: Mapping[str, Sequence[Sharding]] = field(default_factory=dict)
     """The axes over which parameters are stored in parts, by the parameters' names."""

@@ -1,4 +1,4 @@
-"""What ranks keep and send of parameters and values: ``zero``, ``compress`` and ``recompute`` lines on one model."""
+"""The lines of a plan on what ranks keep and send, for one model: ``zero``, ``recompute`` and ``compress``."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import Any
 from parc.compiler.analysis.communication import bytes_across, saved_bytes
 from parc.compiler.plan.directives.precision import WHOLE
 from parc.compiling.compiled import Compiled
-from parc.compiling.fit import report_rows
+from parc.compiling.fitted import report_rows
 from parc.grammar.format import format_statements
 from parc.grammar.source import Span
 from parc.grammar.syntax import Statement

@@ -29,7 +29,7 @@ from parc.compiler.resolve.placements import Resolved
 from parc.compiler.resolve.requests import Request
 from parc.compiler.sizes.polynomials import check_points
 from parc.compiler.sizes.template import Template
-from parc.compiling.fit import Fitted
+from parc.compiling.fitted import Fitted
 from parc.compiling.size_ranges import fixed
 from parc.grammar.codes_build import BAD_WEIGHTS
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError

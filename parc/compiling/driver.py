@@ -21,11 +21,12 @@ from parc.compiler.program.actions import Action, accumulation
 from parc.compiler.program.binding import PARAMETERS
 from parc.compiler.program.roles import SINGLE
 from parc.compiler.resolve.placements import Resolved
-from parc.compiler.resolve.requests import Axes, Choices, Pipeline, Request, ShardDims
+from parc.compiler.resolve.requests import Choices, Pipeline, PlanAxes, Request, ShardDims
 from parc.compiler.sizes.polynomials import moving
 from parc.compiler.verify.padding import sample_dims
 from parc.compiling.compiled import Compiled, constants_by_name, programs_of
-from parc.compiling.fit import Fitted, compile_fitted
+from parc.compiling.fit import compile_fitted
+from parc.compiling.fitted import Fitted
 from parc.compiling.plan_capture import capture_plan, input_specs
 from parc.compiling.refusals import REFUSALS, refusal, whole_sequences
 from parc.compiling.request import ask
@@ -68,7 +69,7 @@ def compile_plan(
     folder: Path,
     *,
     overrides: Mapping[str, Any] | None = None,
-    axes: Axes | None = None,
+    axes: PlanAxes | None = None,
     longer: Pads | None = None,
     dims: ShardDims | None = None,
     fitted: Fitted | None = None,
@@ -120,7 +121,7 @@ def compile_plan(
 
 
 def compile_captured(
-    plan: Plan, folder: Path, recorded: Recorded, captured: Captured, axes: Axes | None = None,
+    plan: Plan, folder: Path, recorded: Recorded, captured: Captured, axes: PlanAxes | None = None,
     longer: Pads | None = None, declared: Plan | None = None, choices: Choices | None = None, smaller: bool = False,
     dims: ShardDims | None = None, fitted: Fitted | None = None,
 ) -> Compiled:  # fmt: skip

@@ -27,7 +27,6 @@ from parc.compiler.resolve.in_graph import context_lines, units_of
 from parc.compiler.resolve.names import PlanNames
 from parc.compiler.resolve.placements import Resolved, resolve
 from parc.compiler.resolve.requests import (
-    Axes,
     Choices,
     Claim,
     Compression,
@@ -36,6 +35,7 @@ from parc.compiler.resolve.requests import (
     Messaging,
     Pipeline,
     Placing,
+    PlanAxes,
     Request,
     Sharding,
     Storing,
@@ -53,7 +53,7 @@ from parc.passes.placing.heads import factored_axes
 
 
 def ask(
-    plan: Plan, folder: Path, recorded: Recorded, captured: Captured, axes: Axes | None = None,
+    plan: Plan, folder: Path, recorded: Recorded, captured: Captured, axes: PlanAxes | None = None,
     longer: Pads | None = None, declared: Plan | None = None, choices: Choices | None = None, smaller: bool = False,
     step: Compiled | None = None,
 ) -> tuple[Resolved, Request]:  # fmt: skip
@@ -153,7 +153,7 @@ def _pipeline(plan: Plan, folder: Path, names: PlanNames, captured: Captured) ->
 # ---- axes, factored
 
 
-def finer_axes(plan: Plan, axes: Axes) -> Axes:
+def finer_axes(plan: Plan, axes: PlanAxes) -> PlanAxes:
     """Return the factoring of axes in which they are factored for views too, and at nodes those that lines mean by
     these.
 
@@ -183,7 +183,7 @@ def finer_axes(plan: Plan, axes: Axes) -> Axes:
     return replace(axes, across=nodes)
 
 
-def _cut_axis(axes: Axes, plan: Plan, axis: str, cuts: Sequence[int], error: Diagnostic) -> Axes:
+def _cut_axis(axes: PlanAxes, plan: Plan, axis: str, cuts: Sequence[int], error: Diagnostic) -> PlanAxes:
     """Return axes of which one is factored at other places too.
 
     Raises:
@@ -199,7 +199,7 @@ def _cut_axis(axes: Axes, plan: Plan, axis: str, cuts: Sequence[int], error: Dia
         raise PlanError([replace(error, message=message)]) from None
 
 
-def _levels(plan: Plan, mesh: Mesh, axes: Axes) -> Levels:
+def _levels(plan: Plan, mesh: Mesh, axes: PlanAxes) -> Levels:
     """Return the axes whose collectives are in two levels."""
     across = {line.axis.text: axes.across.get(line.axis.text, 0) for line in plan.hierarchical}
     return {axis: parts for axis, parts in across.items() if 0 < parts < len(mesh.parts(axis))}
@@ -208,7 +208,7 @@ def _levels(plan: Plan, mesh: Mesh, axes: Axes) -> Levels:
 # ---- what lines say of values and parameters, over the axes of the mesh
 
 
-def _seed_splits(seed: PlacementSeed, axes: Axes, mesh: Mesh) -> Iterable[tuple[str, Split | None]]:
+def _seed_splits(seed: PlacementSeed, axes: PlanAxes, mesh: Mesh) -> Iterable[tuple[str, Split | None]]:
     """Return the split, or None for whole, that a seed asks for on each sub-axis of its axis."""
     parts = mesh.parts(seed.axis)
     splits: dict[str, Split | None] = dict.fromkeys(parts)
@@ -241,7 +241,7 @@ def _with_replicas(
     return layers
 
 
-def _over_mesh(shardings: Iterable[Sharding], mesh: Mesh, axes: Axes) -> Iterator[Sharding]:
+def _over_mesh(shardings: Iterable[Sharding], mesh: Mesh, axes: PlanAxes) -> Iterator[Sharding]:
     """Yield the shardings of a parameter over the mesh's axes."""
     for one in shardings:
         parts = mesh.parts(one.axis)[axes.across.get(one.axis, 0) if one.within else 0 :]

@@ -20,7 +20,7 @@ from ...compiler.ops.splits import from_factor, to_factor
 from ...compiler.padding.pads import Pads
 from ...compiler.plan.plan import Plan
 from ...compiler.program.binding import PARAMETERS
-from ...compiler.resolve.requests import Axes
+from ...compiler.resolve.requests import PlanAxes
 from ...compiler.resolve.seeds import PlacementSeed
 from ...grammar.codes_build import KEPT_TWICE
 from ...grammar.codes_plan import UNEVEN_HEADS
@@ -107,7 +107,7 @@ class _Heads:
         return self.count < self.most
 
 
-def factored_axes(captured: Captured, plan: Plan, seeds: Sequence[PlacementSeed], pads: Pads) -> Axes:
+def factored_axes(captured: Captured, plan: Plan, seeds: Sequence[PlacementSeed], pads: Pads) -> PlanAxes:
     """Return the heads that are kept by several ranks: those of keys and values, if a plan splits them over more ranks.
 
     The weights of one attention are those whose dims, followed through the graph, meet in an operator that contracts
@@ -122,7 +122,7 @@ def factored_axes(captured: Captured, plan: Plan, seeds: Sequence[PlacementSeed]
     padded = {(name, pad.dim) for name, found in pads.items() for pad in found}
     seeds = [seed for seed in seeds if seed.dim is not None and (seed.value, seed.dim) not in padded]
     if not seeds:
-        return Axes()
+        return PlanAxes()
     follower = canonical_follower(captured.graph)
     errors: list[Diagnostic] = []
     sizes: dict[str, tuple[int, ...]] = {}
@@ -150,7 +150,7 @@ def factored_axes(captured: Captured, plan: Plan, seeds: Sequence[PlacementSeed]
             notes += _notes(few, axis, ranks, sizes.get(axis, ()))
     if errors:
         raise PlanError(errors)
-    return Axes(sizes, kept, fused, tuple(notes))
+    return PlanAxes(sizes, kept, fused, tuple(notes))
 
 
 def few_heads(graph: fx.Graph, fused: Sequence[tuple[PlacementSeed, Sequence[str]]]) -> frozenset[tuple[ValueKey, str]]:

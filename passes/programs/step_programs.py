@@ -52,7 +52,7 @@ from .writer import Across, Writer, stored_type, summed_type, unshard, whole_typ
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepMaterials:
     """The materials of a step's programs: the plan's request, the typed graphs of the forward and of the count of
     targets, where there is one, and the work of every stage."""
 
@@ -96,7 +96,7 @@ class Step:
         return Writer(self.mesh, Across(self.axis, range(len(self.roles)), {}, ()) if self.axis else None)
 
 
-Maker = Callable[[Step], Iterable[Program]]
+Maker = Callable[[StepMaterials], Iterable[Program]]
 """A function that makes the programs of a kind: one for the whole step, or for each stage, or for each role, as its row
 says; none where the step does not have the kind."""
 
@@ -104,7 +104,7 @@ says; none where the step does not have the kind."""
 # ---- LOADS
 
 
-def load_programs(step: Step) -> Iterator[Program]:
+def load_programs(step: StepMaterials) -> Iterator[Program]:
     """Write LOADS of every role, where the model routes tokens to experts: once a step, the tokens that each expert got
     in the whole batch, and the biases that balance them.
 
@@ -174,7 +174,7 @@ def _moved_bias(write: Writer, bias: Bias, load: Value, stored: TensorType) -> t
 # ---- SCALE and RESCALE
 
 
-def scale_programs(step: Step) -> Iterator[Program]:
+def scale_programs(step: StepMaterials) -> Iterator[Program]:
     """Write SCALE: one over the step's whole denominator; without a count, one over the number of parts averaged. If
     there is a loss scale, it is this times the loss scale, and one over the loss scale is a second result.
 
@@ -206,7 +206,7 @@ def scale_programs(step: Step) -> Iterator[Program]:
     yield write.program(SINGLE, SCALING, [(SCALE, scale.name), *returns])
 
 
-def rescale_programs(step: Step) -> Iterator[Program]:
+def rescale_programs(step: StepMaterials) -> Iterator[Program]:
     """Write RESCALE, where the loss scale is dynamic: its state after the step. Every rank has the same norm and the
     same state, so all come to the same scale, and skip the same steps."""
     if step.request.computing.loss_scale != DYNAMIC:
@@ -223,7 +223,7 @@ def rescale_programs(step: Step) -> Iterator[Program]:
 # ---- LOSS and REDUCE
 
 
-def loss_programs(step: Step) -> Iterator[Program]:
+def loss_programs(step: StepMaterials) -> Iterator[Program]:
     """Write LOSS of every role: the sum of the loss's numerators over the axes on which they are partial, and over the
     roles, times one over the count. Where gradients are scaled, the loss scale is taken out of that first, since the
     loss times its scale may be infinite."""
@@ -244,7 +244,7 @@ def loss_programs(step: Step) -> Iterator[Program]:
         yield write.program(role, AVERAGING, [(LOSS, write.among(mean, range(len(step.roles))).name)])
 
 
-def reduce_programs(step: Step) -> Iterator[Program]:
+def reduce_programs(step: StepMaterials) -> Iterator[Program]:
     """Write REDUCE of every role: it sums partial gradients, and converts them to the placements in which the
     parameters are stored. It divides them by the loss scale, if there is one."""
     assembled, ranks = step.assembled, step.stage_ranks
@@ -279,7 +279,7 @@ def _squared(write: Writer, value: Value, dtype: torch.dtype, origin: Origin) ->
     return write.emit("aten._to_copy.default", (Ref(square.name),), wide, origin, "widen", dtype=dtype)
 
 
-def _reduce(step: Step, role: str, gradients: Mapping[str, Value | None], across: Across | None) -> Program:
+def _reduce(step: StepMaterials, role: str, gradients: Mapping[str, Value | None], across: Across | None) -> Program:
     """Write the sums of gradients over the axes on which they are partial, and over the roles that have a part of
     them; and the global norm. A gradient that this role's stages do not make is None."""
     write, returns = Writer(step.mesh, across), []
@@ -325,7 +325,7 @@ def _reduce(step: Step, role: str, gradients: Mapping[str, Value | None], across
 # ---- the programs of every kind
 
 
-def unshard_programs(step: Step) -> Sequence[Program]:
+def unshard_programs(step: StepMaterials) -> Sequence[Program]:
     """Return UNSHARD of every role, if any role has something to make in it."""
     read: dict[str, set[Binding]] = {name: set() for name in step.roles}
     for rank, work in zip(step.stage_ranks, step.assembled.work, strict=True):
@@ -335,7 +335,7 @@ def unshard_programs(step: Step) -> Sequence[Program]:
     return programs if any(program.main.lines for program in programs) else []
 
 
-def count_programs(step: Step) -> Sequence[Program]:
+def count_programs(step: StepMaterials) -> Sequence[Program]:
     """Return COUNT, where a count divides the loss."""
     return [] if step.count is None else [assemble_count(step.count, step.counts, step.mesh, SINGLE)]
 
@@ -353,7 +353,7 @@ MAKERS: dict[str, Maker] = {
 }
 
 
-def make_roles(step: Step) -> dict[str, Programs]:
+def make_roles(step: StepMaterials) -> dict[str, Programs]:
     """Return the programs of every role that serve the request's purpose: those that all share, its stages' work and
     its own."""
     roles: dict[str, dict[str, Program]] = {name: {} for name in step.roles}
