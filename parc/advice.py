@@ -49,14 +49,9 @@ def warnings_of(compiled: Compiled) -> tuple[Diagnostic, ...]:
     """Return every warning of a compiled plan: of its lines, reshards, operators without a rule, loss, and weights."""
     warnings = (*_reshards(compiled), *_rules(compiled), *_averaged(compiled), *_rounded(compiled), *_large(compiled))
     warnings = (*_whole_keys(compiled), *_whole_outputs(compiled), *_node_order(compiled), *warnings)
-    warnings = (
-        *compiled.resolved.axes.notes,
-        *_passed_on(compiled),
-        *_not_reached(compiled),
-        *_changed(compiled),
-        *warnings,
-    )
-    return (*compiled.plan.warnings, *compiled.resolved.warnings, *warnings)
+    warnings = (*_passed_on(compiled), *_not_reached(compiled), *_changed(compiled), *warnings)
+    resolved = compiled.resolved
+    return (*compiled.plan.warnings, *resolved.warnings, *resolved.axes.notes, *warnings)
 
 
 def _reshards(compiled: Compiled) -> Iterator[Diagnostic]:

@@ -21,7 +21,7 @@ from ..compiler.program.program import Program
 from ..compiler.program.roles import Programs, join_roles, with_idle
 from ..compiler.resolve.experts import RoutedLayer
 from ..compiler.resolve.in_graph import ContextLine
-from ..compiler.resolve.requests import Choices, Claim, Levels, Pipeline, Request, ShardDims
+from ..compiler.resolve.requests import Choices, Claim, Levels, Request, ShardDims
 from ..compiler.resolve.seeds import PlacementSeed
 from .calls import ValueKey, computes, mark_packed
 from .canonical.attention import drop_unread, uncounted
@@ -134,10 +134,6 @@ def mark_blocks(graph: fx.Graph, units: frozenset[str] = frozenset()) -> None:
             noted(node).block = block_of(noted(node).origin.module, units)
 
 
-def _freeze_untrained(graph: fx.Graph, frozen: frozenset[str]) -> None:
-    freeze_parameters(graph, frozen)
-
-
 def _loss(graph: fx.Graph, terms: int, unbatched: frozenset[str]) -> Denominators:
     return split_loss(graph, terms, lambda part, known: is_one_fraction(fraction_program(part), unbatched, known))
 
@@ -159,7 +155,7 @@ GLOBAL_PASSES = (
     Pass("canonical form", lambda graph, choices: copied(canonical_form(graph, choices is not None)),
          "captured choices", gives="graph"),
     Pass("constants", fold_constants, "graph choices", changes="graph"),
-    Pass("what is not trained", _freeze_untrained, "graph frozen", changes="graph"),
+    Pass("what is not trained", freeze_parameters, "graph frozen", changes="graph"),
     Pass("loss", _loss, "graph terms unbatched", gives="count counts", changes="graph"),
     Pass("loads", count_loads, "graph updates returned evaluates", changes="graph"),
     Pass("packed rows", mark_packed, "graph", changes="graph"),
@@ -236,7 +232,7 @@ def _count_graph(*values: Any) -> fx.Graph | None:
     return typed
 
 
-def _sum_rules(
+def _microbatch_sums(
     reference: Program, unbatched: frozenset[str], microbatches: int, accumulate: torch.dtype
 ) -> tuple[int, torch.dtype | None, Sequence[int]]:
     """Return the number of parts of which the loss is the mean, the type in which gradients of microbatches are added
@@ -245,12 +241,6 @@ def _sum_rules(
         return 1, None, ()
     adds = combination(reference, unbatched)
     return 1 if adds == "sum" else microbatches, accumulate, averaged_terms(reference, unbatched)
-
-
-def _in_stages(typed: fx.Graph, pipeline: Pipeline) -> fx.Graph:
-    staged = in_stages(typed, pipeline)
-    noted(staged.output_node()).results = noted(typed.output_node()).results
-    return staged
 
 
 def _in_two_levels(roles: Mapping[str, Programs], step: StepMaterials, two_levels: TwoLevels) -> dict[str, Programs]:
@@ -272,12 +262,12 @@ def _with_idle_stages(roles: Mapping[str, Programs], purpose: Purpose) -> dict[s
 
 PROGRAM_PASSES = (
     Pass("denominators", _count_graph, _COUNTING, gives="counted"),
-    Pass("sums of microbatches", _sum_rules, "reference unbatched microbatches accumulate",
+    Pass("sums of microbatches", _microbatch_sums, "reference unbatched microbatches accumulate",
          gives="parts sums averaged"),
     Pass("storage", store_parameters, "typed mesh shardings shard_dims", gives="stored", changes="typed"),
     Pass("no training", freeze_parameters, "typed", changes="typed", when="evaluates"),
     Pass("recomputation", mark_recomputed, "typed recompute", changes="typed"),
-    Pass("stages", _in_stages, "typed pipeline", gives="typed", when="pipeline"),
+    Pass("stages", in_stages, "typed pipeline", gives="typed", when="pipeline"),
     Pass("segments", assemble, "typed mesh seed sums pipeline", gives="assembled"),
     Pass("levels", TwoLevels, "mesh levels shard_dims choices", gives="two_levels"),
     Pass("compression", Compressor, "compress levels shard_dims", gives="compressor"),

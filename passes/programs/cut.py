@@ -51,6 +51,7 @@ def in_stages(graph: fx.Graph, pipeline: Pipeline) -> fx.Graph:
     kept = [copies[value, stage] if value in free else _seen_from(copies, value, stage, wanted)
             for value, stage in homes]  # fmt: skip
     staged.output_node().args = (tuple(kept),)
+    noted(staged.output_node()).results = noted(graph.output_node()).results
     return staged
 
 
