@@ -22,7 +22,7 @@ from parc.compiler.ops.precision import is_narrow
 from parc.compiler.program.actions import ACTIONS, FORWARD
 from parc.compiler.program.binding import PARAMETERS
 from parc.compiler.program.blocks import starred
-from parc.compiler.resolve.in_graph import RING_METHODS, context_lines
+from parc.compiler.resolve.in_graph import RING_METHODS
 from parc.compiling.compiled import Compiled
 from parc.compiling.size_ranges import line_span
 from parc.grammar.codes_build import (
@@ -59,7 +59,7 @@ def warnings_of(compiled: Compiled) -> tuple[Diagnostic, ...]:
     checks = (_passed_on, _not_reached, _changed, _whole_keys, _whole_outputs, _node_order, _reshards, _rules,
               _averaged, _rounded_updates, _large)  # fmt: skip
     warnings = chain.from_iterable(check(compiled) for check in checks)
-    return (*compiled.plan.warnings, *compiled.resolved.warnings, *compiled.copies.notes, *warnings)
+    return (*compiled.plan.warnings, *compiled.resolved.warnings, *compiled.resolved.axes.notes, *warnings)
 
 
 def _reshards(compiled: Compiled) -> Iterator[Diagnostic]:
@@ -280,7 +280,7 @@ def _whole_keys(compiled: Compiled) -> Iterator[Diagnostic]:
     """Warn of attentions that gather keys though a `context` line asks for a ring."""
     roles = [program for role in compiled.build.roles.values() for program in role.programs.values()]
     functions = [(program, each) for program in roles if program.action == FORWARD for each in program.functions]
-    for ring in context_lines(compiled.plan, names_of(compiled.captured), compiled.captured):
+    for ring in compiled.request.placing.context:
         sizes: dict[str, int] = {}
         axes = ",".join(compiled.mesh.parts(ring.axis))
         for program, function in functions if ring.method in RING_METHODS else ():

@@ -12,8 +12,7 @@ from parc.compiler.layout.stretches import terms
 from parc.compiler.plan.layouts import KEEP_GATHERED
 from parc.compiler.program.actions import COUNTING, FORWARD
 from parc.compiling.compiled import Compiled
-from parc.compiling.fit import Fitted
-from parc.compiling.refusals import keeping_lines
+from parc.compiling.fitted import Fitted
 from parc.grammar.format import VERB_WIDTH, format_statement
 from parc.grammar.source import Span
 from parc.report import seen_from
@@ -35,6 +34,7 @@ def desugar(compiled: Compiled) -> str:
         if seed.value not in seen and compiled.plan.statements[at].verb.text in PLACEMENTS:
             seen.add(seed.value)
             placed.setdefault(at, []).append(seed.value)
+    gathered = {seed.span.root.line for seed in compiled.resolved.seeds if seed.gathered}
     lines: list[str] = []
     fit_line = compiled.fitted.line.line if compiled.fitted is not None else None
     for index, statement in enumerate(compiled.plan.statements):
@@ -46,7 +46,7 @@ def desugar(compiled: Compiled) -> str:
         for name in (name for name in placed.get(index, ()) if name in types):  # programs read it
             mesh = seen_from(name, compiled.plan, compiled.mesh)
             layouts.setdefault(layout(types[name], mesh, _padded(compiled, name)), []).append(name)
-        keeps = statement.span.root.line in keeping_lines(compiled.plan)
+        keeps = statement.span.root.line in gathered
         for text, names in layouts.items():
             shared = f"{'shard' if text else 'replicate':{VERB_WIDTH}} {', '.join(names)} {text}".rstrip()
             lines.append(f"{shared} {KEEP_GATHERED}" if keeps and text else shared)

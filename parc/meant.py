@@ -16,7 +16,7 @@ from parc.compiler.layout.placement import AxisType, Split
 from parc.compiler.plan.layouts import SplitWeights
 from parc.compiler.plan.plan import Plan, read_plan
 from parc.compiling.compiled import Compiled
-from parc.compiling.driver import ask
+from parc.compiling.request import ask
 from parc.compiling.size_ranges import fixed, line_span
 from parc.grammar.diagnostics import PlanError
 from parc.grammar.source import Source, Span
@@ -145,7 +145,7 @@ def _tried(compiled: Compiled, plan: Plan, trials: Trials) -> Sequence[Reshard] 
     """Return the reshards of another plan for the same model; None if that plan does not fit it."""
     sizes = {name: size.high for name, size in plan.sizes.items()}
     try:
-        asked = ask(fixed(plan, sizes), compiled.folder, compiled.recorded, compiled.captured)
+        _, request = ask(fixed(plan, sizes), compiled.folder, compiled.recorded, compiled.captured)
     except PlanError:
         return None
-    return trials.place(asked.mesh, asked.request)[1]
+    return trials.place(request)[1]

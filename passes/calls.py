@@ -4,8 +4,8 @@ choices that all sizes of a range share."""
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import fx
@@ -156,29 +156,3 @@ def substitute_nodes(item: Any, change: Callable[[fx.Node], Any]) -> Any:
     """Return an argument with every node in it replaced."""
     rename: Any = change
     return fx.node.map_arg(item, rename)
-
-
-# ---- choices by a cost or by values. All sizes of a range must make the same ones, so that one program
-
-
-Choice = TypeVar("Choice")
-ShardDims = Mapping[tuple[str, str], tuple[int, bool] | None]
-"""The dim along which a parameter is stored in parts, or a sum is cut, by the name of the parameter or the place of the
-sum and by the axes, and whether that takes padding; None where it stays whole. A twin has those of the larger build."""
-
-
-class Choices:
-    """The choices of the first compilation, at the largest sizes, imposed on those at other sizes."""
-
-    def __init__(self) -> None:
-        self._made: dict[object, object] = {}
-
-    def make(self, what: object, own: Choice) -> Choice:
-        """Return the first compilation's choice in place of ``own``; ``what`` names the choice alike at all sizes."""
-        return self._made.setdefault(what, own)  # type: ignore[return-value]
-
-
-def agreed(choices: Choices | None, what: object, own: Choice) -> Choice:
-    """Return ``own``, if sizes are fixed or the largest sizes chose it too; else an empty choice, which is always
-    safe."""
-    return own if choices is None or choices.make(what, own) == own else type(own)()

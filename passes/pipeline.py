@@ -13,121 +13,43 @@ from ..compiler.analysis.samples import averaged_terms, combination, is_one_frac
 from ..compiler.capture.capture import Captured
 from ..compiler.capture.node_facts import noted
 from ..compiler.layout.mesh import Mesh
-from ..compiler.layout.placement import Split, TensorType
-from ..compiler.ops.precision import PrecisionRegions
-from ..compiler.ops.recompute import RecomputeLine
+from ..compiler.layout.placement import TensorType
 from ..compiler.program.actions import Purpose
 from ..compiler.program.binding import Binding
 from ..compiler.program.blocks import block_of
 from ..compiler.program.program import Program
-from ..compiler.program.roles import SINGLE as ROLE
 from ..compiler.program.roles import Programs, join_roles, with_idle
-from ..compiler.program.step_values import Bias, LossScale
+from ..compiler.resolve.experts import RoutedLayer
 from ..compiler.resolve.in_graph import ContextLine
+from ..compiler.resolve.requests import Choices, Claim, Levels, Request, ShardDims
 from ..compiler.resolve.seeds import PlacementSeed
-from .calls import Choices, ShardDims, computes, mark_packed
+from .calls import ValueKey, computes, mark_packed
 from .canonical.attention import drop_unread, uncounted
 from .canonical.canonicalize import canonical_form, copied
 from .canonical.constants import fold_constants
 from .canonical.decompose import expand_unruled
 from .canonical.loss import Denominators, count_loads, split_loss, stop_gradients
 from .canonical.narrow import narrow
-from .canonical.pad import BoundPads, pad
+from .canonical.pad import pad
 from .placing.heads import few_heads
 from .placing.partition import Partition, Reshard, fuse_bias, lift_parameters
-from .placing.propagate import Claim, Placed, check_sites, propagate
+from .placing.propagate import Placed, check_sites, propagate
 from .placing.registered import check_registered, explained
 from .placing.sites import names_of, site_types, site_values
-from .placing.stored import Sharding, Stored, store_parameters
+from .placing.stored import Stored, store_parameters
 from .placing.token_slices import heads_over, slice_tokens
 from .programs.assemble import assemble
-from .programs.compress import Compression, Compressor
-from .programs.cut import Pipeline, in_stages
+from .programs.compress import Compressor
+from .programs.cut import in_stages
 from .programs.emit import fraction_program, reference_program, without_training
 from .programs.offload import offload
-from .programs.overlap import OverlapChoices, hide_exchanges, overlapped, sum_early
+from .programs.overlap import hide_exchanges, overlapped, sum_early
 from .programs.rings import ring_attention
 from .programs.segments import mark_recomputed
-from .programs.step_programs import StepParts, make_roles
-from .programs.two_levels import Levels, TwoLevels
+from .programs.step_programs import StepMaterials, make_roles
+from .programs.two_levels import TwoLevels
 
-__all__ = [
-    "ROLE",
-    "Built",
-    "Choices",
-    "Request",
-    "Trials",
-    "build_programs",
-    "mark_blocks",
-    "names_of",
-    "prepare",
-]
-
-
-BoundClaim = tuple[Binding, str, Split | None, int]
-"""A claim on a placeholder: its binding, an axis, the split or None for whole, and the plan's line."""
-SiteClaim = tuple[str, str, Split | None, int]
-"""A claim on a value inside the model, by its name."""
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """The demands of a plan on the passes, beside the mesh: claims, by the binding of the value they speak of, and the
-    facts below."""
-
-    claims: tuple[BoundClaim, ...]
-    """The claims on placeholders, in the order of the plan's lines."""
-    microbatches: int
-    seed: int
-    frozen: frozenset[str] = frozenset()
-    accumulate: torch.dtype = torch.float32
-    fused: Sequence[tuple[PlacementSeed, Sequence[str]]] = ()
-    """Splits of parameters that hold few heads beside more, with the axes over which the few heads are gathered."""
-    pads: BoundPads = field(default_factory=dict)
-    """Dims of parameters that are longer in programs than in the model."""
-    precision: PrecisionRegions = ()
-    pipeline: Pipeline | None = None
-    shardings: Mapping[str, Sequence[Sharding]] = field(default_factory=dict)
-    """The axes over which parameters are stored in parts, by the parameters' names."""
-    loss_scale: LossScale = None
-    unbatched: frozenset[str] = frozenset()
-    """The inputs whose first dim is not the batch."""
-    choices: Choices | None = None
-    """The choices made at the largest sizes, where the plan has ranges of sizes."""
-    overlap: OverlapChoices = field(default_factory=lambda: OverlapChoices(25_000_000, 1))
-    offload: Mapping[str, int] = field(default_factory=dict)
-    """The number of the plan's line for each part of the state of training that is kept away from memory."""
-    levels: Levels = field(default_factory=dict)
-    """The axes whose collectives are in two levels."""
-    compress: Mapping[str, Compression] = field(default_factory=dict)
-    """The gradients that are summed in fewer bytes, by the parameters' names."""
-    shard_dims: ShardDims | None = None
-    """The dims along which the parameters and the sums of a larger model are cut, whose twin this is."""
-    units: frozenset[str] = frozenset()
-    """The modules that are called as one, beside numbered modules outside them."""
-    terms: int = 1
-    """The number of the loss's terms."""
-    biases: Mapping[str, Bias] = field(default_factory=dict)
-    """The biases that balance experts, by the module of these."""
-    recompute: Sequence[RecomputeLine] = ()
-    """The modules whose values backward makes again."""
-    sites: tuple[SiteClaim, ...] = ()
-    """The claims on values inside the model."""
-    few: frozenset[tuple[str, str]] = frozenset()
-    """The parameters of which ranks along an axis keep the same heads, though a line splits them."""
-    gathered: frozenset[int] = frozenset()
-    """The lines whose values inside the model are kept gathered for backward, where products gather them."""
-    replicas: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    """The axes of views along which ranks hold the same experts, by the module of these."""
-    context: tuple[ContextLine, ...] = ()
-    """The axes that split sequences, and how attention works across them."""
-    purpose: Purpose = "training"
-    """The purpose of the programs: only those of training have a backward."""
-
-    @property
-    def trains(self) -> bool:
-        """True for the programs of training."""
-        return self.purpose == "training"
+__all__ = ["Built", "Trials", "build_programs", "mark_blocks", "names_of", "prepare"]
 
 
 @dataclass(frozen=True)
@@ -212,10 +134,6 @@ def mark_blocks(graph: fx.Graph, units: frozenset[str] = frozenset()) -> None:
             noted(node).block = block_of(noted(node).origin.module, units)
 
 
-def _frozen(graph: fx.Graph, frozen: frozenset[str]) -> None:
-    freeze_parameters(graph, frozen)
-
-
 def _loss(graph: fx.Graph, terms: int, unbatched: frozenset[str]) -> Denominators:
     return split_loss(graph, terms, lambda part, known: is_one_fraction(fraction_program(part), unbatched, known))
 
@@ -237,7 +155,7 @@ GLOBAL_PASSES = (
     Pass("canonical form", lambda graph, choices: copied(canonical_form(graph, choices is not None)),
          "captured choices", gives="graph"),
     Pass("constants", fold_constants, "graph choices", changes="graph"),
-    Pass("what is not trained", _frozen, "graph frozen", changes="graph"),
+    Pass("what is not trained", freeze_parameters, "graph frozen", changes="graph"),
     Pass("loss", _loss, "graph terms unbatched", gives="count counts", changes="graph"),
     Pass("loads", count_loads, "graph updates returned evaluates", changes="graph"),
     Pass("packed rows", mark_packed, "graph", changes="graph"),
@@ -250,27 +168,23 @@ GLOBAL_PASSES = (
 """The passes before values are placed: on one device, with global shapes."""
 
 
-def _claimed(
-    graph: fx.Graph, claims: Sequence[BoundClaim], sites: Sequence[SiteClaim], few: frozenset[tuple[str, str]]
-) -> Sequence[Claim]:
+def _claimed(graph: fx.Graph, claims: Sequence[Claim[Binding]]) -> Sequence[Claim[ValueKey]]:
     """Return the claims on the graph's values: on placeholders, and on values inside the model."""
-    nodes = {noted(node).binding: node for node in graph.nodes if node.op == "placeholder"}
-    values = site_values(graph) if sites else {}
-    return [
-        *(Claim((nodes[key], 0), axis, split, line, few=(key.name, axis) in few)
-          for key, axis, split, line in claims if key in nodes),
-        *(Claim(values[name], axis, split, line, name) for name, axis, split, line in sites if name in values),
-    ]  # fmt: skip
+    values = {noted(node).binding: (node, 0) for node in graph.nodes if node.op == "placeholder"}
+    if any(claim.site for claim in claims):
+        values |= {Binding("value", name): key for name, key in site_values(graph).items()}
+    return [claim.at(values[claim.value]) for claim in claims if claim.value in values]
 
 
-def _placed(
-    graph: fx.Graph, mesh: Mesh, claims: Sequence[Claim], fused: Sequence[tuple[PlacementSeed, Sequence[str]]],
-    context: tuple[ContextLine, ...], replicas: Mapping[str, frozenset[str]],
+def _place_values(
+    graph: fx.Graph, mesh: Mesh, claims: Sequence[Claim[ValueKey]],
+    fused: Sequence[tuple[PlacementSeed, Sequence[str]]], context: Sequence[ContextLine],
+    experts: Mapping[str, RoutedLayer],
 ) -> Placed:  # fmt: skip
     """Return where every value lies. Tokens that ranks with the same experts share out are placed in a second round."""
     gathered, heads = few_heads(graph, fused), heads_over(graph, context)
     placed = propagate(graph, mesh, claims, gathered, heads)
-    slices, behind = slice_tokens(graph, mesh, placed, replicas)
+    slices, behind = slice_tokens(graph, mesh, placed, {name: layer.replicas for name, layer in experts.items()})
     if slices:
         placed = propagate(graph, mesh, [*claims, *slices], gathered | behind, heads)
     check_sites(claims, placed, mesh)
@@ -278,9 +192,8 @@ def _placed(
 
 
 def _converted(
-    graph: fx.Graph, mesh: Mesh, placed: Placed, keeps: frozenset[int], choices: Choices | None, levels: Levels
+    graph: fx.Graph, mesh: Mesh, placed: Placed, choices: Choices | None, levels: Levels
 ) -> tuple[fx.Graph, Sequence[Reshard]]:
-    placed.keeps = keeps
     partition = Partition(graph, mesh, placed, choices, levels)
     return partition.run(), partition.reshards
 
@@ -291,9 +204,9 @@ def _cleaned(typed: fx.Graph) -> None:
 
 
 PLACING_PASSES = (
-    Pass("claims", _claimed, "graph claims sites few", gives="claimed"),
-    Pass("placements", _placed, "graph mesh claimed fused context replicas", gives="placed"),
-    Pass("conversions", _converted, "graph mesh placed gathered choices levels", gives="typed reshards"),
+    Pass("claims", _claimed, "graph claims", gives="claimed"),
+    Pass("placements", _place_values, "graph mesh claimed fused context experts", gives="placed"),
+    Pass("conversions", _converted, "graph mesh placed choices levels", gives="typed reshards"),
     Pass("parameters first", lift_parameters, "typed", changes="typed"),
     Pass("biases in products", fuse_bias, "typed", changes="typed"),
     Pass("dead code", _cleaned, "typed", changes="typed"),
@@ -301,10 +214,10 @@ PLACING_PASSES = (
 """The passes that say where every value lies, and insert the conversions between."""
 
 
-_COUNTING = "graph count placed mesh sites few fused context replicas gathered choices levels"
+_COUNTING = "graph count placed mesh fused context experts choices levels"
 
 
-def _count(*values: Any) -> fx.Graph | None:
+def _count_graph(*values: Any) -> fx.Graph | None:
     """Return the typed graph of the denominators, which reads its inputs placed as the forward has them."""
     known = dict(zip(_COUNTING.split(), values, strict=True))
     if known["count"] is None:
@@ -312,12 +225,14 @@ def _count(*values: Any) -> fx.Graph | None:
     inputs = {
         noted(node).binding: known["placed"].splits[node, 0] for node in known["graph"].find_nodes(op="placeholder")
     }
-    claims = tuple((binding, axis, at.get(axis), 0) for binding, at in inputs.items() for axis in known["mesh"].names)
+    claims = tuple(
+        Claim(binding, axis, splits.get(axis), 0) for binding, splits in inputs.items() for axis in known["mesh"].names
+    )
     typed: fx.Graph = run_passes(PLACING_PASSES, {**known, "graph": known["count"], "claims": claims})["typed"]
     return typed
 
 
-def _sums(
+def _microbatch_sums(
     reference: Program, unbatched: frozenset[str], microbatches: int, accumulate: torch.dtype
 ) -> tuple[int, torch.dtype | None, Sequence[int]]:
     """Return the number of parts of which the loss is the mean, the type in which gradients of microbatches are added
@@ -328,52 +243,44 @@ def _sums(
     return 1 if adds == "sum" else microbatches, accumulate, averaged_terms(reference, unbatched)
 
 
-def _in_stages(typed: fx.Graph, pipeline: Pipeline) -> fx.Graph:
-    staged = in_stages(typed, pipeline)
-    noted(staged.output_node()).results = noted(typed.output_node()).results
-    return staged
-
-
-def _in_two_levels(
-    roles: Mapping[str, Programs], step: StepParts, two_levels: TwoLevels, purpose: Purpose
-) -> dict[str, Programs]:
+def _in_two_levels(roles: Mapping[str, Programs], step: StepMaterials, two_levels: TwoLevels) -> dict[str, Programs]:
     """Return the programs with collectives in two levels, which keep those in one level, not compressed in two."""
     split = two_levels.roles(roles)
     if two_levels.levels and step.compressor.wanted:
-        two_levels.before = make_roles(replace(step, compressor=Compressor(step.compressor.wanted)), purpose)
+        two_levels.before = make_roles(replace(step, compressor=Compressor(step.compressor.wanted)))
     return split
 
 
-def _each(change: Callable[..., Programs]) -> Callable[..., dict[str, Programs]]:
+def _for_each_role(change: Callable[..., Programs]) -> Callable[..., dict[str, Programs]]:
     """Return a pass over the programs of one role as a pass over those of all roles."""
     return lambda roles, *options: {role: change(programs, *options) for role, programs in roles.items()}
 
 
-def _idle(roles: Mapping[str, Programs], purpose: Purpose) -> dict[str, Programs]:
+def _with_idle_stages(roles: Mapping[str, Programs], purpose: Purpose) -> dict[str, Programs]:
     return {role: with_idle(role, programs, purpose) for role, programs in roles.items()}
 
 
 PROGRAM_PASSES = (
-    Pass("denominators", _count, _COUNTING, gives="counted"),
-    Pass("sums of microbatches", _sums, "reference unbatched microbatches accumulate", gives="parts sums averaged"),
+    Pass("denominators", _count_graph, _COUNTING, gives="counted"),
+    Pass("sums of microbatches", _microbatch_sums, "reference unbatched microbatches accumulate",
+         gives="parts sums averaged"),
     Pass("storage", store_parameters, "typed mesh shardings shard_dims", gives="stored", changes="typed"),
     Pass("no training", freeze_parameters, "typed", changes="typed", when="evaluates"),
     Pass("recomputation", mark_recomputed, "typed recompute", changes="typed"),
-    Pass("stages", _in_stages, "typed pipeline", gives="typed", when="pipeline"),
+    Pass("stages", in_stages, "typed pipeline", gives="typed", when="pipeline"),
     Pass("segments", assemble, "typed mesh seed sums pipeline", gives="assembled"),
     Pass("levels", TwoLevels, "mesh levels shard_dims choices", gives="two_levels"),
     Pass("compression", Compressor, "compress levels shard_dims", gives="compressor"),
-    Pass("parts of a step", StepParts,
-         "mesh typed counted counts parts microbatches assembled pipeline loss_scale compressor biases", gives="step"),
-    Pass("programs", make_roles, "step purpose", gives="roles"),
-    Pass("two levels", _in_two_levels, "roles step two_levels purpose", gives="roles"),
-    Pass("early sums", _each(sum_early), "roles microbatches", gives="roles", when="trains"),
-    Pass("overlap", _each(overlapped), "roles overlap", gives="roles"),
-    Pass("hidden exchanges", _each(hide_exchanges), "roles", gives="roles"),
+    Pass("parts of a step", StepMaterials, "request typed counted counts parts assembled compressor", gives="step"),
+    Pass("programs", make_roles, "step", gives="roles"),
+    Pass("two levels", _in_two_levels, "roles step two_levels", gives="roles"),
+    Pass("early sums", _for_each_role(sum_early), "roles microbatches", gives="roles", when="trains"),
+    Pass("overlap", _for_each_role(overlapped), "roles bucket ahead", gives="roles"),
+    Pass("hidden exchanges", _for_each_role(hide_exchanges), "roles", gives="roles"),
     Pass("offload", offload, "roles offload", gives="roles"),
-    Pass("rings", _each(ring_attention), "roles context", gives="roles"),
+    Pass("rings", _for_each_role(ring_attention), "roles context", gives="roles"),
     Pass("reference of an evaluation", without_training, "reference", gives="reference", when="evaluates"),
-    Pass("idle stages", _idle, "roles purpose", gives="roles", when="evaluates"),
+    Pass("idle stages", _with_idle_stages, "roles purpose", gives="roles", when="evaluates"),
 )  # fmt: skip
 """The passes from a typed graph to the programs of every role."""
 
@@ -388,7 +295,7 @@ def prepare(captured: Captured) -> tuple[Captured, fx.Node | None]:
     return replace(captured, graph=graph), uncounted(graph)
 
 
-def build_programs(captured: Captured, mesh: Mesh, request: Request) -> Built:
+def build_programs(captured: Captured, request: Request) -> Built:
     """Run every pass.
 
     Raises:
@@ -396,8 +303,9 @@ def build_programs(captured: Captured, mesh: Mesh, request: Request) -> Built:
     """
     check_registered(captured.graph)
     with explained(captured.graph):
-        values = run_passes(ALL_PASSES, values_of(captured, mesh, request))
+        values = run_passes(ALL_PASSES, values_of(captured, request))
         placed, roles = values["placed"], values["roles"]
+        sites = {claim.site for claim in request.placing.claims if claim.site}
         return Built(
             reference=values["reference"],
             programs=join_roles(roles),
@@ -407,16 +315,16 @@ def build_programs(captured: Captured, mesh: Mesh, request: Request) -> Built:
             stored=values["stored"],
             levels=values["two_levels"],
             compressor=values["compressor"],
-            sites=site_types(values["graph"], mesh, placed, {name for name, *_ in request.sites}),
+            sites=site_types(values["graph"], values["mesh"], placed, sites),
             averaged=tuple(values["averaged"]),
         )
 
 
-def values_of(captured: Captured, mesh: Mesh, request: Request) -> StepValues:
+def values_of(captured: Captured, request: Request) -> StepValues:
     """Return the values that the first passes read, by name."""
-    asked = {each.name: getattr(request, each.name) for each in fields(Request)}
+    asked = {each.name: getattr(group, each.name) for group in (*request.groups, request) for each in fields(group)}
     model = {"captured": captured.graph, "updates": captured.updates, "returned": captured.returned}
-    return {**asked, **model, "mesh": mesh, "trains": request.trains, "evaluates": not request.trains}
+    return {**asked, **model, "request": request, "trains": request.trains, "evaluates": not request.trains}
 
 
 class Trials:
@@ -429,7 +337,7 @@ class Trials:
 
     def graph(self, request: Request) -> fx.Graph:
         """Return the graph in which values are placed under a request."""
-        values = values_of(self._captured, Mesh(), request)
+        values = values_of(self._captured, request)
         read = {name: values[name] for each in GLOBAL_PASSES for name in each.needs.split() if name in values}
         graph = next((graph for known, graph in self._ready if known == read), None)
         if graph is None:
@@ -437,8 +345,8 @@ class Trials:
             self._ready.append((read, graph))
         return graph
 
-    def place(self, mesh: Mesh, request: Request) -> tuple[Placed, Sequence[Reshard]]:
+    def place(self, request: Request) -> tuple[Placed, Sequence[Reshard]]:
         """Return where values lie under a request, and the conversions between them."""
-        values = {**values_of(self._captured, mesh, request), "graph": self.graph(request)}
+        values = {**values_of(self._captured, request), "graph": self.graph(request)}
         placing = run_passes(PLACING_PASSES, values)
         return placing["placed"], placing["reshards"]

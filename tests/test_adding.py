@@ -16,7 +16,8 @@ from parc.compiler.ops.rules import TABLE
 from parc.compiler.plan import directives
 from parc.compiler.plan.plan import read_plan
 from parc.compiler.program.optimizers import OPTIMIZERS, OptimizerRow
-from parc.compiling.driver import ask, compile_plan
+from parc.compiling.driver import compile_plan
+from parc.compiling.request import ask
 from parc.grammar.diagnostics import PlanError
 from parc.grammar.source import Source
 from parc.passes.pipeline import ALL_PASSES, Pass, run_passes, values_of
@@ -135,7 +136,7 @@ def test_a_directive_is_one_file(colour: None) -> None:
 def test_a_pass_is_one_row() -> None:
     plan = read_plan(Source("plan.parc", PLAN))
     whole = compiled(PLAN, FOLDER)
-    asked = ask(plan, FOLDER, whole.recorded, whole.captured)
+    _, request = ask(plan, FOLDER, whole.recorded, whole.captured)
     counting = Pass("count", lambda roles: {role: len(programs) for role, programs in roles.items()}, "roles", "counts")
-    values = run_passes((*ALL_PASSES, counting), values_of(whole.captured, asked.mesh, asked.request))
+    values = run_passes((*ALL_PASSES, counting), values_of(whole.captured, request))
     assert values["counts"] == {role: len(programs) for role, programs in whole.built.roles.items()}

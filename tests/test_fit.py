@@ -17,7 +17,8 @@ from parc.cli.build import report_text
 from parc.compiler.analysis.flops import BlockCost, block_costs
 from parc.compiler.plan.plan import read_plan
 from parc.compiling.compiled import Compiled
-from parc.compiling.fit import condensed, options_of
+from parc.compiling.fit import options_of
+from parc.compiling.fitted import condensed
 from parc.desugar import desugar
 from parc.grammar.diagnostics import PlanError, render
 from parc.grammar.source import Source

@@ -20,11 +20,11 @@ from parc.checking.twins import find_twin
 from parc.compiler.analysis.communication import communication_table
 from parc.compiler.layout.mesh import Mesh, NoCommonParts, UnevenNodes, node_levels
 from parc.compiler.plan.plan import read_plan
+from parc.compiler.resolve.requests import PlanAxes
 from parc.compiling.compiled import Compiled
 from parc.grammar.diagnostics import render
 from parc.grammar.source import Source
 from parc.grammar.syntax import size_text
-from parc.passes.placing.heads import Copies
 from parc.runtime.compare.agreement import Agreement
 from parc.runtime.compare.simulate import compare
 from tests.captured_once import compile_once
@@ -99,7 +99,7 @@ def test_the_inner_part_of_each_axis_shares_a_node(sizes: list[int], ranks: int)
 @share(0.3)
 def test_heads_and_nodes_factor_an_axis_together(sizes: tuple[int, ...], nodes: int) -> None:
     kept = {("k", "tp"): 1, ("v", "tp"): 0}
-    before = Copies({"tp": sizes}, kept) if len(sizes) > 1 else Copies({}, {("k", "tp"): 1})
+    before = PlanAxes({"tp": sizes}, kept) if len(sizes) > 1 else PlanAxes({}, {("k", "tp"): 1})
     after = before.cut("tp", 8, [nodes])
     declared = Mesh.parse("tp=8")
     old, new = declared.factor(before.sizes), declared.factor(after.sizes)
@@ -112,7 +112,7 @@ def test_heads_and_nodes_factor_an_axis_together(sizes: tuple[int, ...], nodes: 
 
 def test_nodes_that_cut_heads_unevenly_are_refused() -> None:
     with pytest.raises(NoCommonParts, match="2 and 3 parts cut each other"):
-        Copies({"tp": (2, 3)}).cut("tp", 6, [3])
+        PlanAxes({"tp": (2, 3)}).cut("tp", 6, [3])
 
 
 @pytest.mark.parametrize("level", [1, 2, 3])

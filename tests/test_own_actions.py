@@ -6,7 +6,7 @@ from __future__ import annotations
 import ast
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache, reduce
 from pathlib import Path
@@ -35,8 +35,8 @@ from parc.compiling.driver import compile_plan
 from parc.grammar.source import Source
 from parc.passes.programs.emit import identifier
 from parc.passes.programs.segments import node_type
-from parc.passes.programs.step_programs import StepParts
-from parc.passes.programs.writer import Across, Writer, whole_type
+from parc.passes.programs.step_programs import StepMaterials
+from parc.passes.programs.writer import whole_type
 from parc.runtime.compare.agreement import TOLERANCE
 from parc.runtime.compare.simulate import compare
 from tests.planted_builds import ROOT, TIED
@@ -59,24 +59,21 @@ PLANS = {"pipeline": _PLAN, "one role": reduce(lambda text, word: text.replace(w
 # ---- the kind: a row, what makes its program, and the numbers of a model that is not cut
 
 
-def make_checksum(parts: StepParts) -> Sequence[Program]:
+def make_checksum(step: StepMaterials) -> Iterator[Program]:
     """Write the sum of the squares of all parameters; each role adds those that no role before it reads."""
-    nodes = {noted(node).binding: node for node in parts.graph.find_nodes(op="placeholder")}
-    made, everyone = [], range(len(parts.roles))
-    for rank, role in enumerate(parts.roles):
-        write = Writer(parts.mesh, None if parts.pipeline is None else Across(parts.pipeline.axis, everyone, {}, ()))
-        one = whole_type(parts.mesh, torch.float32)
-        squares = []
-        for name in sorted({name for names in parts.made.reads for name in names}):
-            if rank == min(parts.ranks[stage] for stage, names in enumerate(parts.made.reads) if name in names):
+    nodes = {noted(node).binding: node for node in step.graph.find_nodes(op="placeholder")}
+    reads, one = step.assembled.reads, whole_type(step.mesh, torch.float32)
+    for rank, role in enumerate(step.roles):
+        write, squares = step.writer(), []
+        for name in sorted({name for names in reads for name in names}):
+            if rank == min(step.stage_ranks[stage] for stage, names in enumerate(reads) if name in names):
                 binding = Binding("parameter", name)
                 value = write.take(identifier(name), node_type(nodes[binding]), binding)
                 axes = value.type.placement.split_axes()
-                partial = replace(one, placement=Placement.of(parts.mesh, dict.fromkeys(axes, "P")))
+                partial = replace(one, placement=Placement.of(step.mesh, dict.fromkeys(axes, "P")))
                 squares.append(write.total(write.emit("parc.square_sum.default", (Ref(value.name),), partial)))
-        total = write.among(write.stacked_sum(squares) if squares else write.zeros(one), everyone)
-        made.append(write.program(role, KIND, [(Binding("metric", "checksum"), total.name)]))
-    return made
+        total = write.among(write.stacked_sum(squares) if squares else write.zeros(one), range(len(step.roles)))
+        yield write.program(role, KIND, [(Binding("metric", "checksum"), total.name)])
 
 
 def checksum(parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

@@ -122,7 +122,7 @@ def test_alike_stages_share_a_row() -> None:
 )
 def test_llama_trains_alike_under_every_schedule(schedule: str, pp: int, chunks: int) -> None:
     made = compiled("llama-pipeline", schedule=schedule, pp=pp, chunks=chunks, layers=4, microbatches=4)
-    assert made.pipeline is not None and made.pipeline.stages == pp * chunks
+    assert made.request.pipeline is not None and made.request.pipeline.stages == pp * chunks
     assert compare(case_of(made), 1).largest < 1e-12
 
 
@@ -154,7 +154,7 @@ def in_a_v(tmp_path: Path) -> Path:
 def test_stages_lie_where_a_table_says(tmp_path: Path) -> None:
     plan, out = in_a_v(tmp_path), tmp_path / "build"
     made = compile_once(read_plan(plan), tmp_path)
-    assert made.pipeline is not None and made.pipeline.ranks == (0, 1, 1, 0)
+    assert made.request.pipeline is not None and made.request.pipeline.ranks == (0, 1, 1, 0)
     assert [role.stages for role in made.build.roles.values()] == [[0, 3], [1, 2]]
     assert not prove(made) and compare(case_of(made), 2).largest < 1e-12
     check_sample(made.plan, tmp_path, made.build)

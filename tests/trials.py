@@ -18,11 +18,11 @@ from parc.compiler.plan.plan import read_plan
 from parc.compiler.program.program import Program
 from parc.compiler.program.roles import SINGLE
 from parc.compiler.program.text import parse_program
-from parc.compiling.axes import finer_axes
+from parc.compiler.resolve.requests import PlanAxes
 from parc.compiling.compiled import Compiled
 from parc.compiling.driver import compile_captured
+from parc.compiling.request import finer_axes
 from parc.grammar.source import Source
-from parc.passes.placing.heads import Copies
 from parc.runtime.compare.agreement import Agreement
 from parc.runtime.compare.model_run import Case, ReferenceRun
 from parc.runtime.compare.simulate import compare
@@ -101,7 +101,7 @@ def build(made: Subject, text: str) -> Compiled:
         PlanError: the plan asks for what cannot be.
     """
     plan = read_plan(Source("random.parc", text))
-    return compile_captured(plan, Path(), made.recorded, made.captured, finer_axes(plan, Copies()))
+    return compile_captured(plan, Path(), made.recorded, made.captured, finer_axes(plan, PlanAxes()))
 
 
 def case_of(made: Subject, compiled: Compiled) -> Case:

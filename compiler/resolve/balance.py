@@ -39,7 +39,7 @@ def operations_of(node: fx.Node) -> int:
     """Count the floating point operations of a node's forward and backward, by shapes. A multiply-add in products,
     convolutions and attention counts as two. All else takes ``FLOPS_PER_BYTE`` for each byte that it reads or writes,
     but views and copies nothing."""
-    row, made = facts(node.target), _bytes(node)
+    row = facts(node.target)
     view = node.target is operator.getitem or row.storage == "view"
     if node.op != "call_function" or view or _passes_on(node):
         return 0
@@ -48,7 +48,7 @@ def operations_of(node: fx.Node) -> int:
         return PASSES * 2 * products
     table = row.moves == "index"  # of which it reads no more than it gives
     read = node.all_input_nodes[1:] if table else node.all_input_nodes
-    return PASSES * FLOPS_PER_BYTE * (made + sum(map(_bytes, read)))
+    return PASSES * FLOPS_PER_BYTE * (_tensor_bytes(node) + sum(map(_tensor_bytes, read)))
 
 
 def _passes_on(node: fx.Node) -> bool:
@@ -56,13 +56,14 @@ def _passes_on(node: fx.Node) -> bool:
     row = facts(node.target)
     if str(node.target) == "aten.dropout.default":
         return not node.args[1] or not node.args[2]
-    read, made = _tensors(node.all_input_nodes[0]) if node.all_input_nodes else [], _tensors(node)
-    return (row.moves == "copy" or row.casts) and [value.dtype for value in read] == [value.dtype for value in made]
+    operand = _tensors_of(node.all_input_nodes[0]) if node.all_input_nodes else []
+    same = [value.dtype for value in operand] == [value.dtype for value in _tensors_of(node)]
+    return (row.moves == "copy" or row.casts) and same
 
 
 def numbers_of(node: fx.Node) -> int:
     """Count the numbers in a node's tensors."""
-    return sum(value.numel() for value in _tensors(node))
+    return sum(value.numel() for value in _tensors_of(node))
 
 
 def products_of(node: fx.Node) -> int:
@@ -77,17 +78,17 @@ def products_of(node: fx.Node) -> int:
         return Operand(len(operands) - 1)
 
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), operand)
-    results = tuple(tuple(map(int, value.shape)) for value in _tensors(node))
+    results = tuple(tuple(map(int, value.shape)) for value in _tensors_of(node))
     return flops(OpCall(str(node.target), args, kwargs, tuple(operands), results))
 
 
-def _tensors(node: fx.Node) -> list[Tensor]:
+def _tensors_of(node: fx.Node) -> list[Tensor]:
     value = noted(node).value
     return [item for item in (value if isinstance(value, list | tuple) else [value]) if isinstance(item, Tensor)]
 
 
-def _bytes(node: fx.Node) -> int:
-    return sum(value.numel() * value.element_size() for value in _tensors(node))
+def _tensor_bytes(node: fx.Node) -> int:
+    return sum(value.numel() * value.element_size() for value in _tensors_of(node))
 
 
 def piece_of(nodes: Sequence[fx.Node], states: int) -> BalancedPiece:
@@ -98,11 +99,11 @@ def piece_of(nodes: Sequence[fx.Node], states: int) -> BalancedPiece:
     for node in nodes:
         work = operations_of(node)
         operations += work
-        kept += sum(v.numel() * v.element_size() for v in _tensors(node) if v.is_floating_point()) if work else 0
+        kept += sum(v.numel() * v.element_size() for v in _tensors_of(node) if v.is_floating_point()) if work else 0
         for operand in node.all_input_nodes:
             binding: Binding | None = noted(operand).binding
             if binding is not None and binding.kind in PARAMETERS:
-                parameters[binding.name] = _bytes(operand) * states
+                parameters[binding.name] = _tensor_bytes(operand) * states
     return BalancedPiece(operations, kept, parameters)
 
 

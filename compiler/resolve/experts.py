@@ -9,7 +9,6 @@ from torch import fx, nn
 
 from ...grammar.codes_plan import NO_BIAS, NO_EXPERTS, REPEATED
 from ...grammar.diagnostics import Diagnostic, Label, PlanError
-from ...grammar.syntax import Word
 from ..capture.capture import Captured
 from ..capture.experts.forms import Capacity, have_interface, routed_layers
 from ..capture.node_facts import noted
@@ -17,7 +16,7 @@ from ..ops.rules import facts
 from ..plan.directives.experts import Experts
 from ..plan.plan import Plan
 from ..program.step_values import Bias
-from .names import PlanNames, find_modules, is_within
+from .names import PlanNames, find_each, find_modules, is_within
 from .pattern import Pattern
 
 
@@ -33,6 +32,8 @@ class RoutedLayer(NamedTuple):
     """The rows of the busiest rank over the mean, as a plan states it."""
     capacity: float | None = None
     """The most tokens of a sequence that an expert takes, over the mean; None where it takes all."""
+    replicas: frozenset[str] = frozenset()
+    """The axes of a view along which ranks hold the same experts."""
 
 
 def routing_of(plan: Plan, names: PlanNames, captured: Captured) -> dict[str, RoutedLayer]:
@@ -46,8 +47,8 @@ def routing_of(plan: Plan, names: PlanNames, captured: Captured) -> dict[str, Ro
     for module, (routed, *_) in routed_layers(captured.graph).items():
         layer = RoutedLayer(routed.experts, routed.top)
         for line in lines:
-            found = [name for word in line.where for name in _found(word, names)]
-            if not any(is_within(module, name) or is_within(name, module) for name in found):
+            named, _ = find_each(line.where, names, find_modules)  # the placement of its weights has the errors
+            if not any(is_within(module, name) or is_within(name, module) for name in named):
                 continue
             layer = layer._replace(
                 ranks=plan.ranks(line.axis.text), load=max(layer.load, line.load), capacity=line.capacity
@@ -76,23 +77,18 @@ def capacities_of(plan: Plan, model: nn.Module) -> dict[str, Capacity]:
     for line in (line for line in plan.placements if isinstance(line, Experts)):
         for word in line.where:
             outer = Pattern(word.text).of(modules)
-            found = [path for path, module in modules.items() if have_interface(module)
-                     and any(is_within(path, name) for name in outer)]  # fmt: skip
-            if outer and not found and line.capacity is not None:
+            inside = [path for path, module in modules.items() if have_interface(module)
+                      and any(is_within(path, name) for name in outer)]  # fmt: skip
+            if outer and not inside and line.capacity is not None:
                 message = f"`{outer[0]}` has no experts of transformers' interface, and only these can have a capacity"
                 raise PlanError([Diagnostic(NO_EXPERTS, message, Label(word.span), help="write `dropless`")])
-            for path in found:
+            for path in inside:
                 if (first := lines.setdefault(path, line)).capacity != line.capacity:
                     related = (Label(first.span, "the first"),)
                     help_ = "name each module of experts in one line"
                     message = f"two lines give `{path}` different capacities"
                     raise PlanError([Diagnostic(REPEATED, message, Label(line.span), related, help=help_)])
     return {path: Capacity(line.capacity, sequences) for path, line in lines.items() if line.capacity is not None}
-
-
-def biases_of(layers: Mapping[str, RoutedLayer]) -> dict[str, Bias]:
-    """Return the biases that steps move, by the module of the experts."""
-    return {module: layer.bias for module, layer in layers.items() if layer.bias is not None}
 
 
 def routing_facts(routing: Mapping[str, RoutedLayer]) -> dict[str, Any]:
@@ -106,23 +102,15 @@ def routing_facts(routing: Mapping[str, RoutedLayer]) -> dict[str, Any]:
     return {"experts": layers} if layers else {}
 
 
-def _found(word: Word, names: PlanNames) -> tuple[str, ...]:
-    found = find_modules(word, names)
-    return () if isinstance(found, Diagnostic) else found  # the placement of its weights has the error
-
-
 def _biases(module: str, experts: int, captured: Captured) -> list[str]:
     """Return the buffers beside a module of experts that have one real number for each."""
+    buffers = [
+        name for name, node in captured.placeholders("buffer").items()
+        if noted(node).value.is_floating_point() and noted(node).value.numel() == experts and _is_added(node)
+    ]  # fmt: skip
     outer = module.rpartition(".")[0]
-    for beside in (f"{module}.", f"{outer}." if outer else ""):
-        found = [
-            name for name, node in captured.placeholders("buffer").items()
-            if name.startswith(beside) and noted(node).value.is_floating_point()
-            and noted(node).value.numel() == experts and _is_added(node)
-        ]  # fmt: skip
-        if found:
-            return found
-    return []
+    inside = [name for name in buffers if name.startswith(f"{module}.")]
+    return inside or [name for name in buffers if name.startswith(f"{outer}." if outer else "")]
 
 
 def _is_added(node: fx.Node) -> bool:
@@ -134,9 +122,9 @@ def _is_added(node: fx.Node) -> bool:
     )
 
 
-def _no_bias(line: Experts, module: str, layer: RoutedLayer, found: list[str]) -> Diagnostic:
+def _no_bias(line: Experts, module: str, layer: RoutedLayer, buffers: list[str]) -> Diagnostic:
     beside = f"`{module.rpartition('.')[0]}`" if "." in module else "the model"
-    many = "no buffer" if not found else f"{len(found)} buffers"
+    many = "no buffer" if not buffers else f"{len(buffers)} buffers"
     message = f"{beside} has {many} of {layer.experts} numbers, one for each expert, that a router adds to its scores"
     if layer.bias is not None:
         message = f"the forward changes `{layer.bias.buffer}` itself, so a step cannot move it too"

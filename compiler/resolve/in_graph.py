@@ -1,4 +1,4 @@
-"""The ``context`` lines of a plan on the attention of one model."""
+"""Lines that need the captured graph: ``context`` lines on its attention, and the units that ``zero`` lines name."""
 
 from __future__ import annotations
 
@@ -53,29 +53,29 @@ def context_lines(plan: Plan, names: PlanNames, captured: Captured) -> tuple[Con
         for node in captured.graph.nodes
         if node.op == "call_function" and base_name(str(node.target)) == "scaled_dot_product_attention"
     ]
-    return tuple(_found(line, names, attention) for line in plan.context if plan.mesh.size(line.axis.text) > 1)
+    return tuple(_context_line(line, names, attention) for line in plan.context if plan.mesh.size(line.axis.text) > 1)
 
 
-def _found(line: Context, names: PlanNames, attention: list[str]) -> ContextLine:
+def _context_line(line: Context, names: PlanNames, attention: list[str]) -> ContextLine:
     modules: list[str] = []
     for word in line.where:
-        found = find_modules(word, names)
-        if isinstance(found, Diagnostic):
-            raise PlanError([found])
-        if found and not any(is_within(at, module) for at in attention for module in found):
+        meant = find_modules(word, names)
+        if isinstance(meant, Diagnostic):
+            raise PlanError([meant])
+        if meant and not any(is_within(at, module) for at in attention for module in meant):
             message = f"`{word.text}` contains no attention"
-            if len(found) > 1:
-                message = f"the {len(found)} modules of `{word.text}` contain no attention"
+            if len(meant) > 1:
+                message = f"the {len(meant)} modules of `{word.text}` contain no attention"
             others = [name or "the model itself" for name in dict.fromkeys(attention)]
             seen = f"attention is in {listed(others[:3])}"
             if not others:
                 seen = "the model never calls torch's `scaled_dot_product_attention`: choose that one"
             raise PlanError([Diagnostic(NO_ATTENTION, message, Label(word.span), help=seen)])
-        modules += found
+        modules += meant
     return ContextLine(line.axis.text, line.method, tuple(modules), line.span.root.line)
 
 
-# ---- the units that ``zero`` lines name: modules whose weights are gathered together, and freed together.
+# ---- units: modules whose weights are gathered together, and freed together
 
 
 def units_of(plan: Plan, names: PlanNames, captured: Captured) -> frozenset[str]:
@@ -94,20 +94,20 @@ def units_of(plan: Plan, names: PlanNames, captured: Captured) -> frozenset[str]
                 why = "its weights would be gathered before the step, and freed behind it"
                 errors.append(Diagnostic(BAD_VALUE, message, Label(word.span), help=help_, notes=(why,)))
                 continue
-            found = find_modules(word, names)
-            if isinstance(found, Diagnostic):
-                errors.append(found)
+            modules = find_modules(word, names)
+            if isinstance(modules, Diagnostic):
+                errors.append(modules)
                 continue
-            words.update(dict.fromkeys(found, word))
+            words.update(dict.fromkeys(modules, word))
             if line.level and plan.ranks(line.axis.text) > 1:
-                active.update(found)
-    errors = errors or [*_shared(words, captured)]
+                active.update(modules)
+    errors = errors or [*_shared_parameters(words, captured)]
     if errors:
         raise PlanError(errors)
     return frozenset(active)
 
 
-def _shared(words: dict[str, Word], captured: Captured) -> Iterator[Diagnostic]:
+def _shared_parameters(words: dict[str, Word], captured: Captured) -> Iterator[Diagnostic]:
     """Yield an error for the first parameter of each word's units that is read outside its unit."""
     said: set[Word] = set()
     for name, parameter in captured.placeholders("parameter").items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 from ...grammar.codes_plan import NO_SITE, NO_WEIGHT, NOTHING_MATCHED
@@ -37,13 +38,13 @@ class InnerValue:
 
     name: str
     shape: Shape
-    found: tuple[DimOfInput, ...] = ()
+    sources: tuple[DimOfInput, ...] = ()
     """The dims of inputs that its dims come from, by the operators' rules."""
 
     def sizes(self, plan: Plan) -> Iterator[tuple[str, int, Outer]]:
         """Yield the plan's sizes that are in the value: name, dim and outer parts, each once."""
         dims = {line.name: line.dims for line in plan.inputs}
-        places = ((dims[at.input][at.input_dim], at.dim, at.outer) for at in self.found if at.input in dims)
+        places = ((dims[at.input][at.input_dim], at.dim, at.outer) for at in self.sources if at.input in dims)
         yield from dict.fromkeys((name, dim, outer) for name, dim, outer in places if isinstance(name, str))
 
     def dims(self, plan: Plan, batch: str) -> tuple[str | int, ...]:
@@ -63,19 +64,15 @@ class InnerValues:
 
     named: Mapping[str, tuple[InnerValue, ...]] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_own", {site.name: site for sites in self.named.values() for site in sites})
-
-    def get(self, name: str) -> InnerValue | None:
-        """Return the site of this one name."""
-        own: Mapping[str, InnerValue] = getattr(self, "_own")  # noqa: B009
-        return own.get(name)
+    @cached_property
+    def by_name(self) -> dict[str, InnerValue]:
+        """Each value by its one name."""
+        return {site.name: site for sites in self.named.values() for site in sites}
 
 
 # ---- layers that adapters wrap, as those of the ``peft`` library
 
-
-_OWN = r"(base_layer|modules_to_save\.[^.]+)\.weight"
+_WRAPPED_WEIGHT = r"(base_layer|modules_to_save\.[^.]+)\.weight"
 
 
 def layer_weights(module: str, style: str, parameters: Collection[str]) -> list[tuple[str, str | None]]:
@@ -91,14 +88,13 @@ def layer_weights(module: str, style: str, parameters: Collection[str]) -> list[
         weights = [f"{module}.weight"]
     else:
         factor = r"lora_A\.[^.]+\.weight" if style == "row" else r"lora_B\.[^.]+\.weight"
-        split = re.compile(rf"{re.escape(module)}\.({_OWN}|{factor})")
+        split = re.compile(rf"{re.escape(module)}\.({_WRAPPED_WEIGHT}|{factor})")
         weights = list(filter(split.fullmatch, parameters))
     biases = (f"{weight.removesuffix('.weight')}.bias" for weight in weights)
     return [(weight, bias if bias in parameters else None) for weight, bias in zip(weights, biases, strict=True)]
 
 
-# ---- the names of a captured model, and the search for the names that a plan's line means.
-
+# ---- the names of a model, and those that a line means
 
 OPTIONAL = "a `?` at the end lets a pattern match nothing"
 
@@ -154,11 +150,16 @@ class PlanNames:
 
     def site(self, name: str) -> InnerValue | None:
         """Return the value inside the model that has this name, if one has."""
-        return self.sites().get(name) if name.endswith(")") else None
+        return self.sites().by_name.get(name) if name.endswith(")") else None
 
     def use(self, name: str) -> WeightUse:
         """Return the use of the parameter that has this name."""
         return self.uses.get(name) or self.uses.get(self.canonical(name)) or WeightUse("other")
+
+    @property
+    def ordered_modules(self) -> list[str]:
+        """The modules by the segments of their names, numbers by value."""
+        return sorted(self.modules, key=_natural)
 
     @property
     def all_parameters(self) -> tuple[str, ...]:
@@ -170,46 +171,47 @@ Weight = tuple[str, str | None]
 """A weight that a line splits, by the name under which the line found it, with its bias."""
 
 
+def find_each(
+    words: Iterable[Word], names: PlanNames, find: Callable[[Word, PlanNames], tuple[str, ...] | Diagnostic]
+) -> tuple[list[str], list[Diagnostic]]:
+    """Return the names that words mean, each once, and the errors of words that mean none."""
+    results = [find(word, names) for word in words]
+    meant = dict.fromkeys(name for result in results if not isinstance(result, Diagnostic) for name in result)
+    return list(meant), [result for result in results if isinstance(result, Diagnostic)]
+
+
 def find_values(word: Word, names: PlanNames) -> tuple[str, ...] | Diagnostic:
     """Return the parameters and inputs that a word means, each under its one name."""
     if word.text.endswith(")"):
         return _find_sites(word, names)
-    pattern = Pattern(word.text)
-    known = (*names.all_parameters, *names.inputs)
-    matches = pattern.of(known)
-    if matches or pattern.optional or names.smaller:
-        idle = _idle(word, "parameter or input", pattern, matches, known, names)
-        return idle or tuple(dict.fromkeys(map(names.canonical, matches)))
-    modules = pattern.of(sorted(names.modules))
+    pattern, known = Pattern(word.text), (*names.all_parameters, *names.inputs)
+    matches, modules = pattern.of(known), pattern.of(sorted(names.modules))
     inside = [name for name in known if modules and name.startswith(f"{modules[0]}.")]
     help_ = f"it is a module: name its parameters, as {listed(inside[:3], 'or')}" if inside else ""
-    return _nothing(word, "parameter or input", pattern, known, help_)
+    fault = _name_fault(word, "parameter or input", matches, known, names, help_)
+    return fault or tuple(dict.fromkeys(map(names.canonical, matches)))
+
+
+_SITE_NUMBER = re.compile(r",(\d+)$")
 
 
 def _find_sites(word: Word, names: PlanNames) -> tuple[str, ...] | Diagnostic:
     """Return the values that ``out(PATTERN)``, ``in(PATTERN)`` or ``out(PATTERN,1)`` means, each under its one name."""
     kind, _, inside = word.text[:-1].partition("(")
-    text, number = (inside[: -len(at[0])], at[1]) if (at := _NUMBER.search(inside)) else (inside, None)
-    named = Word(text, word.span)
-    pattern, known = Pattern(text), sorted(names.modules, key=_natural)
-    modules = pattern.of(known)
-    if not modules and not pattern.optional and not names.smaller:
-        return _nothing(named, "module", pattern, known, "")
-    if (idle := _idle(named, "module", pattern, modules, known, names)) is not None:
-        return idle
-    found: dict[str, None] = {}
+    text, number = (inside[: -len(at[0])], at[1]) if (at := _SITE_NUMBER.search(inside)) else (inside, None)
+    known = names.ordered_modules
+    modules = Pattern(text).of(known)
+    if (fault := _name_fault(Word(text, word.span), "module", modules, known, names)) is not None:
+        return fault
+    meant: dict[str, None] = {}
     for module in modules:
         sites = names.sites().named.get(f"{kind}({module})", ())
-        if number is not None:
-            sites = sites[int(number) : int(number) + 1]
-        if len(sites) == 1:
-            found[sites[0].name] = None
+        chosen = sites if number is None else sites[int(number) : int(number) + 1]
+        if len(chosen) == 1:
+            meant[chosen[0].name] = None
         elif not names.smaller:
-            return _no_site(word, kind, module, names.sites().named.get(f"{kind}({module})", ()))
-    return tuple(found)
-
-
-_NUMBER = re.compile(r",(\d+)$")
+            return _no_site(word, kind, module, sites)
+    return tuple(meant)
 
 
 def _no_site(word: Word, kind: str, module: str, sites: Sequence[InnerValue]) -> Diagnostic:
@@ -227,22 +229,15 @@ def _no_site(word: Word, kind: str, module: str, sites: Sequence[InnerValue]) ->
 def find_parameters(word: Word, names: PlanNames) -> tuple[str, ...] | Diagnostic:
     """Return the parameters that a word means, each under its one name: the named ones, or all inside named modules."""
     pattern = Pattern(word.text)
-    modules = pattern.of(sorted(names.modules, key=_natural))
+    modules, named = pattern.of(names.ordered_modules), pattern.of(names.all_parameters)
     inside = [name for name in names.all_parameters if any(name.startswith(f"{module}.") for module in modules)]
-    own = pattern.of(names.all_parameters)
-    matches = tuple(dict.fromkeys(map(names.canonical, [*own, *inside])))
-    known = (*sorted(names.modules, key=_natural), *names.all_parameters)
-    if matches or pattern.optional or names.smaller:
-        return _idle(word, "module or parameter", pattern, (*modules, *own), known, names) or matches
-    if modules:
+    matches = tuple(dict.fromkeys(map(names.canonical, [*named, *inside])))
+    if modules and not matches and not pattern.optional and not names.smaller:
+        help_ = "name modules that have parameters, or parameters themselves"
         message = f"the module `{modules[0]}` has no parameters"
-        return Diagnostic(
-            NOTHING_MATCHED,
-            message,
-            Label(word.span),
-            help="name modules that have parameters, or parameters themselves",
-        )
-    return _nothing(word, "module or parameter", pattern, known, "")
+        return Diagnostic(NOTHING_MATCHED, message, Label(word.span), help=help_)
+    known = (*names.ordered_modules, *names.all_parameters)
+    return _name_fault(word, "module or parameter", (*modules, *named), known, names) or matches
 
 
 def is_within(module: str, outer: str) -> bool:
@@ -251,48 +246,38 @@ def is_within(module: str, outer: str) -> bool:
 
 
 def find_modules(word: Word, names: PlanNames) -> tuple[str, ...] | Diagnostic:
-    """The outermost modules that a word means; `**` is the whole model, whose name is empty."""
+    """Return the outermost modules that a word means; `**` is the whole model, whose name is empty."""
     if word.text == ANY_DEPTH:
         return ("",)
-    pattern = Pattern(word.text)
-    known = sorted(names.modules, key=_natural)
-    matches = pattern.of(known)
-    if not matches and not pattern.optional and not names.smaller:
-        inside = next((name for name in names.tied if name.startswith(f"{word.text}.")), "")
-        first = names.tied.get(inside, "").removesuffix(inside.removeprefix(word.text))
-        same = first in names.modules
-        return _nothing(
-            word, "module", pattern, known, f"it is another name of `{first}`: write that name" if same else ""
-        )
-    idle = _idle(word, "module", pattern, matches, known, names)
-    return idle or tuple(name for name in matches if not any(name.startswith(f"{outer}.") for outer in matches))
+    known = names.ordered_modules
+    matches = Pattern(word.text).of(known)
+    inside = next((name for name in names.tied if name.startswith(f"{word.text}.")), "")
+    first = names.tied.get(inside, "").removesuffix(inside.removeprefix(word.text))
+    help_ = f"it is another name of `{first}`: write that name" if first in names.modules else ""
+    fault = _name_fault(word, "module", matches, known, names, help_)
+    return fault or tuple(name for name in matches if not any(name.startswith(f"{outer}.") for outer in matches))
 
 
 def find_weights(line: SplitWeights, word: Word, names: PlanNames) -> tuple[tuple[Weight, ...], tuple[Diagnostic, ...]]:
     """Return the weights that a word of a `column`, `row` or `vocab` line means, and the errors."""
     pattern = Pattern(word.text)
-    parameters = dict.fromkeys(names.all_parameters)
-    modules = pattern.of(sorted(names.modules, key=_natural))
-    own = pattern.of(names.all_parameters)
+    modules, named = pattern.of(names.ordered_modules), pattern.of(names.all_parameters)
     if line.style == "experts":
         return _find_stacks(word, names, modules)
+    parameters = dict.fromkeys(names.all_parameters)
     weights = [weight for module in modules for weight in layer_weights(module, line.style, parameters)]
-    weights = weights or [(name, None) for name in own]
-    known = (*sorted(names.modules, key=_natural), *names.all_parameters)
-    if not weights and not modules and not pattern.optional and not names.smaller:
-        return (), (_nothing(word, "module or parameter", pattern, known, ""),)
-    if (idle := _idle(word, "module or parameter", pattern, (*modules, *own), known, names)) is not None:
-        return (), (idle,)
+    weights = weights or [(name, None) for name in named]
+    known = (*names.ordered_modules, *names.all_parameters)
+    if (fault := _name_fault(word, "module or parameter", (*modules, *named), known, names)) is not None:
+        return (), (fault,)
     if not weights and modules:
         inside = [name for name in names.all_parameters if name.startswith(f"{modules[0]}.")]
         children = [name.removesuffix(".weight") for name in inside if name.endswith(".weight")]
         help_ = f"name modules inside it, as {listed(children[:3], 'or')}" if children else "name a linear layer"
         message = f"the module `{modules[0]}` has no weight"
         return (), (Diagnostic(NO_WEIGHT, message, Label(word.span), help=help_),)
-    errors = [error for name, _ in weights if (error := _check_style(line, word, name, names)) is not None]
-    if errors:
-        return (), tuple(errors)
-    return tuple(weights), ()
+    errors = tuple(error for name, _ in weights if (error := _check_style(line, word, name, names)) is not None)
+    return (() if errors else tuple(weights)), errors
 
 
 def _find_stacks(
@@ -300,14 +285,14 @@ def _find_stacks(
 ) -> tuple[tuple[Weight, ...], tuple[Diagnostic, ...]]:
     """Return the weights that are stacked over experts in modules that a word means, and the errors."""
     inside = [name for name in names.all_parameters if any(name.startswith(f"{module}.") for module in modules)]
-    found = tuple((name, None) for name in inside if names.use(name).kind == "experts")
-    if found or names.smaller:
-        return found, ()
+    stacks = tuple((name, None) for name in inside if names.use(name).kind == "experts")
+    if stacks or names.smaller:
+        return stacks, ()
     if not modules:
-        return (), (_nothing(word, "module", Pattern(word.text), sorted(names.modules, key=_natural), ""),)
+        return (), (_nothing(word, "module", Pattern(word.text), names.ordered_modules, ""),)
     held = f"its parameters are {listed(inside[:3], 'and')}" if inside else "it has no parameters"
-    stacks = (name for name, use in names.uses.items() if use.kind == "experts")
-    known = sorted({name.rpartition(".")[0].partition(f".{EACH}")[0] for name in stacks}, key=_natural)
+    others = (name for name, use in names.uses.items() if use.kind == "experts")
+    known = sorted({name.rpartition(".")[0].partition(f".{EACH}")[0] for name in others}, key=_natural)
     help_ = f"name the modules of experts, as {listed(known[:2], 'or')}" if known else (
         "parc knows no module of this model with experts: it knows those that share transformers' interface "
         "`experts(hidden, index, weights)`, Llama 4's, loops over a list with the tokens of each expert, and"
@@ -343,15 +328,17 @@ def _check_style(line: SplitWeights, word: Word, name: str, names: PlanNames) ->
     return Diagnostic(NO_WEIGHT, message, Label(word.span), help=help_)
 
 
-def _idle(
-    word: Word, what: str, pattern: Pattern, found: Sequence[str], known: Iterable[str], names: PlanNames
+def _name_fault(
+    word: Word, what: str, matches: Sequence[str], known: Iterable[str], names: PlanNames, help_: str = ""
 ) -> Diagnostic | None:
-    """Return the error of a pattern of which one alternative matches nothing."""
+    """Return the error of a word that matches nothing, or of which one alternative does; None where that may be."""
+    pattern = Pattern(word.text)
     if pattern.optional or names.smaller:
         return None
-    for alternative, alone, instead in pattern.idle(found):
-        help_ = f"did you mean `{instead}`?" if instead else ""
-        error = _nothing(word, what, Pattern(alone), known, help_)
+    if not matches:
+        return _nothing(word, what, pattern, known, help_)
+    for alternative, alone, instead in pattern.idle(matches):
+        error = _nothing(word, what, Pattern(alone), known, f"did you mean `{instead}`?" if instead else "")
         message = f"`{alternative or alone}` in `{word.text}` matches no {what}"
         return replace(error, message=message, notes=(OPTIONAL,))
     return None

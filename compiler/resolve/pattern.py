@@ -42,7 +42,7 @@ class Pattern:
 
     def matches(self, name: str) -> bool:
         """Return whether the whole name fits the pattern."""
-        return _fits(self.segments, tuple(name.split(".")))
+        return _path_fits(self.segments, tuple(name.split(".")))
 
     def of(self, names: Iterable[str]) -> tuple[str, ...]:
         """Return the names that fit the pattern, in their order."""
@@ -50,9 +50,9 @@ class Pattern:
             exact = self.text.removesuffix("?")
             return tuple(name for name in names if name == exact)
         segments = self.segments
-        return tuple(name for name in names if _fits(segments, tuple(name.split("."))))
+        return tuple(name for name in names if _path_fits(segments, tuple(name.split("."))))
 
-    def idle(self, found: Sequence[str]) -> Iterator[tuple[str, str, str]]:
+    def idle(self, matched: Sequence[str]) -> Iterator[tuple[str, str, str]]:
         """Yield alternatives that match nothing: a word in braces, or the first number of a range. Each comes with the
         pattern that has this alternative alone. If the numbers before it all match, the pattern that ends its range
         there follows, else "".
@@ -62,7 +62,7 @@ class Pattern:
         """
 
         def used(text: str) -> bool:
-            return any(map(Pattern(text).matches, found))
+            return any(map(Pattern(text).matches, matched))
 
         for braces in BRACES.finditer(self.text):
             before, after = self.text[: braces.start()], self.text[braces.end() :]
@@ -72,7 +72,7 @@ class Pattern:
         for index in INDEX.finditer(self.text):
             before, after = self.text[: index.start()], self.text[index.end() :]
             numbers = range(int(index[1]), int(index[2]) + 1, max(int(index[3] or 1), 1))
-            there = {int(part) for name in found for part in name.split(".") if part.isdecimal()}
+            there = {int(part) for name in matched for part in name.split(".") if part.isdecimal()}
             there = {number for number in there if number in numbers and used(f"{before}{number}{after}")}
             missing = next((number for number in numbers if number not in there), None)
             if missing is not None:
@@ -92,16 +92,16 @@ class Pattern:
             words = {word for path in paths for word in path}
             others = ((*segments[:at], word, *segments[at + 1 :])
                       for at, segment in enumerate(segments) for word in nearest(segment, words))  # fmt: skip
-            working = [other for other in others if any(_fits(other, path) for path in paths)]
+            working = [other for other in others if any(_path_fits(other, path) for path in paths)]
             return tuple(map(".".join, working[:3]))
         for depth, segment in enumerate(segments):
-            here = [path for path in paths if _fits(segments[:depth], path[:depth]) and len(path) > depth]
-            if any(_fits(segments[: depth + 1], path[: depth + 1]) for path in here):
+            here = [path for path in paths if _path_fits(segments[:depth], path[:depth]) and len(path) > depth]
+            if any(_path_fits(segments[: depth + 1], path[: depth + 1]) for path in here):
                 continue
             rest = segments[depth + 1 :]
-            found = nearest(segment, {path[depth] for path in here})
-            fixed = [(*segments[:depth], word, *rest) for word in found]
-            working = [fix for fix in fixed if any(_fits(fix, path) for path in here)]
+            near = nearest(segment, {path[depth] for path in here})
+            mended = [(*segments[:depth], word, *rest) for word in near]
+            working = [other for other in mended if any(_path_fits(other, path) for path in here)]
             if working:
                 return tuple(map(".".join, working))
             break
@@ -112,22 +112,23 @@ def _longer(segments: tuple[str, ...], paths: Iterable[tuple[str, ...]]) -> Iter
     """Yield patterns that end as the segments do, and match; numbers before that are any number."""
     for path in paths:
         at = len(path) - len(segments)
-        if at > 0 and ANY_DEPTH not in segments and _fits(segments, path[at:]):
+        if at > 0 and ANY_DEPTH not in segments and _path_fits(segments, path[at:]):
             yield ".".join(["*" if part.isdecimal() else part for part in path[:at]] + [*segments])
 
 
 def _shorter(segments: tuple[str, ...], paths: Sequence[tuple[str, ...]]) -> Iterator[str]:
     """Yield the ends of the segments that match, the longest first."""
     for at in range(1, len(segments)):
-        if segments[at] != ANY_DEPTH and any(_fits(segments[at:], path) for path in paths):
+        if segments[at] != ANY_DEPTH and any(_path_fits(segments[at:], path) for path in paths):
             yield ".".join(segments[at:])
 
 
-def _fits(segments: tuple[str, ...], path: tuple[str, ...]) -> bool:
+def _path_fits(segments: tuple[str, ...], path: tuple[str, ...]) -> bool:
     """Return whether the path fits. An automaton keeps the set of pattern positions that are reachable after each
     segment of the path."""
     if ANY_DEPTH not in segments:
-        return len(segments) == len(path) and all(_segment(one)(name) for one, name in zip(segments, path, strict=True))
+        tests = map(_name_test, segments)
+        return len(segments) == len(path) and all(test(name) for test, name in zip(tests, path, strict=True))
     positions = _skip(segments, {0})
     for name in path:
         after: set[int] = set()
@@ -135,7 +136,7 @@ def _fits(segments: tuple[str, ...], path: tuple[str, ...]) -> bool:
             if at < len(segments):
                 if segments[at] == ANY_DEPTH:
                     after.add(at)
-                elif _segment(segments[at])(name):
+                elif _name_test(segments[at])(name):
                     after.add(at + 1)
         positions = _skip(segments, after)
         if not positions:
@@ -153,17 +154,17 @@ def _skip(segments: tuple[str, ...], positions: set[int]) -> set[int]:
 
 
 @cache
-def _segment(segment: str) -> NamePart:
+def _name_test(segment: str) -> NamePart:
     index = INDEX.fullmatch(segment)
     if index:
         low, high, step = int(index[1]), int(index[2]), int(index[3] or 1)
         return lambda name: name.isdecimal() and low <= int(name) <= high and (int(name) - low) % max(step, 1) == 0
     if WILD.search(segment) is None:
         return segment.__eq__
-    return lambda name: len(name) in _ends(segment, name, {0})
+    return lambda name: len(name) in _end_positions(segment, name, {0})
 
 
-def _ends(segment: str, name: str, starts: set[int]) -> set[int]:
+def _end_positions(segment: str, name: str, starts: set[int]) -> set[int]:
     """Return the positions in ``name`` at which the segment can end if it begins at one of ``starts``. Sets are kept,
     so that no pattern is slow."""
     ends = starts
@@ -171,7 +172,7 @@ def _ends(segment: str, name: str, starts: set[int]) -> set[int]:
         if part.startswith("*"):
             ends = set(range(min(ends), len(name) + 1)) if ends else set()
         elif part.startswith("{"):
-            ends = {end for word in part[1:-1].split(",") for end in _ends(word, name, ends)}
+            ends = {end for word in part[1:-1].split(",") for end in _end_positions(word, name, ends)}
         else:
             ends = {end + len(part) for end in ends if name.startswith(part, end)}
     return ends

@@ -22,16 +22,79 @@ from ..plan.layouts import DimLayout, DimSplit, Factor, Fix, SplitWeights, cut_d
 from ..plan.plan import Plan
 from ..program.optimizers import Groups, grouped
 from ..sizes.size_range import BATCH, SizeRange
-from .names import PlanNames, WeightUse, find_modules, find_parameters, find_values, find_weights, split_dim
+from .names import PlanNames, find_each, find_modules, find_parameters, find_values, find_weights, split_dim
+from .requests import Compression, PlanAxes, Sharding
 from .seeds import PlacementSeed, Seeds, Views
 from .sequences import sequence_seeds, split_inputs
 from .stage_lines import find_cuts
-from .storage import CompressLine, ZeroLine, compress_lines, recompute_lines, zero_lines
-
-# ---- axes of several ranks that no line of a plan uses.
+from .storage import compressions_of, recompute_lines, shardings_of
 
 
-def idle_axes(plan: Plan, seeds: Iterable[PlacementSeed]) -> Iterator[Diagnostic]:
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """The lines of a plan resolved: seeds in the order of the lines, at most one for a value and axis, none on axes of
+    size 1; warnings; parameters that are not trained, and the optimizer's groups; and the types in which modules
+    compute."""
+
+    seeds: tuple[PlacementSeed, ...]
+    warnings: tuple[Diagnostic, ...]
+    frozen: frozenset[str] = frozenset()
+    groups: Groups = ()
+    pads: Pads = field(default_factory=dict)
+    """The dims of parameters that are longer than the model's, so that their splits divide them."""
+    precision: tuple[tuple[str, tuple[str, ...], int], ...] = ()
+    shardings: Mapping[str, list[Sharding]] = field(default_factory=dict)
+    """The demands of ``zero`` lines, over the plan's own axes, by the parameters' names."""
+    compressions: Mapping[str, Compression] = field(default_factory=dict)
+    """The demands of ``compress`` lines, likewise."""
+    views: Views | None = None
+    recompute: tuple[RecomputeLine, ...] = ()
+    axes: PlanAxes = field(default_factory=PlanAxes)
+    """The factoring of axes with which the lines were resolved."""
+
+    def line_of(self, value: str, dim: int) -> int:
+        """Return the first line of the plan that splits a dim, for the computation or where it is stored."""
+        lines = [seed.span.root.line for seed in self.seeds if (seed.value, seed.dim) == (value, dim)]
+        return next(iter([*lines, *(sharding.line for sharding in self.shardings.get(value, ()))]))
+
+
+def resolve(
+    plan: Plan, names: PlanNames, longer: Pads | None = None, axes: PlanAxes | None = None, loose: bool = False
+) -> Resolved:
+    """Apply the plan's placement lines to the values of a captured model.
+
+    Dims that ``longer`` names are made longer even where they divide: in a twin of a build in which they do not.
+    Before ``axes`` are known, dims of parameters need not divide: if ``loose``, what does not is no error yet.
+
+    Raises:
+        PlanError: with every error of every line.
+    """
+    longer_dims = {(name, pad.dim) for name, pads in (longer or {}).items() for pad in pads}
+    resolver = _Resolver(plan, names, longer_dims, axes.parts(axes.mesh(plan)) if axes is not None else {}, loose)
+    # experts first: a line that splits tokens reaches their weights too, where these are whole
+    for line in sorted(plan.placements, key=lambda line: not isinstance(line, Experts)):
+        resolver.apply(line)
+    for sequence in plan.sequence:
+        resolver.split_sequences(sequence)
+    precision = tuple(resolver.precision(line) for line in plan.precision)
+    shardings, errors = shardings_of(plan, names, resolver.seeds, resolver.views)
+    compressions, wrong = compressions_of(plan, names)
+    recompute, unkept = recompute_lines(plan, names)
+    resolver.diagnostics += [*errors, *wrong, *unkept]
+    resolver.diagnostics += find_cuts(plan, names)[1]
+    frozen = frozenset(resolver.meant(plan.frozen, find_parameters))
+    groups = grouped((line.given, resolver.meant(line.where, find_parameters)) for line in plan.groups)
+    if any(diagnostic.is_error for diagnostic in resolver.diagnostics):
+        raise PlanError(resolver.diagnostics)
+    resolver.diagnostics += _idle_axes(plan, resolver.seeds.found.values())
+    return Resolved(
+        resolver.seeds.in_order(plan),
+        tuple(resolver.diagnostics), frozen, groups, pads_by_value(resolver.seeds.pads.items()), precision,
+        shardings, compressions, resolver.views, recompute, axes or PlanAxes(),
+    )  # fmt: skip
+
+
+def _idle_axes(plan: Plan, seeds: Iterable[PlacementSeed]) -> Iterator[Diagnostic]:
     """Return a warning for every axis of several ranks that splits nothing, or experts alone, and has no stages."""
     seeds = tuple(seeds)
     lines = {(line.span.source, line.span.line) for line in plan.placements if isinstance(line, Experts)}
@@ -56,83 +119,13 @@ def idle_axes(plan: Plan, seeds: Iterable[PlacementSeed]) -> Iterator[Diagnostic
         yield Diagnostic(IDLE_AXIS, message, label, help=f"{help_}, or leave the axis out", severity=Severity.WARNING)
 
 
-# ---- the plan's placement lines applied to the names of a captured model: seeds of propagation, or every error.
-
-
-__all__ = ["PlanNames", "Resolved", "WeightUse", "ZeroLine", "input_faults", "resolve"]
-
-
-@dataclass(frozen=True, slots=True)
-class Resolved:
-    """The lines of a plan resolved: seeds in the order of the lines, at most one for a value and axis, none on axes of
-    size 1; warnings; parameters that are not trained, and the optimizer's groups; and the types in which modules
-    compute."""
-
-    seeds: tuple[PlacementSeed, ...]
-    warnings: tuple[Diagnostic, ...]
-    frozen: frozenset[str] = frozenset()
-    groups: Groups = ()
-    pads: Pads = field(default_factory=dict)
-    """The dims of parameters that are longer than the model's, so that their splits divide them."""
-    precision: tuple[tuple[str, tuple[str, ...], int], ...] = ()
-    zero: tuple[ZeroLine, ...] = ()
-    compress: tuple[CompressLine, ...] = ()
-    views: Views | None = None
-    recompute: tuple[RecomputeLine, ...] = ()
-
-    def line_of(self, value: str, dim: int) -> int:
-        """Return the first line of the plan that splits a dim, for the computation or where it is stored."""
-        lines = [seed.span.root.line for seed in self.seeds if (seed.value, seed.dim) == (value, dim)]
-        return next(iter([*lines, *(line.line for line in self.zero if value in line.parameters)]))
-
-
-PartCounts = Mapping[tuple[str, str], int]
-"""The number of parts into which a value is split over an axis, by value and axis, where it is less than the number of
-ranks."""
-
-
-def resolve(
-    plan: Plan, names: PlanNames, longer: Pads | None = None, parts: PartCounts | None = MappingProxyType({})
-) -> Resolved:
-    """Apply the plan's placement lines to the values of a captured model.
-
-    Dims that ``longer`` names are made longer even where they divide: in a twin of a build in which they do not.
-    While ``parts`` are not known (None), dims of parameters need not divide: what does not is no error yet.
-
-    Raises:
-        PlanError: with every error of every line.
-    """
-    resolver = _Resolver(plan, names, {(name, pad.dim) for name, pads in (longer or {}).items() for pad in pads}, parts)
-    # experts first: a line that splits tokens reaches their weights too, where these are whole
-    for line in sorted(plan.placements, key=lambda line: not isinstance(line, Experts)):
-        resolver.apply(line)
-    for sequence in plan.sequence:
-        resolver.split_sequences(sequence)
-    precision = tuple(resolver.precision(line) for line in plan.precision)
-    zero, errors = zero_lines(plan, names, resolver.seeds, resolver.views)
-    compress, wrong = compress_lines(plan, names)
-    recompute, unkept = recompute_lines(plan, names)
-    resolver.diagnostics += [*errors, *wrong, *unkept]
-    resolver.diagnostics += find_cuts(plan, names)[1]
-    frozen = frozenset(resolver.found(plan.frozen, find_parameters))
-    groups = grouped((line.given, resolver.found(line.where, find_parameters)) for line in plan.groups)
-    if any(diagnostic.is_error for diagnostic in resolver.diagnostics):
-        raise PlanError(resolver.diagnostics)
-    resolver.diagnostics += idle_axes(plan, resolver.seeds.found.values())
-    return Resolved(
-        resolver.seeds.in_order(plan),
-        tuple(resolver.diagnostics), frozen, groups, pads_by_value(resolver.seeds.pads.items()), precision, zero,
-        compress, resolver.views, recompute,
-    )  # fmt: skip
-
-
 def input_faults(plan: Plan) -> list[Diagnostic]:
     """Return the errors of ``resolve`` that need no model: those of inputs' layouts. Ranges of sizes are checked at
     their largest sizes and, if nothing is wrong there, by their steps."""
     names = PlanNames({}, {line.name: plan.input_shape(line) for line in plan.inputs}, smaller=True)
     errors: list[Diagnostic] = []
     for sizes in ({name: SizeRange(size.high, size.high) for name, size in plan.sizes.items()}, plan.sizes):
-        resolver = _Resolver(replace(plan, sizes=sizes), names, (), {})
+        resolver = _Resolver(replace(plan, sizes=sizes), names)
         for line in plan.placements:
             if isinstance(line, Fix):
                 resolver.apply(line)
@@ -150,12 +143,13 @@ class _Resolver:
     """The lines applied so far, in order, with all that they said."""
 
     def __init__(
-        self, plan: Plan, names: PlanNames, longer: Collection[tuple[str, int]], parts: PartCounts | None
-    ) -> None:
+        self, plan: Plan, names: PlanNames, longer: Collection[tuple[str, int]] = (),
+        parts: Mapping[tuple[str, str], int] = MappingProxyType({}), loose: bool = False,
+    ) -> None:  # fmt: skip
         self._plan = plan
         self._names = names
         self.views, self.diagnostics = Views.of(plan, names)
-        self._parts, self._loose = parts or {}, parts is None
+        self._parts, self._loose = parts, loose
         self.seeds = Seeds(names, self._mesh_of, longer, self._loose)
         self._sequences, uneven = split_inputs(plan, self.seeds)
         self._report(uneven)
@@ -189,22 +183,17 @@ class _Resolver:
                  for seed in sequence_seeds(line, self._plan, self._names, split))  # fmt: skip
         self._report([error for error in added if error is not None])
 
-    def found(
+    def meant(
         self, words: Iterable[Word], find: Callable[[Word, PlanNames], tuple[str, ...] | Diagnostic]
     ) -> list[str]:
-        """Return the parameters that words name, each once."""
-        found: list[str] = []
-        for word in words:
-            result = find(word, self._names)
-            if isinstance(result, Diagnostic):
-                self.diagnostics.append(result)
-            else:
-                found += result
-        return list(dict.fromkeys(found))
+        """Return the names that words mean, each once, and note the errors."""
+        meant, errors = find_each(words, self._names, find)
+        self.diagnostics += errors
+        return meant
 
     def precision(self, line: Precision) -> tuple[str, tuple[str, ...], int]:
         """Return a line's type, the modules that it means (all, if it names none), and the line's number."""
-        modules = self.found(line.where, find_modules) if line.where else [""]
+        modules = self.meant(line.where, find_modules) if line.where else [""]
         return TYPES[line.type], tuple(modules), line.span.root.line
 
     def _mesh_of(self, value: str) -> Mesh:
@@ -234,23 +223,19 @@ class _Resolver:
             yield values
             return
         for value in values:
-            cuts: dict[str, tuple[int, DimSplit]] = {}
-            failed = False
-            for result in self._cuts(line, value):
-                if isinstance(result, Diagnostic):
-                    failed = True
-                    yield result
-                else:
-                    cuts[result[1].axis] = result
-            for axis in self.views.mesh_of(value).names if not failed else ():
+            results = [*self._cuts(line, value)]
+            errors = [result for result in results if isinstance(result, Diagnostic)]
+            yield from errors
+            cuts = {result[1].axis: result for result in results if not isinstance(result, Diagnostic)}
+            for axis in self.views.mesh_of(value).names if not errors else ():
                 if axis in cuts:
-                    yield _seed(value, *cuts[axis], word.span, fixed=True)
+                    yield _seed(value, *cuts[axis], word.span, fixed=True, gathered=line.gathered)
                 elif axis not in self._sequences.get(value, ()):
-                    yield PlacementSeed(value, axis, None, 1, word.span, fixed=True)
+                    yield PlacementSeed(value, axis, None, 1, word.span, fixed=True, gathered=line.gathered)
 
     def _cuts(self, line: Fix, value: str) -> Iterator[tuple[int, DimSplit] | Diagnostic]:
         """Return the cuts that a layout makes in a value, with their dims."""
-        sizes = self._divisible(value)
+        sizes = tuple(map(self._divisible, self._dims(value)))
         dims = self._fitted(line.dims or (), len(sizes)) if line.dims is not None else ()
         if dims is None:
             shape = list(self._names.shape(value))
@@ -264,12 +249,8 @@ class _Resolver:
         if outside := [*self.views.check(value, line.axes)]:
             yield from outside
             return
-        declared = next((found.dims for found in self._plan.inputs if found.name == value), ())
-        if (site := self._names.site(value)) is not None:
-            declared = site.dims(self._plan, BATCH)
-        for at, (layout, size) in enumerate(zip(dims, sizes, strict=False)):
+        for at, (layout, size, called) in enumerate(zip(dims, sizes, self._dims(value), strict=False)):
             name = layout.factors[0].name if len(layout.factors) == 1 and not layout.more else None
-            called = declared[at] if at < len(declared) else None
             if isinstance(called, str) and name is not None and name != called:
                 message = f"dim {at} of `{value}` is `{called}`, not `{name}`"
                 help_ = f"write `{called}`, as the `input` line does"
@@ -287,7 +268,7 @@ class _Resolver:
             if isinstance(result, Diagnostic):
                 yield self._declared(self._batched(result, layout) if called == BATCH else result, layout)
             else:
-                yield from ((at, found) for found in result)
+                yield from ((at, cut) for cut in result)
 
     def _fitted(self, dims: tuple[DimLayout, ...], count: int) -> tuple[DimLayout, ...] | None:
         """Return one layout for each of ``count`` dims, with ``...`` filled in; None if they do not fit."""
@@ -298,24 +279,19 @@ class _Resolver:
         whole = DimLayout((Factor(None, None, (), dims[at].span),), dims[at].span)
         return (*dims[:at], *[whole] * missing, *dims[at + 1 :]) if missing >= 0 else None
 
-    def _divisible(self, value: str) -> tuple[int, ...]:
-        """Return, for each dim of a value, the number that must divide: its size, or the step of a range of sizes.
-
-        An input's batch is that of one microbatch.
-        """
-        site = self._names.site(value)
+    def _dims(self, value: str) -> tuple[str | int, ...]:
+        """Return the dims of a value: the name of a size of the plan, or a number."""
+        if (site := self._names.site(value)) is not None:
+            return site.dims(self._plan, BATCH)
         line = next((line for line in self._plan.inputs if line.name == value), None)
-        if site is None and (line is None or value in self._names.parameters):
-            return self._names.shape(value)
-        sizes: list[int] = []
-        for dim in site.dims(self._plan, BATCH) if site is not None else line.dims if line is not None else ():
-            if isinstance(dim, int):
-                sizes.append(dim)
-                continue
-            size = self._plan.sizes[dim]
-            number = size.low if size.fixed else size.step
-            sizes.append(number // self._plan.microbatches if dim == BATCH else number)
-        return tuple(sizes)
+        return self._names.shape(value) if line is None or value in self._names.parameters else line.dims
+
+    def _divisible(self, dim: str | int) -> int:
+        """Return the number that must divide: a dim's size, or the step of a range of sizes. An input's batch is that
+        of one microbatch."""
+        if isinstance(dim, int):
+            return dim
+        return self._plan.sizes[dim].divisor // (self._plan.microbatches if dim == BATCH else 1)
 
     def _batched(self, error: Diagnostic, layout: DimLayout) -> Diagnostic:
         """Return the error that a microbatch does not divide, with the batch sizes that would."""
@@ -325,7 +301,7 @@ class _Resolver:
         unit = parts * math.prod(map(self._plan.ranks, (axis.text for axis in layout.axes)))
         size = self._plan.sizes[BATCH]
         which = f"`B` as a multiple of {unit}" if size.fixed else f"a step of `B` that is a multiple of {unit}"
-        near = " or ".join(map(str, multiples(size.low if size.fixed else size.step, unit)))
+        near = " or ".join(map(str, multiples(size.divisor, unit)))
         return replace(error, help=f"choose {which}, such as {near}: it is split into {parts} microbatches first")
 
     def _declared(self, error: Diagnostic, layout: DimLayout) -> Diagnostic:
@@ -366,5 +342,5 @@ class _Resolver:
             yield from (_seed(value, at, cut, word.span, fixed=False) for cut in result)
 
 
-def _seed(value: str, dim: int, found: DimSplit, span: Span, *, fixed: bool) -> PlacementSeed:
-    return PlacementSeed(value, found.axis, dim, found.outer, span, fixed, found.start, found.inner, found.pad)
+def _seed(value: str, dim: int, cut: DimSplit, span: Span, *, fixed: bool, gathered: bool = False) -> PlacementSeed:
+    return PlacementSeed(value, cut.axis, dim, cut.outer, span, fixed, cut.start, cut.inner, cut.pad, gathered)

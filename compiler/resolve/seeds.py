@@ -37,6 +37,7 @@ class PlacementSeed:
     start: int = 1
     inner: int = 1
     pad: bool = False  # the sub-dim, which begins after `start` parts, may be made longer by groups of `inner` entries
+    gathered: bool = False  # a value inside the model is kept gathered for backward, where a product gathers it
 
 
 class Seeds:
@@ -81,7 +82,7 @@ class Seeds:
         size = padded_shape(self._names.shape(seed.value), [self.pads[key]] if key in self.pads else [])[seed.dim]
         others = [s for s in self.found.values() if s.value == seed.value and s.dim == seed.dim and s.span != seed.span]
         axes = [seed.axis]
-        for other in sorted(others, key=lambda found: count(found.outer)):
+        for other in sorted(others, key=lambda other: count(other.outer)):
             if seed.outer == other.outer:
                 seed = replace(seed, outer=inside(other.outer, mesh.size(other.axis)))
                 axes.append(other.axis)
@@ -138,7 +139,7 @@ class Seeds:
         return Label(seed.span, f"`{seed.value}` is {list(self._names.shape(seed.value))}")
 
 
-# ---- the ``view`` lines of a plan on the parameters of one model: the mesh along which each of them lies.
+# ---- views: the meshes along which parameters lie
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,12 +157,12 @@ class Views:
         views, errors = cls(plan), list[Diagnostic]()
         for line in plan.views:
             for word in line.where:
-                found = find_parameters(word, names)
-                if isinstance(found, Diagnostic):
-                    errors.append(found)
+                parameters = find_parameters(word, names)
+                if isinstance(parameters, Diagnostic):
+                    errors.append(parameters)
                     views.wrong.extend(name for name, _ in line.view.axes)
                     continue
-                twice = [name for name in found if views.lines.setdefault(name, line) is not line]
+                twice = [name for name in parameters if views.lines.setdefault(name, line) is not line]
                 if twice:
                     related = (Label(views.lines[twice[0]].span, "the first"),)
                     message = f"`{twice[0]}` is in two views"
@@ -183,12 +184,12 @@ class Views:
         for axis in (axis for axis in axes if axis.text not in known):
             view = line if line is not None and axis.text in line.view.over else self.line_of(axis.text)
             assert view is not None  # every other axis is unknown to the plan
-            own = [name for name, _ in view.view.axes]
+            axes_there = [name for name, _ in view.view.axes]
             message = f"`{value}` has no axis `{axis.text}`, which belongs to a view of other parameters"
             help_ = f"name {listed(view.view.over, 'or')}, or name more parameters in the view's `in`"
             if view is line:
-                message = f"`{value}` has the view's {listed(own)} instead of {listed(view.view.over)}"
-                help_ = f"name {listed(own, 'or')}, or name fewer parameters in the view's `in`"
+                message = f"`{value}` has the view's {listed(axes_there)} instead of {listed(view.view.over)}"
+                help_ = f"name {listed(axes_there, 'or')}, or name fewer parameters in the view's `in`"
             yield Diagnostic(OUTSIDE_VIEW, message, Label(axis.span), (Label(view.span, "the view"),), help=help_)
 
     def line_of(self, axis: str) -> ViewLine | None:

@@ -1,4 +1,4 @@
-"""The ``sequence`` lines of a plan on the values between a model's modules."""
+"""Sequences: the splits of values between modules by ``sequence`` lines, and of inputs by ``context`` lines."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator
 from ...grammar.codes_plan import NO_SEQUENCE, NOT_TENSOR_PARALLEL, UNEVEN_SHARD
 from ...grammar.diagnostics import Diagnostic, Label
 from ...grammar.nearest import listed
+from ...grammar.source import Span
 from ...grammar.syntax import Word
 from ..layout.stretches import Outer, count, inside, zigzag
 from ..plan.directives.sequence import Sequence
@@ -25,6 +26,8 @@ def sequence_seeds(
     if line.idle:
         return
     axis, uneven = line.axis.text, False
+    ranks = plan.ranks(axis)
+    why = f"the {ranks} ranks of `{axis}`"
     for word in line.where:
         modules = find_modules(word, names)
         if isinstance(modules, Diagnostic):
@@ -32,31 +35,31 @@ def sequence_seeds(
             continue
         for module in modules:
             sites = [site for kind in ("in", "out") for site in names.sites().named.get(f"{kind}({module})", ())]
-            found = {site: places for site in sites if (places := _places(site, line, plan))}
-            if not found and not names.smaller:
-                yield _without(line, module, word, plan, sites)
-            elif not _split_inside(module, axis, split) and plan.ranks(axis) > 1 and not names.smaller:
+            placed = {site: places for site in sites if (places := _sequence_dims(site, line, plan))}
+            if not placed and not names.smaller:
+                yield _no_sequence(line, module, word, plan, sites)
+            elif not _split_inside(module, axis, split) and ranks > 1 and not names.smaller:
                 yield _no_tensor_parallelism(line, module, word, split)
                 return
-            for name in sorted({name for places in found.values() for name, _, _ in places}):
-                if not uneven and (error := _uneven(line, name, plan)) is not None:
+            for name in sorted({name for places in placed.values() for name, _, _ in places}):
+                if not uneven and (error := _uneven(plan, name, axis, ranks, why, line.axis.span)) is not None:
                     uneven = True
                     yield error
-            for site, places in found.items() if not uneven else ():
+            for site, places in placed.items() if not uneven else ():
                 if len(places) == 1:  # scores of attention have two
                     name, dim, outer = places[0]
-                    inner = _inmost(name, outer, axis, plan, split)
-                    yield PlacementSeed(site.name, axis, dim, inner, word.span, fixed=False)
+                    inner = _inside_others(name, outer, axis, plan, split)
+                    yield PlacementSeed(site.name, axis, dim, inner, word.span, fixed=False, gathered=line.gathered)
 
 
-def _places(site: InnerValue, line: Sequence, plan: Plan) -> list[tuple[str, int, Outer]]:
+def _sequence_dims(site: InnerValue, line: Sequence, plan: Plan) -> list[tuple[str, int, Outer]]:
     wanted = line.dim.text if line.dim is not None else None
     return [place for place in site.sizes(plan) if place[0] == wanted or (wanted is None and place[0] != BATCH)]
 
 
-def _inmost(name: str, outer: Outer, axis: str, plan: Plan, split: Collection[PlacementSeed]) -> Outer:
+def _inside_others(name: str, outer: Outer, axis: str, plan: Plan, split: Collection[PlacementSeed]) -> Outer:
     """Return the outer parts of a sequence inside all splits of it over other axes."""
-    dims = {given.name: given.dims for given in plan.inputs}
+    dims = {batch.name: batch.dims for batch in plan.inputs}
     others = [seed for seed in split if seed.dim is not None and seed.axis != axis and plan.ranks(seed.axis) > 1
               and seed.value in dims and dims[seed.value][seed.dim] == name]  # fmt: skip
     last = max(others, key=lambda seed: count(seed.outer), default=None)
@@ -73,23 +76,20 @@ def _split_inside(module: str, axis: str, split: Collection[PlacementSeed]) -> b
     )
 
 
-def _uneven(line: Sequence, name: str, plan: Plan) -> Diagnostic | None:
-    """Return the error of a length that the ranks do not divide."""
-    size, ranks = plan.sizes[name], plan.ranks(line.axis.text)
-    step = size.low if size.fixed else size.step
-    if step % ranks == 0:
+def _uneven(plan: Plan, name: str, axis: str, unit: int, why: str, span: Span) -> Diagnostic | None:
+    """Return the error of a length that ``unit`` does not divide, which ``why`` puts into words."""
+    size = plan.sizes[name]
+    if size.divisor % unit == 0:
         return None
-    what = f"`{name}` is {step}" if size.fixed else f"`{name}` has steps of {step}"
-    message = f"{what}, which does not divide by the {ranks} ranks of `{line.axis.text}`"
-    related = (Label(plan.mesh_spans[line.axis.text], "declared here"),)
-    near = " or ".join(map(str, multiples(step, ranks)))
-    help_ = f"choose a multiple of {ranks}, such as {near}"
-    return Diagnostic(UNEVEN_SHARD, message, Label(line.axis.span), related, help=help_)
+    what = f"`{name}` is {size.divisor}" if size.fixed else f"`{name}` has steps of {size.divisor}"
+    related = (Label(plan.mesh_spans[axis], "declared here"),)
+    help_ = f"choose a multiple of {unit}, such as {' or '.join(map(str, multiples(size.divisor, unit)))}"
+    return Diagnostic(UNEVEN_SHARD, f"{what}, which does not divide by {why}", Label(span), related, help=help_)
 
 
-def _without(line: Sequence, module: str, word: Word, plan: Plan, sites: list[InnerValue]) -> Diagnostic:
+def _no_sequence(line: Sequence, module: str, word: Word, plan: Plan, sites: list[InnerValue]) -> Diagnostic:
     """Return the error of a module whose values have no sequence dim."""
-    dims = {dim for given in plan.inputs for dim in given.dims if isinstance(dim, str)} - {BATCH}
+    dims = {dim for batch in plan.inputs for dim in batch.dims if isinstance(dim, str)} - {BATCH}
     called = module or "the model"
     wanted = f"the dim `{line.dim.text}`" if line.dim is not None else f"a dim {listed(sorted(dims), 'or')}"
     message = f"nothing that `{called}` reads or returns has {wanted} of the inputs"
@@ -114,7 +114,7 @@ def _no_tensor_parallelism(line: Sequence, module: str, word: Word, split: Colle
                       help=help_, notes=notes)  # fmt: skip
 
 
-# ---- the inputs that ``context`` lines of a plan split along a sequence.
+# ---- context: inputs, split along a sequence
 
 
 def split_inputs(plan: Plan, seeds: Seeds) -> tuple[dict[str, set[str]], list[Diagnostic]]:
@@ -139,18 +139,11 @@ def _seeds_of(plan: Plan) -> Iterator[PlacementSeed | Diagnostic]:
         axis, name, halves = line.axis.text, line.dim.text, 2 if line.method == "zigzag" else 1
         outer = position.get(name, 1) * halves
         position[name] = unit = outer * plan.mesh.size(axis)
-        size = plan.sizes[name]
-        step = size.low if size.fixed else size.step
-        if step % unit and plan.mesh.size(axis) > 1:
-            parts = f"{halves} parts for each rank" if halves > 1 else "a part for each rank"
-            what = f"`{name}` is {step}" if size.fixed else f"`{name}` has steps of {step}"
-            message = f"{what}, which does not divide by {unit}: {parts}"
-            near = " or ".join(map(str, multiples(step, unit)))
-            related = (Label(plan.mesh_spans[axis], "declared here"),)
-            help_ = f"choose a multiple of {unit}, such as {near}"
-            yield Diagnostic(UNEVEN_SHARD, message, Label(line.dim.span), related, help=help_)
+        why = f"{unit}: {f'{halves} parts' if halves > 1 else 'a part'} for each rank"
+        if plan.mesh.size(axis) > 1 and (error := _uneven(plan, name, axis, unit, why, line.dim.span)) is not None:
+            yield error
             continue
         dealt = zigzag(outer) if halves > 1 else outer
-        for given in plan.inputs:
-            for dim in (at for at, called in enumerate(given.dims) if called == name):
-                yield PlacementSeed(given.name, axis, dim, dealt, line.span, fixed=False)
+        for batch in plan.inputs:
+            for dim in (at for at, called in enumerate(batch.dims) if called == name):
+                yield PlacementSeed(batch.name, axis, dim, dealt, line.span, fixed=False)

@@ -22,7 +22,7 @@ from .balance import balance, operations_of, piece_of
 from .names import PlanNames
 from .stage_lines import StageCut, find_cuts, stage_count
 
-_NUMBERED = re.compile(r"(?:[^.]+\.)*?\d+(?=\.|$)")
+_NUMBERED_MODULE = re.compile(r"(?:[^.]+\.)*?\d+(?=\.|$)")
 
 
 def cuts_of(plan: Plan, names: PlanNames, captured: Captured) -> tuple[StageCut, ...]:
@@ -84,7 +84,7 @@ class _View:
             held = node in self.held
             self.work.append(self.work[-1] + (held and operations_of(node) > 0))
             if held:
-                for module in _around(noted(node).origin.module):
+                for module in _modules_around(noted(node).origin.module):
                     first, _ = self.ends.get(module, (index, index))
                     self.ends[module] = first, index
 
@@ -112,7 +112,7 @@ class _View:
         return [*accumulate(change)]
 
 
-def _around(module: str) -> Iterator[str]:
+def _modules_around(module: str) -> Iterator[str]:
     """Yield a module and all modules that contain it."""
     yield ""
     parts = module.split(".") if module else []
@@ -190,7 +190,7 @@ def _balanced(plan: Plan, captured: Captured, view: _View) -> tuple[StageCut, ..
     """Return the cuts that ``stage balanced`` chooses. It counts as many microbatches in flight as in ``1f1b``, or all
     of them where a schedule begins no backward early."""
     line, schedule, count = plan.stages[0], plan.schedule, stage_count(plan)
-    cuts = _places(captured, view, line.span)
+    cuts = _possible_cuts(captured, view, line.span)
     if len(cuts) + 1 < count:
         ranks = f"`{line.axis.text}` has {count} stages"
         message = f"{ranks}, but the model can be cut into {len(cuts) + 1}"
@@ -208,7 +208,7 @@ def _balanced(plan: Plan, captured: Captured, view: _View) -> tuple[StageCut, ..
     return tuple(cuts[begin - 1] for begin in balance(pieces, count, in_flight))
 
 
-def _places(captured: Captured, view: _View, span: Span) -> list[StageCut]:
+def _possible_cuts(captured: Captured, view: _View, span: Span) -> list[StageCut]:
     """Return the places at which ``stage balanced`` may cut: the beginnings and ends of numbered modules (layers), and
     of other modules with weights of their own. A place inside a numbered module counts only where no more values cross
     than before the module. A cut never lies inside a cycle of state. Of places with no work between them only one is
@@ -218,7 +218,7 @@ def _places(captured: Captured, view: _View, span: Span) -> list[StageCut]:
     lying = [[index[node] for node in nodes] for _, nodes in _states(captured, view.held)]
     best: dict[int, StageCut] = {}
     for module in sorted(view.ends, key=lambda name: (len(name), name)):
-        outer = _NUMBERED.match(module)
+        outer = _NUMBERED_MODULE.match(module)
         if not (module.rpartition(".")[2].isdecimal() if outer else module in owners):
             continue
         most = crossings[view.ends[outer[0]][0]] if outer and outer[0] != module else len(index)

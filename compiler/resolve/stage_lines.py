@@ -64,15 +64,15 @@ def _check_count(plan: Plan, cuts: int) -> list[Diagnostic]:
         return []
     axis, chunks = line.axis.text, plan.schedule.chunks if plan.schedule is not None else 1
     ranks = plan.mesh.size(axis)
-    made = f"{cuts} {'cut makes' if cuts == 1 else 'cuts make'} {cuts + 1} stage{'s' if cuts else ''}"
+    so_far = f"{cuts} {'cut makes' if cuts == 1 else 'cuts make'} {cuts + 1} stage{'s' if cuts else ''}"
     each = f"{axis}={ranks} with {chunks} chunks a rank" if chunks > 1 else f"{axis}={ranks}"
     ways = [f"name {wanted - 1} {'cut' if wanted == 2 else 'cuts'}", f"write `stage balanced over {axis}`"]
     if chunks == 1 and cuts:
         ways.append(f"let `{axis}` have {cuts + 1} ranks")
     elif (cuts + 1) % chunks:
-        made += f", which do not divide into {chunks} chunks"
+        so_far += f", which do not divide into {chunks} chunks"
     related = [Label(plan.mesh_spans[axis], "declared here")]
     if chunks > 1 and plan.schedule is not None:
         related.append(Label(plan.schedule.arguments.span("chunks"), "chunks of each rank"))
-    message = f"{made}: {each} has {wanted}"
+    message = f"{so_far}: {each} has {wanted}"
     return [Diagnostic(STAGE_COUNT, message, Label(line.span), tuple(related), help=", or ".join(ways))]

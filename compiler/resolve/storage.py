@@ -1,68 +1,55 @@
-"""The ``zero`` lines of a plan on the parameters of one model."""
+"""The lines of a plan on what ranks keep and send, for one model: ``zero``, ``recompute`` and ``compress``."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from ...grammar.codes_plan import CONFLICT, NO_OPERATOR, NOT_COMPRESSED, NOTHING_REMADE, SPLIT_ALREADY
 from ...grammar.diagnostics import Diagnostic, Label, Severity
 from ...grammar.nearest import did_you_mean, listed
-from ...grammar.source import Span
 from ...grammar.syntax import Word
 from ..ops.recompute import FAMILIES, SENT_WORD, RecomputeLine, in_modules
 from ..plan.directives.compress import Compress
 from ..plan.directives.recompute import Recompute
 from ..plan.directives.zero import Zero
 from ..plan.plan import Plan
-from .names import PlanNames, find_modules, find_parameters
+from .names import PlanNames, find_each, find_modules, find_parameters
+from .requests import Compression, Sharding
 from .seeds import Seeds, Views
 
 
-@dataclass(frozen=True, slots=True)
-class ZeroLine:
-    """A ``zero`` line: its level over an axis of several ranks, its parameters, and the line's number."""
-
-    level: int
-    axis: str
-    parameters: tuple[str, ...]
-    line: int
-    within: bool = False
-    """True for those ranks of the axis alone that share a node."""
-
-
-def zero_lines(
+def shardings_of(
     plan: Plan, names: PlanNames, seeds: Seeds, views: Views
-) -> tuple[tuple[ZeroLine, ...], list[Diagnostic]]:
-    """Return the ``zero`` lines that do something, and the errors of all. A parameter has one level over an axis, and
-    no line splits it over that axis. Over an axis of a view a line without names means the parameters of the view."""
-    lines: list[ZeroLine] = []
+) -> tuple[dict[str, list[Sharding]], list[Diagnostic]]:
+    """Return the shardings that ``zero`` lines ask for, over the plan's own axes, by the parameters' names, and the
+    errors of all lines. A parameter has one level over an axis, and no line splits it over that axis. Over an axis of a
+    view a line without names means the parameters of the view."""
+    shardings: dict[str, list[Sharding]] = {}
     errors: list[Diagnostic] = []
     said: dict[tuple[str, str], Zero] = {}
     for line in plan.zero:
+        axis = line.axis.text
         parameters, unknown = named_parameters(line.where, names)
         errors += unknown
-        if (view := views.line_of(line.axis.text)) is not None:
+        if (view := views.line_of(axis)) is not None:
             outside = [name for name in parameters if views.lines.get(name) is not view]
             if line.where and outside:
                 errors += views.check(outside[0], (line.axis,))
             parameters = [name for name in parameters if name not in outside]
-        parts = plan.refined.parts(line.axis.text)
+        parts = plan.refined.parts(axis)
         wrong = (_cannot_store(line, name, parts, seeds, said) for name in parameters)
         errors += [problem for problem in wrong if problem is not None][:1]
         said.update({(name, part): line for name in parameters for part in parts})
-        if line.level and plan.ranks(line.axis.text) > 1:
-            lines.append(ZeroLine(line.level, line.axis.text, tuple(parameters), line.span.root.line, line.within))
-    return tuple(lines), errors
+        for name in parameters if line.level and plan.ranks(axis) > 1 else ():
+            spare = name in views.lines and axis in views.lines[name].view.over
+            sharding = Sharding(axis, line.level, line.span.root.line, spare, line.within)
+            shardings.setdefault(name, []).append(sharding)
+    return shardings, errors
 
 
 def named_parameters(where: Sequence[Word], names: PlanNames) -> tuple[list[str], list[Diagnostic]]:
     """Return the parameters that a line means, all if it names none, and the errors of names that match nothing."""
-    if not where:
-        return list(names.parameters), []
-    matches = [find_parameters(word, names) for word in where]
-    errors = [match for match in matches if isinstance(match, Diagnostic)]
-    return list(dict.fromkeys(name for match in matches if isinstance(match, tuple) for name in match)), errors
+    return find_each(where, names, find_parameters) if where else (list(names.parameters), [])
 
 
 def _cannot_store(
@@ -82,33 +69,32 @@ def _cannot_store(
     return Diagnostic(SPLIT_ALREADY, message, Label(line.span), (Label(seed.span, "split here"),), help=help_)
 
 
-# ---- the ``recompute`` lines of a plan on the modules of one model.
+# ---- recompute
 
 
 def recompute_lines(plan: Plan, names: PlanNames) -> tuple[tuple[RecomputeLine, ...], list[Diagnostic]]:
     """Return the ``recompute`` lines, and their errors and warnings."""
     lines: list[RecomputeLine] = []
-    found: list[Diagnostic] = []
+    diagnostics: list[Diagnostic] = []
     for line in plan.recompute:
-        matches = [find_modules(word, names) for word in line.where]
-        found += [match for match in matches if isinstance(match, Diagnostic)]
-        modules = tuple(dict.fromkeys(name for match in matches if isinstance(match, tuple) for name in match))
+        modules, errors = find_each(line.where, names, find_modules)
+        diagnostics += errors
         if modules and not names.smaller:
-            found += _problems(line, modules, names)
+            diagnostics += _keep_problems(line, modules, names)
         keep = frozenset(word.text for word in line.keep)
-        lines.append(RecomputeLine(modules, keep, line.span.root.line, line.fit))
-    return tuple(lines), found
+        lines.append(RecomputeLine(tuple(modules), keep, line.span.root.line, line.fit))
+    return tuple(lines), diagnostics
 
 
-def _problems(line: Recompute, modules: Sequence[str], names: PlanNames) -> list[Diagnostic]:
+def _keep_problems(line: Recompute, modules: Sequence[str], names: PlanNames) -> list[Diagnostic]:
     """Return an error for each word of a line that means no operator there; else a warning, if the line has no
     effect."""
-    operators = [one for module, own in names.operators.items() if in_modules(module, modules) for one in own]
+    operators = [one for module, ops in names.operators.items() if in_modules(module, modules) for one in ops]
     there = {SENT_WORD, *(word for one in operators for word in one.words)}
     where = ", ".join(word.text for word in line.where)
     unknown = [word for word in line.keep if word.text not in there]
     if unknown:
-        return [_unknown(word, where, there) for word in unknown]
+        return [_unknown_operator(word, where, there) for word in unknown]
     if all(one.cheap or not one.words.isdisjoint(word.text for word in line.keep) for one in operators):
         message = f"the line has no effect: in `{where}` it recomputes nothing more than backward does without it"
         help_ = "keep fewer operators, or name other modules"
@@ -117,35 +103,24 @@ def _problems(line: Recompute, modules: Sequence[str], names: PlanNames) -> list
     return []
 
 
-def _unknown(word: Word, where: str, there: set[str]) -> Diagnostic:
+def _unknown_operator(word: Word, where: str, there: set[str]) -> Diagnostic:
     families = [name for name in FAMILIES if name in there]
-    own = sorted(there - FAMILIES.keys())
-    known = f"there are {listed(families)}, and the operators {listed(own)}"
+    others = sorted(there - FAMILIES.keys())
+    known = f"there are {listed(families)}, and the operators {listed(others)}"
     message = f"`{word.text}` is no operator in `{where}`"
-    return Diagnostic(NO_OPERATOR, message, Label(word.span), help=did_you_mean(word.text, [*families, *own], known))
+    return Diagnostic(NO_OPERATOR, message, Label(word.span), help=did_you_mean(word.text, [*families, *others], known))
 
 
-# ---- the ``compress`` lines of a plan on the parameters of one model.
-
+# ---- compress
 
 REDUCED_EARLY = 2
 """The level of ``zero`` from which every backward sums gradients."""
 
 
-@dataclass(frozen=True, slots=True)
-class CompressLine:
-    """A ``compress`` line: its axis and format, its parameters, whether it names them, and its place."""
-
-    axis: str
-    format: str
-    parameters: tuple[str, ...]
-    names_them: bool
-    span: Span
-
-
-def compress_lines(plan: Plan, names: PlanNames) -> tuple[tuple[CompressLine, ...], list[Diagnostic]]:
-    """Return the ``compress`` lines that do something, and the errors of all."""
-    lines: list[CompressLine] = []
+def compressions_of(plan: Plan, names: PlanNames) -> tuple[dict[str, Compression], list[Diagnostic]]:
+    """Return the compressions that ``compress`` lines ask for, over the plan's own axes, by the parameters' names, and
+    the errors of all lines."""
+    compressions: dict[str, Compression] = {}
     errors: list[Diagnostic] = []
     early = [(line, set(named_parameters(line.where, names)[0]))
              for line in plan.zero if line.level >= REDUCED_EARLY and not line.within]  # fmt: skip
@@ -157,8 +132,9 @@ def compress_lines(plan: Plan, names: PlanNames) -> tuple[tuple[CompressLine, ..
         errors += [problem for problem in wrong if problem is not None][:1]
         said.update(dict.fromkeys(parameters, line))
         if plan.ranks(line.axis.text) > 1:
-            lines.append(CompressLine(line.axis.text, line.format, tuple(parameters), bool(line.where), line.span))
-    return tuple(lines), errors
+            compression = Compression((line.axis.text,), line.format, line.span.root.line)
+            compressions.update(dict.fromkeys(parameters, compression))
+    return compressions, errors
 
 
 def _cannot_compress(

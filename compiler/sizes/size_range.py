@@ -25,6 +25,11 @@ class SizeRange:
         return self.low == self.high
 
     @property
+    def divisor(self) -> int:
+        """The number that ranks must divide, so that they divide every size: a fixed size, or the step of a range."""
+        return self.low if self.fixed else self.step
+
+    @property
     def problem(self) -> str:
         """Return the reason why there are no such sizes, or "" if there are."""
         if self.low < 1:

@@ -172,7 +172,7 @@ def _scheduled(plan: Plan, microbatches: int, saves: float) -> Iterator[PlanChan
 def _split_parameter(compiled: Compiled, memory: Memory) -> Iterator[PlanChange]:
     """Yield the split of the largest parameter that can be split further, over an axis without samples or stages."""
     names, types, mesh = names_of(compiled.captured), compiled.build.types, compiled.mesh
-    taken = {*_data_axes(compiled), compiled.pipeline.axis if compiled.pipeline is not None else ""}
+    taken = {*_data_axes(compiled), compiled.request.pipeline.axis if compiled.request.pipeline is not None else ""}
     sizes = {name: local_bytes(type_, compiled.build.programs[FORWARD]) for name, type_ in types.items()}
     for name in sorted(types, key=lambda name: -sizes[name]):
         if sizes[name] * _SMALLEST_PART < sum(sizes.values()):

@@ -193,8 +193,8 @@ def check_template(compiled: Compiled) -> None:
     """
     template = compiled.build.template
     for at in compiled.cases()[1:] if template is not None else ():
-        recompiled = compile_plan(at.plan, at.folder, overrides=at.overrides, copies=at.copies, longer=at.resolved.pads,
-                                    dims=at.built.dims)  # fmt: skip
+        recompiled = compile_plan(at.plan, at.folder, overrides=at.overrides, axes=at.resolved.axes,
+                                  longer=at.resolved.pads, dims=at.built.dims)  # fmt: skip
         assert template is not None
         captured = replace(template, texts={REFERENCE_FILE: template.texts[REFERENCE_FILE]})
         sizes = {name: at.sizes[name] for name in template.ranges}
@@ -246,7 +246,7 @@ def check_numbers(compiled: Compiled, checked: Checked, device: torch.device = C
         if agreement.margin.apart < numbers.get("margin", {"apart": math.inf})["apart"]:
             numbers["margin"] = asdict(agreement.margin)
         where = f" at {sizes_text(at.sizes)}" if subject.template is not None else ""
-        where = f"{where} in evaluation" if at.purpose == "evaluation" else where
+        where = f"{where} in evaluation" if at.request.purpose == "evaluation" else where
         checked.faults += _number_faults(agreement, eager, where)
     checked.report["numbers"] = numbers
 

@@ -173,9 +173,10 @@ def _eager(compiled: Compiled, inputs: Mapping[str, torch.Tensor], wide: bool = 
     build = model_builder(compiled.lines, compiled.folder, compiled.overrides)
     module = initialize(build, compiled.plan.seed, compiled.recorded.recipes)
     module = _in_float64(module) if wide else module
-    if compiled.purpose != "training":
+    if compiled.request.purpose != "training":
         module.eval()
-    capacities = {path: layer.capacity for path, layer in compiled.routing.items() if layer.capacity is not None}
+    layers = compiled.request.placing.experts.items()
+    capacities = {path: layer.capacity for path, layer in layers if layer.capacity is not None}
     plain = PlainModule(module, compiled.lines, compiled.folder, compiled.plan.seed, compiled.frozen, capacities)
     buffers = {name: value.clone() for name, value in module.named_buffers(remove_duplicate=False)}
 

@@ -8,7 +8,7 @@ from typing import Any
 from parc.compiler.analysis.communication import bytes_across, bytes_compressed_away
 from parc.compiler.plan.directives.precision import WHOLE
 from parc.compiling.compiled import Compiled
-from parc.compiling.fit import report_rows
+from parc.compiling.fitted import report_rows
 from parc.grammar.format import format_statements
 from parc.grammar.source import Span
 from parc.grammar.syntax import Statement
@@ -63,7 +63,7 @@ def place_text(span: Span) -> str:
 
 def _pipeline_row(compiled: Compiled) -> dict[str, Any]:
     """Return the schedule, with its number of stages."""
-    pipeline, microbatches = compiled.pipeline, compiled.plan.microbatches
+    pipeline, microbatches = compiled.request.pipeline, compiled.plan.microbatches
     if pipeline is None or compiled.plan.schedule is None:
         return {"schedule": "accumulation", "stages": 1, "microbatches": microbatches}
     return {

@@ -43,14 +43,14 @@ class SmallModels:
         self._modules = dict[tuple[Any, ...], nn.Module | None]()
         self._blocks = Counter(map(starred, names))
         stages = stages_of(compiled, dict.fromkeys(names, ()))
-        last = compiled.pipeline.stages - 1 if compiled.pipeline is not None else 0
+        last = compiled.request.pipeline.stages - 1 if compiled.request.pipeline is not None else 0
         self._empty_stages = min(stages.values(), default=0), last - max(stages.values(), default=last)
         """The stages without blocks before those that have some, and after them."""
         in_stages = Counter((starred(name), stages[name]) for name in names)
         self._most_in_stage = {kind: max(n for (of, _), n in in_stages.items() if of == kind) for kind in self._blocks}
         """The most blocks of each kind in a stage."""
         axes = {line.axis.text for line in plan.placements if isinstance(line, Experts)}
-        layers = [layer for layer in compiled.routing.values() if layer.ranks > 1]
+        layers = [layer for layer in compiled.request.placing.experts.values() if layer.ranks > 1]
         self._experts = (layers[0], axes.pop()) if layers and len(axes) == 1 else None
 
     def least_ranks(self) -> dict[str, int]:
@@ -92,7 +92,7 @@ class SmallModels:
     def stages(self, mesh: Mesh, arguments: SmallArguments) -> tuple[Stage, ...]:
         """Return the plan's stages for a smaller model, whose widths the plan's cuts do not balance: stages have equal
         numbers of blocks; those without blocks, as for a large head, are as in the build."""
-        plan, pipeline = self._compiled.plan, self._compiled.pipeline
+        plan, pipeline = self._compiled.plan, self._compiled.request.pipeline
         if not plan.stages or (mesh.declared == plan.mesh and not arguments):
             return plan.stages
         line, module = replace(plan.stages[0], before=(), after=(), balanced=True), self._module(arguments)
@@ -145,7 +145,7 @@ class SmallModels:
     def _has_experts(self, arguments: SmallArguments, experts: int) -> bool:
         """Return whether a parameter has as many rows as there are ``experts``, where that of the plan's model has as
         many as it has experts."""
-        kinds = {starred(path) for path in self._compiled.routing}
+        kinds = {starred(path) for path in self._compiled.request.placing.experts}
 
         def rows(module: nn.Module | None) -> set[tuple[str, int]]:
             named = module.named_parameters() if module is not None else ()

@@ -242,9 +242,9 @@ def _compiled(
         step = math.lcm(max(size // 2, 1), math.gcd(plan.sizes[name].step, 16))
         ranges[name] = SizeRange(size, size) if plan.sizes[name].fixed else SizeRange(step, 2 * step, step)
     factors = {axis: tuple(map(mesh.size, mesh.parts(axis))) for axis, _ in mesh.factored}
-    copies, pads = replace(compiled.copies, sizes=factors), compiled.resolved.pads
+    axes, pads = replace(compiled.resolved.axes, sizes=factors), compiled.resolved.pads
     small = replace(plan, sizes=ranges, mesh=mesh.declared, stages=stages, views=_views(plan, mesh))
-    return compile_plan(small, compiled.folder, overrides={**compiled.overrides, **arguments} or None, copies=copies,
+    return compile_plan(small, compiled.folder, overrides={**compiled.overrides, **arguments} or None, axes=axes,
                         longer=pads, dims=compiled.built.dims, fitted=compiled.fitted)  # fmt: skip
 
 

@@ -20,24 +20,22 @@ from parc.compiler.capture.model_code import target_hashes
 from parc.compiler.initial.files import WeightsError, open_weights, shown_faults, state_tensors
 from parc.compiler.initial.recipes import Recorded
 from parc.compiler.layout.mesh import Mesh
-from parc.compiler.ops.precision import regions
 from parc.compiler.padding.pads import facts_of
 from parc.compiler.plan.plan import Plan
-from parc.compiler.program.actions import ACTIONS, Action, Purpose, schedule_text
+from parc.compiler.program.actions import ACTIONS, Action, schedule_text
 from parc.compiler.program.program import REFERENCE_FILE
-from parc.compiler.resolve.experts import RoutedLayer, routing_facts
+from parc.compiler.resolve.experts import routing_facts
 from parc.compiler.resolve.placements import Resolved
+from parc.compiler.resolve.requests import Request
 from parc.compiler.sizes.polynomials import check_points
 from parc.compiler.sizes.template import Template
-from parc.compiling.fit import Fitted
+from parc.compiling.fitted import Fitted
 from parc.compiling.size_ranges import fixed
 from parc.grammar.codes_build import BAD_WEIGHTS
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.passes.pipeline import Built
-from parc.passes.placing.heads import Copies
-from parc.passes.programs.cut import Pipeline
 
-# ---- the files of a plan's ``init`` line, checked against its model, and the facts about them for a run.
+# ---- initial weights from files
 
 
 def init_facts(plan: Plan, recorded: Recorded, captured: Captured) -> dict[str, Any] | None:
@@ -80,8 +78,7 @@ def check_weights(plan: Plan, folder: Path, recorded: Recorded, captured: Captur
         raise PlanError([Diagnostic(BAD_WEIGHTS, message, label, help=help_, notes=shown_faults(faults))])
 
 
-# ---- a compiled plan, and the files of the build that it makes: programs, schedule and the facts of the
-
+# ---- a compiled plan
 
 _SCHEDULE = "schedule.txt"
 
@@ -92,32 +89,36 @@ class Compiled:
 
     plan: Plan
     folder: Path
-    mesh: Mesh
     lines: TaskLines
     recorded: Recorded
     captured: Captured
     resolved: Resolved
+    request: Request
     built: Built
     timelines: dict[str, tuple[Action, ...]]
     """The actions of each role in a step, in order."""
-    pipeline: Pipeline | None
     sizes: dict[str, int]
     overrides: dict[str, Any] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
-    frozen: frozenset[str] = frozenset()
-    copies: Copies = field(default_factory=Copies)
-    routing: Mapping[str, RoutedLayer] = field(default_factory=dict)
-    """The layers of experts, by their modules."""
     fitted: Fitted | None = None
     """The choice of blocks that are made again, where a line chooses."""
     template: Template | None = None
     """The programs for all sizes, where the plan declares ranges; ``built`` holds those of the largest."""
     written: Build | None = None
     """The build in files that this compilation is compared with, if there is one."""
-    purpose: Purpose = "training"
-    """The purpose of the programs; the model of all but training is in ``eval()``."""
     evaluation: Compiled | None = None
     """The same plan's evaluation, if it asks for one."""
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh on which the programs run, with axes factored."""
+        return self.request.placing.mesh
+
+    @property
+    def frozen(self) -> frozenset[str]:
+        """The parameters that the programs do not train."""
+        trains = self.request.trains
+        return self.request.computing.frozen if trains else frozenset(self.captured.placeholders("parameter"))
 
     @cached_property
     def build(self) -> Build:
@@ -155,13 +156,12 @@ def programs_of(compiled: Compiled) -> dict[str, str]:
     """Return the texts of a build's programs by file name; templates where sizes have ranges."""
     if compiled.template is not None:
         return dict(compiled.template.texts)
-    programs = {
-        program_file(program): program.text() for made in compiled.built.roles.values() for program in made.values()
-        if ACTIONS[program.action].serves(compiled.purpose)
-    }  # fmt: skip
-    own = {REFERENCE_FILE: compiled.built.reference.text(), **programs}
+    purpose = compiled.request.purpose
+    programs = (program for programs in compiled.built.roles.values() for program in programs.values())
+    texts = {program_file(program): program.text() for program in programs if ACTIONS[program.action].serves(purpose)}
     evaluated = programs_of(compiled.evaluation) if compiled.evaluation is not None else {}
-    return {**own, **{f"{EVALUATION}{name}": text for name, text in evaluated.items()}}
+    evaluated = {f"{EVALUATION}{name}": text for name, text in evaluated.items()}
+    return {REFERENCE_FILE: compiled.built.reference.text(), **texts, **evaluated}
 
 
 def files_of(compiled: Compiled) -> dict[str, str]:
@@ -176,7 +176,7 @@ def manifest_of(compiled: Compiled) -> dict[str, Any]:
     """Return the facts that a run needs beside the programs, for a build in the plan's folder. Hashes of code are added
     when it is written."""
     plan, built, evaluation = compiled.plan, compiled.built, compiled.evaluation
-    facts, precision = plan_facts(plan), regions(compiled.resolved.precision)
+    facts = plan_facts(plan)
     return {
         **facts,
         **program_facts(built.programs, built.reference),
@@ -186,7 +186,7 @@ def manifest_of(compiled: Compiled) -> dict[str, Any]:
         "optimizer": {**facts["optimizer"], "groups": list(compiled.resolved.groups)},
         "frozen": sorted(compiled.frozen),
         "precision": [{**fact, "modules": list(line.modules), "line": line.line}
-                      for fact, line in zip(facts["precision"], precision, strict=True)],
+                      for fact, line in zip(facts["precision"], compiled.request.computing.precision, strict=True)],
         "compress": [{**fact, **_across(compiled, fact["axis"])} for fact in facts["compress"]],
         "init": init_facts(plan, compiled.recorded, compiled.captured),
         "aliases": dict(compiled.captured.aliases),
@@ -194,7 +194,7 @@ def manifest_of(compiled: Compiled) -> dict[str, Any]:
         "constants": constant_facts(compiled),
         **({} if evaluation is None else
            {"evaluation": {**facts["evaluation"], "constants": constant_facts(evaluation)}}),
-        **routing_facts(compiled.routing),
+        **routing_facts(compiled.request.placing.experts),
     }  # fmt: skip
 
 

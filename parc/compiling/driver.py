@@ -4,46 +4,38 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from parc.compiler import schedules
 from parc.compiler.capture.capture import Captured
 from parc.compiler.capture.model_calls import TaskLines, reading_only
 from parc.compiler.initial.recipes import Recorded
-from parc.compiler.layout.mesh import Mesh, viewed
-from parc.compiler.layout.placement import Split
-from parc.compiler.ops.precision import regions
 from parc.compiler.ops.recompute import RecomputeLine
 from parc.compiler.padding.pads import Pads
-from parc.compiler.plan.directives.schedule import ACCUMULATE
 from parc.compiler.plan.plan import Plan
-from parc.compiler.program.actions import FORWARD
-from parc.compiler.program.binding import PARAMETERS, Binding
-from parc.compiler.resolve.experts import RoutedLayer, biases_of, routing_of
-from parc.compiler.resolve.in_graph import context_lines, units_of
-from parc.compiler.resolve.placements import Resolved, resolve
+from parc.compiler.program.actions import Action, accumulation
+from parc.compiler.program.binding import PARAMETERS
+from parc.compiler.program.roles import SINGLE
+from parc.compiler.resolve.placements import Resolved
+from parc.compiler.resolve.requests import Choices, Pipeline, PlanAxes, Request, ShardDims
 from parc.compiler.sizes.polynomials import moving
 from parc.compiler.verify.padding import sample_dims
-from parc.compiling.axes import compressions_of, finer_axes, levels_of, replicas_of, shardings_of
 from parc.compiling.compiled import Compiled, constants_by_name, programs_of
-from parc.compiling.fit import Fitted, compile_fitted
-from parc.compiling.pipelines import pipeline_of, timelines_of
+from parc.compiling.fit import compile_fitted
+from parc.compiling.fitted import Fitted
 from parc.compiling.plan_capture import capture_plan, input_specs
-from parc.compiling.refusals import REFUSALS, few_kept, keeping_lines, refusal, site_claims, whole_sequences
+from parc.compiling.refusals import REFUSALS, refusal, whole_sequences
+from parc.compiling.request import ask
 from parc.compiling.size_ranges import compile_range, fixed
-from parc.grammar.codes_build import NOTHING_TRAINED, READ_IN_EVAL
+from parc.grammar.codes_build import READ_IN_EVAL
 from parc.grammar.codes_run import NOTHING_RETURNED
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.grammar.nearest import listed
-from parc.passes.calls import ShardDims
-from parc.passes.pipeline import Choices, Request, build_programs, names_of
-from parc.passes.placing.heads import Copies, find_copies
-from parc.passes.programs.overlap import OverlapChoices
+from parc.passes.pipeline import build_programs
 
 Progress = Callable[[str], None]
 
@@ -77,7 +69,7 @@ def compile_plan(
     folder: Path,
     *,
     overrides: Mapping[str, Any] | None = None,
-    copies: Copies | None = None,
+    axes: PlanAxes | None = None,
     longer: Pads | None = None,
     dims: ShardDims | None = None,
     fitted: Fitted | None = None,
@@ -86,8 +78,8 @@ def compile_plan(
     """Capture the model and run every pass. Where sizes have ranges, this is done at a few of them, which make a
     template.
 
-    ``overrides`` and ``copies`` make the plan's twin: other arguments of the model, and what its plan keeps on several
-    ranks, where it is not to be found out; it is padded wherever the plan's own build is ``longer`` than its model, and
+    ``overrides`` and ``axes`` make the plan's twin: other arguments of the model, and the factoring of its plan's axes,
+    where it is not to be found out; it is padded wherever the plan's own build is ``longer`` than its model, and
     stores parameters in parts along the same ``dims``, and makes again what blocks like its own have ``fitted``.
 
     Raises:
@@ -106,31 +98,30 @@ def compile_plan(
             raise PlanError([_nothing_returned(at)])
         progress("passes")
         with _timed(seconds, "passes"):
-            made = compile_captured(
-                at, folder, recorded, captured, copies, longer, plan if sizes else None, choices,
+            compiled = compile_captured(
+                at, folder, recorded, captured, axes, longer, plan if sizes else None, choices,
                 smaller=overrides is not None, dims=dims, fitted=fitted,
             )  # fmt: skip
-            fitted = made.fitted
-        made = replace(made, overrides=dict(overrides or {}), seconds=seconds)
-        if not (at.trains or sample_dims(made.built.reference, at.unbatched)):
+            fitted = compiled.fitted
+        compiled = replace(compiled, overrides=dict(overrides or {}), seconds=seconds)
+        if not (at.trains or sample_dims(compiled.built.reference, at.unbatched)):
             raise PlanError([_nothing_returned(at)])
         if at.evaluation is None:
-            return made
+            return compiled
         progress("evaluation")
         with _timed(seconds, "evaluation"):
-            return with_evaluation(made, plan, longer, evaluation_choices if sizes is not None else None)
+            return with_evaluation(compiled, plan, longer, evaluation_choices if sizes is not None else None)
 
-    evaluation_choices = Choices()
+    choices, evaluation_choices = Choices(), Choices()
     if not moving(plan.sizes):
         return compile_at()
-    choices = Choices()
-    made, template = compile_range(plan, lambda sizes: compile_at(sizes, choices), programs_of, constants_by_name)
-    seconds = {key: round(sum(compiled.seconds[key] for compiled in made), 3) for key in made[0].seconds}
-    return replace(made[0], plan=plan, template=template, seconds=seconds)
+    compiled, template = compile_range(plan, lambda sizes: compile_at(sizes, choices), programs_of, constants_by_name)
+    seconds = {key: round(sum(one.seconds[key] for one in compiled), 3) for key in compiled[0].seconds}
+    return replace(compiled[0], plan=plan, template=template, seconds=seconds)
 
 
 def compile_captured(
-    plan: Plan, folder: Path, recorded: Recorded, captured: Captured, copies: Copies | None = None,
+    plan: Plan, folder: Path, recorded: Recorded, captured: Captured, axes: PlanAxes | None = None,
     longer: Pads | None = None, declared: Plan | None = None, choices: Choices | None = None, smaller: bool = False,
     dims: ShardDims | None = None, fitted: Fitted | None = None,
 ) -> Compiled:  # fmt: skip
@@ -140,14 +131,14 @@ def compile_captured(
     Raises:
         PlanError: the plan, the model or both are at fault.
     """
-    asked = ask(plan, folder, recorded, captured, copies, longer, declared, choices, smaller)
+    resolved, request = ask(plan, folder, recorded, captured, axes, longer, declared, choices, smaller)
 
     def make(lines: tuple[RecomputeLine, ...], units: frozenset[str]) -> Compiled:
-        request = replace(asked.request, recompute=lines, units=asked.request.units | units, shard_dims=dims)
-        resolved = replace(asked.resolved, recompute=lines)
-        return _made(plan, folder, recorded, captured, replace(asked, resolved=resolved, request=request))
+        storing = replace(request.storing, recompute=lines, units=request.storing.units | units)
+        changed = replace(request, storing=storing, shard_dims=dims)
+        return _built(plan, folder, recorded, captured, replace(resolved, recompute=lines), changed)
 
-    compiled, chosen = compile_fitted(asked.resolved.recompute, captured, fitted, make)
+    compiled, chosen = compile_fitted(resolved.recompute, captured, fitted, make)
     return replace(compiled, fitted=chosen)
 
 
@@ -183,13 +174,12 @@ def with_evaluation(
     read = {name for name, node in captured.placeholders("parameter").items() if node.users}
     if other := sorted(read - of_step):
         raise PlanError([_read_in_eval_alone(plan, other)])
-    asked = ask(
-        plan, folder, recorded, captured, step.copies, longer, declared if ranged else None, choices, smaller=True,
-        step=step,
+    resolved, request = ask(
+        plan, folder, recorded, captured, step.resolved.axes, longer, declared if ranged else None, choices,
+        smaller=True, step=step,
     )  # fmt: skip
-    compiled = _made(plan, folder, recorded, captured, asked)
-    frozen = frozenset(captured.placeholders("parameter"))
-    return replace(step, evaluation=replace(compiled, overrides=step.overrides, frozen=frozen))
+    compiled = _built(plan, folder, recorded, captured, resolved, request)
+    return replace(step, evaluation=replace(compiled, overrides=step.overrides))
 
 
 def _nothing_returned(plan: Plan) -> Diagnostic:
@@ -207,110 +197,36 @@ def _read_in_eval_alone(plan: Plan, names: Sequence[str]) -> Diagnostic:
     return Diagnostic(READ_IN_EVAL, message, Label(plan.evaluation.span), help=help_)
 
 
-def _made(plan: Plan, folder: Path, recorded: Recorded, captured: Captured, asked: Asked) -> Compiled:
+def _built(
+    plan: Plan, folder: Path, recorded: Recorded, captured: Captured, resolved: Resolved, request: Request
+) -> Compiled:
+    """Run the passes, and put the actions of each role in order."""
     try:
-        built = build_programs(captured, asked.mesh, asked.request)
+        built = build_programs(captured, request)
     except REFUSALS as error:
-        raise PlanError([refusal(plan, asked.mesh, asked.resolved, error)]) from error
+        raise PlanError([refusal(plan, request.placing.mesh, resolved, error)]) from error
     if errors := whole_sequences(plan, built.reshards):
         raise PlanError(errors)
-    pipeline, purpose = asked.request.pipeline, asked.request.purpose
-    timelines = {role: tuple(action for action in actions if action.serves(purpose))
-                 for role, actions in timelines_of(plan, built.programs, pipeline, folder).items()}  # fmt: skip
+    actions = _role_timelines(plan, built.programs, request.pipeline, folder)
+    timelines = {role: tuple(action for action in actions[role] if action.serves(request.purpose)) for role in actions}
     sizes = {name: size.high for name, size in plan.sizes.items()}
-    return Compiled(
-        plan, folder, asked.mesh, task_lines(plan), recorded, captured, asked.resolved, built, timelines, pipeline,
-        sizes, frozen=asked.request.frozen, copies=asked.copies, routing=asked.routing, purpose=purpose,
-    )  # fmt: skip
+    return Compiled(plan, folder, task_lines(plan), recorded, captured, resolved, request, built, timelines, sizes)
 
 
-@dataclass(frozen=True)
-class Asked:
-    """A plan's request to the passes, for one captured model."""
-
-    mesh: Mesh
-    resolved: Resolved
-    copies: Copies
-    request: Request
-    routing: dict[str, RoutedLayer]
-
-
-def ask(
-    plan: Plan, folder: Path, recorded: Recorded, captured: Captured, copies: Copies | None = None,
-    longer: Pads | None = None, declared: Plan | None = None, choices: Choices | None = None, smaller: bool = False,
-    step: Compiled | None = None,
-) -> Asked:  # fmt: skip
-    """Return the request that ``compile_captured`` gives to the passes; with ``step``, for the evaluation beside it.
+def _role_timelines(
+    plan: Plan, programs: Collection[str], pipeline: Pipeline | None, folder: Path
+) -> dict[str, tuple[Action, ...]]:
+    """Return the actions of each role in a step, in order, of the kinds that have programs.
 
     Raises:
-        PlanError: the plan is at fault.
+        PlanError: the schedule's file cannot be read, or is no schedule of these stages.
     """
-    lines, names = task_lines(plan), replace(names_of(captured), smaller=smaller)
-    pipeline = pipeline_of(plan, folder, names, captured) if step is None else step.pipeline
-    pipeline = choices.make("stages", pipeline) if choices is not None else pipeline
-    if copies is None:  # what must divide depends on what several ranks keep
-        asked = resolve(plan, names, longer, None)
-        copies = finer_axes(plan, find_copies(captured, plan, asked.seeds, asked.pads))
-    mesh = viewed(plan.mesh, (line.view for line in plan.views), copies.sizes)
-    if declared is not None:  # of a range, the step must divide
-        resolve(declared, names, longer, copies.parts(mesh))
-    resolved = resolve(plan, names, longer, copies.parts(mesh))
-    frozen = frozen_parameters(plan, recorded, captured, resolved) if step is None else step.frozen
-    bindings = {
-        **{name: Binding("frozen", name) for name in frozen}, **{name: Binding("input", name) for name in lines.inputs}
-    }  # fmt: skip
-    claims = tuple(
-        (bindings.get(seed.value, Binding("parameter", seed.value)), axis, split, seed.span.root.line)
-        for seed in resolved.seeds
-        for axis, split in copies.splits(seed, mesh).items()
-    )
-    pads = {bindings.get(name, Binding("parameter", name)): rows for name, rows in resolved.pads.items()}
-    routing = routing_of(plan, names, captured)
-    request = Request(
-        claims, plan.microbatches, plan.seed, frozen, getattr(torch, ACCUMULATE[plan.accumulate]),
-        copies.gathers(resolved.seeds, mesh), pads, regions(resolved.precision), pipeline,
-        shardings_of(resolved, mesh, copies), plan.loss_scale, plan.unbatched, choices,
-        OverlapChoices(plan.bucket, plan.prefetch),
-        {word: line.span.root.line for word, line in plan.offloaded.items()}, levels_of(plan, mesh, copies),
-        compressions_of(resolved, mesh, copies, captured, frozen), units=units_of(plan, names, captured),
-        terms=len(plan.loss.terms), sites=site_claims(claims, names), gathered=keeping_lines(plan),
-        few=few_kept(resolved, copies, mesh),
-        biases=biases_of(routing), replicas=replicas_of(routing, resolved, mesh, copies),
-        recompute=resolved.recompute,
-        context=context_lines(plan, names, captured), purpose="training" if plan.trains else "inference",
+    if pipeline is None or plan.schedule is None:
+        return {SINGLE: accumulation(plan.microbatches, also=programs)}
+    return schedules.timelines(
+        plan.schedule.name, pipeline.stages, plan.microbatches, pipeline.chunks, axis=pipeline.axis, also=programs,
+        text=plan.schedule.table_of(folder, pipeline.stages),
     )  # fmt: skip
-    if step is not None:
-        # buffers that steps change lie as they leave them; all else lies as an evaluation wants it
-        lying = step.built.programs[FORWARD].main.bound("buffer")
-        kept = [(name, lying[name].type.placement) for name in step.captured.updates if name in lying]
-        claims += tuple(
-            (Binding("buffer", name), axis, kind if isinstance(kind, Split) else None, 0)
-            for name, placement in kept for axis, kind in placement.items()
-        )  # fmt: skip
-        request = replace(request, claims=claims, purpose="evaluation", loss_scale=None, compress={}, biases={},
-                          recompute=(), shard_dims=step.built.dims)  # fmt: skip
-    return Asked(mesh, resolved, copies, request, routing)
-
-
-def frozen_parameters(plan: Plan, recorded: Recorded, captured: Captured, resolved: Resolved) -> frozenset[str]:
-    """Return the parameters that are not trained: the plan's, and those that the model itself does not train; all in
-    a plan for inference.
-
-    Raises:
-        PlanError: none is left.
-    """
-    if not plan.trains:
-        return frozenset(captured.placeholders("parameter"))
-    own = {name for name, value in recorded.module.named_parameters() if not value.requires_grad}
-    frozen = resolved.frozen | own
-    if not captured.trainable() - frozen:
-        message = "every parameter that the loss depends on is frozen" if frozen else "the loss depends on no parameter"
-        help_ = (
-            "freeze fewer: a step trains at least one parameter" if plan.frozen else "look at the model's return value"
-        )
-        span = plan.frozen[0].span if plan.frozen else plan.model.span
-        raise PlanError([Diagnostic(NOTHING_TRAINED, message, Label(span), help=help_)])
-    return frozen
 
 
 @contextmanager

@@ -9,167 +9,52 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
-from typing import Any, Generic, Protocol, TypeVar
 
 from parc.compiler.analysis.flops import BlockCost, block_costs
 from parc.compiler.analysis.memory import Memory
-from parc.compiler.build.build import Build
 from parc.compiler.capture.capture import Captured
 from parc.compiler.capture.node_facts import noted
 from parc.compiler.ops.recompute import RecomputeLine, in_modules
-from parc.compiler.plan.plan import Plan
 from parc.compiler.program.actions import FORWARD
 from parc.compiler.program.blocks import block_of, starred
 from parc.compiler.program.roles import stage_key
+from parc.compiling.compiled import Compiled
+from parc.compiling.fitted import POLICIES, Fitted, RoleFit
 from parc.grammar.codes_plan import NO_FIT
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.grammar.syntax import size_text
 from parc.report import memory_of
 
-# ---- the choice that a ``recompute … fit`` line has made, and its like for a model with fewer blocks.
-
-
-POLICIES: tuple[frozenset[str] | None, ...] = (None, frozenset({"products"}), frozenset())
-"""The words of the ``keep`` of each policy for a block; None where no line counts for it."""
-
-
-@dataclass(frozen=True, slots=True)
-class RoleFit:
-    """The choice for the blocks of one role: their number by policy, the peak, the share of the step's multiply-adds
-    that is computed twice, and the peak of the next choice, which computes less twice and does not fit."""
-
-    role: str
-    counts: tuple[int, ...]
-    peak_bytes: int
-    again: float
-    next_peak_bytes: int | None
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """The choice as a row of the report."""
-        kept, selective, full = self.counts
-        return {"role": self.role, "kept": kept, "selective": selective, "full": full, "peak_bytes": self.peak_bytes,
-                "again": self.again, "next_peak_bytes": self.next_peak_bytes}  # fmt: skip
-
-
-_Place = tuple[int, bool]
-"""A block's policy, and whether it is behind the first stage: blocks of later ones read what was sent to them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Fitted:
-    """The policies that a line has chosen, by blocks in the order in which they run, and the stages of the blocks."""
-
-    line: RecomputeLine
-    policies: Mapping[str, int]
-    stages: Mapping[str, int]
-    roles: tuple[RoleFit, ...] = ()
-
-    def smaller(self, stages: Mapping[str, int]) -> Fitted:
-        """Return the choice for a model with other numbers of these blocks, of which the stages are given. Every two
-        that follow one another are as two neighbours here, and every such pair is there, if there are blocks enough."""
-        policies: dict[str, int] = {}
-        for kind in dict.fromkeys(map(starred, stages)):
-            there = [block for block in stages if starred(block) == kind]
-            chosen = condensed(self._places(kind), [stages[block] > 0 for block in there])[0]
-            policies |= zip(there, chosen, strict=True)
-        return replace(self, policies=policies, stages=stages)
-
-    def least_blocks(self, stages: int) -> dict[str, int]:
-        """Return the least number of blocks of each kind with which a smaller model of so many stages has every pair of
-        neighbours."""
-        kinds = dict.fromkeys(map(starred, self.policies))
-        return {kind: self._least(self._places(kind), stages) for kind in kinds}
-
-    def _least(self, places: Sequence[_Place], parts: int) -> int:
-        sizes = range(parts, len(places) + parts, parts)
-        return next((n for n in sizes if condensed(places, [at * parts >= n for at in range(n)])[1]), len(places))
-
-    def _places(self, kind: str) -> list[_Place]:
-        return [(policy, self.stages[block] > 0) for block, policy in self.policies.items() if starred(block) == kind]
-
-
-def condensed(places: Sequence[_Place], behind: Sequence[bool]) -> tuple[Sequence[int], bool]:
-    """Return policies for fewer blocks, each in the first stage or ``behind`` it, with the same pairs of neighbours and
-    the same first and last block; and whether there are blocks enough for that.
-
-    >>> condensed([(2, False)] * 3 + [(0, False)] * 4, [False] * 4)
-    ((2, 2, 0, 0), True)
-    """
-    if [later for _, later in places] == list(behind):
-        return [policy for policy, _ in places], True
-    wanted = frozenset(pairwise(places))
-    ways: dict[tuple[_Place, frozenset[tuple[_Place, _Place]]], tuple[int, ...]] = {}
-    for at, later in enumerate(behind):
-        if at == 0:
-            ways = {(place, frozenset()): (place[0],) for place in places[:1] if place[1] == later}
-            continue
-        ways = {
-            (after, seen | {(before, after)}): (*way, after[0])
-            for (last, seen), way in ways.items()
-            for before, after in sorted(wanted) if before == last and after[1] == later
-        }  # fmt: skip
-    if not ways:
-        return [0] * len(behind), False
-    seen, ends, way = max((len(seen), last == places[-1], way) for (last, seen), way in ways.items())
-    return way, ends and seen == len(wanted)
-
-
-def report_rows(fitted: Fitted | None) -> dict[str, Any]:
-    """Return the choice in the report's form; nothing where no line chooses."""
-    if fitted is None:
-        return {}
-    roles = [role.facts for role in fitted.roles]
-    return {"recompute": {"line": fitted.line.line, "fit": fitted.line.fit, "roles": roles}}
-
-
-# ---- ``recompute … fit``: the choice of the blocks that backward makes again, so that a rank fits into a size.
-
+# ---- the blocks of a model
 
 Scopes = Mapping[str, tuple[str, ...]]
 """The modules that a line means inside each block, by blocks in the order in which they run."""
 
 
-class Compilation(Protocol):
-    """A compiled plan, as far as a choice looks at it."""
-
-    plan: Plan
-
-    @property
-    def build(self) -> Build:
-        """The build that the plan compiles to."""
-
-
-Made = TypeVar("Made", bound=Compilation)
-
-
-def stages_of(compiled: Compilation, scopes: Scopes) -> dict[str, int]:
+def stages_of(compiled: Compiled, scopes: Scopes) -> dict[str, int]:
     """Return the stage of each block, in the order of the scopes."""
-    found = {
+    stages = {
         line.origin.module: (stage_key(key) or (0, ""))[0]
         for role in compiled.build.roles.values() for key, program in role.programs.items()
         if program.action == FORWARD for line in program.main.lines
     }  # fmt: skip
-    return {block: found.get(block, 0) for block in scopes}
+    return {block: stages.get(block, 0) for block in scopes}
 
 
 def scopes_of(line: RecomputeLine, captured: Captured) -> Scopes:
     """Return the modules that a line means inside each block. A module that holds numbered blocks means all of these;
     one that neither holds any nor lies in one is a block of its own."""
     scopes: dict[str, tuple[str, ...]] = {}
-    own = {name for name in line.modules if block_of(name) is None}
+    outside = sorted((name for name in line.modules if name and block_of(name) is None), key=len)
     for node in captured.graph.nodes:
         module = noted(node).origin.module if node.op == "call_function" else ""
         numbered = block_of(module)
         if numbered is None:
-            found = next((name for name in sorted(own, key=len) if name and in_modules(module, (name,))), None)
-            if found is not None and not any(
-                block_of(name) and in_modules(name, (found,)) for name in captured.modules
-            ):
-                scopes.setdefault(found, (found,))
+            outer = next((name for name in outside if in_modules(module, (name,))), None)
+            if outer and not any(block_of(name) and in_modules(name, (outer,)) for name in captured.modules):
+                scopes.setdefault(outer, (outer,))
         elif line.holds(numbered):
             scopes.setdefault(numbered, (numbered,))
         elif inside := tuple(name for name in line.modules if block_of(name) == numbered):
@@ -179,12 +64,13 @@ def scopes_of(line: RecomputeLine, captured: Captured) -> Scopes:
 
 def lines_for(policies: Mapping[str, int], line: RecomputeLine, scopes: Scopes) -> tuple[RecomputeLine, ...]:
     """Return the lines that a choice stands for."""
-    lines = []
-    for policy, keep in enumerate(POLICIES):
-        modules = tuple(name for block, own in scopes.items() if policies.get(block) == policy for name in own)
-        if keep is not None and modules:
-            lines.append(RecomputeLine(modules, keep, line.line))
-    return tuple(lines)
+    modules = [tuple(name for block, inside in scopes.items() if policies.get(block) == policy for name in inside)
+               for policy in range(len(POLICIES))]  # fmt: skip
+    return tuple(RecomputeLine(meant, keep, line.line)
+                 for meant, keep in zip(modules, POLICIES, strict=True) if meant and keep is not None)  # fmt: skip
+
+
+# ---- the search
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +95,7 @@ def options_of(kinds: Sequence[tuple[int, Sequence[BlockCost]]]) -> list[_Option
                 (*option.counts, counts),
             )
             for option in options
-            for counts in _splits(number, len(costs))
+            for counts in _compositions(number, len(costs))
         ]
         options = []
         for option in sorted(merged, key=lambda option: (option.work, option.kept)):
@@ -218,13 +104,13 @@ def options_of(kinds: Sequence[tuple[int, Sequence[BlockCost]]]) -> list[_Option
     return options
 
 
-def _splits(number: int, parts: int) -> Iterator[tuple[int, ...]]:
+def _compositions(number: int, parts: int) -> Iterator[tuple[int, ...]]:
     """Yield every way to write a number as a sum of so many terms."""
     if parts == 1:
         yield (number,)
         return
     for first in range(number, -1, -1):
-        yield from ((first, *rest) for rest in _splits(number - first, parts - 1))
+        yield from ((first, *rest) for rest in _compositions(number - first, parts - 1))
 
 
 class _RoleSearch:
@@ -236,16 +122,16 @@ class _RoleSearch:
             kinds.setdefault((starred(block), *(cost.work for cost in costs)), []).append(block)
         self.kinds = [*kinds.values()]
         # what two blocks both keep counts for the first: for a kind, the mean
-        self.options = options_of([(len(own), _mean([blocks[block] for block in own])) for own in self.kinds])
+        self.options = options_of([(len(kind), _mean_costs([blocks[block] for block in kind])) for kind in self.kinds])
         self.peaks: dict[int, int] = {}
 
     def policies(self, option: int) -> dict[str, int]:
         """Return the policy of each block under a choice. Blocks made again come first: when backward comes to them,
         those behind them have let go of what they kept."""
         policies: dict[str, int] = {}
-        for own, counts in zip(self.kinds, self.options[option].counts, strict=True):
+        for kind, counts in zip(self.kinds, self.options[option].counts, strict=True):
             order = [policy for policy in reversed(range(len(counts))) for _ in range(counts[policy])]
-            policies |= zip(own, order, strict=True)
+            policies |= zip(kind, order, strict=True)
         return policies
 
     def next(self, size: int) -> int:
@@ -264,34 +150,34 @@ class _RoleSearch:
         return best if best == beyond + 1 else min(max(guess, beyond + 1), best - 1)
 
 
-def _mean(costs: Sequence[Sequence[BlockCost]]) -> list[BlockCost]:
+def _mean_costs(costs: Sequence[Sequence[BlockCost]]) -> list[BlockCost]:
     """Return the mean cost of blocks under each policy."""
     return [BlockCost(sum(cost.kept for cost in each) // len(each), each[0].work) for each in zip(*costs, strict=True)]
 
 
-class _Search(Generic[Made]):
+class _Search:
     """The search for every role at once: one compilation tries a choice for each."""
 
-    def __init__(self, line: RecomputeLine, scopes: Scopes, make: Callable[[tuple[RecomputeLine, ...]], Made]) -> None:
+    def __init__(self, line: RecomputeLine, scopes: Scopes, make: Callable[..., Compiled]) -> None:
         self.line, self.scopes, self.make = line, scopes, make
-        self.tried: dict[tuple[tuple[str, int], ...], tuple[Made, dict[str, Memory]]] = {}
+        self.tried: dict[tuple[tuple[str, int], ...], tuple[Compiled, dict[str, Memory]]] = {}
 
-    def compiled(self, policies: Mapping[str, int]) -> tuple[Made, dict[str, Memory]]:
+    def compiled(self, policies: Mapping[str, int]) -> tuple[Compiled, dict[str, Memory]]:
         """Return the compilation under policies, and the memory of each role."""
         key = tuple((block, policies.get(block, 0)) for block in self.scopes)
         if key not in self.tried:
-            made = self.make(lines_for(dict(key), self.line, self.scopes))
-            roles = made.build.roles.items()
-            self.tried[key] = made, {name: memory_of(made.build, made.plan, role) for name, role in roles}
+            compiled = self.make(lines_for(dict(key), self.line, self.scopes))
+            build, plan = compiled.build, compiled.plan
+            self.tried[key] = compiled, {name: memory_of(build, plan, role) for name, role in build.roles.items()}
         return self.tried[key]
 
     @cached_property
     def costs(self) -> list[dict[str, dict[str, BlockCost]]]:
         """The costs of each role's blocks, with every policy for all blocks."""
         every = (self.compiled(dict.fromkeys(self.scopes, policy))[0] for policy in range(len(POLICIES)))
-        return [{name: block_costs(role) for name, role in made.build.roles.items()} for made in every]
+        return [{name: block_costs(role) for name, role in one.build.roles.items()} for one in every]
 
-    def run(self) -> tuple[Made, Fitted]:
+    def run(self) -> tuple[Compiled, Fitted]:
         """Return the compilation and the choice with which every role fits.
 
         Raises:
@@ -303,8 +189,8 @@ class _Search(Generic[Made]):
             # of two policies with the same products, the one that makes less again comes first
             name: _RoleSearch({block: [costs[name].get(block, BlockCost()) + BlockCost(0, policy)
                                        for policy, costs in enumerate(self.costs)]
-                               for block in self.scopes if block in own})
-            for name, own in self.costs[0].items()
+                               for block in self.scopes if block in kept})
+            for name, kept in self.costs[0].items()
         }  # fmt: skip
         while True:
             chosen = {name: role.next(size) for name, role in roles.items()}
@@ -312,16 +198,16 @@ class _Search(Generic[Made]):
                 block: policy for name, role in roles.items() for block, policy in role.policies(chosen[name]).items()
             }
             known = all(chosen[name] in role.peaks for name, role in roles.items())
-            made, memory = self.compiled(policies)
+            compiled, memory = self.compiled(policies)
             for name, role in roles.items():
                 role.peaks[chosen[name]] = memory[name].peak_bytes
             if known:
                 break
         if max(peak.peak_bytes for peak in memory.values()) > size:
-            raise PlanError([self._refusal(made)])
+            raise PlanError([self._refusal(compiled)])
         policies = {block: policies[block] for block in self.scopes}
         fits = tuple(self._role_fit(name, role, chosen[name]) for name, role in roles.items())
-        return made, Fitted(self.line, policies, stages_of(made, self.scopes), fits)
+        return compiled, Fitted(self.line, policies, stages_of(compiled, self.scopes), fits)
 
     def _role_fit(self, name: str, role: _RoleSearch, chosen: int) -> RoleFit:
         policies = role.policies(chosen)
@@ -332,10 +218,10 @@ class _Search(Generic[Made]):
         return RoleFit(name, tuple(counts[policy] for policy in range(len(POLICIES))), role.peaks[chosen],
                        round(again, 4), role.peaks.get(chosen - 1))  # fmt: skip
 
-    def _refusal(self, made: Compilation) -> Diagnostic:
+    def _refusal(self, compiled: Compiled) -> Diagnostic:
         memories = [max(memory.values(), key=lambda m: m.peak_bytes) for _, memory in self.tried.values()]
         least = min(memories, key=lambda memory: memory.peak_bytes)
-        line = next(line for line in made.plan.recompute if line.fit is not None)
+        line = next(line for line in compiled.plan.recompute if line.fit is not None)
         shares = ", ".join(f"{name} {size_text(size)}" for name, size in least.shares.items() if size)
         message = f"a rank needs at least {size_text(least.peak_bytes)}, whichever blocks are recomputed"
         unit, word = (10**6, "MB") if least.peak_bytes > 10**9 else (10**3, "KB")
@@ -346,12 +232,12 @@ class _Search(Generic[Made]):
 
 
 def compile_fitted(
-    lines: Sequence[RecomputeLine], captured: Captured, given: Fitted | None,
-    make: Callable[[tuple[RecomputeLine, ...], frozenset[str]], Made],
-) -> tuple[Made, Fitted | None]:  # fmt: skip
+    lines: Sequence[RecomputeLine], captured: Captured, larger: Fitted | None,
+    make: Callable[[tuple[RecomputeLine, ...], frozenset[str]], Compiled],
+) -> tuple[Compiled, Fitted | None]:  # fmt: skip
     """Compile with the lines of a plan. One that has a size to fit into becomes the lines that it chooses, or those
-    that a larger model, or the same one at larger sizes, was ``given``. ``make`` takes lines, and modules that are
-    called as one because a choice is made for each.
+    that were chosen for a ``larger`` model, or for the same one at larger sizes. ``make`` takes lines, and modules that
+    are called as one because a choice is made for each.
 
     Raises:
         PlanError: the step does not fit, whatever is made again; or the plan is at fault.
@@ -362,10 +248,10 @@ def compile_fitted(
     scopes, at = scopes_of(line, captured), lines.index(line)
     units = frozenset(block for block in scopes if block_of(block) is None)
 
-    def make_chosen(chosen: tuple[RecomputeLine, ...]) -> Made:
+    def make_chosen(chosen: tuple[RecomputeLine, ...]) -> Compiled:
         return make((*lines[:at], *chosen, *lines[at + 1 :]), units)
 
-    if given is None:
+    if larger is None:
         return _Search(line, scopes, make_chosen).run()
-    fitted = given.smaller(stages_of(make_chosen(()), scopes))
+    fitted = larger.smaller(stages_of(make_chosen(()), scopes))
     return make_chosen(lines_for(fitted.policies, line, scopes)), fitted

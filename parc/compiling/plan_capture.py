@@ -138,9 +138,9 @@ def capture_diagnostic(plan: Plan, error: CaptureError, overrides: Mapping[str, 
     line = plan.loss if error.kind == "output" or error.in_loss else line
     if error.kind == "capacity":
         line = next(line for line in plan.placements if isinstance(line, Experts) and line.capacity is not None)
-    shapes = ((given, list(plan.input_shape(given))) for given in plan.inputs if code is CAPTURE_FAILED)
     what = "given in each microbatch as" if plan.microbatches > 1 else "given as"
-    related = (Label(given.span, f"{what} {given.dtype} {shape}") for given, shape in shapes)
+    related = (Label(batch.span, f"{what} {batch.dtype} {list(plan.input_shape(batch))}")
+               for batch in plan.inputs if code is CAPTURE_FAILED)  # fmt: skip
     notes = [*([f"at {error.source}"] if error.source else []), *said]
     if error.__cause__ is not None and error.kind == "other":
         notes += own_trace(error.__cause__)

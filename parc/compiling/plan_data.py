@@ -89,14 +89,14 @@ def _check_first(plan: Plan, line: Data | Eval, said: SamplesSaid, sample: Mappi
     missing = [fact["name"] for fact in inputs if fact["name"] not in sample]
     if missing:
         held = f"the data's sample 0 holds {', '.join(f'`{name}`' for name in sample)}"
-        raise PlanError([_fault(plan, line, f"{held}, and no `{missing[0]}`", "name inputs as the data does")])
+        raise PlanError([_data_fault(plan, line, f"{held}, and no `{missing[0]}`", "name inputs as the data does")])
     if wrong := _misfits(plan, line, sample, inputs):
         raise PlanError(wrong)
     for name, (bound, ignore) in class_bounds(build.reference).items():
         if message := beyond(name, sample[name], bound, ignore):
             other = f"; or another `dtype`, if the file's is not {said.dtype}" * bool(said.dtype)
             help_ = beyond_help(bound, ignore) + other
-            raise PlanError([_fault(plan, line, f"sample 0: {message}", help_, name)])
+            raise PlanError([_data_fault(plan, line, f"sample 0: {message}", help_, name)])
 
 
 def _first_sample(plan: Plan, folder: Path, line: Data | Eval, said: SamplesSaid) -> Mapping[str, Tensor] | None:
@@ -112,7 +112,7 @@ def _first_sample(plan: Plan, folder: Path, line: Data | Eval, said: SamplesSaid
     except DataError as error:
         if error.__cause__ is not None:
             return None
-        raise PlanError([_fault(plan, line, str(error), error.help)]) from None
+        raise PlanError([_data_fault(plan, line, str(error), error.help)]) from None
 
 
 def _misfits(
@@ -121,10 +121,10 @@ def _misfits(
     """Return the error of the first input whose tensor in a line's sample differs from its own line, if there is
     one."""
     wrong = sample_misfit(sample, 0, inputs, plan.sizes)
-    return [_fault(plan, line, wrong[1], MISFIT_HELP, wrong[0])] if wrong else []
+    return [_data_fault(plan, line, wrong[1], MISFIT_HELP, wrong[0])] if wrong else []
 
 
-def _fault(plan: Plan, line: Data | Eval, message: str, help_: str, name: str = "") -> Diagnostic:
+def _data_fault(plan: Plan, line: Data | Eval, message: str, help_: str, name: str = "") -> Diagnostic:
     """Return an error of a line that names samples, and of the named input."""
     related = tuple(Label(declared.span, "declared here") for declared in plan.inputs if declared.name == name)
     return Diagnostic(BAD_DATA, message, Label(line.span), related, help=help_)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.layout.placement import Split
 from parc.compiler.plan.directives.experts import Experts
-from parc.compiler.plan.layouts import Fix
 from parc.compiler.plan.plan import Plan
-from parc.compiler.program.binding import Binding
-from parc.compiler.resolve.names import PlanNames
 from parc.compiler.resolve.placements import Resolved
 from parc.compiling.size_ranges import line_span
 from parc.grammar.codes_build import BAD_RULE
@@ -18,34 +15,10 @@ from parc.grammar.codes_plan import FEW_HEADS_EACH, MIXED_ROWS, NOT_PLACED, SPLI
 from parc.grammar.diagnostics import Diagnostic, Label
 from parc.grammar.syntax import size_text
 from parc.passes.calls import MixedRows
-from parc.passes.placing.heads import Copies
 from parc.passes.placing.partition import Reshard, UnevenTokens
 from parc.passes.placing.propagate import FewHeads, NotPlaced
 from parc.passes.placing.registered import RuleMisfit
 from parc.passes.placing.stored import AlreadySplit
-
-# ---- lines about values inside a model, as a compilation needs them: sequences, and the refusal of claims
-
-
-def site_claims(
-    claims: Iterable[tuple[Binding, str, Split | None, int]], names: PlanNames
-) -> tuple[tuple[str, str, Split | None, int], ...]:
-    """Return the claims on values inside the model, by their names."""
-    return tuple((value.name, axis, split, line) for value, axis, split, line in claims
-                 if names.site(value.name) is not None)  # fmt: skip
-
-
-def few_kept(resolved: Resolved, copies: Copies, mesh: Mesh) -> frozenset[tuple[str, str]]:
-    """Return the split parameters of which ranks along an axis keep the same heads."""
-    return frozenset((seed.value, axis) for seed in resolved.seeds if seed.dim is not None
-                     for axis, split in copies.splits(seed, mesh).items() if split is None)  # fmt: skip
-
-
-def keeping_lines(plan: Plan) -> frozenset[int]:
-    """Return the lines that keep values inside the model gathered for backward."""
-    lines = [line for line in plan.sequence if line.gathered]
-    kept = [line for line in plan.placements if isinstance(line, Fix) and line.gathered]
-    return frozenset(line.span.root.line for line in (*lines, *kept))
 
 
 def not_placed(plan: Plan, resolved: Resolved, error: NotPlaced) -> Diagnostic:
@@ -70,18 +43,16 @@ def whole_sequences(plan: Plan, reshards: Sequence[Reshard]) -> list[Diagnostic]
     """Return the errors of activations that are gathered along a sequence that a ``context`` line splits."""
     errors: dict[str, Diagnostic] = {}
     for line in plan.context:
-        for found in reshards:
-            gathers = isinstance(found.source, Split) and not isinstance(found.result, Split)
-            if found.axis != line.axis.text or not gathers or found.attends or not found.learns:
+        for one in reshards:
+            gathers = isinstance(one.source, Split) and not isinstance(one.result, Split)
+            if one.axis != line.axis.text or not gathers or one.attends or not one.learns:
                 continue
-            where = f"`{found.cause.module}`" if found.cause.module else "the model"
-            message = (
-                f"`{found.reader}` in {where} needs `{found.value}` whole, {size_text(found.bytes)} from each rank"
-            )
-            notes = (f"at {found.cause.source}",) if found.cause.source else ()
+            where = f"`{one.cause.module}`" if one.cause.module else "the model"
+            message = f"`{one.reader}` in {where} needs `{one.value}` whole, {size_text(one.bytes)} from each rank"
+            notes = (f"at {one.cause.source}",) if one.cause.source else ()
             help_ = "avoid it along the sequence (shift targets, not outputs), or leave the line out"
             error = Diagnostic(WHOLE_SEQUENCE, message, Label(line.span), help=help_, notes=notes)
-            errors.setdefault(found.cause.source, error)
+            errors.setdefault(one.cause.source, error)
     return list(errors.values())
 
 

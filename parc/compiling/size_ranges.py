@@ -14,9 +14,9 @@ from parc.grammar.codes_build import NO_DIVIDE, NOT_POLYNOMIAL, OTHER_PROGRAM
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.grammar.source import Span
 
-_Made = TypeVar("_Made")
-_FEW = 6  # choices of sizes: all are compiled; of more
-_LEAST = 5  # are, the two next to the ends among them,
+_AtSizes = TypeVar("_AtSizes")
+_ALL_COMPILED = 6  # choices of sizes at most: with more,
+_LEAST = 5  # are compiled, the two next to the ends among them,
 _CONFIRMED = 2  # of which so many only confirm
 
 
@@ -27,10 +27,10 @@ def fixed(plan: Plan, sizes: Mapping[str, int]) -> Plan:
 
 def compile_range(
     plan: Plan,
-    compile_at: Callable[[Mapping[str, int]], _Made],
-    texts_of: Callable[[_Made], Mapping[str, str]],
-    constants_of: Callable[[_Made], Mapping[str, object]],
-) -> tuple[list[_Made], Template]:
+    compile_at: Callable[[Mapping[str, int]], _AtSizes],
+    texts_of: Callable[[_AtSizes], Mapping[str, str]],
+    constants_of: Callable[[_AtSizes], Mapping[str, object]],
+) -> tuple[list[_AtSizes], Template]:
     """Compile a plan at a few of its sizes, the largest first, and make the template of its programs. Further sizes are
     compiled until every number is a polynomial of them, and the programs of two more are exactly the template's; small
     ranges are compiled completely. Constants, which no program spells, must be equal at all of them.
@@ -38,12 +38,8 @@ def compile_range(
     Raises:
         PlanError: the plan or the model is at fault at some size, or has no one program for two of them.
     """
-    ranges, compilations, points, texts = (
-        moving(plan.sizes),
-        list[_Made](),
-        list[Mapping[str, int]](),
-        list[Mapping[str, str]](),
-    )
+    ranges, compilations = moving(plan.sizes), list[_AtSizes]()
+    points, texts = list[Mapping[str, int]](), list[Mapping[str, str]]()
     template: Template | None = None
     misfit: Misfit | None = None
     confirmed, broken = 0, False
@@ -54,10 +50,9 @@ def compile_range(
             raise PlanError(at_sizes(error.diagnostics, point)) from error.__cause__
         points.append(point)
         texts.append(texts_of(compilations[-1]))
-        if constants_of(compilations[-1]) != constants_of(compilations[0]):
-            raise PlanError(
-                [_constant_diagnostic(plan, constants_of(compilations[-1]), constants_of(compilations[0]), point)]
-            )
+        constants, first = constants_of(compilations[-1]), constants_of(compilations[0])
+        if constants != first:
+            raise PlanError([_constant_diagnostic(plan, constants, first, point)])
         try:
             holds = template is not None and template.misfit(point, texts[-1]) is None
         except ValueError:  # no whole number here, which is what to say, if at others it is right
@@ -67,7 +62,7 @@ def compile_range(
         if not holds:
             template, misfit = _merged(plan, ranges, points, texts)
             confirmed, broken = 0, False
-        if confirmed >= _CONFIRMED and len(points) >= _LEAST and choices_of(ranges) > _FEW:
+        if confirmed >= _CONFIRMED and len(points) >= _LEAST and choices_of(ranges) > _ALL_COMPILED:
             break
     if broken and confirmed < _CONFIRMED:
         template, misfit = _merged(plan, ranges, points, texts)

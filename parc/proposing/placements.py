@@ -18,7 +18,7 @@ from parc.compiler.layout.placement import Split
 from parc.compiler.layout.stretches import Outer, outer_of
 from parc.compiler.ops.rules import facts
 from parc.compiler.program.binding import Binding
-from parc.compiling.driver import Asked
+from parc.compiler.resolve.requests import Claim, Request
 from parc.compiling.refusals import REFUSALS
 from parc.passes.calls import operands_of
 from parc.passes.pipeline import Trials, names_of
@@ -50,10 +50,10 @@ class SplitGroup:
 class Search:
     """The search over one captured model, for one axis of a mesh over which its plan places nothing yet."""
 
-    def __init__(self, captured: Captured, asked: Asked, axis: str) -> None:
-        self.axis, self.ranks, self.names = axis, asked.mesh.size(axis), names_of(captured)
-        self._asked, self.trials = asked, Trials(captured)
-        graph = self.trials.graph(asked.request)
+    def __init__(self, captured: Captured, request: Request, axis: str) -> None:
+        self.axis, self.ranks, self.names = axis, request.placing.mesh.size(axis), names_of(captured)
+        self._request, self.trials = request, Trials(captured)
+        graph = self.trials.graph(request)
         follower = Follower(graph)
         self._nodes = {name: key[0] for name, key in follower.parameters.items()}
         self.heads = {
@@ -98,9 +98,10 @@ class Search:
     def _place(self, claims: Claims) -> tuple[Claims, list[Reshard], bool]:
         """Return the weights that are split under claims, the reshards that only these cause, and whether heads of an
         attention are split."""
-        lines = tuple((Binding("parameter", name), self.axis, split, 1) for name, split in claims.items())
-        mesh, request = self._asked.mesh, self._asked.request
-        placed, reshards = self.trials.place(mesh, replace(request, claims=request.claims + lines))
+        tried = (Claim(Binding("parameter", name), self.axis, split, 1) for name, split in claims.items())
+        placing = self._request.placing
+        placing = replace(placing, claims=(*placing.claims, *tried))
+        placed, reshards = self.trials.place(replace(self._request, placing=placing))
         split = {name: at for name, node in self._nodes.items() if (at := placed.splits[node, 0].get(self.axis))}
         more = [reshard for reshard in reshards if identity(reshard) not in self.unsplit]
         return split, more, any(self.axis in placed.parts[node] for node in self._attending)

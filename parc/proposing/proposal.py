@@ -25,10 +25,12 @@ from parc.compiler.initial.recipes import Recorded
 from parc.compiler.ops.rules import facts
 from parc.compiler.plan.include import FAMILY, families
 from parc.compiler.plan.plan import Plan, read_plan
+from parc.compiler.resolve.placements import Resolved
 from parc.compiler.sizes.size_range import BATCH
 from parc.compiling.compiled import Compiled
-from parc.compiling.driver import Asked, Progress, ask, compile_captured, compile_plan, task_lines
+from parc.compiling.driver import Progress, compile_captured, compile_plan, task_lines
 from parc.compiling.plan_capture import capture_diagnostic, capture_plan, make_model
+from parc.compiling.request import ask
 from parc.grammar.codes_build import LOSS_NOT_NUMBER, NO_INPUTS
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.grammar.nearest import did_you_mean, listed
@@ -93,19 +95,18 @@ def propose(wish: Wish, folder: Path, name: str, progress: Progress = lambda _: 
     task = replace(task, why=task.why + _left_out(task, call, recorded, captured))
     draft = _draft(wish, task, (), name)
     progress("looking for placements")
-    asked = ask(draft, folder, recorded, captured)
-    search = Search(captured, asked, "tp")
+    search = Search(captured, ask(draft, folder, recorded, captured)[1], "tp")
     searched = lines_of(search.groups(), search)
 
     def fits(lines: Sequence[PlacingLine]) -> int:
         """Return the entries of weights that lines split; -1 if they gather, or do not fit the model."""
         try:
-            tried = ask(_draft(wish, task, lines, name), folder, recorded, captured)
-            reshards = search.trials.place(tried.mesh, tried.request)[1]
+            resolved, request = ask(_draft(wish, task, lines, name), folder, recorded, captured)
+            reshards = search.trials.place(request)[1]
         except PlanError:
             return -1
         unasked = any(gathers(reshard) and identity(reshard) not in search.unsplit for reshard in reshards)
-        return -1 if unasked else _split_entries(tried, search)
+        return -1 if unasked else _split_entries(resolved, search)
 
     family, lines = _family(*_fitting_lines(searched, fits), fits, recorded)
     text = plan_text(wish.head, wish.model, task, wish.ranks, lines)
@@ -211,9 +212,9 @@ def _stands_for(family: str) -> bool:
     return any(line.startswith("include ") for line in text.splitlines())
 
 
-def _split_entries(asked: Asked, search: Search) -> int:
+def _split_entries(resolved: Resolved, search: Search) -> int:
     """Return the entries of the weights that a plan splits over the axis of a search."""
-    names = {seed.value for seed in asked.resolved.seeds if seed.axis == search.axis and seed.dim is not None}
+    names = {seed.value for seed in resolved.seeds if seed.axis == search.axis and seed.dim is not None}
     return sum(math.prod(search.names.shape(name)) for name in names)
 
 

@@ -16,7 +16,8 @@ from torch import fx
 from ...compiler.capture.node_facts import noted
 from ...compiler.ops.own_ops import OPS, aten
 from ...compiler.ops.rules import facts
-from ..calls import Choices, agreed, insert_call, operands_of, rule_of, substitute_nodes
+from ...compiler.resolve.requests import Choices, agreed
+from ..calls import insert_call, operands_of, rule_of, substitute_nodes
 
 _MOST_ENTRIES = 1 << 22
 """The largest tensor that is computed entry by entry."""

@@ -4,19 +4,16 @@ heads than ranks (GQA); and the ``Follower`` that follows dims of parameters thr
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache, lru_cache
-from itertools import accumulate, pairwise
-from operator import mul
+from itertools import pairwise
 from typing import TypeVarTuple
 
 from torch import fx
 
 from ...compiler.capture.capture import Captured
 from ...compiler.capture.node_facts import noted
-from ...compiler.layout.mesh import Mesh, finer
-from ...compiler.layout.placement import Split, along
 from ...compiler.layout.stretches import Outer
 from ...compiler.ops.factors import OpRule
 from ...compiler.ops.rules import facts
@@ -24,6 +21,7 @@ from ...compiler.ops.splits import from_factor, to_factor
 from ...compiler.padding.pads import Pads
 from ...compiler.plan.plan import Plan
 from ...compiler.program.binding import PARAMETERS
+from ...compiler.resolve.requests import PlanAxes
 from ...compiler.resolve.seeds import PlacementSeed
 from ...grammar.codes_build import KEPT_TWICE
 from ...grammar.codes_plan import UNEVEN_HEADS
@@ -84,60 +82,6 @@ def factor_places(node: fx.Node, rule: OpRule, factor: str, outer: Outer = 1) ->
 
 
 @dataclass(frozen=True, slots=True)
-class Copies:
-    """The heads that several ranks of an axis keep. ``sizes`` are the sub-axes into which an axis is factored: for
-    heads, for views, at nodes. ``kept`` says by value and axis how many of the sub-axes, major first, split the value;
-    it is whole on the others. ``fused`` says the same for values in which these heads are fused with more; on the other
-    sub-axes they are gathered."""
-
-    sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    kept: Mapping[tuple[str, str], int] = field(default_factory=dict)
-    fused: Mapping[tuple[str, str], int] = field(default_factory=dict)
-    notes: tuple[Diagnostic, ...] = ()
-    across: Mapping[str, int] = field(default_factory=dict)
-    """The number of parts, major first, along which the ranks of an axis are on different nodes, for axes of the mesh
-    or of views of which lines mean the nodes."""
-
-    def cut(self, axis: str, ranks: int, cuts: Iterable[int]) -> Copies:
-        """Return these with an axis of so many ranks factored at other places too: after so many parts of it.
-
-        Raises:
-            NoCommonParts: one cuts through what the axis is factored into already.
-        """
-        before = [*accumulate(self.sizes.get(axis, (ranks,)), mul)]
-        made = finer(self.sizes.get(axis, (ranks,)), cuts)
-        ends = [*accumulate(made, mul)]
-
-        def moved(counts: Mapping[tuple[str, str], int]) -> dict[tuple[str, str], int]:
-            return {
-                key: ends.index(before[number - 1]) + 1 if key[1] == axis and number else number
-                for key, number in counts.items()
-            }
-
-        sizes = {axis: made} if len(ends) > 1 else {}
-        return replace(self, sizes={**self.sizes, **sizes}, kept=moved(self.kept), fused=moved(self.fused))
-
-    def parts(self, mesh: Mesh) -> dict[tuple[str, str], int]:
-        """Return the number of parts into which a value is split, by value and axis."""
-        axes = {key: mesh.parts(key[1])[:number] for key, number in self.kept.items()}
-        return {key: math.prod(map(mesh.size, sub_axes)) for key, sub_axes in axes.items()}
-
-    def splits(self, seed: PlacementSeed, mesh: Mesh) -> dict[str, Split | None]:
-        """Return the split, or None for whole, that a seed asks for on each sub-axis of its axis."""
-        parts = mesh.parts(seed.axis)
-        found: dict[str, Split | None] = dict.fromkeys(parts)
-        if seed.dim is not None:
-            kept = parts[: self.kept.get((seed.value, seed.axis), len(parts))]
-            found |= along(kept, Split(seed.dim, seed.outer), mesh)
-        return found
-
-    def gathers(self, seeds: Iterable[PlacementSeed], mesh: Mesh) -> list[tuple[PlacementSeed, tuple[str, ...]]]:
-        """Return, for the seeds of fused values, the sub-axes over which the few heads are gathered."""
-        numbered = [(seed, self.fused.get((seed.value, seed.axis))) for seed in seeds]
-        return [(seed, mesh.parts(seed.axis)[number:]) for seed, number in numbered if number is not None]
-
-
-@dataclass(frozen=True, slots=True)
 class _Heads:
     """A split parameter that attention reads as heads. One head is a dim that attention contracts whole."""
 
@@ -161,7 +105,7 @@ class _Heads:
         return self.count < self.most
 
 
-def find_copies(captured: Captured, plan: Plan, seeds: Sequence[PlacementSeed], pads: Pads) -> Copies:
+def factored_axes(captured: Captured, plan: Plan, seeds: Sequence[PlacementSeed], pads: Pads) -> PlanAxes:
     """Return the heads that several ranks keep: those of keys and values that a plan splits over more ranks than heads.
 
     The weights of one attention are those whose dims, followed through the graph, meet in an operator that contracts
@@ -176,7 +120,7 @@ def find_copies(captured: Captured, plan: Plan, seeds: Sequence[PlacementSeed], 
     padded = {(name, pad.dim) for name, rows in pads.items() for pad in rows}
     seeds = [seed for seed in seeds if seed.dim is not None and (seed.value, seed.dim) not in padded]
     if not seeds:
-        return Copies()
+        return PlanAxes()
     follower = canonical_follower(captured.graph)
     errors: list[Diagnostic] = []
     sizes: dict[str, tuple[int, ...]] = {}
@@ -204,7 +148,7 @@ def find_copies(captured: Captured, plan: Plan, seeds: Sequence[PlacementSeed], 
             notes += _notes(few, axis, ranks, sizes.get(axis, ()))
     if errors:
         raise PlanError(errors)
-    return Copies(sizes, kept, fused, tuple(notes))
+    return PlanAxes(sizes, kept, fused, tuple(notes))
 
 
 def few_heads(graph: fx.Graph, fused: Sequence[tuple[PlacementSeed, Sequence[str]]]) -> frozenset[tuple[ValueKey, str]]:

@@ -27,7 +27,8 @@ from ...compiler.ops.own_ops import OPS, aten
 from ...compiler.ops.rules import facts, operator_name
 from ...compiler.ops.splits import from_factor, to_factor
 from ...compiler.program.program import Origin
-from ..calls import Choices, ValueKey, computes, fake, key_of, operands_of, outputs, substitute_nodes, tensors_of
+from ...compiler.resolve.requests import Choices
+from ..calls import ValueKey, computes, fake, key_of, operands_of, outputs, substitute_nodes, tensors_of
 from ..programs.segments import node_type
 from .paths import Changes, cheapest_path, in_levels
 from .propagate import Placed

@@ -19,22 +19,8 @@ from ...compiler.ops.rules.attention import HEADS
 from ...compiler.ops.splits import from_factor, to_factors
 from ...compiler.program.binding import BUFFERS
 from ...compiler.program.program import Origin
+from ...compiler.resolve.requests import Claim
 from ..calls import ValueKey, computes, key_of, operands_of, rule_of, tensors_of
-
-
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """The claim of one line on one value and axis; ``split`` None says that the value is whole there."""
-
-    value: ValueKey
-    axis: str
-    split: Split | None
-    line: int
-    site: str = ""
-    """The name of a value inside the model: claims on these come after all others."""
-    few: bool = False
-    """True where ranks keep the same heads of a weight that a line splits, because there are fewer heads."""
-
 
 HeadAxes = Mapping[fx.Node, Sequence[str]]
 """The axes that split the heads of each attention."""
@@ -127,7 +113,7 @@ class _Propagation:
             self.placed.sites[key, axis] = line
         return self.readers.get(key, [])
 
-    def confirm(self, claim: Claim, line: int) -> None:
+    def confirm(self, claim: Claim[ValueKey], line: int) -> None:
         """Note a line as the cause of a placement that propagation had found before."""
         if self.placed.splits[claim.value].get(claim.axis) == claim.split:
             self.placed.lines[claim.value[0]] = line
@@ -236,12 +222,12 @@ class _Propagation:
 class NotPlaced(ValueError):
     """The error of a claim on a value inside the model that another line places otherwise."""
 
-    def __init__(self, claim: Claim, other: int) -> None:
+    def __init__(self, claim: Claim[ValueKey], other: int) -> None:
         super().__init__(f"`{claim.site}` is not placed as line {claim.line} says")
         self.name, self.line, self.other = claim.site, claim.line, other
 
 
-def check_sites(claims: Sequence[Claim], placed: Placed, mesh: Mesh) -> None:
+def check_sites(claims: Sequence[Claim[ValueKey]], placed: Placed, mesh: Mesh) -> None:
     """Compare the claims on values inside the model with their placements.
 
     Raises:
@@ -260,9 +246,12 @@ def _casts_placeholder(node: fx.Node) -> bool:
 
 
 def propagate(
-    graph: fx.Graph, mesh: Mesh, claims: Sequence[Claim], gathered: frozenset[tuple[ValueKey, str]] = frozenset(),
+    graph: fx.Graph,
+    mesh: Mesh,
+    claims: Sequence[Claim[ValueKey]],
+    gathered: frozenset[tuple[ValueKey, str]] = frozenset(),
     heads: HeadAxes = MappingProxyType({}),
-) -> Placed:  # fmt: skip
+) -> Placed:
     """The pass of placements. It takes a canonical graph and a plan's claims, and returns the placements of all values
     that follow from them. The graph stays as it is.
 
@@ -273,6 +262,7 @@ def propagate(
     """
     state = _Propagation(graph, mesh, gathered, heads)
     real = [claim for claim in claims if mesh.size(claim.axis) > 1]
+    state.placed.keeps = frozenset(claim.line for claim in real if claim.gathered)
     for claim in real:
         if claim.split is None:
             state.whole.add((claim.value, claim.axis))
@@ -282,7 +272,7 @@ def propagate(
                 state.few.add((claim.value, claim.axis))
         else:
             state.claimed[claim.value, claim.axis] = claim.split
-    by_line: dict[tuple[bool, int], list[Claim]] = {}
+    by_line: dict[tuple[bool, int], list[Claim[ValueKey]]] = {}
     for claim in sorted(real, key=lambda claim: bool(claim.site)):
         by_line.setdefault((bool(claim.site), claim.line), []).append(claim)
     for (site, line), group in by_line.items():

@@ -20,24 +20,13 @@ from ...compiler.ops.own_ops import aten
 from ...compiler.padding.pads import Pad, padded_shape
 from ...compiler.program.binding import PARAMETERS
 from ...compiler.program.program import Origin
-from ..calls import ShardDims
+from ...compiler.resolve.requests import ShardDims, Sharding
 from ..programs.segments import data_type, node_type
 
 GRADIENTS, WEIGHTS = 2, 3
 """The levels of ZeRO from which gradients, and the parameters themselves, are sharded too."""
 _MOST_PADDING = 8
 """A parameter stays whole where its padding would exceed this fraction of it: one eighth."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sharding:
-    """The demand of a ``zero`` line on one parameter: its level over an axis, and the line's number. ``spare``: over
-    the axis only where it does not split the parameter for the computation."""
-
-    axis: str
-    level: int
-    line: int
-    spare: bool = False
 
 
 class AlreadySplit(ValueError):

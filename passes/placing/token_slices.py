@@ -21,20 +21,21 @@ from ...compiler.ops.rules import facts
 from ...compiler.ops.splits import from_factor, to_factor
 from ...compiler.resolve.in_graph import ContextLine
 from ...compiler.resolve.names import is_within
+from ...compiler.resolve.requests import Claim
 from ..calls import ValueKey, computes, fake, key_of, operands_of, tensors_of
-from .propagate import Claim, Placed
+from .propagate import Placed
 
 
 def slice_tokens(
     graph: fx.Graph, mesh: Mesh, placed: Placed, replicas: Mapping[str, Collection[str]]
-) -> tuple[list[Claim], frozenset[tuple[ValueKey, str]]]:
+) -> tuple[list[Claim[ValueKey]], frozenset[tuple[ValueKey, str]]]:
     """Return the claims that cut tokens where they are packed for experts, and the sums over experts that are gathered.
 
     Tokens are cut over axes that split experts but not yet tokens, and over those along which a view has ``replicas``
     of the experts. Tokens that do not divide stay. Over axes that split each expert, as tensor parallelism does, tokens
     are claimed whole.
     """
-    claims: list[Claim] = []
+    claims: list[Claim[ValueKey]] = []
     gathered: set[tuple[ValueKey, str]] = set()
     for route in graph.nodes:
         if not computes(route) or not facts(route.target).reroutes:

@@ -19,8 +19,9 @@ from ...compiler.program.blocks import starred
 from ...compiler.program.program import Function, Line, Origin, Program, Ref, Value
 from ...compiler.program.rewriter import FreshNames, LineWriter
 from ...compiler.program.roles import StageWork
+from ...compiler.resolve.requests import Pipeline
 from ..calls import outputs
-from .cut import Pipeline, split_lines
+from .cut import split_lines
 from .emit import BlockPair, emit_pair, identifier, name_of, size_argument
 from .joint import trace_joint
 from .segments import Segment, cut_segments, data_type, node_type

@@ -14,19 +14,10 @@ from ...compiler.layout.placement import Placement, Split, TensorType, along
 from ...compiler.program.binding import Binding
 from ...compiler.program.program import Origin, Ref, Value
 from ...compiler.program.step_values import residual
-from ..calls import ShardDims
+from ...compiler.resolve.requests import Compression, Levels, ShardDims
 from .emit import identifier
-from .two_levels import Levels, cuts_over
+from .two_levels import cuts_over
 from .writer import Writer, emit_conversions
-
-
-@dataclass(frozen=True, slots=True)
-class Compression:
-    """The demand of a ``compress`` line on one gradient: the axes, its format, and the line's number."""
-
-    axes: tuple[str, ...]
-    format: str
-    line: int
 
 
 @dataclass(slots=True)

@@ -5,36 +5,16 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from torch import fx
 
 from ...compiler.capture.node_facts import copy_facts, noted
 from ...compiler.capture.reach import computed_anywhere
-from ...compiler.program.actions import StageRanks
 from ...compiler.program.binding import Binding
 from ...compiler.program.program import Function
+from ...compiler.resolve.requests import Pipeline
 from ..calls import computes, outputs
-
-
-@dataclass(frozen=True, slots=True)
-class Pipeline:
-    """The cut of a step into stages: the mesh axis over which they lie, the number of stages on each of its ranks, and
-    the cuts of the graph. A cut is before the first or after the last operator of a module, in the graph's order."""
-
-    axis: str
-    chunks: int
-    cuts: tuple[tuple[str, bool], ...]
-    """The cuts as pairs ``(module, after)``."""
-    ranks: StageRanks
-    """The rank along the axis on which each stage lies."""
-    modules: tuple[str, ...] = ()
-    """The modules in the order in which the model first comes to each."""
-
-    @property
-    def stages(self) -> int:
-        """The number of stages."""
-        return len(self.cuts) + 1
 
 
 def in_stages(graph: fx.Graph, pipeline: Pipeline) -> fx.Graph:
@@ -73,6 +53,7 @@ def in_stages(graph: fx.Graph, pipeline: Pipeline) -> fx.Graph:
     kept = [copies[value, stage] if value in free else _seen_from(copies, value, stage, wanted)
             for value, stage in results]  # fmt: skip
     staged.output_node().args = (tuple(kept),)
+    noted(staged.output_node()).results = noted(graph.output_node()).results
     return staged
 
 

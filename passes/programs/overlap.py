@@ -257,14 +257,6 @@ _APART = ("parc.all_gather", "parc.reduce_scatter", "parc.all_gather_int8", "par
 _SUM = "parc.all_reduce"
 
 
-@dataclass(frozen=True, slots=True)
-class OverlapChoices:
-    """The most bytes of a message (one tensor may be larger), and the number of units by which a gather runs ahead."""
-
-    bucket: int
-    ahead: int
-
-
 @dataclass(slots=True)
 class _Unit:
     """A call of a main function, with the conversions before it, and those of its results behind it."""
@@ -276,16 +268,17 @@ class _Unit:
     behind: list[Line] = field(default_factory=list)
 
 
-def overlapped(programs: Programs, choices: OverlapChoices) -> Programs:
+def overlapped(programs: Programs, bucket: int, ahead: int) -> Programs:
     """Return the programs of a role with a start and an await for each gather and each sum of gradients of their main
-    functions."""
-    return wait_late({key: _overlapped(program, choices) for key, program in programs.items()})
+    functions. Messages have at most a ``bucket`` of bytes (one tensor may be larger); a gather runs so many units
+    ``ahead``."""
+    return wait_late({key: _overlapped(program, bucket, ahead) for key, program in programs.items()})
 
 
-def _overlapped(program: Program, choices: OverlapChoices) -> Program:
+def _overlapped(program: Program, bucket: int, ahead: int) -> Program:
     apart = frozenset((*_APART, _SUM) if ACTIONS[program.action].works else _APART)
     mains = (
-        replace(main, lines=tuple(_Overlap(program, main, choices, apart).lines()))
+        replace(main, lines=tuple(_Overlap(program, main, bucket, ahead, apart).lines()))
         if any(line.op in apart for line in main.lines) else main
         for main in program.mains
     )  # fmt: skip
@@ -293,8 +286,9 @@ def _overlapped(program: Program, choices: OverlapChoices) -> Program:
 
 
 class _Overlap:
-    def __init__(self, program: Program, main: Function, choices: OverlapChoices, apart: Collection[str]) -> None:
-        self.program, self.main, self.choices, self.apart = program, main, choices, apart
+    def __init__(self, program: Program, main: Function, bucket: int, ahead: int, apart: Collection[str]) -> None:
+        self.program, self.main, self.apart = program, main, apart
+        self.bucket, self.ahead = bucket, ahead
         self.values = main.values()
         self.names = FreshNames.beside(main)
         self.message = 0
@@ -307,7 +301,7 @@ class _Overlap:
         for at, unit in enumerate(units):
             distance = 0
             for near, steps in zip(units[at:], before[at:], strict=True):
-                while len(steps) > 1 and distance <= self.choices.ahead * (len(steps) - 1):
+                while len(steps) > 1 and distance <= self.ahead * (len(steps) - 1):
                     yield from self._numbered(steps.pop(0))
                 distance += near.counts
             (rest,) = before[at]
@@ -373,7 +367,7 @@ class _Overlap:
             )
             key = line.op, line.args[1], line.made[0].type.dtype
             found = groups.setdefault(key, [[]])
-            if found[-1] and sizes[id(found[-1])] + size > self.choices.bucket:
+            if found[-1] and sizes[id(found[-1])] + size > self.bucket:
                 found.append([])
             found[-1].append(line)
             sizes[id(found[-1])] = sizes.get(id(found[-1]), 0) + size

@@ -1,8 +1,8 @@
-"""Makers: the functions that make the programs of each kind of action."""
+"""Makers: the functions that make the programs of each kind of action, of the materials of a step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 
@@ -22,7 +22,6 @@ from ...compiler.program.actions import (
     RESCALE,
     SCALING,
     UNSHARD,
-    Purpose,
     StageRanks,
     step_kinds,
 )
@@ -40,76 +39,124 @@ from ...compiler.program.step_values import (
     NEXT_SCALE,
     SCALER,
     Bias,
-    LossScale,
     residual,
     term_count,
 )
+from ...compiler.resolve.requests import Request
 from ..calls import outputs
 from .assemble import Assembled, assemble_count
 from .compress import Compressor
-from .cut import Pipeline
 from .emit import identifier
 from .segments import node_type
 from .writer import Across, Writer, stored_type, summed_type, unshard, whole_type
 
-# ---- lOADS: once a step, the tokens that each expert got in the whole batch, and the biases that balance them.
+
+@dataclass(frozen=True, slots=True)
+class StepMaterials:
+    """The materials of a step's programs: the plan's request, the typed graphs of the forward and of the count of
+    targets, where there is one, and the work of every stage."""
+
+    request: Request
+    graph: fx.Graph
+    count: fx.Graph | None
+    counts: tuple[Binding, ...]
+    """The denominators that ``count`` makes."""
+    averaged: int
+    """The number of parts of which the loss is the mean, where no count divides it."""
+    assembled: Assembled
+    compressor: Compressor = field(default_factory=Compressor)
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh on which the programs run."""
+        return self.request.placing.mesh
+
+    @property
+    def axis(self) -> str:
+        """The axis over which the stages lie; empty where there is one stage."""
+        return self.request.pipeline.axis if self.request.pipeline is not None else ""
+
+    @property
+    def stage_ranks(self) -> StageRanks:
+        """The number of the role that has each stage."""
+        return self.request.pipeline.ranks if self.request.pipeline is not None else (0,)
+
+    @property
+    def roles(self) -> Sequence[str]:
+        """The names of the roles."""
+        return [f"{self.axis}{rank}" for rank in range(self.mesh.size(self.axis))] if self.axis else [SINGLE]
+
+    @property
+    def scaled(self) -> bool:
+        """True where the loss is multiplied by a loss scale."""
+        return self.request.computing.loss_scale is not None
+
+    def writer(self) -> Writer:
+        """Return the writer of one role's program, which can sum over all roles."""
+        return Writer(self.mesh, Across(self.axis, range(len(self.roles)), {}, ()) if self.axis else None)
 
 
-def load_programs(
-    made: Sequence[Mapping[str, TensorType]], order: Sequence[str], biases: Mapping[str, Bias],
-    buffers: Mapping[str, TensorType], mesh: Mesh, roles: Sequence[str], axis: str,
-) -> Sequence[Program]:  # fmt: skip
-    """Write LOADS of every role; ``made`` are the loads that each role's F makes, by the module of the experts, of
-    which ``order`` is that of the model.
+Maker = Callable[[StepMaterials], Iterable[Program]]
+"""A function that makes the programs of a kind: one for the whole step, or for each stage, or for each role, as its row
+says; none where the step does not have the kind."""
+
+
+# ---- LOADS
+
+
+def load_programs(step: StepMaterials) -> Iterator[Program]:
+    """Write LOADS of every role, where the model routes tokens to experts: once a step, the tokens that each expert got
+    in the whole batch, and the biases that balance them.
 
     Every role returns the loads of all layers, one behind the other, as a metric. The role of a layer with a bias adds
     its ``rate`` to the biases of experts with fewer tokens than the mean, and takes it from those with more (Wang et
     al., "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", 2024).
     """
-    types = {module: type_ for own in made for module, type_ in own.items()}
-    layers = {module: types[module] for module in order}
-    if not layers:
-        return []
-    programs, everyone = [], range(len(roles))
-    for role, own in zip(roles, made, strict=True):
-        write = Writer(mesh, Across(axis, everyone, {}, ()) if axis else None)
-        loads = _summed(write, own)
-        pieces = [
-            loads[module] if module in loads else write.zeros(summed_type(type_)) for module, type_ in layers.items()
-        ]
-        returns = [(LOAD, write.among(_joined(write, pieces), everyone).name)]
-        for module in own:
-            if (bias := biases.get(module)) is not None:
-                returns.append(_moved(write, bias, loads[module], buffers[bias.buffer]))
-        programs.append(write.program(role, LOADS, returns))
-    return programs
+    by_role: list[dict[str, TensorType]] = [{} for _ in step.roles]
+    for rank, work in zip(step.stage_ranks, step.assembled.work, strict=True):
+        main = work[FORWARD].main
+        values = main.values()
+        by_role[rank].update((module, values[name].type) for module, name in main.returned("load").items())
+    types = {module: type_ for role_types in by_role for module, type_ in role_types.items()}
+    order = [key.name for key in noted(step.graph.output_node()).results if key.kind == "load"]
+    nodes, experts = step.graph.find_nodes(op="placeholder"), step.request.placing.experts
+    buffers = {noted(node).binding.name: node_type(node) for node in nodes if noted(node).binding.kind == "buffer"}
+    for role, role_types in zip(step.roles, by_role, strict=True) if order else ():
+        write = step.writer()
+        loads = _summed_loads(write, role_types)
+        pieces = [loads[module] if module in loads else write.zeros(summed_type(types[module])) for module in order]
+        returns = [(LOAD, write.among(_concatenated(write, pieces), range(len(by_role))).name)]
+        for module in role_types:
+            if module in experts and (bias := experts[module].bias) is not None:
+                returns.append(_moved_bias(write, bias, loads[module], buffers[bias.buffer]))
+        yield write.program(role, LOADS, returns)
 
 
-def _summed(write: Writer, own: Mapping[str, TensorType]) -> dict[str, Value]:
+def _summed_loads(write: Writer, types: Mapping[str, TensorType]) -> dict[str, Value]:
     """Add the sums over the ranks that route different tokens: one for all layers with the same ones."""
     loads: dict[str, Value] = {}
-    for placement in dict.fromkeys(type_.placement for type_ in own.values()):
-        given = {
+    for placement in dict.fromkeys(type_.placement for type_ in types.values()):
+        taken = {
             module: write.take(f"load_{identifier(module)}", type_, Binding("load", module))
-            for module, type_ in own.items() if type_.placement == placement
+            for module, type_ in types.items() if type_.placement == placement
         }  # fmt: skip
-        total, start = write.total(_joined(write, list(given.values()))), 0
-        for module, value in given.items():
+        total, start = write.total(_concatenated(write, list(taken.values()))), 0
+        for module, value in taken.items():
             size = value.type.shape[0]
             args = Ref(total.name), 0, start, start + size, 1
-            loads[module] = total if len(given) == 1 else write.emit("aten.slice.Tensor", args, summed_type(value.type))
+            loads[module] = total if len(taken) == 1 else write.emit("aten.slice.Tensor", args, summed_type(value.type))
             start += size
     return loads
 
 
-def _joined(write: Writer, values: Sequence[Value]) -> Value:
+def _concatenated(write: Writer, values: Sequence[Value]) -> Value:
     if len(values) == 1:
         return values[0]
     row = replace(values[0].type, shape=(sum(value.type.shape[0] for value in values),))
     return write.emit("aten.cat.default", ([Ref(value.name) for value in values],), row)
 
 
-def _moved(write: Writer, bias: Bias, load: Value, stored: TensorType) -> tuple[Binding, str]:
+def _moved_bias(write: Writer, bias: Bias, load: Value, stored: TensorType) -> tuple[Binding, str]:
     """Add the new value of a bias. Float64 holds any number of tokens exactly."""
     key, wide = Binding("buffer", bias.buffer), torch.float64
     old, row = write.take(identifier(bias.buffer), stored, key), whole_type(write.mesh, wide, load.type.shape)
@@ -124,106 +171,94 @@ def _moved(write: Writer, bias: Bias, load: Value, stored: TensorType) -> tuple[
     return key, write.emit("aten.add.Tensor", (Ref(old.name), Ref(step.name)), stored, name="moved").name
 
 
-# ---- sCALE and RESCALE: the work of a step, before and after all else, with the numbers that multiply its loss.
+# ---- SCALE and RESCALE
 
 
-def scale_program(
-    counts: Mapping[Binding, TensorType],
-    terms: Sequence[Binding],
-    microbatches: int,
-    dtype: torch.dtype,
-    parts: int,
-    mesh: Mesh,
-    role: str,
-    scaled: bool,
-) -> Program:
-    """Write SCALE: one over the step's whole denominator; without a count, one over the number of ``parts`` averaged.
-    If the loss is ``scaled``, it is this times the loss scale, and one over the loss scale is a second result.
+def scale_programs(step: StepMaterials) -> Iterator[Program]:
+    """Write SCALE: one over the step's whole denominator; without a count, one over the number of parts averaged. If
+    there is a loss scale, it is this times the loss scale, and one over the loss scale is a second result.
 
-    ``terms`` are the weights of the loss's other terms: the denominator over a term's own, or over the number of
-    ``microbatches``, of which it is averaged.
+    The loss's other terms have weights: the denominator over a term's own, or over the number of microbatches, of which
+    it is averaged.
     """
-    write, whole = Writer(mesh), whole_type(mesh, dtype)
+    dtype: torch.dtype = node_type(outputs(step.graph)[0]).dtype
+    write, whole = Writer(step.mesh), whole_type(step.mesh, dtype)
     totals = {}
-    for key, type_ in counts.items():
-        total = write.total(write.take(f"count_{key.name}".rstrip("_"), type_, key))
+    for key, node in zip(step.counts, outputs(step.count) if step.count is not None else (), strict=True):
+        total = write.total(write.take(f"count_{key.name}".rstrip("_"), node_type(node), key))
         totals[key] = write.emit("aten._to_copy.default", (Ref(total.name),), whole, dtype=dtype)
     if not totals:
-        scale = write.emit("aten.full.default", ([], 1.0 / parts), whole, name="scale", dtype=dtype)
+        scale = write.emit("aten.full.default", ([], 1.0 / step.averaged), whole, name="scale", dtype=dtype)
     else:
         scale = write.emit("aten.reciprocal.default", (Ref(totals[COUNT].name),), whole)
-    results = []
-    for key in terms:
-        own = totals.get(term_count(key.name))
-        by = microbatches if own is None else Ref(own.name)
-        name = f"term_{key.name}"
-        results.append((key, write.emit("aten.div.Tensor", (Ref(totals[COUNT].name), by), whole, name=name).name))
-    if not scaled:
-        return write.program(role, SCALING, [(SCALE, scale.name), *results])
-    loss_scale = write.take(LOSS_SCALE.name, whole_type(mesh, torch.float32), LOSS_SCALE)
-    unscale = write.emit("aten.reciprocal.default", (Ref(loss_scale.name),), loss_scale.type, name="unscale")
-    scale = write.emit("aten.mul.Tensor", (Ref(scale.name), Ref(loss_scale.name)), whole)
-    return write.program(role, SCALING, [(SCALE, scale.name), (UNSCALE, unscale.name), *results])
+    returns = []
+    for key in (noted(node).binding for node in step.graph.find_nodes(op="placeholder")):
+        if key.kind == "term":
+            count = totals.get(term_count(key.name))
+            by = step.request.computing.microbatches if count is None else Ref(count.name)
+            args = Ref(totals[COUNT].name), by
+            returns.append((key, write.emit("aten.div.Tensor", args, whole, name=f"term_{key.name}").name))
+    if step.scaled:
+        loss_scale = write.take(LOSS_SCALE.name, whole_type(step.mesh, torch.float32), LOSS_SCALE)
+        unscale = write.emit("aten.reciprocal.default", (Ref(loss_scale.name),), loss_scale.type, name="unscale")
+        scale = write.emit("aten.mul.Tensor", (Ref(scale.name), Ref(loss_scale.name)), whole)
+        returns.insert(0, (UNSCALE, unscale.name))
+    yield write.program(SINGLE, SCALING, [(SCALE, scale.name), *returns])
 
 
-def rescale_program(norm: torch.dtype, mesh: Mesh, role: str) -> Program:
-    """Write RESCALE: the state of a dynamic loss scale after the step. Every rank has the same norm and the same state,
-    so all come to the same scale, and skip the same steps."""
-    write = Writer(mesh)
-    given = [write.take(GRAD_NORM.kind, whole_type(mesh, norm), GRAD_NORM)]
-    given += [write.take(key.name, whole_type(mesh, getattr(torch, row.dtype)), key) for key, row in SCALER.items()]
-    made = tuple(Value(write.names.fresh(f"next_{value.name}"), value.type) for value in given[1:])
-    args = (*(Ref(value.name) for value in given), GROWTH, BACKOFF, INTERVAL)
-    write.add(Line(made, NEXT_SCALE, args, (), ORIGIN))
-    return write.program(role, RESCALE, [(key, value.name) for key, value in zip(SCALER, made, strict=True)])
-
-
-# ---- lOSS and REDUCE: the work of a role once a step, after all microbatches, with the loss and with its
-
-
-def reductions(
-    graph: fx.Graph, mesh: Mesh, made: Assembled, pipeline: Pipeline | None, scaled: bool, compressor: Compressor
-) -> Iterator[Program]:
-    """Write REDUCE of every role: it sums partial gradients, and converts them to the placements in which the
-    parameters are stored. It divides them by the loss scale, if the loss is ``scaled``."""
-    if pipeline is None:
-        gradients = {name: value for _, name, value in made.gradients}
-        yield _reduce(graph, mesh, gradients, SINGLE, scaled, compressor)
+def rescale_programs(step: StepMaterials) -> Iterator[Program]:
+    """Write RESCALE, where the loss scale is dynamic: its state after the step. Every rank has the same norm and the
+    same state, so all come to the same scale, and skip the same steps."""
+    if step.request.computing.loss_scale != DYNAMIC:
         return
-    ranks, everyone = pipeline.ranks, range(mesh.size(pipeline.axis))
-    trained = sorted({name for _, name, _ in made.gradients})
-    owners = {name: sorted({ranks[stage] for stage, names in enumerate(made.reads) if name in names})
-              for name in trained}  # fmt: skip
-    counts = {name: min(ranks[stage] for stage, other, _ in made.gradients if other == name) for name in trained}
-    for rank in everyone:
-        own = {name: value for stage, name, value in made.gradients if ranks[stage] == rank}
-        # those of several roles first and in one order: their ranks meet in them
-        tied = {name: at for name, at in owners.items() if len(at) > 1 and rank in at}
-        across = Across(pipeline.axis, everyone, tied, {name for name in tied if counts[name] != rank})
-        first = {name: own.get(name) for name in tied}
-        yield _reduce(graph, mesh, {**first, **own}, f"{pipeline.axis}{rank}", scaled, compressor, across)
+    write = Writer(step.mesh)
+    read = [write.take(GRAD_NORM.kind, whole_type(step.mesh, norm_dtype(step.graph)), GRAD_NORM)]
+    read += [write.take(key.name, whole_type(step.mesh, getattr(torch, row.dtype)), key) for key, row in SCALER.items()]
+    results = tuple(Value(write.names.fresh(f"next_{value.name}"), value.type) for value in read[1:])
+    args = (*(Ref(value.name) for value in read), GROWTH, BACKOFF, INTERVAL)
+    write.add(Line(results, NEXT_SCALE, args, (), ORIGIN))
+    yield write.program(SINGLE, RESCALE, [(key, value.name) for key, value in zip(SCALER, results, strict=True)])
 
 
-def losses(mesh: Mesh, made: Assembled, pipeline: Pipeline | None, scaled: bool) -> Iterator[Program]:
+# ---- LOSS and REDUCE
+
+
+def loss_programs(step: StepMaterials) -> Iterator[Program]:
     """Write LOSS of every role: the sum of the loss's numerators over the axes on which they are partial, and over the
-    roles, times one over the count. Where gradients are ``scaled``, the loss scale is taken out of that first, since
-    the loss times its scale may be infinite."""
-    assert made.loss is not None
-    for rank in range(mesh.size(pipeline.axis)) if pipeline is not None else (0,):
-        across = Across(pipeline.axis, range(mesh.size(pipeline.axis)), {}, ()) if pipeline is not None else None
-        write = Writer(mesh, across)
-        if pipeline is None or pipeline.ranks[made.last] == rank:
-            numerator = write.take("loss", made.loss.type, LOSS)
-            scale = write.take("scale", whole_type(mesh, made.loss.type.dtype), SCALE)
-            if scaled:
-                unscale = write.take("unscale", whole_type(mesh, torch.float32), UNSCALE)
+    roles, times one over the count. Where gradients are scaled, the loss scale is taken out of that first, since the
+    loss times its scale may be infinite."""
+    loss = step.assembled.loss
+    assert loss is not None
+    for rank, role in enumerate(step.roles):
+        write = step.writer()
+        if step.stage_ranks[step.assembled.last] == rank:
+            numerator = write.take("loss", loss.type, LOSS)
+            scale = write.take("scale", whole_type(step.mesh, loss.type.dtype), SCALE)
+            if step.scaled:
+                unscale = write.take("unscale", whole_type(step.mesh, torch.float32), UNSCALE)
                 scale = write.emit("aten.mul.Tensor", (Ref(scale.name), Ref(unscale.name)), scale.type)
             summed = write.total(numerator)
             mean = write.emit("aten.mul.Tensor", (Ref(summed.name), Ref(scale.name)), summed.type)
         else:
-            mean = write.zeros(whole_type(mesh, made.loss.type.dtype))
-        role = f"{pipeline.axis}{rank}" if pipeline is not None else SINGLE
-        yield write.program(role, AVERAGING, [(LOSS, write.among(mean, across.ranks if across else ()).name)])
+            mean = write.zeros(whole_type(step.mesh, loss.type.dtype))
+        yield write.program(role, AVERAGING, [(LOSS, write.among(mean, range(len(step.roles))).name)])
+
+
+def reduce_programs(step: StepMaterials) -> Iterator[Program]:
+    """Write REDUCE of every role: it sums partial gradients, and converts them to the placements in which the
+    parameters are stored. It divides them by the loss scale, if there is one."""
+    assembled, ranks = step.assembled, step.stage_ranks
+    trained = sorted({name for _, name, _ in assembled.gradients})
+    owners = {name: sorted({ranks[stage] for stage, names in enumerate(assembled.reads) if name in names})
+              for name in trained}  # fmt: skip
+    counts = {name: min(ranks[stage] for stage, other, _ in assembled.gradients if other == name) for name in trained}
+    for rank, role in enumerate(step.roles):
+        gradients = {name: value for stage, name, value in assembled.gradients if ranks[stage] == rank}
+        # those of several roles first and in one order: their ranks meet in them
+        tied = {name: at for name, at in owners.items() if len(at) > 1 and rank in at}
+        elsewhere = {name for name in tied if counts[name] != rank}
+        across = Across(step.axis, range(len(step.roles)), tied, elsewhere) if step.axis else None
+        yield _reduce(step, role, {**{name: gradients.get(name) for name in tied}, **gradients}, across)
 
 
 def norm_dtype(graph: fx.Graph) -> torch.dtype:
@@ -244,26 +279,23 @@ def _squared(write: Writer, value: Value, dtype: torch.dtype, origin: Origin) ->
     return write.emit("aten._to_copy.default", (Ref(square.name),), wide, origin, "widen", dtype=dtype)
 
 
-def _reduce(
-    graph: fx.Graph, mesh: Mesh, gradients: Mapping[str, Value | None], role: str, scaled: bool,
-    compressor: Compressor, across: Across | None = None,
-) -> Program:  # fmt: skip
+def _reduce(step: StepMaterials, role: str, gradients: Mapping[str, Value | None], across: Across | None) -> Program:
     """Write the sums of gradients over the axes on which they are partial, and over the roles that have a part of
     them; and the global norm. A gradient that this role's stages do not make is None."""
-    write, returns = Writer(mesh, across), []
-    stored = {noted(node).binding.name: node for node in graph.find_nodes(op="placeholder")
+    write, returns = Writer(step.mesh, across), []
+    stored = {noted(node).binding.name: node for node in step.graph.find_nodes(op="placeholder")
               if noted(node).binding.kind == "parameter"}  # fmt: skip
     squares: dict[tuple[str, ...], list[Value]] = {}
     types = {name: stored_type(node) for name, node in stored.items()}
-    dtype = norm_dtype(graph)
-    divides = scaled and any(value is not None for value in gradients.values())
-    unscale = write.take("unscale", whole_type(mesh, torch.float32), UNSCALE) if divides else None
+    dtype = norm_dtype(step.graph)
+    divides = step.scaled and any(value is not None for value in gradients.values())
+    unscale = write.take("unscale", whole_type(step.mesh, torch.float32), UNSCALE) if divides else None
     # all sums first: on a real network they run side by side
     reduced = []
     for name, gradient in gradients.items():
         origin = Origin(name, "", noted(stored[name]).line)
         tied = gradient is None or (across is not None and name in across.tied)
-        value, *left = compressor.sums(write, name, None if tied else gradient, types[name], unscale, origin) or [
+        value, *left = step.compressor.sums(write, name, None if tied else gradient, types[name], unscale, origin) or [
             write.gradient(name, gradient, types[name], origin)
         ]
         reduced.append((name, value, origin))
@@ -284,129 +316,53 @@ def _reduce(
     if squares or across is not None:
         # each group of equally split gradients is summed over its axes once
         sums = [write.total(write.stacked_sum(group)) for group in squares.values()]
-        square = write.among(write.stacked_sum(sums) if sums else write.zeros(whole_type(mesh, dtype)), everyone)
+        square = write.among(write.stacked_sum(sums) if sums else write.zeros(whole_type(step.mesh, dtype)), everyone)
         root = write.emit("aten.sqrt.default", (Ref(square.name),), square.type)
         returns.append((GRAD_NORM, root.name))
     return write.program(role, REDUCE, returns)
 
 
-# ---- makers: the functions that make the programs of each kind of action.
+# ---- the programs of every kind
 
 
-@dataclass(frozen=True, slots=True)
-class StepParts:
-    """The materials of a step's programs: the typed graphs of the forward and of the count of targets, where there is
-    one, and the work of every stage."""
-
-    mesh: Mesh
-    graph: fx.Graph
-    count: fx.Graph | None
-    counts: tuple[Binding, ...]
-    """The denominators that ``count`` makes."""
-    averaged: int
-    """The number of parts of which the loss is the mean, where no count divides it."""
-    microbatches: int
-    made: Assembled
-    pipeline: Pipeline | None
-    loss_scale: LossScale = None
-    compressor: Compressor = field(default_factory=Compressor)
-    biases: Mapping[str, Bias] = field(default_factory=dict)
-    """The biases that balance experts, by the module of these."""
-
-    @property
-    def ranks(self) -> StageRanks:
-        """The number of the role that has each stage."""
-        return self.pipeline.ranks if self.pipeline is not None else (0,)
-
-    @property
-    def roles(self) -> Sequence[str]:
-        """The names of the roles."""
-        axis = self.pipeline.axis if self.pipeline is not None else ""
-        return [f"{axis}{rank}" for rank in range(self.mesh.size(axis))] if axis else [SINGLE]
-
-
-Maker = Callable[[StepParts], Sequence[Program]]
-"""A function that makes the programs of a kind: one for the whole step, or for each stage, or for each role, as its row
-says; none where the step does not have the kind."""
-
-
-def _count(parts: StepParts) -> Sequence[Program]:
-    return [] if parts.count is None else [assemble_count(parts.count, parts.counts, parts.mesh, SINGLE)]
-
-
-def _scale(parts: StepParts) -> Sequence[Program]:
-    made = outputs(parts.count) if parts.count is not None else []
-    counts = {key: node_type(node) for key, node in zip(parts.counts, made, strict=True)}
-    weights = [noted(node).binding for node in parts.graph.find_nodes(op="placeholder")]
-    terms = [key for key in weights if key.kind == "term"]
-    dtype: torch.dtype = node_type(outputs(parts.graph)[0]).dtype
-    scaled = parts.loss_scale is not None
-    return [scale_program(counts, terms, parts.microbatches, dtype, parts.averaged, parts.mesh, SINGLE, scaled)]
-
-
-def _rescale(parts: StepParts) -> Sequence[Program]:
-    """Return RESCALE, where the loss scale is dynamic."""
-    return [rescale_program(norm_dtype(parts.graph), parts.mesh, SINGLE)] if parts.loss_scale == DYNAMIC else []
-
-
-def _work(kind: str) -> Maker:
-    return lambda parts: [work[kind] for work in parts.made.work]
-
-
-def _unshard(parts: StepParts) -> Sequence[Program]:
+def unshard_programs(step: StepMaterials) -> Sequence[Program]:
     """Return UNSHARD of every role, if any role has something to make in it."""
-    read: dict[str, set[Binding]] = {name: set() for name in parts.roles}
-    for at, work in enumerate(parts.made.work):
+    read: dict[str, set[Binding]] = {name: set() for name in step.roles}
+    for rank, work in zip(step.stage_ranks, step.assembled.work, strict=True):
         for program in work.values():
-            read[parts.roles[parts.ranks[at]]].update(program.main.bindings)
-    programs = [unshard(parts.graph, parts.mesh, name, keys) for name, keys in read.items()]
+            read[step.roles[rank]].update(program.main.bindings)
+    programs = [unshard(step.graph, step.mesh, name, keys) for name, keys in read.items()]
     return programs if any(program.main.lines for program in programs) else []
 
 
-def _loads(parts: StepParts) -> Sequence[Program]:
-    """Return LOADS of every role, where the model routes tokens to experts."""
-    made: list[dict[str, TensorType]] = [{} for _ in parts.roles]
-    for rank, work in zip(parts.ranks, parts.made.work, strict=True):
-        main = work[FORWARD].main
-        values = main.values()
-        made[rank].update((module, values[name].type) for module, name in main.returned("load").items())
-    nodes = parts.graph.find_nodes(op="placeholder")
-    buffers = {noted(node).binding.name: node_type(node) for node in nodes if noted(node).binding.kind == "buffer"}
-    axis = parts.pipeline.axis if parts.pipeline is not None else ""
-    order = [key.name for key in noted(parts.graph.output_node()).results if key.kind == "load"]
-    return load_programs(made, order, parts.biases, buffers, parts.mesh, parts.roles, axis)
+def count_programs(step: StepMaterials) -> Sequence[Program]:
+    """Return COUNT, where a count divides the loss."""
+    return [] if step.count is None else [assemble_count(step.count, step.counts, step.mesh, SINGLE)]
 
 
 MAKERS: dict[str, Maker] = {
-    LOADS: _loads,
-    COUNTING: _count,
-    SCALING: _scale,
-    UNSHARD: _unshard,
-    FORWARD: _work(FORWARD),
-    BACKWARD: _work(BACKWARD),
-    AVERAGING: lambda parts: [*losses(parts.mesh, parts.made, parts.pipeline, parts.loss_scale is not None)],
-    REDUCE: lambda parts: [
-        *reductions(parts.graph, parts.mesh, parts.made, parts.pipeline, parts.loss_scale is not None, parts.compressor)
-    ],
-    RESCALE: _rescale,
+    COUNTING: count_programs,
+    SCALING: scale_programs,
+    UNSHARD: unshard_programs,
+    FORWARD: lambda step: [work[FORWARD] for work in step.assembled.work],
+    BACKWARD: lambda step: [work[BACKWARD] for work in step.assembled.work],
+    AVERAGING: loss_programs,
+    REDUCE: reduce_programs,
+    LOADS: load_programs,
+    RESCALE: rescale_programs,
 }
 
 
-def make_roles(parts: StepParts, purpose: Purpose = "training") -> dict[str, Programs]:
-    """Return the programs of every role that serve a purpose: those that all share, its stages' work and its own."""
-    roles: dict[str, dict[str, Program]] = {name: {} for name in parts.roles}
+def make_roles(step: StepMaterials) -> dict[str, Programs]:
+    """Return the programs of every role that serve the request's purpose: those that all share, its stages' work and
+    its own."""
+    roles: dict[str, dict[str, Program]] = {name: {} for name in step.roles}
     for row in step_kinds():
-        if not row.serves(purpose):
+        if not row.serves(step.request.purpose):
             continue
-        for at, program in enumerate(MAKERS[row.kind](parts) if row.program else ()):
-            key = f"{at}{row.kind}" if row.program == "stage" and parts.pipeline is not None else row.kind
-            for name in _holders(row.program, at, parts):
+        for at, program in enumerate(MAKERS[row.kind](step) if row.program else ()):
+            key = f"{at}{row.kind}" if row.program == "stage" and step.axis else row.kind
+            rank = step.stage_ranks[at] if row.program == "stage" else at
+            for name in step.roles if row.program == "step" else (step.roles[rank],):
                 roles[name][key] = program
     return dict(roles)
-
-
-def _holders(program: str, at: int, parts: StepParts) -> Sequence[str]:
-    """Return the roles that have the program of number ``at`` of a kind."""
-    if program == "step":
-        return parts.roles
-    return [parts.roles[parts.ranks[at] if program == "stage" else at]]

@@ -19,10 +19,8 @@ from ...compiler.layout.placement import Placement, Split, TensorType, along
 from ...compiler.program.program import Function, Program, Ref
 from ...compiler.program.rewriter import Rewriter
 from ...compiler.program.roles import Programs
-from ..calls import Choices, ShardDims
+from ...compiler.resolve.requests import Choices, Levels, ShardDims
 
-Levels = Mapping[str, int]
-"""The number of sub-axes, major first, of each axis in two levels that lie across nodes; the others lie inside."""
 Step = tuple[str, tuple[Any, ...], TensorType]
 """A line without its names: operator, arguments after the operand, and the result's type."""
 Choose = Callable[[Sequence[int], str], int | None]

@@ -60,7 +60,7 @@ def changed(function: Function) -> Iterator[tuple[str, Function]]:
 
 
 def test_a_loss_of_all_layers_is_carried_over_from_two(build: LargeBuild) -> None:
-    assert build.twin.overrides["num_hidden_layers"] == 2 < len(build.compiled.routing)
+    assert build.twin.overrides["num_hidden_layers"] == 2 < len(build.compiled.request.placing.experts)
 
 
 @pytest.mark.parametrize("name", [NAME, *ROUTERS])

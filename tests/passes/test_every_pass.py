@@ -13,8 +13,9 @@ from torch import fx
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.plan.plan import read_plan
 from parc.compiler.program.program import Program
-from parc.compiling.driver import ask, task_lines
+from parc.compiling.driver import task_lines
 from parc.compiling.plan_capture import capture_plan
+from parc.compiling.request import ask
 from parc.grammar.source import Source
 from parc.passes.pipeline import ALL_PASSES, Pass, StepValues, run_passes, values_of
 
@@ -74,9 +75,10 @@ def _changes(kinds: str, sizes: str, lines: str) -> Iterator[tuple[str, str]]:
     text = head + "\n".join(line.strip() for line in lines.splitlines()) + "\n"
     plan, folder = read_plan(Source("passes.parc", text)), Path(__file__).parent
     recorded, captured = capture_plan(plan, task_lines(plan), folder, None, evaluates=not plan.trains)
-    asked = ask(plan, folder, recorded, captured)
+    _, request = ask(plan, folder, recorded, captured)
     # beside a step that trains, an evaluation reads parameters that are not frozen
-    request = asked.request if plan.trains else replace(asked.request, frozen=frozenset())
+    if not plan.trains:
+        request = replace(request, computing=replace(request.computing, frozen=frozenset()))
     before: dict[str, str] = {}
     changes: list[tuple[str, str]] = []
 
@@ -89,7 +91,7 @@ def _changes(kinds: str, sizes: str, lines: str) -> Iterator[tuple[str, str]]:
                 changes.append((row.name, "\n".join(line for line in rows if not line.startswith("@@"))))
         before.update(after)
 
-    run_passes(ALL_PASSES, values_of(captured, asked.mesh, request), watch)
+    run_passes(ALL_PASSES, values_of(captured, request), watch)
     yield from changes
 
 

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import ast
 from dataclasses import fields
 from itertools import chain
+from pathlib import Path
 
 import pytest
+import torch
 from torch import fx
 
 from parc.compiler.capture.node_facts import noted
 from parc.compiler.layout.mesh import Mesh
+from parc.compiler.resolve.requests import Computing, Placing, Request
 from parc.passes.canonical.canonicalize import canonical_form
-from parc.passes.pipeline import ALL_PASSES, PREPARING_PASSES, Pass, Request, run_passes, values_of
+from parc.passes.pipeline import ALL_PASSES, PREPARING_PASSES, Pass, run_passes, values_of
+from parc.passes.programs import step_programs
 
 from ..checked_plans import compiled
 from ..runtime.tiny import EXAMPLES
+from ..test_house import tree
 
 PLAN = (EXAMPLES / "gpt.parc").read_text()
+REQUEST = Request(Placing(Mesh()), Computing(1, 0, torch.float32))
 
 
 def test_every_value_that_a_pass_reads_is_there_before_it() -> None:
@@ -24,7 +31,7 @@ def test_every_value_that_a_pass_reads_is_there_before_it() -> None:
     there = {"graph"}
     for each in PREPARING_PASSES:
         assert there.issuperset(each.needs.split()), each.name
-    there = set(values_of(captured, Mesh(), Request((), 1, 0)))
+    there = set(values_of(captured, REQUEST))
     for each in ALL_PASSES:
         assert there.issuperset(chain(each.needs.split(), each.when.split())), each.name
         assert set(each.needs.split()).issuperset(each.changes.split()), each.name
@@ -32,8 +39,12 @@ def test_every_value_that_a_pass_reads_is_there_before_it() -> None:
 
 
 def test_every_part_of_a_request_is_read_by_a_pass() -> None:
+    """The makers of a step's programs read theirs from the request."""
     read = {name for each in ALL_PASSES for name in each.needs.split()}
-    assert {each.name for each in fields(Request)} <= read
+    read |= {node.attr for node in ast.walk(tree(Path(step_programs.__file__))) if isinstance(node, ast.Attribute)}
+    groups = {"placing", "computing", "storing", "messaging"}
+    for group in (*REQUEST.groups, REQUEST):
+        assert {each.name for each in fields(group)} - groups <= read
 
 
 def test_passes_have_names_of_their_own() -> None:

@@ -12,6 +12,7 @@ from parc.compiler.layout.placement import Split
 from parc.compiler.ops.precision import PrecisionLine
 from parc.compiler.padding.pads import Pad
 from parc.compiler.program.binding import Binding
+from parc.compiler.resolve.requests import Claim
 from parc.passes.calls import mark_packed
 from parc.passes.canonical.canonicalize import canonicalize
 from parc.passes.canonical.constants import fold_constants
@@ -20,7 +21,7 @@ from parc.passes.canonical.loss import split_loss, stop_gradients
 from parc.passes.canonical.narrow import narrow
 from parc.passes.canonical.pad import pad
 from parc.passes.placing.partition import Partition, fuse_bias, lift_parameters
-from parc.passes.placing.propagate import Claim, propagate
+from parc.passes.placing.propagate import propagate
 from tests.passes.as_text import graph_of, text_of, typed_text
 
 X = 'x: "f32[8, 4]",  # input x'
