@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import parc
-from parc.runtime.observe.profile import Profile
+from parc.runtime.observe.observer import Profile
 from parc.runtime.ranks.faults import RunError
 from tests.runtime.tiny import ONE, PLAN, batch, build, profiled
 
