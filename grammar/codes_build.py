@@ -312,7 +312,7 @@ OVER_BUDGET = shown(
     title="a rank needs more memory than the budget",
     why="parc estimates the memory of a rank from the programs: parameters, gradients, optimizer state, and the"
     " values alive at the peak. The message names the largest of them. Its help names up to three changes of the plan,"
-    " each compiled and within the budget, with the memory that a rank then needs.",
+    " or several together, each compiled and within the budget, with the memory that a rank then needs.",
     example="budget memory 80GB    # a rank needs 148.8 GiB",
     instead="zero 1 over dp        # a rank then needs 63.5 GiB; or what else the help names",
 )

@@ -383,11 +383,17 @@ class _Match:
             self._phrases[slot.name] = value
 
     def _keyword(self, phrase: Phrase) -> Slot | None:
-        """Return the clause that this phrase begins, if it is a keyword of the form."""
+        """Return the clause that this phrase begins, if it is a keyword of the form. Right behind the verb a keyword of
+        several words counts only as a whole: in ``shard keep [B/dp]`` it is an input's name."""
         first = phrase.items[0]
         if not isinstance(first, Word) or len(phrase.items) > 1:
             return None
-        return next((slot for name, slot in self._clauses.items() if name.split(" ")[0] == first.text), None)
+        leads = not self._phrases and self._rest[:1] == [phrase] and len(self._rest) > 1
+        for name, slot in self._clauses.items():
+            word, *more = name.split(" ")
+            if word == first.text and (not more or not leads or self._rest[1].span.text == more[0]):
+                return slot
+        return None
 
     def _check(self, kind: ArgumentKind, phrase: Phrase, taker: str) -> None:
         items = phrase.items

@@ -106,6 +106,8 @@ STAGED += "mesh pp=2\nstage balanced over pp\n"
 LONG = SHALLOW.replace("B=8", "B=64")
 CHANGES = {
     "a level of ZeRO": (SHALLOW + BOTH, 85, ["zero 1 over dp", "schedule microbatches 4", "offload optimizer to cpu"]),
+    "beside an evaluation": (SHALLOW + BOTH + "eval\n", 85,
+                             ["zero 1 over dp", "schedule microbatches 4", "offload optimizer to cpu"]),
     "values of lets": (LETS, 85, ["-D level=1", "-D m=4", "offload optimizer to cpu"]),
     "several together": (LETS, 55, ["-D level=3 -D m=4 recompute blocks.* offload optimizer to cpu"]),
     "recomputation": (LONG + BOTH, 230, ["recompute blocks.*", "schedule microbatches 4"]),

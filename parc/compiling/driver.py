@@ -150,7 +150,7 @@ def compile_changed(compiled: Compiled, plan: Plan) -> Compiled:
     Raises:
         PlanError: the changed plan is at fault.
     """
-    at = fixed(plan, {name: size.high for name, size in plan.sizes.items()})
+    at = replace(fixed(plan, {name: size.high for name, size in plan.sizes.items()}), evaluation=None)
     recorded, captured = compiled.recorded, compiled.captured
     if (at.model, input_specs(at)) != (compiled.plan.model, input_specs(compiled.plan)):
         recorded, captured = capture_plan(at, task_lines(at), compiled.folder, None)

@@ -47,6 +47,16 @@ def test_values_and_defaults() -> None:
     assert plan.defines == (("dp", "4"), ("file", "2"))
 
 
+def test_a_name_may_be_the_first_word_of_a_clause_of_several() -> None:
+    plan = read_plan(Source("gpt.parc", TEXT.replace("mask", "keep") + "shard keep [B/dp, _]\n"))
+    assert [line.arguments.span("values").text for line in plan.placements if line.verb == "shard"] == [
+        "tokens",
+        "keep",
+    ]
+    with pytest.raises(PlanError, match="`keep` needs `gathered`"):
+        read_plan(Source("gpt.parc", TEXT + "shard mask [B/dp, _] keep\n"))
+
+
 def test_the_text_as_built_is_a_plan_that_says_the_same() -> None:
     plan = read_plan(Source("gpt.parc", TEXT), {"dp": "4"})
     again = read_plan(Source("plan.parc", plan.text()))

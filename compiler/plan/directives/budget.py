@@ -10,7 +10,7 @@ from ..directive import Directive, argument
 @dataclass(frozen=True)
 class Budget(Directive):
     """A promise that a build keeps or is refused: no rank needs more memory, as estimated from its programs. The error
-    names up to three changes of the plan, each compiled and within the budget.
+    names up to three changes of the plan, or several together, each compiled and within the budget.
 
     The memory of float32 products depends on the library that a CPU multiplies with. The larger estimate counts.
     """
