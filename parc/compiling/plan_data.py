@@ -88,7 +88,7 @@ def _check_first(plan: Plan, line: Data | Eval, said: SamplesSaid, sample: Mappi
     inputs = [fact for fact in input_facts(plan) if fact["name"] in read]
     missing = [fact["name"] for fact in inputs if fact["name"] not in sample]
     if missing:
-        held = f"the data's sample 0 holds {', '.join(f'`{name}`' for name in sample)}"
+        held = f"the data's sample 0 holds {', '.join(f'`{name}`' for name in sample) or 'nothing'}"
         raise PlanError([_data_fault(plan, line, f"{held}, and no `{missing[0]}`", "name inputs as the data does")])
     if wrong := _misfits(plan, line, sample, inputs):
         raise PlanError(wrong)

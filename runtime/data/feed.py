@@ -341,7 +341,7 @@ class Feed:
             DataError: an input is missing.
         """
         if missing := [name for name in self.types if name not in samples]:
-            held = ", ".join(f"`{name}`" for name in samples)
+            held = ", ".join(f"`{name}`" for name in samples) or "nothing"
             raise DataError(f"samples hold {held}, and no `{missing[0]}`", "name their entries as the inputs")
         rows = torch.tensor(self.rows)
         batch = {name: samples[name][torch.searchsorted(rows, self.rows_of(name))] for name in self.types}
@@ -386,13 +386,13 @@ class Feed:
             raised = [note for note in (raised_at(error),) if note]
             at = f"{'step' if self._build.trains else 'batch'} {step + 1}"
             raise RunError(BAD_DATA, f"{at}: {error}", error.help, [*notes, *raised]) from error
-        count, needed = len(next(iter(samples.values()))), self._build.manifest.get("needed", self.types)
+        needed, count = self._build.manifest.get("needed", self.types), max(map(len, samples.values()), default=0)
         for name in self.types.keys() - samples.keys() - {*needed}:
             shape = self.types[name].shape[1:] if self._batched[name] else self.types[name].shape
             samples[name] = torch.zeros((), dtype=self.types[name].dtype).expand(count, *shape)
         if missing := [name for name in self.types if name not in samples]:
-            held = f"samples hold {', '.join(f'`{name}`' for name in samples)}"
-            help_ = f"name inputs as the data does: {held}"
+            held = ", ".join(f"`{name}`" for name in samples) or "nothing"
+            help_ = f"name inputs as the data does: samples hold {held}"
             raise RunError(BAD_DATA, f"samples have no `{missing[0]}`", help_, notes)
         first = {name: value[0] for name, value in samples.items()}
         lines = [line for line in self.inputs if line["name"] in self.types]

@@ -101,7 +101,7 @@ def read_rows(source: SampleSource, first: int, rows: Sequence[int]) -> dict[str
 
 
 def _shown(form: Mapping[str, tuple[torch.dtype, torch.Size]]) -> str:
-    return ", ".join(f"{name}: {_type_text(*tensor)}" for name, tensor in form.items())
+    return ", ".join(f"{name}: {_type_text(*tensor)}" for name, tensor in form.items()) or "empty"
 
 
 def _type_text(dtype: torch.dtype, shape: Sequence[int]) -> str:

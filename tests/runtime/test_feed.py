@@ -27,6 +27,10 @@ def sample(number, length=8):
     if number >= 1000:
         raise LookupError("the shelf is empty")
     return {"tokens": torch.arange(length) + number % 200, "targets": torch.full((length,), number % 256)}
+
+
+def late(number):
+    return sample(number) if number < 20 else {}
 """
 CPU = torch.device("cpu")
 
@@ -96,6 +100,16 @@ def test_a_sample_that_fails_is_said_only_when_it_is_needed(made: Build) -> None
         feed.next(125)
     assert caught.value.code is BAD_DATA
     feed.close()
+
+
+@pytest.mark.parametrize(
+    ("step", "message"), [(2, "sample 20 is empty, but 16 is tokens"), (3, "samples have no `tokens`")]
+)
+def test_a_sample_that_holds_nothing_is_said(made: Build, step: int, message: str) -> None:
+    plan = PLAN.replace('data      bytes "*.py"', 'data "samples:late"')
+    with pytest.raises(RunError, match=message) as caught:
+        feeds(open_build(build(made.folder, DATA, plan, "late")))[0].next(step)
+    assert caught.value.code is BAD_DATA
 
 
 @pytest.mark.parametrize(
