@@ -1,13 +1,21 @@
 """The backend of the simulator: all ranks in one process, where a collective reads the pieces of all ranks at once. The
 roles of a pipeline run different programs, so each is a thread, which meets the others for messages and for collectives
-over the pipeline axis."""
+over the pipeline axis.
+
+It is the strictest of all backends, so that a simulation notices each misuse of a value in flight:
+
+- What a collective returns is NaN, or wrong whole numbers, until it is awaited.
+- What is sent is read as late as any backend may read it, at the await or when the receiver takes it. So a sender that
+  writes over it before that sends something else. A sum reads its operands at once, because every backend makes it in a
+  copy or in memory that the caller gives away.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from itertools import chain
 from typing import Any, TypeVar, final
 
 import torch
@@ -15,7 +23,7 @@ from torch import Tensor
 
 from ...compiler.layout.collectives import COLLECTIVES, SUMS
 from ...compiler.layout.mesh import Mesh, Shape
-from ..ranks.communication import Message, PeerLost, RingPart, Sending, wait_for_nothing
+from ..ranks.communication import Arrival, Message, PeerLost, RingPart, Sending
 
 _JobResult = TypeVar("_JobResult")
 
@@ -36,7 +44,9 @@ class _Joint:
 
 @final
 class Meeting:
-    """The meeting point of the roles in one process, where they wait for each other. A deadlock is an error at once."""
+    """The meeting point of the roles in one process, where they wait for each other. A deadlock is an error at once.
+
+    One role runs at a time, until it waits. So a message is taken when its sender can go on no further by itself."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -54,13 +64,11 @@ class Meeting:
         results: dict[int, _JobResult] = {}
 
         def work(number: int) -> None:
-            failure: BaseException | None = None
-            try:
-                results[number] = jobs[number]()
-            except BaseException as error:
-                failure = error
-            with self._changed:
-                self._error = self._error or failure
+            with self._changed:  # which only waits release
+                try:
+                    results[number] = jobs[number]()
+                except BaseException as error:
+                    self._error = self._error or error
                 self._running -= 1
                 self._changed.notify_all()
 
@@ -117,30 +125,38 @@ class InProcess:
 
     def collective(
         self, op: str, args: Sequence[Any], pieces: Sequence[Tensor], spare: bool = False
-    ) -> tuple[list[Tensor], None]:
-        """Return the results of every group from its pieces in axis order. A sum is written over spare pieces, as in a
-        run, so that a line that wrongly reads them later is noticed."""
-        row = COLLECTIVES[op]
-        mine = dict(zip(self._ranks, pieces, strict=True))
-        if self._meeting is not None and self.axis in row.axes(args):
-            by_rank = self._jointly(self._meeting, op, list(args), mine)
-        else:
-            by_rank = self._results(op, args, mine)
+    ) -> tuple[list[Tensor], Arrival | None]:
+        """Start a collective, and return tensors that have the results once they are awaited. Those of a sum lie in
+        spare pieces, as in a run, so that a line that wrongly reads these later is noticed."""
+        row, mine = COLLECTIVES[op], dict(zip(self._ranks, pieces, strict=True))
+        joint = self._meeting is not None and self.axis in row.axes(args)
+        by_rank = self._jointly(op, list(args), mine) if joint else self._results(op, args, mine)
         results = [by_rank[rank] for rank in self._ranks]
-        if spare and op in SUMS:
-            results = [
-                piece.copy_(result) if piece.is_contiguous() else result
-                for piece, result in zip(pieces, results, strict=True)
-            ]
-        return results, None
+        if not row.communicates or all(len(group) == 1 for group in row.groups(self.mesh, args)):
+            return results, None
+        over = [spare and op in SUMS and piece.is_contiguous() for piece in pieces]
+        started = [
+            _unarrived(result, piece if into else torch.empty_like(result))
+            for piece, result, into in zip(pieces, results, over, strict=True)
+        ]
+        if op in SUMS or joint:
+            return started, _arrival_of(started, lambda: results)
+        return started, _arrival_of(started, lambda: [*self._results(op, args, mine).values()])
 
     def message(
         self, op: str, args: Sequence[Sequence[Any]], pieces: Sequence[Sequence[Tensor]],
         spare: Sequence[bool] = (),
-    ) -> tuple[list[list[Tensor]], None]:  # fmt: skip
-        """Return the results of every tensor of a message."""
+    ) -> tuple[list[list[Tensor]], Arrival]:  # fmt: skip
+        """Start a collective for every tensor of a message."""
         over = spare or [False] * len(pieces)
-        return [self.collective(op, *one)[0] for one in zip(args, pieces, over, strict=True)], None
+        started = [self.collective(op, *one) for one in zip(args, pieces, over, strict=True)]
+
+        def arrival() -> None:
+            for _, wait in started:
+                if wait is not None:
+                    wait()
+
+        return [results for results, _ in started], arrival
 
     def run_ring(self, op: str, axes: tuple[str, ...], parts: Sequence[RingPart]) -> list[list[Tensor]]:
         """Run all parts of each ring in turns."""
@@ -163,8 +179,10 @@ class InProcess:
                 results[rank] = piece.clone() if any(piece is other for other in group_results[:index]) else piece
         return results
 
-    def _jointly(self, meeting: Meeting, op: str, args: list[Any], mine: dict[int, Tensor]) -> dict[int, Tensor]:
+    def _jointly(self, op: str, args: list[Any], mine: dict[int, Tensor]) -> dict[int, Tensor]:
         """Put this role's pieces beside those of the others; the last role to come computes all results."""
+        meeting = self._meeting
+        assert meeting is not None
         members = tuple(COLLECTIVES[op].members(args) or range(self.mesh.size(self.axis)))
         number = meeting.joined[self.role, members] = meeting.joined.get((self.role, members), 0) + 1
 
@@ -184,27 +202,66 @@ class InProcess:
         return joint.results
 
     def send(self, message: Message, pieces: Sequence[Sequence[Tensor]]) -> Sending:
-        """Put copies where the receiver finds them: the sender may write over its own tensors."""
+        """Put the tensors where the receiver finds them."""
         meeting = self._meeting
         assert meeting is not None
-        copies = [[tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors] for tensors in pieces]
-        meeting.change(lambda: meeting.messages.__setitem__(message, copies))
-        return Sending((), lambda: True, wait_for_nothing)
+        sent = [[tensor.contiguous() for tensor in tensors] for tensors in pieces]
+        meeting.change(lambda: meeting.messages.__setitem__(message, sent))
+
+        def taken() -> bool:
+            return message not in meeting.messages
+
+        what = f"stage {message.receiver} to take {message}"
+        return Sending([*chain(*sent)], taken, lambda: meeting.wait(self.role, what, taken))
 
     def receive(self, message: Message, like: Sequence[tuple[Shape, torch.dtype]]) -> Callable[[], list[list[Tensor]]]:
-        """Return a function that takes the message's tensors; it raises ``ValueError`` where they are not of these
+        """Return a function that copies the message's tensors; it raises ``ValueError`` where they are not of these
         shapes."""
         meeting = self._meeting
         assert meeting is not None
 
         def take() -> list[list[Tensor]]:
             meeting.wait(self.role, f"{message} of stage {message.stage}", lambda: message in meeting.messages)
-            pieces = meeting.messages.pop(message)
+            pieces = [[tensor.clone() for tensor in tensors] for tensors in meeting.messages[message]]
+            meeting.change(lambda: meeting.messages.__delitem__(message))
             if any([(tuple(tensor.shape), tensor.dtype) for tensor in tensors] != list(like) for tensors in pieces):
                 raise ValueError(f"{message} does not have the shapes that stage {message.receiver} receives")
             return pieces
 
         return take
+
+
+def _unarrived(result: Tensor, into: Tensor) -> Tensor:
+    """Fill a tensor for a ``result`` that has not arrived: with NaN, or where there is none with other numbers."""
+    if result.is_floating_point() or result.is_complex():
+        return into.fill_(float("nan"))
+    return torch.bitwise_not(result, out=into)
+
+
+def _arrival_of(started: Sequence[Tensor], results: Callable[[], Sequence[Tensor]]) -> Arrival:
+    """Return the function that fills tensors with their results when it is called first: several values may be awaited
+    by one, and be written over since."""
+    waits = [results]
+
+    def arrival() -> None:
+        if waits:
+            for into, result in zip(started, waits.pop()(), strict=True):
+                into.copy_(result)
+
+    return arrival
+
+
+@final
+class _Hop:
+    """The tensors that a part of a ring sends to the next one, which may be written over once either has waited."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._lying, self._taken = [tensor.contiguous() for tensor in tensors], list[Tensor]()
+
+    def take(self) -> list[Tensor]:
+        """Return copies of the tensors as they are at the first call."""
+        self._taken = self._taken or [tensor.clone() for tensor in self._lying]
+        return self._taken
 
 
 def _in_turns(parts: Sequence[RingPart]) -> list[list[Tensor]]:
@@ -216,14 +273,24 @@ def _in_turns(parts: Sequence[RingPart]) -> list[list[Tensor]]:
     arrivals: list[Any] = [None] * len(parts)
     results: dict[int, list[Tensor]] = {}
     while True:
-        sent: list[list[Tensor]] = []
+        sent: list[_Hop] = []
         for place, part in enumerate(parts):
             try:
-                sent.append([tensor.clone() for tensor in part.send(arrivals[place])])
+                sent.append(_Hop(part.send(arrivals[place])))
             except StopIteration as end:
                 results[place] = end.value
         if len(results) == len(parts):
             return [results[place] for place in range(len(parts))]
         if results:
             raise ValueError(f"ranks {sorted(results)} of a ring make fewer hops than others")
-        arrivals = [partial(list, sent[place - 1]) for place in range(len(parts))]
+        arrivals = [_hop_arrival(hop, sent[place - 1]) for place, hop in enumerate(sent)]
+
+
+def _hop_arrival(own: _Hop, before: _Hop) -> Callable[[], list[Tensor]]:
+    """Return the function by which a part of a ring waits until it has sent and received."""
+
+    def arrival() -> list[Tensor]:
+        own.take()
+        return before.take()
+
+    return arrival

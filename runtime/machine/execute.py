@@ -219,7 +219,9 @@ class Machine:
             for name in step.awaited:
                 environments[0].pop(arrival_name(name), wait_for_nothing)()
             step.run(environments)
-            if self.watch is not None and MESSAGE not in dict(step.line.kwargs):  # it may be in flight
+            if self.watch is not None and MESSAGE not in dict(step.line.kwargs):  # which is in flight until a wait
+                for value in step.line.made:
+                    environments[0].pop(arrival_name(value.name), wait_for_nothing)()
                 self.watch(step.line, environments)
             for name in step.dead:
                 for environment in environments:

@@ -53,7 +53,9 @@ def walk(
         if lowered is not None:
             op, args = lowered
             assert op in COLLECTIVES
-            pieces, _ = backend.collective(op, args, pieces)
+            pieces, arrival = backend.collective(op, args, pieces)
+            if arrival is not None:
+                arrival()
         have = want
     return pieces
 
