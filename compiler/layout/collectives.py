@@ -310,8 +310,10 @@ def _group_shard(pieces: Sequence[torch.Tensor], args: Sequence[Any]) -> list[to
 
 
 def _group_scatter_int8(pieces: Sequence[torch.Tensor], args: Sequence[Any]) -> list[torch.Tensor]:
-    ranks = len(pieces)
-    return [_sum([round_int8(slice_dim(piece, ranks, i, *args[1:])) for piece in pieces]) for i in range(ranks)]
+    ranks, dtype = len(pieces), pieces[0].dtype
+    wide = travelling_dtype(dtype)
+    parts = ([round_int8(slice_dim(piece, ranks, i, *args[1:])).to(wide) for piece in pieces] for i in range(ranks))
+    return [_sum(of_ranks).to(dtype) for of_ranks in parts]
 
 
 def _group_pad(pieces: Sequence[torch.Tensor], args: Sequence[Any]) -> list[torch.Tensor]:

@@ -84,7 +84,6 @@ class Distributed:
         self.mesh, self.rank, self.device, self.stages = mesh, rank, device, stages
         programs = list(programs)
         self.coordinates = mesh.coordinates(rank)
-        self.native_reduce_scatter = device.type != "cpu"
         self._groups: dict[GroupPlace, Any] = {}
         self._tags: Counter[tuple[str, ...]] = Counter()
         places = _used_places(programs) | ({((axis,), None)} if axis else set())
@@ -108,7 +107,7 @@ class Distributed:
         one order."""
         pairs = [(stage, kind) for kind in self._kinds for stage, place in enumerate(self.stages)
                  if 0 <= (to := stage + ACTIONS[kind].to) < len(self.stages) and self.stages[to] != place]  # fmt: skip
-        if self.device.type == "cpu":
+        if not self.ordered_messages:
             self._channels = dict.fromkeys(pairs, self._line_group(axis))
             self._waiter = _Waiter()
             return
@@ -131,6 +130,16 @@ class Distributed:
         self._channels.clear()
         if self._waiter is not None:
             self._waiter.close()
+
+    @property
+    def native_reduce_scatter(self) -> bool:
+        """True where torch's reduce-scatter sums, and gathers travel packed: with NCCL."""
+        return self.device.type != "cpu"
+
+    @property
+    def ordered_messages(self) -> bool:
+        """True where messages of a group are matched by their order, not by tags: with NCCL."""
+        return self.device.type != "cpu"
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -179,7 +188,8 @@ class Distributed:
         self._what = f"rank {self.rank} waited for the other ranks of `{op}` over `{','.join(axes)}`"
         tensors = [of_ranks[0] for of_ranks in pieces]
         if op in SUMS:
-            tensors = [_to_sum(*pair) for pair in zip(tensors, spare, strict=True)]
+            over = spare or [False] * len(tensors)
+            tensors = [_to_sum(*pair) for pair in zip(tensors, over, strict=True)]
         results, wait = START[op](self, tensors, args, axes)
         what, waits = self._what, [wait]
         del wait  # only the list keeps the message's buffers alive, until the wait

@@ -33,7 +33,10 @@ class Peers(Protocol):
     """One rank's view of the groups that it is in."""
 
     mesh: Mesh
-    native_reduce_scatter: bool
+
+    @property
+    def native_reduce_scatter(self) -> bool:
+        """True where torch's reduce-scatter sums, and gathers travel packed: with NCCL."""
 
     def index(self, axes: Axes) -> int:
         """Return this rank's place in its group over some axes."""

@@ -1,150 +1,160 @@
-"""Conformance of collective backends: real gloo ranks give the results of the in-process backend, for every
-collective."""
+"""Backends: each gives the plain results of every collective, message and hop. That of the simulator also shows what is
+read before it is awaited, and what is written over before it was sent."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from functools import partial
+from itertools import chain, product
 
 import pytest
 import torch
 
-from parc.compiler.layout.collectives import COLLECTIVES, RINGS
+from parc.compiler.layout.collectives import COLLECTIVES, RINGS, SUMS
 from parc.compiler.layout.mesh import Mesh
-from parc.compiler.layout.packed_rows import EXCHANGE
-from parc.compiler.layout.placement import Placement, TensorType
-from parc.compiler.program.program import Function, Line, Program, Ref, Value
 from parc.runtime.backends.distributed import Distributed
-from parc.runtime.backends.in_process import InProcess
+from parc.runtime.backends.in_process import InProcess, Meeting
+from parc.runtime.ranks.communication import Message, RingPart
+from tests.runtime import conformance
+from tests.runtime.conformance import MESHES, WRONG, awaited, wrong_stages
 from tests.runtime.ranks import run_ranks
 
-SHAPE = (8, 24, 8)
-_PACKED = ("round_int8", "reduce_scatter_int8", "all_gather_int8")
+CPU = torch.device("cpu")
+STAGES = {Mesh((("pp", 4),)): (0, 1, 2, 3), Mesh((("pp", 2), ("dp", 2))): (0, 1, 1, 0, 1)}
+"""Meshes with a pipeline's axis, and the role of each stage: the second one's roles have several."""
+FORMS = ("gloo", "NCCL's forms on gloo")
 
 
-def cases(mesh: Mesh) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Yield every collective over every axis and over several, every dim and outer of ``SHAPE``."""
-    several = [*mesh.names, ",".join(mesh.names)] if len(mesh.names) > 1 else list(mesh.names)
-    yield "parc.row_max", ("",)
-    yield "parc.wait", ()
-    yield "parc.all_reduce_among", (mesh.names[0], list(range(min(2, mesh.world))))
-    for axes in several:
-        yield "parc.all_reduce", (axes,)
-        yield "parc.row_max", (axes,)
-        for dim in range(len(SHAPE)):
-            for outer in (1, 2):
-                for op in ("all_gather", "reduce_scatter", "shard", "pad", *_PACKED):
-                    yield f"parc.{op}", (axes, dim, outer)
-                for to_dim in range(len(SHAPE)):
-                    for to_outer in (1, 2):
-                        yield "parc.all_to_all", (axes, dim, outer, to_dim, to_outer)
+RUNS = {**WRONG, "calls": partial(conformance.wrong_calls, only="parc.reduce_scatter")}
+"""What conforms in NCCL's forms, where one blocking call has another."""
 
 
-def together(mesh: Mesh) -> Iterator[tuple[str, list[tuple[Any, ...]]]]:
-    """Yield messages of several tensors, over each axis."""
-    for axes in mesh.names:
-        for op in ("parc.all_gather", "parc.reduce_scatter"):
-            yield op, [(axes, dim, outer) for dim in range(len(SHAPE)) for outer in (1, 2)]
+class AsOnGpus(Distributed):
+    """The backend of a run with NCCL's collectives and groups, which gloo has, too."""
+
+    native_reduce_scatter = ordered_messages = True
 
 
-def piece(rank: int) -> torch.Tensor:
-    """Return a rank's operand: whole numbers, so that sums are exact in any order; not contiguous."""
-    generator = torch.Generator().manual_seed(rank)
-    return torch.randint(-50, 50, SHAPE[::-1], generator=generator).float().permute(2, 1, 0)
-
-
-def program(mesh: Mesh) -> Program:
-    """Return a program that uses all cases, from which a backend learns its groups."""
-    value = Value("x", TensorType(torch.float32, SHAPE, Placement.whole(mesh)))
-    lines = tuple(Line((value,), op, (Ref("x"), *args)) for op, args in cases(mesh))
-    return Program("stage0", "F", mesh, (Function("f", (value,), lines, ()),))
-
-
-def real(axes: tuple[tuple[str, int], ...]) -> list[torch.Tensor]:
-    """Run all cases on one rank of a gloo group."""
-    mesh = Mesh(axes)
+def wrong_on_gloo() -> dict[tuple[str, str], list[str]]:
+    """Return what is wrong on one of 4 ranks of gloo, by the form and the name of what conforms."""
     rank = torch.distributed.get_rank()
-    backend = Distributed(mesh, [program(mesh)], rank, torch.device("cpu"))
-    results = []
-    for op, args in cases(mesh):
-        mine = piece(rank)
-        (result,), arrival = backend.collective(op, args, [mine])
-        if arrival is not None:
-            arrival()
-        assert torch.equal(mine, piece(rank)), f"{op}{args} changed its operand"
-        results.append(result)
-    for op, each in together(mesh):
-        message, arrival = backend.message(op, each, [[piece(rank + 7 * at)] for at in range(len(each))])
-        arrival()
-        arrival()  # every tensor of a message asks for it
-        results += [tensor for (tensor,) in message]
-    buffer = torch.arange(12.0) + rank
-    parts = [buffer[8:].view(2, 2), buffer[:8].view(2, 4), piece(rank)]
-    axis = mesh.names[0]
-    message, arrival = backend.message(
-        "parc.all_reduce", [(axis,)] * 3, [[part] for part in parts], [True, True, False]
-    )
+    wrong: dict[tuple[str, str], list[str]] = {}
+    for form, kind in zip(FORMS, (Distributed, AsOnGpus), strict=True):
+        for mesh in MESHES:
+            backend = kind(mesh, [conformance.program(mesh)], rank, CPU)
+            for name, run in (WRONG if kind is Distributed else RUNS).items():
+                wrong.setdefault((form, name), []).extend(filter(None, run(backend, mesh, CPU)))
+        for mesh, stages in STAGES.items():
+            backend = kind(mesh, [], rank, CPU, "pp", stages)
+            at = mesh.coordinates(rank)
+            wrong.setdefault((form, "stages"), []).extend(wrong_stages(backend, at["pp"], stages, [at.get("dp", 0)]))
+    return wrong
+
+
+@pytest.fixture(scope="module")
+def of_ranks() -> list[dict[tuple[str, str], list[str]]]:
+    """Run all that conforms on gloo, once for all tests."""
+    return run_ranks(wrong_on_gloo, 4)
+
+
+@pytest.mark.parametrize("name", [*WRONG, "stages"])
+@pytest.mark.parametrize("form", FORMS)
+def test_real_ranks_give_the_plain_results(
+    of_ranks: list[dict[tuple[str, str], list[str]]], form: str, name: str
+) -> None:
+    for rank, wrong in enumerate(of_ranks):
+        assert not wrong[form, name], (rank, wrong[form, name][:5])
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_the_simulator_gives_the_plain_results(mesh: Mesh, name: str) -> None:
+    assert not (wrong := [*filter(None, WRONG[name](InProcess(mesh), mesh, CPU))]), wrong[:5]
+
+
+@pytest.mark.parametrize("mesh", STAGES, ids=str)
+def test_the_simulator_brings_messages_to_their_stages(mesh: Mesh) -> None:
+    meeting, stages = Meeting(), STAGES[mesh]
+    roles = [InProcess(mesh, role, "pp", meeting) for role in range(mesh.size("pp"))]
+    lanes = range(mesh.world // len(roles))
+    jobs = [partial(wrong_stages, backend, role, stages, lanes) for role, backend in enumerate(roles)]
+    assert meeting.run(jobs) == [[]] * len(roles)
+
+
+def test_every_collective_has_its_calls() -> None:
+    assert {call.op for call in conformance.calls(MESHES[0])} | {*RINGS} == set(COLLECTIVES)
+
+
+# ---- values in flight
+
+
+LATE = [conformance.Call("parc.row_max", ("dp",)), *chain(*conformance.messages(MESHES[0]))]
+"""Collectives whose results may arrive late."""
+
+
+def test_a_result_is_wrong_until_it_is_awaited() -> None:
+    backend, mesh = InProcess(MESHES[0]), MESHES[0]
+    for call, spare in product(LATE, (False, True)):
+        pieces = [call.operand(mesh, rank) for rank in backend.ranks]
+        results, arrival = backend.collective(call.op, call.args, pieces, spare)
+        early = [result.clone() for result in results]
+        awaited(arrival)
+        for before, after in zip(early, results, strict=True):
+            unread = before.isnan() if before.is_floating_point() else before != after
+            assert unread.all() and not after.isnan().any(), call
+
+
+def test_what_is_written_over_before_it_was_sent_arrives_as_it_was_written() -> None:
+    backend, mesh = InProcess(MESHES[0]), MESHES[0]
+    for call in (call for call in LATE if call.op not in SUMS):
+        pieces = [call.operand(mesh, rank) for rank in backend.ranks]
+        (results,), arrival = backend.message(call.op, [call.args], [pieces])
+        for piece in pieces:
+            (piece[0] if isinstance(piece, tuple) else piece).zero_()
+        awaited(arrival)
+        assert not any(result.any() for result in results), call
+
+
+def test_an_awaited_result_may_be_written_over() -> None:
+    backend, mesh = InProcess(MESHES[0]), MESHES[0]
+    call = conformance.Call("parc.all_gather", ("dp", 0, 1))
+    pieces = [call.operand(mesh, rank) for rank in backend.ranks]
+    (results,), arrival = backend.message(call.op, [call.args], [pieces])
     arrival()
-    assert [tensor.data_ptr() for (tensor,) in message[:2]] == [part.data_ptr() for part in parts[:2]]
-    peers = next(ranks for ranks in mesh.groups((axis,)) if rank in ranks)
-    assert torch.equal(buffer, sum(torch.arange(12.0) + peer for peer in peers))  # type: ignore[arg-type]
-    assert torch.equal(message[2][0], sum(map(piece, peers)))  # type: ignore[arg-type]
-    return results
+    results[0].zero_()
+    arrival()  # of another value of the message
+    assert not results[0].any() and results[1].any()
 
 
-def test_every_collective_has_its_cases() -> None:
-    assert {op for op, _ in cases(Mesh((("dp", 2),)))} | {EXCHANGE, *RINGS} == set(COLLECTIVES)
+@pytest.mark.parametrize("awaits", [False, True])
+def test_a_sender_may_write_over_a_message_once_it_was_taken(awaits: bool) -> None:
+    meeting, message = Meeting(), Message("pp", 0, "F", 0)
+    roles = [InProcess(Mesh((("pp", 2),)), role, "pp", meeting) for role in range(2)]
+
+    def send() -> torch.Tensor:
+        tensor = torch.ones(3)
+        sending = roles[0].send(message, [[tensor]])
+        if awaits:
+            sending.wait()
+            assert sending.done()
+        return tensor.zero_()
+
+    def take() -> torch.Tensor:
+        ((tensor,),) = roles[1].receive(message, [((3,), torch.float32)])()
+        return tensor
+
+    assert meeting.run([send, take])[1].tolist() == [float(awaits)] * 3
 
 
-_THERE, _BACK = ("ep", 0, 8, 0, 1), ("ep", 0, 1, 0, 8)  # 8 experts
+@pytest.mark.parametrize("awaits", [False, True])
+def test_a_part_of_a_ring_may_write_over_a_hop_once_it_has_waited(awaits: bool) -> None:
+    def part(rank: int) -> RingPart:
+        own = torch.full((2,), rank + 1.0)
+        arrival = yield [own]
+        if not awaits:
+            own.zero_()
+        (other,) = arrival()
+        return [other.clone(), own.zero_()]
 
-
-def rows(rank: int, ranks: int) -> Any:
-    """Return a rank's packed rows of its own tokens, and what is chosen of these and of its own experts."""
-    chosen = torch.rand(8, 12, generator=torch.Generator().manual_seed(3)) < 0.3
-    chosen[2:4] = False  # a rank whose experts have no token
-    own = chosen.chunk(ranks, 1)[rank]
-    values = torch.arange(96.0).view(8, 12).chunk(ranks, 1)[rank][own]
-    return values[:, None].expand(-1, 3).contiguous(), own, chosen.chunk(ranks)[rank]
-
-
-def exchanged(ranks: int) -> list[torch.Tensor]:
-    """Bring packed rows to experts and back, on one rank of a gloo group."""
-    mesh, rank = Mesh((("ep", ranks),)), torch.distributed.get_rank()
-    value = Value("x", TensorType(torch.float32, (96, 3), Placement.whole(mesh)))
-    lines = tuple(Line((value,), EXCHANGE, (Ref("x"), *args)) for args in (_THERE, _BACK))
-    made = Program("stage0", "F", mesh, (Function("f", (value,), lines, ()),))
-    backend = Distributed(mesh, [made], rank, torch.device("cpu"))
-    mine: Any = rows(rank, ranks)
-    (there,), _ = backend.collective(EXCHANGE, _THERE, [mine])
-    arrived: Any = there, mine[2], mine[1]
-    (back,), _ = backend.collective(EXCHANGE, _BACK, [arrived])
-    return [there, back]
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_gloo_exchanges_rows_as_the_in_process_backend_does(ranks: int) -> None:
-    pieces = [rows(rank, ranks) for rank in range(ranks)]
-    there = InProcess(Mesh((("ep", ranks),))).collective(EXCHANGE, _THERE, pieces)[0]
-    for rank, (arrived, returned) in enumerate(run_ranks(exchanged, ranks, ranks)):
-        assert torch.equal(arrived, there[rank])
-        assert torch.equal(returned, pieces[rank][0])
-
-
-@pytest.mark.parametrize("axes", [(("dp", 2),), (("dp", 2), ("tp", 2))], ids=["2 ranks", "4 ranks"])
-def test_gloo_is_the_in_process_backend(axes: tuple[tuple[str, int], ...]) -> None:
-    mesh = Mesh(axes)
-    simulated = InProcess(mesh)
-    pieces = [piece(rank) for rank in range(mesh.world)]
-    found = run_ranks(real, mesh.world, axes)
-    for number, (op, args) in enumerate(cases(mesh)):
-        for rank, expected in enumerate(simulated.collective(op, args, pieces)[0]):
-            result = found[rank][number]
-            assert result.shape == expected.shape, (op, args)
-            assert torch.equal(result, expected), (op, args, rank)
-    number = len(list(cases(mesh)))
-    for op, each in together(mesh):
-        operands = [[piece(rank + 7 * at) for rank in range(mesh.world)] for at in range(len(each))]
-        for of_ranks in simulated.message(op, each, operands)[0]:
-            assert all(torch.equal(found[rank][number], expected) for rank, expected in enumerate(of_ranks)), op
-            number += 1
+    mesh = MESHES[0]
+    arrived = [result[0][0].item() for result in InProcess(mesh).run_ring("ring", ("dp",), [*map(part, range(4))])]
+    assert arrived[1:] == ([1, 2, 3] if awaits else [0, 0, 0])

@@ -16,7 +16,6 @@ from parc.checking.checks import case_of
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.layout.placement import Placement, TensorType
 from parc.runtime.backends.distributed import Distributed
-from parc.runtime.backends.in_process import InProcess
 from parc.runtime.compare.simulate import compare
 from parc.runtime.machine.attention import Attention, AttentionBackward, AttentionCall
 from parc.runtime.machine.flash import flash_for
@@ -27,7 +26,7 @@ from tests.checked_plans import compiled
 from tests.evaluated_plans import PLAN as EVALUATED
 from tests.evaluated_plans import PLANS
 from tests.family_plans import EXPERT_FAMILIES, MODELS, expert_plan_text, plan_text
-from tests.runtime.test_backends import cases, piece, program, together
+from tests.runtime.conformance import WRONG, program
 from tests.runtime.test_compiled import LLAMA, ODD, ODD_PLAN, SPLIT
 from tests.runtime.tiny import ONE, PLAN, batch, build
 
@@ -159,26 +158,11 @@ def nccl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("nccl")
-def test_nccl_is_the_in_process_backend() -> None:
+@pytest.mark.parametrize("name", WRONG)
+def test_nccl_gives_the_plain_results(name: str) -> None:
     mesh = Mesh((("dp", 1),))
-    sides: list[tuple[Any, torch.device]] = [
-        (InProcess(mesh), torch.device("cpu")), (Distributed(mesh, [program(mesh)], 0, GPU), GPU)
-    ]  # fmt: skip
-    for op, args in cases(mesh):
-        both = [backend.collective(op, args, [piece(0).to(device)]) for backend, device in sides]
-        assert torch.equal(*(arrived(*made)[0].cpu() for made in both)), op
-    for op, each in together(mesh):
-        moved = [[[piece(at).to(device)] for at in range(len(each))] for _, device in sides]
-        both = [backend.message(op, each, parts) for (backend, _), parts in zip(sides, moved, strict=True)]
-        for (one,), (other,) in zip(*(arrived(*made) for made in both), strict=True):
-            assert torch.equal(one.cpu(), other.cpu()), op
-
-
-def arrived(made: Any, arrival: Any) -> Any:
-    """Return what a collective made, once it is there."""
-    if arrival is not None:
-        arrival()
-    return made
+    backend = Distributed(mesh, [program(mesh)], 0, GPU)
+    assert not (wrong := [*filter(None, WRONG[name](backend, mesh, GPU))]), wrong[:5]
 
 
 def trained(session: Any, steps: int = 3) -> list[tuple[float, float]]:
