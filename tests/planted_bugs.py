@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from parc.compiler.verify.rounding import check_precision
+from tests.planted_awaits import await_rows
 from tests.planted_builds import BUILDS, COMPRESSED_BUILDS, OFFLOADED, GoodBuild, good_build, judge
 from tests.planted_compressed import compressed_rows
 from tests.planted_context import context_rows
@@ -136,3 +137,4 @@ if __name__ == "__main__":
     print(table_text(pipeline_rows(), "evaluations of pipelines, by texts alone"))
     print(table_text(refusals(60), "large builds, by texts alone"))
     print(table_text(size_refusals(60), "ranges of sizes, by texts alone"))
+    print(table_text(await_rows(), "values in flight"))

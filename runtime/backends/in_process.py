@@ -132,13 +132,11 @@ class InProcess:
         joint = self._meeting is not None and self.axis in row.axes(args)
         by_rank = self._jointly(op, list(args), mine) if joint else self._results(op, args, mine)
         results = [by_rank[rank] for rank in self._ranks]
-        if not row.communicates or all(len(group) == 1 for group in row.groups(self.mesh, args)):
-            return results, None
         over = [spare and op in SUMS and piece.is_contiguous() for piece in pieces]
-        started = [
-            _unarrived(result, piece if into else torch.empty_like(result))
-            for piece, result, into in zip(pieces, results, over, strict=True)
-        ]
+        triples = [*zip(pieces, results, over, strict=True)]
+        if not row.communicates or all(len(group) == 1 for group in row.groups(self.mesh, args)):
+            return [piece.copy_(result) if into else result for piece, result, into in triples], None
+        started = [_unarrived(result, piece if into else torch.empty_like(result)) for piece, result, into in triples]
         if op in SUMS or joint:
             return started, _arrival_of(started, lambda: results)
         return started, _arrival_of(started, lambda: [*self._results(op, args, mine).values()])

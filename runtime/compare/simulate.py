@@ -343,14 +343,16 @@ class Simulation:
 def _replica_spread(
     ranks: Sequence[Mapping[str, Tensor]], types: Mapping[str, TensorType], mesh: Mesh
 ) -> dict[str, float]:
-    """Return, by tensor, the largest difference between a replica and the first one; all must be equal."""
+    """Return, by tensor, the largest difference between a replica and the first one, infinite where one alone is NaN;
+    all must be equal."""
     spread: dict[str, float] = {}
     for name, type_ in types.items():
         first: dict[tuple[int, ...], Tensor] = {}
         for rank, pieces in enumerate(ranks):
             if name in pieces:
                 kept = first.setdefault(piece_place(rank, type_.placement, mesh), pieces[name])
-                spread[name] = max(spread.get(name, 0.0), _max_abs(pieces[name] - kept))
+                apart = largest_difference(pieces[name], kept)
+                spread[name] = max(spread.get(name, 0.0), math.inf if math.isnan(apart) else apart)
     return spread
 
 

@@ -293,8 +293,9 @@ def wrong_messages(backend: Backend, mesh: Mesh, device: torch.device) -> Iterat
 
 
 def wrong_sums(backend: Backend, mesh: Mesh, device: torch.device) -> Iterator[str]:
-    """Sum spare tensors in place: small ones, two parts of one buffer, a large one; and one that is not spare."""
-    large, spare = torch.arange(2.0 * SMALL_SUM), [True, True, True, False]
+    """Sum spare tensors in place: two parts of one buffer, and a large one; elsewhere one that is not spare, and one that
+    is not contiguous."""
+    large, spare = torch.arange(2.0 * SMALL_SUM), [True, True, True, False, True]
     for axes, groups in GROUPS[mesh].items():
         buffers = [torch.arange(12.0, device=device) + rank for rank in backend.ranks]
         pieces = [
@@ -302,8 +303,9 @@ def wrong_sums(backend: Backend, mesh: Mesh, device: torch.device) -> Iterator[s
             [buffer[:8].view(2, 4) for buffer in buffers],
             [moved(large * (rank + 1), device) for rank in backend.ranks],
             [moved(operand("", rank), device) for rank in backend.ranks],
+            [moved(operand("", rank, 1), device) for rank in backend.ranks],
         ]
-        results, arrival = backend.message(SUMS[0], [(axes,)] * 4, pieces, spare)
+        results, arrival = backend.message(SUMS[0], [(axes,)] * len(pieces), pieces, spare)
         awaited(arrival)
         for at, rank in enumerate(backend.ranks):
             group = next(group for group in groups if rank in group)
@@ -312,25 +314,23 @@ def wrong_sums(backend: Backend, mesh: Mesh, device: torch.device) -> Iterator[s
                 buffer[8:].view(2, 2), buffer[:8].view(2, 4),
                 _sum([large * (peer + 1) for peer in group]),
                 _sum([operand("", peer) for peer in group]),
+                _sum([operand("", peer, 1) for peer in group]),
             ]  # fmt: skip
             for number, (row, expected) in enumerate(zip(results, wanted, strict=True)):
                 problem = _off(SUMS[0], row[at].cpu(), expected, torch.float32)
                 in_place = row[at].data_ptr() == pieces[number][at].data_ptr()
-                problem = problem or ("is not in place" if in_place != spare[number] else "")
+                problem = problem or ("is in the wrong place" if in_place != (number < 3) else "")
                 yield f"sum {number} over {axes} on rank {rank} {problem}" if problem else ""
-
-
-_HOPS = 5
 
 
 def _hopped(rank: int) -> list[torch.Tensor]:
     return [operand("", rank), torch.arange(5) * (rank + 1)]
 
 
-def _around(rank: int, device: torch.device) -> RingPart:
+def _around(rank: int, hops: int, device: torch.device) -> RingPart:
     held = [moved(tensor, device) for tensor in _hopped(rank)]
     seen = [held]
-    for _ in range(_HOPS):
+    for _ in range(hops):
         arrival = yield held
         held = arrival()
         seen.append(held)
@@ -339,12 +339,13 @@ def _around(rank: int, device: torch.device) -> RingPart:
 
 def wrong_rings(backend: Backend, mesh: Mesh, device: torch.device) -> Iterator[str]:
     """Send tensors around every ring, more than once around a small one: each comes from the rank before."""
+    hops = 5 if mesh.world > 1 else 0
     for axes, groups in GROUPS[mesh].items():
-        parts = [_around(rank, device) for rank in backend.ranks]
+        parts = [_around(rank, hops, device) for rank in backend.ranks]
         results = backend.run_ring("around", tuple(axes.split(",")), parts)
         for rank, of_rank in zip(backend.ranks, results, strict=True):
             group = next(group for group in groups if rank in group)
-            seen = [_hopped(group[(group.index(rank) - hop) % len(group)]) for hop in range(_HOPS + 1)]
+            seen = [_hopped(group[(group.index(rank) - hop) % len(group)]) for hop in range(hops + 1)]
             for result, tensors in zip(of_rank, zip(*seen, strict=True), strict=True):
                 if not torch.equal(result.cpu(), torch.stack(list(tensors))):
                     yield f"the ring of rank {rank} over {axes} brings other tensors"
