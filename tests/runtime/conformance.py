@@ -293,8 +293,8 @@ def wrong_messages(backend: Backend, mesh: Mesh, device: torch.device) -> Iterat
 
 
 def wrong_sums(backend: Backend, mesh: Mesh, device: torch.device) -> Iterator[str]:
-    """Sum spare tensors in place: two parts of one buffer, and a large one; elsewhere one that is not spare, and one that
-    is not contiguous."""
+    """Sum spare tensors in place, two parts of one buffer and a large one; but not one that is not spare, or not
+    contiguous."""
     large, spare = torch.arange(2.0 * SMALL_SUM), [True, True, True, False, True]
     for axes, groups in GROUPS[mesh].items():
         buffers = [torch.arange(12.0, device=device) + rank for rank in backend.ranks]
@@ -302,7 +302,7 @@ def wrong_sums(backend: Backend, mesh: Mesh, device: torch.device) -> Iterator[s
             [buffer[8:].view(2, 2) for buffer in buffers],
             [buffer[:8].view(2, 4) for buffer in buffers],
             [moved(large * (rank + 1), device) for rank in backend.ranks],
-            [moved(operand("", rank), device) for rank in backend.ranks],
+            [moved(operand("", rank).contiguous(), device) for rank in backend.ranks],
             [moved(operand("", rank, 1), device) for rank in backend.ranks],
         ]
         results, arrival = backend.message(SUMS[0], [(axes,)] * len(pieces), pieces, spare)
@@ -352,7 +352,7 @@ def wrong_rings(backend: Backend, mesh: Mesh, device: torch.device) -> Iterator[
 
 
 WRONG = {"calls": wrong_calls, "messages": wrong_messages, "sums": wrong_sums, "rings": wrong_rings}
-"""What conforms in a backend, by name."""
+"""The runs of one backend, by what conforms."""
 
 
 # ---- messages between stages

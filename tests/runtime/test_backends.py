@@ -25,7 +25,7 @@ FORMS = ("gloo", "NCCL's forms on gloo")
 
 
 RUNS = {**WRONG, "calls": partial(conformance.wrong_calls, only="parc.reduce_scatter")}
-"""What conforms in NCCL's forms, where one blocking call has another."""
+"""The runs of NCCL's forms, where one blocking call differs."""
 
 
 class AsOnGpus(Distributed):
