@@ -152,7 +152,7 @@ def await_rows(names: Sequence[str] = AWAITING_BUILDS, share: int = 1) -> dict[s
     rows: dict[str, Row] = {}
     for name in names:
         build, seen = good_build(name, early=True), Counter[str]()
-        bugs = [*wrong_awaits(build), *late_awaits(build.case), *overwritten(build.case)]
+        bugs: list[Mutant | Planted] = [*wrong_awaits(build), *late_awaits(build.case), *overwritten(build.case)]
         for bug in bugs:
             seen[bug.kind] += 1
             if seen[bug.kind] % share != 1 % share:

@@ -3,6 +3,7 @@ read before it is awaited, and what is written over before it was sent."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain, product
 
@@ -24,7 +25,10 @@ STAGES = {Mesh((("pp", 4),)): (0, 1, 2, 3), Mesh((("pp", 2), ("dp", 2))): (0, 1,
 FORMS = ("gloo", "NCCL's forms on gloo")
 
 
-RUNS = {**WRONG, "calls": partial(conformance.wrong_calls, only="parc.reduce_scatter")}
+RUNS: dict[str, Callable[..., Iterator[str]]] = {
+    **WRONG,
+    "calls": partial(conformance.wrong_calls, only="parc.reduce_scatter"),
+}
 """The runs of NCCL's forms, where one blocking call differs."""
 
 
