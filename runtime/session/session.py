@@ -16,8 +16,10 @@ import torch
 import torch.distributed as dist
 
 from ...compiler.build.build import Build
+from ...compiler.layout.pieces import take
 from ...compiler.layout.placement import TensorType, parse_type
 from ...compiler.padding.pads import pads_from
+from ...compiler.padding.tensors import grow
 from ...compiler.program.binding import BUFFERS
 from ...compiler.program.optimizers import AVERAGE
 from ...compiler.program.roles import Role
@@ -37,7 +39,7 @@ from ..ranks.communication import Backend
 from ..ranks.faults import Bad, RunError, Watcher, bad_number, bad_tensor, writing
 from ..ranks.gather import Gatherer, everywhere, held, keepers_of, owners_of
 from ..ranks.lockstep import Together
-from ..ranks.processes import default_device, join_processes, launched
+from ..ranks.processes import default_device, join_processes, launched, place
 from ..ranks.waits import Recorder, clock, clock_offset, write_trace
 from ..ranks.work import Batch, RankState, StepReport, StepResult, consume
 from ..state.initial import Initial
@@ -112,7 +114,7 @@ class Session:
         self.build, self._layers, self._begun = build, layers_of(build), clock()
         self._listeners: list[Callable[[StepReport], object]] = []
         self.mesh = build_mesh(build)
-        self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self.rank, self.world = place()
         check_fits(build, self.world)
         self.device = torch.device(device) if device is not None else default_device()
         self.coordinates = self.mesh.coordinates(self.rank)
@@ -177,6 +179,23 @@ class Session:
             {name: type_ for name, type_ in constants.items() if name in buffered},
             self.offloaded.parameter,
         )
+
+    def start_from(self, make: Callable[[str, torch.Tensor], torch.Tensor]) -> str:
+        """Set every parameter to what ``make`` returns for its name and its whole initial value. Return the name of the
+        first whose initial pieces on this rank were not those of the whole, "" if there is none."""
+        wrong = ""
+        for name, piece in self.state.parameters.items():
+            initial, type_ = self._initial.whole(name), self.types[name]
+            wanted, value = (self._piece(name, whole.to(type_.dtype)) for whole in (initial, make(name, initial)))
+            if not wrong and not torch.allclose(piece.cpu(), wanted, rtol=1e-5, atol=0.0, equal_nan=True):
+                wrong = name
+            piece.copy_(value)
+        return wrong
+
+    def _piece(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """Return this rank's piece of a whole parameter."""
+        grown = grow(whole, pads_from(self.build.manifest["padding"]).get(name, ()))
+        return take(grown, self.types[name].placement, self.mesh, self.coordinates)
 
     # ---- training
 
