@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from torch import Tensor
 from ...compiler.build.build import Build, BuildError
 from ...compiler.build.first_check import FirstCheck, read_first_check
 from ...compiler.program.optimizers import AVERAGE
-from ...compiler.sizes.size_range import BATCH
 from ...grammar.codes_build import BAD_BUILD
 from ...grammar.codes_run import FIRST_CHECK_DIFFERS
 from ..ranks.faults import RunError
@@ -29,7 +28,7 @@ from ..ranks.processes import first_ranks, place
 from ..session.session import Session
 from ..state.opening import constants_of
 from .formula import FormulaUpdates
-from .own_types import Signature, expected_of, piece_signature, step_batches, varied, whole_signature
+from .own_types import Signature, expected_of, piece_signature, varied, whole_batch, whole_signature
 
 _UPDATE_TOLERANCE = 1e-4
 """The largest error of an update beside its formula, relative to its size: both round each operation once."""
@@ -44,6 +43,8 @@ class CheckOutcome:
     tensors: int
     ranks: int
     largest: float
+    at: str
+    """The tensor with the largest error beside its bound."""
     seconds: float
 
     def text(self) -> str:
@@ -53,8 +54,7 @@ class CheckOutcome:
 
     def facts(self) -> dict[str, Any]:
         """Return it for the first line of a metrics file."""
-        return {"on": self.on, "tensors": self.tensors, "ranks": self.ranks, "largest": round(self.largest, 4),
-                "seconds": round(self.seconds, 3)}  # fmt: skip
+        return {**asdict(self), "largest": round(self.largest, 4), "seconds": round(self.seconds, 3)}
 
 
 @dataclass(slots=True)
@@ -94,7 +94,7 @@ def first_check(
     times, what, times_again, what_again = max(outcomes)
     if times > 1:
         raise _differs(build, times, what, times_again, what_again)
-    return CheckOutcome(check.on, len(check.expected), count, times, time.perf_counter() - start)
+    return CheckOutcome(check.on, len(check.expected), count, times, what, time.perf_counter() - start)
 
 
 def _differs(build: Build, times: float, what: str, again: float, what_again: str) -> RunError:
@@ -111,10 +111,7 @@ def _differs(build: Build, times: float, what: str, again: float, what_again: st
 def _compared(check: FirstCheck, device: torch.device | str | None, compile: bool) -> _Difference:
     """Run the step, and return its largest difference, the same on all ranks that take part."""
     build, worst = check.build, _Difference()
-    unbatched = {line["name"] for line in build.manifest["inputs"] if line["dims"][:1] != [BATCH]}
-    batches = step_batches(build.reference, build.microbatches, unbatched, check.seed)
-    batch = {name: value if name in unbatched else torch.cat([part[name] for part in batches])
-             for name, value in batches[0].items()}  # fmt: skip
+    batch = whole_batch(build, check.seed)
     with Session(build, device, check_source=False, compile=compile) as session:
         if wrong := session.start_from(varied):
             worst.note(math.inf, f"initial value of {wrong} on rank {session.rank}")

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...compiler.build.build import Build
 from ...compiler.build.first_check import FirstCheck
 from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.pieces import dim_index
@@ -26,17 +27,16 @@ from ...compiler.ops.precision import base_name, is_narrow, is_sensitive
 from ...compiler.padding.tensors import grow
 from ...compiler.program.program import Program
 from ...compiler.program.step_values import LOSS_SCALE
+from ...compiler.sizes.size_range import BATCH
 from ..data.random_batch import random_batch
 from ..ranks.work import StepResult
 from ..session.evaluation import returned_types, without_padding
 from ..step import Stepper
 from .agreement import DRAWS, Margin, joined, stacked
 from .model_run import Case, Microbatches, ReferenceRun, Watch
-from .roundings import perturbed
+from .roundings import ROUNDINGS_OF_A_STEP, perturbed
 from .simulate import Simulation
 
-_ROUNDINGS = 16
-"""The factor on the measured change of a tensor: a step rounds more often than once for each weight and input."""
 _VARIED = 0.02
 """The size of the random numbers that are added to a parameter whose entries are all alike."""
 _SCALE, _LOWER = LOSS_SCALE.name, 2.0**-4
@@ -70,6 +70,14 @@ def step_batches(reference: Program, microbatches: int, unbatched: Collection[st
     batches = random_batch(reference, microbatches, torch.Generator().manual_seed(seed))
     return [{name: (batches[0] if name in unbatched else batch)[name].to(dtype) for name, dtype in types.items()}
             for batch in batches]  # fmt: skip
+
+
+def whole_batch(build: Build, seed: int) -> dict[str, Tensor]:
+    """Return the same inputs as the whole batch of a step of a build."""
+    unbatched = {line["name"] for line in build.manifest["inputs"] if line["dims"][:1] != [BATCH]}
+    batches = step_batches(build.reference, build.microbatches, unbatched, seed)
+    return {name: value if name in unbatched else torch.cat([batch[name] for batch in batches])
+            for name, value in batches[0].items()}  # fmt: skip
 
 
 # ---- two numbers of a tensor
@@ -183,10 +191,10 @@ class OwnStep:
     """The sensitive operators that kernels computed in a narrow type."""
 
 
-def rounding_of(case: Case, formats: Collection[str] = ()) -> float:
-    """Return the relative size of one rounding to the narrowest type of a case's programs, or to one of the formats of
+def largest_rounding(programs: Iterable[Program], formats: Collection[str] = ()) -> float:
+    """Return the relative size of one rounding to the narrowest type of programs, or to one of the formats of
     compressed messages."""
-    roundings = [torch.finfo(dtype).eps for dtype in _dtypes(case) if dtype.is_floating_point]
+    roundings = [torch.finfo(dtype).eps for dtype in _dtypes(programs) if dtype.is_floating_point]
     return max([*roundings, *(1 / 64 for _ in formats)], default=torch.finfo(torch.float32).eps)
 
 
@@ -195,8 +203,8 @@ def _programs(case: Case) -> list[Program]:
     return [program for of_role in programs for program in of_role.values()]
 
 
-def _dtypes(case: Case) -> set[torch.dtype]:
-    return {value.type.dtype for program in _programs(case) for function in program.functions
+def _dtypes(programs: Iterable[Program]) -> set[torch.dtype]:
+    return {value.type.dtype for program in programs for function in program.functions
             for value in function.values().values()}  # fmt: skip
 
 
@@ -218,7 +226,7 @@ def own_step(case: Case, unbatched: Collection[str], formats: Collection[str] = 
 def _own_step(
     case: Case, unbatched: Collection[str], formats: Collection[str], trains: bool, seed: int
 ) -> tuple[OwnStep, bool]:
-    rounding, margin = rounding_of(case, formats), Margin()
+    rounding, margin = largest_rounding(_programs(case), formats), Margin()
     batches = step_batches(case.reference, case.microbatches, unbatched, seed)
     generator = torch.Generator().manual_seed(seed)
     dims = None if trains else _sample_dims(case.reference, unbatched)
@@ -231,12 +239,12 @@ def _own_step(
     for name, floor in _floors(exact).items():
         wanted, change = exact[name], moved[name] - exact[name]
         least = max(float(wanted.norm()), floor * math.sqrt(wanted.numel()))
-        bound = _ROUNDINGS * (float(change.norm()) + rounding * least)
+        bound = ROUNDINGS_OF_A_STEP * (float(change.norm()) + rounding * least)
         error = float((simulated[name].double() - wanted).norm()) if name in simulated else math.inf
         ratio = error / bound if bound else math.inf if error else 0.0
         step.worst = max(step.worst, (ratio if ratio == ratio else math.inf, name))
         step.expected[name] = Expected(whole_signature(name, simulated.get(name, wanted)), bound)
-    return step, margin.apart < _ROUNDINGS * rounding
+    return step, margin.apart < ROUNDINGS_OF_A_STEP * rounding
 
 
 def _wide(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -293,7 +301,7 @@ def _simulated(case: Case, batches: Microbatches, dims: Dims) -> tuple[dict[str,
     """Return the step's results by all ranks in their own types, the first state of steps at which they are finite, and
     the sensitive operators that kernels computed in a narrow type."""
     noted, known = set[str](), _narrow_in_text(_programs(case))
-    watched = any(is_narrow(dtype) for dtype in _dtypes(case))
+    watched = any(is_narrow(dtype) for dtype in _dtypes(_programs(case)))
 
     def gradients(stepper: Stepper, *args: Any) -> list[StepResult]:
         with NarrowWatch(known, noted) if watched else nullcontext():  # a mode is of one thread, as a role

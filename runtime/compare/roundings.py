@@ -21,6 +21,10 @@ _MOST_FORGIVEN = 1e-6
 """The largest error that is forgiven, relative to a tensor's largest entry. A model that amplifies one rounding more
 cannot be tested."""
 
+ROUNDINGS_OF_A_STEP = 32
+"""The factor on the measured change of a tensor in the programs' own types: a step rounds more often than once for each
+weight and input, and libraries add up products in different orders."""
+
 
 @dataclass(slots=True)
 class _StepStart:

@@ -20,8 +20,10 @@ from ...compiler.layout.pieces import take
 from ...compiler.layout.placement import TensorType, parse_type
 from ...compiler.padding.pads import pads_from
 from ...compiler.padding.tensors import grow
+from ...compiler.program.actions import Action
 from ...compiler.program.binding import BUFFERS
 from ...compiler.program.optimizers import AVERAGE
+from ...compiler.program.program import Line
 from ...compiler.program.roles import Role
 from ...compiler.program.stacked import is_stacked, part_names
 from ...grammar.codes_run import NO_AVERAGES
@@ -35,7 +37,7 @@ from ..machine.compiled import Regions
 from ..machine.execute import Machine
 from ..machine.products import agreed_kernels
 from ..machine.registry import library_of
-from ..ranks.communication import Backend
+from ..ranks.communication import Backend, Environment
 from ..ranks.faults import Bad, RunError, Watcher, bad_number, bad_tensor, writing
 from ..ranks.gather import Gatherer, everywhere, held, keepers_of, owners_of
 from ..ranks.lockstep import Together
@@ -87,6 +89,9 @@ class FullState:
 
 
 # ---- the session
+
+LineWatch = Callable[[Line, Sequence[Environment]], None]
+"""A function that is called after a line with the environment of each rank of the process."""
 
 
 class Session:
@@ -145,6 +150,7 @@ class Session:
         self.optimizer = self.offloaded.make_optimizer(self.state.parameters)
         self._batches = Batches(self._by_sizes, self.mesh, self._together)
         self._files = StateFiles(stored_of(build), self.mesh, self._together, [role.name for role in ranks])
+        self._repeating: Stepper | None = None
         self._last_batch: tuple[AtSizes, LocalParts, dict[str, torch.Tensor]] = (self._by_sizes(), [], {})
 
     def _at(self, build: Build) -> AtSizes:
@@ -153,9 +159,12 @@ class Session:
         stepper = self._stepper(build, machine, recorder=self.recorder)
         return AtSizes(build, stepper, Feed(build, self.mesh, self.coordinates, self.device, self._reading))
 
-    def _stepper(self, build: Build, machine: Callable[..., Machine] = Machine, **options: Any) -> Stepper:
-        role, options = build.role_at(self.coordinates), {**options, "kernels": self.kernels}
-        return Stepper(role.programs, role.actions, self.backend, self.device, machine, axis=role.axis, **options)
+    def _stepper(
+        self, build: Build, machine: Callable[..., Machine] = Machine, backend: Backend | None = None, **options: Any
+    ) -> Stepper:
+        role, options = build.role_at(self.coordinates), {"kernels": self.kernels, **options}
+        backend = self.backend if backend is None else backend
+        return Stepper(role.programs, role.actions, backend, self.device, machine, axis=role.axis, **options)
 
     def __enter__(self) -> Self:
         return self
@@ -187,7 +196,7 @@ class Session:
         for name, piece in self.state.parameters.items():
             initial, type_ = self._initial.whole(name), self.types[name]
             wanted, value = (self._piece(name, whole.to(type_.dtype)) for whole in (initial, make(name, initial)))
-            if not wrong and not torch.allclose(piece.cpu(), wanted, rtol=1e-5, atol=0.0, equal_nan=True):
+            if not wrong and not _same_values(piece.cpu(), wanted):
                 wrong = name
             piece.copy_(value)
         return wrong
@@ -211,6 +220,11 @@ class Session:
                 be read, or an earlier error left a step.
         """
         self._check_trains()
+        return self.run_step(batch, local)
+
+    def run_step(self, batch: Batch | None = None, local: Batch | None = None) -> StepResult:
+        """Run the programs of a step up to the gradients, as ``gradients`` does; those of a build for inference run
+        forward alone."""
         self._begun = clock()
         begun = self._batches.begin("session.step", batch, local, self.state, self.step_number, self.last_step)
         with self._together.doing(f"step {self.step_number + 1}", self.state):
@@ -361,20 +375,36 @@ class Session:
             with writing(Path(path)):
                 write_trace(Path(path), ranks)
 
+    def repeated(
+        self, state: RankState, watch: Callable[[str], LineWatch], backend: Backend | None = None, **options: Any
+    ) -> StepResult:
+        """Repeat the gradients of the last batch line by line, with the parameters of a ``state``, whose buffers are
+        set to those before the batch, and changed. ``watch`` returns the function that an action's program calls after
+        each line; ``options`` are a machine's."""
+        at, parts, buffers = self._last_batch
+        stepper = self._stepper(at.build, backend=backend or self.backend, reuse=False, **options)
+        for machine in stepper.machines.values():
+            machine.watch = watch(machine.program.action)
+        self._repeating, state.buffers = stepper, dict(buffers)
+        (result,) = stepper.gradients([state], [parts], self.step_number)
+        self._repeating = None
+        return result
+
+    @property
+    def repeating(self) -> Action | None:
+        """The action that ``repeated`` is in."""
+        return None if self._repeating is None else self._repeating.current
+
     def _find_bad(self) -> list[Bad | None]:
         """Repeat the step line by line. Return, on every rank, the first value of each rank that is not finite."""
-        at, parts, buffers = self._last_batch
+        _, parts, buffers = self._last_batch
         self.state.buffers = dict(buffers)
         bad = bad_tensor(self.state.parameters, "parameter", self.rank)
         for part in parts:
             floats = {name: value for name, value in part.items() if value.is_floating_point()}
             bad = bad or bad_tensor(floats, "input", self.rank)
-        stepper = self._stepper(at.build, reuse=False)
-        watcher = Watcher(self.rank, lambda: stepper.current)
-        for machine in stepper.machines.values():
-            machine.watch = watcher.watch(machine.program.action)
-        stepper.gradients([self.state], [parts], self.step_number)
-        self.state.buffers = dict(buffers)
+        watcher = Watcher(self.rank, lambda: self.repeating)
+        self.repeated(replace(self.state), watcher.watch)
         return everywhere(bad or watcher.first_bad(), self.world)
 
     # ---- state
@@ -444,6 +474,11 @@ class Session:
         )
         if self.build.trains:
             self.step_number = self._together.stepped(self.feed.go_on(facts))
+
+
+def _same_values(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Return whether two tensors hold the same numbers: functions of other devices may round the last digits."""
+    return torch.equal(first, second) or torch.allclose(first, second, rtol=1e-5, atol=0.0, equal_nan=True)
 
 
 # ---- functions of the library
