@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Literal, Self, final, overload
 
 import torch
-import torch.distributed as dist
 
 from ...compiler.build.build import Build
 from ...compiler.layout.pieces import take
@@ -31,8 +30,7 @@ from ..backends.distributed import Distributed
 from ..backends.in_process import InProcess
 from ..data.batches import Batches
 from ..data.feed import Feed, LocalParts
-from ..data.loader import Loader
-from ..data.sizes import AtSizes, BySizes, bound_build
+from ..data.sizes import AtSizes, BySizes
 from ..machine.compiled import Regions
 from ..machine.execute import Machine
 from ..machine.products import agreed_kernels
@@ -41,12 +39,12 @@ from ..ranks.communication import Backend, Environment
 from ..ranks.faults import Bad, RunError, Watcher, bad_number, bad_tensor, writing
 from ..ranks.gather import Gatherer, everywhere, held, keepers_of, owners_of
 from ..ranks.lockstep import Together
-from ..ranks.processes import default_device, join_processes, launched, place
+from ..ranks.processes import default_device, place
 from ..ranks.waits import Recorder, clock, clock_offset, write_trace
 from ..ranks.work import Batch, RankState, StepReport, StepResult, consume
 from ..state.initial import Initial
 from ..state.offload import Offloaded
-from ..state.opening import buffers_of, build_mesh, check_fits, check_source_of, constants_of, open_build, task_of
+from ..state.opening import buffers_of, build_mesh, check_fits, check_source_of, constants_of, task_of
 from ..state.optimizer import rate, update
 from ..state.saving import LocalPart, StateFiles, checkpoint_facts, stored_of
 from ..state.step_state import changed_state, layers_of, load_figures, loads_in, scale_figures, skips, state_after
@@ -479,57 +477,3 @@ class Session:
 def _same_values(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Return whether two tensors hold the same numbers: functions of other devices may round the last digits."""
     return torch.equal(first, second) or torch.allclose(first, second, rtol=1e-5, atol=0.0, equal_nan=True)
-
-
-# ---- functions of the library
-
-
-def load(
-    path: Path | str,
-    device: torch.device | str | None = None,
-    sizes: Mapping[str, int] | None = None,
-    *,
-    compile: bool = False,
-    trace: bool = False,
-) -> Session:
-    """Open a session of a build. If torchrun started the process, and there is no process group yet, make one.
-
-    ``sizes`` are those of the batches of the plan's data, if the plan declares ranges.
-
-    Raises:
-        RunError: the build, torch, the sizes or the number of processes does not fit, or there is no compiler.
-    """
-    build = bound_build(open_build(path), sizes or {})
-    if launched() and not dist.is_initialized():
-        check_fits(build, launched())
-        device = join_processes(torch.device(device) if device is not None else None)
-    return Session(build, device, compile=compile, trace=trace)
-
-
-def dataloader(
-    session: Session,
-    dataset: Any,
-    *,
-    shuffle: bool = False,
-    seed: int | None = None,
-    workers: int = 0,
-    drop_last: bool = False,
-    name: str = "data",
-) -> Loader:
-    """Return the batches of a dataset. Each rank gets its own samples of a batch: ``session.step(local=batch)``.
-
-    ``dataset`` has ``dataset[i]`` and a length, or it is an iterable of samples or batches. A sample is a dict by the
-    names of the plan's inputs, or a tuple in the order of its ``input`` lines. With ``shuffle`` each epoch has another
-    order, chosen by ``seed`` (default: the plan's). ``workers`` is the number of processes of each rank that read
-    ahead. The last batch of an epoch may be smaller. If the plan has a range for B, it has its own size. Else it is
-    completed by samples whose targets are ignored: its loss is the mean over its own samples. With ``drop_last`` it is
-    left out. If a session has several loaders, give each a ``name``: each has its
-    own position in checkpoints.
-
-    Raises:
-        RunError: the dataset is not one, or is empty, or has less than one batch under ``drop_last``; its last batch is
-            smaller, and the completing samples would change the loss; or another dataset has a loader with this name.
-    """
-    seed = int(session.build.manifest["seed"]) if seed is None else seed
-    options: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "workers": workers, "drop_last": drop_last}
-    return Loader(session._by_sizes, session._together, dataset, **options, name=name)
