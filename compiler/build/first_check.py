@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...grammar.bounded import parse_json
+from ..program.binding import Binding
 from .build import EVALUATION, Build, BuildError
 from .json_schema import FIRST_CHECK_FORM, FormError, hold_form
 
@@ -30,7 +31,7 @@ class FirstCheck:
     """The seed of the random batch."""
     state: Mapping[str, float]
     """The state of steps at the start."""
-    expected: Mapping[str, tuple[float, float, float]]
+    expected: Mapping[Binding, tuple[float, float, float]]
 
 
 def is_of_first_check(name: str) -> bool:
@@ -49,7 +50,7 @@ def first_check_texts(build: Build, check: FirstCheck) -> dict[str, str]:
     lacking = sorted(build.manifest.keys() - small.manifest.keys())
     row = {"on": check.on, "seed": check.seed, "state": dict(check.state), "facts": facts, "lacking": lacking,
            "own": small.texts is build.texts,
-           "expected": {name: list(numbers) for name, numbers in check.expected.items()}}  # fmt: skip
+           "expected": {str(key): list(numbers) for key, numbers in check.expected.items()}}  # fmt: skip
     texts = {FIRST_CHECK: json_text(row)}
     if not row["own"]:
         texts |= {f"{_FOLDER}{name}": text for name, text in small.texts.items() if _is_run(name)}
@@ -78,7 +79,9 @@ def read_first_check(build: Build) -> FirstCheck | None:
         else:
             texts = {name.removeprefix(_FOLDER): text for name, text in build.texts.items() if name.startswith(_FOLDER)}
             small = Build.of(build.path, texts, manifest, {})
+        expected = {
+            Binding.parse(text): (first, second, bound) for text, (first, second, bound) in row["expected"].items()
+        }
     except (FormError, KeyError, ValueError, TypeError) as error:
         raise BuildError(f"`{build.path / FIRST_CHECK}` is not of the form that parc writes: {error}") from None
-    expected = {name: (numbers[0], numbers[1], numbers[2]) for name, numbers in row["expected"].items()}
     return FirstCheck(small, row["on"], row["seed"], row["state"], expected)

@@ -21,7 +21,7 @@ def first_check_of(compiled: Compiled, chosen: Subject, case: Case) -> tuple[Fir
     small, plan = _small_build(compiled, chosen.compiled), chosen.compiled.plan
     formats = [line["format"] for line in small.manifest["compress"]]
     step = own_step(case, plan.unbatched, formats, plan.trains)
-    expected = {name: (of.signature.squares, of.signature.product, of.bound) for name, of in step.expected.items()}
+    expected = {key: (of.signature.squares, of.signature.product, of.bound) for key, of in step.expected.items()}
     return FirstCheck(small, chosen.text, step.seed, step.state, expected), [*_faults(step)]
 
 

@@ -31,7 +31,7 @@ from parc.compiler.program.program import Fault
 from parc.compiling.compiled import Compiled
 from parc.compiling.driver import Progress, compile_plan
 from parc.report import LINES, plan_of, unlined
-from parc.runtime.compare.own_types import expected_of
+from parc.runtime.compare.own_types import expected_tensor
 from parc.runtime.compare.plain import CPU
 from parc.runtime.ranks.processes import check_device
 from parc.runtime.state.opening import check_fits, check_source_of
@@ -77,7 +77,7 @@ def _first_check_faults(build: Build, wanted: FirstCheck) -> list[Fault]:
     faults += [Fault("recompilation", FIRST_CHECK, f"it expects another {name}")
                for name in sorted(check.expected.keys() ^ wanted.expected.keys())]  # fmt: skip
     for name in check.expected.keys() & wanted.expected.keys():
-        there, here = expected_of(check, name), expected_of(wanted, name)
+        there, here = expected_tensor(check, name), expected_tensor(wanted, name)
         if (apart := there.signature.apart(here.signature)) > here.bound:
             message = f"the {name} differs from the one expected there by {apart / here.bound:.1f} times its bound"
             faults.append(Fault("recompilation", FIRST_CHECK, message))

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from ...compiler.build.build import Build, BuildError
 from ...compiler.build.first_check import FirstCheck, read_first_check
+from ...compiler.layout.placement import TensorType
+from ...compiler.program.binding import LOSS, Binding, Kind
 from ...compiler.program.optimizers import AVERAGE
 from ...grammar.codes_build import BAD_BUILD
 from ...grammar.codes_run import FIRST_CHECK_DIFFERS
@@ -28,7 +30,7 @@ from ..ranks.processes import first_ranks, place
 from ..session.session import Session
 from ..state.opening import constants_of
 from .formula import FormulaUpdates
-from .own_types import Signature, expected_of, piece_signature, varied, whole_batch, whole_signature
+from .own_types import Signature, expected_tensor, piece_signature, varied, whole_batch, whole_signature
 
 _UPDATE_TOLERANCE = 1e-4
 """The largest error of an update beside its formula, relative to its size: both round each operation once."""
@@ -117,7 +119,7 @@ def _compared(check: FirstCheck, device: torch.device | str | None, compile: boo
             worst.note(math.inf, f"initial value of {wrong} on rank {session.rank}")
         if not build.trains:
             for name, value in session.predict(batch).items():
-                _note(worst, check, f"output {name}", whole_signature(f"output {name}", value))
+                _note(worst, check, key := Binding("output", name), whole_signature(str(key), value))
         else:
             session.state.steps.update({name: torch.full_like(session.state.steps[name], number)
                                         for name, number in check.state.items()})  # fmt: skip
@@ -126,22 +128,21 @@ def _compared(check: FirstCheck, device: torch.device | str | None, compile: boo
     return _Difference(*max(differences))
 
 
-def _note(worst: _Difference, check: FirstCheck, name: str, signature: Signature, where: str = "") -> None:
-    expected = expected_of(check, name)
+def _note(worst: _Difference, check: FirstCheck, key: Binding, signature: Signature) -> None:
+    expected = expected_tensor(check, key)
     apart = expected.signature.apart(signature)
-    worst.note(apart / expected.bound if expected.bound else math.inf if apart else 0.0, f"{name}{where}")
+    worst.note(apart / expected.bound if expected.bound else math.inf if apart else 0.0, str(key))
 
 
 def _compare_step(check: FirstCheck, session: Session, batch: Mapping[str, Tensor], worst: _Difference) -> None:
     build = check.build
     result = session.gradients(batch)
     gradients = {name: value.clone() for name, value in result.gradients.items()}
-    _note(worst, check, "loss", whole_signature("loss", result.loss))
-    wanted = [name.removeprefix("gradient ") for name in check.expected if name.startswith("gradient ")]
-    whole = _signatures(check, session, "gradient", {name: gradients.get(name) for name in wanted}, worst)
+    _note(worst, check, LOSS, whole_signature(str(LOSS), result.loss))
+    whole = _signatures(check, session, "gradient", gradients, session.types, worst)
     if result.grad_norm is not None and gradients:
         norm = math.sqrt(sum(of.squares for of in whole.values()))
-        bound = sum(expected_of(check, f"gradient {name}").bound for name in whole) or 1e-30
+        bound = sum(expected_tensor(check, key).bound for key in whole) or 1e-30
         worst.note(abs(float(result.grad_norm) - norm) / (bound + 1e-5 * norm), "norm of the gradients")
     formula, line = FormulaUpdates(build.manifest["optimizer"]), build.manifest["optimizer"]
     every = line.get(AVERAGE, {}).get("every", 2)
@@ -150,37 +151,35 @@ def _compare_step(check: FirstCheck, session: Session, batch: Mapping[str, Tenso
         held = {name: value.clone() for name, value in session.state.parameters.items()}
         session.update(replace(result, gradients={n: g.clone() for n, g in gradients.items()}, taken=False))
         _compare_updates(session, formula, held, gradients, float(result.grad_norm or 0.0), step, worst)
-    moved = {name.removeprefix("buffer "): session.state.buffers.get(name.removeprefix("buffer "))
-             for name in check.expected if name.startswith("buffer ")}  # fmt: skip
-    _signatures(check, session, "buffer", moved, worst)
+    _signatures(check, session, "buffer", session.state.buffers, constants_of(build), worst)
 
 
 def _signatures(
-    check: FirstCheck, session: Session, kind: str, pieces: Mapping[str, Tensor | None], worst: _Difference
-) -> dict[str, Signature]:
-    """Compare tensors by the pieces of all ranks with what is expected, and replicas with each other. Return the
-    signatures of the whole tensors."""
-    types = session.types if kind == "gradient" else constants_of(check.build)
-    parts = {}
-    for name, piece in pieces.items():
-        if piece is not None:
-            at = piece_place(session.rank, types[name].placement, session.mesh)
-            signature = piece_signature(f"{kind} {name}", piece, types[name], session.mesh, session.coordinates)
-            parts[name] = at, signature
+    check: FirstCheck, session: Session, kind: Kind, pieces: Mapping[str, Tensor], types: Mapping[str, TensorType],
+    worst: _Difference,
+) -> dict[Binding, Signature]:  # fmt: skip
+    """Compare tensors of a kind by the pieces of all ranks with what is expected, and replicas with each other. Return
+    the signatures of the whole tensors."""
+    wanted, parts = [key for key in check.expected if key.kind == kind], {}
+    for key in wanted:
+        if key.name in pieces:
+            type_, piece = types[key.name], pieces[key.name]
+            signature = piece_signature(str(key), piece, type_, session.mesh, session.coordinates)
+            parts[key] = piece_place(session.rank, type_.placement, session.mesh), signature
     ranks = everywhere(parts, session.world)
     whole = {}
-    for name in pieces:
+    for key in wanted:
         places: dict[Any, tuple[int, Signature]] = {}
-        bound = expected_of(check, f"{kind} {name}").bound
+        bound = expected_tensor(check, key).bound
         for rank, of_rank in enumerate(ranks):
-            if name in of_rank:
-                at, signature = of_rank[name]
+            if key in of_rank:
+                at, signature = of_rank[key]
                 first, known = places.setdefault(at, (rank, signature))
                 apart = known.apart(signature)
-                where = f"{kind} {name} on {ranks_text([first, rank])}, which hold the same piece,"
+                where = f"{key} on {ranks_text([first, rank])}, which hold the same piece,"
                 worst.note(apart / bound if bound else math.inf if apart else 0.0, where)
-        whole[name] = sum((signature for _, signature in places.values()), Signature())
-        _note(worst, check, f"{kind} {name}", whole[name])
+        whole[key] = sum((signature for _, signature in places.values()), Signature())
+        _note(worst, check, key, whole[key])
     return whole
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...compiler.build.build import Build
+from ...compiler.program.binding import LOSS, Binding
 from ...compiler.program.program import Line
 from ...grammar.codes_run import FIRST_CHECK_DIFFERS
 from ..machine.kernels import KERNELS
@@ -21,6 +22,7 @@ from ..ranks.faults import RunError
 from ..ranks.gather import everywhere
 from ..ranks.work import RankState, StepResult
 from ..session.session import Session
+from .agreement import stacked
 from .own_types import largest_rounding, varied, whole_batch
 from .roundings import ROUNDINGS_OF_A_STEP, perturbed
 
@@ -114,15 +116,15 @@ def _moved(state: RankState, rounding: float) -> RankState:
     return replace(state, parameters=moved)
 
 
-def _results(result: StepResult, state: RankState) -> dict[str, Tensor]:
-    """Return the tensors of a step on one rank by name."""
-    tensors = {"loss": result.loss} | {f"gradient {name}": value for name, value in result.gradients.items()}
-    tensors |= {f"buffer {name}": value for name, value in state.buffers.items()}
-    tensors |= {f"output {name} {at}": value for name, of in result.returned.items() for at, value in enumerate(of)}
-    return {name: value.detach().clone() for name, value in tensors.items() if value.is_floating_point()}
+def _results(result: StepResult, state: RankState) -> dict[Binding, Tensor]:
+    """Return the tensors of a step on one rank."""
+    tensors = {LOSS: result.loss} | {Binding("gradient", name): value for name, value in result.gradients.items()}
+    tensors |= {Binding("buffer", name): value for name, value in state.buffers.items()}
+    tensors |= {Binding("output", name): value for name, value in stacked(result.returned).items()}
+    return {key: value.detach().clone() for key, value in tensors.items() if value.is_floating_point()}
 
 
-def _repeated(session: Session, state: RankState, lines: list[_LineResult], **options: Any) -> dict[str, Tensor]:
+def _repeated(session: Session, state: RankState, lines: list[_LineResult], **options: Any) -> dict[Binding, Tensor]:
     """Repeat the step line by line, and note every line."""
 
     def watch(action: str) -> Callable[[Line, Sequence[Environment]], None]:
@@ -141,18 +143,18 @@ def _note(lines: list[_LineResult], action: str, line: Line, environment: Mappin
 
 
 def _worst(
-    by_run: Mapping[str, Tensor], exact: Mapping[str, Tensor], moved: Mapping[str, Tensor], rounding: float
+    by_run: Mapping[Binding, Tensor], exact: Mapping[Binding, Tensor], moved: Mapping[Binding, Tensor], rounding: float
 ) -> tuple[float, str]:
     """Return the largest error as a part of its bound, and the tensor's name."""
-    sizes = {name: float(value.double().norm()) / math.sqrt(max(value.numel(), 1)) for name, value in exact.items()}
+    sizes = {key: float(value.double().norm()) / math.sqrt(max(value.numel(), 1)) for key, value in exact.items()}
     worst: tuple[float, str] = 0.0, "loss"
-    for name, value in exact.items():
-        floor = 1e-3 * max(size for other, size in sizes.items() if other.split()[0] == name.split()[0])
-        least = max(sizes[name], floor) * math.sqrt(max(value.numel(), 1))
-        bound = ROUNDINGS_OF_A_STEP * (float((moved[name].double() - value.double()).norm()) + rounding * least)
-        error = float((by_run[name].double() - value.double()).norm())
+    for key, value in exact.items():
+        floor = 1e-3 * max(size for other, size in sizes.items() if other.kind == key.kind)
+        least = max(sizes[key], floor) * math.sqrt(max(value.numel(), 1))
+        bound = ROUNDINGS_OF_A_STEP * (float((moved[key].double() - value.double()).norm()) + rounding * least)
+        error = float((by_run[key].double() - value.double()).norm())
         times = error / bound if bound else math.inf if error else 0.0
-        worst = max(worst, (times if times == times else math.inf, name))
+        worst = max(worst, (times if times == times else math.inf, str(key)))
     return worst
 
 

@@ -25,6 +25,7 @@ from ...compiler.layout.pieces import dim_index
 from ...compiler.layout.placement import TensorType
 from ...compiler.ops.precision import base_name, is_narrow, is_sensitive
 from ...compiler.padding.tensors import grow
+from ...compiler.program.binding import LOSS, Binding
 from ...compiler.program.program import Program
 from ...compiler.program.step_values import LOSS_SCALE
 from ...compiler.sizes.size_range import BATCH
@@ -164,27 +165,27 @@ def _narrow_in_text(programs: Iterable[Program]) -> set[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
+class ExpectedTensor:
     """The expected signature of a tensor, and the bound on the difference of either number."""
 
     signature: Signature
     bound: float
 
 
-def expected_of(check: FirstCheck, name: str) -> Expected:
+def expected_tensor(check: FirstCheck, key: Binding) -> ExpectedTensor:
     """Return what a first check expects of a tensor."""
-    squares, product, bound = check.expected[name]
-    return Expected(Signature(squares, product), bound)
+    squares, product, bound = check.expected[key]
+    return ExpectedTensor(Signature(squares, product), bound)
 
 
 @dataclass(slots=True)
 class OwnStep:
-    """The result of one step in the programs' own types: the expected signatures by name, as ``gradient blocks.0.w``,
-    and the random data and the state that it starts from."""
+    """The result of one step in the programs' own types: the expected signatures by binding, and the random data and
+    the state that it starts from."""
 
     seed: int
     state: Mapping[str, float]
-    expected: dict[str, Expected] = field(default_factory=dict)
+    expected: dict[Binding, ExpectedTensor] = field(default_factory=dict)
     worst: tuple[float, str] = 0.0, ""
     """The largest error beside its bound, and where it is."""
     narrow: tuple[str, ...] = ()
@@ -236,14 +237,14 @@ def _own_step(
     moved = _exact(replace(case, parameters=_perturbed(parameters, generator, rounding)), moved_batches, dims)
     simulated, state, narrow = _simulated(case, batches, dims)
     step = OwnStep(seed, state, narrow=tuple(sorted(narrow)))
-    for name, floor in _floors(exact).items():
-        wanted, change = exact[name], moved[name] - exact[name]
+    for key, floor in _floors(exact).items():
+        wanted, change = exact[key], moved[key] - exact[key]
         least = max(float(wanted.norm()), floor * math.sqrt(wanted.numel()))
         bound = ROUNDINGS_OF_A_STEP * (float(change.norm()) + rounding * least)
-        error = float((simulated[name].double() - wanted).norm()) if name in simulated else math.inf
+        error = float((simulated[key].double() - wanted).norm()) if key in simulated else math.inf
         ratio = error / bound if bound else math.inf if error else 0.0
-        step.worst = max(step.worst, (ratio if ratio == ratio else math.inf, name))
-        step.expected[name] = Expected(whole_signature(name, simulated.get(name, wanted)), bound)
+        step.worst = max(step.worst, (ratio if ratio == ratio else math.inf, str(key)))
+        step.expected[key] = ExpectedTensor(whole_signature(str(key), simulated.get(key, wanted)), bound)
     return step, margin.apart < ROUNDINGS_OF_A_STEP * rounding
 
 
@@ -255,18 +256,17 @@ def _perturbed(tensors: Mapping[str, Tensor], generator: torch.Generator, roundi
     return {name: perturbed(value, generator, rounding) for name, value in tensors.items()}
 
 
-def _floors(exact: Mapping[str, Tensor]) -> dict[str, float]:
+def _floors(exact: Mapping[Binding, Tensor]) -> dict[Binding, float]:
     """Return for each tensor the least size of its entries beside which it may be rounded: a thousandth of the entries
     of the largest tensor of its kind, because a sum whose terms cancel is nothing but roundings."""
-    sizes = {name: float(value.norm()) / math.sqrt(max(value.numel(), 1)) for name, value in exact.items()}
+    sizes = {key: float(value.norm()) / math.sqrt(max(value.numel(), 1)) for key, value in exact.items()}
     largest = dict[str, float]()
-    for name, size in sizes.items():
-        kind = name.split()[0]
-        largest[kind] = max(largest.get(kind, 0.0), size)
-    return {name: 1e-3 * largest[name.split()[0]] for name in exact}
+    for key, size in sizes.items():
+        largest[key.kind] = max(largest.get(key.kind, 0.0), size)
+    return {key: 1e-3 * largest[key.kind] for key in exact}
 
 
-Dims = Mapping[str, int] | None
+SampleDims = Mapping[str, int] | None
 """The dim of samples of each tensor that a model for inference returns; None for a build that trains."""
 
 
@@ -278,17 +278,17 @@ def _sample_dims(reference: Program, unbatched: Collection[str]) -> dict[str, in
 
 def _results(
     loss: Tensor | None, gradients: Mapping[str, Tensor], buffers: Mapping[str, Tensor],
-    returned: Mapping[str, Sequence[Tensor]], dims: Dims,
-) -> dict[str, Tensor]:  # fmt: skip
-    """Return the compared tensors of a step by their kind and name."""
+    returned: Mapping[str, Sequence[Tensor]], dims: SampleDims,
+) -> dict[Binding, Tensor]:  # fmt: skip
+    """Return the compared tensors of a step."""
     if dims is not None:
-        return {f"output {name}": torch.cat([*returned[name]], dim) for name, dim in dims.items()}
-    results = {"loss": loss} if loss is not None else {}
-    results |= {f"gradient {name}": value for name, value in gradients.items()}
-    return results | {f"buffer {name}": value for name, value in buffers.items() if value.is_floating_point()}
+        return {Binding("output", name): torch.cat([*returned[name]], dim) for name, dim in dims.items()}
+    results = {LOSS: loss} if loss is not None else {}
+    results |= {Binding("gradient", name): value for name, value in gradients.items()}
+    return results | {Binding("buffer", name): value for name, value in buffers.items() if value.is_floating_point()}
 
 
-def _exact(case: Case, batches: Microbatches, dims: Dims, watch: Watch | None = None) -> dict[str, Tensor]:
+def _exact(case: Case, batches: Microbatches, dims: SampleDims, watch: Watch | None = None) -> dict[Binding, Tensor]:
     """Return the step's results by the captured graph in float64, in their padded shapes."""
     run = ReferenceRun(case, watch=watch)
     loss, gradients = run.step(batches, 0)
@@ -297,7 +297,9 @@ def _exact(case: Case, batches: Microbatches, dims: Dims, watch: Watch | None = 
     return _results(loss, grown, changed, run.returned, dims)
 
 
-def _simulated(case: Case, batches: Microbatches, dims: Dims) -> tuple[dict[str, Tensor], dict[str, float], set[str]]:
+def _simulated(
+    case: Case, batches: Microbatches, dims: SampleDims
+) -> tuple[dict[Binding, Tensor], dict[str, float], set[str]]:
     """Return the step's results by all ranks in their own types, the first state of steps at which they are finite, and
     the sensitive operators that kernels computed in a narrow type."""
     noted, known = set[str](), _narrow_in_text(_programs(case))
