@@ -105,3 +105,15 @@ NO_AVERAGES = Code(
     instead="session.state_dict()",
     language="python",
 )
+FIRST_CHECK_DIFFERS = Code(
+    name="P0430",
+    title="a step of this run's machine that differs from the one that was simulated",
+    why="before it makes any state, a run does one step of the small programs on which its build was tested, over its"
+    " own processes, kernels and options, and compares every gradient, update and average with what was simulated."
+    " A difference beyond rounding means that this run would train another model: by a faulty device or kernel, a"
+    " library of another version, or a fault of parc.",
+    example="parc run gpt.parc.build --compile  # and a compiled kernel of this device is wrong",
+    instead="parc verify --run gpt.parc.build  # names the first line that differs\n"
+    "parc run gpt.parc.build           # without the option that differs",
+    language="shell",
+)

@@ -15,9 +15,10 @@ if TYPE_CHECKING:
     from parc.compiler.capture.experts.forms import register_experts, routed
     from parc.compiler.ops.rules import register as register_rule
     from parc.runtime.compare.plain import reference
+    from parc.runtime.launch.load import dataloader, load
     from parc.runtime.ranks.faults import RunError
     from parc.runtime.ranks.work import StepReport
-    from parc.runtime.session.session import Session, dataloader, load
+    from parc.runtime.session.session import Session
 
 __all__ = [
     "RunError",
@@ -38,8 +39,8 @@ _PLACES = {
     "RunError": ("parc.runtime.ranks.faults", "RunError"),
     "Session": ("parc.runtime.session.session", "Session"),
     "StepReport": ("parc.runtime.ranks.work", "StepReport"),
-    "dataloader": ("parc.runtime.session.session", "dataloader"),
-    "load": ("parc.runtime.session.session", "load"),
+    "dataloader": ("parc.runtime.launch.load", "dataloader"),
+    "load": ("parc.runtime.launch.load", "load"),
     "reference": ("parc.runtime.compare.plain", "reference"),
     "register_experts": ("parc.compiler.capture.experts.forms", "register_experts"),
     "routed": ("parc.compiler.capture.experts.forms", "routed"),

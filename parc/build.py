@@ -46,5 +46,5 @@ def build(
         raise Refused(checked)
     checked.warnings = warnings_of(compiled)  # what fails leaves no folder behind
     progress("emit")
-    write_build(compiled.to_write(checked.report), out)
+    write_build(compiled.to_write(checked.report, checked.first), out)
     return compiled, checked

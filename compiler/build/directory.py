@@ -21,7 +21,7 @@ from .build import Build, BuildError, sources_of
 from .folders import FolderError, check_place, current, replacing
 from .json_schema import MANIFEST_FORM, REPORT_FORM, Form, FormError, hold_form
 
-FORMAT = 6
+FORMAT = 7
 MOST_BUILD_BYTES = 128 << 20
 """The most bytes of a build: its files are held in memory, and grow with distinct layers, not with ranks."""
 MANIFEST = "manifest.json"

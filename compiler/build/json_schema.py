@@ -152,6 +152,11 @@ REPORT_FORM: Form = {
     },
 }  # fmt: skip
 
+FIRST_CHECK_FORM: Form = {
+    "on": str, "seed": int, "state": Each(_FLOAT), "facts": dict, "lacking": [str], "own": bool,
+    "expected": Each(FieldRow(_FLOAT, 3)),
+}  # fmt: skip
+
 
 def hold_form(value: Any, form: Form, name: str = "") -> None:
     """Check that a value read from JSON has a form.

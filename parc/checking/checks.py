@@ -12,10 +12,12 @@ from typing import Any
 import torch
 
 from parc.checking.eager import CLAMP, EagerAgreement, amplified, compare_with_eager, near_tie, not_finite
+from parc.checking.own_types import first_check_of
 from parc.checking.reports import report_of
 from parc.checking.twins import subject_of
 from parc.compiler.analysis.samples import combination
 from parc.compiler.build.build import Build
+from parc.compiler.build.first_check import FirstCheck
 from parc.compiler.build.plan_facts import plan_faults
 from parc.compiler.plan.plan import Plan
 from parc.compiler.program.actions import FORWARD, Purpose
@@ -58,6 +60,8 @@ class Checked:
     report: dict[str, Any]
     faults: list[Fault] = field(default_factory=list)
     agreement: Agreement | None = None
+    first: FirstCheck | None = None
+    """The step that a run repeats first."""
     warnings: tuple[Diagnostic, ...] = ()
     seconds: float = 0.0
 
@@ -248,6 +252,10 @@ def check_numbers(compiled: Compiled, checked: Checked, device: torch.device = C
         where = f" at {sizes_text(at.sizes)}" if subject.template is not None else ""
         where = f"{where} in evaluation" if at.request.purpose == "evaluation" else where
         checked.faults += _number_faults(agreement, eager, where)
+        if at is cases[0] and not checked.faults:
+            with one_thread():
+                checked.first, faults = first_check_of(compiled, chosen, replace(case, device=device))
+            checked.faults += faults
     checked.report["numbers"] = numbers
 
 

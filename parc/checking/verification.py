@@ -19,11 +19,19 @@ from parc.checking.twins import subject_of
 from parc.compiler.build.build import Build
 from parc.compiler.build.directory import json_text, read_build
 from parc.compiler.build.facts import shortened
+from parc.compiler.build.first_check import (
+    FIRST_CHECK,
+    FirstCheck,
+    first_check_texts,
+    is_of_first_check,
+    read_first_check,
+)
 from parc.compiler.program.actions import FORWARD
 from parc.compiler.program.program import Fault
 from parc.compiling.compiled import Compiled
 from parc.compiling.driver import Progress, compile_plan
 from parc.report import LINES, plan_of, unlined
+from parc.runtime.compare.own_types import expected_tensor
 from parc.runtime.compare.plain import CPU
 from parc.runtime.ranks.processes import check_device
 from parc.runtime.state.opening import check_fits, check_source_of
@@ -38,7 +46,7 @@ def differences(build: Build, compiled: Compiled) -> list[Fault]:
     """Return the faults of a build that is not what its plan compiles to."""
     wanted = compiled.build
     return [
-        *_text_faults(build.texts, wanted.texts),
+        *_text_faults({name: text for name, text in build.texts.items() if not is_of_first_check(name)}, wanted.texts),
         *_key_faults("manifest.json", build.manifest, _as_read(wanted.manifest), _OF_PLACES),
         *_key_faults("report.json", build.report, _as_read(report_of(compiled)), _OF_RUNS),
     ]
@@ -56,6 +64,24 @@ def _text_faults(texts: Mapping[str, str], wanted: Mapping[str, str]) -> Iterato
                 have, want = (f"`{row.strip()}`" if row is not None else "nothing" for row in rows)
                 yield Fault("recompilation", f"{name}:{number}", f"is {have}, but the plan compiles to {want}")
                 break
+
+
+def _first_check_faults(build: Build, wanted: FirstCheck) -> list[Fault]:
+    """Return the faults of a build's first check beside the one that was just tested. Numbers may differ as much as
+    they may in a run, because they depend on the processor."""
+    check = read_first_check(build)
+    if check is None:
+        return []
+    texts = {name: text for name, text in first_check_texts(build, wanted).items() if name != FIRST_CHECK}
+    faults = [*_text_faults({name: build.texts[name] for name in texts if name in build.texts}, texts)]
+    faults += [Fault("recompilation", FIRST_CHECK, f"it expects another {name}")
+               for name in sorted(check.expected.keys() ^ wanted.expected.keys())]  # fmt: skip
+    for name in check.expected.keys() & wanted.expected.keys():
+        there, here = expected_tensor(check, name), expected_tensor(wanted, name)
+        if (apart := there.signature.apart(here.signature)) > here.bound:
+            message = f"the {name} differs from the one expected there by {apart / here.bound:.1f} times its bound"
+            faults.append(Fault("recompilation", FIRST_CHECK, message))
+    return faults
 
 
 def _unnumbered(text: str) -> list[str]:
@@ -137,6 +163,8 @@ def verify_build(
     checked = Checked({}, [])
     check_numbers(compiled, checked, device)
     verified.faults += checked.faults
+    if checked.first is not None and not checked.faults:
+        verified.faults += _first_check_faults(build, checked.first)
     verified.numbers = checked.report.get("numbers", {})
     if not verified.faults:
         verified.checks["numbers"] = "tested"

@@ -61,6 +61,11 @@ def run_options(parser: argparse.ArgumentParser) -> None:
     place.add_argument(
         "--compile", action="store_true", help="compile the work between collectives with torch's Inductor"
     )
+    place.add_argument(
+        "--no-first-check", dest="first_check", action="store_false",
+        help="do not first repeat a step of the small programs on which the build was tested",
+    )  # fmt: skip
+    place.add_argument("--full-step", action="store_true", help=argparse.SUPPRESS)  # `parc verify --run`
     place.add_argument("--nproc", metavar="N", type=positive, help="processes on this host (default: mesh / nodes)")
     place.add_argument("--nnodes", metavar="N", type=positive, default=1, help="hosts of the run; start parc on each")
     place.add_argument("--node-rank", metavar="R", type=int, help="this host's number, from 0 (default: by arrival)")
@@ -245,8 +250,8 @@ def _options(args: argparse.Namespace, build: Build) -> Options | None:
     from parc.runtime.observe.writers import FigurePlaces
     from parc.runtime.session.evaluation import check_trains, evaluation_of
 
-    if args.predict is not None:
-        return Options(0, resume=args.resume)
+    if args.predict is not None or args.full_step:
+        return Options(0, resume=args.resume, first_check=args.first_check)
     check_trains(build)
     steps = args.steps or build.manifest["steps"]
     if steps is None:
@@ -259,7 +264,8 @@ def _options(args: argparse.Namespace, build: Build) -> Options | None:
     every = args.eval_every or line.get("every")
     if every is not None:
         evaluation_of(build)
-    return Options(steps, observe, every, args.save, args.save_every, args.resume, args.trace)
+    return Options(steps, observe, every, args.save, args.save_every, args.resume, args.trace,
+                   args.first_check)  # fmt: skip
 
 
 def _before_launch(args: argparse.Namespace, build: Build, options: Options) -> int:
@@ -307,12 +313,20 @@ def torch_device(args: argparse.Namespace) -> torch.device | None:
 
 
 def _train(args: argparse.Namespace, build: Build, options: Options, device: torch.device | None) -> int:
+    from parc.runtime.compare.first_check import first_check
+    from parc.runtime.compare.full_step import full_step
     from parc.runtime.launch.predict import predict
     from parc.runtime.launch.train import train
     from parc.runtime.session.session import Session
 
+    if args.full_step:
+        outcome = full_step(build, device, compile=args.compile)
+        if int(os.environ.get("RANK", "0")) == 0:
+            say(f"{args.target}: {outcome.text()}")
+        return 0
+    checked = first_check(build, device, compile=args.compile) if options.first_check else None
     session = Session(build, device, compile=args.compile, trace=options.trace is not None)
-    return train(session, options) if args.predict is None else predict(session, args.out, args.resume)
+    return train(session, options, checked) if args.predict is None else predict(session, args.out, args.resume)
 
 
 def _launch(args: argparse.Namespace, target: Path, nproc: int) -> int:
@@ -326,7 +340,8 @@ def _launch(args: argparse.Namespace, target: Path, nproc: int) -> int:
             words += [f"--{name.replace('_', '-')}", str(value)]
     if args.sizes:
         words += ["--sizes", ",".join(f"{name}={size}" for name, size in args.sizes.items())]
-    words += ["--compile"] * args.compile
+    words += ["--compile"] * args.compile + ["--no-first-check"] * (not args.first_check)
+    words += ["--full-step"] * args.full_step
     if args.logs is not None:
         with writing(args.logs):
             args.logs.mkdir(parents=True, exist_ok=True)

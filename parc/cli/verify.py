@@ -20,13 +20,25 @@ def verify_options(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--static", action="store_true", help="shapes, types and communication from the files alone; imports nothing"
     )
-    how.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="test numbers there; default: on the CPU")
+    how.add_argument(
+        "--run", action="store_true",
+        help="one step at full sizes, in as many processes as the mesh has ranks: by the machine of a run, and again"
+        " line by line with torch's own operators",
+    )  # fmt: skip
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="test numbers there (default: cpu; with --run a GPU)")
+    parser.add_argument("--compile", action="store_true", help="with --run: by torch's Inductor, as `parc run` does")
     parser.add_argument("--first-difference", action="store_true", help="where numbers differ, name the first line")
     parser.add_argument("--json", action="store_true", help="the outcome as JSON on stdout")
 
 
 def verify_command(args: argparse.Namespace) -> int:
     """Print the checks that hold. Return 5 if one refuses, 1 if files were altered though every check holds."""
+    if args.run:
+        from parc.cli import parse_words
+        from parc.cli.run import run_command
+
+        words = ["--device", args.device] if args.device else []
+        return run_command(parse_words(["run", str(args.build), "--full-step", *words, *["--compile"] * args.compile]))
     with stages() as progress:
         progress("loading torch")
         import torch
@@ -36,7 +48,7 @@ def verify_command(args: argparse.Namespace) -> int:
         if args.static:
             verified = verify_static(args.build)
         else:
-            device = torch.device(args.device)
+            device = torch.device(args.device or "cpu")
             verified = verify_build(args.build, progress, locate=args.first_difference, device=device)
     if args.json:
         faults = [{"check": fault.check, "where": fault.where, "message": fault.message} for fault in verified.faults]

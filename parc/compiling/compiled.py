@@ -13,6 +13,7 @@ import torch
 import parc
 from parc.compiler.build.build import EVALUATION, Build, program_file
 from parc.compiler.build.facts import program_facts
+from parc.compiler.build.first_check import FirstCheck, first_check_texts
 from parc.compiler.build.plan_facts import plan_facts
 from parc.compiler.capture.capture import Captured
 from parc.compiler.capture.model_calls import TaskLines
@@ -133,13 +134,15 @@ class Compiled:
             return None
         return replace(self.evaluation, plan=self.plan, sizes=self.sizes, written=self.build.evaluation)
 
-    def to_write(self, report: Mapping[str, Any]) -> Build:
-        """Return the build with its report, and the hashes of the code that it was compiled from."""
+    def to_write(self, report: Mapping[str, Any], first: FirstCheck | None = None) -> Build:
+        """Return the build with its report, its first check, if it was tested, and the hashes of the code that it was
+        compiled from."""
         code = target_hashes(self.lines.sources, self.folder)
         hashes = {name: code_hash for name, (code_hash, _) in code.items()}
         lines = {name: lines for name, (_, lines) in code.items()}
         manifest = {**self.build.manifest, "model_source": hashes, "model_lines": lines}
-        return replace(self.build, manifest=manifest, report=report)
+        texts = dict(self.build.texts) | (first_check_texts(self.build, first) if first is not None else {})
+        return replace(self.build, manifest=manifest, report=report, texts=texts)
 
     def at(self, sizes: Mapping[str, int]) -> Compiled:
         """Return the plan compiled for some of its sizes, from the template."""

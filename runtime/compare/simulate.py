@@ -19,7 +19,6 @@ from ...compiler.padding.pads import Pad
 from ...compiler.padding.tensors import grow, shrink
 from ...compiler.program.actions import COUNTING, FORWARD
 from ...compiler.program.binding import BUFFERS, LOSS, PARAMETERS, RNG, Binding, Kind
-from ...compiler.program.optimizers import AVERAGE, OPTIMIZERS
 from ...compiler.program.program import CARRIERS, Line, Program
 from ...compiler.program.roles import SINGLE, Role
 from ..backends.in_process import InProcess, Meeting
@@ -33,89 +32,9 @@ from ..state.optimizer import make_optimizer, rate, update
 from ..state.step_state import first_state
 from ..step import Stepper
 from .agreement import DRAWS, TOLERANCE, Agreement, joined, stacked
-from .model_run import Case, Microbatches, ReferenceRun, Watch, largest, largest_difference, on_device, wide
-
-# ---- roundings
-# Ranks sum in another order, so they round otherwise. A deep model amplifies these roundings as much as those of its
-# weights and inputs, whose effect can be measured: it is the measure of a step's errors (TTrace, arXiv 2506.09280).
-
-_ROUNDING_FACTOR = 16
-"""The factor on the measured change: sums in another order round more often than weights and inputs do."""
-_MOST_FORGIVEN = 1e-6
-"""The largest error that is forgiven, relative to a tensor's largest entry. A model that amplifies one rounding more
-cannot be tested."""
-
-
-@dataclass(slots=True)
-class _StepStart:
-    """The state and the batches at the start of a step."""
-
-    parameters: Mapping[str, Tensor]
-    buffers: Mapping[str, Tensor]
-    batches: Microbatches
-    step: int
-
-
-class Roundings:
-    """The effect of one rounding in each step of a reference run.
-
-    It is measured lazily: a second run with an optimizer of its own repeats all steps, each from the same state with
-    every number perturbed by one rounding.
-    """
-
-    def __init__(self, case: Case, watch: Watch | None = None) -> None:
-        self._case, self._watch, self._steps = case, watch, list[_StepStart]()
-        self._run: ReferenceRun | None = None
-        self._repeated = 0
-        self._results: dict[Binding, Tensor] = {}
-        self.amplified = ""
-        """The message about the first value that one rounding changes too much to be tested."""
-
-    def begin(self, reference: ReferenceRun, batches: Microbatches, step: int) -> None:
-        """Keep the state at the start of the reference's next step."""
-        parameters = {name: value.detach().clone() for name, value in reference.parameters.items()}
-        self._steps.append(_StepStart(parameters, dict(reference.buffers), batches, step))
-
-    def unexplained(self, what: Binding, expected: Tensor, apart: float, scale: float) -> float:
-        """Return the error ``apart``, relative to ``scale``, without the part that rounding explains. An error up to
-        ``TOLERANCE`` needs no explanation. ``expected`` is the value of ``what`` in the reference's last step."""
-        if TOLERANCE * scale < apart < float("inf"):
-            explained = _ROUNDING_FACTOR * largest_difference(self._perturbed()[what], expected)
-            if explained > _MOST_FORGIVEN * scale and not self.amplified:
-                text = f"gradient of {what.name}" if what.kind == "gradient" else str(what)
-                self.amplified = f"one rounding of weights and inputs changes the {text} by more than a test can allow"
-            apart = max(0.0, apart - min(explained, _MOST_FORGIVEN * scale))
-        return apart / scale
-
-    def _perturbed(self) -> Mapping[Binding, Tensor]:
-        """Return the last step's results from a state that is perturbed by one rounding."""
-        run = self._run = self._run or ReferenceRun(self._case, watch=self._watch)
-        while self._repeated < len(self._steps):
-            begin = self._steps[self._repeated]
-            generator = torch.Generator().manual_seed(self._repeated)
-            with torch.no_grad():
-                for name, value in begin.parameters.items():
-                    run.parameters[name].copy_(_perturb(value, generator))
-            run.buffers = dict(begin.buffers)
-            batches = [{name: _perturb(value, generator) for name, value in batch.items()} for batch in begin.batches]
-            loss, gradients = run.step(batches, begin.step)
-            self._results = {
-                LOSS: loss,
-                **{Binding("gradient", name): value for name, value in gradients.items()},
-                **{Binding("buffer", name): value for name, value in run.buffers.items()},
-                **{Binding("output", name): value for name, value in stacked(run.returned).items()},
-            }
-            self._repeated += 1
-        return self._results
-
-
-def _perturb(value: Tensor, generator: torch.Generator) -> Tensor:
-    """Return each number of a float64 tensor with one rounding added: up, down or none."""
-    if value.dtype != torch.float64:
-        return value
-    steps = torch.randint(-1, 2, value.shape, generator=generator).to(value)
-    return value * (1 + 2.0**-52 * steps)
-
+from .formula import FormulaUpdates, rate_error
+from .model_run import Case, Microbatches, ReferenceRun, largest, largest_difference, on_device, wide
+from .roundings import Roundings
 
 # ---- offload: two memory spaces in one process
 
@@ -161,49 +80,6 @@ def with_host_values(state: RankState, names: set[str]) -> RankState:
 
 
 # ---- the simulator
-
-
-class FormulaUpdates:
-    """The expected updates of the plan's optimizer ``line`` by torch's loop over single tensors, each with its own
-    state.
-
-    They are computed from the ranks' own gradients. The captured graph's updates could not be compared to 1e-10: the
-    first step of Adam takes only a gradient's sign, also of one that is nothing but rounding.
-
-    Arguments, groups, clipping and averages are read from the line here, so that ``runtime/state/optimizer.py``, by
-    which ranks update, is checked; only the rate of a step is taken from it.
-    """
-
-    def __init__(self, line: Mapping[str, Any]) -> None:
-        self._line = line
-        self._groups = {name: group["set"] for group in line["groups"] for name in group["parameters"]}
-        self._optimizers: dict[Hashable, torch.optim.Optimizer] = {}
-        self._averages: dict[Hashable, Tensor] = {}
-
-    def after(
-        self, key: Hashable, name: str, before: Tensor, gradient: Tensor, norm: float, step: int
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return a piece of a parameter after a step, counted from 1, and by slot the tensors of its state. ``key``
-        tells the piece from others, ``norm`` is the global norm of the gradients."""
-        line, row, group = self._line, OPTIMIZERS[self._line["name"]], self._groups.get(name, {})
-        if key not in self._optimizers:
-            arguments = {word: line[word] for word in (*row.clauses, "lr", "weight_decay")}
-            arguments |= {**line.get("arguments", {}), **group}
-            self._optimizers[key] = getattr(torch.optim, row.torch_class)([before.clone()], foreach=False, **arguments)
-            self._averages[key] = before
-        optimizer = self._optimizers[key]
-        (settings,) = optimizer.param_groups
-        (parameter,) = settings["params"]
-        settings["lr"] = rate(line, step) * (group.get("lr", line["lr"]) / line["lr"] if line["lr"] else 1.0)
-        parameter.copy_(before)
-        parameter.grad = gradient * (1.0 if line["clip"] is None else min(1.0, line["clip"] / (norm + 1e-6)))
-        optimizer.step()
-        state = {slot: optimizer.state[parameter].get(slot) for slot in (*row.tensors, *row.optional)}
-        if (average := line.get(AVERAGE)) is not None:
-            if step % average["every"] == 0:
-                self._averages[key] = average["decay"] * self._averages[key] + (1 - average["decay"]) * parameter
-            state[AVERAGE] = self._averages[key]
-        return parameter, {slot: value for slot, value in state.items() if value is not None}
 
 
 _LATE_STEP = (1 << 53) + 1
@@ -280,7 +156,7 @@ class Simulation:
         results = self.run(Stepper.gradients, batches, step)
         self.gradients = [result.gradients for result in results]
         names = dict.fromkeys(name for of_rank in self.gradients for name in of_rank)
-        whole = {name: self._whole(self.gradients, name) for name in names}
+        whole = {name: self.whole(self.gradients, name) for name in names}
         self.spread = _replica_spread(self.gradients, self.types, self.case.mesh)
         self.norms = [result.grad_norm for result in results]
         self.metrics = [result.metrics for result in results]
@@ -308,20 +184,25 @@ class Simulation:
                    for rank, result in zip(backend.ranks, results, strict=True)}  # fmt: skip
         return [by_rank[rank] for rank in range(self.case.mesh.world)]
 
-    def _whole(self, ranks: Sequence[Mapping[str, Tensor]], name: str) -> Tensor:
+    def whole(self, ranks: Sequence[Mapping[str, Tensor]], name: str) -> Tensor:
+        """Return a parameter or its gradient, put together from the pieces of ``ranks`` by name."""
         pieces = {rank: have[name] for rank, have in enumerate(ranks) if name in have}
         return whole_tensor(pieces, self.types[name].placement, self.case.mesh)
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Return every parameter, put together."""
         for name in self.types:
-            yield name, self._whole([state.parameters for state in self.states], name)
+            yield name, self.whole([state.parameters for state in self.states], name)
 
     def buffers(self) -> Iterator[tuple[str, dict[int, Tensor], TensorType]]:
         """Yield every buffer that the model keeps: the pieces of the ranks that have it, and its type."""
         for name, type_ in self._buffer_types(("buffer",)).items():
             have = enumerate(state.buffers for state in self.states)
             yield name, {rank: buffers[name] for rank, buffers in have if name in buffers}, type_
+
+    def whole_buffer(self, pieces: Mapping[int, Tensor], type_: TensorType) -> Tensor:
+        """Return a buffer, put together from the pieces of the ranks that have it."""
+        return whole_tensor(pieces, type_.placement, self.case.mesh)
 
     def take_state(self, reference: ReferenceRun) -> None:
         """Continue from the reference's weights and buffers, so that rounding errors are not carried into the next
@@ -381,6 +262,7 @@ def _compare(case: Case, steps: int, seed: int) -> Agreement:
     watch = agreement.margin.watch
     reference, simulation, roundings = ReferenceRun(case, watch=watch), Simulation(case), Roundings(case, watch)
     formula = FormulaUpdates(case.optimizer)
+    agreement.note("parameter", rate_error(case.optimizer, None, rate), "rates of steps")
     generator = torch.Generator().manual_seed(seed)
     draws = RNG in case.reference.main.bindings
     for index in range(steps):

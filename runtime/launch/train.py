@@ -15,6 +15,7 @@ from typing import Any, Self, final
 import torch
 
 from ...compiler.build.build import Build
+from ..compare.first_check import CheckOutcome
 from ..observe.observer import Observe, Observer
 from ..ranks.faults import RunError, writing
 from ..ranks.processes import launched
@@ -40,6 +41,7 @@ class Options:
     save_every: int | None = None
     resume: Path | None = None
     trace: Path | None = None
+    first_check: bool = True
 
 
 @final
@@ -71,8 +73,9 @@ class Stop:
             signal.signal(number, handler)
 
 
-def train(session: Session, options: Options) -> int:
-    """Train until step ``options.steps``. Return 0, or 128 + the number of the signal that stopped every rank.
+def train(session: Session, options: Options, checked: CheckOutcome | None = None) -> int:
+    """Train until step ``options.steps``; ``checked`` is the outcome of the first check. Return 0, or 128 + the number
+    of the signal that stopped every rank.
 
     Raises:
         RunError: data, checkpoints or numbers are at fault.
@@ -86,8 +89,10 @@ def train(session: Session, options: Options) -> int:
         begin()
         _check_places(session, options)
         resumed = options.resume is not None
-        observer = stack.enter_context(Observer(session, options.observe, options.steps, run_facts(session), resumed))
-        observer.say(*_start_notes(session, options))
+        observer = stack.enter_context(
+            Observer(session, options.observe, options.steps, run_facts(session, checked), resumed)
+        )
+        observer.say(*([] if checked is None else [checked.text()]), *_start_notes(session, options))
         started, watch = session.step_number, LoadWatch(planned_load(session.build))
         saved = session.step_number if options.resume == options.save else -1
         asked = max(row[0] for row in session.exchange([stop.signal]))
@@ -194,11 +199,13 @@ def rate_ends(build: Build, steps: int) -> str:
     return f"{end}; with `over {steps}` in the plan's `optimizer` line it falls until this run ends"
 
 
-def run_facts(session: Session) -> dict[str, Any]:
-    """Return the first line of a metrics file: versions, mesh, the plan's hash, device, and the first step."""
+def run_facts(session: Session, checked: CheckOutcome | None = None) -> dict[str, Any]:
+    """Return the first line of a metrics file: versions, mesh, the plan's hash, device, the first step, and what the
+    first check covered."""
     manifest = session.build.manifest
     return {
         "parc": manifest["parc"], "torch": torch.__version__, "python": sys.version.split()[0],
         "mesh": dict(session.mesh.declared.axes), "plan": manifest["files"]["plan.parc"], "device": session.device.type,
         "microbatches": manifest["microbatches"], "start": session.step_number,
+        "first_check": None if checked is None else checked.facts(),
     }  # fmt: skip

@@ -15,6 +15,7 @@ from ...compiler.padding.pads import Pad
 from ...compiler.padding.tensors import shrink
 from ...compiler.program.binding import BUFFERS, PARAMETERS, Binding, Kind
 from ...compiler.program.roles import Role
+from .processes import all_ranks
 from .waits import WAITS
 
 # ---- the owners of tensors
@@ -64,7 +65,7 @@ def everywhere(value: _Gathered, world: int) -> list[_Gathered]:
     """Return every rank's value, in rank order, on every rank."""
     values = [value] * world
     if world > 1:
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=all_ranks())
     return values
 
 
@@ -75,7 +76,7 @@ def of_every_role(value: _Gathered, roles: Sequence[str], rank: int) -> list[_Ga
     for first in sorted(firsts.values()):
         box = [value if rank == first else None]
         if len(firsts) > 1:
-            dist.broadcast_object_list(box, first)
+            dist.broadcast_object_list(box, first, group=all_ranks())
         values.append(cast(_Gathered, box[0] if len(firsts) > 1 else value))
     return values
 
@@ -91,7 +92,7 @@ def exchange(row: Sequence[int | torch.Tensor], world: int, device: torch.device
             mine[place] = number
     rows = [torch.empty_like(mine) for _ in range(world)]
     with WAITS.ranks():
-        dist.all_gather(rows, mine)
+        dist.all_gather(rows, mine, group=all_ranks())
     return cast(list[list[int]], torch.stack(rows).tolist())
 
 
@@ -120,7 +121,7 @@ class Gatherer:
             else:  # never receive into a tensor that is trained
                 value = torch.empty(type_.local(self._mesh), dtype=type_.dtype, device=self._device)
             if sent:
-                dist.broadcast(value.view(-1).view(torch.uint8), source)  # gloo lacks some dtypes
+                dist.broadcast(value.view(-1).view(torch.uint8), source, group=all_ranks())  # gloo lacks some dtypes
             pieces[source] = value.cpu()
         if not type_.placement.split_axes():
             (only,) = pieces.values()

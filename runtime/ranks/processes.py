@@ -6,7 +6,9 @@ import atexit
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -109,9 +111,51 @@ def join_processes(device: torch.device | None = None, timeout_s: float = TIMEOU
     return device
 
 
+@dataclass(slots=True)
+class _Taking:
+    """The ranks that take part in what is done now: their process group, None for all; and the groups made for it."""
+
+    group: Any = None
+    groups: list[Any] | None = None
+
+
+_taking = _Taking()
+
+
+def all_ranks() -> Any:
+    """Return the process group of all ranks that take part in what is done now; None for the group of all."""
+    return _taking.group
+
+
+def place() -> tuple[int, int]:
+    """Return this process's rank, and the number of ranks that take part."""
+    return (dist.get_rank(all_ranks()), dist.get_world_size(all_ranks())) if dist.is_initialized() else (0, 1)
+
+
 def new_group(ranks: Sequence[int]) -> Any:
     """Make a process group of some ranks with the timeout of the group of all; torch's default is longer."""
-    return dist.new_group(list(ranks), timeout=_timeout)
+    alone = all_ranks() is not None  # the other ranks make no groups now
+    group = dist.new_group(list(ranks), timeout=_timeout, use_local_synchronization=alone)
+    if _taking.groups is not None:
+        _taking.groups.append(group)
+    return group
+
+
+@contextmanager
+def first_ranks(count: int) -> Iterator[bool]:
+    """Enter a block in which the first ``count`` ranks work as if there were no others. Return whether this rank is one
+    of them; the others skip the block's work. Groups that are made in it end with it. Collective."""
+    global _taking
+    before, (rank, world) = _taking, place()
+    group = new_group(range(count)) if count < world else None
+    _taking = _Taking(group, [] if group is None else [group])
+    try:
+        yield rank < count
+    finally:
+        groups, _taking = _taking.groups or [], before
+        for made in reversed(groups):
+            if made is not None and made != dist.GroupMember.NON_GROUP_MEMBER:
+                dist.destroy_process_group(made)
 
 
 def leave() -> None:

@@ -13,13 +13,16 @@ from pathlib import Path
 from typing import Any, Literal, Self, final, overload
 
 import torch
-import torch.distributed as dist
 
 from ...compiler.build.build import Build
+from ...compiler.layout.pieces import take
 from ...compiler.layout.placement import TensorType, parse_type
 from ...compiler.padding.pads import pads_from
+from ...compiler.padding.tensors import grow
+from ...compiler.program.actions import Action
 from ...compiler.program.binding import BUFFERS
 from ...compiler.program.optimizers import AVERAGE
+from ...compiler.program.program import Line
 from ...compiler.program.roles import Role
 from ...compiler.program.stacked import is_stacked, part_names
 from ...grammar.codes_run import NO_AVERAGES
@@ -27,22 +30,21 @@ from ..backends.distributed import Distributed
 from ..backends.in_process import InProcess
 from ..data.batches import Batches
 from ..data.feed import Feed, LocalParts
-from ..data.loader import Loader
-from ..data.sizes import AtSizes, BySizes, bound_build
+from ..data.sizes import AtSizes, BySizes
 from ..machine.compiled import Regions
 from ..machine.execute import Machine
 from ..machine.products import agreed_kernels
 from ..machine.registry import library_of
-from ..ranks.communication import Backend
+from ..ranks.communication import Backend, Environment
 from ..ranks.faults import Bad, RunError, Watcher, bad_number, bad_tensor, writing
 from ..ranks.gather import Gatherer, everywhere, held, keepers_of, owners_of
 from ..ranks.lockstep import Together
-from ..ranks.processes import default_device, join_processes, launched
+from ..ranks.processes import default_device, place
 from ..ranks.waits import Recorder, clock, clock_offset, write_trace
 from ..ranks.work import Batch, RankState, StepReport, StepResult, consume
 from ..state.initial import Initial
 from ..state.offload import Offloaded
-from ..state.opening import buffers_of, build_mesh, check_fits, check_source_of, constants_of, open_build, task_of
+from ..state.opening import buffers_of, build_mesh, check_fits, check_source_of, constants_of, task_of
 from ..state.optimizer import rate, update
 from ..state.saving import LocalPart, StateFiles, checkpoint_facts, stored_of
 from ..state.step_state import changed_state, layers_of, load_figures, loads_in, scale_figures, skips, state_after
@@ -86,6 +88,9 @@ class FullState:
 
 # ---- the session
 
+LineWatch = Callable[[Line, Sequence[Environment]], None]
+"""A function that is called after a line with the environment of each rank of the process."""
+
 
 class Session:
     """The training state of one rank, and the programs that advance it.
@@ -112,7 +117,7 @@ class Session:
         self.build, self._layers, self._begun = build, layers_of(build), clock()
         self._listeners: list[Callable[[StepReport], object]] = []
         self.mesh = build_mesh(build)
-        self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self.rank, self.world = place()
         check_fits(build, self.world)
         self.device = torch.device(device) if device is not None else default_device()
         self.coordinates = self.mesh.coordinates(self.rank)
@@ -143,6 +148,7 @@ class Session:
         self.optimizer = self.offloaded.make_optimizer(self.state.parameters)
         self._batches = Batches(self._by_sizes, self.mesh, self._together)
         self._files = StateFiles(stored_of(build), self.mesh, self._together, [role.name for role in ranks])
+        self._repeating: Stepper | None = None
         self._last_batch: tuple[AtSizes, LocalParts, dict[str, torch.Tensor]] = (self._by_sizes(), [], {})
 
     def _at(self, build: Build) -> AtSizes:
@@ -151,9 +157,12 @@ class Session:
         stepper = self._stepper(build, machine, recorder=self.recorder)
         return AtSizes(build, stepper, Feed(build, self.mesh, self.coordinates, self.device, self._reading))
 
-    def _stepper(self, build: Build, machine: Callable[..., Machine] = Machine, **options: Any) -> Stepper:
-        role, options = build.role_at(self.coordinates), {**options, "kernels": self.kernels}
-        return Stepper(role.programs, role.actions, self.backend, self.device, machine, axis=role.axis, **options)
+    def _stepper(
+        self, build: Build, machine: Callable[..., Machine] = Machine, backend: Backend | None = None, **options: Any
+    ) -> Stepper:
+        role, options = build.role_at(self.coordinates), {"kernels": self.kernels, **options}
+        backend = self.backend if backend is None else backend
+        return Stepper(role.programs, role.actions, backend, self.device, machine, axis=role.axis, **options)
 
     def __enter__(self) -> Self:
         return self
@@ -178,6 +187,23 @@ class Session:
             self.offloaded.parameter,
         )
 
+    def start_from(self, make: Callable[[str, torch.Tensor], torch.Tensor]) -> str:
+        """Set every parameter to what ``make`` returns for its name and its whole initial value. Return the name of the
+        first whose initial pieces on this rank were not those of the whole, "" if there is none."""
+        wrong = ""
+        for name, piece in self.state.parameters.items():
+            initial, type_ = self._initial.whole(name), self.types[name]
+            wanted, value = (self._piece(name, whole.to(type_.dtype)) for whole in (initial, make(name, initial)))
+            if not wrong and not _same_values(piece.cpu(), wanted):
+                wrong = name
+            piece.copy_(value)
+        return wrong
+
+    def _piece(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """Return this rank's piece of a whole parameter."""
+        grown = grow(whole, pads_from(self.build.manifest["padding"]).get(name, ()))
+        return take(grown, self.types[name].placement, self.mesh, self.coordinates)
+
     # ---- training
 
     def gradients(self, batch: Batch | None = None, *, local: Batch | None = None) -> StepResult:
@@ -192,6 +218,11 @@ class Session:
                 be read, or an earlier error left a step.
         """
         self._check_trains()
+        return self.run_step(batch, local)
+
+    def run_step(self, batch: Batch | None = None, local: Batch | None = None) -> StepResult:
+        """Run the programs of a step up to the gradients, as ``gradients`` does; those of a build for inference run
+        forward alone."""
         self._begun = clock()
         begun = self._batches.begin("session.step", batch, local, self.state, self.step_number, self.last_step)
         with self._together.doing(f"step {self.step_number + 1}", self.state):
@@ -342,20 +373,36 @@ class Session:
             with writing(Path(path)):
                 write_trace(Path(path), ranks)
 
+    def repeated(
+        self, state: RankState, watch: Callable[[str], LineWatch], backend: Backend | None = None, **options: Any
+    ) -> StepResult:
+        """Repeat the gradients of the last batch line by line, with the parameters of a ``state``, whose buffers are
+        set to those before the batch, and changed. ``watch`` returns the function that an action's program calls after
+        each line; ``options`` are a machine's."""
+        at, parts, buffers = self._last_batch
+        stepper = self._stepper(at.build, backend=backend or self.backend, reuse=False, **options)
+        for machine in stepper.machines.values():
+            machine.watch = watch(machine.program.action)
+        self._repeating, state.buffers = stepper, dict(buffers)
+        (result,) = stepper.gradients([state], [parts], self.step_number)
+        self._repeating = None
+        return result
+
+    @property
+    def repeating(self) -> Action | None:
+        """The action that ``repeated`` is in."""
+        return None if self._repeating is None else self._repeating.current
+
     def _find_bad(self) -> list[Bad | None]:
         """Repeat the step line by line. Return, on every rank, the first value of each rank that is not finite."""
-        at, parts, buffers = self._last_batch
+        _, parts, buffers = self._last_batch
         self.state.buffers = dict(buffers)
         bad = bad_tensor(self.state.parameters, "parameter", self.rank)
         for part in parts:
             floats = {name: value for name, value in part.items() if value.is_floating_point()}
             bad = bad or bad_tensor(floats, "input", self.rank)
-        stepper = self._stepper(at.build, reuse=False)
-        watcher = Watcher(self.rank, lambda: stepper.current)
-        for machine in stepper.machines.values():
-            machine.watch = watcher.watch(machine.program.action)
-        stepper.gradients([self.state], [parts], self.step_number)
-        self.state.buffers = dict(buffers)
+        watcher = Watcher(self.rank, lambda: self.repeating)
+        self.repeated(replace(self.state), watcher.watch)
         return everywhere(bad or watcher.first_bad(), self.world)
 
     # ---- state
@@ -427,55 +474,6 @@ class Session:
             self.step_number = self._together.stepped(self.feed.go_on(facts))
 
 
-# ---- functions of the library
-
-
-def load(
-    path: Path | str,
-    device: torch.device | str | None = None,
-    sizes: Mapping[str, int] | None = None,
-    *,
-    compile: bool = False,
-    trace: bool = False,
-) -> Session:
-    """Open a session of a build. If torchrun started the process, and there is no process group yet, make one.
-
-    ``sizes`` are those of the batches of the plan's data, if the plan declares ranges.
-
-    Raises:
-        RunError: the build, torch, the sizes or the number of processes does not fit, or there is no compiler.
-    """
-    build = bound_build(open_build(path), sizes or {})
-    if launched() and not dist.is_initialized():
-        check_fits(build, launched())
-        device = join_processes(torch.device(device) if device is not None else None)
-    return Session(build, device, compile=compile, trace=trace)
-
-
-def dataloader(
-    session: Session,
-    dataset: Any,
-    *,
-    shuffle: bool = False,
-    seed: int | None = None,
-    workers: int = 0,
-    drop_last: bool = False,
-    name: str = "data",
-) -> Loader:
-    """Return the batches of a dataset. Each rank gets its own samples of a batch: ``session.step(local=batch)``.
-
-    ``dataset`` has ``dataset[i]`` and a length, or it is an iterable of samples or batches. A sample is a dict by the
-    names of the plan's inputs, or a tuple in the order of its ``input`` lines. With ``shuffle`` each epoch has another
-    order, chosen by ``seed`` (default: the plan's). ``workers`` is the number of processes of each rank that read
-    ahead. The last batch of an epoch may be smaller. If the plan has a range for B, it has its own size. Else it is
-    completed by samples whose targets are ignored: its loss is the mean over its own samples. With ``drop_last`` it is
-    left out. If a session has several loaders, give each a ``name``: each has its
-    own position in checkpoints.
-
-    Raises:
-        RunError: the dataset is not one, or is empty, or has less than one batch under ``drop_last``; its last batch is
-            smaller, and the completing samples would change the loss; or another dataset has a loader with this name.
-    """
-    seed = int(session.build.manifest["seed"]) if seed is None else seed
-    options: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "workers": workers, "drop_last": drop_last}
-    return Loader(session._by_sizes, session._together, dataset, **options, name=name)
+def _same_values(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Return whether two tensors hold the same numbers: functions of other devices may round the last digits."""
+    return torch.equal(first, second) or torch.allclose(first, second, rtol=1e-5, atol=0.0, equal_nan=True)

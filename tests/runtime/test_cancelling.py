@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from parc.runtime.compare import simulate as roundings
+from parc.runtime.compare import roundings
 from parc.runtime.compare.simulate import Simulation, compare
 
 from ..random_layers import Sizes

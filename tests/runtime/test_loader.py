@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import parc
 from parc.grammar.codes_build import BAD_DATA
-from parc.runtime.session.session import dataloader
+from parc.runtime.launch.load import dataloader
 from tests.runtime.ranks import run_ranks
 from tests.runtime.tiny import DATA, ONE, PLAN, build
 

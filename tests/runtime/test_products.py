@@ -10,10 +10,11 @@ import torch
 from parc.compiler.analysis import products as facts
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.torch_private import onednn_linear
+from parc.runtime.launch.load import load
 from parc.runtime.machine import products
 from parc.runtime.machine.kernels import KERNELS
 from parc.runtime.machine.registry import KernelContext
-from parc.runtime.session.session import Session, load
+from parc.runtime.session.session import Session
 
 from .tiny import ONE, build, without_onednn
 

@@ -1,0 +1,209 @@
+"""The first check of a run: one step of the build's small programs over the run's own backend, by its own kernels and
+options, beside the result that the build expects.
+
+It comes before any state of the run is made, and leaves none. Gradients, the loss and buffers are compared with what
+was simulated when the plan was built; updates and averages with the optimizer's formula on the run's own gradients.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...compiler.build.build import Build, BuildError
+from ...compiler.build.first_check import FirstCheck, read_first_check
+from ...compiler.layout.placement import TensorType
+from ...compiler.program.binding import LOSS, Binding, Kind
+from ...compiler.program.optimizers import AVERAGE
+from ...grammar.codes_build import BAD_BUILD
+from ...grammar.codes_run import FIRST_CHECK_DIFFERS
+from ..ranks.faults import RunError
+from ..ranks.gather import everywhere, piece_place
+from ..ranks.lockstep import ranks_text
+from ..ranks.processes import first_ranks, place
+from ..session.session import Session
+from ..state.opening import constants_of
+from .formula import FormulaUpdates
+from .own_types import Signature, expected_tensor, piece_signature, varied, whole_batch, whole_signature
+
+_UPDATE_TOLERANCE = 1e-4
+"""The largest error of an update beside its formula, relative to its size: both round each operation once."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckOutcome:
+    """The outcome of a first check on all ranks: how many tensors were compared, on which programs, by how many ranks,
+    and the largest error as a part of its bound."""
+
+    on: str
+    tensors: int
+    ranks: int
+    largest: float
+    at: str
+    """The tensor with the largest error beside its bound."""
+    seconds: float
+
+    def text(self) -> str:
+        """Return the line about it that a run shows."""
+        ranks = f" by {ranks_text(range(self.ranks))}" if self.ranks > 1 else ""
+        return f"first check: {self.tensors} tensors of a step as simulated, on {self.on}{ranks} ({self.seconds:.1f} s)"
+
+    def facts(self) -> dict[str, Any]:
+        """Return it for the first line of a metrics file."""
+        return {**asdict(self), "largest": round(self.largest, 4), "seconds": round(self.seconds, 3)}
+
+
+@dataclass(slots=True)
+class _Difference:
+    """The tensor that differs most from what was expected: its error as a multiple of its bound, and where it is."""
+
+    times: float = 0.0
+    what: str = ""
+
+    def note(self, times: float, what: str) -> None:
+        times = times if times == times else math.inf
+        if times > self.times:
+            self.times, self.what = times, what
+
+
+def first_check(
+    build: Build, device: torch.device | str | None = None, *, compile: bool = False
+) -> CheckOutcome | None:
+    """Run a build's first check, on as many ranks as its small programs have. Return None for a build without one.
+    Collective: every rank calls it.
+
+    Raises:
+        RunError: on every rank: a tensor differs by more than roundings explain.
+    """
+    try:
+        check = read_first_check(build)
+    except BuildError as error:
+        raise RunError(BAD_BUILD, str(error), error.help) from None
+    if check is None:
+        return None
+    start, ranks = time.perf_counter(), check.build.roles[next(iter(check.build.roles))].programs
+    count = next(iter(ranks.values())).mesh.world
+    with first_ranks(count) as taking_part:
+        worst = _compared(check, device, compile) if taking_part else _Difference()
+        again = _compared(check, device, compile) if taking_part and worst.times > 1 else worst
+    outcomes = everywhere((worst.times, worst.what, again.times, again.what), place()[1])
+    times, what, times_again, what_again = max(outcomes)
+    if times > 1:
+        raise _differs(build, times, what, times_again, what_again)
+    return CheckOutcome(check.on, len(check.expected), count, times, what, time.perf_counter() - start)
+
+
+def _differs(build: Build, times: float, what: str, again: float, what_again: str) -> RunError:
+    by = "is no finite number" if math.isinf(times) else f"differs by {times:.3g} times what roundings explain"
+    message = f"the first check of `{build.path}` failed: the {what} {by}"
+    notes = ["a second try differed in the same way"] if (again, what_again) == (times, what) else []
+    if not notes:
+        second = f"the {what_again} differed by {again:.3g} times it" if again > 1 else "nothing differed"
+        notes = [f"in a second try {second}: a kernel of this device may not give the same result twice"]
+    help_ = f"`parc verify --run {build.path}` names the first line that differs; `--no-first-check` runs all the same"
+    return RunError(FIRST_CHECK_DIFFERS, message, help_, notes)
+
+
+def _compared(check: FirstCheck, device: torch.device | str | None, compile: bool) -> _Difference:
+    """Run the step, and return its largest difference, the same on all ranks that take part."""
+    build, worst = check.build, _Difference()
+    batch = whole_batch(build, check.seed)
+    with Session(build, device, check_source=False, compile=compile) as session:
+        if wrong := session.start_from(varied):
+            worst.note(math.inf, f"initial value of {wrong} on rank {session.rank}")
+        if not build.trains:
+            for name, value in session.predict(batch).items():
+                _note(worst, check, key := Binding("output", name), whole_signature(str(key), value))
+        else:
+            session.state.steps.update({name: torch.full_like(session.state.steps[name], number)
+                                        for name, number in check.state.items()})  # fmt: skip
+            _compare_step(check, session, batch, worst)
+    differences = everywhere((worst.times, worst.what), session.world)
+    return _Difference(*max(differences))
+
+
+def _note(worst: _Difference, check: FirstCheck, key: Binding, signature: Signature) -> None:
+    expected = expected_tensor(check, key)
+    apart = expected.signature.apart(signature)
+    worst.note(apart / expected.bound if expected.bound else math.inf if apart else 0.0, str(key))
+
+
+def _compare_step(check: FirstCheck, session: Session, batch: Mapping[str, Tensor], worst: _Difference) -> None:
+    build = check.build
+    result = session.gradients(batch)
+    gradients = {name: value.clone() for name, value in result.gradients.items()}
+    _note(worst, check, LOSS, whole_signature(str(LOSS), result.loss))
+    whole = _signatures(check, session, "gradient", gradients, session.types, worst)
+    if result.grad_norm is not None and gradients:
+        norm = math.sqrt(sum(of.squares for of in whole.values()))
+        bound = sum(expected_tensor(check, key).bound for key in whole) or 1e-30
+        worst.note(abs(float(result.grad_norm) - norm) / (bound + 1e-5 * norm), "norm of the gradients")
+    formula, line = FormulaUpdates(build.manifest["optimizer"]), build.manifest["optimizer"]
+    every = line.get(AVERAGE, {}).get("every", 2)
+    for step in (1, max(every, 2)):
+        session.step_number = step - 1
+        held = {name: value.clone() for name, value in session.state.parameters.items()}
+        session.update(replace(result, gradients={n: g.clone() for n, g in gradients.items()}, taken=False))
+        _compare_updates(session, formula, held, gradients, float(result.grad_norm or 0.0), step, worst)
+    _signatures(check, session, "buffer", session.state.buffers, constants_of(build), worst)
+
+
+def _signatures(
+    check: FirstCheck, session: Session, kind: Kind, pieces: Mapping[str, Tensor], types: Mapping[str, TensorType],
+    worst: _Difference,
+) -> dict[Binding, Signature]:  # fmt: skip
+    """Compare tensors of a kind by the pieces of all ranks with what is expected, and replicas with each other. Return
+    the signatures of the whole tensors."""
+    wanted, parts = [key for key in check.expected if key.kind == kind], {}
+    for key in wanted:
+        if key.name in pieces:
+            type_, piece = types[key.name], pieces[key.name]
+            signature = piece_signature(str(key), piece, type_, session.mesh, session.coordinates)
+            parts[key] = piece_place(session.rank, type_.placement, session.mesh), signature
+    ranks = everywhere(parts, session.world)
+    whole = {}
+    for key in wanted:
+        places: dict[Any, tuple[int, Signature]] = {}
+        bound = expected_tensor(check, key).bound
+        for rank, of_rank in enumerate(ranks):
+            if key in of_rank:
+                at, signature = of_rank[key]
+                first, known = places.setdefault(at, (rank, signature))
+                apart = known.apart(signature)
+                where = f"{key} on {ranks_text([first, rank])}, which hold the same piece,"
+                worst.note(apart / bound if bound else math.inf if apart else 0.0, where)
+        whole[key] = sum((signature for _, signature in places.values()), Signature())
+        _note(worst, check, key, whole[key])
+    return whole
+
+
+def _compare_updates(
+    session: Session, formula: FormulaUpdates, before: Mapping[str, Tensor], gradients: Mapping[str, Tensor],
+    norm: float, step: int, worst: _Difference,
+) -> None:  # fmt: skip
+    """Compare this rank's updated pieces and their optimizer's state with the formula's."""
+    for name, old in before.items():
+        value = session.state.parameters[name]
+        if name not in gradients:
+            worst.note(0.0 if torch.equal(value, old) else math.inf, f"parameter {name}, which is not trained,")
+            continue
+        expected, slots = formula.after(name, name, old, gradients[name].to(old), norm, step)
+        least = 8 * torch.finfo(old.dtype).eps * float(old.double().norm())
+        size = float((expected.double() - old.double()).norm())
+        worst.note(_apart(value, expected) / max(_UPDATE_TOLERANCE * size + least, 1e-30),
+                   f"update {step} of {name} on rank {session.rank}")  # fmt: skip
+        for slot, wanted in slots.items():
+            size = max(float(wanted.double().norm()) * _UPDATE_TOLERANCE, 1e-30)
+            have = session.optimizer.state[value].get(slot)
+            apart = math.inf if have is None else _apart(have, wanted)
+            worst.note(apart / size, f"{slot} of {name} after update {step} on rank {session.rank}")
+
+
+def _apart(first: Tensor, second: Tensor) -> float:
+    return float((first.double() - second.double().to(first.device)).norm())

@@ -1,0 +1,154 @@
+"""The functions of a run's machine that neither a build's checks nor a first check executes: ``make executed``.
+
+Plans that between them use what a plan can say are built with every check, and their first checks run on real ranks.
+A function of the backends, the machine or the optimizer that nothing called stands in ``NOT_EXECUTED`` with a reason,
+or this command fails: a fault in it would reach a run unseen.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import CodeType, FrameType
+from typing import Any
+
+from parc.build import build as build_checked
+from parc.compiler.build.directory import read_build
+from parc.runtime.compare.first_check import first_check
+from tests.planted_builds import ROOT
+from tests.runtime.ranks import run_ranks
+from tests.runtime.tiny import BOTH, DATA, EXAMPLES, FLAT, PLAN
+
+LOOKED_AT = ("runtime/backends", "runtime/machine", "runtime/state/optimizer.py")
+WAYS = {
+    "dp, tp, zero 1, bf16": (4, FLAT + BOTH + "zero 1 over dp\nprecision bf16\nema 0.9\n"),
+    "zero 3, prefetch": (2, FLAT + DATA + "zero 3 over dp\nprefetch 1\n"),
+    "one rank, fp16": (1, FLAT + "precision fp16\nloss_scale dynamic\n"),
+    "int8": (2, FLAT + DATA + "compress gradients over dp using int8\n"),
+    "two levels": (4, FLAT + DATA.replace("dp=2", "dp=4") + "node 2\nhierarchical over dp\n"),
+    "stages": (2, PLAN + "mesh pp=2\nstage before blocks.1 over pp\n"),
+    "offload": (1, FLAT + "offload optimizer to cpu\noffload parameters to cpu\n"),
+}
+"""Plans of the example's GPT, with the number of their ranks."""
+OTHERS = {
+    "ring": (2, "tests", "context_models.py", """\
+model "./context_models.py:Net" (p=0.3, layers=1)
+input tokens int64 [B, S]
+input document int64 [B, S]
+input targets int64 [B, S]
+sizes B=2, S=24
+loss cross_entropy(output, targets)
+optimizer sgd lr 0.1
+mesh cp=2
+context blocks.* dim S over cp using zigzag
+"""),
+}  # fmt: skip
+"""Plans of other models: the folder and the file of each, and its text."""
+NOT_EXECUTED: dict[str, str] = {}
+"""The functions that nothing executes here, by file and name, with the reason."""
+
+
+# ---- functions that were called
+
+
+@contextmanager
+def executed(codes: set[tuple[str, str]]) -> Iterator[None]:
+    """Enter a block whose called functions of the looked-at files are added to ``codes``, of all its threads."""
+    seen = set[CodeType]()
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call":
+            seen.add(frame.f_code)
+
+    threading.setprofile(note)
+    sys.setprofile(note)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+        for code in seen:
+            file = Path(code.co_filename).resolve()
+            if file.is_relative_to(ROOT) and (name := str(file.relative_to(ROOT))).startswith(LOOKED_AT):
+                codes.add((name, code.co_qualname.replace(".<locals>", "")))
+
+
+def defined() -> Iterator[tuple[str, str]]:
+    """Yield every function of the looked-at files, with the names of what it is inside of."""
+    for place in LOOKED_AT:
+        path = ROOT / place
+        for file in sorted(path.glob("*.py")) if path.is_dir() else [path]:
+            name = str(file.relative_to(ROOT))
+            yield from ((name, function) for function in _functions(ast.parse(file.read_text()), ""))
+
+
+def _functions(node: ast.AST, inside: str) -> Iterator[str]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef):
+            if not _is_declared(child):
+                yield f"{inside}{child.name}"
+            yield from _functions(child, f"{inside}{child.name}.")
+        elif isinstance(child, ast.ClassDef):
+            yield from _functions(child, f"{inside}{child.name}.")
+        else:
+            yield from _functions(child, inside)
+
+
+def _is_declared(function: ast.FunctionDef) -> bool:
+    """Return whether a function has a docstring and no more: a protocol's."""
+    return all(isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant) for line in function.body)
+
+
+# ---- the plans
+
+
+def check_ranks(folder: str, compile: bool) -> set[tuple[str, str]]:
+    """Run the first check of a build on this rank, and return the functions that it called."""
+    codes = set[tuple[str, str]]()
+    with executed(codes):
+        first_check(read_build(Path(folder)), compile=compile)
+    return codes
+
+
+def called(show: Callable[[str], None]) -> set[tuple[str, str]]:
+    """Return the functions that builds and first checks of all plans call."""
+    plans = {name: (world, EXAMPLES / "gpt.py", text) for name, (world, text) in WAYS.items()}
+    plans |= {name: (world, ROOT / folder / file, text) for name, (world, folder, file, text) in OTHERS.items()}
+    codes = set[tuple[str, str]]()
+    for name, (world, model, text) in plans.items():
+        with TemporaryDirectory() as scratch:
+            folder = Path(scratch)
+            (folder / model.name).write_text(model.read_text())
+            (folder / "plan.parc").write_text(text)
+            with executed(codes):
+                build_checked(folder / "plan.parc", folder / "build", {})
+            for compiled in (False, True) if name == "dp, tp, zero 1, bf16" else (False,):
+                for of_rank in run_ranks(check_ranks, world, str(folder / "build"), compiled, wait_s=240):
+                    codes |= of_rank
+        show(f"{name}: {len(codes)} functions")
+    return codes
+
+
+def main() -> int:
+    """Print the functions that nothing executes and no reason excuses, and the excuses that are not needed."""
+    functions = {f"{file}:{name}" for file, name in defined()}
+    reached = {f"{file}:{name}" for file, name in called(print)}
+    missing = sorted(functions - reached - NOT_EXECUTED.keys())
+    needless = sorted(NOT_EXECUTED.keys() & reached | NOT_EXECUTED.keys() - functions)
+    for name, reason in sorted(NOT_EXECUTED.items()):
+        print(f"not executed: {name}: {reason}")
+    for name in missing:
+        print(f"EXECUTED BY NOTHING: {name}")
+    for name in needless:
+        print(f"excused without need: {name}")
+    print(f"{len(functions)} functions, {len(functions & reached)} executed, {len(NOT_EXECUTED)} with a reason")
+    return 1 if missing or needless else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
