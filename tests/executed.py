@@ -28,7 +28,7 @@ LOOKED_AT = ("runtime/backends", "runtime/machine", "runtime/state/optimizer.py"
 WAYS = {
     "dp, tp, zero 1, bf16": (4, FLAT + BOTH + "zero 1 over dp\nprecision bf16\nema 0.9\n"),
     "zero 3, prefetch": (2, FLAT + DATA + "zero 3 over dp\nprefetch 1\n"),
-    "one rank, fp16": (1, FLAT + "precision fp16\nloss_scale dynamic\n"),
+    "one rank, fp16": (1, FLAT + "precision fp16 loss_scale dynamic\n"),
     "int8": (2, FLAT + DATA + "compress gradients over dp using int8\n"),
     "two levels": (4, FLAT + DATA.replace("dp=2", "dp=4") + "node 2\nhierarchical over dp\n"),
     "stages": (2, PLAN + "mesh pp=2\nstage before blocks.1 over pp\n"),
