@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,22 @@ MOST_BUILD_BYTES = 128 << 20
 MANIFEST = "manifest.json"
 _REPORT = "report.json"
 _FILES = ("plan.parc", REFERENCE_FILE, "schedule.txt", _REPORT)
+LINES = re.compile(r" plan:\d+|(?<=\.py):\d+\b")
+"""The line numbers of plans and of models in texts."""
 
 
 def json_text(value: Any) -> str:
     """Return canonical JSON: the same bytes for the same value."""
     return json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+
+
+def unlined(value: Any) -> Any:
+    """Return a value without line numbers: a build keeps its plan formatted anew."""
+    if isinstance(value, Mapping):
+        return {key: unlined(inner) for key, inner in value.items() if key != "line"}
+    if isinstance(value, str):
+        return LINES.sub("", value)
+    return [unlined(inner) for inner in value] if isinstance(value, list) else value
 
 
 def write_build(build: Build, path: Path) -> None:

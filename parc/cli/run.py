@@ -311,7 +311,10 @@ def _train(args: argparse.Namespace, build: Build, options: Options, device: tor
     from parc.runtime.launch.train import train
     from parc.runtime.session.session import Session
 
-    session = Session(build, device, compile=args.compile, trace=options.trace is not None)
+    alike = {name: getattr(args, name) for name in _ALIKE} | {"steps": options.steps, "eval_every": options.eval_every}
+    alike |= {name: getattr(args, name) is not None for name in _ALIKE_IF_GIVEN}
+    names = {f"--{name.replace('_', '-')}": value for name, value in alike.items()}
+    session = Session(build, device, compile=args.compile, trace=options.trace is not None, options=names)
     return train(session, options) if args.predict is None else predict(session, args.out, args.resume)
 
 
@@ -341,6 +344,10 @@ def _launch(args: argparse.Namespace, target: Path, nproc: int) -> int:
 
 _PASSED_ON = (*_OF_TRAINING, "resume", "device", "predict", "out")
 """The options that are passed on to every rank."""
+_ALIKE = ("save_every", "predict")
+"""Options of a run, beside its steps and evaluations, that all ranks must have alike."""
+_ALIKE_IF_GIVEN = ("save", "resume", "out")
+"""Options with a place, which each host may name otherwise, that all ranks must have or lack."""
 
 
 def _saved(folder: Path) -> str:
@@ -378,15 +385,16 @@ def _rank(args: argparse.Namespace) -> int:
 
 
 def _train_rank(args: argparse.Namespace) -> int:
-    from parc.runtime.ranks.processes import STORE, join_processes, launched, leave
-    from parc.runtime.state.opening import check_fits, open_build
+    from parc.runtime.ranks.lockstep import Together
+    from parc.runtime.ranks.processes import STORE, join_processes, leave
+    from parc.runtime.state.opening import open_build
 
-    build = _chosen_build(args, open_build(args.target))
-    check_fits(build, launched())
+    device = join_processes(torch_device(args), float(args.timeout))
+    build = Together.joined(device).agreed("parc run", lambda: _chosen_build(args, open_build(args.target)))
     options = _options(args, build)
     if options is None:
         return 2
     with _target(args, build) if STORE not in os.environ and os.environ["RANK"] == "0" else nullcontext():
-        code = _train(args, build, options, join_processes(torch_device(args), float(args.timeout)))
+        code = _train(args, build, options, device)
     leave()
     return code

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import TypeVar, cast, final
 
 import torch
+import torch.distributed as dist
 
 from ...grammar.codes_build import LEFT_STEP
 from ...grammar.codes_run import CALLS_DIFFER
@@ -44,6 +45,12 @@ class Together:
         self.stepped(0)
         self._left = ""
         """The name of collective work that an error ended on this rank; "" if there is none."""
+
+    @classmethod
+    def joined(cls, device: torch.device) -> Together:
+        """Return this process as one of its group; without a group it is alone."""
+        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        return cls(rank, world, device)
 
     def check(self) -> None:
         """Check that no error has left the others alone.
