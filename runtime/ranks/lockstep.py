@@ -112,8 +112,7 @@ class Together:
         if len({other[1] for other in rows}) > 1:
             raise _calls_differ(everywhere(f"`{call}` {before}", self.world), _EQUAL)
         if any(other[2] for other in rows):
-            faults = everywhere(fault, self.world)
-            raise fault or next(filter(None, faults))
+            raise _first_fault(everywhere(fault, self.world), self.rank)
         for begin in range(_TOGETHER - _HEAD, len(row), _TOGETHER):
             more = self._exchange(call, row[begin:])
             rows = [[*first, *others] for first, others in zip(rows, more, strict=True)]
@@ -148,6 +147,18 @@ class Together:
             state.buffers = buffers
             self._left = what if self.world > 1 else ""
             raise
+
+
+def _first_fault(faults: Sequence[RunError | None], rank: int) -> RunError:
+    """Return the fault of a rank, or that of the first rank that has one. Where some ranks have none, it says on which
+    ranks it is."""
+    fault = faults[rank] or next(filter(None, faults))
+    if None not in faults:
+        return fault
+    alike = [other for other, each in enumerate(faults) if each is not None and str(each) == str(fault)]
+    said = RunError(fault.code, fault.message, fault.help, (*fault.notes, f"so it is on {ranks_text(alike)}"))
+    said.__cause__ = fault.__cause__
+    return said
 
 
 def _calls_differ(calls: Sequence[str], help_: str) -> RunError:

@@ -288,11 +288,11 @@ def difference(groups: Sequence[tuple[Sequence[int], RankFacts]]) -> RunError | 
 
 def _fault_of(groups: Sequence[tuple[Sequence[int], RankFacts]]) -> RunError | None:
     """Return the fault of the model's code that some ranks have, and some have not."""
-    faults = {str(facts.fault): (ranks, facts.fault) for ranks, facts in groups}
-    ranks, fault = next(((ranks, fault) for ranks, fault in faults.values() if fault is not None), ([], None))
-    if fault is None or len(faults) == 1:
+    fault = next((facts.fault for _, facts in groups if facts.fault is not None), None)
+    ranks = sorted(rank for held, facts in groups if str(facts.fault) == str(fault) for rank in held)
+    if fault is None or len(ranks) == sum(len(held) for held, _ in groups):
         return None
-    return RunError(fault.code, fault.message, fault.help, (*fault.notes, f"so it is on {ranks_text(ranks)} alone"))
+    return RunError(fault.code, fault.message, fault.help, (*fault.notes, f"so it is on {ranks_text(ranks)}"))
 
 
 def _differences(
@@ -320,7 +320,9 @@ def _sentence(name: str, odd: str, rest: str, mine: Fact | None, theirs: Fact | 
     if mine is None or theirs is None:
         return f"{name} is missing on {odd if mine is None else rest}, and not on {rest if mine is None else odd}"
     if mine.shown != theirs.shown:
-        return f"{name} is {mine.shown or 'longer'} on {odd}, and {theirs.shown or 'longer'} on {rest}"
+        return (
+            f"{name} is {mine.shown or 'something longer'} on {odd}, and {theirs.shown or 'something longer'} on {rest}"
+        )
     return f"{name} on {odd} is another one than on {rest}" + f", though both are {mine.shown}" * bool(mine.shown)
 
 

@@ -6,8 +6,10 @@ import errno
 import json
 import os
 import re
+import socket
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -183,19 +185,46 @@ def test_a_run_that_torchrun_started(folder: Path, tmp_path: Path, capfd: pytest
 
     torchrun(2, folder / "dp", "--steps", 2, "--metrics", metrics)
     assert len(steps_of(metrics)) == 2
-    said = "error[P0301]: 1 process for a mesh of dp=2, which has 2 ranks\n{}help: start 2: "
-    with pytest.raises(ChildFailedError) as failed:
-        torchrun(1, folder / "dp")
-    assert said.format("") in capfd.readouterr().err and f"traceback : {said.format('  ')}" in str(failed.value)
-    for rank, times in ((0, 1), (1, 0)):  # said once a host
-        with open(tmp_path / "said", "w+") as said_alone:
-            alone = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "1"}
-            command = [sys.executable, "-m", "parc", "run", str(folder / "dp")]
-            assert Forked(command, {**environment(), **alone}, stderr=said_alone.fileno()).wait(60) == 2
-            said_alone.seek(0)
-            text = said_alone.read()
-        assert text.count("error[P0301]: 1 process for a mesh of dp=2, which has 2 ranks") == times
-        assert text == "" or times
+    for ranks, processes in ((1, "1 process"), (3, "3 processes")):
+        said = f"error[P0301]: {processes} for a mesh of dp=2, which has 2 ranks\n{{}}help: start 2: "
+        with pytest.raises(ChildFailedError) as failed:
+            torchrun(ranks, folder / "dp")
+        assert capfd.readouterr().err.count(said.format("")) == 1, "said once a host"
+        assert f"traceback : {said.format('  ')}" in str(failed.value)
+
+
+def test_two_hosts_with_other_builds_or_options_are_told_so_at_once(folder: Path, tmp_path: Path) -> None:
+    """Each rank is the first of its host, as torchrun starts it there."""
+    other = build(folder, DATA, FLAT.replace("seed      3", "seed 4"), name="seed")
+
+    def hosts(*commands: tuple[object, ...]) -> list[tuple[int | None, str]]:
+        with closing(socket.socket()) as free:
+            free.bind(("127.0.0.1", 0))
+            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+        processes = []
+        for rank, words in enumerate(commands):
+            env = {**environment(), **place, "RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+            with open(tmp_path / f"said{rank}", "w") as err:
+                command = [sys.executable, "-m", "parc", "run", *map(str, words)]
+                processes.append(Forked(command, env, stderr=err.fileno()))
+        codes = [process.wait(90) for process in processes]
+        return [(code, (tmp_path / f"said{rank}").read_text()) for rank, code in enumerate(codes)]
+
+    text = (
+        "error[P0417]: rank 1 runs another build than rank 0\n"
+        " = note: the plan has `seed 4` on rank 1, and `seed 3` on rank 0\n"
+        "help: build the plan once, and copy the folder to every host, or name one that all hosts share:"
+        f" `{folder / 'dp'}`\n"
+    )
+    assert hosts((folder / "dp",), (other,)) == [(1, text)] * 2
+    text = (
+        "error[P0417]: `--steps` is 3 on rank 1, and 2 on rank 0\n"
+        " = note: `--save` is given on rank 1, and not given on rank 0\n"
+        "help: start every rank with the same options\n"
+    )
+    saves = folder / "dp", "--save", tmp_path / "saved"
+    assert hosts((folder / "dp", "--steps", 2), saves) == [(1, text)] * 2
+    assert not (tmp_path / "saved").exists()
 
 
 @pytest.mark.parametrize(
