@@ -113,10 +113,12 @@ def run_command(args: argparse.Namespace) -> int:
 def _stops_said() -> Iterator[None]:
     """Enter the block before training, which handles signals itself. In it SIGTERM and SIGINT end the process at once,
     with a message if the launcher prints none."""
+    from parc.runtime.launch.voices import VOICES
+
     before = {}
 
     def end(number: int, _: object) -> None:
-        if "PARC_STORE" not in os.environ and os.environ.get("LOCAL_RANK", "0") == "0":
+        if VOICES not in os.environ and os.environ.get("LOCAL_RANK", "0") == "0":
             say(f"stopped by {signal.Signals(number).name} before the first step; nothing was saved")
             sys.stderr.flush()
         os._exit(128 + number)
@@ -366,16 +368,16 @@ def _rank(args: argparse.Namespace) -> int:
     """Run one rank. Its failure is left in a file for parc's launcher; torchrun would not print it, so under torchrun
     it is printed here."""
     from parc.runtime.launch.failures import answer, failure_of, leave_failure
-    from parc.runtime.ranks.processes import STORE
+    from parc.runtime.launch.voices import VOICES
 
-    if STORE in os.environ:
+    if VOICES in os.environ:
         answer()
     try:
         code = _train_rank(args)
     except Exception as error:
         failure = failure_of(int(os.environ["RANK"]), error)
         leave_failure(failure)
-        if STORE not in os.environ and (not failure.expected or os.environ["LOCAL_RANK"] == "0"):
+        if VOICES not in os.environ and (not failure.expected or os.environ["LOCAL_RANK"] == "0"):
             say(failure.text())
         code = failure.exit_code
     # A normal exit of the interpreter destroys torch's groups under their own threads, which sometimes aborts it.
@@ -385,8 +387,9 @@ def _rank(args: argparse.Namespace) -> int:
 
 
 def _train_rank(args: argparse.Namespace) -> int:
+    from parc.runtime.launch.voices import VOICES
     from parc.runtime.ranks.lockstep import Together
-    from parc.runtime.ranks.processes import STORE, join_processes, leave
+    from parc.runtime.ranks.processes import join_processes, leave
     from parc.runtime.state.opening import open_build
 
     device = join_processes(torch_device(args), float(args.timeout))
@@ -394,7 +397,7 @@ def _train_rank(args: argparse.Namespace) -> int:
     options = _options(args, build)
     if options is None:
         return 2
-    with _target(args, build) if STORE not in os.environ and os.environ["RANK"] == "0" else nullcontext():
+    with _target(args, build) if VOICES not in os.environ and os.environ["RANK"] == "0" else nullcontext():
         code = _train(args, build, options, device)
     leave()
     return code

@@ -19,8 +19,10 @@ from torch.distributed.run import main as agent
 
 import parc
 from parc.cli import main
+from parc.runtime.launch.voices import VOICES
 from parc.runtime.observe.writers import MetricsFile
 from parc.runtime.ranks.faults import writing
+from parc.runtime.state.checkpoint import target_held
 from tests.runtime.forked import Forked, forked_ranks
 from tests.runtime.tiny import DATA, FLAT, ONE, TENSOR, build, profiled
 
@@ -193,38 +195,49 @@ def test_a_run_that_torchrun_started(folder: Path, tmp_path: Path, capfd: pytest
         assert f"traceback : {said.format('  ')}" in str(failed.value)
 
 
+def two_hosts(folder: Path, *commands: tuple[object, ...], launched: bool = False) -> list[tuple[int | None, str]]:
+    """Return the exit codes of two ranks and what each printed. Each is the first of its host, as torchrun starts it
+    there, or with ``launched`` as ``parc run --nnodes 2`` does. ``folder`` gets the files of both."""
+    with closing(socket.socket()) as free:
+        free.bind(("127.0.0.1", 0))
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    processes, texts = [], [folder / f"host{rank}" / "err" for rank in (0, 1)]
+    for rank, words in enumerate(commands):
+        texts[rank].parent.mkdir(parents=True)
+        env = {**environment(), **place, "RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+        env |= {VOICES: str(texts[rank].parent)} if launched else {}
+        with open(texts[rank], "w") as err:
+            command = [sys.executable, "-m", "parc", "run", *map(str, words)]
+            processes.append(Forked(command, env, stderr=err.fileno()))
+    return [(process.wait(90), text.read_text()) for process, text in zip(processes, texts, strict=True)]
+
+
 def test_two_hosts_with_other_builds_or_options_are_told_so_at_once(folder: Path, tmp_path: Path) -> None:
-    """Each rank is the first of its host, as torchrun starts it there."""
     other = build(folder, DATA, FLAT.replace("seed      3", "seed 4"), name="seed")
-
-    def hosts(*commands: tuple[object, ...]) -> list[tuple[int | None, str]]:
-        with closing(socket.socket()) as free:
-            free.bind(("127.0.0.1", 0))
-            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-        processes = []
-        for rank, words in enumerate(commands):
-            env = {**environment(), **place, "RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
-            with open(tmp_path / f"said{rank}", "w") as err:
-                command = [sys.executable, "-m", "parc", "run", *map(str, words)]
-                processes.append(Forked(command, env, stderr=err.fileno()))
-        codes = [process.wait(90) for process in processes]
-        return [(code, (tmp_path / f"said{rank}").read_text()) for rank, code in enumerate(codes)]
-
     text = (
         "error[P0417]: rank 1 runs another build than rank 0\n"
         " = note: the plan has `seed 4` on rank 1, and `seed 3` on rank 0\n"
         "help: build the plan once, and copy the folder to every host, or name one that all hosts share:"
         f" `{folder / 'dp'}`\n"
     )
-    assert hosts((folder / "dp",), (other,)) == [(1, text)] * 2
+    assert two_hosts(tmp_path / "builds", (folder / "dp",), (other,)) == [(1, text)] * 2
     text = (
         "error[P0417]: `--steps` is 3 on rank 1, and 2 on rank 0\n"
         " = note: `--save` is given on rank 1, and not given on rank 0\n"
         "help: start every rank with the same options\n"
     )
     saves = folder / "dp", "--save", tmp_path / "saved"
-    assert hosts((folder / "dp", "--steps", 2), saves) == [(1, text)] * 2
+    assert two_hosts(tmp_path / "options", (folder / "dp", "--steps", 2), saves) == [(1, text)] * 2
     assert not (tmp_path / "saved").exists()
+
+
+def test_ranks_of_two_hosts_save_to_the_folder_that_their_launchers_hold(folder: Path, tmp_path: Path) -> None:
+    saves = folder / "dp", "--steps", 1, "--save", tmp_path / "saved"
+    with target_held(tmp_path / "saved", 0, "the run that meets at host0:29500"):
+        hosts = two_hosts(tmp_path, saves, saves, launched=True)
+    assert [code for code, _ in hosts] == [0, 0], hosts
+    assert json.loads((tmp_path / "saved" / "state.json").read_text())["step"] == 1
+    assert all((tmp_path / f"host{rank}" / "began").exists() for rank in (0, 1)), "each launcher knows that it trains"
 
 
 @pytest.mark.parametrize(
