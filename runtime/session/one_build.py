@@ -16,13 +16,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from hashlib import blake2b
+from importlib import import_module
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-from ... import __version__
 from ...compiler.build.build import Build, sources_of
 from ...compiler.build.directory import LINES, unlined
 from ...compiler.capture.callables import CallableError
@@ -40,6 +40,7 @@ _PROBE = 64 << 10
 _SHOWN = 40
 """The most characters of a fact that a message shows."""
 _MOST_NOTES = 6
+_CODE = "the code of"
 _LAYERS = ("runtime", "compiler", "grammar")
 """The parts of parc that run on a rank."""
 _OVERRIDES = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
@@ -56,12 +57,14 @@ _UNCOMPARED = frozenset({"budget", "files", "folder", "model_lines", "model_sour
 on which the model's code stands, and the parc that made the build."""
 _NAMED_HERE = frozenset({"names", "callable"})
 """The places of samples that the command line names, which are relative to each host's current folder."""
+_PROMISES = frozenset({"budget", "expect", "forbid", "verify"})
+"""The verbs of lines that change nothing of what a plan compiles to."""
 _PROSE = frozenset({"plan.parc", "report.json"})
 """The files of a build that no rank computes with; all that matters of them is in the others."""
 
 
 @dataclass(frozen=True, slots=True)
-class Fact:
+class RunFact:
     """A fact that all ranks must have alike: ``shown`` is what a message says of it, ``hash`` is that of the rest."""
 
     shown: str = ""
@@ -76,19 +79,17 @@ _HELP: Final = {
     "data": "give every host the same files, or name a folder that all hosts share; `sha256sum` compares them",
 }
 """The way out where facts of a subject differ, in the order in which subjects are named: what stands first may be the
-cause of the rest."""
-_DATA_LINES: Final = {"data": "data", "eval": "data", "--predict": "data", "init from": "data"}
-"""The subjects of files, by the line of the plan or the option that names these."""
+cause of the rest. Files have the line of the plan, or the option, that names them as their subject."""
 _MAY_LACK = frozenset({"data", "eval"})
 """The lines whose files a rank may lack: a loop may bring its own batches. Where they are read, they are asked for."""
 
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What a rank runs. ``facts`` are compared, by subject and name. Where they differ, ``plan``, the lines of the
-    plan, say best why; ``fault`` is that of the model's code on this rank."""
+    """The facts of what a rank runs. ``facts`` are compared, by subject and name. Where they differ, ``plan``, the
+    lines of the plan, say best why; ``fault`` is that of the model's code on this rank."""
 
-    facts: Mapping[str, Mapping[str, Fact]]
+    facts: Mapping[str, Mapping[str, RunFact]]
     plan: tuple[str, ...] = ()
     path: str = ""
     host: str = field(default_factory=socket.gethostname)
@@ -98,7 +99,7 @@ class RankFacts:
         """Return a hash of all that is compared, a signed integer of 64 bits."""
         rows = [[subject, name, fact.shown, fact.hash] for subject, names in sorted(self.facts.items())
                 for name, fact in sorted(names.items())]  # fmt: skip
-        text = json.dumps([rows, str(self.fault)])
+        text = json.dumps([rows, self.fault and self.fault.message])
         return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), signed=True)
 
 
@@ -112,7 +113,7 @@ def hold_one_build(together: Together, build: Build, device: torch.device, optio
         return
 
     def make() -> tuple[RankFacts, list[int]]:
-        mine = facts_of(build, device, options)
+        mine = rank_facts(build, device, options)
         return mine, [mine.digest()]
 
     mine, rows = together.exchanged("parc.load", make)
@@ -128,17 +129,21 @@ def hold_one_build(together: Together, build: Build, device: torch.device, optio
 # ---- the facts of a rank
 
 
-def facts_of(build: Build, device: torch.device, options: Mapping[str, object]) -> RankFacts:
+def rank_facts(build: Build, device: torch.device, options: Mapping[str, object]) -> RankFacts:
     """Return what a rank runs of a build on a device. ``options`` are those of the run that all ranks must have
     alike."""
     facts = {
         "software": _software(build),
         "build": {**_code(build), **_manifest_facts(build.manifest), **_programs(build)},
-        "option": {"the device": Fact(device.type), **{f"`{name}`": _option(value) for name, value in options.items()}},
+        "option": {
+            "the device": RunFact(device.type),
+            **{f"`{name}`": _option(value) for name, value in options.items()},
+        },
         "torch": _torch_settings(),
         **dict(_files(build)),
     }
-    plan = tuple(" ".join(line.split()) for line in build.texts.get("plan.parc", "").splitlines())
+    lines = (line.split() for line in build.texts.get("plan.parc", "").splitlines())
+    plan = tuple(" ".join(words) for words in lines if words and words[0] not in _PROMISES)
     fault = None
     try:
         check_source_of(build)
@@ -151,20 +156,21 @@ def _hash(data: bytes) -> str:
     return blake2b(data, digest_size=16).hexdigest()
 
 
-def _option(value: object) -> Fact:
+def _option(value: object) -> RunFact:
     if value is None or isinstance(value, bool):
-        return Fact("given" if value else "not given")
-    return Fact(str(value))
+        return RunFact("given" if value else "not given")
+    return RunFact(str(value))
 
 
-def _software(build: Build) -> dict[str, Fact]:
+def _software(build: Build) -> dict[str, RunFact]:
     """Return the versions of parc, of torch, and of installed packages that have the model and the loss."""
-    software = {"parc": Fact(__version__, _source_of_parc()), "torch": Fact(torch.__version__)}
+    parc = import_module(__name__.partition(".")[0])
+    software = {"parc": RunFact(parc.__version__, _source_of_parc()), "torch": RunFact(torch.__version__)}
     for place in (target.partition(":")[0] for target in sources_of(build.manifest)):
         package = place.partition(".")[0]
         if not place.endswith(".py") and package not in software:
             with suppress(importlib.metadata.PackageNotFoundError):  # a module of the plan's folder
-                software[package] = Fact(importlib.metadata.version(package))
+                software[package] = RunFact(importlib.metadata.version(package))
     return software
 
 
@@ -180,11 +186,11 @@ def _source_of_parc() -> str:
     return digest.hexdigest()
 
 
-def _code(build: Build) -> dict[str, Fact]:
-    return {f"the code of `{name}`": Fact(hash=code) for name, code in build.manifest["model_source"].items()}
+def _code(build: Build) -> dict[str, RunFact]:
+    return {f"{_CODE} `{name}`": RunFact(hash=code) for name, code in build.manifest["model_source"].items()}
 
 
-def _manifest_facts(manifest: Mapping[str, Any]) -> dict[str, Fact]:
+def _manifest_facts(manifest: Mapping[str, Any]) -> dict[str, RunFact]:
     """Return the facts of a manifest, those of a table each by its own key."""
     facts = {}
     for key, value in manifest.items():
@@ -195,24 +201,26 @@ def _manifest_facts(manifest: Mapping[str, Any]) -> dict[str, Fact]:
                 continue
             text = json.dumps(unlined(each), sort_keys=True)
             name = f"`{key}.{inner}`" if inner else f"`{key}`"
-            facts[f"{name} of manifest.json"] = Fact(text) if len(text) <= _SHOWN else Fact(hash=_hash(text.encode()))
+            facts[f"{name} of manifest.json"] = (
+                RunFact(text) if len(text) <= _SHOWN else RunFact(hash=_hash(text.encode()))
+            )
     return facts
 
 
-def _programs(build: Build) -> dict[str, Fact]:
-    return {f"`{name}`": Fact(hash=_hash(LINES.sub("", text).encode()))
+def _programs(build: Build) -> dict[str, RunFact]:
+    return {f"`{name}`": RunFact(hash=_hash(LINES.sub("", text).encode()))
             for name, text in build.texts.items() if name not in _PROSE}  # fmt: skip
 
 
-def _torch_settings() -> dict[str, Fact]:
+def _torch_settings() -> dict[str, RunFact]:
     """Return the settings of torch that change numbers: of products, of draws, or of what the model's code makes."""
     settings = {f"`torch.{name}`": str(attrgetter(name)(torch)) for name in _SETTINGS}
     settings |= {f"`torch.{name}()`": str(getattr(torch, name)()) for name in _SETTING_CALLS}
     settings |= {f"the variable `{name}`": os.environ.get(name, "not set") for name in _OVERRIDES}
-    return {name: Fact(value) for name, value in settings.items()}
+    return {name: RunFact(value) for name, value in settings.items()}
 
 
-def _files(build: Build) -> Iterator[tuple[str, dict[str, Fact]]]:
+def _files(build: Build) -> Iterator[tuple[str, dict[str, RunFact]]]:
     """Yield the files that a run reads, by the line or the option that names them. A line of data without files here
     has none: a loop may bring its own batches."""
     manifest = build.manifest
@@ -223,7 +231,7 @@ def _files(build: Build) -> Iterator[tuple[str, dict[str, Fact]]]:
             yield (
                 verb,
                 {f"`{name}` of {of_line}": _file_fact(path) for name, path in _paths(line, build.folder)}
-                | {f"the code of `{name}`": Fact(hash=code) for name, code in _data_code(line, build.folder).items()},
+                | {f"{_CODE} `{name}`": RunFact(hash=code) for name, code in _data_code(line, build.folder).items()},
             )
     if (line := manifest["init"]) is not None:
         folder = build.folder / line["folder"]
@@ -249,16 +257,16 @@ def _data_code(line: Mapping[str, Any], folder: Path) -> dict[str, str]:
         return {}
 
 
-def _file_fact(path: Path) -> Fact:
+def _file_fact(path: Path) -> RunFact:
     """Return the size of a file, and the hash of its head and its tail."""
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             head = file.read(_PROBE)
             file.seek(max(len(head), size - _PROBE))
-            return Fact(f"{size:,} bytes long", _hash(head + file.read(_PROBE)))
+            return RunFact(f"{size:,} bytes long", _hash(head + file.read(_PROBE)))
     except OSError as error:
-        return Fact(f"unreadable ({(error.strerror or str(error)).lower()})")
+        return RunFact(f"unreadable ({(error.strerror or str(error)).lower()})")
 
 
 # ---- what differs, in words
@@ -269,35 +277,37 @@ def difference(groups: Sequence[tuple[Sequence[int], RankFacts]]) -> RunError | 
     Those that differ from the largest group are named. None where all that differs changes no number."""
     usual, facts = max(groups, key=lambda group: len(group[0]))
     rest = ranks_text(usual) if len(groups) > 2 or len(usual) == 1 else "the other ranks"
-    found = [
+    sentences = [
         (subject, sentence, ranks_text(ranks), other)
         for ranks, other in groups if other is not facts
         for subject, sentence in _differences(ranks, rest, other, facts)
     ]  # fmt: skip
-    if not found:
+    if not sentences:
         return _fault_of(groups)
-    found.sort(key=lambda row: [*_HELP].index(_DATA_LINES.get(row[0], row[0])))
-    (subject, message, odd, other), *more = found
+    sentences.sort(key=lambda row: [*_HELP].index(_row_of_help(row[0])))
+    (subject, message, odd, other), *more = sentences
     notes = [sentence for _, sentence, _, _ in more[:_MOST_NOTES]]
     notes += [f"{len(more) - _MOST_NOTES} more differ"] * (len(more) > _MOST_NOTES)
     if other.host != facts.host:
         notes.append(f"host of {odd}: {other.host}; of {rest}: {facts.host}")
-    help_ = _HELP[_DATA_LINES.get(subject, subject)].format(path=f"`{facts.path}`")
+    help_ = _HELP[_row_of_help(subject)].format(path=f"`{facts.path}`")
     return RunError(RANKS_DIFFER, message, help_, notes)
+
+
+def _row_of_help(subject: str) -> str:
+    return subject if subject in _HELP else "data"
 
 
 def _fault_of(groups: Sequence[tuple[Sequence[int], RankFacts]]) -> RunError | None:
     """Return the fault of the model's code that some ranks have, and some have not."""
     fault = next((facts.fault for _, facts in groups if facts.fault is not None), None)
-    ranks = sorted(rank for held, facts in groups if str(facts.fault) == str(fault) for rank in held)
+    ranks = sorted(rank for held, facts in groups if facts.fault is not None for rank in held)
     if fault is None or len(ranks) == sum(len(held) for held, _ in groups):
         return None
     return RunError(fault.code, fault.message, fault.help, (*fault.notes, f"so it is on {ranks_text(ranks)}"))
 
 
-def _differences(
-    ranks: Sequence[int], rest: str, other: RankFacts, facts: RankFacts
-) -> Iterator[tuple[str, str]]:  # fmt: skip
+def _differences(ranks: Sequence[int], rest: str, other: RankFacts, facts: RankFacts) -> Iterator[tuple[str, str]]:
     """Yield each thing that differs, as its subject and a sentence."""
     odd = ranks_text(ranks)
     for subject in dict.fromkeys([*facts.facts, *other.facts]):
@@ -308,14 +318,14 @@ def _differences(
         if subject == "build":
             yield subject, f"{odd} run{'s' * (len(ranks) == 1)} another build than {rest}"
             lines = [*_plan_lines(odd, rest, other.plan, facts.plan)]
-            code = [name for name in names if name.startswith("the code")]
             yield from ((subject, line) for line in lines)
-            names = code or ([] if lines else names)  # programs and manifest follow from both
+            code = [name for name in names if name.startswith(_CODE)]
+            names = code or ([] if lines else names)  # programs and manifest follow from plan and code
         for name in names:
             yield subject, _sentence(name, odd, rest, mine.get(name), theirs.get(name))
 
 
-def _sentence(name: str, odd: str, rest: str, mine: Fact | None, theirs: Fact | None) -> str:
+def _sentence(name: str, odd: str, rest: str, mine: RunFact | None, theirs: RunFact | None) -> str:
     """Return the sentence on a fact that ``odd`` ranks do not have as the ``rest`` do; None is one that is missing."""
     if mine is None or theirs is None:
         return f"{name} is missing on {odd if mine is None else rest}, and not on {rest if mine is None else odd}"

@@ -448,7 +448,8 @@ def load(
     ``sizes`` are those of the batches of the plan's data, if the plan declares ranges.
 
     Raises:
-        RunError: the build, torch, the sizes or the number of processes does not fit, or there is no compiler.
+        RunError: the build, torch, the sizes or the number of processes does not fit, ranks do not run one build, or
+            there is no compiler.
     """
     if launched() and not dist.is_initialized():
         device = join_processes(torch.device(device) if device is not None else None)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,9 +18,10 @@ from safetensors.torch import save_file
 import parc
 from parc.compiler.build.directory import FORMAT, MANIFEST
 from parc.grammar.diagnostics import render
+from parc.runtime.ranks import lockstep
 from parc.runtime.ranks.faults import RunError
 from parc.runtime.session.evaluation import evaluation_of, with_samples
-from parc.runtime.session.one_build import Fact, RankFacts, difference, facts_of
+from parc.runtime.session.one_build import RankFacts, RunFact, difference, hold_one_build, rank_facts
 from parc.runtime.state.opening import open_build
 from tests.runtime import tiny
 from tests.runtime.ranks import run_ranks
@@ -50,7 +52,7 @@ def model_with(folder: Path, change: Callable[[str], str]) -> Iterator[None]:
 
 def facts(path: Path, **options: object) -> RankFacts:
     """Return what a rank of a run of a build has."""
-    return replace(facts_of(open_build(path), CPU, options), path="build", host="host0")
+    return replace(rank_facts(open_build(path), CPU, options), path="build", host="host0")
 
 
 def said(other: RankFacts, usual: RankFacts, ranks: tuple[int, ...] = (1,), world: int = 2) -> list[str]:
@@ -133,7 +135,7 @@ def test_code_that_one_host_changed_after_the_build_is_told_to_all(base: Path, t
 def test_programs_that_another_parc_made_are_named(base: Path) -> None:
     usual = facts(base)
     programs = dict(usual.facts["build"])
-    programs["`programs/stage0.F.py`"] = Fact(hash="another")
+    programs["`programs/stage0.F.py`"] = RunFact(hash="another")
     assert said(replace(usual, facts={**usual.facts, "build": programs}), usual, (5, 6, 7), 8) == [
         "ranks 5 to 7 run another build than the other ranks",
         "`programs/stage0.F.py` on ranks 5 to 7 is another one than on the other ranks",
@@ -150,7 +152,7 @@ def test_versions_options_and_settings_are_named_with_their_values(base: Path) -
         "`--save-every` is 2 on rank 1, and not given on rank 0",
         "start every rank with the same options",
     ]
-    software = {"torch": Fact("2.11.0"), "parc": replace(usual.facts["software"]["parc"], hash="another checkout")}
+    software = {"torch": RunFact("2.11.0"), "parc": replace(usual.facts["software"]["parc"], hash="another checkout")}
     mixed = replace(other, facts={**other.facts, "software": software}, host="host1")
     message, *notes, help_ = said(mixed, usual)
     version = usual.facts["software"]["parc"].shown
@@ -223,7 +225,7 @@ def test_weights_and_predicted_samples_are_compared(tmp_path: Path) -> None:
 
     def predicted(folder: str) -> RankFacts:
         asked = {**line, "names": [str(tmp_path / folder / "*.txt")]}
-        return replace(facts_of(with_samples(evaluation_of(open_build(path)), asked), CPU, {}), host="host0")
+        return replace(rank_facts(with_samples(evaluation_of(open_build(path)), asked), CPU, {}), host="host0")
 
     for folder, text in (("here", "A"), ("there", "A"), ("other", "B")):
         (tmp_path / folder).mkdir()
@@ -233,7 +235,7 @@ def test_weights_and_predicted_samples_are_compared(tmp_path: Path) -> None:
 
 
 def test_several_groups_are_compared_with_the_largest() -> None:
-    groups = [([0], Fact("1")), ([1, 2, 3], Fact("2")), ([4], Fact("3"))]
+    groups = [([0], RunFact("1")), ([1, 2, 3], RunFact("2")), ([4], RunFact("3"))]
     error = difference([(ranks, RankFacts({"option": {"`--steps`": fact}}, host="")) for ranks, fact in groups])
     assert error is not None
     assert render(error.diagnostic()) == (
@@ -241,8 +243,8 @@ def test_several_groups_are_compared_with_the_largest() -> None:
         " = note: `--steps` is 3 on rank 4, and 2 on ranks 1 to 3\n"
         "help: start every rank with the same options"
     )
-    many = {f"`--{number}`": Fact("1") for number in range(9)}
-    rows = [RankFacts({"option": many}, host=""), RankFacts({"option": dict.fromkeys(many, Fact("2"))}, host="")]
+    many = {f"`--{number}`": RunFact("1") for number in range(9)}
+    rows = [RankFacts({"option": many}, host=""), RankFacts({"option": dict.fromkeys(many, RunFact("2"))}, host="")]
     error = difference([([0], rows[0]), ([1], rows[1])])
     assert error is not None and error.notes[-1] == "2 more differ" and len(error.notes) == 7
 
@@ -254,6 +256,9 @@ def loaded(first: str, *others: str) -> list[str]:
     """Return what one of two ranks is told where rank 1 loads each other build in turn, and the first step's loss of
     builds that are alike."""
     rank, heard = torch.distributed.get_rank(), []
+    with patch.object(lockstep, "exchange", wraps=lockstep.exchange) as exchange:
+        hold_one_build(lockstep.Together.joined(CPU), open_build(first), CPU, {})
+    assert exchange.call_count == 1
     for other in others:
         try:
             with parc.load(other if rank else first) as session:
