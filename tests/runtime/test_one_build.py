@@ -18,8 +18,10 @@ from safetensors.torch import save_file
 import parc
 from parc.compiler.build.directory import FORMAT, MANIFEST
 from parc.grammar.diagnostics import render
-from parc.runtime.ranks import lockstep
+from parc.runtime.data.sources import data_files
+from parc.runtime.ranks import gather
 from parc.runtime.ranks.faults import RunError
+from parc.runtime.ranks.lockstep import Together
 from parc.runtime.session.evaluation import evaluation_of, with_samples
 from parc.runtime.session.one_build import RankFacts, RunFact, difference, hold_one_build, rank_facts
 from parc.runtime.state.opening import open_build
@@ -204,6 +206,23 @@ def test_only_the_head_and_the_tail_of_a_large_file_are_read(base: Path, tmp_pat
     assert facts(base).digest() == usual.digest()
 
 
+def test_the_files_of_a_line_have_names_that_do_not_depend_on_the_host(tmp_path: Path) -> None:
+    def names(form: str, pattern: str, folder: Path) -> list[str]:
+        return [*data_files({"form": form, "names": [pattern]}, folder)]
+
+    for host in (tmp_path / "host0", tmp_path / "host1"):
+        for file in ("data/x.bin", "data/x.idx", "data/inner/y.bin", "saved/data-0.arrow", "saved/cache-1.arrow"):
+            (host / file).parent.mkdir(parents=True, exist_ok=True)
+            (host / file).write_text("1")
+        assert names("tokens", "data/*.bin", host) == ["x.bin", "x.idx"]
+        assert names("bytes", f"{host}/data/**/*.bin", host / "elsewhere") == ["inner/y.bin", "x.bin"]
+        assert names("bytes", "data/x.bin", host) == ["x.bin"]
+        assert names("folder", "saved", host) == ["data-0.arrow"], "the cache is each host's own"
+        assert names("folder", "data/x.bin", host) == ["x.bin"]
+        assert "os.py" in names("bytes", "{stdlib}/*.py", host)
+        assert names("synthetic", "x", host) == []
+
+
 def test_weights_and_predicted_samples_are_compared(tmp_path: Path) -> None:
     start = made(tmp_path / "start")
     weights = parc.reference(start).module.state_dict()
@@ -221,7 +240,7 @@ def test_weights_and_predicted_samples_are_compared(tmp_path: Path) -> None:
     )
     file.unlink()
     assert said(facts(path), usual)[0] == "`model.safetensors` of `init from` is missing on rank 1, and not on rank 0"
-    line = {"form": "bytes", "names": [""], "callable": None, "arguments": {}}
+    line: dict[str, object] = {"form": "bytes", "names": [""], "callable": None, "arguments": {}}
 
     def predicted(folder: str) -> RankFacts:
         asked = {**line, "names": [str(tmp_path / folder / "*.txt")]}
@@ -256,8 +275,8 @@ def loaded(first: str, *others: str) -> list[str]:
     """Return what one of two ranks is told where rank 1 loads each other build in turn, and the first step's loss of
     builds that are alike."""
     rank, heard = torch.distributed.get_rank(), []
-    with patch.object(lockstep, "exchange", wraps=lockstep.exchange) as exchange:
-        hold_one_build(lockstep.Together.joined(CPU), open_build(first), CPU, {})
+    with patch("parc.runtime.ranks.lockstep.exchange", wraps=gather.exchange) as exchange:
+        hold_one_build(Together.joined(CPU), open_build(first), CPU, {})
     assert exchange.call_count == 1
     for other in others:
         try:
