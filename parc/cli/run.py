@@ -313,10 +313,7 @@ def _train(args: argparse.Namespace, build: Build, options: Options, device: tor
     from parc.runtime.launch.train import train
     from parc.runtime.session.session import Session
 
-    alike = {name: getattr(args, name) for name in _ALIKE} | {"steps": options.steps, "eval_every": options.eval_every}
-    alike |= {name: getattr(args, name) is not None for name in _ALIKE_IF_GIVEN}
-    names = {f"--{name.replace('_', '-')}": value for name, value in alike.items()}
-    session = Session(build, device, compile=args.compile, trace=options.trace is not None, options=names)
+    session = Session(build, device, compile=args.compile, trace=options.trace is not None)
     return train(session, options) if args.predict is None else predict(session, args.out, args.resume)
 
 
@@ -346,10 +343,6 @@ def _launch(args: argparse.Namespace, target: Path, nproc: int) -> int:
 
 _PASSED_ON = (*_OF_TRAINING, "resume", "device", "predict", "out")
 """The options that are passed on to every rank."""
-_ALIKE = ("save_every", "predict")
-"""Options of a run, beside its steps and evaluations, that all ranks must have alike."""
-_ALIKE_IF_GIVEN = ("save", "resume", "out")
-"""Options with a place, which each host may name otherwise, that all ranks must have or lack."""
 
 
 def _saved(folder: Path) -> str:
@@ -386,17 +379,29 @@ def _rank(args: argparse.Namespace) -> int:
     os._exit(code)
 
 
+def _alike(args: argparse.Namespace, options: Options) -> dict[str, object]:
+    """Return the options that all ranks must have alike. Of a place that each host may name otherwise it is whether
+    there is one."""
+    placed = {name: getattr(args, name) is not None for name in ("save", "resume", "trace", "out")}
+    values = {name: getattr(args, name) for name in ("compile", "save_every", "predict")}
+    alike = {"steps": options.steps, "eval_every": options.eval_every, **values, **placed}
+    return {f"--{name.replace('_', '-')}": value for name, value in alike.items()}
+
+
 def _train_rank(args: argparse.Namespace) -> int:
     from parc.runtime.launch.voices import VOICES
     from parc.runtime.ranks.lockstep import Together
     from parc.runtime.ranks.processes import join_processes, leave
+    from parc.runtime.session.one_build import hold_one_build
     from parc.runtime.state.opening import open_build
 
     device = join_processes(torch_device(args), float(args.timeout))
-    build = Together.joined(device).agreed("parc run", lambda: _chosen_build(args, open_build(args.target)))
+    together = Together.joined(device)
+    build = together.agreed("parc run", lambda: _chosen_build(args, open_build(args.target)))
     options = _options(args, build)
     if options is None:
         return 2
+    hold_one_build(together, build, device, _alike(args, options))
     with _target(args, build) if VOICES not in os.environ and os.environ["RANK"] == "0" else nullcontext():
         code = _train(args, build, options, device)
     leave()

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal, Self, final, overload
 
 import torch
@@ -95,12 +94,11 @@ class Session:
     Under torchrun (or ``parc run``) each process is one rank of the mesh. Without it the mesh must have one rank. A
     batch may have any sizes that the plan declares. Batches of the plan's own data have the sizes given to ``load``, or
     the largest. With ``compile`` the work between collectives is compiled when a step first reaches it. With ``trace``
-    the session keeps the time of every action for ``write_trace``. ``options`` are further ones of the run, by name,
-    that all ranks must have alike.
+    the session keeps the time of every action for ``write_trace``.
 
     Raises:
-        RunError: ranks do not run one build, the number of processes is not the mesh's, torch or the model's file is
-            not the build's, the weights of its `init` line are not the model's, or there is no compiler.
+        RunError: the number of processes is not the mesh's, torch or the model's file is not the build's, the weights
+            of its `init` line are not the model's, or there is no compiler.
     """
 
     def __init__(
@@ -111,16 +109,13 @@ class Session:
         check_source: bool = True,
         compile: bool = False,
         trace: bool = False,
-        options: Mapping[str, object] = MappingProxyType({}),
     ) -> None:
         self.build, self._layers, self._begun = build, layers_of(build), clock()
         self._listeners: list[Callable[[StepReport], object]] = []
         self.mesh = build_mesh(build)
-        self.device = torch.device(device) if device is not None else default_device()
-        self._together = Together.joined(self.device)
-        self.rank, self.world = self._together.rank, self._together.world
-        hold_one_build(self._together, build, self.device, {"compile": compile, "trace": trace, **options})
+        self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         check_fits(build, self.world)
+        self.device = torch.device(device) if device is not None else default_device()
         self.coordinates = self.mesh.coordinates(self.rank)
         self.types = {name: parse_type(text, self.mesh) for name, text in build.manifest["parameters"].items()}
         self.role = build.role_at(self.coordinates)
@@ -130,6 +125,7 @@ class Session:
         self.recorder = Recorder(self.device) if trace else None
         self.step_number, self._reading = 0, threading.Lock()
         self.notes: tuple[str, ...] = ()
+        self._together = Together(self.rank, self.world, self.device)
         self.last_step: int | None = build.manifest["steps"]
         self.backend: Backend = InProcess(self.mesh)
         if self.world > 1:
@@ -453,8 +449,10 @@ def load(
     """
     if launched() and not dist.is_initialized():
         device = join_processes(torch.device(device) if device is not None else None)
-    together = Together.joined(torch.device(device) if device is not None else default_device())
+    device = torch.device(device) if device is not None else default_device()
+    together = Together.joined(device)
     build = together.agreed("parc.load", lambda: bound_build(open_build(path), sizes or {}))
+    hold_one_build(together, build, device, {"compile": compile, "trace": trace})
     return Session(build, device, compile=compile, trace=trace)
 
 
