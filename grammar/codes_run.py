@@ -47,6 +47,16 @@ BATCHES_DIFFER = Code(
     instead='session.step(local=next(own_samples))  # chosen by session.coordinates["dp"]',
     language="python",
 )
+RANKS_DIFFER = shown(
+    name="P0417",
+    title="ranks that do not run the same",
+    why="each host has a build, a model's code, a torch and files of its own. Ranks with equal shapes would exchange"
+    " messages to the end, and train a mixture. So before the first step they compare hashes: of programs, schedule and"
+    " manifest, of the model's code, of the versions of parc and torch, of options and settings that change numbers,"
+    " and of the size, head and tail of each file of data and weights.",
+    example="host0$ parc run build …   host1$ parc run build …   # host1 has an older copy of `build`",
+    instead="rsync -a build/ host1:build/",
+)
 CALLS_DIFFER = Code(
     name="P0418",
     title="ranks that call different methods",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
-from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -14,7 +12,7 @@ from parc.compiler.analysis.flops import stage_flops, step_timeline
 from parc.compiler.analysis.memory import Memory, buffer_bytes, estimate_memory, offload_buffers, state_bytes, states
 from parc.compiler.analysis.products import BLAS, ONEDNN
 from parc.compiler.build.build import Build, BuildError
-from parc.compiler.build.directory import again, json_text
+from parc.compiler.build.directory import again, json_text, unlined
 from parc.compiler.build.plan_facts import view_facts
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.layout.placement import parts
@@ -32,8 +30,6 @@ from parc.grammar.diagnostics import PlanError
 
 _MOST_APART = 0.01
 """The relative difference of two estimates above which a report names both."""
-LINES = re.compile(r" plan:\d+|(?<=\.py):\d+\b")
-"""The line numbers of plans and of models in texts."""
 
 
 def program_rows(build: Build, plan: Plan) -> dict[str, Any]:
@@ -190,12 +186,3 @@ def report_faults(build: Build, plan: Plan) -> list[Fault]:
         for key in wanted
         if unlined(build.report[key]) != wanted[key]
     ]
-
-
-def unlined(value: Any) -> Any:
-    """Return a value without line numbers: a build keeps its plan formatted anew."""
-    if isinstance(value, Mapping):
-        return {key: unlined(inner) for key, inner in value.items() if key != "line"}
-    if isinstance(value, str):
-        return LINES.sub("", value)
-    return [unlined(inner) for inner in value] if isinstance(value, list) else value

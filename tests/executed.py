@@ -31,7 +31,11 @@ WAYS = {
     "one rank, fp16": (1, FLAT + "precision fp16 loss_scale dynamic\n"),
     "int8": (2, FLAT + DATA + "compress gradients over dp using int8\n"),
     "two levels": (4, FLAT + DATA.replace("dp=2", "dp=4") + "node 2\nhierarchical over dp\n"),
-    "stages": (2, PLAN + "mesh pp=2\nstage before blocks.1 over pp\n"),
+    "stages": (
+        2,
+        PLAN.replace("schedule  microbatches 2\n", "")
+        + "mesh pp=2\nstage before blocks.1 over pp\nschedule 1f1b microbatches 2\n",
+    ),
     "offload": (1, FLAT + "offload optimizer to cpu\noffload parameters to cpu\n"),
 }
 """Plans of the example's GPT, with the number of their ranks."""

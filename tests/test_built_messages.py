@@ -23,7 +23,9 @@ from parc.grammar.diagnostics import render
 from parc.runtime.ranks import lockstep
 from parc.runtime.ranks.faults import RunError
 from parc.runtime.ranks.processes import DEVICE
+from parc.runtime.session.one_build import difference, rank_facts
 from parc.runtime.state.checkpoint import target_held
+from parc.runtime.state.opening import open_build
 from tests.runtime.tiny import EVAL, EXAMPLES, FLAT, ONE, PLAN, TENSOR, batch, build
 
 MODELS = (Path(__file__).parent / "message_models.txt").read_text()
@@ -231,6 +233,17 @@ def runs(folder: Path) -> list[str]:
     return [*said, render(stopped.value.diagnostic())]
 
 
+def unlike(folder: Path) -> list[str]:
+    """Return the message of ranks that run other builds with other options."""
+    build(folder, ONE)
+    build(folder, ONE, FLAT.replace("seed      3", "seed 4"), "other")
+    paths = {"build": 3, "other": 5}
+    ranks = [rank_facts(open_build(path), torch.device("cpu"), {"--steps": steps}) for path, steps in paths.items()]
+    error = difference([([rank], facts) for rank, facts in enumerate(ranks)])
+    assert error is not None
+    return [render(error.diagnostic())]
+
+
 def compiles(folder: Path) -> list[str]:
     """Return the messages of runs that cannot compile: without a compiler, and with one that fails."""
     broken = folder / "g++"
@@ -249,6 +262,7 @@ def compiles(folder: Path) -> list[str]:
 SCENES: dict[str, Callable[[Path], list[str]]] = {
     "P0210 P0211 P0212": altered,
     "P0301 P0304 P0307 P0412 P0222 P0414 P0411 P0413 P0302 P0303 P0416 P0420 P0421 P0419 P0418 P0410 P0230 P0415": runs,
+    "P0417": unlike,
     "P0305 P0306": compiles,
 }  # fmt: skip
 OTHER = "`session.step`"

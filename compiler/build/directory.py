@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,22 @@ MOST_BUILD_BYTES = 128 << 20
 MANIFEST = "manifest.json"
 _REPORT = "report.json"
 _FILES = ("plan.parc", REFERENCE_FILE, "schedule.txt", _REPORT)
+LINES = re.compile(r" plan:\d+|(?<=\.py):\d+\b")
+"""The line numbers of plans and of models in texts."""
 
 
 def json_text(value: Any) -> str:
     """Return canonical JSON: the same bytes for the same value."""
     return json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+
+
+def unlined(value: Any) -> Any:
+    """Return a value without line numbers: a build keeps its plan formatted anew."""
+    if isinstance(value, Mapping):
+        return {key: unlined(inner) for key, inner in value.items() if key != "line"}
+    if isinstance(value, str):
+        return LINES.sub("", value)
+    return [unlined(inner) for inner in value] if isinstance(value, list) else value
 
 
 def write_build(build: Build, path: Path) -> None:
@@ -143,14 +155,28 @@ def _read_manifest(path: Path, named: Path) -> dict[str, Any]:
         raise BuildError(message, help_) from None
     except (OSError, ValueError) as error:
         raise BuildError(f"`{path / MANIFEST}` cannot be read: {error}") from None
-    known = isinstance(manifest, dict) and manifest.get("format") == FORMAT
-    if not known or not isinstance(manifest.get("files"), dict):
-        raise BuildError(f"`{path / MANIFEST}` is not of format {FORMAT}")
+    _check_format(named, path / MANIFEST, manifest)
     _hold(path / MANIFEST, manifest, MANIFEST_FORM)
     absent = [name for name in _FILES if name not in manifest["files"]]
     if absent:
         raise BuildError(f"`{path / MANIFEST}`: its `files` name no `{absent[0]}`")
     return manifest
+
+
+def _check_format(named: Path, file: Path, manifest: Any) -> None:
+    """Check that a manifest is of the format that this parc reads."""
+    if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
+        raise BuildError(f"`{file}` is not of format {FORMAT}")
+    have = manifest.get("format")
+    if have == FORMAT:
+        return
+    if not isinstance(have, int) or isinstance(have, bool):
+        raise BuildError(f"`{file}` is not of format {FORMAT}")
+    message = f"`{named}` is a build of format {have}, and this parc reads format {FORMAT}"
+    if have < FORMAT:
+        raise BuildError(message, again(named))
+    by = f" {manifest['parc']}" if isinstance(manifest.get("parc"), str) else ""
+    raise BuildError(message, f"install the parc{by} that built it, or {again(named)}")
 
 
 def _read_files(path: Path, manifest: Mapping[str, Any], altered: list[str] | None) -> dict[str, str]:

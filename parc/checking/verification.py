@@ -17,7 +17,7 @@ from parc.checking.limits import hold_promises
 from parc.checking.reports import report_of
 from parc.checking.twins import subject_of
 from parc.compiler.build.build import Build
-from parc.compiler.build.directory import json_text, read_build
+from parc.compiler.build.directory import LINES, json_text, read_build, unlined
 from parc.compiler.build.facts import shortened
 from parc.compiler.build.first_check import (
     FIRST_CHECK,
@@ -30,7 +30,7 @@ from parc.compiler.program.actions import FORWARD
 from parc.compiler.program.program import Fault
 from parc.compiling.compiled import Compiled
 from parc.compiling.driver import Progress, compile_plan
-from parc.report import LINES, plan_of, unlined
+from parc.report import plan_of
 from parc.runtime.compare.own_types import expected_tensor
 from parc.runtime.compare.plain import CPU
 from parc.runtime.ranks.processes import check_device

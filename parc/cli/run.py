@@ -118,10 +118,12 @@ def run_command(args: argparse.Namespace) -> int:
 def _stops_said() -> Iterator[None]:
     """Enter the block before training, which handles signals itself. In it SIGTERM and SIGINT end the process at once,
     with a message if the launcher prints none."""
+    from parc.runtime.launch.voices import VOICES
+
     before = {}
 
     def end(number: int, _: object) -> None:
-        if "PARC_STORE" not in os.environ and os.environ.get("LOCAL_RANK", "0") == "0":
+        if VOICES not in os.environ and os.environ.get("LOCAL_RANK", "0") == "0":
             say(f"stopped by {signal.Signals(number).name} before the first step; nothing was saved")
             sys.stderr.flush()
         os._exit(128 + number)
@@ -374,16 +376,16 @@ def _rank(args: argparse.Namespace) -> int:
     """Run one rank. Its failure is left in a file for parc's launcher; torchrun would not print it, so under torchrun
     it is printed here."""
     from parc.runtime.launch.failures import answer, failure_of, leave_failure
-    from parc.runtime.ranks.processes import STORE
+    from parc.runtime.launch.voices import VOICES
 
-    if STORE in os.environ:
+    if VOICES in os.environ:
         answer()
     try:
         code = _train_rank(args)
     except Exception as error:
         failure = failure_of(int(os.environ["RANK"]), error)
         leave_failure(failure)
-        if STORE not in os.environ and (not failure.expected or os.environ["LOCAL_RANK"] == "0"):
+        if VOICES not in os.environ and (not failure.expected or os.environ["LOCAL_RANK"] == "0"):
             say(failure.text())
         code = failure.exit_code
     # A normal exit of the interpreter destroys torch's groups under their own threads, which sometimes aborts it.
@@ -392,16 +394,30 @@ def _rank(args: argparse.Namespace) -> int:
     os._exit(code)
 
 
-def _train_rank(args: argparse.Namespace) -> int:
-    from parc.runtime.ranks.processes import STORE, join_processes, launched, leave
-    from parc.runtime.state.opening import check_fits, open_build
+def _alike(args: argparse.Namespace, options: Options) -> dict[str, object]:
+    """Return the options that all ranks must have alike. Of a place that each host may name otherwise it is whether
+    there is one."""
+    placed = {name: getattr(args, name) is not None for name in ("save", "resume", "trace", "out")}
+    values = {name: getattr(args, name) for name in ("compile", "save_every", "predict", "first_check", "full_step")}
+    alike = {"steps": options.steps, "eval_every": options.eval_every, **values, **placed}
+    return {f"--{name.replace('_', '-')}": value for name, value in alike.items()}
 
-    build = _chosen_build(args, open_build(args.target))
-    check_fits(build, launched())
+
+def _train_rank(args: argparse.Namespace) -> int:
+    from parc.runtime.launch.voices import VOICES
+    from parc.runtime.ranks.lockstep import Together
+    from parc.runtime.ranks.processes import join_processes, leave
+    from parc.runtime.session.one_build import hold_one_build
+    from parc.runtime.state.opening import open_build
+
+    device = join_processes(torch_device(args), float(args.timeout))
+    together = Together.joined(device)
+    build = together.agreed("parc run", lambda: _chosen_build(args, open_build(args.target)))
     options = _options(args, build)
     if options is None:
         return 2
-    with _target(args, build) if STORE not in os.environ and os.environ["RANK"] == "0" else nullcontext():
-        code = _train(args, build, options, join_processes(torch_device(args), float(args.timeout)))
+    hold_one_build(together, build, device, _alike(args, options))
+    with _target(args, build) if VOICES not in os.environ and os.environ["RANK"] == "0" else nullcontext():
+        code = _train(args, build, options, device)
     leave()
     return code

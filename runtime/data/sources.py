@@ -69,6 +69,28 @@ def _names_meant(pattern: str, root: Path, otherwise: str) -> str:
 _PATTERNS = 'name files that are there{}: "texts/*.txt"; `**` goes into all folders below'
 
 
+def data_files(line: Mapping[str, Any], folder: Path) -> dict[str, Path]:
+    """Return the files that a line of samples reads, by names that do not depend on where a host has them: relative to
+    the part of a pattern before its first `*`.
+
+    Raises:
+        DataError: a pattern matches no file.
+    """
+    files: dict[str, Path] = {}
+    for pattern in line["names"] if line["form"] in ("bytes", "tokens", "folder") else ():
+        place = folder / pattern.replace("{stdlib}", sysconfig.get_path("stdlib"))
+        if line["form"] == "folder" and place.is_dir():
+            saved = sorted(place.glob("*.arrow"))
+            files |= {path.name: path for path in saved if not path.name.startswith("cache-")}  # of the host's own work
+            continue
+        fixed = next((part for part in (place, *place.parents) if not glob.has_magic(str(part))), folder)
+        for name in matching_files([pattern], folder):
+            path = Path(name)
+            for each in (path, *filter(Path.is_file, [path.with_suffix(".idx")] * (line["form"] == "tokens"))):
+                files[os.path.relpath(each, fixed.parent if fixed == place else fixed)] = each
+    return files
+
+
 # ---- samples that are functions of their number, without epochs
 
 

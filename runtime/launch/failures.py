@@ -23,7 +23,7 @@ import torch.distributed as dist
 from ...grammar.diagnostics import render
 from ..ranks.communication import PeerLost
 from ..ranks.faults import RunError
-from ..ranks.processes import STORE
+from .voices import VOICES
 
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _BEGAN = "began"
@@ -76,8 +76,8 @@ def failure_of(rank: int, error: BaseException) -> Failure:
 
 def begin() -> None:
     """Tell the launcher that training begins: from now on this rank handles signals itself, and says what it saved."""
-    if STORE in os.environ:
-        (Path(os.environ[STORE]).parent / _BEGAN).touch()
+    if VOICES in os.environ:
+        Path(os.environ[VOICES], _BEGAN).touch()
 
 
 def began(folder: Path) -> bool:
@@ -138,7 +138,7 @@ _PARC = str(Path(__file__).resolve().parents[2])
 def answer() -> None:
     """Let the launcher ask where this rank is: its process number is in a file, and SIGUSR1 writes its stack to
     another, even while it waits in C++."""
-    folder, local, rank = Path(os.environ[STORE]).parent, os.environ["LOCAL_RANK"], os.environ["RANK"]
+    folder, local, rank = Path(os.environ[VOICES]), os.environ["LOCAL_RANK"], os.environ["RANK"]
     stack = open(folder / f"stack{local}", "w", encoding="utf-8")  # noqa: SIM115 open until the process ends
     faulthandler.register(signal.SIGUSR1, file=stack)
     (folder / f"process{local}").write_text(f"{os.getpid()} {rank}", encoding="utf-8")

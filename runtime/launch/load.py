@@ -12,9 +12,11 @@ import torch.distributed as dist
 from ..compare.first_check import first_check
 from ..data.loader import Loader
 from ..data.sizes import bound_build
-from ..ranks.processes import join_processes, launched
+from ..ranks.lockstep import Together
+from ..ranks.processes import default_device, join_processes, launched
+from ..session.one_build import hold_one_build
 from ..session.session import Session
-from ..state.opening import check_fits, open_build
+from ..state.opening import open_build
 
 
 def load(
@@ -34,13 +36,15 @@ def load(
     ``sizes`` are those of the batches of the plan's data, if the plan declares ranges.
 
     Raises:
-        RunError: the build, torch, the sizes or the number of processes does not fit, or there is no compiler; or with
-            ``check`` a tensor differs by more than roundings explain.
+        RunError: the build, torch, the sizes or the number of processes does not fit, ranks do not run one build, there
+            is no compiler, or with ``check`` a tensor differs by more than roundings explain.
     """
-    build = bound_build(open_build(path), sizes or {})
     if launched() and not dist.is_initialized():
-        check_fits(build, launched())
         device = join_processes(torch.device(device) if device is not None else None)
+    device = torch.device(device) if device is not None else default_device()
+    together = Together.joined(device)
+    build = together.agreed("parc.load", lambda: bound_build(open_build(path), sizes or {}))
+    hold_one_build(together, build, device, {"compile": compile, "trace": trace, "check": check})
     if check:
         first_check(build, device, compile=compile)
     return Session(build, device, compile=compile, trace=trace)

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import IO, Any, Self, final
 
 VOICES = "PARC_VOICES"
-"""The environment variable with the folder to which the ranks of a host print."""
+"""The environment variable with the folder in which the ranks of a host leave what they print, where they are, and why
+they failed, if ``parc run`` started them."""
 _FIRST_LOG = "said"
 """The name of the copy of the first rank's lines."""
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import TypeVar, cast, final
 
 import torch
+import torch.distributed as dist
 
 from ...grammar.codes_build import LEFT_STEP
 from ...grammar.codes_run import CALLS_DIFFER
@@ -44,6 +45,12 @@ class Together:
         self.stepped(0)
         self._left = ""
         """The name of collective work that an error ended on this rank; "" if there is none."""
+
+    @classmethod
+    def joined(cls, device: torch.device) -> Together:
+        """Return this process as one of its group; without a group it is alone."""
+        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        return cls(rank, world, device)
 
     def check(self) -> None:
         """Check that no error has left the others alone.
@@ -105,8 +112,7 @@ class Together:
         if len({other[1] for other in rows}) > 1:
             raise _calls_differ(everywhere(f"`{call}` {before}", self.world), _EQUAL)
         if any(other[2] for other in rows):
-            faults = everywhere(fault, self.world)
-            raise fault or next(filter(None, faults))
+            raise _first_fault(everywhere(fault, self.world), self.rank)
         for begin in range(_TOGETHER - _HEAD, len(row), _TOGETHER):
             more = self._exchange(call, row[begin:])
             rows = [[*first, *others] for first, others in zip(rows, more, strict=True)]
@@ -141,6 +147,18 @@ class Together:
             state.buffers = buffers
             self._left = what if self.world > 1 else ""
             raise
+
+
+def _first_fault(faults: Sequence[RunError | None], rank: int) -> RunError:
+    """Return the fault of a rank, or that of the first rank that has one. Where some ranks have none, it says on which
+    ranks it is."""
+    fault = faults[rank] or next(filter(None, faults))
+    if None not in faults:
+        return fault
+    alike = [other for other, each in enumerate(faults) if each is not None and str(each) == str(fault)]
+    said = RunError(fault.code, fault.message, fault.help, (*fault.notes, f"so it is on {ranks_text(alike)}"))
+    said.__cause__ = fault.__cause__
+    return said
 
 
 def _calls_differ(calls: Sequence[str], help_: str) -> RunError:

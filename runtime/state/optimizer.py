@@ -105,6 +105,7 @@ def update(
     scaled so that their global norm is at most the line's ``clip``. ``lr`` replaces the line's rate. With ``units``,
     groups of names of parameters, one is updated after the other, so that no more than a unit's state is in use at a
     time."""
+    _lay_out(optimizer, parameters)
     lr, clip, average = rate(line, step) if lr is None else lr, line["clip"], line.get(AVERAGE)
     for group in optimizer.param_groups:
         group["lr"] = lr * group[_RATIO]
@@ -126,6 +127,18 @@ def update(
                 torch._foreach_lerp_(averages, changed, 1 - average["decay"])
         for name in names:
             parameters[name].grad = None
+
+
+def _lay_out(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> None:
+    """Copy into C order what a person's own code, such as ``load_state_dict``, put in the place of parameters or of
+    their state: the fused update walks all of them with one index."""
+    for parameter in parameters.values():
+        if not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()
+        slots = optimizer.state.get(parameter, {})
+        for slot, value in slots.items():
+            if isinstance(value, torch.Tensor) and not value.is_contiguous():
+                slots[slot] = value.contiguous()
 
 
 def _as_stored(gradient: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor | None:

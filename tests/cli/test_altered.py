@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from parc.checking.checks import check_files, prove
-from parc.compiler.build.directory import read_build
+from parc.compiler.build.directory import FORMAT, read_build
 from parc.compiler.plan.plan import read_plan
 from tests.captured_once import compile_once
 from tests.cli.commands import Captured, parc
@@ -44,6 +44,36 @@ def edit(folder: Path, change: Callable[[dict[str, Any]], None], name: str = "ma
 def test_verify_accepts_what_was_built(capsys: Captured, copy: Path) -> None:
     code, _, err = parc(capsys, "verify", copy)
     assert code == 0, err
+
+
+@pytest.mark.parametrize(
+    ("format_", "said", "help_"),
+    [
+        (
+            FORMAT - 1,
+            f"`build` is a build of format {FORMAT - 1}, and this parc reads format {FORMAT}",
+            "build the plan",
+        ),
+        (
+            FORMAT + 1,
+            f"`build` is a build of format {FORMAT + 1}, and this parc reads format {FORMAT}",
+            "install the parc",
+        ),
+        ("six", f"`build/manifest.json` is not of format {FORMAT}", "build the plan"),
+        (None, f"`build/manifest.json` is not of format {FORMAT}", "build the plan"),
+    ],
+)
+def test_a_build_of_another_format_says_what_to_do(
+    capsys: Captured, copy: Path, monkeypatch: pytest.MonkeyPatch, format_: object, said: str, help_: str
+) -> None:
+    """An older manifest has other keys too: nothing else of it is looked at."""
+    manifest = json.loads((copy / "manifest.json").read_text())
+    del manifest["state"]
+    (copy / "manifest.json").write_text(json.dumps({**manifest, "format": format_}))
+    monkeypatch.chdir(copy.parent)
+    for word in ("run", "show", "verify"):
+        code, _, err = parc(capsys, word, "build")
+        assert code == 1 and said in err and f"help: {help_}" in err and "parc build PLAN.parc -o build" in err, err
 
 
 def test_verify_names_facts_that_are_not_the_models(capsys: Captured, copy: Path) -> None:

@@ -6,8 +6,10 @@ import errno
 import json
 import os
 import re
+import socket
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,10 @@ from torch.distributed.run import main as agent
 
 import parc
 from parc.cli import main
+from parc.runtime.launch.voices import VOICES
 from parc.runtime.observe.writers import MetricsFile
 from parc.runtime.ranks.faults import writing
+from parc.runtime.state.checkpoint import target_held
 from tests.runtime.forked import Forked, forked_ranks
 from tests.runtime.tiny import DATA, FLAT, ONE, TENSOR, build, profiled
 
@@ -183,19 +187,57 @@ def test_a_run_that_torchrun_started(folder: Path, tmp_path: Path, capfd: pytest
 
     torchrun(2, folder / "dp", "--steps", 2, "--metrics", metrics)
     assert len(steps_of(metrics)) == 2
-    said = "error[P0301]: 1 process for a mesh of dp=2, which has 2 ranks\n{}help: start 2: "
-    with pytest.raises(ChildFailedError) as failed:
-        torchrun(1, folder / "dp")
-    assert said.format("") in capfd.readouterr().err and f"traceback : {said.format('  ')}" in str(failed.value)
-    for rank, times in ((0, 1), (1, 0)):  # said once a host
-        with open(tmp_path / "said", "w+") as said_alone:
-            alone = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "1"}
-            command = [sys.executable, "-m", "parc", "run", str(folder / "dp")]
-            assert Forked(command, {**environment(), **alone}, stderr=said_alone.fileno()).wait(60) == 2
-            said_alone.seek(0)
-            text = said_alone.read()
-        assert text.count("error[P0301]: 1 process for a mesh of dp=2, which has 2 ranks") == times
-        assert text == "" or times
+    for ranks, processes in ((1, "1 process"), (3, "3 processes")):
+        said = f"error[P0301]: {processes} for a mesh of dp=2, which has 2 ranks\n{{}}help: start 2: "
+        with pytest.raises(ChildFailedError) as failed:
+            torchrun(ranks, folder / "dp")
+        assert capfd.readouterr().err.count(said.format("")) == 1, "said once a host"
+        assert f"traceback : {said.format('  ')}" in str(failed.value)
+
+
+def two_hosts(folder: Path, *commands: tuple[object, ...], launched: bool = False) -> list[tuple[int | None, str]]:
+    """Return the exit codes of two ranks and what each printed. Each is the first of its host, as torchrun starts it
+    there, or with ``launched`` as ``parc run --nnodes 2`` does. ``folder`` gets the files of both."""
+    with closing(socket.socket()) as free:
+        free.bind(("127.0.0.1", 0))
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    processes, texts = [], [folder / f"host{rank}" / "err" for rank in (0, 1)]
+    for rank, words in enumerate(commands):
+        texts[rank].parent.mkdir(parents=True)
+        env = {**environment(), **place, "RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+        env |= {VOICES: str(texts[rank].parent)} if launched else {}
+        with open(texts[rank], "w") as err:
+            command = [sys.executable, "-m", "parc", "run", *map(str, words)]
+            processes.append(Forked(command, env, stderr=err.fileno()))
+    return [(process.wait(90), text.read_text()) for process, text in zip(processes, texts, strict=True)]
+
+
+def test_two_hosts_with_other_builds_or_options_are_told_so_at_once(folder: Path, tmp_path: Path) -> None:
+    other = build(folder, DATA, FLAT.replace("seed      3", "seed 4"), name="seed")
+    text = (
+        "error[P0417]: rank 1 runs another build than rank 0\n"
+        " = note: the plan has `seed 4` on rank 1, and `seed 3` on rank 0\n"
+        "help: build the plan once, and copy the folder to every host, or name one that all hosts share:"
+        f" `{folder / 'dp'}`\n"
+    )
+    assert two_hosts(tmp_path / "builds", (folder / "dp",), (other,)) == [(1, text)] * 2
+    text = (
+        "error[P0417]: `--steps` is 3 on rank 1, and 2 on rank 0\n"
+        " = note: `--save` is given on rank 1, and not given on rank 0\n"
+        "help: start every rank with the same options\n"
+    )
+    saves = folder / "dp", "--save", tmp_path / "saved"
+    assert two_hosts(tmp_path / "options", (folder / "dp", "--steps", 2), saves) == [(1, text)] * 2
+    assert not (tmp_path / "saved").exists()
+
+
+def test_ranks_of_two_hosts_save_to_the_folder_that_their_launchers_hold(folder: Path, tmp_path: Path) -> None:
+    saves = folder / "dp", "--steps", 1, "--save", tmp_path / "saved"
+    with target_held(tmp_path / "saved", 0, "the run that meets at host0:29500"):
+        hosts = two_hosts(tmp_path, saves, saves, launched=True)
+    assert [code for code, _ in hosts] == [0, 0], hosts
+    assert json.loads((tmp_path / "saved" / "state.json").read_text())["step"] == 1
+    assert all((tmp_path / f"host{rank}" / "began").exists() for rank in (0, 1)), "each launcher knows that it trains"
 
 
 @pytest.mark.parametrize(
