@@ -20,6 +20,7 @@ import parc
 from parc.cli import main
 from parc.grammar.codes import CODES
 from parc.grammar.diagnostics import render
+from parc.runtime.compare import first_check
 from parc.runtime.ranks import lockstep
 from parc.runtime.ranks.faults import RunError
 from parc.runtime.ranks.processes import DEVICE
@@ -259,11 +260,21 @@ def compiles(folder: Path) -> list[str]:
     return said
 
 
+def checks_first(folder: Path) -> list[str]:
+    """Return the message of a run whose first step starts from other parameters than were simulated."""
+    (folder / "checked.parc").write_text(FLAT)
+    main(["build", "checked.parc", "-o", "checked"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(first_check, "varied", lambda name, whole: whole)
+        return [command("run", "checked", "--steps", "1", "--device", "cpu")]
+
+
 SCENES: dict[str, Callable[[Path], list[str]]] = {
     "P0210 P0211 P0212": altered,
     "P0301 P0304 P0307 P0412 P0222 P0414 P0411 P0413 P0302 P0303 P0416 P0420 P0421 P0419 P0418 P0410 P0230 P0415": runs,
     "P0417": unlike,
     "P0305 P0306": compiles,
+    "P0430": checks_first,
 }  # fmt: skip
 OTHER = "`session.step`"
 """The call in which another rank is."""
@@ -315,6 +326,7 @@ def test_every_code_is_produced_and_looks_as_it_did(place: Path) -> None:
     text = "\n\n".join(f"# {code}\n{text}" for code, text in sorted(found.items())) + "\n"
     text = text.replace(str(place), "FOLDER").replace(torch.__version__.partition("+")[0], "TORCH")
     text = re.sub(r"by \d\.\de[+-]\d+$", "by ERROR", text, flags=re.MULTILINE)
+    text = re.sub(r"(?<=the )[\w. ]+ (differs|differed) by \S+ times", r"TENSOR \1 by SO MANY times", text)
     text = re.sub(r"process \d+ on \S+ since [-:\d ]+", "process NUMBER on HOST since TIME", text)
     text = re.sub(r"the loss is [\d.]+, but [\d.]+ the", "the loss is ONE, but ANOTHER the", text)
     text = re.sub(r"\b(unsafe_)?view_\d+", "VIEW", text)  # values' names are torch's

@@ -28,7 +28,7 @@ from ..ranks.gather import everywhere, piece_place
 from ..ranks.lockstep import ranks_text
 from ..ranks.processes import first_ranks, place
 from ..session.session import Session
-from ..state.opening import constants_of
+from ..state.opening import check_source_of, constants_of
 from .formula import FormulaUpdates
 from .own_types import Signature, expected_tensor, piece_signature, varied, whole_batch, whole_signature
 
@@ -87,6 +87,7 @@ def first_check(
         raise RunError(BAD_BUILD, str(error), error.help) from None
     if check is None:
         return None
+    check_source_of(build)  # nothing else is imported
     start, ranks = time.perf_counter(), check.build.roles[next(iter(check.build.roles))].programs
     count = next(iter(ranks.values())).mesh.world
     with first_ranks(count) as taking_part:
@@ -100,7 +101,7 @@ def first_check(
 
 
 def _differs(build: Build, times: float, what: str, again: float, what_again: str) -> RunError:
-    by = "is no finite number" if math.isinf(times) else f"differs by {times:.3g} times what roundings explain"
+    by = "is not the one that was simulated" if math.isinf(times) else f"differs by {times:.3g} times what roundings explain"
     message = f"the first check of `{build.path}` failed: the {what} {by}"
     notes = ["a second try differed in the same way"] if (again, what_again) == (times, what) else []
     if not notes:
