@@ -188,7 +188,7 @@ def report_faults(build: Build, plan: Plan) -> list[Fault]:
     return [
         Fault("facts", "report.json", f"`{key}` is not what the programs say")
         for key in wanted
-        if unlined(build.report[key]) != wanted[key]
+        if unlined(build.report.get(key)) != wanted[key]
     ]
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,13 +17,14 @@ import parc
 from parc.advice import warnings_of
 from parc.checking.reports import report_of
 from parc.checking.twins import subject_of
-from parc.compiler.build.directory import write_build
+from parc.compiler.build.directory import json_text, write_build
 from parc.compiler.build.facts import fact_faults
 from parc.compiler.layout.mesh import Mesh, NoCommonParts, View, view_cuts, viewed
 from parc.compiler.program.text import parse_program
 from parc.compiling.compiled import Compiled
 from parc.desugar import desugar
 from parc.grammar.diagnostics import PlanError, Severity, render
+from parc.report import report_faults
 from tests.checked_plans import checked, compiled, held, simulated
 from tests.draws import all_but
 from tests.planted_builds import ROOT
@@ -184,6 +187,15 @@ def test_programs_whose_views_are_not_the_plan_s_are_refused(was: str, then: str
     programs = {name: parse_program(text) for name, text in texts.items()}
     faults = fact_faults(build.manifest, programs, build.reference, build.roles)
     assert any("`views`" in fault.message for fault in faults)
+
+
+def test_a_report_without_the_plan_s_views_is_refused() -> None:
+    made = compiled(folded("Mixtral", "dp=4", "dp as edp=2, ep=2"), ROOT / "tests")
+    report = json.loads(json_text(report_of(made)))
+    assert report_faults(replace(made.build, report=report), made.plan) == []
+    del report["views"]
+    (fault,) = report_faults(replace(made.build, report=report), made.plan)
+    assert fault.message == "`views` is not what the programs say"
 
 
 @given(st.data())

@@ -32,6 +32,7 @@ def verify_command(args: argparse.Namespace) -> int:
         import torch
 
         from parc.checking.verification import verify_build, verify_static
+        from parc.report_words import largest_error
 
         if args.static:
             verified = verify_static(args.build)
@@ -66,7 +67,7 @@ def verify_command(args: argparse.Namespace) -> int:
     if args.static:
         say(f"{args.build}: {held}; the model was not imported, numbers not tested")
         return 0
-    worst = max(verified.numbers.get(kind, 0) for kind in ("loss", "gradient", "parameter", "output"))
+    worst = largest_error(verified.numbers)
     where = " on the GPU" * (args.device == "cuda")
     say(f"{args.build}: {held}{where} (largest relative error {worst:.1e}, on {verified.numbers['on']})")
     return 0
