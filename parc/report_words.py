@@ -221,7 +221,7 @@ def check_texts(report: Mapping[str, Any]) -> list[str]:
 
 def largest_error(numbers: Mapping[str, Any]) -> float:
     """Return the largest relative error of losses, gradients, parameters and outputs beside the captured graph's."""
-    return max(numbers.get(kind, 0) for kind in ("loss", "gradient", "parameter", "output"))
+    return max(float(numbers.get(kind, 0)) for kind in ("loss", "gradient", "parameter", "output"))
 
 
 def stage_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:

@@ -17,7 +17,7 @@ from ..layout.collectives import COLLECTIVES, MESSAGE, local_outer
 from ..layout.mesh import Mesh
 from ..layout.packed_rows import EXCHANGE
 from ..ops.precision import base_name
-from ..program.program import Function, Line, LocalSize, Ref, Value, default_numbers, operator
+from ..program.program import Function, Line, LocalSize, Ref, Value, default_numbers, operator, remembered
 from .repeats import ShortForm, short_form
 
 _K = TypeVar("_K")
@@ -59,14 +59,14 @@ def function_body(
 ) -> Body:
     """Return a function's body. Parameters have the ``names``, or are numbered; a family in ``families`` is parameters,
     one of each layer, of which the twin may have fewer."""
-    key = "body", mesh, tuple((names or {}).items()), tuple(map(tuple, families))
-    if key not in function.derived:
-        function.derived[key] = _body(function, mesh, names or {}, families)
-    stored: Body = function.derived[key]
-    return stored
+    return _body(function, mesh, tuple((names or {}).items()), tuple(map(tuple, families)))
 
 
-def _body(function: Function, mesh: Mesh, names: Mapping[str, str], families: Sequence[Sequence[str]]) -> Body:
+@remembered
+def _body(
+    function: Function, mesh: Mesh, named: tuple[tuple[str, str], ...], families: tuple[tuple[str, ...], ...]
+) -> Body:
+    names = dict(named)
     form, values = short_form(function, families), function.values()
     slots = zip(function.parameters, form.operands, strict=True)
     kept = [value.name for value, (_, number) in slots if number == 0]
