@@ -8,7 +8,7 @@ import torch
 from parc.compiler.ops.factors import RuleError
 from parc.compiler.ops.rules import facts, register
 from parc.compiler.program.program import Line
-from parc.compiler.resolve.balance import FLOPS_PER_BYTE, PASSES, operations_of
+from parc.compiler.resolve.stage_cuts import FLOPS_PER_BYTE, PASSES, operations_of
 from parc.compiling.compiled import Compiled
 
 from .checked_plans import checked, compiled

@@ -22,8 +22,7 @@ from ..program.binding import GRAD_NORM, LOSS, SCALE, UNSCALE, Binding
 from ..program.blocks import block_of
 from ..program.program import Function, Line, LocalSize, Program, Ref, Value, operands, remembered
 from ..program.step_values import residual_of
-from .bodies import Body, Numbers, function_body, sizeless, star
-from .repeats import FamilySlots
+from .bodies import Body, FamilySlots, Numbers, function_body, sizeless, star
 
 _LAYER_NUMBER = re.compile(r"\d+")
 _KEY = "parc.stream_key.default"

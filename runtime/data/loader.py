@@ -16,9 +16,8 @@ from ...grammar.codes_build import BAD_DATA
 from ..ranks.faults import RunError
 from ..ranks.lockstep import Together
 from .datasets import dataset_source
-from .order import Order, Ordered
 from .reading import Closing, RowReader
-from .samples import DataError, SampleSource, raised_at
+from .samples import DataError, Order, Ordered, SampleSource, raised_at
 from .sizes import AtSizes, BySizes
 
 

@@ -14,8 +14,7 @@ from parc.compiler.layout.placement import Placement, TensorType
 from parc.compiler.plan.plan import read_plan
 from parc.compiler.program.binding import Binding
 from parc.compiler.program.program import Function, Line, Program, Ref, Value
-from parc.compiler.twin.bodies import function_body
-from parc.compiler.twin.repeats import ShortForm, short_form
+from parc.compiler.twin.bodies import ShortForm, function_body, short_form
 from parc.compiler.twin.structure import compare_structure
 from parc.compiling.driver import compile_plan
 from parc.grammar.diagnostics import PlanError, render

@@ -120,7 +120,7 @@ def test_an_error_in_one_role_ends_the_others() -> None:
 
 
 def test_the_first_difference_of_stages_is_found() -> None:
-    from parc.checking.difference import first_difference
+    from parc.checking.verification import first_difference
 
     assert first_difference(case("dp=2, pp=2", 2)) is None
 
