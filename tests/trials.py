@@ -18,10 +18,8 @@ from parc.compiler.plan.plan import read_plan
 from parc.compiler.program.program import Program
 from parc.compiler.program.roles import SINGLE
 from parc.compiler.program.text import parse_program
-from parc.compiler.resolve.requests import PlanAxes
 from parc.compiling.compiled import Compiled
 from parc.compiling.driver import compile_captured
-from parc.compiling.request import finer_axes
 from parc.grammar.source import Source
 from parc.runtime.compare.agreement import Agreement
 from parc.runtime.compare.model_run import Case, ReferenceRun
@@ -101,7 +99,7 @@ def build(made: Subject, text: str) -> Compiled:
         PlanError: the plan asks for what cannot be.
     """
     plan = read_plan(Source("random.parc", text))
-    return compile_captured(plan, Path(), made.recorded, made.captured, finer_axes(plan, PlanAxes()))
+    return compile_captured(plan, Path(), made.recorded, made.captured)
 
 
 def case_of(made: Subject, compiled: Compiled) -> Case:

@@ -258,10 +258,10 @@ def _compiled(
         step = math.lcm(max(size // 2, 1), math.gcd(plan.sizes[name].step, 16))
         ranges[name] = SizeRange(size, size) if plan.sizes[name].fixed else SizeRange(step, 2 * step, step)
     factors = {axis: tuple(map(mesh.size, mesh.parts(axis))) for axis, _ in mesh.factored}
-    axes, pads = replace(compiled.resolved.axes, sizes=factors), compiled.resolved.pads
+    resolved = replace(compiled.resolved, axes=replace(compiled.resolved.axes, sizes=factors))
     small = replace(plan, sizes=ranges, mesh=mesh.declared, stages=stages, views=_views(plan, mesh))
-    return compile_plan(small, compiled.folder, overrides={**compiled.overrides, **arguments} or None, axes=axes,
-                        longer=pads, dims=compiled.built.dims, fitted=compiled.fitted)  # fmt: skip
+    overrides = {**compiled.overrides, **arguments} or None
+    return compile_plan(small, compiled.folder, overrides=overrides, like=replace(compiled, resolved=resolved))
 
 
 def _small_enough(twin: Compiled) -> Compiled:

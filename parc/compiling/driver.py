@@ -18,14 +18,13 @@ from parc.compiler.initial.recipes import Recorded
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.layout.placement import Split
 from parc.compiler.ops.recompute import RecomputeLine
-from parc.compiler.padding.pads import Pads
 from parc.compiler.plan.directives.experts import Experts
 from parc.compiler.plan.plan import Plan
 from parc.compiler.program.actions import Action, accumulation
 from parc.compiler.program.binding import PARAMETERS
 from parc.compiler.program.roles import SINGLE
 from parc.compiler.resolve.placements import Resolved
-from parc.compiler.resolve.requests import Choices, Pipeline, PlanAxes, Request, ShardDims
+from parc.compiler.resolve.requests import Choices, Pipeline, Request
 from parc.compiler.sizes.polynomials import moving
 from parc.compiler.verify.padding import sample_dims
 from parc.compiling.compiled import Compiled, constants_by_name, programs_of
@@ -139,22 +138,21 @@ def compile_plan(
     folder: Path,
     *,
     overrides: Mapping[str, Any] | None = None,
-    axes: PlanAxes | None = None,
-    longer: Pads | None = None,
-    dims: ShardDims | None = None,
-    fitted: Fitted | None = None,
+    like: Compiled | None = None,
     progress: Progress = lambda _: None,
 ) -> Compiled:
     """Capture the model and run every pass. Where sizes have ranges, this is done at a few of them, which make a
     template.
 
-    ``overrides`` and ``axes`` make the plan's twin: other arguments of the model, and the factoring of its plan's axes,
-    where it is not to be found out; it is padded wherever the plan's own build is ``longer`` than its model, and
-    stores parameters in parts along the same ``dims``, and makes again what blocks like its own have ``fitted``.
+    ``overrides`` of the model's arguments make a twin of a larger build, which it is ``like``: it factors axes in the
+    same way, is padded wherever that build is longer than its model, stores parameters in parts along the same dims,
+    and makes again what blocks like its own do there.
 
     Raises:
         PlanError: the plan, the model or both are at fault.
     """
+
+    fitted = like.fitted if like is not None else None
 
     def compile_at(sizes: Mapping[str, int] | None = None, choices: Choices | None = None) -> Compiled:
         nonlocal fitted  # all sizes of a range make again what the largest do
@@ -169,9 +167,8 @@ def compile_plan(
         progress("passes")
         with _timed(seconds, "passes"):
             compiled = compile_captured(
-                at, folder, recorded, captured, axes, longer, plan if sizes else None, choices,
-                smaller=overrides is not None, dims=dims, fitted=fitted,
-            )  # fmt: skip
+                at, folder, recorded, captured, like, plan if sizes else None, choices, fitted, overrides is not None
+            )
             fitted = compiled.fitted
         compiled = replace(compiled, overrides=dict(overrides or {}), seconds=seconds)
         if not (at.trains or sample_dims(compiled.built.reference, at.unbatched)):
@@ -180,7 +177,7 @@ def compile_plan(
             return compiled
         progress("evaluation")
         with _timed(seconds, "evaluation"):
-            return with_evaluation(compiled, plan, longer, evaluation_choices if sizes is not None else None)
+            return with_evaluation(compiled, plan, evaluation_choices if sizes is not None else None)
 
     choices, evaluation_choices = Choices(), Choices()
     if not moving(plan.sizes):
@@ -191,9 +188,8 @@ def compile_plan(
 
 
 def compile_captured(
-    plan: Plan, folder: Path, recorded: Recorded, captured: Captured, axes: PlanAxes | None = None,
-    longer: Pads | None = None, declared: Plan | None = None, choices: Choices | None = None, smaller: bool = False,
-    dims: ShardDims | None = None, fitted: Fitted | None = None,
+    plan: Plan, folder: Path, recorded: Recorded, captured: Captured, like: Compiled | None = None,
+    declared: Plan | None = None, choices: Choices | None = None, fitted: Fitted | None = None, smaller: bool = False,
 ) -> Compiled:  # fmt: skip
     """Run every pass on a captured model. ``declared`` is the plan with the ranges from which its sizes were chosen. A
     ``smaller`` model may lack names of the plan.
@@ -201,11 +197,11 @@ def compile_captured(
     Raises:
         PlanError: the plan, the model or both are at fault.
     """
-    resolved, request = ask(plan, folder, recorded, captured, axes, longer, declared, choices, smaller)
+    resolved, request = ask(plan, folder, recorded, captured, like, declared, choices, smaller)
 
     def make(lines: tuple[RecomputeLine, ...], units: frozenset[str]) -> Compiled:
         storing = replace(request.storing, recompute=lines, units=request.storing.units | units)
-        changed = replace(request, storing=storing, shard_dims=dims)
+        changed = replace(request, storing=storing)
         return _built(plan, folder, recorded, captured, replace(resolved, recompute=lines), changed)
 
     compiled, chosen = compile_fitted(resolved.recompute, captured, fitted, make)
@@ -227,9 +223,7 @@ def compile_changed(compiled: Compiled, plan: Plan) -> Compiled:
     return compile_captured(at, compiled.folder, recorded, captured)
 
 
-def with_evaluation(
-    step: Compiled, declared: Plan, longer: Pads | None = None, choices: Choices | None = None
-) -> Compiled:
+def with_evaluation(step: Compiled, declared: Plan, choices: Choices | None = None) -> Compiled:
     """Return a compiled step with the evaluation of its plan: the model is captured in ``eval()``, and runs through
     every pass. Stages, the storage of parameters and what several ranks keep are those of the step. ``choices`` are
     those of evaluations, where sizes have ranges.
@@ -245,9 +239,8 @@ def with_evaluation(
     if other := sorted(read - of_step):
         raise PlanError([_read_in_eval_alone(plan, other)])
     resolved, request = ask(
-        plan, folder, recorded, captured, step.resolved.axes, longer, declared if ranged else None, choices,
-        smaller=True, step=step,
-    )  # fmt: skip
+        plan, folder, recorded, captured, step, declared if ranged else None, choices, smaller=True, evaluates=True
+    )
     compiled = _built(plan, folder, recorded, captured, resolved, request)
     return replace(step, evaluation=replace(compiled, overrides=step.overrides))
 
