@@ -31,17 +31,20 @@ from parc.compiler.resolve.in_graph import RING_METHODS
 from parc.compiling.compiled import Compiled
 from parc.compiling.request import ask
 from parc.compiling.size_ranges import fixed, line_span
-from parc.grammar.codes_build import (
+from parc.grammar.codes import (
     AVERAGED,
     MEANT_OTHERWISE,
+    NODE_ORDER,
     NOT_REACHED,
     NUMBER_CHANGED,
     PASSED_ON,
     ROUNDED_UPDATES,
+    SMALL_BUCKET,
     UNASKED_RESHARD,
+    WHOLE_KEYS,
+    WHOLE_OUTPUTS,
     WITHOUT_RULE,
 )
-from parc.grammar.codes_plan import NODE_ORDER, SMALL_BUCKET, WHOLE_KEYS, WHOLE_OUTPUTS
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError, Severity
 from parc.grammar.nearest import did_you_mean, listed
 from parc.grammar.source import Source, Span

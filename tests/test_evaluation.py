@@ -20,7 +20,7 @@ from parc.cli import main
 from parc.compiler.build.directory import read_build, write_build
 from parc.compiling.compiled import Compiled
 from parc.compiling.plan_data import check_sample
-from parc.grammar.codes_build import READ_IN_EVAL
+from parc.grammar.codes import READ_IN_EVAL
 from parc.grammar.diagnostics import PlanError
 from parc.runtime.compare.simulate import Simulation
 from parc.runtime.step import Stepper

@@ -29,7 +29,7 @@ from parc.compiler.verify.ranges import binding_faults, size_faults
 from parc.compiling.compiled import Compiled, programs_of
 from parc.compiling.driver import compile_plan
 from parc.compiling.size_ranges import fixed
-from parc.grammar.codes_build import BAD_DATA, OUT_OF_RANGE
+from parc.grammar.codes import BAD_DATA, OUT_OF_RANGE
 from parc.runtime.compare.agreement import TOLERANCE
 from parc.runtime.compare.simulate import compare
 from parc.runtime.data.feed import Feed

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 
-from ...grammar.codes_plan import IDLE_AXIS, NOT_PADDED, REPEATED_PLACEMENT, UNEVEN_SHARD, WRONG_DIM
+from ...grammar.codes import IDLE_AXIS, NOT_PADDED, REPEATED_PLACEMENT, UNEVEN_SHARD, WRONG_DIM
 from ...grammar.diagnostics import Diagnostic, Label, PlanError, Severity
 from ...grammar.source import Span
 from ...grammar.syntax import Word

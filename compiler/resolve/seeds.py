@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
-from ...grammar.codes_plan import (
+from ...grammar.codes import (
     CONFLICT,
     NO_SEQUENCE,
     NOT_TENSOR_PARALLEL,

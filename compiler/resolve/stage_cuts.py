@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from ...grammar.codes_plan import BACKWARD_FLOW, EMPTY_STAGE, NO_PLACE, STATE_CYCLE, TOO_MANY_STAGES
+from ...grammar.codes import BACKWARD_FLOW, EMPTY_STAGE, NO_PLACE, STATE_CYCLE, TOO_MANY_STAGES
 from ...grammar.diagnostics import Diagnostic, Label, PlanError
 from ...grammar.source import Span
 from ..capture.capture import Captured

@@ -35,7 +35,7 @@ from parc.compiling.compiled import Compiled
 from parc.compiling.driver import compile_plan
 from parc.compiling.fit import stages_of
 from parc.compiling.plan_capture import make_model
-from parc.grammar.codes_build import MANY_AXES, NO_TWIN
+from parc.grammar.codes import MANY_AXES, NO_TWIN
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.grammar.nearest import listed
 from parc.grammar.syntax import Word

@@ -147,7 +147,7 @@ def _start(args: argparse.Namespace) -> int:
     target = args.target
     if is_plan(target):
         from parc.cli.build import build_plan
-        from parc.grammar.codes_build import BAD_DATA
+        from parc.grammar.codes import BAD_DATA
         from parc.runtime.data.sources import NO_DATA, NO_DATA_HELP
         from parc.runtime.ranks.faults import RunError
         from parc.runtime.session.evaluation import trains_nothing

@@ -54,7 +54,7 @@ def verify_command(args: argparse.Namespace) -> int:
         return show_refusal(verified.faults, edited=args.build)
     if verified.altered:
         from parc.compiler.build.directory import again
-        from parc.grammar.codes_build import BAD_BUILD
+        from parc.grammar.codes import BAD_BUILD
         from parc.grammar.diagnostics import Diagnostic
         from parc.grammar.nearest import listed
 

@@ -33,9 +33,17 @@ from parc.compiling.fitted import Fitted
 from parc.compiling.plan_capture import capture_plan, input_specs
 from parc.compiling.request import ask
 from parc.compiling.size_ranges import compile_range, fixed, line_span
-from parc.grammar.codes_build import BAD_RULE, READ_IN_EVAL
-from parc.grammar.codes_plan import FEW_HEADS_EACH, MIXED_ROWS, NOT_PLACED, SPLIT_ALREADY, UNEVEN_TOKENS, WHOLE_SEQUENCE
-from parc.grammar.codes_run import NOTHING_RETURNED
+from parc.grammar.codes import (
+    BAD_RULE,
+    FEW_HEADS_EACH,
+    MIXED_ROWS,
+    NOT_PLACED,
+    NOTHING_RETURNED,
+    READ_IN_EVAL,
+    SPLIT_ALREADY,
+    UNEVEN_TOKENS,
+    WHOLE_SEQUENCE,
+)
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.grammar.nearest import listed
 from parc.grammar.syntax import size_text

@@ -44,8 +44,7 @@ from parc.compiler.resolve.stage_cuts import cuts_of
 from parc.compiler.resolve.storage import named_parameters
 from parc.compiler.schedules import places_of
 from parc.compiling.compiled import Compiled
-from parc.grammar.codes_build import NOTHING_TRAINED
-from parc.grammar.codes_plan import BAD_VIEW, NOT_COMPRESSED, UNEVEN_NODES
+from parc.grammar.codes import BAD_VIEW, NOT_COMPRESSED, NOTHING_TRAINED, UNEVEN_NODES
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.passes.pipeline import names_of
 from parc.passes.placing.heads import factored_axes

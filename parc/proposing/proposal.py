@@ -31,7 +31,7 @@ from parc.compiling.compiled import Compiled
 from parc.compiling.driver import Progress, compile_captured, compile_plan, task_lines
 from parc.compiling.plan_capture import capture_diagnostic, capture_plan, make_model
 from parc.compiling.request import ask
-from parc.grammar.codes_build import LOSS_NOT_NUMBER, NO_INPUTS
+from parc.grammar.codes import LOSS_NOT_NUMBER, NO_INPUTS
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.grammar.nearest import did_you_mean, listed
 from parc.grammar.source import Source

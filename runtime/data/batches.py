@@ -14,7 +14,7 @@ from ...compiler.initial.counter import stream
 from ...compiler.layout.mesh import Mesh
 from ...compiler.sizes.size_range import BATCH
 from ...compiler.sizes.template import sizes_text
-from ...grammar.codes_run import BATCHES_DIFFER
+from ...grammar.codes import BATCHES_DIFFER
 from ..ranks.faults import RunError
 from ..ranks.gather import everywhere
 from ..ranks.lockstep import Row, Together, ranks_text

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...compiler.sizes.size_range import BATCH
-from ...grammar.codes_build import BAD_DATA
+from ...grammar.codes import BAD_DATA
 from ..ranks.faults import RunError
 from ..ranks.lockstep import Together
 from .datasets import dataset_source

@@ -18,7 +18,7 @@ from ...compiler.build.build import Build
 from ...compiler.capture.callables import CallableError, check_arguments, load_callable
 from ...compiler.initial.counter import normal, stream, uniform
 from ...compiler.sizes.size_range import BATCH
-from ...grammar.codes_build import BAD_DATA
+from ...grammar.codes import BAD_DATA
 from ...grammar.nearest import did_you_mean
 from ..ranks.faults import RunError
 from .datasets import dataset_source, folder_source

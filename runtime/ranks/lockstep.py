@@ -10,8 +10,7 @@ from typing import TypeVar, cast, final
 
 import torch
 
-from ...grammar.codes_build import LEFT_STEP
-from ...grammar.codes_run import CALLS_DIFFER
+from ...grammar.codes import CALLS_DIFFER, LEFT_STEP
 from .communication import PeerLost
 from .faults import RunError
 from .gather import everywhere, exchange

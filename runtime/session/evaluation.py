@@ -21,8 +21,7 @@ from ...compiler.program.actions import FORWARD
 from ...compiler.program.binding import BUFFERS, SCALE
 from ...compiler.program.roles import Role
 from ...compiler.sizes.size_range import BATCH
-from ...grammar.codes_build import BAD_DATA
-from ...grammar.codes_run import BATCHES_DIFFER, NO_EVALUATION, NOTHING_RETURNED, TRAINS_NOTHING
+from ...grammar.codes import BAD_DATA, BATCHES_DIFFER, NO_EVALUATION, NOTHING_RETURNED, TRAINS_NOTHING
 from ..data.batches import Batches
 from ..data.feed import Feed
 from ..data.sizes import AtSizes, BySizes

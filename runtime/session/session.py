@@ -22,7 +22,7 @@ from ...compiler.program.binding import BUFFERS
 from ...compiler.program.optimizers import AVERAGE
 from ...compiler.program.roles import Role
 from ...compiler.program.stacked import is_stacked, part_names
-from ...grammar.codes_run import NO_AVERAGES
+from ...grammar.codes import NO_AVERAGES
 from ..backends.distributed import Distributed
 from ..backends.in_process import InProcess
 from ..data.batches import Batches

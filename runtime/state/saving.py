@@ -23,7 +23,7 @@ from ...compiler.padding.pads import pads_from
 from ...compiler.padding.tensors import EntryRanges, ranges_of, runs_of
 from ...compiler.program.optimizers import AVERAGE, NUMBERS
 from ...compiler.program.stacked import part_name
-from ...grammar.codes_build import BAD_STATE
+from ...grammar.codes import BAD_STATE
 from ..ranks.faults import RunError
 from ..ranks.gather import everywhere, keepers_of, of_every_role, owners_of
 from ..ranks.lockstep import RESTORE, Together

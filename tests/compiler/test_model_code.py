@@ -14,7 +14,7 @@ from parc.checking.verification import differences
 from parc.compiler.capture.model_code import changed_files, file_hashes, target_hashes
 from parc.compiler.plan.plan import read_plan
 from parc.compiling.driver import compile_plan
-from parc.grammar.codes_build import BAD_BUILD
+from parc.grammar.codes import BAD_BUILD
 from parc.runtime.ranks.faults import RunError
 from parc.runtime.state.opening import check_source_of, open_build
 from tests.runtime.tiny import ONE, PLAN, TENSOR, build

@@ -20,7 +20,7 @@ from parc.compiler.initial import counter
 from parc.compiler.program.roles import SINGLE
 from parc.compiler.torch_private import compile_graph, fake_mode, onednn_linear, quiet
 from parc.compiling.compiled import Compiled
-from parc.grammar.codes_build import NO_COMPILER
+from parc.grammar.codes import NO_COMPILER
 from parc.runtime.backends.in_process import InProcess
 from parc.runtime.compare.simulate import Simulation
 from parc.runtime.machine import products

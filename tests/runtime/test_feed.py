@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from parc.compiler.build.build import Build
-from parc.grammar.codes_build import BAD_DATA
+from parc.grammar.codes import BAD_DATA
 from parc.runtime.data.feed import Feed
 from parc.runtime.ranks.faults import RunError
 from parc.runtime.state.opening import build_mesh, open_build

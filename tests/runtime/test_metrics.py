@@ -17,7 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import parc
 from parc.compiler.analysis.flops import product_type, step_flops
 from parc.compiler.build.build import Build
-from parc.grammar.codes_run import UNWRITTEN
+from parc.grammar.codes import UNWRITTEN
 from parc.runtime.observe.observer import Meter, Observe, Observer, ProgressDisplay, peak_flops, work_per_step
 from parc.runtime.observe.writers import FigurePlaces, FiguresWriter, MetricsFile, TensorBoard, WandB
 from parc.runtime.ranks.faults import RunError

@@ -15,7 +15,7 @@ import parc
 from parc.checking.reports import report_of
 from parc.compiler.build.directory import read_build, write_build
 from parc.compiler.plan.plan import read_plan
-from parc.grammar.codes_run import OFFLOAD_FOLDER
+from parc.grammar.codes import OFFLOAD_FOLDER
 from parc.runtime.ranks.faults import RunError
 from parc.runtime.session.session import Session
 from parc.runtime.state.offload import MappedFiles

@@ -12,7 +12,7 @@ import torch
 import parc
 from parc.compiler.layout.placement import parse_type
 from parc.compiler.program.roles import SINGLE
-from parc.grammar.codes_build import BAD_DATA, BAD_STATE, NO_DEVICE, OTHER_TORCH, WORLD_SIZE
+from parc.grammar.codes import BAD_DATA, BAD_STATE, NO_DEVICE, OTHER_TORCH, WORLD_SIZE
 from parc.runtime.backends.in_process import InProcess
 from parc.runtime.ranks.faults import RunError
 from parc.runtime.ranks.processes import DEVICE, check_device
