@@ -103,7 +103,7 @@ def test_spec(block: Block) -> None:
 @pytest.mark.parametrize("code", EXAMPLES)
 def test_the_example_of_a_code_produces_it(code: str) -> None:
     diagnostics, _ = check(EXAMPLES[code])
-    assert code in {found.code.name for found in diagnostics}, "\n".join(map(render, diagnostics))
+    assert code in {diagnostic.code.name for diagnostic in diagnostics}, "\n".join(map(render, diagnostics))
 
 
 def test_every_message_has_a_way_out() -> None:
