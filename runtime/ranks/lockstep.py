@@ -32,7 +32,7 @@ before, and 1 for a fault."""
 
 
 @final
-class Together:
+class Lockstep:
     """One of ``world`` ranks, as it makes calls together with the others."""
 
     def __init__(self, rank: int, world: int, device: torch.device) -> None:

@@ -28,7 +28,7 @@ from ..data.sizes import AtSizes, BySizes
 from ..data.sources import PREDICTED
 from ..ranks.faults import RunError
 from ..ranks.gather import Gatherer, held
-from ..ranks.lockstep import Together
+from ..ranks.lockstep import Lockstep
 from ..ranks.work import Batch, RankState
 from ..state.initial import Initial
 from ..state.opening import constants_of
@@ -294,7 +294,7 @@ class Evaluation:
     the session is of the ``build`` itself."""
 
     def __init__(
-        self, build: Build, by_sizes: BySizes[AtSizes], mesh: Mesh, initial: Initial | None, together: Together
+        self, build: Build, by_sizes: BySizes[AtSizes], mesh: Mesh, initial: Initial | None, together: Lockstep
     ) -> None:
         self._build, self._by_sizes, self._mesh = build, by_sizes, mesh
         self._initial, self._together = initial, together

@@ -36,7 +36,7 @@ from ..machine.registry import library_of
 from ..ranks.communication import Backend
 from ..ranks.faults import Bad, RunError, Watcher, bad_number, bad_tensor, writing
 from ..ranks.gather import Gatherer, everywhere, held, keepers_of, owners_of
-from ..ranks.lockstep import Together
+from ..ranks.lockstep import Lockstep
 from ..ranks.processes import default_device, join_processes, launched
 from ..ranks.waits import Recorder, clock, clock_offset, write_trace
 from ..ranks.work import Batch, RankState, StepReport, StepResult, consume
@@ -124,7 +124,7 @@ class Session:
         self.recorder = Recorder(self.device) if trace else None
         self.step_number, self._reading = 0, threading.Lock()
         self.notes: tuple[str, ...] = ()
-        self._together = Together(self.rank, self.world, self.device)
+        self._together = Lockstep(self.rank, self.world, self.device)
         self.last_step: int | None = build.manifest["steps"]
         self.backend: Backend = InProcess(self.mesh)
         if self.world > 1:
