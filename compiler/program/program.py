@@ -144,6 +144,11 @@ class Line:
         """The results of the line, without those that the operator leaves out."""
         return tuple(value for value in self.results if value is not None)
 
+    @property
+    def names(self) -> str:
+        """The names of the results, as messages have them."""
+        return ", ".join(value.name for value in self.made)
+
     def renamed(self, names: Mapping[str, str]) -> Line:
         """Return the line with other values in place of those that it reads, where ``names`` has them."""
 
@@ -323,6 +328,10 @@ class Program:
     def blocks(self) -> tuple[Function, ...]:
         """The functions that main functions call."""
         return self.functions[: -len(self.mains)]
+
+    def with_mains(self, *mains: Function) -> Program:
+        """Return the program with other main functions."""
+        return replace(self, functions=(*self.blocks, *mains))
 
     def function(self, name: str) -> Function:
         return next(function for function in self.functions if function.name == name)

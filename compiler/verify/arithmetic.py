@@ -326,7 +326,7 @@ class _Bounds:
 
 
 def _line_key(function: str, line: Line) -> tuple[str, str, str]:
-    return function, ", ".join(value.name for value in line.made), line.op
+    return function, line.names, line.op
 
 
 @remembered

@@ -51,8 +51,7 @@ def check_lines(program: Program) -> list[Fault]:
         where = f"{program.role}.{program.action} {function.name}"
         for line, line_faults in _faulty_lines(function, program.mesh):
             wrong = line_faults if line_faults is not None else call_faults(line, function.values(), known[line.op])
-            names = ", ".join(value.name for value in line.made)
-            faults += [Fault(check, f"{where}: {names}", message) for check, message in wrong]
+            faults += [Fault(check, f"{where}: {line.names}", message) for check, message in wrong]
         known[function.name] = function
     return faults
 
@@ -88,7 +87,7 @@ def follow_with_faults(
     def noted(function: str, question: Question, operands: tuple[_Fact, ...]) -> Sequence[_Fact]:
         results, message = rule(question, operands)
         if message:
-            where = f"{program.action} {function}: {', '.join(value.name for value in question.line.made)}"
+            where = f"{program.action} {function}: {question.line.names}"
             faults[where] = Fault("types", where, message)
         return results
 

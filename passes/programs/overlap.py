@@ -59,7 +59,7 @@ def sum_early(programs: Programs, microbatches: int) -> Programs:
                  if key in sums and stages[key] == names[name] == 1}  # fmt: skip
         if early:
             last = _last(program, early, microbatches > 1)
-            changed[at] = replace(program, functions=(*program.blocks, last, program.main))
+            changed[at] = program.with_mains(last, program.main)
         for one in early.values():
             _leave_out(one, reduce)
     main = reduce.function()
@@ -155,7 +155,7 @@ def wait_late(programs: Programs) -> Programs:
                 coming.add(gradient)
                 rewriter.drop([wait])
                 rewriter.returns[gradient] = wait.uses[0]
-        changed[key] = replace(program, functions=(*program.blocks, rewriter.function(), program.main))
+        changed[key] = program.with_mains(rewriter.function(), program.main)
     if coming:
         changed[REDUCE] = _waiting(programs[REDUCE], coming)
     return changed
@@ -282,7 +282,7 @@ def _overlapped(program: Program, bucket: int, ahead: int) -> Program:
         if any(line.op in apart for line in main.lines) else main
         for main in program.mains
     )  # fmt: skip
-    return replace(program, functions=(*program.blocks, *mains))
+    return program.with_mains(*mains)
 
 
 class _Overlap:
