@@ -366,12 +366,12 @@ class _Overlap:
                 local_bytes(self.values[source].type, self.program), local_bytes(line.made[0].type, self.program)
             )
             key = line.op, line.args[1], line.made[0].type.dtype
-            found = groups.setdefault(key, [[]])
-            if found[-1] and sizes[id(found[-1])] + size > self.bucket:
-                found.append([])
-            found[-1].append(line)
-            sizes[id(found[-1])] = sizes.get(id(found[-1]), 0) + size
-        for group in (group for found in groups.values() for group in found):
+            buckets = groups.setdefault(key, [[]])
+            if buckets[-1] and sizes[id(buckets[-1])] + size > self.bucket:
+                buckets.append([])
+            buckets[-1].append(line)
+            sizes[id(buckets[-1])] = sizes.get(id(buckets[-1]), 0) + size
+        for group in (group for buckets in groups.values() for group in buckets):
             self.message += 1
             yield from (replace(line, kwargs=((MESSAGE, self.message),)) for line in group)
 
