@@ -64,7 +64,7 @@ def model_of(case: Case):  # type: ignore[no-untyped-def] # its class is importe
 
 def gathers_of(compiled) -> dict[str, int]:  # type: ignore[no-untyped-def]
     """Return how many values a forward gathers or exchanges unasked over each axis."""
-    from parc.meant import unasked_gathers
+    from parc.advice import unasked_gathers
 
     gathers = unasked_gathers(compiled.plan, compiled.built.reshards)
     return {axis: sum(one.axis == axis for one in gathers) for axis in ("dp", "tp")}

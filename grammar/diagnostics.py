@@ -6,38 +6,15 @@ import unicodedata
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import partial
-from typing import Literal
 
 from .source import Span
 
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """An error code, with the text of its page in docs/errors.md and of ``parc explain``.
-
-    ``example`` with ``language="parc"`` is a plan text that produces this code (the tests run it; statements it leaves
-    out are supplied, but ``loss`` and ``optimizer`` after a first line ``# for inference``; a first line
-    ``# -D name=value`` gives definitions); other languages are shown, not run.
-    """
+    """An error code, whose page in ``errors.md`` says what it means."""
 
     name: str
-    title: str
-    why: str
-    example: str
-    instead: str
-    language: Literal["parc", "python", "shell"] = "parc"
-
-
-shown = partial(Code, language="shell")
-"""Return a code that a plan's text alone does not produce: its example is shown, not run."""
-MODEL = """import torch
-
-
-class Model(torch.nn.Module):
-    def forward(self, x):
-        {body}"""
-"""The code of a model in an example, without the body of its forward."""
 
 
 MAX_LINE = 160  # longer source lines are cut to a window around the underlined text
@@ -94,7 +71,7 @@ class PlanError(Exception):
 def render(diagnostic: Diagnostic) -> str:
     """Return the diagnostic as plain text, without a final newline.
 
-    >>> from .codes_plan import UNEVEN_SHARD
+    >>> from .codes import UNEVEN_SHARD
     >>> from .source import Source
     >>> span = Span(Source("gpt.parc", "mesh tp=4\\nvocab head over tp"), 16, 20)
     >>> print(render(Diagnostic(UNEVEN_SHARD, "50257 rows do not divide by tp=4", Label(span, "(50257, 768)"))))

@@ -14,7 +14,7 @@ from lark import Lark, Token, Transformer, Tree, v_args
 from lark.exceptions import UnexpectedCharacters, UnexpectedInput, UnexpectedToken
 from lark.tree import Meta
 
-from .codes_plan import INVISIBLE, MALFORMED
+from .codes import INVISIBLE, MALFORMED
 from .diagnostics import Diagnostic, Label
 from .source import Source, Span
 from .syntax import (

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .codes_plan import BAD_VALUE, NO_EFFECT, REPEATED, UNDEFINED_NAME, UNKNOWN_DEFINE, WRONG_KIND
+from .codes import BAD_VALUE, NO_EFFECT, REPEATED, UNDEFINED_NAME, UNKNOWN_DEFINE, WRONG_KIND
 from .diagnostics import Diagnostic, Label, Severity
 from .nearest import did_you_mean, listed
 from .parse import LONGEST, parse_value

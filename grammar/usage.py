@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import TypeVar
 
-from .codes_plan import MISSING_ARGUMENT, REPEATED, UNEXPECTED_ARGUMENT, WRONG_KIND
+from .codes import MISSING_ARGUMENT, REPEATED, UNEXPECTED_ARGUMENT, WRONG_KIND
 from .diagnostics import Code, Diagnostic, Label
 from .nearest import did_you_mean
 from .source import Span

@@ -9,7 +9,7 @@ from typing import Any
 
 from parc.compiler.analysis.communication import communication_table
 from parc.compiler.analysis.flops import stage_flops, step_timeline
-from parc.compiler.analysis.memory import Memory, buffer_bytes, estimate_memory, offload_buffers, state_bytes, states
+from parc.compiler.analysis.memory import Memory, estimate_memory, offload_buffers, state_bytes, states
 from parc.compiler.analysis.products import BLAS, ONEDNN
 from parc.compiler.build.build import Build, BuildError
 from parc.compiler.build.directory import again, json_text, unlined
@@ -127,7 +127,7 @@ def memory_by_library(build: Build, plan: Plan, role: Role, load: float | None =
     load = max((e.load for e in plan.placements if isinstance(e, Experts)), default=1.0) if load is None else load
     arguments = role.programs, role.actions, build.types, _moments(build, plan), plan.offloaded
     buffers = offload_buffers(*arguments)
-    offloaded = {word: buffer_bytes(buffers[word]) for word in plan.offloaded}
+    offloaded = {word: sum(size * count for size, count in buffers[word].items()) for word in plan.offloaded}
     differ = any(
         ONEDNN.apart(line, function, program.mesh)
         for program in role.programs.values() for function in program.functions for line in function.lines
@@ -184,5 +184,5 @@ def report_faults(build: Build, plan: Plan) -> list[Fault]:
     return [
         Fault("facts", "report.json", f"`{key}` is not what the programs say")
         for key in wanted
-        if unlined(build.report[key]) != wanted[key]
+        if unlined(build.report.get(key)) != wanted[key]
     ]

@@ -24,10 +24,10 @@ def fact_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     if any(".." in size for size in report["sizes"].values()):
         rows.append(("sizes", f"{sizes_text(report['sizes'])}; bytes are those of the largest"))
     rows += _memory_rows(report)
-    rows += _under("experts", _expert_texts(report))
-    rows += _under("made again", _recompute_texts(report.get("recompute")))
-    rows += _under("a parameter", _state_texts(report["memory"]))
-    rows += _under("padding", _padding_texts(report["padding"]))
+    rows += under("experts", _expert_texts(report))
+    rows += under("made again", _recompute_texts(report.get("recompute")))
+    rows += under("a parameter", _state_texts(report["memory"]))
+    rows += under("padding", _padding_texts(report["padding"]))
     if whole := report["stored_whole"]:
         names = f"{len(whole)} parameter{'s' * (len(whole) != 1)}"
         rows.append(("stored whole", f"{names}, {size_text(sum(whole.values()))}: no dim divides without much padding"))
@@ -41,7 +41,7 @@ def fact_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
-def _under(name: str, texts: Iterable[str]) -> list[tuple[str, str]]:
+def under(name: str, texts: Iterable[str]) -> list[tuple[str, str]]:
     """Return a row for each text, the first with the name."""
     return [(name if at == 0 else "", text) for at, text in enumerate(texts)]
 
@@ -210,14 +210,18 @@ def check_texts(report: Mapping[str, Any]) -> list[str]:
     texts = [", ".join(f"{name} {how}" for name, how in report["checks"].items())]
     if "numbers" in report:
         numbers = report["numbers"]
-        worst = max(numbers.get(kind, 0) for kind in ("loss", "gradient", "parameter", "output"))
         units = "steps" if unit_of(report) == "step" else "batches"
-        texts.append(f"numbers: {numbers['steps']} {units} of all ranks on {numbers['on']}, "
-                     f"largest relative error {worst:.1e} (at most {numbers['tolerance']:.0e})")  # fmt: skip
+        where, error = f"{numbers['steps']} {units} of all ranks on {numbers['on']}", largest_error(numbers)
+        texts.append(f"numbers: {where}, largest relative error {error:.1e} (at most {numbers['tolerance']:.0e})")
         if margin := numbers.get("margin"):
             texts.append(f"top-k: the closest scores that it tells apart differ by {margin['apart']:.1e} of the "
                          f"largest, in {margin['at']}")  # fmt: skip
     return texts
+
+
+def largest_error(numbers: Mapping[str, Any]) -> float:
+    """Return the largest relative error of losses, gradients, parameters and outputs beside the captured graph's."""
+    return max(float(numbers.get(kind, 0)) for kind in ("loss", "gradient", "parameter", "output"))
 
 
 def stage_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:

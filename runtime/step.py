@@ -110,12 +110,10 @@ class ShardViews:
     parameter need not be held twice."""
 
     def __init__(self, program: Program, coordinates: Mapping[str, int]) -> None:
-        self._places: dict[Binding, tuple[str, int]] = {}
-        for key, (name, axes) in parts_in_weights(program).items():
-            place = 0
-            for axis in axes:
-                place = place * program.mesh.size(axis) + coordinates[axis]
-            self._places[key] = name, place
+        self._places: dict[Binding, tuple[str, int]] = {
+            key: (name, program.mesh.place(coordinates, axes))
+            for key, (name, axes) in parts_in_weights(program).items()
+        }
 
     def point_into(self, weights: Mapping[Binding, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> None:
         """Make the stored shards views of these unsharded weights, which have the same values."""

@@ -54,29 +54,29 @@ def compiled(text: str, folder: Path = EXAMPLES, **defines: int) -> Compiled:
     return compile_once(read_plan(Source("plan.parc", text), words), folder)
 
 
-def simulated(made: Compiled, steps: int = 1) -> Mapping[str, Any]:
+def simulated(compilation: Compiled, steps: int = 1) -> Mapping[str, Any]:
     """Return the report of a build whose checks hold: all of its texts, and its numbers beside the captured graph's in
     some steps. What ``checked`` does more are the module itself, further steps, and the plan's promises."""
-    faults = static_faults(made.build)
+    faults = static_faults(compilation.build)
     assert not faults, "\n".join(map(str, faults))
-    agreement = compare(case_of(made), steps)
+    agreement = compare(case_of(compilation), steps)
     assert agreement.largest <= TOLERANCE, agreement
-    return report_of(made)
+    return report_of(compilation)
 
 
-def held(made: Compiled, steps: int = 1) -> Mapping[str, Any]:
+def held(compilation: Compiled, steps: int = 1) -> Mapping[str, Any]:
     """Return the report of a build as ``simulated`` does, of which the facts are proved too, and which keeps the
     promises of its plan. It is for plans of a module that another test compares with its captured graph."""
-    assert prove(made) == []
-    hold_promises(made)
-    agreement = compare(case_of(made), steps)
+    assert prove(compilation) == []
+    hold_promises(compilation)
+    agreement = compare(case_of(compilation), steps)
     assert agreement.largest <= TOLERANCE, agreement
-    return report_of(made)
+    return report_of(compilation)
 
 
-def checked(made: Compiled) -> Checked:
+def checked(compilation: Compiled) -> Checked:
     """Return the report of all checks of a build, which must hold, and the promises of its plan with them."""
-    hold_promises(made)
-    found = check_build(made)
+    hold_promises(compilation)
+    found = check_build(compilation)
     assert not found.faults, "\n".join(map(str, found.faults))
     return found

@@ -106,7 +106,7 @@ def plan_faults(block: Block) -> str:
     try:
         read_plan(Source(block.place, "\n".join([text.rstrip("\n"), *lines])))
     except PlanError as error:
-        return "\n".join(render(found) for found in error.diagnostics if found.is_error)
+        return "\n".join(render(diagnostic) for diagnostic in error.diagnostics if diagnostic.is_error)
     return ""
 
 

@@ -10,7 +10,7 @@ from parc.advice import warnings_of
 from parc.cli import main
 from parc.compiler.plan.plan import read_plan
 from parc.compiling.driver import compile_plan
-from parc.grammar.codes_build import MEANT_OTHERWISE
+from parc.grammar.codes import MEANT_OTHERWISE
 from parc.grammar.diagnostics import Diagnostic
 from parc.grammar.source import Source
 from parc.tables import pattern_of

@@ -69,6 +69,6 @@ def test_a_draw_that_no_stream_counts_is_refused_at_its_line() -> None:
     inputs = f"input x float32 [B, 8]\nshard x [B/dp, _]\n{CLASSES}"
     with pytest.raises(PlanError) as refused:
         made("Reordering", inputs, "", 2, 1)
-    (found,) = refused.value.diagnostics
-    assert found.code.name == "P0221" and "aten.randperm" in found.message
-    assert any("architectures.py:" in note for note in found.notes)
+    (diagnostic,) = refused.value.diagnostics
+    assert diagnostic.code.name == "P0221" and "aten.randperm" in diagnostic.message
+    assert any("architectures.py:" in note for note in diagnostic.notes)

@@ -91,15 +91,15 @@ KINDS = ("alone", "view", "list", "dict", "numpy", "buffer", "buffers", "weight"
 
 @pytest.mark.parametrize(("attribute", "line"), star(KINDS, ["adds", ""]))
 def test_tensors_of_plain_attributes_are_read(tmp_path: Path, attribute: str, line: str) -> None:
-    found = compiled_net(tmp_path, _MODEL, f'Net" (attribute="{attribute}", line="{line}")')
-    assert not check_build(found).faults
-    assert "default" not in found.captured.updates
+    compilation = compiled_net(tmp_path, _MODEL, f'Net" (attribute="{attribute}", line="{line}")')
+    assert not check_build(compilation).faults
+    assert "default" not in compilation.captured.updates
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
 def test_what_a_forward_assigns_before_it_reads_it_is_not_kept(tmp_path: Path) -> None:
-    found = compiled_net(tmp_path, _MODEL, 'Normed" ()')
-    assert not check_build(found).faults and not found.captured.updates
+    compilation = compiled_net(tmp_path, _MODEL, 'Normed" ()')
+    assert not check_build(compilation).faults and not compilation.captured.updates
 
 
 @pytest.mark.parametrize(("arguments", "message", "help_"), [
@@ -115,8 +115,8 @@ def test_what_a_forward_assigns_before_it_reads_it_is_not_kept(tmp_path: Path) -
 def test_what_a_program_cannot_hold_is_refused(tmp_path: Path, arguments: str, message: str, help_: str) -> None:
     with pytest.raises(PlanError) as error:
         compiled_net(tmp_path, _MODEL, f'Net" ({arguments})')
-    (found,) = error.value.diagnostics
-    assert message in found.message and help_ in found.help
+    (diagnostic,) = error.value.diagnostics
+    assert message in diagnostic.message and help_ in diagnostic.help
 
 
 def test_a_number_that_a_forward_changes_is_named() -> None:

@@ -38,9 +38,9 @@ def with_balance_loss(family: str) -> str:
 
 @pytest.mark.parametrize("family", ["Mixtral", wide("Qwen3Moe"), wide("Olmoe"), wide("GraniteMoe")])
 def test_the_loss_that_balances_experts_is_that_of_all_tokens_of_a_microbatch(family: str) -> None:
-    made = compiled(with_balance_loss(family), ROOT / "tests")
-    assert checked(made).report["checks"]["numbers"] == "tested"
-    assert made.built.averaged == (2,)  # it is no mean over tokens, which a note says
+    compilation = compiled(with_balance_loss(family), ROOT / "tests")
+    assert checked(compilation).report["checks"]["numbers"] == "tested"
+    assert compilation.built.averaged == (2,)  # it is no mean over tokens, which a note says
 
 
 BALANCED = "over ep dropless balance bias 0.01"
@@ -61,10 +61,10 @@ CHUNKS += "schedule interleaved chunks 2 microbatches 2\n"
 )
 def test_a_bias_that_balances_experts_moves_by_the_loads_of_the_whole_step(mesh: str, lines: str, layers: int) -> None:
     """Stages of chunks tell loads in the order of layers."""
-    made = compiled(with_bias(mesh, lines, num_hidden_layers=layers), ROOT / "tests")
-    assert held(made, steps=2)  # the second is with the bias that the first moved
+    compilation = compiled(with_bias(mesh, lines, num_hidden_layers=layers), ROOT / "tests")
+    assert held(compilation, steps=2)  # the second is with the bias that the first moved
     buffers = [f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in range(layers)]
-    assert sorted(made.build.manifest["updates"]) == buffers
+    assert sorted(compilation.build.manifest["updates"]) == buffers
 
 
 @pytest.mark.parametrize(
@@ -77,14 +77,14 @@ def test_a_bias_that_balances_experts_moves_by_the_loads_of_the_whole_step(mesh:
     ],
 )  # fmt: skip
 def test_a_wrong_balance_is_refused(old: str, new: str) -> None:
-    made = compiled(with_bias(), ROOT / "tests")
-    text = made.build.programs[LOADS].text()
+    compilation = compiled(with_bias(), ROOT / "tests")
+    text = compilation.build.programs[LOADS].text()
     assert text.count(old) == 1, text
-    programs, reference = made.build.programs, made.build.reference
+    programs, reference = compilation.build.programs, compilation.build.reference
     wrong = {**programs, LOADS: parse_program(text.replace(old, new))}
-    roles = {name: replace(role, programs=wrong) for name, role in made.build.roles.items()}
-    bad = replace(made.build, programs=wrong, roles=roles)
-    assert static_faults(bad) or compare(case_of(replace(made, written=bad)), steps=2).largest > 1e-3
+    roles = {name: replace(role, programs=wrong) for name, role in compilation.build.roles.items()}
+    bad = replace(compilation.build, programs=wrong, roles=roles)
+    assert static_faults(bad) or compare(case_of(replace(compilation, written=bad)), steps=2).largest > 1e-3
     assert static_faults(bad) or compare_structure(wrong, reference, programs, reference)
 
 
@@ -118,8 +118,8 @@ def token_batch() -> dict[str, torch.Tensor]:
 
 
 def test_real_ranks_balance_as_the_plain_module_with_the_published_update(tmp_path: Path) -> None:
-    made = compiled(with_bias(), ROOT / "tests")
-    write_build(made.to_write(report_of(made)), tmp_path / "build")
+    compilation = compiled(with_bias(), ROOT / "tests")
+    write_build(compilation.to_write(report_of(compilation)), tmp_path / "build")
     plain = parc.reference(tmp_path / "build")
     losses = [plain.step(token_batch()).loss for _ in range(3)]
     bias = plain.module.get_buffer("model.layers.1.mlp.gate.e_score_correction_bias")
@@ -132,8 +132,8 @@ def test_real_ranks_balance_as_the_plain_module_with_the_published_update(tmp_pa
 def test_the_bias_of_an_own_layer_follows_its_form_in_the_plain_module(tmp_path: Path) -> None:
     text = own_plan("balanced", "dp=1, ep={}", "schedule microbatches 2\n").replace("over ep dropless", BALANCED)
     assert held(compiled(text.replace("ep={}", "ep=2"), ROOT / "tests"))
-    made = compiled(text.replace("ep={}", "ep=1"), ROOT / "tests")
-    write_build(made.to_write(report_of(made)), tmp_path / "build")
+    compilation = compiled(text.replace("ep={}", "ep=1"), ROOT / "tests")
+    write_build(compilation.to_write(report_of(compilation)), tmp_path / "build")
     plain = parc.reference(tmp_path / "build")
     losses = [plain.step().loss for _ in range(3)]
     bias = plain.module.get_buffer("layers.0.experts.choice_bias")

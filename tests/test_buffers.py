@@ -106,5 +106,5 @@ def test_statistics_that_are_nothing_but_rounding_are_compared_with_others(tmp_p
 def test_a_module_of_two_names_whose_buffers_change_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PlanError) as error:
         compiled_net(tmp_path, _MODEL, 'Called" ()')
-    (found,) = error.value.diagnostics
-    assert "`norm` and `same.0` have the same buffers" in found.message and "one name" in found.help
+    (diagnostic,) = error.value.diagnostics
+    assert "`norm` and `same.0` have the same buffers" in diagnostic.message and "one name" in diagnostic.help

@@ -92,8 +92,8 @@ def test_the_same_tokens_are_left_out_on_any_number_of_ranks(tmp_path: Path) -> 
     found = {}
     for ranks in (1, 2):
         text = limited(mesh=f"dp=1, ep={ranks}", factor="1").replace("lr 1e-2", "lr 1e-2 eps 1e-5")
-        made = compiled(text, ROOT / "tests")
-        write_build(made.to_write(report_of(made)), tmp_path / str(ranks))
+        compilation = compiled(text, ROOT / "tests")
+        write_build(compilation.to_write(report_of(compilation)), tmp_path / str(ranks))
         found[ranks], *others = run_ranks(train, ranks, str(tmp_path / str(ranks)))
         assert all(other == found[ranks] for other in others)
     plain = parc.reference(tmp_path / "1")

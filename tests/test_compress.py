@@ -104,10 +104,10 @@ def test_a_number_that_is_not_finite_stays_so() -> None:
 def test_all_ranks_agree_with_the_model(lines: str) -> None:
     text = GPT.replace("schedule microbatches 2\n", "") if "1f1b" in lines else GPT
     plan = read_plan(Source("compressed.parc", text + lines.replace("1f1b", "1f1b microbatches 2")))
-    made = compile_once(plan, EXAMPLES)
-    assert static_faults(made.build) == []
-    assert compare(case_of(made), 2).largest <= 1e-10
-    report = report_of(made)
+    compilation = compile_once(plan, EXAMPLES)
+    assert static_faults(compilation.build) == []
+    assert compare(case_of(compilation), 2).largest <= 1e-10
+    report = report_of(compilation)
     (row,) = [row for row in report["numerics"] if "compress" in row["directive"]]
     assert all(row["residuals"] > 0 for row in report["memory"])
     without = text + "".join(line for line in lines.replace("1f1b", "1f1b microbatches 2").splitlines(keepends=True)
@@ -187,8 +187,8 @@ compress gradients over dp using int8{where}
 def test_a_parameter_of_whole_numbers_is_left_out_or_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "whole.py").write_text(WHOLE)
     (tmp_path / "planted_models.py").write_text((EXAMPLES.parent / "tests" / "planted_models.py").read_text())
-    made = compile_once(read_plan(Source("whole.parc", WHOLE_PLAN.format(where=""))), tmp_path)
-    assert compare(case_of(made), 2).largest <= 1e-10
+    compilation = compile_once(read_plan(Source("whole.parc", WHOLE_PLAN.format(where=""))), tmp_path)
+    assert compare(case_of(compilation), 2).largest <= 1e-10
     with pytest.raises(PlanError, match="`digits` holds whole numbers: it has no gradient"):
         compile_once(read_plan(Source("whole.parc", WHOLE_PLAN.format(where=" on digits"))), tmp_path)
 

@@ -38,9 +38,13 @@ def plan(lines: str, model: str = "", mesh: str = "dp=1, cp=2", length: str = "2
     return compiled(PLAN.format(model=model, mesh=mesh, length=length) + lines, ROOT / "tests")
 
 
-def steps_of(made: Compiled) -> dict[str, int]:
+def steps_of(compilation: Compiled) -> dict[str, int]:
     """Return how often blocks run each collective over ``cp`` in a step."""
-    rows = [row for row in report_of(made)["communication"] if row["axis"] == "cp" and row["carries"] == "activations"]
+    rows = [
+        row
+        for row in report_of(compilation)["communication"]
+        if row["axis"] == "cp" and row["carries"] == "activations"
+    ]
     return {op: sum(row["count_per_step"] for row in rows if row["op"] == op) for op in {row["op"] for row in rows}}
 
 
@@ -54,11 +58,11 @@ def test_attention_sees_what_it_sees_on_one_device(method: str, ranks: int, mask
     p = 0.1 if mask in ("causal", "document") else 0.0
     layers = 2 if (method, mask) == ("zigzag", "window") else 1  # equal blocks are one function, a single one is not
     lines = f"context blocks.* dim S over cp using {method}\n"
-    made = plan(lines, f'mask="{mask}", groups=2, p={p}, layers={layers}', f"dp=1, cp={ranks}")
-    simulated(made)
+    compilation = plan(lines, f'mask="{mask}", groups=2, p={p}, layers={layers}', f"dp=1, cp={ranks}")
+    simulated(compilation)
     wanted = {"gather": {"reduce_scatter": 2}, "ulysses": {"all_to_all": 8}}
     usual = dict.fromkeys(("ring_attention", "ring_attention_backward"), layers)
-    assert wanted.get(method, usual).items() <= steps_of(made).items()
+    assert wanted.get(method, usual).items() <= steps_of(compilation).items()
 
 
 LINES = {
@@ -72,22 +76,24 @@ LINES = {
 @pytest.mark.parametrize("beside", LINES)
 def test_a_sequence_is_split_beside_other_axes(beside: str) -> None:
     mesh, lines = LINES[beside]
-    made = plan(f"context ** dim S over cp using zigzag\n{lines}", f"p=0.1, layers={2 if 'pp' in mesh else 1}", mesh)
-    simulated(made)
-    assert "ring_attention_backward" in steps_of(made)
+    compilation = plan(
+        f"context ** dim S over cp using zigzag\n{lines}", f"p=0.1, layers={2 if 'pp' in mesh else 1}", mesh
+    )
+    simulated(compilation)
+    assert "ring_attention_backward" in steps_of(compilation)
 
 
 def test_a_ring_of_groups_has_heads_split_inside() -> None:
     lines = "context ** dim S over cp using zigzag\ncontext ** dim S over ci using ulysses\n"
-    made = plan(lines, 'mask="window", layers=1', "dp=1, cp=2, ci=2")
-    simulated(made)
-    assert steps_of(made) == {"ring_attention": 1, "ring_attention_backward": 1}
-    assert "i64[2, (2 12/~cp/ci)]" in made.build.texts["programs/stage0.F.py"]
+    compilation = plan(lines, 'mask="window", layers=1', "dp=1, cp=2, ci=2")
+    simulated(compilation)
+    assert steps_of(compilation) == {"ring_attention": 1, "ring_attention_backward": 1}
+    assert "i64[2, (2 12/~cp/ci)]" in compilation.build.texts["programs/stage0.F.py"]
 
 
 def test_lengths_of_a_range_are_proved_for_all() -> None:
-    made = plan("context ** dim S over cp using zigzag\n", 'mask="window", layers=1', length="24..36 by 12")
-    assert checked(made).report["checks"]["numbers"] == "tested"
+    compilation = plan("context ** dim S over cp using zigzag\n", 'mask="window", layers=1', length="24..36 by 12")
+    assert checked(compilation).report["checks"]["numbers"] == "tested"
 
 
 @pytest.mark.parametrize("method", ["gather", "ring", "zigzag"])
@@ -97,8 +103,8 @@ def test_keys_travel_in_as_many_bytes_as_the_whole_has_beside_a_rank_s_own(metho
     ranks, whole = 4, 2 * (2 * 2 * 24 * 4) * 4  # keys and values of 2 samples, 2 heads, 24 places, 4 numbers
     promise = "expect 2 all_gather" if method == "gather" else "expect 1 ring"
     lines = f"context blocks.* dim S over cp using {method}\nprecision bf16\n{promise} in blocks.* during forward\n"
-    made = plan(lines, "groups=2, layers=1", f"dp=1, cp={ranks}")
-    rows = [row for row in report_of(made)["communication"] if row["module"].startswith("blocks.0")]
+    compilation = plan(lines, "groups=2, layers=1", f"dp=1, cp={ranks}")
+    rows = [row for row in report_of(compilation)["communication"] if row["module"].startswith("blocks.0")]
     rows = [row for row in rows if row["carries"] == "activations"]
     sent = {phase: sum(row["wire_bytes"] for row in rows if row["phase"] == phase) for phase in ("forward", "backward")}
     part = whole // 2 * (ranks - 1) // ranks  # bfloat16
@@ -108,12 +114,12 @@ def test_keys_travel_in_as_many_bytes_as_the_whole_has_beside_a_rank_s_own(metho
 
 def test_a_report_names_the_ring_and_a_plan_in_primitives_keeps_its_line() -> None:
     lines = "context blocks.* dim S over cp using zigzag\n"
-    made = plan(lines, "layers=1", "dp=2, cp=2")
-    assert "cp     forward   ring_attention " in report_text(report_of(made))
-    text = desugar(made)
+    compilation = plan(lines, "layers=1", "dp=2, cp=2")
+    assert "cp     forward   ring_attention " in report_text(report_of(compilation))
+    text = desugar(compilation)
     assert lines.split()[0] in text and "shard     tokens, targets [_/dp, _]" in text.replace(", document", "")
     again = compiled(text, ROOT / "tests")
-    assert again.build.texts["programs/stage0.F.py"].replace("plan:10", "") == made.build.texts[
+    assert again.build.texts["programs/stage0.F.py"].replace("plan:10", "") == compilation.build.texts[
         "programs/stage0.F.py"
     ].replace("plan:10", "")
 
@@ -169,8 +175,8 @@ def test_real_ranks_train_on_parts_of_sequences_as_one_on_the_whole(tmp_path: Pa
     text, paths = (EXAMPLES / "llama-long.parc").read_text(), []
     for method in ("zigzag", "ulysses"):
         small = f"using={method}, layers=2, width=32, length=32"
-        made = compiled(text.replace("using=zigzag, layers=4, width=128, length=512", small), EXAMPLES)
-        write_build(made.to_write(report_of(made)), tmp_path / method)
+        compilation = compiled(text.replace("using=zigzag, layers=4, width=128, length=512", small), EXAMPLES)
+        write_build(compilation.to_write(report_of(compilation)), tmp_path / method)
         paths.append(str(tmp_path / method))
     plain = parc.reference(paths[0])
     losses = [plain.step(token_batch()).loss for _ in range(3)]

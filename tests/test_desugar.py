@@ -33,22 +33,22 @@ replicate norm.weight
 """
 
 
-def messages(made: Compiled) -> list[dict[str, Any]]:
+def messages(compilation: Compiled) -> list[dict[str, Any]]:
     """Return the rows of a step's communication, without the lines of the plan that asked for it."""
-    table = communication_table(*made.build.roles.values())
+    table = communication_table(*compilation.build.roles.values())
     return [{key: value for key, value in row.items() if key != "line"} for row in table]
 
 
 def test_a_plan_in_primitives_is_the_same_plan() -> None:
-    made = compiled(PLAN + PLACED)
-    text = desugar(made)
+    compilation = compiled(PLAN + PLACED)
+    text = desugar(compilation)
     assert "let " not in text and "$" not in text and "column" not in text
     assert "shard     blocks.0.attn.qkv.weight, blocks.1.attn.qkv.weight [(3 _/tp), _]\n" in text
     assert "shard     blocks.0.mlp.up.weight [_/dp/tp, _]\n" in text
     assert "shard     embed.weight [_/tp, _]\n" in text and "replicate norm.weight\n" in text
     again = compiled(text)
-    assert again.build.types == made.build.types
-    assert messages(again) == messages(made)
+    assert again.build.types == compilation.build.types
+    assert messages(again) == messages(compilation)
     assert desugar(again) == text
 
 

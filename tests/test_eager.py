@@ -181,31 +181,31 @@ def compiled(folder: Path, *changes: tuple[str, str]) -> Compiled:
 
 
 def test_a_model_that_does_not_run_in_float64_is_compared_in_float32(tmp_path: Path) -> None:
-    made = compiled(tmp_path)
-    case = case_of(made)
-    assert compare_with_eager(made, case).holds
+    compilation = compiled(tmp_path)
+    case = case_of(compilation)
+    assert compare_with_eager(compilation, case).holds
     text = case.reference.text()
     assert "aten.gelu.default(" in text
     other = parse_program(text.replace("aten.gelu.default(", "aten.silu.default("), "model")
-    agreement = compare_with_eager(made, replace(case, reference=other))
+    agreement = compare_with_eager(compilation, replace(case, reference=other))
     assert not agreement.holds and max(agreement.allowed) <= 1e-3
 
 
 def test_gradients_that_are_nothing_but_rounding_may_differ_as_far_as_that(tmp_path: Path) -> None:
-    made = compiled(tmp_path, ("Timed", "Amplified"))
-    case = case_of(made)
+    compilation = compiled(tmp_path, ("Timed", "Amplified"))
+    case = case_of(compilation)
     text = case.reference.text()
     same = parse_program(text.replace("aten.mul.Tensor(add, 0.002)", "aten.div.Tensor(add, 500.0)"), "model")
-    agreement = compare_with_eager(made, replace(case, reference=same))
+    agreement = compare_with_eager(compilation, replace(case, reference=same))
     assert agreement.holds and agreement.gradient > 1e-3
     wrong = parse_program(text.replace("1e-14", "0.1"), "model")
-    assert not compare_with_eager(made, replace(case, reference=wrong)).holds
+    assert not compare_with_eager(compilation, replace(case, reference=wrong)).holds
 
 
 def test_what_rounds_in_float32_alone_is_compared_in_float64(tmp_path: Path) -> None:
-    made = compiled(tmp_path, ("Timed", "Cancelled"))
+    compilation = compiled(tmp_path, ("Timed", "Cancelled"))
     with pytest.raises(PlanError) as error:
-        compare_with_eager(made, case_of(made))
+        compare_with_eager(compilation, case_of(compilation))
     assert "Tilted" in str(error.value)
 
 
@@ -228,9 +228,9 @@ def test_faults_of_the_users_code_are_said_at_its_line(
 ) -> None:
     with pytest.raises(PlanError) as caught:
         check_build(compiled(tmp_path, *changes))
-    (found,) = caught.value.diagnostics
-    assert found.code.name == code and text in found.message, found.message
-    assert found.primary is not None and found.primary.span.line == line
+    (diagnostic,) = caught.value.diagnostics
+    assert diagnostic.code.name == code and text in diagnostic.message, diagnostic.message
+    assert diagnostic.primary is not None and diagnostic.primary.span.line == line
 
 
 def test_draws_of_pythons_that_nothing_follows_are_none(tmp_path: Path) -> None:
@@ -243,10 +243,10 @@ def test_a_function_that_says_its_own_gradient_may(tmp_path: Path) -> None:
 
 def test_a_model_that_fails_for_some_draws_leaves_pythons_as_they_were(tmp_path: Path) -> None:
     random.seed(1)  # the first draw is lucky
-    made = compiled(tmp_path, ("Timed", "Unlucky"))
+    compilation = compiled(tmp_path, ("Timed", "Unlucky"))
     random.seed(1)
     with pytest.raises(PlanError) as caught:
-        check_build(made)
+        check_build(compilation)
     drawn = random.random()
     assert "unlucky" in caught.value.diagnostics[0].message
     random.seed(1)
@@ -257,9 +257,9 @@ def test_a_model_that_fails_for_some_draws_leaves_pythons_as_they_were(tmp_path:
 def test_a_parameter_that_no_input_fills_is_met_with_a_way_out(tmp_path: Path) -> None:
     with pytest.raises(PlanError) as caught:
         compiled(tmp_path, ("Timed", "Asks"))
-    (found,) = caught.value.diagnostics
-    assert found.code.name == "P0206" and "no input fills `more`" in found.message
-    assert "add an `input` line of that name" in found.help
+    (diagnostic,) = caught.value.diagnostics
+    assert diagnostic.code.name == "P0206" and "no input fills `more`" in diagnostic.message
+    assert "add an `input` line of that name" in diagnostic.help
 
 
 def test_a_result_that_follows_a_buffer_is_a_function(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from parc.cli import main
 from parc.compiler.build.directory import read_build, write_build
 from parc.compiling.compiled import Compiled
 from parc.compiling.plan_data import check_sample
-from parc.grammar.codes_build import READ_IN_EVAL
+from parc.grammar.codes import READ_IN_EVAL
 from parc.grammar.diagnostics import PlanError
 from parc.runtime.compare.simulate import Simulation
 from parc.runtime.step import Stepper
@@ -220,9 +220,9 @@ def test_samples_and_batches_of_other_sizes_are_refused_with_the_line(tmp_path: 
     step = compiled(text, tmp_path)
     with pytest.raises(PlanError) as fault:
         check_sample(step.plan, tmp_path, step.build)
-    (found,) = fault.value.diagnostics
-    assert found.code.name == "P0303" and "[9]" in found.message and found.primary is not None
-    assert found.primary.span.text == 'eval every 2 data "./dated.py:sample"'
+    (diagnostic,) = fault.value.diagnostics
+    assert diagnostic.code.name == "P0303" and "[9]" in diagnostic.message and diagnostic.primary is not None
+    assert diagnostic.primary.span.text == 'eval every 2 data "./dated.py:sample"'
     write_build(step.to_write(report_of(step)), tmp_path / "build")
     with parc.load(tmp_path / "build") as session:
         with pytest.raises(parc.RunError) as error:

@@ -83,12 +83,14 @@ def built(text: str) -> Compiled:
 )
 def test_a_loop_over_a_list_computes_what_its_layer_does_on_any_number_of_ranks(name: str, ep: int) -> None:
     """Loss, gradients and the update of the simulated ranks in float64, beside those of the layer's own code."""
-    made = built(plan(name, f"dp=1, ep={ep}"))
-    assert checked(made).report["checks"]["numbers"] == "tested"
+    compilation = built(plan(name, f"dp=1, ep={ep}"))
+    assert checked(compilation).report["checks"]["numbers"] == "tested"
     stacks = {
-        key: value.type for key, value in made.built.programs["F"].main.bound("parameter").items() if ".*." in key
+        key: value.type
+        for key, value in compilation.built.programs["F"].main.bound("parameter").items()
+        if ".*." in key
     }
-    assert len(stacks) == 8 and {type_.local(made.mesh)[0] for type_ in stacks.values()} == {8 // ep}
+    assert len(stacks) == 8 and {type_.local(compilation.mesh)[0] for type_ in stacks.values()} == {8 // ep}
 
 
 @pytest.mark.parametrize("trap", REFUSED)
@@ -112,9 +114,11 @@ def test_a_loop_in_which_every_expert_takes_all_tokens_is_as_it_was(tmp_path: Pa
     text = TRAPS.replace("token, place = torch.where(index == number)", "pass").format(body=body, result="made")
     (tmp_path / "traps.py").write_text(text)
     line = plan("trap", "dp=2, ep=1").replace('./moe_forms.py:Model" (name="trap")', './traps.py:trap"')
-    made = compile_plan(read_plan(Source("plan.parc", line.replace("experts layers", "# experts layers"))), tmp_path)
-    assert checked(made).report["checks"]["numbers"] == "tested"
-    assert "layers.0.experts.experts.3.up.weight" in made.built.programs["F"].main.bound("parameter")
+    compilation = compile_plan(
+        read_plan(Source("plan.parc", line.replace("experts layers", "# experts layers"))), tmp_path
+    )
+    assert checked(compilation).report["checks"]["numbers"] == "tested"
+    assert "layers.0.experts.experts.3.up.weight" in compilation.built.programs["F"].main.bound("parameter")
 
 
 TWICE = """
@@ -135,11 +139,11 @@ def test_a_layer_called_twice_counts_the_tokens_of_both_calls_and_a_line_may_nam
     (tmp_path / "twice.py").write_text(TWICE)
     text = plan("twice", "dp=1, ep=2").replace('./moe_forms.py:Model" (name="twice")', './twice.py:twice"')
     line = text.replace("layers.*.experts over ep dropless", "layers.*.experts.experts over ep dropless load 2")
-    made = compile_plan(read_plan(Source("plan.parc", line)), tmp_path)
-    (layer,) = made.build.manifest["experts"].values()
+    compilation = compile_plan(read_plan(Source("plan.parc", line)), tmp_path)
+    (layer,) = compilation.build.manifest["experts"].values()
     assert (layer["load"], layer["ranks"]) == (2, 2)
-    run, tokens = ReferenceRun(case_of(made)), torch.randint(32, (8, 4))
+    run, tokens = ReferenceRun(case_of(compilation)), torch.randint(32, (8, 4))
     run.gradients([{"input_ids": tokens, "targets": tokens}], 1)
     (counted,) = run.loads.values()
     assert int(counted.sum()) == 2 * tokens.numel() * 2  # two calls, two experts a token
-    assert checked(made).report["checks"]["numbers"] == "tested"
+    assert checked(compilation).report["checks"]["numbers"] == "tested"

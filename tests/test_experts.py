@@ -76,8 +76,8 @@ def test_experts_that_do_not_say_that_they_have_no_norm_have_none() -> None:
 
 @pytest.mark.parametrize("family", all_but([*EXPERT_FAMILIES], FAMILIES))  # whose own plans do the same
 def test_a_family_trains_with_its_experts_on_other_ranks_as_on_one(family: str) -> None:
-    made = compiled(plan(family, lines="expect 4 exchange in **\n"), ROOT / "tests")
-    assert checked(made).report["checks"]["numbers"] == "tested"
+    compilation = compiled(plan(family, lines="expect 4 exchange in **\n"), ROOT / "tests")
+    assert checked(compilation).report["checks"]["numbers"] == "tested"
 
 
 @pytest.mark.parametrize("mesh", ["dp=2, ep=1", wide("dp=1, ep=4"), "dp=1, ep=8"])
@@ -91,8 +91,8 @@ def test_numbers_of_many_ranks_and_layers_are_tested_on_fewer_experts_and_layers
     """Two experts a rank, and two layers in a stage, as in the build."""
     lines = "verify num_local_experts=2, num_hidden_layers=2\nstage balanced over pp\nschedule 1f1b microbatches 2\n"
     text = plan("Mixtral", "dp=2, ep=4, pp=2", lines, num_hidden_layers=3)
-    made = compiled(text.replace("B=8", "B=16"), ROOT / "tests")
-    twin = subject_of(made)
+    compilation = compiled(text.replace("B=8", "B=16"), ROOT / "tests")
+    twin = subject_of(compilation)
     assert not twin.differences and "the twin: num_local_experts=4, num_hidden_layers=3" in twin.text
     assert held(twin.compiled)
 
@@ -100,8 +100,8 @@ def test_numbers_of_many_ranks_and_layers_are_tested_on_fewer_experts_and_layers
 @pytest.mark.parametrize("beside", BESIDE)
 def test_experts_compose_with(beside: str) -> None:
     mesh, lines = BESIDE[beside]
-    made = compiled(plan(mesh=mesh, lines=lines, num_hidden_layers=2 if "pp" in mesh else 1), ROOT / "tests")
-    assert held(made)
+    compilation = compiled(plan(mesh=mesh, lines=lines, num_hidden_layers=2 if "pp" in mesh else 1), ROOT / "tests")
+    assert held(compilation)
 
 
 def test_a_value_that_a_family_s_configuration_does_not_take_is_named() -> None:
@@ -272,8 +272,8 @@ def ranks_train(folder: str) -> tuple[list[float], dict[str, torch.Tensor]]:
 def test_processes_train_a_mixture_of_experts_on_real_text_as_the_plain_module(
     tmp_path: Path, ranks: int, words: dict[str, str]
 ) -> None:
-    made = compile_once(read_plan(EXAMPLES / "moe.parc", {**words, "width": "32"}), EXAMPLES)
-    write_build(made.to_write(report_of(made)), tmp_path / "built")
+    compilation = compile_once(read_plan(EXAMPLES / "moe.parc", {**words, "width": "32"}), EXAMPLES)
+    write_build(compilation.to_write(report_of(compilation)), tmp_path / "built")
     plain = parc.reference(tmp_path / "built")
     expected = [plain.step().loss for _ in range(2)]
     weights = plain.module.state_dict()

@@ -36,14 +36,14 @@ ROOT = Path(__file__).parent.parent
 def build(name: str, dp: int, tp: int, more: str = "") -> tuple[Compiled, Counter[tuple[str, str, str]]]:
     """Build a model under its family's plan, with all checks of a build in one step; return its collectives too, by
     axis, phase and operator."""
-    made = compiled(plan_text(name, more), ROOT, dp=dp, tp=tp)
-    found = [warning for warning in warnings_of(made) if warning.severity is not Severity.NOTE]
+    compilation = compiled(plan_text(name, more), ROOT, dp=dp, tp=tp)
+    found = [warning for warning in warnings_of(compilation) if warning.severity is not Severity.NOTE]
     assert not found, "\n".join(map(render, found))
-    assert prove(made) == []
-    case = case_of(made)
-    assert compare_with_eager(made, case).holds
+    assert prove(compilation) == []
+    case = case_of(compilation)
+    assert compare_with_eager(compilation, case).holds
     assert compare(case, 1).largest <= TOLERANCE
-    return made, collectives(report_of(made))
+    return compilation, collectives(report_of(compilation))
 
 
 def collectives(report: Mapping[str, Any]) -> Counter[tuple[str, str, str]]:
@@ -81,9 +81,11 @@ def test_a_family_of_experts_serves_its_models(name: str, axes: dict[str, int]) 
     text = expert_plan_text(name)
     if name == "Qwen3Moe":
         text = text.replace("num_hidden_layers=2", f"num_hidden_layers={layers}")
-    made = compiled(text, ROOT, **axes)
-    assert not (found := [warning for warning in warnings_of(made) if warning.severity is not Severity.NOTE]), found
-    report = simulated(made)
+    compilation = compiled(text, ROOT, **axes)
+    assert not (found := [warning for warning in warnings_of(compilation) if warning.severity is not Severity.NOTE]), (
+        found
+    )
+    report = simulated(compilation)
     moved = Counter((row["axis"], row["phase"]) for row in report["communication"] if row["op"] == "exchange")
     assert sum(moved.values()) == 4 * layers
     kinds = {row["op"] for row in report["communication"] if row["axis"] == "tp" and row["carries"] == "activations"}
@@ -104,13 +106,13 @@ def test_a_family_serves_its_models(name: str, dp: int) -> None:
 @pytest.mark.parametrize("name", ["convolutions", wide("t5")])
 def test_a_run_is_the_plain_modules(tmp_path: Path, name: str) -> None:
     """Losses of every step are compared, and the running statistics after them, which every rank has."""
-    made = compiled(plan_text(name), ROOT, dp=2, tp=2)
-    write_build(made.to_write(report_of(made)), tmp_path / "build")
-    case = case_of(made)
+    compilation = compiled(plan_text(name), ROOT, dp=2, tp=2)
+    write_build(compilation.to_write(report_of(compilation)), tmp_path / "build")
+    case = case_of(compilation)
     ranks, plain = Simulation(case), reference(tmp_path / "build")
     for step in range(2):
         batches = random_batch(case.reference, case.microbatches, torch.Generator().manual_seed(step))
-        kinds = {line.name: getattr(torch, line.dtype) for line in made.plan.inputs}
+        kinds = {line.name: getattr(torch, line.dtype) for line in compilation.plan.inputs}
         whole = {key: torch.cat([batch[key] for batch in batches]).to(kinds[key]) for key in batches[0]}
         losses, _ = ranks.step([{key: value.to(kinds[key]).to(value.dtype) for key, value in batch.items()}
                                 for batch in batches], step)  # fmt: skip
@@ -118,16 +120,16 @@ def test_a_run_is_the_plain_modules(tmp_path: Path, name: str) -> None:
     found = dict(plain.module.named_buffers())
     for buffer, pieces, type_ in ranks.buffers():
         for rank, piece in pieces.items():
-            part = take(found[buffer], type_.placement, made.mesh, made.mesh.coordinates(rank))
+            part = take(found[buffer], type_.placement, compilation.mesh, compilation.mesh.coordinates(rank))
             assert torch.allclose(piece.double(), part.double(), rtol=1e-4, atol=1e-5), f"{buffer} of rank {rank}"
     plain.close()
 
 
 def test_batch_statistics_are_those_of_all_data_ranks() -> None:
     """Each norm has two sums over dp in forward and two in backward, with running statistics, and none over tp."""
-    made = compiled(plan_text("convolutions"), ROOT, dp=2, tp=2)
-    counts = collectives(report_of(made))
-    norms = sum(name.endswith("running_mean") for name in made.captured.updates)
+    compilation = compiled(plan_text("convolutions"), ROOT, dp=2, tp=2)
+    counts = collectives(report_of(compilation))
+    norms = sum(name.endswith("running_mean") for name in compilation.captured.updates)
     assert counts["dp", "forward", "all_reduce"] == 2 * norms + 1  # the count of targets
     assert counts["dp", "backward", "all_reduce"] == 2 * norms
 

@@ -43,8 +43,11 @@ def plan(lines: str, layers: int = 2, length: str = "16") -> Compiled:
     return compiled(PLAN.format(layers=layers, length=length) + lines)
 
 
-def peaks(made: Compiled) -> dict[str, int]:
-    return {name: memory_of(made.build, made.plan, role).peak_bytes for name, role in made.build.roles.items()}
+def peaks(compilation: Compiled) -> dict[str, int]:
+    return {
+        name: memory_of(compilation.build, compilation.plan, role).peak_bytes
+        for name, role in compilation.build.roles.items()
+    }
 
 
 @cache
@@ -57,19 +60,19 @@ def deep_line(share: float) -> str:
 @cache
 def deep_and_twin(share: float) -> tuple[Compiled, Compiled]:
     """Return a deep model that fits, and its twin, which has the same programs."""
-    made = plan(deep_line(share), DEEP)
-    twin, differences = find_twin(made, made.build.programs)
+    compilation = plan(deep_line(share), DEEP)
+    twin, differences = find_twin(compilation, compilation.build.programs)
     assert not differences
-    return made, twin
+    return compilation, twin
 
 
-def work(made: Compiled) -> int:
-    return sum(cost.work for role in made.build.roles.values() for cost in block_costs(role).values())
+def work(compilation: Compiled) -> int:
+    return sum(cost.work for role in compilation.build.roles.values() for cost in block_costs(role).values())
 
 
-def policies(made: Compiled) -> str:
-    assert made.fitted is not None
-    return "".join(map(str, made.fitted.policies.values()))
+def policies(compilation: Compiled) -> str:
+    assert compilation.fitted is not None
+    return "".join(map(str, compilation.fitted.policies.values()))
 
 
 costs = st.lists(st.builds(BlockCost, st.integers(0, 9), st.integers(0, 9)), min_size=3, max_size=3)
@@ -107,13 +110,13 @@ def test_the_choice_is_the_cheapest_of_all_that_fit() -> None:
     found = {}
     for chosen in combinations_with_replacement((2, 1, 0), 2):
         lines = [f"recompute blocks.{block}{keeps[policy]}\n" for block, policy in enumerate(chosen) if policy]
-        made = plan("".join(lines))
-        found[chosen] = peaks(made)["stage0"], work(made)
+        compilation = plan("".join(lines))
+        found[chosen] = peaks(compilation)["stage0"], work(compilation)
     sizes = sorted({peak for peak, _ in found.values()})
     for size in [sizes[0], sizes[len(sizes) // 2] - 1]:
-        made = plan(f"recompute blocks.* fit {size}B\n")
-        assert peaks(made)["stage0"] <= size
-        assert work(made) == min(work for peak, work in found.values() if peak <= size)
+        compilation = plan(f"recompute blocks.* fit {size}B\n")
+        assert peaks(compilation)["stage0"] <= size
+        assert work(compilation) == min(work for peak, work in found.values() if peak <= size)
 
 
 @pytest.mark.parametrize("share", [0.3, wide(0.4)])
@@ -128,17 +131,17 @@ def test_every_stage_has_a_choice_of_its_own_and_a_twin_has_blocks_of_each_kind(
 
 def test_the_report_says_what_was_chosen_and_a_plan_in_primitives_has_it() -> None:
     least, most = (peaks(plan(line))["stage0"] for line in ("recompute blocks.*\n", ""))
-    made = plan(f"recompute blocks.* fit {(least + most) // 2}B\n")
-    (row,) = report_of(made)["recompute"]["roles"]
-    assert row["peak_bytes"] == peaks(made)["stage0"] <= (least + most) // 2 < row["next_peak_bytes"]
-    assert row["again"] == round(work(made) / work(plan("")) - 1, 4)
+    compilation = plan(f"recompute blocks.* fit {(least + most) // 2}B\n")
+    (row,) = report_of(compilation)["recompute"]["roles"]
+    assert row["peak_bytes"] == peaks(compilation)["stage0"] <= (least + most) // 2 < row["next_peak_bytes"]
+    assert row["again"] == round(work(compilation) / work(plan("")) - 1, 4)
     assert f"of 2 blocks, {row['again']:+.1%} of a step's multiply-adds; with less, a rank would need" in report_text(
-        report_of(made)
+        report_of(compilation)
     )
-    again = compiled(desugar(made))
+    again = compiled(desugar(compilation))
     assert "fit" not in again.plan.text()
     assert {name: text.replace("plan:8", "") for name, text in again.build.texts.items() if "programs" in name} == {
-        name: text.replace("plan:8", "") for name, text in made.build.texts.items() if "programs" in name
+        name: text.replace("plan:8", "") for name, text in compilation.build.texts.items() if "programs" in name
     }
 
 
@@ -150,16 +153,18 @@ def test_nothing_is_made_again_where_all_fits() -> None:
 
 def test_sizes_of_a_range_make_again_what_the_largest_do() -> None:
     size = peaks(plan("recompute blocks.*\n"))["stage0"]
-    made = plan(f"recompute blocks.* fit {size + 2000}B\n", length="8..16 by 8")
-    assert "2" in policies(made)
-    assert checked(made).report["checks"]["numbers"] == "tested"
+    compilation = plan(f"recompute blocks.* fit {size + 2000}B\n", length="8..16 by 8")
+    assert "2" in policies(compilation)
+    assert checked(compilation).report["checks"]["numbers"] == "tested"
 
 
 def test_parts_of_blocks_are_made_again_where_a_line_names_these() -> None:
     most, least = (peaks(plan(line))["stage0"] for line in ("", "recompute blocks.*.mlp\n"))
-    made = plan(f"recompute blocks.*.mlp fit {(most + least) // 2}B\n")
-    assert {name for line in made.resolved.recompute for name in line.modules} <= {f"blocks.{n}.mlp" for n in range(2)}
-    assert peaks(made)["stage0"] <= (most + least) // 2
+    compilation = plan(f"recompute blocks.*.mlp fit {(most + least) // 2}B\n")
+    assert {name for line in compilation.resolved.recompute for name in line.modules} <= {
+        f"blocks.{n}.mlp" for n in range(2)
+    }
+    assert peaks(compilation)["stage0"] <= (most + least) // 2
 
 
 def test_a_size_that_nothing_fits_into_is_refused_with_the_least_that_would_do() -> None:

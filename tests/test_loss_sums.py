@@ -48,11 +48,11 @@ TWO = MESHES["dp=2, microbatches"]
 
 @pytest.mark.parametrize("mesh", all_but(["dp=2, microbatches"], MESHES))
 def test_a_sum_of_losses_composes_with(mesh: str) -> None:
-    made = compiled(PLAN.format(terms=TERMS) + MESHES[mesh], ROOT / "tests")
-    assert checked(made).report["checks"]["numbers"] == "tested"
+    compilation = compiled(PLAN.format(terms=TERMS) + MESHES[mesh], ROOT / "tests")
+    assert checked(compilation).report["checks"]["numbers"] == "tested"
     balance = (3,) * ("microbatches" in MESHES[mesh])  # it is no mean over tokens
-    assert made.built.averaged == balance
-    assert [(w.code.name, w.severity) for w in warnings_of(made)] == [("P0217", Severity.NOTE) for _ in balance]
+    assert compilation.built.averaged == balance
+    assert [(w.code.name, w.severity) for w in warnings_of(compilation)] == [("P0217", Severity.NOTE) for _ in balance]
 
 
 PAIRS = """
@@ -82,9 +82,9 @@ def test_targets_that_are_numbers_of_the_code_are_counted(mesh: str, tmp_path: P
     (tmp_path / "pairs.py").write_text(PAIRS)
     lines = f'loss "./pairs.py:matched" (output)\noptimizer sgd lr 0.1\nmesh {mesh}\nshard x, y [B/dp, _]\n'
     inputs = "input x float32 [B, 6]\ninput y float32 [B, 5]\nsizes B=8\n"
-    made = compiled(f'model "./pairs.py:Pairs"\n{inputs}{lines}', tmp_path)
-    assert checked(made).report["checks"]["numbers"] == "tested"
-    assert parse_program(made.build.reference.text(), "model") == made.build.reference
+    compilation = compiled(f'model "./pairs.py:Pairs"\n{inputs}{lines}', tmp_path)
+    assert checked(compilation).report["checks"]["numbers"] == "tested"
+    assert parse_program(compilation.build.reference.text(), "model") == compilation.build.reference
 
 
 @pytest.mark.parametrize("loss", ["0.5 output.aux_loss + {near}", "{near} + 0.5 {near}", "0.5 {near} + 0.5 {near}"])
@@ -92,10 +92,12 @@ def test_terms_may_stand_in_any_order_and_share_a_mean(loss: str, tmp_path: Path
     """Terms that are one mean, as after common subexpressions, have one count each."""
     near = "cross_entropy(output.logits, targets, ignore=0)"
     text = re.sub(r"loss .*", f"loss {loss.format(near=near)}", PLAN.format(terms=TERMS)).replace("input later", "#")
-    made = compiled(text + TWO.replace(", later", ""), ROOT / "tests")
-    assert checked(made).report["checks"]["numbers"] == "tested"
-    assert made.built.averaged == tuple(number for number, term in enumerate(loss.split(" + "), 1) if "aux" in term)
-    write_build(made.to_write(report_of(made)), tmp_path / "build")
+    compilation = compiled(text + TWO.replace(", later", ""), ROOT / "tests")
+    assert checked(compilation).report["checks"]["numbers"] == "tested"
+    assert compilation.built.averaged == tuple(
+        number for number, term in enumerate(loss.split(" + "), 1) if "aux" in term
+    )
+    write_build(compilation.to_write(report_of(compilation)), tmp_path / "build")
     plain, given = parc.reference(tmp_path / "build"), {key: batch()[key] for key in ("tokens", "targets")}
     logits = plain.module(given["tokens"])["logits"].flatten(0, 1)
     mean = F.cross_entropy(logits, given["targets"].flatten(), ignore_index=0)
@@ -132,8 +134,8 @@ def expected(model: Gated, given: Mapping[str, torch.Tensor]) -> float:
 
 
 def test_each_term_has_its_own_denominator_on_real_ranks(tmp_path: Path) -> None:
-    made = compiled(PLAN.format(terms=TERMS) + TWO, ROOT / "tests")
-    write_build(made.to_write(report_of(made)), tmp_path / "build")
+    compilation = compiled(PLAN.format(terms=TERMS) + TWO, ROOT / "tests")
+    write_build(compilation.to_write(report_of(compilation)), tmp_path / "build")
     plain = parc.reference(tmp_path / "build")
     first = expected(plain.module, batch())  # type: ignore[arg-type]
     losses = [plain.step(batch()).loss for _ in range(3)]

@@ -61,21 +61,21 @@ def compiled(lines: str) -> Compiled:
     return compile_once(read_plan(Source("nodes.parc", GPT + lines)), EXAMPLES)
 
 
-def agreement_of(made: Compiled, steps: int = 1) -> Agreement:
+def agreement_of(compilation: Compiled, steps: int = 1) -> Agreement:
     """Prove the build's texts, and compare all ranks in one process with the captured graph."""
-    assert static_faults(made.build) == []
-    return compare(case_of(made), steps)
+    assert static_faults(compilation.build) == []
+    return compare(case_of(compilation), steps)
 
 
-def rows(made: Compiled) -> list[dict[str, Any]]:
+def rows(compilation: Compiled) -> list[dict[str, Any]]:
     """Return the collectives of a step."""
-    return [row for role in made.build.roles.values() for row in communication_table(role)]
+    return [row for role in compilation.build.roles.values() for row in communication_table(role)]
 
 
-def sent(made: Compiled) -> dict[str, int]:
+def sent(compilation: Compiled) -> dict[str, int]:
     """Return the bytes that a rank sends in a step, by what they carry."""
     found: dict[str, int] = {}
-    for row in rows(made):
+    for row in rows(compilation):
         found[row["carries"]] = found.get(row["carries"], 0) + row["wire_bytes"] * row["count_per_step"]
     return found
 
@@ -117,34 +117,34 @@ def test_nodes_that_cut_heads_unevenly_are_refused() -> None:
 
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_within_node_gathers_inside_and_sums_across(level: int) -> None:
-    made = compiled(f"mesh dp=4\nnode 2\nzero {level} over dp within node\n")
-    agreement = agreement_of(made, 2)
+    compilation = compiled(f"mesh dp=4\nnode 2\nzero {level} over dp within node\n")
+    agreement = agreement_of(compilation, 2)
     assert agreement.largest <= 1e-10
-    stored = made.build.types["blocks.0.mlp.up.weight"]
-    assert stored.text(made.mesh) == "f32[64/dp_1, 16]"
-    sent = {(row["op"], row["axis"]) for row in rows(made) if row["dtype"] == "float32" and row["bytes"] > 8}
+    stored = compilation.build.types["blocks.0.mlp.up.weight"]
+    assert stored.text(compilation.mesh) == "f32[64/dp_1, 16]"
+    sent = {(row["op"], row["axis"]) for row in rows(compilation) if row["dtype"] == "float32" and row["bytes"] > 8}
     assert sent == {("all_gather", "dp_1"), ("reduce_scatter", "dp_1"), ("all_reduce", "dp_0")}
-    in_backward = {row["op"] for row in rows(made) if row["phase"] == "backward"}
+    in_backward = {row["op"] for row in rows(compilation) if row["phase"] == "backward"}
     assert in_backward == {1: set(), 2: {"reduce_scatter"}, 3: {"reduce_scatter", "all_gather"}}[level]
 
 
 def test_the_twin_keeps_both_levels_of_an_axis() -> None:
-    made = compiled("mesh dp=16\nnode 4\nzero 3 over dp within node\n")
-    twin, differences = find_twin(made, made.build.programs)
-    assert (str(made.mesh), str(twin.mesh), differences) == ("dp=4*4", "dp=2*2", [])
+    compilation = compiled("mesh dp=16\nnode 4\nzero 3 over dp within node\n")
+    twin, differences = find_twin(compilation, compilation.build.programs)
+    assert (str(compilation.mesh), str(twin.mesh), differences) == ("dp=4*4", "dp=2*2", [])
     assert agreement_of(twin).largest <= 1e-10
 
 
 @pytest.mark.parametrize("lines", ["", wide("zero 1 over dp\n"), "zero 3 over dp\n", "zero 2 over dp within node\n"])
 def test_collectives_in_two_levels_cross_nodes_once(lines: str) -> None:
-    made = compiled(f"mesh dp=4\nnode 2\nhierarchical over dp\n{lines}")
-    assert agreement_of(made).largest <= 1e-10
-    sums = [row for row in rows(made) if row["bytes"] > 8]
+    compilation = compiled(f"mesh dp=4\nnode 2\nhierarchical over dp\n{lines}")
+    assert agreement_of(compilation).largest <= 1e-10
+    sums = [row for row in rows(compilation) if row["bytes"] > 8]
     assert {row["axis"] for row in sums} == {"dp_0", "dp_1"}
-    across = report_of(made)["across_nodes"]
+    across = report_of(compilation)["across_nodes"]
     assert across["bytes"] < (0.6 if "within" not in lines else 1.01) * across["in_one_level"]
     flat = compiled(f"mesh dp=4\nnode 2\n{lines}")
-    assert sent(made) == sent(flat)  # as much in all, but less of it across
+    assert sent(compilation) == sent(flat)  # as much in all, but less of it across
 
 
 def test_stages_of_a_pipeline_send_in_two_levels() -> None:
@@ -152,28 +152,28 @@ def test_stages_of_a_pipeline_send_in_two_levels() -> None:
         GPT.replace("schedule ", "schedule 1f1b ").replace("layers=1", "layers=2")
         + "mesh pp=2, dp=4\nstage before blocks.1 over pp\n"
     )
-    made = compile_once(
+    compilation = compile_once(
         read_plan(Source("nodes.parc", text + "node 2\nhierarchical over dp\nzero 3 over dp\n")), EXAMPLES
     )
-    assert agreement_of(made).largest <= 1e-10
+    assert agreement_of(compilation).largest <= 1e-10
 
 
 @pytest.mark.parametrize("lines", ["", "zero 1 over dp within node\ncompress gradients over dp using int8\n"])
 def test_large_builds_in_two_levels_have_twins(lines: str) -> None:
     """The vocabulary of 25 divides nowhere, so the table is cut along its other dim: also that of the twin."""
     text = GPT.replace("vocab=24", "vocab=25") + "mesh dp=16\nnode 4\nhierarchical over dp\nverify vocab=24\n"
-    made = compile_once(read_plan(Source("nodes.parc", text + lines)), EXAMPLES)
-    twin, differences = find_twin(made, made.build.programs)
-    assert (str(made.mesh), str(twin.mesh), differences) == ("dp=4*4", "dp=2*2", [])
+    compilation = compile_once(read_plan(Source("nodes.parc", text + lines)), EXAMPLES)
+    twin, differences = find_twin(compilation, compilation.build.programs)
+    assert (str(compilation.mesh), str(twin.mesh), differences) == ("dp=4*4", "dp=2*2", [])
     assert agreement_of(twin).largest <= 1e-10
 
 
 def test_heads_and_levels_share_an_axis() -> None:
     """Two heads of keys over eight ranks, in nodes of two: the axis has three parts."""
-    made = compile_once(read_plan(Source("llama.parc", LLAMA)), EXAMPLES)
-    assert str(made.mesh) == "tp=2*2*2"
-    assert agreement_of(made).largest <= 1e-10
-    inside = {row["axis"] for row in rows(made) if row["phase"] == "forward" and row["bytes"] > 8}
+    compilation = compile_once(read_plan(Source("llama.parc", LLAMA)), EXAMPLES)
+    assert str(compilation.mesh) == "tp=2*2*2"
+    assert agreement_of(compilation).largest <= 1e-10
+    inside = {row["axis"] for row in rows(compilation) if row["phase"] == "forward" and row["bytes"] > 8}
     assert {"tp_2", "tp_0,tp_1"} <= inside
 
 
@@ -195,9 +195,9 @@ def test_an_order_of_axes_that_sends_twice_as_much_across_nodes_is_warned_of(ord
 
     def warned(order: Sequence[str]) -> tuple[list[str], int]:
         mesh = f"mesh {', '.join(f'{axis}=2' for axis in order)}"
-        made = compile_once(read_plan(Source("order.parc", f"{text}{mesh}\n")), EXAMPLES)
-        texts = [render(one) for one in warnings_of(made) if one.code.name == "P0149"]
-        return texts, report_of(made)["across_nodes"]["bytes"]
+        compilation = compile_once(read_plan(Source("order.parc", f"{text}{mesh}\n")), EXAMPLES)
+        texts = [render(one) for one in warnings_of(compilation) if one.code.name == "P0149"]
+        return texts, report_of(compilation)["across_nodes"]["bytes"]
 
     found, sent = warned(order)
     assert len(found) == (order[-1] != "tp")
@@ -209,5 +209,5 @@ def test_an_order_of_axes_that_sends_twice_as_much_across_nodes_is_warned_of(ord
 
 
 def test_a_plan_within_one_node_has_no_better_order() -> None:
-    made = compiled("mesh dp=4\nnode 2\n")
-    assert not [one for one in warnings_of(made) if one.code.name == "P0149"]
+    compilation = compiled("mesh dp=4\nnode 2\n")
+    assert not [one for one in warnings_of(compilation) if one.code.name == "P0149"]

@@ -8,7 +8,7 @@ import torch
 from parc.compiler.ops.factors import RuleError
 from parc.compiler.ops.rules import facts, register
 from parc.compiler.program.program import Line
-from parc.compiler.resolve.balance import FLOPS_PER_BYTE, PASSES, operations_of
+from parc.compiler.resolve.stage_cuts import FLOPS_PER_BYTE, PASSES, operations_of
 from parc.compiling.compiled import Compiled
 
 from .checked_plans import checked, compiled
@@ -124,25 +124,25 @@ def built(folder: Path, lines: str) -> Compiled:
     return compiled(PLAN + lines, folder)
 
 
-def outside_lines(made: Compiled) -> list[Line]:
-    lines = [line for function in made.built.programs["F"].functions for line in function.lines]
+def outside_lines(compilation: Compiled) -> list[Line]:
+    lines = [line for function in compilation.built.programs["F"].functions for line in function.lines]
     return [line for line in lines if line.op.startswith("outside.")]
 
 
 @pytest.mark.parametrize("lines", [DATA, TENSOR], ids=["dp", "tp"])
 def test_an_operator_of_each_family_is_one_row(folder: Path, lines: str) -> None:
     """Its programs are proved, its numbers are those of the plain model, and it is computed in parts."""
-    made = built(folder, lines)
-    assert checked(made).report["checks"]["numbers"] == "tested"
-    found = outside_lines(made)
+    compilation = built(folder, lines)
+    assert checked(compilation).report["checks"]["numbers"] == "tested"
+    found = outside_lines(compilation)
     assert {line.op.split(".")[1] for line in found} == NAMES
     split = {line.op.split(".")[1] for line in found if line.made[0].type.placement.split_axes()}
     assert split == (NAMES if lines == DATA else {"mix", "squash"})
 
 
 def test_an_operator_from_outside_is_costed_by_its_row(folder: Path) -> None:
-    made = built(folder, DATA)
-    cost = {str(node.target).split(".")[1]: operations_of(node) for node in made.captured.graph.nodes
+    compilation = built(folder, DATA)
+    cost = {str(node.target).split(".")[1]: operations_of(node) for node in compilation.captured.graph.nodes
             if str(node.target).startswith("outside.") and "down" not in str(node.args)}  # fmt: skip
     samples = 8
     assert cost["mix"] == PASSES * 2 * samples * 4 * 8 * 12
@@ -151,9 +151,9 @@ def test_an_operator_from_outside_is_costed_by_its_row(folder: Path) -> None:
 
 
 def test_an_operator_from_outside_computes_in_the_type_that_its_row_says(folder: Path) -> None:
-    made = built(folder, DATA + "precision bf16\n")
-    checked(made)
-    types = {line.op.split(".")[1]: line.made[0].type.dtype for line in outside_lines(made)}
+    compilation = built(folder, DATA + "precision bf16\n")
+    checked(compilation)
+    types = {line.op.split(".")[1]: line.made[0].type.dtype for line in outside_lines(compilation)}
     assert types["mix"] == torch.bfloat16
     assert types["total"] == torch.float32
 

@@ -108,11 +108,11 @@ def compiled(plan: str) -> Compiled:
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.usefixtures("registered")
 def test_a_kind_is_built_checked_and_simulated(plan: str) -> None:
-    made = compiled(plan)
-    for role in made.build.roles.values():
+    compilation = compiled(plan)
+    for role in compilation.build.roles.values():
         words = [str(action) for action in role.actions[-3:]]
         assert words == [f"{role.stages[0]}{kind}" for kind in ("REDUCE", KIND, "STEP")]
-    assert not refusals(made) and metric_error(made) < 1e-12
+    assert not refusals(compilation) and metric_error(compilation) < 1e-12
 
 
 @pytest.mark.usefixtures("registered")
@@ -122,10 +122,10 @@ def test_a_kind_is_printed_read_and_run(tmp_path: Path) -> None:
     build(tmp_path / "own.parc", tmp_path / "out", {})
     text = (tmp_path / "out" / "programs" / f"pp1.{KIND}.py").read_text()
     assert text.startswith('"""parc program: role pp1, action CHECKSUM"""') and '"metric checksum":' in text
-    found = read_build(tmp_path / "out")
-    assert not check_files(found)
-    assert found.roles["pp1"].programs[KIND].text() == text
-    sums = [line for line in found.report["communication"] if line["op"] == "all_reduce_among"]
+    its_build = read_build(tmp_path / "out")
+    assert not check_files(its_build)
+    assert its_build.roles["pp1"].programs[KIND].text() == text
+    sums = [line for line in its_build.report["communication"] if line["op"] == "all_reduce_among"]
     assert Counter(line["role"] for line in sums) == {"pp0": 4, "pp1": 4}  # a weight of both, loss, norm, and this
     expected = checksum(dict(parc.reference(tmp_path / "out").module.named_parameters()), {})["checksum"]
     for value in run_ranks(metric_of_a_step, 4, str(tmp_path / "out")):
@@ -153,34 +153,34 @@ def test_a_kind_has_one_name_and_a_maker() -> None:
 # ---- bugs planted in it
 
 
-def with_programs(made: Compiled, changed: Mapping[str, Program], schedule: str = "") -> Build:
+def with_programs(compilation: Compiled, changed: Mapping[str, Program], schedule: str = "") -> Build:
     """Return the build with another program of the kind in some roles, or another schedule in all.
 
     Raises:
         ValueError: the programs are no pieces of one step.
     """
-    timelines = parse_schedule(schedule) if schedule else made.timelines
+    timelines = parse_schedule(schedule) if schedule else compilation.timelines
     roles = {
         name: replace(
             role, programs={**role.programs, KIND: changed.get(name, role.programs[KIND])}, actions=timelines[name]
         )
-        for name, role in made.build.roles.items()
+        for name, role in compilation.build.roles.items()
     }
     programs = join_roles({name: role.programs for name, role in roles.items()})
-    return replace(made.build, programs=programs, roles=roles)
+    return replace(compilation.build, programs=programs, roles=roles)
 
 
-def refusals(made: Compiled, changed: Mapping[str, Program] = MappingProxyType({}), schedule: str = "") -> str:
+def refusals(compilation: Compiled, changed: Mapping[str, Program] = MappingProxyType({}), schedule: str = "") -> str:
     """Return the reasons for a refusal by the checks of texts alone, "" if there is none."""
     try:
-        return "; ".join(map(str, static_faults(with_programs(made, changed, schedule))))
+        return "; ".join(map(str, static_faults(with_programs(compilation, changed, schedule))))
     except ValueError as error:
         return str(error)
 
 
-def metric_error(made: Compiled, changed: Mapping[str, Program] = MappingProxyType({})) -> float:
+def metric_error(compilation: Compiled, changed: Mapping[str, Program] = MappingProxyType({})) -> float:
     """Return the largest error of the action's metrics beside those of a model that is not cut."""
-    agreement = compare(case_of(replace(made, written=with_programs(made, changed))), steps=1)
+    agreement = compare(case_of(replace(compilation, written=with_programs(compilation, changed))), steps=1)
     assert max(agreement.loss, agreement.gradient, agreement.parameter) < TOLERANCE
     return agreement.metric
 
@@ -193,31 +193,31 @@ def without(programs: Programs, name: str, op: str) -> Programs:
 
 @pytest.mark.usefixtures("registered")
 def test_bugs_in_a_kind_are_refused() -> None:
-    made = compiled("pipeline")
-    programs = {name: role.programs[KIND] for name, role in made.build.roles.items()}
+    compilation = compiled("pipeline")
+    programs = {name: role.programs[KIND] for name, role in compilation.build.roles.items()}
     first = programs["pp0"]
-    assert "still to be summed over `tp`" in refusals(made, without(programs, "pp0", "parc.all_reduce"))
+    assert "still to be summed over `tp`" in refusals(compilation, without(programs, "pp0", "parc.all_reduce"))
     for name in programs:
-        one = refusals(made, without(programs, name, "parc.all_reduce_among"))
+        one = refusals(compilation, without(programs, name, "parc.all_reduce_among"))
         assert f"{name}.{KIND} checksum: is not summed once over all roles" in one
     (name, value), *_ = first.main.bound("parameter").items()
     gradient = replace(value, binding=Binding("gradient", name))
     parameters = tuple(gradient if v is value else v for v in first.main.parameters)
-    assert "nothing is bound to `gradient" in refusals(made, with_main(programs, "pp0", parameters=parameters))
+    assert "nothing is bound to `gradient" in refusals(compilation, with_main(programs, "pp0", parameters=parameters))
     first_alone = with_main(programs, "pp0", returns=((LOSS, first.main.returns[0][1]),))
     both = with_main(first_alone, "pp1", returns=((LOSS, programs["pp1"].main.returns[0][1]),))
-    assert "`loss` is returned, but nobody takes it" in refusals(made, both)
-    assert "makes `loss`" in refusals(made, first_alone)
+    assert "`loss` is returned, but nobody takes it" in refusals(compilation, both)
+    assert "makes `loss`" in refusals(compilation, first_alone)
 
 
 @pytest.mark.usefixtures("registered")
 def test_numbers_that_are_wrong_are_refused() -> None:
-    made = compiled("pipeline")
-    site = next(sites({"pp1": made.build.roles["pp1"].programs[KIND]}, "aten.stack.default"))
+    compilation = compiled("pipeline")
+    site = next(sites({"pp1": compilation.build.roles["pp1"].programs[KIND]}, "aten.stack.default"))
     (items,) = site.line.args
     changed = site.replaced(stacked(site, [*items, items[0]]))
-    assert not refusals(made, changed) and metric_error(made, changed) > 1e-3
-    good, bad, reference = made.build, with_programs(made, changed), made.build.reference
+    assert not refusals(compilation, changed) and metric_error(compilation, changed) > 1e-3
+    good, bad, reference = compilation.build, with_programs(compilation, changed), compilation.build.reference
     assert not compare_structure(good.programs, reference, good.programs, reference)
     (fault,) = compare_structure(bad.programs, reference, good.programs, reference)
     assert f"{KIND} metric checksum" in str(fault), fault
@@ -225,13 +225,13 @@ def test_numbers_that_are_wrong_are_refused() -> None:
 
 @pytest.mark.usefixtures("registered")
 def test_roles_that_meet_in_another_order_are_refused() -> None:
-    made = compiled("pipeline")
-    text = schedule_text(made.timelines)
-    assert not refusals(made, schedule=text)
+    compilation = compiled("pipeline")
+    text = schedule_text(compilation.timelines)
+    assert not refusals(compilation, schedule=text)
     swapped = text.replace(f"1REDUCE 1{KIND}", f"1{KIND} 1REDUCE")
-    assert f"pp1: `1{KIND}` comes before `1REDUCE`" in refusals(made, schedule=swapped)
-    assert f"`1{KIND}` is there 0 times" in refusals(made, schedule=text.replace(f" 1{KIND}", ""))
-    assert f"`0{KIND}` is there 2 times" in refusals(made, schedule=text.replace(f"0{KIND}", f"0{KIND} 0{KIND}"))
+    assert f"pp1: `1{KIND}` comes before `1REDUCE`" in refusals(compilation, schedule=swapped)
+    assert f"`1{KIND}` is there 0 times" in refusals(compilation, schedule=text.replace(f" 1{KIND}", ""))
+    assert f"`0{KIND}` is there 2 times" in refusals(compilation, schedule=text.replace(f"0{KIND}", f"0{KIND} 0{KIND}"))
 
 
 # ---- kinds are named in one place

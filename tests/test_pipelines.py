@@ -38,28 +38,28 @@ SMALL = {"layers": 4, "width": 16, "heads": 2, "kv_heads": 1, "ffn": 24, "vocab"
 def compiled(name: str, **defines: object) -> Compiled:
     """Compile an example's plan with a small model, and prove it."""
     plan = read_plan(EXAMPLES / f"{name}.parc", {key: str(value) for key, value in defines.items()})
-    made = compile_once(plan, EXAMPLES, SMALL if name.startswith("llama") else None)
-    assert not prove(made)
-    return made
+    compilation = compile_once(plan, EXAMPLES, SMALL if name.startswith("llama") else None)
+    assert not prove(compilation)
+    return compilation
 
 
-def error(made: Compiled) -> float:
+def error(compilation: Compiled) -> float:
     """Return the largest error of all ranks beside the unsharded model in three steps of float64."""
     checked = Checked({})
-    check_numbers(made, checked)
+    check_numbers(compilation, checked)
     assert not checked.faults, checked.faults
     numbers: dict[str, float] = checked.report["numbers"]
     return max(numbers[kind] for kind in ("loss", "gradient", "parameter"))
 
 
 def test_seven_layers_on_three_ranks_are_naive_model_parallelism() -> None:
-    made = compiled("seven")
+    compilation = compiled("seven")
     held = [{b.name.split(".")[1] for b in role.programs[f"{stage}F"].main.bindings if "layers" in b.name}
-            for stage, role in enumerate(made.build.roles.values())]  # fmt: skip
+            for stage, role in enumerate(compilation.build.roles.values())]  # fmt: skip
     assert held == [{"0", "1"}, {"2", "3", "4"}, {"5", "6"}]
-    timeline = simulate(made.timelines)
-    assert [timeline.busy(role) / timeline.makespan for role in made.timelines] == [1 / 3] * 3
-    assert error(made) < 1e-12
+    timeline = simulate(compilation.timelines)
+    assert [timeline.busy(role) / timeline.makespan for role in compilation.timelines] == [1 / 3] * 3
+    assert error(compilation) < 1e-12
 
 
 UNEVEN = """
@@ -78,8 +78,8 @@ shard tokens, targets [B/dp, _]
 
 @pytest.mark.parametrize("again", ["", "recompute blocks.*"])
 def test_a_rank_is_idle_by_its_own_stage_beside_the_longest_path(again: str) -> None:
-    made = compile_once(read_plan(Source("uneven.parc", UNEVEN + again)), EXAMPLES)
-    report, flops = report_of(made), stage_flops(made.build.roles)
+    compilation = compile_once(read_plan(Source("uneven.parc", UNEVEN + again)), EXAMPLES)
+    report, flops = report_of(compilation), stage_flops(compilation.build.roles)
     tokens, width, vocab, length = 2 * 16, 32, 64, 16  # of a microbatch on a rank
     weights, scores = tokens * 12 * width**2, tokens * length * width
     block = 2 * (weights + 2 * scores)
@@ -104,12 +104,12 @@ def test_a_rank_is_idle_by_its_own_stage_beside_the_longest_path(again: str) -> 
 
 
 def test_alike_stages_share_a_row() -> None:
-    made = compiled("llama-pipeline", schedule="gpipe", pp=4, layers=4, microbatches=4)
-    report = report_of(made)
+    compilation = compiled("llama-pipeline", schedule="gpipe", pp=4, layers=4, microbatches=4)
+    report = report_of(compilation)
     head, *rows = stage_rows(report)
     assert head == ("stage", "pp", "layers", "parameters", "a rank's step", "idle")
     assert [row[:3] for row in rows] == [("0", "0", "1"), ("1..2", "1..2", "1"), ("3", "3", "1")]
-    played = step_timeline(made.build.roles)
+    played = step_timeline(compilation.build.roles)
     assert [row[5] for row in rows] == [f"{played.idle_share(role):.0%}" for role in ("pp0", "pp1", "pp3")]
     in_turn = report_of(compiled("llama-pipeline", schedule="interleaved", pp=2, chunks=2, layers=4, microbatches=4))
     assert [row[:2] for row in stage_rows(in_turn)[1:]] == [("0", "0"), ("1", "1"), ("2", "0"), ("3", "1")]
@@ -121,9 +121,9 @@ def test_alike_stages_share_a_row() -> None:
     [wide("gpipe", 2, 1), ("1f1b", 4, 1), ("interleaved", 2, 2), ("looped", 2, 2)],
 )
 def test_llama_trains_alike_under_every_schedule(schedule: str, pp: int, chunks: int) -> None:
-    made = compiled("llama-pipeline", schedule=schedule, pp=pp, chunks=chunks, layers=4, microbatches=4)
-    assert made.request.pipeline is not None and made.request.pipeline.stages == pp * chunks
-    assert compare(case_of(made), 1).largest < 1e-12
+    compilation = compiled("llama-pipeline", schedule=schedule, pp=pp, chunks=chunks, layers=4, microbatches=4)
+    assert compilation.request.pipeline is not None and compilation.request.pipeline.stages == pp * chunks
+    assert compare(case_of(compilation), 1).largest < 1e-12
 
 
 def test_a_schedule_may_be_a_table_beside_the_plan(tmp_path: Path) -> None:
@@ -132,10 +132,10 @@ def test_a_schedule_may_be_a_table_beside_the_plan(tmp_path: Path) -> None:
     plan = tmp_path / "seven.parc"
     text = plan.read_text().replace("schedule  gpipe microbatches 1", 'schedule  table "order.txt" microbatches 2')
     plan.write_text(text.replace("pp=3", "pp=2").replace("layers.2, layers.5", "layers.4"))
-    made = compile_once(read_plan(plan), tmp_path)
-    work = [str(action) for action in made.timelines["pp0"] if action.kind in ("F", "B")]
+    compilation = compile_once(read_plan(plan), tmp_path)
+    work = [str(action) for action in compilation.timelines["pp0"] if action.kind in ("F", "B")]
     assert work == ["0F0", "0F1", "0B1", "0B0"]
-    assert not prove(made) and compare(case_of(made), 2).largest < 1e-12
+    assert not prove(compilation) and compare(case_of(compilation), 2).largest < 1e-12
 
 
 def in_a_v(tmp_path: Path) -> Path:
@@ -153,16 +153,16 @@ def in_a_v(tmp_path: Path) -> Path:
 
 def test_stages_lie_where_a_table_says(tmp_path: Path) -> None:
     plan, out = in_a_v(tmp_path), tmp_path / "build"
-    made = compile_once(read_plan(plan), tmp_path)
-    assert made.request.pipeline is not None and made.request.pipeline.ranks == (0, 1, 1, 0)
-    assert [role.stages for role in made.build.roles.values()] == [[0, 3], [1, 2]]
-    assert not prove(made) and compare(case_of(made), 2).largest < 1e-12
-    check_sample(made.plan, tmp_path, made.build)
-    write_build(made.to_write(report_of(made)), out)
-    found = read_build(out)
-    assert found.stage_ranks == (0, 1, 1, 0) and not check_files(found)
+    compilation = compile_once(read_plan(plan), tmp_path)
+    assert compilation.request.pipeline is not None and compilation.request.pipeline.ranks == (0, 1, 1, 0)
+    assert [role.stages for role in compilation.build.roles.values()] == [[0, 3], [1, 2]]
+    assert not prove(compilation) and compare(case_of(compilation), 2).largest < 1e-12
+    check_sample(compilation.plan, tmp_path, compilation.build)
+    write_build(compilation.to_write(report_of(compilation)), out)
+    build = read_build(out)
+    assert build.stage_ranks == (0, 1, 1, 0) and not check_files(build)
     # from stage 1 to stage 2 and back nothing is sent: they are of one rank
-    sends = Counter(line["role"] for line in found.report["communication"] if line["op"] == "send")
+    sends = Counter(line["role"] for line in build.report["communication"] if line["op"] == "send")
     assert sends == {"pp0": 2, "pp1": 2}
     expected = [parc.reference(out).step().loss]
     for losses, _ in run_ranks(train, 2, str(out), 1):
@@ -213,16 +213,16 @@ def test_eight_processes_in_three_dimensions_train_as_the_plain_module(
     shutil.copytree(EXAMPLES, tmp_path / "examples")
     plan, out = tmp_path / "examples" / "gpt3d.parc", tmp_path / "gpt3d"
     plan.write_text(plan.read_text().replace("layers=4, width=64", "layers=2, width=32"))
-    made = compile_plan(read_plan(plan), plan.parent)
-    check_sample(made.plan, plan.parent, made.build)
-    assert not prove(made)
-    write_build(made.to_write(report_of(made)), out)
+    compilation = compile_plan(read_plan(plan), plan.parent)
+    check_sample(compilation.plan, plan.parent, compilation.build)
+    assert not prove(compilation)
+    write_build(compilation.to_write(report_of(compilation)), out)
     assert main(["show", str(out), "--pipeline", "--svg", str(tmp_path / "drawn.svg")]) == 0
     drawn = "drawn.svg: 1f1b, 4 microbatches, 2 stages, 14 to 45% idle, on 2 ranks of `pp`\n"
     assert capsys.readouterr().err.endswith(drawn) and (tmp_path / "drawn.svg").is_file()
     assert main(["show", str(out), "--pipeline", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
-    flops = stage_flops(made.build.roles)
+    flops = stage_flops(compilation.build.roles)
     assert shown["idle"]["pp1"] == pytest.approx(1 - 4 * sum(flops[1].values()) / shown["flops"])
     end = flops[0]["F"] + flops[1]["F"] + flops[1]["B"]
     assert {"action": "1B0", "start": end - flops[1]["B"], "end": end} in shown["roles"]["pp1"]

@@ -153,9 +153,9 @@ def test_a_wrong_norm_is_refused_by_proof_and_by_its_number() -> None:
     assert rows()["count a gradient wrongly in the norm"].first["numbers"] == 0
     build = good_build("stack tp=2, two microbatches")  # without clipping
     twice = next(mutant for mutant in wrong_norms(build) if "twice" in mutant.what)
-    found = compare(replace(build.case, programs=twice.programs), steps=1)
-    assert found.norm > 1e-3
-    assert found.largest == found.norm
+    agreement = compare(replace(build.case, programs=twice.programs), steps=1)
+    assert agreement.norm > 1e-3
+    assert agreement.largest == agreement.norm
     assert compare(build.case, steps=1).norm < 1e-14
 
 

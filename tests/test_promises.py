@@ -90,8 +90,8 @@ def test_words_of_promises_that_match_nothing_are_errors() -> None:
 
 
 def test_a_budget_is_exact_and_names_what_is_large() -> None:
-    made = compiled(PLAN + BOTH)
-    peak = memory_of(made.build, made.plan, next(iter(made.build.roles.values()))).peak_bytes
+    compilation = compiled(PLAN + BOTH)
+    peak = memory_of(compilation.build, compilation.plan, next(iter(compilation.build.roles.values()))).peak_bytes
     assert broken(f"budget memory {peak}B\n") == []
     (found,) = broken(f"budget memory {peak - 1}B\n")
     text = render(found)
@@ -177,11 +177,13 @@ def test_a_change_of_an_included_file_is_not_advised(tmp_path: Path) -> None:
 def test_a_refusal_and_a_report_say_what_the_library_that_multiplies_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "LARGE_PRODUCT", 1)
     wide = SHALLOW.replace("width=16", "width=64").replace("B=8", "B=32")
-    made = compiled(wide)
-    (role,) = made.build.roles.values()
-    usual, more = (memory.peak_bytes for memory in memory_by_library(made.build, made.plan, role).values())
+    compilation = compiled(wide)
+    (role,) = compilation.build.roles.values()
+    usual, more = (
+        memory.peak_bytes for memory in memory_by_library(compilation.build, compilation.plan, role).values()
+    )
     assert more > 1.01 * usual
-    row = dict(fact_rows(report_of(made)))["memory"]
+    row = dict(fact_rows(report_of(compilation)))["memory"]
     assert f"peak {size_text(more)} a rank (" in row
     assert row.endswith(f"), {size_text(usual)} where BLAS multiplies float32")
     with pytest.raises(PlanError, match=f"a rank needs {size_text(more)}") as caught:

@@ -41,10 +41,10 @@ def split(name: str = "llama", over: str = "tp", more: str = "", lines: str = ""
 
 def build(text: str, **axes: int) -> Mapping[str, Any]:
     """Compile and check a plan; return its report. It gathers nothing that no line asked for."""
-    made = compiled(text, ROOT, **axes)
-    found = [warning for warning in warnings_of(made) if warning.severity is not Severity.NOTE]
+    compilation = compiled(text, ROOT, **axes)
+    found = [warning for warning in warnings_of(compilation) if warning.severity is not Severity.NOTE]
     assert not found, "\n".join(map(render, found))
-    return simulated(made)
+    return simulated(compilation)
 
 
 def activations(report: Mapping[str, Any], axis: str = "tp") -> dict[tuple[str, str], int]:
@@ -62,9 +62,9 @@ shard model.layers.*.mlp.experts.down_proj [_/ep, _, _/tp]
 @pytest.mark.parametrize("inside", ["", INSIDE], ids=["whole experts", "experts split inside"])
 def test_experts_get_parts_of_sequences_or_gather_them(inside: str) -> None:
     text = plan("Mixtral", "dp=1, tp=2, ep=2", f"{ATTENTION}{inside}sequence model.layers.* over tp\n")
-    made = compiled(text, ROOT / "tests")
-    report = simulated(made)
-    assert not [found for found in warnings_of(made) if found.severity is not Severity.NOTE]
+    compilation = compiled(text, ROOT / "tests")
+    report = simulated(compilation)
+    assert not [warning for warning in warnings_of(compilation) if warning.severity is not Severity.NOTE]
     exchanged = {row["wire_bytes"] for row in report["communication"] if row["op"] == "exchange"}
     assert exchanged == {1024 if inside else 512}
 
@@ -94,12 +94,12 @@ def test_sequences_are_split_beside(beside: str) -> None:
 
 @pytest.mark.parametrize("line", ["sequence model.layers.* over tp", "sequence model.layers.* over tp keep gathered"])
 def test_a_plan_in_primitives_is_the_same_plan(line: str) -> None:
-    made = compiled(split(lines=line), ROOT, dp=2, tp=2)
-    text = desugar(made)
+    compilation = compiled(split(lines=line), ROOT, dp=2, tp=2)
+    text = desugar(compilation)
     assert "sequence" not in text
     assert "out(model.layers.0), out(model.layers.1) [_/dp, _/tp, _]" in text
     again = compiled(text, ROOT)
-    assert messages(again) == messages(made)
+    assert messages(again) == messages(compilation)
     assert desugar(again) == text
 
 
@@ -137,7 +137,7 @@ MISTAKES = {
 def test_mistakes_are_told_at_their_line(lines: str) -> None:
     with pytest.raises(PlanError) as error:
         compiled(split(lines=lines), ROOT, dp=2, tp=2)
-    (text, *others) = [render(found) for found in error.value.diagnostics if found.is_error]
+    (text, *others) = [render(diagnostic) for diagnostic in error.value.diagnostics if diagnostic.is_error]
     assert not others and all(part in text for part in MISTAKES[lines]), text
     assert "plan.parc:" in text and "help:" in text
 
@@ -162,8 +162,8 @@ def ranks_train(folder: str) -> list[tuple[list[float], dict[str, torch.Tensor]]
 def test_four_processes_train_llama_with_split_sequences_as_without(tmp_path: Path) -> None:
     source = EXAMPLES / "llama-sequence.parc"
     for name, sequence in (("split", "tp"), ("whole", "none")):
-        made = compile_once(read_plan(source, {"sequence": sequence, "width": "32", "layers": "2"}), EXAMPLES)
-        write_build(made.to_write(report_of(made)), tmp_path / name)
+        compilation = compile_once(read_plan(source, {"sequence": sequence, "width": "32", "layers": "2"}), EXAMPLES)
+        write_build(compilation.to_write(report_of(compilation)), tmp_path / name)
     for (losses, weights), (expected, others) in run_ranks(ranks_train, 4, str(tmp_path)):
         assert losses == pytest.approx(expected, rel=1e-6)
         for name, value in others.items():

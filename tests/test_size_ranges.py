@@ -29,7 +29,7 @@ from parc.compiler.verify.ranges import binding_faults, size_faults
 from parc.compiling.compiled import Compiled, programs_of
 from parc.compiling.driver import compile_plan
 from parc.compiling.size_ranges import fixed
-from parc.grammar.codes_build import BAD_DATA, OUT_OF_RANGE
+from parc.grammar.codes import BAD_DATA, OUT_OF_RANGE
 from parc.runtime.compare.agreement import TOLERANCE
 from parc.runtime.compare.simulate import compare
 from parc.runtime.data.feed import Feed
@@ -222,12 +222,12 @@ def test_a_build_proves_and_tests_again(gpt: Path) -> None:
 
 
 def test_a_build_reads_at_its_largest_sizes_and_binds_to_others(gpt: Path) -> None:
-    made = read_build(gpt)
-    assert made.manifest["sizes"] == {"B": 16, "S": 32}
-    other = made.at({"S": 8})
+    build = read_build(gpt)
+    assert build.manifest["sizes"] == {"B": 16, "S": 32}
+    other = build.at({"S": 8})
     assert other.manifest["sizes"] == {"B": 16, "S": 8}
     assert other.programs["F"].main.bound("input")["tokens"].type.shape == (8, 8)
-    assert {"{B/2}", "{S}"} <= set(re.findall(r"\{[^{}\s]+\}", made.text(made.programs["F"])))
+    assert {"{B/2}", "{S}"} <= set(re.findall(r"\{[^{}\s]+\}", build.text(build.programs["F"])))
 
 
 @pytest.mark.parametrize(
@@ -251,12 +251,12 @@ def test_a_manifest_that_says_other_ranges_is_refused(gpt: Path, tmp_path: Path,
 
 def planted(gpt: Path, old: str, new: str, file: str = "stage0.F.py") -> Build:
     """Return the build with a changed template."""
-    made = read_build(gpt)
-    assert made.template is not None
+    build = read_build(gpt)
+    assert build.template is not None
     name = f"programs/{file}"
-    assert old in made.template.texts[name]
-    texts = {**made.template.texts, name: made.template.texts[name].replace(old, new, 1)}
-    return replace(made, template=replace(made.template, texts=texts))
+    assert old in build.template.texts[name]
+    texts = {**build.template.texts, name: build.template.texts[name].replace(old, new, 1)}
+    return replace(build, template=replace(build.template, texts=texts))
 
 
 @pytest.mark.parametrize(
@@ -322,12 +322,12 @@ def test_runs_take_the_largest_sizes_or_those_asked_for(gpt: Path, tmp_path: Pat
 def test_samples_of_another_size_say_how_to_run_at_theirs(gpt: Path) -> None:
     lines = "def sample(number, size, dtype):\n    row = torch.zeros(size, dtype=getattr(torch, dtype))\n"
     (gpt.parent / "sized.py").write_text(f"import torch\n\n\n{lines}    return dict(tokens=row, targets=row)\n")
-    made = read_build(gpt)
+    build = read_build(gpt)
 
     def said(size: int, dtype: str = "int64") -> str:
         arguments = {"size": size, "dtype": dtype}
         line = {"form": "callable", "names": [], "callable": "./sized.py:sample", "arguments": arguments}
-        feed = Feed(replace(made, manifest={**made.manifest, "data": line}), Mesh(()), {}, torch.device("cpu"))
+        feed = Feed(replace(build, manifest={**build.manifest, "data": line}), Mesh(()), {}, torch.device("cpu"))
         with pytest.raises(RunError, match="`tokens` of sample 0 is ") as error:
             feed.next(0, 1)
         return error.value.help

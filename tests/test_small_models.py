@@ -80,9 +80,9 @@ def blocks(twin: Compiled) -> list[int]:
     return [stages.count(stage) for stage in sorted({*stages})]
 
 
-def refusal(made: Compiled) -> str:
+def refusal(compilation: Compiled) -> str:
     with pytest.raises(PlanError) as refused:
-        find_twin(made, made.build.programs)
+        find_twin(compilation, compilation.build.programs)
     return render(refused.value.diagnostics[0])
 
 
@@ -101,16 +101,16 @@ def refusal(made: Compiled) -> str:
 def test_a_twin_has_two_blocks_in_each_stage_and_chunk(
     tmp_path: Path, given: dict[str, Any], wanted: tuple[str, int, list[int]]
 ) -> None:
-    made = net(tmp_path, **given)
-    twin, differences = find_twin(made, made.build.programs)
+    compilation = net(tmp_path, **given)
+    twin, differences = find_twin(compilation, compilation.build.programs)
     name, value, in_stages = wanted
     assert not differences and twin.overrides == {name: value}
     assert blocks(twin) == in_stages
 
 
 def test_a_report_says_which_smaller_model_was_tested(tmp_path: Path) -> None:
-    made = net(tmp_path, "layers=1, D=8, width=8", ranks=4)
-    twin = subject_of(made)
+    compilation = net(tmp_path, "layers=1, D=8, width=8", ranks=4)
+    twin = subject_of(compilation)
     assert not twin.differences and twin.text == "the twin: layers=4, width=8, B=16, D=8, mesh pp=2, dp=2"
 
 
@@ -149,6 +149,6 @@ def test_a_smaller_model_that_cannot_be_captured_is_the_fault_of_the_verify_line
 
 
 def test_what_is_still_too_large_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = net(tmp_path, "layers=2", "layers=8, width=16, classes=32")
+    compilation = net(tmp_path, "layers=2", "layers=8, width=16, classes=32")
     monkeypatch.setattr(parc.checking.twins, "_MOST_WORK", 1)
-    assert "give smaller numbers for `width` and `classes` in the `verify` line" in refusal(made)
+    assert "give smaller numbers for `width` and `classes` in the `verify` line" in refusal(compilation)

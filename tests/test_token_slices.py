@@ -35,9 +35,9 @@ row model.layers.*.self_attn.o_proj over tp
 
 @pytest.mark.parametrize("beside", ALIKE)
 def test_ranks_with_the_same_tokens_route_a_slice_each(beside: str) -> None:
-    made = compiled(alike(*ALIKE[beside]), ROOT / "tests")
-    assert held(made)
-    assert not [found for found in warnings_of(made) if found.severity is not Severity.NOTE]
+    compilation = compiled(alike(*ALIKE[beside]), ROOT / "tests")
+    assert held(compilation)
+    assert not [warning for warning in warnings_of(compilation) if warning.severity is not Severity.NOTE]
 
 
 def test_slices_are_gathered_once_forward_and_once_backward() -> None:
@@ -80,9 +80,9 @@ SPLIT = {
 @pytest.mark.parametrize("how", SPLIT)
 def test_parts_of_sequences_go_to_experts(how: str) -> None:
     """In zigzag a rank has two parts of each sequence, whose rows are packed in that order."""
-    made = compiled(SPLIT[how].replace("S=4", "S=8"), ROOT / "tests")
-    assert held(made)
-    assert not [found for found in warnings_of(made) if found.severity is not Severity.NOTE]
+    compilation = compiled(SPLIT[how].replace("S=4", "S=8"), ROOT / "tests")
+    assert held(compilation)
+    assert not [warning for warning in warnings_of(compilation) if warning.severity is not Severity.NOTE]
 
 
 def test_slots_of_a_capacity_are_filled_by_a_slice_of_the_sequences_each() -> None:
@@ -90,9 +90,9 @@ def test_slots_of_a_capacity_are_filled_by_a_slice_of_the_sequences_each() -> No
     dp, tp, k, width, factor = 2, 2, 2, 16, 2
     tokens = 8 * 4 // dp
     text = alike("Mixtral", "dp=2, tp=2").replace("dropless", f"capacity {factor}")
-    made = compiled(text, ROOT / "tests")
-    assert not warnings_of(made)
-    rows = [row for row in held(made)["communication"] if row["module"].endswith("experts")]
+    compilation = compiled(text, ROOT / "tests")
+    assert not warnings_of(compilation)
+    rows = [row for row in held(compilation)["communication"] if row["module"].endswith("experts")]
     for phase in (FORWARD, BACKWARD):
         sent = {row["op"]: row["wire_bytes"] for row in rows if row["phase"] == phase and row["axis"] == "tp"}
         assert sent["all_to_all"] == tokens // tp * k * factor * width * 4 * (tp - 1) // tp

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,13 +17,14 @@ import parc
 from parc.advice import warnings_of
 from parc.checking.reports import report_of
 from parc.checking.twins import subject_of
-from parc.compiler.build.directory import write_build
+from parc.compiler.build.directory import json_text, write_build
 from parc.compiler.build.facts import fact_faults
 from parc.compiler.layout.mesh import Mesh, NoCommonParts, View, view_cuts, viewed
 from parc.compiler.program.text import parse_program
 from parc.compiling.compiled import Compiled
 from parc.desugar import desugar
 from parc.grammar.diagnostics import PlanError, Severity, render
+from parc.report import report_faults
 from tests.checked_plans import checked, compiled, held, simulated
 from tests.draws import all_but
 from tests.planted_builds import ROOT
@@ -88,16 +91,16 @@ def folded_beside(beside: str) -> Compiled:
 
 @pytest.mark.parametrize("beside", all_but(["a capacity inside dp", "inside dp"], BESIDE))
 def test_experts_along_a_view_train_as_on_one_rank(beside: str) -> None:
-    made = folded_beside(beside)
-    assert held(made)
-    assert not [found for found in warnings_of(made) if found.severity is not Severity.NOTE]
+    compilation = folded_beside(beside)
+    assert held(compilation)
+    assert not [warning for warning in warnings_of(compilation) if warning.severity is not Severity.NOTE]
 
 
 def test_experts_along_a_view_train_at_all_sizes_of_a_range_with_compressed_gradients() -> None:
     text = own_plan("stacked", "dp=4", "compress gradients over dp using int8\n").replace("B/dp/ep", "B/dp")
     text = text.replace("\nshard input", "\nview dp as edp=2, ep=2 in layers.*.experts\nshard input")
-    made = compiled(text.replace("B=8", "B=8..16 by 8"), ROOT / "tests")
-    assert checked(made).report["checks"]["numbers"] == "tested"
+    compilation = compiled(text.replace("B=8", "B=8..16 by 8"), ROOT / "tests")
+    assert checked(compilation).report["checks"]["numbers"] == "tested"
 
 
 def test_a_view_inside_dp_gives_the_programs_of_a_mesh_with_these_axes() -> None:
@@ -139,8 +142,8 @@ def test_replicas_of_experts_route_different_tokens_and_sum_their_gradients(mesh
 
 
 def test_zero_over_the_mesh_s_axis_stores_experts_over_their_replicas() -> None:
-    made = folded_beside("inside dp")
-    types = {name: type_.text(made.mesh) for name, type_ in made.build.types.items()}
+    compilation = folded_beside("inside dp")
+    types = {name: type_.text(compilation.mesh) for name, type_ in compilation.build.types.items()}
     assert types["model.layers.0.mlp.experts.down_proj"] == "f32[8/ep/edp, 16, 16]"
     assert types["model.layers.0.mlp.gate.weight"] == "f32[8/dp, 16]"
 
@@ -149,19 +152,19 @@ def test_a_large_view_s_twin_keeps_the_parts_of_factored_axes_at_two() -> None:
     lines = "verify num_local_experts=8, num_hidden_layers=1\nzero 1 over dp\n"
     sizes = {"num_local_experts": 16, "num_key_value_heads": 4}
     text = folded("Mixtral", "dp=4, tp=4", "dp, tp as edp=2, ep=8", lines, **sizes)
-    made = compiled(text.replace("B=8", "B=16"), ROOT / "tests")
-    assert str(made.mesh) == "dp=2*2, tp=4, edp=dp_0, ep=dp_1*tp"
-    twin = subject_of(made)
+    compilation = compiled(text.replace("B=8", "B=16"), ROOT / "tests")
+    assert str(compilation.mesh) == "dp=2*2, tp=4, edp=dp_0, ep=dp_1*tp"
+    twin = subject_of(compilation)
     assert not twin.differences and "mesh dp=2*2, tp=2, edp=dp_0, ep=dp_1*tp" in twin.text
     assert simulated(twin.compiled)
 
 
 def test_a_plan_in_primitives_names_the_axes_of_the_view() -> None:
-    made = folded_beside("experts split inside")
-    expanded = desugar(made)
+    compilation = folded_beside("experts split inside")
+    expanded = desugar(compilation)
     assert "mlp.experts.gate_up_proj [_/ep, (2 _/etp), _]" in expanded and f"as ep=2, etp=2 in {EXPERTS}" in expanded
     again = compiled(expanded, ROOT / "tests")
-    assert again.build.types == made.build.types
+    assert again.build.types == compilation.build.types
 
 
 def test_tokens_that_do_not_divide_over_a_view_s_axis_are_refused_by_its_name() -> None:
@@ -184,6 +187,15 @@ def test_programs_whose_views_are_not_the_plan_s_are_refused(was: str, then: str
     programs = {name: parse_program(text) for name, text in texts.items()}
     faults = fact_faults(build.manifest, programs, build.reference, build.roles)
     assert any("`views`" in fault.message for fault in faults)
+
+
+def test_a_report_without_the_plan_s_views_is_refused() -> None:
+    compilation = compiled(folded("Mixtral", "dp=4", "dp as edp=2, ep=2"), ROOT / "tests")
+    report = json.loads(json_text(report_of(compilation)))
+    assert report_faults(replace(compilation.build, report=report), compilation.plan) == []
+    del report["views"]
+    (fault,) = report_faults(replace(compilation.build, report=report), compilation.plan)
+    assert fault.message == "`views` is not what the programs say"
 
 
 @given(st.data())

@@ -18,10 +18,8 @@ from parc.compiler.plan.plan import read_plan
 from parc.compiler.program.program import Program
 from parc.compiler.program.roles import SINGLE
 from parc.compiler.program.text import parse_program
-from parc.compiler.resolve.requests import PlanAxes
 from parc.compiling.compiled import Compiled
 from parc.compiling.driver import compile_captured
-from parc.compiling.request import finer_axes
 from parc.grammar.source import Source
 from parc.runtime.compare.agreement import Agreement
 from parc.runtime.compare.model_run import Case, ReferenceRun
@@ -94,17 +92,17 @@ def subject(spec: ModelSpec) -> Subject:
     return Subject(spec, recorded, captured, dict(model.named_parameters()), buffers)
 
 
-def build(made: Subject, text: str) -> Compiled:
+def build(subject: Subject, text: str) -> Compiled:
     """Build the model under a plan.
 
     Raises:
         PlanError: the plan asks for what cannot be.
     """
     plan = read_plan(Source("random.parc", text))
-    return compile_captured(plan, Path(), made.recorded, made.captured, finer_axes(plan, PlanAxes()))
+    return compile_captured(plan, Path(), subject.recorded, subject.captured)
 
 
-def case_of(made: Subject, compiled: Compiled) -> Case:
+def case_of(subject: Subject, compiled: Compiled) -> Case:
     """Return the case that the simulator runs, with programs read back from their texts."""
     build = compiled.build
     for program in build.files():
@@ -112,7 +110,7 @@ def case_of(made: Subject, compiled: Compiled) -> Case:
     actions = () if build.axis else build.roles[SINGLE].actions
     return Case(
         build.programs, build.reference, actions, build.mesh, build.microbatches,
-        build.manifest["optimizer"], {name: made.parameters[name].detach() for name in build.types}, made.buffers,
+        build.manifest["optimizer"], {name: subject.parameters[name].detach() for name in build.types}, subject.buffers,
         build.manifest["parameters"], build.pads, build.roles, build.manifest["state"],
     )  # fmt: skip
 
@@ -126,10 +124,10 @@ def reread(program: Program) -> Program:
     return again
 
 
-def check(made: Subject, text: str, steps: int = 2) -> tuple[Case, Agreement]:
+def check(subject: Subject, text: str, steps: int = 2) -> tuple[Case, Agreement]:
     """Build, run every static check, and simulate; all must hold."""
-    compiled = build(made, text)
-    case = case_of(made, compiled)
+    compiled = build(subject, text)
+    case = case_of(subject, compiled)
     faults = static_faults(compiled.build)
     assert not faults, "\n".join(map(str, faults))
     agreement = compare(case, steps)
@@ -137,14 +135,14 @@ def check(made: Subject, text: str, steps: int = 2) -> tuple[Case, Agreement]:
     return case, agreement
 
 
-def eager_error(made: Subject, case: Case) -> float:
+def eager_error(subject: Subject, case: Case) -> float:
     """Return the error of the captured graph's loss and gradients beside the module's own, relative to the largest."""
-    model = filled(made.spec).train()
+    model = filled(subject.spec).train()
     batch = random_batch(case.reference, 1, torch.Generator().manual_seed(3))[0]
-    dtype, shape = input_shapes(made.spec)["x"]
+    dtype, shape = input_shapes(subject.spec)["x"]
     wide = torch.float64 if dtype == "float32" else torch.int64
     batch = {"x": torch.zeros(shape, dtype=wide), **batch}  # a model may read its other input alone
-    output = call_loss(made.spec, model(*(batch[name] for name in ("x", "z") if name in batch)), batch)
+    output = call_loss(subject.spec, model(*(batch[name] for name in ("x", "z") if name in batch)), batch)
     output.backward()
     loss, gradients = ReferenceRun(case).gradients([batch], 0)
     pairs = [(loss, output.detach())]

@@ -19,7 +19,7 @@ from ..ops.factors import OpCall, Operand
 from ..ops.rules import TABLE, OpRow, facts
 from ..program.actions import UNSHARD
 from ..program.binding import PARAMETERS, Binding
-from ..program.program import Function, Line, LocalSize, Program, Ref, argument_text, map_references
+from ..program.program import Function, Line, LocalSize, Program, Ref, argument_text, map_references, remembered
 
 
 @dataclass(frozen=True)
@@ -47,16 +47,11 @@ class Question:
         return [type_ for type_ in self.declared if type_ is not None]
 
 
+@remembered
 def questions(function: Function, mesh: Mesh) -> Sequence[tuple[Line, Question | None]]:
     """Return a function's lines, each with its question, or None where it calls another function."""
-    key = "questions", mesh
-    if key not in function.derived:
-        types = {name: value.type for name, value in function.values().items()}
-        function.derived[key] = [
-            (line, None if line.calls_function else _question(line, types, mesh)) for line in function.lines
-        ]
-    stored: Sequence[tuple[Line, Question | None]] = function.derived[key]
-    return stored
+    types = {name: value.type for name, value in function.values().items()}
+    return [(line, None if line.calls_function else _question(line, types, mesh)) for line in function.lines]
 
 
 def _question(line: Line, types: Mapping[str, TensorType], mesh: Mesh) -> Question:

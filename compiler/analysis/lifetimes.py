@@ -18,7 +18,7 @@ import torch
 from ..layout.collectives import COLLECTIVES, MESSAGE, SUMS, WAIT
 from ..layout.mesh import Mesh, Shape
 from ..ops.rules import facts
-from ..program.program import LAST, Function, Line, Program, Ref, Value, operator
+from ..program.program import LAST, Function, Line, Program, Ref, Value, operator, remembered
 from .products import Products
 
 # ---- aliases
@@ -88,23 +88,23 @@ def aliases(program: Program) -> dict[str, Aliases]:
     known: dict[str, Aliases] = {}
     ends: dict[str, _Ends] = {}
     for function in program.functions:  # each comes after those that it calls
-        key = "aliases", program.mesh, tuple(ends[line.op] for line in function.lines if line.calls_function)
-        if key not in function.derived:
-            function.derived[key] = _function_aliases(program, function, ends)
-        known[function.name], ends[function.name] = function.derived[key]
+        called = tuple(ends[line.op] for line in function.lines if line.calls_function)
+        known[function.name], ends[function.name] = _function_aliases(function, program.mesh, called)
     return known
 
 
-def _function_aliases(program: Program, function: Function, ends: Mapping[str, _Ends]) -> tuple[Aliases, _Ends]:
-    """Return the aliases of a function and its ends, from the ``ends`` of the functions that it calls."""
+@remembered
+def _function_aliases(function: Function, mesh: Mesh, called: tuple[_Ends, ...]) -> tuple[Aliases, _Ends]:
+    """Return the aliases of a function and its ends, from those of the functions that its lines call, in order."""
+    ends = iter(called)
     root = {value.name: value.name for value in function.parameters}
     joined, groups = dict[str, list[list[str]]](), StorageGroups()
     for line in function.lines:
         results = [value.name for value in line.made]
         if line.calls_function:
-            sure, possible = (list(_call_aliases(line, inner)) for inner in ends[line.op])
+            sure, possible = (list(_call_aliases(line, inner)) for inner in next(ends))
         else:
-            shares = bool(line.uses) and _is_view(program, function, line, root)
+            shares = bool(line.uses) and _is_view(function, mesh, line, root)
             sure = [[line.uses[0], *results]] if shares else [[name] for name in results]
             possible = [[*results, *line.uses]] if line.uses and may_alias(line) else []
         for first, *others in sure:
@@ -126,13 +126,13 @@ def _call_aliases(line: Line, ends: Sequence[str]) -> Iterable[list[str]]:
     return filter(None, groups.values())
 
 
-def _is_view(program: Program, function: Function, line: Line, root: Mapping[str, str]) -> bool:
+def _is_view(function: Function, mesh: Mesh, line: Line, root: Mapping[str, str]) -> bool:
     """Return whether a line's results surely lie in the storage of its first operand. An expanded value has no view of
     another shape: it is copied."""
     if facts(line.op).storage != "view":
         return line.op == WAIT or accumulates(function, line)
     source, first = (function.values()[name].type for name in (line.uses[0], root[line.uses[0]]))
-    return facts(line.op).moves != "shape" or source.local_bytes(program.mesh) <= first.local_bytes(program.mesh)
+    return facts(line.op).moves != "shape" or source.local_bytes(mesh) <= first.local_bytes(mesh)
 
 
 def reducible_in_place(program: Program, function: Function) -> frozenset[str]:
@@ -345,28 +345,25 @@ def _into_first(overload: Any, place: str) -> Callable[..., torch.Tensor]:
     return call
 
 
+@remembered
 def spare_operands(function: Function, function_aliases: Aliases, delayed: frozenset[str]) -> Sequence[frozenset[str]]:
     """Return, for each line, the operands that die there: the line may write over their storage, which only its results
     need after it. Parameters belong to the caller, but for totals that the function returns anew. The operands of
     ``delayed`` values may be read after the last line."""
-    key = "spare", function_aliases, delayed
-    if key not in function.derived:
-        owned = {value.name for value in function.bound("gradient").values() if function.returned("gradient")}
-        last: dict[str, float] = {name: at for at, line in enumerate(function.lines) for name in line.uses}
-        kept = {value.name for value in function.parameters} - owned | _read_after_end(function, delayed)
-        last.update(dict.fromkeys(kept | {name for _, name in function.returns}, float("inf")))
-        groups, spare = StorageGroups(last), list[frozenset[str]]()
-        for index, line in enumerate(function.lines):
-            roots = [groups.root(name) for name in line.uses]
-            spare.append(frozenset(
-                name for name, root in zip(line.uses, roots, strict=True)
-                if groups.last[root] == index and roots.count(root) == 1
-            ))  # fmt: skip
-            for names in function_aliases.of(line):
-                groups.join(names)
-        function.derived[key] = spare
-    stored: Sequence[frozenset[str]] = function.derived[key]
-    return stored
+    owned = {value.name for value in function.bound("gradient").values() if function.returned("gradient")}
+    last: dict[str, float] = {name: at for at, line in enumerate(function.lines) for name in line.uses}
+    kept = {value.name for value in function.parameters} - owned | _read_after_end(function, delayed)
+    last.update(dict.fromkeys(kept | {name for _, name in function.returns}, float("inf")))
+    groups, spare = StorageGroups(last), list[frozenset[str]]()
+    for index, line in enumerate(function.lines):
+        roots = [groups.root(name) for name in line.uses]
+        spare.append(frozenset(
+            name for name, root in zip(line.uses, roots, strict=True)
+            if groups.last[root] == index and roots.count(root) == 1
+        ))  # fmt: skip
+        for names in function_aliases.of(line):
+            groups.join(names)
+    return spare
 
 
 def operand_over(line: Line, function: Function, spare: Collection[str], mesh: Mesh) -> int | None:

@@ -306,8 +306,3 @@ def _waiting(programs: Mapping[str, Program], actions: Sequence[Action], offload
             forward = Action(action.stage, FORWARD, action.microbatch)
             now.subtract(_offloaded(programs[forward.program_in(programs)], "saved", offload))
     return most
-
-
-def buffer_bytes(buffers: Mapping[int, int]) -> int:
-    """Return the bytes of buffers, given their number by size."""
-    return sum(size * count for size, count in buffers.items())

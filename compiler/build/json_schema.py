@@ -137,13 +137,18 @@ REPORT_FORM: Form = {
     "experts_peak_bytes?": _FLOAT,
     "written": [{"line": int, "place": str}],
     "placed?": Each(str),
-    "pipeline": {"schedule": str, "microbatches": int},
+    "pipeline": {"schedule": str, "stages": int, "chunks?": int, "microbatches": int, "axis?": str},
     "padding": [{"value": str, "dim": int, "from": int, "to": int, "line": int}],
     "stored_whole": Each(int),
-    "reshards": [dict],
+    "reshards": [{
+        "value": str, "from": str, "to": str, "axis": str, "bytes": int, "module": str, "source": str, "line": int
+    }],
     "operators_without_rule": list,
     "numerics": [{"class": str, "directive": str, "line": int, "saved_bytes?": int}],
     "sent_whole": Each(int),
+    "recompute?": {"line": int, "fit": int, "roles": [{
+        "role": str, "kept": int, "selective": int, "full": int, "again": _FLOAT, "next_peak_bytes": (int, _NULL)
+    }]},
     "across_nodes?": {"bytes": int, "in_one_level": int},
     "checks": Each(str),
     "numbers?": {

@@ -190,6 +190,13 @@ class Mesh:
             rank = rank * size + coordinates[name]
         return rank
 
+    def place(self, coordinates: Mapping[str, int], axes: Iterable[str]) -> int:
+        """Return the place of coordinates among those of some axes, the first axis major."""
+        place = 0
+        for axis in axes:
+            place = place * self.size(axis) + coordinates[axis]
+        return place
+
     def groups(self, axes: Iterable[str]) -> list[list[int]]:
         """The ranks split into groups that differ only along ``axes``; within a group the axes vary in mesh order.
 

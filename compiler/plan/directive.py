@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Self, TypeAlias, TypeVar
 
-from ...grammar.codes_plan import (
+from ...grammar.codes import (
     BAD_VALUE,
     FOR_TRAINING,
     OUTSIDE_VIEW,

@@ -8,7 +8,7 @@ from importlib.resources import as_file, files
 from pathlib import Path
 
 from ...grammar.bounded import read_bounded
-from ...grammar.codes_plan import INCLUDE_CYCLE, NO_FILE, NO_PLAN, TOO_LONG, UNREADABLE, WRONG_KIND
+from ...grammar.codes import INCLUDE_CYCLE, NO_FILE, NO_PLAN, TOO_LONG, UNREADABLE, WRONG_KIND
 from ...grammar.diagnostics import Diagnostic, Label, PlanError
 from ...grammar.nearest import listed, nearest, path_meant
 from ...grammar.parse import parse

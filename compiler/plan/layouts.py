@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ...grammar.codes_plan import (
+from ...grammar.codes import (
     AXIS_TWICE,
     BAD_VALUE,
     NOT_PADDED,

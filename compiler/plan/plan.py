@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 
-from ...grammar.codes_plan import BAD_VALUE, MISSING_STATEMENT, REPEATED, UNKNOWN_VERB, UNREADABLE
+from ...grammar.codes import BAD_VALUE, MISSING_STATEMENT, REPEATED, UNKNOWN_VERB, UNREADABLE
 from ...grammar.diagnostics import Diagnostic, Label, PlanError
 from ...grammar.format import format_statements
 from ...grammar.nearest import did_you_mean, listed, path_meant

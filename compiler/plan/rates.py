@@ -11,7 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from ...grammar.codes_plan import BAD_VALUE, MISSING_ARGUMENT, UNEXPECTED_ARGUMENT, UNREADABLE
+from ...grammar.codes import BAD_VALUE, MISSING_ARGUMENT, UNEXPECTED_ARGUMENT, UNREADABLE
 from ...grammar.diagnostics import Diagnostic, Label, PlanError
 from ...grammar.nearest import listed, path_meant
 from ...grammar.source import Source, Span

@@ -45,7 +45,7 @@ def in_reduce(programs: Mapping[str, Program]) -> dict[str, Program]:
         sums = _Sums(program)
         if several := [key for key in sums.gradients if makers[key] > 1]:
             raise EarlyFault(f"{sums.where} sums `{several[0]}`, of which another stage makes a part")
-        plain[key] = replace(program, functions=(*program.blocks, program.main))
+        plain[key] = program.with_mains(program.main)
         plain[REDUCE] = _with_sums(plain[REDUCE], sums)
     return plain
 

@@ -10,9 +10,9 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, wraps
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 from urllib.parse import quote, unquote
 
 import torch
@@ -97,6 +97,28 @@ def _quoted(text: str) -> str:
     return "%2D" if quoted == "-" else quoted or "-"
 
 
+_Owner = TypeVar("_Owner", "Line", "Function")
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+
+def remembered(
+    compute: Callable[Concatenate[_Owner, _Arguments], _Result],
+) -> Callable[Concatenate[_Owner, _Arguments], _Result]:
+    """Let a line or a function, the first argument, keep what is computed of it and of further arguments, which are
+    hashable."""
+    name = f"{compute.__module__}.{compute.__qualname__}"
+
+    @wraps(compute)
+    def look_up(owner: _Owner, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        key = name, args, tuple(kwargs.items())
+        if key not in owner.derived:
+            owner.derived[key] = compute(owner, *args, **kwargs)
+        return cast(_Result, owner.derived[key])
+
+    return look_up
+
+
 @dataclass(frozen=True)
 class Line:
     """``results = op(args, kwargs)``; ``op`` is an operator such as ``aten.mm.default`` or a function's name.
@@ -110,7 +132,7 @@ class Line:
     kwargs: tuple[tuple[str, Any], ...] = ()
     origin: Origin = Origin()
     derived: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """Facts computed from the line, by kind. They are kept, because a line never changes."""
+    """Facts computed from the line, by what is ``remembered``."""
 
     @cached_property
     def calls_function(self) -> bool:
@@ -121,6 +143,11 @@ class Line:
     def made(self) -> tuple[Value, ...]:
         """The results of the line, without those that the operator leaves out."""
         return tuple(value for value in self.results if value is not None)
+
+    @property
+    def names(self) -> str:
+        """The names of the results, as messages have them."""
+        return ", ".join(value.name for value in self.made)
 
     def renamed(self, names: Mapping[str, str]) -> Line:
         """Return the line with other values in place of those that it reads, where ``names`` has them."""
@@ -136,19 +163,17 @@ class Line:
         """Names of the values that the line reads, in order."""
         return tuple(references((self.args, [value for _, value in self.kwargs])))
 
+    @remembered
     def text(self, mesh: Mesh) -> str:
         """The line as it stands in a function."""
-        if ("text", mesh) not in self.derived:
-            names = ", ".join("_" if value is None else value.name for value in self.results)
-            args = self.args
-            if self.op in COLLECTIVES and len(args) > 1 and isinstance(args[1], str):
-                args = (args[0], ",".join(mesh.joined(args[1].split(","))), *args[2:])
-            words = [argument_text(item, mesh) for item in args]
-            words += [f"{key}={argument_text(item, mesh)}" for key, item in self.kwargs]
-            types = "; ".join("-" if value is None else value.type.text(mesh) for value in self.results)
-            text = f"    {names} = {self.op}({', '.join(words)})  # {types} | {self.origin}"
-            self.derived["text", mesh] = text
-        return str(self.derived["text", mesh])
+        names = ", ".join("_" if value is None else value.name for value in self.results)
+        args = self.args
+        if self.op in COLLECTIVES and len(args) > 1 and isinstance(args[1], str):
+            args = (args[0], ",".join(mesh.joined(args[1].split(","))), *args[2:])
+        words = [argument_text(item, mesh) for item in args]
+        words += [f"{key}={argument_text(item, mesh)}" for key, item in self.kwargs]
+        types = "; ".join("-" if value is None else value.type.text(mesh) for value in self.results)
+        return f"    {names} = {self.op}({', '.join(words)})  # {types} | {self.origin}"
 
 
 def references(item: Any) -> Iterator[str]:
@@ -195,7 +220,7 @@ class Function:
     lines: tuple[Line, ...]
     returns: tuple[tuple[Binding, str], ...]
     derived: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """Facts computed from the function, by kind. They are kept, because a function never changes."""
+    """Facts computed from the function, by what is ``remembered``."""
 
     def values(self) -> Mapping[str, Value]:
         """Every value of the function by its name."""
@@ -254,11 +279,19 @@ class Function:
         parameters = tuple(value for value in self.parameters if value.name in read)
         return Function(self.name, parameters, lines, tuple(returns.items()))
 
+    @remembered
     def text(self, mesh: Mesh, action: str) -> str:
         """Return the function as it stands in the program of an action."""
-        if ("text", mesh, action) not in self.derived:
-            self.derived["text", mesh, action] = _function_text(self, mesh, action)
-        return str(self.derived["text", mesh, action])
+        rows = [f"def {self.name}("]
+        for value in self.parameters:
+            behind = f"  # {value.binding}" if value.binding is not None else ""
+            rows.append(f'    {value.name}: "{value.type.text(mesh)}",{behind}')
+        rows.append("):")
+        rows += [line.text(mesh) for line in self.lines]
+        rows.append("    return {")
+        ends = [(key.key_in(action), name) for key, name in self.returns]
+        rows += [f"        {json.dumps(key, ensure_ascii=not key.isprintable())}: {name}," for key, name in ends]
+        return "\n".join([*rows, "    }", ""])
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,6 +329,10 @@ class Program:
         """The functions that main functions call."""
         return self.functions[: -len(self.mains)]
 
+    def with_mains(self, *mains: Function) -> Program:
+        """Return the program with other main functions."""
+        return replace(self, functions=(*self.blocks, *mains))
+
     def function(self, name: str) -> Function:
         return next(function for function in self.functions if function.name == name)
 
@@ -311,19 +348,6 @@ class Program:
         if operators := self.operators:
             head += f"operators({', '.join(map(json.dumps, operators))})\n"
         return head + "".join(f"\n\n{function.text(self.mesh, self.action)}" for function in self.functions)
-
-
-def _function_text(function: Function, mesh: Mesh, action: str) -> str:
-    rows = [f"def {function.name}("]
-    for value in function.parameters:
-        behind = f"  # {value.binding}" if value.binding is not None else ""
-        rows.append(f'    {value.name}: "{value.type.text(mesh)}",{behind}')
-    rows.append("):")
-    rows += [line.text(mesh) for line in function.lines]
-    rows.append("    return {")
-    ends = [(key.key_in(action), name) for key, name in function.returns]
-    rows += [f"        {json.dumps(key, ensure_ascii=not key.isprintable())}: {name}," for key, name in ends]
-    return "\n".join([*rows, "    }", ""])
 
 
 def argument_text(item: Any, mesh: Mesh) -> str:

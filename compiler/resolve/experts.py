@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import fx, nn
 
-from ...grammar.codes_plan import NO_BIAS, NO_EXPERTS, REPEATED
+from ...grammar.codes import NO_BIAS, NO_EXPERTS, REPEATED
 from ...grammar.diagnostics import Diagnostic, Label, PlanError
 from ..capture.capture import Captured
 from ..capture.experts.forms import Capacity, have_interface, routed_layers

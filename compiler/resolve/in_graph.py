@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from ...grammar.codes_plan import BAD_VALUE, NO_ATTENTION, SHARED_OVER_UNITS
+from ...grammar.codes import BAD_VALUE, NO_ATTENTION, SHARED_OVER_UNITS
 from ...grammar.diagnostics import Diagnostic, Label, PlanError
 from ...grammar.nearest import listed
 from ...grammar.syntax import Word

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from ...grammar.codes_plan import NO_SITE, NO_WEIGHT, NOTHING_MATCHED
+from ...grammar.codes import NO_SITE, NO_WEIGHT, NOTHING_MATCHED
 from ...grammar.diagnostics import Diagnostic, Label
 from ...grammar.nearest import listed
 from ...grammar.syntax import Word

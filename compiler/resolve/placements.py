@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 
-from ...grammar.codes_plan import IDLE_AXIS, NOT_PADDED, REPEATED_PLACEMENT, UNEVEN_SHARD, WRONG_DIM
+from ...grammar.codes import IDLE_AXIS, NOT_PADDED, REPEATED_PLACEMENT, UNEVEN_SHARD, WRONG_DIM
 from ...grammar.diagnostics import Diagnostic, Label, PlanError, Severity
 from ...grammar.source import Span
 from ...grammar.syntax import Word
@@ -24,8 +24,7 @@ from ..program.optimizers import Groups, grouped
 from ..sizes.size_range import BATCH, SizeRange
 from .names import PlanNames, find_each, find_modules, find_parameters, find_values, find_weights, split_dim
 from .requests import Compression, PlanAxes, Sharding
-from .seeds import PlacementSeed, Seeds, Views
-from .sequences import sequence_seeds, split_inputs
+from .seeds import PlacementSeed, Seeds, Views, sequence_seeds, split_inputs
 from .stage_lines import find_cuts
 from .storage import compressions_of, recompute_lines, shardings_of
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...grammar.codes_plan import REPEATED, STAGE_COUNT
+from ...grammar.codes import REPEATED, STAGE_COUNT
 from ...grammar.diagnostics import Diagnostic, Label
 from ...grammar.source import Span
 from ..plan.plan import Plan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...grammar.codes_plan import CONFLICT, NO_OPERATOR, NOT_COMPRESSED, NOTHING_REMADE, SPLIT_ALREADY
+from ...grammar.codes import CONFLICT, NO_OPERATOR, NOT_COMPRESSED, NOTHING_REMADE, SPLIT_ALREADY
 from ...grammar.diagnostics import Diagnostic, Label, Severity
 from ...grammar.nearest import did_you_mean, listed
 from ...grammar.syntax import Word

@@ -20,10 +20,9 @@ from ..layout.mesh import Mesh
 from ..ops.rules import facts
 from ..program.binding import GRAD_NORM, LOSS, SCALE, UNSCALE, Binding
 from ..program.blocks import block_of
-from ..program.program import Function, Line, LocalSize, Program, Ref, Value, operands
+from ..program.program import Function, Line, LocalSize, Program, Ref, Value, operands, remembered
 from ..program.step_values import residual_of
-from .bodies import Body, Numbers, function_body, sizeless, star
-from .repeats import FamilySlots
+from .bodies import Body, FamilySlots, Numbers, function_body, sizeless, star
 
 _LAYER_NUMBER = re.compile(r"\d+")
 _KEY = "parc.stream_key.default"
@@ -68,11 +67,7 @@ class Kinds:
         """Return a captured graph as pieces, cut at the blocks that a program calls; programs with the same blocks
         share them."""
         blocks = frozenset(line.origin.module for line in program.main.lines if line.calls_function) - {""}
-        key = "graph", self, blocks
-        if key not in captured.derived:
-            captured.derived[key] = Graph(captured, blocks, self)
-        graph: Graph = captured.derived[key]
-        return graph
+        return remembered(Graph)(captured, blocks, self)
 
 
 @dataclass(slots=True)

@@ -34,7 +34,7 @@ from ..ops.results import changed
 from ..ops.rules import facts, has_rule
 from ..program.actions import BACKWARD, FORWARD, step_kinds, work_kinds
 from ..program.binding import BUFFERS
-from ..program.program import Fault, Function, Line, Program, Value, default_numbers, numbers_in, operator
+from ..program.program import Fault, Function, Line, Program, Value, default_numbers, numbers_in, operator, remembered
 from ..torch_private import is_composite
 from .lines import follow_with_faults
 
@@ -326,16 +326,13 @@ class _Bounds:
 
 
 def _line_key(function: str, line: Line) -> tuple[str, str, str]:
-    return function, ", ".join(value.name for value in line.made), line.op
+    return function, line.names, line.op
 
 
+@remembered
 def _line_numbers(line: Line, kinds: type | tuple[type, ...] = (float, int)) -> frozenset[Hashable]:
-    key = "numbers", kinds
-    if key not in line.derived:
-        numbers = numbers_in((line.args, dict(line.kwargs)))
-        line.derived[key] = frozenset(_as_float(number) for number in numbers if isinstance(number, kinds))
-    stored: frozenset[Hashable] = line.derived[key]
-    return stored
+    numbers = numbers_in((line.args, dict(line.kwargs)))
+    return frozenset(_as_float(number) for number in numbers if isinstance(number, kinds))
 
 
 def _as_float(number: float) -> float:

@@ -81,7 +81,7 @@ class _Reduce:
             try:
                 part = self._meaning(line, names)
             except _RoundingFault as fault:
-                yield Fault("types", f"REDUCE {', '.join(value.name for value in line.made)}", str(fault))
+                yield Fault("types", f"REDUCE {line.names}", str(fault))
                 continue
             if part is not None:
                 self.parts.update((value.name, part) for value in line.made)

@@ -22,7 +22,7 @@ from ..ops.factors import OpCall, fill_operands
 from ..ops.infer import infer, packed_result
 from ..ops.results import example, results_of
 from ..ops.rules import facts, localize
-from ..program.program import Fault, Function, Line, Program, Ref, Value, operator
+from ..program.program import Fault, Function, Line, Program, Ref, Value, operator, remembered
 
 _Fact = TypeVar("_Fact", bound=Hashable)
 """The facts that a check knows about one value."""
@@ -51,34 +51,28 @@ def check_lines(program: Program) -> list[Fault]:
         where = f"{program.role}.{program.action} {function.name}"
         for line, line_faults in _faulty_lines(function, program.mesh):
             wrong = line_faults if line_faults is not None else call_faults(line, function.values(), known[line.op])
-            names = ", ".join(value.name for value in line.made)
-            faults += [Fault(check, f"{where}: {names}", message) for check, message in wrong]
+            faults += [Fault(check, f"{where}: {line.names}", message) for check, message in wrong]
         known[function.name] = function
     return faults
 
 
+@remembered
 def _faulty_lines(function: Function, mesh: Mesh) -> Sequence[tuple[Line, _LineFaults | None]]:
     """Return the lines of a function that have faults, and its calls (with None), which depend on other functions."""
-    key = "faulty lines", mesh
-    if key not in function.derived:
-        checked = ((line, question and _line_faults(question)) for line, question in questions(function, mesh))
-        function.derived[key] = [(line, faults) for line, faults in checked if faults != ()]
-    stored: Sequence[tuple[Line, _LineFaults | None]] = function.derived[key]
-    return stored
+    checked = [(line, _line_faults(question) if question else None) for line, question in questions(function, mesh)]
+    return [(line, faults) for line, faults in checked if faults != ()]
 
 
+@remembered
 def _unread(function: Function) -> Sequence[str]:
     """Return the values that no line reads: parameters (except buffers that are updated), results of calls, and those
     of lines of which no result is read."""
-    if "unread" not in function.derived:
-        read, updated = function.uses, {key for key, _ in function.returns if key.kind == "buffer"}
-        unread = [v.name for v in function.parameters if v.name not in read and v.binding not in updated]
-        for line in function.lines:
-            names = [value.name for value in line.made if value.name not in read]
-            unread += names if line.calls_function or len(names) == len(line.made) else []
-        function.derived["unread"] = unread
-    stored: Sequence[str] = function.derived["unread"]
-    return stored
+    read, updated = function.uses, {key for key, _ in function.returns if key.kind == "buffer"}
+    unread = [v.name for v in function.parameters if v.name not in read and v.binding not in updated]
+    for line in function.lines:
+        names = [value.name for value in line.made if value.name not in read]
+        unread += names if line.calls_function or len(names) == len(line.made) else []
+    return unread
 
 
 def follow_with_faults(
@@ -93,7 +87,7 @@ def follow_with_faults(
     def noted(function: str, question: Question, operands: tuple[_Fact, ...]) -> Sequence[_Fact]:
         results, message = rule(question, operands)
         if message:
-            where = f"{program.action} {function}: {', '.join(value.name for value in question.line.made)}"
+            where = f"{program.action} {function}: {question.line.names}"
             faults[where] = Fault("types", where, message)
         return results
 

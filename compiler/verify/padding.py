@@ -99,8 +99,7 @@ def _line_padding(function: str, question: Question, operands: tuple[Extras, ...
     try:
         return _result_padding(question, operands)
     except PaddingFault as fault:
-        names = ", ".join(value.name for value in question.line.made)
-        fault.where, fault.origin = f"{function}: {names}", question.line.origin
+        fault.where, fault.origin = f"{function}: {question.line.names}", question.line.origin
         raise
 
 

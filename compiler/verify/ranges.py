@@ -72,8 +72,7 @@ def size_faults(template: Template, mesh: Mesh) -> list[ShapeFault]:
 
 
 def _line_fault(file: str, line: Line, message: str) -> ShapeFault:
-    names = ", ".join(value.name for value in line.made)
-    return ShapeFault(file, names, line.origin.module, line.origin.plan, message, divides=False)
+    return ShapeFault(file, line.names, line.origin.module, line.origin.plan, message, divides=False)
 
 
 def _distinguishing_sizes(template: Template, mesh: Mesh) -> tuple[dict[str, int], dict[int, Polynomial]]:

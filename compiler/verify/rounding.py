@@ -118,8 +118,7 @@ def check_precision(programs: Mapping[str, Program], reference: Program, roundin
         for function in program.functions:
             recomputed = forward_lines(programs[FORWARD], function) if action == BACKWARD else {}
             for line, fault in _line_faults(function, action, rounding, model, widened, recomputed):
-                names = ", ".join(value.name for value in line.made)
-                faults.append(Fault("types", f"{action} {function.name}: {names}", fault))
+                faults.append(Fault("types", f"{action} {function.name}: {line.names}", fault))
     return [*faults, *_loss_faults(programs[FORWARD], model), *_table_faults(programs, model)]
 
 

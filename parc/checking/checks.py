@@ -197,8 +197,7 @@ def check_template(compiled: Compiled) -> None:
     """
     template = compiled.build.template
     for at in compiled.cases()[1:] if template is not None else ():
-        recompiled = compile_plan(at.plan, at.folder, overrides=at.overrides, axes=at.resolved.axes,
-                                  longer=at.resolved.pads, dims=at.built.dims)  # fmt: skip
+        recompiled = compile_plan(at.plan, at.folder, overrides=at.overrides, like=at)
         assert template is not None
         captured = replace(template, texts={REFERENCE_FILE: template.texts[REFERENCE_FILE]})
         sizes = {name: at.sizes[name] for name in template.ranges}

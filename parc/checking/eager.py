@@ -27,8 +27,7 @@ from parc.compiler.program.binding import Binding
 from parc.compiler.program.program import Line
 from parc.compiling.compiled import Compiled
 from parc.compiling.plan_capture import failure, input_specs
-from parc.grammar.codes_build import AMPLIFIED, NEAR_TIE, NO_FUNCTION, NOT_FINITE, OWN_GRADIENT
-from parc.grammar.codes_plan import OTHER_FORM
+from parc.grammar.codes import AMPLIFIED, NEAR_TIE, NO_FUNCTION, NOT_FINITE, OTHER_FORM, OWN_GRADIENT
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.grammar.nearest import listed
 from parc.runtime.compare.agreement import DRAWS, Margin

@@ -20,7 +20,7 @@ from parc.compiler.resolve.names import find_modules, is_within
 from parc.compiling.compiled import Compiled
 from parc.compiling.driver import Progress
 from parc.compiling.size_ranges import line_span
-from parc.grammar.codes_build import FORBIDDEN, NOT_EXPECTED, OVER_BUDGET
+from parc.grammar.codes import FORBIDDEN, NOT_EXPECTED, OVER_BUDGET
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.grammar.syntax import size_text
 from parc.passes.pipeline import names_of

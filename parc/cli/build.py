@@ -65,19 +65,16 @@ def build_plan(args: argparse.Namespace, plan: Path, out: Path) -> tuple[dict[st
 
 def report_text(report: Mapping[str, Any]) -> str:
     """Return a build's report for a reader."""
-    from parc.report_words import across_text, check_texts, fact_rows, stage_rows, unit_of
+    from parc.report_words import across_text, check_texts, fact_rows, stage_rows, under, unit_of
 
-    lines = [f"{name:13}{text}" for name, text in fact_rows(report)]
+    rows = fact_rows(report)
     if stages := stage_rows(report):
-        text = text_table(stages[1:], stages[0], right=(2, 3, 4, 5))
-        lines += [f"{'' if at else 'stages':13}{line}" for at, line in enumerate(text.splitlines())]
+        rows += under("stages", text_table(stages[1:], stages[0], right=(2, 3, 4, 5)).splitlines())
     if report["communication"]:
-        text = communication_text(report["communication"], unit_of(report))
-        lines += [f"{'' if at else 'collectives':13}{line}" for at, line in enumerate(text.splitlines())]
-    if across := across_text(report):
-        lines.append(f"{'across nodes':13}{across}")
-    lines += [f"{'' if at else 'checks':13}{line}" for at, line in enumerate(check_texts(report))]
-    return "\n".join(lines)
+        rows += under("collectives", communication_text(report["communication"], unit_of(report)).splitlines())
+    rows += under("across nodes", filter(None, [across_text(report)]))
+    rows += under("checks", check_texts(report))
+    return "\n".join(f"{name:13}{text}" for name, text in rows)
 
 
 def communication_text(entries: Collection[Mapping[str, Any]], unit: str = "step") -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from parc.cli.terminal import say
-from parc.grammar.codes import CODES, explain
+from parc.grammar.codes import code_pages
 from parc.grammar.nearest import did_you_mean
 
 
@@ -16,14 +16,14 @@ def explain_options(parser: argparse.ArgumentParser) -> None:
 def explain_command(args: argparse.Namespace) -> int:
     """Print the code's page, or the titles of all codes."""
     if args.code is None:
-        print("\n".join(f"{name}  {CODES[name].title}" for name in sorted(CODES)))
+        print("\n".join(f"{name}  {page.title}" for name, page in code_pages().items()))
         return 0
     name = args.code.strip("[]").upper()
     if (number := name.removeprefix("P")).isdecimal():
         name = f"P{number.lstrip('0').zfill(4)}"
-    if name not in CODES:
-        hint = did_you_mean(name, list(CODES), "`parc explain` lists all")
+    if name not in code_pages():
+        hint = did_you_mean(name, list(code_pages()), "`parc explain` lists all")
         say(f"there is no code `{args.code}`; {hint}")
         return 1
-    print(explain(CODES[name]), end="")
+    print(code_pages()[name].text, end="")
     return 0

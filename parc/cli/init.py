@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from parc.cli.plan_arguments import chosen_sizes, define, positive
 from parc.cli.terminal import say, show, stages
 from parc.compiler.sizes.size_range import BATCH
-from parc.grammar.codes_build import UNCLEAR_MODEL
+from parc.grammar.codes import UNCLEAR_MODEL
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.grammar.nearest import did_you_mean
 from parc.grammar.source import Span

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from parc.cli.terminal import show
-from parc.grammar.codes_build import CHECK_FAILED
+from parc.grammar.codes import CHECK_FAILED
 from parc.grammar.diagnostics import Diagnostic
 
 _FAULTS_SHOWN = 10

@@ -154,7 +154,7 @@ def _start(args: argparse.Namespace) -> int:
     target = args.target
     if is_plan(target):
         from parc.cli.build import build_plan
-        from parc.grammar.codes_build import BAD_DATA
+        from parc.grammar.codes import BAD_DATA
         from parc.runtime.data.sources import NO_DATA, NO_DATA_HELP
         from parc.runtime.ranks.faults import RunError
         from parc.runtime.session.evaluation import trains_nothing
@@ -405,13 +405,13 @@ def _alike(args: argparse.Namespace, options: Options) -> dict[str, object]:
 
 def _train_rank(args: argparse.Namespace) -> int:
     from parc.runtime.launch.voices import VOICES
-    from parc.runtime.ranks.lockstep import Together
+    from parc.runtime.ranks.lockstep import Lockstep
     from parc.runtime.ranks.processes import join_processes, leave
     from parc.runtime.session.one_build import hold_one_build
     from parc.runtime.state.opening import open_build
 
     device = join_processes(torch_device(args), float(args.timeout))
-    together = Together.joined(device)
+    together = Lockstep.joined(device)
     build = together.agreed("parc run", lambda: _chosen_build(args, open_build(args.target)))
     options = _options(args, build)
     if options is None:

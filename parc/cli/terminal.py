@@ -48,7 +48,7 @@ def show_error(error: BaseException) -> int | None:
     if "torch" not in sys.modules:  # the errors below come from modules that need it
         return None
     from parc.compiler.build.build import BuildError
-    from parc.grammar.codes_build import BAD_BUILD
+    from parc.grammar.codes import BAD_BUILD
     from parc.runtime.ranks.faults import RunError
 
     if isinstance(error, RunError):

@@ -44,6 +44,7 @@ def verify_command(args: argparse.Namespace) -> int:
         import torch
 
         from parc.checking.verification import verify_build, verify_static
+        from parc.report_words import largest_error
 
         if args.static:
             verified = verify_static(args.build)
@@ -65,7 +66,7 @@ def verify_command(args: argparse.Namespace) -> int:
         return show_refusal(verified.faults, edited=args.build)
     if verified.altered:
         from parc.compiler.build.directory import again
-        from parc.grammar.codes_build import BAD_BUILD
+        from parc.grammar.codes import BAD_BUILD
         from parc.grammar.diagnostics import Diagnostic
         from parc.grammar.nearest import listed
 
@@ -78,7 +79,7 @@ def verify_command(args: argparse.Namespace) -> int:
     if args.static:
         say(f"{args.build}: {held}; the model was not imported, numbers not tested")
         return 0
-    worst = max(verified.numbers.get(kind, 0) for kind in ("loss", "gradient", "parameter", "output"))
+    worst = largest_error(verified.numbers)
     where = " on the GPU" * (args.device == "cuda")
     say(f"{args.build}: {held}{where} (largest relative error {worst:.1e}, on {verified.numbers['on']})")
     return 0

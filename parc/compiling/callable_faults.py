@@ -10,7 +10,7 @@ from pathlib import Path
 from parc.compiler.capture.callables import CallableError, look_up
 from parc.compiler.plan.directive import Directive
 from parc.compiler.plan.plan import Plan
-from parc.grammar.codes_build import BAD_DATA, MODEL_FAILED
+from parc.grammar.codes import BAD_DATA, MODEL_FAILED
 from parc.grammar.diagnostics import Code, Diagnostic, Label
 
 _ROOT = Path(__file__).resolve().parents[2]

@@ -32,7 +32,7 @@ from parc.compiler.sizes.polynomials import check_points
 from parc.compiler.sizes.template import Template
 from parc.compiling.fitted import Fitted
 from parc.compiling.size_ranges import fixed
-from parc.grammar.codes_build import BAD_WEIGHTS
+from parc.grammar.codes import BAD_WEIGHTS
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.passes.pipeline import Built
 

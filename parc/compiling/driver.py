@@ -1,4 +1,5 @@
-"""The whole path on one screen: a plan's text becomes a checked build directory."""
+"""The whole path on one screen: a plan's text becomes a checked build directory; and what passes refuse, as errors at
+lines of the plan."""
 
 from __future__ import annotations
 
@@ -14,28 +15,104 @@ from parc.compiler import schedules
 from parc.compiler.capture.capture import Captured
 from parc.compiler.capture.model_calls import TaskLines, reading_only
 from parc.compiler.initial.recipes import Recorded
+from parc.compiler.layout.mesh import Mesh
+from parc.compiler.layout.placement import Split
 from parc.compiler.ops.recompute import RecomputeLine
-from parc.compiler.padding.pads import Pads
+from parc.compiler.plan.directives.experts import Experts
 from parc.compiler.plan.plan import Plan
 from parc.compiler.program.actions import Action, accumulation
 from parc.compiler.program.binding import PARAMETERS
 from parc.compiler.program.roles import SINGLE
 from parc.compiler.resolve.placements import Resolved
-from parc.compiler.resolve.requests import Choices, Pipeline, PlanAxes, Request, ShardDims
+from parc.compiler.resolve.requests import Choices, Pipeline, Request
 from parc.compiler.sizes.polynomials import moving
 from parc.compiler.verify.padding import sample_dims
 from parc.compiling.compiled import Compiled, constants_by_name, programs_of
 from parc.compiling.fit import compile_fitted
 from parc.compiling.fitted import Fitted
 from parc.compiling.plan_capture import capture_plan, input_specs
-from parc.compiling.refusals import REFUSALS, refusal, whole_sequences
 from parc.compiling.request import ask
-from parc.compiling.size_ranges import compile_range, fixed
-from parc.grammar.codes_build import READ_IN_EVAL
-from parc.grammar.codes_run import NOTHING_RETURNED
+from parc.compiling.size_ranges import compile_range, fixed, line_span
+from parc.grammar.codes import (
+    BAD_RULE,
+    FEW_HEADS_EACH,
+    MIXED_ROWS,
+    NOT_PLACED,
+    NOTHING_RETURNED,
+    READ_IN_EVAL,
+    SPLIT_ALREADY,
+    UNEVEN_TOKENS,
+    WHOLE_SEQUENCE,
+)
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.grammar.nearest import listed
+from parc.grammar.syntax import size_text
+from parc.passes.calls import MixedRows
 from parc.passes.pipeline import build_programs
+from parc.passes.placing.partition import Reshard, UnevenTokens
+from parc.passes.placing.propagate import FewHeads, NotPlaced
+from parc.passes.placing.registered import RuleMisfit
+from parc.passes.placing.stored import AlreadySplit
+
+# ---- the whole path on one screen
+
+
+PassError = AlreadySplit | UnevenTokens | MixedRows | RuleMisfit | FewHeads | NotPlaced
+REFUSALS = (AlreadySplit, UnevenTokens, MixedRows, RuleMisfit, FewHeads, NotPlaced)
+"""The errors of passes that are the plan's or the model's fault."""
+
+
+def whole_sequences(plan: Plan, reshards: Sequence[Reshard]) -> list[Diagnostic]:
+    """Return the errors of activations that are gathered along a sequence that a ``context`` line splits."""
+    errors: dict[str, Diagnostic] = {}
+    for line in plan.context:
+        for one in reshards:
+            gathers = isinstance(one.source, Split) and not isinstance(one.result, Split)
+            if one.axis != line.axis.text or not gathers or one.attends or not one.learns:
+                continue
+            where = f"`{one.cause.module}`" if one.cause.module else "the model"
+            message = f"`{one.reader}` in {where} needs `{one.value}` whole, {size_text(one.bytes)} from each rank"
+            notes = (f"at {one.cause.source}",) if one.cause.source else ()
+            help_ = "avoid it along the sequence (shift targets, not outputs), or leave the line out"
+            error = Diagnostic(WHOLE_SEQUENCE, message, Label(line.span), help=help_, notes=notes)
+            errors.setdefault(one.cause.source, error)
+    return list(errors.values())
+
+
+def refusal(plan: Plan, mesh: Mesh, resolved: Resolved, error: PassError) -> Diagnostic:
+    """Return the error of a plan for one of a pass."""
+    model = Label(plan.model.arguments.statement.span)
+    if isinstance(error, AlreadySplit):
+        span = next(line.span for line in plan.zero if line.span.root.line == error.sharding.line)
+        help_ = f"name other parameters with `on`, or an axis whose ranks all use the whole `{error.name}`"
+        return Diagnostic(SPLIT_ALREADY, str(error), Label(span), help=help_)
+    if isinstance(error, NotPlaced):
+        return not_placed(plan, resolved, error)
+    if isinstance(error, UnevenTokens):
+        return _uneven_tokens(plan, mesh, error)
+    notes = (f"at {error.origin.source}",) if error.origin.source else ()
+    if isinstance(error, FewHeads):
+        span = next(line.span for line in plan.context if line.axis.text == error.axis)
+        help_ = "take fewer ranks, or `using zigzag`, which splits no heads"
+        return Diagnostic(FEW_HEADS_EACH, str(error), Label(span), help=help_, notes=notes)
+    if isinstance(error, MixedRows):
+        help_ = "compute each row separately; put dropout and statistics before or after the experts"
+        return Diagnostic(MIXED_ROWS, str(error), model, help=help_, notes=notes)
+    return Diagnostic(BAD_RULE, str(error), model, help=error.hint, notes=notes)
+
+
+def _uneven_tokens(plan: Plan, mesh: Mesh, error: UnevenTokens) -> Diagnostic:
+    """Return the error of tokens that do not divide among the ranks of their experts, at the line that splits these."""
+    lines = (line for line in plan.placements if isinstance(line, Experts))
+    line = next((line for line in lines if not error.axes.isdisjoint(mesh.parts(line.axis.text))), None)
+    axis = line.axis.text if line is not None else ",".join(error.axes)
+    help_ = f"choose sizes that divide by {error.ranks} on each rank, or split experts over another axis"
+    label = Label(line.span if line is not None else plan.model.span)
+    return Diagnostic(UNEVEN_TOKENS, f"{error} over `{axis}`", label, help=help_)
+
+
+# ---- the whole path on one screen: a plan's text becomes a checked build directory.
+
 
 Progress = Callable[[str], None]
 
@@ -69,22 +146,21 @@ def compile_plan(
     folder: Path,
     *,
     overrides: Mapping[str, Any] | None = None,
-    axes: PlanAxes | None = None,
-    longer: Pads | None = None,
-    dims: ShardDims | None = None,
-    fitted: Fitted | None = None,
+    like: Compiled | None = None,
     progress: Progress = lambda _: None,
 ) -> Compiled:
     """Capture the model and run every pass. Where sizes have ranges, this is done at a few of them, which make a
     template.
 
-    ``overrides`` and ``axes`` make the plan's twin: other arguments of the model, and the factoring of its plan's axes,
-    where it is not to be found out; it is padded wherever the plan's own build is ``longer`` than its model, and
-    stores parameters in parts along the same ``dims``, and makes again what blocks like its own have ``fitted``.
+    ``overrides`` of the model's arguments make a twin of a larger build, which it is ``like``: it factors axes in the
+    same way, is padded wherever that build is longer than its model, stores parameters in parts along the same dims,
+    and makes again what blocks like its own do there.
 
     Raises:
         PlanError: the plan, the model or both are at fault.
     """
+
+    fitted = like.fitted if like is not None else None
 
     def compile_at(sizes: Mapping[str, int] | None = None, choices: Choices | None = None) -> Compiled:
         nonlocal fitted  # all sizes of a range make again what the largest do
@@ -99,9 +175,8 @@ def compile_plan(
         progress("passes")
         with _timed(seconds, "passes"):
             compiled = compile_captured(
-                at, folder, recorded, captured, axes, longer, plan if sizes else None, choices,
-                smaller=overrides is not None, dims=dims, fitted=fitted,
-            )  # fmt: skip
+                at, folder, recorded, captured, like, plan if sizes else None, choices, fitted, overrides is not None
+            )
             fitted = compiled.fitted
         compiled = replace(compiled, overrides=dict(overrides or {}), seconds=seconds)
         if not (at.trains or sample_dims(compiled.built.reference, at.unbatched)):
@@ -110,7 +185,7 @@ def compile_plan(
             return compiled
         progress("evaluation")
         with _timed(seconds, "evaluation"):
-            return with_evaluation(compiled, plan, longer, evaluation_choices if sizes is not None else None)
+            return with_evaluation(compiled, plan, evaluation_choices if sizes is not None else None)
 
     choices, evaluation_choices = Choices(), Choices()
     if not moving(plan.sizes):
@@ -121,9 +196,8 @@ def compile_plan(
 
 
 def compile_captured(
-    plan: Plan, folder: Path, recorded: Recorded, captured: Captured, axes: PlanAxes | None = None,
-    longer: Pads | None = None, declared: Plan | None = None, choices: Choices | None = None, smaller: bool = False,
-    dims: ShardDims | None = None, fitted: Fitted | None = None,
+    plan: Plan, folder: Path, recorded: Recorded, captured: Captured, like: Compiled | None = None,
+    declared: Plan | None = None, choices: Choices | None = None, fitted: Fitted | None = None, smaller: bool = False,
 ) -> Compiled:  # fmt: skip
     """Run every pass on a captured model. ``declared`` is the plan with the ranges from which its sizes were chosen. A
     ``smaller`` model may lack names of the plan.
@@ -131,11 +205,11 @@ def compile_captured(
     Raises:
         PlanError: the plan, the model or both are at fault.
     """
-    resolved, request = ask(plan, folder, recorded, captured, axes, longer, declared, choices, smaller)
+    resolved, request = ask(plan, folder, recorded, captured, like, declared, choices, smaller)
 
     def make(lines: tuple[RecomputeLine, ...], units: frozenset[str]) -> Compiled:
         storing = replace(request.storing, recompute=lines, units=request.storing.units | units)
-        changed = replace(request, storing=storing, shard_dims=dims)
+        changed = replace(request, storing=storing)
         return _built(plan, folder, recorded, captured, replace(resolved, recompute=lines), changed)
 
     compiled, chosen = compile_fitted(resolved.recompute, captured, fitted, make)
@@ -157,9 +231,7 @@ def compile_changed(compiled: Compiled, plan: Plan) -> Compiled:
     return compile_captured(at, compiled.folder, recorded, captured)
 
 
-def with_evaluation(
-    step: Compiled, declared: Plan, longer: Pads | None = None, choices: Choices | None = None
-) -> Compiled:
+def with_evaluation(step: Compiled, declared: Plan, choices: Choices | None = None) -> Compiled:
     """Return a compiled step with the evaluation of its plan: the model is captured in ``eval()``, and runs through
     every pass. Stages, the storage of parameters and what several ranks keep are those of the step. ``choices`` are
     those of evaluations, where sizes have ranges.
@@ -175,9 +247,8 @@ def with_evaluation(
     if other := sorted(read - of_step):
         raise PlanError([_read_in_eval_alone(plan, other)])
     resolved, request = ask(
-        plan, folder, recorded, captured, step.resolved.axes, longer, declared if ranged else None, choices,
-        smaller=True, step=step,
-    )  # fmt: skip
+        plan, folder, recorded, captured, step, declared if ranged else None, choices, smaller=True, evaluates=True
+    )
     compiled = _built(plan, folder, recorded, captured, resolved, request)
     return replace(step, evaluation=replace(compiled, overrides=step.overrides))
 
@@ -234,3 +305,16 @@ def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
     start = time.perf_counter()
     yield
     seconds[name] = round(time.perf_counter() - start, 3)
+
+
+# ---- refusals of passes, as errors at lines of the plan
+
+
+def not_placed(plan: Plan, resolved: Resolved, error: NotPlaced) -> Diagnostic:
+    """Return the error of a value inside the model that another line splits otherwise, at the line that claims it."""
+    seed = next(seed for seed in resolved.seeds if seed.value == error.name and seed.span.root.line == error.line)
+    other = line_span(plan, error.other) if error.other not in (0, error.line) else None
+    related = (Label(other, "this line comes first"),) if other is not None else ()
+    message = f"`{error.name}` cannot also be split over `{seed.axis}` along dim {seed.dim}"
+    help_ = "split it on all axes in one line, as `shard out(M) [B/dp, S/cp/tp, _]`, or change the other line"
+    return Diagnostic(NOT_PLACED, message, Label(seed.span), related, help=help_)

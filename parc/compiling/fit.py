@@ -22,7 +22,7 @@ from parc.compiler.program.blocks import block_of, starred
 from parc.compiler.program.roles import stage_key
 from parc.compiling.compiled import Compiled
 from parc.compiling.fitted import POLICIES, Fitted, RoleFit
-from parc.grammar.codes_plan import NO_FIT
+from parc.grammar.codes import NO_FIT
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.grammar.syntax import size_text
 from parc.report import memory_of

@@ -20,11 +20,13 @@ from parc.compiler.plan.directives.experts import Experts
 from parc.compiler.plan.plan import Plan
 from parc.compiler.resolve.experts import capacities_of
 from parc.compiling.callable_faults import callable_diagnostic, own_trace
-from parc.grammar.codes_build import (
+from parc.grammar.codes import (
     CAPTURE_FAILED,
     CONTROL_FLOW,
     LOSS_NOT_NUMBER,
+    LOW_CAPACITY,
     MODEL_FAILED,
+    NO_EXPERTS,
     NO_FIELD,
     NOT_IN_REALS,
     NOT_RECOMPUTED,
@@ -32,7 +34,6 @@ from parc.grammar.codes_build import (
     UNCOUNTED_DRAW,
     WRONG_INPUTS,
 )
-from parc.grammar.codes_plan import LOW_CAPACITY, NO_EXPERTS
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.passes.pipeline import prepare
 

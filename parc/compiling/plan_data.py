@@ -17,7 +17,7 @@ from parc.compiler.plan.directives.eval import Eval
 from parc.compiler.plan.plan import Plan
 from parc.compiler.plan.samples_said import SamplesSaid, samples_span
 from parc.compiling.callable_faults import callable_diagnostic, own_trace
-from parc.grammar.codes_build import BAD_DATA, CAPTURE_FAILED
+from parc.grammar.codes import BAD_DATA, CAPTURE_FAILED
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.runtime.data.feed import MISFIT_HELP, input_types
 from parc.runtime.data.random_batch import beyond, beyond_help, class_bounds

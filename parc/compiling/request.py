@@ -17,7 +17,6 @@ from parc.compiler.initial.recipes import Recorded
 from parc.compiler.layout.mesh import Mesh, NoCommonParts, node_levels
 from parc.compiler.layout.placement import Split, along
 from parc.compiler.ops.precision import regions
-from parc.compiler.padding.pads import Pads
 from parc.compiler.plan.directives.schedule import ACCUMULATE
 from parc.compiler.plan.plan import Plan
 from parc.compiler.program.actions import FORWARD
@@ -45,26 +44,25 @@ from parc.compiler.resolve.stage_cuts import cuts_of
 from parc.compiler.resolve.storage import named_parameters
 from parc.compiler.schedules import places_of
 from parc.compiling.compiled import Compiled
-from parc.grammar.codes_build import NOTHING_TRAINED
-from parc.grammar.codes_plan import BAD_VIEW, NOT_COMPRESSED, UNEVEN_NODES
+from parc.grammar.codes import BAD_VIEW, NOT_COMPRESSED, NOTHING_TRAINED, UNEVEN_NODES
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.passes.pipeline import names_of
 from parc.passes.placing.heads import factored_axes
 
 
 def ask(
-    plan: Plan, folder: Path, recorded: Recorded, captured: Captured, axes: PlanAxes | None = None,
-    longer: Pads | None = None, declared: Plan | None = None, choices: Choices | None = None, smaller: bool = False,
-    step: Compiled | None = None,
+    plan: Plan, folder: Path, recorded: Recorded, captured: Captured, like: Compiled | None = None,
+    declared: Plan | None = None, choices: Choices | None = None, smaller: bool = False, evaluates: bool = False,
 ) -> tuple[Resolved, Request]:  # fmt: skip
-    """Return the plan resolved, and the request that ``compile_captured`` gives to the passes; with ``step``, for the
-    evaluation beside it.
+    """Return the plan resolved, and the request that ``compile_captured`` gives to the passes: that of a plan ``like``
+    a larger one, whose twin this is, or of the evaluation beside the step that it is like.
 
     Raises:
         PlanError: the plan is at fault.
     """
-    names = replace(names_of(captured), smaller=smaller)
+    names, step = replace(names_of(captured), smaller=smaller), like if evaluates else None
     pipeline = _pipeline(plan, folder, names, captured) if step is None else step.request.pipeline
+    longer, axes = (like.resolved.pads, like.resolved.axes) if like is not None else (None, None)
     pipeline = choices.make("stages", pipeline) if choices is not None else pipeline
     if axes is None:  # what must divide depends on what several ranks keep
         first = resolve(plan, names, longer, loose=True)
@@ -109,7 +107,7 @@ def ask(
             plan.bucket, plan.prefetch, _levels(plan, mesh, axes),
             _compressions(plan, names, resolved, mesh, split, captured, frozen) if step is None else {},
         ),
-        pipeline, choices, None if step is None else step.built.dims,
+        pipeline, choices, None if like is None else like.built.dims,
         "evaluation" if step is not None else "training" if plan.trains else "inference",
     )  # fmt: skip
 

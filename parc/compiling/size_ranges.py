@@ -10,7 +10,7 @@ from parc.compiler.plan.plan import Plan
 from parc.compiler.sizes.polynomials import Ranges, Sizes, choices_of, moving, sample_points
 from parc.compiler.sizes.size_range import SizeRange
 from parc.compiler.sizes.template import Misfit, ShapeFault, Template, sizes_text
-from parc.grammar.codes_build import NO_DIVIDE, NOT_POLYNOMIAL, OTHER_PROGRAM
+from parc.grammar.codes import NO_DIVIDE, NOT_POLYNOMIAL, OTHER_PROGRAM
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.grammar.source import Span
 

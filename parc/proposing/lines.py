@@ -13,8 +13,8 @@ from parc.compiler.resolve.pattern import Pattern
 from parc.compiler.sizes.size_range import BATCH
 from parc.grammar.format import format_source
 from parc.grammar.source import Source
+from parc.proposing.inputs import Task
 from parc.proposing.placements import Search, SplitGroup
-from parc.proposing.tasks import Task
 
 # ---- patterns
 

@@ -19,7 +19,7 @@ from parc.compiler.layout.stretches import Outer, outer_of
 from parc.compiler.ops.rules import facts
 from parc.compiler.program.binding import Binding
 from parc.compiler.resolve.requests import Claim, Request
-from parc.compiling.refusals import REFUSALS
+from parc.compiling.driver import REFUSALS
 from parc.passes.calls import operands_of
 from parc.passes.pipeline import Trials, names_of
 from parc.passes.placing.heads import Follower

@@ -31,15 +31,14 @@ from parc.compiling.compiled import Compiled
 from parc.compiling.driver import Progress, compile_captured, compile_plan, task_lines
 from parc.compiling.plan_capture import capture_diagnostic, capture_plan, make_model
 from parc.compiling.request import ask
-from parc.grammar.codes_build import LOSS_NOT_NUMBER, NO_INPUTS
+from parc.grammar.codes import LOSS_NOT_NUMBER, NO_INPUTS
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.grammar.nearest import did_you_mean, listed
 from parc.grammar.source import Source
 from parc.passes.calls import operands_of, substitute_nodes, tensors_of
-from parc.proposing.inputs import Caller, ForwardCall, Guess
+from parc.proposing.inputs import Caller, ForwardCall, Guess, Task, tasks_of
 from parc.proposing.lines import ModelLine, PlacingLine, lines_of, plan_text
 from parc.proposing.placements import Search, gathers, identity
-from parc.proposing.tasks import Task, tasks_of
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,7 @@ from ...compiler.plan.plan import Plan
 from ...compiler.program.binding import PARAMETERS
 from ...compiler.resolve.requests import PlanAxes
 from ...compiler.resolve.seeds import PlacementSeed
-from ...grammar.codes_build import KEPT_TWICE
-from ...grammar.codes_plan import UNEVEN_HEADS
+from ...grammar.codes import KEPT_TWICE, UNEVEN_HEADS
 from ...grammar.diagnostics import Diagnostic, Label, PlanError, Severity
 from ...grammar.nearest import listed
 from ..calls import ValueKey, computes, key_of, operands_of, rule_of

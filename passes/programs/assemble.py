@@ -13,7 +13,7 @@ from ...compiler.capture.node_facts import StoredAs, noted
 from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.placement import TensorType
 from ...compiler.ops.rules import facts, registered
-from ...compiler.program.actions import BACKWARD, COUNTING, FORWARD
+from ...compiler.program.actions import BACKWARD, FORWARD
 from ...compiler.program.binding import LOSS, RNG, SCALE, Binding
 from ...compiler.program.blocks import starred
 from ...compiler.program.program import Function, Line, Origin, Program, Ref, Value
@@ -352,11 +352,3 @@ def _cast_gradients(
         lines.add(line)
         narrow.update((value.name, cast(value, line.origin)) for value in line.made if value.name in wide)
     return [(stage, name, narrow.get(value.name, value)) for stage, name, value in gradients]
-
-
-def assemble_count(graph: fx.Graph, counts: Sequence[Binding], mesh: Mesh, role: str) -> Program:
-    """Write COUNT: the denominators of the loss from one microbatch, still partial over ranks."""
-    main, pairs = call_segments(graph, mesh, 0)
-    main.forward.returns = {key: main.bind(one).name for key, one in zip(counts, outputs(graph), strict=True)}
-    blocks = (pair.forward for pair in pairs.values())
-    return Program(role, COUNTING, mesh, (*blocks, main.forward.function("count")))

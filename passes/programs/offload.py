@@ -29,7 +29,7 @@ def offload(roles: Mapping[str, Programs], lines: Mapping[str, int]) -> dict[str
 
     def with_lines(program: Program) -> Program:
         mains = (_offloaded(main, program.mesh, lines, stored) for main in program.mains)
-        return replace(program, functions=(*program.blocks, *mains))
+        return program.with_mains(*mains)
 
     return {role: {key: with_lines(one) for key, one in programs.items()} for role, programs in roles.items()}
 

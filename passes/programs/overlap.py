@@ -59,7 +59,7 @@ def sum_early(programs: Programs, microbatches: int) -> Programs:
                  if key in sums and stages[key] == names[name] == 1}  # fmt: skip
         if early:
             last = _last(program, early, microbatches > 1)
-            changed[at] = replace(program, functions=(*program.blocks, last, program.main))
+            changed[at] = program.with_mains(last, program.main)
         for one in early.values():
             _leave_out(one, reduce)
     main = reduce.function()
@@ -155,7 +155,7 @@ def wait_late(programs: Programs) -> Programs:
                 coming.add(gradient)
                 rewriter.drop([wait])
                 rewriter.returns[gradient] = wait.uses[0]
-        changed[key] = replace(program, functions=(*program.blocks, rewriter.function(), program.main))
+        changed[key] = program.with_mains(rewriter.function(), program.main)
     if coming:
         changed[REDUCE] = _waiting(programs[REDUCE], coming)
     return changed
@@ -282,7 +282,7 @@ def _overlapped(program: Program, bucket: int, ahead: int) -> Program:
         if any(line.op in apart for line in main.lines) else main
         for main in program.mains
     )  # fmt: skip
-    return replace(program, functions=(*program.blocks, *mains))
+    return program.with_mains(*mains)
 
 
 class _Overlap:
@@ -366,12 +366,12 @@ class _Overlap:
                 local_bytes(self.values[source].type, self.program), local_bytes(line.made[0].type, self.program)
             )
             key = line.op, line.args[1], line.made[0].type.dtype
-            found = groups.setdefault(key, [[]])
-            if found[-1] and sizes[id(found[-1])] + size > self.bucket:
-                found.append([])
-            found[-1].append(line)
-            sizes[id(found[-1])] = sizes.get(id(found[-1]), 0) + size
-        for group in (group for found in groups.values() for group in found):
+            buckets = groups.setdefault(key, [[]])
+            if buckets[-1] and sizes[id(buckets[-1])] + size > self.bucket:
+                buckets.append([])
+            buckets[-1].append(line)
+            sizes[id(buckets[-1])] = sizes.get(id(buckets[-1]), 0) + size
+        for group in (group for buckets in groups.values() for group in buckets):
             self.message += 1
             yield from (replace(line, kwargs=((MESSAGE, self.message),)) for line in group)
 

@@ -44,7 +44,7 @@ from ...compiler.program.step_values import (
 )
 from ...compiler.resolve.requests import Request
 from ..calls import outputs
-from .assemble import Assembled, assemble_count
+from .assemble import Assembled, call_segments
 from .compress import Compressor
 from .emit import identifier
 from .segments import node_type
@@ -336,8 +336,13 @@ def unshard_programs(step: StepMaterials) -> Sequence[Program]:
 
 
 def count_programs(step: StepMaterials) -> Sequence[Program]:
-    """Return COUNT, where a count divides the loss."""
-    return [] if step.count is None else [assemble_count(step.count, step.counts, step.mesh, SINGLE)]
+    """Return COUNT, where a count divides the loss: its denominators from one microbatch, still partial over ranks."""
+    if step.count is None:
+        return []
+    main, pairs = call_segments(step.count, step.mesh, 0)
+    main.forward.returns = {key: main.bind(one).name for key, one in zip(step.counts, outputs(step.count), strict=True)}
+    blocks = (pair.forward for pair in pairs.values())
+    return [Program(SINGLE, COUNTING, step.mesh, (*blocks, main.forward.function("count")))]
 
 
 MAKERS: dict[str, Maker] = {

@@ -157,10 +157,7 @@ class Distributed:
 
     def index(self, axes: tuple[str, ...]) -> int:
         """Return this rank's place in its group over some axes, the first axis major."""
-        place = 0
-        for axis in axes:
-            place = place * self.mesh.size(axis) + self.coordinates[axis]
-        return place
+        return self.mesh.place(self.coordinates, axes)
 
     def collective(
         self, op: str, args: Sequence[Any], pieces: Sequence[Tensor], spare: bool = False

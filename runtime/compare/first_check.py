@@ -21,8 +21,7 @@ from ...compiler.build.first_check import FirstCheck, read_first_check
 from ...compiler.layout.placement import TensorType
 from ...compiler.program.binding import LOSS, Binding, Kind
 from ...compiler.program.optimizers import AVERAGE
-from ...grammar.codes_build import BAD_BUILD
-from ...grammar.codes_run import FIRST_CHECK_DIFFERS
+from ...grammar.codes import BAD_BUILD, FIRST_CHECK_DIFFERS
 from ..ranks.faults import RunError
 from ..ranks.gather import everywhere, piece_place
 from ..ranks.lockstep import ranks_text
@@ -101,7 +100,11 @@ def first_check(
 
 
 def _differs(build: Build, times: float, what: str, again: float, what_again: str) -> RunError:
-    by = "is not the one that was simulated" if math.isinf(times) else f"differs by {times:.3g} times what roundings explain"
+    by = (
+        "is not the one that was simulated"
+        if math.isinf(times)
+        else f"differs by {times:.3g} times what roundings explain"
+    )
     message = f"the first check of `{build.path}` failed: the {what} {by}"
     notes = ["a second try differed in the same way"] if (again, what_again) == (times, what) else []
     if not notes:

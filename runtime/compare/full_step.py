@@ -15,7 +15,7 @@ from torch import Tensor
 from ...compiler.build.build import Build
 from ...compiler.program.binding import LOSS, Binding
 from ...compiler.program.program import Line
-from ...grammar.codes_run import FIRST_CHECK_DIFFERS
+from ...grammar.codes import FIRST_CHECK_DIFFERS
 from ..machine.kernels import KERNELS
 from ..ranks.communication import Arrival, Backend, Environment
 from ..ranks.faults import RunError

@@ -33,7 +33,7 @@ from ...compiler.program.actions import COUNTING, FORWARD, SCALING
 from ...compiler.program.binding import COUNT, Binding
 from ...compiler.program.step_values import Bias, biases_in, capacities_in, term_count
 from ...compiler.sizes.size_range import BATCH
-from ...grammar.codes_plan import NO_EXPERTS
+from ...grammar.codes import NO_EXPERTS
 from ..backends.in_process import InProcess
 from ..data.feed import Feed
 from ..data.sizes import BySizes

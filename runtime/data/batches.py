@@ -14,10 +14,10 @@ from ...compiler.initial.counter import stream
 from ...compiler.layout.mesh import Mesh
 from ...compiler.sizes.size_range import BATCH
 from ...compiler.sizes.template import sizes_text
-from ...grammar.codes_run import BATCHES_DIFFER
+from ...grammar.codes import BATCHES_DIFFER
 from ..ranks.faults import RunError
 from ..ranks.gather import everywhere
-from ..ranks.lockstep import Row, Together, ranks_text
+from ..ranks.lockstep import Lockstep, Row, ranks_text
 from ..ranks.work import Batch, RankState, Work
 from .feed import LocalParts
 from .sizes import AtSizes, BySizes
@@ -50,7 +50,7 @@ samples of each input, if the batch is one rank's."""
 class Batches:
     """The beginning of one rank's steps; every rank calls alike."""
 
-    def __init__(self, by_sizes: BySizes[AtSizes], mesh: Mesh, together: Together) -> None:
+    def __init__(self, by_sizes: BySizes[AtSizes], mesh: Mesh, together: Lockstep) -> None:
         self._by_sizes, self._mesh, self._together = by_sizes, mesh, together
         first = by_sizes()
         self._feed, self._keys = first.feed, first.stepper.counts

@@ -25,7 +25,7 @@ from ...compiler.program.program import Function, Program, Ref
 from ...compiler.program.step_values import biases_in
 from ...compiler.sizes.size_range import BATCH, SizeRange
 from ...compiler.sizes.template import sizes_text
-from ...grammar.codes_build import BAD_DATA
+from ...grammar.codes import BAD_DATA
 from ..ranks.faults import RunError
 from ..ranks.waits import WAITS
 from .random_batch import beyond, beyond_help, class_bounds

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from ...compiler.sizes.size_range import BATCH
-from ...grammar.codes_build import BAD_DATA
+from ...grammar.codes import BAD_DATA
 from ..ranks.faults import RunError
-from ..ranks.lockstep import Together
+from ..ranks.lockstep import Lockstep
 from .datasets import dataset_source
-from .order import Order, Ordered
 from .reading import Closing, RowReader
-from .samples import DataError, SampleSource, raised_at
+from .samples import DataError, Order, Ordered, SampleSource, raised_at
 from .sizes import AtSizes, BySizes
 
 
@@ -37,7 +36,7 @@ class Loader:
     """
 
     def __init__(
-        self, by_sizes: BySizes[AtSizes], together: Together, dataset: Any, *, shuffle: bool, seed: int, workers: int,
+        self, by_sizes: BySizes[AtSizes], together: Lockstep, dataset: Any, *, shuffle: bool, seed: int, workers: int,
         drop_last: bool, name: str,
     ) -> None:  # fmt: skip
         self._by_sizes, feed = by_sizes, by_sizes().feed

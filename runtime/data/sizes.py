@@ -12,7 +12,7 @@ import torch
 from ...compiler.build.build import Build
 from ...compiler.sizes.size_range import BATCH, SizeRange
 from ...compiler.sizes.template import sizes_text
-from ...grammar.codes_build import BAD_DATA, OUT_OF_RANGE
+from ...grammar.codes import BAD_DATA, OUT_OF_RANGE
 from ..ranks.faults import RunError
 from ..step import Stepper
 from .feed import Feed

@@ -18,13 +18,12 @@ from ...compiler.build.build import Build
 from ...compiler.capture.callables import CallableError, check_arguments, load_callable
 from ...compiler.initial.counter import normal, stream, uniform
 from ...compiler.sizes.size_range import BATCH
-from ...grammar.codes_build import BAD_DATA
+from ...grammar.codes import BAD_DATA
 from ...grammar.nearest import did_you_mean
 from ..ranks.faults import RunError
 from .datasets import dataset_source, folder_source
-from .order import Order, Ordered, check_order
 from .random_batch import class_bounds
-from .samples import DataError, SampleSource, asked, raised_at
+from .samples import DataError, Order, Ordered, SampleSource, asked, check_order, raised_at
 from .token_files import JoinedFiles, Packing, TokenFile, WindowForm, Windows, byte_file, token_file
 
 # ---- the files of globs

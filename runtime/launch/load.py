@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ..compare.first_check import first_check
 from ..data.loader import Loader
 from ..data.sizes import bound_build
-from ..ranks.lockstep import Together
+from ..ranks.lockstep import Lockstep
 from ..ranks.processes import default_device, join_processes, launched
 from ..session.one_build import hold_one_build
 from ..session.session import Session
@@ -42,7 +42,7 @@ def load(
     if launched() and not dist.is_initialized():
         device = join_processes(torch.device(device) if device is not None else None)
     device = torch.device(device) if device is not None else default_device()
-    together = Together.joined(device)
+    together = Lockstep.joined(device)
     build = together.agreed("parc.load", lambda: bound_build(open_build(path), sizes or {}))
     hold_one_build(together, build, device, {"compile": compile, "trace": trace, "check": check})
     if check:

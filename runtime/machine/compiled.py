@@ -29,7 +29,7 @@ from ...compiler.ops.rules import facts
 from ...compiler.program.actions import ACTIONS
 from ...compiler.program.program import Function, Line, Program, Ref, argument_text, map_references, operands
 from ...compiler.torch_private import CompiledGraph, compile_graph, compiler_cache, fake_mode, missing_compiler
-from ...grammar.codes_build import NO_COMPILER, NOT_COMPILED
+from ...grammar.codes import NO_COMPILER, NOT_COMPILED
 from ..ranks.communication import Backend, Environment
 from ..ranks.faults import RunError
 from .coded import coded

@@ -104,8 +104,7 @@ def in_ranges(program: Program, function: Function, steps: Sequence[Prepared]) -
     def in_range(step: Prepared) -> Prepared:
         last = step.line
         span = dict.fromkeys(str(rows[line.made[0].name]) for line in (step.first or last, last) if line.made)
-        names = ", ".join(value.name for value in last.made)
-        range_name = f"{program.role}.{program.action}.py:{'-'.join(span)} {names} = {last.op} | {last.origin}"
+        range_name = f"{program.role}.{program.action}.py:{'-'.join(span)} {last.names} = {last.op} | {last.origin}"
 
         def run(environments: Sequence[Environment]) -> None:
             with torch.profiler.record_function(range_name):

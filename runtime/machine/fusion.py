@@ -15,23 +15,20 @@ from ...compiler.analysis.lifetimes import Aliases
 from ...compiler.analysis.products import PRODUCT, Products
 from ...compiler.layout.collectives import COLLECTIVES
 from ...compiler.layout.mesh import Mesh
-from ...compiler.program.program import Function, Line, Ref
+from ...compiler.program.program import Function, Line, Ref, remembered
 from .kernels import ADD_PRODUCT
 from .registry import runs
 
 _RESHAPE = "aten.reshape.default"
 
 
+@remembered
 def fused(function: Function, aliases: Aliases, mesh: Mesh, products: Products) -> Function:
     """Return the function with ``x + a * b`` and ``x + a * (2 * b)`` as one line (addcmul), and also ``x + a @ b``
     (addmm) if the library of ``products`` has it. The product must have no other reader. Its operands then live until
     the sum, so it is left alone if that takes memory, or if ``x`` is a collective's result, which may still be in
     flight."""
-    key = "fused", aliases, mesh, products
-    if key not in function.derived:
-        function.derived[key] = _Fusion(function, aliases, mesh, products).fused()
-    stored: Function = function.derived[key]
-    return stored
+    return _Fusion(function, aliases, mesh, products).fused()
 
 
 class _Fusion:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from ...compiler.analysis.lifetimes import Aliases, form_over, operand_over, spare_operands
 from ...compiler.layout.collectives import COLLECTIVES, WAIT
 from ...compiler.layout.mesh import Mesh
-from ...compiler.program.program import Function, Line
+from ...compiler.program.program import Function, Line, remembered
 from .registry import code_for
 
 
@@ -45,18 +45,15 @@ class LineLiveness(NamedTuple):
     dead: tuple[str, ...]
 
 
+@remembered
 def liveness(function: Function, aliases: Aliases, delayed: frozenset[str], reuse: bool) -> Sequence[LineLiveness]:
     """Return the liveness at each line of a function. Values ``delayed`` are added to totals only after the function's
     sends. Without ``reuse`` no storage is spare."""
-    key = "liveness", aliases, delayed, reuse
-    if key not in function.derived:
-        sums = in_flight(function.lines)
-        spare = spare_operands(function, aliases, delayed) if reuse else [frozenset[str]()] * len(function.lines)
-        awaited = [tuple(sums.intersection(line.uses)) for line in function.lines]
-        dead = last_uses(function, [(line,) for line in function.lines])
-        function.derived[key] = tuple(map(LineLiveness, spare, awaited, dead))
-    stored: Sequence[LineLiveness] = function.derived[key]
-    return stored
+    sums = in_flight(function.lines)
+    spare = spare_operands(function, aliases, delayed) if reuse else [frozenset[str]()] * len(function.lines)
+    awaited = [tuple(sums.intersection(line.uses)) for line in function.lines]
+    dead = last_uses(function, [(line,) for line in function.lines])
+    return tuple(map(LineLiveness, spare, awaited, dead))
 
 
 def in_place(line: Line, function: Function, spare: Collection[str], mesh: Mesh) -> tuple[Any, list[Any]] | None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol, final
 
 from ...compiler.torch_private import quiet
-from ...grammar.codes_run import NO_PACKAGE, UNWRITTEN
+from ...grammar.codes import NO_PACKAGE, UNWRITTEN
 from ..ranks.faults import RunError, writing
 
 

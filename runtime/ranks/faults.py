@@ -15,8 +15,7 @@ from ...compiler.program.actions import ACTIONS, SCALING, Action, work_kinds
 from ...compiler.program.blocks import complete
 from ...compiler.program.program import Line
 from ...compiler.program.step_values import SKIPPED_STEPS
-from ...grammar.codes_build import BAD_NUMBER, WORLD_SIZE
-from ...grammar.codes_run import UNWRITTEN
+from ...grammar.codes import BAD_NUMBER, UNWRITTEN, WORLD_SIZE
 from ...grammar.diagnostics import Code, Diagnostic
 from .communication import Environment
 

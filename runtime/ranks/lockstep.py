@@ -11,8 +11,7 @@ from typing import TypeVar, cast, final
 import torch
 import torch.distributed as dist
 
-from ...grammar.codes_build import LEFT_STEP
-from ...grammar.codes_run import CALLS_DIFFER
+from ...grammar.codes import CALLS_DIFFER, LEFT_STEP
 from .communication import PeerLost
 from .faults import RunError
 from .gather import everywhere, exchange
@@ -34,7 +33,7 @@ before, and 1 for a fault."""
 
 
 @final
-class Together:
+class Lockstep:
     """One of ``world`` ranks, as it makes calls together with the others."""
 
     def __init__(self, rank: int, world: int, device: torch.device) -> None:
@@ -47,7 +46,7 @@ class Together:
         """The name of collective work that an error ended on this rank; "" if there is none."""
 
     @classmethod
-    def joined(cls, device: torch.device) -> Together:
+    def joined(cls, device: torch.device) -> Lockstep:
         """Return this process as one of its group; without a group it is alone."""
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         return cls(rank, world, device)

@@ -16,7 +16,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
-from ...grammar.codes_build import NO_DEVICE
+from ...grammar.codes import NO_DEVICE
 from .faults import RunError
 
 STORE = "PARC_STORE"

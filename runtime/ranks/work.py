@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from ...compiler.program.binding import BUFFERS, PARAMETERS, Binding, Kind
-from ...grammar.codes_run import RESULT_TAKEN
+from ...grammar.codes import RESULT_TAKEN
 from .communication import Arrival, BoundTensors, Environment
 from .faults import RunError
 

@@ -21,15 +21,14 @@ from ...compiler.program.actions import FORWARD
 from ...compiler.program.binding import BUFFERS, SCALE
 from ...compiler.program.roles import Role
 from ...compiler.sizes.size_range import BATCH
-from ...grammar.codes_build import BAD_DATA
-from ...grammar.codes_run import BATCHES_DIFFER, NO_EVALUATION, NOTHING_RETURNED, TRAINS_NOTHING
+from ...grammar.codes import BAD_DATA, BATCHES_DIFFER, NO_EVALUATION, NOTHING_RETURNED, TRAINS_NOTHING
 from ..data.batches import Batches
 from ..data.feed import Feed
 from ..data.sizes import AtSizes, BySizes
 from ..data.sources import PREDICTED
 from ..ranks.faults import RunError
 from ..ranks.gather import Gatherer, held
-from ..ranks.lockstep import Together
+from ..ranks.lockstep import Lockstep
 from ..ranks.work import Batch, RankState
 from ..state.initial import Initial
 from ..state.opening import constants_of
@@ -295,7 +294,7 @@ class Evaluation:
     the session is of the ``build`` itself."""
 
     def __init__(
-        self, build: Build, by_sizes: BySizes[AtSizes], mesh: Mesh, initial: Initial | None, together: Together
+        self, build: Build, by_sizes: BySizes[AtSizes], mesh: Mesh, initial: Initial | None, together: Lockstep
     ) -> None:
         self._build, self._by_sizes, self._mesh = build, by_sizes, mesh
         self._initial, self._together = initial, together

@@ -28,12 +28,12 @@ from ...compiler.build.directory import LINES, unlined
 from ...compiler.build.first_check import is_of_first_check
 from ...compiler.capture.callables import CallableError
 from ...compiler.capture.model_code import file_hashes
-from ...grammar.codes_run import RANKS_DIFFER
+from ...grammar.codes import RANKS_DIFFER
 from ..data.samples import DataError
 from ..data.sources import PREDICTED, data_files
 from ..ranks.faults import RunError
 from ..ranks.gather import of_every_role
-from ..ranks.lockstep import Together, ranks_text
+from ..ranks.lockstep import Lockstep, ranks_text
 from ..state.opening import check_source_of
 
 _PROBE = 64 << 10
@@ -104,7 +104,7 @@ class RankFacts:
         return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), signed=True)
 
 
-def hold_one_build(together: Together, build: Build, device: torch.device, options: Mapping[str, object]) -> None:
+def hold_one_build(together: Lockstep, build: Build, device: torch.device, options: Mapping[str, object]) -> None:
     """Check that all ranks run one build, with the same code, software, options and files. One exchange.
 
     Raises:

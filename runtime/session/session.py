@@ -25,7 +25,7 @@ from ...compiler.program.optimizers import AVERAGE
 from ...compiler.program.program import Line
 from ...compiler.program.roles import Role
 from ...compiler.program.stacked import is_stacked, part_names
-from ...grammar.codes_run import NO_AVERAGES
+from ...grammar.codes import NO_AVERAGES
 from ..backends.distributed import Distributed
 from ..backends.in_process import InProcess
 from ..data.batches import Batches
@@ -38,7 +38,7 @@ from ..machine.registry import library_of
 from ..ranks.communication import Backend, Environment
 from ..ranks.faults import Bad, RunError, Watcher, bad_number, bad_tensor, writing
 from ..ranks.gather import Gatherer, everywhere, held, keepers_of, owners_of
-from ..ranks.lockstep import Together
+from ..ranks.lockstep import Lockstep
 from ..ranks.processes import default_device, place
 from ..ranks.waits import Recorder, clock, clock_offset, write_trace
 from ..ranks.work import Batch, RankState, StepReport, StepResult, consume
@@ -129,7 +129,7 @@ class Session:
         self.recorder = Recorder(self.device) if trace else None
         self.step_number, self._reading = 0, threading.Lock()
         self.notes: tuple[str, ...] = ()
-        self._together = Together(self.rank, self.world, self.device)
+        self._together = Lockstep(self.rank, self.world, self.device)
         self.last_step: int | None = build.manifest["steps"]
         self.backend: Backend = InProcess(self.mesh)
         if self.world > 1:

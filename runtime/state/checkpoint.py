@@ -25,8 +25,7 @@ from ...compiler.layout.mesh import Shape
 from ...compiler.padding.tensors import EntryRanges, EntryRun, crossings, packed
 from ...compiler.program.stacked import part_name
 from ...grammar.bounded import check_regular, read_json
-from ...grammar.codes_build import BAD_STATE
-from ...grammar.codes_run import FOLDER_HELD
+from ...grammar.codes import BAD_STATE, FOLDER_HELD
 from ...grammar.nearest import path_meant
 from ...grammar.syntax import size_text
 from ..ranks.faults import RunError

@@ -27,8 +27,7 @@ from ...compiler.capture.adapters import base_names, is_adapted
 from ...compiler.initial.files import Expected, Weights, WeightsError, open_weights, shown_faults, state_tensors
 from ...compiler.layout.mesh import Shape
 from ...compiler.program.optimizers import AVERAGE
-from ...grammar.codes_build import BAD_STATE, BAD_WEIGHTS
-from ...grammar.codes_run import NO_AVERAGES
+from ...grammar.codes import BAD_STATE, BAD_WEIGHTS, NO_AVERAGES
 from ..ranks.faults import RunError
 from .checkpoint import Checkpoint, CheckpointReader, check_target
 from .index import KEY, FileLayout, Index, part_shapes, shard_name, write_index

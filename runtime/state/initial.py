@@ -22,7 +22,7 @@ from ...compiler.layout.placement import TensorType
 from ...compiler.padding.pads import Pad, pads_from
 from ...compiler.padding.tensors import grow, real_entries, spread
 from ...compiler.program.stacked import is_stacked, part_names
-from ...grammar.codes_build import BAD_WEIGHTS
+from ...grammar.codes import BAD_WEIGHTS
 from ..ranks.faults import RunError
 from ..ranks.work import RankState
 from .step_state import first_state

@@ -25,7 +25,7 @@ from ...compiler.program.blocks import block_of
 from ...compiler.program.optimizers import kept_slots
 from ...compiler.program.program import CARRIERS
 from ...compiler.program.roles import Role
-from ...grammar.codes_run import OFFLOAD_FOLDER
+from ...grammar.codes import OFFLOAD_FOLDER
 from ...grammar.syntax import size_text
 from ..machine.registry import Kernel, KernelContext
 from ..ranks.faults import RunError

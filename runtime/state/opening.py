@@ -24,7 +24,7 @@ from ...compiler.program.binding import BUFFERS
 from ...compiler.program.optimizers import kept_slots
 from ...compiler.program.step_values import LossTerm
 from ...compiler.sizes.size_range import BATCH
-from ...grammar.codes_build import BAD_BUILD, BAD_STATE, MODEL_FAILED, OTHER_TORCH, WORLD_SIZE
+from ...grammar.codes import BAD_BUILD, BAD_STATE, MODEL_FAILED, OTHER_TORCH, WORLD_SIZE
 from ...grammar.nearest import listed
 from ..ranks.faults import RunError
 from .checkpoint import Checkpoint, is_checkpoint, read_checkpoint

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ...compiler.program.optimizers import AVERAGE, OPTIMIZERS, kept_slots
-from ...grammar.codes_build import BAD_STATE
+from ...grammar.codes import BAD_STATE
 from ..ranks.faults import RunError
 from .checkpoint import Checkpoint, refuse
 

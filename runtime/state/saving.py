@@ -23,10 +23,10 @@ from ...compiler.padding.pads import pads_from
 from ...compiler.padding.tensors import EntryRanges, ranges_of, runs_of
 from ...compiler.program.optimizers import AVERAGE, NUMBERS
 from ...compiler.program.stacked import part_name
-from ...grammar.codes_build import BAD_STATE
+from ...grammar.codes import BAD_STATE
 from ..ranks.faults import RunError
 from ..ranks.gather import everywhere, keepers_of, of_every_role, owners_of
-from ..ranks.lockstep import RESTORE, Together
+from ..ranks.lockstep import RESTORE, Lockstep
 from ..ranks.work import RankState
 from .checkpoint import Checkpoint, check_target
 from .index import (
@@ -98,7 +98,7 @@ class StateFiles:
     ``roles`` are the names of all ranks' roles."""
 
     def __init__(
-        self, stored: Mapping[str, StoredTensor], mesh: Mesh, together: Together, roles: Sequence[str]
+        self, stored: Mapping[str, StoredTensor], mesh: Mesh, together: Lockstep, roles: Sequence[str]
     ) -> None:
         self._stored, self._mesh, self._together, self._roles = stored, mesh, together, roles
         self._rank, self._world = together.rank, together.world

@@ -210,6 +210,8 @@ def test_a_captured_graph_that_no_operator_makes_is_refused_by_its_line(capsys: 
         ("manifest.json", lambda m: m["files"].pop("programs/stage0.B.py"), "has no program of B"),
         ("report.json", lambda r: r.pop("memory"), "it has no `memory`"),
         ("report.json", lambda r: r["communication"][0].pop("bytes"), "it has no `communication[0].bytes`"),
+        ("report.json", lambda r: r["pipeline"].pop("stages"), "it has no `pipeline.stages`"),
+        ("report.json", lambda r: r.update(recompute={"line": 3, "fit": 1}), "it has no `recompute.roles`"),
         ("report.json", lambda r: r["communication"][0].update(phase="x"), "`communication[0].phase` is none of"),
     ],
 )

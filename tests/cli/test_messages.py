@@ -316,7 +316,7 @@ def test_builds_that_are_not_as_they_were(capsys: Captured, made: Path, tmp_path
 
 
 def test_a_fault_of_parcs_own_says_what_to_report(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("parc.cli.explain.CODES", None)
+    monkeypatch.setattr("parc.cli.explain.code_pages", None)
     code, _, err = parc(capsys, "explain", "P0107")
     assert code == 3 and "Please report" in err and "parc 0." in err and "TypeError" in err
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import fx
 
 from parc.compiler.capture.node_facts import noted
-from parc.compiler.resolve.balance import FLOPS_PER_BYTE, PASSES, BalancedPiece, balance, operations_of
+from parc.compiler.resolve.stage_cuts import FLOPS_PER_BYTE, PASSES, BalancedPiece, balance, operations_of
 
 weights = st.dictionaries(st.sampled_from("abc"), st.just(7), max_size=2)
 drawn = st.lists(st.builds(BalancedPiece, st.integers(0, 9), st.integers(0, 9), weights), min_size=1, max_size=8)

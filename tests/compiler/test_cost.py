@@ -45,8 +45,8 @@ class Net(nn.Module):
 
 
 def test_parts_of_a_tensor_are_made_again_and_the_tensor_is_saved(tmp_path: Path) -> None:
-    made = compiled_net(tmp_path, TAKEN_APART, 'Net"')
-    assert not checked(made).faults
-    saved = [value.name for value in made.built.programs["B"].main.parameters if value.kind == "saved"]
+    compilation = compiled_net(tmp_path, TAKEN_APART, 'Net"')
+    assert not checked(compilation).faults
+    saved = [value.name for value in compilation.built.programs["B"].main.parameters if value.kind == "saved"]
     assert any("all" in name for name in saved)
     assert not any(word in name for name in saved for word in ("unbind", "unfold", "diagonal"))

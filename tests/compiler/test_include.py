@@ -77,7 +77,7 @@ def test_what_cannot_be_read_hides_nothing_and_invents_nothing(tmp_path: Path) -
     (tmp_path / "plan.parc").write_text('include "task.parc"\nmesh tp=0\n')
     with pytest.raises(PlanError) as caught:
         read_plan(tmp_path / "plan.parc")
-    assert [found.code.name for found in caught.value.diagnostics] == ["P0020", "P0010"], str(caught.value)
+    assert [diagnostic.code.name for diagnostic in caught.value.diagnostics] == ["P0020", "P0010"], str(caught.value)
     assert "P0005" in refused(tmp_path, 'include "a.parc" (3)\n', a="seed 1\n")
 
 

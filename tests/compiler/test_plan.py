@@ -106,5 +106,5 @@ def test_every_error_comes_at_once() -> None:
     text = "mesh dp=\nseed\ncolum x over tp\nlet a=1, a=2\nsteps $b\n"
     with pytest.raises(PlanError) as caught:
         read_plan(Source("p", text), {"c": "1"})
-    codes = [found.code.name for found in caught.value.diagnostics]
+    codes = [diagnostic.code.name for diagnostic in caught.value.diagnostics]
     assert codes == ["P0001", "P0003", "P0002", "P0006", "P0007", "P0008", *["P0009"] * 2]

@@ -14,8 +14,7 @@ from parc.compiler.layout.placement import Placement, TensorType
 from parc.compiler.plan.plan import read_plan
 from parc.compiler.program.binding import Binding
 from parc.compiler.program.program import Function, Line, Program, Ref, Value
-from parc.compiler.twin.bodies import function_body
-from parc.compiler.twin.repeats import ShortForm, short_form
+from parc.compiler.twin.bodies import ShortForm, function_body, short_form
 from parc.compiler.twin.structure import compare_structure
 from parc.compiling.driver import compile_plan
 from parc.grammar.diagnostics import PlanError, render
@@ -85,9 +84,9 @@ def test_losses_of_all_layers_are_carried_over_however_they_are_added(way: str, 
 @pytest.mark.parametrize("way", ["weighted", "cat", "stack"])
 def test_a_loss_of_all_layers_without_repetitions_names_its_line_and_the_way_out(way: str) -> None:
     text = ROUTERS["routers, zeros"][1].replace("zeros", way).replace("layers=7", "layers=9")
-    made = compile_plan(read_plan(Source("large.parc", text)), ROOT / "tests")
+    compilation = compile_plan(read_plan(Source("large.parc", text)), ROOT / "tests")
     with pytest.raises(PlanError) as refused:
-        subject_of(made)
+        subject_of(compilation)
     message = render(refused.value.diagnostics[0])
     assert "P0213" in message and "large.parc:2:1" in message and "parc's own" not in message
     assert "reads a value of each of `blocks.0` to `blocks.8`, and not in equal repetitions" in message

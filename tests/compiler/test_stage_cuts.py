@@ -13,8 +13,7 @@ from torch import fx, nn
 from parc.compiler.capture.capture import Captured
 from parc.compiler.capture.node_facts import noted
 from parc.compiler.plan.plan import Plan, read_plan
-from parc.compiler.resolve.balance import operations_of
-from parc.compiler.resolve.stage_cuts import cuts_of, stage_of_nodes
+from parc.compiler.resolve.stage_cuts import cuts_of, operations_of, stage_of_nodes
 from parc.compiling.driver import task_lines
 from parc.compiling.plan_capture import capture_plan
 from parc.grammar.diagnostics import PlanError

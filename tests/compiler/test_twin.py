@@ -43,17 +43,17 @@ def test_what_is_wrong_with_one_repetition_of_a_large_build_is_seen_beside_its_t
 
 def test_a_twin_is_nowhere_larger_than_its_build() -> None:
     lines = TENSOR + "verify layers=4, width=8, S=16\n"
-    made = compiled(PLAN.replace("layers=2", "layers=1") + lines)
-    twin, differences = find_twin(made, made.build.programs)
+    compilation = compiled(PLAN.replace("layers=2", "layers=1") + lines)
+    twin, differences = find_twin(compilation, compilation.build.programs)
     assert not differences
     assert twin_text(twin).startswith("the twin: layers=1, width=8, B=4, S=8, mesh tp=2")
 
 
 def test_a_mesh_of_six_axes_has_a_twin() -> None:
-    made = compiled(SIX, ROOT / "tests")
-    assert made.mesh.world == 64
-    twin, differences = find_twin(made, made.build.programs)
-    assert not differences and twin.mesh == made.mesh
+    compilation = compiled(SIX, ROOT / "tests")
+    assert compilation.mesh.world == 64
+    twin, differences = find_twin(compilation, compilation.build.programs)
+    assert not differences and twin.mesh == compilation.mesh
 
 
 _PICTURES = """
@@ -75,18 +75,18 @@ class Pictures(nn.Module):
 def test_a_large_model_without_smaller_arguments_is_tested_on_a_smaller_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = compiled_net(tmp_path, _PICTURES, 'Pictures"', shape="B, 3, H, H", sizes="B=32, H=32")
-    assert subject_of(made).compiled is made
-    monkeypatch.setattr(parc.checking.twins, "_SMALL_WORK", work_of(made) // 4)
-    small = subject_of(made)
+    compilation = compiled_net(tmp_path, _PICTURES, 'Pictures"', shape="B, 3, H, H", sizes="B=32, H=32")
+    assert subject_of(compilation).compiled is compilation
+    monkeypatch.setattr(parc.checking.twins, "_SMALL_WORK", work_of(compilation) // 4)
+    small = subject_of(compilation)
     assert (small.text, small.steps) == ("the same programs at B=4, H=32", 3)
     monkeypatch.setattr(parc.checking.twins, "_LARGE_WORK", work_of(small.compiled) // 2)
     monkeypatch.setattr(parc.checking.twins, "_MOST_WORK", work_of(small.compiled))
-    few = subject_of(made)
+    few = subject_of(compilation)
     assert few.steps == 1 and few.text.startswith("the twin: B=4, H=32, mesh dp=2, pp=1 (")
     monkeypatch.setattr(parc.checking.twins, "_MOST_WORK", work_of(small.compiled) // 2)
     with pytest.raises(PlanError) as refused:
-        subject_of(made)
+        subject_of(compilation)
     assert "too large to test its numbers" in refused.value.diagnostics[0].message
 
 

@@ -301,8 +301,8 @@ def test_a_step_without_one_of_its_programs_is_refused(lacking: str) -> None:
     facts = {"microbatches": 1, "parameters": {name: type_.text(MESH) for name, type_ in STORED.items()},
              "padding": {}, "precision": [], "accumulate": "float32"}  # fmt: skip
     roles = {SINGLE: Role(SINGLE, programs, accumulation(1))}
-    found = static_faults(Build(Path(), {}, facts, programs, reference, roles, {}))
-    assert any(f"has no program {lacking}" in str(fault) for fault in found), found
+    faults = static_faults(Build(Path(), {}, facts, programs, reference, roles, {}))
+    assert any(f"has no program {lacking}" in str(fault) for fault in faults), faults
 
 
 def test_a_stored_parameter_of_another_type_is_refused() -> None:

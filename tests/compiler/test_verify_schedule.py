@@ -33,18 +33,18 @@ def good() -> Sequence[tuple[Timelines, int, int]]:
     ]
 
 
-def faults_of(made: Timelines, stages: int, m: int) -> Sequence[Fault]:
+def faults_of(timelines: Timelines, stages: int, m: int) -> Sequence[Fault]:
     """Return the faults of timelines like the good ones."""
-    return check_timelines(made, stages_in_turn(stages, len(made)), m, also=["COUNT"] * (m % 2 == 0))
+    return check_timelines(timelines, stages_in_turn(stages, len(timelines)), m, also=["COUNT"] * (m % 2 == 0))
 
 
-def may_run(made: Timelines) -> bool:
+def may_run(timelines: Timelines) -> bool:
     """Return whether complete timelines can be run, by definition: the order that actions need has no cycle."""
-    names = list(made)
-    before: dict[Action, set[Action]] = {action: set() for actions in made.values() for action in actions}
+    names = list(timelines)
+    before: dict[Action, set[Action]] = {action: set() for actions in timelines.values() for action in actions}
     sent: dict[tuple[int, int], list[Action]] = {}
     received: dict[tuple[int, int], list[Action]] = {}
-    for rank, actions in enumerate(made.values()):
+    for rank, actions in enumerate(timelines.values()):
         for first, then in pairwise(actions):
             before[then].add(first)
         for a in actions:

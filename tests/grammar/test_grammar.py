@@ -61,8 +61,8 @@ def problems(text: str) -> None:
         plan = read_plan(Source("fuzz.parc", text), {"x": "2"})
     except PlanError as error:
         assert error.diagnostics
-        for found in error.diagnostics:
-            assert render(found).isprintable() or "\n" in render(found)
+        for diagnostic in error.diagnostics:
+            assert render(diagnostic).isprintable() or "\n" in render(diagnostic)
     else:
         assert read_plan(Source("again.parc", plan.text())).statements == plan.statements
 
@@ -134,7 +134,7 @@ statements = st.builds(Statement, plain, frozen(st.lists(phrases(items), max_siz
 def test_printed_statements_read_back_the_same(written: list[Statement]) -> None:
     text = format_statements(written)
     read, diagnostics = parse(Source("printed.parc", text))
-    assert not diagnostics, (text, [render(found) for found in diagnostics])
+    assert not diagnostics, (text, [render(diagnostic) for diagnostic in diagnostics])
     assert read == tuple(written)
     assert format_source(Source("printed.parc", text)) == text
 
@@ -226,4 +226,4 @@ def test_an_unreadable_plan_is_a_diagnostic(tmp_path: Path) -> None:
     for name in ("latin.parc", "missing.parc", "."):
         with pytest.raises(PlanError) as caught:
             read_plan(tmp_path / name)
-        assert [found.code.name for found in caught.value.diagnostics] == ["P0013"]
+        assert [diagnostic.code.name for diagnostic in caught.value.diagnostics] == ["P0013"]

@@ -28,21 +28,21 @@ def compiled(plan: str, dp: int, tp: int, layers: int = LAYERS) -> Compiled:
     return checked_plans.compiled(text, dp=dp, tp=tp, layers=layers, width=WIDTH)
 
 
-def sent(made: Compiled) -> tuple[Counter[tuple[str, str, str]], Counter[tuple[str, str, str]]]:
+def sent(compilation: Compiled) -> tuple[Counter[tuple[str, str, str]], Counter[tuple[str, str, str]]]:
     """Count a step's collectives by axis, phase and operator, and sum their bytes on one rank."""
     counts: Counter[tuple[str, str, str]] = Counter()
     sizes: Counter[tuple[str, str, str]] = Counter()
-    for row in communication_table(*made.build.roles.values()):
+    for row in communication_table(*compilation.build.roles.values()):
         key = row["axis"], row["phase"], row["op"].removeprefix("parc.")
         counts[key] += row["count_per_step"]
         sizes[key] += row["count_per_step"] * row["bytes"]
     return counts, sizes
 
 
-def local_parameters(made: Compiled) -> list[int]:
+def local_parameters(compilation: Compiled) -> list[int]:
     """Count the elements of each parameter on a rank."""
-    values = list(made.build.programs["REDUCE"].main.bound("gradient").values())
-    return [math.prod(value.type.local(made.mesh)) for value in values]
+    values = list(compilation.build.programs["REDUCE"].main.bound("gradient").values())
+    return [math.prod(value.type.local(compilation.mesh)) for value in values]
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def local_parameters(made: Compiled) -> list[int]:
 def test_a_step_is_megatrons_closed_form(model: tuple[str, int, int], mesh: tuple[int, int]) -> None:
     """Dropout, biases, a tied embedding and a fused qkv add nothing; each microbatch pays."""
     (plan, batch, microbatches), (dp, tp) = model, mesh
-    made = compiled(plan, dp, tp)
+    compilation = compiled(plan, dp, tp)
     rows = batch // microbatches // dp * LENGTH
     activation = microbatches * rows * WIDTH * F32
     expected: dict[tuple[str, str, str], tuple[int, int]] = {}
@@ -71,11 +71,11 @@ def test_a_step_is_megatrons_closed_form(model: tuple[str, int, int], mesh: tupl
         expected["tp", "backward", "all_reduce"] = (microbatches * inner, inner * activation)
         expected["tp", "step", "all_reduce"] = (1, F32)  # the norm of the split gradients
     if dp > 1:
-        parameters = local_parameters(made)
+        parameters = local_parameters(compilation)
         assert plan != "gpt.parc" or len(parameters) == 12 * LAYERS + 4  # the tied matrix once
         expected["dp", "forward", "all_reduce"] = (1, I64)  # how many targets count
         expected["dp", "step", "all_reduce"] = (len(parameters) + 1, (sum(parameters) + 1) * F32)  # and the loss
-    counts, sizes = sent(made)
+    counts, sizes = sent(compilation)
     assert {key: (counts[key], sizes[key]) for key in counts} == expected
 
 
@@ -107,17 +107,17 @@ def test_a_layer_adds_two_and_two(layers: int) -> None:
 
 @pytest.mark.parametrize("plan", ["llama.parc", "gpt.parc"])
 def test_no_rank_holds_whole_logits_or_the_global_batch(plan: str) -> None:
-    made = compiled(plan, 2, 2)
-    captured = [value for line in made.build.reference.main.lines for value in line.results if value is not None]
+    compilation = compiled(plan, 2, 2)
+    captured = [value for line in compilation.build.reference.main.lines for value in line.results if value is not None]
     batch = {"llama.parc": BATCH, "gpt.parc": 8}[plan]
     vocab = {"llama.parc": VOCAB, "gpt.parc": 256}[plan]
     rows = batch * LENGTH
     assert any(value.type.shape[-1:] == (vocab,) and math.prod(value.type.shape) == rows * vocab for value in captured)
     seen = 0
-    for program in made.build.programs.values():
+    for program in compilation.build.programs.values():
         for function in program.functions:
             for value in function.values().values():
-                whole, local = value.type.shape, value.type.local(made.mesh)
+                whole, local = value.type.shape, value.type.local(compilation.mesh)
                 if math.prod(whole) >= rows and set(whole[:1]) & {batch, rows}:
                     seen += 1
                     assert local[0] <= whole[0] // 2, f"{value.name} holds the global batch: {value.type}"

@@ -46,18 +46,18 @@ row    attention.linear2 over tp
 def build(model: str, arguments: str, lines: str, tp: int, dp: int = 1, check: bool = True) -> Compiled:
     """Compile a model under its plan, and hold it to the captured graph."""
     text = PLAN.format(model=model, arguments=arguments, dp=dp, tp=tp) + lines
-    made = compiled(text, Path(__file__).parent)
+    compilation = compiled(text, Path(__file__).parent)
     if check:
-        simulated(made)
-    return made
+        simulated(compilation)
+    return compilation
 
 
-def moved(made: Compiled) -> Counter[tuple[str, str]]:
+def moved(compilation: Compiled) -> Counter[tuple[str, str]]:
     """Count the collectives over `tp` in the forward and the backward, by phase and operator."""
-    programs = made.build.programs
+    programs = compilation.build.programs
     found = [
         m
-        for action in made.build.roles[SINGLE].actions
+        for action in compilation.build.roles[SINGLE].actions
         if action.kind in programs
         for m in messages(programs[action.kind])
     ]
@@ -88,10 +88,14 @@ LARGER = [
     ],
 )
 def test_attention_is_one_sum_forward_and_one_back(model: str, arguments: str, lines: str, tp: int, dp: int) -> None:
-    made = build(model, arguments, lines, tp, dp)
-    assert not [warning for warning in warnings_of(made) if warning.severity is not Severity.NOTE]
+    compilation = build(model, arguments, lines, tp, dp)
+    assert not [warning for warning in warnings_of(compilation) if warning.severity is not Severity.NOTE]
     # the embedding and the loss add one forward each, the head one back
-    assert moved(made) == {("forward", "all_reduce"): 3, ("forward", "row_max"): 1, ("backward", "all_reduce"): 2}
+    assert moved(compilation) == {
+        ("forward", "all_reduce"): 3,
+        ("forward", "row_max"): 1,
+        ("backward", "all_reduce"): 2,
+    }
 
 
 @pytest.mark.parametrize(("groups", "tp", "gated"), [(1, 4, False), (2, 8, False), (2, 4, True), wide(2, 4, False)])
@@ -100,15 +104,15 @@ def test_few_keys_that_are_fused_with_queries_are_gathered_once_where_they_are_t
 ) -> None:
     """Numbers of eight ranks are those of their twin."""
     arguments = f"heads=8, groups={groups}, size=8, gated={str(gated).lower()}"
-    made = build("grouped", arguments, WITH_GATES if gated else CONCATENATED, tp, check=tp < 8)
+    compilation = build("grouped", arguments, WITH_GATES if gated else CONCATENATED, tp, check=tp < 8)
     rows = f'"f32[(64/tp + {8 * groups}/tp + {8 * groups}/tp{" + 8/tp" * gated}), 32]"'
-    assert rows in made.build.programs["F"].text()
+    assert rows in compilation.build.programs["F"].text()
     sums = {("forward", "all_reduce"): 3, ("forward", "row_max"): 1, ("backward", "all_reduce"): 2}
-    assert moved(made) == {**sums, ("forward", "all_gather"): 2, ("backward", "reduce_scatter"): 2}
-    assert [warning.code.name for warning in warnings_of(made)] == ["P0220"]
+    assert moved(compilation) == {**sums, ("forward", "all_gather"): 2, ("backward", "reduce_scatter"): 2}
+    assert [warning.code.name for warning in warnings_of(compilation)] == ["P0220"]
     if tp == 8:
-        assert not prove(made)
-        twin, differences = find_twin(made, made.build.programs)
+        assert not prove(compilation)
+        twin, differences = find_twin(compilation, compilation.build.programs)
         assert not differences
         simulated(twin)
 
@@ -116,29 +120,33 @@ def test_few_keys_that_are_fused_with_queries_are_gathered_once_where_they_are_t
 @pytest.mark.parametrize(("repeat", "tp"), each_once(["true", "false"], [2, 8]))
 def test_what_is_fused_with_more_and_is_no_heads_of_keys_stays_split(repeat: str, tp: int) -> None:
     lines = "column attention.both over tp rows (v/tp=32 + g/tp=8)\nrow attention.out over tp"
-    made = build("gated", f"heads=8, repeat={repeat}", lines, tp)
-    assert not warnings_of(made)
-    assert moved(made) == {("forward", "all_reduce"): 3, ("forward", "row_max"): 1, ("backward", "all_reduce"): 2}
+    compilation = build("gated", f"heads=8, repeat={repeat}", lines, tp)
+    assert not warnings_of(compilation)
+    assert moved(compilation) == {
+        ("forward", "all_reduce"): 3,
+        ("forward", "row_max"): 1,
+        ("backward", "all_reduce"): 2,
+    }
 
 
 def test_the_encoder_layer_of_torch_moves_sums_alone() -> None:
-    made = build("encoder", "heads=4", ENCODER, 2, check=False)
-    checked(made)
-    assert not warnings_of(made) and {op for _, op in moved(made)} == {"all_reduce", "row_max"}
+    compilation = build("encoder", "heads=4", ENCODER, 2, check=False)
+    checked(compilation)
+    assert not warnings_of(compilation) and {op for _, op in moved(compilation)} == {"all_reduce", "row_max"}
 
 
 def test_parts_are_read_in_programs_and_plans_as_they_are_written() -> None:
-    made = build("grouped", "heads=8, groups=2", CONCATENATED, 2, check=False)
-    assert '"f32[(32/tp + 8/tp + 8/tp), 32]"' in made.build.programs["F"].text()
-    assert "split_with_sizes" in made.build.programs["F"].text()
-    assert "[(_/tp=32 + _/tp=8 + _/tp=8), _]" in desugar(made)
+    compilation = build("grouped", "heads=8, groups=2", CONCATENATED, 2, check=False)
+    assert '"f32[(32/tp + 8/tp + 8/tp), 32]"' in compilation.build.programs["F"].text()
+    assert "split_with_sizes" in compilation.build.programs["F"].text()
+    assert "[(_/tp=32 + _/tp=8 + _/tp=8), _]" in desugar(compilation)
 
 
 def test_a_plan_in_primitives_and_a_twin_keep_the_copies() -> None:
-    made = build("grouped", "heads=8, groups=2, fused=false", APART, 8, check=False)
-    assert str(made.mesh) == "dp=1, tp=2*4"
-    assert "attention.k.weight, attention.q.weight, attention.v.weight [_/tp, _]" in desugar(made)
-    twin, differences = find_twin(made, made.build.programs)
+    compilation = build("grouped", "heads=8, groups=2, fused=false", APART, 8, check=False)
+    assert str(compilation.mesh) == "dp=1, tp=2*4"
+    assert "attention.k.weight, attention.q.weight, attention.v.weight [_/tp, _]" in desugar(compilation)
+    twin, differences = find_twin(compilation, compilation.build.programs)
     assert str(twin.mesh) == "dp=1, tp=2*2" and not differences
 
 

@@ -57,18 +57,18 @@ def compiled(lines: str, arguments: str = "width=8", dp: int = 1, tp: int = 4, m
     return checked_plans.compiled(text, TESTS)
 
 
-def operators(made: Compiled) -> Counter[str]:
+def operators(compilation: Compiled) -> Counter[str]:
     """Count the operators in the forward and the backward."""
-    programs = [made.build.programs[action] for action in "FB"]
+    programs = [compilation.build.programs[action] for action in "FB"]
     lines = [line for program in programs for function in program.functions for line in function.lines]
     return Counter(line.op.split(".")[1] for line in lines if not line.calls_function)
 
 
-def holds(made: Compiled) -> Counter[str]:
+def holds(compilation: Compiled) -> Counter[str]:
     """Check that a build is padded and sound, and count its operators."""
-    assert made.build.pads
-    simulated(made)
-    return operators(made)
+    assert compilation.build.pads
+    simulated(compilation)
+    return operators(compilation)
 
 
 @pytest.mark.parametrize(("tied", "dp", "tp"), [wide("true", 1, 4), ("true", 2, 2), ("false", 1, 2)])
@@ -89,9 +89,11 @@ def test_every_activation_is_tried() -> None:
 
 
 def test_a_hidden_dim_under_every_activation() -> None:
-    made = compiled("column parts.*.up over tp pad\nrow parts.*.down over tp pad", model="padded_models.py:Several")
-    assert holds(made)["grow_pad"] > 0
-    programs = [made.build.programs[action] for action in "FB"]
+    compilation = compiled(
+        "column parts.*.up over tp pad\nrow parts.*.down over tp pad", model="padded_models.py:Several"
+    )
+    assert holds(compilation)["grow_pad"] > 0
+    programs = [compilation.build.programs[action] for action in "FB"]
     lines = [line for program in programs for function in program.functions for line in function.lines]
     changes = {(line.op, *line.origin.module.split(".")[:2]) for line in lines}
     ops = ("parc.fill_pad.default", "parc.cut_pad.default")
@@ -150,43 +152,45 @@ def test_heads(p: float) -> None:
 
 
 def test_a_plan_in_primitives_says_pad() -> None:
-    made = compiled(GATED + "\n" + VOCAB, "gated=true", 2, 2)
-    text = desugar(made)
+    compilation = compiled(GATED + "\n" + VOCAB, "gated=true", 2, 2)
+    text = desugar(compilation)
     assert "embed.weight, head.weight [_/tp pad, _]" in text
-    made = compiled(GATED, "gated=true, hidden=9", 2, 2)
-    assert "up.weight [(2 _/tp) pad, _]" in desugar(made)
-    again = checked_plans.compiled(desugar(made), TESTS)
-    assert (again.build.pads, again.build.types) == (made.build.pads, made.build.types)
+    compilation = compiled(GATED, "gated=true, hidden=9", 2, 2)
+    assert "up.weight [(2 _/tp) pad, _]" in desugar(compilation)
+    again = checked_plans.compiled(desugar(compilation), TESTS)
+    assert (again.build.pads, again.build.types) == (compilation.build.pads, compilation.build.types)
 
 
 def test_groups_of_a_sub_dim_stay_together() -> None:
-    made = compiled("column up over tp rows (2 h/tp 2) pad", "hidden=20")
-    assert made.resolved.pads["up.weight"] == (Pad(0, 2, 10, 16),)
-    assert "[(2 _/tp 2) pad, _]" in desugar(made)
-    assert checked(made).report["checks"]["padding"] == "proved"
+    compilation = compiled("column up over tp rows (2 h/tp 2) pad", "hidden=20")
+    assert compilation.resolved.pads["up.weight"] == (Pad(0, 2, 10, 16),)
+    assert "[(2 _/tp 2) pad, _]" in desugar(compilation)
+    assert checked(compilation).report["checks"]["padding"] == "proved"
 
 
 def test_a_twin_is_padded_where_its_build_is_even_if_it_divides() -> None:
-    made = compiled(VOCAB + "\nverify vocab=8", "vocab=13", 1, 4)
-    twin, differences = find_twin(made, made.build.programs)
+    compilation = compiled(VOCAB + "\nverify vocab=8", "vocab=13", 1, 4)
+    twin, differences = find_twin(compilation, compilation.build.programs)
     assert not differences and twin.mesh == Mesh((("dp", 1), ("tp", 2)))
     assert twin.resolved.pads["embed.weight"] == (Pad(0, 1, 8, 10),)
 
 
 def test_what_divides_is_not_padded() -> None:
-    made = compiled(VOCAB, "vocab=16")
-    assert not made.resolved.pads and not operators(made)["fill_pad"]
+    compilation = compiled(VOCAB, "vocab=16")
+    assert not compilation.resolved.pads and not operators(compilation)["fill_pad"]
 
 
 # ---- what the checker proves
 
 
 def test_padding_that_a_manifest_denies_or_moves_is_refused() -> None:
-    made = compiled(GATED, "gated=true")
-    (pad,) = made.resolved.pads["up.weight"]
+    compilation = compiled(GATED, "gated=true")
+    (pad,) = compilation.resolved.pads["up.weight"]
     for other in ((), (Pad(0, 1, 20, 24),), (Pad(0, 2, 9, 12),), (Pad(1, 2, 10, 12),), (pad, pad)):
-        pads = {**made.resolved.pads, "up.weight": other}
-        faults = static_faults(replace(made.build, manifest={**made.build.manifest, "padding": facts_of(pads)}))
+        pads = {**compilation.resolved.pads, "up.weight": other}
+        faults = static_faults(
+            replace(compilation.build, manifest={**compilation.build.manifest, "padding": facts_of(pads)})
+        )
         assert faults, other
 
 

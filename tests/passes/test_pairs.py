@@ -64,8 +64,8 @@ def _texts(folder: Path, lines: str = "", act: str = "relu") -> dict[str, str]:
     folder /= act  # a file is loaded once a process
     folder.mkdir(exist_ok=True)
     (folder / "net.py").write_text(_NET.format(act=act))
-    made = compile_plan(read_plan(Source("net.parc", _PLAN + lines)), folder)
-    return {key: program.text() for key, program in made.built.programs.items()}
+    compilation = compile_plan(read_plan(Source("net.parc", _PLAN + lines)), folder)
+    return {key: program.text() for key, program in compilation.built.programs.items()}
 
 
 def test_a_later_build_of_the_same_blocks_traces_none(tmp_path: Path, traced: list[str | None]) -> None:

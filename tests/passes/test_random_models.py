@@ -39,11 +39,11 @@ def test_random_models(most_layers: int, record_property: Callable[[str, object]
         spec, texts = trial
         tried["models"] += 1
         note(f"model: {spec}")
-        made = subject(spec)
+        model_subject = subject(spec)
         for text in texts:
             note(f"plan:\n{text}")
             try:
-                case, _ = check(made, text)
+                case, _ = check(model_subject, text)
             except PlanError as refusal:
                 event("plan refused")
                 note(f"refused: {refusal}")
@@ -52,7 +52,7 @@ def test_random_models(most_layers: int, record_property: Callable[[str, object]
             event("plan simulated")
             tried["simulated"] += 1
             if tried["simulated"] % 4 == 1 and not spec.drops:
-                assert eager_error(made, case) <= TOLERANCE
+                assert eager_error(model_subject, case) <= TOLERANCE
 
     try:
         run()

@@ -115,14 +115,14 @@ def built(
 ) -> Compiled:
     call = f'"./models.py:{loss}"(output, y)' if loss.isidentifier() else loss
     words = {"model": model, "norm": str(norm).lower(), "inputs": inputs, "loss": call, "microbatches": microbatches}
-    made = compiled(PLAN.format(**words), folder)
-    assert not prove(made)
-    return made
+    compilation = compiled(PLAN.format(**words), folder)
+    assert not prove(compilation)
+    return compilation
 
 
-def warned(made: Compiled) -> bool:
+def warned(compilation: Compiled) -> bool:
     """Return whether the plan gets the warning that its microbatches may not add up, and no other warning."""
-    codes = [warning.code.name for warning in warnings_of(made)]
+    codes = [warning.code.name for warning in warnings_of(compilation)]
     assert set(codes) <= {"P0217"}
     return bool(codes)
 
@@ -133,19 +133,19 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(8, 8, generator=generator).double(), torch.randint(0, 5, (8,), generator=generator)
 
 
-def loss_of(made: Compiled, microbatches: int) -> float:
+def loss_of(compilation: Compiled, microbatches: int) -> float:
     """Return the loss of a step, whose batch is in microbatches."""
     parts = [{"x": x, "y": y} for x, y in zip(*(whole.chunk(microbatches) for whole in batch()), strict=True)]
-    return float(Simulation(case_of(made)).step(parts, 0)[0][0])
+    return float(Simulation(case_of(compilation)).step(parts, 0)[0][0])
 
 
-def whole_loss(made: Compiled, folder: Path, loss: str, counted: bool = False) -> float:
+def whole_loss(compilation: Compiled, folder: Path, loss: str, counted: bool = False) -> float:
     """Return what Python computes for the whole batch, with the numbers of a build; maybe half of it, beside a mean
     over the targets."""
     code: dict[str, Any] = {}
     exec((folder / "models.py").read_text(), code)
     model = code["Model"]().double()
-    model.load_state_dict(dict(case_of(made).parameters))
+    model.load_state_dict(dict(case_of(compilation).parameters))
     x, y = batch()
     with torch.no_grad():
         out = model(x)
@@ -198,9 +198,9 @@ def test_a_sum_by_a_number_that_may_be_that_of_the_samples_is_averaged_with_a_wa
 
 @pytest.mark.parametrize("loss", ["smoothed", "mean_of_sums"])
 def test_batch_statistics_are_a_microbatchs_in_a_mean(folder: Path, loss: str) -> None:
-    made = built(folder, loss, 2, norm=True)
-    assert not warned(made)
-    assert ("COUNT" in made.build.programs) == (loss == "smoothed")
+    compilation = built(folder, loss, 2, norm=True)
+    assert not warned(compilation)
+    assert ("COUNT" in compilation.build.programs) == (loss == "smoothed")
 
 
 def test_batch_statistics_in_a_sum_are_warned_of(folder: Path) -> None:

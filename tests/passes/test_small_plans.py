@@ -160,10 +160,10 @@ CASES: dict[str, tuple[ModelSpec, dict[str, int], list[str]]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_a_plan_builds_and_has_the_numbers_of_its_model(name: str) -> None:
     spec, mesh, lines = CASES[name]
-    made = subject(spec)
-    case, _ = check(made, plan_text(spec, mesh, lines))
+    model_subject = subject(spec)
+    case, _ = check(model_subject, plan_text(spec, mesh, lines))
     if not spec.drops:
-        assert eager_error(made, case) <= TOLERANCE
+        assert eager_error(model_subject, case) <= TOLERANCE
 
 
 def test_ranks_that_share_a_process_clip_once() -> None:

@@ -78,10 +78,10 @@ def compiled(folder: Path, lines: str, plan: str = _PLAN, names: tuple[str, ...]
     ids=["whose old entries its backward reads", "whose new entries are summed over ranks last"],
 )
 def test_a_buffer_of_the_first_stage_stays_there(tmp_path: Path, lines: str) -> None:
-    made = compiled(tmp_path, lines)
-    work = made.build.roles["pp1"].programs
+    compilation = compiled(tmp_path, lines)
+    work = compilation.build.roles["pp1"].programs
     assert "state" not in work["1F"].main.returned("buffer")
-    assert not check_build(made).faults
+    assert not check_build(compilation).faults
 
 
 def test_a_copy_of_a_buffer_that_another_stage_reads_is_a_reader(tmp_path: Path) -> None:
@@ -94,15 +94,15 @@ def test_a_copy_of_a_buffer_that_another_stage_reads_is_a_reader(tmp_path: Path)
 @pytest.mark.parametrize(("key", "what"), [("1F", "is updated in stage 0"), ("0B", "is another since F")])
 def test_a_program_that_reads_a_buffer_after_its_update_is_refused(tmp_path: Path, key: str, what: str) -> None:
     lines = "h = torch.tanh(self.a(x)) * self.state.clone(); self.state.copy_(h.detach().sum(0)); return self.b(h)"
-    made = compiled(tmp_path, lines)
-    roles = made.build.roles
+    compilation = compiled(tmp_path, lines)
+    roles = compilation.build.roles
     read = roles["pp0"].programs["0F"].main.bound("buffer")["state"]
     changed: dict[str, dict[str, Program]] = {name: in_reduce(role.programs) for name, role in roles.items()}
     own = next(programs for programs in changed.values() if key in programs)
     parameters = (*(v for v in own[key].main.parameters if v.name != read.name), read)
     own |= with_main(own, key, parameters=parameters)
-    stored = made.build.types
-    faults = [*check_stages(changed, made.mesh, "pp"), *check_bindings(join_roles(changed), stored)]
+    stored = compilation.build.types
+    faults = [*check_stages(changed, compilation.mesh, "pp"), *check_bindings(join_roles(changed), stored)]
     assert any(what in str(fault) for fault in faults)
 
 
@@ -120,9 +120,9 @@ _NAMES = ("first", "last", "inputs", "elsewhere", "parameter", "constant", "assi
 
 @pytest.mark.parametrize("plan", [_PLAN, _ALONE], ids=["stages", "alone"])
 def test_a_buffer_that_nobody_reads_is_kept(tmp_path: Path, plan: str) -> None:
-    made = compiled(tmp_path, _WRITTEN.replace("\n", "; "), plan, _NAMES)
-    assert not check_build(made).faults
-    written = [name for role in made.build.roles.values() for program in role.programs.values()
+    compilation = compiled(tmp_path, _WRITTEN.replace("\n", "; "), plan, _NAMES)
+    assert not check_build(compilation).faults
+    written = [name for role in compilation.build.roles.values() for program in role.programs.values()
                for name in program.main.returned("buffer")]  # fmt: skip
     assert sorted(written) == sorted(_NAMES)
 

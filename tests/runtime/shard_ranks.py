@@ -11,7 +11,7 @@ import torch
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.layout.pieces import take
 from parc.compiler.padding.tensors import grow
-from parc.runtime.ranks.lockstep import Together
+from parc.runtime.ranks.lockstep import Lockstep
 from parc.runtime.ranks.work import RankState
 from parc.runtime.state.checkpoint import read_checkpoint
 from parc.runtime.state.index import StoredTensor, shard_name, write_index
@@ -61,7 +61,7 @@ def ranks_of(
             one = held[f"parameter.{name}"]
             slots = {slot: _part(one, mesh, number, wholes, f"optimizer.{slot}.{name}") for slot in LIKE}
             optimizer.state[parameter] = {"step": torch.tensor(3.0), **slots}
-        ranks.append(Rank(StateFiles(stored, mesh, Together(number, len(roles), CPU), roles), state, optimizer))
+        ranks.append(Rank(StateFiles(stored, mesh, Lockstep(number, len(roles), CPU), roles), state, optimizer))
     return ranks
 
 

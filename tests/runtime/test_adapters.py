@@ -72,9 +72,9 @@ def batch(step: int) -> dict[str, torch.Tensor]:
 
 
 def build(folder: Path, text: str, name: str) -> tuple[Path, Any]:
-    made = compile_once(read_plan(Source("plan.parc", text)), folder)
-    write_build(made.to_write(report_of(made)), folder / name)
-    return folder / name, made
+    compilation = compile_once(read_plan(Source("plan.parc", text)), folder)
+    write_build(compilation.to_write(report_of(compilation)), folder / name)
+    return folder / name, compilation
 
 
 def trained(folder: str, saved: str) -> dict[str, torch.Tensor]:
@@ -169,13 +169,13 @@ def test_adapters_are_trained_in_pipelines_and_with_zero(tmp_path: Path, lines: 
     trained has state of the optimizer."""
     (tmp_path / "models.py").write_text(MODELS)
     text = PLAN.replace('init from "pretrained"\n', "").replace(':adapted"', ':adapted" (target="q_proj down_proj")')
-    made = compile_once(read_plan(Source("plan.parc", text + lines)), tmp_path)
-    report = checked(made).report if lines == STAGES else held(made, 2)
-    types = made.build.manifest["parameters"]
+    compilation = compile_once(read_plan(Source("plan.parc", text + lines)), tmp_path)
+    report = checked(compilation).report if lines == STAGES else held(compilation, 2)
+    types = compilation.build.manifest["parameters"]
     base, low = (f"{PREFIX}model.layers.1.mlp.down_proj.{own}.weight" for own in ("base_layer", "lora_A.default"))
-    assert low not in made.frozen and "/dp" in types[low]
-    assert base in made.frozen and ("/dp" in types[base]) == ("zero 3" in lines)
-    for role, entry in zip(made.build.roles.values(), report["memory"], strict=True):
+    assert low not in compilation.frozen and "/dp" in types[low]
+    assert base in compilation.frozen and ("/dp" in types[base]) == ("zero 3" in lines)
+    for role, entry in zip(compilation.build.roles.values(), report["memory"], strict=True):
         gradients = role.programs["REDUCE"].main.returned("gradient")
         assert gradients and all("lora_" in name or "modules_to_save" in name for name in gradients)
         assert 0 < entry["state"]["optimizer"] < entry["state"]["parameters"]

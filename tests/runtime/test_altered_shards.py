@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 import parc
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.layout.placement import Placement, Split, TensorType
-from parc.grammar.codes_build import BAD_STATE
+from parc.grammar.codes import BAD_STATE
 from parc.runtime.ranks.faults import RunError
 from parc.runtime.state.checkpoint import read_checkpoint
 from parc.runtime.state.index import FileLayout, StoredTensor

@@ -95,8 +95,8 @@ def test_averages_are_those_of_torch_on_split_ranks_and_in_a_run_that_goes_on(tm
 )
 def test_averages_of_simulated_ranks_are_those_of_the_plain_module_in_float64(lines: str) -> None:
     text = (STAGED if "stage" in lines else PLAN).replace("dropout=0.1", "dropout=0.0") + lines + EMA + FROZEN
-    made = compiled(text)
-    case = case_of(made)
+    compilation = compiled(text)
+    case = case_of(compilation)
     simulation = Simulation(case)
     make = run_path(str(EXAMPLES / "gpt.py"))["GPT"]
     plain: nn.Module = make(layers=2, width=16, heads=2, vocab=256, length=8, dropout=0.0).double()

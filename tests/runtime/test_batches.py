@@ -11,7 +11,7 @@ import torch
 
 import parc
 from parc.compiler.initial.counter import digest
-from parc.grammar.codes_run import BATCHES_DIFFER
+from parc.grammar.codes import BATCHES_DIFFER
 from tests.runtime.ranks import run_ranks
 from tests.runtime.tiny import BOTH, EVAL, PLAN, batch, build
 

@@ -13,7 +13,7 @@ import torch
 
 import parc
 from parc.runtime.ranks.communication import PeerLost
-from parc.runtime.ranks.lockstep import Together
+from parc.runtime.ranks.lockstep import Lockstep
 from tests.runtime.ranks import run_ranks
 from tests.runtime.test_batches import own
 from tests.runtime.tiny import BOTH, EVAL, PLAN, TENSOR, batch, build
@@ -141,7 +141,7 @@ def last() -> str:
     if rank == 1:
         return ""
     with pytest.raises(PeerLost) as error:
-        Together(rank, 2, torch.device("cpu")).meet("session.save")
+        Lockstep(rank, 2, torch.device("cpu")).meet("session.save")
     return "\n".join([str(error.value), *error.value.__notes__])
 
 
@@ -154,7 +154,7 @@ def test_a_rank_that_calls_after_the_others_have_ended_is_told_so() -> None:
 
 def many() -> list[list[int]]:
     rank = torch.distributed.get_rank()
-    return Together(rank, 2, torch.device("cpu")).meet("a", [100 * rank + number for number in range(70)])
+    return Lockstep(rank, 2, torch.device("cpu")).meet("a", [100 * rank + number for number in range(70)])
 
 
 def test_rows_longer_than_what_is_exchanged_at_a_time_arrive_whole() -> None:

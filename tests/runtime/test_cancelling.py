@@ -42,7 +42,7 @@ def test_rounding_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("wrong", [1e-6, 1e-8])
 def test_any_other_error_is(monkeypatch: pytest.MonkeyPatch, wrong: float) -> None:
-    case = case_of(made := subject(SPEC), build(made, PLAN))
+    case = case_of(model_subject := subject(SPEC), build(model_subject, PLAN))
     step = Simulation.step
 
     def planted(*args: Any) -> Any:
@@ -55,6 +55,6 @@ def test_any_other_error_is(monkeypatch: pytest.MonkeyPatch, wrong: float) -> No
 
 def test_what_one_rounding_moves_far_cannot_be_tested(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roundings, "_MOST_FORGIVEN", 1e-11)
-    found = compare(case_of(made := subject(SPEC), build(made, PLAN)), 2)
-    assert found.gradient > TOLERANCE
-    assert found.amplified.startswith("one rounding of weights and inputs changes the gradient of")
+    agreement = compare(case_of(model_subject := subject(SPEC), build(model_subject, PLAN)), 2)
+    assert agreement.gradient > TOLERANCE
+    assert agreement.amplified.startswith("one rounding of weights and inputs changes the gradient of")

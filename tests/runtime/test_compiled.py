@@ -20,7 +20,7 @@ from parc.compiler.initial import counter
 from parc.compiler.program.roles import SINGLE
 from parc.compiler.torch_private import compile_graph, fake_mode, onednn_linear, quiet
 from parc.compiling.compiled import Compiled
-from parc.grammar.codes_build import NO_COMPILER
+from parc.grammar.codes import NO_COMPILER
 from parc.runtime.backends.in_process import InProcess
 from parc.runtime.compare.simulate import Simulation
 from parc.runtime.machine import products
@@ -95,13 +95,13 @@ def odd(folder: Path) -> Path:
     return build(folder, SPLIT, ODD_PLAN, name="odd")
 
 
-def train(made: Compiled, machine: Callable[..., Machine]) -> list[list[float]]:
+def train(compilation: Compiled, machine: Callable[..., Machine]) -> list[list[float]]:
     """Return the losses and norms of all ranks in this process over ``STEPS`` steps of plain descent."""
-    simulation = Simulation(case_of(made), float64=False, machine=machine)
+    simulation = Simulation(case_of(compilation), float64=False, machine=machine)
     rows = []
     for step in range(STEPS):
         halves = zip(*(value.chunk(2) for value in batch(step).values()), strict=True)
-        parts = [dict(zip((line.name for line in made.plan.inputs), half, strict=True)) for half in halves]
+        parts = [dict(zip((line.name for line in compilation.plan.inputs), half, strict=True)) for half in halves]
         results = simulation.run(Stepper.gradients, parts, step)
         for state, result in zip(simulation.states, results, strict=True):
             assert max(len(m.addable) for m in simulation.steppers[0].machines.values()) == 3  # all but biases
@@ -146,24 +146,27 @@ def session(path: str, cache: str) -> tuple[list[list[float]], str, int]:
 
 @pytest.mark.wide
 def test_a_llama_with_attention_dropout_on_all_ranks_of_one_process(folder: Path) -> None:
-    made = compiled(LLAMA + DATA.replace("tokens", "input_ids"), folder)
-    hold(train(made, Regions(CPU).machine), train(made, Machine))
+    compilation = compiled(LLAMA + DATA.replace("tokens", "input_ids"), folder)
+    hold(train(compilation, Regions(CPU).machine), train(compilation, Machine))
 
 
 def test_padded_parameters_on_all_ranks_of_one_process(folder: Path, odd: Path) -> None:
     """The ranks of the test before have compiled most regions."""
-    made = compiled(ODD_PLAN + SPLIT, folder)
+    compilation = compiled(ODD_PLAN + SPLIT, folder)
     used = {
-        line.op for program in made.build.programs.values() for function in program.functions for line in function.lines
+        line.op
+        for program in compilation.build.programs.values()
+        for function in program.functions
+        for line in function.lines
     }
     assert {"parc.fill_pad.default", "parc.cut_pad.default", "parc.grow_pad.default"} <= used
-    hold(train(made, Regions(CPU).machine), train(made, Machine))
+    hold(train(compilation, Regions(CPU).machine), train(compilation, Machine))
 
 
 def test_more_layers_are_no_more_regions() -> None:
-    def distinct(made: Build) -> int:
+    def distinct(build: Build) -> int:
         regions = Regions(CPU)
-        Stepper(made.programs, made.roles[SINGLE].actions, InProcess(build_mesh(made)), CPU, regions.machine)
+        Stepper(build.programs, build.roles[SINGLE].actions, InProcess(build_mesh(build)), CPU, regions.machine)
         return regions.distinct
 
     deep, gpt = (compiled(PLAN.replace("layers=2", f"layers={layers}") + TENSOR).build for layers in (3, 2))
@@ -194,9 +197,9 @@ def test_a_compiled_step_by_onednn_is_a_step(folder: Path, monkeypatch: pytest.M
     calls: list[int] = []
     opaque = products._opaque
 
-    def counted(*given: torch.Tensor) -> torch.Tensor:
+    def counted(*tensor: torch.Tensor) -> torch.Tensor:
         calls.append(1)
-        return opaque(*given)
+        return opaque(*tensor)
 
     monkeypatch.setattr(products, "_is_faster", lambda threads: True)
     monkeypatch.setattr(facts, "LARGE_PRODUCT", 1)

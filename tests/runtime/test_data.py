@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from parc.runtime.data.order import Order, Ordered, permuted
-from parc.runtime.data.samples import DataError, read_rows
+from parc.runtime.data.samples import DataError, Order, Ordered, permuted, read_rows
 from parc.runtime.data.sources import CallableData, SyntheticData, matching_files
 from parc.runtime.data.token_files import JoinedFiles, WindowForm, Windows, byte_file
 

@@ -65,8 +65,8 @@ def built(
 ) -> Path:
     (folder / "models.py").write_text(MODELS)
     text = PLAN.format(model=model, arguments=arguments, logits=logits) + lines
-    made = compile_once(read_plan(Source("plan.parc", text)), folder)
-    write_build(made.to_write(report_of(made)), folder / "build")
+    compilation = compile_once(read_plan(Source("plan.parc", text)), folder)
+    write_build(compilation.to_write(report_of(compilation)), folder / "build")
     return folder / "build"
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import parc
-from parc.grammar.codes_build import BAD_NUMBER
+from parc.grammar.codes import BAD_NUMBER
 from parc.runtime.ranks.faults import RunError
 from tests.runtime.ranks import run_ranks
 from tests.runtime.tiny import ONE, PLAN, batch, build

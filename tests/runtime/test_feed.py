@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from parc.compiler.build.build import Build
-from parc.grammar.codes_build import BAD_DATA
+from parc.grammar.codes import BAD_DATA
 from parc.runtime.data.feed import Feed
 from parc.runtime.ranks.faults import RunError
 from parc.runtime.state.opening import build_mesh, open_build
@@ -35,10 +35,10 @@ def late(number):
 CPU = torch.device("cpu")
 
 
-def feeds(made: Build) -> list[Feed]:
+def feeds(build: Build) -> list[Feed]:
     """Return a feed for each rank."""
-    mesh = build_mesh(made)
-    return [Feed(made, mesh, mesh.coordinates(rank), CPU) for rank in range(mesh.world)]
+    mesh = build_mesh(build)
+    return [Feed(build, mesh, mesh.coordinates(rank), CPU) for rank in range(mesh.world)]
 
 
 @pytest.fixture(scope="module")

@@ -35,19 +35,22 @@ CPU = torch.device("cpu")
 TYPES = {"w": "f32[4, 4]", "dw": "f32[4, 4]", "flat": "f32[8, 4]", "product": "f32[8, 4]"}
 
 
-def lines_of(made: Program) -> list[str]:
-    return [line.op.split(".")[1] for line in fused(made.main, aliases(made)[made.main.name], made.mesh, BLAS).lines]
+def lines_of(program: Program) -> list[str]:
+    return [
+        line.op.split(".")[1]
+        for line in fused(program.main, aliases(program)[program.main.name], program.mesh, BLAS).lines
+    ]
 
 
 def test_a_product_that_is_added_to_something_is_one_line_with_the_sum() -> None:
     cube = {"x": "f32[2, 4, 4]", "y": "f32[2, 4, 4]", "back": "f32[2, 4, 4]", "sum": "f32[2, 4, 4]"}
-    made = program("stage0", "F", "", (
+    parsed = program("stage0", "F", "", (
         "x:input x", "w:parameter w", "y = exp(x)", "flat = reshape(y, [8, 4])", "product = mm(flat, w)",
         "back = reshape(product, [2, 4, 4])", "sum = add.Tensor(back, y)", "loss sum",
     ), TYPES | cube)  # fmt: skip
-    assert lines_of(made) == ["exp", "reshape", "add_product"]
+    assert lines_of(parsed) == ["exp", "reshape", "add_product"]
     x, w = torch.randn(2, 4, 4), torch.randn(4, 4)
-    (found,) = Machine(made, InProcess(Mesh()), CPU, reuse=True).run([{"x": x, "w": w}])
+    (found,) = Machine(parsed, InProcess(Mesh()), CPU, reuse=True).run([{"x": x, "w": w}])
     torch.testing.assert_close(found[LOSS], x.exp() @ w + x.exp())
 
 
@@ -55,11 +58,11 @@ def test_a_product_that_is_added_to_something_is_one_line_with_the_sum() -> None
 def test_a_power_of_two_goes_into_the_line_of_its_sum(factor: float, ops: list[str]) -> None:
     words = ("x:input x", "exp = exp(x)", f"scaled = mul.Scalar(x, {factor})", "product = mul.Tensor(exp, scaled)",
              "sum = add.Tensor(exp, product)", "loss sum")  # fmt: skip
-    made = program("stage0", "F", "", words, dict.fromkeys(("x", "exp", "scaled", "product", "sum"), "f32[64, 64]"))
-    assert lines_of(made) == ops
+    parsed = program("stage0", "F", "", words, dict.fromkeys(("x", "exp", "scaled", "product", "sum"), "f32[64, 64]"))
+    assert lines_of(parsed) == ops
     x = torch.randn(64, 64)
     plain, together = (
-        Machine(made, InProcess(Mesh()), CPU, reuse=reuse).run([{"x": x.clone()}])[0][LOSS] for reuse in (False, True)
+        Machine(parsed, InProcess(Mesh()), CPU, reuse=reuse).run([{"x": x.clone()}])[0][LOSS] for reuse in (False, True)
     )
     torch.testing.assert_close(plain, together)
     assert torch.equal(together, torch.addcmul(x.exp(), x * factor, x.exp()))
@@ -95,15 +98,15 @@ FAR = (
      ["exp", "mm", "neg", "tanh", "add"]),
 ], ids=["as large as the product", "larger"])  # fmt: skip
 def test_what_a_product_reads_does_not_live_on_where_it_is_large(types: dict[str, str], ops: list[str]) -> None:
-    made = program("stage0", "F", "", (*FAR, "sum = add.Tensor(s, product)", "loss sum"), TYPES | types)
-    assert lines_of(made) == ops
+    parsed = program("stage0", "F", "", (*FAR, "sum = add.Tensor(s, product)", "loss sum"), TYPES | types)
+    assert lines_of(parsed) == ops
 
 
 def test_a_product_that_is_spread_over_what_it_is_added_to_stays_a_line_of_its_own(tmp_path: Path) -> None:
     wide = {"x": "f32[3, 2, 4]", "s": "f32[3, 2, 4]", "sum": "f32[3, 2, 4]", "v": "f32[2, 4]", "product": "f32[2, 4]"}
     words = ("x:input x", "v:parameter v", "w:parameter w", "s = exp(x)", "product = mm(v, w)")
-    made = program("stage0", "F", "", (*words, "sum = add.Tensor(s, product)", "loss sum"), TYPES | wide)
-    assert lines_of(made) == ["exp", "mm", "add"]
+    parsed = program("stage0", "F", "", (*words, "sum = add.Tensor(s, product)", "loss sum"), TYPES | wide)
+    assert lines_of(parsed) == ["exp", "mm", "add"]
     file = """
 import torch
 from torch import nn
@@ -124,8 +127,8 @@ class Net(nn.Module):
 def test_a_sum_that_waits_for_ranks_does_not_hold_its_product_up() -> None:
     words = ("x:input x", "w:parameter w", "s = parc.all_reduce(x, 'tp')", "product = mm(x, w)")
     types = TYPES | {"x": "f32[2, 4] +tp", "product": "f32[2, 4]"}
-    made = program("stage0", "F", "tp=2", (*words, "sum = add.Tensor(s, product)", "loss sum"), types)
-    assert lines_of(made) == ["all_reduce", "mm", "add"]
+    parsed = program("stage0", "F", "tp=2", (*words, "sum = add.Tensor(s, product)", "loss sum"), types)
+    assert lines_of(parsed) == ["all_reduce", "mm", "add"]
 
 
 W = Binding("gradient", "w")
@@ -159,12 +162,12 @@ def test_a_gradient_that_is_cast_is_added_as_the_cast_gradient(dtype: str, sums:
     """The bits are those of the cast gradient's sum, also if a cast rounds; the product is made at once, also where
     others wait for a send."""
     wide = {"f32": torch.float32, "bf16": torch.bfloat16}[sums]
-    made = program("stage1", "B", "", (
+    parsed = program("stage1", "B", "", (
         "g:received g", "x:saved x", "t = t(x)", "dw = mm(t, g)", f"cast = _to_copy(dw, dtype={wide})", "w cast",
     ), {"g": f"{dtype}[2, 4]", "x": f"{dtype}[2, 4]", "t": f"{dtype}[4, 2]", "dw": f"{dtype}[4, 4]",
         "cast": f"{sums}[4, 4]"})  # fmt: skip
-    machine = Machine(made, InProcess(Mesh()), CPU, reuse=True)
-    (type_,) = {value.type.dtype for value in made.main.parameters}
+    machine = Machine(parsed, InProcess(Mesh()), CPU, reuse=True)
+    (type_,) = {value.type.dtype for value in parsed.main.parameters}
     g, x, before = torch.randn(2, 4).to(type_), torch.randn(2, 4).to(type_), torch.randn(4, 4).to(wide)
     later: list[Callable[[], torch.Tensor]] = []
     (found,) = machine.run([{"g": g, "x": x}], totals=[{W: before.clone()}], later=later)
@@ -172,8 +175,8 @@ def test_a_gradient_that_is_cast_is_added_as_the_cast_gradient(dtype: str, sums:
 
 
 def test_any_gradient_with_storage_of_its_own_is_added_once_made() -> None:
-    made = program("stage1", "B", "", ("g:received g", "dw = exp(g)", "w dw"), {"g": "f32[4, 4]", "dw": "f32[4, 4]"})
-    machine = Machine(made, InProcess(Mesh()), CPU, reuse=True)
+    parsed = program("stage1", "B", "", ("g:received g", "dw = exp(g)", "w dw"), {"g": "f32[4, 4]", "dw": "f32[4, 4]"})
+    machine = Machine(parsed, InProcess(Mesh()), CPU, reuse=True)
     g, total = torch.randn(4, 4), torch.randn(4, 4)
     before = total.clone()
     (found,) = machine.run([{"g": g}], totals=[{W: total}])
@@ -190,10 +193,10 @@ def test_what_is_read_elsewhere_or_given_back_twice_is_not_added() -> None:
         (("exp = exp(dw)", "w dw", "v exp"), {"exp"}),
         (("turned = t(dw)", "v turned"), set()),
     ):
-        made = program(
+        parsed = program(
             "stage0", "B", "", (*words, *more), TYPES | {"t": "f32[4, 2]", "exp": "f32[4, 4]", "turned": "f32[4, 4]"}
         )
-        assert addable(made)["main"] == names
+        assert addable(parsed)["main"] == names
 
 
 def test_what_one_of_two_callers_reads_is_added_for_neither() -> None:
@@ -212,11 +215,11 @@ def test_what_one_of_two_callers_reads_is_added_for_neither() -> None:
 
 
 def test_rows_of_an_embedding_are_added_to_their_total() -> None:
-    made = program("stage0", "B", "", (
+    parsed = program("stage0", "B", "", (
         "g:received g", "index:input index", "dw = embedding_dense_backward(g, index, 5, -1, False)", "w dw",
     ), {"g": "f32[2, 3, 4]", "index": "i64[2, 3]", "dw": "f32[5, 4]"})  # fmt: skip
     g, index, before = torch.randn(2, 3, 4), torch.tensor([[0, 1, 1], [4, 0, 1]]), torch.randn(5, 4)
-    machine = Machine(made, InProcess(Mesh()), CPU, reuse=True)
+    machine = Machine(parsed, InProcess(Mesh()), CPU, reuse=True)
     (found,) = machine.run([{"g": g, "index": index}], totals=[{W: before.clone()}])
     wanted = torch.ops.aten.embedding_dense_backward(g, index, 5, -1, False)
     torch.testing.assert_close(found[W], before + wanted)
@@ -265,14 +268,14 @@ def test_a_machine_takes_what_is_estimated_where_results_are_written_over_operan
     ``sum`` and ``s`` are written over what they read."""
     large, value = "f32[64, 4]", 64 * 4 * 4
     types = dict.fromkeys(("g", "x", "d", "y", "e", "sum", "s"), large) | {"t": "f32[4, 64]", "w": "f32[4, 4]"}
-    made = program("stage1", "B", "", (
+    parsed = program("stage1", "B", "", (
         "g:received g", "x:saved x", "t = t(x)", "d = exp(g)", "w = mm(t, d)", "y = neg(d)", "e = exp(d)",
         "sum = sub.Tensor(y, e)", "s = silu_backward(sum, x)", "w w", "sent h s",
     ), types)  # fmt: skip
     with Storages() as storages:
         given = {"g": torch.randn(64, 4), "x": torch.randn(64, 4)}
-        machine, inputs = Machine(made, InProcess(Mesh()), CPU, reuse=True), [given]
+        machine, inputs = Machine(parsed, InProcess(Mesh()), CPU, reuse=True), [given]
         del given
         machine.run(inputs)
-    live = Liveness(made)
-    assert storages.peak == live.peak(made.main, {"g": value, "x": value}, {}, {}).most == 4 * value + 4 * 4 * 4
+    live = Liveness(parsed)
+    assert storages.peak == live.peak(parsed.main, {"g": value, "x": value}, {}, {}).most == 4 * value + 4 * 4 * 4

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import parc
-from parc.grammar.codes_build import BAD_DATA
+from parc.grammar.codes import BAD_DATA
 from parc.runtime.launch.load import dataloader
 from tests.runtime.ranks import run_ranks
 from tests.runtime.tiny import DATA, ONE, PLAN, build

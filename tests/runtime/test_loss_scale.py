@@ -239,10 +239,10 @@ def test_real_ranks_skip_the_same_steps(
     ["zero 1 over dp\n" + FIXED, "zero 2 over dp\n" + DYNAMIC, "precision fp16 on blocks.1 loss_scale dynamic\n"],
 )
 def test_builds_of_float16_are_accepted_and_proved_from_their_files(lines: str, tmp_path: Path) -> None:
-    made = compiled(PLAN + BOTH + lines)
-    report = simulated(made)
+    compilation = compiled(PLAN + BOTH + lines)
+    report = simulated(compilation)
     assert [row["directive"] for row in report["numerics"]] == [lines.strip().split("\n")[-1]]
-    write_build(made.to_write(report), tmp_path / "build")
+    write_build(compilation.to_write(report), tmp_path / "build")
     assert not check_files(read_build(tmp_path / "build"))
 
 

@@ -17,7 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import parc
 from parc.compiler.analysis.flops import product_type, step_flops
 from parc.compiler.build.build import Build
-from parc.grammar.codes_run import UNWRITTEN
+from parc.grammar.codes import UNWRITTEN
 from parc.runtime.observe.observer import Meter, Observe, Observer, ProgressDisplay, peak_flops, work_per_step
 from parc.runtime.observe.writers import FigurePlaces, FiguresWriter, MetricsFile, TensorBoard, WandB
 from parc.runtime.ranks.faults import RunError
@@ -248,5 +248,5 @@ def test_calls_after_steps_and_the_figures_of_a_loop_of_ones_own(tmp_path: Path)
     ],
 )
 def test_tokens_are_counted_of_text_alone(tmp_path: Path, first: dict[str, Any], expected: tuple[str, int]) -> None:
-    made = open_build(build(tmp_path, ONE))
-    assert work_per_step(replace(made, manifest={**made.manifest, "inputs": [first]})) == expected
+    session = open_build(build(tmp_path, ONE))
+    assert work_per_step(replace(session, manifest={**session.manifest, "inputs": [first]})) == expected

@@ -40,7 +40,7 @@ def test_the_margin_of_a_choice_is_measured(scores: Any, options: tuple[Any, ...
 @pytest.mark.parametrize("wrong", [1, DRAWS])
 def test_numbers_that_nearly_tie_are_drawn_anew(monkeypatch: pytest.MonkeyPatch, wrong: int) -> None:
     """The first draws are wrong, as where a rank chooses another expert."""
-    case = case_of(made := compiled(plan(mesh="dp=1, ep=2"), ROOT / "tests"))
+    case = case_of(compilation := compiled(plan(mesh="dp=1, ep=2"), ROOT / "tests"))
     run, step = [], Simulation.step
 
     def planted(self: Simulation, *args: Any) -> Any:
@@ -56,6 +56,6 @@ def test_numbers_that_nearly_tie_are_drawn_anew(monkeypatch: pytest.MonkeyPatch,
     assert found.tied == (wrong == DRAWS) and len(run) == min(wrong + 1, DRAWS)
     run.clear()
     monkeypatch.setattr(agreement, "NEAR", 0.0)
-    check_numbers(made, checked := Checked({}))
+    check_numbers(compilation, checked := Checked({}))
     assert any("; no top-k decides it, whose scores are at least" in str(fault) for fault in checked.faults)
     assert checked.report["numbers"]["margin"]["apart"] > 1e-9

@@ -15,7 +15,7 @@ import parc
 from parc.checking.reports import report_of
 from parc.compiler.build.directory import read_build, write_build
 from parc.compiler.plan.plan import read_plan
-from parc.grammar.codes_run import OFFLOAD_FOLDER
+from parc.grammar.codes import OFFLOAD_FOLDER
 from parc.runtime.ranks.faults import RunError
 from parc.runtime.session.session import Session
 from parc.runtime.state.offload import MappedFiles
@@ -163,8 +163,8 @@ def test_four_processes_train_llama_out_of_files(tmp_path: Path) -> None:
     for name, plan in {"kept": text, "plain": re.sub(r"\noffload.*", "", text)}.items():
         (tmp_path / f"{name}.parc").write_text(plan)
         defines = {"layers": "2", "width": "32", "place": "kept"}
-        made = compile_once(read_plan(tmp_path / f"{name}.parc", defines), tmp_path)
-        write_build(made.to_write(report_of(made)), tmp_path / f"{name}-build")
+        compilation = compile_once(read_plan(tmp_path / f"{name}.parc", defines), tmp_path)
+        write_build(compilation.to_write(report_of(compilation)), tmp_path / f"{name}-build")
     parameters = len(read_build(tmp_path / "kept-build").types)
     for ends in run_ranks(ranks_train, 4, str(tmp_path)):
         assert same(ends["kept"][0], ends["plain"][0])

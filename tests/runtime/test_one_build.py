@@ -21,7 +21,7 @@ from parc.grammar.diagnostics import render
 from parc.runtime.data.sources import data_files
 from parc.runtime.ranks import gather
 from parc.runtime.ranks.faults import RunError
-from parc.runtime.ranks.lockstep import Together
+from parc.runtime.ranks.lockstep import Lockstep
 from parc.runtime.session.evaluation import evaluation_of, with_samples
 from parc.runtime.session.one_build import RankFacts, RunFact, difference, hold_one_build, rank_facts
 from parc.runtime.state.opening import open_build
@@ -276,7 +276,7 @@ def loaded(first: str, *others: str) -> list[str]:
     builds that are alike."""
     rank, heard = torch.distributed.get_rank(), []
     with patch("parc.runtime.ranks.lockstep.exchange", wraps=gather.exchange) as exchange:
-        hold_one_build(Together.joined(CPU), open_build(first), CPU, {})
+        hold_one_build(Lockstep.joined(CPU), open_build(first), CPU, {})
     assert exchange.call_count == 1
     for other in others:
         try:

@@ -103,15 +103,15 @@ def test_groups_and_rates_are_those_of_torch_on_split_ranks_and_in_other_session
 
 @pytest.mark.parametrize("more", ["zero 3 over dp\n", "offload optimizer to cpu\n"])
 def test_ranks_update_groups_as_one_device_does(more: str) -> None:
-    made = compiled(PLAN + BOTH + more + GROUPS, EXAMPLES)
-    assert checked(made).report["checks"]["numbers"] == "tested"
+    compilation = compiled(PLAN + BOTH + more + GROUPS, EXAMPLES)
+    assert checked(compilation).report["checks"]["numbers"] == "tested"
 
 
 def test_a_build_keeps_groups_and_rates_and_shows_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = build(written(tmp_path), GROUPS, TABLED)
     (tmp_path / "rates.txt").unlink()
-    made = read_build(path)
-    line = made.manifest["optimizer"]
+    its_build = read_build(path)
+    line = its_build.manifest["optimizer"]
     assert line["table"] == [list(row) for row in ROWS] and line["lr"] == 1e-2
     assert "lr table [1 0, 2 1e-2, 4 2e-3]" in (path / "plan.parc").read_text()
     own = {"parameters": ["position.weight"], "set": {"betas": [0.8, 0.9], "lr": 1e-3}}
@@ -126,4 +126,6 @@ def test_groups_need_an_optimizer() -> None:
     text = PLAN.replace(f"optimizer {LINE}", "optimizer on head lr 1e-3")
     with pytest.raises(PlanError) as refused:
         read_plan(Source("plan.parc", text))
-    assert [str(found.message) for found in refused.value.diagnostics] == ["`plan.parc` has no `optimizer` line"]
+    assert [str(diagnostic.message) for diagnostic in refused.value.diagnostics] == [
+        "`plan.parc` has no `optimizer` line"
+    ]

@@ -42,8 +42,8 @@ def plan(name: str) -> str:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_ranks_update_their_parts_as_one_device_updates_the_whole(name: str) -> None:
-    made = compiled(plan(name) + SPLIT, EXAMPLES)
-    assert checked(made).report["checks"]["numbers"] == "tested"
+    compilation = compiled(plan(name) + SPLIT, EXAMPLES)
+    assert checked(compilation).report["checks"]["numbers"] == "tested"
 
 
 @pytest.mark.parametrize("name", all_but(["adamw", "radam", "adamax", "rmsprop"], OPTIMIZERS))

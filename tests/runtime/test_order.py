@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parc.runtime.data.order import Order, check_order
-from parc.runtime.data.samples import DataError
+from parc.runtime.data.samples import DataError, Order, check_order
 
 orders = st.builds(
     Order, st.integers(3, 300), st.integers(0, 9), st.booleans(), st.sampled_from([0.0, 0.01, 0.05, 0.34, 0.5])

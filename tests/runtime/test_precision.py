@@ -78,11 +78,11 @@ def test_messages_and_activations_halve_and_what_a_step_sums_stays(tmp_path: Pat
 
 def test_what_is_kept_for_backward_takes_half_and_the_rest_as_much() -> None:
     def held(more: str) -> tuple[int, Memory]:
-        made = compiled(PLAN.replace("B=8", "B=512").replace(", dropout=0.1", "") + BOTH + more)
-        forward = made.build.programs["F"]
+        compilation = compiled(PLAN.replace("B=8", "B=512").replace(", dropout=0.1", "") + BOTH + more)
+        forward = compilation.build.programs["F"]
         values = forward.main.values()
         saved = [values[name].type for name in forward.main.returned("saved").values()]
-        memory = memory_of(made.build, made.plan, next(iter(made.build.roles.values())))
+        memory = memory_of(compilation.build, compilation.plan, next(iter(compilation.build.roles.values())))
         return sum(local_bytes(type_, forward) for type_ in saved), memory
 
     (half, less), (whole, more) = held(BF16), held("")
@@ -126,7 +126,7 @@ def test_later_lines_win_and_name_modules() -> None:
     assert again["F"].text() == compiled(PLAN + BOTH).built.programs["F"].text()
 
 
-def at_their_types(made: Compiled, given: dict[str, torch.Tensor]) -> list[StepResult]:
+def at_their_types(compilation: Compiled, given: dict[str, torch.Tensor]) -> list[StepResult]:
     """Run a step of all ranks at the types that programs declare, with every line checked for its own."""
 
     def hold(line: Line, environments: Any) -> None:
@@ -134,7 +134,7 @@ def at_their_types(made: Compiled, given: dict[str, torch.Tensor]) -> list[StepR
             for value in line.results:
                 assert value is None or environment[value.name].dtype == value.type.dtype, str(line)
 
-    case = case_of(made)
+    case = case_of(compilation)
     chunks = {name: value.chunk(case.microbatches) for name, value in given.items()}
     batches = [{name: parts[i] for name, parts in chunks.items()} for i in range(case.microbatches)]
     return Simulation(case, hold, float64=False).run(Stepper.gradients, batches, 0)
@@ -295,10 +295,10 @@ def small(folder: Path, model: str, more: str) -> Compiled:
 
 @pytest.mark.parametrize("way", ["add", "fill", "where"])
 def test_rows_that_a_mask_leaves_nothing_are_numbers(tmp_path: Path, way: str) -> None:
-    made = small(tmp_path, f'Masked" (way="{way}")\n#', BF16)
-    simulated(made)
+    compilation = small(tmp_path, f'Masked" (way="{way}")\n#', BF16)
+    simulated(compilation)
     plain = small(tmp_path, f'Masked" (way="{way}")\n#', "")
-    (half, _), (whole, _) = (at_their_types(each, TOKENS) for each in (made, plain))
+    (half, _), (whole, _) = (at_their_types(each, TOKENS) for each in (compilation, plain))
     assert float(half.loss) == pytest.approx(float(whole.loss), rel=1e-2)
     assert float(half.grad_norm or 0) == pytest.approx(float(whole.grad_norm or 0), rel=3e-2)
 
@@ -322,10 +322,10 @@ def test_activations_of_another_narrow_type_or_beside_a_table_are_no_faults(tmp_
 
 @pytest.mark.parametrize("line", ["", BF16])
 def test_the_models_own_casts_stay(tmp_path: Path, line: str) -> None:
-    made = small(tmp_path, "Cast", line)
-    checked(made)
-    at_their_types(made, TOKENS)
-    products = [makes for line, _, makes in lines(made.build.programs["F"]) if "mm" in line.op]
+    compilation = small(tmp_path, "Cast", line)
+    checked(compilation)
+    at_their_types(compilation, TOKENS)
+    products = [makes for line, _, makes in lines(compilation.build.programs["F"]) if "mm" in line.op]
     assert products == [[torch.bfloat16], [torch.float32]]
 
 

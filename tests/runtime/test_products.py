@@ -86,9 +86,9 @@ def test_a_step_by_onednn_is_a_step(onednn: None, monkeypatch: pytest.MonkeyPatc
     calls: list[int] = []
     direct = products._direct
 
-    def counted(*given: torch.Tensor) -> torch.Tensor:
+    def counted(*tensor: torch.Tensor) -> torch.Tensor:
         calls.append(1)
-        return direct(*given)
+        return direct(*tensor)
 
     monkeypatch.setattr(facts, "LARGE_PRODUCT", 1)
     monkeypatch.setattr(products, "_direct", counted)

@@ -138,16 +138,16 @@ def test_lines_without_a_meaning_are_refused(line: str, code: str, words: str) -
 
 @pytest.mark.parametrize("keep", ["", " keep collectives"])
 def test_exchanges_of_tokens_run_again(keep: str) -> None:
-    made = compiled(plan(mesh="dp=1, ep=2", lines=f"recompute model.layers.*{keep}\n"), ROOT / "tests")
-    assert not prove(made)
-    lines = [line for function in made.built.programs[BACKWARD].blocks for line in function.lines]
+    compilation = compiled(plan(mesh="dp=1, ep=2", lines=f"recompute model.layers.*{keep}\n"), ROOT / "tests")
+    assert not prove(compilation)
+    lines = [line for function in compilation.built.programs[BACKWARD].blocks for line in function.lines]
     assert sum(line.op == "parc.exchange" for line in lines) == (2 if keep else 4)
 
 
 def test_a_twin_gets_blocks_of_each_kind_or_says_how() -> None:
     model = PLAN.replace("dropout=0.1", "dropout=0.0") + "verify layers=1\n"
-    made = compiled(model.replace("layers=2", "layers=3") + "recompute blocks.[0..2:2]\n")
-    twin, differences = find_twin(made, made.build.programs)
+    compilation = compiled(model.replace("layers=2", "layers=3") + "recompute blocks.[0..2:2]\n")
+    twin, differences = find_twin(compilation, compilation.build.programs)
     assert not differences and twin.overrides == {"layers": 3}
     large = "mesh dp=16\nshard tokens, targets [B/dp, _]\nrecompute blocks.[0..8]\n"
     deep = compiled(model.replace("layers=2", "layers=10").replace("B=8", "B=32") + large)

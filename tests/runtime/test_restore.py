@@ -14,8 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import parc
 from parc.compiler.build.folders import FolderError, current, replacing
-from parc.grammar.codes_build import BAD_STATE
-from parc.grammar.codes_run import FOLDER_HELD
+from parc.grammar.codes import BAD_STATE, FOLDER_HELD
 from parc.runtime.ranks.faults import RunError
 from parc.runtime.state.checkpoint import target_held
 from parc.runtime.state.opening import checkpoint_bytes, open_build

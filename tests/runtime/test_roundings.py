@@ -27,31 +27,35 @@ from tests.runtime.tiny import BOTH, PLAN
 FEW = PLAN.replace("layers=2", "layers=1")
 
 
-def faults(made: Compiled, programs: dict[str, Program], rounding: Rounding) -> list[str]:
+def faults(compilation: Compiled, programs: dict[str, Program], rounding: Rounding) -> list[str]:
     """Return the faults that the checks of types find."""
-    facts = {"precision": made.build.manifest["precision"] if rounding.lines else [],
+    facts = {"precision": compilation.build.manifest["precision"] if rounding.lines else [],
              "accumulate": str(rounding.sums).removeprefix("torch.")}  # fmt: skip
-    found = static_faults(replace(made.build, programs=programs, manifest={**made.build.manifest, **facts}))
-    return [str(fault) for fault in found]
+    faults = static_faults(
+        replace(compilation.build, programs=programs, manifest={**compilation.build.manifest, **facts})
+    )
+    return [str(fault) for fault in faults]
 
 
-def is_refused(made: Compiled, programs: dict[str, Program]) -> bool:
+def is_refused(compilation: Compiled, programs: dict[str, Program]) -> bool:
     """Return whether a check refuses programs: that of roundings is asked first, and mostly alone."""
-    rounding = made.build.rounding
-    return bool(check_precision(programs, made.build.reference, rounding) or faults(made, programs, rounding))
+    rounding = compilation.build.rounding
+    return bool(
+        check_precision(programs, compilation.build.reference, rounding) or faults(compilation, programs, rounding)
+    )
 
 
 def test_no_value_of_a_float32_plan_may_be_rounded() -> None:
     """One value of each function of a program is rounded at once, and a fault found in each of these functions."""
-    made = compiled(FEW + BOTH)
-    programs = dict(made.build.programs)
+    compilation = compiled(FEW + BOTH)
+    programs = dict(compilation.build.programs)
     tried = 0
     for action, program in programs.items():
         for changed in zip_longest(*map(may_be_rounded, program.functions)):
             functions = [rounded(function, name) if name else function
                          for function, name in zip(program.functions, changed, strict=True)]  # fmt: skip
             mutant = {**programs, action: replace(program, functions=tuple(functions))}
-            found = check_precision(mutant, made.build.reference, Rounding())
+            found = check_precision(mutant, compilation.build.reference, Rounding())
             where = {fault.where.partition(":")[0] for fault in found if "rounds to bfloat16" in str(fault)}
             names = {
                 f"{action} {function.name}": name for function, name in zip(functions, changed, strict=True) if name
@@ -69,13 +73,13 @@ def may_be_rounded(function: Function) -> list[str]:
 
 
 def test_where_a_plan_rounds_losses_sums_and_gradients_may_not_be() -> None:
-    made = compiled(FEW + BOTH + BF16)
-    programs, rounding = dict(made.build.programs), made.build.rounding
-    assert not faults(made, programs, rounding)
-    assert any("no line of the plan" in fault for fault in faults(made, programs, Rounding()))
+    compilation = compiled(FEW + BOTH + BF16)
+    programs, rounding = dict(compilation.build.programs), compilation.build.rounding
+    assert not faults(compilation, programs, rounding)
+    assert any("no line of the plan" in fault for fault in faults(compilation, programs, Rounding()))
 
     def refused(action: str, function: Function) -> bool:
-        return is_refused(made, dict(with_function(programs, action, function)))
+        return is_refused(compilation, dict(with_function(programs, action, function)))
 
     last = programs["F"].functions[-2]
     tried = 0
@@ -92,7 +96,7 @@ def test_where_a_plan_rounds_losses_sums_and_gradients_may_not_be() -> None:
     for action in ("SCALE", "REDUCE"):
         for name in programs[action].main.values():  # by the check of gradients that are sent too
             narrowed = with_function(programs, action, rounded(programs[action].main, name))
-            assert faults(made, dict(narrowed), rounding), name
+            assert faults(compilation, dict(narrowed), rounding), name
     weights = next(function for function in programs["B"].functions if function.name.startswith("blocks"))
     for _, name in weights.returns:
         if weights.values()[name].type.dtype == torch.float32:
@@ -100,28 +104,28 @@ def test_where_a_plan_rounds_losses_sums_and_gradients_may_not_be() -> None:
 
 
 def test_gradients_are_added_up_in_a_narrow_type_only_where_the_plan_says() -> None:
-    made = compiled(PLAN.replace("microbatches 2", "microbatches 2 accumulate bf16") + BOTH)
-    programs = dict(made.build.programs)
-    assert not faults(made, programs, made.build.rounding)
-    assert any("added up over microbatches in bfloat16" in fault for fault in faults(made, programs, Rounding()))
+    compilation = compiled(PLAN.replace("microbatches 2", "microbatches 2 accumulate bf16") + BOTH)
+    programs = dict(compilation.build.programs)
+    assert not faults(compilation, programs, compilation.build.rounding)
+    assert any("added up over microbatches in bfloat16" in fault for fault in faults(compilation, programs, Rounding()))
 
 
 def test_programs_round_to_the_type_that_the_plan_names() -> None:
     """float16 holds no number beyond 65504, which no test in float64 sees."""
-    made = compiled(PLAN + BOTH + BF16)
+    compilation = compiled(PLAN + BOTH + BF16)
     half = {
         action: parse_program(program.text().replace("bf16[", "f16[").replace("bfloat16", "float16"), action)
-        for action, program in made.build.programs.items()
+        for action, program in compilation.build.programs.items()
     }
-    assert any("rounds to float16" in fault for fault in faults(made, half, made.build.rounding))
+    assert any("rounds to float16" in fault for fault in faults(compilation, half, compilation.build.rounding))
 
 
 def test_no_value_of_a_float64_model_may_be_rounded_to_float32(tmp_path: Path) -> None:
     (tmp_path / "double.py").write_text(_DOUBLE)
     (tmp_path / "double.parc").write_text(_DOUBLE_PLAN)
-    made = compile_plan(read_plan(tmp_path / "double.parc"), tmp_path)
-    assert not prove(made)
-    programs, tried = dict(made.build.programs), 0
+    compilation = compile_plan(read_plan(tmp_path / "double.parc"), tmp_path)
+    assert not prove(compilation)
+    programs, tried = dict(compilation.build.programs), 0
     for action, program in programs.items():
         for function in program.functions:
             for name, value in function.values().items():
@@ -129,7 +133,7 @@ def test_no_value_of_a_float64_model_may_be_rounded_to_float32(tmp_path: Path) -
                 if whole and not any(value in line.results and line.calls_function for line in function.lines):
                     tried += 1
                     mutant = with_function(programs, action, rounded(function, name, torch.float32))
-                    assert is_refused(made, dict(mutant)), (action, name)
+                    assert is_refused(compilation, dict(mutant)), (action, name)
     assert tried > 40
 
 

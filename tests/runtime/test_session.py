@@ -12,7 +12,7 @@ import torch
 import parc
 from parc.compiler.layout.placement import parse_type
 from parc.compiler.program.roles import SINGLE
-from parc.grammar.codes_build import BAD_DATA, BAD_STATE, NO_DEVICE, OTHER_TORCH, WORLD_SIZE
+from parc.grammar.codes import BAD_DATA, BAD_STATE, NO_DEVICE, OTHER_TORCH, WORLD_SIZE
 from parc.runtime.backends.in_process import InProcess
 from parc.runtime.ranks.faults import RunError
 from parc.runtime.ranks.processes import DEVICE, check_device
@@ -106,17 +106,17 @@ def gradients(path: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("plan", ["dp", "tp"])
 def test_two_real_ranks_are_bitwise_the_two_in_one_process(builds: dict[str, Path], plan: str) -> None:
-    made = open_build(builds[plan])
-    mesh = build_mesh(made)
+    session = open_build(builds[plan])
+    mesh = build_mesh(session)
     weights = parc.reference(builds[plan]).module.state_dict()
-    stepper = Stepper(made.programs, made.roles[SINGLE].actions, InProcess(mesh), torch.device("cpu"))
-    types = {name: parse_type(text, mesh) for name, text in made.manifest["parameters"].items()}
+    stepper = Stepper(session.programs, session.roles[SINGLE].actions, InProcess(mesh), torch.device("cpu"))
+    types = {name: parse_type(text, mesh) for name, text in session.manifest["parameters"].items()}
     from parc.compiler.layout.pieces import take
     from parc.runtime.data.feed import Feed
 
     at = [mesh.coordinates(rank) for rank in range(2)]
     states = [RankState({n: take(weights[n], t.placement, mesh, c) for n, t in types.items()}) for c in at]
-    parts = [Feed(made, mesh, place, torch.device("cpu")).cut(batch(0)) for place in at]
+    parts = [Feed(session, mesh, place, torch.device("cpu")).cut(batch(0)) for place in at]
     with without_onednn():
         simulated = stepper.gradients(states, parts, 0)
     for (loss, found), expected in zip(run_ranks(gradients, 2, str(builds[plan])), simulated, strict=True):

@@ -47,8 +47,8 @@ MESHES = [("pp=2", 2), ("dp=2, pp=2", 2), ("pp=2, dp=2", 2), ("pp=4", 4)]
 def case(mesh: str, ranks: int) -> Case:
     """The plan, run by stages."""
     with TemporaryDirectory() as folder:
-        made = compiled(Path(folder), mesh)
-        return replace(case_of(made), roles=roles(mesh, ranks))
+        compilation = compiled(Path(folder), mesh)
+        return replace(case_of(compilation), roles=roles(mesh, ranks))
 
 
 def compiled(folder: Path, mesh: str) -> Compiled:
@@ -58,9 +58,9 @@ def compiled(folder: Path, mesh: str) -> Compiled:
 
 def built(folder: Path, mesh: str) -> Path:
     """A build of the plan without its stages."""
-    made = compiled(folder, mesh)
+    compilation = compiled(folder, mesh)
     out = folder / "build"
-    write_build(made.to_write(report_of(made)), out)
+    write_build(compilation.to_write(report_of(compilation)), out)
     return out
 
 
@@ -120,7 +120,7 @@ def test_an_error_in_one_role_ends_the_others() -> None:
 
 
 def test_the_first_difference_of_stages_is_found() -> None:
-    from parc.checking.difference import first_difference
+    from parc.checking.verification import first_difference
 
     assert first_difference(case("dp=2, pp=2", 2)) is None
 

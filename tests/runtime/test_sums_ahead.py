@@ -38,14 +38,14 @@ class Net(nn.Module):
 
 def net(folder: Path, arguments: str = "", stages: bool = False, lines: str = "") -> Compiled:
     """Compile the net, in two stages before its ``b`` if asked for, with the checks of a build."""
-    made = compiled_net(folder, _NET, f'Net" ({arguments})', stages, lines)
-    checked(made)
-    return made
+    compilation = compiled_net(folder, _NET, f'Net" ({arguments})', stages, lines)
+    checked(compilation)
+    return compilation
 
 
-def sums(made: Compiled) -> list[list[str]]:
+def sums(compilation: Compiled) -> list[list[str]]:
     """Return, by role, the action during which each sum of a step over the data ranks begins."""
-    case = case_of(made)
+    case = case_of(compilation)
     simulation, found = Simulation(case), []
     for stepper in simulation.steppers:
         begun: list[str] = []

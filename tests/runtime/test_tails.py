@@ -263,9 +263,9 @@ def test_a_model_that_divides_by_a_mask_of_the_loss_takes_no_fewer(tmp_path: Pat
 # ---- what is proved of the captured graph
 
 
-def reference(made: Compiled) -> Program:
+def reference(compilation: Compiled) -> Program:
     """Return the reference, read from its text."""
-    return parse_program(made.build.reference.text(), "model")
+    return parse_program(compilation.build.reference.text(), "model")
 
 
 def test_samples_that_see_each_other_are_not_apart() -> None:

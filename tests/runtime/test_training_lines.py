@@ -20,27 +20,29 @@ FROZEN = "freeze blocks.0, embed\n"
 GROUP = "optimizer on **.bias weight_decay 0\n"
 
 
-def gradients(made: Compiled) -> set[str]:
+def gradients(compilation: Compiled) -> set[str]:
     """Return the names of the gradients that a step's backward returns."""
-    return set(made.build.programs["B"].main.returned("gradient"))
+    return set(compilation.build.programs["B"].main.returned("gradient"))
 
 
 @pytest.mark.parametrize("placements", [DATA, TENSOR, BOTH])
 def test_frozen_parameters_have_no_gradient_on_any_plan(placements: str) -> None:
-    made = compiled(PLAN + placements + FROZEN)
-    trained = gradients(made)
+    compilation = compiled(PLAN + placements + FROZEN)
+    trained = gradients(compilation)
     assert trained and not any(name.startswith(("blocks.0.", "embed.")) for name in trained)
     assert "blocks.1.mlp.up.weight" in trained and "position.weight" in trained
-    assert made.build.programs["REDUCE"].main.bound("gradient").keys() == trained
-    (memory,) = checked(made).report["memory"]
+    assert compilation.build.programs["REDUCE"].main.bound("gradient").keys() == trained
+    (memory,) = checked(compilation).report["memory"]
     assert memory["optimizer"] == 2 * memory["gradients"] < 2 * memory["parameters"]
 
 
 def test_a_gradient_of_what_is_frozen_is_refused() -> None:
     whole, frozen = compiled(PLAN + TENSOR), compiled(PLAN + TENSOR + FROZEN)
 
-    def faults(made: Compiled, captured: Compiled) -> str:
-        found = static_faults(replace(whole.build, programs=made.build.programs, reference=captured.build.reference))
+    def faults(compilation: Compiled, captured: Compiled) -> str:
+        found = static_faults(
+            replace(whole.build, programs=compilation.build.programs, reference=captured.build.reference)
+        )
         return "\n".join(map(str, found))
 
     assert not faults(frozen, frozen)
@@ -69,14 +71,14 @@ def test_a_run_leaves_frozen_weights_alone_and_is_the_plain_modules(tmp_path: Pa
 def test_gradients_are_added_up_in_the_plans_type(tmp_path: Path) -> None:
     narrow = PLAN.replace("microbatches 2", "microbatches 2 accumulate bf16")
     for placements in (TENSOR, BOTH):
-        made = compiled(narrow + placements)
-        values = made.build.programs["B"].main.values()
-        returned = made.build.programs["B"].main.returns
+        compilation = compiled(narrow + placements)
+        values = compilation.build.programs["B"].main.values()
+        returned = compilation.build.programs["B"].main.returns
         assert {values[name].type.dtype for _, name in returned} == {torch.bfloat16}
-        reduce = made.build.programs["REDUCE"].main
+        reduce = compilation.build.programs["REDUCE"].main
         kept = {reduce.values()[name].type.dtype for name in reduce.returned("gradient").values()}
         assert kept == {torch.float32}
-        (memory,) = checked(made).report["memory"]
+        (memory,) = checked(compilation).report["memory"]
         assert 2 * memory["gradients"] == memory["parameters"]
     path = build(tmp_path, "", narrow)
     session, plain = parc.load(path), parc.reference(path)
@@ -116,9 +118,9 @@ vocab table, head over tp
 
 def test_what_the_model_does_not_train_is_frozen_and_something_must_be_trained(tmp_path: Path) -> None:
     (tmp_path / "half.py").write_text(FREEZER)
-    found = compiled(HALF, tmp_path)
-    assert gradients(found) == {"head.weight", "head.bias"}
-    checked(found)
+    compilation = compiled(HALF, tmp_path)
+    assert gradients(compilation) == {"head.weight", "head.bias"}
+    checked(compilation)
     with pytest.raises(PlanError) as caught:
         compiled(HALF + "freeze head", tmp_path)
     (fault,) = caught.value.diagnostics

@@ -32,8 +32,8 @@ def ranks_train(folder: str) -> list[tuple[list[float], dict[str, torch.Tensor],
 def test_four_processes_train_llama_at_every_level(tmp_path: Path) -> None:
     for level in LEVELS:
         defines = {"zero": str(level), "width": "32", "layers": "2"}
-        made = compile_once(read_plan(EXAMPLES / "llama-zero.parc", defines), EXAMPLES)
-        write_build(made.to_write(report_of(made)), tmp_path / str(level))
+        compilation = compile_once(read_plan(EXAMPLES / "llama-zero.parc", defines), EXAMPLES)
+        write_build(compilation.to_write(report_of(compilation)), tmp_path / str(level))
     for (losses, weights, most), *others in run_ranks(ranks_train, 4, str(tmp_path)):
         for found, state, held in others:
             assert found == pytest.approx(losses, rel=1e-6)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ....grammar.codes_plan import UNEXPECTED_ARGUMENT
+from ....grammar.codes import UNEXPECTED_ARGUMENT
 from ....grammar.diagnostics import Diagnostic, Label, PlanError
 from ....grammar.nearest import did_you_mean, listed
 from ....grammar.parse import parse

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ....grammar.codes_plan import BAD_VALUE
+from ....grammar.codes import BAD_VALUE
 from ....grammar.diagnostics import Diagnostic, Label
 from ..directive import ONE_OR_MORE, Directive, Scope, argument
 

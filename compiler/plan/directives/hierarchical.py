@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ....grammar.codes_plan import REPEATED
+from ....grammar.codes import REPEATED
 from ....grammar.diagnostics import Diagnostic, Label
 from ....grammar.syntax import Word
 from ..directive import Directive, Scope, argument

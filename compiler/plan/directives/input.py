@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 
-from ....grammar.codes_plan import BAD_VALUE, MISSING_STATEMENT, WRONG_KIND
+from ....grammar.codes import BAD_VALUE, MISSING_STATEMENT, WRONG_KIND
 from ....grammar.diagnostics import Diagnostic, Label
 from ....grammar.nearest import did_you_mean, listed
 from ....grammar.syntax import Item, Layout, Number, Word

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ....grammar.codes_plan import BAD_VALUE, NOT_SUPPORTED, UNKNOWN_INPUT, WRONG_KIND
+from ....grammar.codes import BAD_VALUE, NOT_SUPPORTED, UNKNOWN_INPUT, WRONG_KIND
 from ....grammar.diagnostics import Diagnostic, Label
 from ....grammar.nearest import did_you_mean, listed
 from ....grammar.source import Span

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ....grammar.codes_plan import BAD_VALUE, MESH_DIFFERS, REPEATED, WRONG_KIND
+from ....grammar.codes import BAD_VALUE, MESH_DIFFERS, REPEATED, WRONG_KIND
 from ....grammar.diagnostics import Diagnostic, Label
 from ....grammar.syntax import Number, Setting
 from ...layout.mesh import Mesh

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ....grammar.codes_plan import MISSING_STATEMENT, NO_LEVELS, UNEVEN_NODES
+from ....grammar.codes import MISSING_STATEMENT, NO_LEVELS, UNEVEN_NODES
 from ....grammar.diagnostics import Diagnostic, Label, Severity
 from ....grammar.syntax import Word
 from ...layout.mesh import UnevenNodes, node_levels

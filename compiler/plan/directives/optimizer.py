@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ....grammar.codes_plan import BAD_VALUE, MISSING_STATEMENT, UNEXPECTED_ARGUMENT
+from ....grammar.codes import BAD_VALUE, MISSING_STATEMENT, UNEXPECTED_ARGUMENT
 from ....grammar.diagnostics import Diagnostic, Label, PlanError
 from ....grammar.nearest import did_you_mean, listed
 from ....grammar.syntax import Word

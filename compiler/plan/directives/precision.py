@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ....grammar.codes_plan import BAD_VALUE, NOT_SUPPORTED, REPEATED, UNEXPECTED_ARGUMENT, UNSCALED
+from ....grammar.codes import BAD_VALUE, NOT_SUPPORTED, REPEATED, UNEXPECTED_ARGUMENT, UNSCALED
 from ....grammar.diagnostics import Diagnostic, Label, Severity
 from ....grammar.syntax import Word
 from ...program.step_values import DYNAMIC, LossScale

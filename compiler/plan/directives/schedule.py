@@ -9,7 +9,7 @@ from itertools import islice
 from math import isqrt
 from pathlib import Path
 
-from ....grammar.codes_plan import (
+from ....grammar.codes import (
     BAD_VALUE,
     MISSING_STATEMENT,
     NO_EFFECT,

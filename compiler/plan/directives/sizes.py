@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ....grammar.codes_plan import BAD_VALUE, WRONG_KIND
+from ....grammar.codes import BAD_VALUE, WRONG_KIND
 from ....grammar.diagnostics import Diagnostic, Label
 from ....grammar.source import Span
 from ....grammar.syntax import Item, Number, Range, Setting, Word

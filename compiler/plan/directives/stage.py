@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from ....grammar.codes_plan import NO_SCHEDULE, REPEATED, STAGE_AXIS
+from ....grammar.codes import NO_SCHEDULE, REPEATED, STAGE_AXIS
 from ....grammar.diagnostics import Diagnostic, Label
 from ....grammar.syntax import Call, Item, Number, Word
 from ..directive import Directive, Scope, argument

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 
-from ....grammar.codes_plan import BAD_VALUE, BAD_VIEW, REPEATED, UNUSED_VIEW
+from ....grammar.codes import BAD_VALUE, BAD_VIEW, REPEATED, UNUSED_VIEW
 from ....grammar.diagnostics import Diagnostic, Label, Severity
 from ....grammar.nearest import listed
 from ....grammar.syntax import Setting, Word
