@@ -63,11 +63,11 @@ NOT_EXECUTED: dict[str, str] = {}
 @contextmanager
 def executed(codes: set[tuple[str, str]]) -> Iterator[None]:
     """Enter a block whose called functions of the looked-at files are added to ``codes``, of all its threads."""
-    seen = set[CodeType]()
+    seen = dict[CodeType, None]()
 
     def note(frame: FrameType, event: str, _: Any) -> None:
         if event == "call":
-            seen.add(frame.f_code)
+            seen[frame.f_code] = None
 
     threading.setprofile(note)
     sys.setprofile(note)
@@ -76,7 +76,7 @@ def executed(codes: set[tuple[str, str]]) -> Iterator[None]:
     finally:
         sys.setprofile(None)
         threading.setprofile(None)
-        for code in seen:
+        for code in list(seen):  # other threads may go on
             file = Path(code.co_filename).resolve()
             if file.is_relative_to(ROOT) and (name := str(file.relative_to(ROOT))).startswith(LOOKED_AT):
                 codes.add((name, code.co_qualname.replace(".<locals>", "")))
