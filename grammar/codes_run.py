@@ -1,4 +1,4 @@
-"""Codes of messages about the batches that ranks give to a step, and the files that a run writes (P041x)."""
+"""Codes of messages about what ranks give to a step and hold after it, and the files that a run writes (P041x)."""
 
 from __future__ import annotations
 
@@ -85,6 +85,19 @@ TRAINS_NOTHING = Code(
     " others. A session of it has weights, from the initial values or a checkpoint, and predicts.",
     example="session.step(batch)  # its plan has no `loss` and no `optimizer` line",
     instead="session.predict(batch)",
+    language="python",
+)
+REPLICAS_DIFFER = Code(
+    name="P0422",
+    title="ranks that hold different numbers of one tensor",
+    why="some tensors are on several ranks, bit by bit the same: weights along `dp`, norms along `tp`, counts of steps."
+    " Ranks compare them now and then. If they differ by more than rounding, the ranks no longer train one model."
+    " Causes are memory or a device that fails, another library on one host, a kernel that reads what another still"
+    " writes, or code that changes weights on one rank. Nothing is saved of such a step. If it happens again, and"
+    " always on the same rank, look at that rank's device. If it happens on changing ranks, run the steps since the"
+    " last checkpoint twice under `torch.use_deterministic_algorithms(True)`.",
+    example='if session.rank == 0:\n    session.state.parameters[name].mul_(0.5)\nsession.save("checkpoint")',
+    instead='session.state.parameters[name].mul_(0.5)  # on every rank\nsession.save("checkpoint")',
     language="python",
 )
 NO_EVALUATION = Code(

@@ -16,7 +16,7 @@ from ...compiler.program.blocks import complete
 from ...compiler.program.program import Line
 from ...compiler.program.step_values import SKIPPED_STEPS
 from ...grammar.codes_build import BAD_NUMBER, WORLD_SIZE
-from ...grammar.codes_run import UNWRITTEN
+from ...grammar.codes_run import REPLICAS_DIFFER, UNWRITTEN
 from ...grammar.diagnostics import Code, Diagnostic
 from .communication import Environment
 
@@ -45,7 +45,7 @@ class RunError(Exception):
     @property
     def exit_code(self) -> int:
         """The exit code of a command that ends with this error."""
-        return {BAD_NUMBER: 4, WORLD_SIZE: 2}.get(self.code, 1)
+        return {BAD_NUMBER: 4, REPLICAS_DIFFER: 4, WORLD_SIZE: 2}.get(self.code, 1)
 
     def diagnostic(self) -> Diagnostic:
         """Return the error in the form in which messages are printed."""

@@ -38,6 +38,7 @@ from ..ranks.faults import Bad, RunError, Watcher, bad_number, bad_tensor, writi
 from ..ranks.gather import Gatherer, everywhere, held, keepers_of, owners_of
 from ..ranks.lockstep import Together
 from ..ranks.processes import default_device, join_processes, launched
+from ..ranks.replicas import Replicas
 from ..ranks.waits import Recorder, clock, clock_offset, write_trace
 from ..ranks.work import Batch, RankState, StepReport, StepResult, consume
 from ..state.initial import Initial
@@ -143,6 +144,7 @@ class Session:
         self.optimizer = self.offloaded.make_optimizer(self.state.parameters)
         self._batches = Batches(self._by_sizes, self.mesh, self._together)
         self._files = StateFiles(stored_of(build), self.mesh, self._together, [role.name for role in ranks])
+        self.replicas = Replicas(build, self.mesh, ranks, self._together, self.state, self.optimizer)
         self._last_batch: tuple[AtSizes, LocalParts, dict[str, torch.Tensor]] = (self._by_sizes(), [], {})
 
     def _at(self, build: Build) -> AtSizes:
@@ -228,6 +230,7 @@ class Session:
                 update(self.optimizer, line, step, trained, result.gradients, result.grad_norm, lr, units)
         self.state.steps.update(state_after(result.state, skipped))
         self.step_number = self._together.stepped(step, float(lr))
+        self.replicas.stepped(step)
         return self._report(loss, norm, float(lr), result.metrics, skipped)
 
     def _report(
@@ -391,11 +394,14 @@ class Session:
         Collective: every rank calls it, and reaches the folder. A complete checkpoint replaces an older one.
 
         Raises:
-            RunError: on every rank: ``path`` holds something else, or cannot be written.
+            RunError: on every rank: ``path`` holds something else, or cannot be written; or ranks hold different
+                numbers of one tensor.
         """
         self._check_trains()
+        self.replicas.due()
         facts = checkpoint_facts(self.build, self.feed.facts(self.step_number), changed_state(self.state.steps))
         self._files.save(Path(path), self.state, self.optimizer, facts)
+        self.replicas.saved(Path(path), self.step_number)
 
     def check_save(self, path: Path | str) -> None:
         """Check that all ranks reach the folder in which they will save.
@@ -425,6 +431,7 @@ class Session:
         )
         if self.build.trains:
             self.step_number = self._together.stepped(self.feed.go_on(facts))
+            self.replicas.restored(Path(path), self.step_number)
 
 
 # ---- functions of the library
