@@ -55,7 +55,7 @@ class Together:
         ranks."""
         self.stepped(0)
         self.passenger: Passenger | None = None
-        """What goes along with every exchange but that of a restored checkpoint, until it takes itself away."""
+        """The row that goes along with every exchange but that of a restored checkpoint, until it takes itself away."""
         self._left = ""
         """The name of collective work that an error ended on this rank; "" if there is none."""
 

@@ -29,7 +29,7 @@ from ...grammar.codes_run import REPLICAS_DIFFER
 from .communication import PeerLost
 from .faults import RunError
 from .gather import everywhere, keepers_of, owners_of
-from .lockstep import Row, Together, ranks_text
+from .lockstep import Together, ranks_text
 from .work import RankState
 
 # ---- the ranks that hold the same pieces
@@ -135,7 +135,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(slots=True)
-class Difference:
+class ReplicaDifference:
     """The difference of a tensor's piece on two ``ranks``: how many of its ``entries`` differ in a bit, the largest
     distance ``apart`` with its place and both values, the largest entry of each rank in ``sizes``, and the distance
     that is ``allowed`` for rounding. Without entries only one of the ranks has the tensor in this form."""
@@ -185,8 +185,9 @@ class Difference:
 
 def _words_of(key: Key) -> str:
     kind, name = key
-    words = {"parameter": f"parameter `{name}`", "buffer": f"buffer `{name}`", "state": f"`{name}`"}
-    return words.get(kind, f"average of `{name}`" if kind == AVERAGE else f"`{kind}` of `{name}`")
+    if kind in ("parameter", "buffer", "state"):
+        return f"{kind} `{name}`"
+    return f"average of `{name}`" if kind == AVERAGE else f"`{kind}` of `{name}`"
 
 
 # ---- the comparison
@@ -196,7 +197,7 @@ _SHOWN = 4
 """The differences that a message names."""
 
 
-class Checked(NamedTuple):
+class ReplicaCheck(NamedTuple):
     """A check after a step: the largest difference over what is taken for rounding, 0 where all ranks agree, and the
     seconds that it took on this rank."""
 
@@ -220,7 +221,7 @@ class Replicas:
         every = build.manifest.get("replicas", DEFAULT)
         self.every: int = every if build.trains and together.world > 1 else 0
         """The steps between two checks, 0 for none."""
-        self.last: Checked | None = None
+        self.last: ReplicaCheck | None = None
         """The last check that found ranks alike, up to rounding."""
         self.warn: Callable[[str], object] = _warn
         """The function that is called on the first rank with a warning."""
@@ -283,7 +284,7 @@ class Replicas:
                         if isinstance(moment, torch.Tensor):
                             yield spread, (slot, name), moment
 
-    def row(self) -> Row:
+    def row(self) -> list[int]:
         """Return a hash of what this rank holds of each spread; 0 where it holds nothing of it."""
         begun, device = time.perf_counter(), self._together.device
         self._digests = {spread: {} for spread in self._chains}
@@ -293,7 +294,7 @@ class Replicas:
         for digests in self._digests.values():
             salts = torch.tensor([stream(0, " ".join(key)) for key in digests], dtype=torch.int64, device=device)
             row.append(bits(0, torch.stack([*digests.values()]) ^ salts).sum() if digests else salts.sum())
-        numbers = torch.stack(row).tolist()  # the exchange waits for the device anyway
+        numbers: list[int] = torch.stack(row).tolist()  # the exchange waits for the device anyway
         self._seconds = time.perf_counter() - begun
         return numbers
 
@@ -319,14 +320,14 @@ class Replicas:
             self.warn(self._warning(worst, count))
         self._warned |= {difference.key for difference in worst}
         self._together.passenger = None
-        self.last = Checked(self._step, share, self._seconds + time.perf_counter() - begun)
+        self.last = ReplicaCheck(self._step, share, self._seconds + time.perf_counter() - begun)
 
     # ---- tensors
 
-    def _differences(self, pairs: Sequence[tuple[Spread, tuple[int, int], int]]) -> tuple[int, list[Difference]]:
+    def _differences(self, pairs: Sequence[tuple[Spread, tuple[int, int], int]]) -> tuple[int, list[ReplicaDifference]]:
         """Compare the tensors of pairs of ranks whose hashes differ. Return, on every rank, the number of tensors that
         differ on two ranks, and the worst of them."""
-        together, mine = self._together, list[Difference]()
+        together, mine = self._together, list[ReplicaDifference]()
         try:
             with together.doing("the comparison of what ranks hold alike", self._state):
                 for parity in (0, 1):  # a rank has one pair at a time, and all pairs come in one order: none waits
@@ -340,7 +341,7 @@ class Replicas:
             ) from error
         return sum(count for count, _ in rows), _worst(each for _, part in rows for each in part)
 
-    def _compare(self, spread: Spread, pair: tuple[int, int]) -> list[Difference]:
+    def _compare(self, spread: Spread, pair: tuple[int, int]) -> list[ReplicaDifference]:
         """Compare the tensors of two ranks. The first one sends hashes, then the tensors whose hash the second one,
         which returns the differences, asks for."""
         first, second = pair
@@ -359,9 +360,9 @@ class Replicas:
         dist.send_object_list([comparable], first)
         return [self._difference(key, pair, tensors[key] if key in comparable else None) for key in unlike]
 
-    def _difference(self, key: Key, pair: tuple[int, int], tensor: torch.Tensor | None) -> Difference:
+    def _difference(self, key: Key, pair: tuple[int, int], tensor: torch.Tensor | None) -> ReplicaDifference:
         """Receive the first rank's tensor piece by piece, and return the difference of the second rank's."""
-        difference = Difference(key, pair)
+        difference = ReplicaDifference(key, pair)
         if tensor is None:
             return difference
         for piece in tensor.reshape(-1).split(_PIECE):
@@ -382,7 +383,7 @@ class Replicas:
 
     # ---- words
 
-    def _refusal(self, worst: Sequence[Difference], hashes: Mapping[Spread, Sequence[int]]) -> RunError:
+    def _refusal(self, worst: Sequence[ReplicaDifference], hashes: Mapping[Spread, Sequence[int]]) -> RunError:
         """Return the error of ranks that are further apart than rounding."""
         first, *others = (difference for difference in worst if difference.share > 1)
         notes = [str(other) for other in others if other.key != first.key]
@@ -399,7 +400,7 @@ class Replicas:
         )
         return RunError(REPLICAS_DIFFER, f"after step {self._step}, {first}", help_, notes)
 
-    def _odd_ones(self, difference: Difference, hashes: Mapping[Spread, Sequence[int]]) -> Iterator[str]:
+    def _odd_ones(self, difference: ReplicaDifference, hashes: Mapping[Spread, Sequence[int]]) -> Iterator[str]:
         """Yield which ranks most others contradict."""
         spread = self._spread_of(difference.key)
         for chain in self._chains[spread]:
@@ -412,7 +413,7 @@ class Replicas:
     def _spread_of(self, key: Key) -> Spread:
         return self._spreads.get(key) or self._spreads["parameter", key[1]]
 
-    def _warning(self, worst: Sequence[Difference], count: int) -> str:
+    def _warning(self, worst: Sequence[ReplicaDifference], count: int) -> str:
         """Return the warning of ranks that are apart by rounding."""
         more = f", and so do {count - 1:,} more" if count > 1 else ""
         return (
@@ -429,7 +430,7 @@ def _received(rank: int) -> Any:
     return box[0]
 
 
-def _worst(differences: Iterable[Difference]) -> list[Difference]:
+def _worst(differences: Iterable[ReplicaDifference]) -> list[ReplicaDifference]:
     """Return the differences that a message names, the largest first."""
     return sorted(differences, key=lambda each: (-each.share, -each.apart, each.key, each.ranks))[:_SHOWN]
 

@@ -191,7 +191,7 @@ class Session:
 
         Raises:
             RunError: on every rank: a batch is not one of the plan's, the ranks did not give one batch, the data cannot
-                be read, or an earlier error left a step.
+                be read, an earlier error left a step, or ranks hold different numbers of one tensor.
         """
         self._check_trains()
         self._begun = clock()
