@@ -255,6 +255,7 @@ class Replicas:
         """Note that all ranks have read a checkpoint, which is after this step."""
         self._step = self._agreed = step
         self._rate, self.last, self._together.passenger = 0.0, None, None
+        self._warned.clear()
         self.saved(path, step)
 
     # ---- hashes
