@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-torch check fuzz bench bench-pipelines bench-batches bench-data bench-checkpoints bench-memory bench-peaks bench-experts bench-context bench-kept bench-fit bench-sequence bench-gpu build-time figures families goldens goldens-update outside docs wheel planted-bugs executed soak clean
+.PHONY: help demo test test-torch check fuzz bench bench-pipelines bench-batches bench-replicas bench-data bench-checkpoints bench-memory bench-peaks bench-experts bench-context bench-kept bench-fit bench-sequence bench-gpu build-time figures families goldens goldens-update outside docs wheel planted-bugs executed soak clean
 
 # The first Python of at least 3.11; choose another with `make test PYTHON=…`.
 PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13 python3.14; do \
@@ -25,6 +25,7 @@ help:
 	@echo "make bench   step times beside DDP, DTensor and the plain module, in turn in one run"
 	@echo "make bench-pipelines  a pipeline beside torch's own, and what stages keep for backward"
 	@echo "make bench-batches  what it takes of a step to find out whether all ranks gave one batch"
+	@echo "make bench-replicas what it takes of a step to find out whether ranks still hold the same weights"
 	@echo "make bench-data     how long a step waits for its data: tokens mapped into memory"
 	@echo "make bench-checkpoints  seconds and memory of saving and restoring 1.1 B parameters in parts, beside torch's own"
 	@echo "make bench-memory   the largest model that trains inside a memory limit: plain, ZeRO 3, out of files"
@@ -131,6 +132,9 @@ bench-gpu: $(READY)
 
 bench-batches: $(READY)
 	$(PY) -m benchmarks.batches
+
+bench-replicas: $(READY)
+	$(PY) -m benchmarks.replicas
 
 bench-data: $(READY)
 	$(PY) -m benchmarks.data

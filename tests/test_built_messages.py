@@ -18,16 +18,19 @@ from torch._inductor import config
 
 import parc
 from parc.cli import main
+from parc.compiler.build.directory import read_build
 from parc.grammar.codes import code_pages
 from parc.grammar.diagnostics import render
 from parc.runtime.compare import first_check
 from parc.runtime.ranks import lockstep
 from parc.runtime.ranks.faults import RunError
+from parc.runtime.ranks.lockstep import Lockstep
 from parc.runtime.ranks.processes import DEVICE
+from parc.runtime.ranks.replicas import ReplicaDifference, Replicas
 from parc.runtime.session.one_build import difference, rank_facts
 from parc.runtime.state.checkpoint import target_held
-from parc.runtime.state.opening import open_build
-from tests.runtime.tiny import EVAL, EXAMPLES, FLAT, ONE, PLAN, TENSOR, batch, build
+from parc.runtime.state.opening import build_mesh, open_build
+from tests.runtime.tiny import DATA, EVAL, EXAMPLES, FLAT, ONE, PLAN, TENSOR, batch, build
 
 MODELS = (Path(__file__).parent / "message_models.txt").read_text()
 
@@ -245,6 +248,29 @@ def unlike(folder: Path) -> list[str]:
     return [render(error.diagnostic())]
 
 
+def drifts(folder: Path) -> list[str]:
+    """Return the messages of ranks that hold different numbers, before a checkpoint and after one."""
+    session = parc.load(build(folder, ONE, name="drifting"))
+    made = read_build(build(folder, DATA, name="both"))
+    roles = [made.role_at({"dp": rank}) for rank in range(2)]
+    together = Lockstep(0, 2, session.device)
+    replicas = Replicas(made, build_mesh(made), roles, together, session.state, session.optimizer)
+    apart = ReplicaDifference(("exp_avg", "embed.weight"), (0, 1), allowed=2.5e-7)
+    apart.compare(torch.tensor([0.5, 0.25, 0.0]), torch.tensor([0.5, 0.75, 1.0]))
+    said = []
+    for checkpoint in ("", "checkpoint"):
+        replicas.stepped(7)
+        if checkpoint:
+            replicas.saved(Path(checkpoint), 6)
+        with (
+            patch.object(Replicas, "_differences", lambda *_: (1, [apart])),
+            pytest.raises(RunError) as stopped,
+        ):
+            replicas.judge([[1] * 9, [2] * 9])
+        said.append(render(stopped.value.diagnostic()))
+    return ["\n\n".join(said)]
+
+
 def compiles(folder: Path) -> list[str]:
     """Return the messages of runs that cannot compile: without a compiler, and with one that fails."""
     broken = folder / "g++"
@@ -275,6 +301,7 @@ SCENES: dict[str, Callable[[Path], list[str]]] = {
     "P0417": unlike,
     "P0305 P0306": compiles,
     "P0430": checks_first,
+    "P0422": drifts,
 }  # fmt: skip
 OTHER = "`session.step`"
 """The call in which another rank is."""

@@ -97,6 +97,7 @@ MANIFEST_FORM: Form = {
         "buffer": (str, _NULL), "rate": _FLOAT
     }),
     "steps": (int, _NULL),
+    "replicas?": int,
     "aliases": Each(str),
     "parameters": Each(str),
     "padding": Each([FieldRow(int, 4)]),

@@ -32,6 +32,7 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
         **({"ranges": ranges} if ranges else {}),
         **({"budget": plan.budget.memory} if plan.budget is not None else {}),
         **({"offload": offload} if plan.offload else {}),
+        **({"replicas": plan.check.every} if plan.check is not None else {}),
         **({"evaluation": _evaluation_facts(plan.evaluation)} if plan.evaluation is not None else {}),
         "model": {"callable": plan.model.callable, "arguments": dict(plan.model.values)},
         "inputs": input_facts(plan),
@@ -104,7 +105,7 @@ def plan_faults(manifest: Mapping[str, Any], plan: Plan) -> list[Fault]:
     faults = [fact_fault(f"`{key}` is no fact of a build") for key in sorted(manifest.keys() - known)]
     faults += unlike(
         manifest,
-        {"ranges": None, "budget": None, "offload": None, "views": None, "evaluation": None, **plan_facts(plan)},
+        {**dict.fromkeys(("ranges", "budget", "offload", "replicas", "views", "evaluation")), **plan_facts(plan)},
         "plan says",
         _PARTS,
     )

@@ -23,6 +23,7 @@ _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, the usual increment of a W
 _MIX_1 = 0xBF58476D1CE4E5B9  # Stafford's variant 13 of the MurmurHash3 finalizer, as in SplitMix64
 _MIX_2 = 0x94D049BB133111EB
 _BLOCK = 1 << 15  # elements of one pass on a CPU: in the cache, and too few for torch to wake a second thread
+_DEVICE_BLOCK = 1 << 21  # elements of one pass of a hash on a GPU: its temporaries stay below 64 MiB
 
 
 def stream(seed: int, name: str, step: int = 0, microbatch: int = 0) -> int:
@@ -110,16 +111,16 @@ def digest(tensor: Tensor) -> Tensor:
     Every eight bytes are mixed together with their place, and the results are added modulo 2**64.
     """
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    rest = -flat.numel() % 8
-    if rest or flat.storage_offset() % 8:
-        flat = torch.cat([flat, flat.new_zeros(rest)])
-    every = flat.view(torch.int64)
-    size = _BLOCK if every.device.type == "cpu" else max(1, every.numel())
-    places = torch.arange(min(size, every.numel()), device=every.device).mul_(_signed(_MIX_2))
-    total = torch.zeros((), dtype=torch.int64, device=every.device)
-    for start in range(0, every.numel(), size):
-        part = every[start : start + size]
-        total += _bits(0, (part + _signed(start * _MIX_2)).add_(places[: part.numel()])).sum()
+    size = _BLOCK if flat.device.type == "cpu" else _DEVICE_BLOCK
+    places = torch.arange(min(size, -(-flat.numel() // 8)), device=flat.device).mul_(_signed(_MIX_2))
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for start in range(0, flat.numel(), 8 * size):
+        part = flat[start : start + 8 * size]
+        rest = -part.numel() % 8
+        if rest or part.storage_offset() % 8:
+            part = torch.cat([part, part.new_zeros(rest)])
+        words = part.view(torch.int64)
+        total += _bits(0, (words + _signed(start // 8 * _MIX_2)).add_(places[: words.numel()])).sum()
     return total
 
 

@@ -27,6 +27,7 @@ from .directives import directive, verbs
 from .directives.bucket import DEFAULT as BUCKET
 from .directives.bucket import Bucket
 from .directives.budget import Budget
+from .directives.check import Check
 from .directives.compress import Compress
 from .directives.context import Context
 from .directives.data import Data
@@ -92,6 +93,7 @@ class Plan:
     ema: Ema | None = of_lines(lambda lines: lines.one(Ema))
     seed: int = of_lines(lambda lines: line.value if (line := lines.one(SeedLine)) else 0)
     steps: int | None = of_lines(lambda lines: line.value if (line := lines.one(Steps)) else None)
+    check: Check | None = of_lines(lambda lines: lines.one(Check))
     mesh: Mesh = of_lines(lambda lines: lines.mesh)
     microbatches: int = of_lines(lambda lines: line.microbatches if (line := lines.one(Schedule)) else 1)
     accumulate: str = of_lines(lambda lines: line.accumulate if (line := lines.one(Schedule)) else "fp32")

@@ -28,6 +28,8 @@ class OptimizerRow:
     """The names of its state that are one number, with their first values."""
     fused: bool = False
     """True where torch updates all parameters in one kernel, which parc then takes."""
+    moves_by_rate: bool = True
+    """True where an update moves an entry by about the learning rate, however small its gradient is."""
     eps: float = 1e-8
     weight_decay: float = 0.0
 
@@ -44,7 +46,7 @@ OPTIMIZERS: dict[str, OptimizerRow] = {
     ),
     "sgd": OptimizerRow(
         torch_class="SGD", clauses=("momentum", "nesterov"), arguments={"dampening": float}, tensors=(), numbers={},
-        optional={"momentum_buffer": "momentum"},
+        optional={"momentum_buffer": "momentum"}, moves_by_rate=False,
     ),
     "adam": OptimizerRow(
         torch_class="Adam", arguments={"amsgrad": bool}, optional={"max_exp_avg_sq": "amsgrad"}, fused=True
@@ -60,7 +62,7 @@ OPTIMIZERS: dict[str, OptimizerRow] = {
     ),
     "adadelta": OptimizerRow(
         torch_class="Adadelta", clauses=("eps",), arguments={"rho": float}, tensors=("square_avg", "acc_delta"),
-        eps=1e-6,
+        eps=1e-6, moves_by_rate=False,
     ),
     "rmsprop": OptimizerRow(
         torch_class="RMSprop", clauses=("eps", "momentum"), arguments={"alpha": float, "centered": bool},

@@ -15,6 +15,7 @@ from typing import Any, Self, final
 import torch
 
 from ...compiler.build.build import Build
+from ...grammar.codes import REPLICAS_DIFFER
 from ..compare.first_check import CheckOutcome
 from ..observe.observer import Observe, Observer
 from ..ranks.faults import RunError, writing
@@ -92,6 +93,7 @@ def train(session: Session, options: Options, checked: CheckOutcome | None = Non
         observer = stack.enter_context(
             Observer(session, options.observe, options.steps, run_facts(session, checked), resumed)
         )
+        session.replicas.warn = lambda text: observer.say(f"warning: {text}")
         observer.say(*([] if checked is None else [checked.text()]), *_start_notes(session, options))
         started, watch = session.step_number, LoadWatch(planned_load(session.build))
         saved = session.step_number if options.resume == options.save else -1
@@ -102,9 +104,9 @@ def train(session: Session, options: Options, checked: CheckOutcome | None = Non
                 if options.eval_every and report.step % options.eval_every == 0:
                     evaluated = {EVAL_LOSS: session.evaluation.mean(session.state)}
                     report = replace(report, metrics={**report.metrics, **evaluated})
+                rows = session.exchange([stop.signal, *observer.row(report)])
             except RunError as error:
                 raise _with_save(session, options.save, error, max(saved, started)) from error
-            rows = session.exchange([stop.signal, *observer.row(report)])
             asked = max(row[0] for row in rows)
             observer.note(
                 report, [row[1:] for row in rows], _step_notes(session, report, watch, report.step == started + 1)
@@ -175,8 +177,9 @@ def _start_notes(session: Session, options: Options) -> Iterator[str]:
 
 def _with_save(session: Session, folder: Path | None, error: RunError, saved: int) -> RunError:
     """Save the state after the last complete step, and return the error of a step or its evaluation with a note on
-    that. ``saved`` is the step of the last checkpoint, or of the run's start."""
-    if session.step_number == saved:
+    that. ``saved`` is the step of the last checkpoint, or of the run's start. A state in which ranks differ is not
+    saved."""
+    if session.step_number == saved or error.code is REPLICAS_DIFFER:
         return error
     if folder is None:
         note = f"the state after step {session.step_number} was not saved: there is no `--save`"

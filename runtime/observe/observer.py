@@ -307,6 +307,8 @@ class Observer:
     def note(self, report: StepReport, rows: Sequence[Sequence[int]], notes: Iterable[str] = ()) -> None:
         """Write and show a step, from the rows of all ranks, with lines about it that are always shown."""
         figures = self._meter.figures(report, self._step_s, rows)
+        if (checked := self._session.replicas.last) is not None and checked.step == report.step:
+            figures |= {"replicas_apart": checked.apart, "replicas_s": checked.seconds}
         for writer in list(self._writers):
             try:
                 writer.step(report.step, **figures)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar, cast, final
+from typing import Protocol, TypeVar, cast, final
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,18 @@ from .work import RankState
 _CallResult = TypeVar("_CallResult")
 Row = Sequence[int | torch.Tensor]
 """The numbers that a rank tells the others; some may be int64 scalar tensors."""
+
+
+class Passenger(Protocol):
+    """A row of numbers that goes along with the next exchange, whatever it is for."""
+
+    def row(self) -> Row:
+        """Return this rank's row, which is as long as that of every other rank."""
+
+    def judge(self, rows: Sequence[Sequence[int]]) -> None:
+        """Take every rank's row, in rank order. It may communicate, and raises the same error on all ranks."""
+
+
 RESTORE = "session.restore"
 """The call that makes ranks equal again, whatever each did before."""
 _ALIKE = "all ranks must call the same methods in the same order: remove conditions such as `if rank == 0:`"
@@ -42,6 +54,8 @@ class Lockstep:
         """The block that this rank is in, and the steps that it has done, in words that must be the same on all
         ranks."""
         self.stepped(0)
+        self.passenger: Passenger | None = None
+        """The row that goes along with every exchange but that of a restored checkpoint, until it takes itself away."""
         self._left = ""
         """The name of collective work that an error ended on this rank; "" if there is none."""
 
@@ -104,6 +118,9 @@ class Lockstep:
             self._left = "what ranks make by themselves" if self.world > 1 else ""
             raise
         before = "" if call == RESTORE else " ".join(filter(None, (self._done, self.inside)))
+        passenger = None if call == RESTORE else self.passenger
+        along = () if passenger is None else passenger.row()
+        own, row = len(row), [*row, *along]
         head = [zlib.crc32(call.encode()), zlib.crc32(before.encode()), int(fault is not None)]
         rows = self._exchange(call, [*head, *row])
         if len({other[0] for other in rows}) > 1:
@@ -115,7 +132,9 @@ class Lockstep:
         for begin in range(_TOGETHER - _HEAD, len(row), _TOGETHER):
             more = self._exchange(call, row[begin:])
             rows = [[*first, *others] for first, others in zip(rows, more, strict=True)]
-        return cast(_CallResult, result), [other[_HEAD : _HEAD + len(row)] for other in rows]
+        if passenger is not None:
+            passenger.judge([other[_HEAD + own : _HEAD + len(row)] for other in rows])
+        return cast(_CallResult, result), [other[_HEAD : _HEAD + own] for other in rows]
 
     def _exchange(self, call: str, row: Row) -> list[list[int]]:
         """Exchange the first part of rows: the same count of numbers for each call, so that different calls match.

@@ -40,6 +40,7 @@ from ..ranks.faults import Bad, RunError, Watcher, bad_number, bad_tensor, writi
 from ..ranks.gather import Gatherer, everywhere, held, keepers_of, owners_of
 from ..ranks.lockstep import Lockstep
 from ..ranks.processes import default_device, place
+from ..ranks.replicas import Replicas
 from ..ranks.waits import Recorder, clock, clock_offset, write_trace
 from ..ranks.work import Batch, RankState, StepReport, StepResult, consume
 from ..state.initial import Initial
@@ -148,6 +149,7 @@ class Session:
         self.optimizer = self.offloaded.make_optimizer(self.state.parameters)
         self._batches = Batches(self._by_sizes, self.mesh, self._together)
         self._files = StateFiles(stored_of(build), self.mesh, self._together, [role.name for role in ranks])
+        self.replicas = Replicas(build, self.mesh, ranks, self._together, self.state, self.optimizer)
         self._repeating: Stepper | None = None
         self._last_batch: tuple[AtSizes, LocalParts, dict[str, torch.Tensor]] = (self._by_sizes(), [], {})
 
@@ -215,7 +217,7 @@ class Session:
 
         Raises:
             RunError: on every rank: a batch is not one of the plan's, the ranks did not give one batch, the data cannot
-                be read, or an earlier error left a step.
+                be read, an earlier error left a step, or ranks hold different numbers of one tensor.
         """
         self._check_trains()
         return self.run_step(batch, local)
@@ -259,6 +261,7 @@ class Session:
                 update(self.optimizer, line, step, trained, result.gradients, result.grad_norm, lr, units)
         self.state.steps.update(state_after(result.state, skipped))
         self.step_number = self._together.stepped(step, float(lr))
+        self.replicas.stepped(step)
         return self._report(loss, norm, float(lr), result.metrics, skipped)
 
     def _report(
@@ -438,11 +441,14 @@ class Session:
         Collective: every rank calls it, and reaches the folder. A complete checkpoint replaces an older one.
 
         Raises:
-            RunError: on every rank: ``path`` holds something else, or cannot be written.
+            RunError: on every rank: ``path`` holds something else, or cannot be written; or ranks hold different
+                numbers of one tensor.
         """
         self._check_trains()
+        self.replicas.due()
         facts = checkpoint_facts(self.build, self.feed.facts(self.step_number), changed_state(self.state.steps))
         self._files.save(Path(path), self.state, self.optimizer, facts)
+        self.replicas.saved(Path(path), self.step_number)
 
     def check_save(self, path: Path | str) -> None:
         """Check that all ranks reach the folder in which they will save.
@@ -472,6 +478,7 @@ class Session:
         )
         if self.build.trains:
             self.step_number = self._together.stepped(self.feed.go_on(facts))
+            self.replicas.restored(Path(path), self.step_number)
 
 
 def _same_values(first: torch.Tensor, second: torch.Tensor) -> bool:
