@@ -20,39 +20,27 @@ from typing import Any
 from parc.build import build as build_checked
 from parc.compiler.build.directory import read_build
 from parc.runtime.compare.first_check import first_check
-from tests.planted_builds import ROOT
+from tests.planted_builds import PLANS, ROOT
 from tests.runtime.ranks import run_ranks
-from tests.runtime.tiny import BOTH, DATA, EXAMPLES, FLAT, PLAN
+from tests.runtime.tiny import BOTH, DATA, FLAT, PLAN
 
 LOOKED_AT = ("runtime/backends", "runtime/machine", "runtime/state/optimizer.py")
-WAYS = {
-    "dp, tp, zero 1, bf16": (4, FLAT + BOTH + "zero 1 over dp\nprecision bf16\nema 0.9\n"),
-    "zero 3, prefetch": (2, FLAT + DATA + "zero 3 over dp\nprefetch 1\n"),
-    "one rank, fp16": (1, FLAT + "precision fp16 loss_scale dynamic\n"),
-    "int8": (2, FLAT + DATA + "compress gradients over dp using int8\n"),
-    "two levels": (4, FLAT + DATA.replace("dp=2", "dp=4") + "node 2\nhierarchical over dp\n"),
-    "stages": (
-        2,
-        PLAN.replace("schedule  microbatches 2\n", "")
-        + "mesh pp=2\nstage before blocks.1 over pp\nschedule 1f1b microbatches 2\n",
-    ),
-    "offload": (1, FLAT + "offload optimizer to cpu\noffload parameters to cpu\n"),
-}
-"""Plans of the example's GPT, with the number of their ranks."""
-OTHERS = {
-    "ring": (2, "tests", "context_models.py", """\
-model "./context_models.py:Net" (p=0.3, layers=1)
-input tokens int64 [B, S]
-input document int64 [B, S]
-input targets int64 [B, S]
-sizes B=2, S=24
-loss cross_entropy(output, targets)
-optimizer sgd lr 0.1
-mesh cp=2
-context blocks.* dim S over cp using zigzag
-"""),
+GPT_PLANS = {
+    "dp, tp, zero 1, bf16": FLAT + BOTH + "zero 1 over dp\nprecision bf16\nema 0.9\n",
+    "zero 3, prefetch": FLAT + DATA + "zero 3 over dp\nprefetch 1\n",
+    "one rank, fp16": FLAT + "precision fp16 loss_scale dynamic\n",
+    "int8": FLAT + DATA + "compress gradients over dp using int8\n",
+    "two levels": FLAT + DATA.replace("dp=2", "dp=4") + "node 2\nhierarchical over dp\n",
+    "stages": PLAN.replace("schedule  microbatches 2\n", "") + "mesh pp=2\nstage before blocks.1 over pp\n"
+    "schedule 1f1b microbatches 2\n",
+    "optimizer in files": FLAT + 'offload optimizer to "offloaded"\n',
 }  # fmt: skip
-"""Plans of other models: the folder and the file of each, and its text."""
+"""Plans of the example's GPT."""
+COMPILED = "dp, tp, zero 1, bf16"
+"""The plan that is run with ``--compile`` too."""
+ALL = {name: ("examples", text) for name, text in GPT_PLANS.items()} | PLANS
+
+
 NOT_EXECUTED: dict[str, str] = {}
 """The functions that nothing executes here, by file and name, with the reason."""
 
@@ -121,18 +109,17 @@ def check_ranks(folder: str, compile: bool) -> set[tuple[str, str]]:
 
 def called(show: Callable[[str], None]) -> set[tuple[str, str]]:
     """Return the functions that builds and first checks of all plans call."""
-    plans = {name: (world, EXAMPLES / "gpt.py", text) for name, (world, text) in WAYS.items()}
-    plans |= {name: (world, ROOT / folder / file, text) for name, (world, folder, file, text) in OTHERS.items()}
     codes = set[tuple[str, str]]()
-    for name, (world, model, text) in plans.items():
+    for name, (folder, text) in ALL.items():
         with TemporaryDirectory() as scratch:
-            folder = Path(scratch)
-            (folder / model.name).write_text(model.read_text())
-            (folder / "plan.parc").write_text(text)
+            plan, path = Path(scratch) / "plan.parc", Path(scratch) / "build"
+            (plan.parent / "samples.py").write_text(Path(__file__).read_text())  # of `data bytes "*.py"`
+            plan.write_text(text.replace('"./', f'"{ROOT / folder}/'))
             with executed(codes):
-                build_checked(folder / "plan.parc", folder / "build", {})
-            for compiled in (False, True) if name == "dp, tp, zero 1, bf16" else (False,):
-                for of_rank in run_ranks(check_ranks, world, str(folder / "build"), compiled, wait_s=240):
+                build_checked(plan, path, {})
+            world = read_build(path).mesh.world
+            for compiled in (False, True) if name == COMPILED else (False,):
+                for of_rank in run_ranks(check_ranks, world, str(path), compiled, wait_s=240):
                     codes |= of_rank
         show(f"{name}: {len(codes)} functions")
     return codes
