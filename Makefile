@@ -143,8 +143,7 @@ bench-checkpoints: $(READY)
 	$(PY) -m benchmarks.checkpoint_shards
 
 build-time: $(READY)
-	$(PY) benchmarks/small_build_time.py
-	$(PY) benchmarks/build_time.py
+	$(PY) -m benchmarks.build_time
 
 figures: $(READY)
 	$(PY) -m benchmarks.figures

@@ -1,8 +1,16 @@
-"""Time and memory of building Llama 3 8B over layers and over ranks: a table, and ``build_time.svg``."""
+"""``make build-time``: what builds take.
+
+First processor seconds: of ``examples/gpt.parc`` beside torch exporting one linear layer, in turn; and of each line of
+a model whose layers do not repeat. Then time and memory of Llama 3 8B over layers and over ranks: a table, and
+``build_time.svg``. ``python -m benchmarks.build_time TIMES`` builds each of those so many times, 0 for none.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -10,37 +18,70 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from benchmarks.command import command
+from benchmarks.turns import ONE_THREAD, ROOT
+
 PICTURE = Path(__file__).with_suffix(".svg")
 LAYERS = (2, 4, 8, 16, 32)
 RANKS = (1, 8, 64, 512, 4096, 16384)
 SHAPE = (32, 64)  # layers and ranks of the one where the other varies
+_LINEAR = "import torch; torch.export.export(torch.nn.Linear(4, 4), (torch.randn(2, 4),))"
+_LINE = re.compile(r"^    \S.* = (?:aten|parc)\.", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of one build in a process of its own: wall and processor seconds, and the most memory it held, in GB."""
+    """The cost of a process: wall and processor seconds, and the most memory it held, in GB."""
 
     wall: float
     cpu: float
     memory: float
 
 
-def measure(layers: int, ranks: int, out: Path) -> Cost:
-    """Measure the cost of one build with every check. Up to 8 ranks are all of tensor parallelism."""
-    tp = min(ranks, 8)
-    words = ["build", "examples/llama3-8b.parc", "-o", str(out)]
-    for define in (f"layers={layers}", f"dp={ranks // tp}", f"tp={tp}"):
-        words += ["-D", define]
+def cost(*words: str, environment: dict[str, str] | None = None) -> Cost:
+    """Measure a Python process with its children, which must end well."""
     start = time.perf_counter()
     process = subprocess.Popen(
-        [sys.executable, "-m", "parc", *words], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        [sys.executable, *words], cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     _, status, usage = os.wait4(process.pid, 0)
     wall = time.perf_counter() - start
     if status:
-        sys.exit(f"parc {' '.join(words)} failed")
+        sys.exit(f"{' '.join(words)} failed")
     return Cost(wall, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1e6)
+
+
+def beside_export(times: int, folder: Path) -> None:
+    """Print the processor seconds of a build, and those of importing torch and exporting one linear layer."""
+    environment = {**os.environ, **ONE_THREAD}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # a package that is installed has its bytecode
+    build, ratios = ("-m", "parc", "build", "examples/gpt.parc", "-o", str(folder / "gpt")), []
+    cost(*build, environment=environment)  # which writes the bytecode
+    for _ in range(times):
+        building, exporting = (cost(*words, environment=environment).cpu for words in (build, ("-c", _LINEAR)))
+        ratios.append(building / exporting)
+        print(f"examples/gpt.parc {building:6.1f} s    one linear layer {exporting:6.1f} s    {ratios[-1]:5.2f}")
+    print(f"of {times}: median ratio {statistics.median(ratios):.2f}, minimum {min(ratios):.2f}")
+
+
+def not_repeated(folder: Path) -> None:
+    """Print the cost of DenseNet-121 by the parts of a build, and for each operator of its programs."""
+    words = ["-m", "parc", "build", "benchmarks/dense.parc", "-o", str(folder / "dense"), "--json"]
+    environment = {**os.environ, **ONE_THREAD}
+    ended = subprocess.run([sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, check=True)
+    programs = (folder / "dense" / "programs").glob("*.py")
+    operators = sum(len(_LINE.findall(path.read_text())) for path in programs)
+    seconds = json.loads(ended.stdout)["seconds"]
+    print(f"DenseNet-121, whose layers do not repeat: {operators:,} lines of programs")
+    for part in ("capture", "passes", "checks"):
+        print(f"  {part:8} {seconds[part]:7.1f} s, {1000 * seconds[part] / operators:6.2f} ms a line")
+
+
+def measure(layers: int, ranks: int, out: Path) -> Cost:
+    """Measure one build with every check. Up to 8 ranks are all of tensor parallelism."""
+    tp = min(ranks, 8)
+    words = ["-m", "parc", "build", "examples/llama3-8b.parc", "-o", str(out)]
+    return cost(*words, "-D", f"layers={layers}", "-D", f"dp={ranks // tp}", "-D", f"tp={tp}")
 
 
 def best(times: int) -> dict[tuple[int, int], Cost]:
@@ -89,8 +130,13 @@ def draw(costs: dict[tuple[int, int], Cost]) -> None:
     figure.savefig(PICTURE, metadata={"Date": None})
 
 
-def main(times: int) -> None:
+def main(times: int = 1) -> None:
     """Measure, print and draw."""
+    with tempfile.TemporaryDirectory() as folder:
+        beside_export(3, Path(folder))
+        not_repeated(Path(folder))
+    if not times:
+        return
     costs = best(times)
     layer = (costs[SHAPE].cpu - costs[LAYERS[0], SHAPE[1]].cpu) / (SHAPE[0] - LAYERS[0])
     ranks = costs[SHAPE[0], RANKS[-1]].cpu / costs[SHAPE].cpu
@@ -100,4 +146,4 @@ def main(times: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 1)
+    command(main)

@@ -10,12 +10,8 @@ above what it was before the call, the largest of all ranks. All sides sync what
 from __future__ import annotations
 
 import ctypes
-import json
-import os
 import shutil
 import statistics
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,29 +22,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.turns import LAUNCHED, ROOT
+import parc
+from benchmarks.command import Table, command
+from benchmarks.sides import BUILDS, built, kernel_bytes
+from benchmarks.turns import ROOT, Side, run
+from parc.compiler.layout.placement import Split, parse_type
+from parc.runtime.state.opening import build_mesh, open_build
 
 PLAN = ROOT / "benchmarks" / "checkpoint_shards.parc"
-BUILD = ROOT / "build" / "bench" / "checkpoint-shards"
 SIDES = ("parc", "torch FileSystem", "torch HuggingFace")
 RANKS = 4
 
 
 def anonymous_bytes() -> int:
     """Return the bytes of this process's anonymous memory, that of shared memory included."""
-    lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
-    return sum(int(words[1]) << 10 for words in lines if words[0] in ("RssAnon:", "RssShmem:"))
-
-
-def free_bytes() -> int:
-    """Return the memory that processes can still have, what the system can free included."""
-    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
-    return next(int(words[1]) << 10 for words in lines if words[0] == "MemAvailable:")
+    return kernel_bytes("/proc/self/status", "RssAnon", "RssShmem")
 
 
 @contextmanager
 def watched(figures: dict[str, float]) -> Iterator[None]:
-    """Measure the seconds of a block on all ranks, and the largest growth of anonymous memory in it."""
+    """Measure the seconds of a block on all ranks, and the growth of this rank's anonymous memory in it."""
     ctypes.CDLL(None).malloc_trim(0)  # or the call would take memory that was freed before, and seem to need none
     before, most, over = anonymous_bytes(), 0, threading.Event()
 
@@ -66,16 +59,16 @@ def watched(figures: dict[str, float]) -> Iterator[None]:
     figures["seconds"] = time.perf_counter() - start
     over.set()
     watcher.join()
-    grown = torch.tensor(max(most, anonymous_bytes()) - before)
-    dist.all_reduce(grown, dist.ReduceOp.MAX)
-    figures["grown"] = float(grown)
+    figures["grown"] = max(most, anonymous_bytes()) - before
 
 
-def parc_calls(folder: Path) -> tuple[list[torch.Tensor], Callable[[], None], Callable[[], None]]:
+Calls = tuple[list[torch.Tensor], Callable[[], object], Callable[[], object]]
+"""The tensors of a state, its save and its restore."""
+
+
+def parc_calls(build: Path, folder: Path) -> Calls:
     """Return the state of a session as if it had done a step, and its save and restore."""
-    import parc
-
-    session = parc.load(BUILD)
+    session = parc.load(build)
     for parameter in session.state.parameters.values():
         slots = {slot: torch.rand_like(parameter) for slot in ("exp_avg", "exp_avg_sq")}
         session.optimizer.state[parameter] = {"step": torch.tensor(1.0), **slots}
@@ -87,20 +80,15 @@ def parc_calls(folder: Path) -> tuple[list[torch.Tensor], Callable[[], None], Ca
     )
 
 
-def torch_calls(side: str, folder: Path) -> tuple[list[torch.Tensor], Callable[[], None], Callable[[], None]]:
+def torch_calls(side: str, build: Path, folder: Path) -> Calls:
     """Return the same pieces as distributed tensors, and their save and load by torch."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 
-    from parc.compiler.layout.placement import Split, parse_type
-    from parc.runtime.ranks.processes import join_processes
-    from parc.runtime.state.opening import build_mesh, open_build
-
-    join_processes(torch.device("cpu"))
-    build = open_build(BUILD)
-    mesh, ranks = build_mesh(build), init_device_mesh("cpu", (RANKS,))
+    opened = open_build(build)
+    mesh, ranks = build_mesh(opened), init_device_mesh("cpu", (RANKS,))
     state: dict[str, Any] = {}
-    for name, text in build.manifest["parameters"].items():
+    for name, text in opened.manifest["parameters"].items():
         type_ = parse_type(text, mesh)
         kind = type_.placement["dp"]
         place = [Shard(kind.dim) if isinstance(kind, Split) else Replicate()]
@@ -114,20 +102,15 @@ def torch_calls(side: str, folder: Path) -> tuple[list[torch.Tensor], Callable[[
         reader = dcp.HuggingFaceStorageReader(str(folder))
     return (
         [value.to_local() for value in state.values()],
-        lambda: void(dcp.save(state, storage_writer=writer)),
+        lambda: dcp.save(state, storage_writer=writer),
         lambda: dcp.load(state, storage_reader=reader),
     )
 
 
-def void(_: object) -> None:
-    """Drop a value."""
-
-
-def worker(side: str, folder: Path) -> None:
-    """Run one rank of a side: a save, zeros, and a restore that brings the numbers back."""
-    torch.set_num_threads(1)
-    tensors, save, restore = parc_calls(folder) if side == "parc" else torch_calls(side, folder)
-    held = torch.tensor(sum(value.numel() * value.element_size() for value in tensors))
+def worker(side: str, build: Path, folder: Path) -> dict[str, Any]:
+    """Run one rank of a side: a save, zeros, and a restore that brings the numbers back. Return what each took, and the
+    bytes that this rank holds."""
+    tensors, save, restore = parc_calls(build, folder) if side == "parc" else torch_calls(side, build, folder)
     sums = [float(value.sum(dtype=torch.float64)) for value in tensors]
     figures: dict[str, dict[str, float]] = {"save": {}, "restore": {}}
     with watched(figures["save"]):
@@ -137,57 +120,43 @@ def worker(side: str, folder: Path) -> None:
     with watched(figures["restore"]):
         restore()
     assert [float(value.sum(dtype=torch.float64)) for value in tensors] == sums
-    dist.all_reduce(held, dist.ReduceOp.MAX)
-    if dist.get_rank() == 0:
-        print(json.dumps({**figures, "held": float(held)}), flush=True)
-    dist.barrier()
-    os._exit(0)  # as in benchmarks/peers.py
+    return {**figures, "held": sum(value.nbytes for value in tensors)}
 
 
-def measured(side: str) -> dict[str, Any]:
-    """Run the ranks of one side, and return what was measured."""
-    folder = ROOT / "build" / "bench" / "checkpoint"
+def measured(side: str, build: Path) -> dict[str, Any]:
+    """Run the ranks of one side. Return the seconds of the first, and the most memory and bytes of any."""
+    folder = BUILDS / "checkpoint"
     shutil.rmtree(folder, ignore_errors=True)
-    ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}"]
-    script = ["-m", "benchmarks.checkpoint_shards", "--worker", side, str(folder)]
-    command = [sys.executable, *ranks, *script]
-    done = subprocess.run(command, cwd=ROOT, check=True, env={**os.environ, **LAUNCHED}, stdout=subprocess.PIPE)
+    ranks = run(Side(worker, (side, build, folder), RANKS))
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     shutil.rmtree(folder)
-    return {**json.loads(done.stdout.decode().strip().splitlines()[-1]), "bytes": size}
+    figures = {call: {"seconds": ranks[0][call]["seconds"], "grown": max(rank[call]["grown"] for rank in ranks)}
+               for call in ("save", "restore")}  # fmt: skip
+    return {**figures, "held": max(rank["held"] for rank in ranks), "bytes": size}
 
 
-def main(words: list[str]) -> None:
-    """Build, run every side in turn, and print the table."""
-    times = int(words.pop(0)) if words[:1] and words[0].isdigit() else 3
-    command = [sys.executable, "-m", "parc", "build", str(PLAN), "-o", str(BUILD), *words]
-    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-    first = measured(SIDES[0])
+def main(times: int = 3, *values: str) -> None:
+    """Build with ``name=value`` words for the plan's ``let`` lines, run every side in turn, and print the table."""
+    build = built(BUILDS / "checkpoint-shards", PLAN, **dict(value.split("=") for value in values))
+    first = measured(SIDES[0], build)
     # That writer holds two copies of what it writes.
-    needs = RANKS * (3 * first["held"] + (400 << 20))
-    free = free_bytes()
+    needs, free = RANKS * (3 * first["held"] + (400 << 20)), kernel_bytes("/proc/meminfo", "MemAvailable")
     sides = SIDES if needs < free else SIDES[:-1]
-    rows_of = {side: [measured(side)] if side != SIDES[0] else [first] for side in sides}
-    for _ in range(times - 1):
-        for side in sides:
-            rows_of[side].append(measured(side))
-    print(f"{RANKS} ranks hold {first['held'] / 2**20:.0f} MiB each; median seconds of {times} turns, most memory")
-    print("| | save, s | grows by, MiB | restore, s | grows by, MiB | on disk, MiB |\n|---|---|---|---|---|---|")
+    rows_of = {side: [] if side != SIDES[0] else [first] for side in sides}
+    for turn in range(times):
+        for side in sides if turn else sides[1:]:
+            rows_of[side].append(measured(side, build))
+    print(f"{RANKS} ranks hold {first['held'] / 2**20:.0f} MiB each; median seconds of {times} turns, most memory\n")
+    table = Table("", "save, s", "grows by, MiB", "restore, s", "grows by, MiB", "on disk, MiB", names=17)
     for side, rows in rows_of.items():
-        cells = [
-            cell
-            for call in ("save", "restore")
-            for cell in (
-                f"{statistics.median(row[call]['seconds'] for row in rows):.2f}",
-                f"{max(row[call]['grown'] for row in rows) / 2**20:.0f}",
-            )
-        ]
-        print(f"| {side} | {' | '.join(cells)} | {rows[0]['bytes'] / 2**20:.0f} |")
+        cells = []
+        for call in ("save", "restore"):
+            cells.append(f"{statistics.median(row[call]['seconds'] for row in rows):.2f}")
+            cells.append(f"{max(row[call]['grown'] for row in rows) / 2**20:.0f}")
+        table.row(side, *cells, f"{rows[0]['bytes'] / 2**20:.0f}")
     if sides != SIDES:
         print(f"{SIDES[-1]}: left out, it takes {needs / 2**30:.0f} GiB, and {free / 2**30:.0f} GiB are free")
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--worker"]:
-        worker(sys.argv[2], Path(sys.argv[3]))
-    main(sys.argv[1:])
+    command(main)

@@ -7,77 +7,53 @@ that reading the same rows takes in the open, which a thread does meanwhile.
 
 from __future__ import annotations
 
-import os
-import statistics
-import subprocess
-import sys
-import time
 from pathlib import Path
+from statistics import median
 
 import numpy as np
-import torch
 
+import parc
+from benchmarks.command import command
 from benchmarks.peers import PLAN, VOCAB
-from benchmarks.turns import LAUNCHED, ROOT, WARM_UP
+from benchmarks.sides import BUILDS, Stopwatch, built, text_of
+from benchmarks.turns import WARM_UP, Side, run
 
 TOKENS = 100_000_000
 
 
-def worker(build: Path, times: int) -> None:
-    """Train, and print the table."""
-    import parc
-
-    torch.set_num_threads(1)
+def worker(build: Path, times: int) -> tuple[list[float], list[float], list[float]]:
+    """Train. Return the seconds of steps, those in which they wait for data, and those of reading rows alone."""
     session = parc.load(build)
-    read, inside = session.feed.read, 0.0
-
-    def timed(step: int, steps: int | None = None) -> object:
-        nonlocal inside
-        start = time.perf_counter()
-        part = read(step, steps)
-        inside += time.perf_counter() - start
-        return part
-
-    session.feed.read = timed  # type: ignore[assignment, method-assign]
-    steps, waits = [], []
-    for turn in range(WARM_UP + times):
-        inside, start = 0.0, time.perf_counter()
-        session.step()
-        if turn >= WARM_UP:
-            steps.append(time.perf_counter() - start)
-            waits.append(inside)
+    step, read = Stopwatch(session.step), Stopwatch(session.feed.read)
+    session.feed.read = read  # type: ignore[method-assign, assignment]
+    steps, waits, alone = list[float](), list[float](), list[float]()
+    for _ in range(WARM_UP + times):
+        step()
+        steps.append(step.lap())
+        waits.append(read.lap())
     session.close()
-    alone = []
-    for step in range(times):
-        start = time.perf_counter()
-        read(10_000 + step, 0)
-        alone.append(time.perf_counter() - start)
+    for number in range(times):
+        read(10_000 + number, 0)
+        alone.append(read.lap())
     session.close()
-    step_s, wait_s, alone_s = (statistics.median(seconds) for seconds in (steps, waits, alone))
-    print(f"a step                       {step_s * 1e3:9.2f} ms (median of {times})")
-    most = f"most {max(waits) * 1e3:.3f} ms"
-    print(f"waiting for data             {wait_s * 1e3:9.3f} ms ({wait_s / step_s:.3%} of the step; {most})")
-    print(f"reading a step's rows alone  {alone_s * 1e3:9.3f} ms ({alone_s / step_s:.3%} of the step)")
+    return steps[WARM_UP:], waits[WARM_UP:], alone
 
 
-def main(times: int) -> None:
-    """Write the tokens, build, and run."""
-    folder = ROOT / "build" / "bench" / "data"
+def main(times: int = 20) -> None:
+    """Write the tokens, build, run, and print what was measured."""
+    folder = BUILDS / "data"
+    tokens = folder / "train.bin"
     folder.mkdir(parents=True, exist_ok=True)
-    tokens, plan = folder / "train.bin", folder / "llama20m.parc"
     if not tokens.exists():
         np.random.default_rng(0).integers(0, VOCAB, TOKENS, dtype=np.uint16).tofile(tokens)
-    text = PLAN.read_text().replace('"../examples/', f'"{ROOT}/examples/')
-    plan.write_text(f'{text}\ndata      tokens "{tokens.name}" dtype uint16 shuffle\n')
-    build = folder / "llama20m"
-    command = [sys.executable, "-m", "parc", "build", str(plan), "-o", str(build)]
-    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-    script = [sys.executable, "-m", "benchmarks.data", "--worker", str(build), str(times)]
-    subprocess.run(script, cwd=ROOT, check=True, env={**os.environ, **LAUNCHED})
+    build = built(folder / "llama20m", f'{text_of(PLAN)}\ndata tokens "{tokens.name}" dtype uint16 shuffle\n')
+    ((steps, waits, alone),) = run(Side(worker, (build, times)))
+    step, wait, reading = map(median, (steps, waits, alone))
+    print(f"a step                       {step * 1e3:9.2f} ms (median of {times})")
+    most = f"most {max(waits) * 1e3:.3f} ms"
+    print(f"waiting for data             {wait * 1e3:9.3f} ms ({wait / step:.3%} of the step; {most})")
+    print(f"reading a step's rows alone  {reading * 1e3:9.3f} ms ({reading / step:.3%} of the step)")
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--worker"]:
-        worker(Path(sys.argv[2]), int(sys.argv[3]))
-    else:
-        main(int(sys.argv[1]) if len(sys.argv) > 1 else 20)
+    command(main)

@@ -12,9 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
+from benchmarks.command import Table, command
+from benchmarks.turns import ROOT
 from parc.advice import warnings_of
 from parc.checking.checks import Checked, check_build
 from parc.compiler.plan.plan import read_plan
@@ -24,7 +23,6 @@ from parc.grammar.source import Source
 from parc.grammar.syntax import size_text
 from tests.family_plans import MODELS, plan_text
 
-ROOT = Path(__file__).resolve().parent.parent
 OUT = Path(__file__).with_suffix(".md")
 PLANS = ((2, 1), (1, 2), (2, 2), (1, 4))
 COLUMNS = ("family", "plan", "verified", "collectives a step", "bytes a rank a step", "loss", "gradients", "parameters")
@@ -77,19 +75,11 @@ def _errors(checked: Checked) -> Iterator[str]:
 def main() -> None:
     """Build them all, print the table and write it."""
     table = Table(*COLUMNS)
-    lines = [f"| {' | '.join(COLUMNS)} |", f"|{' --- |' * len(COLUMNS)}"]
-    console = Console()
-    console = console if console.is_terminal else Console(width=160)
     for name in MODELS:
         for dp, tp in PLANS:
-            with console.status(f"{name}: dp={dp}, tp={tp}"):
-                cells = row(name, dp, tp)
-            table.add_row(*cells)
-            lines.append(f"| {' | '.join(cells)} |")
-        table.add_section()
-    console.print(table)
-    OUT.write_text(ABOUT + "\n".join(lines) + "\n")
+            table.row(*row(name, dp, tp))
+    OUT.write_text(ABOUT + "\n".join(table.lines) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

@@ -10,9 +10,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
+from benchmarks.turns import ROOT
 from parc.checking.reports import report_of
 from parc.compiler.analysis.liveness import local_bytes
 from parc.compiler.plan.plan import read_plan
@@ -20,7 +20,6 @@ from parc.compiler.program.actions import FORWARD
 from parc.compiling.driver import compile_plan
 from parc.grammar.source import Source
 
-ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "figures.md"
 ROW = re.compile(
     r"^\| (?P<claim>[^|]+) \| (?P<unit>[^|]+) \| (?P<formula>[^|]+) \| (?P<parc>[^|]*) \| (?P<build>`[^|]+) \|$", re.M

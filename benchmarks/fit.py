@@ -8,12 +8,8 @@ tensor (``storages.py``), and products counted as they run. Torch's peaks are th
 
 from __future__ import annotations
 
-import gc
-import json
-import os
-import subprocess
-import sys
 import tempfile
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -24,10 +20,11 @@ from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.peaks import WARM_UP, built
-from benchmarks.peers import without_onednn
+import parc
+from benchmarks.command import Table, command
+from benchmarks.sides import built, report_in, without_onednn
 from benchmarks.storages import Storages
-from benchmarks.turns import LAUNCHED, ROOT
+from benchmarks.turns import ROOT, Side, run
 
 LAYERS, WIDTH, BATCH, LENGTH, VOCAB = 8, 256, 8, 256, 512
 PLAN = f"""\
@@ -61,11 +58,11 @@ class Torch:
     def __init__(self, budget: float) -> None:
         import torch._functorch.config
 
-        from benchmarks.kept import module_of_examples, partitioned
+        from benchmarks.kept import partitioned
+        from examples.llama import llama
 
         torch._functorch.config.activation_memory_budget = budget
-        llama = module_of_examples("llama")
-        self.model = llama.llama(layers=LAYERS, width=WIDTH, heads=8, kv_heads=4, ffn=704, vocab=VOCAB, length=LENGTH)
+        self.model = llama(layers=LAYERS, width=WIDTH, heads=8, kv_heads=4, ffn=704, vocab=VOCAB, length=LENGTH)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.compiled: Any = torch.compile(self.model, backend=partitioned(self._watched))
         self.data = [torch.randint(VOCAB, (BATCH, LENGTH)) for _ in range(2)]
@@ -96,46 +93,35 @@ class Torch:
         return sum(parameter.nbytes for parameter in self.model.parameters())
 
 
-def worker(side: str, what: str) -> None:
-    """Train, and print the peak of a step and its FLOPs."""
-    torch.set_num_threads(1)
+def torch_figures(budget: float) -> tuple[int, int]:
+    """Return the peak of a step of the plain model under a budget in bytes, and its FLOPs."""
+    trained = Torch(budget)
     storages, counter = Storages(), FlopCounterMode(display=False, custom_mapping=UNCOUNTED)
-    if side == "torch":
-        trained = Torch(float(what))
-        for mode in (None, None, storages, flop_counter._FlopCounterMode(counter)):
-            trained.step(mode)
-        peak = storages.peak + trained.bytes
-    else:
-        import parc
-
-        with storages, without_onednn(True):  # whose products torch's counter does not know
-            session = parc.load(what)
-            for _ in range(WARM_UP):
-                session.step()
-            gc.collect()
-            storages.peak = storages.bytes
-            session.step()
-        peak = storages.peak
-        with counter:
-            session.step()
-    print(json.dumps([peak, counter.get_total_flops()]), flush=True)
-    os._exit(0)
+    for mode in (None, None, storages, flop_counter._FlopCounterMode(counter)):
+        trained.step(mode)
+    return storages.peak + trained.bytes, counter.get_total_flops()
 
 
-def measured(side: str, what: object) -> tuple[int, int]:
-    """Return the peak of a step in bytes, and its FLOPs."""
-    command = [sys.executable, "-m", "benchmarks.fit", side, str(what)]
-    done = subprocess.run(command, cwd=ROOT, check=True, env={**os.environ, **LAUNCHED}, stdout=subprocess.PIPE)
-    peak, flops = json.loads(done.stdout.decode().strip().splitlines()[-1])
+def parc_figures(build: Path) -> tuple[int, int]:
+    """Return the peak of a step of a build in bytes, and its FLOPs."""
+    counter = FlopCounterMode(display=False, custom_mapping=UNCOUNTED)
+    with Storages() as storages, without_onednn(True):  # whose products torch's counter does not know
+        session = parc.load(build)
+        peak = storages.peak_of(session.step)
+    with counter:
+        session.step()
+    return peak, counter.get_total_flops()
+
+
+def measured(figures: Callable[..., tuple[int, int]], *arguments: object) -> tuple[int, int]:
+    """Return the peak and the FLOPs of a step in a process of its own."""
+    ((peak, flops),) = run(Side(figures, arguments))
     return peak, flops
 
 
 def report_of(folder: Path, line: str) -> dict[str, Any]:
     """Build the plan with a line, and return the report."""
-    plan = folder / "fit.parc"
-    plan.write_text(PLAN + line, encoding="utf-8")
-    report: dict[str, Any] = json.loads((built(plan, folder / "build") / "report.json").read_text())
-    return report
+    return report_in(built(folder / "build", PLAN + line))
 
 
 def main() -> None:
@@ -143,25 +129,25 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         most = report_of(folder, "")["memory"][0]["peak_bytes"]
-        _, plain = measured("parc", folder / "build")
+        _, plain = measured(parc_figures, folder / "build")
         least = report_of(folder, "recompute model.layers.*\n")["memory"][0]["peak_bytes"]
-        print("| fit, MB | in full | but for products | estimate, MB | peak, MB | off by | more FLOPs | counted |")
-        print("|---:|---:|---:|---:|---:|---:|---:|---:|", flush=True)
+        heads = ("in full", "but for products", "estimate, MB", "peak, MB", "off by", "more FLOPs", "counted")
+        table = Table("fit, MB", *heads)
         for part in reversed(PARTS):
             size = int(least + part * (most - least))
             (row,) = report_of(folder, f"recompute model.layers.* fit {size}B\n")["recompute"]["roles"]
-            peak, flops = measured("parc", folder / "build")
+            peak, flops = measured(parc_figures, folder / "build")
             estimate = row["peak_bytes"]
-            cells = f"{size / 1e6:.2f} | {row['full']} | {row['selective']} | {estimate / 1e6:.2f} | {peak / 1e6:.2f}"
-            more = f"{estimate / peak - 1:+.1%} | {row['again']:.1%} | {flops / plain - 1:.1%}"
-            print(f"| {cells} | {more} |", flush=True)
-    print("\n| torch's budget | peak, MB | more FLOPs |\n|---:|---:|---:|")
-    base = 0
+            memory = f"{estimate / 1e6:.2f}", f"{peak / 1e6:.2f}", f"{estimate / peak - 1:+.1%}"
+            more = f"{row['again']:.1%}", f"{flops / plain - 1:.1%}"
+            table.row(f"{size / 1e6:.2f}", row["full"], row["selective"], *memory, *more)
+    print()
+    table, base = Table("torch's budget", "peak, MB", "more FLOPs"), 0
     for part in reversed(PARTS):
-        peak, flops = measured("torch", part)
+        peak, flops = measured(torch_figures, part)
         base = base or flops
-        print(f"| {part} | {peak / 1e6:.2f} | {flops / base - 1:.1%} |", flush=True)
+        table.row(str(part), f"{peak / 1e6:.2f}", f"{flops / base - 1:.1%}")
 
 
 if __name__ == "__main__":
-    worker(*sys.argv[1:]) if sys.argv[1:] else main()
+    command(main)

@@ -13,30 +13,29 @@ Each side is a process of its own; while one runs a step the others wait. Prints
 
 from __future__ import annotations
 
-import json
 import os
-import statistics
-import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from benchmarks.turns import ROOT, in_turn, steps
+import parc
+from benchmarks.command import Table, command
+from benchmarks.sides import BUILDS, Batch, adamw, batch, built, train_step
+from benchmarks.turns import ROOT, Side, Timed, in_turn, least_and_median
 
 PLAN = ROOT / "benchmarks" / "llama1b.parc"
 OUT = Path(__file__).with_suffix(".md")
 GPU = torch.device("cuda", 0)
-BATCH, LENGTH, VOCAB = 4, 2048, 32768
+SAMPLES, LENGTH, VOCAB = 4, 2048, 32768
 SIZES = {"layers": 16, "width": 2048, "heads": 32, "kv_heads": 8, "ffn": 8192, "vocab": VOCAB, "length": LENGTH}
-KINDS = {"bf16 weights": ["-D", "model=narrow"], "float32 weights": ["-D", "precision=bf16"]}
-"""The kinds of bfloat16, with the words of their builds."""
+KINDS = {"bf16 weights": {"model": "narrow"}, "float32 weights": {"precision": "bf16"}}
+"""The kinds of bfloat16, with the values that the plan gets."""
 SIDES = ("plain eager", "parc eager", "torch.compile", "parc --compile")
-FOUND = {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
+IMPORTS = {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
 Step = Callable[[], float]
 
 
@@ -47,23 +46,20 @@ def narrow(**sizes: int) -> nn.Module:
 
 def plain_model(**sizes: int) -> nn.Module:
     """Make a Llama as its user wrote it."""
-    sys.path.insert(0, str(ROOT / "examples"))
-    from llama import llama
+    from examples.llama import llama
 
-    return llama(**sizes)
+    model: nn.Module = llama(**sizes)
+    return model
 
 
-def batch() -> dict[str, torch.Tensor]:
-    """Return the batch of every step, on the GPU."""
-    words = torch.randint(0, VOCAB, (2, BATCH, LENGTH), generator=torch.Generator().manual_seed(0)).to(GPU)
-    return {"input_ids": words[0], "targets": words[1]}
+def batch_on_gpu() -> Batch:
+    """Return the batch of every step."""
+    return {name: tensor.to(GPU) for name, tensor in batch(SAMPLES, LENGTH, VOCAB).items()}
 
 
 def parc_step(build: Path, compiled: bool) -> Step:
     """Return a step of a build on the GPU."""
-    import parc
-
-    session, data = parc.load(build, GPU, compile=compiled), batch()
+    session, data = parc.load(build, GPU, compile=compiled), batch_on_gpu()
     return lambda: session.step(data).loss
 
 
@@ -72,85 +68,55 @@ def plain_step(kind: str, compiled: bool) -> Step:
     torch.manual_seed(0)
     with GPU:
         model = narrow(**SIZES) if kind == "bf16 weights" else plain_model(**SIZES)
-    run: Any = torch.compile(model) if compiled else model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1, fused=True)
-    data = batch()
-
-    def step() -> float:
-        optimizer.zero_grad(set_to_none=True)
-        with torch.autocast("cuda", torch.bfloat16, enabled=kind == "float32 weights"):
-            loss = F.cross_entropy(run(data["input_ids"]).logits.flatten(0, 1), data["targets"].flatten())
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        return float(loss.detach())
-
-    return step
+    called: Any = torch.compile(model) if compiled else model
+    return train_step(called, batch_on_gpu(), adamw(model), clip=1.0, autocast=kind == "float32 weights")
 
 
-def worker(kind: str, times: int, folder: Path, side: str, port: str) -> None:
-    """Run one side, and write the seconds of its steps, its losses, and the most memory of a step after the first."""
-    compiled = side in ("torch.compile", "parc --compile")
-    step = parc_step(folder / kind, compiled) if side.startswith("parc") else plain_step(kind, compiled)
+def side(timed: Timed, kind: str, name: str, build: Path) -> dict[str, Any]:
+    """Return the seconds of a side's steps, its losses, and the most memory of a step after the first."""
+    compiled = name in ("torch.compile", "parc --compile")
+    step = parc_step(build, compiled) if name.startswith("parc") else plain_step(kind, compiled)
     losses = [step()]  # all sides compile at once, which takes memory of its own
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    seconds = steps(lambda: losses.append(step()), side, port, times)
-    figures = {"seconds": seconds, "losses": losses, "bytes": torch.cuda.max_memory_allocated()}
-    (folder / f"{kind}, {side}.json").write_text(json.dumps(figures), encoding="utf-8")
+    seconds = timed(lambda: losses.append(step()))
+    return {"seconds": seconds, "losses": losses, "bytes": torch.cuda.max_memory_allocated()}
 
 
-def measure(kind: str, sides: Sequence[str], folder: Path, times: int) -> dict[str, Any]:
-    """Measure some sides in turn."""
-    script = ["-m", "benchmarks.gpu", "--worker", kind, str(times), str(folder)]
-    in_turn(dict.fromkeys(sides, (script, FOUND)), 1, times)
-    return {side: json.loads((folder / f"{kind}, {side}.json").read_text(encoding="utf-8")) for side in sides}
-
-
-def rows(kind: str, figures_of: dict[str, Any]) -> list[str]:
-    """Return the rows of a kind's table."""
-    lines = []
-    for side, peer in zip(SIDES, (SIDES[0], SIDES[0], SIDES[2], SIDES[2]), strict=True):
-        mine, other = figures_of[side], figures_of[peer]
-        least, median, peer_median = min(mine["seconds"]), *map(statistics.median, (mine["seconds"], other["seconds"]))
+def rows(kind: str, figures_of: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Yield the rows of a kind's table."""
+    for name, peer in zip(SIDES, (SIDES[0], SIDES[0], SIDES[2], SIDES[2]), strict=True):
+        mine, other = figures_of[name], figures_of[peer]
+        (least, median), (_, peer_median) = (least_and_median(figures["seconds"]) for figures in (mine, other))
         ratios = ("", "")
-        if side != peer:
+        if name != peer:
             ratios = f"{median / peer_median:.3f}", f"{mine['bytes'] / other['bytes']:.3f}"
-        times, memory = f"{least * 1e3:.1f} | {median * 1e3:.1f}", f"{mine['bytes'] / 2**30:.2f}"
-        cells = (kind, side, times, ratios[0], memory, ratios[1], f"{mine['losses'][-1]:.4f}")
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+        times, memory = (f"{least * 1e3:.1f}", f"{median * 1e3:.1f}"), f"{mine['bytes'] / 2**30:.2f}"
+        yield kind, name, *times, ratios[0], memory, ratios[1], f"{mine['losses'][-1]:.4f}"
 
 
 def main(times: int = 10) -> None:
     """Build both plans, measure all sides, print the table and write it."""
     if not torch.cuda.is_available():
         sys.exit("make bench-gpu needs a GPU that torch can use")
-    folder = ROOT / "build" / "gpu"
-    folder.mkdir(parents=True, exist_ok=True)
-    table = [
-        f"# A Llama of 1.1 B parameters in bfloat16 on one {torch.cuda.get_device_name(GPU)}",
-        "",
-        f"Written by `make bench-gpu` with torch {torch.__version__}: a step of {BATCH} sequences of {LENGTH} tokens,",
-        "with clipping and fused AdamW. Times are milliseconds of a step. Ratios are parc's median time and",
-        "memory by those of the peer in the row above.",
-        "",
-        "| weights | side | least | median | ratio | GiB at most | ratio | last loss |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for kind, words in KINDS.items():
-        build = [sys.executable, "-m", "parc", "build", str(PLAN), "-o", str(folder / kind), *words]
-        subprocess.run(build, check=True, cwd=ROOT, env={**os.environ, **FOUND})
-        figures_of = {}
-        for sides in (SIDES[:2], SIDES[2:]):
-            figures_of.update(measure(kind, sides, folder, times))
-        table += rows(kind, figures_of)
-        print("\n".join(table), flush=True)
-    OUT.write_text("\n".join(table) + "\n", encoding="utf-8")
+    about = f"""# A Llama of 1.1 B parameters in bfloat16 on one {torch.cuda.get_device_name(GPU)}
+
+Written by `make bench-gpu` with torch {torch.__version__}: a step of {SAMPLES} sequences of {LENGTH} tokens,
+with clipping and fused AdamW. Times are milliseconds of a step. Ratios are parc's median time and
+memory by those of the peer in the row above.
+
+"""
+    table = Table("weights", "side", "least", "median", "ratio", "GiB at most", "ratio", "last loss", names=15)
+    for kind, values in KINDS.items():
+        build = built(BUILDS / "gpu" / kind, PLAN, **values)
+        figures_of: dict[str, Any] = {}
+        for pair in (SIDES[:2], SIDES[2:]):
+            sides = {name: Side(side, (kind, name, build), environment=IMPORTS) for name in pair}
+            figures_of |= {name: first for name, (first,) in in_turn(sides, times).items()}
+        for row in rows(kind, figures_of):
+            table.row(*row)
+    OUT.write_text(about + "\n".join(table.lines) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--worker"]:
-        worker(sys.argv[2], int(sys.argv[3]), Path(sys.argv[4]), sys.argv[5], sys.argv[6])
-    else:
-        main(*map(int, sys.argv[1:]))
+    command(main)

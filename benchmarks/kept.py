@@ -8,16 +8,16 @@ that all blocks share, are counted on neither side.
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import fx, nn
 
+from benchmarks.command import Table, command
 from benchmarks.turns import ROOT
 from parc.compiler.analysis.liveness import Liveness
 from parc.compiler.plan.plan import read_plan
@@ -105,16 +105,9 @@ def _saved(backward: fx.GraphModule, block: nn.Module) -> Iterator[tuple[str, st
             seen.add(storage._cdata)
 
 
-def module_of_examples(name: str) -> Any:
-    """Import one of the examples' models, which lie in no package."""
-    sys.path.insert(0, str(ROOT / "examples"))
-    return importlib.import_module(name)
-
-
 def blocks(narrow: bool) -> Iterator[tuple[str, str, nn.Module, tuple[Any, dict[str, Any]]]]:
     """Yield each block by name, with its plan's model and with torch's module and the arguments of a call."""
-    gpt, llama = map(module_of_examples, ("gpt", "llama"))
-
+    gpt, llama = (import_module(f"examples.{name}") for name in ("gpt", "llama"))
     x = torch.randn(BATCH, LENGTH, WIDTH, dtype=torch.bfloat16 if narrow else torch.float32, requires_grad=True)
     yield "GPT", GPT, gpt.Block(WIDTH, 4, 0.1), (x, {})
     model: Any = llama.llama(layers=1, width=WIDTH, heads=4, kv_heads=2, ffn=352).model
@@ -126,14 +119,14 @@ def blocks(narrow: bool) -> Iterator[tuple[str, str, nn.Module, tuple[Any, dict[
 def main() -> None:
     """Print both tables."""
     values: dict[str, Kept] = {}
-    print(f"{'block':<12}{'parc':>10}{'torch':>10}{'ratio':>8}")
+    table = Table("block", "parc", "torch", "ratio")
     for narrow in (False, True):
         for name, model, block, call in blocks(narrow):
             ours = kept_by_parc(plan_of(model, "precision bf16\n" * narrow))
             theirs = kept_by_torch(block, call, narrow)
             here, there = (sum(size for *_, size in kept) / ACTIVATION for kept in (ours, theirs))
             case = f"{name} {'bf16' if narrow else 'fp32'}"
-            print(f"{case:<12}{here:>10.2f}{there:>10.2f}{here / there:>8.2f}", flush=True)
+            table.row(case, *(f"{number:.2f}" for number in (here, there, here / there)))
             values |= {f"{case}, parc": ours, f"{case}, torch": theirs}
     for title, kept in values.items():
         print(f"\n{title}")
@@ -142,4 +135,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

@@ -7,33 +7,27 @@ was one.
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections import Counter
-from collections.abc import Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
-ROOT = Path(__file__).resolve().parent.parent
-
-
-def git(*words: str) -> str:
-    """Return the standard output of a git command."""
-    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+from benchmarks.command import command
+from benchmarks.turns import ROOT
 
 
 def lines_by_room(commit: str) -> Counter[str]:
     """Count the lines of each folder of packages, two levels deep. A package's own modules count under its name."""
     counts: Counter[str] = Counter()
-    # `git grep -c ""` counts the lines of every file at once
-    for row in git("grep", "-c", "", commit, "--", "*.py").splitlines():
+    words = ("git", "grep", "-c", "", commit, "--", "*.py")  # counts the lines of every file at once
+    for row in subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines():
         _, name, count = row.rsplit(":", 2)
         folders = PurePosixPath(name).parts[:-1]
         counts["/".join(folders[:2]) or "."] += int(count)
     return counts
 
 
-def main(commits: Sequence[str]) -> None:
+def main(*commits: str) -> None:
     """Print the table."""
-    commits = commits or ["HEAD"]
+    commits = commits or ("HEAD",)
     counts = [lines_by_room(commit) for commit in commits]
     rooms = sorted(set().union(*counts))
     print(f"{'':24}" + "".join(f"{commit[:12]:>13}" for commit in commits))
@@ -45,4 +39,4 @@ def main(commits: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    command(main)

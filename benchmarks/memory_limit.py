@@ -8,19 +8,20 @@ process's own writable pages and no files that it maps.
 
 from __future__ import annotations
 
-import argparse
 import os
 import resource
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from benchmarks.turns import LAUNCHED, ROOT
+from benchmarks.command import Table, command
+from benchmarks.sides import BUILDS, kernel_bytes
+from benchmarks.turns import ROOT, Side, run
 
 GROUPS = Path("/sys/fs/cgroup")
 STEPS = 2
@@ -58,6 +59,8 @@ WAYS = (
     Way("offload", 1, 0, True),
     Way("zero 3, offload", 4, 3, True),
 )
+NO_MEMORY = ("allocate memory", "MemoryError", "bad_alloc", "Cannot allocate", "can't start new thread", "Signal")
+"""Words in the errors of a rank that does not have the memory."""
 
 
 @contextmanager
@@ -68,129 +71,95 @@ def limited(limit: int) -> Iterator[str]:
         if "memory" not in (GROUPS / "cgroup.subtree_control").read_text():
             raise OSError("no memory limits below the root of cgroup v2")
         group.mkdir()
-        (group / "memory.max").write_text(str(resident_bytes("VmRSS") + limit))
+        (group / "memory.max").write_text(str(kernel_bytes("/proc/self/status", "VmRSS") + limit))
         (group / "cgroup.procs").write_text(str(os.getpid()))
     except OSError:
         if group.is_dir():
             group.rmdir()
-        resource.setrlimit(resource.RLIMIT_DATA, (resident_bytes("RssAnon") + limit,) * 2)
+        resource.setrlimit(resource.RLIMIT_DATA, (kernel_bytes("/proc/self/status", "RssAnon") + limit,) * 2)
         yield "RLIMIT_DATA"
         return
     yield "memory.max of cgroup v2"
 
 
-def resident_bytes(kind: str) -> int:
-    """Return one of the sizes that the kernel tells of this process."""
-    row = next(row for row in Path("/proc/self/status").read_text().splitlines() if row.startswith(f"{kind}:"))
-    return int(row.split()[1]) * 1024
-
-
-def worker(build: Path, limit: int) -> None:
-    """Train on one rank; the first prints the seconds of the last step, and what limits its memory."""
+def train(build: Path, limit: int) -> tuple[float, str]:
+    """Train on one rank. Return the seconds of the last step, and what limits its memory."""
     import torch
     import torch.distributed as dist
 
     import parc
-    from parc.runtime.ranks.processes import join_processes
     from parc.runtime.state.opening import check_source_of, open_build
     from parc.runtime.state.optimizer import make_optimizer
 
-    torch.set_num_threads(1)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        join_processes()
+    if dist.is_initialized():
         dist.all_reduce(torch.zeros(1))  # starts gloo's threads
     check_source_of(open_build(build))  # imports the model's code
     make_optimizer({"w": torch.zeros(1)}, {**open_build(build).manifest["optimizer"], "groups": []})
-    with limited(limit) as said:
+    with limited(limit) as limiter:
         session = parc.load(build)
         for _ in range(STEPS):
             start = time.perf_counter()
             session.step()
-        if session.rank == 0:
-            print(f"{time.perf_counter() - start:.3f} {said}", flush=True)
-    os._exit(0)  # as in benchmarks/peers.py
+        return time.perf_counter() - start, limiter
 
 
-def built(way: Way, layers: int, folder: Path) -> tuple[Path, int, dict[str, int]]:
-    """Return the build of a way for so many layers, without the checks that it has at any number; its parameters, and
-    the bytes of a rank as estimated."""
+def trained(way: Way, layers: int, folder: Path, limit: int, timeout_s: float) -> tuple[str, ...] | None:
+    """Return the cells of a row if a way trains so many layers; None if a rank does not have the memory. The build is
+    without the checks that it has at any number."""
     from parc.checking.reports import report_of
     from parc.compiler.build.directory import write_build
     from parc.compiler.plan.plan import read_plan
     from parc.compiling.driver import compile_plan
+    from parc.grammar.source import Source
 
-    plan = folder / f"{way.name.replace(', ', '-').replace(' ', '')}.parc"
-    plan.write_text(PLAN.format(examples=ROOT / "examples") + OFFLOAD * way.offload)
+    plan = Source("memory_limit.parc", PLAN.format(examples=ROOT / "examples") + OFFLOAD * way.offload)
     values = {"dp": way.ranks, "layers": layers, "level": way.level, "place": folder / "state"}
     defines = {name: str(value) for name, value in values.items() if way.offload or name != "place"}
     compiled = compile_plan(read_plan(plan, defines), folder)
-    report = report_of(compiled)
-    out = folder / f"{plan.stem}-{layers}"
-    write_build(compiled.to_write(report), out)
-    (memory,) = report["memory"]
-    return out, report["parameters"], {"peak": memory["peak_bytes"], "files": sum(memory["offloaded"].values())}
-
-
-def trains(way: Way, build: Path, limit: int, timeout_s: float) -> str:
-    """Return what the first rank says if all ranks train; "" if one does not have the memory."""
-    ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={way.ranks}"] if way.ranks > 1 else []
-    command = [sys.executable, *ranks, "-m", "benchmarks.memory_limit", "--worker", str(build), str(limit)]
-    environment = {**os.environ, **LAUNCHED}
+    report, build = report_of(compiled), folder / str(layers)
+    write_build(compiled.to_write(report), build)
     try:
-        ended = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
-        )
+        seconds, limiter = run(Side(train, (build, limit), way.ranks), timeout_s)[0]
     except subprocess.TimeoutExpired:
-        return ""
-    memory = ("allocate memory", "MemoryError", "bad_alloc", "Cannot allocate", "can't start new thread", "Signal")
-    if ended.returncode and not any(word in ended.stderr for word in memory) and ended.returncode > 0:
-        raise RuntimeError(f"{build.name} ended otherwise than for want of memory:\n{ended.stderr[-2000:]}")
-    return ended.stdout.strip() if not ended.returncode else ""
+        return None
+    except subprocess.CalledProcessError as failure:
+        if failure.returncode > 0 and not any(words in failure.stderr for words in NO_MEMORY):
+            raise
+        return None
+    (memory,) = report["memory"]
+    sizes = report["parameters"], memory["peak_bytes"], sum(memory["offloaded"].values())
+    parameters, peak, files = (size / 1e6 for size in sizes)
+    return f"{parameters:.1f}", f"{peak:.0f}", f"{files:.0f}", f"{seconds:.3f}", limiter
 
 
-def largest(fits: Callable[[int], bool], most: int) -> int:
-    """Return the largest number that fits, up to an eighth of it and to ``most``."""
-    good, bad = 0, 1
-    while bad <= most and fits(bad):
-        good, bad = bad, 2 * bad
-    bad = min(bad, most + 1)
+def largest(cells_of: Callable[[int], tuple[str, ...] | None], most: int) -> tuple[int, tuple[str, ...]]:
+    """Return the most layers that have cells, up to an eighth of them and to ``most``, with these: twice as many each
+    time until some are too many, then halfway between."""
+    good, bad = 0, most + 1
+    best: tuple[str, ...] = ("",) * 5
     while bad - good > max(1, good // 8):
-        middle = (good + bad) // 2
-        good, bad = (middle, bad) if fits(middle) else (good, middle)
-    return good
+        layers = min(max(1, 2 * good), (good + bad) // 2)
+        cells = cells_of(layers)
+        if cells is None:
+            bad = layers
+        else:
+            good, best = layers, cells
+    return good, best
 
 
-def main(limit: int, most: int, timeout_s: float, wanted: str) -> None:
-    """Print a row for each way with ``wanted`` in its name, as it is found."""
-    print(f"the most layers within {limit >> 20} MiB a rank; megabytes are a rank's, as estimated\n")
-    print("| way | ranks | layers | parameters (M) | MB in memory | MB in files | s a step | limited by |")
-    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: | --- |", flush=True)
+def main(wanted: str = "", *, limit: int = 512, most: int = 256, timeout: float = 300) -> None:
+    """Print a row for each way with ``wanted`` in its name: the most layers, up to ``most``, that train within
+    ``limit`` MiB a rank and ``timeout`` seconds."""
+    print(f"the most layers within {limit} MiB a rank; megabytes are a rank's, as estimated\n")
+    heads = ("ranks", "layers", "parameters (M)", "MB in memory", "MB in files", "s a step", "limited by")
+    table = Table("way", *heads, names=16)
+    BUILDS.mkdir(parents=True, exist_ok=True)
     for way in (way for way in WAYS if wanted in way.name):
-        rows: dict[int, str] = {0: f"| {way.name} | {way.ranks} | 0 | | | | | |"}
-        with tempfile.TemporaryDirectory(dir=ROOT / "build") as name:
-
-            def fits(layers: int, way: Way = way, folder: Path = Path(name), rows: dict[int, str] = rows) -> bool:
-                build, parameters, memory = built(way, layers, folder)
-                if said := trains(way, build, limit, timeout_s):
-                    seconds, _, by = said.partition(" ")
-                    sizes = f"{memory['peak'] / 1e6:.0f} | {memory['files'] / 1e6:.0f}"
-                    rows[layers] = (
-                        f"| {way.name} | {way.ranks} | {layers} | {parameters / 1e6:.1f} | {sizes} | {seconds} | {by} |"
-                    )
-                return bool(said)
-
-            print(rows[largest(fits, most)], flush=True)
+        with tempfile.TemporaryDirectory(dir=BUILDS) as name:
+            cells_of = partial(trained, way, folder=Path(name), limit=limit << 20, timeout_s=timeout)
+            layers, cells = largest(cells_of, most)
+            table.row(way.name, way.ranks, layers, *cells)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("wanted", nargs="?", default="", help="only the ways whose name has this in it")
-    parser.add_argument("--limit", type=int, default=512, help="MiB a rank")
-    parser.add_argument("--most", type=int, default=256, help="the most layers to try")
-    parser.add_argument("--timeout", type=float, default=300, help="seconds after which a model counts as too large")
-    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    (ROOT / "build").mkdir(exist_ok=True)
-    if args.worker:
-        worker(Path(args.worker[0]), int(args.worker[1]))
-    main(args.limit << 20, args.most, args.timeout, args.wanted)
+    command(main)

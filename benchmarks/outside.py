@@ -7,24 +7,32 @@ choose the models whose names hold one of them.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import resource
 import select
 import subprocess
 import sys
-import threading
 import time
 import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 
+from benchmarks.command import command
 from benchmarks.outside_table import cases
+from benchmarks.turns import ROOT
+from parc.checking.checks import check_build
+from parc.compiler.plan.plan import read_plan
+from parc.compiling.compiled import Compiled
+from parc.compiling.driver import compile_plan
+from parc.grammar.diagnostics import PlanError
+from parc.grammar.source import Source
 
-ROOT = Path(__file__).resolve().parent.parent
 OUT = Path(__file__).with_suffix(".md")
 SECONDS, GIGABYTES, AT_ONCE, A_CHILD = 400, 6, int(os.environ.get("WORKERS", "2")), 12
 LEAST = 0.95
@@ -38,18 +46,22 @@ spectra are not masked by NumPy's random numbers.
 """
 
 
-def build(name: str) -> tuple[str, str]:
-    """Build a model, and return the outcome, ``verified``, ``refused`` or ``crashed``, with the reason."""
-    from parc.checking.checks import check_build
-    from parc.compiler.plan.plan import read_plan
-    from parc.compiling.driver import compile_plan
-    from parc.grammar.diagnostics import PlanError
-    from parc.grammar.source import Source
+Outcome = tuple[str, str]
+"""``verified``, ``refused`` or ``crashed``, with the reason or what else is to be told."""
 
+
+def build(name: str) -> tuple[Compiled, str]:
+    """Compile a model under its plan."""
+    return compile_plan(read_plan(Source("outside.parc", cases()[name].plan())), ROOT), ""
+
+
+def outcome_of(build: Callable[[str], tuple[Compiled, str]], name: str) -> Outcome:
+    """Compile a model by a function, which also returns what to tell of it, check the build, and return the outcome."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of packages, about their own future
-            checked = check_build(compile_plan(read_plan(Source("outside.parc", cases()[name].plan())), ROOT))
+            compiled, told = build(name)
+            checked = check_build(compiled)
     except PlanError as refused:
         diagnostic = refused.diagnostics[0]
         return "refused", f"{diagnostic.code.name} {diagnostic.message}"
@@ -58,16 +70,16 @@ def build(name: str) -> tuple[str, str]:
         return "crashed", f"{type(error).__name__}: {error} ({Path(last.filename).name}:{last.lineno})"
     if checked.faults:  # of parc's own making
         return "crashed", f"a check refused it: {checked.faults[0]}"
-    return "verified", ""
+    return "verified", told
 
 
-def child(build: Callable[[str], tuple[str, str]]) -> None:
+def child(build: Callable[[str], tuple[Compiled, str]]) -> None:
     """Build the models named on stdin, one on each line, and print a line of JSON for each on the first stdout."""
     resource.setrlimit(resource.RLIMIT_DATA, (GIGABYTES << 30, GIGABYTES << 30))
     results = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what models print
     for line in sys.stdin:
-        print(json.dumps(build(line.strip())), file=results, flush=True)
+        print(json.dumps(outcome_of(build, line.strip())), file=results, flush=True)
 
 
 class Child:
@@ -80,8 +92,8 @@ class Child:
         )
         self.left = A_CHILD
 
-    def build(self, name: str) -> tuple[str, str]:
-        """Build a model as ``build`` does. The process has ended if its limits or its time killed it."""
+    def build(self, name: str) -> Outcome:
+        """Return the outcome of a model. The process has ended if its limits or its time killed it."""
         assert self.process.stdin is not None and self.process.stdout is not None
         self.left -= 1
         print(name, file=self.process.stdin, flush=True)
@@ -101,38 +113,31 @@ class Child:
         self.left = 0
 
 
-def outcomes_of(names: Sequence[str], module: str) -> dict[str, tuple[str, str]]:
+def outcomes_of(names: Sequence[str], module: str) -> dict[str, Outcome]:
     """Return the outcome and the reason of each model, from children that run a module. Print them as they come."""
-    waiting: SimpleQueue[str] = SimpleQueue()
-    for name in names:
-        waiting.put(name)
-    outcomes: dict[str, tuple[str, str]] = {}
+    idle: SimpleQueue[Child] = SimpleQueue()
+    for _ in range(AT_ONCE):
+        idle.put(Child(module))
+    count = itertools.count(1)
 
-    def work() -> None:
-        builder = Child(module)
-        while True:
-            try:
-                name = waiting.get_nowait()
-            except Empty:
-                return builder.end()
-            if not builder.left:
-                builder.end()
-                builder = Child(module)
-            began = time.perf_counter()
-            outcome, why = outcomes[name] = builder.build(name)
-            seconds = time.perf_counter() - began
-            first = why.partition("\n")[0]
-            print(f"{len(outcomes):3}/{len(names)} {outcome:8} {name:44} {seconds:5.1f} s  {first}"[:220], flush=True)
+    def outcome_of(name: str) -> Outcome:
+        child, start = idle.get(), time.perf_counter()
+        outcome, why = child.build(name)
+        seconds, first = time.perf_counter() - start, why.partition("\n")[0]
+        print(f"{next(count):3}/{len(names)} {outcome:8} {name:44} {seconds:5.1f} s  {first}"[:220], flush=True)
+        if not child.left:
+            child.end()
+        idle.put(child if child.left else Child(module))
+        return outcome, why
 
-    threads = [threading.Thread(target=work) for _ in range(AT_ONCE)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(AT_ONCE) as threads:
+        outcomes = dict(zip(names, threads.map(outcome_of, names), strict=True))
+    while not idle.empty():
+        idle.get().end()
     return outcomes
 
 
-def summary(outcomes: Mapping[str, tuple[str, str]]) -> str:
+def summary(outcomes: Mapping[str, Outcome]) -> str:
     """Return how many models had which outcome."""
     counts = Counter(outcome for outcome, _ in outcomes.values())
     share = counts["verified"] / len(outcomes)
@@ -140,7 +145,12 @@ def summary(outcomes: Mapping[str, tuple[str, str]]) -> str:
     return total + f" by a message, {counts['crashed']} crashed"
 
 
-def main(wanted: list[str]) -> int:
+def row_of(name: str, outcome: str, why: str) -> str:
+    """Return a line of a table."""
+    return f"| {name} | {outcome} | {' '.join(why.split()).replace('|', '/')} |"
+
+
+def main(*wanted: str) -> int:
     """Build all models, or those whose names contain one of the wanted words."""
     names = [name for name in cases() if not wanted or any(word in name for word in wanted)]
     start = time.perf_counter()
@@ -152,12 +162,12 @@ def main(wanted: list[str]) -> int:
     return int(counts["verified"] / len(names) < LEAST or counts["crashed"] > 0)
 
 
-def table(outcomes: dict[str, tuple[str, str]], total: str) -> list[str]:
+def table(outcomes: dict[str, Outcome], total: str) -> list[str]:
     """Return the lines of the table: models that were not verified, with their reasons, then all others."""
     rows = [f"{total}.", "", "| not verified | outcome | reason |", "| --- | --- | --- |"]
     for name, (outcome, why) in sorted(outcomes.items()):
         if outcome != "verified":
-            rows.append(f"| {name} | {outcome} | {' '.join(why.split()).replace('|', '/')} |")
+            rows.append(row_of(name, outcome, why))
     packages: dict[str, list[str]] = {}
     for name, (outcome, _) in sorted(outcomes.items()):
         if outcome == "verified":
@@ -167,4 +177,4 @@ def table(outcomes: dict[str, tuple[str, str]], total: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(child(build) if sys.argv[1:] == ["--child"] else main(sys.argv[1:]))
+    child(build) if sys.argv[1:] == ["--child"] else command(main)

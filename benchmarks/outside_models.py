@@ -120,18 +120,10 @@ def timm_model(name: str) -> nn.Module:
     return model
 
 
-TORCHVISION = ["torchvision"] + [
-    f"torchvision.{name}"
-    for name in (
-        "transforms",
-        "transforms.functional",
-        "datasets",
-        "ops",
-        "ops.misc",
-        "models",
-        "models.feature_extraction",
-    )
-]
+TORCHVISION = ["torchvision", *(
+    f"torchvision.{name}" for name in
+    ["transforms", "transforms.functional", "datasets", "ops", "ops.misc", "models", "models.feature_extraction"]
+)]  # fmt: skip
 """A stand-in for torchvision, which timm imports and whose wheel does not load beside a torch for CPUs alone."""
 
 

@@ -10,28 +10,25 @@ optimizer's state.
 
 from __future__ import annotations
 
-import argparse
-import gc
-import json
-import os
-import subprocess
-import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-
+import parc
+from benchmarks.command import Table, command
 from benchmarks.peers import PLAN as LLAMA
 from benchmarks.peers import fsdp_step
+from benchmarks.sides import built, text_of
 from benchmarks.storages import Storages
-from benchmarks.turns import LAUNCHED, ROOT
+from benchmarks.turns import ROOT, Side, run
 from parc.compiler.analysis.products import BLAS, LIBRARIES, ONEDNN, Products
 from parc.compiler.torch_private import onednn_linear
+from parc.report import memory_by_library, plan_of
+from parc.runtime.machine import products
+from parc.runtime.state.offload import MappedFiles
+from parc.runtime.state.opening import build_mesh, open_build
 
-WARM_UP = 2
 MODEL = """\
 model     "{examples}/llama.py:llama" (layers=4, width=256, heads=8, kv_heads=4, ffn=704, vocab=4096, length=128)
 verify    layers=2, width=64, heads=8, kv_heads=4, ffn=96, vocab=128
@@ -100,64 +97,25 @@ CASES = (
 )  # fmt: skip
 
 
-def worker(side: str, build: str, library: str) -> None:
-    """Train on one rank, with a library that multiplies; the first prints the peak of each."""
-    from parc.runtime.machine import products
+def fsdp_peak() -> int:
+    """Return the peak of this rank under FSDP2, in bytes."""
+    storages = Storages()
+    with storages:
+        return storages.peak_of(fsdp_step())
 
+
+def parc_peak(build: Path, library: str) -> int:
+    """Return the peak of this rank of a build on its own data, in bytes, with a library that multiplies. What is loaded
+    from files takes memory, as on an accelerator: a CPU reads it where it lies."""
     products._is_faster = lambda threads: library == ONEDNN.name  # type: ignore[assignment]
-    torch.set_num_threads(1)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        dist.init_process_group("gloo")
-    with Storages() as storages:
-        step = fsdp_step() if side == "FSDP2" else parc_step(Path(build))
-        for _ in range(WARM_UP):
-            step()
-        gc.collect()
-        storages.peak = storages.bytes
-        step()
-    peaks = [torch.zeros((), dtype=torch.int64) for _ in range(dist.get_world_size() if dist.is_initialized() else 1)]
-    peaks[0].fill_(storages.peak)
-    if dist.is_initialized():
-        dist.all_gather(peaks, torch.tensor(storages.peak))
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        print(json.dumps([int(peak) for peak in peaks]), flush=True)
-    if dist.is_initialized():
-        dist.barrier()
-    os._exit(0)  # as in benchmarks/peers.py
-
-
-def parc_step(build: Path) -> Callable[[], float]:
-    """Return a step of a build on its own data. What is loaded from files takes memory, as on an accelerator: a CPU
-    reads it where it lies."""
-    import parc
-    from parc.runtime.state.offload import MappedFiles
-
-    MappedFiles.load = lambda place, value, device: value.clone()  # type: ignore[method-assign]
-    session = parc.load(build)
-    return lambda: session.step().loss
-
-
-def measured(side: str, ranks: int, build: str = "", library: str = BLAS.name) -> list[int]:
-    """Return the peak of each rank in bytes."""
-    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
-    command = [sys.executable, *start, "-m", "benchmarks.peaks", "--worker", side, build, library]
-    done = subprocess.run(command, cwd=ROOT, check=True, env={**os.environ, **LAUNCHED}, stdout=subprocess.PIPE)
-    peaks: list[int] = json.loads(done.stdout.decode().strip().splitlines()[-1])
-    return peaks
-
-
-def built(plan: Path, out: Path, *words: str) -> Path:
-    """Build a plan."""
-    command = [sys.executable, "-m", "parc", "build", str(plan), "-o", str(out), *words]
-    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    return out
+    MappedFiles.load = lambda place, value, device: value.clone()  # type: ignore[method-assign, assignment]
+    storages = Storages()
+    with storages:
+        return storages.peak_of(parc.load(build).step)
 
 
 def by_role(build: Path, peaks: list[int], library: Products) -> Iterator[tuple[int, int]]:
     """Yield, for each role, its estimate and the peak of the largest of its ranks, in bytes."""
-    from parc.report import memory_by_library, plan_of
-    from parc.runtime.state.opening import build_mesh, open_build
-
     opened = open_build(build)
     mesh, plan = build_mesh(opened), plan_of(opened)
     for role in opened.roles.values():
@@ -167,42 +125,38 @@ def by_role(build: Path, peaks: list[int], library: Products) -> Iterator[tuple[
 
 def beside_fsdp(folder: Path) -> None:
     """Print the table of ZeRO 3 and FSDP2."""
-    plan = folder / "llama20m.parc"
-    text = LLAMA.read_text(encoding="utf-8").replace("../examples", str(ROOT / "examples"))
-    plan.write_text(text + "data      synthetic\n", encoding="utf-8")
-    build = built(plan, folder / "llama20m", "-D", "dp=4", "-D", "zero=3")
-    ours, theirs = max(measured("parc", 4, str(build))), max(measured("FSDP2", 4))
-    print("| dp=4 | peak, MB |\n|---|---:|")
-    print(f"| parc, zero 3 | {ours / 1e6:.1f} |\n| FSDP2 | {theirs / 1e6:.1f} |\n| ratio | {ours / theirs:.2f} |\n")
+    build = built(folder / "llama20m", text_of(LLAMA) + "data      synthetic\n", dp=4, zero=3)
+    ours, theirs = (max(run(side)) for side in (Side(parc_peak, (build, BLAS.name), 4), Side(fsdp_peak, ranks=4)))
+    table = Table("dp=4", "peak, MB")
+    table.row("parc, zero 3", f"{ours / 1e6:.1f}")
+    table.row("FSDP2", f"{theirs / 1e6:.1f}")
+    table.row("ratio", f"{ours / theirs:.2f}")
+    print()
 
 
 def beside_estimates(folder: Path, wanted: str) -> None:
     """Print the table of builds."""
     libraries = LIBRARIES if onednn_linear() is not None else (BLAS,)
-    heads = "".join(f" {library.name}: estimate, MB | peak, MB | off by |" for library in libraries)
-    print(f"| | ranks |{heads}\n|---|---:|{'---:|---:|---:|' * len(libraries)}", flush=True)
+    heads = [head for library in libraries for head in (f"{library.name}: estimate, MB", "peak, MB", "off by")]
+    table = Table("", "ranks", *heads, names=38)
     for number, case in enumerate(case for case in CASES if wanted in case.name):
-        plan = folder / f"case{number}.parc"
-        model = case.model.replace("{examples}", str(ROOT / "examples"))
-        lines = case.lines.replace("{folder}", str(folder))
-        plan.write_text(model + lines, encoding="utf-8")
-        build = built(plan, folder / f"case{number}")
-        print(f"| {case.name} | {case.ranks} |", end="", flush=True)
+        text = (case.model + case.lines).replace("{examples}", str(ROOT / "examples")).replace("{folder}", str(folder))
+        build = built(folder / f"case{number}", text)
+        cells = []
         for library in libraries:
-            rows = by_role(build, measured("parc", case.ranks, str(build), library.name), library)
-            estimate, peak = max(rows, key=lambda row: abs(row[0] / row[1] - 1))
-            print(f" {estimate / 1e6:.2f} | {peak / 1e6:.2f} | {estimate / peak - 1:+.1%} |", end="", flush=True)
-        print(flush=True)
+            peaks = run(Side(parc_peak, (build, library.name), case.ranks))
+            estimate, peak = max(by_role(build, peaks, library), key=lambda row: abs(row[0] / row[1] - 1))
+            cells += [f"{estimate / 1e6:.2f}", f"{peak / 1e6:.2f}", f"{estimate / peak - 1:+.1%}"]
+        table.row(case.name, case.ranks, *cells)
+
+
+def main(wanted: str = "") -> None:
+    """Print both tables; with ``wanted`` only the builds whose name has this in it."""
+    with tempfile.TemporaryDirectory() as folder:
+        if not wanted:
+            beside_fsdp(Path(folder))
+        beside_estimates(Path(folder), wanted)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("wanted", nargs="?", default="", help="only the builds whose name has this in it")
-    parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.worker:
-        worker(*args.worker)
-    with tempfile.TemporaryDirectory() as name:
-        if not args.wanted:
-            beside_fsdp(Path(name))
-        beside_estimates(Path(name), args.wanted)
+    command(main)

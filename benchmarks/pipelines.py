@@ -11,11 +11,8 @@ tables and writes ``bench-pipelines.json``.
 from __future__ import annotations
 
 import json
-import os
 import re
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -26,16 +23,23 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks.peers import ALIKE, Optimizers, Step, plain_model, without_onednn
-from benchmarks.turns import LAUNCHED, ONE_THREAD, ROOT, WARM_UP, in_turn, steps
+from benchmarks.command import Table, command
+from benchmarks.peers import ALIKE, BATCH, HEADS, Step, compared, plain_model
+from benchmarks.sides import BUILDS, adamw, built, without_onednn
+from benchmarks.turns import LAUNCHED, ONE_THREAD, ROOT, WARM_UP, Side, Timed, in_turn
+from parc.checking.checks import case_of
+from parc.compiler.build.directory import read_build
+from parc.compiler.plan.plan import read_plan
+from parc.compiler.program.actions import Action
+from parc.compiler.schedules import timelines
+from parc.compiler.schedules.timeline import peak_live, simulate
+from parc.compiling.driver import compile_plan
+from parc.runtime.compare.simulate import Simulation
+from parc.runtime.data.random_batch import random_batch
+from parc.runtime.session.session import Session
 
-LAYERS, BATCH, LENGTH, VOCAB, MICROBATCHES = 8, 8, 128, 8192, 8
-
-
-def batch() -> dict[str, torch.Tensor]:
-    """Return the whole batch, the same on every rank."""
-    words = torch.randint(0, VOCAB, (2, BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
-    return {"input_ids": words[0], "targets": words[1]}
+LAYERS, MICROBATCHES = 8, 8
+PLAN = ROOT / "examples" / "llama-pipeline.parc"
 
 
 class Part(nn.Module):
@@ -63,10 +67,10 @@ def torch_step(cut: int) -> Step:
     """Return a step of torch's 1F1B, with the model cut before layer ``cut``."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-    rank, data = dist.get_rank(), batch()
+    rank = dist.get_rank()
     model = plain_model(LAYERS)
     part = Part(model, *((0, cut), (cut, LAYERS))[rank])
-    optimizer = Optimizers(part)
+    optimizer = adamw(part)
     stage = PipelineStage(part, rank, 2, torch.device("cpu"))
 
     def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -78,9 +82,9 @@ def torch_step(cut: int) -> Step:
         optimizer.zero_grad()
         losses: list[torch.Tensor] = []
         if rank == 0:
-            schedule.step(data["input_ids"])
+            schedule.step(BATCH["input_ids"])
         else:
-            schedule.step(target=data["targets"], losses=losses)
+            schedule.step(target=BATCH["targets"], losses=losses)
         optimizer.step()
         return float(sum(loss.detach() for loss in losses)) / MICROBATCHES
 
@@ -89,55 +93,39 @@ def torch_step(cut: int) -> Step:
 
 def cut_of(build: Path) -> int:
     """Return the layer with which the second stage of a build begins."""
-    from parc.compiler.build.directory import read_build
-
     first = read_build(build).roles["pp0"].programs["0F"].main
     return 1 + max(int(n) for v in first.parameters for n in re.findall(r"\.(\d+)\.", str(v.binding)))
 
 
-def worker(case: str, build: Path, times: int, out: Path, side: str, port: str) -> None:
-    """Run one rank of parc or of torch, and record the seconds of steps, the losses, and the spans of parc's ranks."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+def parc_side(timed: Timed, build: Path, case: str) -> dict[str, Any]:
+    """Return the seconds of parc's steps, those of its updates, the spans of this rank's actions, and the first
+    loss."""
+    with without_onednn(case.endswith(ALIKE)):
+        session = Session(read_build(build), torch.device("cpu"), trace=True)
+    assert session.recorder is not None
     losses: list[float] = []
     updates: list[float] = []
-    spans: list[Any] = []
-    if side == "parc":
-        from parc.compiler.build.directory import read_build
-        from parc.runtime.session.session import Session
 
-        with without_onednn(case.endswith(ALIKE)):
-            session = Session(read_build(build), torch.device("cpu"), trace=True)
-        assert session.recorder is not None
-        spans, data = session.recorder.spans, batch()  # type: ignore[assignment]
+    def step() -> None:
+        result = session.gradients(BATCH)
+        start = time.perf_counter()
+        losses.append(session.update(result).loss)
+        updates.append(time.perf_counter() - start)
 
-        def step() -> None:
-            result = session.gradients(data)
-            start = time.perf_counter()
-            losses.append(session.update(result).loss)
-            updates.append(time.perf_counter() - start)
-    else:
-        theirs = torch_step(cut_of(build))
+    seconds = timed(step)
+    update = statistics.median(updates[WARM_UP:])
+    return {"seconds": seconds, "update": update, "spans": list(session.recorder.spans), "loss": losses[0]}
 
-        def step() -> None:
-            losses.append(theirs())
 
-    taken = steps(step, side, port, times)
-    ranks: list[Any] = [None, None]
-    dist.all_gather_object(ranks, {"spans": list(spans), "update": updates[-times:], "loss": losses[0]})
-    if dist.get_rank() == 0:
-        (out / f"{side}.json").write_text(json.dumps([taken, ranks]), encoding="utf-8")
-    sys.stdout.flush()
-    os._exit(0)  # peers leave threads behind that abort an interpreter on its way out
+def torch_side(timed: Timed, build: Path) -> dict[str, Any]:
+    """Return the seconds of torch's steps, and the first loss."""
+    step, losses = torch_step(cut_of(build)), list[float]()
+    return {"seconds": timed(lambda: losses.append(step())), "loss": losses[0]}
 
 
 def makespan(build: Path, ranks: list[dict[str, Any]]) -> float:
     """Return the seconds of a step if nothing were added to the work: the schedule played with the measured time of
     each action, then the sums and the update. Times are medians over all steps."""
-    from parc.compiler.build.directory import read_build
-    from parc.compiler.program.actions import Action
-    from parc.compiler.schedules.timeline import simulate
-
     taken: dict[str, list[float]] = {}
     for rank in ranks:
         seen: set[tuple[str, int]] = set()
@@ -159,37 +147,26 @@ def makespan(build: Path, ranks: list[dict[str, Any]]) -> float:
 
     timelines = {name: role.actions for name, role in read_build(build).roles.items()}
     played = simulate(timelines, time, time, after=time)
-    update = max(statistics.median(rank["update"]) for rank in ranks)
+    update = max(rank["update"] for rank in ranks)
     # in REDUCE the one waits until the other comes
     return slowest("COUNT") + slowest("SCALE") + played.makespan + slowest("REDUCE", min) + update
 
 
-def main(times: int) -> None:
-    """Print both tables, and write ``bench-pipelines.json``."""
-    folder = ROOT / "build" / "bench"
-    folder.mkdir(parents=True, exist_ok=True)
-    build, rows = folder / "llama-pipeline", []
-    plan = ROOT / "examples" / "llama-pipeline.parc"
-    command = [sys.executable, "-m", "parc", "build", str(plan), "-o", str(build), "-D", f"batch={BATCH}"]
-    subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
-    print(f"{'case':<32}{'parc (s)':>20}{'torch 1F1B (s)':>22}{'ratio of minima':>17}{'of medians':>12}"
-          f"{'makespan (s)':>14}{'over it':>9}")  # fmt: skip
+def main(times: int = 10) -> None:
+    """Print the tables, and write ``bench-pipelines.json``."""
+    build, rows = built(BUILDS / "llama-pipeline", PLAN, batch=8), []
+    table = Table("case", *HEADS, "makespan (s)", "over it", names=28)
     for case in ("1f1b", f"1f1b, {ALIKE}"):
-        script = ["-m", "benchmarks.pipelines", "--worker", case, str(build), str(times), str(folder)]
-        peers = LAUNCHED if case.endswith(ALIKE) else ONE_THREAD
-        in_turn({"parc": (script, LAUNCHED), "peer": (script, peers)}, 2, times)
-        (ours, ranks), (theirs, others) = (
-            json.loads((folder / f"{side}.json").read_text(encoding="utf-8")) for side in ("parc", "peer")
-        )
+        sides = {
+            "parc": Side(parc_side, (build, case), 2),
+            "peer": Side(torch_side, (build,), 2, LAUNCHED if case.endswith(ALIKE) else ONE_THREAD),
+        }
+        ranks, others = in_turn(sides, times).values()
         assert abs(ranks[0]["loss"] / others[1]["loss"] - 1) < 0.02, "the losses of untrained models differ"
-        best, middle = (min(ours), min(theirs)), (statistics.median(ours), statistics.median(theirs))
-        ideal = makespan(build, ranks)
-        columns = [f"{low:.3f} (median {mid:.3f})" for low, mid in zip(best, middle, strict=True)]
-        print(f"{case:<32}{columns[0]:>22}{columns[1]:>22}{best[0] / best[1]:>13.2f}{middle[0] / middle[1]:>12.2f}"
-              f"{ideal:>14.3f}{middle[0] / ideal:>9.2f}")  # fmt: skip
-        rows.append({"case": case, "parc_s": best[0], "peer": "torch 1F1B", "peer_s": best[1],
-                      "ratio": best[0] / best[1], "parc_median_s": middle[0], "peer_median_s": middle[1],
-                      "makespan_s": ideal})  # fmt: skip
+        row, cells = compared(case, ranks[0]["seconds"], "torch 1F1B", others[0]["seconds"])
+        row["makespan_s"] = ideal = makespan(build, ranks)
+        table.row(case, *cells, f"{ideal:.3f}", f"{row['parc_median_s'] / ideal:.2f}")
+        rows.append(row)
     (ROOT / "bench-pipelines.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     idle()
     kept()
@@ -197,11 +174,8 @@ def main(times: int) -> None:
 
 def idle(ranks: int = 4, microbatches: int = 8, forward: float = 1, backward: float = 2) -> None:
     """Print the idle slots and live microbatches of every schedule with equal stages, beside the published ones."""
-    from parc.compiler.schedules import timelines
-    from parc.compiler.schedules.timeline import peak_live, simulate
-
     print(f"\n{ranks} ranks, {microbatches} microbatches, a rank's forward {forward:g} slot, its backward {backward:g}")
-    print(f"{'schedule':<16}{'idle':>8}{'published':>11}{'live':>8}{'published':>11}")
+    table = Table("schedule", "idle", "published", "live", "published", names=16)
     least = (ranks - 1) * (forward + backward)
     for name, chunks, most in (
         ("gpipe", 1, microbatches), ("1f1b", 1, ranks), ("interleaved", 2, ranks * (1 + (ranks - 1) / (2 * ranks))),
@@ -212,23 +186,16 @@ def idle(ranks: int = 4, microbatches: int = 8, forward: float = 1, backward: fl
         waits = max(played.idle(role) for role in roles)
         live = max(peak_live(actions) for actions in roles.values()) / chunks
         words = f"{name} x {chunks}" if chunks > 1 else name
-        print(f"{words:<16}{waits:>8.3f}{least / chunks:>11.3f}{live:>8.3f}{min(most, microbatches):>11.3f}")
+        table.row(words, *(f"{x:.3f}" for x in (waits, least / chunks, live, min(most, microbatches))))
 
 
 def kept(microbatches: int = 16) -> None:
     """Print the most bytes that stages keep for backward under GPipe and 1F1B, measured in the executor."""
-    from parc.checking.checks import case_of
-    from parc.compiler.plan.plan import read_plan
-    from parc.compiling.driver import compile_plan
-    from parc.runtime.compare.simulate import Simulation
-    from parc.runtime.data.random_batch import random_batch
-
     peaks: dict[str, dict[int, int]] = {}
     for schedule in ("gpipe", "1f1b"):
         defines = {"schedule": schedule, "pp": "4", "microbatches": str(microbatches), "layers": "4"}
-        plan = read_plan(ROOT / "examples" / "llama-pipeline.parc", defines)
         small = {"width": 64, "ffn": 128, "vocab": 256, "length": 128}
-        compiled = compile_plan(plan, ROOT / "examples", overrides=small)
+        compiled = compile_plan(read_plan(PLAN, defines), PLAN.parent, overrides=small)
         case = case_of(compiled)
         simulation = Simulation(case, account=True)
         simulation.step(random_batch(case.reference, microbatches, torch.Generator().manual_seed(0)), 0)
@@ -236,14 +203,12 @@ def kept(microbatches: int = 16) -> None:
             stage: peak for stepper in simulation.steppers for stage, peak in stepper.peak_saved_bytes.items()
         }
     print(f"\nkept for backward, bytes a rank, {microbatches} microbatches")
-    print(f"{'stage':<8}{'gpipe':>14}{'1f1b':>14}{'ratio':>8}{'promised':>10}")
+    table = Table("stage", "gpipe", "1f1b", "ratio", "promised")
     for stage, most in peaks["gpipe"].items():
         promised = min(microbatches, 4 - stage) / microbatches
         ratio = peaks["1f1b"][stage] / most
-        print(f"{stage:<8}{most:>14,}{peaks['1f1b'][stage]:>14,}{ratio:>8.3f}{promised:>10.3f}")
+        table.row(str(stage), f"{most:,}", f"{peaks['1f1b'][stage]:,}", f"{ratio:.3f}", f"{promised:.3f}")
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--worker"]:
-        worker(sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]), Path(sys.argv[5]), sys.argv[6], sys.argv[7])
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 10)
+    command(main)

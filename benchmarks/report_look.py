@@ -13,7 +13,9 @@ import tempfile
 from html import unescape
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from benchmarks.command import command
+from benchmarks.turns import ROOT
+
 OUT = ROOT / "build" / "report-look"
 PLANS: dict[str, tuple[str, ...]] = {
     "gpt": ("gpt",),
@@ -95,4 +97,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

@@ -8,6 +8,7 @@ log-sum-exp. The second table lists its terms beside all kept values, with the r
 
 from __future__ import annotations
 
+from benchmarks.command import Table, command
 from benchmarks.kept import Kept, kept_by_parc
 from benchmarks.turns import ROOT
 from parc.checking.reports import report_of
@@ -101,19 +102,19 @@ def main() -> None:
     """Print the tables."""
     base = 0
     sizes: dict[str, dict[str, float]] = {}
-    print(f"{'a layer':<30}{'sent, bytes':>14}{'of tp':>8}{'kept':>9}{'form':>9}{'ratio':>8}")
+    table = Table("a layer", "sent, bytes", "of tp", "kept", "form", "ratio", names=28)
     for way, line in WAYS.items():
         case = compiled(line)
         sizes[way] = kept_sizes(kept_by_parc(case))
         here, form, bytes_sent = sum(sizes[way].values()), sum(term_sizes(way).values()), sent(case)
         base = base or bytes_sent
-        print(f"{way:<30}{bytes_sent:>14,}{bytes_sent / base:>8.2f}{here:>9.3f}{form:>9.3f}{here / form:>8.2f}")
-    print(f"\n{'term':<30}" + "".join(f"{way:>30}" for way in WAYS))
-    print(" " * 30 + f"{'form':>21}{'kept':>9}" * len(WAYS))
+        kept = f"{here:.3f}", f"{form:.3f}", f"{here / form:.2f}"
+        table.row(way, f"{bytes_sent:,}", f"{bytes_sent / base:.2f}", *kept)
+    print()
+    table = Table("form / kept of a term", *WAYS, "why they differ", names=26, least=13)
     for term, (_, _, reason) in TERMS.items():
-        pairs = "".join(f"{term_sizes(way)[term]:>21.3f}{sizes[way][term]:>9.3f}" for way in WAYS)
-        print(f"{term:<30}{pairs}   {reason}")
+        table.row(term, *(f"{term_sizes(way)[term]:.3f} / {sizes[way][term]:.3f}" for way in WAYS), reason)
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

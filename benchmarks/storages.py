@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -26,6 +27,15 @@ class Storages(TorchDispatchMode):
     def bytes(self) -> int:
         """The bytes alive now. Storages may have been resized, as FSDP2 does."""
         return sum(storage.nbytes() for ref in list(self._alive.values()) if (storage := ref()) is not None)
+
+    def peak_of(self, step: Callable[[], object]) -> int:
+        """Return the most bytes alive in a step, after two that make the optimizer's state."""
+        for _ in range(2):
+            step()
+        gc.collect()
+        self.peak = self.bytes
+        step()
+        return self.peak
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         if DTensor in types:
