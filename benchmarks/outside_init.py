@@ -18,6 +18,7 @@ from benchmarks.command import command
 from benchmarks.outside_models import HERE, Case
 from benchmarks.outside_table import cases
 from benchmarks.turns import ROOT
+from parc.advice import unasked_gathers
 from parc.compiling.compiled import Compiled
 from parc.proposing.lines import ModelLine
 from parc.proposing.proposal import Wish, propose

@@ -275,7 +275,7 @@ PROGRAM_PASSES = (
     Pass("programs", make_roles, "step", gives="roles"),
     Pass("two levels", _in_two_levels, "roles step two_levels", gives="roles"),
     Pass("early sums", _for_each_role(sum_early), "roles microbatches", gives="roles", when="trains"),
-    Pass("overlap", _for_each_role(overlapped), "roles bucket ahead", gives="roles"),
+    Pass("overlap", _for_each_role(overlapped), "roles bucket ahead offload", gives="roles"),
     Pass("hidden exchanges", _for_each_role(hide_exchanges), "roles", gives="roles"),
     Pass("offload", offload, "roles offload", gives="roles"),
     Pass("rings", _for_each_role(ring_attention), "roles context", gives="roles"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -28,7 +29,7 @@ from ..compiler.program.actions import (
 from ..compiler.program.binding import COUNT, GRAD_NORM, LOSS, RNG, Binding
 from ..compiler.program.program import Function, Program
 from .machine.execute import Machine
-from .ranks.communication import Backend, BoundTensors, Message, PeerLost, Sending
+from .ranks.communication import Arrival, Backend, BoundTensors, Message, PeerLost, Sending, wait_for_nothing
 from .ranks.waits import Recorder, recorded
 from .ranks.work import Batch, RankState, StepResult, Work, bind, named
 
@@ -115,12 +116,17 @@ class ShardViews:
             for key, (name, axes) in parts_in_weights(program).items()
         }
 
-    def point_into(self, weights: Mapping[Binding, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> None:
-        """Make the stored shards views of these unsharded weights, which have the same values."""
-        for key, (name, place) in self._places.items():
-            shard, weight = parameters[name], weights[key]
-            if shard.is_contiguous() and weight.is_contiguous():
-                shard.set_(weight.narrow(0, place * len(shard), len(shard)))  # type: ignore[call-overload]
+    @property
+    def weights(self) -> Collection[Binding]:
+        """The weights that contain a shard."""
+        return self._places.keys()
+
+    def point_into(self, key: Binding, weight: torch.Tensor, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Make the stored shard a view of this unsharded weight, which has the same values."""
+        name, place = self._places[key]
+        shard = parameters[name]
+        if shard.is_contiguous() and weight.is_contiguous():
+            shard.set_(weight.narrow(0, place * len(shard), len(shard)))  # type: ignore[call-overload]
 
 
 # ---- the step
@@ -349,8 +355,18 @@ class Stepper:
 
     def _unshard(self, action: Action, step: int, work: Sequence[Work]) -> None:
         self.run_program(action, step, work)
-        for shards, w in zip(self._shards, work, strict=True):
-            shards.point_into(w.totals, w.state.parameters)
+
+        def arrived(key: Binding, arrival: Arrival = wait_for_nothing) -> None:
+            arrival()
+            for shards, w in zip(self._shards, work, strict=True):
+                shards.point_into(key, w.totals[key], w.state.parameters)
+
+        arriving = work[0].arriving
+        for key in self._shards[0].weights:  # the last step's weights are freed one by one, as these arrive
+            if key in arriving:
+                arriving[key] = partial(arrived, key, arriving[key])
+            else:
+                arrived(key)
 
     def _forward(self, action: Action, step: int, work: Sequence[Work]) -> None:
         inputs = self._inputs(action, step, work, FORWARD)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 
-from ..layout.collectives import COLLECTIVES, MESSAGE, RINGS, SUMS, axes_of, payload_bytes
+from ..layout.collectives import COLLECTIVES, MESSAGE, RINGS, SUMS, WAIT, axes_of, payload_bytes
 from ..layout.mesh import Mesh
 from ..layout.placement import TensorType
 from ..ops.rules import facts
-from ..program.actions import ACTIONS, PHASES, REDUCE, step_kinds
+from ..program.actions import ACTIONS, FORWARD, PHASES, REDUCE, UNSHARD, step_kinds
 from ..program.binding import PARAMETERS
 from ..program.blocks import complete, working
+from ..program.plain import on_their_way
 from ..program.program import Function, Origin, Program, Ref
 from ..program.roles import Role, stage_key
 from .dataflow import converts
@@ -30,7 +31,8 @@ like."""
 class Communication:
     """A collective as it runs. All ranks of its group must run the same one at the same place. ``bytes`` is a rank's
     operand, ``wire_bytes`` what the rank sends in a ring. It is ``hidden``, overlapped with computation, if a product
-    or an attention lies between its line and the one that waits for it, or the end of the program."""
+    or an attention lies between its line and the one that waits for it, or the end of the program; for weights that
+    UNSHARD gathers, between the beginning of the role's forwards and the line that waits."""
 
     op: str
     axes: tuple[str, ...]
@@ -62,12 +64,13 @@ def messages(program: Program) -> list[Communication]:
 
 
 def _walk(
-    program: Program, function: Function, caller: Origin | None, passed: Collection[str] = ()
-) -> Iterator[PlacedMessage]:
+    program: Program, function: Function, caller: Origin | None, passed: Collection[str] = (),
+    elsewhere: Collection[str] = (),
+) -> Iterator[PlacedMessage]:  # fmt: skip
     """Yield the collectives of a function and of those that it calls. ``passed`` are the parameters that are weights of
-    its ``caller``."""
+    its ``caller``. ``elsewhere`` are the results of collectives that travel while another program computes."""
     values = function.values()
-    hidden, weights = _overlapped(program, function), _weights(function, passed)
+    hidden, weights = _overlapped(program, function).union(elsewhere), _weights(function, passed)
     for index, line in enumerate(function.lines):
         if line.calls_function:
             called = program.function(line.op)
@@ -140,13 +143,34 @@ def _overlapped(program: Program, function: Function) -> set[str]:
     return hidden.union(name for name, worked in travelling.items() if worked)
 
 
+def _beside_forwards(programs: Sequence[Program]) -> set[str]:
+    """Return the weights that UNSHARD gathers while forwards compute. ``programs`` are in running order."""
+    coming = {key: name for program in programs if program.action == UNSHARD
+              for key, name in on_their_way(program).items()}  # fmt: skip
+    hidden, computing = set[str](), False
+    for program in (program for program in programs if program.action == FORWARD):
+        bound = {value.name: value.binding for value in program.main.parameters if value.binding in coming}
+        works = working(program)
+        for line in program.main.lines:
+            if line.op == WAIT and line.uses[0] in bound:
+                name = coming.pop(bound[line.uses[0]], None)
+                hidden.update([name] if computing and name is not None else [])
+            computing = computing or line.op in works or facts(line.op).precision == "product"
+    return hidden
+
+
 def placed_messages(role: Role) -> list[tuple[int, PlacedMessage]]:
     """Return the collectives of a role's step in the order of phases, each once, with how often a step runs it."""
     times = {name: sum(a.program_in(role.programs) == name for a in role.actions) for name in role.programs}
+    programs = dict(sorted(role.programs.items(), key=_running_order))
+    gathered = _beside_forwards([*programs.values()])
     counted = [
         (1 if placed.message.once else times[name], placed)
-        for name, program in sorted(role.programs.items(), key=_running_order)
-        for placed in (*_walk(program, program.mains[0], None), *_sends(name, program, role))
+        for name, program in programs.items()
+        for placed in (
+            *_walk(program, program.mains[0], None, elsewhere=gathered if program.action == UNSHARD else ()),
+            *_sends(name, program, role),
+        )
     ]
     return sorted(counted, key=lambda row: PHASES.index(row[1].message.phase))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from ..layout.collectives import COLLECTIVES, MESSAGE, RINGS, SUMS, WAIT, Buffers
 from ..layout.placement import Split, TensorType
@@ -37,9 +37,9 @@ def local_bytes(type_: TensorType, program: Program, load: float = 1.0) -> int:
     return math.ceil(size * present // rows * (load if by_experts else 1.0))
 
 
-Share = Literal["values", "messages", "gradients"]
+Share = Literal["values", "messages", "gradients", "weights"]
 """The use of bytes that a run holds: ``messages`` are results of collectives and their buffers, ``gradients`` those
-that it returns, ``values`` all the rest."""
+that it returns, ``weights`` what is held beside weights until they have arrived, ``values`` all the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class _Alive:
     def __init__(self) -> None:
         self.size: dict[str, int] = {}
         self.share: dict[str, Share] = {}
-        self.shares: dict[Share, int] = {"values": 0, "messages": 0, "gradients": 0}
+        self.shares: dict[Share, int] = dict.fromkeys(get_args(Share), 0)
         self.total = self.most = 0
         self.peak = dict(self.shares)
 
@@ -168,8 +168,10 @@ class _Run:
         self.travels = {line.made[0].name: line for line in function.lines if MESSAGE in dict(line.kwargs)}
         self.arrived = set[object]()
         self.alive = _Alive()
+        shares: dict[str, Share] = {value.name: "weights" for value in function.bound("weight").values()}
+        shares |= dict.fromkeys(self.written, "gradients")
         for name, size in owned.items():
-            self.alive.add(name, size, "gradients" if name in self.written else "values")
+            self.alive.add(name, size, shares.get(name, "values"))
         self.alive.note()
         self.left = self.later = 0
         self.last = self._last()
@@ -304,9 +306,12 @@ class _Run:
 
     def _arrival(self, name: str) -> None:
         """Free the buffers of a message when the first of its results is awaited: all of them have arrived then. The
-        result of a message that another program started is a parameter, with the buffers of that message."""
+        result of a message that another program started is a parameter, with the buffers of that message; of a weight,
+        which is the caller's, the run owns these buffers alone."""
         line = self.travels.get(name)
-        if line is None:
+        if line is None and self.function.values()[name].kind == "weight":
+            self.alive.drop(name)
+        elif line is None:
             self.alive.resize(name, self._size(name))
         elif line.kwargs not in self.arrived:
             self.arrived.add(line.kwargs)

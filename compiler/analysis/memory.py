@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from ..layout.placement import TensorType
 from ..program.actions import ACTIONS, AHEAD, BACKWARD, FORWARD, UNSHARD, Action, receive_kind, send_kind
 from ..program.binding import BUFFERS, PARAMETERS, Binding, Kind
+from ..program.plain import on_their_way
 from ..program.program import Function, Program, kept_away
 from ..program.step_values import residual_of
 from .dataflow import parts_in_weights
@@ -129,13 +130,15 @@ class _StepMemory:
             local_bytes(value.type, program)
             for program in programs.values() for value in program.bound("state").values() if residual_of(value.binding)
         )  # fmt: skip
-        weights = parts_in_weights(programs[UNSHARD]) if UNSHARD in programs else {}
-        self.inside = sum(
-            local_bytes(programs[UNSHARD].main.values()[name].type, programs[UNSHARD])
-            for key, name in (programs[UNSHARD].main.returns if weights else ()) if key in weights
-        )  # fmt: skip
+        gathers = parts_in_weights(programs[UNSHARD]) if UNSHARD in programs else {}
+        sizes = _returned_bytes(programs[UNSHARD]) if gathers else {}
+        self.inside = {key: sizes[key] for key in gathers}
+        """The bytes of weights in which parameters lie."""
         self.live = {key: Liveness(program, load, products) for key, program in programs.items()}
         self.totals: dict[Binding, int] = {}
+        self.arriving: dict[Binding, int] = {}
+        """The bytes that are held beside each weight that is on its way: buffers of its message, and the last step's
+        weight, in which the parameter lies until then."""
         self.kept: dict[tuple[int, int], dict[str, int]] = {}
         self.held: dict[tuple[object, ...], int] = {}
         """The bytes that are kept between actions, beside accumulated gradients."""
@@ -185,13 +188,16 @@ class _StepMemory:
                 owned[value.name] = saved.get(value.binding.name, 0)
             elif value.binding.home in ("stage", "neighbour"):
                 owned[value.name] = local_bytes(value.type, self.programs[key], self.load)
+            elif value.binding in self.arriving:
+                owned[value.name] = self.arriving.pop(value.binding)
         sends = following is not None and following.kind == send_kind(action.kind) and not self.kept
         # a last backward that starts reductions delays nothing
         delays = sends and main is not self.programs[key].last
         added, late = live.addable if totals else {}, live.delayed if totals and delays else {}
         added = {name: values - late.get(name, frozenset()) for name, values in added.items()}
         peak = live.peak(main, owned, added, late)
-        before = self.inside if action.kind == UNSHARD else 0  # the last step's weights, in which parameters lie
+        # the last step's weights, in which parameters lie
+        before = sum(self.inside.values()) if action.kind == UNSHARD else 0
         self._note(peak, before)
         held["left",] = peak.left
         self._keep(action, main, peak)
@@ -204,8 +210,9 @@ class _StepMemory:
             kind: sum(size for key, size in self.totals.items() if key.kind == kind)
             for kind in ("weight", "gradient", "state")
         }
+        arriving = sum(self.arriving.values()) + peak.shares.get("weights", 0)
         memory = Memory(
-            parameters=self.parameters + before + shares["weight"],
+            parameters=self.parameters + before + shares["weight"] + arriving,
             gradients=shares["gradient"] + peak.shares.get("gradients", 0),
             optimizer=self.optimizer,
             activations=self.inputs + sum(self.held.values()) + peak.shares.get("values", 0),
@@ -242,6 +249,12 @@ class _StepMemory:
                     if ACTIONS[action.kind].place == "after"
                     else max(size, self.totals.get(binding, 0))
                 )
+        if action.kind == UNSHARD:
+            sizes = _returned_bytes(self.programs[key])
+            for binding in on_their_way(self.programs[key]):
+                buffers = max(self.totals[binding] - sizes[binding], 0)
+                self.totals[binding] -= buffers
+                self.arriving[binding] = buffers + self.inside.get(binding, 0)
         if not action.works:
             return
         if saved:
@@ -251,6 +264,12 @@ class _StepMemory:
         to = stage + ACTIONS[action.kind].to
         there = (receive_kind(action.kind), to) if to in self.stages else ("made", send_kind(action.kind), stage)
         self.held[*there, m] = sent
+
+
+def _returned_bytes(program: Program) -> dict[Binding, int]:
+    """Return the bytes of a program's results."""
+    values = program.main.values()
+    return {key: local_bytes(values[name].type, program) for key, name in program.main.returns}
 
 
 def _bound_bytes(programs: Mapping[str, Program], *kinds: Kind) -> int:

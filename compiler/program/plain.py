@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from ..layout.collectives import MESSAGE, RINGS, SEQUENCE, local_outer
 from ..layout.mesh import Mesh
 from ..layout.placement import Split, TensorType
-from .actions import ACTIONS, REDUCE
+from .actions import ACTIONS, REDUCE, UNSHARD
 from .binding import UNSCALE, Binding
 from .program import Line, Program, Ref, Value
 from .rewriter import Rewriter
@@ -162,12 +162,13 @@ def _numbered_anew(parts: Sequence[Sequence[Line]]) -> Iterator[Line]:
 
 
 def on_their_way(program: Program) -> dict[Binding, str]:
-    """Return the values that a last backward returns while their messages are under way, by the gradients' bindings."""
-    if program.last is None:
+    """Return the values that a program returns while their messages are under way, by their bindings: a last backward
+    gradients, and UNSHARD weights."""
+    if program.last is None and program.action != UNSHARD:
         return {}
-    lines = program.last.lines
-    sent = {value.name for line in lines if MESSAGE in dict(line.kwargs) for value in line.made}
-    return {key: name for key, name in program.last.returns if name in sent and key.kind == "gradient"}
+    function, kind = program.mains[0], "weight" if program.action == UNSHARD else "gradient"
+    sent = {value.name for line in function.lines if MESSAGE in dict(line.kwargs) for value in line.made}
+    return {key: name for key, name in function.returns if name in sent and key.kind == kind}
 
 
 def _by_results(lines: Sequence[Line]) -> dict[tuple[Value | None, ...], Line]:

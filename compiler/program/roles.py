@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ..layout.collectives import MESSAGE
+from ..layout.collectives import MESSAGE, WAIT
 from ..ops.rules import facts
 from .actions import ACTIONS, FORWARD, Action, Purpose, StageRanks, step_kinds
 from .binding import Binding
@@ -163,7 +163,9 @@ def _join_of_stages(programs: Sequence[Program]) -> Program:
             if not any(name in makers for name in names):
                 writer.add(line)
                 makers.update(dict.fromkeys(names, line))
-            elif (line.op != "parc.stream_key.default" and not facts(line.op).carries) or makers.get(names[0]) != line:
+            elif makers.get(names[0]) != line or not (
+                line.op in ("parc.stream_key.default", WAIT) or facts(line.op).carries
+            ):
                 raise JoinFault(f"{program.role}.{program.action} makes `{names[0]}`, which an earlier stage makes")
     writer.parameters.update((value.name, value) for value in parameters.values())
     types = {value.name: value.type

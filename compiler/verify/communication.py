@@ -275,14 +275,16 @@ def _order_faults(roles: Mapping[str, Programs], axis: str) -> Iterator[Fault]:
 
 def check_messages(programs: Programs, microbatches: int) -> Iterator[Fault]:
     """Find messages of a role that are not numbered in order or not contiguous, values that are read before their
-    collective is awaited, and waits without a collective. Only gradients that the last backward returns may be awaited
-    elsewhere, in REDUCE: sums over all microbatches, if there are several."""
+    collective is awaited, and waits without a collective. Only two kinds of values may be awaited elsewhere: gradients
+    that the last backward returns, sums over all microbatches, in REDUCE; and weights that UNSHARD returns, in every F
+    that reads them, which other programs that read them follow."""
     coming = {key for program in programs.values() for key in on_their_way(program)}
+    yield from _weight_problems(programs, {key for key in coming if key.kind == "weight"})
     for program in programs.values():
         for function in program.functions:
             where = f"{program.role}.{program.action} {function.name}"
-            started = coming if program.action == REDUCE else ()
-            unfinished = coming if function is program.last else ()
+            started = coming if program.action in (FORWARD, REDUCE) else ()
+            unfinished = on_their_way(program) if function is program.mains[0] else ()
             for name, problem in (*_order_problems(function), *_wait_problems(function, started, unfinished)):
                 yield Fault("communication", f"{where}: {name}", problem)
         if (last := program.last) is not None:
@@ -292,6 +294,21 @@ def check_messages(programs: Programs, microbatches: int) -> Iterator[Fault]:
             for name in sorted(before if microbatches == 1 else summed - before):
                 where = f"{program.role}.{program.action} {last.name}: {name}"
                 yield Fault("types", where, f"is not summed over {microbatches} microbatches")
+
+
+def _weight_problems(programs: Programs, coming: set[Binding]) -> Iterator[Fault]:
+    """Find weights ``coming`` from UNSHARD that a program reads though no forward before it does, and those that none
+    reads. Every F awaits those that it reads; B of a stage comes after its F, and some programs after all forwards."""
+    forwards = {key: coming & {*program.main.bindings} for key, program in programs.items()
+                if program.action == FORWARD}  # fmt: skip
+    there = set[Binding]().union(*forwards.values())
+    for key, program in programs.items():
+        stage = key.removesuffix(program.action)
+        known = {"work": forwards.get(f"{stage}{FORWARD}"), "after": there}.get(ACTIONS[program.action].place)
+        for weight in sorted(coming.intersection(program.main.bindings).difference(known or ())):
+            yield Fault("communication", f"{program.role}.{program.action} {weight}", "is read on its way")
+    for weight in sorted(coming - there):
+        yield Fault("communication", f"UNSHARD {weight}", "is never awaited")
 
 
 def _order_problems(function: Function) -> Iterator[tuple[str, str]]:

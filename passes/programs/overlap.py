@@ -2,7 +2,8 @@
 
 - Early sums: the last backward of a step sums the gradients that it completes, so that REDUCE need not.
 - Overlap: a collective of a main function becomes a start and an await. The weights that a unit (one call of a block)
-  reads are gathered while the units before it run, and its gradients are summed while the next unit runs. Tensors of
+  reads are gathered while the units before it run, and its gradients are summed while the next unit runs. So are the
+  weights that UNSHARD gathers once a step: it starts all gathers, unit by unit, and the forwards await them. Tensors of
   one bucket travel in one message: lines that follow one another with the same number.
 - Hidden exchanges: in blocks, tokens travel to experts and back while products run that do not need them.
 """
@@ -18,7 +19,7 @@ from ...compiler.analysis.liveness import local_bytes
 from ...compiler.layout.collectives import COLLECTIVES, MESSAGE, SUMS, WAIT
 from ...compiler.layout.packed_rows import EXCHANGE
 from ...compiler.ops.rules import facts
-from ...compiler.program.actions import ACTIONS, REDUCE
+from ...compiler.program.actions import ACTIONS, FORWARD, REDUCE, UNSHARD
 from ...compiler.program.binding import UNSCALE, Binding
 from ...compiler.program.blocks import working
 from ...compiler.program.program import LAST, Function, Line, Program, Ref, Value, needed
@@ -141,35 +142,71 @@ def _leave_out(one: _Sum, reduce: Rewriter) -> None:
         del reduce.returns[key]
 
 
-def wait_late(programs: Programs) -> Programs:
-    """Return the programs of a role in which REDUCE, and not the last backward, awaits the sums that backward returns,
-    each right before its first reader. Backward itself awaits reduce-scatters, so that whole gradients are freed."""
+def wait_late(programs: Programs, prefetches: bool) -> Programs:
+    """Return the programs of a role in which readers await what an earlier program has started, each value right before
+    its first reader: REDUCE the sums that the last backward returns, and F, where a role ``prefetches``, the weights
+    that UNSHARD gathers. Backward itself awaits reduce-scatters, so that whole gradients are freed."""
     changed, coming = dict(programs), set[Binding]()
     for key, program in programs.items():
-        if (last := program.last) is None:
-            continue
-        rewriter, usual = Rewriter(program.mesh, last), {name for _, name in program.main.returns}
-        for gradient, name in last.returns:
-            wait = last.makers.get(name)
-            if wait is not None and wait.op == WAIT and name not in usual and last.makers[wait.uses[0]].op in SUMS:
-                coming.add(gradient)
-                rewriter.drop([wait])
-                rewriter.returns[gradient] = wait.uses[0]
-        changed[key] = program.with_mains(rewriter.function(), program.main)
-    if coming:
-        changed[REDUCE] = _waiting(programs[REDUCE], coming)
+        if program.last is not None:
+            usual = {name for _, name in program.main.returns}
+            sums = [(gradient, name) for gradient, name in program.last.returns if name not in usual]
+            changed[key], started = _without_waits(program, sums, SUMS)
+            coming |= started
+    if UNSHARD in programs and prefetches:
+        awaitable = _awaitable(programs)
+        weights = [row for row in programs[UNSHARD].main.returns if row[0] in awaitable]
+        changed[UNSHARD], started = _without_waits(programs[UNSHARD], weights, _APART)
+        coming |= started
+    for key, program in changed.items():
+        if program.action in (FORWARD, REDUCE) and not coming.isdisjoint(program.main.bindings):
+            changed[key] = _waiting(program, coming)
     return changed
 
 
-def _waiting(reduce: Program, coming: set[Binding]) -> Program:
-    """Return REDUCE with a wait for each of these gradients before its first reader."""
-    main, rewriter = reduce.main, Rewriter(reduce.mesh, reduce.main)
+def _without_waits(
+    program: Program, returned: Iterable[tuple[Binding, str]], ops: Collection[str]
+) -> tuple[Program, set[Binding]]:
+    """Return a program that returns, of these results of its first main function, those of messages of ``ops`` while
+    they are on their way. The second result has their bindings."""
+    first, *others = program.mains
+    rewriter, started = Rewriter(program.mesh, first), set[Binding]()
+    for key, name in returned:
+        wait = first.makers.get(name)
+        if wait is not None and wait.op == WAIT and first.uses[name] == 1 and first.makers[wait.uses[0]].op in ops:
+            started.add(key)
+            rewriter.drop([wait])
+            rewriter.returns[key] = wait.uses[0]
+    return program.with_mains(rewriter.function(), *others), started
+
+
+def _awaitable(programs: Programs) -> set[Binding]:
+    """Return the weights that work alone reads, and that F of each such stage can await: it reads them too, and not
+    first in a message of several lines, between which no await may stand."""
+    awaitable, others = dict[str, set[Binding]](), set[Binding]()
+    for key, program in programs.items():
+        if program.action == FORWARD:
+            main = program.main
+            weights = ((value.binding, main.readers[value.name][:1]) for value in main.bound("weight").values())
+            awaitable[key.removesuffix(FORWARD)] = {
+                weight for weight, first in weights if weight and first and MESSAGE not in dict(first[0].kwargs)
+            }
+    for key, program in programs.items():
+        there = awaitable.get(key.removesuffix(program.action)) if ACTIONS[program.action].works else None
+        others.update(weight for weight in program.main.bindings if weight not in (there or ()))
+    return set[Binding]().union(*awaitable.values()) - others
+
+
+def _waiting(program: Program, coming: set[Binding]) -> Program:
+    """Return a program that awaits each of these values before its first reader."""
+    main, rewriter = program.main, Rewriter(program.mesh, program.main)
     arriving = {value.name: value for value in main.parameters if value.binding in coming}
+    word = "summed" if program.action == REDUCE else "arrived"
     for name in (name for name in main.uses if name in arriving):
         rewriter.insert_before(next(iter(main.readers[name]), None))
-        waited = rewriter.emit(WAIT, (Ref(name),), arriving[name].type, name=f"{name}_summed")
+        waited = rewriter.emit(WAIT, (Ref(name),), arriving[name].type, name=f"{name}_{word}")
         rewriter.rename(name, waited.name)
-    return replace(reduce, functions=(rewriter.function(),))
+    return program.with_mains(rewriter.function())
 
 
 # ---- hidden exchanges: each starts as soon as its operand is computed, and is awaited just before its first reader.
@@ -268,11 +305,18 @@ class _Unit:
     behind: list[Line] = field(default_factory=list)
 
 
-def overlapped(programs: Programs, bucket: int, ahead: int) -> Programs:
+def overlapped(programs: Programs, bucket: int, ahead: int, offload: Collection[str]) -> Programs:
     """Return the programs of a role with a start and an await for each gather and each sum of gradients of their main
     functions. Messages have at most a ``bucket`` of bytes (one tensor may be larger); a gather runs so many units
-    ``ahead``."""
-    return wait_late({key: _overlapped(program, bucket, ahead) for key, program in programs.items()})
+    ``ahead``. UNSHARD starts its gathers unit by unit in the order of the forwards, which await them, unless the plan's
+    ``offload`` lines keep weights elsewhere as soon as they are there."""
+    prefetches = "parameters" not in offload
+    units = _read_together(programs) if prefetches else []
+    changed = {
+        key: _in_units(program, units, bucket) if program.action == UNSHARD else _overlapped(program, bucket, ahead)
+        for key, program in programs.items()
+    }
+    return wait_late(changed, prefetches)
 
 
 def _overlapped(program: Program, bucket: int, ahead: int) -> Program:
@@ -283,6 +327,42 @@ def _overlapped(program: Program, bucket: int, ahead: int) -> Program:
         for main in program.mains
     )  # fmt: skip
     return program.with_mains(*mains)
+
+
+def _read_together(programs: Programs) -> list[list[Binding]]:
+    """Return the weights that a role's forwards read, in the order of their first readers, those of one line
+    together."""
+    units, known = list[list[Binding]](), set[Binding]()
+    for program in programs.values():
+        if program.action == FORWARD:
+            weights = {value.name: value.binding for value in program.main.bound("weight").values() if value.binding}
+            for line in program.main.lines:
+                unit = dict.fromkeys(weights[name] for name in line.uses if name in weights)
+                units.append([weight for weight in unit if weight not in known])
+                known.update(unit)
+    return [unit for unit in units if unit]
+
+
+def _in_units(program: Program, units: Iterable[Sequence[Binding]], bucket: int) -> Program:
+    """Return UNSHARD with the gathers of each unit of weights started together, in the order of the units. Weights of
+    which a gather is not the last line come first: UNSHARD itself awaits their messages, and no others before them."""
+    main, apart = program.main, frozenset(_APART)
+    if not any(line.op in apart for line in main.lines):
+        return program
+    names = dict(main.returns)
+    first = [key for key, name in main.returns if name not in main.makers or main.makers[name].op not in apart]
+    parts, known = list[Sequence[Line]](), set[int]()
+    for unit in (first, *units, names):
+        pending, own = [names[key] for key in unit if key in names], set[int]()
+        while pending:
+            line = main.makers.get(pending.pop())
+            if line is not None and (at := main.at(line)) not in known:
+                own.add(at)
+                known.add(at)
+                pending += line.uses
+        parts.append([main.lines[at] for at in sorted(own)])
+    lines = tuple(_Overlap(program, main, bucket, 0, apart).in_parts(parts))
+    return replace(program, functions=(replace(main, lines=lines),))
 
 
 class _Overlap:
@@ -320,6 +400,16 @@ class _Overlap:
         while waiting:
             due, waiting = self._started(waiting, now=True)
             yield from self._numbered(due)
+
+    def in_parts(self, parts: Sequence[Sequence[Line]]) -> Iterator[Line]:
+        """Yield the lines part by part: the first messages of each, then those that need them, then what is left."""
+        steps = [self._steps(lines) for lines in parts]
+        while any(len(left) > 1 for left in steps):
+            for left in steps:
+                if len(left) > 1:
+                    yield from self._numbered(left.pop(0))
+        for left in steps:
+            yield from left[0]
 
     def _steps(self, lines: Sequence[Line]) -> list[list[Line]]:
         """Return lines as steps: the starts of messages, with the lines that they need; the awaits of these, with the

@@ -225,7 +225,7 @@ class Machine:
             for name in step.dead:
                 for environment in environments:
                     del environment[name]
-        in_flight = self._in_flight if function is self.program.last else ()
+        in_flight = self._in_flight if function is self.program.mains[0] else ()
         for _, name in function.returns:
             if name not in in_flight:
                 environments[0].pop(arrival_name(name), wait_for_nothing)()

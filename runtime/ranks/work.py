@@ -44,7 +44,7 @@ class Work:
     counted: Environment = field(default_factory=dict)
     """The count of targets over all ranks by SCALE's name for it, if it is known without a collective."""
     arriving: dict[Binding, Arrival] = field(default_factory=dict)
-    """The functions that wait for gradients whose reductions are in flight."""
+    """The functions that wait for gradients whose reductions are in flight, and weights whose gathers are."""
     exclusive: set[Binding] = field(default_factory=set)
     """The totals that share storage with nothing, to which later parts are added in place."""
     returns: bool = True

@@ -55,7 +55,8 @@ def peak_of_a_step(folder: str) -> tuple[str, int]:
     """Return the library of a session, and the most bytes that tensors of this rank take at once in its second step."""
     with Storages() as storages:
         session = parc.load(folder, torch.device("cpu"))
-        given = {name: value.repeat(4, 1) for name, value in batch(0).items()}
+        rows = json.loads((Path(folder) / "report.json").read_text())["batch"]["samples"]
+        given = {name: value.repeat(4, 1)[:rows] for name, value in batch(0).items()}
         session.step(given)
         gc.collect()
         storages.peak = storages.bytes
@@ -90,8 +91,16 @@ def test_a_step_takes_what_was_estimated(tmp_path: Path) -> None:
     # where gradients take more than activations, what messages hold beside their results decides
     narrow = WIDE.replace("width=32", "width=64").replace("microbatches 2", "microbatches 4")
     rows += [(f"compress gradients over dp using {format_}\n", narrow) for format_ in ("fp16", "int8")]
+    # where weights take more than gradients and activations, the last step's are there until this step's have arrived
+    small = PLAN.replace("layers=2, width=16", "layers=6, width=128").replace("B=8", "B=2")
+    small = small.replace("microbatches 2", "microbatches 1").replace(
+        "adamw lr 1e-2 eps 1e-5 weight_decay 0.1", "sgd lr 0.1"
+    )
+    rows.append(("zero 2 over dp\n", small))
     made = [build(tmp_path, DATA + line, plan, name=f"build{at}") for at, (line, plan) in enumerate(rows)]
     wanted = [estimated(path)[0] for path in made]
+    (row,) = json.loads((made[-1] / "report.json").read_text())["memory"]
+    assert row["parameters"] == 2 * row["state"]["weights"]
     for found in run_ranks(peaks, 2, *map(str, made)):
         hold(found, wanted)
 

@@ -19,9 +19,10 @@ class Zero(Directive):
     """Stores the training state in parts over an axis whose ranks all compute with the same weights (ZeRO, FSDP).
 
     Level 1 splits the optimizer's state: each rank updates its part of each parameter, and once a step all ranks gather
-    the new parameters. Level 2 splits gradients too: as soon as the backward of a block is done, its gradients are
-    summed into the ranks' parts. Level 3 splits the parameters as well: forward and backward gather the weights of a
-    block just before they use them, and free them after. Level 0 does nothing, and so does an axis of size 1.
+    the new parameters, block by block beside the first forward. Level 2 splits gradients too: as soon as the backward
+    of a block is done, its gradients are summed into the ranks' parts. Level 3 splits the parameters as well: forward
+    and backward gather the weights of a block just before they use them, and free them after. Level 0 does nothing, and
+    so does an axis of size 1.
 
     `within node` splits only over the ranks of the axis that share a node (hybrid sharding, HSDP): gathers stay inside
     nodes, and across nodes only the parts of gradients are summed.
