@@ -1,5 +1,5 @@
 """``make bench-peaks``: the memory of a rank, as reports give it, and as a step takes it, followed tensor by tensor
-(``storages.py``).
+(``storages.py``). A convolution's own room, which no tensor has, is in the pages of the process.
 
 The first table has ZeRO 3 beside torch's FSDP2 with each layer a unit, on four gloo ranks, for the Llama of 20 M
 parameters of ``peers.py``. The second has builds of a Llama of 5 M parameters, and of a GPT whose embedding and head
@@ -54,6 +54,26 @@ optimizer adamw lr 3e-4 weight_decay 0.1 clip 1.0
 seed      1
 data      synthetic
 """
+ATTENTION = """\
+model     "{root}/benchmarks/peak_models.py:Attention" (width=64, heads=4, vocab=256)
+input     tokens  int64 [B, S]
+input     targets int64 [B, S]
+sizes     B=8, S=256
+loss      cross_entropy(output, targets)
+optimizer adamw lr 3e-4
+seed      1
+data      synthetic
+"""
+IMAGES = """\
+model     "{root}/benchmarks/peak_models.py:Convolutions" (width=64, layers=1)
+input     pixels float32 [B, 3, 64, 64]
+input     labels int64 [B]
+sizes     B=16
+loss      cross_entropy(output, labels)
+optimizer adamw lr 3e-4
+seed      1
+data      synthetic
+"""
 SPLIT = """\
 column    model.layers.*.self_attn.{q,k,v}_proj over tp
 row       model.layers.*.self_attn.o_proj over tp
@@ -73,6 +93,14 @@ class Case:
     ranks: int
     lines: str
     model: str = MODEL
+    pages: bool = False
+    """True where the peak is that of the process's pages, which have what operators take and give back within, too."""
+
+
+def updated_by(optimizer: str) -> Case:
+    """Return the case of another optimizer, with so many microbatches that the update has the peak."""
+    model = MODEL.replace("adamw lr 3e-4 weight_decay 0.1 clip 1.0", optimizer)
+    return Case(optimizer, 1, "schedule microbatches 16\n", model)
 
 
 CASES = (
@@ -97,11 +125,24 @@ CASES = (
     Case("tied", 1, "", TIED),
     Case("tied, 4 microbatches", 1, "schedule microbatches 4\n", TIED),
     Case("tied, 4 microbatches, bf16", 1, "precision bf16\nschedule microbatches 4\n", TIED),
+    updated_by("adagrad lr 1e-2 weight_decay 0.1"),
+    updated_by("adadelta lr 1.0 weight_decay 0.1"),
+    updated_by("sgd lr 1e-2 momentum 0.9 weight_decay 0.1"),
+    updated_by("nadam lr 1e-3 weight_decay 0.1"),
+    updated_by("radam lr 1e-3 weight_decay 0.1"),
+    updated_by("adamax lr 1e-3 weight_decay 0.1"),
+    updated_by("rmsprop lr 1e-3 weight_decay 0.1"),
+    Case("attention with dropout", 1, "", ATTENTION),
+    Case("attention with dropout, bf16", 1, "precision bf16\n", ATTENTION),
+    Case("attention, values of another width", 1, "", ATTENTION.replace("=256)", "=256, value=32, dropout=0.0)")),
+    Case("convolution with BatchNorm", 1, "", IMAGES, pages=True),
+    Case("convolution with BatchNorm, 4 microbatches", 1, "schedule microbatches 4\n", IMAGES, pages=True),
 )  # fmt: skip
 
 
-def worker(side: str, build: str, library: str) -> None:
-    """Train on one rank, with a library that multiplies; the first prints the peak of each."""
+def worker(side: str, build: str, library: str, pages: str) -> None:
+    """Train on one rank, with a library that multiplies; the first prints the peak of each. With ``pages`` it is the
+    rank's tensors before a step, and how far the process's pages grow in it."""
     from parc.runtime.machine import products
 
     products._is_faster = lambda threads: library == ONEDNN.name  # type: ignore[assignment]
@@ -114,7 +155,9 @@ def worker(side: str, build: str, library: str) -> None:
             step()
         gc.collect()
         storages.peak = storages.bytes
+        grown = -storages.bytes + _pages("VmRSS") if pages else 0
         step()
+        storages.peak = _pages("VmHWM") - grown if pages else storages.peak
     peaks = [torch.zeros((), dtype=torch.int64) for _ in range(dist.get_world_size() if dist.is_initialized() else 1)]
     peaks[0].fill_(storages.peak)
     if dist.is_initialized():
@@ -124,6 +167,14 @@ def worker(side: str, build: str, library: str) -> None:
     if dist.is_initialized():
         dist.barrier()
     os._exit(0)  # as in benchmarks/peers.py
+
+
+def _pages(name: str) -> int:
+    """Return the bytes of the process's pages: those now (``VmRSS``), from which the most (``VmHWM``) counts on."""
+    if name == "VmRSS":
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(name))
 
 
 def parc_step(build: Path) -> Callable[[], float]:
@@ -137,11 +188,16 @@ def parc_step(build: Path) -> Callable[[], float]:
     return lambda: session.step().loss
 
 
-def measured(side: str, ranks: int, build: str = "", library: str = BLAS.name) -> list[int]:
+PAGES = {"MALLOC_MMAP_THRESHOLD_": "32768", "MALLOC_TRIM_THRESHOLD_": "65536"}
+"""Settings of the allocator of glibc under which memory that is freed leaves the process."""
+
+
+def measured(side: str, ranks: int, build: str = "", library: str = BLAS.name, pages: bool = False) -> list[int]:
     """Return the peak of each rank in bytes."""
     start = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
-    command = [sys.executable, *start, "-m", "benchmarks.peaks", "--worker", side, build, library]
-    done = subprocess.run(command, cwd=ROOT, check=True, env={**os.environ, **LAUNCHED}, stdout=subprocess.PIPE)
+    command = [sys.executable, *start, "-m", "benchmarks.peaks", "--worker", side, build, library, "pages" * pages]
+    settings = {**os.environ, **(PAGES if pages else LAUNCHED)}
+    done = subprocess.run(command, cwd=ROOT, check=True, env=settings, stdout=subprocess.PIPE)
     peaks: list[int] = json.loads(done.stdout.decode().strip().splitlines()[-1])
     return peaks
 
@@ -183,13 +239,13 @@ def beside_estimates(folder: Path, wanted: str) -> None:
     print(f"| | ranks |{heads}\n|---|---:|{'---:|---:|---:|' * len(libraries)}", flush=True)
     for number, case in enumerate(case for case in CASES if wanted in case.name):
         plan = folder / f"case{number}.parc"
-        model = case.model.replace("{examples}", str(ROOT / "examples"))
+        model = case.model.replace("{examples}", str(ROOT / "examples")).replace("{root}", str(ROOT))
         lines = case.lines.replace("{folder}", str(folder))
         plan.write_text(model + lines, encoding="utf-8")
         build = built(plan, folder / f"case{number}")
         print(f"| {case.name} | {case.ranks} |", end="", flush=True)
         for library in libraries:
-            rows = by_role(build, measured("parc", case.ranks, str(build), library.name), library)
+            rows = by_role(build, measured("parc", case.ranks, str(build), library.name, case.pages), library)
             estimate, peak = max(rows, key=lambda row: abs(row[0] / row[1] - 1))
             print(f" {estimate / 1e6:.2f} | {peak / 1e6:.2f} | {estimate / peak - 1:+.1%} |", end="", flush=True)
         print(flush=True)
@@ -198,7 +254,7 @@ def beside_estimates(folder: Path, wanted: str) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("wanted", nargs="?", default="", help="only the builds whose name has this in it")
-    parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         worker(*args.worker)

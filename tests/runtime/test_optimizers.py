@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -67,7 +68,7 @@ def test_a_run_goes_on_from_its_state(name: str, tmp_path: Path) -> None:
     assert state["optimizer"] == len(kept_slots(line["optimizer"])) * state["parameters"]
 
 
-SETTINGS = {
+SETTINGS: dict[str, tuple[dict[str, Any], ...]] = {
     "adamw": ({"amsgrad": True},), "adam": ({},), "sgd": ({}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}),
     "nadam": ({}, {"decoupled_weight_decay": True}), "radam": ({}, {"decoupled_weight_decay": True}), "adamax": ({},),
     "adagrad": ({},), "adadelta": ({},), "rmsprop": ({}, {"centered": True}, {"momentum": 0.9}),
