@@ -31,7 +31,7 @@ help:
 	@echo "make bench-memory   the largest model that trains inside a memory limit: plain, ZeRO 3, out of files"
 	@echo "make bench-experts  a mixture of experts on two ranks: all on each, half on each, beside one rank, messages and DDP"
 	@echo "make bench-context  sequences that two ranks share, beside one rank; the longest that fit into a limit of memory"
-	@echo "make bench-peaks    peak memory of a rank by tensors: ZeRO 3 beside FSDP2, and 20 builds beside their estimates"
+	@echo "make bench-peaks    peak memory of a rank by tensors: ZeRO 3 beside FSDP2, and 32 builds beside their estimates"
 	@echo "make bench-kept     bytes that a block keeps for backward, value by value, beside torch's AOTAutograd"
 	@echo "make bench-fit      what \`recompute … fit\` chooses for five sizes, its estimates beside peaks, and torch's own budget"
 	@echo "make bench-sequence split sequences beside tensor parallelism: bytes sent, and bytes kept beside the closed form"

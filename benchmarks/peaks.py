@@ -1,5 +1,5 @@
 """``make bench-peaks``: the memory of a rank, as reports give it, and as a step takes it, followed tensor by tensor
-(``storages.py``).
+(``storages.py``). A convolution's own room, which no tensor has, is in the pages of the process.
 
 The first table has ZeRO 3 beside torch's FSDP2 with each layer a unit, on four gloo ranks, for the Llama of 20 M
 parameters of ``peers.py``. The second has builds of a Llama of 5 M parameters, and of a GPT whose embedding and head
@@ -10,10 +10,13 @@ optimizer's state.
 
 from __future__ import annotations
 
+import gc
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 import parc
 from benchmarks.command import Table, command
@@ -21,7 +24,7 @@ from benchmarks.peers import PLAN as LLAMA
 from benchmarks.peers import fsdp_step
 from benchmarks.sides import built, text_of
 from benchmarks.storages import Storages
-from benchmarks.turns import ROOT, Side, run
+from benchmarks.turns import LAUNCHED, ONE_THREAD, ROOT, Side, run
 from parc.compiler.analysis.products import BLAS, LIBRARIES, ONEDNN, Products
 from parc.compiler.torch_private import onednn_linear
 from parc.report import memory_by_library, plan_of
@@ -51,6 +54,26 @@ optimizer adamw lr 3e-4 weight_decay 0.1 clip 1.0
 seed      1
 data      synthetic
 """
+ATTENTION = """\
+model     "{root}/benchmarks/peak_models.py:Attention" (width=64, heads=4, vocab=256)
+input     tokens  int64 [B, S]
+input     targets int64 [B, S]
+sizes     B=8, S=256
+loss      cross_entropy(output, targets)
+optimizer adamw lr 3e-4
+seed      1
+data      synthetic
+"""
+IMAGES = """\
+model     "{root}/benchmarks/peak_models.py:Convolutions" (width=64, layers=1)
+input     pixels float32 [B, 3, 64, 64]
+input     labels int64 [B]
+sizes     B=16
+loss      cross_entropy(output, labels)
+optimizer adamw lr 3e-4
+seed      1
+data      synthetic
+"""
 SPLIT = """\
 column    model.layers.*.self_attn.{q,k,v}_proj over tp
 row       model.layers.*.self_attn.o_proj over tp
@@ -70,6 +93,14 @@ class Case:
     ranks: int
     lines: str
     model: str = MODEL
+    pages: bool = False
+    """True where the peak is that of the process's pages, which have what operators take and give back within, too."""
+
+
+def updated_by(optimizer: str) -> Case:
+    """Return the case of another optimizer, with so many microbatches that the update has the peak."""
+    model = MODEL.replace("adamw lr 3e-4 weight_decay 0.1 clip 1.0", optimizer)
+    return Case(optimizer, 1, "schedule microbatches 16\n", model)
 
 
 CASES = (
@@ -94,6 +125,18 @@ CASES = (
     Case("tied", 1, "", TIED),
     Case("tied, 4 microbatches", 1, "schedule microbatches 4\n", TIED),
     Case("tied, 4 microbatches, bf16", 1, "precision bf16\nschedule microbatches 4\n", TIED),
+    updated_by("adagrad lr 1e-2 weight_decay 0.1"),
+    updated_by("adadelta lr 1.0 weight_decay 0.1"),
+    updated_by("sgd lr 1e-2 momentum 0.9 weight_decay 0.1"),
+    updated_by("nadam lr 1e-3 weight_decay 0.1"),
+    updated_by("radam lr 1e-3 weight_decay 0.1"),
+    updated_by("adamax lr 1e-3 weight_decay 0.1"),
+    updated_by("rmsprop lr 1e-3 weight_decay 0.1"),
+    Case("attention with dropout", 1, "", ATTENTION),
+    Case("attention with dropout, bf16", 1, "precision bf16\n", ATTENTION),
+    Case("attention, values of another width", 1, "", ATTENTION.replace("=256)", "=256, value=32, dropout=0.0)")),
+    Case("convolution with BatchNorm", 1, "", IMAGES, pages=True),
+    Case("convolution with BatchNorm, 4 microbatches", 1, "schedule microbatches 4\n", IMAGES, pages=True),
 )  # fmt: skip
 
 
@@ -104,14 +147,35 @@ def fsdp_peak() -> int:
         return storages.peak_of(fsdp_step())
 
 
-def parc_peak(build: Path, library: str) -> int:
+PAGES = {"MALLOC_MMAP_THRESHOLD_": "32768", "MALLOC_TRIM_THRESHOLD_": "65536"}
+"""Settings of the allocator of glibc under which memory that is freed leaves the process."""
+
+
+def parc_peak(build: Path, library: str, pages: bool) -> int:
     """Return the peak of this rank of a build on its own data, in bytes, with a library that multiplies. What is loaded
-    from files takes memory, as on an accelerator: a CPU reads it where it lies."""
+    from files takes memory, as on an accelerator: a CPU reads it where it lies. With ``pages`` it is the rank's tensors
+    before a step, and how far the process's pages grow in it."""
+    torch.set_num_threads(1)
     products._is_faster = lambda threads: library == ONEDNN.name  # type: ignore[assignment]
     MappedFiles.load = lambda place, value, device: value.clone()  # type: ignore[method-assign, assignment]
     storages = Storages()
     with storages:
-        return storages.peak_of(parc.load(build).step)
+        step = parc.load(build).step
+        peak = storages.peak_of(step)
+        if not pages:
+            return peak
+        gc.collect()
+        before = storages.bytes - _pages("VmRSS")
+        step()
+        return before + _pages("VmHWM")
+
+
+def _pages(name: str) -> int:
+    """Return the bytes of the process's pages: those now (``VmRSS``), from which the most (``VmHWM``) counts on."""
+    if name == "VmRSS":
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(name))
 
 
 def by_role(build: Path, peaks: list[int], library: Products) -> Iterator[tuple[int, int]]:
@@ -126,7 +190,9 @@ def by_role(build: Path, peaks: list[int], library: Products) -> Iterator[tuple[
 def beside_fsdp(folder: Path) -> None:
     """Print the table of ZeRO 3 and FSDP2."""
     build = built(folder / "llama20m", text_of(LLAMA) + "data      synthetic\n", dp=4, zero=3)
-    ours, theirs = (max(run(side)) for side in (Side(parc_peak, (build, BLAS.name), 4), Side(fsdp_peak, ranks=4)))
+    ours, theirs = (
+        max(run(side)) for side in (Side(parc_peak, (build, BLAS.name, False), 4), Side(fsdp_peak, ranks=4))
+    )
     table = Table("dp=4", "peak, MB")
     table.row("parc, zero 3", f"{ours / 1e6:.1f}")
     table.row("FSDP2", f"{theirs / 1e6:.1f}")
@@ -140,11 +206,13 @@ def beside_estimates(folder: Path, wanted: str) -> None:
     heads = [head for library in libraries for head in (f"{library.name}: estimate, MB", "peak, MB", "off by")]
     table = Table("", "ranks", *heads, names=38)
     for number, case in enumerate(case for case in CASES if wanted in case.name):
-        text = (case.model + case.lines).replace("{examples}", str(ROOT / "examples")).replace("{folder}", str(folder))
+        text = (case.model + case.lines).replace("{examples}", str(ROOT / "examples"))
+        text = text.replace("{root}", str(ROOT)).replace("{folder}", str(folder))
         build = built(folder / f"case{number}", text)
         cells = []
         for library in libraries:
-            peaks = run(Side(parc_peak, (build, library.name), case.ranks))
+            settings = ONE_THREAD | PAGES if case.pages else LAUNCHED
+            peaks = run(Side(parc_peak, (build, library.name, case.pages), case.ranks, settings))
             estimate, peak = max(by_role(build, peaks, library), key=lambda row: abs(row[0] / row[1] - 1))
             cells += [f"{estimate / 1e6:.2f}", f"{peak / 1e6:.2f}", f"{estimate / peak - 1:+.1%}"]
         table.row(case.name, case.ranks, *cells)

@@ -132,8 +132,9 @@ def memory_by_library(build: Build, plan: Plan, role: Role, load: float | None =
         ONEDNN.apart(line, function, program.mesh)
         for program in role.programs.values() for function in program.functions for line in function.lines
     )  # fmt: skip
-    usual = replace(estimate_memory(*arguments, load, BLAS), offloaded=offloaded)
-    other = replace(estimate_memory(*arguments, load, ONEDNN), offloaded=offloaded) if differ else usual
+    update = build.manifest["optimizer"]
+    usual = replace(estimate_memory(*arguments, load, BLAS, update), offloaded=offloaded)
+    other = replace(estimate_memory(*arguments, load, ONEDNN, update), offloaded=offloaded) if differ else usual
     return {BLAS.name: usual, ONEDNN.name: other}
 
 

@@ -8,18 +8,28 @@ a line makes of the facts about its operands.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
-from ..layout.collectives import COLLECTIVES, WAIT, axes_of
+from ..layout.collectives import COLLECTIVES, RINGS, WAIT, axes_of
 from ..layout.mesh import Mesh
 from ..layout.placement import TensorType
 from ..ops.factors import OpCall, Operand
 from ..ops.rules import TABLE, OpRow, facts
 from ..program.actions import UNSHARD
 from ..program.binding import PARAMETERS, Binding
-from ..program.program import Function, Line, LocalSize, Program, Ref, argument_text, map_references, remembered
+from ..program.program import (
+    Function,
+    Line,
+    LocalSize,
+    Program,
+    Ref,
+    Value,
+    argument_text,
+    map_references,
+    remembered,
+)
 
 
 @dataclass(frozen=True)
@@ -116,6 +126,16 @@ def line_call(
     args = tuple(_as_operand(item, places, size, number) for item in line.args)
     kwargs = {key: _as_operand(item, places, size, number) for key, item in line.kwargs}
     return OpCall(line.op, args, kwargs, tuple(t.shape for t in operands), tuple(t.shape for t in results))
+
+
+def local_call(line: Line, values: Mapping[str, Value], mesh: Mesh) -> OpCall:
+    """Return a line as one rank's call, with local shapes; a ring as the attention of one block of keys."""
+    operands, results = [values[name].type for name in line.uses], [value.type for value in line.made]
+    if line.op in RINGS:
+        line = replace(line, op=RINGS[line.op].attention, args=tuple(RINGS[line.op].inner(line.args)))
+    call = line_call(line, operands, results, lambda size: size.local(mesh))
+    local, made = (tuple(type_.local(mesh) for type_ in types) for types in (operands, results))
+    return replace(call, operands=local, results=made)
 
 
 def _as_operand(

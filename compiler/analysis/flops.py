@@ -5,7 +5,7 @@ step in which each action takes as long as its operations.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ..layout.mesh import Mesh
 from ..layout.placement import TensorType
@@ -15,7 +15,7 @@ from ..program.plain import without_rings
 from ..program.program import Line, Program, Value
 from ..program.roles import Role
 from ..schedules.timeline import Timeline, simulate
-from .dataflow import line_call
+from .dataflow import local_call
 from .liveness import Liveness
 
 _MOST_GRADIENTS = 2
@@ -28,10 +28,7 @@ def multiply_adds(line: Line, values: Mapping[str, Value], mesh: Mesh) -> int:
     count = None if line.calls_function else facts(line.op).flops
     if count is None:
         return 0
-    operand_types, result_types = [values[name].type for name in line.uses], [value.type for value in line.made]
-    call = line_call(line, operand_types, result_types, lambda size: size.local(mesh))
-    operands, results = (tuple(type_.local(mesh) for type_ in types) for types in (operand_types, result_types))
-    return count(replace(call, operands=operands, results=results))
+    return count(local_call(line, values, mesh))
 
 
 def function_work(program: Program) -> dict[str, int]:

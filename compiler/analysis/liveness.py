@@ -12,6 +12,7 @@ from ..layout.placement import Split, TensorType
 from ..ops.rules import facts
 from ..program.blocks import complete
 from ..program.program import Function, Line, Origin, Program, Ref
+from .dataflow import local_call
 from .lifetimes import (
     addable,
     adds_itself,
@@ -116,6 +117,14 @@ class Liveness:
         if key not in self._bytes:
             self._bytes[key] = local_bytes(function.values()[name].type, self.program, self._load)
         return self._bytes[key]
+
+    def temporaries(self, function: Function, line: Line) -> int:
+        """Return the bytes of temporaries that a line's kernel holds at once."""
+        takes = facts(RINGS[line.op].attention if line.op in RINGS else line.op).takes
+        if takes is None:
+            return 0
+        values = function.values()
+        return takes(local_call(line, values, self.program.mesh), [values[name].type.dtype for name in line.uses])
 
     def root(self, function: Function) -> Mapping[str, str]:
         """Return the storage of each value of a function: the first value that lies in it."""
@@ -266,8 +275,7 @@ class _Run:
         for name in names:
             self._take_from_bucket(name)
             self.alive.add(name, self._size(name), self._share(name))
-        if (takes := facts(line.op).takes) is not None:
-            self.alive.note(takes(self._size(line.uses[0])))
+        self.alive.note(self.liveness.temporaries(self.function, line))
         if line.op in RINGS:  # double buffers: what is computed with, and what arrives meanwhile
             operands = [self.function.values()[name].type for name in line.uses]
             travelling = COLLECTIVES[line.op].travelling(operands)

@@ -6,10 +6,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..layout.placement import TensorType
-from ..program.actions import ACTIONS, AHEAD, BACKWARD, FORWARD, UNSHARD, Action, receive_kind, send_kind
+from ..program.actions import ACTIONS, AHEAD, BACKWARD, FORWARD, STEP, UNSHARD, Action, receive_kind, send_kind
 from ..program.binding import BUFFERS, PARAMETERS, Binding, Kind
+from ..program.optimizers import update_bytes
 from ..program.plain import on_their_way
 from ..program.program import Function, Program, kept_away
 from ..program.step_values import residual_of
@@ -21,9 +23,10 @@ from .products import BLAS, Products
 @dataclass(frozen=True, slots=True)
 class Memory:
     """The memory of one rank in bytes, at the peak of a step. ``parameters`` are the stored ones and the unsharded
-    weights; ``gradients`` are accumulated ones and those that the running program returns; ``messages`` are results of
-    collectives and their buffers; ``residuals`` are those of compressed gradients, of the last step and of this one;
-    ``activations`` are all the rest, the batch and the model's buffers too."""
+    weights; ``gradients`` are accumulated ones and those that the running program returns; ``optimizer`` is its state,
+    and during the update its temporaries; ``messages`` are results of collectives and their buffers; ``residuals`` are
+    those of compressed gradients, of the last step and of this one; ``activations`` are all the rest, the batch and the
+    model's buffers too."""
 
     parameters: int
     gradients: int
@@ -51,19 +54,25 @@ MEMORY_KINDS = ("parameters", "gradients", "optimizer", "activations", "messages
 def estimate_memory(
     programs: Mapping[str, Program], actions: Sequence[Action], stored: Mapping[str, TensorType],
     moments: Mapping[str, int], offload: Collection[str] = (), load: float = 1.0, products: Products = BLAS,
+    line: Mapping[str, Any] | None = None,
 ) -> Memory:  # fmt: skip
     """Estimate the memory of a rank of a role: its share of the ``stored`` parameters, with ``moments`` optimizer
-    tensors of each, and the values of its actions as they run one after the other. Between actions it keeps what is
-    saved for backward, what was received, what was sent until the next such message, and accumulated gradients. What
-    the words of ``offload`` lines name lies elsewhere, but for single numbers. The busiest rank of experts has ``load``
-    times the mean of their rows. ``products`` is the library that multiplies."""
+    tensors of each that is trained, the values of its actions as they run one after the other, and the temporaries of
+    the update that the facts of the plan's optimizer ``line`` describe, if there is one. Between actions it keeps what
+    is saved for backward, what was received, what was sent until the next such message, and accumulated gradients. What
+    the words of ``offload`` lines name lies elsewhere, but for single numbers; an update loads the state of one unit to
+    where its parameters are. The busiest rank of experts has ``load`` times the mean of their rows. ``products`` is the
+    library that multiplies."""
     resident = {
         word: {name: type_ for name, type_ in stored.items() if word not in offload or not type_.shape}
         for word in ("parameters", "optimizer")
     }
     parameters = state_bytes(programs, resident["parameters"], moments)["parameters"]
     optimizer = state_bytes(programs, resident["optimizer"], moments)["optimizer"]
-    return _StepMemory(programs, actions, parameters, optimizer, load, products).memory()
+    loaded = max(moments.values(), default=0) if {"optimizer", "parameters"} & {*offload} == {"optimizer"} else 0
+    trained = {name: size for name, size in _stored_bytes(programs, stored).items() if name in moments}
+    update = 0 if line is None else update_bytes(line, trained, loaded)
+    return _StepMemory(programs, actions, parameters, optimizer, update, load, products).memory()
 
 
 def state_bytes(
@@ -119,11 +128,11 @@ class _StepMemory:
     """The memory of a role's step, action by action."""
 
     def __init__(
-        self, programs: Mapping[str, Program], actions: Sequence[Action], parameters: int, optimizer: int, load: float,
-        products: Products,
+        self, programs: Mapping[str, Program], actions: Sequence[Action], parameters: int, optimizer: int, update: int,
+        load: float, products: Products,
     ) -> None:  # fmt: skip
         self.programs, self.actions, self.load = programs, actions, load
-        self.parameters, self.optimizer = parameters, optimizer
+        self.parameters, self.optimizer, self.update = parameters, optimizer, update
         microbatches = 1 + max((action.microbatch for action in actions), default=0)
         self.inputs = _bound_bytes(programs, *BUFFERS) + microbatches * _bound_bytes(programs, "input")
         self.residuals = sum(
@@ -168,6 +177,8 @@ class _StepMemory:
             self._note(Peak({}, {}, 0))
             held["sent", action.kind, stage] = held.pop(("made", action.kind, stage, m), 0)
             held.pop(("left",), None)
+        if action.kind == STEP:
+            self._note(Peak({}, {}, 0), update=self.update)
         if action.message is not None or key not in self.programs:
             return
         if ACTIONS[action.kind].place == "after":
@@ -204,8 +215,9 @@ class _StepMemory:
         if peak.later:
             self._note(Peak({"values": peak.later}, {}, 0))
 
-    def _note(self, peak: Peak, before: int = 0) -> None:
-        """Note the memory while a program with this peak runs, and ``before`` bytes of weights of the last step."""
+    def _note(self, peak: Peak, before: int = 0, update: int = 0) -> None:
+        """Note the memory while a program with this peak runs, and ``before`` bytes of weights of the last step, or
+        ``update`` bytes of temporaries of an update."""
         shares = {
             kind: sum(size for key, size in self.totals.items() if key.kind == kind)
             for kind in ("weight", "gradient", "state")
@@ -214,7 +226,7 @@ class _StepMemory:
         memory = Memory(
             parameters=self.parameters + before + shares["weight"] + arriving,
             gradients=shares["gradient"] + peak.shares.get("gradients", 0),
-            optimizer=self.optimizer,
+            optimizer=self.optimizer + update,
             activations=self.inputs + sum(self.held.values()) + peak.shares.get("values", 0),
             messages=peak.shares.get("messages", 0),
             residuals=self.residuals + shares["state"],

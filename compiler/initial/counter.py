@@ -18,11 +18,12 @@ import numpy
 import torch
 from torch import Tensor
 
+from ..ops.op_row import DRAW_BLOCK
+
 _TWO_64 = 1 << 64
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, the usual increment of a Weyl sequence
 _MIX_1 = 0xBF58476D1CE4E5B9  # Stafford's variant 13 of the MurmurHash3 finalizer, as in SplitMix64
 _MIX_2 = 0x94D049BB133111EB
-_BLOCK = 1 << 15  # elements of one pass on a CPU: in the cache, and too few for torch to wake a second thread
 _DEVICE_BLOCK = 1 << 21  # elements of one pass of a hash on a GPU: its temporaries stay below 64 MiB
 
 
@@ -111,7 +112,7 @@ def digest(tensor: Tensor) -> Tensor:
     Every eight bytes are mixed together with their place, and the results are added modulo 2**64.
     """
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    size = _BLOCK if flat.device.type == "cpu" else _DEVICE_BLOCK
+    size = DRAW_BLOCK if flat.device.type == "cpu" else _DEVICE_BLOCK
     places = torch.arange(min(size, -(-flat.numel() // 8)), device=flat.device).mul_(_signed(_MIX_2))
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for start in range(0, flat.numel(), 8 * size):
@@ -134,12 +135,12 @@ def _blockwise(draw: Callable[[Tensor], Tensor], index: Tensor, dtype: torch.dty
     if index.dtype != torch.int64:
         raise TypeError(f"element indices are int64, not {index.dtype}")
     count = index.numel()
-    if index.device.type != "cpu" or count <= _BLOCK:
+    if index.device.type != "cpu" or count <= DRAW_BLOCK:
         return draw(index)
     flat = index.reshape(-1)
     out = torch.empty(count, dtype=dtype, device=index.device)
-    for start in range(0, count, _BLOCK):
-        out[start : start + _BLOCK] = draw(flat[start : start + _BLOCK])
+    for start in range(0, count, DRAW_BLOCK):
+        out[start : start + DRAW_BLOCK] = draw(flat[start : start + DRAW_BLOCK])
     return out.reshape(index.shape)
 
 

@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
+
 from ..layout.mesh import Shape
 from .factors import Dims, OpCall, Operand, OpRule, apply_dims, linear_sets, quotient
 
@@ -37,6 +39,10 @@ Carries = Literal["", "away", "back"]
 Packs = Literal["", "rows", "sums"]
 """The effect of an operator on packed rows of tokens: its results are packed *rows*, or it *sums* such rows to values
 that are whole. See compiler/ops/own_ops.py."""
+TILE = 1 << 18
+"""The entries of temporaries that kernels make at once on a CPU, so that several passes over them stay in its cache."""
+DRAW_BLOCK = 1 << 15
+"""The entries that are drawn in one pass on a CPU: in the cache, and too few for torch to wake a second thread."""
 LawName = Literal["", "uniform", "normal", "integers", "bernoulli", "exponential"]
 """The distribution of the numbers that an operator draws."""
 
@@ -106,8 +112,9 @@ class OpFacts:
     limits: tuple[float, ...] = ()
     """Bounds of that kind that no argument has."""
 
-    takes: Callable[[int], int] | None = None
-    """The bytes of a call's temporaries, for a first operand of so many; None where they are not known."""
+    takes: Callable[[OpCall, Sequence[torch.dtype]], int] | None = None
+    """The bytes of a call's temporaries on a CPU, from its local shapes and the dtypes of its operands; None where they
+    are few or not known."""
     packs: Packs = ""
     """The effect of the operator on packed rows of tokens; "" computes each row by itself, or takes none."""
     reroutes: bool = False

@@ -123,6 +123,8 @@ class PlainModule:
         self._call, self._terms = caller(module, lines), term_functions(lines, folder)
         self._attributes = attribute_tensors(module)
         self.parameters = dict(module.named_parameters())
+        for parameter in self.parameters.values():  # a factory may leave them in another order, which no rank has
+            parameter.data = parameter.data.contiguous()
         for name in frozen:
             self.parameters[name].requires_grad_(False)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -19,8 +20,9 @@ from ...compiler.initial.counter import keep_mask
 from ...compiler.layout.collectives import SEQUENCE, travelling_dtype
 from ...compiler.layout.pieces import Interval, row_major
 from ...compiler.layout.placement import TensorType
+from ...compiler.ops.rules.attention import tile_of_scores
 from ..ranks.communication import RingPart
-from .flash import Flash, additive, flash_for, fold_heads, repeat_heads
+from .flash import Flash, additive, flash_for, repeat_heads
 from .registry import KernelContext, runs
 
 Pair = tuple[Tensor, Tensor]
@@ -30,8 +32,8 @@ Pair = tuple[Tensor, Tensor]
 @dataclass(frozen=True, slots=True)
 class Tile:
     """The scores of consecutive queries with consecutive keys. ``queries`` and ``keys`` are local intervals, ``at`` has
-    the global positions of the first query and the first key. ``seen`` is the causal mask: none (``all``), that of a
-    square on the diagonal (``diagonal``), or one that compares positions (``compared``)."""
+    the global positions of the first query and the first key. ``seen`` is the causal mask: none (``all``), one under
+    which the last query sees just all keys (``diagonal``), or one that compares positions (``compared``)."""
 
     queries: Interval
     keys: Interval
@@ -58,6 +60,32 @@ def tiles(rows: Sequence[Interval], columns: Sequence[Interval], causal: bool) -
                     yield Tile((row, many), (column + earlier, among), (first, start + earlier), seen)
             column += length
         row += many
+
+
+@dataclass(frozen=True, slots=True)
+class ScorePart:
+    """The part of a tile for some samples and some groups of heads, each with one head of keys. Of queries and what has
+    their shape it takes [b, g, h / g * s, d]: heads that read the same keys are one matrix."""
+
+    samples: slice
+    groups: slice
+    heads: slice
+    tile: Tile
+
+    def of_queries(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the part of a tensor [b, h, s, d], folded."""
+        part = _narrow(x[self.samples, self.heads], self.tile.queries).to(dtype)
+        folded: Tensor = part.unflatten(1, (self.groups.stop - self.groups.start, -1)).flatten(2, 3)
+        return folded
+
+    def of_keys(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the part of a tensor [b, g, t, d]."""
+        return _narrow(x[self.samples, self.groups], self.tile.keys).to(dtype)
+
+    def unfolded(self, x: Tensor) -> Tensor:
+        """Return a folded tensor as [b, h, s, d]."""
+        heads: Tensor = x.unflatten(2, (-1, self.tile.queries[1])).flatten(1, 2)
+        return heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,14 +136,36 @@ class AttentionCall:
         """Return the flash kernel for a tile, if there is one; none has parc's dropout."""
         return None if self.p else flash_for(q, k, v, mask, causal, self.context.traced)
 
-    def dropout_factors(self, tile: Tile, q: Tensor) -> Tensor:
-        """Return the factors by which dropout multiplies the weights of a tile: 0 or 1 / (1 - p)."""
+    @property
+    def kept_factor(self) -> float:
+        """The factor of weights that dropout keeps."""
+        return 1 / (1 - self.p) if self.p < 1 else 0.0
+
+    def kept(self, part: ScorePart, device: torch.device) -> Tensor:
+        """Return which weights of a part dropout keeps, of bools."""
         if self.key is None:
             raise ValueError("attention drops weights by no stream")
         shape = (*self.queries.shape[:3], self.keys.shape[2])
-        outer = (self.context.index(self.queries, dim) for dim in (0, 1))
-        numbers = row_major(shape, (*outer, *self._positions(tile, q.device)), q.device)
-        return keep_mask(self.context.key(self.key), numbers, self.p) / (1 - self.p)
+        outer = (self.context.index(self.queries, dim)[at] for dim, at in enumerate((part.samples, part.heads)))
+        numbers = row_major(shape, (*outer, *self._positions(part.tile, device)), device)
+        return keep_mask(self.context.key(self.key), numbers, self.p)
+
+    def parts(self, tile: Tile, q: Tensor, groups: int) -> Iterator[ScorePart]:
+        """Yield a tile in parts whose scores are computed at once, given all queries and the number of groups of heads.
+        What nobody sees behind the last query of a part is left out."""
+        batch, heads = q.shape[:2]
+        (row, many), (column, length), (first, start) = tile.queries, tile.keys, tile.at
+        scores = batch, heads, many, length
+        samples, some, queries = tile_of_scores(scores, groups, self.context.tile)
+        for sample, group, after in product(range(0, batch, samples), range(0, groups, some), range(0, many, queries)):
+            rows = min(queries, many - after)
+            seen = length - many + after + rows if tile.seen == "diagonal" else length
+            at = slice(group, min(group + some, groups))
+            yield ScorePart(
+                slice(sample, min(sample + samples, batch)), at,
+                slice(at.start * heads // groups, at.stop * heads // groups),
+                Tile((row + after, rows), (column, seen), (first + after, start), tile.seen),
+            )  # fmt: skip
 
 
 def _narrow(x: Tensor, run: Interval) -> Tensor:
@@ -146,22 +196,51 @@ def _wide(q: Tensor) -> torch.dtype:
     return torch.promote_types(q.dtype, torch.float32)
 
 
+def _part_scores(call: AttentionCall, part: ScorePart, q: Tensor, k: Tensor) -> Tensor:
+    """Return the folded scores of a part, in a new tensor. Queries and keys are folded."""
+    scores = torch.matmul(q, k.mT).mul_(call.scale)
+    of_heads = part.unfolded(scores)  # a view
+    tile, mask = part.tile, call.hidden(part.tile, q)
+    if tile.seen == "diagonal":
+        above = torch.ones(of_heads.shape[-2:], dtype=torch.bool, device=q.device)
+        of_heads.masked_fill_(above.triu_(1 + tile.keys[1] - tile.queries[1]), float("-inf"))
+    if mask is not None:
+        mask = mask.reshape(*[1] * (4 - mask.dim()), *mask.shape)
+        mask = mask if mask.shape[0] == 1 else mask[part.samples]
+        mask = mask if mask.shape[1] == 1 else mask[:, part.heads]
+        of_heads = of_heads.masked_fill_(~mask, float("-inf")) if mask.dtype == torch.bool else of_heads.add_(mask)
+    return scores
+
+
+def _attend_part(call: AttentionCall, part: ScorePart, operands: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+    """Compute the attention of a part, and write output and log-sum-exp into ``results``."""
+    (q, k, v), wide = operands, _wide(operands[0])
+    weights = _part_scores(call, part, part.of_queries(q, wide), part.of_keys(k, wide))
+    peak = weights.amax(-1, keepdim=True)
+    peak = peak.masked_fill(peak.isneginf(), 0.0)
+    total = weights.sub_(peak).exp_().sum(-1, keepdim=True)
+    weights.div_(total.masked_fill(total == 0, 1.0))  # a query with no key gets zeros, as in torch
+    if call.p:
+        part.unfolded(weights).mul_(call.kept(part, q.device)).mul_(call.kept_factor)
+    results[0].copy_(part.unfolded(torch.matmul(weights, part.of_keys(v, wide))))
+    results[1].copy_(part.unfolded(total.log_().add_(peak)).squeeze(-1))
+
+
 def _tile_attention(call: AttentionCall, tile: Tile, q: Tensor, k: Tensor, v: Tensor) -> Pair:
-    q, k, v = _narrow(q, tile.queries), _narrow(k, tile.keys), _narrow(v, tile.keys)
-    mask, causal = call.hidden(tile, q), tile.seen == "diagonal"
-    if flash := call.flash(q, k, v, mask, causal):
+    mask, causal = None if call.p else call.hidden(tile, q), tile.seen == "diagonal"
+    own_q, own_k, own_v = _narrow(q, tile.queries), _narrow(k, tile.keys), _narrow(v, tile.keys)
+    if flash := call.flash(own_q, own_k, own_v, mask, causal):
         bias = additive(mask, q.dtype)
-        out, lse = flash.forward(q, k, v, bias, causal, call.scale)
+        out, lse = flash.forward(own_q, own_k, own_v, bias, causal, call.scale)
         if bias is not None:  # for a query without a key the kernel returns 0
             lse = lse.masked_fill(bias.isneginf().all(-1), float("-inf"))
         return out, lse
-    k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
-    scores = _raw_scores(q.to(_wide(q)), k.to(_wide(q)), mask, causal, call.scale)
-    lse = torch.logsumexp(scores, -1)
-    weights = _weights(scores, lse)
-    if call.p:
-        weights = weights * call.dropout_factors(tile, q)
-    return torch.matmul(weights, v.to(weights.dtype)).to(q.dtype), lse
+    shape = (*q.shape[:2], tile.queries[1])
+    out, lse = q.new_empty(*shape, v.shape[-1]), q.new_empty(shape, dtype=_wide(q))
+    for part in call.parts(tile, q, k.shape[1]):
+        at = part.samples, part.heads, slice(part.tile.queries[0] - tile.queries[0], None)
+        _attend_part(call, part, (q, k, v), [whole[at][:, :, : part.tile.queries[1]] for whole in (out, lse)])
+    return out, lse
 
 
 def _merge(first: Pair, second: Pair) -> Pair:
@@ -231,27 +310,43 @@ class AttentionBackward:
         return self._q_grad.to(self.q.dtype)
 
     def _tile_gradients(self, tile: Tile, k: Tensor, v: Tensor) -> Sequence[Tensor]:
-        call, heads, groups = self.call, self.q.shape[1], k.shape[1]
-        grad, q, out = (_narrow(x, tile.queries) for x in (self.grad, self.q, self.out))
-        lse, k, v = self.lse.narrow(2, *tile.queries), _narrow(k, tile.keys), _narrow(v, tile.keys)
-        mask, causal = call.hidden(tile, q), tile.seen == "diagonal"
-        if flash := call.flash(q, k, v, mask, causal):
+        call, queries = self.call, tile.queries
+        mask, causal = None if call.p else call.hidden(tile, self.q), tile.seen == "diagonal"
+        grad, q, out, lse = (_narrow(x, queries) for x in (self.grad, self.q, self.out, self.lse))
+        own_k, own_v = _narrow(k, tile.keys), _narrow(v, tile.keys)
+        if flash := call.flash(q, own_k, own_v, mask, causal):
             backward = flash.in_order if self.in_order else flash.backward
-            return backward(grad, out, lse, q, k, v, additive(mask, q.dtype), causal, call.scale)
-        k, v = repeat_heads(k, heads), repeat_heads(v, heads)
-        wide = _wide(q)
-        weights = _weights(_raw_scores(q.to(wide), k.to(wide), mask, causal, call.scale), lse)
-        grad, q_, k_, v_ = (x.to(wide) for x in (grad, q, k, v))
-        kept = call.dropout_factors(tile, q).to(wide) if call.p else None
-        dropped = weights if kept is None else weights * kept
-        grad_weights = torch.matmul(grad, v_.transpose(-2, -1))
+            return backward(grad, out, lse, q, own_k, own_v, additive(mask, q.dtype), causal, call.scale)
+        parts = [*call.parts(tile, self.q, k.shape[1])]
+        summed = any(part.tile.queries[1] < queries[1] for part in parts)  # several parts add to one key
+        gq = torch.empty_like(q, memory_format=torch.contiguous_format)
+        gk, gv = (x.new_zeros(x.shape, dtype=_wide(q) if summed else x.dtype) for x in (own_k, own_v))
+        for part in parts:
+            self._add_part(part, queries[0], k, v, (gq, gk, gv))
+        return [gq, gk.to(k.dtype), gv.to(v.dtype)]
+
+    def _add_part(self, part: ScorePart, first: int, k: Tensor, v: Tensor, gradients: Sequence[Tensor]) -> None:
+        """Add the gradients of a part to those of its tile, whose queries begin at ``first``."""
+        call, wide, (gq, gk, gv) = self.call, _wide(self.q), gradients
+        q, keys = part.of_queries(self.q, wide), part.of_keys(k, wide)
+        lse = part.of_queries(self.lse[..., None], wide)
+        weights = _part_scores(call, part, q, keys).sub_(lse.masked_fill(lse.isneginf(), 0.0)).exp_()
+        kept = call.kept(part, q.device) if call.p else None
+        grad, (row, many), seen = part.of_queries(self.grad, wide), part.tile.queries, part.tile.keys[1]
+        dropped = weights if kept is None else weights.mul(call.kept_factor)
         if kept is not None:
-            grad_weights = grad_weights * kept
-        delta = (grad * out.to(wide)).sum(-1, keepdim=True)
-        grad_scores = weights * (grad_weights - delta) * call.scale
-        gk = fold_heads(torch.matmul(grad_scores.transpose(-2, -1), q_), groups)
-        gv = fold_heads(torch.matmul(dropped.transpose(-2, -1), grad), groups)
-        return [torch.matmul(grad_scores, k_).to(q.dtype), gk.to(k.dtype), gv.to(v.dtype)]
+            part.unfolded(dropped).mul_(kept)
+        gv[part.samples, part.groups, :seen].add_(torch.matmul(dropped.mT, grad))
+        del dropped
+        grad_scores = torch.matmul(grad, part.of_keys(v, wide).mT)
+        if kept is not None:
+            part.unfolded(grad_scores).mul_(kept).mul_(call.kept_factor)
+        delta = (grad * part.of_queries(self.out, wide)).sum(-1, keepdim=True)
+        grad_scores.sub_(delta).mul_(weights).mul_(call.scale)
+        del weights
+        gk[part.samples, part.groups, :seen].add_(torch.matmul(grad_scores.mT, q))
+        q_part = part.unfolded(torch.matmul(grad_scores, keys))
+        gq[part.samples, part.heads, row - first :][:, :, :many].copy_(q_part)
 
 
 def _call_of(ctx: KernelContext, queries: int, q: Tensor, *options: Any) -> AttentionCall:
@@ -293,7 +388,7 @@ def _plain_attention(
     if p:
         queries, keys = ctx.operands[:2]
         type_ = TensorType(queries.dtype, (*queries.shape[:3], keys.shape[2]), queries.placement)
-        weights = weights * (keep_mask(ctx.key(key), ctx.numbers(type_), p) / (1 - p))
+        weights = weights * keep_mask(ctx.key(key), ctx.numbers(type_), p) * (1 / (1 - p) if p < 1 else 0.0)
     return torch.matmul(weights, v), q.new_zeros(q.shape[:-1])
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...compiler.initial.counter import keep_mask, random, stream
+from ...compiler.layout.pieces import row_major
 from ...compiler.layout.placement import TensorType
 from ...compiler.ops.own_ops import aten
 from .registry import Kernel, KernelContext, code_for, runs
@@ -23,16 +25,31 @@ def _stream_key(ctx: KernelContext, rng: Tensor, name: str, seed: int) -> Tensor
     return torch.tensor(stream(seed, name, step, microbatch), dtype=torch.int64)
 
 
+def _drawn(ctx: KernelContext, dtype: torch.dtype, draw: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return what ``draw`` makes of the numbers of the result's entries, a tile at a time: numbers take more bytes."""
+    (type_,) = ctx.results
+    places = [ctx.index(type_, dim) for dim in range(len(type_.shape))]
+    sizes = [place.shape[0] for place in places]
+    if math.prod(sizes) <= ctx.tile:
+        return draw(ctx.numbers(type_))
+    inner = next(dim for dim in range(len(sizes)) if dim + 1 == len(sizes) or math.prod(sizes[dim:]) <= ctx.tile)
+    rows = row_major(type_.shape[:inner], places[:inner], ctx.device).reshape(-1, 1) * math.prod(type_.shape[inner:])
+    columns = row_major(type_.shape[inner:], places[inner:], ctx.device).reshape(-1)
+    result = torch.empty(sizes, dtype=dtype, device=ctx.device)
+    few = max(1, ctx.tile // columns.shape[0])
+    for part, some in zip(result.view(rows.shape[0], -1).split(few), rows.split(few), strict=True):
+        part.copy_(draw(some + columns))
+    return result
+
+
 @runs("parc.dropout_mask.default")
 def _dropout_mask(ctx: KernelContext, key: Tensor, size: Any, p: float, dtype: torch.dtype) -> Tensor:
-    (result,) = ctx.results
-    return keep_mask(ctx.key(key), ctx.numbers(result), p).to(dtype).mul_(1 / (1 - p))
+    return _drawn(ctx, dtype, lambda numbers: keep_mask(ctx.key(key), numbers, p).to(dtype).mul_(1 / (1 - p)))
 
 
 @runs("parc.random.default")
 def _random_numbers(ctx: KernelContext, key: Tensor, size: Any, law: str, dtype: torch.dtype) -> Tensor:
-    (result,) = ctx.results
-    return random(ctx.key(key), ctx.numbers(result), law, dtype)
+    return _drawn(ctx, dtype, lambda numbers: random(ctx.key(key), numbers, law, dtype))
 
 
 @runs("parc.iota.default")
@@ -57,7 +74,7 @@ def _local_index(ctx: KernelContext, table: TensorType, dim: int, index: Tensor)
 @runs("parc.lookup.default")
 def _lookup(ctx: KernelContext, table: Tensor, index: Tensor, padding: int) -> Tensor:
     local, mine = _local_index(ctx, ctx.operands[0], 0, index)
-    return torch.nn.functional.embedding(local, table) * mine[..., None]
+    return torch.nn.functional.embedding(local, table).mul_(mine[..., None])
 
 
 @runs("parc.lookup_backward.default")
@@ -70,11 +87,9 @@ def _lookup_backward(ctx: KernelContext, grad: Tensor, index: Tensor, rows: int,
 
 
 def _cache_chunks(ctx: KernelContext, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield chunks of rows, those of all tensors together. On a CPU chunks are so small that several passes over one
-    stay in the cache."""
+    """Yield chunks of rows, those of all tensors together, of a tile's entries."""
     first = tensors[0]
-    few = first.device.type == "cpu" and not ctx.traced
-    rows = max(1, (1 << 18) // max(1, first.shape[-1])) if few else max(1, first.shape[0])
+    rows = max(1, min(ctx.tile // max(1, first.shape[-1]), first.shape[0]))
     return zip(*(tensor.split(rows) for tensor in tensors), strict=True)
 
 
@@ -134,8 +149,14 @@ def _square_sum(ctx: KernelContext, x: Tensor) -> Tensor:
     if x.device.type != "cpu":  # reads narrow numbers once; on a CPU a dot product is faster
         norm: Tensor = torch.linalg.vector_norm(x, dtype=wide)
         return norm.square()
-    flat = x.reshape(-1).to(wide)
-    return torch.dot(flat, flat)
+    flat = x.reshape(-1)
+    if flat.dtype == wide:
+        return torch.dot(flat, flat)
+    total = x.new_zeros((), dtype=wide)
+    for part in flat.split(ctx.tile):
+        piece = part.to(wide)
+        total += torch.dot(piece, piece)
+    return total
 
 
 @runs("parc.next_loss_scale.default")

@@ -3,6 +3,7 @@ of mesh, coordinates and types that a kernel is called with."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args
@@ -14,9 +15,13 @@ from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.pieces import Interval, dim_index, dim_runs, row_major
 from ...compiler.layout.placement import TensorType
 from ...compiler.layout.stretches import atoms, terms
+from ...compiler.ops.op_row import TILE
 from ...compiler.ops.precision import base_name
 from ...compiler.ops.rules import facts
 from ...compiler.program.program import operator
+
+_DEVICE_TILE = 1 << 24
+"""The entries of a tile on a device other than a CPU: 64 MiB of float32, little beside such a device's memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +40,14 @@ class KernelContext:
     def traced(self) -> bool:
         """True while a compiler traces the kernel; it fuses passes over the data by itself."""
         return False
+
+    @property
+    def tile(self) -> int:
+        """The entries of temporaries that a kernel makes at once. On a CPU they stay in the cache; other devices need
+        more to be busy; a compiler gets a kernel whole."""
+        if self.traced:
+            return sys.maxsize
+        return TILE if self.device.type == "cpu" else _DEVICE_TILE
 
     def repeated(self, type_: TensorType) -> bool:
         """Return whether values of a type are replicated, so that all replicas must compute the same bits from them."""

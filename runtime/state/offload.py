@@ -10,9 +10,8 @@ import socket
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
-from itertools import groupby
 from pathlib import Path
 from typing import final
 
@@ -21,8 +20,7 @@ import torch
 from ...compiler.analysis.memory import offload_buffers
 from ...compiler.build.build import Build
 from ...compiler.build.folders import FolderError, FolderHeld, hold_folder
-from ...compiler.program.blocks import block_of
-from ...compiler.program.optimizers import kept_slots
+from ...compiler.program.optimizers import OPTIMIZERS, kept_slots, update_units
 from ...compiler.program.program import CARRIERS
 from ...compiler.program.roles import Role
 from ...grammar.codes import OFFLOAD_FOLDER
@@ -232,12 +230,12 @@ class Offloaded:
     def _zeros(self, value: torch.Tensor) -> torch.Tensor:
         return self._places["optimizer"].empty_like(value).zero_()
 
-    def units(self, names: Iterable[str]) -> list[list[str]] | None:
-        """Return the names of the parameters of each block, which are updated together where their state is offloaded;
-        None where it is not."""
-        if not self._places.keys() & {"optimizer", "parameters"}:
+    def units(self, parameters: Mapping[str, torch.Tensor]) -> list[list[str]] | None:
+        """Return the names of the trained parameters that are updated together, unit by unit; None where one call
+        updates all of them in place: its kernel is fused, and nothing is offloaded."""
+        if OPTIMIZERS[self._line["name"]].fused and not self._places.keys() & {"optimizer", "parameters"}:
             return None
-        return [list(unit) for _, unit in groupby(names, block_of)]
+        return update_units({name: value.nbytes for name, value in parameters.items() if name not in self._frozen})
 
     @property
     def idle(self) -> list[str]:

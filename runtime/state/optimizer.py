@@ -30,7 +30,7 @@ def make_optimizer(parameters: Mapping[str, torch.Tensor], line: Mapping[str, An
     row = OPTIMIZERS[line["name"]]
     arguments: dict[str, Any] = {name: line[name] for name in row.clauses} | line.get("arguments", {})
     if row.fused:
-        arguments["fused"] = all(tensor.is_floating_point() for tensor in parameters.values()) or None
+        arguments["fused"] = not any(tensor.is_complex() for tensor in parameters.values()) or None
     else:
         arguments["foreach"] = True
     optimizer: torch.optim.Optimizer = getattr(torch.optim, row.torch_class)(

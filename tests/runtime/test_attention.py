@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional as F
 
 import parc
+from benchmarks.storages import Storages
 from parc.compiler.build.directory import write_build
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.layout.placement import Placement, TensorType
+from parc.compiler.ops.factors import OpCall, Operand
+from parc.compiler.ops.rules import facts
+from parc.runtime.machine import registry
 from parc.runtime.machine.kernels import KERNELS, REFERENCE_KERNELS
 from parc.runtime.machine.registry import Kernel, KernelContext
 from tests.passes.few_lines import made
@@ -116,3 +121,57 @@ def test_a_query_that_may_see_no_key_sees_nothing(
             context, 2 * out, q, k, v, mask, key, out, lse, False, None, p
         )
     assert all(gradient.isfinite().all() for gradient in made)
+
+
+@pytest.mark.parametrize("tile", [1, 30, 150, 10_000])
+@pytest.mark.parametrize(("p", "size", "mask"), [(0.5, 8, ""), (0.5, 4, "bool"), (0.0, 4, "added"), (0.0, 4, "")])
+def test_tiles_of_any_size_are_the_whole(
+    tile: int, p: float, size: int, mask: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some samples, some groups of heads, some queries: whatever fits into a tile."""
+    torch.manual_seed(0)
+    shapes = [(3, 4, 6, 8), (3, 2, 6, 8), (3, 2, 6, size), (3, 4, 6, size)]
+    q, k, v, grad = (torch.randn(shape, dtype=torch.float64) for shape in shapes)
+    seen = {"": None, "bool": torch.rand(3, 1, 6, 6) > 0.3, "added": torch.randn(4, 6, 6)}[mask]
+    key, options = torch.tensor(12) if p else None, (mask != "bool", None, p)
+    context, back = context_of(q, k, v), context_of(grad, q, k, v)
+    plain = [x.clone().requires_grad_() for x in (q, k, v)]
+    want, _ = REFERENCE_KERNELS["parc.attention.default"](context, *plain, seen, key, *options)
+    monkeypatch.setattr(registry, "TILE", tile)
+    out, lse = KERNELS["parc.attention.default"](context, q, k, v, seen, key, *options)
+    torch.testing.assert_close(out, want)
+    found = KERNELS["parc.attention_backward.default"](back, grad, q, k, v, seen, key, out, lse, *options)
+    torch.testing.assert_close(found, torch.autograd.grad(want, plain, grad))
+
+
+SIZES = {
+    "dropout": ((2, 4, 512, 32), (2, 4, 512, 32), (2, 4, 512, 32), 0.1),
+    "dropout, shared keys": ((1, 2, 1024, 64), (1, 1, 1024, 64), (1, 1, 1024, 64), 0.1),
+    "shared keys": ((2, 8, 512, 32), (2, 2, 512, 32), (2, 2, 512, 32), 0.0),
+    "other values": ((1, 4, 1024, 48), (1, 4, 1024, 48), (1, 4, 1024, 32), 0.0),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", SIZES)
+def test_temporaries_are_those_of_a_tile_and_as_large_as_a_row_says(case: str, dtype: torch.dtype) -> None:
+    queries, keys, values, p = SIZES[case]
+    q, k, v = (torch.randn(shape).to(dtype) for shape in (queries, keys, values))
+    grad, key = torch.randn(*queries[:3], values[3]).to(dtype), torch.tensor(12) if p else None
+
+    def run(op: str, tensors: tuple[torch.Tensor, ...], *args: Any) -> tuple[torch.Tensor, ...]:
+        context = context_of(*tensors)
+        given = [x for x in args if isinstance(x, torch.Tensor)]
+        with Storages() as storages:
+            results: tuple[torch.Tensor, ...] = KERNELS[op](context, *args)
+        kept = sum(result.nbytes for result in results)
+        places = iter(range(len(given)))
+        call = OpCall(op, tuple(Operand(next(places)) if isinstance(x, torch.Tensor) else x for x in args), {},
+                      tuple(tuple(x.shape) for x in given), ())  # fmt: skip
+        takes = facts(op).takes
+        assert takes is not None
+        assert abs(storages.peak - kept - takes(call, [x.dtype for x in given])) < 0.1 * storages.peak
+        return results
+
+    out, lse = run("parc.attention.default", (q, k, v), q, k, v, None, key, True, None, p)
+    run("parc.attention_backward.default", (grad, q, k, v), grad, q, k, v, None, key, out, lse, True, None, p)

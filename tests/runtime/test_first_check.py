@@ -215,13 +215,13 @@ def simulated_step(plan: str) -> own_types.OwnStep:
 
 def test_what_only_float64_computes_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert simulated_step(ATTENTION).worst[0] < 0.5
-    real = attention.AttentionCall.dropout_factors
+    real = attention._weights
 
-    def forgotten(self: Any, tile: Any, q: Tensor) -> Tensor:
-        factors = real(self, tile, q)
-        return factors if q.dtype == torch.float64 else torch.ones_like(factors)
+    def wrong(scores: Tensor, lse: Tensor) -> Tensor:
+        weights = real(scores, lse)
+        return weights if weights.dtype == torch.float64 else weights * 0.9
 
-    monkeypatch.setattr(attention.AttentionCall, "dropout_factors", forgotten)
+    monkeypatch.setattr(attention, "_weights", wrong)
     worst, name = simulated_step(ATTENTION).worst
     assert worst > 10 and name.startswith("gradient")
 

@@ -136,3 +136,43 @@ def test_gradients_are_held_once_whatever_makes_them(tmp_path: Path) -> None:
     for build_, bytes_ in zip(made, [size] * 3 + [size // 2] * 3, strict=True):
         (row,) = json.loads((build_ / "report.json").read_text())["memory"]
         assert bytes_ <= row["gradients"] < 1.3 * bytes_
+
+
+OPTIMIZERS = {
+    "adadelta": "adadelta lr 1.0 weight_decay 0.1", "sgd": "sgd lr 1e-2 momentum 0.9 weight_decay 0.1",
+}  # fmt: skip
+
+
+def test_an_update_takes_no_more_than_its_largest_unit(tmp_path: Path) -> None:
+    """With many microbatches the update has the peak; its temporaries are a part of it."""
+    wide = WIDE.replace("width=32", "width=128").replace("microbatches 2", "microbatches 16")
+    plans = [wide.replace("adamw lr 1e-2 eps 1e-5 weight_decay 0.1 clip 1.0", line) for line in OPTIMIZERS.values()]
+    made = [build(tmp_path, "", plan, name=name) for name, plan in zip(OPTIMIZERS, plans, strict=True)]
+    hold(peaks(*map(str, made)), [estimated(path)[0] for path in made])
+    for path in made:
+        (row,) = json.loads((path / "report.json").read_text())["memory"]
+        assert row["optimizer"] > row["state"]["optimizer"], "the peak is not that of the update"
+
+
+DROPPED = """
+model     "benchmarks.peak_models:Attention" (width=32, heads=4, vocab=64)
+input     tokens  int64 [B, S]
+input     targets int64 [B, S]
+sizes     B=4, S=256
+loss      cross_entropy(output, targets)
+optimizer sgd lr 1e-2
+seed      3
+data      synthetic
+"""
+
+
+def test_attention_with_dropout_takes_the_scores_of_a_tile(tmp_path: Path) -> None:
+    made = build(tmp_path, "", DROPPED)
+    with Storages() as storages, parc.load(made, "cpu") as session:
+        session.step()
+        gc.collect()
+        storages.peak = storages.bytes
+        session.step()
+    (estimate,) = estimated(made)
+    assert estimate["BLAS"] < 4 * 4 * 256 * 256 * (4 + 8), "all scores and their numbers are held at once"
+    assert abs(estimate[session.products.name] - storages.peak) < 0.02 * storages.peak

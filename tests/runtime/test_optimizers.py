@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import parc
-from parc.compiler.program.optimizers import NOT_BY_ENTRY, OPTIMIZERS, kept_slots
+from benchmarks.storages import Storages
+from parc.compiler.program.optimizers import NOT_BY_ENTRY, OPTIMIZERS, kept_slots, update_bytes, update_units
 from parc.grammar.diagnostics import PlanError, render
+from parc.runtime.state.optimizer import make_optimizer, update
 from tests.checked_plans import checked, compiled
 from tests.draws import all_but
 from tests.runtime.ranks import run_ranks
@@ -63,6 +66,45 @@ def test_a_run_goes_on_from_its_state(name: str, tmp_path: Path) -> None:
     report, line = (json.loads((folder / f"{file}.json").read_text()) for file in ("report", "manifest"))
     state = report["memory"][0]["state"]
     assert state["optimizer"] == len(kept_slots(line["optimizer"])) * state["parameters"]
+
+
+SETTINGS: dict[str, tuple[dict[str, Any], ...]] = {
+    "adamw": ({"amsgrad": True},), "adam": ({},), "sgd": ({}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}),
+    "nadam": ({}, {"decoupled_weight_decay": True}), "radam": ({}, {"decoupled_weight_decay": True}), "adamax": ({},),
+    "adagrad": ({},), "adadelta": ({},), "rmsprop": ({}, {"centered": True}, {"momentum": 0.9}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_update_by_units_has_the_bits_of_torch_and_takes_what_its_row_says(name: str) -> None:
+    """Temporaries are those of the largest unit, which another unit's small parameters do not enlarge."""
+    row, torch_class = OPTIMIZERS[name], getattr(torch.optim, OPTIMIZERS[name].torch_class)
+    defaults = {"betas": (0.9, 0.999), "eps": row.eps, "momentum": 0.0, "nesterov": False}
+    shapes = {"large": (640, 512), "bias": (512,), "small": (512, 512), "last": (8,)}
+    for settings in SETTINGS[name]:
+        for decay in (0.0, 0.1):
+            clauses = {key: settings.get(key, defaults[key]) for key in row.clauses}
+            arguments = {key: value for key, value in settings.items() if key not in clauses}
+            line = {"name": name, "lr": 0.1, "weight_decay": decay, "clip": None, "groups": [],
+                    "arguments": arguments, **clauses}  # fmt: skip
+            parameters = {key: torch.randn(shape) for key, shape in shapes.items()}
+            whole = {key: value.clone() for key, value in parameters.items()}
+            options = {"fused" if row.fused else "foreach": True}
+            plain = torch_class([*whole.values()], lr=0.1, weight_decay=decay, **clauses, **arguments, **options)
+            optimizer, sizes = make_optimizer(parameters, line), {key: x.nbytes for key, x in parameters.items()}
+            units = update_units(sizes)
+            assert units == [["large"], ["bias", "small", "last"]]
+            for step in range(3):
+                gradients = {key: torch.randn_like(value) for key, value in parameters.items()}
+                for key, value in whole.items():
+                    value.grad = gradients[key].clone()
+                plain.step()
+                with Storages() as storages:
+                    storages.peak = storages.bytes
+                    update(optimizer, line, step + 1, parameters, gradients, None, 0.1, units)
+                assert all(torch.equal(parameters[key], whole[key]) for key in shapes), (settings, decay)
+            # the rest are single numbers: counts of steps
+            assert abs(storages.peak - update_bytes(line, sizes, 0)) < 1000, (settings, decay)
 
 
 def parts(folder: str) -> dict[str, torch.Tensor]:

@@ -1,8 +1,10 @@
 """Rows of convolutions and pools: batch, groups and channels may be split, space is whole."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import torch
 
 from ...layout.mesh import Shape
 from ..factors import Dims, OpCall, OpRule, apply_dims, quotient
@@ -57,6 +59,29 @@ def _flops(transposed: int | bool | None = None) -> Callable[[OpCall], int]:
     return count
 
 
+def _temporaries(first: int) -> Callable[[OpCall, Sequence[torch.dtype]], int]:
+    """Count the bytes of a convolution's temporaries, whose input is operand ``first``. oneDNN computes with channels
+    in blocks: it copies what it reads, and copies its result back. In float64 torch has a matrix of all windows."""
+
+    def count(call: OpCall, dtypes: Sequence[torch.dtype]) -> int:
+        x, weight = call.operands[first : first + 2]
+        dilation, transposed = call.args[5 + first], bool(call.args[6 + first])
+        y = call.operands[0] if first else call.results[0]
+        entries, size = sorted((math.prod(x), math.prod(y))), dtypes[0].itemsize
+        if dtypes[0] == torch.float64:
+            windows = math.prod(x if transposed else y) // (x if transposed else y)[1 - len(weight)]
+            wide = math.prod(weight[2:]) > 1 and all(step == 1 for step in dilation)
+            return windows * math.prod(weight[1:]) * size * wide
+        return (sum(entries) if first else entries[-1] * (1 + transposed)) * size
+
+    return count
+
+
+def _copies(call: OpCall, dtypes: Sequence[torch.dtype]) -> int:
+    """Count the bytes of a resize's temporaries: operand and result with the channels last."""
+    return (math.prod(call.operands[0]) + math.prod(call.results[0])) * dtypes[0].itemsize
+
+
 def _backward(call: OpCall) -> OpRule:
     """The rule of `convolution_backward(grad, x, weight, bias_sizes, ..., transposed, ..., groups, mask)`."""
     count, transposed = _groups_and_direction(call, 9, 7)
@@ -102,11 +127,17 @@ def _over_space(dims: int) -> dict[str, OpRow]:
     linear += [f"avg_pool{dims}d", f"_adaptive_avg_pool{dims}d"] if dims > 1 else []
     resizes = [f"upsample_nearest{dims}d", f"_upsample_nearest_exact{dims}d"]
     resizes += [f"upsample_{kind}" for kind in _RESIZES[dims].split()]
+    copied = [name for name in resizes if dims == 2 and "bicubic" not in name]
+    resizes = [name for name in resizes if name not in copied]
     passed = OpRow(along_dims(_space(dims), linear="0"))
     return {
         **rows_of(" ".join(maxima), OpRow(along_dims(_space(dims)))),
         **rows_of(" ".join([*linear, *resizes, *(f"{name}_backward" for name in (*maxima, *linear))]), passed),
-        **rows_of(" ".join(f"{name}_backward" for name in resizes), OpRow(passed.rule, result_shape(2, "input_size"))),
+        **rows_of(" ".join(copied), OpRow(passed.rule, takes=_copies)),
+        **rows_of(
+            " ".join(f"{name}_backward" for name in (*resizes, *copied)),
+            OpRow(passed.rule, result_shape(2, "input_size")),
+        ),
     }
 
 
@@ -115,9 +146,12 @@ _TRANSPOSED = OpRow(precision="product", flops=_flops(True))  # torch takes it a
 
 CONVOLUTION_RULES = {
     **rows_of("conv1d conv2d conv3d conv1d.padding conv2d.padding conv3d.padding", _CONV),
-    **rows_of("convolution", OpRow(_forward(8, 6), _local_groups(8, 0), precision="product", flops=_flops(6))),
+    **rows_of(
+        "convolution",
+        OpRow(_forward(8, 6), _local_groups(8, 0), precision="product", flops=_flops(6), takes=_temporaries(0)),
+    ),
     **rows_of("conv_transpose1d conv_transpose2d.input conv_transpose3d.input", _TRANSPOSED),
-    **rows_of("convolution_backward", OpRow(_backward, _local_groups(9, 1))),
+    **rows_of("convolution_backward", OpRow(_backward, _local_groups(9, 1), takes=_temporaries(1))),
     **_over_space(1),
     **_over_space(2),
     **_over_space(3),

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from math import nan
+from math import nan, prod
 
 from ..factors import OpCall, OpRule, apply_dims, rule
 from ..op_row import OpRow, along_dims, argument_linear, dim_argument, normal_dims, plain_dims, rows_of
@@ -43,7 +43,7 @@ def _diff(call: OpCall) -> OpRule:
 
 _SOME = "amax amin max.dim min.dim median.dim mode argmax argmin any.dim any.dims all.dim all.dims"
 _STATISTICS = """
-    prod.dim_int logsumexp var.dim var.correction var_mean.dim var_mean.correction std.dim std.correction
+    prod.dim_int var.dim var.correction var_mean.dim var_mean.correction std.dim std.correction
     std_mean.correction
 """
 _SOFTMAX = "softmax.int log_softmax.int _softmax _log_softmax _safe_softmax"
@@ -70,6 +70,10 @@ REDUCTIONS_RULES = {
     **rows_of("mean.dim", _sensitive(_reduced(free=False, linear="0"))),
     **rows_of(_SOME, OpRow(_reduced(free=False))),
     **rows_of(_STATISTICS, _sensitive(_reduced(free=False))),
+    **rows_of(
+        "logsumexp",
+        _sensitive(_reduced(free=False), takes=lambda call, dtypes: prod(call.operands[0]) * dtypes[0].itemsize),
+    ),
     **rows_of("linalg_vector_norm norm.ScalarOpt_dim", _sensitive(_reduced(free=False, dim=2))),
     **rows_of("kthvalue", OpRow(_reduced(free=False, dim=2))),
     **rows_of(_SOFTMAX, _sensitive(along_dims(dim_argument(1)))),
