@@ -18,8 +18,8 @@ from parc.compiler.verify.rounding import check_precision
 from parc.compiling.compiled import Compiled
 from parc.compiling.driver import compile_plan
 from tests.checked_plans import compiled
-from tests.planted_bugs import rounding_rows
-from tests.planted_sites import with_function
+from tests.planted_bugs import ROUNDINGS
+from tests.planted_mutators import with_function
 from tests.planted_tables import rounded, tables_build
 from tests.runtime.test_precision import BF16
 from tests.runtime.tiny import BOTH, PLAN
@@ -160,6 +160,6 @@ def test_what_is_made_of_positions_is_rounded_by_the_line_that_meets_an_activati
     its scores."""
     for how in ("angles", "slopes"):
         assert not prove(tables_build(how))
-        row = rounding_rows([how])["round a table early"]
+        row = ROUNDINGS.rows([how])["round a table early"]
         assert row.mutants >= 4
         assert not row.accepted, row.accepted
