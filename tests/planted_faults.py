@@ -127,50 +127,60 @@ def source_copy(folder: Path) -> Copy:
 # ---- what notices: each returns the name of what did, "" if nothing did
 
 
-def checks_of_a_build(copy: Copy, fault: Fault | None) -> str:
+def checks_of_a_build(copy: Copy, fault: Fault) -> str:
     """Build a small plan: its checks refuse."""
     return "a build" if copy.fails("-m", "parc", "build", "examples/faults.parc", "-o", "built") else ""
 
 
-def a_run(copy: Copy, fault: Fault | None) -> str:
+def a_run(copy: Copy, fault: Fault) -> str:
     """Run that build for two steps on four processes: it ends with an error."""
     return "a run" if copy.fails("-m", "parc", "run", "built", "--steps", "2", "--device", "cpu") else ""
 
 
-def named_tests(copy: Copy, fault: Fault | None) -> str:
+def named_tests(copy: Copy, fault: Fault) -> str:
     """Run the tests that the fault's row names, one after the other."""
-    for test in fault.tests if fault is not None else ():
-        if copy.fails("-m", "pytest", "-q", "-x", "-n", "0", "-m", "", test):
-            return test
-    return ""
+    return next((test for test in fault.tests if copy.fails(*_PYTEST, test)), "")
 
 
-NOTICES: Mapping[str, Callable[[Copy, Fault | None], str]] = {
+_PYTEST = ("-m", "pytest", "-q", "-x", "-n", "0", "-m", "", "--doctest-modules")
+NOTICES: Mapping[str, Callable[[Copy, Fault], str]] = {
     "a build": checks_of_a_build, "a run": a_run, "tests": named_tests,
 }  # fmt: skip
-"""What may notice a fault, by the time that it takes."""
+"""What may notice a fault, in the order in which it is tried."""
+
+
+def check_copy(copy: Copy, rows: Sequence[Fault], chosen: Sequence[str]) -> None:
+    """Check that nothing fails in a copy without a fault.
+
+    Raises:
+        SystemExit: something does; says what.
+    """
+    none = Fault("none", "", "", "", "", sorted({test for row in rows for test in row.tests}))
+    if failing := [noticed for name in chosen if (noticed := NOTICES[name](copy, none))]:
+        raise SystemExit(f"without a fault there fails: {', '.join(failing)}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Print the table of the chosen faults, and return 1 if one is noticed by nothing and says no reason."""
     parser = argparse.ArgumentParser(prog="tests.planted_faults", description="which check or test notices each fault")
-    parser.add_argument("names", nargs="*", help="the ids of faults (default: all)")
-    parser.add_argument("--tests", nargs="*", help="try these tests in place of those that the rows name")
+    parser.add_argument("ids", nargs="*", help="the ids of faults (default: all)")
+    parser.add_argument("--by", action="append", choices=NOTICES, help="try this alone (may be given several times)")
     chosen, unnoticed = parser.parse_args(argv), list[str]()
-    rows = [row for row in faults() if not chosen.names or row.id in chosen.names]
+    rows = [row for row in faults() if not chosen.ids or row.id in chosen.ids]
+    by = chosen.by or [*NOTICES]
     with tempfile.TemporaryDirectory() as folder:
         copy = source_copy(Path(folder))
-        if failing := [name for name, notice in NOTICES.items() if notice(copy, None)]:
-            raise SystemExit(f"without a fault, {' and '.join(failing)} fails already")
+        check_copy(copy, rows, by)
         print(f"{'fault':<28}{'kind':<44}{'seconds':>8}  noticed by")
         for row in rows:
             begun = time.perf_counter()
             with copy.with_fault(row):
-                noticed = next(filter(None, (notice(copy, row) for notice in NOTICES.values())), "")
+                noticed = next(filter(None, (NOTICES[name](copy, row) for name in by)), "")
             seconds = time.perf_counter() - begun
             print(f"{row.id:<28}{row.kind:<44}{seconds:>8.0f}  {noticed or row.unnoticed or '-'}", flush=True)
             unnoticed += [row.id] if not noticed and not row.unnoticed else []
     print(f"{len(rows)} faults, {len(unnoticed)} unnoticed: {', '.join(unnoticed) or 'none'}")
-    return len(unnoticed) > 0
+    return int(bool(unnoticed))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 """Planted bugs of large builds: their texts, their captured graph and their twin must refuse them. Beside generic
-mutants these are ways to get one repetition wrong: its order, its function, a block that is left out, a twin's number."""
+mutants there are ways to get one repetition wrong: its order, its function, a block left out, a twin's number."""
 
 from __future__ import annotations
 

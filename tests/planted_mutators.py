@@ -492,7 +492,7 @@ def other_rows(row: Row) -> Changes:
     ]  # type: ignore[arg-type]
     keys += [key for key in _other_keys(row) if key != row.key][:2]
     for key in keys:
-        if key != row.key:
+        if str(key) != str(row.key):
             other = replace(value, binding=key) if row.field == "parameters" else (key, value.name)
             yield f"is {key}", lambda other=other: row.put(other)  # type: ignore[misc]
     for later in row.later()[:2]:

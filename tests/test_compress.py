@@ -15,6 +15,7 @@ import parc
 from parc.checking.checks import case_of, static_faults
 from parc.checking.reports import report_of
 from parc.compiler.layout.pieces import BLOCK_ENTRIES, pack, packed_bytes, round_int8, sum_packed, unpack
+from parc.compiler.padding.tensors import packed
 from parc.compiler.plan.plan import read_plan
 from parc.compiler.program.actions import REDUCE
 from parc.compiler.program.program import Ref
@@ -25,6 +26,7 @@ from parc.grammar.diagnostics import PlanError
 from parc.grammar.source import Source
 from parc.runtime.compare.simulate import Simulation, compare
 from parc.runtime.data.random_batch import random_batch
+from parc.runtime.state.step_state import read_residual
 from tests.captured_once import compile_once
 from tests.draws import wide
 from tests.planted_bugs import EARLY, SUMS
@@ -232,6 +234,30 @@ def test_every_rounding_of_which_nothing_is_kept_is_refused(early: bool) -> None
     rows = (EARLY if early else SUMS).rows(COMPRESSED_BUILDS, 1)
     assert {kind: row.accepted for kind, row in rows.items()} == {kind: [] for kind in rows}
     assert rows["round what nothing asks for"].mutants >= 4 and not rows["round what nothing asks for"].first["numbers"]
+
+
+class _Files:
+    """A checkpoint's residuals of a gradient, one row a rank."""
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        self.rows = rows
+
+    def fill(self, key: str, target: torch.Tensor, runs: Any) -> None:
+        ((rank, *_), _) = runs
+        target.copy_(self.rows[rank.first])
+
+
+@pytest.mark.parametrize(("there", "here"), [(4, 2), (2, 4), (4, 4)])
+def test_residuals_of_another_number_of_ranks_are_divided_equally(there: int, here: int) -> None:
+    rows = torch.randn(there, 3, generator=torch.Generator().manual_seed(0))
+    targets = [torch.full((3,), 9.0) for _ in range(here)]
+    for rank, target in enumerate(targets):
+        files: Any = _Files(rows)
+        read_residual(
+            files, "w", (there, here), target, [packed(((rank % there, rank % there + 1),)), packed(((0, 3),))]
+        )
+    assert torch.allclose(sum(targets, torch.zeros(3)), rows.sum(0), atol=1e-6)
+    assert there == here or all(torch.equal(target, targets[0]) for target in targets)
 
 
 @pytest.mark.parametrize(("form", "mesh"), [("fp16", "mesh dp=2\n"), ("int8", "mesh dp=2\n"), ("int8", NODES)])

@@ -119,6 +119,15 @@ def test_a_number_that_is_cut_off_where_no_data_comes_is_refused_by_proof() -> N
     assert row.mutants > 40 and not row.first["numbers"]
 
 
+def test_what_is_wrong_in_the_scale_or_the_loss_is_refused_by_proof() -> None:
+    build = good_build("stack tp=2, two microbatches")
+    planted = [mutant for mutant in mutants(build.programs) if mutant.place.split()[0] in ("SCALE", "LOSS")]
+    assert len(planted) > 50
+    for mutant in planted:
+        if (programs := mutant.programs) != build.programs:
+            assert judge(build, programs).check in ("types", "parse", "shapes"), mutant.what
+
+
 def test_a_wrong_norm_is_refused_by_its_number_too() -> None:
     build = good_build("stack tp=2, two microbatches")  # without clipping
     twice = next(
