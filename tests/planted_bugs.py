@@ -43,7 +43,7 @@ from tests.planted_sizes import size_refusals
 from tests.planted_special import roundings, specials
 from tests.planted_tables import HOW, early_roundings, tables_build
 
-MOST = 3
+MOST = 2
 """The mutants of each stratum that are judged: of one build, class, program and operator."""
 
 EXCEPTIONS: Mapping[str, str] = {

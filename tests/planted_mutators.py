@@ -600,10 +600,7 @@ def mutants(
         for name, change in LINES.items():
             for what, make in change(site) if where(site.action, site.function) else ():
                 place = f"{site.action} {site.line.op if not site.line.calls_function else 'a call'}"
-                named = (
-                    f"{what} {site.action} {site.function.name}: {site.result.name} = {site.line.op}{site.line.args}"
-                )
-                yield Mutant(f"{name}: {subject(site.line)}", place, named, make)
+                yield Mutant(f"{name}: {subject(site.line)}", place, site.named(what), make)
     for action, program in programs.items():
         for function in program.functions:
             for value in function.values().values() if where(action, function) else ():
