@@ -14,6 +14,7 @@ from parc.checking.twins import find_twin
 from parc.compiler.plan.plan import read_plan
 from parc.compiler.program.binding import Binding
 from parc.compiler.program.program import Fault, Line, Ref
+from parc.compiler.program.roles import SINGLE
 from parc.compiler.program.text import ProgramError
 from parc.compiler.twin.structure import compare_structure
 from parc.compiling.compiled import Compiled
@@ -151,9 +152,10 @@ class LargeBuild:
             read = reread(programs, self.programs)
         except ProgramError as error:
             return "parse", [Fault("parse", "", str(error))]
-        build = self.compiled.build
-        # a pipeline's roles are as they were
-        if found := next((each for each in faults_by_check(replace(build, programs=read)) if each), []):
+        build = replace(self.compiled.build, programs=read)
+        if SINGLE in build.roles:  # a pipeline's roles are as they were
+            build = replace(build, roles={SINGLE: replace(build.roles[SINGLE], programs=read)})
+        if found := next((each for each in faults_by_check(build) if each), []):
             return found[0].check, found
         found = compare_structure(read, build.reference, self.twin.build.programs, self.twin.build.reference)
         return "twin" if found else "", found

@@ -78,6 +78,10 @@ class Site:
         """The values that the line may read: parameters, and what lines before it make."""
         return [*self.function.parameters, *(v for line in self.function.lines[: self.index] for v in line.made)]
 
+    def named(self, change: str) -> str:
+        """Return a description of a change of the line."""
+        return f"{change} {self.action} {self.function.name}: {self.result.name} = {self.line.op}{self.line.args}"
+
     def replaced(self, *lines: Line, read: str | None = None) -> Programs:
         """Return the programs with other lines here; ``read`` is the value that later lines read in place of the
         result."""
@@ -305,7 +309,8 @@ _WORDS = ("optimizer", "parameters", "activations")
 
 
 def _alone(site: Site, number: int, other: int) -> bool:
-    """Return whether the change only moves a tensor to a neighbouring message of its kind, which is no bug."""
+    """Return whether the change only moves a tensor to a neighbouring message of its kind, or renames a message of its
+    own, which is no bug."""
     every = [dict(line.kwargs).get(MESSAGE) for line in site.function.lines]
     messages = [line for line in site.function.lines if dict(line.kwargs).get(MESSAGE) in (number, other)]
     kinds = {(line.op, line.args[1], line.made[0].type.dtype) for line in messages}
@@ -313,8 +318,9 @@ def _alone(site: Site, number: int, other: int) -> bool:
     numbers = [dict(line.kwargs)[MESSAGE] for line in (*messages[:at], *messages[at + 1 :])]
     numbers.insert(at, other)
     last = number == max(found for found in every if found is not None)  # it may be left out, or begin another one
+    renamed = len(messages) == 1 and other > number and last
     both = {number, other} if not last or other > number else {min(number, other)}
-    return len(kinds) == 1 and numbers == sorted(numbers) and set(numbers) >= both
+    return renamed or (len(kinds) == 1 and numbers == sorted(numbers) and set(numbers) >= both)
 
 
 def other_operators(site: Site) -> Changes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 from pathlib import Path
 
 import pytest
@@ -25,7 +24,7 @@ def test_every_fault_names_tests_that_there_are_or_a_reason() -> None:
         for test in row.tests:
             file, _, name = test.partition("::")
             text = (ROOT / file).read_text(encoding="utf-8")
-            assert not name or re.search(rf"def {re.escape(name.partition('[')[0])}\\(", text), test
+            assert not name or f"def {name.partition('[')[0]}(" in text, test
 
 
 def test_a_fault_that_has_moved_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
