@@ -24,8 +24,8 @@ TABLE = Path(__file__).with_suffix(".toml")
 SECONDS = 600
 """The time after which a command that has not ended has noticed."""
 
-_COPIED = ("compiler", "conftest.py", "docs", "examples", "grammar", "parc", "passes", "pyproject.toml", "README.md",
-           "runtime", "tests")  # fmt: skip
+_COPIED = ("benchmarks", "compiler", "conftest.py", "docs", "examples", "grammar", "parc", "passes", "pyproject.toml",
+           "README.md", "runtime", "tests")  # fmt: skip
 _PLAN = """\
 model "./gpt.py:GPT" (layers=2, width=16, heads=2, vocab=24, length=4, dropout=0.25)
 input tokens int64 [B, S]
