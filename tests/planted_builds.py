@@ -28,7 +28,7 @@ from tests.planted_mutators import Programs
 
 logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # its words on shapes that do not fit
 
-CHECKS = ("parse", "shapes", "types", "communication", "padding", "numbers", "twin")
+CHECKS = ("parse", "shapes", "types", "communication", "padding", "numbers", "twin", "known")
 """The checks in the order in which they are asked."""
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -9,7 +9,7 @@ import pytest
 
 from parc.runtime.compare.agreement import TOLERANCE
 from parc.runtime.compare.simulate import compare
-from tests.planted_bugs import CONTEXT, EARLY, EVALUATED_STAGES, EVALUATIONS, EXCEPTIONS, STEPS
+from tests.planted_bugs import CONTEXT, EARLY, EVALUATED_STAGES, EVALUATIONS, STEPS
 from tests.planted_builds import MOODY_BUILD, OFFLOADED, Row, evaluated_build, good_build, judge, table_text
 from tests.planted_mutators import LINES, ROWS, mutants
 from tests.planted_pipelines import good, refusals
@@ -48,7 +48,6 @@ def test_all_mutators_find_places() -> None:
     planted = {mutant.kind.split(":")[0] for name in QUICK for mutant in mutants(good_build(name).programs)}
     assert planted >= {*LINES, *ROWS}
     assert sum(row.mutants for row in rows().values()) >= 1300
-    assert all(reason for reason in EXCEPTIONS.values())
 
 
 def test_values_in_the_wrong_place_are_refused_before_anything_runs() -> None:
