@@ -36,7 +36,7 @@ from tests.planted_builds import (
 )
 from tests.planted_large import PLANS as LARGE_PLANS
 from tests.planted_large import in_large, large_build
-from tests.planted_mutators import Mutant, mutants, rows
+from tests.planted_mutators import Mutant, Programs, mutants, rows
 from tests.planted_pipelines import PIPELINES, good, in_pipeline, refusals
 from tests.planted_schedules import wrong_at
 from tests.planted_sizes import size_refusals
@@ -91,7 +91,7 @@ class Table:
                     build, "programs", None
                 ):  # types derived anew may be what they were
                     continue
-                check, by_types = self.judge(build, replace(mutant, make=lambda made=programs: made))
+                check, by_types = self.judge(build, replace(mutant, make=partial(dict, programs)))
                 what = f"{name}: {mutant.what}"
                 if not check and (reason := known(mutant.kind, what)):
                     rows.setdefault(reason, Row()).note(what, "known")
@@ -128,7 +128,7 @@ def in_build(build: Any) -> Iterator[Mutant]:
     draw, timelines = Random(0), {SINGLE: build.case.actions}
     for at, action in enumerate(build.case.actions):
         for what, changed in wrong_at(timelines, SINGLE, at, draw):
-            make = lambda: build.programs  # noqa: E731
+            make: Callable[[], Programs] = partial(dict, build.programs)
             yield Mutant("change the schedule", f"{what} {action.kind}", f"{what} {action}", make, changed[SINGLE])
 
 
@@ -139,11 +139,11 @@ def in_evaluation(build: Any) -> Iterator[Mutant]:
     for action, program in step_of(build.name).items():
         if action in programs and program.text() != programs[action].text():
             changed = {**programs, action: program}
-            yield Mutant("evaluate as in training", action, f"{action} of the step", lambda changed=changed: changed)  # type: ignore[misc]
+            yield Mutant("evaluate as in training", action, f"{action} of the step", partial(dict, changed))
     for row in rows(programs):
         if row.field == "parameters" and row.key.kind == "frozen":
             trained = replace(row.value, binding=Binding("parameter", row.key.name))
-            make = lambda row=row, trained=trained: row.put(trained)  # type: ignore[misc]  # noqa: E731
+            make = partial(row.put, trained)
             yield Mutant("evaluate as in training", "F trains", f"F trains {row.key}", make)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import combinations
 from typing import Any
 
@@ -292,4 +292,4 @@ def in_large(build: LargeBuild) -> Iterator[Mutant]:
         ("run another function in one block", (c for a in "FB" for c in one_apart(a, build.programs))),
     ):  # fmt: skip
         for what, programs in changes:
-            yield Mutant(kind, kind, what, lambda programs=programs: programs)  # type: ignore[misc]
+            yield Mutant(kind, kind, what, partial(dict, programs))

@@ -17,7 +17,7 @@ from parc.compiler.layout.placement import Placement, Split, TensorType
 from parc.compiler.layout.stretches import nest
 from parc.compiler.ops.rules import facts
 from parc.compiler.program.actions import Action
-from parc.compiler.program.binding import Binding
+from parc.compiler.program.binding import Binding, Kind
 from parc.compiler.program.program import Function, Line, LocalSize, Program, Ref, Value, map_references
 from tests.planted_types import carried
 
@@ -136,18 +136,22 @@ class Row:
     def put(self, *others: Any, **more: Any) -> Programs:
         """Return the programs with other rows in place of this one, and other changes of the function."""
         rows = (*self.rows[: self.at], *others, *self.rows[self.at + 1 :])
-        return with_function(self.programs, self.name, replace(self.function, **{self.field: rows}, **more))
+        return with_function(self.programs, self.name, _changed(self.function, **{self.field: rows}, **more))
 
     def exchanged(self, other: Row, *rows: Any) -> Programs:
         """Return the programs with two other rows in place of this one and a later one."""
         changed = list(self.rows)
         changed[self.at], changed[other.at] = rows
-        return with_function(self.programs, self.name, replace(self.function, **{self.field: tuple(changed)}))
+        return with_function(self.programs, self.name, _changed(self.function, **{self.field: tuple(changed)}))
 
     def later(self) -> list[Row]:
         """Return the later rows of this kind and type."""
         rows = (replace(self, at=at) for at in range(self.at + 1, len(self.rows)))
         return [row for row in rows if row.key.kind == self.key.kind and row.value.type == self.value.type]
+
+
+def _changed(function: Function, **changes: Any) -> Function:
+    return replace(function, **changes)
 
 
 def _key(row: Any) -> Binding:
@@ -192,13 +196,15 @@ def derived(what: str, make: Callable[[], Programs], good: Programs) -> Changes:
 def left_out(site: Site) -> Changes:
     """Leave the line out: later lines read one of its operands, each in turn."""
     known, result = site.function.values(), site.line.results[0]
-    for name in dict.fromkeys(site.line.uses) if result is not None else ():
+    for name in dict.fromkeys(site.line.uses):
+        if result is None:
+            return
         like = known[name].type.shape == result.type.shape and known[name].type.dtype == result.type.dtype
         what = f"read {name} instead of"
         if is_collective(site.line):
-            yield from derived(what, lambda name=name: site.replaced(read=name), site.programs)  # type: ignore[misc]
+            yield from derived(what, partial(site.replaced, read=name), site.programs)
         elif like or site.line.op == WAIT:
-            yield what, lambda name=name: site.replaced(read=name)  # type: ignore[misc]
+            yield what, partial(site.replaced, read=name)
 
 
 def again(site: Site) -> Changes:
@@ -231,12 +237,12 @@ def other_operands(site: Site) -> Changes:
             others = [other.name for other in there if other.name != name and other.type == known[name].type]
             for other in dict.fromkeys([*others[:2], *others[-1:]]):
                 changed = map_references(item, lambda old: Ref(other if old == name else old))  # noqa: B023
-                yield f"{other} for {name} in", lambda place=place, changed=changed: site.put(place, changed)  # type: ignore[misc]
+                yield f"{other} for {name} in", partial(site.put, place, changed)
 
 
 def _references(item: Any) -> list[str]:
     found: list[str] = []
-    map_references(item, lambda name: found.append(name) or Ref(name))  # type: ignore[func-returns-value]
+    map_references(item, found.append)
     return found
 
 
@@ -246,7 +252,7 @@ def swapped_operands(site: Site) -> Changes:
     for (i, one), (j, other) in combinations([(at, item) for at, item in args if isinstance(item, Ref)], 2):
         if one != other and known[one.name].type == known[other.name].type and site.line.op not in _IN_ANY_ORDER:
             line = with_argument(with_argument(site.line, i, other), j, one)
-            yield f"{one} and {other} in", lambda line=line: site.replaced(line)  # type: ignore[misc]
+            yield f"{one} and {other} in", partial(site.replaced, line)
 
 
 def other_arguments(site: Site) -> Changes:
@@ -268,17 +274,17 @@ def other_arguments(site: Site) -> Changes:
                 yield from other_collective(site, line.op, options)
             elif changed != item and line.op == "aten.stack.default" and place == 0:
                 stack = stacked(site, changed)
-                yield f"{len(changed)} items of", lambda stack=stack: site.replaced(stack)  # type: ignore[misc]
+                yield f"{len(changed)} items of", partial(site.replaced, stack)
             elif changed != item:
-                yield f"{changed} at {place} of", lambda place=place, changed=changed: site.put(place, changed)  # type: ignore[misc]
+                yield f"{changed} at {place} of", partial(site.put, place, changed)
     for key, item in line.kwargs:
         for other in (item + 1, item - 1, None) if key == MESSAGE else ():
             if other is None or not _alone(site, item, other):
                 kwargs = () if other is None else ((MESSAGE, other),)
                 yield (
                     f"message {other} for {item} of",
-                    lambda kwargs=kwargs: site.replaced(replace(line, kwargs=kwargs)),
-                )  # type: ignore[misc]
+                    partial(site.replaced, replace(line, kwargs=kwargs)),
+                )
 
 
 def _hashable(item: Any) -> Any:
@@ -338,7 +344,7 @@ def other_operators(site: Site) -> Changes:
     others = [_OTHER_OPERATOR[line.op]] if line.op in _OTHER_OPERATOR else []
     others += [line.op.removesuffix("_int8")] if line.op.endswith("_int8") and is_collective(line) else []
     for op in others:
-        yield f"{op} for", lambda op=op: site.replaced(replace(line, op=op))  # type: ignore[misc]
+        yield f"{op} for", partial(site.replaced, replace(line, op=op))
     if line.op in RINGS:
         alone = replace(line, op=RINGS[line.op].attention, args=tuple(RINGS[line.op].inner(line.args)))
         yield "no hop:", lambda: site.replaced(alone)
@@ -365,8 +371,8 @@ def exchanged_results(site: Site) -> Changes:
             results = tuple(value and swap.get(value.name, value) for value in site.line.results)
             yield (
                 f"{one.name} and {other.name} of",
-                lambda results=results: site.replaced(replace(site.line, results=results), read=None),
-            )  # type: ignore[misc]
+                partial(site.replaced, replace(site.line, results=results)),
+            )
 
 
 def exchanged_lines(site: Site) -> Changes:
@@ -386,7 +392,7 @@ def exchanged_lines(site: Site) -> Changes:
         for place, (one, two) in enumerate(zip(line.args, other.args, strict=False)):
             if line.calls_function and one != two:
                 pair = {site.index: with_argument(line, place, two), at: with_argument(other, place, one)}
-                yield f"operand {place} of the next and of", lambda pair=pair: _with(site, pair)  # type: ignore[misc]
+                yield f"operand {place} of the next and of", partial(_with, site, pair)
         results = {site.index: replace(line, results=other.results), at: replace(other, results=line.results)}
         later = {value.name for value in other.made}
         if line.calls_function and not any(later & set(between.uses) for between in site.function.lines[: at + 1]):
@@ -406,7 +412,7 @@ def other_types(site: Site) -> Changes:
         for type_ in _types(value.type, site.programs[site.action]):
             results = tuple(v and (replace(v, type=type_) if v is value else v) for v in site.line.results)
             line = replace(site.line, results=results)
-            yield f"{value.name} as {type_.text(mesh)} of", lambda line=line: site.replaced(line)  # type: ignore[misc]
+            yield f"{value.name} as {type_.text(mesh)} of", partial(site.replaced, line)
 
 
 def _types(type_: TensorType, program: Program) -> Iterator[TensorType]:
@@ -491,32 +497,32 @@ def other_rows(row: Row) -> Changes:
     here, value = row.rows[row.at], row.value
     yield "is left out", row.put
     yield "is there twice", lambda: row.put(here, here)
-    kinds = ("input", "saved", "parameter", "frozen", "received", "sent")
+    kinds: tuple[Kind, ...] = ("input", "saved", "parameter", "frozen", "received", "sent")
     keys = [
         Binding(row.key.kind, f"{row.key.name}x"),
         *(Binding(kind, value.name) for kind in kinds[: 2 + 4 * (row.field == "parameters")]),
-    ]  # type: ignore[arg-type]
+    ]
     keys += [key for key in _other_keys(row) if key != row.key][:2]
     for key in keys:
         if str(key) != str(row.key):
             other = replace(value, binding=key) if row.field == "parameters" else (key, value.name)
-            yield f"is {key}", lambda other=other: row.put(other)  # type: ignore[misc]
+            yield f"is {key}", partial(row.put, other)
     for later in row.later()[:2]:
         theirs = row.rows[later.at]
         if row.field == "returns":
             one, two = (row.key, theirs[1]), (later.key, here[1])
             yield (
                 f"is the same as {later.key}",
-                lambda later=later, one=one, theirs=theirs: row.exchanged(later, one, theirs),
-            )  # type: ignore[misc]
+                partial(row.exchanged, later, one, theirs),
+            )
         else:
             one, two = replace(here, binding=theirs.binding), replace(theirs, binding=here.binding)
-        yield f"and {later.key} are exchanged", lambda later=later, one=one, two=two: row.exchanged(later, one, two)  # type: ignore[misc]
+        yield f"and {later.key} are exchanged", partial(row.exchanged, later, one, two)
         if row.key.kind in ("sent", "received"):
             yield (
                 f"and {later.key} change places",
-                lambda later=later, theirs=theirs: row.exchanged(later, theirs, here),
-            )  # type: ignore[misc]
+                partial(row.exchanged, later, theirs, here),
+            )
 
 
 def _other_keys(row: Row) -> list[Binding]:
@@ -532,12 +538,12 @@ def other_returns(row: Row) -> Changes:
     alike = [other for other in function.values().values() if other.name != value.name and other.type == value.type]
     taken = [other for other in alike if other in function.parameters]
     for other in dict.fromkeys(o.name for o in (*taken[:3], *alike[:2], *alike[-2:])):
-        yield f"is {other}", lambda other=other: row.put((row.key, other))  # type: ignore[misc]
+        yield f"is {other}", partial(row.put, (row.key, other))
     kept = {name for _, name in function.returns}
     loose = [other for other in function.values().values() if other.name not in kept and other.binding is None]
     for other_value in loose[:2] + loose[-1:] if row.at == 0 else ():
         more = Binding("saved", other_value.name), other_value.name
-        yield f"and {other_value.name} too", lambda more=more: row.put(row.rows[0], more)  # type: ignore[misc]
+        yield f"and {other_value.name} too", partial(row.put, row.rows[0], more)
     if value.type.dtype.is_floating_point:
         mesh = row.programs[row.name].mesh
         among = [("parc.all_reduce_among", ("pp", [0, 1]))] if "pp" in mesh.names else []
@@ -545,7 +551,7 @@ def other_returns(row: Row) -> Changes:
         for op, args in (("aten.mul.Scalar", (2.0,)), ("aten.mul.Scalar", (0.0,)), *among, *met):
             line = Line((Value("more", value.type),), op, (Ref(value.name), *args))
             lines = (*function.lines, line)
-            yield f"by {op}{args}", lambda lines=lines: row.put((row.key, "more"), lines=lines)  # type: ignore[misc]
+            yield f"by {op}{args}", partial(row.put, (row.key, "more"), lines=lines)
 
 
 def other_parameters(row: Row) -> Changes:
@@ -559,24 +565,20 @@ def other_parameters(row: Row) -> Changes:
     for type_ in others:
         if type_ != value.type:
             what = f"as {type_.text(programs[row.name].mesh)}"
-            make = lambda type_=type_: row.put(replace(value, type=type_))  # type: ignore[misc]  # noqa: E731
+            make = partial(row.put, replace(value, type=type_))
             yield from derived(what, make, programs)
             if row.key.kind in ("parameter", "input"):
-                yield (
-                    f"{what} in all programs",
-                    lambda type_=type_: carried(  # type: ignore[misc]
-                        taken_as(programs, value.binding, type_), programs
-                    ),
-                )
+                yield f"{what} in all programs", partial(taken_as, programs, value.binding, type_)
 
 
 def taken_as(programs: Programs, binding: Binding | None, type_: TensorType) -> Programs:
-    """Return programs that all take a value as another type."""
+    """Return programs that all take a value as another type, with the types that follow from it."""
+    changed = programs
     for action, program in programs.items():
         known = program.main.parameters
         parameters = tuple(replace(v, type=type_) if v.binding == binding else v for v in known)
-        programs = with_main(programs, action, parameters=parameters)
-    return programs
+        changed = with_main(changed, action, parameters=parameters)
+    return carried(changed, programs)
 
 
 LINES: Mapping[str, Callable[[Site], Changes]] = {
@@ -611,13 +613,13 @@ def mutants(
         for function in program.functions:
             for value in function.values().values() if where(action, function) else ():
                 for what, changed in changed_values(function, value, program.action, program.mesh):
-                    make = lambda action=action, changed=changed: with_function(programs, action, changed)  # type: ignore[misc]  # noqa: E731
+                    make = partial(with_function, programs, action, changed)
                     yield Mutant(
                         "change a value on its way", f"{action} {what.split(' by ')[1]}", f"{action} {what}", make
                     )
     for row in rows(programs):
-        for name, (fields, change) in ROWS.items():
-            for what, make in change(row) if row.field in fields.split() else ():
+        for name, (fields, change_row) in ROWS.items():
+            for what, make in change_row(row) if row.field in fields.split() else ():
                 named = f"{row.name} {row.function.name} {row.field}: {row.key} {what}"
                 yield Mutant(name, f"{row.name} {row.field} {row.key.kind}", named, make)
 

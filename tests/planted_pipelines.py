@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 from parc.checking.checks import check_schedule, static_faults
 from parc.compiler.plan.plan import read_plan
@@ -175,4 +175,4 @@ def in_pipeline(build: Good) -> Iterator[Mutant]:
         bugs += [("count a gradient of another role", _counted_too), ("sum other gradients", _mixed)]
     for kind, bug in bugs:
         for what, programs in bug(build):
-            yield Mutant(kind, f"{kind} {what.split()[0]}", what, lambda programs=programs: programs)  # type: ignore[misc]
+            yield Mutant(kind, f"{kind} {what.split()[0]}", what, partial(dict, programs))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from tests.planted_mutators import (
     Changes,
     Mutant,
     Programs,
+    Row,
     Site,
     derived,
     rows,
@@ -49,10 +51,14 @@ def unreduced(programs: Programs, gradient: Binding) -> Programs:
     return with_main(programs, "REDUCE", parameters=parameters, lines=tuple(rest), returns=returns)
 
 
+def _unreturned(row: Row) -> Programs:
+    return unreduced(row.put(), row.key)
+
+
 def _gradients_left_out(programs: Programs) -> Iterator[tuple[str, Change]]:
     for row in rows(programs) if "REDUCE" in programs else ():
         if row.name == "B" and row.field == "returns" and row.key.kind == "gradient":
-            yield "leave out a gradient", (str(row.key), lambda row=row: unreduced(row.put(), row.key))  # type: ignore[misc]
+            yield "leave out a gradient", (str(row.key), partial(_unreturned, row))
 
 
 def _next_part(site: Site) -> Changes:
@@ -82,7 +88,7 @@ def _of_other_experts(site: Site) -> Changes:
             other = replace(known[item.name], name="other_experts", binding=None)
             flipped = Line((other,), "aten.flip.default", (item, [0]), (), site.line.origin)
             reader = with_argument(site.line, place, Ref(other.name))
-            yield f"flip argument {place} of", lambda flipped=flipped, reader=reader: site.replaced(flipped, reader)  # type: ignore[misc]
+            yield f"flip argument {place} of", partial(site.replaced, flipped, reader)
 
 
 def _miscounted(programs: Programs) -> Iterator[tuple[str, Change]]:
@@ -90,7 +96,7 @@ def _miscounted(programs: Programs) -> Iterator[tuple[str, Change]]:
     if any(sites(programs, lambda line: line.op in EXPERTS_RULES)):
         for more in (-1, 1):
             everywhere = {name: _recounted(programs, name, more) for name in programs}
-            yield "be off by one in a count", (f"{more} everywhere", lambda everywhere=everywhere: everywhere)  # type: ignore[misc]
+            yield "be off by one in a count", (f"{more} everywhere", partial(dict, everywhere))
 
 
 def _recounted(programs: Programs, action: str, more: int) -> Any:
@@ -118,9 +124,7 @@ def _summed_too(site: Site) -> Changes:
     for axes in (*mesh.names, ",".join(mesh.names)):
         placement = site.result.type.placement.replace(dict.fromkeys(axes.split(","), "I"))
         for type_ in (site.result.type, replace(site.result.type, placement=placement)):
-            make = lambda axes=axes, type_=type_: site.then(  # type: ignore[misc]  # noqa: E731
-                "parc.all_reduce", Ref(site.result.name), axes, type_=type_
-            )
+            make = partial(site.then, "parc.all_reduce", Ref(site.result.name), axes, type_=type_)
             yield from derived(f"over {axes} in backward as {type_.text(mesh)}", make, site.programs)
 
 
@@ -149,7 +153,7 @@ def _rounded(site: Site) -> Changes:
     for what, changed in (("float16", narrow), ("int8", packed)):
         rest = [one for one in function.lines[site.index + 1 :] if one is not wait]
         body = replace(function, lines=(*function.lines[: site.index], *changed, *rest))
-        yield f"{what} in a node for", lambda body=body: with_function(site.programs, site.action, body)  # type: ignore[misc]
+        yield f"{what} in a node for", partial(with_function, site.programs, site.action, body)
 
 
 _LINES = (

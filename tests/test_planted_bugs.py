@@ -17,16 +17,16 @@ from tests.planted_pipelines import good, refusals
 QUICK = tuple(name for name in STEPS.names if name.startswith("stack"))
 """The builds whose numbers are tested quickest."""
 PLACEMENT = tuple(f"{kind}: collective" for kind in (
-    "leave out", "run again", "take another operator", "read another value", "retype",
+    "leave out", "run again", "take another operator", "retype",
 ))  # fmt: skip
 
 
 @cache
 def rows() -> dict[str, Row]:
-    """A table of a few mutants of each class and place in quick builds, and one of 12 of these in all others."""
-    found = STEPS.rows(QUICK, 1)
+    """A table of every second class and place in quick builds, and one of 20 in all others."""
+    found = STEPS.rows(QUICK, 1, share=2)
     for name in STEPS.names:
-        for kind, row in STEPS.rows([name], 1, share=12).items() if name not in QUICK else ():
+        for kind, row in STEPS.rows([name], 1, share=20).items() if name not in QUICK else ():
             found.setdefault(kind, Row()).add(row)
     print(f"\n{table_text(found)}")
     return found
@@ -47,7 +47,7 @@ def test_every_mutant_is_refused() -> None:
 def test_all_mutators_find_places() -> None:
     planted = {mutant.kind.split(":")[0] for name in QUICK for mutant in mutants(good_build(name).programs)}
     assert planted >= {*LINES, *ROWS}
-    assert sum(row.mutants for row in rows().values()) >= 1300
+    assert sum(row.mutants for row in rows().values()) >= 1000
 
 
 def test_values_in_the_wrong_place_are_refused_before_anything_runs() -> None:
@@ -82,7 +82,7 @@ def test_evaluations_of_another_model_are_refused_almost_all_before_anything_run
         assert not (verdict := judge(build := evaluated_build(name), build.programs)).check, verdict.reason
     found = EVALUATIONS.rows(names, 1, share=6).values()
     judged = sum(row.mutants for row in found)
-    assert judged > 75 and not [what for row in found for what in row.accepted]
+    assert judged > 60 and not [what for row in found for what in row.accepted]
     assert sum(row.first["numbers"] for row in found) <= 0.25 * judged
 
 
@@ -90,14 +90,14 @@ def test_evaluations_of_pipelines_are_refused_by_the_texts_alone() -> None:
     name = "two stages"
     assert refusals(good(name, evaluates=True)) == []
     found = EVALUATED_STAGES.rows([name], 1, share=2)
-    assert sum(row.mutants for row in found.values()) > 40
+    assert sum(row.mutants for row in found.values()) > 30
     assert not [what for row in found.values() for what in row.accepted]
 
 
 @pytest.mark.parametrize("kind", [*PLACEMENT, "leave out a gradient", "take for another type", "retype: line"])
 def test_what_is_wrong_with_a_placement_is_seen_before_anything_runs(kind: str) -> None:
     row = rows()[kind]
-    assert row.mutants >= 4
+    assert row.mutants >= 4 and not row.accepted
     assert row.first["numbers"] == 0
     assert row.first["communication"] == 0
 
@@ -115,7 +115,7 @@ def test_the_schedule_is_refused_by_the_communication_contract() -> None:
 
 def test_a_number_that_is_cut_off_where_no_data_comes_is_refused_by_proof() -> None:
     row = rows()["change a value on its way"]
-    assert row.mutants > 40 and not row.first["numbers"]
+    assert row.mutants > 40 and row.by_types >= 0.97 * row.mutants
 
 
 def test_what_is_wrong_in_the_scale_or_the_loss_is_refused_by_proof() -> None:
