@@ -146,7 +146,7 @@ _PYTEST = ("-m", "pytest", "-q", "-x", "-n", "0", "-m", "", "--doctest-modules")
 NOTICES: Mapping[str, Callable[[Copy, Fault], str]] = {
     "a build": checks_of_a_build, "a run": a_run, "tests": named_tests,
 }  # fmt: skip
-"""What may notice a fault, in the order in which it is tried."""
+"""The checks and tests that may notice a fault, in the order in which they are tried."""
 
 
 def check_copy(copy: Copy, rows: Sequence[Fault], chosen: Sequence[str]) -> None:

@@ -24,7 +24,7 @@ from tests.planted_types import carried
 Programs = Mapping[str, Program]
 """Programs by action, or by the names of their files: ``stage0.F``."""
 Change = tuple[str, Callable[[], Programs]]
-"""What is done, and a function that makes the programs with it."""
+"""The words for a change, and a function that makes the programs with it."""
 Changes = Iterator[Change]
 
 

@@ -7,11 +7,13 @@ from functools import cache
 
 import pytest
 
+from parc.compiler.verify.rounding import check_recomputed
+from parc.compiler.verify.sums import check_reduce
 from parc.runtime.compare.agreement import TOLERANCE
 from parc.runtime.compare.simulate import compare
 from tests.planted_bugs import CONTEXT, EARLY, EVALUATED_STAGES, EVALUATIONS, STEPS
-from tests.planted_builds import MOODY_BUILD, OFFLOADED, Row, evaluated_build, good_build, judge, table_text
-from tests.planted_mutators import LINES, ROWS, mutants
+from tests.planted_builds import MOODY_BUILD, OFFLOADED, GoodBuild, Row, evaluated_build, good_build, judge, table_text
+from tests.planted_mutators import LINES, ROWS, Mutant, mutants
 from tests.planted_pipelines import good, refusals
 
 QUICK = tuple(name for name in STEPS.names if name.startswith("stack"))
@@ -125,6 +127,27 @@ def test_what_is_wrong_in_the_scale_or_the_loss_is_refused_by_proof() -> None:
     for mutant in planted:
         if (programs := mutant.programs) != build.programs:
             assert judge(build, programs).check in ("types", "parse", "shapes"), mutant.what
+    unscaled = next(
+        mutant for mutant in planted if mutant.kind == "leave out: line" and mutant.place.startswith("LOSS")
+    )
+    assert "LOSS loss: is not proved to be its own sum" in sum_faults(build, unscaled)
+
+
+def sum_faults(build: GoodBuild, mutant: Mutant) -> str:
+    """Return the faults that the check of sums finds by itself."""
+    return "; ".join(map(str, check_reduce(mutant.programs, build.build.reference, build.build.microbatches)))
+
+
+def test_a_backward_that_mixes_two_calls_of_forward_is_refused_by_its_text() -> None:
+    build = good_build("gpt dp=2, tp=2, two microbatches")
+    planted = [mutant for mutant in mutants(build.programs) if mutant.place == "B a call" and "operand" in mutant.what]
+    mixed = [mutant for mutant in planted if "reads values of several calls" in recomputed_faults(mutant)]
+    assert len(mixed) >= 3
+
+
+def recomputed_faults(mutant: Mutant) -> str:
+    """Return the faults that the check of what backward recomputes finds by itself."""
+    return "; ".join(map(str, check_recomputed(mutant.programs)))
 
 
 def test_a_wrong_norm_is_refused_by_its_number_too() -> None:
@@ -132,6 +155,7 @@ def test_a_wrong_norm_is_refused_by_its_number_too() -> None:
     twice = next(
         mutant for mutant in mutants(build.programs) if "aten.stack" in mutant.place and " items of" in mutant.what
     )
+    assert "counts the" in sum_faults(build, twice)
     found = compare(replace(build.case, programs=twice.programs), steps=1)
     assert found.norm > 1e-3
     assert found.largest == found.norm

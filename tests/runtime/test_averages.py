@@ -70,7 +70,7 @@ def close(found: Weights, wanted: Weights) -> None:
 
 
 def test_an_average_begins_as_its_weight_wherever_it_is_kept() -> None:
-    """Where state is kept in files, its tensors are made before the first step."""
+    """State that is kept in files has its tensors before the first step."""
     line = {"name": "adamw", "lr": 0.1, "weight_decay": 0.0, "betas": [0.9, 0.95], "eps": 1e-8, "groups": [],
             AVERAGE: {"decay": 0.9, "every": 2}}  # fmt: skip
     weight = torch.arange(4.0)
