@@ -55,14 +55,15 @@ EXCEPTIONS: Mapping[str, str] = {
     r"run again: line: .* aten\.mul\.Tensor\(.*Ref\(name='ne'\)": "a mask of zeros and ones may be applied twice",
     r"swap operands: line: .* aten\._softmax_backward_data": "gradients of normalized weights are orthogonal to these",
     r"run again: collective: .* on the result of F .*parc\.row_max": "the largest of one number is itself",
-    r"exchange results: line: .* F .*aten\.native_layer_norm": "an evaluation reads neither",
-    r"swap operands: line: .* F part: sub = aten\.sub\.Tensor": "the difference is squared",
-    r"change a value on its way: .* F eq by": "it masks a gradient, and an evaluation has none",
+    r"^evaluations: exchange results: line: .* F .*aten\.native_layer_norm": "an evaluation reads neither",
+    r"^evaluations: swap operands: line: .* F part: sub = aten\.sub\.Tensor": "the difference is squared",
+    r"^evaluations: change a value on its way: .* F eq by": "it masks a gradient, and an evaluation has none",
+    r"^evaluations: .*: padded tp=4: .* F part: fill_pad": "padding that meets a weight's zeros may be any finite number",
 }
-"""The mutants that are no bugs, by a pattern of their class and what was done, each with its reason."""
+"""The mutants that are no bugs, by a pattern of their table, class and description, each with its reason."""
 HOLES: Mapping[str, str] = {
-    r"swap operands: call: .*(layernorm|norm\d?)_weight": "an evaluation is tested with initial weights: both are ones",
-    r"line: batch norm, .* F part: sub = .*running_mean": "an evaluation is tested with initial buffers: they are zero",
+    r"^evaluations: swap operands: call: .*(layernorm|norm\d?)_weight": "an evaluation is tested with initial weights: both are ones",
+    r"^evaluations: .*line: batch norm, .* F part: sub = .*running_mean": "an evaluation is tested with initial buffers: they are zero",
     r"read another value: collective: .* F part: row_max": "float64 has room for a softmax by another number's peak",
 }
 """The mutants that are bugs and pass, each with what would have to be looked at to refuse it."""
@@ -93,19 +94,19 @@ class Table:
                     continue
                 check, by_types = self.judge(build, replace(mutant, make=partial(dict, programs)))
                 what = f"{name}: {mutant.what}"
-                if not check and (reason := known(mutant.kind, what)):
+                if not check and (reason := known(f"{self.title}: {mutant.kind}: {what}")):
                     rows.setdefault(reason, Row()).note(what, "known")
                 else:
                     rows.setdefault(mutant.kind, Row()).note(what, check, by_types)
         return dict(sorted(rows.items()))
 
 
-def known(kind: str, what: str) -> str:
+def known(what: str) -> str:
     """Return why a mutant that all checks accept is no bug, or what misses it; "" if neither is known."""
     rows = {"no bug": EXCEPTIONS, "missed": HOLES}
     found = (
         f"{title}: {reason}" for title, reasons in rows.items() for pattern, reason in reasons.items()
-        if re.search(pattern, f"{kind}: {what}")
+        if re.search(pattern, what)
     )  # fmt: skip
     return next(found, "")
 
