@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-torch check fuzz bench bench-pipelines bench-batches bench-replicas bench-data bench-checkpoints bench-memory bench-peaks bench-experts bench-context bench-kept bench-fit bench-sequence bench-gpu build-time figures families goldens goldens-update outside docs wheel planted-bugs executed soak clean
+.PHONY: help demo test test-torch check fuzz bench bench-pipelines bench-batches bench-replicas bench-data bench-checkpoints bench-memory bench-peaks bench-experts bench-context bench-kept bench-fit bench-sequence bench-gpu build-time figures families goldens goldens-update outside docs wheel planted-bugs planted-faults executed soak clean
 
 # The first Python of at least 3.11; choose another with `make test PYTHON=…`.
 PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13 python3.14; do \
@@ -47,6 +47,7 @@ help:
 	@echo "make wheel   dist/: source distribution and wheel, installed beside torch alone, used and measured"
 	@echo "make planted-bugs   break good builds in every way, and say which check refuses each"
 	@echo "make executed       the functions of a run's machine that no check of a build or a run executes, with reasons"
+	@echo "make planted-faults break parc's own source in a copy, one fault at a time, and say which check or test notices each"
 	@echo "make soak    fuzz with fresh seeds for SOAK_MINUTES (now $(SOAK_MINUTES)), a quarter of them hostile plans, builds, checkpoints"
 
 # constraints.txt is the whole tested set; without its torch line pip leaves a torch that it finds as it is. A Python that
@@ -192,6 +193,9 @@ executed: $(READY)
 
 planted-bugs: $(READY)
 	$(PY) -m tests.planted_bugs
+
+planted-faults: $(READY)
+	$(PY) -m tests.planted_faults
 
 soak: $(READY)
 	$(PY) -m tests.hostile_inputs --seconds $$((15 * $(SOAK_MINUTES))) --seed $$RANDOM

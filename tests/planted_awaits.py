@@ -24,9 +24,17 @@ from parc.runtime.compare.model_run import Case
 from parc.runtime.compare.simulate import compare
 from parc.runtime.machine import execute, reuse
 from parc.runtime.machine.reuse import LineLiveness
-from tests.planted_builds import COMPRESSED_BUILDS, CONTEXT_BUILDS, EXPERT_BUILDS, GoodBuild, good_build, judge
-from tests.planted_rows import Row, table_text
-from tests.planted_sites import Mutant, sites, with_function
+from tests.planted_builds import (
+    COMPRESSED_BUILDS,
+    CONTEXT_BUILDS,
+    EXPERT_BUILDS,
+    GoodBuild,
+    Row,
+    good_build,
+    judge,
+    table_text,
+)
+from tests.planted_mutators import Mutant, sites, with_function
 
 AWAITING_BUILDS = (
     "gpt dp=2, zero 3", "llama dp=2, tp=2, split sequences", COMPRESSED_BUILDS[1], EXPERT_BUILDS[0], CONTEXT_BUILDS[1],
@@ -43,7 +51,7 @@ def wrong_awaits(build: GoodBuild) -> Iterator[Mutant]:
     for site in sites(programs, WAIT):
         coming, name = site.source, site.result.name
         early = {**programs, **site.replaced(read=coming.name)}
-        yield Mutant("leave out an await", site.named("leave out"), early)
+        yield Mutant("leave out an await", site.action, site.named("leave out"), partial(dict, early))
         lines = [*site.function.lines]
         reader = next((at for at, line in enumerate(lines) if name in line.uses), None)
         if reader is not None:
@@ -54,7 +62,7 @@ def wrong_awaits(build: GoodBuild) -> Iterator[Mutant]:
             lines[reader] = replace(lines[reader], args=map_references(lines[reader].args, instead))
             lines.insert(reader, lines.pop(site.index))
             late = with_function(programs, site.action, replace(site.function, lines=tuple(lines)))
-            yield Mutant("await behind a reader", site.named("move"), late)
+            yield Mutant("await behind a reader", site.action, site.named("move"), partial(dict, late))
 
 
 # ---- in the machine and the backend

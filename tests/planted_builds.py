@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
@@ -23,11 +24,12 @@ from parc.runtime.compare.simulate import compare
 from tests.captured_once import compile_once
 from tests.evaluated_plans import PLAN
 from tests.evaluated_plans import PLANS as EVALUATED_PLANS
-from tests.planted_rows import CHECKS
-from tests.planted_sites import Programs
+from tests.planted_mutators import Programs
 
 logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # its words on shapes that do not fit
 
+CHECKS = ("parse", "shapes", "types", "communication", "padding", "numbers", "twin", "known")
+"""The checks in the order in which they are asked."""
 ROOT = Path(__file__).resolve().parent.parent
 
 _GPT = """\
@@ -247,6 +249,41 @@ PLANS[OFFLOADED] = (
 )
 
 
+@dataclass
+class Row:
+    """A class of mutants: their number, the checks that are the first to refuse them, and the number that types
+    refuse."""
+
+    mutants: int = 0
+    by_types: int = 0
+    first: Counter[str] = field(default_factory=Counter)
+    accepted: list[str] = field(default_factory=list)
+
+    def note(self, what: str, check: str, by_types: bool = False) -> None:
+        """Count one more mutant, and note it if no check refuses it."""
+        self.mutants += 1
+        self.by_types += by_types
+        self.first[check] += 1
+        self.accepted += [what] if not check else []
+
+    def add(self, other: Row) -> None:
+        """Count another build's mutants too."""
+        self.mutants, self.by_types = self.mutants + other.mutants, self.by_types + other.by_types
+        self.first += other.first
+        self.accepted += other.accepted
+
+
+def table_text(rows: Mapping[str, Row], title: str = "class") -> str:
+    """Return the table: a line for each class, a column for each check that refuses any, sums, and what is accepted."""
+    total = sum((row.first for row in rows.values()), Counter[str]())
+    checks = [check for check in CHECKS if total[check]]
+    lines = [f"{title:<44}{'mutants':>9}" + "".join(f"{check:>15}" for check in checks) + f"{'accepted':>10}"]
+    for kind, first in [*((kind, row.first) for kind, row in rows.items()), ("all", total)]:
+        counts = "".join(f"{first[check]:>15}" for check in checks)
+        lines.append(f"{kind:<44}{first.total():>9}{counts}{first['']:>10}")
+    return "\n".join([*lines, *(f"accepted: {kind}: {what}" for kind, row in rows.items() for what in row.accepted)])
+
+
 @dataclass(frozen=True)
 class GoodBuild:
     """A build, and the case that compares it with the captured graph."""
@@ -255,11 +292,27 @@ class GoodBuild:
     case: Case
     build: Build
 
+    @property
+    def programs(self) -> Programs:
+        return self.case.programs
+
 
 @cache
-def _compiled(name: str) -> Compiled:
+def _compiled(name: str, more: str = "") -> Compiled:
     folder, text = PLANS[name]
-    return compile_once(read_plan(Source("planted.parc", text)), ROOT / folder)
+    return compile_once(read_plan(Source("planted.parc", text + more)), ROOT / folder)
+
+
+def step_of(name: str) -> Mapping[str, Program]:
+    """Return the programs of the step beside an ``evaluated_build``."""
+    return case_of(_compiled(name, "eval\n")).programs
+
+
+def evaluated_build(name: str) -> GoodBuild:
+    """Return what evaluates the model of a build."""
+    evaluation = _compiled(name, "eval\n").evaluated
+    assert evaluation is not None
+    return GoodBuild(name, case_of(evaluation), evaluation.build)
 
 
 @cache

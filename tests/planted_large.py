@@ -1,39 +1,28 @@
-"""Planted bugs of large builds: their texts, their captured graph and their twin must refuse them."""
+"""Planted bugs of large builds: their texts, their captured graph and their twin must refuse them. Beside generic
+mutants there are ways to get one repetition wrong: its order, its function, a block left out, a twin's number."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import combinations
+from typing import Any
 
 from parc.checking.checks import faults_by_check
 from parc.checking.twins import find_twin
 from parc.compiler.plan.plan import read_plan
-from parc.compiler.program.program import Fault
+from parc.compiler.program.binding import Binding
+from parc.compiler.program.program import Fault, Line, Ref
+from parc.compiler.program.roles import SINGLE
 from parc.compiler.program.text import ProgramError
 from parc.compiler.twin.structure import compare_structure
 from parc.compiling.compiled import Compiled
 from parc.compiling.driver import compile_plan
 from parc.grammar.source import Source
 from tests.planted_builds import ROOT, reread
-from tests.planted_repeats import (
-    dropped,
-    exchanged,
-    exchanged_results,
-    inputs,
-    norm_twice,
-    numbers,
-    one_apart,
-    other_numbers,
-    reduced,
-    reordered,
-    results,
-    skipped,
-    streams,
-    within,
-)
-from tests.planted_rows import Row
-from tests.planted_sites import Mutant, Mutants, Programs
+from tests.planted_mutators import Mutant, Programs, Site, mutants, reading, with_argument, with_main
+from tests.planted_special import unreduced
 
 _GPT = """\
 model "./gpt.py:GPT" (layers=4, width=32, heads=4, vocab=24, length=8, dropout=0.1)
@@ -163,9 +152,10 @@ class LargeBuild:
             read = reread(programs, self.programs)
         except ProgramError as error:
             return "parse", [Fault("parse", "", str(error))]
-        build = self.compiled.build
-        # a pipeline's roles are as they were
-        if found := next((each for each in faults_by_check(replace(build, programs=read)) if each), []):
+        build = replace(self.compiled.build, programs=read)
+        if SINGLE in build.roles:  # a pipeline's roles are as they were
+            build = replace(build, roles={SINGLE: replace(build.roles[SINGLE], programs=read)})
+        if found := next((each for each in faults_by_check(build) if each), []):
             return found[0].check, found
         found = compare_structure(read, build.reference, self.twin.build.programs, self.twin.build.reference)
         return "twin" if found else "", found
@@ -181,63 +171,125 @@ def large_build(name: str) -> LargeBuild:
     return LargeBuild(compiled, twin, compiled.build.programs)
 
 
-Maker = Callable[[LargeBuild], Mutants]
+# ---- bugs of one repetition: each yields what it did, and the programs
 
 
-def _of_programs(make: Callable[[Programs], Mutants]) -> Maker:
-    return lambda build: make(build.programs)
+def _calls(programs: Programs, action: str) -> list[tuple[int, Line]]:
+    return [(at, line) for at, line in enumerate(programs[action].main.lines) if line.calls_function]
 
 
-CLASSES: Mapping[str, Sequence[Maker]] = {
-    "exchange all weights of two blocks": [_of_programs(partial(exchanged, "F", "parameter", True))],
-    "exchange one weight of two blocks": [_of_programs(partial(exchanged, "F", "parameter", False))],
-    "exchange two weights of a block": [_of_programs(partial(within, "F", "parameter"))],
-    "exchange what is frozen or a buffer": [
-        _of_programs(partial(exchanged, "F", kind, False)) for kind in ("frozen", "buffer")
-    ] + [_of_programs(partial(within, "F", kind)) for kind in ("frozen", "buffer")],
-    "exchange inputs": [_of_programs(partial(within, "F", "input")), _of_programs(inputs)],
-    "read another block's output": [_of_programs(skipped)],
-    "exchange values of one call": [_of_programs(partial(within, "F", ""))],
-    "exchange what two calls give": [_of_programs(partial(exchanged_results, "F"))],
-    "run blocks in another order": [_of_programs(reordered)],
-    "leave a block out": [_of_programs(dropped)],
-    "exchange random streams": [_of_programs(streams), _of_programs(partial(exchanged, "F", "stream", False))],
-    "exchange buffers' new values": [_of_programs(partial(results, "F", "buffer"))],
-    "exchange saved values of two blocks": [_of_programs(partial(exchanged, "B", "saved", False))],
-    "exchange all saved values of two blocks": [_of_programs(partial(exchanged, "B", "saved", True))],
-    "exchange saved values of a block": [_of_programs(partial(within, "B", "saved"))],
-    "exchange weights in B": [
-        _of_programs(partial(exchanged, "B", "parameter", False)), _of_programs(partial(within, "B", "parameter"))
-    ],
-    "exchange gradients in B": [_of_programs(partial(results, "B", "gradient"))],
-    "exchange what two calls of B give": [_of_programs(partial(exchanged_results, "B"))],
-    "add another call's gradient": [_of_programs(partial(within, "B", ""))],
-    "exchange gradients in REDUCE": [_of_programs(partial(results, "REDUCE", "gradient")), _of_programs(reduced)],
-    "count a gradient twice in the norm": [_of_programs(norm_twice)],
-    "change a number in F": [_of_programs(partial(numbers, "F", factor)) for factor in (2, 0.5)],
-    "change a number in B": [_of_programs(partial(numbers, "B", factor)) for factor in (2, 0.5)],
-    "change a number in COUNT or SCALE": [_of_programs(partial(numbers, action, 2)) for action in ("COUNT", "SCALE")],
-    "take a number of the twin": [
-        lambda build: other_numbers("F", build.twin.build.programs, build.programs),
-        lambda build: other_numbers("B", build.twin.build.programs, build.programs),
-    ],
-    "run another function in one block": [_of_programs(partial(one_apart, action)) for action in ("F", "B")],
-}  # fmt: skip
+def _alike(programs: Programs, action: str) -> Iterator[tuple[int, Line, int, Line]]:
+    """Yield pairs of calls of one function."""
+    for (i, a), (j, b) in combinations(_calls(programs, action), 2):
+        if a.op == b.op:
+            yield i, a, j, b
 
 
-def plant_large(build: LargeBuild, most: int) -> Iterator[Mutant]:
-    """Yield mutants of a large build: at most ``most`` of each way to make some, spread over all places."""
-    for kind, makers in CLASSES.items():
-        for make in makers:
-            found = list(make(build))
-            yield from (Mutant(kind, what, programs) for what, programs in found[:: -(-len(found) // most) or 1])
+Changed = Iterator[tuple[str, Programs]]
 
 
-def refusals(most: int, names: Sequence[str] = tuple(PLANS)) -> dict[str, Row]:
-    """Return by class what refuses mutants of large builds first: ``parse``, a check of types, or the ``twin``."""
-    rows: dict[str, Row] = {}
-    for name in names:
-        build = large_build(name)
-        for mutant in plant_large(build, most):
-            rows.setdefault(mutant.kind, Row()).note(f"{name}: {mutant.what}", build.faults(mutant.programs)[0])
-    return rows
+def reordered(programs: Programs) -> Changed:
+    """Run two consecutive calls of one function in the other order, each with its own weights."""
+    calls = [(i, a, j, b) for i, a, j, b in _alike(programs, "F") if set(b.uses) & {v.name for v in a.made}]
+    main = programs["F"].main
+    for i, a, j, b in calls:
+        (between,) = {v.name for v in a.made} & set(b.uses)
+        place = [item.name for item in b.args].index(between)
+        out = next(n.name for n, m in zip(b.results, a.results, strict=True) if n and m and m.name == between)
+        first, second = with_argument(b, place, a.args[place]), with_argument(a, place, Ref(out))
+        rest = reading(main, out, between).lines[j + 1 :]
+        lines = (*main.lines[:i], *main.lines[i + 1 : j], first, second, *rest)
+        yield f"{b.origin.module} before {a.origin.module}", with_main(programs, "F", lines=lines)
+
+
+def other_numbers(action: str, others: Programs, programs: Programs) -> Changed:
+    """Take a number from the twin, as if a pass had taken it from the smaller model."""
+    theirs = {function.name: function for function in others[action].functions[:-1]}
+    for function in programs[action].functions[:-1]:
+        mate = theirs.get(function.name)
+        if mate is None or [line.op for line in mate.lines] != [line.op for line in function.lines]:
+            continue
+        for at, (line, other) in enumerate(zip(function.lines, mate.lines, strict=True)):
+            for place, (item, small) in enumerate(zip(line.args, other.args, strict=True)):
+                if isinstance(item, (int, float)) and item != small:
+                    what = f"{action} {function.name}: {line.op} {small} for {item}"
+                    yield what, Site(programs, action, function, at).replaced(with_argument(line, place, small))
+
+
+_OTHER_OPERATOR = {
+    "aten.silu.default": "aten.gelu.default",
+    "aten.gelu.default": "aten.silu.default",
+    "aten.add.Tensor": "aten.sub.Tensor",
+    "aten.mul.Tensor": "aten.div.Tensor",
+    "aten.tanh.default": "aten.sigmoid.default",
+    "aten.neg.default": "aten.abs.default",
+    "aten.rsqrt.default": "aten.reciprocal.default",
+}
+
+
+def one_apart(action: str, programs: Programs) -> Changed:
+    """Let one call alone run another function, in which an operator is another."""
+    program = programs[action]
+    for at, call in _calls(programs, action)[1:3]:
+        function = program.function(call.op)
+        for place, line in enumerate(function.lines):
+            if line.op in _OTHER_OPERATOR:
+                changed = replace(line, op=_OTHER_OPERATOR[line.op])
+                apart = replace(
+                    function, name="apart", lines=(*function.lines[:place], changed, *function.lines[place + 1 :])
+                )
+                lines = program.main.lines
+                main = replace(program.main, lines=(*lines[:at], replace(call, op="apart"), *lines[at + 1 :]))
+                made = replace(program, functions=(*program.functions[:-1], apart, main))
+                yield f"{action} {call.origin.module}: {changed.op} for {line.op}", {**programs, action: made}
+
+
+def dropped(programs: Programs) -> Changed:
+    """Leave a block out of all programs, with its weights and their gradients."""
+    for _, a, _, b in _alike(programs, "F"):
+        between = {v.name for v in a.made} & set(b.uses)
+        if len(between) != 1:
+            continue
+        name = between.pop()
+        place = b.uses.index(name)
+        mine = {v.name for v in a.made}
+        forward = programs["F"].main
+        saved = {Binding("saved", v) for v in mine}
+        gone = [key.name for key, _ in forward.returns if key in saved]
+        rest = replace(forward, lines=tuple(line for line in forward.lines if line is not a))
+        lines = reading(rest, name, a.args[place].name).lines
+        returns = [pair for pair in forward.returns if pair[0] not in saved]
+        made = with_main(programs, "F", lines=lines, returns=tuple(returns))
+        backward = programs["B"].main
+        call = next(x for _, x in _calls(programs, "B") if x.op == f"{a.op}_backward" and set(gone) & set(x.uses))
+        instead = next(v for v in call.made if v.type == forward.values()[name].type)
+        rest = replace(backward, lines=tuple(line for line in backward.lines if line is not call))
+        lines = reading(rest, instead.name, call.args[-1].name).lines
+        kept = [(key, v) for key, v in backward.returns if v not in {made.name for made in call.made}]
+        made = with_main(made, "B", lines=lines, returns=tuple(kept))
+        for key, v in backward.returns:
+            if (key, v) not in kept:
+                made = unreduced(made, key)
+        yield (
+            a.origin.module,
+            with_main(with_main(made, "F", parameters=_read(made, "F")), "B", parameters=_read(made, "B")),
+        )
+
+
+def _read(programs: Programs, action: str) -> tuple[Any, ...]:
+    main = programs[action].main
+    read = {name for line in main.lines for name in line.uses} | {name for _, name in main.returns}
+    return tuple(value for value in main.parameters if value.name in read)
+
+
+def in_large(build: LargeBuild) -> Iterator[Mutant]:
+    """Yield mutants of a large build: generic ones, and those of one repetition."""
+    yield from mutants(build.programs)
+    small = build.twin.build.programs
+    for kind, changes in (
+        ("run blocks in another order", reordered(build.programs)), ("leave a block out", dropped(build.programs)),
+        ("take a number of the twin", (c for a in "FB" for c in other_numbers(a, small, build.programs))),
+        ("run another function in one block", (c for a in "FB" for c in one_apart(a, build.programs))),
+    ):  # fmt: skip
+        for what, programs in changes:
+            yield Mutant(kind, kind, what, partial(dict, programs))

@@ -1,21 +1,24 @@
-"""Good pipelines to plant bugs in, and the reasons why the checks of texts refuse them."""
+"""Good pipelines to plant bugs in, bugs that no generic mutator makes of them, and the reasons why the checks of texts
+refuse them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 from parc.checking.checks import check_schedule, static_faults
 from parc.compiler.plan.plan import read_plan
 from parc.compiler.program.actions import parse_schedule
+from parc.compiler.program.binding import Binding
+from parc.compiler.program.program import Function, Line, Program, Ref, Value
 from parc.compiler.program.roles import group, join_roles, roles_of
 from parc.compiling.compiled import Compiled
 from parc.grammar.source import Source
 from tests.captured_once import compile_once
 from tests.planted_builds import ROOT, TIED, reread
-from tests.planted_sites import Programs
-from tests.planted_stages import file_of
+from tests.planted_mutators import Mutant, Programs, mutants, sites, stacked, with_main
 
 PIPELINE = f"""\
 {TIED}
@@ -73,3 +76,103 @@ def refusals(build: Good, programs: Programs | None = None, schedule: str | None
     except ValueError as error:
         return [str(error)]
     return [str(fault) for fault in faults]
+
+
+def file_of(program: Program) -> str:
+    """Return a program's file name: ``stage0.F``."""
+    return f"{program.role}.{program.action}"
+
+
+# ---- bugs of several programs: each yields what it did, and the programs
+
+Changed = Iterator[tuple[str, Programs]]
+AMONG, STACK = "parc.all_reduce_among", "aten.stack.default"
+ROLES = ("pp0.REDUCE", "pp1.REDUCE")
+
+
+def _places(build: Good) -> Changed:
+    """Put programs on other roles, or take others' programs."""
+    for name, program in build.programs.items():
+        rest = {key: other for key, other in build.programs.items() if key != name}
+        yield f"{name} is not there", rest
+        for other in build.programs.values():
+            if other.action == program.action and other.role != program.role:
+                yield f"{name} says it is {other.role}", {**rest, file_of(other): replace(program, role=other.role)}
+                if other.functions == program.functions:  # as the idle ones of an evaluation
+                    continue
+                swapped = {name: replace(other, role=program.role), file_of(other): replace(program, role=other.role)}
+                yield f"{name} and {file_of(other)} swapped", {**build.programs, **swapped}
+        for role in ("stage4", "stage9", "pp0", "pp2", "stage0x"):
+            if role != program.role:
+                yield f"{name} says it is {role}", {**rest, f"{role}.{program.action}": replace(program, role=role)}
+
+
+def _returned_twice(build: Good) -> Changed:
+    """Let the last stage that a returned value can reach return it too, beside the stage that made it."""
+    for kind, far in (("F", 1), ("B", -1)):
+        work = {int(name[5:-2]): name for name in build.programs if name.endswith(f".{kind}")}
+        for stage, name in work.items():
+            for key, value in build.programs[name].main.returns:
+                if key.kind in ("sent", "saved") or stage + far not in work:
+                    continue
+                changed, last = build.programs, stage
+                taken = Value(value, build.programs[name].main.values()[value].type, Binding("received", value))
+                while last + far in work:
+                    last += far
+                    giver, taker = changed[work[last - far]].main, changed[work[last]].main
+                    returns = (*giver.returns, (Binding("sent", value), value))
+                    changed = with_main(changed, work[last - far], returns=returns)
+                    changed = with_main(changed, work[last], parameters=(*taker.parameters, taken))
+                end = changed[work[last]].main
+                if key not in dict(end.returns):
+                    whole = with_main(changed, work[last], returns=(*end.returns, (key, value)))
+                    yield f"{work[last]} returns {key} too", whole
+
+
+def _counted_too(build: Good) -> Changed:
+    """Count a gradient in the norm of a role that another role counts."""
+    for name, program in build.programs.items():
+        squares = [line for line in program.main.lines if line.op == "parc.square_sum.default"]
+        gradients = program.main.returned("gradient").values() if program.action == "REDUCE" else ()
+        for missing in [value for value in gradients if value not in {line.uses[0] for line in squares}]:
+            extra = replace(squares[0], results=(replace(squares[0].made[0], name="again"),), args=(Ref(missing),))
+            site = next(sites(build.programs, STACK, name))
+            more = site.replaced(extra, stacked(site, [*site.line.args[0], Ref("again")]))
+            yield f"{name} counts {missing} too", more
+
+
+def _mixed(build: Good) -> Changed:
+    """Sum gradients of different parameters, and pass the sum on as it is, or summed again."""
+    alone: list[dict[str, tuple[Binding, str]]] = []
+    for name in ROLES:
+        main = build.programs[name].main
+        met = {v.name for line in main.lines if line.op == AMONG for v in line.made}
+        ends = [(key, value) for key, value in main.returns if key.kind == "gradient" and value not in met]
+        alone.append({str(main.values()[value].type): (key, value) for key, value in ends})
+    for text in sorted(alone[0].keys() & alone[1].keys()):
+        for op, args in ((AMONG, ("pp", [0, 1])), ("aten.mul.Scalar", (1.0,))):
+            changed = build.programs
+            for name, ends_of_role in zip(ROLES, alone, strict=True):
+                main, (key, value) = changed[name].main, ends_of_role[text]
+                type_ = main.values()[value].type
+                met_line = Line((Value("met", type_),), AMONG, (Ref(value), "pp", [0, 1]))
+                more = (*main.lines, met_line, Line((Value("again", type_),), op, (Ref("met"), *args)))
+                returns = tuple((k, "again" if k == key else v) for k, v in main.returns)
+                changed = with_main(changed, name, lines=more, returns=returns)
+            yield f"{alone[0][text]} and {alone[1][text]} are summed, then {op}", changed
+
+
+def in_pipeline(build: Good) -> Iterator[Mutant]:
+    """Yield mutants of what stages and roles take, return and sum: their texts alone say that it is wrong."""
+
+    def between(name: str, function: Function) -> bool:
+        return build.programs[name].action not in ("F", "B")
+
+    numbers = re.compile(r"\.(F|B) .*aten.mul.Scalar")  # nothing but numbers tells that a stage computes another one
+    yield from (mutant for mutant in mutants(build.programs, between) if not numbers.search(mutant.what))
+    bugs = [("put a program elsewhere", _places), ("return a value twice", _returned_twice)]
+    if any("gradient" in str(key) for p in build.programs.values() for key, _ in p.main.returns):
+        bugs += [("count a gradient of another role", _counted_too), ("sum other gradients", _mixed)]
+    for kind, bug in bugs:
+        for what, programs in bug(build):
+            yield Mutant(kind, f"{kind} {what.split()[0]}", what, partial(dict, programs))

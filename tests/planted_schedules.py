@@ -11,9 +11,12 @@ from parc.compiler.program.actions import Action
 Timelines = Mapping[str, Sequence[Action]]
 """The actions of each role."""
 
-_ONCE = ("SCALE", "LOSS", "REDUCE", "STEP")
+_ONCE = ("UNSHARD", "SCALE", "LOSS", "REDUCE", "RESCALE", "STEP")
 _MESSAGES = ("SEND_F", "SEND_B", "RECV_F", "RECV_B")
-_IN_TURN = (("COUNT", "SCALE"), ("SCALE", "B"), ("F", "LOSS"), ("B", "REDUCE"))
+_IN_TURN = (
+    ("COUNT", "SCALE"), ("SCALE", "B"), ("F", "LOSS"), ("B", "REDUCE"), ("UNSHARD", "F"), ("UNSHARD", "B"),
+    ("REDUCE", "RESCALE"),
+)  # fmt: skip
 _OF_ONE_MICROBATCH = (
     ("RECV_F", "F"), ("F", "SEND_F"), ("SEND_F", "RECV_B"), ("F", "B"), ("RECV_B", "B"), ("B", "SEND_B"),
 )  # fmt: skip

@@ -15,7 +15,7 @@ from parc.compiler.sizes.polynomials import Polynomial, check_points, moving
 from parc.compiler.sizes.template import Expression, Template
 from parc.compiler.verify.ranges import size_faults
 from tests.checked_plans import compiled
-from tests.planted_rows import Row
+from tests.planted_builds import Row
 from tests.ranged_models import positions
 
 ROOT = Path(__file__).resolve().parent.parent

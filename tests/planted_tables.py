@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,7 +13,7 @@ from parc.compiler.program.binding import BUFFERS
 from parc.compiler.program.program import Function, Program
 from parc.compiling.compiled import Compiled
 from tests.checked_plans import compiled
-from tests.planted_sites import Mutant, through, with_function
+from tests.planted_mutators import Mutant, through, with_function
 
 ROOT = Path(__file__).parent.parent
 PLAN = """\
@@ -70,4 +71,4 @@ def early_roundings(made: Compiled) -> Iterator[Mutant]:
             line = next(line for line in function.lines if any(value.name == name for value in line.made))
             if may_narrow(lines, line.origin.module, torch.bfloat16):
                 changed = with_function(programs, "F", rounded(function, name))
-                yield Mutant("round a table early", f"{function.name}: {name}", changed)
+                yield Mutant("round a table early", name, f"{function.name}: {name}", partial(dict, changed))

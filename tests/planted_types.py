@@ -3,7 +3,7 @@ had."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from parc.compiler.analysis.dataflow import line_call
@@ -12,10 +12,9 @@ from parc.compiler.layout.placement import TensorType
 from parc.compiler.ops.infer import infer
 from parc.compiler.program.binding import Binding
 from parc.compiler.program.program import Function, Line, Program, Value
-from tests.planted_sites import Programs
 
 
-def carried(programs: Programs, good: Programs) -> dict[str, Program]:
+def carried(programs: Mapping[str, Program], good: Mapping[str, Program]) -> dict[str, Program]:
     """Return changed programs with types that follow from those of their first values; a line that has none keeps its
     own.
 

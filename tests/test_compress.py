@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 import parc
 from parc.checking.checks import case_of, static_faults
 from parc.checking.reports import report_of
-from parc.compiler.layout.pieces import BLOCK_ENTRIES, pack, packed_bytes, round_int8
+from parc.compiler.layout.pieces import BLOCK_ENTRIES, pack, packed_bytes, round_int8, sum_packed, unpack
+from parc.compiler.padding.tensors import packed
 from parc.compiler.plan.plan import read_plan
 from parc.compiler.program.actions import REDUCE
 from parc.compiler.program.program import Ref
@@ -25,11 +26,12 @@ from parc.grammar.diagnostics import PlanError
 from parc.grammar.source import Source
 from parc.runtime.compare.simulate import Simulation, compare
 from parc.runtime.data.random_batch import random_batch
+from parc.runtime.state.step_state import read_residual
 from tests.captured_once import compile_once
 from tests.draws import wide
+from tests.planted_bugs import EARLY, SUMS
 from tests.planted_builds import COMPRESSED_BUILDS, good_build
-from tests.planted_compressed import compressed_rows
-from tests.planted_sites import with_lines
+from tests.planted_mutators import with_lines
 from tests.runtime.ranks import run_ranks
 from tests.runtime.tiny import DATA, batch, build
 
@@ -72,6 +74,28 @@ def test_rounded_numbers_round_to_themselves(entries: int, power: int, seed: int
     for block, exact in zip(once.split(BLOCK_ENTRIES), x.split(BLOCK_ENTRIES), strict=True):
         largest = float(exact.abs().max()) if len(exact) else 0.0
         assert float((block - exact).abs().max()) <= max(largest / 127, 2.0**-126) if len(exact) else True
+
+
+def test_every_block_of_a_large_tensor_has_a_scale_of_its_own() -> None:
+    """A block's numbers are a thousand times those of the one before it, over and over; the last block is shorter."""
+    count = 3 * 64 * BLOCK_ENTRIES + 100  # three slabs, and more
+    x = torch.rand(count, generator=torch.Generator().manual_seed(0)) - 0.5
+    x *= 1000.0 ** (torch.arange(count) // BLOCK_ENTRIES % 3)
+    rounded = round_int8(x)
+    for block, exact in zip(rounded.split(BLOCK_ENTRIES), x.split(BLOCK_ENTRIES), strict=True):
+        assert float((block - exact).abs().max()) <= float(exact.abs().max()) / 127
+    assert torch.equal(unpack(pack(x), torch.empty_like(x)), rounded)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_packed_parts_of_all_ranks_are_summed_in_float32(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    parts = [torch.randn(2 * BLOCK_ENTRIES, generator=generator) for _ in range(8)]
+    whole = sum_packed([pack(part) for part in parts], torch.empty(2 * BLOCK_ENTRIES, dtype=dtype))
+    wanted = torch.zeros(2 * BLOCK_ENTRIES)
+    for part in parts:
+        wanted += round_int8(part)
+    assert torch.equal(whole, wanted.to(dtype))
 
 
 def test_a_number_that_is_not_finite_stays_so() -> None:
@@ -204,12 +228,36 @@ def test_a_gradient_minus_itself_is_no_residual() -> None:
 
 
 @pytest.mark.parametrize("early", [True, False])
-def test_every_rounding_of_which_nothing_is_kept_is_refused_by_the_texts_alone(early: bool) -> None:
+def test_every_rounding_of_which_nothing_is_kept_is_refused(early: bool) -> None:
     for name in COMPRESSED_BUILDS:
         assert static_faults(good_build(name, early).build) == []
-    rows = compressed_rows(early)
+    rows = (EARLY if early else SUMS).rows(COMPRESSED_BUILDS, 1)
     assert {kind: row.accepted for kind, row in rows.items()} == {kind: [] for kind in rows}
-    assert len(rows) == 6 and sum(row.mutants for row in rows.values()) > 100
+    assert rows["round what nothing asks for"].mutants >= 4 and not rows["round what nothing asks for"].first["numbers"]
+
+
+class _Files:
+    """A checkpoint's residuals of a gradient, one row a rank."""
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        self.rows = rows
+
+    def fill(self, key: str, target: torch.Tensor, runs: Any) -> None:
+        ((rank, *_), _) = runs
+        target.copy_(self.rows[rank.first])
+
+
+@pytest.mark.parametrize(("there", "here"), [(4, 2), (2, 4), (4, 4)])
+def test_residuals_of_another_number_of_ranks_are_divided_equally(there: int, here: int) -> None:
+    rows = torch.randn(there, 3, generator=torch.Generator().manual_seed(0))
+    targets = [torch.full((3,), 9.0) for _ in range(here)]
+    for rank, target in enumerate(targets):
+        files: Any = _Files(rows)
+        read_residual(
+            files, "w", (there, here), target, [packed(((rank % there, rank % there + 1),)), packed(((0, 3),))]
+        )
+    assert torch.allclose(sum(targets, torch.zeros(3)), rows.sum(0), atol=1e-6)
+    assert there == here or all(torch.equal(target, targets[0]) for target in targets)
 
 
 @pytest.mark.parametrize(("form", "mesh"), [("fp16", "mesh dp=2\n"), ("int8", "mesh dp=2\n"), ("int8", NODES)])

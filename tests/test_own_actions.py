@@ -40,7 +40,7 @@ from parc.passes.programs.writer import whole_type
 from parc.runtime.compare.agreement import TOLERANCE
 from parc.runtime.compare.simulate import compare
 from tests.planted_builds import ROOT, TIED
-from tests.planted_sites import Programs, sites, stacked, with_main
+from tests.planted_mutators import Programs, sites, stacked, with_main
 from tests.runtime.ranks import run_ranks
 from tests.test_house import python_files, shown, tree
 

@@ -97,8 +97,7 @@ class Batches:
             self._warn_of_repeats(rows)
         for at, key in enumerate(self._keys, _FIRST + len(self._feed.types)):
             if (count := begun.work[0].totals.get(key)) is not None:
-                counts = torch.tensor([row[at] for row in rows], device=count.device)
-                counts = (counts.view(torch.float64) if count.is_floating_point() else counts).to(count.dtype)
+                counts = _as_counts([row[at] for row in rows], count)
                 begun.at.stepper.share_counts(begun.work[0], self._together.rank, key, counts.unbind())
         return begun
 
@@ -175,6 +174,12 @@ def _every_rank(kind: int, samples: int, axes: Sequence[str] = ()) -> str:
     if kind == _LOCAL:
         return "no axis of the mesh splits it: give every rank the same"
     return "a sample must depend only on its number, the same on every rank: seed each random number by it"
+
+
+def _as_counts(numbers: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    """The inverse of ``_as_integer``: return the counts of all ranks, of the type of one of them."""
+    counts = torch.tensor(numbers, device=like.device)
+    return (counts.view(torch.float64) if like.is_floating_point() else counts).to(like.dtype)
 
 
 def _as_integer(count: torch.Tensor | None) -> int | torch.Tensor:

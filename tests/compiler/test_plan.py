@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from parc.compiler.build.plan_facts import plan_facts
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.plan.plan import read_plan
 from parc.compiler.program.step_values import LossTerm
@@ -45,6 +46,16 @@ def test_values_and_defaults() -> None:
     assert (plan.seed, plan.steps, plan.microbatches, plan.precision) == (0, None, 4, ())
     assert len(plan.placements) == 2
     assert plan.defines == (("dp", "4"), ("file", "2"))
+
+
+@pytest.mark.parametrize(
+    ("shape", "over"), [("cosine 1e-3 over 40", 40), ("linear 1e-3 warmup 5 over 70", 70), ("cosine 1e-3", 100)]
+)
+def test_a_build_keeps_the_step_at_which_the_rate_has_fallen(shape: str, over: int) -> None:
+    """A run and the simulation of a build both read it from the manifest: here it is what the plan says."""
+    text = TEXT.replace("lr 3e-4", f"lr {shape}") + "steps 100\n"
+    plan = read_plan(Source("gpt.parc", text))
+    assert plan_facts(plan)["optimizer"]["over"] == over
 
 
 def test_a_name_may_be_the_first_word_of_a_clause_of_several() -> None:

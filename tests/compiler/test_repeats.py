@@ -19,9 +19,9 @@ from parc.compiler.twin.structure import compare_structure
 from parc.compiling.driver import compile_plan
 from parc.grammar.diagnostics import PlanError, render
 from parc.grammar.source import Source
-from tests.planted_builds import ROOT
-from tests.planted_large import ROUTERS, LargeBuild, large_build, refusals
-from tests.planted_rows import table_text
+from tests.planted_bugs import LARGE
+from tests.planted_builds import ROOT, table_text
+from tests.planted_large import ROUTERS, LargeBuild, large_build
 
 NAME = "losses of all routers dp=16"
 
@@ -96,7 +96,7 @@ def test_a_loss_of_all_layers_without_repetitions_names_its_line_and_the_way_out
 
 
 def test_what_is_wrong_with_one_layers_part_is_refused() -> None:
-    rows = refusals(1, [NAME, *ROUTERS])
+    rows = LARGE.rows([NAME, *ROUTERS], 1)
     print(table_text(rows))
     assert not [what for row in rows.values() for what in row.accepted]
     assert sum(row.first["twin"] for row in rows.values()) >= 10

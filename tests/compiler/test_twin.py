@@ -12,9 +12,9 @@ from parc.compiler.analysis.dataflow import weight_sources
 from parc.compiler.twin.wiring import Forward, Kinds
 from parc.grammar.diagnostics import PlanError
 from tests.checked_plans import compiled, compiled_net
-from tests.planted_builds import ROOT
-from tests.planted_large import large_build, refusals
-from tests.planted_rows import table_text
+from tests.planted_bugs import LARGE
+from tests.planted_builds import ROOT, table_text
+from tests.planted_large import large_build
 from tests.runtime.tiny import PLAN, TENSOR
 
 SIX = """\
@@ -33,7 +33,7 @@ shard c.weight [o/e/f, _]
 
 
 def test_what_is_wrong_with_one_repetition_of_a_large_build_is_seen_beside_its_twin() -> None:
-    rows = refusals(1, ["gpt dp=8, tp=2"])
+    rows = LARGE.rows(["gpt dp=8, tp=2"], 1)
     print(table_text(rows))
     assert not [what for row in rows.values() for what in row.accepted]
     assert len(rows) >= 20

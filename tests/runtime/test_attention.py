@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import parc
 from benchmarks.storages import Storages
@@ -18,6 +19,7 @@ from parc.compiler.layout.placement import Placement, TensorType
 from parc.compiler.ops.factors import OpCall, Operand
 from parc.compiler.ops.rules import facts
 from parc.runtime.machine import registry
+from parc.runtime.machine.attention import _merge
 from parc.runtime.machine.kernels import KERNELS, REFERENCE_KERNELS
 from parc.runtime.machine.registry import Kernel, KernelContext
 from tests.passes.few_lines import made
@@ -50,6 +52,56 @@ def test_heads_lie_as_they_may_and_values_have_a_size_of_their_own(strided: str,
         context_of(grad, q, k, v), grad, q, k, v, None, None, out, lse, True, None, 0.0
     )
     torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dropout_of_attention_is_that_of_its_stream_in_narrow_types(dtype: torch.dtype) -> None:
+    """Each type drops what float64 drops, in forward and in backward."""
+    torch.manual_seed(0)
+    tensors = [torch.randn(2, 2, 6, 8) for _ in range(4)]
+    key = KERNELS["parc.stream_key.default"](context_of(), torch.tensor([3, 1]), "drop", 7)
+
+    def results(dtype: torch.dtype) -> list[torch.Tensor]:
+        q, k, v, grad = (tensor.to(dtype) for tensor in tensors)
+        out, lse = KERNELS["parc.attention.default"](context_of(q, k, v), q, k, v, None, key, True, None, 0.5)
+        gradients = KERNELS["parc.attention_backward.default"](
+            context_of(grad, q, k, v), grad, q, k, v, None, key, out, lse, True, None, 0.5
+        )
+        return [x.double() for x in (out, *gradients)]
+
+    for narrow, exact in zip(results(dtype), results(torch.float64), strict=True):
+        torch.testing.assert_close(narrow, exact, rtol=0, atol=(1e-5 if dtype is torch.float32 else 5e-2))
+
+
+class _Types(TorchDispatchMode):
+    """Notes the types in which exponentials and their sums are computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = set[torch.dtype]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in ("exp", "logsumexp", "logaddexp"):
+            self.seen.add(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scores_of_narrow_queries_are_float32(dtype: torch.dtype) -> None:
+    """So are the sums by which the parts of a ring are joined, and what backward computes again."""
+    torch.manual_seed(0)
+    q, k, v, grad = (torch.randn(1, 2, 4, 8).to(dtype) for _ in range(4))
+    key = KERNELS["parc.stream_key.default"](context_of(), torch.tensor([3, 1]), "drop", 7)
+    with _Types() as types:
+        out, lse = KERNELS["parc.attention.default"](context_of(q, k, v), q, k, v, None, key, True, None, 0.5)
+        KERNELS["parc.attention_backward.default"](
+            context_of(grad, q, k, v), grad, q, k, v, None, key, out, lse, True, None, 0.5
+        )
+    assert types.seen == {torch.float32} and lse.dtype is torch.float32
+    halves = [(part, torch.full(part.shape[:3], 2.0**-9 * at)) for at, part in enumerate(2 * [torch.ones_like(q)])]
+    joined, _ = _merge(*halves)  # each has about half of the weight, to 1/512
+    assert joined.dtype is torch.float32 and torch.allclose(joined, torch.ones(()), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-10), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)])

@@ -20,6 +20,7 @@ from parc.compiler.program.optimizers import AVERAGE
 from parc.runtime.compare.simulate import Simulation
 from parc.runtime.ranks.faults import RunError
 from parc.runtime.ranks.gather import whole_tensor
+from parc.runtime.state.optimizer import fill_slots, make_optimizer
 from tests.checked_plans import compiled
 from tests.runtime.ranks import run_ranks
 from tests.runtime.tiny import BOTH, DATA, EVAL, EXAMPLES, PLAN, batch, build
@@ -66,6 +67,18 @@ def trained(folder: str, steps: int, saved: str, restored: str = "") -> tuple[We
 def close(found: Weights, wanted: Weights) -> None:
     assert found.keys() == wanted.keys()
     torch.testing.assert_close(found, wanted, rtol=1e-3, atol=2e-5)
+
+
+def test_an_average_begins_as_its_weight_wherever_it_is_kept() -> None:
+    """State that is kept in files has its tensors before the first step."""
+    line = {"name": "adamw", "lr": 0.1, "weight_decay": 0.0, "betas": [0.9, 0.95], "eps": 1e-8, "groups": [],
+            AVERAGE: {"decay": 0.9, "every": 2}}  # fmt: skip
+    weight = torch.arange(4.0)
+    optimizer = make_optimizer({"w": weight}, line)
+    fill_slots(optimizer, line, weight, torch.zeros_like)
+    slots = optimizer.state[weight]
+    assert torch.equal(slots[AVERAGE], weight) and slots[AVERAGE] is not weight
+    assert all(not value.any() for slot, value in slots.items() if slot != AVERAGE)
 
 
 def test_averages_are_those_of_torch_on_split_ranks_and_in_a_run_that_goes_on(tmp_path: Path) -> None:

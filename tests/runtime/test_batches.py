@@ -12,6 +12,7 @@ import torch
 import parc
 from parc.compiler.initial.counter import digest
 from parc.grammar.codes import BATCHES_DIFFER
+from parc.runtime.data.batches import _as_counts, _as_integer
 from tests.runtime.ranks import run_ranks
 from tests.runtime.tiny import BOTH, EVAL, PLAN, batch, build
 
@@ -169,6 +170,14 @@ def test_floats_and_inputs_without_samples_are_held_alike_too(tmp_path: Path) ->
     assert scale.startswith("[P0410] `scale` of rank 2 is not that of rank 0; no axis of the mesh splits it")
     assert keep.startswith("[P0410] `keep` of rank 1 is not that of rank 0; ")
     assert data.startswith("[P0410] `x` of rank 1 is not that of rank 0, though both are at dp=0; a sample must depend")
+
+
+@pytest.mark.parametrize("counts", [[3, 2**40], [0.5, 7.25, 2.0**-30]])
+def test_counts_come_through_the_exchange_of_hashes_bit_by_bit(counts: list[float]) -> None:
+    """A loss may be divided by a sum of weights, which is no whole number."""
+    own = [torch.tensor(count) for count in counts]
+    for like in own:
+        assert torch.equal(_as_counts([int(_as_integer(count)) for count in own], like), torch.stack(own))
 
 
 def test_a_hash_sees_every_bit_and_its_place_whatever_the_memory() -> None:

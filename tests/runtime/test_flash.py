@@ -3,6 +3,8 @@ of what they make. ``test_gpu.py`` has their numbers."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -63,6 +65,42 @@ def test_kernels_make_results_and_gradients_like_their_operands(kernel: str, mas
     for run in (chosen.backward, chosen.in_order):
         made = run(grad, out, lse, q, k, v, bias, False, 0.125)
         assert [(x.shape, x.dtype) for x in made] == [(x.shape, BF16) for x in (q, k, v)]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "mask"), [("flash", False), ("cudnn", False), ("efficient", False), ("efficient", True)]
+)
+@pytest.mark.parametrize("causal", [True, False])
+def test_kernels_are_asked_for_the_attention_that_is_meant(
+    kernel: str, mask: bool, causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward, backward and its deterministic form: the rule of causal, the scale, no dropout, and each operand."""
+    asked: dict[str, dict[str, Any]] = {}
+
+    class Recorder:
+        def __getattr__(self, name: str) -> Any:
+            target = getattr(torch.ops.aten, name)
+
+            def call(*args: Any, **kwargs: Any) -> Any:
+                names = [argument.name for argument in target.default._schema.arguments]
+                asked[name] = dict(zip(names, args, strict=False)) | kwargs
+                return target(*args, **kwargs)
+
+            return call if "attention" in name else target
+
+    monkeypatch.setattr(flash, "aten", Recorder())
+    q, grad = (torch.empty(2, 4, 16, 64, dtype=BF16, device="meta") for _ in range(2))
+    k, v = (torch.empty(2, 4, 24, 64, dtype=BF16, device="meta") for _ in range(2))
+    bias = torch.empty(16, 24, dtype=BF16, device="meta") if mask else None
+    chosen = NAMES[kernel]
+    assert chosen is not None
+    out, lse = chosen.forward(q, k, v, bias, causal, 0.3)
+    chosen.backward(grad, out, lse, q, k, v, bias, causal, 0.3)
+    assert len(asked) == 2
+    for name, given in asked.items():
+        operands = [given[key].shape[2] for key in ("query", "key", "value")]
+        assert (given["is_causal"], given["scale"], given["dropout_p"]) == (causal, 0.3, 0.0), name
+        assert operands == [16, 24, 24] and (given.get("attn_bias") is not None) == mask, name
 
 
 def test_a_gpu_reads_from_aligned_places() -> None:

@@ -234,6 +234,10 @@ def test_a_stage_sends_before_it_computes_the_last_gradients_of_its_weights() ->
     assert recorder is not None
     names = [name for name, *_ in recorder.spans]
     assert names[-6:] == ["3B3", "3SEND_B3", "3B3", "sends", "3LOSS", "3REDUCE"]
+    recorder = simulation.steppers[1].recorder
+    assert recorder is not None
+    names = [name for name, *_ in recorder.spans]
+    assert [names.count(f"1B{m}") for m in range(MICROBATCHES)] == [1, 1, 1, 2], "before the last, others are held"
 
 
 def test_what_gradients_are_made_of_after_a_send_is_in_the_estimate() -> None:

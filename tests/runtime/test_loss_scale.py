@@ -17,11 +17,11 @@ import parc
 from parc.checking.checks import check_files, prove
 from parc.compiler.build.directory import read_build, write_build
 from parc.compiler.program.actions import RESCALE, SCALING
-from parc.compiler.program.step_values import BACKOFF, GROWTH, INITIAL, INTERVAL
+from parc.compiler.program.step_values import BACKOFF, GROWTH, INITIAL, INTERVAL, residual
 from parc.runtime.launch.train import skip_text
 from parc.runtime.machine.kernels import KERNELS
 from parc.runtime.ranks.faults import RunError
-from parc.runtime.state.step_state import LEAST
+from parc.runtime.state.step_state import LEAST, state_after
 from tests.checked_plans import compiled, simulated
 from tests.draws import share
 from tests.planted_builds import TIED
@@ -51,6 +51,13 @@ def test_the_scale_follows_the_rule_of_torch(norms: list[float], interval: int, 
 
 def weights(session: parc.Session) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in session.state.parameters.items()}
+
+
+def test_a_skipped_step_leaves_the_residuals_of_compressed_gradients_as_they_are() -> None:
+    after = {"loss_scale": torch.tensor(1.0), "good_steps": torch.tensor(0), "skipped_steps": torch.tensor(1)}
+    residuals = {residual("w").name: torch.full((2,), float("nan"))}
+    assert state_after(after | residuals, skipped=True) == after
+    assert state_after(after | residuals, skipped=False).keys() == (after | residuals).keys()
 
 
 @pytest.mark.parametrize(("scale", "steps"), [(INITIAL, 12), (2.0**26, 16)])

@@ -9,11 +9,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 import parc
 from parc.compiler.build.directory import read_build
+from parc.compiler.initial.recipes import record
+from parc.compiler.layout.mesh import Mesh
 from parc.compiler.layout.placement import parse_type
 from parc.compiler.padding.pads import pads_from
+from parc.compiler.padding.tensors import spread
 from parc.runtime.state.checkpoint import read_checkpoint
 from parc.runtime.state.initial import Initial
 from parc.runtime.state.opening import task_of
@@ -48,6 +52,29 @@ def train(path: str, first: int, checkpoint: str, restores: bool) -> dict[str, A
         session.save(f"{checkpoint}-{first + STEPS}")
         piece = session.state.parameters["embed.weight"].detach().clone()
         return {"losses": losses, "weights": session.state_dict(), "start": start, "piece": piece}
+
+
+class Numbers(nn.Module):
+    """Whole numbers that float32 does not hold, and zeros with a sign."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("large", torch.full((6,), 2**40 + 1))
+        self.register_buffer("zeros", torch.full((6,), -0.0))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_piece_has_the_bits_of_the_model_s_tensor_and_zeros_for_padding(rank: int) -> None:
+    recipes = record(Numbers, 0).recipes
+    initial = Initial.__new__(Initial)
+    initial._mesh, initial._coordinates, initial._device = Mesh((("tp", 2),)), {"tp": rank}, torch.device("cpu")
+    for name, text in (("large", "i64[6/tp]"), ("zeros", "f32[6/tp]")):
+        piece = initial._drawn_piece(recipes[name], parse_type(text, initial._mesh), ())
+        whole = recipes[name].whole()
+        assert torch.equal(piece, whole[:3]) and torch.equal(piece.sign(), whole[:3].sign())
+        assert not piece.dtype.is_floating_point or bool(piece.signbit().all())
+    mask = torch.tensor([True, True, False, True])
+    assert torch.equal(spread(torch.full((3,), 5.0), [mask]), torch.tensor([5.0, 5.0, 0.0, 5.0]))
 
 
 def test_checkpoints_change_between_padded_and_unpadded_plans(builds: dict[str, Path], tmp_path: Path) -> None:

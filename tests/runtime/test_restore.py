@@ -44,6 +44,18 @@ def test_a_gradient_may_lie_otherwise_in_memory_than_its_parameter() -> None:
         assert torch.equal(parameters["w"], wanted)
 
 
+@pytest.mark.parametrize("norm", [0.5, 8.0])
+def test_gradients_are_clipped_as_torch_clips_them(norm: float) -> None:
+    line = {**ADAMW, "name": "sgd", "momentum": 0.0, "nesterov": False, "weight_decay": 0.0, "clip": 2.0}
+    gradient = torch.full((4,), norm / 2)
+    parameters = {"w": torch.zeros(4)}
+    update(make_optimizer(parameters, line), line, 1, parameters, {"w": gradient.clone()}, torch.tensor(norm), 1.0)
+    plain = torch.zeros(4, requires_grad=True)
+    plain.grad = gradient.clone()
+    torch.nn.utils.clip_grad_norm_([plain], 2.0)
+    assert torch.allclose(-parameters["w"], plain.grad, rtol=1e-6)
+
+
 def test_a_given_rate_is_for_one_update(made: Path) -> None:
     with parc.load(made) as session:
         assert [session.step(batch(0), lr).lr for lr in (None, 5.0, None)] == [1e-2, 5.0, 1e-2]

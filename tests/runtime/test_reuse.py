@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import torch
 
-from parc.compiler.analysis.lifetimes import aliases, form_over, spare_operands
+from parc.compiler.analysis.lifetimes import aliases, form_over, operand_over, reducible_in_place, spare_operands
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.ops.rules import TABLE
 from parc.compiler.program.binding import LOSS, Binding
@@ -126,6 +126,32 @@ def test_a_sum_over_ranks_may_be_written_over_what_nothing_else_needs() -> None:
     assert not spare_of(parse_program(text.replace('"gradient w"', '"buffer w"')))[0], "the caller's"
 
 
+_HELD = '''"""parc program: role stage0, action F"""
+
+mesh()
+
+
+def forward(
+    x: "f32[4, 4]",  # input x
+):
+    flat = aten.reshape.default(x, [16])  # f32[16] | - -
+    neg = aten.neg.default(x)  # f32[4, 4] | - -
+    twice = aten.add.Tensor(neg, neg)  # f32[4, 4] | - -
+    view = aten.reshape.default(twice, [16])  # f32[16] | - -
+    return {
+        "gradient a": flat,
+        "gradient b": neg,
+        "gradient c": twice,
+        "gradient d": view,
+    }
+'''
+
+
+def test_a_sum_is_not_written_over_what_a_caller_or_another_result_holds() -> None:
+    program = parse_program(_HELD)
+    assert reducible_in_place(program, program.main) == {"neg"}
+
+
 def test_reuse_changes_no_bit() -> None:
     program = parse_program(TEXT)
     x = torch.randn(4, 4)
@@ -150,6 +176,31 @@ def storages(text: str) -> dict[str, int]:
     )
     machine.run([{"x": torch.randn(4, 4)}])
     return seen
+
+
+_WIDENED = '''"""parc program: role stage0, action F"""
+
+mesh()
+
+
+def forward(
+    x: "bf16[4, 4]",  # input x
+    y: "f32[4, 4]",  # input y
+):
+    narrow = aten.neg.default(x)  # bf16[4, 4] | - -
+    wide = aten.neg.default(y)  # f32[4, 4] | - -
+    sum = aten.add.Tensor(narrow, wide)  # f32[4, 4] | - -
+    return {
+        "loss": sum,
+    }
+'''
+
+
+def test_a_result_is_written_over_an_operand_of_its_own_type_alone() -> None:
+    main = parse_program(_WIDENED).main
+    line = main.lines[-1]
+    assert operand_over(line, main, {"narrow"}, Mesh()) is None
+    assert operand_over(line, main, {"narrow", "wide"}, Mesh()) == 1
 
 
 def test_a_result_takes_the_storage_of_an_operand_that_is_laid_out_alike() -> None:

@@ -18,8 +18,8 @@ from parc.compiler.verify.rounding import check_precision
 from parc.compiling.compiled import Compiled
 from parc.compiling.driver import compile_plan
 from tests.checked_plans import compiled
-from tests.planted_bugs import rounding_rows
-from tests.planted_sites import with_function
+from tests.planted_bugs import ROUNDINGS
+from tests.planted_mutators import with_function
 from tests.planted_tables import rounded, tables_build
 from tests.runtime.test_precision import BF16
 from tests.runtime.tiny import BOTH, PLAN
@@ -105,9 +105,10 @@ def test_where_a_plan_rounds_losses_sums_and_gradients_may_not_be() -> None:
 
 def test_gradients_are_added_up_in_a_narrow_type_only_where_the_plan_says() -> None:
     compilation = compiled(PLAN.replace("microbatches 2", "microbatches 2 accumulate bf16") + BOTH)
-    programs = dict(compilation.build.programs)
-    assert not faults(compilation, programs, compilation.build.rounding)
-    assert any("added up over microbatches in bfloat16" in fault for fault in faults(compilation, programs, Rounding()))
+    programs, rounding = dict(compilation.build.programs), compilation.build.rounding
+    assert not faults(compilation, programs, rounding)
+    for other in (Rounding(), replace(rounding, sums=torch.float16)):
+        assert any("added up over microbatches in bfloat16" in fault for fault in faults(compilation, programs, other))
 
 
 def test_programs_round_to_the_type_that_the_plan_names() -> None:
@@ -164,6 +165,6 @@ def test_what_is_made_of_positions_is_rounded_by_the_line_that_meets_an_activati
     its scores."""
     for how in ("angles", "slopes"):
         assert not prove(tables_build(how))
-        row = rounding_rows([how])["round a table early"]
+        row = ROUNDINGS.rows([how])["round a table early"]
         assert row.mutants >= 4
         assert not row.accepted, row.accepted
