@@ -2,7 +2,8 @@
 
 The step starts from the model's initial values. A parameter whose entries are all alike, as a bias of zeros, is varied
 first, because a product with it hides what it multiplies. Its batch is random. The reference is the captured graph in
-float64; bounds are measured there, by a second run in which every weight and input is rounded once more.
+float64. Bounds are measured on it, too: by a run in which every weight and input is rounded once more, and by one in
+its own types, which has the noise of sums whose terms cancel.
 """
 
 from __future__ import annotations
@@ -235,17 +236,27 @@ def _own_step(
     exact = _exact(replace(case, parameters=parameters), exact_batches, dims, margin.watch)
     moved_batches = [_perturbed(batch, generator, rounding) for batch in exact_batches]
     moved = _exact(replace(case, parameters=_perturbed(parameters, generator, rounding)), moved_batches, dims)
+    on_one = _exact(case, batches, dims, float64=False)
+    narrower = rounding / largest_rounding([case.reference])
     simulated, state, narrow = _simulated(case, batches, dims)
     step = OwnStep(seed, state, narrow=tuple(sorted(narrow)))
     for key, floor in _floors(exact).items():
-        wanted, change = exact[key], moved[key] - exact[key]
-        least = max(float(wanted.norm()), floor * math.sqrt(wanted.numel()))
-        bound = ROUNDINGS_OF_A_STEP * (float(change.norm()) + rounding * least)
-        error = float((simulated[key].double() - wanted).norm()) if key in simulated else math.inf
+        wanted, change, noise = exact[key], _apart(moved[key], exact[key]), _apart(on_one[key], exact[key])
+        least = max(_apart(wanted, torch.zeros_like(wanted)), floor * math.sqrt(wanted.numel()))
+        bound = ROUNDINGS_OF_A_STEP * (change + noise * max(narrower, 1.0) + rounding * least)
+        error = _apart(simulated[key], wanted) if key in simulated else math.inf
         ratio = error / bound if bound else math.inf if error else 0.0
         step.worst = max(step.worst, (ratio if ratio == ratio else math.inf, str(key)))
-        step.expected[key] = ExpectedTensor(whole_signature(str(key), simulated.get(key, wanted)), bound)
+        if key in simulated and bool(simulated[key].isfinite().all()):
+            step.expected[key] = ExpectedTensor(whole_signature(str(key), simulated[key]), bound)
     return step, margin.apart < ROUNDINGS_OF_A_STEP * rounding
+
+
+def _apart(first: Tensor, second: Tensor) -> float:
+    """Return the norm of a difference; equal infinities do not differ, nor do two entries that are no numbers."""
+    first, second = first.double(), second.double()
+    same = (first == second) | (first.isnan() & second.isnan())
+    return float(torch.where(same, 0.0, first - second).norm())
 
 
 def _wide(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -259,7 +270,8 @@ def _perturbed(tensors: Mapping[str, Tensor], generator: torch.Generator, roundi
 def _floors(exact: Mapping[Binding, Tensor]) -> dict[Binding, float]:
     """Return for each tensor the least size of its entries beside which it may be rounded: a thousandth of the entries
     of the largest tensor of its kind, because a sum whose terms cancel is nothing but roundings."""
-    sizes = {key: float(value.norm()) / math.sqrt(max(value.numel(), 1)) for key, value in exact.items()}
+    sizes = {key: float(value.nan_to_num(0.0, 0.0, 0.0).norm()) / math.sqrt(max(value.numel(), 1))
+             for key, value in exact.items()}  # fmt: skip
     largest = dict[str, float]()
     for key, size in sizes.items():
         largest[key.kind] = max(largest.get(key.kind, 0.0), size)
@@ -288,9 +300,11 @@ def _results(
     return results | {Binding("buffer", name): value for name, value in buffers.items() if value.is_floating_point()}
 
 
-def _exact(case: Case, batches: Microbatches, dims: SampleDims, watch: Watch | None = None) -> dict[Binding, Tensor]:
-    """Return the step's results by the captured graph in float64, in their padded shapes."""
-    run = ReferenceRun(case, watch=watch)
+def _exact(
+    case: Case, batches: Microbatches, dims: SampleDims, watch: Watch | None = None, float64: bool = True
+) -> dict[Binding, Tensor]:
+    """Return the step's results by the captured graph, in float64 or in its own types, and in their padded shapes."""
+    run = ReferenceRun(case, float64, watch)
     loss, gradients = run.step(batches, 0)
     grown = {name: grow(value, case.pads.get(name, ())) for name, value in gradients.items()}
     changed = {name: run.buffers[name].detach() for name in case.reference.main.returned("buffer")}
@@ -303,7 +317,8 @@ def _simulated(
     """Return the step's results by all ranks in their own types, the first state of steps at which they are finite, and
     the sensitive operators that kernels computed in a narrow type."""
     noted, known = set[str](), _narrow_in_text(_programs(case))
-    watched = any(is_narrow(dtype) for dtype in _dtypes(_programs(case)))
+    # where the model itself is narrow, its kernels compute as it does
+    watched = any(map(is_narrow, _dtypes(_programs(case)))) and not any(map(is_narrow, _dtypes([case.reference])))
 
     def gradients(stepper: Stepper, *args: Any) -> list[StepResult]:
         with NarrowWatch(known, noted) if watched else nullcontext():  # a mode is of one thread, as a role

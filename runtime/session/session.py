@@ -28,7 +28,7 @@ from ...compiler.program.stacked import is_stacked, part_names
 from ...grammar.codes import NO_AVERAGES
 from ..backends.distributed import Distributed
 from ..backends.in_process import InProcess
-from ..data.batches import Batches
+from ..data.batches import Batches, Begun
 from ..data.feed import Feed, LocalParts
 from ..data.sizes import AtSizes, BySizes
 from ..machine.compiled import Regions
@@ -220,13 +220,17 @@ class Session:
                 be read, an earlier error left a step, or ranks hold different numbers of one tensor.
         """
         self._check_trains()
-        return self.run_step(batch, local)
-
-    def run_step(self, batch: Batch | None = None, local: Batch | None = None) -> StepResult:
-        """Run the programs of a step up to the gradients, as ``gradients`` does; those of a build for inference run
-        forward alone."""
         self._begun = clock()
         begun = self._batches.begin("session.step", batch, local, self.state, self.step_number, self.last_step)
+        return self._finished(begun)
+
+    def run_step(self, batch: Batch) -> StepResult:
+        """Run the programs of a step up to the gradients, as ``gradients`` does; those of a build for inference run
+        forward alone."""
+        begun = self._batches.begin("session.step", batch, None, self.state, self.step_number, self.last_step)
+        return self._finished(begun)
+
+    def _finished(self, begun: Begun) -> StepResult:
         with self._together.doing(f"step {self.step_number + 1}", self.state):
             self._last_batch = begun.at, begun.parts, dict(self.state.buffers)
             (result,) = begun.at.stepper.finish(begun.work, self.step_number)
