@@ -81,7 +81,7 @@ class _Types(TorchDispatchMode):
         self.seen = set[torch.dtype]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
+        name = func.overloadpacket.__name__.removesuffix("_")
         if name in ("exp", "logsumexp", "logaddexp"):
             self.seen.add(args[0].dtype)
         return func(*args, **(kwargs or {}))
