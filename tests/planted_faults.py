@@ -32,7 +32,9 @@ input tokens int64 [B, S]
 input targets int64 [B, S]
 sizes B=8, S=4
 loss cross_entropy(output, targets)
-optimizer adamw lr 1e-2 clip 1.0
+optimizer adamw lr 1e-2 warmup 3 clip 1.0
+optimizer on **.norm* lr 1e-3
+ema 0.9
 seed 1
 mesh dp=2, tp=2
 shard tokens, targets [B/dp, _]
