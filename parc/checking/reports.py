@@ -17,7 +17,7 @@ from parc.report import program_rows
 
 def report_of(compiled: Compiled) -> dict[str, Any]:
     """Return the content of ``report.json``, the same for two builds of one plan."""
-    plan, pads = compiled.plan, compiled.resolved.pads
+    plan = compiled.plan
     return {
         **program_rows(compiled.build, plan),
         "pipeline": _pipeline_row(compiled),
@@ -26,7 +26,7 @@ def report_of(compiled: Compiled) -> dict[str, Any]:
         "padding": [
             {"value": name, "dim": pad.dim, "from": pad.outer * pad.real, "to": pad.outer * pad.padded,
              "line": compiled.resolved.line_of(name, pad.dim)}
-            for name, rows in sorted({**pads, **compiled.built.stored.pads}.items()) for pad in rows
+            for name, rows in sorted(compiled.pads.items()) for pad in rows
         ],
         "stored_whole": compiled.built.stored.whole,
         "reshards": [

@@ -21,7 +21,7 @@ from parc.compiler.capture.model_code import target_hashes
 from parc.compiler.initial.files import WeightsError, open_weights, shown_faults, state_tensors
 from parc.compiler.initial.recipes import Recorded
 from parc.compiler.layout.mesh import Mesh
-from parc.compiler.padding.pads import facts_of
+from parc.compiler.padding.pads import Pads, facts_of
 from parc.compiler.plan.plan import Plan
 from parc.compiler.program.actions import ACTIONS, Action, schedule_text
 from parc.compiler.program.program import REFERENCE_FILE
@@ -121,6 +121,12 @@ class Compiled:
         trains = self.request.trains
         return self.request.computing.frozen if trains else frozenset(self.captured.placeholders("parameter"))
 
+    @property
+    def pads(self) -> Pads:
+        """The padding of each parameter: that of the plan's lines, then that of dims which ``zero`` lines divide."""
+        asked, stored = self.resolved.pads, self.built.stored.pads
+        return {name: (*asked.get(name, ()), *stored.get(name, ())) for name in (*asked, *stored)}
+
     @cached_property
     def build(self) -> Build:
         """The build that a reader would make from the files that the plan compiles to; every check looks at this
@@ -193,7 +199,7 @@ def manifest_of(compiled: Compiled) -> dict[str, Any]:
         "compress": [{**fact, **_across(compiled, fact["axis"])} for fact in facts["compress"]],
         "init": init_facts(plan, compiled.recorded, compiled.captured),
         "aliases": dict(compiled.captured.aliases),
-        "padding": facts_of({**compiled.resolved.pads, **built.stored.pads}),
+        "padding": facts_of(compiled.pads),
         "constants": constant_facts(compiled),
         **({} if evaluation is None else
            {"evaluation": {**facts["evaluation"], "constants": constant_facts(evaluation)}}),

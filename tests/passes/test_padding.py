@@ -175,6 +175,13 @@ def test_a_twin_is_padded_where_its_build_is_even_if_it_divides() -> None:
     assert twin.resolved.pads["embed.weight"] == (Pad(0, 1, 8, 10),)
 
 
+def test_a_padded_parameter_may_be_stored_with_a_padded_dim_beside() -> None:
+    """A vocabulary over 2 ranks, and rows of 9 over the 2 ranks of a `zero` line."""
+    compilation = compiled(VOCAB + "\nzero 3 over dp", "vocab=13, width=9", 2, 2)
+    assert compilation.build.pads["embed.weight"] == (Pad(0, 1, 13, 14), Pad(1, 1, 9, 10))
+    assert checked(compilation).report["checks"]["padding"] == "proved"
+
+
 def test_what_divides_is_not_padded() -> None:
     compilation = compiled(VOCAB, "vocab=16")
     assert not compilation.resolved.pads and not operators(compilation)["fill_pad"]
