@@ -134,8 +134,8 @@ def local_call(line: Line, values: Mapping[str, Value], mesh: Mesh) -> OpCall:
     if line.op in RINGS:
         line = replace(line, op=RINGS[line.op].attention, args=tuple(RINGS[line.op].inner(line.args)))
     call = line_call(line, operands, results, lambda size: size.local(mesh))
-    local, made = (tuple(type_.local(mesh) for type_ in types) for types in (operands, results))
-    return replace(call, operands=local, results=made)
+    shapes, results_shapes = (tuple(type_.local(mesh) for type_ in types) for types in (operands, results))
+    return replace(call, operands=shapes, results=results_shapes)
 
 
 def _as_operand(

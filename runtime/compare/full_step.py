@@ -134,8 +134,8 @@ def _repeated(session: Session, state: RankState, lines: list[_LineResult], **op
 
 
 def _note(lines: list[_LineResult], action: str, line: Line, environment: Mapping[str, Any]) -> None:
-    made = [environment[value.name] for value in line.results if value is not None]
-    floats = [value for value in made if isinstance(value, Tensor) and value.is_floating_point()]
+    results = (environment[value.name] for value in line.results if value is not None)
+    floats = [value for value in results if isinstance(value, Tensor) and value.is_floating_point()]
     module = f" of {line.origin.module}" if line.origin.module else ""
     source = f" at {line.origin.source}" if line.origin.source else ""
     words = f"`{line.op}`{module}{source} in action {action}"

@@ -153,9 +153,9 @@ def first_ranks(count: int) -> Iterator[bool]:
         yield rank < count
     finally:
         groups, _taking = _taking.groups or [], before
-        for made in reversed(groups):
-            if made is not None and made != dist.GroupMember.NON_GROUP_MEMBER:
-                dist.destroy_process_group(made)
+        for ended in reversed(groups):
+            if ended is not None and ended != dist.GroupMember.NON_GROUP_MEMBER:
+                dist.destroy_process_group(ended)
 
 
 def leave() -> None:
