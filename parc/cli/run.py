@@ -328,7 +328,11 @@ def _train(args: argparse.Namespace, build: Build, options: Options, device: tor
         return 0
     checked = first_check(build, device, compile=args.compile) if options.first_check else None
     session = Session(build, device, compile=args.compile, trace=options.trace is not None)
-    return train(session, options, checked) if args.predict is None else predict(session, args.out, args.resume)
+    if args.predict is None:
+        return train(session, options, checked)
+    if checked is not None and session.rank == 0:
+        say(checked.text())
+    return predict(session, args.out, args.resume)
 
 
 def _launch(args: argparse.Namespace, target: Path, nproc: int) -> int:
