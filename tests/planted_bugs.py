@@ -63,8 +63,6 @@ EXCEPTIONS: Mapping[str, str] = {
 }
 """The mutants that are no bugs, by a pattern of their table, class and description, each with its reason."""
 HOLES: Mapping[str, str] = {
-    r"^evaluations: swap operands: call: .*(layernorm|norm\d?)_weight": "initial weights are tested: ones",
-    r"^evaluations: .*: batch norm, .* F part: sub = .*running_mean": "initial buffers are tested: zeros",
     r"read another value: collective: .* F part: row_max": "float64 has room for a softmax by another number's peak",
 }
 """The mutants that are bugs and pass, each with what would have to be looked at to refuse it."""

@@ -20,6 +20,7 @@ from parc.compiling.compiled import Compiled
 from parc.grammar.source import Source
 from parc.runtime.compare.agreement import TOLERANCE
 from parc.runtime.compare.model_run import Case
+from parc.runtime.compare.own_types import varied_case
 from parc.runtime.compare.simulate import compare
 from tests.captured_once import compile_once
 from tests.evaluated_plans import PLAN
@@ -312,7 +313,7 @@ def evaluated_build(name: str) -> GoodBuild:
     """Return what evaluates the model of a build."""
     evaluation = _compiled(name, "eval\n").evaluated
     assert evaluation is not None
-    return GoodBuild(name, case_of(evaluation), evaluation.build)
+    return GoodBuild(name, varied_case(case_of(evaluation)), evaluation.build)
 
 
 @cache

@@ -26,7 +26,7 @@ SECONDS = 600
 
 _COPIED = ("benchmarks", "compiler", "conftest.py", "docs", "examples", "grammar", "parc", "passes", "pyproject.toml",
            "README.md", "runtime", "tests")  # fmt: skip
-_PLAN = """\
+_GPT = """\
 model "./gpt.py:GPT" (layers=2, width=16, heads=2, vocab=24, length=4, dropout=0.25)
 input tokens int64 [B, S]
 input targets int64 [B, S]
@@ -34,8 +34,11 @@ sizes B=8, S=4
 loss cross_entropy(output, targets)
 optimizer adamw lr 1e-2 warmup 3 clip 1.0
 optimizer on **.norm* lr 1e-3
-ema 0.9
+ema 0.9 every 2
 seed 1
+data synthetic
+"""
+_SPLIT = """\
 mesh dp=2, tp=2
 shard tokens, targets [B/dp, _]
 column blocks.*.attn.qkv over tp rows (3 h/tp d)
@@ -45,8 +48,30 @@ row blocks.*.mlp.down over tp
 vocab embed, head over tp
 schedule microbatches 2
 zero 1 over dp
-data synthetic
 """
+_ATTENTION = """\
+model "{root}/tests/context_models.py:Net" (p=0.3, layers=1)
+input tokens int64 [B, S]
+input document int64 [B, S]
+input targets int64 [B, S]
+sizes B=4, S=12
+loss cross_entropy(output, targets)
+optimizer sgd lr 0.1
+seed 1
+data synthetic
+mesh dp=2, cp=2
+shard tokens, document, targets [B/dp, _]
+context blocks.* dim S over cp using ring
+precision bf16
+"""
+PLANS = {
+    "split": _GPT + _SPLIT,
+    "attention": _ATTENTION,
+    "int8": _GPT + "mesh dp=4\nshard tokens, targets [B/dp, _]\ncompress gradients over dp using int8\n",
+    "stages": _GPT + "mesh pp=2\nstage before blocks.1 over pp\nschedule 1f1b microbatches 4\n",
+    "files": _GPT + 'offload optimizer to "offloaded"\n',
+}
+"""The plans of which a fault is planted in the build and in the run: ``split``, or the one that a fault's row names."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +85,7 @@ class Fault:
     old: str
     new: str
     tests: Sequence[str] = ()
+    plan: str = "split"
     unnoticed: str = ""
 
 
@@ -122,7 +148,8 @@ def source_copy(folder: Path) -> Copy:
             shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignored)
         else:
             shutil.copy(ROOT / name, folder / name)
-    (folder / "examples" / "faults.parc").write_text(_PLAN, encoding="utf-8")
+    for name, text in PLANS.items():
+        (folder / "examples" / f"{name}.parc").write_text(text.replace("{root}", str(folder)), encoding="utf-8")
     return Copy(folder)
 
 
@@ -131,11 +158,11 @@ def source_copy(folder: Path) -> Copy:
 
 def checks_of_a_build(copy: Copy, fault: Fault) -> str:
     """Build a small plan: its checks refuse."""
-    return "a build" if copy.fails("-m", "parc", "build", "examples/faults.parc", "-o", "built") else ""
+    return "a build" if copy.fails("-m", "parc", "build", f"examples/{fault.plan}.parc", "-o", "built") else ""
 
 
 def a_run(copy: Copy, fault: Fault) -> str:
-    """Run that build for two steps on four processes: it ends with an error."""
+    """Run that build for two steps, on as many processes as its mesh has: it ends with an error."""
     return "a run" if copy.fails("-m", "parc", "run", "built", "--steps", "2", "--device", "cpu") else ""
 
 
@@ -157,9 +184,11 @@ def check_copy(copy: Copy, rows: Sequence[Fault], chosen: Sequence[str]) -> None
     Raises:
         SystemExit: something does; says what.
     """
-    none = Fault("none", "", "", "", "", sorted({test for row in rows for test in row.tests}))
-    if failing := [noticed for name in chosen if (noticed := NOTICES[name](copy, none))]:
-        raise SystemExit(f"without a fault there fails: {', '.join(failing)}")
+    for plan in sorted({row.plan for row in rows}):
+        tests = sorted({test for row in rows for test in row.tests if row.plan == plan})
+        none = Fault("none", "", "", "", "", tests, plan=plan)
+        if failing := [noticed for name in chosen if (noticed := NOTICES[name](copy, none))]:
+            raise SystemExit(f"without a fault there fails with `{plan}`: {', '.join(failing)}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

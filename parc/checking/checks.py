@@ -48,7 +48,7 @@ from parc.grammar.diagnostics import Diagnostic, PlanError
 from parc.report import plan_of, report_faults
 from parc.runtime.compare.agreement import NEAR, TOLERANCE, Agreement
 from parc.runtime.compare.model_run import Case
-from parc.runtime.compare.own_types import OwnStep, own_step
+from parc.runtime.compare.own_types import OwnStep, own_step, varied_case
 from parc.runtime.compare.plain import CPU
 from parc.runtime.compare.simulate import compare
 
@@ -227,7 +227,8 @@ def check_numbers(compiled: Compiled, checked: Checked, device: torch.device = C
         case = case_of(at)
         with one_thread():
             eager = compare_with_eager(at, case)
-            agreement = compare(replace(case, device=device), 1 if checked.agreement else chosen.steps)
+            start = case if at.request.trains else varied_case(case)
+            agreement = compare(replace(start, device=device), 1 if checked.agreement else chosen.steps)
         if agreement.not_finite:
             line, help_ = (
                 (at.plan.optimizer, "take a smaller learning rate") if agreement.steps else (at.plan.loss, CLAMP)

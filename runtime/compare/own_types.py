@@ -49,16 +49,23 @@ _SCALE, _LOWER = LOSS_SCALE.name, 2.0**-4
 
 
 def varied(name: str, whole: Tensor) -> Tensor:
-    """Return a parameter's initial value, with random numbers added if all its entries are alike. They depend on its
+    """Return a tensor's initial value, with random numbers added if all its entries are alike. They depend on its
     ``name`` and shape alone."""
-    if (
-        not whole.is_floating_point()
-        or not whole.numel()
-        or not torch.equal(whole, whole.flatten()[0].expand_as(whole))
-    ):
+    if not whole.is_floating_point() or not whole.numel():
         return whole
-    size = float(whole.flatten()[0].abs()) or 1.0
+    first = whole.flatten()[0]
+    if not torch.equal(whole, first.expand_as(whole)) or not bool(first.isfinite()):
+        return whole
+    size = float(first.abs()) or 1.0
     return (whole + _VARIED * size * torch.randn(whole.shape, generator=_generator(name))).to(whole.dtype)
+
+
+def varied_case(case: Case) -> Case:
+    """Return a case from varied parameters and buffers: an evaluation does no step that would tell weights of ones, or
+    running means of zeros, from each other."""
+    parameters = {name: varied(name, whole) for name, whole in case.parameters.items()}
+    buffers = {name: varied(name, whole) for name, whole in case.buffers.items()}
+    return replace(case, parameters=parameters, buffers=buffers)
 
 
 def _generator(name: str) -> torch.Generator:

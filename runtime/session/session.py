@@ -199,6 +199,8 @@ class Session:
             if not wrong and not _same_values(piece.cpu(), wanted):
                 wrong = name
             piece.copy_(value)
+            if (average := self.optimizer.state.get(piece, {}).get(AVERAGE)) is not None:
+                average.copy_(value)  # where state is allocated before the first step
         return wrong
 
     def _piece(self, name: str, whole: torch.Tensor) -> torch.Tensor:

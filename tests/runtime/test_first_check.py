@@ -74,6 +74,11 @@ def test_a_sound_run_agrees_with_what_was_simulated(path: Path, capsys: pytest.C
     assert json.loads(metrics.read_text().splitlines()[0])["run"]["first_check"] is None
 
 
+def test_state_that_is_allocated_before_the_first_step_begins_with_the_step_s_own_weights(tmp_path: Path) -> None:
+    outcome = first_check(read_build(built(tmp_path, 'ema 0.9 every 2\noffload optimizer to "offloaded"\n')), CPU)
+    assert outcome is not None and outcome.largest < 0.5
+
+
 def test_nothing_is_left_of_it(path: Path) -> None:
     before = {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
     with parc.load(path) as session, parc.load(path, check=True) as checked:
