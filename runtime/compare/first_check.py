@@ -31,8 +31,9 @@ from ..state.opening import check_source_of, constants_of
 from .formula import FormulaUpdates
 from .own_types import Signature, expected_tensor, piece_signature, varied, whole_batch, whole_signature
 
-_UPDATE_TOLERANCE = 1e-4
-"""The largest error of an update beside its formula, relative to its size: both round each operation once."""
+_UPDATE_TOLERANCE, _ROUNDINGS_OF_AN_UPDATE = 1e-4, 16
+"""The largest error of an update beside its formula in float64, relative to its size; and the number of roundings to
+the type of a parameter that explain a larger one: a model's own parameters may be bfloat16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,16 +198,25 @@ def _compare_updates(
         if name not in gradients:
             worst.note(0.0 if torch.equal(value, old) else math.inf, f"parameter {name}, which is not trained,")
             continue
-        expected, slots = formula.after(name, name, old, gradients[name].to(old), norm, step)
-        least = 8 * torch.finfo(old.dtype).eps * float(old.double().norm())
-        size = float((expected.double() - old.double()).norm())
-        worst.note(_apart(value, expected) / max(_UPDATE_TOLERANCE * size + least, 1e-30),
-                   f"update {step} of {name} on rank {session.rank}")  # fmt: skip
+        wide, gradient = old.double(), gradients[name].to(old.device).double()
+        expected, slots = formula.after(name, name, wide, gradient, norm, step)
+        sizes = max(float(wide.norm()), float(expected.norm()))
+        bound = _update_bound(old, expected - wide) + 8 * torch.finfo(old.dtype).eps * sizes
+        worst.note(_apart(value, expected) / bound, f"update {step} of {name} on rank {session.rank}")
+        kept = {slot: session.optimizer.state[value].get(slot) for slot in slots}
         for slot, wanted in slots.items():
-            size = max(float(wanted.double().norm()) * _UPDATE_TOLERANCE, 1e-30)
-            have = session.optimizer.state[value].get(slot)
-            apart = math.inf if have is None else _apart(have, wanted)
-            worst.note(apart / size, f"{slot} of {name} after update {step} on rank {session.rank}")
+            have = kept[slot]
+            times = math.inf if have is None else _apart(have, wanted) / _update_bound(have, wanted)
+            worst.note(times, f"{slot} of {name} after update {step} on rank {session.rank}")
+        formula.go_on_from(name, {slot: have.clone() for slot, have in kept.items() if have is not None})
+
+
+def _update_bound(kept: Tensor, wanted: Tensor) -> float:
+    """Return the largest error of what an update makes, in the type of the tensor ``kept``: relative to the size of
+    what is ``wanted``, and the least numbers of the type."""
+    form = torch.finfo(kept.dtype)
+    relative = max(_UPDATE_TOLERANCE, _ROUNDINGS_OF_AN_UPDATE * form.eps)
+    return relative * float(wanted.norm()) + max(form.smallest_normal * form.eps * math.sqrt(wanted.numel()), 1e-30)
 
 
 def _apart(first: Tensor, second: Tensor) -> float:

@@ -40,7 +40,7 @@ from .roundings import ROUNDINGS_OF_A_STEP, perturbed
 from .simulate import Simulation
 
 _VARIED = 0.02
-"""The size of the random numbers that are added to a parameter whose entries are all alike."""
+"""The size of the random numbers by which a parameter is varied whose entries are all alike."""
 _SCALE, _LOWER = LOSS_SCALE.name, 2.0**-4
 """The name of the loss scale in the state of steps, and the factor on one at which a step is not finite."""
 
@@ -49,16 +49,16 @@ _SCALE, _LOWER = LOSS_SCALE.name, 2.0**-4
 
 
 def varied(name: str, whole: Tensor) -> Tensor:
-    """Return a parameter's initial value, with random numbers added if all its entries are alike. They depend on its
-    ``name`` and shape alone."""
-    if (
-        not whole.is_floating_point()
-        or not whole.numel()
-        or not torch.equal(whole, whole.flatten()[0].expand_as(whole))
-    ):
+    """Return a parameter's initial value, varied by random numbers if all its entries are alike. These depend on its
+    ``name`` and shape alone. Entries move towards zero, or up from it, so that they stay in the domain of a root, of a
+    logarithm or of an arc cosine."""
+    if not whole.is_floating_point() or not whole.numel():
         return whole
-    size = float(whole.flatten()[0].abs()) or 1.0
-    return (whole + _VARIED * size * torch.randn(whole.shape, generator=_generator(name))).to(whole.dtype)
+    first = whole.flatten()[0]
+    if not first.isfinite() or not torch.equal(whole, first.expand_as(whole)):
+        return whole
+    moves = _VARIED * torch.randn(whole.shape, generator=_generator(name)).abs()
+    return (whole * (1 - moves) if first else moves).to(whole.dtype)
 
 
 def _generator(name: str) -> torch.Generator:
