@@ -29,7 +29,7 @@ from ..ranks.processes import first_ranks, place
 from ..session.session import Session
 from ..state.opening import check_source_of, constants_of
 from .formula import FormulaUpdates
-from .own_types import Signature, expected_tensor, piece_signature, varied, whole_batch, whole_signature
+from .own_types import Signature, bounded, expected_tensor, piece_signature, varied, whole_batch, whole_signature
 
 _UPDATE_TOLERANCE, _ROUNDINGS_OF_AN_UPDATE = 1e-4, 16
 """The largest error of an update beside its formula in float64, relative to its size; and the number of roundings to
@@ -123,8 +123,9 @@ def _compared(check: FirstCheck, device: torch.device | str | None, compile: boo
         if wrong := session.start_from(varied):
             worst.note(math.inf, f"initial value of {wrong} on rank {session.rank}")
         if not build.trains:
-            for name, value in session.predict(batch).items():
-                _note(worst, check, key := Binding("output", name), whole_signature(str(key), value))
+            outputs = {Binding("output", name): value for name, value in session.predict(batch).items()}
+            for key in check.expected:
+                _note(worst, check, key, whole_signature(str(key), bounded(outputs[key])))
         else:
             session.state.steps.update({name: torch.full_like(session.state.steps[name], number)
                                         for name, number in check.state.items()})  # fmt: skip

@@ -198,6 +198,35 @@ def test_updates_of_narrow_parameters_may_round_as_their_type_does(tmp_path: Pat
     assert outcome is not None and outcome.largest < 0.5
 
 
+RETURNING = """\
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 6)
+
+    def forward(self, x):
+        scores = self.layer(x)
+        masked = scores.masked_fill(torch.arange(6) > 3, float("-inf"))
+        return {"masked": masked, "classes": scores.argmax(-1), "above": scores > 0}
+"""
+RETURNED = 'model "./net.py:Net"\ninput x float32 [B, 8]\nsizes B=16\n'
+
+
+@pytest.mark.parametrize(("lines", "tensors"), [("", 3), ("precision bf16\n", 1)], ids=["float32", "bfloat16"])
+def test_returned_classes_and_masked_scores_are_compared(tmp_path: Path, lines: str, tensors: int) -> None:
+    (tmp_path / "net.py").write_text(RETURNING)
+    (tmp_path / "plan.parc").write_text(RETURNED + lines)
+    build_checked(tmp_path / "plan.parc", tmp_path / "build", {})
+    outcome = first_check(read_build(tmp_path / "build"), CPU)
+    assert outcome is not None and outcome.tensors == tensors and outcome.largest < 0.5
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RunError, match="output masked"):
+        patch.setattr("parc.runtime.compare.first_check.varied", lambda name, whole: 3 * whole)
+        first_check(read_build(tmp_path / "build"), CPU)
+
+
 # ---- several ranks
 
 
