@@ -131,10 +131,10 @@ def whole_signature(name: str, whole: Tensor) -> Signature:
     return signature(name, whole, [torch.arange(size) for size in whole.shape], whole.shape)
 
 
-def bounded(returned: Tensor) -> Tensor:
-    """Return a tensor that a model for inference returns with 1 and -1 in the place of infinities, as masked scores
-    have, so that the others are compared."""
-    return returned.nan_to_num(math.nan, 1.0, -1.0)
+def bounded(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor with 1 and -1 in the place of infinities, as masks and masked scores have, so that its
+    other entries are compared."""
+    return tensor.nan_to_num(math.nan, 1.0, -1.0)
 
 
 # ---- narrow types inside kernels

@@ -27,6 +27,7 @@ from parc.compiler.layout.placement import Placement, Split, TensorType
 from parc.runtime.compare import own_types
 from parc.runtime.compare.first_check import CheckOutcome, first_check
 from parc.runtime.compare.formula import planned_rate, rate_error
+from parc.runtime.compare.full_step import full_step
 from parc.runtime.compare.own_types import Signature, own_step, piece_signature, varied, whole_batch, whole_signature
 from parc.runtime.machine import attention
 from parc.runtime.ranks.faults import RunError
@@ -253,6 +254,35 @@ def test_ranks_check_as_many_as_the_small_programs_need(tmp_path: Path, monkeypa
     for outcomes in (first, *others):
         assert {name: outcome.ranks for name, (outcome, _) in outcomes.items()} == {"both": 4, "twin": 2}
         assert all(outcome.largest < 0.5 and loss > 1 for outcome, loss in outcomes.values())
+
+
+# ---- a step at full sizes
+
+MASKED = """\
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("mask", torch.full((8, 8), float("-inf")).triu(1))
+
+    def forward(self, x):
+        return (self.layer(x)[:, None] + self.mask).softmax(-1).square().mean()
+"""
+
+
+def test_a_step_at_full_sizes_agrees_line_by_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "net.py").write_text(MASKED)
+    (tmp_path / "plan.parc").write_text(RETURNED + "loss output\noptimizer sgd lr 0.1\n")
+    build_checked(tmp_path / "plan.parc", tmp_path / "build", {})
+    outcome = full_step(read_build(tmp_path / "build"), CPU)
+    assert outcome.tensors == 4 and outcome.largest < 0.5  # the loss, two gradients, and the mask with its infinities
+    monkeypatch.setattr(Session, "run_step", _one_entry(Session.run_step))
+    with pytest.raises(RunError, match=r"the gradient layer\.\w+ on rank 0 differs by") as caught:
+        full_step(read_build(tmp_path / "build"), CPU)
+    assert caught.value.notes[0].startswith("line by line no result differs")
 
 
 # ---- the step in the programs' own types
