@@ -23,10 +23,9 @@ def planned_rate(line: Mapping[str, Any], step: int) -> float:
     if line["shape"] == "table":
         (first, lr), *later = line["table"]
         for last, rate in later:
-            if first < step < last:
-                lr += (rate - lr) * (step - first) / (last - first)
-            elif step >= last:
-                first, lr = last, rate
+            if step < last:
+                return float(lr + (rate - lr) * max(step - first, 0) / (last - first))
+            first, lr = last, rate
         return float(lr)
     if step < line["warmup"]:
         return float(peak * step / line["warmup"])

@@ -370,6 +370,10 @@ def test_rates_are_those_of_the_formula(shape: str, warmup: int, over: int, fall
     )  # fmt: skip
 
 
-def test_rates_of_a_table_are_those_of_the_formula() -> None:
-    line = {"shape": "table", "table": [[2, 1.0], [4, 0.0], [9, 0.5]], "lr": 1.0, "warmup": 0, "over": None}
-    assert [planned_rate(line, step) for step in range(1, 11)] == [rate(line, step) for step in range(1, 11)]
+@pytest.mark.parametrize(
+    "table", [[[2, 1.0], [4, 0.0], [9, 0.5]], [[1, 0.0], [5, 0.3], [7, 0.1], [9, 0.02]], [[3, 0.5]]]
+)
+def test_rates_of_a_table_are_those_of_the_formula(table: list[list[float]]) -> None:
+    line = {"shape": "table", "table": table, "lr": 1.0, "warmup": 0, "over": None}
+    rates = [rate(line, step) for step in range(1, 11)]
+    assert [planned_rate(line, step) for step in range(1, 11)] == pytest.approx(rates, rel=1e-12)
