@@ -29,10 +29,11 @@ from ..ranks.processes import first_ranks, place
 from ..session.session import Session
 from ..state.opening import check_source_of, constants_of
 from .formula import FormulaUpdates
-from .own_types import Signature, expected_tensor, piece_signature, varied, whole_batch, whole_signature
+from .own_types import Signature, bounded, expected_tensor, piece_signature, varied, whole_batch, whole_signature
 
-_UPDATE_TOLERANCE = 1e-4
-"""The largest error of an update beside its formula, relative to its size: both round each operation once."""
+_UPDATE_TOLERANCE, _ROUNDINGS_OF_AN_UPDATE = 1e-4, 16
+"""The largest error of an update beside its formula in float64, relative to its size; and the number of roundings to
+the type of a parameter that explain a larger one: a model's own parameters may be bfloat16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +111,7 @@ def _differs(build: Build, times: float, what: str, again: float, what_again: st
     if not notes:
         second = f"the {what_again} differed by {again:.3g} times it" if again > 1 else "nothing differed"
         notes = [f"in a second try {second}: a kernel of this device may not give the same result twice"]
-    help_ = f"`parc verify --run {build.path}` names the first line that differs; `--no-first-check` runs all the same"
+    help_ = f"`parc verify --run {build.path}` looks for the line that differs; `--no-first-check`, or `check=False`, runs all the same"
     return RunError(FIRST_CHECK_DIFFERS, message, help_, notes)
 
 
@@ -122,8 +123,9 @@ def _compared(check: FirstCheck, device: torch.device | str | None, compile: boo
         if wrong := session.start_from(varied):
             worst.note(math.inf, f"initial value of {wrong} on rank {session.rank}")
         if not build.trains:
-            for name, value in session.predict(batch).items():
-                _note(worst, check, key := Binding("output", name), whole_signature(str(key), value))
+            outputs = {Binding("output", name): value for name, value in session.predict(batch).items()}
+            for key in check.expected:
+                _note(worst, check, key, whole_signature(str(key), bounded(outputs[key])))
         else:
             session.state.steps.update({name: torch.full_like(session.state.steps[name], number)
                                         for name, number in check.state.items()})  # fmt: skip
@@ -197,16 +199,25 @@ def _compare_updates(
         if name not in gradients:
             worst.note(0.0 if torch.equal(value, old) else math.inf, f"parameter {name}, which is not trained,")
             continue
-        expected, slots = formula.after(name, name, old, gradients[name].to(old), norm, step)
-        least = 8 * torch.finfo(old.dtype).eps * float(old.double().norm())
-        size = float((expected.double() - old.double()).norm())
-        worst.note(_apart(value, expected) / max(_UPDATE_TOLERANCE * size + least, 1e-30),
-                   f"update {step} of {name} on rank {session.rank}")  # fmt: skip
+        wide, gradient = old.double(), gradients[name].to(old.device).double()
+        expected, slots = formula.after(name, name, wide, gradient, norm, step)
+        sizes = max(float(wide.norm()), float(expected.norm()))
+        bound = _update_bound(old, expected - wide) + 8 * torch.finfo(old.dtype).eps * sizes
+        worst.note(_apart(value, expected) / bound, f"update {step} of {name} on rank {session.rank}")
+        kept = {slot: session.optimizer.state[value].get(slot) for slot in slots}
         for slot, wanted in slots.items():
-            size = max(float(wanted.double().norm()) * _UPDATE_TOLERANCE, 1e-30)
-            have = session.optimizer.state[value].get(slot)
-            apart = math.inf if have is None else _apart(have, wanted)
-            worst.note(apart / size, f"{slot} of {name} after update {step} on rank {session.rank}")
+            have = kept[slot]
+            times = math.inf if have is None else _apart(have, wanted) / _update_bound(have, wanted)
+            worst.note(times, f"{slot} of {name} after update {step} on rank {session.rank}")
+        formula.go_on_from(name, {slot: have.clone() for slot, have in kept.items() if have is not None})
+
+
+def _update_bound(kept: Tensor, wanted: Tensor) -> float:
+    """Return the largest error of what an update makes, in the type of the tensor ``kept``: relative to the size of
+    what is ``wanted``, and the least numbers of the type."""
+    form = torch.finfo(kept.dtype)
+    relative = max(_UPDATE_TOLERANCE, _ROUNDINGS_OF_AN_UPDATE * form.eps)
+    return relative * float(wanted.norm()) + max(form.smallest_normal * form.eps * math.sqrt(wanted.numel()), 1e-30)
 
 
 def _apart(first: Tensor, second: Tensor) -> float:

@@ -23,10 +23,9 @@ def planned_rate(line: Mapping[str, Any], step: int) -> float:
     if line["shape"] == "table":
         (first, lr), *later = line["table"]
         for last, rate in later:
-            if first < step < last:
-                lr += (rate - lr) * (step - first) / (last - first)
-            elif step >= last:
-                first, lr = last, rate
+            if step < last:
+                return float(lr + (rate - lr) * max(step - first, 0) / (last - first))
+            first, lr = last, rate
         return float(lr)
     if step < line["warmup"]:
         return float(peak * step / line["warmup"])
@@ -90,3 +89,14 @@ class FormulaUpdates:
                 self._averages[key] = average["decay"] * self._averages[key] + (1 - average["decay"]) * parameter
             state[AVERAGE] = self._averages[key]
         return parameter, {slot: value for slot, value in state.items() if value is not None}
+
+    def go_on_from(self, key: Hashable, slots: Mapping[str, Tensor]) -> None:
+        """Take the state of a piece by slot as that before its next update: a run's own, which is rounded to its
+        types."""
+        optimizer = self._optimizers[key]
+        (parameter,) = optimizer.param_groups[0]["params"]
+        for slot, value in slots.items():
+            if slot == AVERAGE:
+                self._averages[key] = value.to(parameter.dtype)
+            else:
+                optimizer.state[parameter][slot].copy_(value)

@@ -23,7 +23,7 @@ from ..ranks.gather import everywhere
 from ..ranks.work import RankState, StepResult
 from ..session.session import Session
 from .agreement import stacked
-from .own_types import largest_rounding, varied, whole_batch
+from .own_types import bounded, largest_rounding, varied, whole_batch
 from .roundings import ROUNDINGS_OF_A_STEP, perturbed
 
 
@@ -121,7 +121,7 @@ def _results(result: StepResult, state: RankState) -> dict[Binding, Tensor]:
     tensors = {LOSS: result.loss} | {Binding("gradient", name): value for name, value in result.gradients.items()}
     tensors |= {Binding("buffer", name): value for name, value in state.buffers.items()}
     tensors |= {Binding("output", name): value for name, value in stacked(result.returned).items()}
-    return {key: value.detach().clone() for key, value in tensors.items() if value.is_floating_point()}
+    return {key: bounded(value.detach()) for key, value in tensors.items() if value.is_floating_point()}
 
 
 def _repeated(session: Session, state: RankState, lines: list[_LineResult], **options: Any) -> dict[Binding, Tensor]:
@@ -139,7 +139,7 @@ def _note(lines: list[_LineResult], action: str, line: Line, environment: Mappin
     module = f" of {line.origin.module}" if line.origin.module else ""
     source = f" at {line.origin.source}" if line.origin.source else ""
     words = f"`{line.op}`{module}{source} in action {action}"
-    lines.append(_LineResult(words, tuple(float(value.double().norm()) for value in floats)))
+    lines.append(_LineResult(words, tuple(float(bounded(value).double().norm()) for value in floats)))
 
 
 def _worst(

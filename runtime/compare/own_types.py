@@ -36,11 +36,11 @@ from ..session.evaluation import returned_types, without_padding
 from ..step import Stepper
 from .agreement import DRAWS, Margin, joined, stacked
 from .model_run import Case, Microbatches, ReferenceRun, Watch
-from .roundings import ROUNDINGS_OF_A_STEP, perturbed
+from .roundings import ROUNDINGS_OF_A_NARROW_STEP, ROUNDINGS_OF_A_STEP, perturbed
 from .simulate import Simulation
 
 _VARIED = 0.02
-"""The size of the random numbers that are added to a parameter whose entries are all alike."""
+"""The size of the random numbers by which a parameter is varied whose entries are all alike."""
 _SCALE, _LOWER = LOSS_SCALE.name, 2.0**-4
 """The name of the loss scale in the state of steps, and the factor on one at which a step is not finite."""
 
@@ -49,15 +49,16 @@ _SCALE, _LOWER = LOSS_SCALE.name, 2.0**-4
 
 
 def varied(name: str, whole: Tensor) -> Tensor:
-    """Return a tensor's initial value, with random numbers added if all its entries are alike. They depend on its
-    ``name`` and shape alone."""
+    """Return a parameter's initial value, varied by random numbers if all its entries are alike. These depend on its
+    ``name`` and shape alone. Entries move towards zero, or up from it, so that they stay in the domain of a root, of a
+    logarithm or of an arc cosine."""
     if not whole.is_floating_point() or not whole.numel():
         return whole
     first = whole.flatten()[0]
-    if not torch.equal(whole, first.expand_as(whole)) or not bool(first.isfinite()):
+    if not first.isfinite() or not torch.equal(whole, first.expand_as(whole)):
         return whole
-    size = float(first.abs()) or 1.0
-    return (whole + _VARIED * size * torch.randn(whole.shape, generator=_generator(name))).to(whole.dtype)
+    moves = _VARIED * torch.randn(whole.shape, generator=_generator(name)).abs()
+    return (whole * (1 - moves) if first else moves).to(whole.dtype)
 
 
 def varied_case(case: Case) -> Case:
@@ -136,6 +137,12 @@ def piece_signature(
 def whole_signature(name: str, whole: Tensor) -> Signature:
     """Return the signature of a whole tensor."""
     return signature(name, whole, [torch.arange(size) for size in whole.shape], whole.shape)
+
+
+def bounded(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor with 1 and -1 in the place of infinities, as masks and masked scores have, so that its
+    other entries are compared."""
+    return tensor.nan_to_num(math.nan, 1.0, -1.0)
 
 
 # ---- narrow types inside kernels
@@ -235,28 +242,57 @@ def own_step(case: Case, unbatched: Collection[str], formats: Collection[str] = 
 def _own_step(
     case: Case, unbatched: Collection[str], formats: Collection[str], trains: bool, seed: int
 ) -> tuple[OwnStep, bool]:
-    rounding, margin = largest_rounding(_programs(case), formats), Margin()
+    rounding, margin = largest_rounding(_programs(case)), Margin()
+    coarsest = max(rounding, largest_rounding((), formats))
+    is_narrow_step = rounding > torch.finfo(torch.float32).eps
     batches = step_batches(case.reference, case.microbatches, unbatched, seed)
     generator = torch.Generator().manual_seed(seed)
     dims = None if trains else _sample_dims(case.reference, unbatched)
     parameters, exact_batches = _wide(case.parameters), [_wide(batch) for batch in batches]
     exact = _exact(replace(case, parameters=parameters), exact_batches, dims, margin.watch)
     moved_batches = [_perturbed(batch, generator, rounding) for batch in exact_batches]
-    moved = _exact(replace(case, parameters=_perturbed(parameters, generator, rounding)), moved_batches, dims)
-    on_one = _exact(case, batches, dims, float64=False)
-    narrower = rounding / largest_rounding([case.reference])
+    moved_case = replace(case, parameters=_perturbed(parameters, generator, rounding))
+    moved, on_one = _exact(moved_case, moved_batches, dims), _exact(case, batches, dims, float64=False)
     simulated, state, narrow = _simulated(case, batches, dims)
-    step = OwnStep(seed, state, narrow=tuple(sorted(narrow)))
+    step, again = OwnStep(seed, state, narrow=tuple(sorted(narrow))), simulated
+    if is_narrow_step:  # what narrow roundings do to each tensor shows only in the programs' own types
+        again, _, _ = _simulated(replace(_like(moved_case, case), state=state), _as(moved_batches, batches), dims)
+    tied = margin.apart < ROUNDINGS_OF_A_STEP * rounding
+    factor = ROUNDINGS_OF_A_NARROW_STEP if is_narrow_step and not tied else ROUNDINGS_OF_A_STEP
     for key, floor in _floors(exact).items():
+        if not exact[key].is_floating_point() and not _is_steady(rounding, exact[key], moved[key], on_one[key]):
+            continue
         wanted, change, noise = exact[key], _apart(moved[key], exact[key]), _apart(on_one[key], exact[key])
-        least = max(_apart(wanted, torch.zeros_like(wanted)), floor * math.sqrt(wanted.numel()))
-        bound = ROUNDINGS_OF_A_STEP * (change + noise * max(narrower, 1.0) + rounding * least)
+        size, least = _apart(wanted, torch.zeros_like(wanted)), floor * math.sqrt(wanted.numel())
+        spread = _apart(again[key], simulated[key]) if is_narrow_step and key in simulated else change + noise
+        bound = factor * (change + noise + spread + coarsest * max(size, least))
         error = _apart(simulated[key], wanted) if key in simulated else math.inf
         ratio = error / bound if bound else math.inf if error else 0.0
         step.worst = max(step.worst, (ratio if ratio == ratio else math.inf, str(key)))
         if key in simulated and bool(simulated[key].isfinite().all()):
+            bound = factor * (spread + rounding * (least if is_narrow_step else max(size, least)))
             step.expected[key] = ExpectedTensor(whole_signature(str(key), simulated[key]), bound)
-    return step, margin.apart < ROUNDINGS_OF_A_STEP * rounding
+    return step, tied
+
+
+def _like(moved: Case, case: Case) -> Case:
+    """Return a case whose parameters are of the types of another's."""
+    return replace(
+        moved, parameters={name: value.to(case.parameters[name]) for name, value in moved.parameters.items()}
+    )
+
+
+def _as(batches: Microbatches, typed: Microbatches) -> Microbatches:
+    """Return batches in the types of others."""
+    pairs = zip(batches, typed, strict=True)
+    return [{name: value.to(batch[name]) for name, value in moved.items()} for moved, batch in pairs]
+
+
+def _is_steady(rounding: float, *whole_numbers: Tensor) -> bool:
+    """Return whether whole numbers, as the classes of the largest scores, are those of every kernel: they are alike in
+    several runs, and computed from no narrow type, whose roundings decide too many of them."""
+    first, *others = whole_numbers
+    return rounding <= torch.finfo(torch.float32).eps and all(torch.equal(first, other) for other in others)
 
 
 def _apart(first: Tensor, second: Tensor) -> float:
@@ -277,7 +313,7 @@ def _perturbed(tensors: Mapping[str, Tensor], generator: torch.Generator, roundi
 def _floors(exact: Mapping[Binding, Tensor]) -> dict[Binding, float]:
     """Return for each tensor the least size of its entries beside which it may be rounded: a thousandth of the entries
     of the largest tensor of its kind, because a sum whose terms cancel is nothing but roundings."""
-    sizes = {key: float(value.nan_to_num(0.0, 0.0, 0.0).norm()) / math.sqrt(max(value.numel(), 1))
+    sizes = {key: float(value.double().nan_to_num(0.0, 0.0, 0.0).norm()) / math.sqrt(max(value.numel(), 1))
              for key, value in exact.items()}  # fmt: skip
     largest = dict[str, float]()
     for key, size in sizes.items():
@@ -301,7 +337,7 @@ def _results(
 ) -> dict[Binding, Tensor]:  # fmt: skip
     """Return the compared tensors of a step."""
     if dims is not None:
-        return {Binding("output", name): torch.cat([*returned[name]], dim) for name, dim in dims.items()}
+        return {Binding("output", name): bounded(torch.cat([*returned[name]], dim)) for name, dim in dims.items()}
     results = {LOSS: loss} if loss is not None else {}
     results |= {Binding("gradient", name): value for name, value in gradients.items()}
     return results | {Binding("buffer", name): value for name, value in buffers.items() if value.is_floating_point()}

@@ -24,6 +24,9 @@ cannot be tested."""
 ROUNDINGS_OF_A_STEP = 32
 """The factor on the measured change of a tensor in the programs' own types: a step rounds more often than once for each
 weight and input, and libraries add up products in different orders."""
+ROUNDINGS_OF_A_NARROW_STEP = 3
+"""The same factor where a type of fewer bits than float32 rounds: its roundings are far larger than those of sums in
+another order, and what they do is measured in that type itself."""
 
 
 @dataclass(slots=True)

@@ -31,7 +31,7 @@ def load(
     """Open a session of a build. If torchrun started the process, and there is no process group yet, make one.
 
     With ``check`` the session's backend, kernels and options first repeat one step of the small programs on which the
-    build was tested, as ``parc run`` does. Collective then: every rank loads with it.
+    build was tested, as ``parc run`` does; ``session.checked`` says what it covered. Every rank loads with it then.
 
     ``sizes`` are those of the batches of the plan's data, if the plan declares ranges.
 
@@ -45,9 +45,10 @@ def load(
     together = Lockstep.joined(device)
     build = together.agreed("parc.load", lambda: bound_build(open_build(path), sizes or {}))
     hold_one_build(together, build, device, {"compile": compile, "trace": trace, "check": check})
-    if check:
-        first_check(build, device, compile=compile)
-    return Session(build, device, compile=compile, trace=trace)
+    outcome = first_check(build, device, compile=compile) if check else None
+    session = Session(build, device, compile=compile, trace=trace)
+    session.checked = "" if outcome is None else outcome.text()
+    return session
 
 
 def dataloader(

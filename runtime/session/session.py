@@ -130,6 +130,8 @@ class Session:
         self.recorder = Recorder(self.device) if trace else None
         self.step_number, self._reading = 0, threading.Lock()
         self.notes: tuple[str, ...] = ()
+        self.checked = ""
+        """The line about the first check that ``parc.load(check=True)`` did."""
         self._together = Lockstep(self.rank, self.world, self.device)
         self.last_step: int | None = build.manifest["steps"]
         self.backend: Backend = InProcess(self.mesh)

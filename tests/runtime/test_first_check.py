@@ -27,6 +27,7 @@ from parc.compiler.layout.placement import Placement, Split, TensorType
 from parc.runtime.compare import own_types
 from parc.runtime.compare.first_check import CheckOutcome, first_check
 from parc.runtime.compare.formula import planned_rate, rate_error
+from parc.runtime.compare.full_step import full_step
 from parc.runtime.compare.own_types import Signature, own_step, piece_signature, varied, whole_batch, whole_signature
 from parc.runtime.machine import attention
 from parc.runtime.ranks.faults import RunError
@@ -151,7 +152,7 @@ def test_a_fault_of_the_machine_ends_the_run(
     with pytest.raises(RunError, match=what) as caught:
         first_check(read_build(path), CPU)
     assert caught.value.code.name == "P0430"
-    assert f"`parc verify --run {path}` names the first line" in caught.value.help
+    assert f"`parc verify --run {path}` looks for the line" in caught.value.help
     assert caught.value.notes == ("a second try differed in the same way",)
 
 
@@ -166,6 +167,70 @@ def test_a_kernel_that_differs_once_is_named_as_such(path: Path, monkeypatch: py
     with pytest.raises(RunError, match="times what roundings explain") as caught:
         first_check(read_build(path), CPU)
     assert "a kernel of this device may not give the same result twice" in caught.value.notes[0]
+
+
+NARROW_MODEL = """\
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, form):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4)).to(getattr(torch, form))
+        self.form = getattr(torch, form)
+
+    def forward(self, x):
+        return self.layers(x.to(self.form)).float().square().mean()
+"""
+NARROW_PLAN = """\
+model "./net.py:Net" (form="{form}")
+input x float32 [B, 8]
+sizes B=8
+loss output
+optimizer {optimizer}
+"""
+
+
+@pytest.mark.parametrize(
+    ("form", "optimizer"),
+    [("bfloat16", "sgd lr 0.1 momentum 0.9\nema 0.9"), ("bfloat16", "rmsprop lr 1e-2"), ("float16", "adamw lr 1e-3")],
+    ids=["sgd", "rmsprop", "adamw"],
+)
+def test_updates_of_narrow_parameters_may_round_as_their_type_does(tmp_path: Path, form: str, optimizer: str) -> None:
+    (tmp_path / "net.py").write_text(NARROW_MODEL)
+    (tmp_path / "plan.parc").write_text(NARROW_PLAN.format(form=form, optimizer=optimizer))
+    build_checked(tmp_path / "plan.parc", tmp_path / "build", {})
+    outcome = first_check(read_build(tmp_path / "build"), CPU)
+    assert outcome is not None and outcome.largest < 0.5
+
+
+RETURNING = """\
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 6)
+
+    def forward(self, x):
+        scores = self.layer(x)
+        masked = scores.masked_fill(torch.arange(6) > 3, float("-inf"))
+        return {"masked": masked, "classes": scores.argmax(-1), "above": scores > 0}
+"""
+RETURNED = 'model "./net.py:Net"\ninput x float32 [B, 8]\nsizes B=16\n'
+
+
+@pytest.mark.parametrize(("lines", "tensors"), [("", 3), ("precision bf16\n", 1)], ids=["float32", "bfloat16"])
+def test_returned_classes_and_masked_scores_are_compared(tmp_path: Path, lines: str, tensors: int) -> None:
+    (tmp_path / "net.py").write_text(RETURNING)
+    (tmp_path / "plan.parc").write_text(RETURNED + lines)
+    build_checked(tmp_path / "plan.parc", tmp_path / "build", {})
+    outcome = first_check(read_build(tmp_path / "build"), CPU)
+    assert outcome is not None and outcome.tensors == tensors and outcome.largest < 0.5
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RunError, match="output masked"):
+        patch.setattr("parc.runtime.compare.first_check.varied", lambda name, whole: 3 * whole)
+        first_check(read_build(tmp_path / "build"), CPU)
 
 
 # ---- several ranks
@@ -194,6 +259,35 @@ def test_ranks_check_as_many_as_the_small_programs_need(tmp_path: Path, monkeypa
     for outcomes in (first, *others):
         assert {name: outcome.ranks for name, (outcome, _) in outcomes.items()} == {"both": 4, "twin": 2}
         assert all(outcome.largest < 0.5 and loss > 1 for outcome, loss in outcomes.values())
+
+
+# ---- a step at full sizes
+
+MASKED = """\
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("mask", torch.full((8, 8), float("-inf")).triu(1))
+
+    def forward(self, x):
+        return (self.layer(x)[:, None] + self.mask).softmax(-1).square().mean()
+"""
+
+
+def test_a_step_at_full_sizes_agrees_line_by_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "net.py").write_text(MASKED)
+    (tmp_path / "plan.parc").write_text(RETURNED + "loss output\noptimizer sgd lr 0.1\n")
+    build_checked(tmp_path / "plan.parc", tmp_path / "build", {})
+    outcome = full_step(read_build(tmp_path / "build"), CPU)
+    assert outcome.tensors == 4 and outcome.largest < 0.5  # the loss, two gradients, and the mask with its infinities
+    monkeypatch.setattr(Session, "run_step", _one_entry(Session.run_step))
+    with pytest.raises(RunError, match=r"the gradient layer\.\w+ on rank 0 differs by") as caught:
+        full_step(read_build(tmp_path / "build"), CPU)
+    assert caught.value.notes[0].startswith("line by line no result differs")
 
 
 # ---- the step in the programs' own types
@@ -262,7 +356,9 @@ def test_a_parameter_whose_entries_are_alike_is_varied() -> None:
         value = varied("w", start)
         assert not torch.equal(value, start) and float((value - start).abs().max()) < 0.2
         assert torch.equal(value, varied("w", start)) and not torch.equal(value, varied("v", start))
-    assert torch.equal(varied("w", torch.arange(3.0)), torch.arange(3.0))
+        assert bool((value >= 0).all()) and bool((value <= start.clamp(min=0.2)).all())
+    for kept in (torch.arange(3.0), torch.full((3,), -torch.inf)):
+        assert torch.equal(varied("w", kept), kept)
     assert torch.equal(varied("w", torch.ones(3, dtype=torch.int64)), torch.ones(3, dtype=torch.int64))
 
 
@@ -279,6 +375,10 @@ def test_rates_are_those_of_the_formula(shape: str, warmup: int, over: int, fall
     )  # fmt: skip
 
 
-def test_rates_of_a_table_are_those_of_the_formula() -> None:
-    line = {"shape": "table", "table": [[2, 1.0], [4, 0.0], [9, 0.5]], "lr": 1.0, "warmup": 0, "over": None}
-    assert [planned_rate(line, step) for step in range(1, 11)] == [rate(line, step) for step in range(1, 11)]
+@pytest.mark.parametrize(
+    "table", [[[2, 1.0], [4, 0.0], [9, 0.5]], [[1, 0.0], [5, 0.3], [7, 0.1], [9, 0.02]], [[3, 0.5]]]
+)
+def test_rates_of_a_table_are_those_of_the_formula(table: list[list[float]]) -> None:
+    line = {"shape": "table", "table": table, "lr": 1.0, "warmup": 0, "over": None}
+    rates = [rate(line, step) for step in range(1, 11)]
+    assert [planned_rate(line, step) for step in range(1, 11)] == pytest.approx(rates, rel=1e-12)
