@@ -199,6 +199,8 @@ class Session:
             if not wrong and not _same_values(piece.cpu(), wanted):
                 wrong = name
             piece.copy_(value)
+            if AVERAGE in (slots := self.optimizer.state.get(piece, {})):  # offloaded, it is there before a step
+                slots[AVERAGE].copy_(value)
         return wrong
 
     def _piece(self, name: str, whole: torch.Tensor) -> torch.Tensor:
