@@ -29,7 +29,16 @@ from ..ranks.processes import first_ranks, place
 from ..session.session import Session
 from ..state.opening import check_source_of, constants_of
 from .formula import FormulaUpdates
-from .own_types import Signature, bounded, expected_tensor, piece_signature, varied, whole_batch, whole_signature
+from .own_types import (
+    Signature,
+    bounded,
+    distance,
+    expected_tensor,
+    piece_signature,
+    varied,
+    whole_batch,
+    whole_signature,
+)
 
 _UPDATE_TOLERANCE, _ROUNDINGS_OF_AN_UPDATE = 1e-4, 16
 """The largest error of an update beside its formula in float64, relative to its size; and the number of roundings to
@@ -111,7 +120,8 @@ def _differs(build: Build, times: float, what: str, again: float, what_again: st
     if not notes:
         second = f"the {what_again} differed by {again:.3g} times it" if again > 1 else "nothing differed"
         notes = [f"in a second try {second}: a kernel of this device may not give the same result twice"]
-    help_ = f"`parc verify --run {build.path}` looks for the line that differs; `--no-first-check`, or `check=False`, runs all the same"
+    way = "`--no-first-check`, or `check=False`, runs all the same"
+    help_ = f"`parc verify --run {build.path}` looks for the line that differs; {way}"
     return RunError(FIRST_CHECK_DIFFERS, message, help_, notes)
 
 
@@ -203,11 +213,13 @@ def _compare_updates(
         expected, slots = formula.after(name, name, wide, gradient, norm, step)
         sizes = max(float(wide.norm()), float(expected.norm()))
         bound = _update_bound(old, expected - wide) + 8 * torch.finfo(old.dtype).eps * sizes
-        worst.note(_apart(value, expected) / bound, f"update {step} of {name} on rank {session.rank}")
+        apart = distance(value, expected)
+        worst.note(apart / bound if apart else 0.0, f"update {step} of {name} on rank {session.rank}")
         kept = {slot: session.optimizer.state[value].get(slot) for slot in slots}
         for slot, wanted in slots.items():
             have = kept[slot]
-            times = math.inf if have is None else _apart(have, wanted) / _update_bound(have, wanted)
+            apart = math.inf if have is None else distance(have, wanted)
+            times = apart / _update_bound(wanted if have is None else have, wanted) if apart else 0.0
             worst.note(times, f"{slot} of {name} after update {step} on rank {session.rank}")
         formula.go_on_from(name, {slot: have.clone() for slot, have in kept.items() if have is not None})
 
@@ -218,7 +230,3 @@ def _update_bound(kept: Tensor, wanted: Tensor) -> float:
     form = torch.finfo(kept.dtype)
     relative = max(_UPDATE_TOLERANCE, _ROUNDINGS_OF_AN_UPDATE * form.eps)
     return relative * float(wanted.norm()) + max(form.smallest_normal * form.eps * math.sqrt(wanted.numel()), 1e-30)
-
-
-def _apart(first: Tensor, second: Tensor) -> float:
-    return float((first.double() - second.double().to(first.device)).norm())

@@ -262,11 +262,11 @@ def _own_step(
     for key, floor in _floors(exact).items():
         if not exact[key].is_floating_point() and not _is_steady(rounding, exact[key], moved[key], on_one[key]):
             continue
-        wanted, change, noise = exact[key], _apart(moved[key], exact[key]), _apart(on_one[key], exact[key])
-        size, least = _apart(wanted, torch.zeros_like(wanted)), floor * math.sqrt(wanted.numel())
-        spread = _apart(again[key], simulated[key]) if is_narrow_step and key in simulated else change + noise
+        wanted, change, noise = exact[key], distance(moved[key], exact[key]), distance(on_one[key], exact[key])
+        size, least = distance(wanted, torch.zeros_like(wanted)), floor * math.sqrt(wanted.numel())
+        spread = distance(again[key], simulated[key]) if is_narrow_step and key in simulated else change + noise
         bound = factor * (change + noise + spread + coarsest * max(size, least))
-        error = _apart(simulated[key], wanted) if key in simulated else math.inf
+        error = distance(simulated[key], wanted) if key in simulated else math.inf
         ratio = error / bound if bound else math.inf if error else 0.0
         step.worst = max(step.worst, (ratio if ratio == ratio else math.inf, str(key)))
         if key in simulated and bool(simulated[key].isfinite().all()):
@@ -295,9 +295,9 @@ def _is_steady(rounding: float, *whole_numbers: Tensor) -> bool:
     return rounding <= torch.finfo(torch.float32).eps and all(torch.equal(first, other) for other in others)
 
 
-def _apart(first: Tensor, second: Tensor) -> float:
+def distance(first: Tensor, second: Tensor) -> float:
     """Return the norm of a difference; equal infinities do not differ, nor do two entries that are no numbers."""
-    first, second = first.double(), second.double()
+    first, second = first.double(), second.double().to(first.device)
     same = (first == second) | (first.isnan() & second.isnan())
     return float(torch.where(same, 0.0, first - second).norm())
 

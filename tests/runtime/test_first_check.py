@@ -156,6 +156,11 @@ def test_a_fault_of_the_machine_ends_the_run(
     assert caught.value.notes == ("a second try differed in the same way",)
 
 
+def test_averages_that_are_offloaded_begin_at_varied_parameters(tmp_path: Path) -> None:
+    outcome = first_check(read_build(built(tmp_path, 'offload optimizer to "away"\nema 0.9\n')), CPU)
+    assert outcome is not None and outcome.largest < 0.5
+
+
 def test_a_kernel_that_differs_once_is_named_as_such(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real, calls = Session.gradients, []
 
