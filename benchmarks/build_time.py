@@ -46,13 +46,15 @@ def cost(*words: str, environment: dict[str, str] | None = None, checkout: Path 
     """Measure a Python process with its children, which must end well: of this checkout, or of another's ``.venv``."""
     python = sys.executable if checkout == ROOT else str(checkout / ".venv" / "bin" / "python")
     start = time.perf_counter()
-    process = subprocess.Popen(
-        [python, *words], cwd=checkout, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    _, status, usage = os.wait4(process.pid, 0)
-    wall = time.perf_counter() - start
-    if status:
-        sys.exit(f"{' '.join(words)} failed in {checkout}")
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            [python, *words], cwd=checkout, env=environment, stdout=subprocess.DEVNULL, stderr=errors
+        )
+        _, status, usage = os.wait4(process.pid, 0)
+        wall = time.perf_counter() - start
+        if status:
+            errors.seek(0)
+            sys.exit(f"{' '.join(words)} failed in {checkout}:\n{errors.read()}")
     return Cost(wall, usage.ru_utime + usage.ru_stime, usage.ru_utime, usage.ru_maxrss / 1e6)
 
 
