@@ -36,7 +36,7 @@ help:
 	@echo "make bench-fit      what \`recompute … fit\` chooses for five sizes, its estimates beside peaks, and torch's own budget"
 	@echo "make bench-sequence split sequences beside tensor parallelism: bytes sent, and bytes kept beside the closed form"
 	@echo "make bench-gpu      a Llama of 1.1 B parameters on a GPU: time and memory beside the plain module, eager and compiled"
-	@echo "make build-time     build Llama 3 8B of 2 to 32 layers on 1 to 16,384 ranks: seconds, memory, a plot"
+	@echo "make build-time     the smallest and the largest example, in turn with a checkout BASE=…; Llama 3 8B of 2 to 32 layers on 1 to 16,384 ranks: seconds, memory, a plot"
 	@echo "make figures        what introductions to parallel training promise, beside what builds of the examples have: docs/figures.md"
 	@echo "make families       every family of models under every plan: verified, what it sends, how exact it is"
 	@echo "make goldens        the programs of some forty plans, letter by letter beside their golden hashes"
@@ -144,7 +144,7 @@ bench-checkpoints: $(READY)
 	$(PY) -m benchmarks.checkpoint_shards
 
 build-time: $(READY)
-	$(PY) -m benchmarks.build_time
+	$(PY) -m benchmarks.build_time $(if $(BASE),--base $(BASE))
 
 figures: $(READY)
 	$(PY) -m benchmarks.figures

@@ -1,7 +1,8 @@
 """``make build-time``: what builds take.
 
-First processor seconds: of ``examples/gpt.parc`` beside torch exporting one linear layer, in turn; and of each line of
-a model whose layers do not repeat. Then time and memory of Llama 3 8B over layers and over ranks: a table, and
+First processor seconds: of ``examples/gpt.parc`` beside torch exporting one linear layer, in turn; of the smallest and
+the largest example, with ``--base FOLDER`` in turn with another commit, whose checkout has a ``.venv``; and of each
+line of a model whose layers do not repeat. Then time and memory of Llama 3 8B over layers and over ranks: a table, and
 ``build_time.svg``. ``python -m benchmarks.build_time TIMES`` builds each of those so many times, 0 for none.
 """
 
@@ -18,12 +19,13 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.command import command
-from benchmarks.turns import ONE_THREAD, ROOT
+from benchmarks.command import Table, command
+from benchmarks.turns import ONE_THREAD, ROOT, beside
 
 PICTURE = Path(__file__).with_suffix(".svg")
 LAYERS = (2, 4, 8, 16, 32)
 RANKS = (1, 8, 64, 512, 4096, 16384)
+EXAMPLES = ("gpt", "llama3-405b")
 SHAPE = (32, 64)  # layers and ranks of the one where the other varies
 _LINEAR = "import torch; torch.export.export(torch.nn.Linear(4, 4), (torch.randn(2, 4),))"
 _LINE = re.compile(r"^    \S.* = (?:aten|parc)\.", re.MULTILINE)
@@ -31,30 +33,41 @@ _LINE = re.compile(r"^    \S.* = (?:aten|parc)\.", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of a process: wall and processor seconds, and the most memory it held, in GB."""
+    """The cost of a process: wall and processor seconds, those of the processor but for the kernel's, and the most
+    memory it held, in GB."""
 
     wall: float
     cpu: float
+    user: float
     memory: float
 
 
-def cost(*words: str, environment: dict[str, str] | None = None) -> Cost:
-    """Measure a Python process with its children, which must end well."""
+def cost(*words: str, environment: dict[str, str] | None = None, checkout: Path = ROOT) -> Cost:
+    """Measure a Python process with its children, which must end well: of this checkout, or of another's ``.venv``."""
+    python = sys.executable if checkout == ROOT else str(checkout / ".venv" / "bin" / "python")
     start = time.perf_counter()
-    process = subprocess.Popen(
-        [sys.executable, *words], cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    _, status, usage = os.wait4(process.pid, 0)
-    wall = time.perf_counter() - start
-    if status:
-        sys.exit(f"{' '.join(words)} failed")
-    return Cost(wall, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1e6)
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            [python, *words], cwd=checkout, env=environment, stdout=subprocess.DEVNULL, stderr=errors
+        )
+        _, status, usage = os.wait4(process.pid, 0)
+        wall = time.perf_counter() - start
+        if status:
+            errors.seek(0)
+            sys.exit(f"{' '.join(words)} failed in {checkout}:\n{errors.read()}")
+    return Cost(wall, usage.ru_utime + usage.ru_stime, usage.ru_utime, usage.ru_maxrss / 1e6)
+
+
+def alone(checkout: Path = ROOT) -> dict[str, str]:
+    """Return the environment of a build on one thread, of a package that is installed, which has its bytecode."""
+    environment = {**os.environ, **ONE_THREAD, "PYTHONPATH": str(checkout)}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    return environment
 
 
 def beside_export(times: int, folder: Path) -> None:
     """Print the processor seconds of a build, and those of importing torch and exporting one linear layer."""
-    environment = {**os.environ, **ONE_THREAD}
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # a package that is installed has its bytecode
+    environment = alone()
     build, ratios = ("-m", "parc", "build", "examples/gpt.parc", "-o", str(folder / "gpt")), []
     cost(*build, environment=environment)  # which writes the bytecode
     for _ in range(times):
@@ -64,11 +77,23 @@ def beside_export(times: int, folder: Path) -> None:
     print(f"of {times}: median ratio {statistics.median(ratios):.2f}, minimum {min(ratios):.2f}")
 
 
+def examples(times: int, folder: Path, base: Path) -> None:
+    """Print the user's processor seconds of the examples, and their ratios to those of another checkout, which builds
+    them in turn."""
+    table = Table("user's seconds", "least", "median", "ratio (of medians)", names=24)
+    for name in EXAMPLES:
+        seconds: dict[Path, list[float]] = {base: [], ROOT: []}
+        words = ("-m", "parc", "build", f"examples/{name}.parc", "-o", str(folder / name))
+        for checkout in [*seconds] * times:
+            seconds[checkout].append(cost(*words, environment=alone(checkout), checkout=checkout).user)
+        for checkout, of_checkout in seconds.items():
+            table.row(name if checkout == ROOT else f"{name}, base", *beside(of_checkout, seconds[base]))
+
+
 def not_repeated(folder: Path) -> None:
     """Print the cost of DenseNet-121 by the parts of a build, and for each operator of its programs."""
     words = ["-m", "parc", "build", "benchmarks/dense.parc", "-o", str(folder / "dense"), "--json"]
-    environment = {**os.environ, **ONE_THREAD}
-    ended = subprocess.run([sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, check=True)
+    ended = subprocess.run([sys.executable, *words], cwd=ROOT, env=alone(), capture_output=True, check=True)
     programs = (folder / "dense" / "programs").glob("*.py")
     operators = sum(len(_LINE.findall(path.read_text())) for path in programs)
     seconds = json.loads(ended.stdout)["seconds"]
@@ -130,10 +155,11 @@ def draw(costs: dict[tuple[int, int], Cost]) -> None:
     figure.savefig(PICTURE, metadata={"Date": None})
 
 
-def main(times: int = 1) -> None:
+def main(times: int = 1, *, base: str = "") -> None:
     """Measure, print and draw."""
     with tempfile.TemporaryDirectory() as folder:
         beside_export(3, Path(folder))
+        examples(3, Path(folder), Path(base or ROOT).resolve())
         not_repeated(Path(folder))
     if not times:
         return

@@ -34,16 +34,16 @@ class Table:
 
     def __init__(self, *heads: str, names: int = 12, least: int = 9) -> None:
         self.lines: list[str] = []
-        """The printed lines, for a file."""
+        """The printed lines for a file, without the spaces that align them."""
         self.widths = [max(len(heads[0]), names), *(max(len(head), least) for head in heads[1:])]
         self.row(*heads)
-        self._print(["-" * self.widths[0], *("-" * (width - 1) + ":" for width in self.widths[1:])])
+        self._add(["---"] * len(heads), ["-" * self.widths[0], *("-" * (width - 1) + ":" for width in self.widths[1:])])
 
     def row(self, name: object, *cells: object) -> None:
         """Print one row: a name on the left of its column, and cells on the right of theirs."""
         texts = [str(cell).rjust(width) for cell, width in zip(cells, self.widths[1:], strict=True)]
-        self._print([str(name).ljust(self.widths[0]), *texts])
+        self._add([str(cell) for cell in (name, *cells)], [str(name).ljust(self.widths[0]), *texts])
 
-    def _print(self, cells: Sequence[str]) -> None:
+    def _add(self, cells: Sequence[str], aligned: Sequence[str]) -> None:
         self.lines.append(f"| {' | '.join(cells)} |")
-        print(self.lines[-1], flush=True)
+        print(f"| {' | '.join(aligned)} |", flush=True)

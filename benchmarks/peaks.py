@@ -10,19 +10,18 @@ optimizer's state.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 import parc
 from benchmarks.command import Table, command
 from benchmarks.peers import PLAN as LLAMA
 from benchmarks.peers import fsdp_step
-from benchmarks.sides import built, text_of
+from benchmarks.sides import built, kernel_bytes, text_of
 from benchmarks.storages import Storages
 from benchmarks.turns import LAUNCHED, ONE_THREAD, ROOT, Side, run
 from parc.compiler.analysis.products import BLAS, LIBRARIES, ONEDNN, Products
@@ -155,7 +154,6 @@ def parc_peak(build: Path, library: str, pages: bool) -> int:
     """Return the peak of this rank of a build on its own data, in bytes, with a library that multiplies. What is loaded
     from files takes memory, as on an accelerator: a CPU reads it where it lies. With ``pages`` it is the rank's tensors
     before a step, and how far the process's pages grow in it."""
-    torch.set_num_threads(1)
     products._is_faster = lambda threads: library == ONEDNN.name  # type: ignore[assignment]
     MappedFiles.load = lambda place, value, device: value.clone()  # type: ignore[method-assign, assignment]
     storages = Storages()
@@ -165,17 +163,11 @@ def parc_peak(build: Path, library: str, pages: bool) -> int:
         if not pages:
             return peak
         gc.collect()
-        before = storages.bytes - _pages("VmRSS")
+        ctypes.CDLL(None).malloc_trim(0)  # pages that an earlier step left free are no room of this one
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the most pages count from those now
+        before = storages.bytes - kernel_bytes("/proc/self/status", "VmRSS")
         step()
-        return before + _pages("VmHWM")
-
-
-def _pages(name: str) -> int:
-    """Return the bytes of the process's pages: those now (``VmRSS``), from which the most (``VmHWM``) counts on."""
-    if name == "VmRSS":
-        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
-    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(name))
+        return before + kernel_bytes("/proc/self/status", "VmHWM")
 
 
 def by_role(build: Path, peaks: list[int], library: Products) -> Iterator[tuple[int, int]]:

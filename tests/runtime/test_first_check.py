@@ -341,6 +341,22 @@ def test_a_narrow_type_inside_a_kernel_is_refused(tmp_path: Path, monkeypatch: p
         build_checked(tmp_path / "plan.parc", tmp_path / "build", {})
 
 
+def test_gradients_of_repeated_heads_are_added_up_in_any_type() -> None:
+    plan = f"""\
+model     "{ROOT}/examples/llama.py:llama" (layers=1, width=32, heads=8, kv_heads=2, ffn=32, vocab=32, length=16)
+input     input_ids int64 [B, S]
+input     targets   int64 [B, S]
+sizes     B=2, S=16
+loss      cross_entropy(output.logits, targets)
+optimizer adamw lr 1e-3
+precision bf16
+mesh      cp=2
+context   model.layers.* dim S over cp using zigzag
+"""
+    step = simulated_step(plan)
+    assert step.narrow == () and step.worst[0] < 0.5
+
+
 # ---- signatures and rates
 
 
