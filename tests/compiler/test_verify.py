@@ -162,6 +162,25 @@ def test_the_step_is_right() -> None:
     assert not faults(step())
 
 
+def test_rows_that_are_packed_otherwise_than_a_line_makes_them_are_refused() -> None:
+    text = '''"""parc program: role stage0, action F"""
+
+mesh(dp=2, tp=2)
+
+
+def forward(
+    x: "f32[8, 4] 2 of 8",  # input x
+):
+    tanh = aten.tanh.default(x)  # f32[8, 4] {} of 8 | - -
+    return {{
+        "loss": tanh,
+    }}
+'''
+    assert not check_program(parse_program(text.format(2), "F"))
+    (fault,) = check_program(parse_program(text.format(1), "F"))
+    assert fault.message == "aten.tanh.default does not make rows that are packed so"
+
+
 # program, what stands there, what stands there instead, and what the checker says
 WRONG = [
     ("F", "mm = aten.mm.default(x, t)  # f32[8/dp, 4] +tp", "mm = aten.mm.default(x, t)  # f32[8/dp, 4]",
