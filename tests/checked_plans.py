@@ -77,6 +77,6 @@ def held(compilation: Compiled, steps: int = 1) -> Mapping[str, Any]:
 def checked(compilation: Compiled) -> Checked:
     """Return the report of all checks of a build, which must hold, and the promises of its plan with them."""
     hold_promises(compilation)
-    found = check_build(compilation)
-    assert not found.faults, "\n".join(map(str, found.faults))
-    return found
+    outcome = check_build(compilation)
+    assert not outcome.faults, "\n".join(map(str, outcome.faults))
+    return outcome

@@ -43,12 +43,12 @@ def strided_after_a_step(compiled: Compiled) -> list[str]:
         ranks.states[rank] = initial.state(types, buffers)
         ranks.optimizers[rank] = make_optimizer(ranks.states[rank].parameters, case.optimizer)
     both = list(zip(ranks.states, ranks.optimizers, strict=True))
-    found = [
+    places = [
         f"rank {rank}: {name}" for rank, (state, optimizer) in enumerate(both) for name in strided(state, optimizer)
     ]
     batches = random_batch(case.reference, case.microbatches, torch.Generator().manual_seed(1))
     dtypes = {name: value.type.dtype for name, value in case.reference.main.bound("input").items()}
     ranks.step([{name: value.to(dtypes[name]) for name, value in batch.items()} for batch in batches], 0)
     for rank, ((state, optimizer), gradients) in enumerate(zip(both, ranks.gradients, strict=True)):
-        found += [f"rank {rank}, after a step: {name}" for name in strided(state, optimizer, gradients)]
-    return found
+        places += [f"rank {rank}, after a step: {name}" for name in strided(state, optimizer, gradients)]
+    return places

@@ -103,11 +103,11 @@ class Table:
 def known(what: str) -> str:
     """Return why a mutant that all checks accept is no bug, or what misses it; "" if neither is known."""
     rows = {"no bug": EXCEPTIONS, "missed": HOLES}
-    found = (
+    reasons_known = (
         f"{title}: {reason}" for title, reasons in rows.items() for pattern, reason in reasons.items()
         if re.search(pattern, what)
     )  # fmt: skip
-    return next(found, "")
+    return next(reasons_known, "")
 
 
 def sampled(planted: Iterator[Mutant], most: int, fine: bool) -> list[Mutant]:

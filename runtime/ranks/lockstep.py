@@ -120,7 +120,7 @@ class Lockstep:
         before = "" if call == RESTORE else " ".join(filter(None, (self._done, self.inside)))
         passenger = None if call == RESTORE else self.passenger
         along = () if passenger is None else passenger.row()
-        own, row = len(row), [*row, *along]
+        asked, row = len(row), [*row, *along]
         head = [zlib.crc32(call.encode()), zlib.crc32(before.encode()), int(fault is not None)]
         rows = self._exchange(call, [*head, *row])
         if len({other[0] for other in rows}) > 1:
@@ -133,8 +133,8 @@ class Lockstep:
             more = self._exchange(call, row[begin:])
             rows = [[*first, *others] for first, others in zip(rows, more, strict=True)]
         if passenger is not None:
-            passenger.judge([other[_HEAD + own : _HEAD + len(row)] for other in rows])
-        return cast(_CallResult, result), [other[_HEAD : _HEAD + own] for other in rows]
+            passenger.judge([other[_HEAD + asked : _HEAD + len(row)] for other in rows])
+        return cast(_CallResult, result), [other[_HEAD : _HEAD + asked] for other in rows]
 
     def _exchange(self, call: str, row: Row) -> list[list[int]]:
         """Exchange the first part of rows: the same count of numbers for each call, so that different calls match.

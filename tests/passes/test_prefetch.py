@@ -110,9 +110,9 @@ def test_every_stage_awaits_what_its_forward_reads(schedule: str, tmp_path: Path
     """Embedding and head are one matrix. In a V one role has both ends, and whichever comes first awaits it."""
     for file in (EXAMPLES / "gpt.py", Path(__file__).parent.parent / "in_a_v.txt"):
         shutil.copy(file, tmp_path)
-    made = compiled(PLAN.replace("schedule  microbatches 2\n", "") + STAGES.format(schedule=schedule), tmp_path)
-    checked(made)
-    programs = [pair for role in made.build.roles.values() for pair in role.programs.items()]
+    compilation = compiled(PLAN.replace("schedule  microbatches 2\n", "") + STAGES.format(schedule=schedule), tmp_path)
+    checked(compilation)
+    programs = [pair for role in compilation.build.roles.values() for pair in role.programs.items()]
     reads = {name: awaited(program.main) for name, program in programs if program.action == "F"}
     assert len(reads) == 4 and all(map(any, reads.values()))
     assert all("embed.weight" in set().union(*reads[name]) for name in ("0F", "3F"))

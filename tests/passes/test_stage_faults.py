@@ -42,9 +42,9 @@ def test_a_module_of_which_passes_leave_nothing_is_a_place_to_cut() -> None:
 @pytest.mark.parametrize(("name", "most"), [(name, 1) for name in PIPELINES] + [wide(name, 4) for name in FOUR])
 def test_planted_bugs_of_stages_are_refused(name: str, most: int) -> None:
     """The checks of texts alone refuse every bug: nothing runs."""
-    found = STAGES.rows([name], most)
-    assert sum(row.mutants for row in found.values()) > 100
-    assert not [what for row in found.values() for what in row.accepted]
+    rows = STAGES.rows([name], most)
+    assert sum(row.mutants for row in rows.values()) > 100
+    assert not [what for row in rows.values() for what in row.accepted]
 
 
 @pytest.mark.parametrize("name", PIPELINES)
