@@ -265,6 +265,7 @@ def other_arguments(site: Site) -> Changes:
             others += [",".join(reversed(names))] * (len(names) > 1)
         else:
             others = list(_near(item)) + [None] * (line.op in RINGS and isinstance(item, Ref))
+            others += [1.0] * (line.op in RINGS and item is None)
             if is_collective(line) and isinstance(item, int):
                 others += range(max(len(site.operand.shape), 3))
         for other in dict.fromkeys(map(_hashable, others)):
@@ -277,6 +278,11 @@ def other_arguments(site: Site) -> Changes:
                 yield f"{len(changed)} items of", partial(site.replaced, stack)
             elif changed != item:
                 yield f"{changed} at {place} of", partial(site.put, place, changed)
+    for one, other in combinations(range(1, len(line.args)), 2) if is_collective(line) else ():
+        first, second = line.args[one], line.args[other]
+        if first != second and type(first) is type(second):
+            options = with_argument(with_argument(line, one, second), other, first).args[1:]
+            yield from other_collective(site, line.op, options)
     for key, item in line.kwargs:
         for other in (item + 1, item - 1, None) if key == MESSAGE else ():
             if other is None or not _alone(site, item, other):
@@ -298,9 +304,9 @@ def _near(item: Any) -> Iterator[Any]:
     elif isinstance(item, bool):
         yield not item
     elif isinstance(item, int):
-        yield from (item + 1, item - 1, 2 * item)
+        yield from (item + 1, item - 1, 2 * item, item // 2)
     elif isinstance(item, float):
-        yield from (2 * item, 2 * item + 1, 0.5 * item)
+        yield from (2 * item, 2 * item + 1, 0.5 * item, item + 0.5)
     elif isinstance(item, str):
         yield "activations" if item == "parameters" else "parameters" if item in _WORDS else f"{item}x"
     elif isinstance(item, list):
@@ -358,7 +364,8 @@ def other_collective(site: Site, op: str, options: Sequence[Any]) -> Changes:
         type_.local(mesh)
     except (ValueError, KeyError, IndexError, TypeError, ZeroDivisionError):
         type_ = site.result.type
-    line = replace(site.line, results=(replace(site.result, type=type_),), op=op, args=(site.source, *options))
+    others = site.line.results[1:] if op == site.line.op else ()  # a ring has several
+    line = replace(site.line, results=(replace(site.result, type=type_), *others), op=op, args=(site.source, *options))
     yield from derived(f"{op}{tuple(options)} for", lambda: site.replaced(line), site.programs)
 
 
@@ -551,13 +558,16 @@ def other_returns(row: Row) -> Changes:
         for op, args in (("aten.mul.Scalar", (2.0,)), ("aten.mul.Scalar", (0.0,)), *among, *met):
             line = Line((Value("more", value.type),), op, (Ref(value.name), *args))
             lines = (*function.lines, line)
-            yield f"by {op}{args}", partial(row.put, (row.key, "more"), lines=lines)
+            yield from derived(f"by {op}{args}", partial(row.put, (row.key, "more"), lines=lines), row.programs)
 
 
 def other_parameters(row: Row) -> Changes:
     """Take a parameter for another type: in one program, with all that follows from it, or in all programs."""
     value, programs = row.value, row.programs
     others = [*_types(value.type, programs[row.name])]
+    if not value.type.dtype.is_floating_point:
+        whole = (axis for axis, kind in value.type.placement.items() if kind == "I")
+        others += [replace(value.type, placement=value.type.placement.replace({axis: "P"})) for axis in whole]
     others += [replace(value.type, dtype=torch.float32 if value.type.dtype is torch.float64 else torch.float64)]
     if value.type.shape:
         others += [replace(value.type, shape=(2 * value.type.shape[0], *value.type.shape[1:]))]

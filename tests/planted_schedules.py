@@ -54,3 +54,4 @@ def wrong_at(timelines: Timelines, role: str, at: int, draw: random.Random) -> I
     for then, late in enumerate(behind, at + 1):
         if must_follow(action, late):
             yield "swap", put(*before, late, *actions[at + 1 : then], action, *actions[then + 1 :])
+            yield "late", put(*before, *actions[at + 1 : then + 1], action, *actions[then + 1 :])

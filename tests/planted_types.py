@@ -20,16 +20,15 @@ def carried(programs: Mapping[str, Program], good: Mapping[str, Program]) -> dic
 
     A line of the ``good`` programs whose operands are what they were there keeps its types too.
     """
-    made: dict[Binding | None, TensorType] = {}
+    carried_types: dict[Binding | None, TensorType] = {}
     result = {}
     for action, program in programs.items():
-        found = {value.binding: made[value.binding] for value in program.main.parameters if value.binding in made}
-        given = [found.get(value.binding, value.type) for value in program.main.parameters]
+        types = [carried_types.get(value.binding, value.type) for value in program.main.parameters]
         carrier = _Carrier(program, good[action])
-        main = carrier.carry(program.main, given)
+        main = carrier.carry(program.main, types)
         carrier.functions[main.name] = main
         values = main.values()
-        made.update((key, values[name].type) for key, name in main.returns)
+        carried_types.update((key, values[name].type) for key, name in main.returns if name in values)
         functions = tuple(carrier.functions.values())
         same = all(a is b for a, b in zip(functions, program.functions, strict=True))
         result[action] = program if same else replace(program, functions=functions)
@@ -42,19 +41,21 @@ class _Carrier:
         self.functions = {function.name: function for function in program.functions}
         self.good = {function.name: function for function in good.functions}
 
-    def carry(self, function: Function, given: Sequence[TensorType]) -> Function:
+    def carry(self, function: Function, parameter_types: Sequence[TensorType]) -> Function:
         """Return the function with other types of its parameters."""
         good = self.good[function.name]
         if (
             function is good
-            and all(v.type is t for v, t in zip(function.parameters, given, strict=True))
+            and all(v.type is t for v, t in zip(function.parameters, parameter_types, strict=True))
             and not any(
                 self.functions[line.op] is not self.good[line.op] for line in function.lines if line.calls_function
             )
         ):
             return function
         known, unchanged = _known(good)
-        parameters = tuple(_retype(value, type_) for value, type_ in zip(function.parameters, given, strict=True))
+        parameters = tuple(
+            _retype(value, type_) for value, type_ in zip(function.parameters, parameter_types, strict=True)
+        )
         types, others = dict(known), set[str]()  # others are values whose types are not what they were
 
         def note(values: Iterable[Value]) -> None:
@@ -74,7 +75,10 @@ class _Carrier:
             if line.calls_function:
                 inner = self.functions[line.op] = self.carry(self.functions[line.op], operands)
                 values = inner.values()
-                derived = [values[name].type for _, name in inner.returns]
+                derived = [
+                    values[name].type if name in values else type_  # a function may lack the line that makes a result
+                    for (_, name), type_ in zip(inner.returns, derived, strict=True)
+                ]
             else:
                 derived = _derive(self.program, line, operands)
             results = tuple(
@@ -114,5 +118,5 @@ def _derive(program: Program, line: Line, operands: Sequence[TensorType]) -> lis
         placements = infer(call, [t.placement for t in operands], program.mesh, [t.placement for t in results])
     except (ValueError, KeyError, IndexError):
         return declared
-    made = iter(replace(t, placement=p) for t, p in zip(results, placements, strict=True))
-    return [None if type_ is None else next(made) for type_ in declared]
+    placed = iter(replace(t, placement=p) for t, p in zip(results, placements, strict=True))
+    return [None if type_ is None else next(placed) for type_ in declared]

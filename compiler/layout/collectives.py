@@ -338,7 +338,8 @@ def _round_int8(type_: TensorType, mesh: Mesh, args: Sequence[Any]) -> TensorTyp
     _, dim, outer = args
     ranks = math.prod(mesh.size(axis) for axis in _some_axes(args))
     pieces = ranks * (outer if isinstance(outer, int) else sum(outer))
-    if type_.dtype == torch.float64 or not type_.dtype.is_floating_point or type_.local(mesh)[dim] % pieces:
+    divides = pieces > 0 and type_.local(mesh)[dim] % pieces == 0
+    if type_.dtype == torch.float64 or not type_.dtype.is_floating_point or not divides:
         raise TypeFault(f"round_int8 of `{type_.text(mesh)}` in {ranks} parts of dim {dim}")
     return type_
 

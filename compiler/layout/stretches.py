@@ -151,6 +151,8 @@ def atoms(size: int, splits: Sequence[tuple[int, str]], ranks: Callable[[str], i
     position = 1
     for parts, axis in splits:
         outer = count(parts)
+        if outer < 1:
+            raise ValueError(f"a split has at least one part, not {outer}")
         if outer % position:
             raise ValueError(f"a split at {outer} falls inside another that ends at {position}")
         if outer != position:

@@ -137,6 +137,8 @@ def test_splits_that_do_not_nest_or_divide_are_refused() -> None:
         atoms(12, [(1, "dp"), (3, "tp")], MESH.size)
     with pytest.raises(ValueError, match="does not divide"):
         atoms(6, [(1, "dp"), (2, "tp")], MESH.size)
+    with pytest.raises(ValueError, match="at least one part"):
+        atoms(6, [(0, "dp"), (2, "tp")], MESH.size)
     with pytest.raises(ValueError, match="does not divide"):
         local_shape((3,), Placement.of(MESH, {"dp": Split(0)}), MESH)
 
