@@ -53,6 +53,8 @@ EXCEPTIONS: Mapping[str, str] = {
     r": (\w+_)?(add)?mm for view_\d in F part": "it is the same value, seen in its own shape",
     r"(expand|grad) for mul_\d in B part\w*: neg =": "of an ignored target nothing is picked anyway",
     r"auxiliary loss: F topk_1 by \[\('aten\.flip": "the auxiliary loss counts the chosen experts in any order",
+    r" F full\w* by \[\('aten\.mul\.Scalar'": "it is full of zeros",
+    r"window, .*parc\.ring_attention\(.*, True, None, 0\.0\) for": "the mask of a window is causal too",
     r"exchange lines: line: .*all operands.* aten\.select_backward": "two summands are exchanged",
     r"run again: line: .* aten\.mul\.Tensor\(.*Ref\(name='ne'\)": "a mask of zeros and ones may be applied twice",
     r"swap operands: line: .* aten\._softmax_backward_data": "gradients of normalized weights are orthogonal to these",

@@ -230,12 +230,16 @@ def again(site: Site) -> Changes:
 
 
 def other_operands(site: Site) -> Changes:
-    """Read other values of the same type in the place of each operand: the first two and the last of the function."""
+    """Read other values of the same type in the place of each operand: the first two and the last of the function; and
+    one that is placed otherwise."""
     known, there = site.function.values(), site.known
     for place, item in enumerate(site.line.args):
         for name in dict.fromkeys(_references(item)):
-            others = [other.name for other in there if other.name != name and other.type == known[name].type]
-            for other in dict.fromkeys([*others[:2], *others[-1:]]):
+            type_ = known[name].type
+            others = [other.name for other in there if other.name != name and other.type == type_]
+            alike = [other for other in there if (other.type.dtype, other.type.shape) == (type_.dtype, type_.shape)]
+            elsewhere = [other.name for other in alike if other.type != type_]
+            for other in dict.fromkeys([*others[:2], *others[-1:], *elsewhere[:1]]):
                 changed = map_references(item, lambda old: Ref(other if old == name else old))  # noqa: B023
                 yield f"{other} for {name} in", partial(site.put, place, changed)
 
@@ -485,8 +489,11 @@ def changed_values(function: Function, value: Value, action: str, mesh: Any) -> 
         steps += [[(op, args, dtype)] for op, args in _OTHERWISE]
     if dtype.is_floating_point and action == "F" and value.binding is None:
         steps += [[(op, args, dtype)] for op, args in _FAR]
-    if dtype.is_floating_point and action not in ("F", "B"):
-        steps += [[("aten.mul.Scalar", (factor,), dtype)] for factor in (2.0, 0.999999)]
+    if dtype.is_floating_point:
+        factors = (2.0,) if action in ("F", "B") else (2.0, 0.999999)
+        steps += [[("aten.mul.Scalar", (factor,), dtype)] for factor in factors]
+        if value.type.shape == ():
+            steps += [[("aten.mul.Scalar", (0.0,), dtype), ("aten.add.Scalar", (1.0,), dtype)]]
     for way in steps:
         yield f"{name} by {[step[:2] for step in way]}", through(function, name, way)
     for op, number in _FAR_BY if dtype.is_floating_point and action == "F" and value.binding is None else ():
