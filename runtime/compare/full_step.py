@@ -23,7 +23,7 @@ from ..ranks.gather import everywhere
 from ..ranks.work import RankState, StepResult
 from ..session.session import Session
 from .agreement import stacked
-from .own_types import bounded, largest_rounding, varied, whole_batch
+from .own_types import bounded, largest_rounding, part_of_bound, varied, whole_batch
 from .roundings import ROUNDINGS_OF_A_STEP, perturbed
 
 
@@ -153,8 +153,7 @@ def _worst(
         least = max(sizes[key], floor) * math.sqrt(max(value.numel(), 1))
         bound = ROUNDINGS_OF_A_STEP * (float((moved[key].double() - value.double()).norm()) + rounding * least)
         error = float((by_run[key].double() - value.double()).norm())
-        times = error / bound if bound else math.inf if error else 0.0
-        worst = max(worst, (times if times == times else math.inf, str(key)))
+        worst = max(worst, (part_of_bound(error, bound), str(key)))
     return worst
 
 
