@@ -418,8 +418,8 @@ def test_a_parameter_whose_entries_are_alike_is_varied() -> None:
 def test_rates_are_those_of_the_formula(shape: str, warmup: int, over: int, fall: int, lr: float, step: int) -> None:
     line = {"shape": shape, "lr": lr, "warmup": warmup, "to": lr / 3, "over": over, "fall": min(fall, over - warmup)}
     assert rate(line, step) == pytest.approx(planned_rate(line, step), rel=1e-9)
-    assert rate_error(line, over, rate) < 1e-9
-    assert rate_error(line, over, lambda line, step: rate(line, max(step - 1, 1))) > 1e-4 or (shape, warmup < 2) == (
+    assert rate_error(line, rate) < 1e-9
+    assert rate_error(line, lambda line, step: rate(line, max(step - 1, 1))) > 1e-4 or (shape, warmup < 2) == (
         "constant", True,
     )  # fmt: skip
 
