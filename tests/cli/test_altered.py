@@ -107,6 +107,24 @@ def test_verify_names_what_a_first_check_expects_otherwise(
     assert code == (5 if said else 0) and said in err, err
 
 
+def test_verify_runs_a_step_at_full_sizes(capsys: Captured, tested: Path) -> None:
+    code, _, err = parc(capsys, "verify", "--run", tested, "--device", "cpu")
+    assert code == 0 and "tensors of a step as computed line by line (the largest error is" in err, err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--run --json", "`--json` changes nothing with `--run`"),
+        ("--static --device cpu", "`--device` changes nothing with `--static`"),
+        ("--compile", "`--compile` changes nothing without `--run`"),
+    ],
+)
+def test_verify_refuses_options_that_change_nothing(capsys: Captured, words: str, said: str) -> None:
+    code, _, err = parc(capsys, "verify", "build", *words.split())
+    assert code == 2 and err == f"parc verify: {said}\n"
+
+
 def test_verify_names_facts_that_are_not_the_models(capsys: Captured, copy: Path) -> None:
     edit(copy, lambda m: m.update(constants={"c": {"dtype": "float32", "values": [1.0]}}, aliases={}))
     code, _, err = parc(capsys, "verify", copy)
