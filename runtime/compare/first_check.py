@@ -62,7 +62,8 @@ class CheckOutcome:
     def text(self) -> str:
         """Return the line about it that a run shows."""
         ranks = f" by {ranks_text(range(self.ranks))}" if self.ranks > 1 else ""
-        return f"first check: {self.tensors} tensors of a step as simulated, on {self.on}{ranks} ({self.seconds:.1f} s)"
+        tensors = f"{self.tensors} tensor{'s' * (self.tensors != 1)} of a step as simulated"
+        return f"first check: {tensors}, on {self.on}{ranks} ({self.seconds:.1f} s)"
 
     def facts(self) -> dict[str, Any]:
         """Return it for the first line of a metrics file."""

@@ -72,7 +72,8 @@ class FullStep:
     def text(self) -> str:
         """Return the line about it."""
         worst = f"the largest error is {self.largest:.2g} of its bound, of the {self.at}"
-        return f"{self.tensors} tensors of a step as computed line by line ({worst}; {self.seconds:.1f} s)"
+        tensors = f"{self.tensors} tensor{'s' * (self.tensors != 1)} of a step as computed line by line"
+        return f"{tensors} ({worst}; {self.seconds:.1f} s)"
 
 
 def full_step(build: Build, device: torch.device | None = None, *, compile: bool = False) -> FullStep:

@@ -107,9 +107,11 @@ def test_verify_names_what_a_first_check_expects_otherwise(
     assert code == (5 if said else 0) and said in err, err
 
 
-def test_verify_runs_a_step_at_full_sizes(capsys: Captured, tested: Path) -> None:
-    code, _, err = parc(capsys, "verify", "--run", tested, "--device", "cpu")
-    assert code == 0 and "tensors of a step as computed line by line (the largest error is" in err, err
+def test_verify_runs_a_step_at_full_sizes_without_data_too(capsys: Captured, tested: Path) -> None:
+    reading = build(tested.parent, "", FLAT.replace('data      bytes "*.py"\n', ""), "reading")
+    for folder in (tested, reading):
+        code, _, err = parc(capsys, "verify", "--run", folder, "--device", "cpu")
+        assert code == 0 and "tensors of a step as computed line by line (the largest error is" in err, err
 
 
 @pytest.mark.parametrize(
