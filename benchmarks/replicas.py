@@ -8,72 +8,57 @@ plan. Its exchange is the step's own.
 
 from __future__ import annotations
 
-import os
-import statistics
-import subprocess
-import sys
-import time
 from pathlib import Path
+from statistics import median
 
 import torch
 import torch.distributed as dist
 
+import parc
+from benchmarks.command import command
 from benchmarks.peers import PLAN
-from benchmarks.turns import LAUNCHED, ROOT, WARM_UP
+from benchmarks.sides import BUILDS, Stopwatch, built
+from benchmarks.turns import ROOT, WARM_UP, Side, run
 from parc.compiler.plan.directives.check import DEFAULT
 
 PLANS = {"gpt": ROOT / "examples" / "gpt.parc", "llama20m": PLAN}
-SIZES = ("-D", "dp=2", "-D", "tp=1")
 
 
-def worker(name: str, build: Path, times: int) -> None:
-    """Run one rank: steps in turn, and their figures on the first rank."""
-    import parc
-
-    torch.set_num_threads(1)
+def worker(build: Path, times: int) -> tuple[int, list[float], list[float], list[float]]:
+    """Run one rank, whose steps begin by a check and by none in turn. Return the number of its parameters, the seconds
+    of steps with a check, of those without, and those of the checks."""
     session = parc.load(build)
     session.last_step = None
     sizes, generator = session.build.manifest["sizes"], torch.Generator().manual_seed(0)
-    batch = {
-        input_: torch.randint(0, 256, (sizes["B"], sizes["S"]), generator=generator) for input_ in session.feed.types
-    }
-    taken: dict[bool, list[float]] = {True: [], False: []}
-    checks = []
-    for turn in range(2 * (WARM_UP + times)):
-        if on := turn % 2 == 0:
-            session.replicas.due()
-        dist.barrier()
-        start = time.perf_counter()
-        session.step(batch)
-        if turn >= 2 * WARM_UP:
-            taken[on].append(time.perf_counter() - start)
-            if on:
-                assert session.replicas.last is not None and not session.replicas.last.apart
-                checks.append(session.replicas.last.seconds)
-    if session.rank == 0:
-        with_, without, check = (statistics.median(seconds) for seconds in (taken[True], taken[False], checks))
-        tensors = sum(value.numel() for value in session.state.parameters.values())
-        print(f"{name}: {tensors / 1e6:.2f} M parameters on each of two ranks, AdamW; medians of {times}, in turn")
-        print(f"  a step without a check    {without * 1e3:9.1f} ms")
-        print(f"  a step that begins by one {with_ * 1e3:9.1f} ms")
-        print(f"  the check itself          {check * 1e3:9.1f} ms ({check / without:.2f} of a step)")
-        print(f"  after every {DEFAULT:,}th step    {check / without / DEFAULT:9.4%} of all steps")
-    sys.stdout.flush()
-    os._exit(0)  # as in benchmarks/peers.py
+    shape = sizes["B"], sizes["S"]
+    batch = {name: torch.randint(0, 256, shape, generator=generator) for name in session.feed.types}
+    step, compared, plain, checks = Stopwatch(session.step), list[float](), list[float](), list[float]()
+    for _ in range(WARM_UP + times):
+        for seconds in (compared, plain):
+            if seconds is compared:
+                session.replicas.due()
+            dist.barrier()
+            step(batch)
+            seconds.append(step.lap())
+        checked = session.replicas.last
+        assert checked is not None and not checked.apart
+        checks.append(checked.seconds)
+    entries = sum(value.numel() for value in session.state.parameters.values())
+    return entries, compared[WARM_UP:], plain[WARM_UP:], checks[WARM_UP:]
 
 
-def main(times: int) -> None:
-    """Build each plan, and run both its ranks."""
+def main(times: int = 10) -> None:
+    """Build each plan, run both its ranks, and print what was measured."""
     for name, plan in PLANS.items():
-        build = ROOT / "build" / "bench" / f"{name}-dp2-tp1"
-        command = [sys.executable, "-m", "parc", "build", str(plan), "-o", str(build), *SIZES]
-        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-        script = ["-m", "benchmarks.replicas", "--worker", name, str(build), str(times)]
-        subprocess.run([sys.executable, *ranks, *script], cwd=ROOT, check=True, env={**os.environ, **LAUNCHED})
+        build = built(BUILDS / f"{name}-dp2-tp1", plan, dp=2, tp=1)
+        entries, *seconds = run(Side(worker, (build, times), 2))[0]
+        compared, step, check = map(median, seconds)
+        print(f"{name}: {entries / 1e6:.2f} M parameters on each of two ranks, AdamW; medians of {times}, in turn")
+        print(f"  a step without a check    {step * 1e3:9.1f} ms")
+        print(f"  a step that begins by one {compared * 1e3:9.1f} ms")
+        print(f"  the check itself          {check * 1e3:9.1f} ms ({check / step:.2f} of a step)")
+        print(f"  after every {DEFAULT:,}th step    {check / step / DEFAULT:9.4%} of all steps")
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--worker"]:
-        worker(sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]))
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 10)
+    command(main)

@@ -170,7 +170,7 @@ OVER_BUDGET = Code("P0401")
 FORBIDDEN = Code("P0402")
 NOT_EXPECTED = Code("P0403")
 
-# ---- a plan beside its model: inputs and weights' files by name, sources that
+# ---- a plan beside its model: inputs and weights by name, lines that were meant otherwise (P012x, P0228, P027x)
 
 NUMBER_CHANGED = Code("P0228")
 PASSED_ON = Code("P0120")

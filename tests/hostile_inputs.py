@@ -94,8 +94,8 @@ def prepare(folder: Path, names: Collection[str] = tuple(BUILDS)) -> None:
     whole tensors in one file."""
     for name in names:
         build(folder / name, *BUILDS[name])
-    session = open_build(folder / "tensor" / "build")
-    stored, mesh = stored_of(session), build_mesh(session)
+    opened = open_build(folder / "tensor" / "build")
+    stored, mesh = stored_of(opened), build_mesh(opened)
     save_all(folder / "shards", ranks_of(stored, mesh, [""] * mesh.world, numbers(stored, 0)), stored)
     (folder / "whole").mkdir()
     save_file(numbers(stored, 0), folder / "whole" / TENSORS)

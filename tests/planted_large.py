@@ -21,7 +21,7 @@ from parc.compiling.compiled import Compiled
 from parc.compiling.driver import compile_plan
 from parc.grammar.source import Source
 from tests.planted_builds import ROOT, reread
-from tests.planted_mutators import Mutant, Programs, Site, mutants, reading, with_argument, with_main
+from tests.planted_mutators import OTHER_OPERATOR, Mutant, Programs, Site, mutants, reading, with_argument, with_main
 from tests.planted_special import unreduced
 
 _GPT = """\
@@ -216,25 +216,14 @@ def other_numbers(action: str, others: Programs, programs: Programs) -> Changed:
                     yield what, Site(programs, action, function, at).replaced(with_argument(line, place, small))
 
 
-_OTHER_OPERATOR = {
-    "aten.silu.default": "aten.gelu.default",
-    "aten.gelu.default": "aten.silu.default",
-    "aten.add.Tensor": "aten.sub.Tensor",
-    "aten.mul.Tensor": "aten.div.Tensor",
-    "aten.tanh.default": "aten.sigmoid.default",
-    "aten.neg.default": "aten.abs.default",
-    "aten.rsqrt.default": "aten.reciprocal.default",
-}
-
-
 def one_apart(action: str, programs: Programs) -> Changed:
     """Let one call alone run another function, in which an operator is another."""
     program = programs[action]
     for at, call in _calls(programs, action)[1:3]:
         function = program.function(call.op)
         for place, line in enumerate(function.lines):
-            if line.op in _OTHER_OPERATOR:
-                changed = replace(line, op=_OTHER_OPERATOR[line.op])
+            if line.op in OTHER_OPERATOR:
+                changed = replace(line, op=OTHER_OPERATOR[line.op])
                 apart = replace(
                     function, name="apart", lines=(*function.lines[:place], changed, *function.lines[place + 1 :])
                 )

@@ -174,12 +174,13 @@ _ARITHMETIC = frozenset(f"aten.{op}" for op in (
     "rsqrt.default",
 ))  # fmt: skip
 _IN_ANY_ORDER = frozenset({"aten.mul.Tensor", "aten.add.Tensor", "aten.maximum.default"})
-_OTHER_OPERATOR = {
+OTHER_OPERATOR = {
     "aten.silu.default": "aten.gelu.default", "aten.gelu.default": "aten.silu.default", "aten.add.Tensor":
     "aten.sub.Tensor", "aten.mul.Tensor": "aten.div.Tensor", "aten.tanh.default": "aten.sigmoid.default",
     "aten.neg.default": "aten.abs.default", "aten.rsqrt.default": "aten.reciprocal.default",
     "aten.sub.Tensor": "aten.add.Tensor",
 }  # fmt: skip
+"""Operators that take and give the same types as another, which computes something else."""
 
 
 def is_collective(line: Line) -> bool:
@@ -351,7 +352,7 @@ def other_operators(site: Site) -> Changes:
             op, dims = f"parc.{name}", (sorted({0, rank - 1}) if rank else []) if name != "all_reduce" else [None]
             for dim in dims if op != line.op else ():
                 yield from other_collective(site, op, (axes,) if dim is None else (axes.split(",")[0], dim, 1))
-    others = [_OTHER_OPERATOR[line.op]] if line.op in _OTHER_OPERATOR else []
+    others = [OTHER_OPERATOR[line.op]] if line.op in OTHER_OPERATOR else []
     others += [line.op.removesuffix("_int8")] if line.op.endswith("_int8") and is_collective(line) else []
     for op in others:
         yield f"{op} for", partial(site.replaced, replace(line, op=op))
@@ -610,7 +611,7 @@ ROWS: Mapping[str, tuple[str, Callable[[Row], Changes]]] = {
 
 
 def subject(line: Line) -> str:
-    """Return what a line is to a table: a collective, a call, what carries a value to a place, or an operator."""
+    """Return what a line is to a table: an await, a collective, a call, or an operator."""
     if line.op == WAIT:
         return "await"
     return "collective" if is_collective(line) else "call" if line.calls_function else "line"

@@ -122,10 +122,10 @@ def test_a_kind_is_printed_read_and_run(tmp_path: Path) -> None:
     build(tmp_path / "own.parc", tmp_path / "out", {})
     text = (tmp_path / "out" / "programs" / f"pp1.{KIND}.py").read_text()
     assert text.startswith('"""parc program: role pp1, action CHECKSUM"""') and '"metric checksum":' in text
-    its_build = read_build(tmp_path / "out")
-    assert not check_files(its_build)
-    assert its_build.roles["pp1"].programs[KIND].text() == text
-    sums = [line for line in its_build.report["communication"] if line["op"] == "all_reduce_among"]
+    opened = read_build(tmp_path / "out")
+    assert not check_files(opened)
+    assert opened.roles["pp1"].programs[KIND].text() == text
+    sums = [line for line in opened.report["communication"] if line["op"] == "all_reduce_among"]
     assert Counter(line["role"] for line in sums) == {"pp0": 4, "pp1": 4}  # a weight of both, loss, norm, and this
     expected = checksum(dict(parc.reference(tmp_path / "out").module.named_parameters()), {})["checksum"]
     for value in run_ranks(metric_of_a_step, 4, str(tmp_path / "out")):

@@ -90,11 +90,11 @@ def test_what_the_model_returns_is_what_the_plain_module_returns_in_eval(name: s
         return stepper.evaluate(stepper.begin(states, batches, step, keep=False), step, returns=True)
 
     returned = [stacked(result.returned) for result in simulation.run(predict, parts, 0)]
-    program = joined(returned, {name: type_ for name, (type_, _) in types.items()}, case.mesh)
+    outputs = joined(returned, {name: type_ for name, (type_, _) in types.items()}, case.mesh)
     for one, dim in (("logits", 0), ("hidden.0", 0), ("hidden.1", 1)):
-        pieces = [without_padding(piece, (*piece.shape[:2], *expected[one].shape[2:])) for piece in program[one]]
+        pieces = [without_padding(piece, (*piece.shape[:2], *expected[one].shape[2:])) for piece in outputs[one]]
         torch.testing.assert_close(torch.cat(pieces, dim), expected[one], rtol=1e-10, atol=1e-12)
-    assert torch.equal(program["steps"][0], expected["steps"])
+    assert torch.equal(outputs["steps"][0], expected["steps"])
 
 
 def test_dims_of_samples_are_found_from_the_captured_graph() -> None:

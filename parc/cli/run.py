@@ -300,7 +300,8 @@ def _before_launch(args: argparse.Namespace, build: Build, options: Options) -> 
     if args.predict is not None:
         check_predictions(args.out)
     separate = build.manifest.get("evaluation", {}).get("data") if options.eval_every else None
-    for reads in filter(None, (build, build.evaluation if separate else None)):
+    reading = () if args.full_step else (build, build.evaluation if separate else None)  # its batch is random
+    for reads in filter(None, reading):
         line = reads.manifest["data"]
         if line is None or line["form"] not in OWN_CODE:
             make_data(reads)

@@ -31,8 +31,19 @@ def verify_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="the outcome as JSON on stdout")
 
 
+_USELESS = {
+    "with `--run`": ("json", "first_difference"), "with `--static`": ("first_difference", "device", "compile"),
+    "without `--run`": ("compile",),
+}  # fmt: skip
+"""The options that change nothing beside others, or without them."""
+
+
 def verify_command(args: argparse.Namespace) -> int:
     """Print the checks that hold. Return 5 if one refuses, 1 if files were altered though every check holds."""
+    beside = "with `--run`" if args.run else "with `--static`" if args.static else "without `--run`"
+    if useless := next((name for name in _USELESS[beside] if getattr(args, name)), ""):
+        say(f"parc verify: `--{useless.replace('_', '-')}` changes nothing {beside}")
+        return 2
     if args.run:
         from parc.cli import parse_words
         from parc.cli.run import run_command

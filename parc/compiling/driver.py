@@ -54,7 +54,7 @@ from parc.passes.placing.propagate import FewHeads, NotPlaced
 from parc.passes.placing.registered import RuleMisfit
 from parc.passes.placing.stored import AlreadySplit
 
-# ---- the whole path on one screen
+# ---- refusals of passes, as errors at lines of the plan
 
 
 PassError = AlreadySplit | UnevenTokens | MixedRows | RuleMisfit | FewHeads | NotPlaced
@@ -87,7 +87,7 @@ def refusal(plan: Plan, mesh: Mesh, resolved: Resolved, error: PassError) -> Dia
         help_ = f"name other parameters with `on`, or an axis whose ranks all use the whole `{error.name}`"
         return Diagnostic(SPLIT_ALREADY, str(error), Label(span), help=help_)
     if isinstance(error, NotPlaced):
-        return not_placed(plan, resolved, error)
+        return _not_placed(plan, resolved, error)
     if isinstance(error, UnevenTokens):
         return _uneven_tokens(plan, mesh, error)
     notes = (f"at {error.origin.source}",) if error.origin.source else ()
@@ -101,6 +101,16 @@ def refusal(plan: Plan, mesh: Mesh, resolved: Resolved, error: PassError) -> Dia
     return Diagnostic(BAD_RULE, str(error), model, help=error.hint, notes=notes)
 
 
+def _not_placed(plan: Plan, resolved: Resolved, error: NotPlaced) -> Diagnostic:
+    """Return the error of a value inside the model that another line splits otherwise, at the line that claims it."""
+    seed = next(seed for seed in resolved.seeds if seed.value == error.name and seed.span.root.line == error.line)
+    other = line_span(plan, error.other) if error.other not in (0, error.line) else None
+    related = (Label(other, "this line comes first"),) if other is not None else ()
+    message = f"`{error.name}` cannot also be split over `{seed.axis}` along dim {seed.dim}"
+    help_ = "split it on all axes in one line, as `shard out(M) [B/dp, S/cp/tp, _]`, or change the other line"
+    return Diagnostic(NOT_PLACED, message, Label(seed.span), related, help=help_)
+
+
 def _uneven_tokens(plan: Plan, mesh: Mesh, error: UnevenTokens) -> Diagnostic:
     """Return the error of tokens that do not divide among the ranks of their experts, at the line that splits these."""
     lines = (line for line in plan.placements if isinstance(line, Experts))
@@ -111,7 +121,7 @@ def _uneven_tokens(plan: Plan, mesh: Mesh, error: UnevenTokens) -> Diagnostic:
     return Diagnostic(UNEVEN_TOKENS, f"{error} over `{axis}`", label, help=help_)
 
 
-# ---- the whole path on one screen: a plan's text becomes a checked build directory.
+# ---- the whole path on one screen
 
 
 Progress = Callable[[str], None]
@@ -305,16 +315,3 @@ def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
     start = time.perf_counter()
     yield
     seconds[name] = round(time.perf_counter() - start, 3)
-
-
-# ---- refusals of passes, as errors at lines of the plan
-
-
-def not_placed(plan: Plan, resolved: Resolved, error: NotPlaced) -> Diagnostic:
-    """Return the error of a value inside the model that another line splits otherwise, at the line that claims it."""
-    seed = next(seed for seed in resolved.seeds if seed.value == error.name and seed.span.root.line == error.line)
-    other = line_span(plan, error.other) if error.other not in (0, error.line) else None
-    related = (Label(other, "this line comes first"),) if other is not None else ()
-    message = f"`{error.name}` cannot also be split over `{seed.axis}` along dim {seed.dim}"
-    help_ = "split it on all axes in one line, as `shard out(M) [B/dp, S/cp/tp, _]`, or change the other line"
-    return Diagnostic(NOT_PLACED, message, Label(seed.span), related, help=help_)

@@ -27,13 +27,14 @@ from ..ranks.gather import everywhere, piece_place
 from ..ranks.lockstep import ranks_text
 from ..ranks.processes import first_ranks, place
 from ..session.session import Session
-from ..state.opening import check_source_of, constants_of
+from ..state.opening import check_fits, check_source_of, constants_of
 from .formula import FormulaUpdates
 from .own_types import (
     Signature,
     bounded,
     distance,
     expected_tensor,
+    part_of_bound,
     piece_signature,
     varied,
     whole_batch,
@@ -61,7 +62,8 @@ class CheckOutcome:
     def text(self) -> str:
         """Return the line about it that a run shows."""
         ranks = f" by {ranks_text(range(self.ranks))}" if self.ranks > 1 else ""
-        return f"first check: {self.tensors} tensors of a step as simulated, on {self.on}{ranks} ({self.seconds:.1f} s)"
+        tensors = f"{self.tensors} tensor{'s' * (self.tensors != 1)} of a step as simulated"
+        return f"first check: {tensors}, on {self.on}{ranks} ({self.seconds:.1f} s)"
 
     def facts(self) -> dict[str, Any]:
         """Return it for the first line of a metrics file."""
@@ -88,8 +90,9 @@ def first_check(
     Collective: every rank calls it.
 
     Raises:
-        RunError: on every rank: a tensor differs by more than roundings explain.
+        RunError: on every rank: the build does not fit the ranks, or a tensor differs by more than roundings explain.
     """
+    check_fits(build, place()[1])  # or the small programs would not, whose mesh nobody knows
     try:
         check = read_first_check(build)
     except BuildError as error:
@@ -146,8 +149,7 @@ def _compared(check: FirstCheck, device: torch.device | str | None, compile: boo
 
 def _note(worst: _Difference, check: FirstCheck, key: Binding, signature: Signature) -> None:
     expected = expected_tensor(check, key)
-    apart = expected.signature.apart(signature)
-    worst.note(apart / expected.bound if expected.bound else math.inf if apart else 0.0, str(key))
+    worst.note(part_of_bound(expected.signature.apart(signature), expected.bound), str(key))
 
 
 def _compare_step(check: FirstCheck, session: Session, batch: Mapping[str, Tensor], worst: _Difference) -> None:
@@ -191,9 +193,8 @@ def _signatures(
             if key in of_rank:
                 at, signature = of_rank[key]
                 first, known = places.setdefault(at, (rank, signature))
-                apart = known.apart(signature)
                 where = f"{key} on {ranks_text([first, rank])}, which hold the same piece,"
-                worst.note(apart / bound if bound else math.inf if apart else 0.0, where)
+                worst.note(part_of_bound(known.apart(signature), bound), where)
         whole[key] = sum((signature for _, signature in places.values()), Signature())
         _note(worst, check, key, whole[key])
     return whole

@@ -37,10 +37,10 @@ def planned_rate(line: Mapping[str, Any], step: int) -> float:
     return float(line["to"] + (peak - line["to"]) * left)
 
 
-def rate_error(line: Mapping[str, Any], steps: int | None, rate: Callable[[Mapping[str, Any], int], float]) -> float:
+def rate_error(line: Mapping[str, Any], rate: Callable[[Mapping[str, Any], int], float]) -> float:
     """Return the largest difference of a function of rates from the formula, relative to the line's rate, at the steps
     where the shape of a line may change, beside them and between them."""
-    ends = [0, line["warmup"], (line["over"] or 0) - line.get("fall", 0), line["over"] or 0, steps or 0]
+    ends = [0, line["warmup"], (line["over"] or 0) - line.get("fall", 0), line["over"] or 0]
     ends += [step for step, _ in line.get("table", ())]
     tried = {max(1, place + beside) for place in ends for beside in (-1, 0, 1)}
     tried |= {max(1, (first + last) // 2) for first, last in pairwise(sorted(ends))}

@@ -23,7 +23,7 @@ from ..ranks.gather import everywhere
 from ..ranks.work import RankState, StepResult
 from ..session.session import Session
 from .agreement import stacked
-from .own_types import bounded, largest_rounding, varied, whole_batch
+from .own_types import bounded, largest_rounding, part_of_bound, varied, whole_batch
 from .roundings import ROUNDINGS_OF_A_STEP, perturbed
 
 
@@ -72,7 +72,8 @@ class FullStep:
     def text(self) -> str:
         """Return the line about it."""
         worst = f"the largest error is {self.largest:.2g} of its bound, of the {self.at}"
-        return f"{self.tensors} tensors of a step as computed line by line ({worst}; {self.seconds:.1f} s)"
+        tensors = f"{self.tensors} tensor{'s' * (self.tensors != 1)} of a step as computed line by line"
+        return f"{tensors} ({worst}; {self.seconds:.1f} s)"
 
 
 def full_step(build: Build, device: torch.device | None = None, *, compile: bool = False) -> FullStep:
@@ -153,8 +154,7 @@ def _worst(
         least = max(sizes[key], floor) * math.sqrt(max(value.numel(), 1))
         bound = ROUNDINGS_OF_A_STEP * (float((moved[key].double() - value.double()).norm()) + rounding * least)
         error = float((by_run[key].double() - value.double()).norm())
-        times = error / bound if bound else math.inf if error else 0.0
-        worst = max(worst, (times if times == times else math.inf, str(key)))
+        worst = max(worst, (part_of_bound(error, bound), str(key)))
     return worst
 
 

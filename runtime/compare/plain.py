@@ -248,8 +248,6 @@ class Plain:
         seed = int(manifest["seed"])
         self.module: nn.Module = initialize(model_builder(lines, build.folder), seed).to(device)
         self._read_weights()
-        for parameter in self.module.parameters():  # the optimizer wants them row by row, as a session has them
-            parameter.data = parameter.data.contiguous()
         self.step_number = 0
         self._plain = PlainModule(self.module, lines, build.folder, seed, manifest["frozen"], capacities_in(manifest))
         self._optimizer = make_optimizer(self._plain.parameters, manifest["optimizer"])

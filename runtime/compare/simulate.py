@@ -262,7 +262,7 @@ def _compare(case: Case, steps: int, seed: int) -> Agreement:
     watch = agreement.margin.watch
     reference, simulation, roundings = ReferenceRun(case, watch=watch), Simulation(case), Roundings(case, watch)
     formula = FormulaUpdates(case.optimizer)
-    agreement.note("parameter", rate_error(case.optimizer, None, rate), "rates of steps")
+    agreement.note("parameter", rate_error(case.optimizer, rate), "rates of steps")
     generator = torch.Generator().manual_seed(seed)
     draws = RNG in case.reference.main.bindings
     for index in range(steps):

@@ -6,7 +6,7 @@ import glob
 import math
 import os
 import sysconfig
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
@@ -70,24 +70,30 @@ _PATTERNS = 'name files that are there{}: "texts/*.txt"; `**` goes into all fold
 
 def data_files(line: Mapping[str, Any], folder: Path) -> dict[str, Path]:
     """Return the files that a line of samples reads, by names that do not depend on where a host has them: relative to
-    the part of a pattern before its first `*`.
+    the part of a pattern before its first `*`. Where files of several patterns have one name, the later ones have the
+    number of their pattern too.
 
     Raises:
         DataError: a pattern matches no file.
     """
     files: dict[str, Path] = {}
-    for pattern in line["names"] if line["form"] in ("bytes", "tokens", "folder") else ():
-        place = folder / pattern.replace("{stdlib}", sysconfig.get_path("stdlib"))
-        if line["form"] == "folder" and place.is_dir():
-            saved = sorted(place.glob("*.arrow"))
-            files |= {path.name: path for path in saved if not path.name.startswith("cache-")}  # of the host's own work
-            continue
-        fixed = next((part for part in (place, *place.parents) if not glob.has_magic(str(part))), folder)
-        for name in matching_files([pattern], folder):
-            path = Path(name)
-            for each in (path, *filter(Path.is_file, [path.with_suffix(".idx")] * (line["form"] == "tokens"))):
-                files[os.path.relpath(each, fixed.parent if fixed == place else fixed)] = each
+    for number, pattern in enumerate(line["names"] if line["form"] in ("bytes", "tokens", "folder") else (), 1):
+        for name, path in _files_of(pattern, line["form"], folder):
+            files[f"{name} ({number})" if files.get(name, path) != path else name] = path
     return files
+
+
+def _files_of(pattern: str, form: str, folder: Path) -> Iterator[tuple[str, Path]]:
+    """Yield the files of one pattern, by names relative to the part of it before its first `*`."""
+    place = folder / pattern.replace("{stdlib}", sysconfig.get_path("stdlib"))
+    if form == "folder" and place.is_dir():
+        saved = sorted(place.glob("*.arrow"))
+        yield from ((path.name, path) for path in saved if not path.name.startswith("cache-"))  # of the host's own work
+        return
+    fixed = next((part for part in (place, *place.parents) if not glob.has_magic(str(part))), folder)
+    for path in map(Path, matching_files([pattern], folder)):
+        for each in (path, *filter(Path.is_file, [path.with_suffix(".idx")] * (form == "tokens"))):
+            yield os.path.relpath(each, fixed.parent if fixed == place else fixed), each
 
 
 # ---- samples that are functions of their number, without epochs

@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from typing import Protocol, TypeVar, cast, final
 
 import torch
-import torch.distributed as dist
 
 from ...grammar.codes import CALLS_DIFFER, LEFT_STEP
 from .communication import PeerLost
 from .faults import RunError
 from .gather import everywhere, exchange
+from .processes import place
 from .work import RankState
 
 _CallResult = TypeVar("_CallResult")
@@ -62,8 +62,7 @@ class Lockstep:
     @classmethod
     def joined(cls, device: torch.device) -> Lockstep:
         """Return this process as one of its group; without a group it is alone."""
-        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        return cls(rank, world, device)
+        return cls(*place(), device)
 
     def check(self) -> None:
         """Check that no error has left the others alone.

@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 
+from parc.build import build as build_checked
 from parc.checking.checks import check_files, prove
 from parc.compiler.build.directory import FORMAT, read_build
 from parc.compiler.plan.plan import read_plan
 from tests.captured_once import compile_once
 from tests.cli.commands import Captured, parc
 from tests.hostile_changes import rehash
-from tests.runtime.tiny import PLAN, TENSOR, build
+from tests.runtime.tiny import EXAMPLES, FLAT, PLAN, TENSOR, build
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +75,56 @@ def test_a_build_of_another_format_says_what_to_do(
     for word in ("run", "show", "verify"):
         code, _, err = parc(capsys, word, "build")
         assert code == 1 and said in err and f"help: {help_}" in err and "parc build PLAN.parc -o build" in err, err
+
+
+@pytest.fixture(scope="module")
+def tested(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A build with a first check."""
+    folder = tmp_path_factory.mktemp("tested")
+    (folder / "gpt.py").write_text((EXAMPLES / "gpt.py").read_text())
+    (folder / "plan.parc").write_text(FLAT)
+    build_checked(folder / "plan.parc", folder / "build", {})
+    return folder / "build"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda row: None, ""),
+        (lambda row: row["expected"]["loss"].__setitem__(0, 2.0), "the loss differs from the one expected there by"),
+        (lambda row: row["expected"]["loss"].__setitem__(2, 1.0), "the loss may differ there by"),
+        (lambda row: row["expected"].pop("loss"), "it expects another loss"),
+        (lambda row: row["facts"].update(seed=9), "`seed` is 9, but the plan says 3"),
+    ],
+)
+def test_verify_names_what_a_first_check_expects_otherwise(
+    capsys: Captured, tested: Path, tmp_path: Path, change: Callable[[dict[str, Any]], None], said: str
+) -> None:
+    shutil.copy(tested.parent / "gpt.py", tmp_path)
+    folder = Path(shutil.copytree(tested, tmp_path / "build"))
+    edit(folder, change, "first_check.json")
+    code, _, err = parc(capsys, "verify", folder)
+    assert code == (5 if said else 0) and said in err, err
+
+
+def test_verify_runs_a_step_at_full_sizes_without_data_too(capsys: Captured, tested: Path) -> None:
+    reading = build(tested.parent, "", FLAT.replace('data      bytes "*.py"\n', ""), "reading")
+    for folder in (tested, reading):
+        code, _, err = parc(capsys, "verify", "--run", folder, "--device", "cpu")
+        assert code == 0 and "tensors of a step as computed line by line (the largest error is" in err, err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--run --json", "`--json` changes nothing with `--run`"),
+        ("--static --device cpu", "`--device` changes nothing with `--static`"),
+        ("--compile", "`--compile` changes nothing without `--run`"),
+    ],
+)
+def test_verify_refuses_options_that_change_nothing(capsys: Captured, words: str, said: str) -> None:
+    code, _, err = parc(capsys, "verify", "build", *words.split())
+    assert code == 2 and err == f"parc verify: {said}\n"
 
 
 def test_verify_names_facts_that_are_not_the_models(capsys: Captured, copy: Path) -> None:

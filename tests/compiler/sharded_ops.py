@@ -173,9 +173,9 @@ def check_split(whole: Whole, factor: str, outer: int, ranks: int) -> None:
 def _masked_lookup(whole: Whole, rows: torch.Tensor, outer: int, rank: int, ranks: int) -> list[torch.Tensor]:
     """Look up a rank's own rows, with zeros for the others, as programs do for a split vocabulary."""
     table, indices = whole.operands[:2]
-    tensor = part_of(torch.arange(table.shape[0]), (0, outer), rank, ranks)
+    mine = part_of(torch.arange(table.shape[0]), (0, outer), rank, ranks)
     at = torch.full((table.shape[0],), -1)
-    at[tensor] = torch.arange(len(tensor))
+    at[mine] = torch.arange(len(mine))
     local = at[indices]
     return [rows[local.clamp(min=0)] * (local >= 0).unsqueeze(-1)]
 

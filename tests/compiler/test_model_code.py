@@ -194,26 +194,26 @@ def test_a_build_whose_models_lines_moved_runs_verifies_and_says_so(tmp_path: Pa
     assert open_build(made).moved() == ""
     before = place.read_text()
     place.write_text(before.replace("\nclass Attention", "\n# Heads side by side.\n\nclass Attention"))
-    session = open_build(made)
-    assert session.moved() == "lines of `gpt.py` moved since the build, whose programs name the old ones"
-    check_source_of(session)
+    opened = open_build(made)
+    assert opened.moved() == "lines of `gpt.py` moved since the build, whose programs name the old ones"
+    check_source_of(opened)
     for name in [name for name in sys.modules if name.startswith("parc_user_gpt_")]:
         del sys.modules[name]  # as in a process of its own
     again = compile_plan(read_plan(made / "plan.parc"), tmp_path)
     assert again.build.texts["programs/stage0.F.py"] != (made / "programs" / "stage0.F.py").read_text()
-    assert differences(session, again) == []
+    assert differences(opened, again) == []
     place.write_text(before.replace("y.transpose(1, 2)", "y.mT.transpose(1, 2)"))
-    assert session.moved() == ""
+    assert opened.moved() == ""
     with pytest.raises(RunError, match=r"`gpt.py` of the model's code changed"):
-        check_source_of(session)
+        check_source_of(opened)
 
 
 def test_why_a_model_cannot_be_imported_is_said(tmp_path: Path) -> None:
-    session = open_build(build(tmp_path, ONE))
+    opened = open_build(build(tmp_path, ONE))
     (tmp_path / "gpt.py").rename(tmp_path / "own.py")
     (tmp_path / "own.py").write_text("import no_such_module\n")
-    model = {**session.manifest["model"], "callable": "./own.py:GPT"}
+    model = {**opened.manifest["model"], "callable": "./own.py:GPT"}
     source = {name: code for name, (code, _) in file_hashes(["./own.py:GPT"], tmp_path).items()}
     with pytest.raises(RunError, match=r"importing `own.py` failed") as error:
-        check_source_of(replace(session, manifest={**session.manifest, "model": model, "model_source": source}))
+        check_source_of(replace(opened, manifest={**opened.manifest, "model": model, "model_source": source}))
     assert error.value.notes == ("ModuleNotFoundError: No module named 'no_such_module'",) and error.value.help

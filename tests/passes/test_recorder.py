@@ -39,8 +39,8 @@ def norms(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
     return F.layer_norm(x, (4,), w[:, 0], w[:, 1]) * F.group_norm(x, 3) + F.rms_norm(x, (4,)) + torch.full((4,), 0.5)
 
 
-def traced(function: Callable[..., Tensor], *tensor: Tensor) -> tuple[Any, ...]:
-    leaves = [x.detach().requires_grad_() for x in tensor]
+def traced(function: Callable[..., Tensor], *operands: Tensor) -> tuple[Any, ...]:
+    leaves = [x.detach().requires_grad_() for x in operands]
     made = function(*leaves)
     return made, *torch.autograd.grad(made, leaves, torch.ones_like(made), allow_unused=True)
 

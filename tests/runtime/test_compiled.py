@@ -199,9 +199,9 @@ def test_a_compiled_step_by_onednn_is_a_step(folder: Path, monkeypatch: pytest.M
     calls: list[int] = []
     opaque = products._opaque
 
-    def counted(*tensor: torch.Tensor) -> torch.Tensor:
+    def counted(*operands: torch.Tensor) -> torch.Tensor:
         calls.append(1)
-        return opaque(*tensor)
+        return opaque(*operands)
 
     monkeypatch.setattr(products, "_is_faster", lambda threads: True)
     monkeypatch.setattr(facts, "LARGE_PRODUCT", 1)

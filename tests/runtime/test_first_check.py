@@ -258,8 +258,11 @@ def test_ranks_check_as_many_as_the_small_programs_need(tmp_path: Path, monkeypa
     built(tmp_path / "both", BOTH + "zero 1 over dp\nprecision bf16\n")
     monkeypatch.setattr(twins, "_LARGE_WORLD", 2)
     built(tmp_path / "twin", DATA.replace("dp=2", "dp=4"))
-    check = read_first_check(read_build(tmp_path / "twin" / "build"))
+    twin = read_build(tmp_path / "twin" / "build")
+    check = read_first_check(twin)
     assert check is not None and check.build.mesh.world == 2
+    with pytest.raises(RunError, match="1 process for a mesh of dp=4, which has 4 ranks"):
+        first_check(twin, CPU)
     first, *others = run_ranks(_checked, 4, str(tmp_path))
     for outcomes in (first, *others):
         assert {name: outcome.ranks for name, (outcome, _) in outcomes.items()} == {"both": 4, "twin": 2}
@@ -341,6 +344,31 @@ def test_a_narrow_type_inside_a_kernel_is_refused(tmp_path: Path, monkeypatch: p
         build_checked(tmp_path / "plan.parc", tmp_path / "build", {})
 
 
+@pytest.mark.parametrize(
+    ("draws", "kept", "drawn"),
+    [
+        ([(0.3, True), (0.5, False)], 1, 2),
+        ([(0.5, True), (1.5, False), (0.3, True)], 2, 3),
+        ([(1.5, False), (0.5, False)], 1, 2),
+        ([(0.9, True), (0.5, True), (0.7, True)], 1, 3),
+        ([(0.5, False)], 0, 1),
+    ],
+)
+def test_data_at_which_no_top_k_nearly_ties_are_kept(
+    draws: list[tuple[float, bool]], kept: int, drawn: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each draw is the largest error beside its bound, and whether rounding may decide a top-k."""
+    seeds = []
+
+    def drawn_step(case: Any, unbatched: Any, formats: Any, trains: bool, seed: int) -> tuple[own_types.OwnStep, bool]:
+        seeds.append(seed)
+        worst, tied = draws[seed]
+        return own_types.OwnStep(seed, {}, worst=(worst, "loss")), tied
+
+    monkeypatch.setattr(own_types, "_own_step", drawn_step)
+    assert simulated_step(ATTENTION).seed == kept and len(seeds) == drawn
+
+
 def test_gradients_of_repeated_heads_are_added_up_in_any_type() -> None:
     plan = f"""\
 model     "{ROOT}/examples/llama.py:llama" (layers=1, width=32, heads=8, kv_heads=2, ffn=32, vocab=32, length=16)
@@ -390,8 +418,8 @@ def test_a_parameter_whose_entries_are_alike_is_varied() -> None:
 def test_rates_are_those_of_the_formula(shape: str, warmup: int, over: int, fall: int, lr: float, step: int) -> None:
     line = {"shape": shape, "lr": lr, "warmup": warmup, "to": lr / 3, "over": over, "fall": min(fall, over - warmup)}
     assert rate(line, step) == pytest.approx(planned_rate(line, step), rel=1e-9)
-    assert rate_error(line, over, rate) < 1e-9
-    assert rate_error(line, over, lambda line, step: rate(line, max(step - 1, 1))) > 1e-4 or (shape, warmup < 2) == (
+    assert rate_error(line, rate) < 1e-9
+    assert rate_error(line, lambda line, step: rate(line, max(step - 1, 1))) > 1e-4 or (shape, warmup < 2) == (
         "constant", True,
     )  # fmt: skip
 

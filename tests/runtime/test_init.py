@@ -79,9 +79,9 @@ class Counted:
 def test_every_rank_reads_its_slices_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = tensors(tmp_path)
     write(tmp_path, state, 2)
-    its_build = read_build(build(tmp_path, TENSOR, FLAT + INIT))
-    mesh = its_build.programs["F"].mesh
-    types = {name: parse_type(text, mesh) for name, text in its_build.manifest["parameters"].items()}
+    opened = read_build(build(tmp_path, TENSOR, FLAT + INIT))
+    mesh = opened.programs["F"].mesh
+    types = {name: parse_type(text, mesh) for name, text in opened.manifest["parameters"].items()}
     read_ranges, read = weights_module._read_ranges, list[int]()
 
     def counted(part: Any, ranges: Any, outer: tuple[slice, ...] = ()) -> torch.Tensor:
@@ -90,7 +90,7 @@ def test_every_rank_reads_its_slices_alone(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(weights_module, "_read_ranges", counted)
     pieces = []
     for rank in range(mesh.world):
-        initial = Initial(its_build, task_of(its_build.manifest), mesh, mesh.coordinates(rank), CPU)
+        initial = Initial(opened, task_of(opened.manifest), mesh, mesh.coordinates(rank), CPU)
         read.clear()
         pieces.append(initial.state(types, {}).parameters)
         assert sum(read) == sum(piece.numel() for piece in pieces[-1].values())

@@ -3,7 +3,6 @@ a state that was loaded. Each is copied into its program's layout once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,10 @@ from parc.checking.reports import report_of
 from parc.compiler.build.directory import write_build
 from parc.compiler.plan.plan import read_plan
 from tests.captured_once import compile_once
+from tests.checked_plans import compiled, compiled_net
+from tests.family_plans import plan_text
+from tests.layouts import strided, strided_after_a_step
+from tests.planted_builds import ROOT
 from tests.runtime.ranks import run_ranks
 
 MODEL = '''
@@ -63,15 +66,16 @@ column    conv over tp
 zero 3 over dp
 """
 OPTIMIZERS = ("adamw lr 1e-2 eps 1e-5", "sgd lr 1e-1 momentum 0.9")
+KEPT = 'offload optimizer, parameters to "kept"\n'
 
 
-def built(folder: Path, optimizer: str, mesh: str = "") -> Path:
-    """Build the model's plan, without checks."""
+def built(folder: Path, optimizer: str, lines: str = "") -> Path:
+    """Build the model's plan with further lines, without checks."""
     folder.mkdir()
     (folder / "net.py").write_text(MODEL)
-    (folder / "net.parc").write_text(PLAN.format(optimizer=optimizer) + mesh)
-    compiled = compile_once(read_plan(folder / "net.parc"), folder)
-    write_build(compiled.to_write(report_of(compiled)), folder / "build")
+    (folder / "net.parc").write_text(PLAN.format(optimizer=optimizer) + lines)
+    compilation = compile_once(read_plan(folder / "net.parc"), folder)
+    write_build(compilation.to_write(report_of(compilation)), folder / "build")
     return folder / "build"
 
 
@@ -81,28 +85,19 @@ def batch(step: int) -> dict[str, torch.Tensor]:
     return {"x": images.to(memory_format=torch.channels_last)}
 
 
-def strided(session: parc.Session) -> Iterator[str]:
-    """Yield the tensors of a session that do not lie row by row."""
-    state = session.state
-    held = {**state.parameters, **state.buffers, **{str(key): value for key, value in state.steps.items()}}
-    for name, parameter in state.parameters.items():
-        held |= {f"{slot} of {name}": value for slot, value in session.optimizer.state.get(parameter, {}).items()}
-    yield from (name for name, value in held.items() if isinstance(value, torch.Tensor) and not value.is_contiguous())
-
-
 def trained(path: str, checkpoint: str) -> tuple[list[str], list[float], dict[str, torch.Tensor]]:
     """Train two steps, save, train one more, restore and repeat it. Return what lay otherwise on the way, the losses,
     and the weights at the end."""
     with parc.load(path) as session:
-        wrong, losses = [*strided(session)], []
+        wrong, losses = strided(session.state, session.optimizer), []
         losses += [session.step(batch(step)).loss for step in range(2)]
-        wrong += strided(session)
+        wrong += strided(session.state, session.optimizer)
         session.save(checkpoint)
         losses.append(session.step(batch(2)).loss)
         session.restore(checkpoint)
-        wrong += strided(session)
+        wrong += strided(session.state, session.optimizer)
         losses.append(session.step(batch(2)).loss)
-        wrong += strided(session)
+        wrong += strided(session.state, session.optimizer)
         return wrong, losses, session.state_dict()
 
 
@@ -112,18 +107,21 @@ def plainly(path: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
     return [plain.step(batch(step)).loss for step in range(3)], plain.module.state_dict()
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_tensors_of_a_model_that_lie_otherwise_train_as_in_the_plain_module(optimizer: str, tmp_path: Path) -> None:
-    path = built(tmp_path / "one", optimizer)
+@pytest.mark.parametrize(
+    ("optimizer", "lines"), [(OPTIMIZERS[0], ""), (OPTIMIZERS[0], KEPT), (OPTIMIZERS[1], "")],
+    ids=["adamw", "adamw in files", "sgd"],
+)  # fmt: skip
+def test_tensors_of_a_model_that_lie_otherwise_train_as_in_the_plain_module(
+    optimizer: str, lines: str, tmp_path: Path
+) -> None:
+    path = built(tmp_path / "one", optimizer, lines)
     losses, weights = plainly(path)
     wrong, found, state = trained(str(path), str(tmp_path / "checkpoint"))
     assert not wrong and found == pytest.approx([*losses, losses[-1]], rel=1e-5)
     torch.testing.assert_close(state, weights, rtol=1e-4, atol=1e-5)
     file = load_file(tmp_path / "checkpoint" / "state.safetensors")
-    assert file["optimizer.exp_avg.first" if "adam" in optimizer else "optimizer.momentum_buffer.first"].shape == (
-        8,
-        16,
-    )
+    moment = "exp_avg" if "adam" in optimizer else "momentum_buffer"
+    assert file[f"optimizer.{moment}.first"].shape == (8, 16)
 
 
 def test_so_do_their_pieces_on_ranks(tmp_path: Path) -> None:
@@ -155,9 +153,37 @@ def test_a_state_that_was_loaded_by_hand_is_copied_once(optimizer: str, tmp_path
                 session.optimizer.load_state_dict(state)
                 for parameter in session.state.parameters.values():
                     parameter.data = otherwise(parameter.data)
-                assert len([*strided(session)]) > 6
+                assert len(strided(session.state, session.optimizer)) > 6
             session.step(batch(1))
-            assert not [*strided(session)]
+            assert not strided(session.state, session.optimizer)
             session.step(batch(2))
             states.append(session.state_dict())
     torch.testing.assert_close(states[1], states[0], rtol=1e-5, atol=1e-6)
+
+
+# ---- in the simulator: tensors of all ranks
+
+
+@pytest.mark.parametrize("name", ["convolutions", "llama"])
+def test_every_tensor_of_a_rank_lies_as_its_type_says(name: str) -> None:
+    """``make families`` asks this of every family under every plan."""
+    assert strided_after_a_step(compiled(plan_text(name), ROOT, dp=2, tp=2)) == []
+
+
+RESIDUALS = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.mix = nn.Linear(8, 8), nn.Parameter(torch.randn(8, 4).t())
+
+    def forward(self, x):
+        return self.a(x) @ self.mix.t()
+"""
+
+
+def test_residuals_and_moments_lie_as_their_types_say(tmp_path: Path) -> None:
+    lines = "compress gradients over dp using int8\n"
+    assert strided_after_a_step(compiled_net(tmp_path, RESIDUALS, 'Net"', lines=lines)) == []

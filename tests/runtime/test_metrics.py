@@ -248,5 +248,5 @@ def test_calls_after_steps_and_the_figures_of_a_loop_of_ones_own(tmp_path: Path)
     ],
 )
 def test_tokens_are_counted_of_text_alone(tmp_path: Path, first: dict[str, Any], expected: tuple[str, int]) -> None:
-    session = open_build(build(tmp_path, ONE))
-    assert work_per_step(replace(session, manifest={**session.manifest, "inputs": [first]})) == expected
+    opened = open_build(build(tmp_path, ONE))
+    assert work_per_step(replace(opened, manifest={**opened.manifest, "inputs": [first]})) == expected

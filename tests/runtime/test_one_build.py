@@ -223,6 +223,15 @@ def test_the_files_of_a_line_have_names_that_do_not_depend_on_the_host(tmp_path:
         assert names("synthetic", "x", host) == []
 
 
+def test_files_of_several_patterns_that_have_one_name_are_all_compared(tmp_path: Path) -> None:
+    for file in ("a/x.txt", "b/x.txt", "b/y.txt"):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text(file)
+    line = {"form": "bytes", "names": ["a/*.txt", "b/*.txt", "b/x.*"]}
+    files = {name: path.read_text() for name, path in data_files(line, tmp_path).items()}
+    assert files == {"x.txt": "a/x.txt", "x.txt (2)": "b/x.txt", "y.txt": "b/y.txt", "x.txt (3)": "b/x.txt"}
+
+
 def test_weights_and_predicted_samples_are_compared(tmp_path: Path) -> None:
     start = made(tmp_path / "start")
     weights = parc.reference(start).module.state_dict()

@@ -110,8 +110,8 @@ def test_ranks_update_groups_as_one_device_does(more: str) -> None:
 def test_a_build_keeps_groups_and_rates_and_shows_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = build(written(tmp_path), GROUPS, TABLED)
     (tmp_path / "rates.txt").unlink()
-    its_build = read_build(path)
-    line = its_build.manifest["optimizer"]
+    opened = read_build(path)
+    line = opened.manifest["optimizer"]
     assert line["table"] == [list(row) for row in ROWS] and line["lr"] == 1e-2
     assert "lr table [1 0, 2 1e-2, 4 2e-3]" in (path / "plan.parc").read_text()
     own = {"parameters": ["position.weight"], "set": {"betas": [0.8, 0.9], "lr": 1e-3}}

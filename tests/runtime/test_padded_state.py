@@ -107,13 +107,13 @@ def test_files_of_weights_hold_what_the_model_has(builds: dict[str, Path], tmp_p
 @pytest.mark.parametrize("more", ["", 'init from "weights"\n'])
 def test_a_rank_may_hold_nothing_but_padding(builds: dict[str, Path], more: str) -> None:
     wide = "mesh tp=128\nvocab embed, head over tp pad\n"
-    its_build = read_build(build(builds["one"].parent, wide, ODD + more, "wide"))
-    mesh, (pad,) = its_build.programs["F"].mesh, pads_from(its_build.manifest["padding"])["embed.weight"]
+    opened = read_build(build(builds["one"].parent, wide, ODD + more, "wide"))
+    mesh, (pad,) = opened.programs["F"].mesh, pads_from(opened.manifest["padding"])["embed.weight"]
     assert (pad.real, pad.padded) == (257, 384)
-    types = {"embed.weight": parse_type(its_build.manifest["parameters"]["embed.weight"], mesh)}
+    types = {"embed.weight": parse_type(opened.manifest["parameters"]["embed.weight"], mesh)}
     expected = parc.reference(builds["files" if more else "one"]).module.state_dict()["embed.weight"]
     for rank in (0, 85, 86, 127):
-        initial = Initial(its_build, task_of(its_build.manifest), mesh, mesh.coordinates(rank), torch.device("cpu"))
+        initial = Initial(opened, task_of(opened.manifest), mesh, mesh.coordinates(rank), torch.device("cpu"))
         piece = initial.state(types, {}).parameters["embed.weight"]
         rows = expected[3 * rank : 3 * rank + 3]
         assert piece.shape == (3, 16) and torch.equal(piece[: len(rows)], rows)

@@ -86,9 +86,9 @@ def test_a_step_by_onednn_is_a_step(onednn: None, monkeypatch: pytest.MonkeyPatc
     calls: list[int] = []
     direct = products._direct
 
-    def counted(*tensor: torch.Tensor) -> torch.Tensor:
+    def counted(*operands: torch.Tensor) -> torch.Tensor:
         calls.append(1)
-        return direct(*tensor)
+        return direct(*operands)
 
     monkeypatch.setattr(facts, "LARGE_PRODUCT", 1)
     monkeypatch.setattr(products, "_direct", counted)

@@ -106,17 +106,17 @@ def gradients(path: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("plan", ["dp", "tp"])
 def test_two_real_ranks_are_bitwise_the_two_in_one_process(builds: dict[str, Path], plan: str) -> None:
-    session = open_build(builds[plan])
-    mesh = build_mesh(session)
+    opened = open_build(builds[plan])
+    mesh = build_mesh(opened)
     weights = parc.reference(builds[plan]).module.state_dict()
-    stepper = Stepper(session.programs, session.roles[SINGLE].actions, InProcess(mesh), torch.device("cpu"))
-    types = {name: parse_type(text, mesh) for name, text in session.manifest["parameters"].items()}
+    stepper = Stepper(opened.programs, opened.roles[SINGLE].actions, InProcess(mesh), torch.device("cpu"))
+    types = {name: parse_type(text, mesh) for name, text in opened.manifest["parameters"].items()}
     from parc.compiler.layout.pieces import take
     from parc.runtime.data.feed import Feed
 
     at = [mesh.coordinates(rank) for rank in range(2)]
     states = [RankState({n: take(weights[n], t.placement, mesh, c) for n, t in types.items()}) for c in at]
-    parts = [Feed(session, mesh, place, torch.device("cpu")).cut(batch(0)) for place in at]
+    parts = [Feed(opened, mesh, place, torch.device("cpu")).cut(batch(0)) for place in at]
     with without_onednn():
         simulated = stepper.gradients(states, parts, 0)
     for (loss, found), expected in zip(run_ranks(gradients, 2, str(builds[plan])), simulated, strict=True):

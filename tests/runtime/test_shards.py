@@ -154,10 +154,10 @@ def builds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_plans_of_one_model_restore_what_the_others_save(builds: dict[str, Path], tmp_path: Path) -> None:
     cases = {}
     for name, path in builds.items():
-        session = open_build(path)
-        mesh = build_mesh(session)
-        roles = [session.role_at(mesh.coordinates(rank)).name for rank in range(mesh.world)]
-        cases[name] = (stored_of(session), mesh, roles)
+        opened = open_build(path)
+        mesh = build_mesh(opened)
+        roles = [opened.role_at(mesh.coordinates(rank)).name for rank in range(mesh.world)]
+        cases[name] = (stored_of(opened), mesh, roles)
     wholes = numbers(cases["one"][0], 1)
     for name, (stored, mesh, roles) in cases.items():
         save_all(tmp_path / name, ranks_of(stored, mesh, roles, wholes), stored)
