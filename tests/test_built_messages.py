@@ -217,6 +217,10 @@ def runs(folder: Path) -> list[str]:
     with pytest.raises(RunError) as stopped:
         session.update(result)
     said.append(render(stopped.value.diagnostic()))
+    torch.optim.lr_scheduler.ConstantLR(session.optimizer)
+    with pytest.raises(RunError) as stopped:
+        session.step(batch(0))
+    said.append(render(stopped.value.diagnostic()))
     with (
         patch.multiple(lockstep, exchange=lambda row, *_: [row, [0]], everywhere=lambda own, _: [own, OTHER]),
         pytest.raises(RunError) as stopped,
@@ -297,7 +301,7 @@ def checks_first(folder: Path) -> list[str]:
 
 SCENES: dict[str, Callable[[Path], list[str]]] = {
     "P0210 P0211 P0212": altered,
-    "P0301 P0304 P0307 P0412 P0222 P0414 P0411 P0413 P0302 P0303 P0416 P0420 P0421 P0419 P0418 P0410 P0230 P0415": runs,
+    "P0301 P0304 P0307 P0412 P0222 P0414 P0411 P0413 P0302 P0303 P0416 P0420 P0421 P0419 P0423 P0418 P0410 P0230 P0415": runs,
     "P0417": unlike,
     "P0305 P0306": compiles,
     "P0430": checks_first,
