@@ -64,7 +64,9 @@ def check_rates(optimizer: torch.optim.Optimizer, line: Mapping[str, Any]) -> No
             message = "a scheduler of torch sets `lr` of the optimizer, and an update takes the plan's rate instead"
         else:
             continue
-        help_ = f"write it in the plan, as `optimizer {line['name']} lr {line['lr']:g} warmup 100 cosine to 0 over 1000`,"
+        help_ = (
+            f"write it in the plan, as `optimizer {line['name']} lr {line['lr']:g} warmup 100 cosine to 0 over 1000`,"
+        )
         each = "or give it to each step: `session.step(batch, lr=scheduler.get_last_lr()[0])`"
         raise RunError(OTHER_RATE, message, f"{help_} {each}")
 

@@ -199,7 +199,7 @@ def test_a_scheduler_over_the_sessions_optimizer_is_refused_unless_steps_take_it
             session.step(batch(0))
         assert session.step_number == 0
         for step in range(3):
-            report = session.step(batch(step), lr=scheduler.get_last_lr()[0])
+            report = session.step(batch(step), lr=float(scheduler.get_last_lr()[0]))
             assert report.lr == own.get_last_lr()[0]
             scheduler.step()
             own.optimizer.step()
