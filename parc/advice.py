@@ -18,6 +18,7 @@ from parc.compiler.analysis.communication import communication_table
 from parc.compiler.analysis.liveness import local_bytes
 from parc.compiler.analysis.samples import averaging_reason
 from parc.compiler.capture.model_calls import forward_text, passed_on
+from parc.compiler.initial.files import WeightsError, open_weights, shown_faults, state_tensors
 from parc.compiler.layout.collectives import RINGS
 from parc.compiler.layout.mesh import UnevenNodes, node_levels
 from parc.compiler.layout.placement import AxisType, Split
@@ -41,6 +42,7 @@ from parc.grammar.codes import (
     ROUNDED_UPDATES,
     SMALL_BUCKET,
     UNASKED_RESHARD,
+    UNREAD_WEIGHTS,
     WHOLE_KEYS,
     WHOLE_OUTPUTS,
     WITHOUT_RULE,
@@ -61,14 +63,17 @@ _MOST_AXES = 8
 """The number of a mesh's axes from which their orders are too many to try."""
 _GATHERS_SHOWN = 3
 """The number of gathers that are named beside the line that causes them."""
+_HF_FOLDER = "parc.hf:folder"
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
+"""The files in which models are saved."""
 _Order = tuple[tuple[str, int], ...]
 """The axes of a mesh with their sizes."""
 
 
 def warnings_of(compiled: Compiled) -> tuple[Diagnostic, ...]:
     """Return every warning of a compiled plan: those of its lines and of resolving, then those of each check below."""
-    checks = (_passed_on, _not_reached, _changed, _whole_keys, _whole_outputs, _node_order, _reshards, _rules,
-              _averaged, _rounded_updates, _large)  # fmt: skip
+    checks = (_passed_on, _unread_weights, _not_reached, _changed, _whole_keys, _whole_outputs, _node_order, _reshards,
+              _rules, _averaged, _rounded_updates, _large)  # fmt: skip
     warnings = chain.from_iterable(check(compiled) for check in checks)
     return (*compiled.plan.warnings, *compiled.resolved.warnings, *compiled.resolved.axes.notes, *warnings)
 
@@ -227,6 +232,34 @@ def _passed_on(compiled: Compiled) -> Iterator[Diagnostic]:
             help=did_you_mean(place, free, "remove the line, or look up the model's name for it") if unread else "",
             severity=Severity.WARNING if unread else Severity.NOTE,
         )  # fmt: skip
+
+
+def _unread_weights(compiled: Compiled) -> Iterator[Diagnostic]:
+    """Warn of a folder of weights of which a plan that trains reads the configuration alone. It is a note where the
+    weights do not fit the model, as where arguments change its layers."""
+    plan, place = compiled.plan, str(dict(compiled.plan.model.values).get("path", ""))
+    if plan.model.callable != _HF_FOLDER or plan.init is not None or not plan.trains:
+        return
+    folder = compiled.folder / place
+    files = sorted(path.name for kind in _WEIGHTS for path in folder.glob(kind))
+    if not files:
+        return
+    faults: Sequence[str] = ()
+    line = f'init from "{place}"'
+    try:
+        weights, wanted = open_weights(folder), state_tensors(compiled.recorded.module, compiled.captured.aliases)
+        if faults := weights.faults(wanted):
+            line, faults = f"{line} rounded", replace(weights, rounded=True).faults(wanted)
+        help_ = f"write `{line}`" if not faults else "they are of another model, so `init from` cannot read them"
+    except WeightsError:  # of another form
+        help_ = f"`save_pretrained` of transformers writes safetensors, and `{line}` reads these"
+    more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+    yield Diagnostic(
+        UNREAD_WEIGHTS, f"weights are drawn at random: the plan reads the configuration in `{place}`, and not"
+        f" `{files[0]}`{more}", Label(plan.model.span), notes=shown_faults(faults)[:_GATHERS_SHOWN],
+        help=f"{help_}; if random weights are meant, name a folder with `config.json` alone",
+        severity=Severity.NOTE if faults else Severity.WARNING,
+    )  # fmt: skip
 
 
 def _not_reached(compiled: Compiled) -> Iterator[Diagnostic]:

@@ -13,6 +13,7 @@ from parc.compiler.plan.plan import read_plan
 from parc.compiling.compiled import Compiled, check_weights
 from parc.compiling.driver import Progress, compile_plan
 from parc.compiling.plan_data import check_data, check_sample, sample_said
+from parc.sample_advice import sample_warnings
 
 
 class Refused(Exception):
@@ -40,11 +41,14 @@ def build(
         compiled = compile_plan(plan, folder, progress=progress)
     check_weights(compiled.plan, compiled.folder, compiled.recorded, compiled.captured)
     hold_promises(compiled, progress)
-    check_sample(plan, folder, compiled.build)
+    samples = check_sample(plan, folder, compiled.build)
     checked = check_build(compiled, progress)
     if checked.faults:
         raise Refused(checked)
-    checked.warnings = warnings_of(compiled)  # what fails leaves no folder behind
+    checked.warnings = (
+        *warnings_of(compiled),
+        *sample_warnings(compiled, samples),
+    )  # what fails leaves no folder behind
     progress("emit")
     write_build(compiled.to_write(checked.report, checked.first), out)
     return compiled, checked

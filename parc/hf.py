@@ -4,7 +4,7 @@
     model "parc.hf:folder" (path="qwen2")
 
 Further arguments are those of the configuration. Weights are random, drawn from the plan's `seed`; `init from "qwen2"`
-begins with those of a folder.
+begins with those of a folder, and a build warns where the folder has some and no line reads them (P0124).
 """
 
 from __future__ import annotations

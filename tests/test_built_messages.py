@@ -148,6 +148,14 @@ COMMANDS = {
     "P0244": Case("plain", GPIPE, "mesh pp=2\nstage before drop over pp\n", of="Normed"),
     "P0250": Case("plain", lines=AXES, words=("build", "tiny.parc")),
     "P0256": Case("solved", lines=ONE),
+    "P0122": Case("plain", ('bytes "*.py"', 'dataset "./models.py:padded"'), ONE, of="Padded"),
+    "P0123": Case(
+        change=(
+            f"input     targets int64 [B, S]\nsizes     B=8, S=8\nloss      {LOSS}",
+            "sizes     B=8, S=8\nloss      cross_entropy(output, tokens)",
+        ),
+        lines=ONE,
+    ),
     "P0273": Case("plain", lines=ONE, of="Sided"),
     "P0270": Case("numpy", words=("init", "./models.py:Model", "way=numpy")),
     "P0272": Case("plain", lines="eval\n", of="Sided"),
@@ -212,11 +220,7 @@ def runs(folder: Path) -> list[str]:
     said.append(render(stopped.value.diagnostic()))
     build(folder, ONE, re.sub(r"(loss|optimizer|steps|input +targets) .*", "", FLAT), "inference")
     said.append(command("run", "inference"))
-    result = session.gradients(batch(0))
-    session.update(result)
-    with pytest.raises(RunError) as stopped:
-        session.update(result)
-    said.append(render(stopped.value.diagnostic()))
+    said += updates(session)
     with (
         patch.multiple(lockstep, exchange=lambda row, *_: [row, [0]], everywhere=lambda own, _: [own, OTHER]),
         pytest.raises(RunError) as stopped,
@@ -235,6 +239,18 @@ def runs(folder: Path) -> list[str]:
     with pytest.raises(RunError) as stopped:
         session.state_dict(ema=True)
     return [*said, render(stopped.value.diagnostic())]
+
+
+def updates(session: parc.Session) -> list[str]:
+    """Return the messages of an update that uses gradients twice, and of a scheduler over the session's optimizer."""
+    result = session.gradients(batch(0))
+    session.update(result)
+    with pytest.raises(RunError) as twice:
+        session.update(result)
+    torch.optim.lr_scheduler.ConstantLR(session.optimizer)
+    with pytest.raises(RunError) as scheduled:
+        session.step(batch(0))
+    return [render(stopped.value.diagnostic()) for stopped in (twice, scheduled)]
 
 
 def unlike(folder: Path) -> list[str]:
@@ -271,6 +287,17 @@ def drifts(folder: Path) -> list[str]:
     return ["\n\n".join(said)]
 
 
+def unread(folder: Path) -> list[str]:
+    """Return the message of a plan that reads the configuration of a folder, and not its weights."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(n_embd=16, n_layer=1, n_head=2, n_positions=8, vocab_size=256)
+    GPT2LMHeadModel(config).save_pretrained(folder / "gpt2")
+    text = re.sub("model .*", 'model "parc.hf:folder" (path="gpt2")', FLAT).replace("tokens ", "input_ids ")
+    (folder / "saved.parc").write_text(text.replace("output, ", "output.logits, "))
+    return [command("check", "saved.parc")]
+
+
 def compiles(folder: Path) -> list[str]:
     """Return the messages of runs that cannot compile: without a compiler, and with one that fails."""
     broken = folder / "g++"
@@ -297,8 +324,10 @@ def checks_first(folder: Path) -> list[str]:
 
 SCENES: dict[str, Callable[[Path], list[str]]] = {
     "P0210 P0211 P0212": altered,
-    "P0301 P0304 P0307 P0412 P0222 P0414 P0411 P0413 P0302 P0303 P0416 P0420 P0421 P0419 P0418 P0410 P0230 P0415": runs,
+    "P0301 P0304 P0307 P0412 P0222 P0414 P0411 P0413 P0302 P0303 P0416 P0420 P0421 P0419 P0423 P0418 P0410 P0230"
+    " P0415": runs,
     "P0417": unlike,
+    "P0124": unread,
     "P0305 P0306": compiles,
     "P0430": checks_first,
     "P0422": drifts,

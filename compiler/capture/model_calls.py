@@ -164,6 +164,21 @@ def forward_text(model: nn.Module) -> str:
     return f"forward({', '.join(names)})"
 
 
+LABELS = "labels"
+"""The parameter from which models of transformers compute a loss of their own."""
+
+
+def free_parameters(model: nn.Module, lines: TaskLines) -> frozenset[str]:
+    """Return the parameters of forward that no input fills, and that data may hold. Labels are none of them: without
+    them a model computes no loss of its own."""
+    parameters, places = inspect.signature(model.forward).parameters, dict(lines.places)
+    named = {name for name, parameter in parameters.items() if parameter.kind not in _SEVERAL}
+    return frozenset(named - {places.get(name, name) for name in lines.inputs} - {LABELS})
+
+
+_SEVERAL = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
 def passed_on(model: nn.Module, lines: TaskLines) -> dict[str, str]:
     """Return the inputs that forward's signature does not name, by the names under which they go into its
     ``**kwargs``."""

@@ -41,6 +41,7 @@ def check_command(args: argparse.Namespace) -> int:
         from parc.compiling.compiled import check_weights
         from parc.compiling.driver import compile_plan
         from parc.compiling.plan_data import check_data, check_sample, sample_said
+        from parc.sample_advice import sample_warnings
 
         check_data(plan, folder)
         with sample_said(plan, folder):
@@ -51,7 +52,7 @@ def check_command(args: argparse.Namespace) -> int:
     check_weights(plan, compiled.folder, compiled.recorded, compiled.captured)
     with stages() as progress:
         hold_promises(compiled, progress)
-    check_sample(plan, compiled.folder, compiled.build)
+    show(tuple(sample_warnings(compiled, check_sample(plan, compiled.folder, compiled.build))))
     if faults:
         return show_refusal(faults)
     say(f"{args.plan}: no fault found (text, names, shapes, types, communication); `parc build` also tests the numbers")

@@ -12,12 +12,13 @@ from parc.grammar.diagnostics import Diagnostic
 _FAULTS_SHOWN = 10
 
 
-def show_refusal(faults: Sequence[object], *, edited: Path | None = None) -> int:
+def show_refusal(faults: Sequence[object], *, edited: Path | None = None, altered: Sequence[str] = ()) -> int:
     """Show why a build was refused, and return the command's exit code. ``edited`` is the folder that the build was
-    read from, where a person may have changed its files."""
+    read from, where a person may have changed its files; ``altered`` are those that are not as they were built."""
     from parc.compiler.build.directory import again
 
-    notes = [str(fault) for fault in faults[:_FAULTS_SHOWN]]
+    notes = [f"changed since the build: {', '.join(altered)}"] if altered else []
+    notes += [str(fault) for fault in faults[:_FAULTS_SHOWN]]
     notes += [f"and {len(faults) - _FAULTS_SHOWN} more"] if len(faults) > _FAULTS_SHOWN else []
     message = f"a check refused the build ({len(faults)} fault{'s' * (len(faults) != 1)})"
     help_ = "this is a fault of parc's own: please report the plan and this message"

@@ -266,8 +266,15 @@ def _options(args: argparse.Namespace, build: Build) -> Options | None:
     every = args.eval_every or line.get("every")
     if every is not None:
         evaluation_of(build)
-    return Options(steps, observe, every, args.save, args.save_every, args.resume, args.trace,
-                   args.first_check)  # fmt: skip
+    first_check = args.first_check and not _is_done(args.resume, steps)
+    return Options(steps, observe, every, args.save, args.save_every, args.resume, args.trace, first_check)
+
+
+def _is_done(resume: Path | None, steps: int) -> bool:
+    """Return whether a checkpoint is at the last step of the run, or beyond it, so that nothing is left to train."""
+    from parc.runtime.state.checkpoint import read_checkpoint
+
+    return resume is not None and read_checkpoint(resume).step >= steps
 
 
 def _before_launch(args: argparse.Namespace, build: Build, options: Options) -> int:

@@ -74,7 +74,7 @@ def verify_command(args: argparse.Namespace) -> int:
     if verified.faults:
         if verified.difference:
             say(f"first difference: {verified.difference}\n")
-        return show_refusal(verified.faults, edited=args.build)
+        return show_refusal(verified.faults, edited=args.build, altered=verified.altered)
     if verified.altered:
         from parc.compiler.build.directory import again
         from parc.grammar.codes import BAD_BUILD

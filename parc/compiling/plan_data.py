@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -64,22 +64,34 @@ def sample_said(plan: Plan, folder: Path) -> Iterator[None]:
     except PlanError as error:
         if not any(diagnostic.code is CAPTURE_FAILED for diagnostic in error.diagnostics):
             raise
-        first = [(line, _first_sample(plan, folder, line, said)) for line, said in plan.sampled]
-        wrong = [one for line, sample in first if sample for one in _misfits(plan, line, sample, input_facts(plan))]
+        first = [_first_sample(plan, folder, line, said) for line, said in plan.sampled]
+        wrong = [one for sample in first if sample
+                 for one in _misfits(plan, sample.line, sample.tensors, input_facts(plan))]  # fmt: skip
         raise PlanError([*wrong, *error.diagnostics]) from error
 
 
-def check_sample(plan: Plan, folder: Path, build: Build) -> None:
+class FirstSample(NamedTuple):
+    """The first sample of a line: its tensors by the names of inputs, and its entries that no input takes."""
+
+    line: Data | Eval
+    tensors: Mapping[str, Tensor]
+    others: Mapping[str, Any]
+
+
+def check_sample(plan: Plan, folder: Path, build: Build) -> list[FirstSample]:
     """Check the first sample of each line against the ``input`` lines of inputs that programs read, with any size of a
-    range; and its whole numbers against the rows or classes of the model.
+    range; and its whole numbers against the rows or classes of the model. Return the samples that could be made.
 
     Raises:
         PlanError: it is no dict of tensors, lacks an input, or one has another dtype, shape or number.
     """
+    samples = []
     for line, said in plan.sampled:
         reads = build.evaluation if line is plan.evaluation else build
         if reads is not None and (sample := _first_sample(plan, folder, line, said)) is not None:
-            _check_first(plan, line, said, sample, reads)
+            _check_first(plan, line, said, sample.tensors, reads)
+            samples.append(sample)
+    return samples
 
 
 def _check_first(plan: Plan, line: Data | Eval, said: SamplesSaid, sample: Mapping[str, Tensor], build: Build) -> None:
@@ -99,7 +111,7 @@ def _check_first(plan: Plan, line: Data | Eval, said: SamplesSaid, sample: Mappi
             raise PlanError([_data_fault(plan, line, f"sample 0: {message}", help_, name)])
 
 
-def _first_sample(plan: Plan, folder: Path, line: Data | Eval, said: SamplesSaid) -> Mapping[str, Tensor] | None:
+def _first_sample(plan: Plan, folder: Path, line: Data | Eval, said: SamplesSaid) -> FirstSample | None:
     """Return the first sample of a line. It is None if samples are random, and if it cannot be made: a build may be
     made where the data is not, and a run says what is missing.
 
@@ -108,7 +120,11 @@ def _first_sample(plan: Plan, folder: Path, line: Data | Eval, said: SamplesSaid
     """
     try:
         source = _open(plan, folder, line, said)
-        return source(0) if source is not None else None
+        if source is None:
+            return None
+        sample, names = source(0), {declared.name for declared in plan.inputs}
+        others = {name: value for name, value in sample.items() if name not in names}
+        return FirstSample(line, sample, {**others, **(getattr(source, "others", None) or {})})
     except DataError as error:
         if error.__cause__ is not None:
             return None

@@ -167,7 +167,8 @@ def _compare_step(check: FirstCheck, session: Session, batch: Mapping[str, Tenso
     for step in (1, max(every, 2)):
         session.step_number = step - 1
         held = {name: value.clone() for name, value in session.state.parameters.items()}
-        session.update(replace(result, gradients={n: g.clone() for n, g in gradients.items()}, taken=False))
+        again = {name: value.clone() for name, value in gradients.items()}
+        session.update(replace(result, gradients=again, taken=False, weights=session.weights_mark))
         _compare_updates(session, formula, held, gradients, float(result.grad_norm or 0.0), step, worst)
     _signatures(check, session, "buffer", session.state.buffers, constants_of(build), worst)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, final
 
 import numpy as np
@@ -52,6 +53,12 @@ def sample_tensors(item: Any, inputs: Inputs, what: str) -> dict[str, Tensor]:
     return tensors
 
 
+def _others(item: Any, inputs: Inputs) -> dict[str, Any]:
+    """Return the entries of a sample that no input takes."""
+    names = {line["name"] for line in inputs}
+    return {name: value for name, value in item.items() if name not in names} if isinstance(item, Mapping) else {}
+
+
 def _tensor(value: Any, dtype: torch.dtype) -> Tensor:
     if isinstance(value, Tensor):
         return value
@@ -68,8 +75,10 @@ class MapSource:
         DataError: the dataset fails to say its length (chained).
     """
 
-    def __init__(self, dataset: Any, inputs: Inputs) -> None:
+    def __init__(self, dataset: Any, inputs: Inputs, others: Mapping[str, Any] = MappingProxyType({})) -> None:
         self._dataset, self._inputs = dataset, inputs
+        self.others: Mapping[str, Any] | None = others or None
+        """The entries of the first sample that no input takes, once it was read."""
         self.count = asked(lambda: len(dataset), "the length of the dataset", "ask the dataset for it: `len(dataset)`")
 
     def entry(self, number: int) -> Any:
@@ -87,7 +96,10 @@ class MapSource:
         Raises:
             DataError: the dataset failed (chained), or its entry is no sample.
         """
-        return sample_tensors(self.entry(number), self._inputs, f"entry {number} of the dataset")
+        entry = self.entry(number)
+        if self.others is None:
+            self.others = _others(entry, self._inputs)
+        return sample_tensors(entry, self._inputs, f"entry {number} of the dataset")
 
 
 @final
@@ -103,6 +115,8 @@ class IterableSource:
 
     def __init__(self, begin: Callable[[int], Iterator[Any]], inputs: Inputs, least: int) -> None:
         self._begin, self._inputs, self._least = begin, inputs, least
+        self.others: Mapping[str, Any] | None = None
+        """The entries of the first sample, or batch, that no input takes, once it was read."""
         self._restart()
 
     def _restart(self) -> None:
@@ -131,6 +145,8 @@ class IterableSource:
             if item is _END:
                 self._end_epoch()
                 continue
+            if self.others is None:
+                self.others = _others(item, self._inputs)
             self._waiting.extend(self._samples(sample_tensors(item, self._inputs, what)))
         self._in_epoch += 1
         return self._waiting.popleft()
@@ -258,7 +274,9 @@ def folder_source(folder: Path, inputs: Inputs, form: WindowForm | None) -> MapS
         have = ", ".join(f"`{name}`" for name in dataset.column_names)
         message = f"{folder} has columns {have}, and none is an input"
         raise DataError(message, "name its columns as the inputs: `dataset.rename_column`")
-    entries = MapSource(dataset.with_format("numpy", columns=columns), inputs)
+    others = [name for name in dataset.column_names if name not in columns] if len(dataset) else []
+    first = dataset.select_columns(others)[0] if others and form is None else {}
+    entries = MapSource(dataset.with_format("numpy", columns=columns), inputs, first)
     if form is None:
         return entries
     lengths = [len(row) for batch in dataset.select_columns(columns).iter(1000) for row in batch[form.tokens]]

@@ -4,17 +4,21 @@ checkpoints hold its place."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import warnings
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
+from ...compiler.initial.counter import stream
 from ...compiler.sizes.size_range import BATCH
-from ...grammar.codes import BAD_DATA
+from ...grammar.codes import BAD_DATA, BATCHES_DIFFER
 from ..ranks.faults import RunError
-from ..ranks.lockstep import Lockstep
+from ..ranks.gather import everywhere
+from ..ranks.lockstep import Lockstep, Row
 from .datasets import dataset_source
 from .reading import Closing, RowReader
 from .samples import DataError, Order, Ordered, SampleSource, raised_at
@@ -36,16 +40,17 @@ class Loader:
     """
 
     def __init__(
-        self, by_sizes: BySizes[AtSizes], together: Lockstep, dataset: Any, *, shuffle: bool, seed: int, workers: int,
-        drop_last: bool, name: str,
+        self, by_sizes: BySizes[AtSizes], together: Lockstep, dataset: Any, free: Collection[str], *, shuffle: bool,
+        seed: int, workers: int, drop_last: bool, name: str,
     ) -> None:  # fmt: skip
         self._by_sizes, feed = by_sizes, by_sizes().feed
         self._feed, self._together, self._drop_last, self._name = feed, together, drop_last, name
-        self._dataset = dataset
+        self._dataset, self._free, self._workers = dataset, free, workers
+        self._options = {"seed": seed, "shuffle": shuffle, "drop_last": drop_last, "name": name}
         self._check_name()
         try:
             source: SampleSource = dataset_source(dataset, _ended, feed.inputs, feed.batch, None)
-            self._samples = source.count
+            self._samples, self._source = source.count, source
             if source.count is not None:
                 self._check(source.count)
                 source = Ordered(source, Order(source.count, seed, shuffle))
@@ -101,10 +106,48 @@ class Loader:
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         epoch, taken = first = self._next()
         while epoch == first[0]:
-            batch = self._together.agreed("parc.dataloader", partial(self._read, epoch, taken))
+            batch, rows = self._together.exchanged("parc.dataloader", partial(self._read_told, epoch, taken))
+            self._hold(rows)
+            self._warn_of_others()
             self._feed.places[self._name] = epoch, taken + self._feed.batch
             yield batch
             epoch, taken = self._next()
+
+    def _read_told(self, epoch: int, taken: int) -> tuple[dict[str, Tensor], Row]:
+        """Return this rank's samples of a batch, and what ranks must have alike, as numbers."""
+        options = {**self._options, "samples": self._samples}
+        return self._read(epoch, taken), [stream(0, repr(value)) for value in options.values()]
+
+    def _hold(self, rows: Sequence[Sequence[int]]) -> None:
+        """Check that the loaders of all ranks are one.
+
+        Raises:
+            RunError: on every rank: their options, or the lengths of their datasets, differ.
+        """
+        other = next((rank for rank, row in enumerate(rows) if row != rows[0]), None)
+        if other is None:
+            return
+        options = everywhere({**self._options, "samples": self._samples}, len(rows))
+        name = next(name for name in options[0] if options[0][name] != options[other][name])
+        values = " and ".join(f"rank {rank} has {options[rank][name]!r}" for rank in (0, other))
+        what = "a dataset of another length" if name == "samples" else f"another `{name}`"
+        message = f"`parc.dataloader` has {what} on rank {other} than on rank 0: {values}"
+        help_ = "make the loader alike on every rank: of each batch it gives every rank samples of its own"
+        raise RunError(BATCHES_DIFFER, message, help_)
+
+    def _warn_of_others(self) -> None:
+        """Warn, once and on one rank, of entries of samples that forward takes and no input of the plan does."""
+        free, self._free = self._free, ()
+        if not free or self._together.rank:
+            return
+        others = getattr(self._source, "others", None)
+        if others is None and self._workers and self._samples is not None:  # which have read it in other processes
+            with suppress(DataError):
+                self._source(0)
+                others = getattr(self._source, "others", None)
+        for name in (name for name in others or () if name in free):
+            message = f"`{name}` of the dataset is left out: the model's forward takes it, and no `input` line of the"
+            warnings.warn(f"{message} plan names it; add one, and build again", stacklevel=3)
 
     def _read(self, epoch: int, taken: int) -> dict[str, Tensor]:
         """Return this rank's samples of a batch. If the last one of an epoch is smaller, and no range of the plan for B

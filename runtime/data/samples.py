@@ -165,6 +165,11 @@ class Ordered:
     def __init__(self, source: SampleSource, order: Order) -> None:
         self._source, self._order, self.count = source, order, order.count
 
+    @property
+    def others(self) -> Mapping[str, Any] | None:
+        """The entries of the first sample that no input takes, once it was read."""
+        return getattr(self._source, "others", None)
+
     def __call__(self, number: int) -> Mapping[str, Tensor]:
         """Return the global sample ``number`` >= 0."""
         return self._source(self._order(number))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...compiler.capture.model_calls import free_parameters
 from ..compare.first_check import first_check
 from ..data.loader import Loader
 from ..data.sizes import bound_build
@@ -16,7 +17,7 @@ from ..ranks.lockstep import Lockstep
 from ..ranks.processes import default_device, join_processes, launched
 from ..session.one_build import hold_one_build
 from ..session.session import Session
-from ..state.opening import open_build
+from ..state.opening import open_build, task_of
 
 
 def load(
@@ -71,10 +72,15 @@ def dataloader(
     left out. If a session has several loaders, give each a ``name``: each has its
     own position in checkpoints.
 
+    Every rank makes the loader alike, with the same ``seed`` too: it chooses each rank's samples itself. A warning
+    names entries of samples that the model's forward takes, and no ``input`` line.
+
     Raises:
         RunError: the dataset is not one, or is empty, or has less than one batch under ``drop_last``; its last batch is
             smaller, and the completing samples would change the loss; or another dataset has a loader with this name.
+            With the first batch, on every rank: the loaders of two ranks differ.
     """
     seed = int(session.build.manifest["seed"]) if seed is None else seed
     options: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "workers": workers, "drop_last": drop_last}
-    return Loader(session._by_sizes, session._together, dataset, **options, name=name)
+    free = free_parameters(session._initial.module, task_of(session.build.manifest))
+    return Loader(session._by_sizes, session._together, dataset, free, **options, name=name)

@@ -397,7 +397,8 @@ class Replicas:
         help_ = "nothing was saved of this step; " + (
             f"go on from the checkpoint {self._saved}, by `session.restore` or `--resume`"
             if self._saved
-            else "begin again; with `parc run --save FOLDER --save-every K` there is a checkpoint to go on from"
+            else "begin again; with `session.save` now and then, or `parc run --save FOLDER --save-every K`, there is a"
+            " checkpoint to go on from"
         )
         return RunError(REPLICAS_DIFFER, f"after step {self._step}, {first}", help_, notes)
 

@@ -135,6 +135,8 @@ class StepResult:
     """The rank's parts of the tensors that the model returns, by name and microbatch, where they were asked for."""
     taken: bool = False
     """True once an update has used it."""
+    weights: object = None
+    """The mark of the weights that it was computed with: a session makes another one when it changes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,11 +160,11 @@ class StepReport:
     waited_for_ranks: float = field(default=0.0, compare=False)
 
 
-def consume(result: object) -> None:
-    """Note that an update uses a result of ``session.gradients``.
+def consume(result: object, weights: object) -> None:
+    """Note that an update uses a result of ``session.gradients``; ``weights`` is the mark of the session's weights.
 
     Raises:
-        RunError: it is none, or an update has used it before.
+        RunError: it is none, an update has used it before, or it was computed with other weights.
     """
     if not isinstance(result, StepResult):
         help_ = "write `session.update(session.gradients(batch))`; `session.step(batch)` does both"
@@ -172,6 +174,10 @@ def consume(result: object) -> None:
     if result.taken:
         help_ = "give the result of another `session.gradients`; only `schedule microbatches` adds up batches"
         raise RunError(RESULT_TAKEN, "an update has used these gradients already", help_)
+    if result.weights is not weights:
+        message = "these gradients are of other weights: an update or a restore has changed the weights since"
+        help_ = "update before the next `session.gradients`: `session.update(session.gradients(batch))`; only"
+        raise RunError(RESULT_TAKEN, message, f"{help_} `schedule microbatches` adds up batches")
     result.taken = True
 
 

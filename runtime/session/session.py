@@ -46,7 +46,7 @@ from ..ranks.work import Batch, RankState, StepReport, StepResult, consume
 from ..state.initial import Initial
 from ..state.offload import Offloaded
 from ..state.opening import buffers_of, build_mesh, check_fits, check_source_of, constants_of, task_of
-from ..state.optimizer import rate, update
+from ..state.optimizer import check_rates, rate, update
 from ..state.saving import LocalPart, StateFiles, checkpoint_facts, stored_of
 from ..state.step_state import changed_state, layers_of, load_figures, loads_in, scale_figures, skips, state_after
 from ..step import Stepper
@@ -153,6 +153,8 @@ class Session:
         self._files = StateFiles(stored_of(build), self.mesh, self._together, [role.name for role in ranks])
         self.replicas = Replicas(build, self.mesh, ranks, self._together, self.state, self.optimizer)
         self._repeating: Stepper | None = None
+        self.weights_mark = object()
+        """The mark of the weights that gradients are computed with: another one after each change of the weights."""
         self._last_batch: tuple[AtSizes, LocalParts, dict[str, torch.Tensor]] = (self._by_sizes(), [], {})
 
     def _at(self, build: Build) -> AtSizes:
@@ -238,6 +240,7 @@ class Session:
         with self._together.doing(f"step {self.step_number + 1}", self.state):
             self._last_batch = begun.at, begun.parts, dict(self.state.buffers)
             (result,) = begun.at.stepper.finish(begun.work, self.step_number)
+        result.weights = self.weights_mark
         return result
 
     def update(self, result: StepResult, lr: float | None = None) -> StepReport:
@@ -248,11 +251,14 @@ class Session:
         buffers are as before it.
 
         Raises:
-            RunError: loss or norm is not finite, or the result was used before: on every rank, and nothing was changed.
+            RunError: loss or norm is not finite, the result was used before or is of other weights, or something else
+                sets the optimizer's rate, as a scheduler: on every rank, and nothing was changed.
         """
         self._check_trains()
-        consume(result)
         step, line = self.step_number + 1, self.build.manifest["optimizer"]
+        if lr is None:
+            check_rates(self.optimizer, line)
+        consume(result, self.weights_mark)
         loss, norm = float(result.loss), float(result.grad_norm) if result.grad_norm is not None else 0.0
         skipped = skips(self.state.steps, result.state, norm)
         if not skipped and not (math.isfinite(loss) and math.isfinite(norm)):
@@ -267,6 +273,7 @@ class Session:
                 trained = self.state.parameters
                 units = self.offloaded.units(trained)
                 update(self.optimizer, line, step, trained, result.gradients, result.grad_norm, lr, units)
+        self.weights_mark = object()
         self.state.steps.update(state_after(result.state, skipped))
         self.step_number = self._together.stepped(step, float(lr))
         self.replicas.stepped(step)
@@ -484,6 +491,7 @@ class Session:
         facts, self.notes = self._files.restore(
             Path(path), self.build, self.state, self.optimizer, self.offloaded.holds_slots
         )
+        self.weights_mark = object()
         if self.build.trains:
             self.step_number = self._together.stepped(self.feed.go_on(facts))
             self.replicas.restored(Path(path), self.step_number)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ...compiler.program.optimizers import AVERAGE, OPTIMIZERS, kept_slots
-from ...grammar.codes import BAD_STATE
+from ...grammar.codes import BAD_STATE, OTHER_RATE
 from ..ranks.faults import RunError
 from .checkpoint import Checkpoint, refuse
 
@@ -38,11 +38,37 @@ def make_optimizer(parameters: Mapping[str, torch.Tensor], line: Mapping[str, An
     )
     for group in optimizer.param_groups:
         group[_RATIO] = group["lr"] / line["lr"] if line["lr"] else 1.0
+        group[_SET] = group["lr"]
     return optimizer
 
 
 _RATIO = "parc_ratio"
 """The key of a group's learning rate as a multiple of the line's."""
+_SET = "parc_lr"
+"""The key of the learning rate that parc has set last, to see whether something else sets it too."""
+_OF_SCHEDULERS = "initial_lr"
+"""The key that torch's schedulers add to the groups of their optimizer."""
+
+
+def check_rates(optimizer: torch.optim.Optimizer, line: Mapping[str, Any]) -> None:
+    """Check that nothing but parc sets the learning rates of an optimizer, which every update sets anew by the plan's
+    ``line``.
+
+    Raises:
+        RunError: a scheduler or a person's own code does.
+    """
+    for group in optimizer.param_groups:
+        if group["lr"] != group[_SET]:
+            message = f"`lr` of the optimizer was set to {group['lr']:g}, and an update takes the plan's rate instead"
+        elif _OF_SCHEDULERS in group:
+            message = "a scheduler of torch sets `lr` of the optimizer, and an update takes the plan's rate instead"
+        else:
+            continue
+        help_ = (
+            f"write it in the plan, as `optimizer {line['name']} lr {line['lr']:g} warmup 100 cosine to 0 over 1000`,"
+        )
+        each = "or give it to each step: `session.step(batch, lr=scheduler.get_last_lr()[0])`"
+        raise RunError(OTHER_RATE, message, f"{help_} {each}")
 
 
 def rate(line: Mapping[str, Any], step: int) -> float:
@@ -108,7 +134,7 @@ def update(
     _lay_out(optimizer, parameters)
     lr, clip, average = rate(line, step) if lr is None else lr, line["clip"], line.get(AVERAGE)
     for group in optimizer.param_groups:
-        group["lr"] = lr * group[_RATIO]
+        group["lr"] = group[_SET] = lr * group[_RATIO]
     clipped = [gradients[name] for name in parameters if name in gradients]
     if clip is not None and grad_norm is not None and clipped:
         torch._foreach_mul_(clipped, torch.clamp(clip / (grad_norm + 1e-6), max=1.0))

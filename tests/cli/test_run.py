@@ -133,11 +133,12 @@ def test_a_run_its_checkpoint_and_another_plan_that_goes_on(
     plain.close()
 
 
-def test_a_run_with_nothing_left_to_train_says_so(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_run_with_nothing_left_to_train_says_so_before_any_check(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = tmp_path / "checkpoint"
     assert main(["run", str(folder / "one"), "--steps", "2", "--save", str(checkpoint)]) == 0
+    monkeypatch.setattr("parc.runtime.compare.first_check.first_check", lambda *_, **__: pytest.fail("a first check"))
     for last in (1, 2):
         capsys.readouterr()
         assert main(["run", str(folder / "one"), "--steps", str(last), "--resume", str(checkpoint)]) == 0

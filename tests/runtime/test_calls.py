@@ -1,4 +1,5 @@
-"""Ranks that do not do the same: they are told who is where, and can go on; and gradients that are used twice."""
+"""Ranks that do not do the same: they are told who is where, and can go on; and gradients that are used twice, or too
+late, and rates that something else than the plan sets."""
 
 from __future__ import annotations
 
@@ -10,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler
 
 import parc
 from parc.runtime.ranks.communication import PeerLost
 from parc.runtime.ranks.lockstep import Lockstep
 from tests.runtime.ranks import run_ranks
 from tests.runtime.test_batches import own
-from tests.runtime.tiny import BOTH, EVAL, PLAN, TENSOR, batch, build
+from tests.runtime.tiny import BOTH, EVAL, ONE, PLAN, TENSOR, batch, build
 
 REPEATED = (
     "test_calls.py: ranks 0 to 3 gave the same samples as `local`, so each of them counts 2 times; give each rank its"
@@ -159,3 +161,56 @@ def many() -> list[list[int]]:
 
 def test_rows_longer_than_what_is_exchanged_at_a_time_arrive_whole() -> None:
     assert run_ranks(many, 2) == [[list(range(70)), list(range(100, 170))]] * 2
+
+
+def test_gradients_of_weights_that_were_changed_since_are_refused_and_nothing_is_changed(tmp_path: Path) -> None:
+    with parc.load(build(tmp_path, ONE)) as session:
+        session.save(tmp_path / "kept")
+        first, second = session.gradients(batch(0)), session.gradients(batch(1))
+        session.update(first)
+        weights = session.state_dict()
+        with pytest.raises(parc.RunError, match=r"^\[P0419\] these gradients are of other weights: .* has changed"):
+            session.update(second)
+        late = session.gradients(batch(1))
+        session.restore(tmp_path / "kept")
+        with pytest.raises(parc.RunError, match="these gradients are of other weights"):
+            session.update(late)
+        session.step(batch(0))
+        assert session.step_number == 1
+        torch.testing.assert_close(session.state_dict(), weights, rtol=0, atol=0)
+        session.gradients(batch(1))  # only looked at
+        session.update(session.gradients(batch(1)))
+
+
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], LRScheduler]] = {
+    "cosine": lambda optimizer: CosineAnnealingLR(optimizer, 4),
+    "warmup": lambda optimizer: LambdaLR(optimizer, lambda step: step / 4),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_scheduler_over_the_sessions_optimizer_is_refused_unless_steps_take_its_rate(
+    name: str, tmp_path: Path
+) -> None:
+    own = SCHEDULERS[name](torch.optim.SGD([torch.zeros(1)], lr=1e-2))
+    with parc.load(build(tmp_path, ONE)) as session:
+        scheduler = SCHEDULERS[name](session.optimizer)
+        with pytest.raises(parc.RunError, match=r"^\[P0423\] .* takes the plan's rate instead; write it in the plan"):
+            session.step(batch(0))
+        assert session.step_number == 0
+        for step in range(3):
+            report = session.step(batch(step), lr=float(scheduler.get_last_lr()[0]))
+            assert report.lr == own.get_last_lr()[0]
+            scheduler.step()
+            own.optimizer.step()
+            own.step()
+
+
+def test_a_rate_that_is_set_in_the_optimizer_is_refused(tmp_path: Path) -> None:
+    with parc.load(build(tmp_path, ONE)) as session:
+        session.step(batch(0))
+        session.optimizer.param_groups[0]["lr"] = 3e-4
+        with pytest.raises(parc.RunError, match=r"^\[P0423\] `lr` of the optimizer was set to 0.0003, and an update"):
+            session.step(batch(1))
+        session.step(batch(1), lr=3e-4)
+        assert session.step(batch(2)).lr == 1e-2

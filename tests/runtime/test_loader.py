@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,13 @@ def epochs(path: str, saved: str) -> dict[str, Any]:
         plain = DataLoader(named, batch_size=8 // world, sampler=DistributedSampler(named, world, rank))
         (part,) = plain
         same = float(session.gradients(local=part).loss), float(session.gradients(whole).loss)
-    return {"seen": seen, "losses": losses, "length": len(loader), "same": same}
+        said = []
+        for unlike in ({"seed": session.rank}, {"shuffle": session.rank == 1}, {}) if world > 1 else ():
+            alone = dataset(21 + (session.rank if not unlike else 0))
+            with pytest.raises(parc.RunError) as error:
+                next(iter(dataloader(session, alone, name=str(unlike.keys()), **unlike)))
+            said.append(str(error.value))
+    return {"seen": seen, "losses": losses, "length": len(loader), "same": same, "said": said}
 
 
 def test_every_sample_comes_once_an_epoch_on_any_mesh_and_a_run_goes_on_anywhere(tmp_path: Path) -> None:
@@ -94,6 +101,13 @@ def test_every_sample_comes_once_an_epoch_on_any_mesh_and_a_run_goes_on_anywhere
     for rank in ranks:
         assert rank["losses"] == pytest.approx(alone["losses"], rel=1e-5)
         assert rank["same"][0] == pytest.approx(rank["same"][1], rel=1e-6)
+        seed, shuffled, longer = rank["said"]
+        unlike = (
+            "[P0410] `parc.dataloader` has another `{}` on rank 1 than on rank 0: rank 0 has {} and rank 1 has {}; "
+        )
+        assert seed.startswith(unlike.format("seed", 0, 1))
+        assert shuffled.startswith(unlike.format("shuffle", False, True))
+        assert longer.startswith("[P0410] `parc.dataloader` has a dataset of another length on rank 1 than on rank 0: ")
     for whole, *parts in zip(alone["seen"], *(rank["seen"] for rank in ranks), strict=True):
         assert sorted(whole) == sorted(number for part in parts for number in part)
     with parc.load(one) as session:
@@ -102,6 +116,33 @@ def test_every_sample_comes_once_an_epoch_on_any_mesh_and_a_run_goes_on_anywhere
         (last,) = list(loader)
         assert numbers(last) == alone["seen"][5] and loader.epoch == 2
         assert session.step(local=last).loss == pytest.approx(alone["losses"][5], rel=1e-5)
+
+
+MASKED = """
+from gpt import GPT
+
+
+class Masked(GPT):
+    def forward(self, tokens, attention_mask=None):
+        return super().forward(tokens)
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_entry_that_forward_takes_and_the_plan_leaves_out_is_warned_of_once(workers: int, tmp_path: Path) -> None:
+    (tmp_path / "masked.py").write_text(MASKED)
+    path = build(tmp_path, ONE, CALM.replace("gpt.py:GPT", "masked.py:Masked"))
+    rows = [
+        {"tokens": one, "targets": other, "attention_mask": torch.ones(8), "text": "a"} for one, other in rows_of(16)
+    ]
+    with parc.load(path) as session, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loader = dataloader(session, rows, workers=workers)
+        assert [len(batch["tokens"]) for batch in (*loader, *loader)] == [8] * 4
+        plain: Any = [{name: row[name] for name in ("tokens", "targets")} for row in rows]
+        assert len(list(dataloader(session, plain, workers=workers, name="plain"))) == 2
+    (one,) = [str(one.message) for one in caught if one.category is UserWarning]
+    assert one.startswith("`attention_mask` of the dataset is left out: the model's forward takes it, and no `input`")
 
 
 def test_a_plan_with_a_dataset_goes_on_where_it_was_under_another_batch_and_mesh(tmp_path: Path) -> None:
