@@ -15,7 +15,7 @@ KINDS = [
     *product(("ended",), ("sum", "mean", "max"), (-1,), (False,)),
     *product(("table", "given"), ("sum",), (None, 11), (True,)),
 ]
-"""Of each bag: where its offsets come from, its mode, its padding row, and whether its entries have weights."""
+"""The source of each bag's offsets, its mode, its padding row, and whether its entries have weights."""
 RAGGED = [0, 1, 1, 9, 20, 21, 47, 48]
 """Offsets of bags of which one in the middle and the last are empty."""
 
