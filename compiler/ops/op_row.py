@@ -86,6 +86,8 @@ class OpFacts:
     """The position of the operand that holds these numbers."""
     ignored_at: int | None = None
     """The position of the argument that is the number to ignore."""
+    rises_at: int | None = None
+    """The position of the operand whose numbers must rise: where parts begin that are found for other operands."""
     put_back: str = ""
     """The operator that gives the first operand with another tensor in the place of the part that this one takes: its
     operands are both, and its other arguments are the same."""

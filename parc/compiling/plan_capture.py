@@ -95,9 +95,9 @@ def capture_plan(
         captured = capture(
             recorded.module, recorded.mode, input_specs(plan), call, loss, ranged, capacities, returns=evaluates
         )
+        captured, drawn = prepare(captured)
     except CaptureError as error:
         raise PlanError([capture_diagnostic(plan, error, overrides)]) from None
-    captured, drawn = prepare(captured)
     if drawn is not None:
         message = (
             f"the model draws random numbers with `{drawn.target}`, which parc cannot make the same on every layout"

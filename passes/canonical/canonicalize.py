@@ -13,11 +13,11 @@ from torch import fx
 from ...compiler.capture.node_facts import copy_facts, noted
 from ...compiler.ops.own_ops import OPS, aten
 from ..calls import arguments_of
-from . import attention, decompose
+from . import attention, bags, decompose
 from .decompose import looked_up, shape_of
 from .rewriter import Canonicalizer, rewrites, targets_where
 
-_FAMILIES = attention, decompose
+_FAMILIES = attention, bags, decompose
 """The modules whose rewrites are in ``REWRITES``, beside those of this module."""
 
 

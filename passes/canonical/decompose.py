@@ -185,11 +185,16 @@ def _overwrite(c: Canonicalizer, node: fx.Node) -> None:
 
 @rewrites(aten.embedding.default)
 def _padding_row(c: Canonicalizer, node: fx.Node) -> None:
-    """Cut the gradient of a table's padding row, which is not trained, wherever the row is."""
-    weight, index, padding, *_ = arguments_of(node).values()
-    if not isinstance(padding, int) or padding < 0:
+    """Cut the gradient of a table's padding row, which is not trained, wherever the row is. Gradients are dense."""
+    weight, index, padding, by_frequency, sparse = arguments_of(node).values()
+    trains_all = not isinstance(padding, int) or padding < 0
+    if trains_all and not sparse:
         return
-    rows = c.emit(node, aten.embedding.default, weight, index)
+    scaled = {"scale_grad_by_freq": True} if by_frequency else {}
+    rows = c.emit(node, aten.embedding.default, weight, index, **scaled)
+    if trains_all:
+        c.replace(node, rows)
+        return
     padded = c.emit(node, aten.unsqueeze.default, c.emit(node, aten.eq.Scalar, index, padding), -1)
     c.replace(node, c.emit(node, aten.where.self, padded, c.emit(node, aten.detach.default, rows), rows))
 
@@ -428,27 +433,3 @@ def _instance_norm(node: fx.Node) -> Any:
         return normed if bias is None else normed + bias.view(-1, *[1] * len(dims))
 
     return instance_norm
-
-
-@takes_apart(aten.embedding_bag.padding_idx, aten.embedding_bag.default)
-def _embedding_bag(node: fx.Node) -> Any:
-    """Look up rows and reduce them over bags of equal sizes, as a table of indices has them."""
-    offsets: Any = node.args[2]
-    step = next((n.args[2] for n in (offsets,) if n.target is aten.arange.start_step and n.args[0] == 0), None)
-    if not step or noted(node.args[1]).value.numel() % step:  # type: ignore[arg-type]
-        return None
-
-    def embedding_bag(table: Any, index: Any, offsets: Any, freq: Any = False, mode: int = 0, sparse: Any = False,
-                      weights: Any = None, last: Any = False, padding: int | None = None) -> Any:  # fmt: skip
-        index = index.reshape(-1, step)
-        rows = F.embedding(index, table, -1 if padding is None else padding)
-        rows = rows if weights is None else rows * weights.reshape(index.shape).unsqueeze(-1)
-        kept = None if padding is None else (index != padding).unsqueeze(-1)
-        if mode == 2:
-            rows = rows if kept is None else rows.masked_fill(~kept, -torch.inf)
-            return (torch.amax(rows, 1),)
-        rows = rows if kept is None else rows * kept
-        count = step if kept is None else kept.sum(1).clamp_min(1)
-        return (rows.sum(1) / count if mode == 1 else rows.sum(1),)
-
-    return embedding_bag

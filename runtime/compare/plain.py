@@ -152,8 +152,9 @@ class PlainModule:
             return output, [term(output, inputs) for term in self._terms]
 
     def take_gradients(self) -> dict[str, Tensor]:
-        """Return the gradients by parameter, complex ones as two real parts; the next backward starts from none."""
-        gradients = {name: real_form(p.grad) for name, p in self.parameters.items() if p.grad is not None}
+        """Return the gradients by parameter, complex ones as two real parts, and sparse ones dense, as builds have
+        them; the next backward starts from none."""
+        gradients = {name: real_form(p.grad.to_dense()) for name, p in self.parameters.items() if p.grad is not None}
         for parameter in self.parameters.values():
             parameter.grad = None
         return gradients

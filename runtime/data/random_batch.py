@@ -1,6 +1,9 @@
-"""Random whole batches for a program: floats, and indices below the count of the rows or classes that they name."""
+"""Random whole batches for a program: floats, indices below the count of the rows or classes that they name, and
+offsets that rise."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 
@@ -12,13 +15,17 @@ from ...compiler.program.program import Program, Ref
 def random_batch(reference: Program, microbatches: int, generator: torch.Generator) -> list[dict[str, torch.Tensor]]:
     """Return whole inputs of each microbatch. Indices are below the count of rows or classes; another share of targets
     is ignored in each microbatch."""
-    bounds = class_bounds(reference)
+    bounds, ends = class_bounds(reference), _ends_of_offsets(reference)
     batches = []
     for index in range(microbatches):
         batch = {}
         for name, value in reference.main.bound("input").items():
             bound, ignore = bounds.get(name, (2, None))
-            batch[name] = _random_input(value.type, bound, generator)
+            batch[name] = _random_input(value.type, ends.get(name, bound - 1) + 1, generator)
+            if name in ends and batch[name].dim():
+                offsets = batch[name].sort(-1).values
+                offsets[..., -1], offsets[..., 0] = ends[name], 0  # of all entries, the first and the last bag too
+                batch[name] = offsets
             if ignore is not None:
                 share = 0.1 + 0.5 * index / microbatches
                 drop = torch.rand(value.type.shape, generator=generator) < share
@@ -51,19 +58,40 @@ def beyond_help(bound: int, ignore: int | None) -> str:
     return f"give numbers below {bound}{ignored}, or the model more rows or classes: 256 for `data bytes`"
 
 
+def _inputs_behind(program: Program) -> dict[str, str]:
+    """Return, for each value that holds entries of one input, that input's name."""
+    origin = {value.name: name for name, value in program.main.bound("input").items()}
+    for line in program.main.lines:
+        row, first = facts(line.op), line.args[0] if line.args else None
+        moved = row.keeps_values or row.casts
+        if moved and isinstance(first, Ref) and first.name in origin and line.results[0] is not None:
+            origin[line.results[0].name] = origin[first.name]
+    return origin
+
+
+def _ends_of_offsets(program: Program) -> Mapping[str, int]:
+    """Return, for each input of offsets, the count of the entries whose parts they begin."""
+    values, origin = program.main.values(), _inputs_behind(program)
+    ends = dict[str, int]()
+    for line in program.main.lines:
+        at = facts(line.op).rises_at
+        entries, offsets = (line.args[0], line.args[at]) if at is not None else (None, None)
+        if isinstance(entries, Ref) and isinstance(offsets, Ref) and offsets.name in origin:
+            ends[origin[offsets.name]] = values[entries.name].type.shape[-1]
+    return ends
+
+
 def class_bounds(program: Program) -> dict[str, tuple[int, int | None]]:
     """Return, for each input of indices, the count of rows or classes, and the index that a loss ignores, if any. An
     input that indexes a tensor too, as in ``weight[target] * cross_entropy(output, target)``, has none to ignore."""
     main = program.main
     values = main.values()
-    origin = {value.name: name for name, value in main.bound("input").items()}
+    origin = _inputs_behind(program)
     bounds: dict[str, tuple[int, int | None]] = {}
     indices = set[str]()
     for line in main.lines:
         names = [item.name if isinstance(item, Ref) else "" for item in line.args]
         row = facts(line.op)
-        if (row.keeps_values or row.casts) and names[0] in origin and line.results[0] is not None:
-            origin[line.results[0].name] = origin[names[0]]
         if row.counted is not None and names[row.named_at] in origin:
             table, dim = row.counted
             name, size = origin[names[row.named_at]], values[names[table]].type.shape[dim]

@@ -139,7 +139,7 @@ INDEXING_RULES = {
     ),
     **rows_of("one_hot", _scatter(rule("... -> ... c!"))),
     # the bucket is how many boundaries lie below: a count, which adds up
-    **rows_of("bucketize.Tensor", OpRow(rule("..., boundaries -> ..."))),
+    **rows_of("bucketize.Tensor", OpRow(rule("..., boundaries -> ..."), rises_at=1)),
     **rows_of("index.Tensor _unsafe_index.Tensor", _gather(_index)),
     **rows_of("index_put _unsafe_index_put", _scatter(_index_put)),
     **rows_of("gather", _gather(_picked("xii", linear="0"))),
