@@ -34,7 +34,8 @@ from tests.planted_builds import (
     judge,
     table_text,
 )
-from tests.planted_mutators import Mutant, sites, with_function
+from tests.planted_edits import with_function
+from tests.planted_mutators import Mutant, sites
 
 AWAITING_BUILDS = (
     "gpt dp=2, zero 3", "llama dp=2, tp=2, split sequences", COMPRESSED_BUILDS[1], EXPERT_BUILDS[0], CONTEXT_BUILDS[1],

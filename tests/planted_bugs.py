@@ -35,9 +35,10 @@ from tests.planted_builds import (
     step_of,
     table_text,
 )
+from tests.planted_edits import Programs
 from tests.planted_large import PLANS as LARGE_PLANS
 from tests.planted_large import in_large, large_build
-from tests.planted_mutators import Mutant, Programs, mutants, rows
+from tests.planted_mutators import Mutant, mutants, rows
 from tests.planted_pipelines import PIPELINES, good, in_pipeline, refusals
 from tests.planted_schedules import wrong_at
 from tests.planted_sizes import size_refusals

@@ -25,7 +25,7 @@ from parc.runtime.compare.simulate import compare
 from tests.captured_once import compile_once
 from tests.evaluated_plans import PLAN
 from tests.evaluated_plans import PLANS as EVALUATED_PLANS
-from tests.planted_mutators import Programs
+from tests.planted_edits import Programs
 
 logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # its words on shapes that do not fit
 

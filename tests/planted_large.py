@@ -21,7 +21,8 @@ from parc.compiling.compiled import Compiled
 from parc.compiling.driver import compile_plan
 from parc.grammar.source import Source
 from tests.planted_builds import ROOT, reread
-from tests.planted_mutators import OTHER_OPERATOR, Mutant, Programs, Site, mutants, reading, with_argument, with_main
+from tests.planted_edits import Programs, reading, with_argument, with_main
+from tests.planted_mutators import OTHER_OPERATOR, Mutant, Site, mutants
 from tests.planted_special import unreduced
 
 _GPT = """\

@@ -18,7 +18,8 @@ from parc.compiling.compiled import Compiled
 from parc.grammar.source import Source
 from tests.captured_once import compile_once
 from tests.planted_builds import ROOT, TIED, reread
-from tests.planted_mutators import Mutant, Programs, mutants, sites, stacked, with_main
+from tests.planted_edits import Programs, stacked, with_main
+from tests.planted_mutators import Mutant, mutants, sites
 
 PIPELINE = f"""\
 {TIED}
@@ -137,7 +138,7 @@ def _counted_too(build: Good) -> Changed:
         for missing in [value for value in gradients if value not in {line.uses[0] for line in squares}]:
             extra = replace(squares[0], results=(replace(squares[0].made[0], name="again"),), args=(Ref(missing),))
             site = next(sites(build.programs, STACK, name))
-            more = site.replaced(extra, stacked(site, [*site.line.args[0], Ref("again")]))
+            more = site.replaced(extra, stacked(site.line, [*site.line.args[0], Ref("again")]))
             yield f"{name} counts {missing} too", more
 
 

@@ -14,21 +14,8 @@ from parc.compiler.ops.rules.experts import EXPERTS_RULES
 from parc.compiler.program.binding import Binding
 from parc.compiler.program.program import Line, Ref, Value
 from tests.planted_builds import GoodBuild
-from tests.planted_mutators import (
-    Change,
-    Changes,
-    Mutant,
-    Programs,
-    Row,
-    Site,
-    derived,
-    rows,
-    sites,
-    stacked,
-    with_argument,
-    with_function,
-    with_main,
-)
+from tests.planted_edits import Programs, stacked, with_argument, with_function, with_main
+from tests.planted_mutators import Change, Changes, Mutant, Row, Site, derived, rows, sites
 
 _ROUND = "parc.round_int8"
 
@@ -38,10 +25,10 @@ def unreduced(programs: Programs, gradient: Binding) -> Programs:
     main = programs["REDUCE"].main
     gone = {value.name for value in main.parameters if value.binding == gradient}
     rest = []
-    for at, line in enumerate(main.lines):
+    for line in main.lines:
         if line.op == "aten.stack.default" and gone & set(line.uses):
             items = [item for item in line.args[0] if item.name not in gone]
-            rest.append(stacked(Site(programs, "REDUCE", main, at), items))
+            rest.append(stacked(line, items))
         elif gone & set(line.uses):
             gone.add(line.made[0].name)
         else:

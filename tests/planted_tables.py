@@ -13,7 +13,8 @@ from parc.compiler.program.binding import BUFFERS
 from parc.compiler.program.program import Function, Program
 from parc.compiling.compiled import Compiled
 from tests.checked_plans import compiled
-from tests.planted_mutators import Mutant, through, with_function
+from tests.planted_edits import through, with_function
+from tests.planted_mutators import Mutant
 
 ROOT = Path(__file__).parent.parent
 PLAN = """\

@@ -31,7 +31,7 @@ from tests.captured_once import compile_once
 from tests.draws import wide
 from tests.planted_bugs import EARLY, SUMS
 from tests.planted_builds import COMPRESSED_BUILDS, good_build
-from tests.planted_mutators import with_lines
+from tests.planted_edits import with_lines
 from tests.runtime.ranks import run_ranks
 from tests.runtime.tiny import DATA, batch, build
 

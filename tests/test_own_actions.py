@@ -40,7 +40,8 @@ from parc.passes.programs.writer import whole_type
 from parc.runtime.compare.agreement import TOLERANCE
 from parc.runtime.compare.simulate import compare
 from tests.planted_builds import ROOT, TIED
-from tests.planted_mutators import Programs, sites, stacked, with_main
+from tests.planted_edits import Programs, stacked, with_main
+from tests.planted_mutators import sites
 from tests.runtime.ranks import run_ranks
 from tests.test_house import python_files, shown, tree
 
@@ -215,7 +216,7 @@ def test_numbers_that_are_wrong_are_refused() -> None:
     compilation = compiled("pipeline")
     site = next(sites({"pp1": compilation.build.roles["pp1"].programs[KIND]}, "aten.stack.default"))
     (items,) = site.line.args
-    changed = site.replaced(stacked(site, [*items, items[0]]))
+    changed = site.replaced(stacked(site.line, [*items, items[0]]))
     assert not refusals(compilation, changed) and metric_error(compilation, changed) > 1e-3
     good, bad, reference = compilation.build, with_programs(compilation, changed), compilation.build.reference
     assert not compare_structure(good.programs, reference, good.programs, reference)

@@ -12,7 +12,7 @@ from parc.compiler.program.plain import EarlyFault, in_reduce
 from parc.compiler.program.roles import SINGLE, Programs
 
 from ..checked_plans import checked, compiled_net
-from ..planted_mutators import reading, with_function
+from ..planted_edits import reading, with_function
 from .test_zero import built, told
 
 

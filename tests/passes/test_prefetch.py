@@ -17,7 +17,7 @@ from parc.compiler.verify.communication import check_messages
 from parc.passes.programs import overlap
 
 from ..checked_plans import checked, compiled
-from ..planted_mutators import reading, with_main
+from ..planted_edits import reading, with_main
 from ..runtime.ranks import run_ranks
 from ..runtime.tiny import DATA, EXAMPLES, PLAN, build
 from .test_early import own

@@ -17,7 +17,7 @@ from parc.grammar.source import Source
 from tests.draws import wide
 from tests.planted_bugs import STAGES
 from tests.planted_builds import ROOT
-from tests.planted_mutators import with_main
+from tests.planted_edits import with_main
 from tests.planted_pipelines import PIPELINE, PIPELINES, good, refusals
 from tests.planted_schedules import wrong_at
 

@@ -22,7 +22,7 @@ from parc.compiling.compiled import Compiled
 from parc.compiling.driver import compile_plan
 from parc.grammar.diagnostics import PlanError
 from parc.grammar.source import Source
-from tests.planted_mutators import with_main
+from tests.planted_edits import with_main
 from tests.runtime.ranks import run_ranks
 
 _MODEL = """

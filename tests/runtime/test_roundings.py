@@ -19,7 +19,7 @@ from parc.compiling.compiled import Compiled
 from parc.compiling.driver import compile_plan
 from tests.checked_plans import compiled
 from tests.planted_bugs import ROUNDINGS
-from tests.planted_mutators import with_function
+from tests.planted_edits import with_function
 from tests.planted_tables import rounded, tables_build
 from tests.runtime.test_precision import BF16
 from tests.runtime.tiny import BOTH, PLAN
