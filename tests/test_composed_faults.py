@@ -255,3 +255,10 @@ def test_the_fault_planted_in_a_good_build_is_refused_by_its_texts_alone(name: s
     assert changed != files[file]
     faults = static_faults(Build.of(compilation.folder, {**files, file: changed}, manifest_of(compilation), {}))
     assert faults and {fault.check for fault in faults} <= {"types", "shapes", "communication"}, faults
+
+
+def test_the_page_of_faults_names_every_replay_and_every_planted_fault() -> None:
+    lines = (ROOT / "docs/faults.md").read_text(encoding="utf-8").splitlines()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("| ")][2:]
+    plans, planted = ({name for row in rows for name in row[at].split("; ") if name} for at in (3, 4))
+    assert len(rows) == 12 and plans == {*REPLAYS} and planted == {*PLANTED}
