@@ -161,7 +161,8 @@ def few_heads(graph: fx.Graph, fused: Sequence[tuple[PlacementSeed, Sequence[str
 
 
 def _heads_of(follower: Follower, seed: PlacementSeed) -> _Heads | None:
-    """Return the heads that a split parameter becomes, or None if no attention reads it."""
+    """Return the heads that a split parameter becomes. None if no attention reads it, or if none contracts its dim,
+    which then counts heads itself, as that of attention sinks does."""
     assert seed.dim is not None
     counts: dict[int, str] = {}
     taken: set[tuple[ValueKey, int]] = set()
@@ -197,12 +198,12 @@ def _heads_of(follower: Follower, seed: PlacementSeed) -> _Heads | None:
             grouped = max(grouped, math.prod(int(rule.sizes[name]) for name in inner))
         for key, at, within in factor_places(node, rule, *part):
             pending.append((key, at, within, None if apart else key if last and outer != 1 else last))
-    if not meets:
+    if not meets or not counts:
         return None
-    most = max(counts, default=1)
+    most = max(counts)
     few = frozenset(key for key, count in taken if count < most)
     source = next(iter(counts.values()), "")
-    return _Heads(seed, math.gcd(*counts) or 1, most, source, frozenset(meets), grouped, few)
+    return _Heads(seed, math.gcd(*counts), most, source, frozenset(meets), grouped, few)
 
 
 def _contracted(follower: Follower, node: fx.Node) -> set[str]:
