@@ -29,6 +29,7 @@ from tests.planted_builds import (
     MOODY_BUILD,
     OFFLOADED,
     Row,
+    compiled_plan,
     evaluated_build,
     good_build,
     judge,
@@ -39,6 +40,7 @@ from tests.planted_edits import Programs
 from tests.planted_large import PLANS as LARGE_PLANS
 from tests.planted_large import in_large, large_build
 from tests.planted_mutators import Mutant, mutants, rows
+from tests.planted_numbers import in_graph
 from tests.planted_pipelines import PIPELINES, good, in_pipeline, refusals
 from tests.planted_schedules import wrong_at
 from tests.planted_sizes import size_refusals
@@ -192,9 +194,11 @@ STAGES = Table("pipelines, by texts alone", tuple(PIPELINES), good, in_pipeline,
 EVALUATED_STAGES = replace(
     STAGES, title="evaluations of pipelines, by texts alone", build=partial(good, evaluates=True)
 )
+NUMBERS = Table("numbers that data never shows", (*BUILDS, MOODY_BUILD, AUXILIARY_BUILD, *CONTEXT_BUILDS), good_build,
+                lambda build: in_graph(compiled_plan(build.name)), judged)  # fmt: skip
 LARGE = Table("large builds, by texts alone", tuple(LARGE_PLANS), large_build, in_large,
               lambda build, mutant: (build.faults(mutant.programs)[0], False))  # fmt: skip
-TABLES = (STEPS, EARLY, SUMS, CONTEXT, EVALUATIONS, ROUNDINGS, STAGES, EVALUATED_STAGES, LARGE)
+TABLES = (STEPS, EARLY, SUMS, CONTEXT, EVALUATIONS, ROUNDINGS, STAGES, EVALUATED_STAGES, NUMBERS, LARGE)
 FINE = tuple(name for name in BUILDS if name.startswith("stack"))
 """The builds whose numbers are tested quickest: each operator of these is a place of its own."""
 NUMERIC = ("read another value", "run again", "take another operator", "change an argument", "swap operands",

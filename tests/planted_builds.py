@@ -299,19 +299,20 @@ class GoodBuild:
 
 
 @cache
-def _compiled(name: str, more: str = "") -> Compiled:
+def compiled_plan(name: str, more: str = "") -> Compiled:
+    """Compile the plan of a build, with more lines."""
     folder, text = PLANS[name]
     return compile_once(read_plan(Source("planted.parc", text + more)), ROOT / folder)
 
 
 def step_of(name: str) -> Mapping[str, Program]:
     """Return the programs of the step beside an ``evaluated_build``."""
-    return case_of(_compiled(name, "eval\n")).programs
+    return case_of(compiled_plan(name, "eval\n")).programs
 
 
 def evaluated_build(name: str) -> GoodBuild:
     """Return what evaluates the model of a build."""
-    evaluation = _compiled(name, "eval\n").evaluated
+    evaluation = compiled_plan(name, "eval\n").evaluated
     assert evaluation is not None
     return GoodBuild(name, varied_case(case_of(evaluation)), evaluation.build)
 
@@ -320,7 +321,7 @@ def evaluated_build(name: str) -> GoodBuild:
 def good_build(name: str, early: bool = False) -> GoodBuild:
     """Return one of ``BUILDS``, one with experts, or the offloaded one; ``early`` leaves sums of gradients where
     backward starts them."""
-    compiled = _compiled(name)
+    compiled = compiled_plan(name)
     build = compiled.build
     if not early:  # most bugs are planted where the sums of gradients stand in REDUCE, as checks read them
         build = replace(build, roles={SINGLE: replace(build.roles[SINGLE], programs=build.programs)})

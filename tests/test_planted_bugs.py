@@ -11,7 +11,7 @@ from parc.compiler.verify.rounding import check_recomputed
 from parc.compiler.verify.sums import check_reduce
 from parc.runtime.compare.agreement import TOLERANCE
 from parc.runtime.compare.simulate import compare
-from tests.planted_bugs import CONTEXT, EARLY, EVALUATED_STAGES, EVALUATIONS, STEPS
+from tests.planted_bugs import CONTEXT, EARLY, EVALUATED_STAGES, EVALUATIONS, NUMBERS, STEPS
 from tests.planted_builds import MOODY_BUILD, OFFLOADED, GoodBuild, Row, evaluated_build, good_build, judge, table_text
 from tests.planted_mutators import LINES, ROWS, Mutant, mutants
 from tests.planted_pipelines import good, refusals
@@ -76,6 +76,15 @@ def test_sequences_whose_parts_meet_wrongly_are_refused() -> None:
         assert not (verdict := judge(build := CONTEXT.build(name), build.programs)).check, verdict.reason
     found = CONTEXT.rows(most=1, share=12)
     assert not [what for row in found.values() for what in row.accepted]
+
+
+def test_numbers_that_data_never_shows_are_refused_by_the_texts_alone() -> None:
+    rows = NUMBERS.rows(("stack tp=2, two microbatches",), 1, share=4)
+    for name in ("gpt dp=2, tp=2, two microbatches", "padded tp=4"):
+        for kind, row in NUMBERS.rows((name,), 1, share=24).items():
+            rows.setdefault(kind, Row()).add(row)
+    judged = sum(row.mutants for row in rows.values())
+    assert judged > 15 and sum(row.by_types for row in rows.values()) == judged, table_text(rows)
 
 
 def test_evaluations_of_another_model_are_refused_almost_all_before_anything_runs() -> None:

@@ -29,6 +29,7 @@ from parc.compiler.verify.arithmetic import check_bounds, check_integers
 from parc.compiler.verify.communication import check_messages, check_stages, check_timelines
 from parc.compiler.verify.compressed import check_compressed
 from parc.compiler.verify.lines import check_lines, check_program
+from parc.compiler.verify.numbers import check_constants
 from parc.compiler.verify.padding import check_padding
 from parc.compiler.verify.ranges import size_faults
 from parc.compiler.verify.rounding import check_precision, check_recomputed
@@ -94,6 +95,7 @@ def faults_by_check(build: Build, summed: bool | None = None) -> Iterator[list[F
     yield [fault for role in roles.values() for fault in check_loads(role.programs, reference, biases)]
     yield [*check_integers(programs, reference)]
     yield [*check_bounds(programs, reference)]
+    yield [*check_constants(programs, reference)]
     yield [*check_packed(programs, reference)]
     yield [*check_compressed(programs, build.rounding.sent)]
     yield [*check_stored(programs, reference)]

@@ -8,10 +8,12 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import fx
 
 from ...compiler.capture.node_facts import copy_facts, noted
 from ...compiler.ops.own_ops import OPS, aten
+from ...compiler.ops.rules import facts
 from ..calls import arguments_of
 from . import attention, bags, decompose
 from .decompose import looked_up, shape_of
@@ -45,6 +47,8 @@ def canonicalize(graph: fx.Graph, ranged: bool = False) -> fx.Graph:
     """
     copy = copied(graph)
     rewriter = Canonicalizer(copy, ranged)
+    for node in list(copy.nodes):
+        _write_promotion(rewriter, node)
     rewriter.rewrite()
     order = {node: index for index, node in enumerate(copy.nodes)}
     for node in order:
@@ -52,6 +56,18 @@ def canonicalize(graph: fx.Graph, ranged: bool = False) -> fx.Graph:
     copy.eliminate_dead_code()
     copy.lint()
     return copy
+
+
+def _write_promotion(c: Canonicalizer, node: fx.Node) -> None:
+    """Cast whole numbers of which an operator makes floating ones to the type of these: torch's default is float32 also
+    in a program that runs in float64."""
+    value, tags = noted(node).value, getattr(node.target, "tags", ())
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point() or torch.Tag.pointwise not in tags:
+        return
+    operands = [] if facts(node.target).chooses else node.all_input_nodes
+    if not any(noted(operand).value.is_floating_point() for operand in operands):
+        for operand in operands:
+            node.replace_input_with(operand, c.emit(node, aten._to_copy.default, operand, dtype=value.dtype))
 
 
 def _join_slices(c: Canonicalizer, node: fx.Node, order: Mapping[fx.Node, int]) -> None:

@@ -1,0 +1,268 @@
+"""The check of the numbers that F and B compute with: shares, epsilons, exponents, powers, scales, probabilities.
+
+Random data may never show them: ``x * sigmoid(x + 1000)`` is ``x``, and an epsilon of 1e-12 is beside any variance. So
+each operator of F that has numbers must be one of the captured graph with the same numbers, as often as the graph has
+it, and the graph's must all be there. Those of B are F's, or what torch's own derivative of a line of F brings: here it
+is derived again, operator by operator, on tensors without numbers.
+
+Whole numbers of whole numbers are the business of ``check_integers``, the numbers in padding of ``check_padding``, and
+those of the programs that run once a step of the checks of sums.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from functools import lru_cache
+from math import isnan, nan
+from typing import Any
+
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ..analysis.dataflow import Question, line_call, questions
+from ..layout.collectives import COLLECTIVES
+from ..ops.factors import fill_operands
+from ..ops.precision import base_name
+from ..ops.rules import facts
+from ..program.actions import BACKWARD, COUNTING, FORWARD
+from ..program.binding import BUFFERS
+from ..program.program import Fault, Function, Program, operator, references
+from ..torch_private import quiet
+
+Numbered = tuple[str, tuple[tuple[str, float], ...]]
+"""An operator without its overload, and those of its arguments that are numbers other than its defaults, by name."""
+_VALUED = frozenset({"Tensor", "Optional[Tensor]", "number", "Optional[number]", "float", "Optional[float]"})
+"""The types of arguments whose numbers are computed with; whole numbers of other types are dims and sizes."""
+_POSITIONS = frozenset({"padding", "padding_idx", "ignore", "ignore_index"})
+"""The arguments that name a row or a class by a whole number."""
+_PADDING = "parc.fill_pad.default"
+"""The operator whose number no entry of the model sees."""
+_DATA: Hashable = "data"
+"""The knowledge of a value that depends on parameters, inputs or random streams."""
+_TABLE: Hashable = "table"
+"""The knowledge of a value that depends on constants and buffers alone."""
+
+
+def check_constants(programs: Mapping[str, Program], reference: Program) -> Iterator[Fault]:
+    """Find numbers in COUNT, F and B that are not the captured graph's, and those of the graph that COUNT and F
+    lack."""
+    model = _CountedNumbers(reference, reference.main)
+    forward = _CountedNumbers(programs[FORWARD], programs[FORWARD].main)
+    yield from _differences(FORWARD, forward, model)
+    if COUNTING in programs:
+        counts, of_model = programs[COUNTING], reference.functions[0]
+        yield from _differences(COUNTING, _CountedNumbers(counts, counts.main), _CountedNumbers(reference, of_model))
+    if BACKWARD in programs:
+        yield from _backward_faults(programs[BACKWARD], forward)
+
+
+def _differences(action: str, program: _CountedNumbers, model: _CountedNumbers) -> Iterator[Fault]:
+    for numbered in sorted({*program.of_data, *model.of_data}):
+        times, of_model = program.of_data[numbered], model.of_data[numbered]
+        if times > of_model or (times < of_model and numbered not in model.replaced):
+            message = f"{_words(numbered)} {times} times, and the captured graph {of_model} times"
+            yield Fault("types", f"{action} {program.places.get(numbered, 'main')}", message)
+    for numbered in sorted(program.of_tables - model.of_tables - model.of_data.keys()):
+        message = f"{_words(numbered)}, which no table of the captured graph has"
+        yield Fault("types", f"{action} {program.places[numbered]}", message)
+
+
+def _backward_faults(backward: Program, forward: _CountedNumbers) -> Iterator[Fault]:
+    """Find numbers in B that no line of F has, and that no derivative of one brings. Derivatives are asked for until
+    they explain all, first those of lines with numbers."""
+    known = {*forward.of_data, *forward.of_tables}
+    lines = [
+        (function.name, line, unexplained)
+        for function in backward.functions
+        for line, question in questions(function, backward.mesh)
+        if question is not None and (unexplained := {*_line_numbers(question)} - known)
+        if not facts(line.op).makes_zeros(line.args)
+    ]
+    other = set[Numbered]().union(*(unexplained for _, _, unexplained in lines))
+    for question in sorted(forward.questions, key=lambda question: not _line_numbers(question)):
+        if not other:
+            return
+        other -= _derivative_numbers(question)
+    for function, line, unexplained in lines:
+        if wrong := unexplained & other:
+            message = f"{_words(min(wrong))}, which neither F nor the derivative of one of its operators has"
+            yield Fault("types", f"{BACKWARD} {function}: {line.names}", message)
+
+
+def _words(numbered: Numbered) -> str:
+    name, numbers = numbered
+    return f"has {name} with {', '.join(f'{argument} {number!r}' for argument, number in numbers)}"
+
+
+class _CountedNumbers:
+    """The operators of a program that have numbers: how often each computes with data, and the set of those that make
+    tables of constants and buffers, which are made wherever they are read."""
+
+    def __init__(self, program: Program, main: Function) -> None:
+        self.program = program
+        self.of_tables: set[Numbered] = set()
+        self.places: dict[Numbered, str] = {}
+        self.replaced: set[Numbered] = set()
+        """Those of operators in whose place a program may have others."""
+        self.questions: dict[Question, None] = {}
+        self._walked: dict[tuple[str, tuple[Hashable, ...]], tuple[Counter[Numbered], list[Hashable]]] = {}
+        self.of_data, _ = self._walk(main, tuple(_TABLE if v.kind in BUFFERS else _DATA for v in main.parameters))
+
+    def _walk(
+        self, function: Function, of_parameters: tuple[Hashable, ...]
+    ) -> tuple[Counter[Numbered], list[Hashable]]:
+        """Count what a function has, with the functions that it calls. Return what is known of its results too."""
+        key = function.name, of_parameters
+        if key not in self._walked:
+            counts: Counter[Numbered] = Counter()
+            known = dict(zip((value.name for value in function.parameters), of_parameters, strict=True))
+            for line, question in questions(function, self.program.mesh):
+                read = tuple(map(known.__getitem__, line.uses))
+                if question is None:
+                    of_call, results = self._walk(self.program.function(line.op), read)
+                    counts += of_call
+                else:
+                    self.questions[question] = None
+                    results = [_known_of_result(question, read)] * len(line.made)
+                    for numbered in _with_constants(question, read):
+                        self.places.setdefault(numbered, f"{function.name}: {line.names}")
+                        if facts(line.op).replaced:
+                            self.replaced.add(numbered)
+                        if _DATA in read:
+                            counts[numbered] += 1
+                        else:
+                            self.of_tables.add(numbered)
+                known.update(zip((value.name for value in line.made), results, strict=True))
+            self._walked[key] = counts, [known[name] for _, name in function.returns]
+        return self._walked[key]
+
+
+def _known_of_result(question: Question, read: tuple[Hashable, ...]) -> Hashable:
+    """Return the number that a line repeats, or whether its results depend on data."""
+    line, row = question.line, facts(question.line.op)
+    if row.creates:
+        return _number(row.number_in(line.args))
+    if read and (line.op in COLLECTIVES or row.keeps_values or row.casts):
+        return read[0]
+    if row.elementwise and read and all(isinstance(number, float) for number in read):
+        numbers = [
+            torch.tensor(number, dtype=type_.dtype) for number, type_ in zip(read, question.operands, strict=True)
+        ]
+        call = line_call(line, question.operands, question.results, lambda item: item.size)
+        return _number(
+            float(operator(line.op)(*fill_operands(call.args, numbers), **fill_operands(dict(call.kwargs), numbers)))
+        )
+    return _DATA if _DATA in read else _TABLE
+
+
+def _with_constants(question: Question, read: tuple[Hashable, ...]) -> Sequence[Numbered]:
+    """Return the numbers of a line, with those that its operands repeat."""
+    numbered = _line_numbers(question)
+    constants = [number for number in read if isinstance(number, float)]
+    if not constants or _DATA not in read or not facts(question.line.op).elementwise or not _floating(question):
+        return numbered
+    names = {
+        name: _number(known)
+        for name, known in zip(_operand_names(question), read, strict=True)
+        if isinstance(known, float)
+    }
+    own = dict(numbered[0][1]) if numbered else {}
+    return [(base_name(question.line.op), tuple(sorted({**own, **names}.items())))]
+
+
+@lru_cache(maxsize=8192)
+def _line_numbers(question: Question) -> tuple[Numbered, ...]:
+    """Return the numbers with which a line computes, other than whole ones of whole numbers: those of its parts, if it
+    is composed."""
+    line = question.line
+    if line.op in (*COLLECTIVES, _PADDING) or not _floating(question):
+        return ()
+    target = operator(line.op)
+    types = {str(argument.type) for argument in target._schema.arguments} - {"Tensor", "Optional[Tensor]"}
+    if not types.isdisjoint(_VALUED) and target.has_kernel_for_dispatch_key(_COMPOSITE):
+        return tuple(_run(question))
+    own = _numbers_of_call(target, line.args, dict(line.kwargs))
+    return (own,) if own[1] else ()
+
+
+@lru_cache(maxsize=8192)
+def _derivative_numbers(question: Question) -> frozenset[Numbered]:
+    """Return the numbers with which torch's derivative of a line computes."""
+    if question.line.op in COLLECTIVES or not _floating(question):
+        return frozenset()
+    return frozenset(_run(question, differentiate=True))
+
+
+def _floating(question: Question) -> bool:
+    return any(type_.dtype.is_floating_point for type_ in (*question.operands, *question.results))
+
+
+def _operand_names(question: Question) -> list[str]:
+    """Return the names of the arguments that are a line's operands, in the order in which it reads them."""
+    names = [argument.name for argument in operator(question.line.op)._schema.arguments]
+    arguments = [*zip(names, question.line.args, strict=False), *question.line.kwargs]
+    return [name for name, item in arguments for _ in references(item)]
+
+
+def _numbers_of_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Numbered:
+    """Return the numbers among the arguments of a call. A negative row or class stands for none."""
+    numbers = []
+    for at, argument in enumerate(target._schema.arguments):
+        item = args[at] if at < len(args) else kwargs.get(argument.name)
+        positions = argument.name in _POSITIONS
+        if type(item) not in (int, float) or not (positions or str(argument.type) in _VALUED):
+            continue
+        if item != argument.default_value and not (positions and item == -1):
+            numbers.append((argument.name, _number(item)))
+    return base_name(str(target)), tuple(sorted(numbers))
+
+
+def _number(number: float) -> float:
+    """Return the number as a float. Every NaN becomes the same object, so that a set finds it again."""
+    return nan if isnan(number) else float(number)
+
+
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+
+
+class _Numbers(TorchDispatchMode):
+    """A mode that notes the numbers of the operators that run in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers: list[Numbered] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        numbered = _numbers_of_call(func, args, kwargs or {})
+        self.numbers += [numbered] if numbered[1] else []
+        return func(*args, **(kwargs or {}))
+
+
+def _run(question: Question, differentiate: bool = False) -> list[Numbered]:
+    """Run a line on tensors without numbers, and its derivative if it is to be differentiated. Return the numbers of
+    the operators in it."""
+    with quiet():
+        try:
+            return _run_on("meta", nullcontext(), question, differentiate)
+        except NotImplementedError:  # there is no kernel
+            return _run_on("cpu", FakeTensorMode(), question, differentiate)
+
+
+def _run_on(device: str, mode: Any, question: Question, differentiate: bool) -> list[Numbered]:
+    call = line_call(question.line, question.operands, question.results, lambda item: item.size)
+    target = operator(call.op)
+    with mode, _Numbers() as numbers:
+        tensors = [torch.empty(type_.shape, dtype=type_.dtype, device=device) for type_ in question.operands]
+        floating = [tensor.requires_grad_() for tensor in tensors if differentiate and tensor.is_floating_point()]
+        args, kwargs = fill_operands(call.args, tensors), fill_operands(dict(call.kwargs), tensors)
+        if any(argument.name == "device" for argument in target._schema.arguments):
+            kwargs["device"] = torch.device(device)
+        results = [x for x in tree_leaves(target(*args, **kwargs)) if isinstance(x, torch.Tensor) and x.requires_grad]
+        for chosen in filter(None, (results, results[:1] if len(results) > 1 else ())):
+            ones = [torch.empty_like(x) for x in chosen]
+            torch.autograd.grad(chosen, floating, ones, retain_graph=True, allow_unused=True)
+    return numbers.numbers
