@@ -281,10 +281,18 @@ def _number_faults(agreement: Agreement, eager: EagerAgreement, at: str) -> Iter
 
 def first_check_of(compiled: Compiled, chosen: Subject, case: Case) -> tuple[FirstCheck, list[Fault]]:
     """Return the first check of a build, tested on the chosen subject, whose ``case`` has its largest sizes; and the
-    faults of that step in the programs' own types."""
+    faults of that step in the programs' own types.
+
+    Raises:
+        PlanError: a number is finite in float64, and not in the programs' own types.
+    """
     small, plan = _small_build(compiled, chosen.compiled), chosen.compiled.plan
     formats = [line["format"] for line in small.manifest["compress"]]
     step = own_step(case, plan.unbatched, formats, plan.trains)
+    if step.not_finite:
+        message = f"the {step.not_finite} is not finite in the programs' own types, and is in float64"
+        help_ = "take `precision bf16`, which holds larger numbers, or let the model compute with smaller ones"
+        raise PlanError([not_finite((*plan.precision, plan.model)[0], message, help_)])
     expected = {key: (of.signature.squares, of.signature.product, of.bound) for key, of in step.expected.items()}
     return FirstCheck(small, chosen.text, step.seed, step.state, expected), [*_own_type_faults(step)]
 
