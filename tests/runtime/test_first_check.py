@@ -396,6 +396,24 @@ def test_numbers_that_no_loss_scale_makes_finite_are_an_error_of_the_plan(line: 
     assert diagnostic.message == "the loss is not finite in the programs' own types, and is in float64"
 
 
+@pytest.mark.parametrize(("scale", "code"), [("", "P0016"), (" loss_scale dynamic", "")], ids=["none", "dynamic"])
+def test_gradients_that_become_zero_without_a_loss_scale_are_an_error_of_the_plan(
+    scale: str, code: str, tmp_path: Path
+) -> None:
+    (tmp_path / "net.py").write_text(OVERFLOWS.replace(" * 1e6) * 1e-6)", ").float() * 1e-3)"))
+    text = RETURNED.replace("B=16", "B=8") + f"loss output\noptimizer adamw lr 1e-3\nprecision fp16{scale}\n"
+    (tmp_path / "plan.parc").write_text(text)
+    try:
+        build_checked(tmp_path / "plan.parc", tmp_path / "build", {})
+    except PlanError as error:
+        (diagnostic,) = error.diagnostics
+        assert (
+            diagnostic.code.name == code and diagnostic.is_error and "become zero: the gradient" in diagnostic.message
+        )
+    else:
+        assert not code
+
+
 def test_gradients_of_repeated_heads_are_added_up_in_any_type() -> None:
     plan = f"""\
 model     "{ROOT}/examples/llama.py:llama" (layers=1, width=32, heads=8, kv_heads=2, ffn=32, vocab=32, length=16)
