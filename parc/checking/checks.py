@@ -18,12 +18,13 @@ from parc.compiler.analysis.samples import combination
 from parc.compiler.build.build import Build
 from parc.compiler.build.first_check import FirstCheck
 from parc.compiler.build.plan_facts import plan_faults
+from parc.compiler.plan.directives.precision import HALF
 from parc.compiler.plan.plan import Plan
 from parc.compiler.program.actions import FORWARD, Purpose
 from parc.compiler.program.binding import BUFFERS
 from parc.compiler.program.program import REFERENCE_FILE, Fault
 from parc.compiler.program.roles import SINGLE, Role, as_checked, ranks_of
-from parc.compiler.program.step_values import biases_in
+from parc.compiler.program.step_values import DYNAMIC, biases_in
 from parc.compiler.sizes.template import ShapeFault, sizes_text
 from parc.compiler.verify.arithmetic import check_bounds, check_integers
 from parc.compiler.verify.communication import check_messages, check_stages, check_timelines
@@ -45,7 +46,8 @@ from parc.compiler.verify.sums import check_loads, check_reduce, check_rescale
 from parc.compiling.compiled import Compiled
 from parc.compiling.driver import Progress, compile_plan
 from parc.compiling.size_ranges import fault_diagnostic, misfit_diagnostic
-from parc.grammar.diagnostics import Diagnostic, PlanError
+from parc.grammar.codes import UNSCALED
+from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.report import plan_of, report_faults
 from parc.runtime.compare.agreement import NEAR, TOLERANCE, Agreement
 from parc.runtime.compare.model_run import Case
@@ -283,12 +285,34 @@ def _number_faults(agreement: Agreement, eager: EagerAgreement, at: str) -> Iter
 
 def first_check_of(compiled: Compiled, chosen: Subject, case: Case) -> tuple[FirstCheck, list[Fault]]:
     """Return the first check of a build, tested on the chosen subject, whose ``case`` has its largest sizes; and the
-    faults of that step in the programs' own types."""
+    faults of that step in the programs' own types.
+
+    Raises:
+        PlanError: a number is finite in float64, and not in the programs' own types, or becomes zero in float16.
+    """
     small, plan = _small_build(compiled, chosen.compiled), chosen.compiled.plan
     formats = [line["format"] for line in small.manifest["compress"]]
     step = own_step(case, plan.unbatched, formats, plan.trains)
+    _hold_range(plan, step)
     expected = {key: (of.signature.squares, of.signature.product, of.bound) for key, of in step.expected.items()}
     return FirstCheck(small, chosen.text, step.seed, step.state, expected), [*_own_type_faults(step)]
+
+
+def _hold_range(plan: Plan, step: OwnStep) -> None:
+    """Check that the range of the plan's types holds the numbers of a step.
+
+    Raises:
+        PlanError: a number is finite in float64 alone, or gradients become zero in float16.
+    """
+    if step.not_finite:
+        message = f"the {step.not_finite} is not finite in the programs' own types, and is in float64"
+        help_ = "take `precision bf16`, which holds larger numbers, or let the model compute with smaller ones"
+        raise PlanError([not_finite((*plan.precision, plan.model)[0], message, help_)])
+    half = next((line for line in plan.precision if line.type == HALF), None)
+    if step.worst[0] > 1 and half is not None and plan.trains and plan.loss_scale != DYNAMIC:
+        message = f"small gradients of float16 become zero: the {step.worst[1]} is another one than in float64"
+        help_ = "write `precision fp16 loss_scale dynamic`, or `precision bf16`, which needs none"
+        raise PlanError([Diagnostic(UNSCALED, message, Label(half.arguments.statement.span), help=help_)])
 
 
 def _own_type_faults(step: OwnStep) -> Iterator[Fault]:

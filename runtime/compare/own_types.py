@@ -33,6 +33,7 @@ from ...compiler.sizes.size_range import BATCH
 from ..data.random_batch import random_batch
 from ..ranks.work import StepResult
 from ..session.evaluation import returned_types, without_padding
+from ..state.step_state import LEAST
 from ..step import Stepper
 from .agreement import DRAWS, Margin, joined, stacked
 from .model_run import Case, Microbatches, ReferenceRun, Watch
@@ -210,6 +211,8 @@ class OwnStep:
     expected: dict[Binding, ExpectedTensor] = field(default_factory=dict)
     worst: tuple[float, str] = 0.0, ""
     """The largest error beside its bound, and where it is."""
+    not_finite: str = ""
+    """The first tensor that is finite in float64 and not in the programs' own types."""
     narrow: tuple[str, ...] = ()
     """The sensitive operators that kernels computed in a narrow type."""
 
@@ -274,7 +277,10 @@ def _own_step(
         bound = factor * (change + noise + spread + coarsest * max(size, least))
         error = distance(simulated[key], wanted) if key in simulated else math.inf
         step.worst = max(step.worst, (part_of_bound(error, bound), str(key)))
-        if key in simulated and bool(simulated[key].isfinite().all()):
+        is_finite = key in simulated and bool(simulated[key].isfinite().all())
+        if key in simulated and not is_finite and bool(wanted.isfinite().all()):
+            step.not_finite = step.not_finite or str(key)
+        if is_finite:
             bound = factor * (spread + rounding * (least if is_narrow_step else max(size, least)))
             step.expected[key] = ExpectedTensor(whole_signature(str(key), simulated[key]), bound)
     return step, tied
@@ -362,8 +368,8 @@ def _exact(
 def _simulated(
     case: Case, batches: Microbatches, dims: SampleDims
 ) -> tuple[dict[Binding, Tensor], dict[str, float], set[str]]:
-    """Return the step's results by all ranks in their own types, the first state of steps at which they are finite, and
-    the sensitive operators that kernels computed in a narrow type."""
+    """Return the step's results by all ranks in their own types, the first state of steps at which they are finite, or
+    the last that a run tries, and the sensitive operators that kernels computed in a narrow type."""
     noted, known = set[str](), _narrow_in_text(_programs(case))
     # where the model itself is narrow, its kernels compute as it does
     watched = any(map(is_narrow, _dtypes(_programs(case)))) and not any(map(is_narrow, _dtypes([case.reference])))
@@ -378,7 +384,9 @@ def _simulated(
         pieces = [step.gradients for step in steps]
         if _SCALE not in case.state or all(x.isfinite().all() for of_rank in pieces for x in of_rank.values()):
             break
-        case = replace(case, state={**case.state, _SCALE: case.state[_SCALE] * _LOWER})
+        if (lower := case.state[_SCALE] * _LOWER) < LEAST:  # no scale helps
+            break
+        case = replace(case, state={**case.state, _SCALE: lower})
     whole = {
         name: simulation.whole(pieces, name) for name in dict.fromkeys(name for of_rank in pieces for name in of_rank)
     }

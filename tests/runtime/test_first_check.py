@@ -24,6 +24,7 @@ from parc.compiler.build.first_check import read_first_check
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.layout.pieces import take
 from parc.compiler.layout.placement import Placement, Split, TensorType
+from parc.grammar.diagnostics import PlanError
 from parc.runtime.compare import own_types
 from parc.runtime.compare.first_check import CheckOutcome, first_check
 from parc.runtime.compare.formula import planned_rate, rate_error
@@ -367,6 +368,50 @@ def test_data_at_which_no_top_k_nearly_ties_are_kept(
 
     monkeypatch.setattr(own_types, "_own_step", drawn_step)
     assert simulated_step(ATTENTION).seed == kept and len(seeds) == drawn
+
+
+OVERFLOWS = """\
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        return (self.second(self.first(x) * 1e6) * 1e-6).square().mean()
+"""
+
+
+@pytest.mark.parametrize("line", ["precision fp16 loss_scale dynamic", "precision fp16 loss_scale 8"])
+def test_numbers_that_no_loss_scale_makes_finite_are_an_error_of_the_plan(line: str, tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(OVERFLOWS)
+    text = RETURNED.replace("B=16", "B=8") + f"loss output\noptimizer adamw lr 1e-3\n{line}\n"
+    (tmp_path / "plan.parc").write_text(text)
+    with pytest.raises(PlanError) as caught:
+        build_checked(tmp_path / "plan.parc", tmp_path / "build", {})
+    (diagnostic,) = caught.value.diagnostics
+    assert diagnostic.code.name == "P0233" and diagnostic.primary is not None and diagnostic.primary.span.text == line
+    assert diagnostic.message == "the loss is not finite in the programs' own types, and is in float64"
+
+
+@pytest.mark.parametrize(("scale", "code"), [("", "P0016"), (" loss_scale dynamic", "")], ids=["none", "dynamic"])
+def test_gradients_that_become_zero_without_a_loss_scale_are_an_error_of_the_plan(
+    scale: str, code: str, tmp_path: Path
+) -> None:
+    (tmp_path / "net.py").write_text(OVERFLOWS.replace(" * 1e6) * 1e-6)", ").float() * 1e-3)"))
+    text = RETURNED.replace("B=16", "B=8") + f"loss output\noptimizer adamw lr 1e-3\nprecision fp16{scale}\n"
+    (tmp_path / "plan.parc").write_text(text)
+    try:
+        build_checked(tmp_path / "plan.parc", tmp_path / "build", {})
+    except PlanError as error:
+        (diagnostic,) = error.diagnostics
+        assert (
+            diagnostic.code.name == code and diagnostic.is_error and "become zero: the gradient" in diagnostic.message
+        )
+    else:
+        assert not code
 
 
 def test_gradients_of_repeated_heads_are_added_up_in_any_type() -> None:

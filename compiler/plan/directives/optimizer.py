@@ -12,7 +12,7 @@ from ....grammar.nearest import did_you_mean, listed
 from ....grammar.syntax import Word
 from ....grammar.usage import Arguments
 from ...program.optimizers import NOT_BY_ENTRY, OPTIMIZERS, OptimizerRow, kept_slots
-from ..directive import NOT_NEGATIVE, Directive, Literal, Scope, argument, read_literals
+from ..directive import NOT_NEGATIVE, ONE_OR_MORE, Directive, Literal, Scope, argument, read_literals
 from ..rates import LIMITS, RATE_TABLE, OptimizerGroup, Rates, rates_of, untaken
 from .steps import Steps
 
@@ -61,7 +61,8 @@ class Optimizer(Directive):
 
     LIMITS = (
         *LIMITS,
-        *((name, NOT_NEGATIVE) for name in ("warmup", "to", "fall")),
+        *((name, NOT_NEGATIVE) for name in ("warmup", "to")),
+        ("fall", ONE_OR_MORE),
         ("clip", (lambda value: value > 0, "above 0")),
     )
 
