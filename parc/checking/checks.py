@@ -14,7 +14,6 @@ import torch
 from parc.checking.eager import CLAMP, EagerAgreement, amplified, compare_with_eager, near_tie, not_finite
 from parc.checking.reports import report_of
 from parc.checking.twins import Subject, subject_of
-from parc.compiler.analysis.samples import combination
 from parc.compiler.build.build import Build
 from parc.compiler.build.first_check import FirstCheck
 from parc.compiler.build.plan_facts import plan_faults
@@ -23,7 +22,7 @@ from parc.compiler.program.actions import FORWARD, Purpose
 from parc.compiler.program.binding import BUFFERS
 from parc.compiler.program.program import REFERENCE_FILE, Fault
 from parc.compiler.program.roles import SINGLE, Role, as_checked, ranks_of
-from parc.compiler.program.step_values import biases_in
+from parc.compiler.program.step_values import biases_in, divisions_in
 from parc.compiler.sizes.template import ShapeFault, sizes_text
 from parc.compiler.verify.arithmetic import check_bounds, check_integers
 from parc.compiler.verify.communication import check_messages, check_stages, check_timelines
@@ -66,13 +65,13 @@ class Checked:
     seconds: float = 0.0
 
 
-def static_faults(build: Build, summed: bool | None = None) -> list[Fault]:
+def static_faults(build: Build) -> list[Fault]:
     """Return the faults of shapes, types, communication, padding and roundings in a build's programs, from these and
     the captured graph alone."""
-    return [fault for faults in faults_by_check(build, summed) for fault in faults]
+    return [fault for faults in faults_by_check(build) for fault in faults]
 
 
-def faults_by_check(build: Build, summed: bool | None = None) -> Iterator[list[Fault]]:
+def faults_by_check(build: Build) -> Iterator[list[Fault]]:
     """Yield the same faults, of one check after the other: a reader of the first need not wait for the last."""
     programs, reference = build.programs, build.reference
     roles = {name: replace(role, programs=as_checked(role.programs)) for name, role in build.roles.items()}
@@ -87,8 +86,8 @@ def faults_by_check(build: Build, summed: bool | None = None) -> Iterator[list[F
     if faults:
         return
     yield check_bindings(programs, build.types)
-    yield check_reference(programs, reference, build.microbatches, build.pads, summed)
-    yield [*check_reduce(programs, reference, build.microbatches)]
+    yield check_reference(programs, reference, build.pads)
+    yield [*check_reduce(programs, reference, build.microbatches, divisions_in(build.manifest))]
     yield [*check_rescale(programs, build.mesh)]
     biases = biases_in(build.manifest)
     yield [fault for role in roles.values() for fault in check_loads(role.programs, reference, biases)]
@@ -179,9 +178,8 @@ def program_faults(build: Build, plan: Plan) -> list[Fault]:
     """Return the faults of shapes, types and communication in a build's programs. Where sizes have ranges, the largest,
     the smallest and some in between are checked."""
     faults = check_lines(build.reference)
-    summed = not faults and build.microbatches > 1 and combination(build.reference, plan.unbatched) == "sum"
     for at in build.cases() if not faults else ():
-        faults += static_faults(at, summed)
+        faults += static_faults(at)
     if not faults and build.evaluation is not None:
         faults += [
             replace(fault, where=f"evaluation {fault.where}") for fault in program_faults(build.evaluation, plan)
@@ -332,4 +330,5 @@ def case_of(compiled: Compiled) -> Case:
         () if roles else build.roles[SINGLE].actions, build.mesh, build.microbatches,
         build.manifest["optimizer"], {name: recipes[name].whole() for name in build.types}, buffers,
         build.manifest["parameters"], build.pads, roles, build.manifest["state"], biases_in(build.manifest),
+        divisions_in(build.manifest),
     )  # fmt: skip
