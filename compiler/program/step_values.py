@@ -59,13 +59,20 @@ def initial_state(loss_scale: LossScale) -> dict[str, float]:
 
 class LossTerm(NamedTuple):
     """A term of a plan's loss: ``factor`` times a number that the model's outputs give. ``kind`` is ``cross_entropy``,
-    ``output`` or ``callable``; ``ignore`` is the class that a cross entropy does not count."""
+    ``output`` or ``callable``; ``ignore`` is the class that a cross entropy does not count. A term with a ``divisor``,
+    a number or the name of an input, is a sum over the whole batch, and a step divides it once."""
 
     kind: str
     target: str
     operands: tuple[str, ...]
     ignore: int | None = None
     factor: float = 1.0
+    divisor: float | str | None = None
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The names that the term reads: `output`, what it is an entry of, or inputs."""
+        return (*self.operands, self.divisor) if isinstance(self.divisor, str) else self.operands
 
 
 class Division(NamedTuple):

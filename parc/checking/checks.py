@@ -42,8 +42,10 @@ from parc.compiler.verify.step import (
 from parc.compiler.verify.sums import check_loads, check_reduce, check_rescale
 from parc.compiling.compiled import Compiled
 from parc.compiling.driver import Progress, compile_plan
+from parc.compiling.microbatches import NotMeasured, StepInParts
 from parc.compiling.size_ranges import fault_diagnostic, misfit_diagnostic
-from parc.grammar.diagnostics import Diagnostic, PlanError
+from parc.grammar.codes import NOT_COMBINED
+from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.report import plan_of, report_faults
 from parc.runtime.compare.agreement import NEAR, TOLERANCE, Agreement
 from parc.runtime.compare.model_run import Case
@@ -227,6 +229,8 @@ def check_numbers(compiled: Compiled, checked: Checked, device: torch.device = C
             eager = compare_with_eager(at, case)
             start = case if at.request.trains else varied_case(case)
             agreement = compare(replace(start, device=device), 1 if checked.agreement else chosen.steps)
+        if not agreement.not_finite:
+            _check_whole_batch(at)
         if agreement.not_finite:
             line, help_ = (
                 (at.plan.optimizer, "take a smaller learning rate") if agreement.steps else (at.plan.loss, CLAMP)
@@ -255,6 +259,31 @@ def check_numbers(compiled: Compiled, checked: Checked, device: torch.device = C
                 checked.first, faults = first_check_of(compiled, chosen, replace(case, device=device))
             checked.faults += faults
     checked.report["numbers"] = numbers
+
+
+def _check_whole_batch(compiled: Compiled) -> None:
+    """Check that a step makes of microbatches what the module and the loss make of the whole batch.
+
+    Raises:
+        PlanError: a term of the loss is not divided by what makes it so.
+    """
+    plan, step = compiled.plan, StepInParts.of(compiled)
+    if plan.microbatches == 1 or not plan.trains:
+        return
+    try:
+        misfits = step.misfits(compiled.build.reference, divisions_in(compiled.build.manifest), compiled.built.averaged)
+    except NotMeasured:
+        return
+    errors = []
+    for number, whole, combined in misfits:
+        what = "the loss" if len(plan.loss.terms) == 1 else f"term {number} of the loss"
+        message = f"{what} is {combined:.6g} in microbatches, but {whole:.6g} on the whole batch"
+        help_ = "say what divides it: `/ N`, or `/ INPUT`, behind a term that is a sum over the batch"
+        if plan.loss.terms[number - 1].divisor is not None:
+            help_ = "leave out what is behind `/`: the term is no sum over the batch"
+        errors.append(Diagnostic(NOT_COMBINED, message, Label(plan.loss.term_span(number)), help=help_))
+    if errors:
+        raise PlanError(errors)
 
 
 def _number_faults(agreement: Agreement, eager: EagerAgreement, at: str) -> Iterator[Fault]:

@@ -13,13 +13,14 @@ import random
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import numpy
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from parc.compiler.capture.capture import Captured
@@ -30,9 +31,9 @@ from parc.compiler.initial.recipes import Recorded, initialize
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.plan.directives.loss import CROSS_ENTROPY
 from parc.compiler.plan.plan import Plan
-from parc.compiler.program.binding import COUNT
+from parc.compiler.program.binding import COUNT, Binding
 from parc.compiler.program.program import Program
-from parc.compiler.program.step_values import Division, LossTerm
+from parc.compiler.program.step_values import Division, LossTerm, base_term, term_count
 from parc.compiler.resolve.experts import capacities_of
 from parc.compiler.resolve.stage_cuts import numbers_of, products_of
 from parc.compiler.resolve.requests import Choices
@@ -53,7 +54,8 @@ _MOST_WORK = 300_000_000
 """The most multiply-adds of a microbatch's forward, and numbers that are read or written, of a module that is run."""
 _NOISE = 0.05
 """The size of the noise on parameters, relative to the largest of each: behind weights of zero nothing would differ."""
-_TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-4}
+_TOLERANCES = {8: 1e-6, 4: 1e-4, 2: 3e-2, 1: 3e-1}
+"""The allowed relative errors, by the bytes of the narrowest floating numbers in a run."""
 
 
 @final
@@ -85,19 +87,30 @@ class TermValues:
     whole: _Value | None
     parts: Sequence[_Value]
 
-    def holds(self, division: Division, counts: Sequence[float] | None, tolerance: float) -> bool:
-        """Return whether the sum of the microbatches' numerators, over the divisor of the step, is the whole batch's
-        value. ``counts`` are the microbatches', for a division by these."""
-        assert self.whole is not None
+    def combined(self, division: Division, counts: Sequence[float] | None) -> _Value:
+        """Return the sum of the microbatches' numerators over the divisor of the step. ``counts`` are the
+        microbatches', for a division by these."""
         weights = [1.0 / len(self.parts) if division.by == "mean" else 1.0 for _ in self.parts]
         if counts is not None:
             total = division.of(sum(counts))
             weights = [division.of(count) / total if total else float("nan") for count in counts]
         used = [(part, weight) for part, weight in zip(self.parts, weights, strict=True) if weight]
-        loss = sum(part.loss * weight for part, weight in used)
-        gradient = sum((part.gradient * weight for part, weight in used), torch.zeros_like(self.whole.gradient))
-        size = sum(abs(part.loss * weight) for part, weight in used)
-        return self.whole.near(_Value(loss, gradient), tolerance, size)
+        gradient = sum((part.gradient * weight for part, weight in used), torch.zeros_like(self.parts[0].gradient))
+        return _Value(sum(part.loss * weight for part, weight in used), gradient)
+
+    def holds(self, division: Division, counts: Sequence[float] | None, tolerance: float) -> bool:
+        """Return whether the whole batch's value is that of a division."""
+        assert self.whole is not None
+        size = max((abs(part.loss) for part in self.parts), default=0.0) if counts is None else 0.0
+        return self.whole.near(self.combined(division, counts), tolerance, size)
+
+
+class Misfit(NamedTuple):
+    """A term of the loss, by its number, whose value on a whole batch is not what a step makes of microbatches."""
+
+    number: int
+    whole: float
+    combined: float
 
 
 class NotMeasured(Exception):
@@ -121,6 +134,14 @@ class StepInParts:
         self.small = work <= _MOST_WORK
         """True where running the module takes no more than seconds."""
 
+    @classmethod
+    def of(cls, compiled: Compiled) -> StepInParts:
+        """Return the module and the loss of a compiled plan."""
+        evaluates, overrides = compiled.request.purpose == "evaluation", compiled.overrides
+        return cls(
+            compiled.plan, compiled.lines, compiled.folder, compiled.recorded, compiled.captured, overrides, evaluates
+        )
+
     def measure(self, terms: Sequence[TermPrograms]) -> Sequence[Collection[str] | None]:
         """Return for each term the words of ``Division.by`` that hold on every batch; None where it was not measured.
         A cross entropy of the plan's own is not: it is divided by its count. The answer of the first call stays."""
@@ -140,16 +161,38 @@ class StepInParts:
                 every[at] = words if before is None else before if words is None else before & words
         return every
 
+    def misfits(self, reference: Program, divisions: Sequence[Division], averaged: Collection[int]) -> list[Misfit]:
+        """Return the terms of the loss of which a step makes another number than the whole batch's, apart from those
+        that are known to be ``averaged``. They are run on other batches than those that decided.
+
+        Raises:
+            NotMeasured: the module or the loss fails.
+        """
+        counting = [function for function in reference.functions if function.name == "count"]
+        programs = [replace(reference, functions=(function,)) for function in counting]
+        batches, misfits = self.batches([*programs, reference], _DRAWS), []
+        counts = [{key: value for program in programs for key, value in _results(program, batch).items()}
+                  for batch in batches]  # fmt: skip
+        values, tolerance = self.values(batches, 0)
+        base = base_term(divisions)
+        for number, (of_term, division) in enumerate(zip(values, divisions, strict=True), 1):
+            key = COUNT if number == base else term_count(number)
+            counted = [of_part[key] for of_part in counts] if division.by == "count" else None
+            if of_term.whole is None or number in averaged or of_term.holds(division, counted, tolerance):
+                continue
+            misfits.append(Misfit(number, of_term.whole.loss, of_term.combined(division, counted).loss))
+        return misfits
+
     def _on_a_batch(self, terms: Sequence[TermPrograms], draw: int) -> list[set[str] | None]:
         batches = self.batches([term.term for term in terms], draw)
-        values, dtype = self.values(batches, draw)
+        values, tolerance = self.values(batches, draw)
         found: list[set[str] | None] = []
         for term, of_term in zip(terms, values, strict=True):
-            counts = None if term.count is None else [_count(term.count, batch) for batch in batches]
+            counts = None if term.count is None else [_results(term.count, batch)[COUNT] for batch in batches]
             found.append(None if of_term.whole is None else {
                 division.by
                 for division in (Division("mean"), Division("sum"), *((term.division,) if counts else ()))
-                if of_term.holds(division, counts if division.by == "count" else None, _TOLERANCES[dtype])
+                if of_term.holds(division, counts if division.by == "count" else None, tolerance)
             })  # fmt: skip
         return found
 
@@ -168,23 +211,25 @@ class StepInParts:
             batch.update((name, batches[0][name]) for name in self._plan.unbatched)
         return batches
 
-    def values(self, batches: Sequence[Mapping[str, Tensor]], draw: int) -> tuple[list[TermValues], torch.dtype]:
-        """Return the values of each term of the loss, and the type in which they were computed: float64 where the
-        module runs in it. The first draw has the initial weights, later ones have noise on them.
+    def values(self, batches: Sequence[Mapping[str, Tensor]], draw: int) -> tuple[list[TermValues], float]:
+        """Return the values of each term of the loss, and their allowed relative error. They are computed in float64
+        where the module runs in it. The first draw has the initial weights, later ones have noise on them.
 
         Raises:
             NotMeasured: the module or the loss fails.
         """
-        for dtype in (torch.float64, torch.float32):
+        for wide in (True, False):
             try:
-                with _undisturbed(dtype):
-                    return self._values(batches, draw, dtype == torch.float64), dtype
+                with _undisturbed():
+                    return self._values(batches, draw, wide)
             except Exception as error:  # a person's code may fail in any way
-                if dtype == torch.float32:
+                if not wide:
                     raise NotMeasured from error
         raise AssertionError
 
-    def _values(self, batches: Sequence[Mapping[str, Tensor]], draw: int, wide: bool) -> list[TermValues]:
+    def _values(
+        self, batches: Sequence[Mapping[str, Tensor]], draw: int, wide: bool
+    ) -> tuple[list[TermValues], float]:  # fmt: skip
         plan = self._plan
         module = initialize(model_builder(self._lines, self._folder, self._overrides), plan.seed, self._recorded.recipes)
         if any(tensor.is_complex() for tensor in (*module.parameters(), *module.buffers())) and wide:
@@ -204,7 +249,9 @@ class StepInParts:
         capacities = {path: capacity.factor for path, capacity in capacities_of(plan, module).items()}
         plain = PlainModule(module, self._lines, self._folder, plan.seed, (), capacities)
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        return self._run(plain, trained, inputs, whole, module)
+        with _default_dtype(torch.float64 if wide else torch.get_default_dtype()), _Narrowest() as narrowest:
+            values = self._run(plain, trained, inputs, whole, module)
+        return values, _TOLERANCES[narrowest.bytes]
 
     def _run(
         self, plain: PlainModule, trained: Sequence[Tensor], inputs: Sequence[Mapping[str, Tensor]],
@@ -230,6 +277,20 @@ class StepInParts:
             TermValues(value if is_known else None, [of_part[at] for of_part in parts])
             for at, (value, is_known) in enumerate(zip(values, known, strict=True))
         ]
+
+
+class _Narrowest(TorchDispatchMode):
+    """A mode that notes the bytes of the narrowest floating numbers that an operator returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 8
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        floats = (x for x in tree_leaves(results) if isinstance(x, Tensor) and x.is_floating_point())
+        self.bytes = min([self.bytes, *(x.element_size() for x in floats)])
+        return results
 
 
 class _Joined:
@@ -278,11 +339,11 @@ def _value(term: Tensor, trained: Sequence[Tensor]) -> _Value:
     return _Value(float(term.detach()), torch.cat([part.double() for part in flat]))
 
 
-def _count(program: Program, batch: Mapping[str, Tensor]) -> float:
-    """Return the count of a microbatch."""
+def _results(program: Program, batch: Mapping[str, Tensor]) -> dict[Binding, float]:
+    """Return the counts of a microbatch."""
     machine = Machine(program, InProcess(Mesh()), CPU, wide=True, kernels=REFERENCE_KERNELS)
     (results,) = machine.run([{value.name: batch[name] for name, value in program.main.bound("input").items()}])
-    return float(results[COUNT])
+    return {key: float(value) for key, value in results.items()}
 
 
 def _add_noise(module: nn.Module, draw: int) -> None:
@@ -296,17 +357,25 @@ def _add_noise(module: nn.Module, draw: int) -> None:
 
 
 @contextmanager
-def _undisturbed(dtype: torch.dtype) -> Iterator[None]:
-    """Enter a block in which a person's code runs with a default type, and after which random numbers are as before."""
-    default, states = torch.get_default_dtype(), (random.getstate(), numpy.random.get_state())
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Enter a block in which tensors that code makes of numbers have a type."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Enter a block in which a person's code runs, and after which random numbers are as before."""
+    states = random.getstate(), numpy.random.get_state()
     try:
         with torch.random.fork_rng(devices=()), torch.enable_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            if dtype == torch.float64:
-                torch.set_default_dtype(dtype)
             yield
     finally:
-        torch.set_default_dtype(default)
         random.setstate(states[0])
         numpy.random.set_state(states[1])
 
