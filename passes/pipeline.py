@@ -14,6 +14,7 @@ from ..compiler.capture.capture import Captured
 from ..compiler.capture.node_facts import noted
 from ..compiler.layout.mesh import Mesh
 from ..compiler.layout.placement import TensorType
+from ..compiler.ops.precision import is_narrow
 from ..compiler.program.actions import Purpose
 from ..compiler.program.binding import COUNT, LOSS, Binding
 from ..compiler.program.blocks import block_of
@@ -293,8 +294,9 @@ def _count_graph(*values: Any) -> fx.Graph | None:
 
 
 def _sums_in(microbatches: int, accumulate: torch.dtype) -> torch.dtype | None:
-    """Return the type in which gradients of microbatches are added up."""
-    return accumulate if microbatches > 1 else None
+    """Return the type to which gradients are rounded before those of microbatches are added up; None where they keep
+    their own."""
+    return accumulate if microbatches > 1 and is_narrow(accumulate) else None
 
 
 def _in_two_levels(roles: Mapping[str, Programs], step: StepMaterials, two_levels: TwoLevels) -> dict[str, Programs]:

@@ -28,6 +28,7 @@ from ...compiler.initial.counter import dropped, keep_mask, random, stream
 from ...compiler.initial.recipes import initialize
 from ...compiler.layout.mesh import Mesh
 from ...compiler.ops.own_ops import aten
+from ...compiler.ops.precision import is_narrow
 from ...compiler.ops.rules import facts
 from ...compiler.program.actions import COUNTING, FORWARD
 from ...compiler.program.binding import COUNT, Binding
@@ -361,15 +362,14 @@ class Plain:
 
     def _gradients(self, at: Build, parts: list[dict[str, Tensor]]) -> tuple[float, dict[str, Tensor]]:
         """Return the loss, and the gradients summed over microbatches in the plan's type."""
-        sums = getattr(torch, self.build.manifest["accumulate"]) if len(parts) > 1 else None
+        sums = getattr(torch, self.build.manifest["accumulate"])
+        rounds = len(parts) > 1 and is_narrow(sums)
         total, sums_by_name = 0.0, dict[str, Tensor]()
         for loss in self._losses(at, parts):
             loss.backward()
             total += float(loss.detach())
             for name, gradient in self._plain.take_gradients().items():
-                part_sum = (
-                    gradient.to(sums) if sums is not None and sums.itemsize < gradient.dtype.itemsize else gradient
-                )
+                part_sum = gradient.to(sums) if rounds and sums.itemsize < gradient.dtype.itemsize else gradient
                 sums_by_name[name] = sums_by_name[name] + part_sum if name in sums_by_name else part_sum
         trained = self._plain.parameters
         return total, {
