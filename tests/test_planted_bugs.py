@@ -7,8 +7,8 @@ from functools import cache
 
 import pytest
 
-from parc.compiler.verify.rounding import check_recomputed
 from parc.compiler.program.step_values import divisions_in
+from parc.compiler.verify.rounding import check_recomputed
 from parc.compiler.verify.sums import check_reduce
 from parc.runtime.compare.agreement import TOLERANCE
 from parc.runtime.compare.simulate import compare

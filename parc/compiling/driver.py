@@ -177,7 +177,15 @@ def compile_plan(
         with _timed(seconds, "passes"):
             measure = measure_of(at, task_lines(at), folder, recorded, captured, choices, like, overrides)
             compiled = compile_captured(
-                at, folder, recorded, captured, like, plan if sizes else None, choices, fitted, overrides is not None,
+                at,
+                folder,
+                recorded,
+                captured,
+                like,
+                plan if sizes else None,
+                choices,
+                fitted,
+                overrides is not None,
                 measure,
             )
             fitted = compiled.fitted
@@ -257,9 +265,7 @@ def with_evaluation(
         plan, folder, recorded, captured, step, declared if ranged else None, choices, smaller=True, evaluates=True
     )
     like = like.evaluation if like is not None else None
-    measure = measure_of(
-        plan, step.lines, folder, recorded, captured, choices, like, step.overrides, evaluates=True
-    )
+    measure = measure_of(plan, step.lines, folder, recorded, captured, choices, like, step.overrides, evaluates=True)
     compiled = _built(plan, folder, recorded, captured, resolved, request, measure)
     return replace(step, evaluation=replace(compiled, overrides=step.overrides))
 

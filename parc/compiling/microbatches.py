@@ -35,8 +35,8 @@ from parc.compiler.program.binding import COUNT, Binding
 from parc.compiler.program.program import Program
 from parc.compiler.program.step_values import Division, LossTerm, base_term, term_count
 from parc.compiler.resolve.experts import capacities_of
-from parc.compiler.resolve.stage_cuts import numbers_of, products_of
 from parc.compiler.resolve.requests import Choices
+from parc.compiler.resolve.stage_cuts import numbers_of, products_of
 from parc.compiling.compiled import Compiled
 from parc.compiling.plan_capture import input_specs
 from parc.passes.pipeline import Measure, TermPrograms
@@ -129,7 +129,9 @@ class StepInParts:
         self._overrides, self._evaluates = overrides, evaluates
         self._measured: list[set[str] | None] | None = None
         self._mixes = any("batch_norm" in str(node.target) for node in captured.graph.nodes) and not evaluates
-        work = sum(products_of(node) + 10 * numbers_of(node) for node in captured.graph.nodes if node.op == "call_function")
+        work = sum(
+            products_of(node) + 10 * numbers_of(node) for node in captured.graph.nodes if node.op == "call_function"
+        )
         work += 10 * sum(map(numbers_of, captured.placeholders("parameter").values()))
         self.small = work <= _MOST_WORK
         """True where running the module takes no more than seconds."""
@@ -231,7 +233,9 @@ class StepInParts:
         self, batches: Sequence[Mapping[str, Tensor]], draw: int, wide: bool
     ) -> tuple[list[TermValues], float]:  # fmt: skip
         plan = self._plan
-        module = initialize(model_builder(self._lines, self._folder, self._overrides), plan.seed, self._recorded.recipes)
+        module = initialize(
+            model_builder(self._lines, self._folder, self._overrides), plan.seed, self._recorded.recipes
+        )
         if any(tensor.is_complex() for tensor in (*module.parameters(), *module.buffers())) and wide:
             raise NotMeasured
         module = module.double() if wide else module
@@ -239,7 +243,10 @@ class StepInParts:
         _add_noise(module, draw)
         specs = input_specs(plan)
         inputs = [
-            {name: value if wide and value.is_floating_point() else value.to(specs[name].dtype) for name, value in batch.items()}
+            {
+                name: value if wide and value.is_floating_point() else value.to(specs[name].dtype)
+                for name, value in batch.items()
+            }
             for batch in batches
         ]
         whole = {
@@ -271,7 +278,8 @@ class StepInParts:
             joined = _Joined(outputs, plain.output(whole))
             values = [_value(term, trained) for term in plain.terms(joined.output, whole)]
         known = [
-            value.finite and not (self._mixes and joined.not_joined(term)) for term, value in zip(self._lines.terms, values, strict=True)
+            value.finite and not (self._mixes and joined.not_joined(term))
+            for term, value in zip(self._lines.terms, values, strict=True)
         ]
         return [
             TermValues(value if is_known else None, [of_part[at] for of_part in parts])

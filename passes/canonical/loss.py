@@ -18,6 +18,7 @@ from ...compiler.program.binding import COUNT, LOSS, Binding, Kind
 from ...compiler.program.step_values import TAKEN, Division, base_term, term_count, term_weight, terms_with_weights
 from ..calls import computes, insert_call, key_of, outputs
 
+
 @dataclass(frozen=True, slots=True)
 class TermGraphs:
     """A term of the loss as graphs of its own, for whoever decides what divides it."""
@@ -84,7 +85,9 @@ def split_loss(graph: fx.Graph, terms: int, decide: Decide) -> Divided:
     count = _subgraph(list(counts.values())) if counts else None
     graph.eliminate_dead_code()
     base = base_term(divisions)
-    return Divided(count, tuple(COUNT if number == base else term_count(number) for number in counts), divisions, averaged)
+    return Divided(
+        count, tuple(COUNT if number == base else term_count(number) for number in counts), divisions, averaged
+    )
 
 
 def _terms(loss: fx.Node, count: int) -> list[fx.Node]:

@@ -20,7 +20,7 @@ from ...compiler.ops.factors import OpCall, fill_operands
 from ...compiler.ops.own_ops import OPS
 from ...compiler.ops.rules import facts, localize, operator_name
 from ...compiler.program.actions import REFERENCE
-from ...compiler.program.binding import COUNT, LOSS, RNG, Binding
+from ...compiler.program.binding import RNG, Binding
 from ...compiler.program.blocks import starred
 from ...compiler.program.program import Function, Line, LocalSize, Origin, Program, Ref, Value
 from ...compiler.program.program import operator as torch_operator

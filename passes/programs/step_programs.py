@@ -25,7 +25,7 @@ from ...compiler.program.actions import (
     StageRanks,
     step_kinds,
 )
-from ...compiler.program.binding import COUNT, GRAD_NORM, LOSS, SCALE, UNSCALE, Binding
+from ...compiler.program.binding import GRAD_NORM, LOSS, SCALE, UNSCALE, Binding
 from ...compiler.program.program import Line, Origin, Program, Ref, Value
 from ...compiler.program.rewriter import ORIGIN
 from ...compiler.program.roles import SINGLE, Programs
@@ -186,7 +186,10 @@ def scale_programs(step: StepMaterials) -> Iterator[Program]:
     base, divisors = base_term(step.divisions), dict[int, Value | float]()
     for key, node in zip(step.counts, outputs(step.count) if step.count is not None else (), strict=True):
         total = write.total(write.take(f"count_{key.name}".rstrip("_"), node_type(node), key))
-        count, number = write.emit("aten._to_copy.default", (Ref(total.name),), whole, dtype=dtype), int(key.name or base)
+        count, number = (
+            write.emit("aten._to_copy.default", (Ref(total.name),), whole, dtype=dtype),
+            int(key.name or base),
+        )
         division = step.divisions[number - 1]
         if division.least is not None:
             count = write.emit("aten.clamp_min.default", (Ref(count.name), division.least), whole)
