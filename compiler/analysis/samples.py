@@ -58,12 +58,12 @@ _MAY_KEEP_APART = ("shape", "dims", "index", "scatter")
 
 
 def combination(term: Program, unbatched: Collection[str] = ()) -> Combination:
-    """Return ``"sum"`` if the values of a term of the loss, which ``term`` returns as ``LOSS``, add up over microbatches
-    to the whole batch's, ``"mean"`` if they average to it, and None where that is not sure.
+    """Return ``"sum"`` if the values of a term of the loss add up over microbatches to the whole batch's, ``"mean"`` if
+    they average to it, and None where that is not sure. ``term`` returns the term as ``LOSS``.
 
     ``unbatched`` are inputs whose first dim is not the batch. Statistics of a microbatch, as of a BatchNorm, are taken
     to be meant in a mean. In microbatches of one sample only sums over samples are seen. Numbers of the code are taken
-    for numbers, though they may come from the size of the batch: only the code tells, which ``divisions`` of
+    for numbers, though they may come from the size of the batch: only the code tells, which
     ``parc/compiling/microbatches.py`` runs.
     """
     loss = dependences(term, unbatched)[LOSS]
@@ -89,7 +89,7 @@ def is_one_fraction(
 ) -> bool:
     """Return whether the whole batch's fraction is the sum of the microbatches' numerators over the sum of their
     denominators. ``program`` returns both, as ``LOSS`` and ``COUNT``. A numerator that is a sum of ``token_losses`` is
-    taken to add up, and is not looked at. A ``floored`` denominator must be a sum, since a floor under a mean is not one
+    taken to add up, and is not looked at. A ``floored`` denominator must be a sum, since a floor under a mean is none
     under the sum of means.
 
     Statistics of a microbatch are taken to be meant in a numerator, but not in a denominator: the greatest weight of a

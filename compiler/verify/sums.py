@@ -43,6 +43,8 @@ from ..program.step_values import (
 
 _MEAN, _COUNTED = Binding("loss", "mean"), Binding("scale", "of the count")
 """The scaled loss, and one over the count without the loss scale. No program has bindings of these names."""
+_PLAIN = Division("count")
+"""The division by a count as it is."""
 _KEEPS = frozenset(
     {"parc.all_reduce", "parc.reduce_scatter", "parc.all_gather", "parc.shard", "parc.pad", "parc.round_int8",
      "parc.reduce_scatter_int8", "parc.all_gather_int8", "parc.grow_pad.default", WAIT}
@@ -58,11 +60,11 @@ class _SumMeaning:
     """The meaning of a value of SCALE, LOSS or REDUCE: that of a binding, or a sum of squares."""
 
     binding: Binding | None = None
-    floor: Division = Division("count")
+    floor: Division = _PLAIN
     """What was done to a count."""
     over: Binding | float | None = None
     """The divisor of a count; of one over the count, the number that stands for it."""
-    own: Division = Division("count")
+    own: Division = _PLAIN
     """What was done to that divisor."""
     squares: tuple[str, ...] = ()
     """The names of the values whose squares are summed."""
@@ -113,7 +115,7 @@ def _scale_faults(
         of_term, by = divisions[number - 1], numbers[divisions[number - 1].by]
         own = term_count(text) if by is None else by
         wanted[term_weight(number)] = (
-            _SumMeaning(COUNT, of_base, own, of_term if by is None else Division("count"))
+            _SumMeaning(COUNT, of_base, own, of_term if by is None else _PLAIN)
             if one is None else _SumMeaning(_COUNTED, over=one / (by or 1.0))
         )  # fmt: skip
     for key, name in scale.main.returns:
@@ -201,7 +203,7 @@ def _floored(line: Line, known: _SumMeaning) -> _SumMeaning | None:
     of_count = known.binding is not None and known.binding.kind == "count" and known.over is None
     if not of_count or line.kwargs or not isinstance(number, int | float):
         return None
-    if line.op == "aten.clamp_min.default" and floor == Division("count"):
+    if line.op == "aten.clamp_min.default" and floor == _PLAIN:
         return replace(known, floor=floor._replace(least=float(number)))
     if line.op == "aten.add.Tensor" and not floor.plus:
         return replace(known, floor=floor._replace(plus=float(number)))

@@ -85,9 +85,8 @@ def split_loss(graph: fx.Graph, terms: int, decide: Decide) -> Divided:
     count = _subgraph(list(counts.values())) if counts else None
     graph.eliminate_dead_code()
     base = base_term(divisions)
-    return Divided(
-        count, tuple(COUNT if number == base else term_count(number) for number in counts), divisions, averaged
-    )
+    keys = tuple(COUNT if number == base else term_count(number) for number in counts)
+    return Divided(count, keys, divisions, averaged)
 
 
 def _terms(loss: fx.Node, count: int) -> list[fx.Node]:

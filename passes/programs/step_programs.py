@@ -186,16 +186,13 @@ def scale_programs(step: StepMaterials) -> Iterator[Program]:
     base, divisors = base_term(step.divisions), dict[int, Value | float]()
     for key, node in zip(step.counts, outputs(step.count) if step.count is not None else (), strict=True):
         total = write.total(write.take(f"count_{key.name}".rstrip("_"), node_type(node), key))
-        count, number = (
-            write.emit("aten._to_copy.default", (Ref(total.name),), whole, dtype=dtype),
-            int(key.name or base),
-        )
-        division = step.divisions[number - 1]
+        count = write.emit("aten._to_copy.default", (Ref(total.name),), whole, dtype=dtype)
+        division = step.divisions[int(key.name or base) - 1]
         if division.least is not None:
             count = write.emit("aten.clamp_min.default", (Ref(count.name), division.least), whole)
         if division.plus:
             count = write.emit("aten.add.Tensor", (Ref(count.name), division.plus), whole)
-        divisors[number] = count
+        divisors[int(key.name or base)] = count
     for number, division in enumerate(step.divisions, 1):
         divisors.setdefault(number, step.request.computing.microbatches if division.by == "mean" else 1)
     below = divisors.get(base, 1)

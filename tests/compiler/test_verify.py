@@ -158,7 +158,7 @@ def faults(programs: dict[str, Program], stored: dict[str, TensorType] | None = 
     found += mesh_faults(programs, MESH) + check_bindings(programs, STORED if stored is None else stored)
     reference = parse_program(MODEL)
     found += check_reference(programs, reference)
-    return found + [*check_reduce(programs, reference, 2, [Division("sum")])]
+    return [*found, *check_reduce(programs, reference, 2, [Division("sum")])]
 
 
 def test_the_step_is_right() -> None:

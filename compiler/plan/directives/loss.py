@@ -25,8 +25,11 @@ LOSS_KINDS = {"call": CROSS_ENTROPY, "path": "output", "callable": "callable"}
 class Loss(Directive):
     """The loss of a step. A mean cross entropy is the mean over all targets of the step's whole batch that are not
     ignored, however the batch is split. The same holds for a loss of your own that divides a sum by a count of inputs,
-    as `(losses * mask).sum() / mask.sum()`. A loss that is a sum is added up over microbatches. Any other loss is
-    averaged over microbatches, and a warning says where that may not be the loss of the whole batch.
+    as `(losses * mask).sum() / mask.sum()`: a floor under the count, as `.clamp(min=1)`, and a small number beside it,
+    as `+ 1e-6`, are those of the step's count too. Any other loss is added up over microbatches, or averaged. Which of
+    the two makes the loss of the whole batch is measured when a plan is compiled: your module runs on random
+    microbatches, and your loss on their outputs joined. If neither does, the loss is averaged, and a warning says so.
+    Of a model that is too large for that, the graph decides, and the smaller model is tested.
 
     `cross_entropy(output, targets, ignore=-100)`: cross entropy of the model's output (logits, with classes in the last
     dim) and an input of class numbers; targets equal to `ignore` do not count. `output.loss`: an attribute or entry of
@@ -40,9 +43,13 @@ class Loss(Directive):
     line names the samples of `session.predict()`, a batch at each call. Lines that only training obeys, such as `zero`,
     are refused.
 
+    `/ N` and `/ INPUT` behind a term say that it is a sum over the batch, which a step divides once: by a number, or by
+    an input. The input is one number for the step, `input items float32 [1]`, as transformers' `num_items_in_batch`; or
+    one for each sample, `[B]`, whose sum over the step divides.
+
     A loss may be a sum of terms, as `cross_entropy(output.logits, targets) + 0.01 output.aux_loss`. Each term with a
-    count, as a mean cross entropy, is divided by its own count of the whole step. Other terms, such as the balance of
-    experts over all tokens of a microbatch, are averaged over microbatches.
+    count, as a mean cross entropy, is divided by its own count of the whole step; each term that is a sum is added up.
+    Other terms, such as the balance of experts over all tokens of a microbatch, are averaged over microbatches.
     """
 
     USAGE = "loss [X] CALL | [X] PATH [/ DIVISOR] | [X] CALLABLE ARGS [/ DIVISOR] [+ ...]"

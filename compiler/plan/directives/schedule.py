@@ -189,12 +189,8 @@ class Schedule(Directive):
         label = Label(self.arguments.span("accumulate"))
         if self.accumulate not in ACCUMULATE:
             message = f"gradients are not added up in `{self.accumulate}`"
-            yield Diagnostic(
-                BAD_VALUE,
-                message,
-                label,
-                help="write `accumulate fp32`, in which those of float64 stay float64, or `accumulate bf16`",
-            )
+            help_ = "write `accumulate fp32`, which leaves those of float64 as they are, or `accumulate bf16`"
+            yield Diagnostic(BAD_VALUE, message, label, help=help_)
         elif self.accumulate != "fp32" and self.microbatches == 1:
             message = "one microbatch has nothing to add up"
             help_ = "remove `accumulate`, or give more microbatches"
