@@ -61,11 +61,11 @@ class _SumMeaning:
 
     binding: Binding | None = None
     floor: Division = _PLAIN
-    """What was done to a count."""
+    """The floor under a count."""
     over: Binding | float | None = None
     """The divisor of a count; of one over the count, the number that stands for it."""
     own: Division = _PLAIN
-    """What was done to that divisor."""
+    """The floor under that divisor."""
     squares: tuple[str, ...] = ()
     """The names of the values whose squares are summed."""
     root: bool = False

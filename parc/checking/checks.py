@@ -271,11 +271,13 @@ def _check_whole_batch(compiled: Compiled) -> None:
     if plan.microbatches == 1 or not plan.trains:
         return
     try:
-        misfits = step.misfits(compiled.build.reference, divisions_in(compiled.build.manifest), compiled.built.averaged)
+        wrong = step.wrong_terms(
+            compiled.build.reference, divisions_in(compiled.build.manifest), compiled.built.averaged
+        )
     except NotMeasured:
         return
     errors = []
-    for number, whole, combined in misfits:
+    for number, whole, combined in wrong:
         what = "the loss" if len(plan.loss.terms) == 1 else f"term {number} of the loss"
         message = f"{what} is {combined:.6g} in microbatches, but {whole:.6g} on the whole batch"
         help_ = "say what divides it: `/ N`, or `/ INPUT`, behind a term that is a sum over the batch"

@@ -177,17 +177,9 @@ def compile_plan(
         with _timed(seconds, "passes"):
             measure = measure_of(at, task_lines(at), folder, recorded, captured, choices, like, overrides)
             compiled = compile_captured(
-                at,
-                folder,
-                recorded,
-                captured,
-                like,
-                plan if sizes else None,
-                choices,
-                fitted,
-                overrides is not None,
+                at, folder, recorded, captured, like, plan if sizes else None, choices, fitted, overrides is not None,
                 measure,
-            )
+            )  # fmt: skip
             fitted = compiled.fitted
         compiled = replace(compiled, overrides=dict(overrides or {}), seconds=seconds)
         if not (at.trains or sample_dims(compiled.built.reference, at.unbatched)):

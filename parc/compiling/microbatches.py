@@ -105,7 +105,7 @@ class TermValues:
         return self.whole.near(self.combined(division, counts), tolerance, size)
 
 
-class Misfit(NamedTuple):
+class WrongTerm(NamedTuple):
     """A term of the loss, by its number, whose value on a whole batch is not what a step makes of microbatches."""
 
     number: int
@@ -163,7 +163,9 @@ class StepInParts:
                 every[at] = words if before is None else before if words is None else before & words
         return every
 
-    def misfits(self, reference: Program, divisions: Sequence[Division], averaged: Collection[int]) -> list[Misfit]:
+    def wrong_terms(
+        self, reference: Program, divisions: Sequence[Division], averaged: Collection[int]
+    ) -> list[WrongTerm]:
         """Return the terms of the loss of which a step makes another number than the whole batch's, apart from those
         that are known to be ``averaged``. They are run on other batches than those that decided.
 
@@ -172,7 +174,7 @@ class StepInParts:
         """
         counting = [function for function in reference.functions if function.name == "count"]
         programs = [replace(reference, functions=(function,)) for function in counting]
-        batches, misfits = self.batches([*programs, reference], _DRAWS), []
+        batches, wrong = self.batches([*programs, reference], _DRAWS), []
         counts = [{key: value for program in programs for key, value in _results(program, batch).items()}
                   for batch in batches]  # fmt: skip
         values, tolerance = self.values(batches, 0)
@@ -182,8 +184,8 @@ class StepInParts:
             counted = [of_part[key] for of_part in counts] if division.by == "count" else None
             if of_term.whole is None or number in averaged or of_term.holds(division, counted, tolerance):
                 continue
-            misfits.append(Misfit(number, of_term.whole.loss, of_term.combined(division, counted).loss))
-        return misfits
+            wrong.append(WrongTerm(number, of_term.whole.loss, of_term.combined(division, counted).loss))
+        return wrong
 
     def _on_a_batch(self, terms: Sequence[TermPrograms], draw: int) -> list[set[str] | None]:
         batches = self.batches([term.term for term in terms], draw)

@@ -29,7 +29,7 @@ class Loss(Directive):
     as `+ 1e-6`, are those of the step's count too. Any other loss is added up over microbatches, or averaged. Which of
     the two makes the loss of the whole batch is measured when a plan is compiled: your module runs on random
     microbatches, and your loss on their outputs joined. If neither does, the loss is averaged, and a warning says so.
-    Of a model that is too large for that, the graph decides, and the smaller model is tested.
+    If the model is too large for that, its graph decides, and the smaller model is tested.
 
     `cross_entropy(output, targets, ignore=-100)`: cross entropy of the model's output (logits, with classes in the last
     dim) and an input of class numbers; targets equal to `ignore` do not count. `output.loss`: an attribute or entry of
