@@ -204,7 +204,7 @@ class _Builder(Transformer[Token, Statement]):
     def _span(self, where: Meta | Token) -> Span:
         return Span(self._source, self._start + (where.start_pos or 0), self._start + (where.end_pos or 0))
 
-    def __default_token__(self, token: Token) -> Item | Token:
+    def __default_token__(self, token: Token) -> Item | Phrase | Token:
         text, span = str(token), self._span(token)
         match token.type:
             case "WORD":
@@ -217,6 +217,8 @@ class _Builder(Transformer[Token, Statement]):
                 return Var(text[1:], span)
             case "ELLIPSIS":
                 return Ellipsis(span)
+            case "DIVIDED":
+                return Phrase((Word(text, span),), span)
         return token
 
     def start(self, meta: Meta, children: list[Any]) -> Statement:

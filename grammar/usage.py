@@ -100,6 +100,7 @@ ARGUMENT_KINDS: dict[str, ArgumentKind] = {
     "CALL": ArgumentKind("a call such as `cross_entropy(output, targets)`", lambda item: isinstance(item, Call)),
     "CALLABLE": ArgumentKind('a callable such as `"file.py:fn"`', lambda item: isinstance(item, String)),
     "ARGS": ArgumentKind("arguments in parentheses", lambda item: isinstance(item, Group) and len(item.terms) <= 1),
+    "DIVISOR": ArgumentKind("a number or an input", lambda item: _is_number(item) or _is_name(item)),
     "FILE": ArgumentKind("a name in double quotes", lambda item: isinstance(item, String)),
     # a word is a mistake that the directive explains
     "TABLE": ArgumentKind("a file's name in double quotes", lambda item: isinstance(item, String | Word)),
@@ -118,6 +119,8 @@ T = TypeVar("T")
 _FORMS_SHOWN = 3
 SUM = " [+ ...]"
 """The end of a usage line whose statements may be sums."""
+DIVIDED = "/"
+"""The keyword before what divides a term."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +281,7 @@ def _form_slots(form: str) -> Iterator[Slot]:
     for optional, needed in re.findall(r"\[([^]]*)\]|([^][]+)", form.replace(", ...", ",...")):
         keyword: list[str] = []
         for token in (optional or needed).split():
-            if token.upper() != token:
+            if token.upper() != token or token == DIVIDED:
                 keyword.append(token)
             elif token not in ARGUMENT_KINDS:
                 raise ValueError(f"no kind is called {token!r}")

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import fx
 
-from ..compiler.analysis.samples import averaged_terms, combination, is_one_fraction
+from ..compiler.analysis.samples import combination, is_one_fraction
 from ..compiler.capture.capture import Captured
 from ..compiler.capture.node_facts import noted
 from ..compiler.layout.mesh import Mesh
 from ..compiler.layout.placement import TensorType
+from ..compiler.ops.precision import is_narrow
 from ..compiler.program.actions import Purpose
-from ..compiler.program.binding import Binding
+from ..compiler.program.binding import COUNT, LOSS, Binding
 from ..compiler.program.blocks import block_of
 from ..compiler.program.program import Program
 from ..compiler.program.roles import Programs, join_roles, with_idle
+from ..compiler.program.step_values import Division
 from ..compiler.resolve.experts import RoutedLayer
 from ..compiler.resolve.in_graph import ContextLine
 from ..compiler.resolve.requests import Choices, Claim, Levels, Request, ShardDims
@@ -28,7 +30,7 @@ from .canonical.attention import drop_unread, uncounted
 from .canonical.canonicalize import canonical_form, copied
 from .canonical.constants import fold_constants
 from .canonical.decompose import expand_unruled
-from .canonical.loss import Denominators, count_loads, split_loss, stop_gradients
+from .canonical.loss import Divided, TermGraphs, count_loads, split_loss, stop_gradients
 from .canonical.narrow import narrow
 from .canonical.pad import pad
 from .placing.heads import few_heads
@@ -41,7 +43,7 @@ from .placing.token_slices import heads_over, slice_tokens
 from .programs.assemble import assemble
 from .programs.compress import Compressor
 from .programs.cut import in_stages
-from .programs.emit import fraction_program, reference_program, without_training
+from .programs.emit import program_of, reference_program, without_training
 from .programs.offload import offload
 from .programs.overlap import hide_exchanges, overlapped, sum_early
 from .programs.rings import ring_attention
@@ -67,6 +69,8 @@ class Built:
     compressor: Compressor = field(default_factory=Compressor)
     sites: Mapping[str, TensorType] = field(default_factory=dict)
     """The values inside the model that lines place, by their names."""
+    divisions: tuple[Division, ...] = ()
+    """The division of each term of the loss."""
     averaged: tuple[int, ...] = ()
     """The numbers of the loss's terms whose mean over microbatches may not be that of the whole batch."""
 
@@ -134,8 +138,64 @@ def mark_blocks(graph: fx.Graph, units: frozenset[str] = frozenset()) -> None:
             noted(node).block = block_of(noted(node).origin.module, units)
 
 
-def _loss(graph: fx.Graph, terms: int, unbatched: frozenset[str]) -> Denominators:
-    return split_loss(graph, terms, lambda part, known: is_one_fraction(fraction_program(part), unbatched, known))
+@dataclass(frozen=True, slots=True)
+class TermPrograms:
+    """A term of the loss as programs: one that returns its value as ``LOSS``, and where it is a fraction one that
+    returns the count below it as ``COUNT``, and what is done to the count before it divides."""
+
+    term: Program
+    count: Program | None
+    division: Division
+
+
+Measure = Callable[[Sequence[TermPrograms]], Sequence[Collection[str] | None]]
+"""A function that runs a plan's module and loss, and returns for each term the words of ``Division.by`` by which the
+sum over microbatches of its values becomes the whole batch's value; None where that was not measured."""
+
+
+def _loss(
+    graph: fx.Graph, terms: int, unbatched: frozenset[str], microbatches: int, summed: frozenset[int],
+    measure: Measure | None,
+) -> Divided:  # fmt: skip
+    """Split the loss. What divides a term is measured where the module can be run, and else follows from the graph."""
+
+    def decide(graphs: Sequence[TermGraphs]) -> list[Division | None]:
+        programs = [_term_programs(each, unbatched) for each in graphs]
+        measured: Sequence[Collection[str] | None] = [None] * len(programs)
+        if measure is not None and microbatches > 1:
+            measured = measure(programs)
+        return [
+            _division(term, {"sum", "count"} if number in summed else words, unbatched, microbatches)
+            for number, (term, words) in enumerate(zip(programs, measured, strict=True), 1)
+        ]
+
+    return split_loss(graph, terms, decide)
+
+
+def _term_programs(graphs: TermGraphs, unbatched: frozenset[str]) -> TermPrograms:
+    term, count = program_of(graphs.term, LOSS), None
+    if graphs.fraction is not None:
+        fraction, floored = program_of(graphs.fraction, LOSS, COUNT), graphs.division != Division("count")
+        if is_one_fraction(fraction, unbatched, graphs.token_losses, floored):
+            main = fraction.main
+            count = replace(fraction, functions=(main.returning({COUNT: main.returned("count")[""]}),))
+    return TermPrograms(term, count, graphs.division)
+
+
+def _division(
+    term: TermPrograms, words: Collection[str] | None, unbatched: frozenset[str], microbatches: int
+) -> Division | None:
+    """Return the division of a term, one of those that hold if this was measured; None for one that is averaged though
+    that may not be the whole batch's value."""
+    if term.count is not None and (words is None or "count" in words):
+        return term.division
+    if microbatches == 1:
+        return Division("mean")
+    by = combination(term.term, unbatched)
+    if words is None or by in words:
+        return Division(by) if by is not None else None
+    kinds: tuple[Literal["mean", "sum"], ...] = ("mean", "sum")
+    return next((Division(kind) for kind in kinds if kind in words), None)
 
 
 def _marks(graph: fx.Graph, count: fx.Graph | None, units: frozenset[str]) -> None:
@@ -156,7 +216,8 @@ GLOBAL_PASSES = (
          "captured choices", gives="graph"),
     Pass("constants", fold_constants, "graph choices", changes="graph"),
     Pass("what is not trained", freeze_parameters, "graph frozen", changes="graph"),
-    Pass("loss", _loss, "graph terms unbatched", gives="count counts", changes="graph"),
+    Pass("loss", _loss, "graph terms unbatched microbatches summed measure", gives="count counts divisions averaged",
+         changes="graph"),
     Pass("loads", count_loads, "graph updates returned evaluates", changes="graph"),
     Pass("packed rows", mark_packed, "graph", changes="graph"),
     Pass("reference", reference_program, "graph count counts seed", gives="reference"),
@@ -232,15 +293,10 @@ def _count_graph(*values: Any) -> fx.Graph | None:
     return typed
 
 
-def _microbatch_sums(
-    reference: Program, unbatched: frozenset[str], microbatches: int, accumulate: torch.dtype
-) -> tuple[int, torch.dtype | None, Sequence[int]]:
-    """Return the number of parts of which the loss is the mean, the type in which gradients of microbatches are added
-    up, and the loss's terms whose mean over microbatches may not be that of the whole batch."""
-    if microbatches == 1:
-        return 1, None, ()
-    adds = combination(reference, unbatched)
-    return 1 if adds == "sum" else microbatches, accumulate, averaged_terms(reference, unbatched)
+def _sums_in(microbatches: int, accumulate: torch.dtype) -> torch.dtype | None:
+    """Return the type to which gradients are rounded before those of microbatches are added up; None where they keep
+    their own."""
+    return accumulate if microbatches > 1 and is_narrow(accumulate) else None
 
 
 def _in_two_levels(roles: Mapping[str, Programs], step: StepMaterials, two_levels: TwoLevels) -> dict[str, Programs]:
@@ -262,8 +318,7 @@ def _with_idle_stages(roles: Mapping[str, Programs], purpose: Purpose) -> dict[s
 
 PROGRAM_PASSES = (
     Pass("denominators", _count_graph, _COUNTING, gives="counted"),
-    Pass("sums of microbatches", _microbatch_sums, "reference unbatched microbatches accumulate",
-         gives="parts sums averaged"),
+    Pass("sums of microbatches", _sums_in, "microbatches accumulate", gives="sums"),
     Pass("storage", store_parameters, "typed mesh shardings shard_dims", gives="stored", changes="typed"),
     Pass("no training", freeze_parameters, "typed", changes="typed", when="evaluates"),
     Pass("recomputation", mark_recomputed, "typed recompute", changes="typed"),
@@ -271,7 +326,7 @@ PROGRAM_PASSES = (
     Pass("segments", assemble, "typed mesh seed sums pipeline", gives="assembled"),
     Pass("levels", TwoLevels, "mesh levels shard_dims choices", gives="two_levels"),
     Pass("compression", Compressor, "compress levels shard_dims", gives="compressor"),
-    Pass("parts of a step", StepMaterials, "request typed counted counts parts assembled compressor", gives="step"),
+    Pass("parts of a step", StepMaterials, "request typed counted counts divisions assembled compressor", gives="step"),
     Pass("programs", make_roles, "step", gives="roles"),
     Pass("two levels", _in_two_levels, "roles step two_levels", gives="roles"),
     Pass("early sums", _for_each_role(sum_early), "roles microbatches", gives="roles", when="trains"),
@@ -295,15 +350,15 @@ def prepare(captured: Captured) -> tuple[Captured, fx.Node | None]:
     return replace(captured, graph=graph), uncounted(graph)
 
 
-def build_programs(captured: Captured, request: Request) -> Built:
-    """Run every pass.
+def build_programs(captured: Captured, request: Request, measure: Measure | None = None) -> Built:
+    """Run every pass. ``measure`` runs the module and its loss, to find out what divides the loss's terms.
 
     Raises:
         RuleMisfit: a rule that the user registered is not the operator's.
     """
     check_registered(captured.graph)
     with explained(captured.graph):
-        values = run_passes(ALL_PASSES, values_of(captured, request))
+        values = run_passes(ALL_PASSES, values_of(captured, request, measure))
         placed, roles = values["placed"], values["roles"]
         sites = {claim.site for claim in request.placing.claims if claim.site}
         return Built(
@@ -316,15 +371,17 @@ def build_programs(captured: Captured, request: Request) -> Built:
             levels=values["two_levels"],
             compressor=values["compressor"],
             sites=site_types(values["graph"], values["mesh"], placed, sites),
-            averaged=tuple(values["averaged"]),
+            divisions=values["divisions"],
+            averaged=values["averaged"],
         )
 
 
-def values_of(captured: Captured, request: Request) -> StepValues:
+def values_of(captured: Captured, request: Request, measure: Measure | None = None) -> StepValues:
     """Return the values that the first passes read, by name."""
     asked = {each.name: getattr(group, each.name) for group in (*request.groups, request) for each in fields(group)}
     model = {"captured": captured.graph, "updates": captured.updates, "returned": captured.returned}
-    return {**asked, **model, "request": request, "trains": request.trains, "evaluates": not request.trains}
+    purpose = {"trains": request.trains, "evaluates": not request.trains}
+    return {**asked, **model, **purpose, "request": request, "measure": measure}
 
 
 class Trials:

@@ -126,6 +126,7 @@ COMMANDS = {
     "P0216": Case("double", lines="mesh dp=2\nshard tokens, targets [B/dp, _]\n"),
     "P0217": Case("plain", (LOSS, '"./models.py:masked"(output, targets)'), ONE),
     "P0218": Case("again", lines=ONE),
+    "P0285": Case("plain", (LOSS, '"./models.py:squared"(output, targets) / 64'), ONE, ("build", "tiny.parc")),
     "P0220": Case("plain", lines="mesh tp=4\ncolumn q, k, v over tp\n", of="Grouped"),
     "P0221": Case("shuffled", lines=ONE),
     "P0223": Case("plain", lines=ONE, of="Narrow"),

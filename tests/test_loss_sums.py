@@ -15,6 +15,7 @@ from parc.advice import warnings_of
 from parc.checking.reports import report_of
 from parc.compiler.build.directory import write_build
 from parc.compiler.program.actions import SCALING
+from parc.compiler.program.step_values import divisions_in
 from parc.compiler.program.text import parse_program
 from parc.compiler.verify.sums import check_reduce
 from parc.grammar.diagnostics import Severity
@@ -157,7 +158,8 @@ def test_each_term_has_its_own_denominator_on_real_ranks(tmp_path: Path) -> None
 def test_a_wrong_weight_of_a_term_is_refused(old: str, new: str, said: str) -> None:
     build = compiled(PLAN.format(terms=TERMS) + TWO, ROOT / "tests").build
     text = build.text(build.programs[SCALING])
-    assert text.count(old) == 1 and not [*check_reduce(build.programs, build.reference, 2)]
+    divisions = divisions_in(build.manifest)
+    assert text.count(old) == 1 and not [*check_reduce(build.programs, build.reference, 2, divisions)]
     wrong = parse_program(text.replace(old, new))
-    (fault,) = check_reduce({**build.programs, SCALING: wrong}, build.reference, 2)
+    (fault,) = check_reduce({**build.programs, SCALING: wrong}, build.reference, 2, divisions)
     assert said in fault.message

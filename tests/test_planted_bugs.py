@@ -7,6 +7,7 @@ from functools import cache
 
 import pytest
 
+from parc.compiler.program.step_values import divisions_in
 from parc.compiler.verify.rounding import check_recomputed
 from parc.compiler.verify.sums import check_reduce
 from parc.runtime.compare.agreement import TOLERANCE
@@ -144,7 +145,8 @@ def test_what_is_wrong_in_the_scale_or_the_loss_is_refused_by_proof() -> None:
 
 def sum_faults(build: GoodBuild, mutant: Mutant) -> str:
     """Return the faults that the check of sums finds by itself."""
-    return "; ".join(map(str, check_reduce(mutant.programs, build.build.reference, build.build.microbatches)))
+    made, divisions = build.build, divisions_in(build.build.manifest)
+    return "; ".join(map(str, check_reduce(mutant.programs, made.reference, made.microbatches, divisions)))
 
 
 def test_a_backward_that_mixes_two_calls_of_forward_is_refused_by_its_text() -> None:

@@ -57,22 +57,21 @@ _MAY_KEEP_APART = ("shape", "dims", "index", "scatter")
 """The kinds of moves that may keep samples apart although the rules lose track of them."""
 
 
-def combination(reference: Program, unbatched: Collection[str] = ()) -> Combination:
-    """Return ``"sum"`` if the losses of microbatches add up to the whole batch's loss, ``"mean"`` if they average to
-    it, and None where that is not sure. Of a loss that a count of targets divides, this is the numerator, which can
-    only add up; terms with a factor of their own are for ``averaged_terms``.
+def combination(term: Program, unbatched: Collection[str] = ()) -> Combination:
+    """Return ``"sum"`` if the values of a term of the loss add up over microbatches to the whole batch's, ``"mean"`` if
+    they average to it, and None where that is not sure. ``term`` returns the term as ``LOSS``.
 
     ``unbatched`` are inputs whose first dim is not the batch. Statistics of a microbatch, as of a BatchNorm, are taken
-    to be meant in a mean, and in a numerator. In microbatches of one sample only sums over samples are seen.
+    to be meant in a mean. In microbatches of one sample only sums over samples are seen. Numbers of the code are taken
+    for numbers, though they may come from the size of the batch: only the code tells, which
+    ``parc/compiling/microbatches.py`` runs.
     """
-    loss = dependences(reference, unbatched).get(LOSS, _INDEPENDENT)
+    loss = dependences(term, unbatched)[LOSS]
     if loss == _INDEPENDENT:
         return "mean"
-    if loss.kind != "P":
+    if loss.kind != "P" or (loss.adds == "sum" and loss.statistic):
         return None
-    if len(reference.functions) > 1:
-        return "sum"
-    return None if loss.adds == "sum" and loss.statistic else loss.adds
+    return loss.adds
 
 
 def weighted_terms(function: Function) -> dict[str, Function]:
@@ -85,25 +84,13 @@ def weighted_terms(function: Function) -> dict[str, Function]:
     return terms
 
 
-def averaged_terms(reference: Program, unbatched: Collection[str] = ()) -> tuple[int, ...]:
-    """Return the numbers of the loss's terms, from 1, whose average over microbatches may differ from the whole batch's
-    term: they may be no means over samples, or they mix samples."""
-    terms = weighted_terms(reference.main)
-    counts = reference.functions[0].returned("count")
-    base = min({*range(1, len(terms) + 2)} - {*map(int, terms)})
-    averaged = [] if combination(reference, unbatched) else [base]
-    for number, term in terms.items():
-        loss = dependences(replace(reference, functions=(term,)), unbatched)[LOSS]
-        is_mean = loss == _INDEPENDENT or (loss.kind, loss.adds) == ("P", "mean")
-        if not (loss.kind == "P" if number in counts else is_mean):
-            averaged.append(int(number))
-    return tuple(sorted(averaged))
-
-
-def is_one_fraction(program: Program, unbatched: Collection[str] = (), token_losses: bool = False) -> bool:
+def is_one_fraction(
+    program: Program, unbatched: Collection[str] = (), token_losses: bool = False, floored: bool = False
+) -> bool:
     """Return whether the whole batch's fraction is the sum of the microbatches' numerators over the sum of their
     denominators. ``program`` returns both, as ``LOSS`` and ``COUNT``. A numerator that is a sum of ``token_losses`` is
-    taken to add up, and is not looked at.
+    taken to add up, and is not looked at. A ``floored`` denominator must be a sum, since a floor under a mean is none
+    under the sum of means.
 
     Statistics of a microbatch are taken to be meant in a numerator, but not in a denominator: the greatest weight of a
     microbatch is not the batch's. Two means make such a fraction too, unless a number that depends on no sample is
@@ -114,7 +101,8 @@ def is_one_fraction(program: Program, unbatched: Collection[str] = (), token_los
     below = dependences(count, unbatched, strict=not token_losses)[COUNT]
     if below.statistic or above.shifted or below.shifted:
         return False
-    return above.kind == below.kind == "P" and above.adds == below.adds is not None
+    same = above.adds == below.adds == "sum" if floored else above.adds == below.adds is not None
+    return above.kind == below.kind == "P" and same
 
 
 def counts_a_share(reference: Program, unbatched: Collection[str] = ()) -> bool:

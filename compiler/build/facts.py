@@ -77,6 +77,7 @@ def evaluation_facts(manifest: Mapping[str, Any]) -> dict[str, Any]:
     data, said = (manifest["data"], "data") if line["data"] is None else (line["data"], "eval")
     return {
         **kept, "data": data, "said": said, "batches": line["batches"], "constants": line["constants"], "state": {},
+        "divisions": line["divisions"],
         "frozen": sorted(manifest["parameters"]),
     }  # fmt: skip
 

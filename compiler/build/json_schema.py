@@ -58,6 +58,7 @@ SAMPLES_FORM: Form = {
     "split?": _FLOAT, "workers?": int, "pack?": bool, "end?": int,
 }  # fmt: skip
 
+_DIVISIONS = [{"by": Among(("count", "sum", "mean")), "least": (int, float, _NULL), "plus": _FLOAT}]
 _CONSTANTS = Each({"dtype": str, "values": (int, float, bool, list)})
 MANIFEST_FORM: Form = {
     "parc": str,
@@ -71,7 +72,9 @@ MANIFEST_FORM: Form = {
     "ranges?": Each(FieldRow(int, 3)),
     "budget?": int,
     "offload?": Each((str, _NULL)),
-    "loss": [{"kind": str, "target": str, "operands": [str], "ignore": (int, _NULL), "factor": _FLOAT}],
+    "loss": [{"kind": str, "target": str, "operands": [str], "ignore": (int, _NULL), "factor": _FLOAT,
+              "divisor": (int, float, str, _NULL)}],
+    "divisions": _DIVISIONS,
     "mesh": Each(int),
     "views?": _VIEWS,
     "microbatches": int,
@@ -104,7 +107,8 @@ MANIFEST_FORM: Form = {
     "updates": [str],
     "constants": _CONSTANTS,
     "evaluation?": {
-        "every": (int, _NULL), "batches": (int, _NULL), "data": Maybe(SAMPLES_FORM), "constants": _CONSTANTS
+        "every": (int, _NULL), "batches": (int, _NULL), "data": Maybe(SAMPLES_FORM), "constants": _CONSTANTS,
+        "divisions": _DIVISIONS,
     },
     "role": str,
     "files": Each(str),

@@ -45,7 +45,7 @@ class TaskLines:
     @property
     def loss_reads(self) -> frozenset[str]:
         """The inputs that the loss names."""
-        return frozenset(name for term in self.terms for name in term.operands)
+        return frozenset(name for term in self.terms for name in term.reads)
 
 
 class InputsError(Exception):
@@ -206,16 +206,23 @@ def loss_function(lines: TaskLines, folder: Path) -> LossFunction | None:
 
 
 def term_functions(lines: TaskLines, folder: Path) -> list[LossFunction]:
-    """Return the functions that compute the terms of the loss, each with its factor.
+    """Return the functions that compute the terms of the loss, each with its factor and over its divisor.
 
     Raises:
         CallableError: a callable of the loss cannot be had, or takes other arguments.
     """
-    return [_multiplied(_term_function(term, folder), term.factor) for term in lines.terms]
+    return [_divided(_multiplied(_term_function(term, folder), term.factor), term.divisor) for term in lines.terms]
 
 
 def _multiplied(function: LossFunction, factor: float) -> LossFunction:
     return function if factor == 1 else lambda output, inputs: function(output, inputs) * factor
+
+
+def _divided(function: LossFunction, divisor: float | str | None) -> LossFunction:
+    """Return a function divided by a number, or by the sum of an input."""
+    if isinstance(divisor, str):
+        return lambda output, inputs: function(output, inputs) / inputs[divisor].sum()
+    return function if divisor is None else lambda output, inputs: function(output, inputs) / divisor
 
 
 def _term_function(term: LossTerm, folder: Path) -> LossFunction:

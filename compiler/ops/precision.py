@@ -69,7 +69,7 @@ def may_narrow(lines: PrecisionRegions, module: str, dtype: torch.dtype) -> bool
 @dataclass(frozen=True, slots=True)
 class Rounding:
     """The permissions to round what the model computes: the plan's lines, and the type in which microbatches' gradients
-    are added."""
+    are added, which is their own where that is not narrow."""
 
     lines: PrecisionRegions = ()
     sums: torch.dtype = torch.float32

@@ -3,10 +3,10 @@ and the loads of experts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from .binding import Binding
+from .binding import COUNT, Binding
 
 # ---- the loss scale
 # The loss is multiplied by it before backward, so that small gradients of float16 do not become zero, and gradients are
@@ -59,13 +59,75 @@ def initial_state(loss_scale: LossScale) -> dict[str, float]:
 
 class LossTerm(NamedTuple):
     """A term of a plan's loss: ``factor`` times a number that the model's outputs give. ``kind`` is ``cross_entropy``,
-    ``output`` or ``callable``; ``ignore`` is the class that a cross entropy does not count."""
+    ``output`` or ``callable``; ``ignore`` is the class that a cross entropy does not count. A term with a ``divisor``,
+    a number or the name of an input, is a sum over the whole batch, and a step divides it once."""
 
     kind: str
     target: str
     operands: tuple[str, ...]
     ignore: int | None = None
     factor: float = 1.0
+    divisor: float | str | None = None
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The names that the term reads: `output`, what it is an entry of, or inputs."""
+        return (*self.operands, self.divisor) if isinstance(self.divisor, str) else self.operands
+
+
+class Division(NamedTuple):
+    """The divisor of a term of the loss in a step: of the sum of its values, or numerators, over microbatches. ``by``
+    the number of microbatches it is their ``mean``, and by 1 their ``sum``; ``count`` is the term's count of the whole
+    step, at ``least`` so much, ``plus`` a number."""
+
+    by: Literal["count", "sum", "mean"] = "mean"
+    least: float | None = None
+    plus: float = 0.0
+
+    def of(self, count: float) -> float:
+        """Return the divisor, where the term's count of the step is so much."""
+        return (count if self.least is None else max(count, self.least)) + self.plus
+
+
+def base_term(divisions: Sequence[Division]) -> int:
+    """Return the number, from 1, of the term by whose divisor a step divides the whole loss: the first with a count,
+    or else the first that is averaged.
+
+    >>> base_term([Division("sum"), Division("mean"), Division("count")])
+    3
+    """
+    kinds = [division.by for division in divisions]
+    return next((kinds.index(by) + 1 for by in ("count", "mean") if by in kinds), 1)
+
+
+def terms_with_weights(divisions: Sequence[Division]) -> list[int]:
+    """Return the numbers of the terms that F multiplies by a weight: those with another divisor than the base's."""
+    base = base_term(divisions)
+    by = divisions[base - 1].by if divisions else ""
+    numbered = enumerate(divisions, 1)
+    return [number for number, other in numbered if number != base and (by == "count" or other.by != by)]
+
+
+def divisors(
+    divisions: Sequence[Division], counts: Mapping[Binding, float], microbatches: int
+) -> tuple[float, dict[str, float]]:
+    """Return the number by which a step divides the whole loss, and the weights of its terms by their numbers, from the
+    ``counts`` of the whole step."""
+
+    def own(number: int) -> float:
+        division = divisions[number - 1]
+        if division.by == "count":
+            return division.of(counts[COUNT if number == base else term_count(number)])
+        return float(microbatches) if division.by == "mean" else 1.0
+
+    base = base_term(divisions)
+    whole = own(base) if divisions else 1.0
+    return whole, {str(number): whole / own(number) for number in terms_with_weights(divisions)}
+
+
+def divisions_in(manifest: Mapping[str, Any]) -> tuple[Division, ...]:
+    """Return the divisions of the terms of a build's loss, in their order."""
+    return tuple(Division(**fact) for fact in manifest["divisions"])
 
 
 def term_count(number: int | str) -> Binding:
@@ -76,9 +138,8 @@ def term_count(number: int | str) -> Binding:
 def term_weight(number: int) -> Binding:
     """Return the binding of the number by which F multiplies a term; terms are numbered from 1.
 
-    A step divides the whole loss by the count of its *base*, the first term that has one. F therefore multiplies every
-    other term by that count over the term's own denominator: its own count, or the number of microbatches where it is
-    averaged over these.
+    A step divides the whole loss by the divisor of its *base* term. F therefore multiplies every term with another
+    divisor by that of the base over its own.
     """
     return Binding("term", str(number))
 

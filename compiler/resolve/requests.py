@@ -139,6 +139,8 @@ class Computing:
     """The number of the loss's terms."""
     unbatched: frozenset[str] = frozenset()
     """The inputs whose first dim is not the batch."""
+    summed: frozenset[int] = frozenset()
+    """The numbers of the terms of which the plan says that they are sums over the batch."""
 
 
 # ---- memory and messages

@@ -231,7 +231,7 @@ def _line_faults(
             dtype, shape, module = value.type.dtype, value.type.shape, line.origin.module
             if (is_narrow(dtype) and dtype in model.types) or facts(line.op).makes_zeros(line.args):
                 continue
-            if action == BACKWARD and value.name in returned and dtype == rounding.sums:
+            if action == BACKWARD and value.name in returned and is_narrow(dtype) and dtype == rounding.sums:
                 continue
             if action == REDUCE and dtype == torch.float16 and shape and "fp16" in dict(rounding.sent):
                 continue  # a gradient's: `check_compressed`

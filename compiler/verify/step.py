@@ -9,13 +9,12 @@ from operator import le, or_
 from types import MappingProxyType
 
 from ..analysis.dataflow import stored_sources, weight_sources
-from ..analysis.samples import combination
 from ..layout.mesh import Mesh
 from ..layout.placement import TensorType
 from ..ops.rules import facts
 from ..padding.pads import Pads, padded_shape
-from ..program.actions import ACTIONS, AVERAGING, BACKWARD, FORWARD, SCALING, UNSHARD, ActionRow, step_kinds
-from ..program.binding import COUNT, KINDS, LOSS, OUTSIDE, PARAMETERS, UNSCALE, Binding, Kind
+from ..program.actions import ACTIONS, AVERAGING, BACKWARD, FORWARD, UNSHARD, ActionRow, step_kinds
+from ..program.binding import KINDS, LOSS, OUTSIDE, PARAMETERS, UNSCALE, Binding, Kind
 from ..program.program import Fault, Function, Line, LocalSize, Program, Value
 from ..program.step_values import LOSS_SCALE
 from ..twin.structure import repetition_fault
@@ -162,13 +161,11 @@ def _saved_faults(programs: Mapping[str, Program]) -> Iterator[Fault]:
 
 
 def check_reference(
-    programs: Mapping[str, Program], reference: Program, microbatches: int, pads: Pads = MappingProxyType({}),
-    summed: bool | None = None,
-) -> list[Fault]:  # fmt: skip
+    programs: Mapping[str, Program], reference: Program, pads: Pads = MappingProxyType({})
+) -> list[Fault]:
     """Return the faults of a step beside the captured graph. The step reads and updates the same values, in the graph's
     shapes (apart from padding), and uses the same random streams. It has gradients for exactly the parameters that the
-    loss depends on. It averages over microbatches as the graph does: ``summed`` says that their losses add up; None
-    has it derived from the graph."""
+    loss depends on."""
     captured = reference.functions[-1]
     return [
         *_outside_faults(programs, reference, pads),
@@ -176,7 +173,6 @@ def check_reference(
         *_position_faults(programs[FORWARD], captured),
         *_position_faults(programs[BACKWARD], captured),
         *_gradient_faults(programs[BACKWARD], captured),
-        *_average_faults(programs[SCALING], reference, microbatches, summed),
     ]
 
 
@@ -260,23 +256,6 @@ def _gradient_faults(backward: Program, captured: Function) -> Iterator[Fault]:
         yield Fault("types", f"B {name}", "the loss depends on it, but it gets no gradient")
     for name in sorted(ours - theirs):
         yield Fault("types", f"B {name}", "the loss does not depend on it, but it gets a gradient")
-
-
-def _average_faults(scale: Program, reference: Program, microbatches: int, summed: bool | None) -> Iterator[Fault]:
-    """Find a SCALE that does not read the count of targets that divides the loss; or, for a loss without one, a scale
-    that is not 1 (a loss that is a sum over samples) or one over the microbatches. The loss scale is no part of it."""
-    if LOSS not in dict(reference.main.returns):
-        return
-    if len(reference.functions) > 1:
-        if COUNT not in scale.main.bindings:
-            yield Fault("types", SCALING, "does not read the count of targets")
-        return
-    summed = combination(reference) == "sum" if summed is None else summed
-    wanted = 1.0 if summed else 1.0 / microbatches
-    lines = [line for line in scale.main.lines if facts(line.op).creates]
-    line = lines[0] if len(lines) == 1 else None
-    if line is None or line.op != "aten.full.default" or line.args != ([], wanted):
-        yield Fault("types", SCALING, f"the loss is to be scaled by {wanted}")
 
 
 # ---- weights

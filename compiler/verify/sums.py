@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import isnan
 
@@ -32,13 +32,19 @@ from ..program.step_values import (
     NEXT_SCALE,
     SCALER,
     Bias,
+    Division,
+    base_term,
     residual,
     residual_of,
     term_count,
+    term_weight,
+    terms_with_weights,
 )
 
 _MEAN, _COUNTED = Binding("loss", "mean"), Binding("scale", "of the count")
 """The scaled loss, and one over the count without the loss scale. No program has bindings of these names."""
+_PLAIN = Division("count")
+"""The division by a count as it is."""
 _KEEPS = frozenset(
     {"parc.all_reduce", "parc.reduce_scatter", "parc.all_gather", "parc.shard", "parc.pad", "parc.round_int8",
      "parc.reduce_scatter_int8", "parc.all_gather_int8", "parc.grow_pad.default", WAIT}
@@ -54,18 +60,24 @@ class _SumMeaning:
     """The meaning of a value of SCALE, LOSS or REDUCE: that of a binding, or a sum of squares."""
 
     binding: Binding | None = None
+    floor: Division = _PLAIN
+    """The floor under a count."""
     over: Binding | float | None = None
-    """The divisor of a count."""
+    """The divisor of a count; of one over the count, the number that stands for it."""
+    own: Division = _PLAIN
+    """The floor under that divisor."""
     squares: tuple[str, ...] = ()
     """The names of the values whose squares are summed."""
     root: bool = False
     """True for the root of that sum."""
 
 
-def check_reduce(programs: Mapping[str, Program], reference: Program, microbatches: int) -> Iterator[Fault]:
-    """Find faults in the scale of the loss and the weights of its terms, in the loss, and in the gradients and their
-    norm."""
-    yield from _scale_faults(programs[SCALING], reference, microbatches)
+def check_reduce(
+    programs: Mapping[str, Program], reference: Program, microbatches: int, divisions: Sequence[Division]
+) -> Iterator[Fault]:
+    """Find faults in the scale of the loss and the weights of its terms, whose ``divisions`` they follow, in the loss,
+    and in the gradients and their norm."""
+    yield from _scale_faults(programs[SCALING], reference, microbatches, divisions)
     loss, reduce = programs[AVERAGING].main, programs[REDUCE].main
     known = _sum_meanings(programs[AVERAGING])
     for key, name in loss.returns:
@@ -79,20 +91,43 @@ def check_reduce(programs: Mapping[str, Program], reference: Program, microbatch
     yield from _norm_faults(known.get(dict(reduce.returns).get(GRAD_NORM, "")), gradients)
 
 
-def _scale_faults(scale: Program, reference: Program, microbatches: int) -> Iterator[Fault]:
-    """Find a scale that is not one over the count of targets times the loss scale, and weights of terms that are not
-    the count over the term's own."""
-    known = _sum_meanings(scale)
-    whole = SCALE if LOSS_SCALE in scale.main.bindings else _COUNTED
+def _scale_faults(
+    scale: Program, reference: Program, microbatches: int, divisions: Sequence[Division]
+) -> Iterator[Fault]:
+    """Find a scale that is not one over the divisor of the loss's base times the loss scale, and weights of terms that
+    are not that divisor over the term's own."""
+    if LOSS not in dict(reference.main.returns):
+        return
     counts = {key for function in reference.functions[:-1] for key, _ in function.returns}
+    weights = {str(number): number for number in terms_with_weights(divisions)}
+    base = base_term(divisions)
+    counted = {COUNT if number == base else term_count(number)
+               for number, division in enumerate(divisions, 1) if division.by == "count"}  # fmt: skip
+    if counted != counts or weights.keys() != {*reference.main.bound("term")}:
+        yield Fault("types", SCALING, "the divisors of the loss are not those of the captured graph")
+        return
+    known, of_base = _sum_meanings(scale), divisions[base - 1]
+    whole = SCALE if LOSS_SCALE in scale.main.bindings else _COUNTED
+    numbers = {"count": None, "mean": float(microbatches), "sum": 1.0}
+    one = numbers[of_base.by]
+    wanted = {SCALE: _SumMeaning(whole, of_base) if one is None else _SumMeaning(whole, over=1.0 / one)}
+    for text, number in weights.items():
+        of_term, by = divisions[number - 1], numbers[divisions[number - 1].by]
+        own = term_count(text) if by is None else by
+        wanted[term_weight(number)] = (
+            _SumMeaning(COUNT, of_base, own, of_term if by is None else _PLAIN)
+            if one is None else _SumMeaning(_COUNTED, over=one / (by or 1.0))
+        )  # fmt: skip
     for key, name in scale.main.returns:
-        if key.kind == "term":
-            of_term = term_count(key.name)
-            if known[name] != _SumMeaning(COUNT, over=of_term if of_term in counts else float(microbatches)):
-                by = f"`{of_term}`" if of_term in counts else "the number of microbatches"
-                yield Fault("types", f"SCALE {key}", f"is not proved to be the count of targets over {by}")
+        if known[name] == wanted.get(key, _SumMeaning(key)):
             continue
-        if known[name] != _SumMeaning(whole if key == SCALE else key):
+        if key == SCALE and one is not None:
+            yield Fault("types", f"SCALE {key}", f"the loss is to be scaled by {1.0 / one}")
+        elif key.kind == "term":
+            by = divisions[weights.get(key.name, 1) - 1].by
+            text = {"count": f"`{term_count(key.name)}`", "mean": "the number of microbatches", "sum": "1"}[by]
+            yield Fault("types", f"SCALE {key}", f"is not proved to be the count of targets over {text}")
+        else:
             what = "one over the loss scale" if key == UNSCALE else "one over the count of targets"
             also = " times the loss scale" if key == whole else ""
             yield Fault("types", f"SCALE {key}", f"is not proved to be {what}{also}")
@@ -113,13 +148,13 @@ def _norm_faults(norm: _SumMeaning | None, gradients: Mapping[str, Binding]) -> 
 
 def _sum_meanings(program: Program) -> dict[str, _SumMeaning | None]:
     """Return the meaning of each value of a program with one function; None where it is not known."""
-    bindings = program.main.bindings
+    bindings, meaning = program.main.bindings, None
     known: dict[str, _SumMeaning | None] = {value.name: _SumMeaning(value.binding) for value in program.main.parameters}
     if UNSCALE not in bindings:
         known.update((value.name, _SumMeaning(_COUNTED)) for value in program.main.parameters if value.binding == SCALE)
     for line in program.main.lines:
-        if program.action == SCALING and COUNT not in bindings and facts(line.op).creates:
-            meaning: _SumMeaning | None = _SumMeaning(_COUNTED)  # a number, which the captured graph gives
+        if program.action == SCALING and line.op == "aten.full.default":
+            meaning = _SumMeaning(_COUNTED, over=float(line.args[1])) if line.args[:1] == ([],) else None
         else:
             meaning = _sum_meaning(line, [known[name] for name in line.uses])
         known.update((value.name, meaning) for value in line.made)
@@ -134,20 +169,23 @@ def _sum_meaning(line: Line, operands: list[_SumMeaning | None]) -> _SumMeaning 
     if row.makes_zeros(line.args):  # a role without gradients adds them
         return _SumMeaning()
     to_float = row.casts and line.made[0].type.dtype.is_floating_point
-    if row.computes == "ratio" and len(line.args) == 2 and known[0] == _SumMeaning(COUNT):
+    if row.computes == "ratio" and len(line.args) == 2 and known[0] == _SumMeaning(COUNT, known[0].floor):
         by = line.args[1]
-        whole = known[1].binding if len(known) == 2 else float(by) if isinstance(by, int | float) else None
-        counted = whole is None or isinstance(whole, float) or known[1] == _SumMeaning(whole)
-        return _SumMeaning(COUNT, over=whole) if whole is not None and counted else None
+        if len(known) == 1:
+            return replace(known[0], over=float(by)) if isinstance(by, int | float) else None
+        counted = known[1] == _SumMeaning(known[1].binding, known[1].floor)
+        return replace(known[0], over=known[1].binding, own=known[1].floor) if counted else None
+    if len(known) == 1 and (floored := _floored(line, known[0])) is not None:
+        return floored
     if line.op in _KEEPS or to_float:
         return known[0]
     bindings = [operand.binding for operand in known]
     if (of := _residual_meaning(line.op, bindings)) is not None:
         return _SumMeaning(of)
     if row.power == -1.0 and bindings in ([COUNT], [LOSS_SCALE]):
-        return _SumMeaning(_COUNTED if bindings == [COUNT] else UNSCALE)
+        return replace(known[0], binding=_COUNTED if bindings == [COUNT] else UNSCALE)
     if row.computes == "multiple" and (product := _product_meaning(bindings)) is not None:
-        return _SumMeaning(product)
+        return replace(known[0], binding=product)
     if row.reduces == "squares" and bindings[0] is not None and bindings[0].kind == "gradient":
         return _SumMeaning(squares=line.uses)
     root = row.power == 0.5
@@ -157,6 +195,19 @@ def _sum_meaning(line: Line, operands: list[_SumMeaning | None]) -> _SumMeaning 
     if not summed or any(operand.binding or operand.root for operand in known):
         return None
     return _SumMeaning(squares=tuple(name for operand in known for name in operand.squares), root=root)
+
+
+def _floored(line: Line, known: _SumMeaning) -> _SumMeaning | None:
+    """Return the meaning of a count with a floor under it, or with a number beside it; None for any other line."""
+    number, floor = line.args[1] if len(line.args) == 2 else None, known.floor
+    of_count = known.binding is not None and known.binding.kind == "count" and known.over is None
+    if not of_count or line.kwargs or not isinstance(number, int | float):
+        return None
+    if line.op == "aten.clamp_min.default" and floor == _PLAIN:
+        return replace(known, floor=floor._replace(least=float(number)))
+    if line.op == "aten.add.Tensor" and not floor.plus:
+        return replace(known, floor=floor._replace(plus=float(number)))
+    return None
 
 
 def _product_meaning(bindings: list[Binding | None]) -> Binding | None:

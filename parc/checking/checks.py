@@ -14,7 +14,6 @@ import torch
 from parc.checking.eager import CLAMP, EagerAgreement, amplified, compare_with_eager, near_tie, not_finite
 from parc.checking.reports import report_of
 from parc.checking.twins import Subject, subject_of
-from parc.compiler.analysis.samples import combination
 from parc.compiler.build.build import Build
 from parc.compiler.build.first_check import FirstCheck
 from parc.compiler.build.plan_facts import plan_faults
@@ -24,7 +23,7 @@ from parc.compiler.program.actions import FORWARD, Purpose
 from parc.compiler.program.binding import BUFFERS
 from parc.compiler.program.program import REFERENCE_FILE, Fault
 from parc.compiler.program.roles import SINGLE, Role, as_checked, ranks_of
-from parc.compiler.program.step_values import DYNAMIC, biases_in
+from parc.compiler.program.step_values import DYNAMIC, biases_in, divisions_in
 from parc.compiler.sizes.template import ShapeFault, sizes_text
 from parc.compiler.verify.arithmetic import check_bounds, check_integers
 from parc.compiler.verify.communication import check_messages, check_stages, check_timelines
@@ -45,8 +44,9 @@ from parc.compiler.verify.step import (
 from parc.compiler.verify.sums import check_loads, check_reduce, check_rescale
 from parc.compiling.compiled import Compiled
 from parc.compiling.driver import Progress, compile_plan
+from parc.compiling.microbatches import NotMeasured, StepInParts
 from parc.compiling.size_ranges import fault_diagnostic, misfit_diagnostic
-from parc.grammar.codes import UNSCALED
+from parc.grammar.codes import NOT_COMBINED, UNSCALED
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.report import plan_of, report_faults
 from parc.runtime.compare.agreement import NEAR, TOLERANCE, Agreement
@@ -69,13 +69,13 @@ class Checked:
     seconds: float = 0.0
 
 
-def static_faults(build: Build, summed: bool | None = None) -> list[Fault]:
+def static_faults(build: Build) -> list[Fault]:
     """Return the faults of shapes, types, communication, padding and roundings in a build's programs, from these and
     the captured graph alone."""
-    return [fault for faults in faults_by_check(build, summed) for fault in faults]
+    return [fault for faults in faults_by_check(build) for fault in faults]
 
 
-def faults_by_check(build: Build, summed: bool | None = None) -> Iterator[list[Fault]]:
+def faults_by_check(build: Build) -> Iterator[list[Fault]]:
     """Yield the same faults, of one check after the other: a reader of the first need not wait for the last."""
     programs, reference = build.programs, build.reference
     roles = {name: replace(role, programs=as_checked(role.programs)) for name, role in build.roles.items()}
@@ -90,8 +90,8 @@ def faults_by_check(build: Build, summed: bool | None = None) -> Iterator[list[F
     if faults:
         return
     yield check_bindings(programs, build.types)
-    yield check_reference(programs, reference, build.microbatches, build.pads, summed)
-    yield [*check_reduce(programs, reference, build.microbatches)]
+    yield check_reference(programs, reference, build.pads)
+    yield [*check_reduce(programs, reference, build.microbatches, divisions_in(build.manifest))]
     yield [*check_rescale(programs, build.mesh)]
     biases = biases_in(build.manifest)
     yield [fault for role in roles.values() for fault in check_loads(role.programs, reference, biases)]
@@ -183,9 +183,8 @@ def program_faults(build: Build, plan: Plan) -> list[Fault]:
     """Return the faults of shapes, types and communication in a build's programs. Where sizes have ranges, the largest,
     the smallest and some in between are checked."""
     faults = check_lines(build.reference)
-    summed = not faults and build.microbatches > 1 and combination(build.reference, plan.unbatched) == "sum"
     for at in build.cases() if not faults else ():
-        faults += static_faults(at, summed)
+        faults += static_faults(at)
     if not faults and build.evaluation is not None:
         faults += [
             replace(fault, where=f"evaluation {fault.where}") for fault in program_faults(build.evaluation, plan)
@@ -233,6 +232,8 @@ def check_numbers(compiled: Compiled, checked: Checked, device: torch.device = C
             eager = compare_with_eager(at, case)
             start = case if at.request.trains else varied_case(case)
             agreement = compare(replace(start, device=device), 1 if checked.agreement else chosen.steps)
+        if not agreement.not_finite:
+            _check_whole_batch(at)
         if agreement.not_finite:
             line, help_ = (
                 (at.plan.optimizer, "take a smaller learning rate") if agreement.steps else (at.plan.loss, CLAMP)
@@ -261,6 +262,33 @@ def check_numbers(compiled: Compiled, checked: Checked, device: torch.device = C
                 checked.first, faults = first_check_of(compiled, chosen, replace(case, device=device))
             checked.faults += faults
     checked.report["numbers"] = numbers
+
+
+def _check_whole_batch(compiled: Compiled) -> None:
+    """Check that a step makes of microbatches what the module and the loss make of the whole batch.
+
+    Raises:
+        PlanError: a term of the loss is not divided by what makes it so.
+    """
+    plan, step = compiled.plan, StepInParts.of(compiled)
+    if plan.microbatches == 1 or not plan.trains:
+        return
+    try:
+        wrong = step.wrong_terms(
+            compiled.build.reference, divisions_in(compiled.build.manifest), compiled.built.averaged
+        )
+    except NotMeasured:
+        return
+    errors = []
+    for number, whole, combined in wrong:
+        what = "the loss" if len(plan.loss.terms) == 1 else f"term {number} of the loss"
+        message = f"{what} is {combined:.6g} in microbatches, but {whole:.6g} on the whole batch"
+        help_ = "say what divides it: `/ N`, or `/ INPUT`, behind a term that is a sum over the batch"
+        if plan.loss.terms[number - 1].divisor is not None:
+            help_ = "leave out what is behind `/`: the term is no sum over the batch"
+        errors.append(Diagnostic(NOT_COMBINED, message, Label(plan.loss.term_span(number)), help=help_))
+    if errors:
+        raise PlanError(errors)
 
 
 def _number_faults(agreement: Agreement, eager: EagerAgreement, at: str) -> Iterator[Fault]:
@@ -358,4 +386,5 @@ def case_of(compiled: Compiled) -> Case:
         () if roles else build.roles[SINGLE].actions, build.mesh, build.microbatches,
         build.manifest["optimizer"], {name: recipes[name].whole() for name in build.types}, buffers,
         build.manifest["parameters"], build.pads, roles, build.manifest["state"], biases_in(build.manifest),
+        divisions_in(build.manifest),
     )  # fmt: skip

@@ -201,8 +201,10 @@ def manifest_of(compiled: Compiled) -> dict[str, Any]:
         "aliases": dict(compiled.captured.aliases),
         "padding": facts_of(compiled.pads),
         "constants": constant_facts(compiled),
+        "divisions": division_facts(compiled),
         **({} if evaluation is None else
-           {"evaluation": {**facts["evaluation"], "constants": constant_facts(evaluation)}}),
+           {"evaluation": {**facts["evaluation"], "constants": constant_facts(evaluation),
+                           "divisions": division_facts(evaluation)}}),
         **routing_facts(compiled.request.placing.experts),
     }  # fmt: skip
 
@@ -218,6 +220,11 @@ def constants_by_name(compiled: Compiled) -> dict[str, Any]:
     """Return the constants of a step and of its evaluation, each by a name of its own."""
     others = constant_facts(compiled.evaluation) if compiled.evaluation is not None else {}
     return {**constant_facts(compiled), **{f"{name} in eval()": fact for name, fact in others.items()}}
+
+
+def division_facts(compiled: Compiled) -> list[dict[str, Any]]:
+    """Return the division of each term of the loss in the manifest's form."""
+    return [division._asdict() for division in compiled.built.divisions]
 
 
 def constant_facts(compiled: Compiled) -> dict[str, Any]:

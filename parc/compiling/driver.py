@@ -30,6 +30,7 @@ from parc.compiler.verify.padding import sample_dims
 from parc.compiling.compiled import Compiled, constants_by_name, programs_of
 from parc.compiling.fit import compile_fitted
 from parc.compiling.fitted import Fitted
+from parc.compiling.microbatches import measure_of
 from parc.compiling.plan_capture import capture_plan, input_specs
 from parc.compiling.request import ask
 from parc.compiling.size_ranges import compile_range, fixed, line_span
@@ -48,7 +49,7 @@ from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.grammar.nearest import listed
 from parc.grammar.syntax import size_text
 from parc.passes.calls import MixedRows
-from parc.passes.pipeline import build_programs
+from parc.passes.pipeline import Measure, build_programs
 from parc.passes.placing.partition import Reshard, UnevenTokens
 from parc.passes.placing.propagate import FewHeads, NotPlaced
 from parc.passes.placing.registered import RuleMisfit
@@ -184,9 +185,11 @@ def compile_plan(
             raise PlanError([_nothing_returned(at)])
         progress("passes")
         with _timed(seconds, "passes"):
+            measure = measure_of(at, task_lines(at), folder, recorded, captured, choices, like, overrides)
             compiled = compile_captured(
-                at, folder, recorded, captured, like, plan if sizes else None, choices, fitted, overrides is not None
-            )
+                at, folder, recorded, captured, like, plan if sizes else None, choices, fitted, overrides is not None,
+                measure,
+            )  # fmt: skip
             fitted = compiled.fitted
         compiled = replace(compiled, overrides=dict(overrides or {}), seconds=seconds)
         if not (at.trains or sample_dims(compiled.built.reference, at.unbatched)):
@@ -195,7 +198,7 @@ def compile_plan(
             return compiled
         progress("evaluation")
         with _timed(seconds, "evaluation"):
-            return with_evaluation(compiled, plan, evaluation_choices if sizes is not None else None)
+            return with_evaluation(compiled, plan, evaluation_choices if sizes is not None else None, like)
 
     choices, evaluation_choices = Choices(), Choices()
     if not moving(plan.sizes):
@@ -208,9 +211,10 @@ def compile_plan(
 def compile_captured(
     plan: Plan, folder: Path, recorded: Recorded, captured: Captured, like: Compiled | None = None,
     declared: Plan | None = None, choices: Choices | None = None, fitted: Fitted | None = None, smaller: bool = False,
+    measure: Measure | None = None,
 ) -> Compiled:  # fmt: skip
     """Run every pass on a captured model. ``declared`` is the plan with the ranges from which its sizes were chosen. A
-    ``smaller`` model may lack names of the plan.
+    ``smaller`` model may lack names of the plan. ``measure`` finds out what divides the terms of the loss.
 
     Raises:
         PlanError: the plan, the model or both are at fault.
@@ -220,7 +224,7 @@ def compile_captured(
     def make(lines: tuple[RecomputeLine, ...], units: frozenset[str]) -> Compiled:
         storing = replace(request.storing, recompute=lines, units=request.storing.units | units)
         changed = replace(request, storing=storing)
-        return _built(plan, folder, recorded, captured, replace(resolved, recompute=lines), changed)
+        return _built(plan, folder, recorded, captured, replace(resolved, recompute=lines), changed, measure)
 
     compiled, chosen = compile_fitted(resolved.recompute, captured, fitted, make)
     return replace(compiled, fitted=chosen)
@@ -238,13 +242,16 @@ def compile_changed(compiled: Compiled, plan: Plan) -> Compiled:
     recorded, captured = compiled.recorded, compiled.captured
     if (at.model, input_specs(at)) != (compiled.plan.model, input_specs(compiled.plan)):
         recorded, captured = capture_plan(at, task_lines(at), compiled.folder, None)
-    return compile_captured(at, compiled.folder, recorded, captured)
+    measure = measure_of(at, compiled.lines, compiled.folder, recorded, captured)
+    return compile_captured(at, compiled.folder, recorded, captured, measure=measure)
 
 
-def with_evaluation(step: Compiled, declared: Plan, choices: Choices | None = None) -> Compiled:
+def with_evaluation(
+    step: Compiled, declared: Plan, choices: Choices | None = None, like: Compiled | None = None
+) -> Compiled:
     """Return a compiled step with the evaluation of its plan: the model is captured in ``eval()``, and runs through
     every pass. Stages, the storage of parameters and what several ranks keep are those of the step. ``choices`` are
-    those of evaluations, where sizes have ranges.
+    those of evaluations, where sizes have ranges. A twin's evaluation is ``like`` that of the larger build.
 
     Raises:
         PlanError: the plan, the model or both are at fault.
@@ -259,7 +266,9 @@ def with_evaluation(step: Compiled, declared: Plan, choices: Choices | None = No
     resolved, request = ask(
         plan, folder, recorded, captured, step, declared if ranged else None, choices, smaller=True, evaluates=True
     )
-    compiled = _built(plan, folder, recorded, captured, resolved, request)
+    like = like.evaluation if like is not None else None
+    measure = measure_of(plan, step.lines, folder, recorded, captured, choices, like, step.overrides, evaluates=True)
+    compiled = _built(plan, folder, recorded, captured, resolved, request, measure)
     return replace(step, evaluation=replace(compiled, overrides=step.overrides))
 
 
@@ -279,11 +288,12 @@ def _read_in_eval_alone(plan: Plan, names: Sequence[str]) -> Diagnostic:
 
 
 def _built(
-    plan: Plan, folder: Path, recorded: Recorded, captured: Captured, resolved: Resolved, request: Request
-) -> Compiled:
+    plan: Plan, folder: Path, recorded: Recorded, captured: Captured, resolved: Resolved, request: Request,
+    measure: Measure | None,
+) -> Compiled:  # fmt: skip
     """Run the passes, and put the actions of each role in order."""
     try:
-        built = build_programs(captured, request)
+        built = build_programs(captured, request, measure)
     except REFUSALS as error:
         raise PlanError([refusal(plan, request.placing.mesh, resolved, error)]) from error
     if errors := whole_sequences(plan, built.reshards):

@@ -96,7 +96,7 @@ def ask(
         Computing(
             plan.microbatches, plan.seed, getattr(torch, ACCUMULATE[plan.accumulate]), frozen,
             {binding(name): rows for name, rows in resolved.pads.items()}, regions(resolved.precision),
-            plan.loss_scale if step is None else None, len(plan.loss.terms), plan.unbatched,
+            plan.loss_scale if step is None else None, len(plan.loss.terms), plan.unbatched, plan.loss.summed,
         ),
         Storing(
             {name: [*_over_mesh(demands, mesh, axes)] for name, demands in resolved.shardings.items()},

@@ -3,8 +3,9 @@ experts, which F returns beside the loss."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from torch import fx
 
@@ -14,44 +15,78 @@ from ...compiler.capture.reach import GradientFlow, ancestors, reached_by_gradie
 from ...compiler.ops.own_ops import aten
 from ...compiler.ops.rules import facts
 from ...compiler.program.binding import COUNT, LOSS, Binding, Kind
-from ...compiler.program.step_values import TAKEN, term_count, term_weight
+from ...compiler.program.step_values import TAKEN, Division, base_term, term_count, term_weight, terms_with_weights
 from ..calls import computes, insert_call, key_of, outputs
 
-Denominators = tuple[fx.Graph | None, tuple[Binding, ...]]
-"""A graph that computes the denominators of a loss from inputs alone, and their bindings; None where no term has
-one."""
+
+@dataclass(frozen=True, slots=True)
+class TermGraphs:
+    """A term of the loss as graphs of its own, for whoever decides what divides it."""
+
+    term: fx.Graph
+    """The graph of the term's value."""
+    fraction: fx.Graph | None
+    """The graph of a numerator and of the count below it, which is made of inputs alone; None for any other term. A
+    sum of token losses stands for its count, and is not in it."""
+    division: Division
+    """What the code does to that count before it divides by it."""
+    token_losses: bool = False
+    """True where the numerator is a sum of token losses."""
 
 
-def split_loss(graph: fx.Graph, terms: int, is_one_fraction: Callable[[fx.Graph, bool], bool]) -> Denominators:
+Decide = Callable[[Sequence[TermGraphs]], Sequence[Division | None]]
+"""A function that returns the division of each term of a loss; None for one that is averaged over microbatches though
+that may not be the whole batch's."""
+
+
+class Divided(NamedTuple):
+    """The divisors of a loss: the graph of the counts that terms have, from inputs alone, None where no term has one;
+    their bindings; the division of each term; and the numbers of the terms that are averaged for want of another."""
+
+    count: fx.Graph | None = None
+    counts: tuple[Binding, ...] = ()
+    divisions: tuple[Division, ...] = ()
+    averaged: tuple[int, ...] = ()
+
+
+def split_loss(graph: fx.Graph, terms: int, decide: Decide) -> Divided:
     """The pass that splits a mean loss into numerator and denominator. It takes a canonical graph, and changes it in
-    place: its first output becomes the numerator. It returns the graph of the denominators.
+    place: its first output becomes the numerator. It returns the graph of the denominators, and the divisions.
 
     The division of a mean cross entropy, of a sum over samples by a sum over inputs, and of multiples of these, is then
     done once a step, by the count over all data ranks and microbatches: a mean of microbatches' means would weigh
-    targets unequally. ``is_one_fraction`` gets the graph of a numerator and a denominator, and returns True where both
-    add up over microbatches. Its second argument is True for a sum of token losses, of which the graph has only the
-    denominator.
+    targets unequally. A floor under the count, as ``clamp(min=1)``, and a small number beside it, as ``+ 1e-6``, are
+    those of the step's count too. ``decide`` says of each term what divides it.
 
-    A loss of several ``terms`` is divided by the count of its first counted term. Every other term is multiplied by a
-    placeholder of its own, which SCALE computes, so that the same division leaves its mean.
+    A loss of several ``terms`` is divided by the divisor of its base. Every term that has another one is multiplied by
+    a placeholder of its own, which SCALE computes, so that the same division leaves its value.
     """
     if not terms:
-        return None, ()
+        return Divided()
     output = graph.output_node()
     loss, *updates = outputs(graph)
     roots = _terms(loss, terms)
     chains = [_scalings(root) for root in roots]
-    counts = {number: _denominator(chain[-1], is_one_fraction) for number, chain in enumerate(chains, 1)}
-    denominators = {number: node for number, node in counts.items() if node is not None}
-    if not denominators:
-        return None, ()
-    base = min(denominators)
-    for number in denominators:
+    fractions = [_fraction(chain[-1]) for chain in chains]
+    graphs = [_term_graphs(*pair) for pair in zip(roots, fractions, strict=True)]
+    decided = decide(graphs)
+    divisions = tuple(division or Division() for division in decided)
+    counts = {
+        number: fraction.count
+        for number, (fraction, division) in enumerate(zip(fractions, divisions, strict=True), 1)
+        if fraction is not None and division.by == "count"
+    }
+    averaged = tuple(number for number, division in enumerate(decided, 1) if division is None)
+    for number in counts:
         roots[number - 1] = _numerator(graph, chains[number - 1])
-    output.args = ((_weighted_sum(graph, loss, roots, base), *updates),)
-    count = _subgraph(list(denominators.values()))
+    weighted = terms_with_weights(divisions)
+    if counts or weighted:
+        output.args = ((_weighted_sum(graph, loss, roots, weighted), *updates),)
+    count = _subgraph(list(counts.values())) if counts else None
     graph.eliminate_dead_code()
-    return count, tuple(COUNT if number == base else term_count(number) for number in denominators)
+    base = base_term(divisions)
+    keys = tuple(COUNT if number == base else term_count(number) for number in counts)
+    return Divided(count, keys, divisions, averaged)
 
 
 def _terms(loss: fx.Node, count: int) -> list[fx.Node]:
@@ -64,12 +99,12 @@ def _terms(loss: fx.Node, count: int) -> list[fx.Node]:
     return [*_terms(first, count - 1), last]
 
 
-def _weighted_sum(graph: fx.Graph, loss: fx.Node, roots: list[fx.Node], base: int) -> fx.Node:
-    """Add up the terms; all but the ``base`` are multiplied by their weights."""
+def _weighted_sum(graph: fx.Graph, loss: fx.Node, roots: list[fx.Node], weighted: Collection[int]) -> fx.Node:
+    """Add up the terms; the ``weighted`` ones are multiplied by their weights."""
     total: fx.Node | None = None
     first = next(iter(graph.nodes))
     for number, root in enumerate(roots, 1):
-        if number != base:
+        if number in weighted:
             with graph.inserting_before(first):
                 weight = graph.placeholder(f"term_{number}")
             noted(weight).value, noted(weight).binding = noted(loss).value, term_weight(number)
@@ -149,20 +184,51 @@ def _scaled(node: fx.Node) -> fx.Node | None:
     return None
 
 
-def _denominator(loss: fx.Node, is_one_fraction: Callable[[fx.Graph, bool], bool]) -> fx.Node | None:
-    """Return the count that divides a loss: that of a mean cross entropy, or the sum over inputs (a mask's mean) that
-    divides a sum over samples. None for any other loss."""
+class _Fraction(NamedTuple):
+    """A numerator, the count below it, and what is done to the count before it divides."""
+
+    total: fx.Node
+    count: fx.Node
+    division: Division
+
+
+def _fraction(loss: fx.Node) -> _Fraction | None:
+    """Return the fraction that a loss is, if what divides it is made of inputs alone: a mean cross entropy, or a sum
+    over samples that is divided by a sum over inputs (a mask's mean). None for any other loss."""
     if loss.target is not aten.div.Tensor:
         return None
-    total, count = loss.args
-    if not isinstance(total, fx.Node) or not isinstance(count, fx.Node):
+    total, below = loss.args
+    if not isinstance(total, fx.Node) or not isinstance(below, fx.Node):
         return None
-    read = {noted(node).binding.kind for node in ancestors([count]) if node.op == "placeholder"}
+    read = {noted(node).binding.kind for node in ancestors([below]) if node.op == "placeholder"}
     if not read <= {"input"} or noted(total).value.dtype != noted(loss).value.dtype:
         return None
+    return _Fraction(total, *_floor(below))
+
+
+def _floor(below: fx.Node) -> tuple[fx.Node, Division]:
+    """Return the count behind a denominator, and its division: a floor under the count, or a number beside it."""
+    first, *others = below.args
+    numbers = [other for other in others if other is not None]
+    if below.target is aten.add.Tensor and isinstance(first, int | float):
+        first, numbers = others[0], [first]
+    number = numbers[0] if len(numbers) == 1 and not below.kwargs else None
+    if not isinstance(first, fx.Node) or not isinstance(number, int | float) or isinstance(number, bool):
+        return below, Division("count")
+    if below.target in (aten.clamp.default, aten.clamp_min.default):
+        return first, Division("count", least=float(number))
+    if below.target is aten.add.Tensor and number > 0:
+        return first, Division("count", plus=float(number))
+    return below, Division("count")
+
+
+def _term_graphs(root: fx.Node, fraction: _Fraction | None) -> TermGraphs:
+    if fraction is None:
+        return TermGraphs(_subgraph([root]), None, Division())
+    total, count, division = fraction
     losses: Any = total.args[0] if total.target is aten.sum.default else total
     known = noted(losses).token_losses
-    return count if is_one_fraction(_subgraph([count if known else total, count]), known) else None
+    return TermGraphs(_subgraph([root]), _subgraph([count if known else total, count]), division, known)
 
 
 # ---- loads: the number of tokens that a microbatch sends to each expert of a layer

@@ -20,7 +20,7 @@ from ...compiler.ops.factors import OpCall, fill_operands
 from ...compiler.ops.own_ops import OPS
 from ...compiler.ops.rules import facts, localize, operator_name
 from ...compiler.program.actions import REFERENCE
-from ...compiler.program.binding import COUNT, LOSS, RNG, Binding
+from ...compiler.program.binding import RNG, Binding
 from ...compiler.program.blocks import starred
 from ...compiler.program.program import Function, Line, LocalSize, Origin, Program, Ref, Value
 from ...compiler.program.program import operator as torch_operator
@@ -301,9 +301,9 @@ def reference_program(graph: fx.Graph, count: fx.Graph | None, counts: tuple[Bin
     return Program("model", REFERENCE, Mesh(), (*functions, _function("forward", graph, keys, seed)))
 
 
-def fraction_program(graph: fx.Graph) -> Program:
-    """Return the program of a graph of two results: the numerator of a loss and its denominator."""
-    return Program("model", REFERENCE, Mesh(), (_function("forward", graph, (LOSS, COUNT), 0),))
+def program_of(graph: fx.Graph, *keys: Binding) -> Program:
+    """Return the program of a graph alone, which returns the graph's results under these keys."""
+    return Program("model", REFERENCE, Mesh(), (_function("forward", graph, keys, 0),))
 
 
 def without_training(reference: Program) -> Program:

@@ -25,7 +25,7 @@ from ...compiler.program.actions import (
     StageRanks,
     step_kinds,
 )
-from ...compiler.program.binding import COUNT, GRAD_NORM, LOSS, SCALE, UNSCALE, Binding
+from ...compiler.program.binding import GRAD_NORM, LOSS, SCALE, UNSCALE, Binding
 from ...compiler.program.program import Line, Origin, Program, Ref, Value
 from ...compiler.program.rewriter import ORIGIN
 from ...compiler.program.roles import SINGLE, Programs
@@ -39,8 +39,11 @@ from ...compiler.program.step_values import (
     NEXT_SCALE,
     SCALER,
     Bias,
+    Division,
+    base_term,
     residual,
-    term_count,
+    term_weight,
+    terms_with_weights,
 )
 from ...compiler.resolve.requests import Request
 from ..calls import outputs
@@ -61,8 +64,8 @@ class StepMaterials:
     count: fx.Graph | None
     counts: tuple[Binding, ...]
     """The denominators that ``count`` makes."""
-    averaged: int
-    """The number of parts of which the loss is the mean, where no count divides it."""
+    divisions: tuple[Division, ...]
+    """The division of each term of the loss."""
     assembled: Assembled
     compressor: Compressor = field(default_factory=Compressor)
 
@@ -175,29 +178,37 @@ def _moved_bias(write: Writer, bias: Bias, load: Value, stored: TensorType) -> t
 
 
 def scale_programs(step: StepMaterials) -> Iterator[Program]:
-    """Write SCALE: one over the step's whole denominator; without a count, one over the number of parts averaged. If
-    there is a loss scale, it is this times the loss scale, and one over the loss scale is a second result.
-
-    The loss's other terms have weights: the denominator over a term's own, or over the number of microbatches, of which
-    it is averaged.
-    """
+    """Write SCALE: one over the divisor of the loss's base, which is the step's whole count, the number of microbatches
+    or 1. If there is a loss scale, it is this times the loss scale, and one over the loss scale is a second result. The
+    terms with other divisors have weights: the divisor of the base over their own."""
     dtype: torch.dtype = node_type(outputs(step.graph)[0]).dtype
     write, whole = Writer(step.mesh), whole_type(step.mesh, dtype)
-    totals = {}
+    base, divisors = base_term(step.divisions), dict[int, Value | float]()
     for key, node in zip(step.counts, outputs(step.count) if step.count is not None else (), strict=True):
         total = write.total(write.take(f"count_{key.name}".rstrip("_"), node_type(node), key))
-        totals[key] = write.emit("aten._to_copy.default", (Ref(total.name),), whole, dtype=dtype)
-    if not totals:
-        scale = write.emit("aten.full.default", ([], 1.0 / step.averaged), whole, name="scale", dtype=dtype)
+        count = write.emit("aten._to_copy.default", (Ref(total.name),), whole, dtype=dtype)
+        division = step.divisions[int(key.name or base) - 1]
+        if division.least is not None:
+            count = write.emit("aten.clamp_min.default", (Ref(count.name), division.least), whole)
+        if division.plus:
+            count = write.emit("aten.add.Tensor", (Ref(count.name), division.plus), whole)
+        divisors[int(key.name or base)] = count
+    for number, division in enumerate(step.divisions, 1):
+        divisors.setdefault(number, step.request.computing.microbatches if division.by == "mean" else 1)
+    below = divisors.get(base, 1)
+    if isinstance(below, Value):
+        scale = write.emit("aten.reciprocal.default", (Ref(below.name),), whole)
     else:
-        scale = write.emit("aten.reciprocal.default", (Ref(totals[COUNT].name),), whole)
+        scale = write.emit("aten.full.default", ([], 1.0 / below), whole, name="scale", dtype=dtype)
     returns = []
-    for key in (noted(node).binding for node in step.graph.find_nodes(op="placeholder")):
-        if key.kind == "term":
-            count = totals.get(term_count(key.name))
-            by = step.request.computing.microbatches if count is None else Ref(count.name)
-            args = Ref(totals[COUNT].name), by
-            returns.append((key, write.emit("aten.div.Tensor", args, whole, name=f"term_{key.name}").name))
+    for number in terms_with_weights(step.divisions):
+        own, key = divisors[number], term_weight(number)
+        if isinstance(below, Value):
+            by = Ref(own.name) if isinstance(own, Value) else own
+            weight = write.emit("aten.div.Tensor", (Ref(below.name), by), whole, name=f"term_{number}")
+        else:
+            weight = write.emit("aten.full.default", ([], below / own), whole, name=f"term_{number}", dtype=dtype)
+        returns.append((key, weight.name))
     if step.scaled:
         loss_scale = write.take(LOSS_SCALE.name, whole_type(step.mesh, torch.float32), LOSS_SCALE)
         unscale = write.emit("aten.reciprocal.default", (Ref(loss_scale.name),), loss_scale.type, name="unscale")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -12,11 +13,11 @@ from torch import Tensor
 
 from ...compiler.layout.mesh import Mesh
 from ...compiler.padding.pads import Pads
-from ...compiler.program.actions import SCALING, Action
-from ...compiler.program.binding import BUFFERS, COUNT, LOSS, PARAMETERS, Kind
+from ...compiler.program.actions import Action
+from ...compiler.program.binding import BUFFERS, LOSS, PARAMETERS, Kind
 from ...compiler.program.program import Line, Program
 from ...compiler.program.roles import Role
-from ...compiler.program.step_values import LOAD, Bias, term_count
+from ...compiler.program.step_values import LOAD, Bias, Division, divisors
 from ..backends.in_process import InProcess
 from ..machine.execute import Machine
 from ..machine.kernels import REFERENCE_KERNELS
@@ -54,6 +55,8 @@ class Case:
     """The state of steps before the first one."""
     biases: Mapping[str, Bias] = field(default_factory=dict)
     """The biases that balance experts, by the module of these."""
+    divisions: tuple[Division, ...] = ()
+    """The division of each term of the loss."""
     device: torch.device = CPU
     """The device that all of it is computed on."""
 
@@ -127,19 +130,18 @@ class ReferenceRun:
             environment.update((value.name, source[name]) for name, value in called.bound(*kinds).items())
         return environment
 
-    def gradients(self, batches: Microbatches, step: int, uncounted: float = 1.0) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return loss and whole gradients of one step; ``uncounted`` scales a loss that no count divides."""
+    def gradients(self, batches: Microbatches, step: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return loss and whole gradients of one step."""
         device = self.case.device
         batches = [on_device(batch, device) for batch in batches]
-        scale, weights = torch.tensor(uncounted, dtype=torch.float64, device=device), dict[str, Tensor]()
-        if self.counts:
-            counts = [
-                self.machine.run([self._environment("count", b, step, i)], "count")[0] for i, b in enumerate(batches)
-            ]
-            totals = {key: sum(m[key].double() for m in counts) for key in counts[0]}
-            scale = 1.0 / totals[COUNT]
-            for number in self.case.reference.main.bound("term"):
-                weights[number] = totals[COUNT] / totals.get(term_count(number), float(len(batches)))
+        counts = [
+            self.machine.run([self._environment("count", b, step, i)], "count")[0] if self.counts else {}
+            for i, b in enumerate(batches)
+        ]
+        totals = {key: float(sum(m[key].double() for m in counts)) for key in counts[0]}
+        divisor, weights_of_terms = divisors(self.case.divisions, totals, len(batches))
+        wide = partial(torch.tensor, dtype=torch.float64, device=device)
+        scale, weights = 1.0 / wide(divisor), {number: wide(weight) for number, weight in weights_of_terms.items()}
         total, self.loads, self.returned = torch.zeros((), dtype=torch.float64, device=device), {}, {}
         for index, batch in enumerate(batches):
             (results,) = self.machine.run([self._environment("forward", batch, step, index, weights)])
@@ -159,9 +161,7 @@ class ReferenceRun:
 
     def step(self, batches: Microbatches, step: int) -> tuple[Tensor, dict[str, Tensor]]:
         """Return loss and whole gradients of one step, then update the parameters."""
-        scaling = self.case.programs[SCALING].main.lines  # none without a loss
-        uncounted = float(scaling[0].args[1]) if scaling and not self.counts else 1.0
-        total, gradients = self.gradients(batches, step, uncounted)
+        total, gradients = self.gradients(batches, step)
         norm = torch.sqrt(sum((g.square().sum() for g in gradients.values()), torch.zeros_like(total)))
         with torch.no_grad():
             self.metrics = {

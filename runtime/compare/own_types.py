@@ -30,7 +30,7 @@ from ...compiler.program.binding import LOSS, Binding
 from ...compiler.program.program import Program
 from ...compiler.program.step_values import LOSS_SCALE
 from ...compiler.sizes.size_range import BATCH
-from ..data.random_batch import random_batch
+from ..data.random_batch import inputs_of, random_batch
 from ..ranks.work import StepResult
 from ..session.evaluation import returned_types, without_padding
 from ..state.step_state import LEAST
@@ -77,7 +77,7 @@ def _generator(name: str) -> torch.Generator:
 def step_batches(reference: Program, microbatches: int, unbatched: Collection[str], seed: int) -> Microbatches:
     """Return the whole random inputs of each microbatch, in their own types. Inputs without a batch dim, which are
     ``unbatched``, are the same in all."""
-    types = {name: value.type.dtype for name, value in reference.main.bound("input").items()}
+    types = {name: value.type.dtype for name, value in inputs_of(reference).items()}
     batches = random_batch(reference, microbatches, torch.Generator().manual_seed(seed))
     return [{name: (batches[0] if name in unbatched else batch)[name].to(dtype) for name, dtype in types.items()}
             for batch in batches]  # fmt: skip

@@ -3,12 +3,12 @@ numbers."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from fractions import Fraction
 from functools import partial
-from math import ceil, nan
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, final
@@ -28,10 +28,19 @@ from ...compiler.initial.counter import dropped, keep_mask, random, stream
 from ...compiler.initial.recipes import initialize
 from ...compiler.layout.mesh import Mesh
 from ...compiler.ops.own_ops import aten
+from ...compiler.ops.precision import is_narrow
 from ...compiler.ops.rules import facts
-from ...compiler.program.actions import COUNTING, FORWARD, SCALING
+from ...compiler.program.actions import COUNTING, FORWARD
 from ...compiler.program.binding import COUNT, Binding
-from ...compiler.program.step_values import Bias, biases_in, capacities_in, term_count
+from ...compiler.program.step_values import (
+    Bias,
+    Division,
+    base_term,
+    biases_in,
+    capacities_in,
+    divisions_in,
+    term_count,
+)
 from ...compiler.sizes.size_range import BATCH
 from ...grammar.codes import NO_EXPERTS
 from ..backends.in_process import InProcess
@@ -55,12 +64,13 @@ class CountedDropout(TorchDispatchMode):
     """A dispatch mode that draws every dropout mask, and all other random numbers, as builds do: from the stream that
     is named by the module's path and the number of the draw in it.
 
-    It is below autograd, where torch's dropout and its attention with dropout fill their masks.
+    It is below autograd, where torch's dropout and its attention with dropout fill their masks. A batch of several
+    ``joined`` microbatches has the numbers of each, one behind the other along dim 0.
     """
 
-    def __init__(self, seed: int, step: int, microbatch: int) -> None:
+    def __init__(self, seed: int, step: int, microbatch: int, joined: int = 1) -> None:
         super().__init__()
-        self._seed, self._step, self._microbatch = seed, step, microbatch
+        self._seed, self._step, self._microbatch, self._joined = seed, step, microbatch, joined
         self._paths = [""]
         self._drawn: Counter[str] = Counter()
 
@@ -72,24 +82,28 @@ class CountedDropout(TorchDispatchMode):
         """Note that the module's forward has ended."""
         self._paths.pop()
 
-    def _next(self, like: Tensor) -> tuple[int, Tensor]:
-        """Return the key of the next stream, and the index of every element."""
+    def _draw(self, like: Tensor, draw: Callable[[int, Tensor], Tensor]) -> Tensor:
+        """Return the numbers of the next stream, in the shape of a tensor; ``draw`` makes them from the stream's key
+        and the index of every element."""
         module = self._paths[-1] or "model"
         name = f"{module}.{self._drawn[module]}"
         self._drawn[module] += 1
-        index = torch.arange(like.numel(), device=like.device).reshape(like.shape)
-        return stream(self._seed, name, self._step, self._microbatch), index
+        parts = self._joined if like.dim() and like.shape[0] % self._joined == 0 else 1
+        shape = (like.shape[0] // parts, *like.shape[1:]) if parts > 1 else like.shape
+        index = torch.arange(math.prod(shape), device=like.device).reshape(shape)
+        keys = [stream(self._seed, name, self._step, self._microbatch + part) for part in range(parts)]
+        return torch.cat([draw(key, index) for key in keys]) if parts > 1 else draw(keys[0], index)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         keeps = (args[1] if len(args) > 1 else 0.5) if func is aten.bernoulli_.float else 1.0  # dispatch drops defaults
         if keeps not in (0.0, 1.0):
-            return args[0].copy_(keep_mask(*self._next(args[0]), dropped(keeps)))
+            return args[0].copy_(self._draw(args[0], partial(keep_mask, p=dropped(keeps))))
         if func is aten.native_dropout.default and args[2] is not False and 0 < args[1] < 1:
-            keep = keep_mask(*self._next(args[0]), args[1])
+            keep = self._draw(args[0], partial(keep_mask, p=args[1]))
             return args[0] * keep.to(args[0].dtype).mul_(1 / (1 - args[1])), keep
         result = func(*args, **(kwargs or {}))
         if func is aten.bernoulli.default:
-            return result.copy_(random(*self._next(result), "uniform", result.dtype) < args[0])
+            return result.copy_(self._draw(result, partial(random, law="uniform", dtype=result.dtype)) < args[0])
         law = facts(func).law
         if law in ("uniform", "normal"):
             names = [argument.name for argument in func._schema.arguments]
@@ -98,7 +112,7 @@ class CountedDropout(TorchDispatchMode):
                 arguments.get("from", arguments.get("mean", 0.0)),
                 arguments.get("to", arguments.get("std", 1.0)),
             )
-            drawn = random(*self._next(result), law, result.dtype)
+            drawn = self._draw(result, partial(random, law=law, dtype=result.dtype))
             result.copy_(drawn * (high - low if law == "uniform" else high) + low)
         return result
 
@@ -129,13 +143,32 @@ class PlainModule:
             self.parameters[name].requires_grad_(False)
 
     def forward(self, inputs: Mapping[str, Tensor], step: int = 0, microbatch: int = 0) -> tuple[Any, list[Tensor]]:
-        """Return the model's output, and the terms of the loss; ``step`` and ``microbatch`` count from 0.
+        """Return the model's output, and the terms of the loss; ``step`` and ``microbatch`` count from 0."""
+        with self.drawing(inputs, step, microbatch):
+            output = self.output(inputs)
+            return output, self.terms(output, inputs)
+
+    def output(self, inputs: Mapping[str, Tensor]) -> Any:
+        """Return the model's output."""
+        with unstacked(self._module), self._attributes.pointing():
+            return self._call(self._module, inputs)
+
+    def terms(self, output: Any, inputs: Mapping[str, Tensor]) -> list[Tensor]:
+        """Return the terms of the loss."""
+        return [term(output, inputs) for term in self._terms]
+
+    @contextmanager
+    def drawing(
+        self, inputs: Mapping[str, Tensor], step: int = 0, microbatch: int = 0, joined: int = 1
+    ) -> Iterator[None]:
+        """Enter a block in which the model and its loss draw the random numbers of a microbatch, or of several
+        ``joined`` ones that are one batch, and experts have their capacities.
 
         Attention runs as torch's MATH backend, because the dropout of fused kernels is not dispatched. On a CPU torch
         itself chooses MATH for dropout; without dropout its flash kernel is wrong for float64 scores with a float32
         mask.
         """
-        mode = CountedDropout(self._seed, step, microbatch)
+        mode = CountedDropout(self._seed, step, microbatch, joined)
         usual = all(p.device.type == "cpu" and p.dtype != torch.float64 for p in self.parameters.values())
         with ExitStack() as within:
             for path, child in self._module.named_modules():
@@ -147,9 +180,7 @@ class PlainModule:
                 within.callback(hook.remove)
             within.enter_context(mode)
             within.enter_context(nullcontext() if usual else sdpa_kernel(SDPBackend.MATH))
-            with unstacked(self._module), self._attributes.pointing():
-                output = self._call(self._module, inputs)
-            return output, [term(output, inputs) for term in self._terms]
+            yield
 
     def take_gradients(self) -> dict[str, Tensor]:
         """Return the gradients by parameter, complex ones as two real parts, and sparse ones dense, as builds have
@@ -168,7 +199,7 @@ def _drop_tokens(
     hidden, index, weights = [*args, *(kwargs[name] for name in _EXPERTS_PARAMETERS[len(args) :])]
     (tokens, top), rows = index.shape, index.tolist()
     each = tokens // sequences
-    most = ceil(Fraction(str(factor)) * each * top / module.num_experts)
+    most = math.ceil(Fraction(str(factor)) * each * top / module.num_experts)
     kept = torch.ones(index.shape, dtype=torch.bool)
     for sequence in range(sequences):
         taken: Counter[int] = Counter()
@@ -330,15 +361,14 @@ class Plain:
 
     def _gradients(self, at: Build, parts: list[dict[str, Tensor]]) -> tuple[float, dict[str, Tensor]]:
         """Return the loss, and the gradients summed over microbatches in the plan's type."""
-        sums = getattr(torch, self.build.manifest["accumulate"]) if len(parts) > 1 else None
+        sums = getattr(torch, self.build.manifest["accumulate"])
+        rounds = len(parts) > 1 and is_narrow(sums)
         total, sums_by_name = 0.0, dict[str, Tensor]()
         for loss in self._losses(at, parts):
             loss.backward()
             total += float(loss.detach())
             for name, gradient in self._plain.take_gradients().items():
-                part_sum = (
-                    gradient.to(sums) if sums is not None and sums.itemsize < gradient.dtype.itemsize else gradient
-                )
+                part_sum = gradient.to(sums) if rounds and sums.itemsize < gradient.dtype.itemsize else gradient
                 sums_by_name[name] = sums_by_name[name] + part_sum if name in sums_by_name else part_sum
         trained = self._plain.parameters
         return total, {
@@ -360,10 +390,10 @@ class Plain:
     def _weights(self, at: Build, parts: list[dict[str, Tensor]]) -> list[list[float]]:
         """Return, for each microbatch, the weight of each term of its loss in the step's loss: the microbatch's share
         of the targets if the term is a mean over targets."""
-        numbers = range(1, len(at.manifest["loss"]) + 1)
+        divisions = divisions_in(at.manifest)
         if COUNTING not in at.programs:
-            (scale, *_) = at.programs[SCALING].main.lines
-            return [[float(scale.args[1]) for _ in numbers] for _ in parts]
+            uncounted = [1 / len(parts) if division.by == "mean" else 1.0 for division in divisions]
+            return [uncounted for _ in parts]
         machine = Machine(at.reference, InProcess(Mesh()), CPU, kernels=REFERENCE_KERNELS)
         needed = at.reference.function("count").bound("input")
         counts: list[dict[Binding, float]] = []
@@ -371,14 +401,16 @@ class Plain:
             inputs = {value.name: part[name] for name, value in needed.items()}
             (results,) = machine.run([inputs], "count")
             counts.append({key: float(value) for key, value in results.items()})
-        weighted = at.reference.main.bound("term")
+        base = base_term(divisions)
 
-        def weight(number: int, part: Mapping[Binding, float]) -> float:
-            key = term_count(number) if str(number) in weighted else COUNT
-            total = sum(count.get(key, 0) for count in counts)
-            return (part[key] / total if total else nan) if key in part else 1 / len(parts)
+        def weight(number: int, division: Division, part: Mapping[Binding, float]) -> float:
+            if division.by != "count":
+                return 1 / len(parts) if division.by == "mean" else 1.0
+            key = COUNT if number == base else term_count(number)
+            total = division.of(sum(count[key] for count in counts))
+            return division.of(part[key]) / total if total else math.nan
 
-        return [[weight(number, part) for number in numbers] for part in counts]
+        return [[weight(number, division, part) for number, division in enumerate(divisions, 1)] for part in counts]
 
     def close(self) -> None:
         """Stop reading data."""

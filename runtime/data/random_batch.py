@@ -9,23 +9,25 @@ import torch
 
 from ...compiler.layout.placement import TensorType
 from ...compiler.ops.rules import facts, has_rule
-from ...compiler.program.program import Program, Ref
+from ...compiler.program.program import Program, Ref, Value
 
 
 def random_batch(reference: Program, microbatches: int, generator: torch.Generator) -> list[dict[str, torch.Tensor]]:
     """Return whole inputs of each microbatch. Indices are below the count of rows or classes; another share of targets
-    is ignored in each microbatch."""
-    bounds, ends = class_bounds(reference), _ends_of_offsets(reference)
-    batches = []
+    is ignored in each microbatch. What divides a loss is positive."""
+    bounds, ends, positive = class_bounds(reference), _ends_of_offsets(reference), _divisors(reference)
+    inputs, batches = inputs_of(reference), []
     for index in range(microbatches):
         batch = {}
-        for name, value in reference.main.bound("input").items():
+        for name, value in inputs.items():
             bound, ignore = bounds.get(name, (2, None))
             batch[name] = _random_input(value.type, ends.get(name, bound - 1) + 1, generator)
             if name in ends and batch[name].dim():
                 offsets = batch[name].sort(-1).values
                 offsets[..., -1], offsets[..., 0] = ends[name], 0  # of all entries, the first and the last bag too
                 batch[name] = offsets
+            if name in positive:
+                batch[name] = batch[name].abs() + 1
             if ignore is not None:
                 share = 0.1 + 0.5 * index / microbatches
                 drop = torch.rand(value.type.shape, generator=generator) < share
@@ -33,6 +35,30 @@ def random_batch(reference: Program, microbatches: int, generator: torch.Generat
                 batch[name] = torch.where(drop, ignore, batch[name])
         batches.append(batch)
     return batches
+
+
+def inputs_of(reference: Program) -> dict[str, Value]:
+    """Return the inputs that the functions of a captured graph read: those of its forward first, then those that are
+    only counted."""
+    counted = {name: value for count in reference.functions[:-1] for name, value in count.bound("input").items()}
+    read = reference.main.bound("input")
+    return {**read, **{name: value for name, value in counted.items() if name not in read}}
+
+
+def _divisors(reference: Program) -> set[str]:
+    """Return the inputs whose sums divide something, or count what divides a loss."""
+    divisors = set[str]()
+    for function in reference.functions:
+        origin = {value.name: name for name, value in function.bound("input").items()}
+        for line in function.lines:
+            first, *others = line.uses or ("",)
+            row = facts(line.op)
+            if not others and first in origin and (row.keeps_values or row.casts or row.reduces == "sum"):
+                origin.update((value.name, origin[first]) for value in line.made)
+            if row.computes == "ratio" and isinstance(line.args[1], Ref):
+                divisors.update(origin[name] for name in [line.args[1].name] if name in origin)
+        divisors.update(origin[name] for key, name in function.returns if key.kind == "count" and name in origin)
+    return divisors
 
 
 def _random_input(type_: TensorType, bound: int, generator: torch.Generator) -> torch.Tensor:

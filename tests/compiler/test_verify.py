@@ -13,10 +13,11 @@ from parc.compiler.layout.placement import TensorType, parse_type
 from parc.compiler.program.actions import accumulation
 from parc.compiler.program.program import Fault, Program
 from parc.compiler.program.roles import SINGLE, Role
+from parc.compiler.program.step_values import Division
 from parc.compiler.program.text import ProgramError, parse_program
 from parc.compiler.verify.lines import check_program
 from parc.compiler.verify.step import check_bindings, check_reference, mesh_faults, trained
-from parc.compiler.verify.sums import degrees
+from parc.compiler.verify.sums import check_reduce, degrees
 
 MESH = Mesh.parse("dp=2, tp=2")
 STORED = {"w": parse_type("f32[4, 4/tp]", MESH), "b": parse_type("f32[4]", MESH)}
@@ -155,7 +156,9 @@ def faults(programs: dict[str, Program], stored: dict[str, TensorType] | None = 
     """Return the faults that all static checks of programs find."""
     found = [fault for program in programs.values() for fault in check_program(program)]
     found += mesh_faults(programs, MESH) + check_bindings(programs, STORED if stored is None else stored)
-    return found + check_reference(programs, parse_program(MODEL), 2)
+    reference = parse_program(MODEL)
+    found += check_reference(programs, reference)
+    return [*found, *check_reduce(programs, reference, 2, [Division("sum")])]
 
 
 def test_the_step_is_right() -> None:
@@ -318,7 +321,8 @@ def test_a_step_without_one_of_its_programs_is_refused(lacking: str) -> None:
     programs = {action: program for action, program in step().items() if action != lacking}
     reference = parse_program(MODEL)
     facts = {"microbatches": 1, "parameters": {name: type_.text(MESH) for name, type_ in STORED.items()},
-             "padding": {}, "precision": [], "accumulate": "float32"}  # fmt: skip
+             "padding": {}, "precision": [], "accumulate": "float32",
+             "divisions": []}  # fmt: skip
     roles = {SINGLE: Role(SINGLE, programs, accumulation(1))}
     faults = static_faults(Build(Path(), {}, facts, programs, reference, roles, {}))
     assert any(f"has no program {lacking}" in str(fault) for fault in faults), faults

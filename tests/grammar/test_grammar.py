@@ -127,7 +127,16 @@ def deeper(values: st.SearchStrategy[object]) -> st.SearchStrategy[object]:
 
 values = st.recursive(simple, deeper, max_leaves=6)
 items = values | st.builds(Setting, plain, values, st.just(NOWHERE))
-statements = st.builds(Statement, plain, frozen(st.lists(phrases(items), max_size=4)), st.just(NOWHERE))
+
+
+def begins_with_a_slash(phrase: Phrase) -> bool:
+    first = phrase.items[0]
+    return isinstance(first, SplitItem) and first.name is None
+
+
+divided = Phrase((Word("/", NOWHERE),), NOWHERE)  # a slash that begins a phrase of a statement is a word of its own
+parts = phrases(items).filter(lambda phrase: not begins_with_a_slash(phrase)) | st.just(divided)  # type: ignore[arg-type]
+statements = st.builds(Statement, plain, frozen(st.lists(parts, max_size=4)), st.just(NOWHERE))
 
 
 @given(st.lists(statements, max_size=3))

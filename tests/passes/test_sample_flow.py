@@ -70,8 +70,14 @@ ADDED = {
     "mean_of_chosen": "-3 * torch.where(y > 1, out.square().sum(-1), 0.0).sum() / (y > 1).sum().float()",
     "mean_by_weights": f"({EACH} * y).sum() / y.sum()",
     "mean_by_a_share": f"({EACH} * (y > 1)).mean() / (y > 1).float().mean()",
+    "mean_of_a_sum": "out.sum(0).mean()",
+    "sum_by_samples": "out.square().sum() * (1 / out.shape[0])",
+    "each_by_samples": "(out.square() / out.shape[0]).sum()",
+    "a_product_by_samples": "(torch.full_like(out[:, 0], 1 / out.shape[0]) @ out.square()).sum()",
+    "mean_of_a_mask_with_a_floor": "(out.square().mean(-1) * (y > 3)).sum() / (y > 3).sum().clamp(min=2)",
+    "token_losses_by_a_floor": "F.cross_entropy(out, y, reduction='sum') / (y > 3).sum().clamp(min=2)",
+    "mean_of_a_mask_beside_a_number": "(out.square().mean(-1) * (y > 3)).sum() / ((y > 3).sum() + 0.5)",
 }
-BY_SAMPLES = {"sum_by_samples": "out.square().sum() * (1 / out.shape[0])"}
 MIXED = {
     "token_losses_beside_all_others": f"({EACH} * 0.9 + out.square().mean(-1)[:, None]).sum() / (y != -100).sum()",
     "token_losses_and_running_sums": f"({EACH} * 1.0 + out.cumsum(0).square().sum(-1)).sum() / (y != -100).sum()",
@@ -85,15 +91,12 @@ MIXED = {
     "first": "(out - out[:1]).square().mean()",
     "distances": "torch.cdist(out, out).mean()",
     "square_of_a_mean": "out.mean(0).square().mean()",
-    "mean_of_a_sum": "out.sum(0).mean()",
     "sum_and_what_no_sample_reaches": "out.square().sum() + 1.0",
-    "mean_of_a_mask_with_a_floor": "(out.square().mean(-1) * (y > 3)).sum() / (y > 3).sum().clamp(min=2)",
     "mean_of_a_mask_that_sees_the_batch": f"({EACH} * (y > y.float().mean())).sum() / (y > y.float().mean()).sum()",
     "mean_of_the_models_mask": "(out.square() * (out > 0)).sum() / (out > 0).sum()",
     "mean_by_weights_of_the_greatest": f"({EACH} * y).sum() / (y / y.amax()).sum()",
     "mean_of_a_mask_of_the_greatest": f"({EACH} * (y == y.amax())).sum() / (y == y.amax()).sum()",
     "mean_of_a_mask_of_other_samples": f"({EACH} * (y > y.flip(0))).sum() / (y > y.flip(0)).sum()",
-    "token_losses_by_a_floor": "F.cross_entropy(out, y, reduction='sum') / (y > 3).sum().clamp(min=2)",
     "token_losses_by_a_share": "F.cross_entropy(out, y, reduction='sum') / (y > 1).double().mean()",
     "mean_by_a_share_and_a_number": f"({EACH} * (y > 1)).mean() / ((y > 1).double().mean() + 0.5)",
     "sum_of_two_means": f"0.5 * ((out[:, 0] * (y > 1)).sum() / (y > 1).sum() + {EACH}.mean())",
@@ -104,7 +107,7 @@ MIXED = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("losses")
-    losses = [f"def {name}(out, y):\n    return {text}\n" for name, text in {**ADDED, **BY_SAMPLES, **MIXED}.items()]
+    losses = [f"def {name}(out, y):\n    return {text}\n" for name, text in {**ADDED, **MIXED}.items()]
     (made / "models.py").write_text("\n\n".join([MODELS, *losses]))
     return made
 
@@ -171,14 +174,12 @@ TERMS = {"mean_of_sums", "tenth_of_a_sum", "mean_of_a_mask", "mean_by_its_recipr
 
 @pytest.mark.parametrize("loss", all_but({*ADDED, *MIXED} - TERMS, [*ADDED, *MIXED]))
 def test_a_term_beside_a_counted_one_is_the_whole_batchs_or_warned_of(folder: Path, loss: str) -> None:
-    """A sum is warned of here too: it is averaged, since the step's loss is a mean."""
     term = f'cross_entropy(output, y) + 0.5 "./models.py:{loss}"(output, y)'
     parts = built(folder, term, 2)
     assert warned(parts) == (loss_of(parts, 2) != pytest.approx(whole_loss(parts, folder, loss, True), rel=1e-9))
 
 
 REASONS = {
-    "mean_of_a_mask_with_a_floor": "its denominator is `clamp` of a sum at models.py:",
     "mean_of_the_models_mask": "its denominator at models.py:",
     "sum_of_two_means": "it is a sum of terms at models.py:",
     "spread": "",
@@ -189,11 +190,6 @@ REASONS = {
 def test_the_reason_why_a_loss_is_averaged_is_said_where_its_last_lines_tell_it(folder: Path, loss: str) -> None:
     (warning,) = warnings_of(built(folder, loss, 2))
     assert [note[: len(REASONS[loss])] for note in warning.notes] == [REASONS[loss]] * bool(REASONS[loss])
-
-
-def test_a_sum_by_a_number_that_may_be_that_of_the_samples_is_averaged_with_a_warning(folder: Path) -> None:
-    parts = built(folder, "sum_by_samples", 2)
-    assert warned(parts) and loss_of(parts, 2) == pytest.approx(whole_loss(parts, folder, "sum_by_samples"), rel=1e-9)
 
 
 @pytest.mark.parametrize("loss", ["smoothed", "mean_of_sums"])

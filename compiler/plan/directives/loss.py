@@ -10,8 +10,9 @@ from ....grammar.diagnostics import Diagnostic, Label
 from ....grammar.nearest import did_you_mean, listed
 from ....grammar.source import Span
 from ....grammar.syntax import Call, Item, Number, Setting, Word
-from ....grammar.usage import Arguments
+from ....grammar.usage import DIVIDED, Arguments
 from ...program.step_values import LossTerm
+from ...sizes.size_range import BATCH
 from ..directive import Directive, Scope, argument, check_callable
 from .input import Input
 
@@ -24,8 +25,11 @@ LOSS_KINDS = {"call": CROSS_ENTROPY, "path": "output", "callable": "callable"}
 class Loss(Directive):
     """The loss of a step. A mean cross entropy is the mean over all targets of the step's whole batch that are not
     ignored, however the batch is split. The same holds for a loss of your own that divides a sum by a count of inputs,
-    as `(losses * mask).sum() / mask.sum()`. A loss that is a sum is added up over microbatches. Any other loss is
-    averaged over microbatches, and a warning says where that may not be the loss of the whole batch.
+    as `(losses * mask).sum() / mask.sum()`: a floor under the count, as `.clamp(min=1)`, and a small number beside it,
+    as `+ 1e-6`, are those of the step's count too. Any other loss is added up over microbatches, or averaged. Which of
+    the two makes the loss of the whole batch is measured when a plan is compiled: your module runs on random
+    microbatches, and your loss on their outputs joined. If neither does, the loss is averaged, and a warning says so.
+    If the model is too large for that, its graph decides, and the smaller model is tested.
 
     `cross_entropy(output, targets, ignore=-100)`: cross entropy of the model's output (logits, with classes in the last
     dim) and an input of class numbers; targets equal to `ignore` do not count. `output.loss`: an attribute or entry of
@@ -39,19 +43,23 @@ class Loss(Directive):
     line names the samples of `session.predict()`, a batch at each call. Lines that only training obeys, such as `zero`,
     are refused.
 
+    `/ N` and `/ INPUT` behind a term say that it is a sum over the batch, which a step divides once: by a number, or by
+    an input. The input is one number for the step, `input items float32 [1]`, as transformers' `num_items_in_batch`; or
+    one for each sample, `[B]`, whose sum over the step divides.
+
     A loss may be a sum of terms, as `cross_entropy(output.logits, targets) + 0.01 output.aux_loss`. Each term with a
-    count, as a mean cross entropy, is divided by its own count of the whole step. Other terms, such as the balance of
-    experts over all tokens of a microbatch, are averaged over microbatches.
+    count, as a mean cross entropy, is divided by its own count of the whole step; each term that is a sum is added up.
+    Other terms, such as the balance of experts over all tokens of a microbatch, are averaged over microbatches.
     """
 
-    USAGE = "loss [X] CALL | [X] PATH | [X] CALLABLE ARGS [+ ...]"
+    USAGE = "loss [X] CALL | [X] PATH [/ DIVISOR] | [X] CALLABLE ARGS [/ DIVISOR] [+ ...]"
 
     terms: tuple[LossTerm, ...] = argument(lambda line: tuple(map(_term, line.terms)))
 
     @property
     def reads(self) -> tuple[str, ...]:
         """The operands of all terms: `output`, `output.logits`, `output.0`, or names of inputs."""
-        return tuple(dict.fromkeys(name for term in self.terms for name in term.operands))
+        return tuple(dict.fromkeys(name for term in self.terms for name in term.reads))
 
     @property
     def callables(self) -> tuple[str, ...]:
@@ -68,12 +76,18 @@ class Loss(Directive):
         items = (item for term in self.arguments.terms for item in (*_operands(term), *term.items("path")))
         return next((item.span for item in items if isinstance(item, Word) and item.text == name), self.span)
 
+    @property
+    def summed(self) -> frozenset[int]:
+        """The numbers of the terms that the plan divides, which are sums over the batch."""
+        return frozenset(number for number, term in enumerate(self.terms, 1) if term.divisor is not None)
+
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
         for term, arguments in zip(self.terms, self.arguments.terms, strict=True):
             yield from _check_term(term, arguments, scope)
 
 
 def _check_term(term: LossTerm, arguments: Arguments, scope: Scope) -> Iterator[Diagnostic]:
+    yield from _check_divisor(term, arguments, scope)
     if "path" in arguments:
         yield from _check_path(arguments)
         return
@@ -91,6 +105,24 @@ def _check_term(term: LossTerm, arguments: Arguments, scope: Scope) -> Iterator[
             inputs = f"the inputs are {listed(known)}" if known else "the plan has no inputs"
             help_ = did_you_mean(item.text, known, f"{inputs}; the model's output is `output`")
             yield Diagnostic(UNKNOWN_INPUT, f"no input is called `{item.text}`", Label(item.span), help=help_)
+
+
+def _check_divisor(term: LossTerm, arguments: Arguments, scope: Scope) -> Iterator[Diagnostic]:
+    span, inputs = arguments.span(DIVIDED), {line.name: line for line in scope.all(Input)}
+    if isinstance(term.divisor, float) and term.divisor <= 0:
+        help_ = "write what a step divides the sum by, as `/ 8`; a factor stands before the term"
+        yield Diagnostic(BAD_VALUE, f"a loss is not divided by {term.divisor:g}", Label(span), help=help_)
+    if isinstance(term.divisor, str) and "input" not in scope.broken:
+        line = inputs.get(term.divisor)
+        if line is None:
+            known = f"the inputs are {listed(inputs)}" if inputs else "the plan has no inputs"
+            help_ = did_you_mean(term.divisor, inputs, known)
+            yield Diagnostic(UNKNOWN_INPUT, f"no input is called `{term.divisor}`", Label(span), help=help_)
+        elif line.dtype == "bool" or line.dims not in ((), (1,), (BATCH,)):
+            shape = f"{line.dtype} [{', '.join(map(str, line.dims))}]"
+            message = f"`{term.divisor}` is {shape}, and a loss is divided by one number, or by the sum of one a sample"
+            help_ = f"write `input {term.divisor} float32 [1]` for a number of the step, `[B]` for one of each sample"
+            yield Diagnostic(WRONG_KIND, message, Label(span), help=help_)
 
 
 def _check_path(arguments: Arguments) -> Iterator[Diagnostic]:
@@ -125,7 +157,14 @@ def _term(arguments: Arguments) -> LossTerm:
     kind = next((kind for word, kind in LOSS_KINDS.items() if word in arguments), "")
     operands = tuple(item.text for item in _operands(arguments) if isinstance(item, Word))
     ignore = _ignore(arguments) if "call" in arguments else None
-    return LossTerm(kind, _target(arguments), operands, ignore, arguments.number("x", 1))
+    divisor = next((_divisor(item) for item in arguments.items(DIVIDED)), None)
+    return LossTerm(kind, _target(arguments), operands, ignore, arguments.number("x", 1), divisor)
+
+
+def _divisor(item: Item) -> float | str | None:
+    if isinstance(item, Number):
+        return float(item.value)
+    return item.text if isinstance(item, Word) else None
 
 
 def _operands(arguments: Arguments) -> tuple[Item, ...]:

@@ -57,7 +57,8 @@ class Schedule(Directive):
     `schedule looped microbatches 8 chunks 2`.
 
     `accumulate bf16` adds up the gradients of microbatches in bfloat16: they take half the memory, and every sum is
-    rounded. The default is `accumulate fp32`. The sum over ranks, the norm and the update stay in float32.
+    rounded. By default, `accumulate fp32`, gradients keep their own type: those of float64 weights are added up in
+    float64. The sum over ranks, the norm and the update stay in float32.
     """
 
     USAGE = (
@@ -188,7 +189,8 @@ class Schedule(Directive):
         label = Label(self.arguments.span("accumulate"))
         if self.accumulate not in ACCUMULATE:
             message = f"gradients are not added up in `{self.accumulate}`"
-            yield Diagnostic(BAD_VALUE, message, label, help="write `accumulate fp32` or `accumulate bf16`")
+            help_ = "write `accumulate fp32`, which leaves those of float64 as they are, or `accumulate bf16`"
+            yield Diagnostic(BAD_VALUE, message, label, help=help_)
         elif self.accumulate != "fp32" and self.microbatches == 1:
             message = "one microbatch has nothing to add up"
             help_ = "remove `accumulate`, or give more microbatches"
