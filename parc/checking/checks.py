@@ -252,6 +252,8 @@ def check_numbers(compiled: Compiled, checked: Checked, device: torch.device = C
             "parameter": agreement.parameter, "buffer": agreement.buffer,
             **{f"eager_{kind}": eager.error(kind) for kind in ("loss", "gradient", "buffer")},
         }  # fmt: skip
+        module = numbers.setdefault("module", {"compared": eager.compared, "notes": []})
+        module["notes"] += [note for note in eager.notes if note not in module["notes"]]
         errors |= {kind: error for kind in ("metric", "output") if (error := getattr(agreement, kind))}
         numbers.update((name, max(numbers.get(name, 0), error)) for name, error in errors.items())
         if agreement.margin.apart < numbers.get("margin", {"apart": math.inf})["apart"]:

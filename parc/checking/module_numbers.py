@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from parc.checking.probes import SHARES, Batches, Probe, moved
+from parc.checking.probes import SHARES, Batches, Probe, moved, moved_text
 from parc.compiler.capture.complex.form import own_form, real_form
 from parc.compiler.capture.model_calls import model_builder
 from parc.compiler.capture.model_output import returned_tensors
@@ -161,8 +161,12 @@ class ModuleAgreement:
     """The largest relative error of each kind of tensors."""
     differences: list[Difference] = field(default_factory=list)
     """The tensors that differ by more than rounding explains, the largest error first."""
-    compared: list[str] = field(default_factory=list)
-    """What was compared, in words: the types, the weights, the numbers of inputs."""
+    types: str = ""
+    """The floating type in which both computed."""
+    share: float = 0.0
+    """The share of themselves by which weights were moved; 0 where none could be."""
+    notes: list[str] = field(default_factory=list)
+    """What could not be compared, and why."""
     tied: str = ""
     """The place of a top-k whose choice rounding may have decided; "" if there is none."""
 
@@ -170,6 +174,11 @@ class ModuleAgreement:
     def holds(self) -> bool:
         """True where the captured graph agrees with the module."""
         return not self.differences
+
+    @property
+    def compared(self) -> str:
+        """What was compared, in words."""
+        return f"in {self.types}, at the initial weights" + (f" and {moved_text(self.share)}" if self.share else "")
 
     def error(self, kind: str) -> float:
         """Return the largest relative error of the tensors of a kind."""
@@ -206,21 +215,22 @@ class _Comparison:
         Raises:
             _FailedError: it fails at the initial weights, or differs and calls other operators than in its own types.
         """
-        agreement = ModuleAgreement(compared=[*notes])
+        agreement = ModuleAgreement(types=self.types, notes=[*notes])
         self._add(agreement, _AtProbe(self, Probe(self.case.parameters, self.case.buffers), 2 * self.seed))
         why = ""
         for share in SHARES:
             probe = Probe(moved(self.case.parameters, share), moved(self.case.buffers, share), share)
             try:
                 self._add(agreement, _AtProbe(self, probe, 2 * self.seed + 1))
+                agreement.share = share
                 break
             except _FailedError as error:
                 why = why or str(error)
                 if agreement.differences:
                     raise
         else:
-            agreement.compared.append(f"not at moved weights: {why}")
-        agreement.compared += [self.batches.guessed] if self.batches.guessed else []
+            agreement.notes.append(f"not at moved weights: {why}")
+        agreement.notes += [self.batches.guessed] if self.batches.guessed else []
         agreement.differences.sort(key=lambda one: -one.error)
         near = NEAR if self.float64 else _NEAR_IN_FLOAT32
         agreement.tied = self.margin.at if self.margin.apart < near else ""
@@ -237,7 +247,6 @@ class _Comparison:
         if differences and self.float64 and (calls := self._other_calls(at)):
             raise _FailedError(calls)
         agreement.differences += differences
-        agreement.compared.append(f"in {self.types} {at.probe.at}")
 
     def _other_calls(self, at: _AtProbe) -> str:
         """Return where the module calls another operator in float64 than in its own types; "" where it does not."""

@@ -44,7 +44,12 @@ class Probe:
     @property
     def at(self) -> str:
         """The weights, in words."""
-        return f"at weights moved by up to {self.share:.0%}" if self.share else "at the initial weights"
+        return moved_text(self.share) if self.share else "at the initial weights"
+
+
+def moved_text(share: float) -> str:
+    """Return the words on weights that are moved by a share of themselves."""
+    return f"at weights moved by up to {share:.0%}"
 
 
 # ---- moved weights
