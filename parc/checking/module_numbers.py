@@ -69,15 +69,20 @@ class ModuleRun:
         lines, folder, seed = compiled.lines, compiled.folder, compiled.plan.seed
         self._plain = PlainModule(module, lines, folder, seed, compiled.frozen, capacities)
         self._seed, self._float64, self._returned = seed, float64, compiled.captured.returned
-        self._initial = {key: real_form(value.detach().clone()) for key, value in self._state().items()}
+        self._first = self._state()
+        """The tensors that the module has at first: a forward may assign others, and one to several names."""
+        self._initial = {key: real_form(value.detach().clone()) for key, value in self._first.items()}
         self.changed: frozenset[Binding] = frozenset()
 
     def begin(self, probe: Probe) -> None:
         """Take the weights and buffers of a probe; others are as they were at first."""
         start = {**self._initial, **{Binding("parameter", name): value for name, value in probe.parameters.items()}}
         start |= {Binding("buffer", name): value for name, value in probe.buffers.items()}
-        with torch.no_grad():
-            for key, tensor in self._state().items():
+        for key, tensor in self._first.items():
+            owner, _, leaf = key.name.rpartition(".")
+            if key.kind == "buffer":
+                self._module.get_submodule(owner)._buffers[leaf] = tensor
+            with torch.no_grad():
                 tensor.copy_(own_form(start[key], tensor.is_complex()))
 
     def step(self, inputs: Mapping[str, Tensor], number: int, calls: Calls | None = None) -> Results:
