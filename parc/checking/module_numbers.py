@@ -54,7 +54,7 @@ class ModuleRun:
 
     Attributes:
         own: the floating type of its parameters.
-        changed: the parameters and buffers that its last step left with other numbers.
+        changed: the parameters and buffers that its steps left with other numbers.
     """
 
     def __init__(self, compiled: Compiled, float64: bool) -> None:
@@ -78,6 +78,7 @@ class ModuleRun:
         """Take the weights and buffers of a probe; others are as they were at first."""
         start = {**self._initial, **{Binding("parameter", name): value for name, value in probe.parameters.items()}}
         start |= {Binding("buffer", name): value for name, value in probe.buffers.items()}
+        self.changed = frozenset()
         for key, tensor in self._first.items():
             owner, _, leaf = key.name.rpartition(".")
             if key.kind == "buffer":
@@ -100,7 +101,7 @@ class ModuleRun:
             if loss.requires_grad and calls is None:
                 loss.backward()
         after, returned = {key: value.detach() for key, value in self._state().items()}, returned_tensors(output)
-        self.changed = frozenset(key for key, value in after.items() if not _equal(value, before.get(key)))
+        self.changed |= {key for key, value in after.items() if not _equal(value, before.get(key))}
         gradients = {Binding("gradient", name): value for name, value in self._plain.take_gradients().items()}
         outputs = {Binding("output", name): returned[name].detach() for name in self._returned}
         state = {key: real_form(value.clone()) for key, value in after.items()}
