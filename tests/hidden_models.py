@@ -10,14 +10,14 @@ WAYS = ("head", "lora", "rezero", "adaln", "control")
 
 class Hidden(nn.Module):
     """A table, a norm and a GELU behind zeros: of a head, of LoRA's second factor, of ReZero's factor, of the gates of
-    adaLN-zero, or of ControlNet's convolutions. ``alone`` leaves all behind the head of zeros out of the sum."""
+    adaLN-zero, or of ControlNet's convolutions."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
         self.way = way
         self.table, self.norm = nn.Embedding(12, 8), nn.LayerNorm(8)
         self.up, self.down, self.head = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 4)
-        zeros: list[nn.Module] = {"head": [self.head], "lora": [self.down]}.get(way, [])
+        zeros: list[nn.Module] = [self.head] if way == "head" else [self.down] if way == "lora" else []
         if way == "rezero":
             self.factor = nn.Parameter(torch.zeros(()))
         if way == "adaln":

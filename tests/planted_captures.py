@@ -13,7 +13,7 @@ import torch
 
 from parc.checking.checks import case_of, one_thread
 from parc.checking.module_numbers import compare_module
-from parc.checking.probes import Batches
+from parc.checking.probes import ProbeBatches
 from parc.compiler.layout.placement import TensorType
 from parc.compiler.plan.plan import read_plan
 from parc.compiler.program.program import Line, Program, Ref, Value
@@ -42,7 +42,7 @@ class Capture:
 
     compiled: Compiled
     case: Case
-    batches: Batches
+    batches: ProbeBatches
 
     @property
     def programs(self) -> dict[str, Program]:
@@ -55,7 +55,7 @@ def captured(name: str) -> Capture:
     plan = read_plan(Source("plan.parc", _PLAN.format(way=name.split()[-1])))
     compiled = compile_plan(plan, Path(__file__).parent)
     case = case_of(compiled)
-    return Capture(compiled, case, Batches(compiled, case))
+    return Capture(compiled, case, ProbeBatches(compiled, case))
 
 
 def _share(site: Site) -> Changes:

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, note, settings
 from parc.checking.checks import case_of, check_build
 from parc.checking.eager import compare_with_eager
 from parc.checking.module_numbers import GraphRun, ModuleAgreement
-from parc.checking.probes import Batches, moved
+from parc.checking.probes import ProbeBatches, moved
 from parc.compiler.plan.plan import read_plan
 from parc.compiling.compiled import Compiled
 from parc.compiling.driver import compile_plan
@@ -250,11 +250,11 @@ def test_a_batch_holds_the_ends_of_ranges_and_samples_of_the_data(tmp_path: Path
     table = ("input x float32 [B, 4]", "input number int64 [B]")
     data = ("optimizer", 'data "./models.py:{}"\noptimizer')
     bounded = compiled(tmp_path, 'Table"()', ("input x float32 [B, 4]", "input number int64 [B, 3]"))
-    batch = Batches(bounded, case_of(bounded)).batch(0)["number"]
+    batch = ProbeBatches(bounded, case_of(bounded)).batch(0)["number"]
     assert {0, 39} <= {*batch.flatten().tolist()}
     for name, numbers, guessed in (("sample", {20, 21, 22, 23}, ""), ("broken", {0, 1}, "OSError: the disk is away")):
         compilation = compiled(tmp_path, 'Counted"()', table, (data[0], data[1].format(name)))
-        batches = Batches(compilation, case_of(compilation))
+        batches = ProbeBatches(compilation, case_of(compilation))
         assert {*batches.batch(0)["number"].tolist()} <= numbers
         assert guessed in batches.guessed and bool(guessed) == bool(batches.guessed)
     report: dict[str, Any] = check_build(compilation).report["numbers"]

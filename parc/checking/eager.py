@@ -14,7 +14,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils._pytree import tree_leaves
 
 from parc.checking.module_numbers import ModuleAgreement, compare_module
-from parc.checking.probes import Batches
+from parc.checking.probes import ProbeBatches
 from parc.compiler.capture.experts.forms import own_forms
 from parc.compiler.capture.model_calls import model_builder
 from parc.compiler.capture.model_output import returned_tensors
@@ -43,7 +43,7 @@ def compare_with_eager(compiled: Compiled, case: Case) -> ModuleAgreement:
         PlanError: the module fails, its numbers are not finite or not the same each time, or its gradients are not
             those of its forward.
     """
-    batches = Batches(compiled, case)
+    batches = ProbeBatches(compiled, case)
     for seed in range(DRAWS):
         inputs = batches.batch(2 * seed)
         try:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from parc.checking.probes import SHARES, Batches, Probe, moved, moved_text
+from parc.checking.probes import SHARES, Probe, ProbeBatches, moved, moved_text
 from parc.compiler.capture.complex.form import own_form, real_form
 from parc.compiler.capture.model_calls import model_builder
 from parc.compiler.capture.model_output import returned_tensors
@@ -30,7 +30,7 @@ from parc.runtime.compare.own_types import distance
 from parc.runtime.compare.plain import PlainModule
 from parc.runtime.compare.roundings import ROUNDINGS_OF_A_STEP, perturbed
 
-Results = Mapping[Binding, Tensor]
+StepTensors = Mapping[Binding, Tensor]
 """The compared tensors of a step: loss, gradients, returned tensors, and the state that it leaves."""
 
 _EQUAL = 1e-14
@@ -86,7 +86,7 @@ class ModuleRun:
             with torch.no_grad():
                 tensor.copy_(own_form(start[key], tensor.is_complex()))
 
-    def step(self, inputs: Mapping[str, Tensor], number: int, calls: Calls | None = None) -> Results:
+    def step(self, inputs: Mapping[str, Tensor], number: int, calls: Calls | None = None) -> StepTensors:
         """Return the results of a step from the state that the last one left; ``calls`` notes the operators."""
         before = {key: value.detach().clone() for key, value in self._state().items()}
         with torch.random.fork_rng(devices=()), ExitStack() as within:
@@ -125,7 +125,7 @@ class GraphRun:
         start = replace(case, parameters=probe.parameters, buffers={**case.buffers, **probe.buffers})
         self._run, self._float64 = ReferenceRun(start, float64, margin.watch if margin is not None else None), float64
 
-    def step(self, inputs: Mapping[str, Tensor], number: int) -> Results:
+    def step(self, inputs: Mapping[str, Tensor], number: int) -> StepTensors:
         """Return the results of a step from the state that the last one left."""
         run = self._run
         for parameter in run.parameters.values():
@@ -144,7 +144,7 @@ class GraphRun:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class TensorDifference:
     """A tensor that differs: its ``error`` relative to its size, and how many ``times`` that is what rounding
     explains."""
 
@@ -165,14 +165,14 @@ class ModuleAgreement:
 
     errors: dict[str, float] = field(default_factory=dict)
     """The largest relative error of each kind of tensors."""
-    differences: list[Difference] = field(default_factory=list)
+    differences: list[TensorDifference] = field(default_factory=list)
     """The tensors that differ by more than rounding explains, the largest error first."""
     types: str = ""
     """The floating type in which both computed."""
     share: float = 0.0
     """The share of themselves by which weights were moved; 0 where none could be."""
     notes: list[str] = field(default_factory=list)
-    """What could not be compared, and why."""
+    """The reasons why something was not compared, or guessed."""
     tied: str = ""
     """The place of a top-k whose choice rounding may have decided; "" if there is none."""
 
@@ -183,7 +183,7 @@ class ModuleAgreement:
 
     @property
     def compared(self) -> str:
-        """What was compared, in words."""
+        """The types and weights at which they were compared, in words."""
         return f"in {self.types}, at the initial weights" + (f" and {moved_text(self.share)}" if self.share else "")
 
     def error(self, kind: str) -> float:
@@ -196,7 +196,7 @@ class _FailedError(Exception):
     operators."""
 
 
-def compare_module(compiled: Compiled, case: Case, batches: Batches, seed: int) -> ModuleAgreement:
+def compare_module(compiled: Compiled, case: Case, batches: ProbeBatches, seed: int) -> ModuleAgreement:
     """Compare the module with the captured graph at its initial weights and at moved ones: in float64, or in its own
     types where it does not run so, or calls other operators. ``seed`` is that of random data."""
     try:
@@ -209,7 +209,7 @@ def compare_module(compiled: Compiled, case: Case, batches: Batches, seed: int) 
 class _Comparison:
     """The comparison at all probes, in float64 or in the module's own types."""
 
-    def __init__(self, compiled: Compiled, case: Case, batches: Batches, seed: int, float64: bool) -> None:
+    def __init__(self, compiled: Compiled, case: Case, batches: ProbeBatches, seed: int, float64: bool) -> None:
         self.compiled, self.case, self.batches, self.seed, self.float64 = compiled, case, batches, seed, float64
         self.module, self.margin = ModuleRun(compiled, float64), Margin()
         own = str(self.module.own).removeprefix("torch.")
@@ -294,7 +294,7 @@ class _AtProbe:
         inputs = self._within.batches.batch(seed)
         return {name: widened(value) for name, value in inputs.items()} if self._within.float64 else inputs
 
-    def _module_steps(self, probe: Probe, batches: list[dict[str, Tensor]]) -> Iterator[Results]:
+    def _module_steps(self, probe: Probe, batches: list[dict[str, Tensor]]) -> Iterator[StepTensors]:
         """Yield the module's results, of two steps where the first changed its state."""
         module = self._within.module
         module.begin(probe)
@@ -305,18 +305,19 @@ class _AtProbe:
 
     def _graph_steps(
         self, probe: Probe, batches: Sequence[Mapping[str, Tensor]], float64: bool, margin: Margin | None = None
-    ) -> list[Results]:
+    ) -> list[StepTensors]:
         graph = GraphRun(self._within.case, probe, float64, margin)
         return [graph.step(inputs, number) for number, inputs in enumerate(batches)]
 
-    def differences(self) -> Iterator[Difference]:
+    def differences(self) -> Iterator[TensorDifference]:
         """Yield the difference of each tensor of each step."""
         for number, (module, graph) in enumerate(zip(self._module, self._graph, strict=True)):
             at = f"{self.probe.at}, in {self._within.types}{', in a second step' * number}"
-            keys = [key for key in {**module, **graph} if key.kind not in _STATE or (key in module and key in graph)]
+            either = {**module, **graph}
+            keys = [key for key in either if key.kind not in _STATE or (key in module and key in graph)]
             keys += [key for key in self._changed if key not in graph]
-            sizes = {key: _apart(graph.get(key, module.get(key)), None) for key in keys}
-            roots = {key: math.sqrt(max(1, graph.get(key, module.get(key)).numel())) for key in keys}
+            sizes = {key: _apart(either[key], None) for key in keys}
+            roots = {key: math.sqrt(max(1, either[key].numel())) for key in keys}
             largest: dict[str, float] = {}
             for key in keys:
                 largest[key.kind] = max(largest.get(key.kind, 0.0), sizes[key] / roots[key])
@@ -324,7 +325,7 @@ class _AtProbe:
                 apart = _apart(module.get(key), graph.get(key)) if key in graph or key.kind not in _STATE else math.inf
                 size = max(sizes[key], _LEAST * largest[key.kind] * roots[key], _TINY)
                 times = 0.0 if apart <= _EQUAL * sizes[key] else self._times(number, key, apart, size)
-                yield Difference(key, apart / size, times, at)
+                yield TensorDifference(key, apart / size, times, at)
 
     def _times(self, number: int, key: Binding, apart: float, size: float) -> float:
         """Return how many times a difference is what rounding explains."""

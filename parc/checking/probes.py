@@ -98,7 +98,7 @@ def _moved(name: str, tensor: Tensor, share: float, size: float) -> Tensor:
 # ---- batches
 
 
-class Batches:
+class ProbeBatches:
     """The batches of probes for one compiled plan at its sizes.
 
     Attributes:
