@@ -190,6 +190,7 @@ NOT_FINITE = Code("P0233")
 AMPLIFIED = Code("P0259")
 NEAR_TIE = Code("P0266")
 OWN_GRADIENT = Code("P0262")
+OTHER_NUMBERS = Code("P0280")
 
 # ---- the batches that ranks give to a step, and the files that a run writes (P041x)
 

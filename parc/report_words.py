@@ -213,6 +213,10 @@ def check_texts(report: Mapping[str, Any]) -> list[str]:
         units = "steps" if unit_of(report) == "step" else "batches"
         where, error = f"{numbers['steps']} {units} of all ranks on {numbers['on']}", largest_error(numbers)
         texts.append(f"numbers: {where}, largest relative error {error:.1e} (at most {numbers['tolerance']:.0e})")
+        if module := numbers.get("module"):
+            error = max(numbers[f"eager_{kind}"] for kind in ("loss", "gradient", "buffer"))
+            texts.append(f"module: {module['compared']}, largest relative error {error:.1e} beside the captured graph")
+            texts += [f"        {note}" for note in module["notes"]]
         if margin := numbers.get("margin"):
             texts.append(f"top-k: the closest scores that it tells apart differ by {margin['apart']:.1e} of the "
                          f"largest, in {margin['at']}")  # fmt: skip

@@ -36,6 +36,7 @@ from tests.planted_builds import (
     step_of,
     table_text,
 )
+from tests.planted_captures import CAPTURES, by_module, captured, in_captured
 from tests.planted_edits import Programs
 from tests.planted_large import PLANS as LARGE_PLANS
 from tests.planted_large import in_large, large_build
@@ -198,7 +199,9 @@ NUMBERS = Table("numbers that data never shows", (*BUILDS, MOODY_BUILD, AUXILIAR
                 lambda build: in_graph(compiled_plan(build.name)), judged)  # fmt: skip
 LARGE = Table("large builds, by texts alone", tuple(LARGE_PLANS), large_build, in_large,
               lambda build, mutant: (build.faults(mutant.programs)[0], False))  # fmt: skip
-TABLES = (STEPS, EARLY, SUMS, CONTEXT, EVALUATIONS, ROUNDINGS, STAGES, EVALUATED_STAGES, NUMBERS, LARGE)
+CAPTURED = Table("captured graphs, by the module alone", CAPTURES, captured, in_captured, by_module)
+TABLES = (CAPTURED, STEPS, EARLY, SUMS, CONTEXT, EVALUATIONS, ROUNDINGS, STAGES, EVALUATED_STAGES, NUMBERS,
+          LARGE)  # fmt: skip
 FINE = tuple(name for name in BUILDS if name.startswith("stack"))
 """The builds whose numbers are tested quickest: each operator of these is a place of its own."""
 NUMERIC = ("read another value", "run again", "take another operator", "change an argument", "swap operands",

@@ -138,6 +138,7 @@ COMMANDS = {
     "P0259": Case("chaos", lines="mesh tp=2\nrow head over tp\n", of="Late", words=("build", "tiny.parc")),
     "P0266": Case("plain", lines="mesh tp=2\nrow head over tp\n", of="Tied", words=("build", "tiny.parc")),
     "P0262": Case("rounded", lines=ONE, words=("build", "tiny.parc")),
+    "P0280": Case("typed", lines=ONE, words=("build", "tiny.parc")),
     "P0263": Case("sums", lines=ONE, of="Formed"),
     "P0264": Case("means", lines=ONE, of="Formed"),
     "P0265": Case("twice", lines=ONE, of="Formed", words=("build", "tiny.parc")),
@@ -383,6 +384,8 @@ def test_every_code_is_produced_and_looks_as_it_did(place: Path) -> None:
     text = "\n\n".join(f"# {code}\n{text}" for code, text in sorted(found.items())) + "\n"
     text = text.replace(str(place), "FOLDER").replace(torch.__version__.partition("+")[0], "TORCH")
     text = re.sub(r"by \d\.\de[+-]\d+$", "by ERROR", text, flags=re.MULTILINE)
+    text = re.sub(r"by \S+ of its size", "by ERROR of its size", text)
+    text = re.sub(r"rounding explains [^;]+; so does .*", "rounding explains LESS; so do OTHERS", text)
     text = re.sub(r"(?<=the )[\w. ]+ (differs|differed) by \S+ times", r"TENSOR \1 by SO MANY times", text)
     text = re.sub(r"process \d+ on \S+ since [-:\d ]+", "process NUMBER on HOST since TIME", text)
     text = re.sub(r"the loss is [\d.]+, but [\d.]+ the", "the loss is ONE, but ANOTHER the", text)

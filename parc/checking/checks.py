@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from parc.checking.eager import CLAMP, EagerAgreement, amplified, compare_with_eager, near_tie, not_finite
+from parc.checking.eager import CLAMP, amplified, compare_with_eager, near_tie, not_finite, other_numbers
 from parc.checking.reports import report_of
 from parc.checking.twins import Subject, subject_of
 from parc.compiler.build.build import Build
@@ -214,7 +214,8 @@ def check_numbers(compiled: Compiled, checked: Checked, device: torch.device = C
     have ranges, all choices that are proved are tested too, those that are not the largest for one step.
 
     Raises:
-        PlanError: on random batches the model or its loss is not finite, or not the same each time.
+        PlanError: on random batches the model or its loss is not finite, or not the same each time; the captured graph
+            is not the module, or, at some sizes, not the template's.
     """
     chosen = subject_of(compiled)
     subject, on = chosen.compiled, chosen.text
@@ -230,6 +231,12 @@ def check_numbers(compiled: Compiled, checked: Checked, device: torch.device = C
         case = case_of(at)
         with one_thread():
             eager = compare_with_eager(at, case)
+            where = _where(at, subject)
+            if eager.tied and not eager.holds:
+                raise PlanError([near_tie(at.plan.model, eager.tied, NEAR)])
+            if not eager.holds:
+                check_template(compiled)
+                raise PlanError([other_numbers(at.plan.model, eager, where)])
             start = case if at.request.trains else varied_case(case)
             agreement = compare(replace(start, device=device), 1 if checked.agreement else chosen.steps)
         if not agreement.not_finite:
@@ -248,15 +255,15 @@ def check_numbers(compiled: Compiled, checked: Checked, device: torch.device = C
             "steps": agreement.steps,
             "loss": agreement.loss, "gradient": agreement.gradient, "grad_norm": agreement.norm,
             "parameter": agreement.parameter, "buffer": agreement.buffer,
-            "eager_loss": eager.loss, "eager_gradient": eager.gradient, "eager_buffer": eager.buffer,
+            **{f"eager_{kind}": eager.error(kind) for kind in ("loss", "gradient", "buffer")},
         }  # fmt: skip
+        module = numbers.setdefault("module", {"compared": eager.compared, "notes": []})
+        module["notes"] += [note for note in eager.notes if note not in module["notes"]]
         errors |= {kind: error for kind in ("metric", "output") if (error := getattr(agreement, kind))}
         numbers.update((name, max(numbers.get(name, 0), error)) for name, error in errors.items())
         if agreement.margin.apart < numbers.get("margin", {"apart": math.inf})["apart"]:
             numbers["margin"] = asdict(agreement.margin)
-        where = f" at {sizes_text(at.sizes)}" if subject.template is not None else ""
-        where = f"{where} in evaluation" if at.request.purpose == "evaluation" else where
-        checked.faults += _number_faults(agreement, eager, where)
+        checked.faults += _number_faults(agreement, where)
         if at is cases[0] and not checked.faults:
             with one_thread():
                 checked.first, faults = first_check_of(compiled, chosen, replace(case, device=device))
@@ -291,13 +298,13 @@ def _check_whole_batch(compiled: Compiled) -> None:
         raise PlanError(errors)
 
 
-def _number_faults(agreement: Agreement, eager: EagerAgreement, at: str) -> Iterator[Fault]:
-    if not eager.holds:
-        buffers = f", buffers by {eager.buffer:.1e}" if eager.buffer else ""
-        message = f"differs from the eager module: loss by {eager.loss:.1e}, gradients by {eager.gradient:.1e}{buffers}"
-        if eager.tied:
-            message += f"; rounding may decide what top-k chooses in {eager.tied}"
-        yield Fault("numbers", f"the captured graph{at}", message)
+def _where(at: Compiled, subject: Compiled) -> str:
+    """Return the words that say which of several builds is tested."""
+    where = f" at {sizes_text(at.sizes)}" if subject.template is not None else ""
+    return f"{where} in evaluation" if at.request.purpose == "evaluation" else where
+
+
+def _number_faults(agreement: Agreement, at: str) -> Iterator[Fault]:
     for kind, where in agreement.worst.items():
         error = getattr(agreement, kind)
         if not error <= TOLERANCE:
