@@ -18,6 +18,7 @@ from parc.compiler.analysis import products as facts
 from parc.compiler.build.build import Build
 from parc.compiler.initial import counter
 from parc.compiler.program.roles import SINGLE
+from parc.compiler.program.text import parse_program
 from parc.compiler.torch_private import compile_graph, fake_mode, onednn_linear, quiet
 from parc.compiling.compiled import Compiled
 from parc.grammar.codes import NO_COMPILER
@@ -173,6 +174,25 @@ def test_more_layers_are_no_more_regions() -> None:
 
     deep, gpt = (compiled(PLAN.replace("layers=2", f"layers={layers}") + TENSOR).build for layers in (3, 2))
     assert distinct(deep) == distinct(gpt)
+
+
+def test_lines_that_differ_in_a_keyword_are_two_regions() -> None:
+    """A region is compiled once for all that are equal, and types do not tell by which formula gelu is computed."""
+
+    def distinct(*ways: str) -> int:
+        lines = "".join(
+            f"    g{at} = aten.gelu.default(s{at}{way})  # f32[4] | - -\n"
+            f"    s{at + 1} = parc.all_reduce(g{at}, 'dp')  # f32[4] | - -\n"
+            for at, way in enumerate(ways)
+        )
+        head = '"""parc program: role stage0, action F"""\n\nmesh(dp=2)\n\n\ndef forward(\n'
+        head += '    s0: "f32[4]",  # input x\n):\n'
+        program = parse_program(f'{head}{lines}    return {{\n        "loss": s{len(ways)},\n    }}\n')
+        regions = Regions(CPU)
+        regions.machine(program, InProcess(program.mesh), CPU)
+        return regions.distinct
+
+    assert distinct("", "") == 1 and distinct("", ", approximate='tanh'") == 2
 
 
 def test_compiled_dropout_keeps_the_same_bits(folder: Path) -> None:
