@@ -23,8 +23,8 @@ from ..ranks.gather import everywhere
 from ..ranks.work import RankState, StepResult
 from ..session.session import Session
 from .agreement import stacked
-from .own_types import bounded, largest_rounding, part_of_bound, varied, whole_batch
-from .roundings import ROUNDINGS_OF_A_STEP, perturbed
+from .own_types import bounded, floors, largest_rounding, part_of_bound, varied, whole_batch
+from .roundings import ROUNDINGS_OF_A_NARROW_STEP, ROUNDINGS_OF_A_STEP, perturbed
 
 
 class _Awaited:
@@ -147,12 +147,13 @@ def _worst(
     by_run: Mapping[Binding, Tensor], exact: Mapping[Binding, Tensor], moved: Mapping[Binding, Tensor], rounding: float
 ) -> tuple[float, str]:
     """Return the largest error as a part of its bound, and the tensor's name."""
-    sizes = {key: float(value.double().norm()) / math.sqrt(max(value.numel(), 1)) for key, value in exact.items()}
+    is_narrow_step, floor_of = rounding > torch.finfo(torch.float32).eps, floors(exact)
+    factor = ROUNDINGS_OF_A_NARROW_STEP if is_narrow_step else ROUNDINGS_OF_A_STEP
     worst: tuple[float, str] = 0.0, "loss"
     for key, value in exact.items():
-        floor = 1e-3 * max(size for other, size in sizes.items() if other.kind == key.kind)
-        least = max(sizes[key], floor) * math.sqrt(max(value.numel(), 1))
-        bound = ROUNDINGS_OF_A_STEP * (float((moved[key].double() - value.double()).norm()) + rounding * least)
+        least = floor_of[key] * math.sqrt(max(value.numel(), 1))
+        least = least if is_narrow_step else max(float(value.double().norm()), least)
+        bound = factor * (float((moved[key].double() - value.double()).norm()) + rounding * least)
         error = float((by_run[key].double() - value.double()).norm())
         worst = max(worst, (part_of_bound(error, bound), str(key)))
     return worst

@@ -268,7 +268,7 @@ def _own_step(
         again, _, _ = _simulated(replace(_like(moved_case, case), state=state), _as(moved_batches, batches), dims)
     tied = margin.apart < ROUNDINGS_OF_A_STEP * rounding
     factor = ROUNDINGS_OF_A_NARROW_STEP if is_narrow_step and not tied else ROUNDINGS_OF_A_STEP
-    for key, floor in _floors(exact).items():
+    for key, floor in floors(exact).items():
         if not exact[key].is_floating_point() and not _is_steady(rounding, exact[key], moved[key], on_one[key]):
             continue
         wanted, change, noise = exact[key], distance(moved[key], exact[key]), distance(on_one[key], exact[key])
@@ -321,7 +321,7 @@ def _perturbed(tensors: Mapping[str, Tensor], generator: torch.Generator, roundi
     return {name: perturbed(value, generator, rounding) for name, value in tensors.items()}
 
 
-def _floors(exact: Mapping[Binding, Tensor]) -> dict[Binding, float]:
+def floors(exact: Mapping[Binding, Tensor]) -> dict[Binding, float]:
     """Return for each tensor the least size of its entries beside which it may be rounded: a thousandth of the entries
     of the largest tensor of its kind, because a sum whose terms cancel is nothing but roundings."""
     sizes = {key: float(value.double().nan_to_num(0.0, 0.0, 0.0).norm()) / math.sqrt(max(value.numel(), 1))

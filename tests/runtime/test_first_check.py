@@ -299,6 +299,23 @@ def test_a_step_at_full_sizes_agrees_line_by_line(tmp_path: Path, monkeypatch: p
     assert caught.value.notes[0].startswith("line by line no result differs")
 
 
+def test_bounds_of_a_step_at_full_sizes_are_those_of_its_narrow_type(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = read_build(built(tmp_path, "precision bf16\n"))
+    assert full_step(build, CPU).largest < 0.5
+    real = Session.run_step
+
+    def scaled(self: Session, *args: Any) -> Any:
+        result = real(self, *args)
+        result.gradients["blocks.0.mlp.up.weight"].mul_(1.5)
+        return result
+
+    monkeypatch.setattr(Session, "run_step", scaled)
+    with pytest.raises(RunError, match=r"the gradient blocks\.0\.mlp\.up\.weight on rank 0 differs by"):
+        full_step(build, CPU)
+
+
 # ---- the step in the programs' own types
 
 
