@@ -29,7 +29,7 @@ class TermGraphs:
     """The graph of a numerator and of the count below it, which is made of inputs alone; None for any other term. A
     sum of token losses stands for its count, and is not in it."""
     division: Division
-    """What the code does to that count before it divides by it."""
+    """The division by that count, with the floor that the code gives it."""
     token_losses: bool = False
     """True where the numerator is a sum of token losses."""
 
