@@ -299,8 +299,8 @@ def _averaged(compiled: Compiled) -> Iterator[Diagnostic]:
             AVERAGED, f"{averaged}, which may not be the whole batch's {'loss' if alone else 'value'}",
             Label(loss.span if alone else loss.term_span(number)),
             notes=tuple(reason for reason in [averaging_reason(compiled.build.reference, number)] if reason),
-            help="exact are means, sums, `cross_entropy(…)`, `(losses * mask).sum() / mask.sum()` of a mask that is made of "
-            "inputs alone, and a sum that the plan divides: `/ N`, or `/ INPUT`",
+            help="exact are means, sums, `cross_entropy(…)`, `(losses * mask).sum() / mask.sum()` of a mask that is "
+            "made of inputs alone, and a sum that the plan divides: `/ N`, or `/ INPUT`",
             severity=Severity.NOTE if auxiliary and not alone else Severity.WARNING,
         )  # fmt: skip
 

@@ -112,11 +112,11 @@ def _scale_faults(
     one = numbers[of_base.by]
     wanted = {SCALE: _SumMeaning(whole, of_base) if one is None else _SumMeaning(whole, over=1.0 / one)}
     for text, number in weights.items():
-        of_term, by = divisions[number - 1], numbers[divisions[number - 1].by]
-        own = term_count(text) if by is None else by
+        of_term, alone = divisions[number - 1], numbers[divisions[number - 1].by]
+        own = term_count(text) if alone is None else alone
         wanted[term_weight(number)] = (
-            _SumMeaning(COUNT, of_base, own, of_term if by is None else _PLAIN)
-            if one is None else _SumMeaning(_COUNTED, over=one / (by or 1.0))
+            _SumMeaning(COUNT, of_base, own, of_term if alone is None else _PLAIN)
+            if one is None else _SumMeaning(_COUNTED, over=one / (alone or 1.0))
         )  # fmt: skip
     for key, name in scale.main.returns:
         if known[name] == wanted.get(key, _SumMeaning(key)):

@@ -29,7 +29,7 @@ class TermGraphs:
     """The graph of a numerator and of the count below it, which is made of inputs alone; None for any other term. A
     sum of token losses stands for its count, and is not in it."""
     division: Division
-    """What the code does to that count before it divides by it."""
+    """The division by that count, with the floor that the code gives it."""
     token_losses: bool = False
     """True where the numerator is a sum of token losses."""
 
@@ -43,7 +43,7 @@ class Divided(NamedTuple):
     """The divisors of a loss: the graph of the counts that terms have, from inputs alone, None where no term has one;
     their bindings; the division of each term; and the numbers of the terms that are averaged for want of another."""
 
-    count: fx.Graph | None = None
+    counting: fx.Graph | None = None
     counts: tuple[Binding, ...] = ()
     divisions: tuple[Division, ...] = ()
     averaged: tuple[int, ...] = ()
@@ -184,7 +184,8 @@ def _scaled(node: fx.Node) -> fx.Node | None:
     return None
 
 
-class _Fraction(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Fraction:
     """A numerator, the count below it, and what is done to the count before it divides."""
 
     total: fx.Node
@@ -203,32 +204,31 @@ def _fraction(loss: fx.Node) -> _Fraction | None:
     read = {noted(node).binding.kind for node in ancestors([below]) if node.op == "placeholder"}
     if not read <= {"input"} or noted(total).value.dtype != noted(loss).value.dtype:
         return None
-    return _Fraction(total, *_floor(below))
+    count, division = _floor(below)
+    return _Fraction(total, count, division)
 
 
 def _floor(below: fx.Node) -> tuple[fx.Node, Division]:
     """Return the count behind a denominator, and its division: a floor under the count, or a number beside it."""
-    first, *others = below.args
-    numbers = [other for other in others if other is not None]
-    if below.target is aten.add.Tensor and isinstance(first, int | float):
-        first, numbers = others[0], [first]
-    number = numbers[0] if len(numbers) == 1 and not below.kwargs else None
-    if not isinstance(first, fx.Node) or not isinstance(number, int | float) or isinstance(number, bool):
+    operands = [operand for operand in below.args if operand is not None]
+    nodes = [operand for operand in operands if isinstance(operand, fx.Node)]
+    numbers = [operand for operand in operands if isinstance(operand, int | float)]
+    if (len(nodes), len(numbers)) != (1, 1) or len(operands) > 2 or below.kwargs:
         return below, Division("count")
     if below.target in (aten.clamp.default, aten.clamp_min.default):
-        return first, Division("count", least=float(number))
-    if below.target is aten.add.Tensor and number > 0:
-        return first, Division("count", plus=float(number))
+        return nodes[0], Division("count", least=float(numbers[0]))
+    if below.target is aten.add.Tensor and numbers[0] > 0:
+        return nodes[0], Division("count", plus=float(numbers[0]))
     return below, Division("count")
 
 
 def _term_graphs(root: fx.Node, fraction: _Fraction | None) -> TermGraphs:
     if fraction is None:
         return TermGraphs(_subgraph([root]), None, Division())
-    total, count, division = fraction
+    total, count = fraction.total, fraction.count
     losses: Any = total.args[0] if total.target is aten.sum.default else total
     known = noted(losses).token_losses
-    return TermGraphs(_subgraph([root]), _subgraph([count if known else total, count]), division, known)
+    return TermGraphs(_subgraph([root]), _subgraph([count if known else total, count]), fraction.division, known)
 
 
 # ---- loads: the number of tokens that a microbatch sends to each expert of a layer

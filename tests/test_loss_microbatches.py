@@ -1,0 +1,204 @@
+"""Losses in microbatches: what divides their terms is what makes the whole batch's loss and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+
+import parc
+from parc.advice import warnings_of
+from parc.checking.checks import check_build
+from parc.checking.reports import report_of
+from parc.compiler.build.directory import write_build
+from parc.compiler.plan.plan import read_plan
+from parc.compiling import driver
+from parc.compiling.compiled import Compiled
+from parc.compiling.driver import compile_plan
+from parc.grammar.diagnostics import PlanError
+from parc.grammar.source import Source
+from tests.cases.losses import outcome
+from tests.checked_plans import checked
+from tests.runtime.ranks import run_ranks
+
+MODELS = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Inside(nn.Module):
+    def __init__(self, way, norm=False, drop=0.0):
+        super().__init__()
+        self.fc, self.way = nn.Linear(8, 5), way
+        self.norm = nn.BatchNorm1d(5) if norm else nn.Identity()
+        self.drop = nn.Dropout(drop)
+
+    def forward(self, x):
+        out = self.drop(self.norm(self.fc(x)))
+        each = out.square().sum(-1)
+        if self.way == "mean":
+            loss = (each * (1 / len(each))).sum()
+        elif self.way == "sum":
+            loss = each.sum()
+        else:
+            loss = out.softmax(-1).mean(0).square().sum()
+        return {"out": out, "loss": loss}
+
+
+def wide(way):
+    return Inside(way).double()
+
+
+def total(out):
+    return out.square().sum()
+
+
+def mean(out):
+    return out.square().mean()
+
+
+def each_scaled(out):
+    return (out.square() * (1 / out.shape[0])).sum()
+
+
+def on_two(out):
+    if out.shape[0] > 2:
+        raise ValueError("two samples at most")
+    return (out.square() * (1 / out.shape[0])).sum()
+"""
+PLAN = """
+model "./models.py:{model}" ({arguments})
+input x {dtype} [B, 8]
+{inputs}
+sizes B={sizes}
+loss {loss}
+optimizer sgd lr 0.1
+{lines}
+schedule microbatches {microbatches}
+"""
+
+
+def built(folder: Path, loss: str = "output.loss", arguments: str = 'way="mean"', **words: object) -> Compiled:
+    """Compile a plan of ``MODELS``, of 8 samples in 4 microbatches."""
+    (folder / "models.py").write_text(MODELS)
+    usual = {"model": "Inside", "dtype": "float32", "inputs": "", "sizes": 8, "lines": "", "microbatches": 4}
+    text = PLAN.format(**{**usual, **words}, loss=loss, arguments=arguments)
+    return compile_plan(read_plan(Source("plan.parc", text)), folder)
+
+
+def divisors(compilation: Compiled) -> list[str]:
+    """Return the divisor of each term; ``averaged`` for one that is warned of."""
+    kinds = [division.by for division in compilation.built.divisions]
+    warned = [warning.code.name for warning in warnings_of(compilation)].count("P0217")
+    assert warned == len(compilation.built.averaged)
+    return ["averaged" if at in compilation.built.averaged else kind for at, kind in enumerate(kinds, 1)]
+
+
+@pytest.mark.parametrize(
+    ("name", "microbatches"),
+    [("each_scaled", 4), ("output_scaled", 2), ("ones_product", 8), ("sum_scaled", 4), ("sum_scaled", 8),
+     ("sum_divided", 4), ("ce_none_scaled", 2), ("masked_clamped", 8), ("masked_eps", 4), ("by_size", 8),
+     ("square_of_each", 4), ("half", 2)],
+)  # fmt: skip
+def test_a_loss_is_that_of_the_whole_batch(name: str, microbatches: int, tmp_path: Path) -> None:
+    assert outcome(name, microbatches, tmp_path) == "right"
+
+
+@pytest.mark.parametrize("name", ["ent", "contrast"])
+def test_samples_that_meet_in_a_loss_are_warned_of(name: str, tmp_path: Path) -> None:
+    assert outcome(name, 4, tmp_path) == "averaged, P0217"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "by"),
+    [('way="mean"', "mean"), ('way="sum"', "sum"), ('way="meet"', "averaged"), ('way="mean", drop=0.5', "mean"),
+     ('way="sum", drop=0.25', "sum")],
+)  # fmt: skip
+def test_a_loss_that_the_model_makes_is_measured_on_the_whole_batch(arguments: str, by: str, tmp_path: Path) -> None:
+    """Dropout draws the same numbers there as in microbatches."""
+    compilation = built(tmp_path, arguments=arguments)
+    assert divisors(compilation) == [by]
+    assert checked(compilation).report["checks"]["numbers"] == "tested"
+
+
+def test_batch_statistics_are_not_asked_for_the_whole_batch(tmp_path: Path) -> None:
+    """A BatchNorm's are meant to be a microbatch's: the graph alone answers."""
+    assert divisors(built(tmp_path, '"./models.py:mean"(output.out)', 'way="mean", norm=true')) == ["mean"]
+    compilation = built(tmp_path, arguments='way="sum", norm=true')
+    assert divisors(compilation) == ["averaged"]
+
+
+def test_each_term_has_its_own_divisor(tmp_path: Path) -> None:
+    loss = '"./models.py:mean"(output.out) + 0.1 "./models.py:total"(output.out) + output.loss'
+    compilation = built(tmp_path, loss)
+    assert divisors(compilation) == ["mean", "sum", "mean"]
+    assert checked(compilation).report["checks"]["numbers"] == "tested"
+
+
+@pytest.mark.parametrize(
+    ("divisor", "inputs", "by"),
+    [("8", "", "sum"), ("items", "input items float32 [1]", "sum"), ("items", "input items int64 []", "sum"),
+     ("items", "input items float32 [B]", "count")],
+)  # fmt: skip
+def test_a_plan_divides_a_sum(divisor: str, inputs: str, by: str, tmp_path: Path) -> None:
+    compilation = built(tmp_path, f'"./models.py:total"(output.out) / {divisor}', inputs=inputs)
+    assert divisors(compilation) == [by]
+    assert checked(compilation).report["checks"]["numbers"] == "tested"
+
+
+def test_a_term_that_is_no_sum_is_not_divided(tmp_path: Path) -> None:
+    compilation = built(tmp_path, '"./models.py:mean"(output.out) / 8')
+    with pytest.raises(PlanError, match=r"P0285.*in microbatches, but .* on the whole batch"):
+        check_build(compilation)
+
+
+def test_what_the_graph_says_is_tested_on_the_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a large model only the graph is asked, which takes one over the size of the batch for a number."""
+    monkeypatch.setattr(driver, "measure_of", lambda *_, **__: None)
+    compilation = built(tmp_path, '"./models.py:each_scaled"(output.out)')
+    assert divisors(compilation) == ["sum"]
+    with pytest.raises(PlanError, match="P0285"):
+        check_build(compilation)
+
+
+def test_a_loss_that_fails_on_more_samples_is_left_to_the_graph(tmp_path: Path) -> None:
+    assert divisors(built(tmp_path, '"./models.py:on_two"(output.out)')) == ["sum"]
+
+
+def test_sizes_of_a_range_and_an_evaluation_have_the_same_divisors(tmp_path: Path) -> None:
+    compilation = built(tmp_path, '"./models.py:mean"(output.out)', sizes="8..16 by 8", lines="eval every 2 batches 1")
+    assert compilation.evaluation is not None and divisors(compilation) == ["mean"]
+    assert compilation.evaluation.built.divisions == compilation.built.divisions
+    assert checked(compilation).report["checks"]["numbers"] == "tested"
+
+
+def test_gradients_of_float64_are_added_up_in_float64(tmp_path: Path) -> None:
+    compilation = built(tmp_path, model="wide", dtype="float64")
+    main = compilation.build.programs["B"].main
+    types = {main.values()[name].type.dtype for key, name in main.returns if key.kind == "gradient"}
+    assert types == {torch.float64}
+    narrow = built(tmp_path, model="wide", dtype="float64", lines="", microbatches="4 accumulate bf16")
+    assert "bf16" in narrow.build.text(narrow.build.programs["B"])
+
+
+def losses_of(path: str, batch: Mapping[str, torch.Tensor]) -> float:
+    """Return the loss of a step on real ranks."""
+    with parc.load(path) as session:
+        return session.step(batch).loss
+
+
+def test_an_input_divides_on_real_ranks(tmp_path: Path) -> None:
+    """Every microbatch and every rank gets the step's number; the plain module divides by it too."""
+    lines = "mesh dp=2\nshard x [B/dp, _]"
+    loss, inputs = '"./models.py:total"(output.out) / items', "input items float32 [1]"
+    compilation = built(tmp_path, loss, inputs=inputs, lines=lines, microbatches=2)
+    write_build(compilation.to_write(report_of(compilation)), tmp_path / "build")
+    batch = {"x": torch.randn(8, 8, generator=torch.Generator().manual_seed(1)), "items": torch.tensor([5.0])}
+    plain = parc.reference(tmp_path / "build")
+    whole = float(plain.module(batch["x"])["out"].square().sum().detach()) / 5
+    assert plain.step(batch).loss == pytest.approx(whole, rel=1e-6)
+    for found in run_ranks(losses_of, 2, str(tmp_path / "build"), batch):
+        assert found == pytest.approx(whole, rel=1e-6)
