@@ -28,14 +28,14 @@ from torch import nn
 
 
 class Rooted(nn.Module):
-    '''Parameters in the domain of a logarithm, a root and an arc cosine, at its end too.'''
+    '''Parameters in the domain of a logarithm, a root and an arc cosine, at its end too, and a constant of the code.'''
 
     def __init__(self):
         super().__init__()
         self.log, self.root, self.cosine = (nn.Parameter(x) for x in (torch.ones(4), torch.zeros(4), torch.ones(4)))
 
     def forward(self, x):
-        return x * self.log.log() + (self.root + 1e-12).sqrt() + (0.99 * self.cosine).acos()
+        return x * self.log.log() + (self.root + 1e-12).sqrt() + (torch.tensor(0.99) * self.cosine).acos()
 
 
 class Normed(nn.Module):
