@@ -259,3 +259,5 @@ def test_a_batch_holds_the_ends_of_ranges_and_samples_of_the_data(tmp_path: Path
         assert guessed in batches.guessed and bool(guessed) == bool(batches.guessed)
     report: dict[str, Any] = check_build(compilation).report["numbers"]
     assert "numbers of `number` are 0 or 1: the data cannot be read here" in report["module"]["notes"][0]
+    broken = compiled(tmp_path, 'Later"()', (data[0], data[1].format("broken")))
+    assert compared(broken).notes[0].startswith("no samples are the plan's own: the data cannot be read here")
