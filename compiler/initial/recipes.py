@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -119,9 +120,15 @@ def record(build: Callable[[], nn.Module], seed: int) -> Recorded:
     return Recorded(module, recipes, mode)
 
 
-def initialize(build: Callable[[], nn.Module], seed: int, recipes: Mapping[str, Recipe] | None = None) -> nn.Module:
+def initialize(
+    build: Callable[[], nn.Module],
+    seed: int,
+    recipes: Mapping[str, Recipe] | None = None,
+    values: Mapping[str, Tensor] = MappingProxyType({}),
+) -> nn.Module:
     """Return the plain reference: a real module from ``build`` with exactly the values of the recipes. ``recipes`` are
-    those of ``build`` and ``seed``, if they were recorded before."""
+    those of ``build`` and ``seed``, if they were recorded before; ``values`` are those of some, if they were computed
+    before."""
     recipes = record(build, seed).recipes if recipes is None else recipes
     with torch.random.fork_rng(devices=[]):
         module = build()
@@ -130,10 +137,11 @@ def initialize(build: Callable[[], nn.Module], seed: int, recipes: Mapping[str, 
     targets = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     with torch.no_grad():
         for name, tensor in targets.items():
-            value = own_form(recipes[name].whole(), tensor.is_complex())
+            known = values[name] if name in values else recipes[name].whole()
+            value = own_form(known, tensor.is_complex())
             # expanded memory cannot be written, and a size may come from a random number
             if (0 in tensor.stride() and tensor.numel() > 1) or tensor.shape != value.shape:
-                tensor.data = value.to(tensor.device)
+                tensor.data = value.to(tensor.device, copy=True)
             else:
                 tensor.copy_(value)
     return module

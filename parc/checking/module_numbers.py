@@ -57,9 +57,10 @@ class ModuleRun:
         changed: the parameters and buffers that its steps left with other numbers.
     """
 
-    def __init__(self, compiled: Compiled, float64: bool) -> None:
+    def __init__(self, compiled: Compiled, case: Case, float64: bool) -> None:
         build = model_builder(compiled.lines, compiled.folder, compiled.overrides)
-        module = initialize(build, compiled.plan.seed, compiled.recorded.recipes)
+        values = {**case.buffers, **case.parameters}
+        module = initialize(build, compiled.plan.seed, compiled.recorded.recipes, values)
         self.own = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
         self._module: nn.Module = widen_module(module) if float64 else module
         if compiled.request.purpose != "training":
@@ -211,9 +212,10 @@ class _Comparison:
 
     def __init__(self, compiled: Compiled, case: Case, batches: ProbeBatches, seed: int, float64: bool) -> None:
         self.compiled, self.case, self.batches, self.seed, self.float64 = compiled, case, batches, seed, float64
-        self.module, self.margin = ModuleRun(compiled, float64), Margin()
-        own = str(self.module.own).removeprefix("torch.")
-        self.types = "float64" if float64 else own
+        self.module, self.margin = ModuleRun(compiled, case, float64), Margin()
+        self.types = "float64" if float64 else str(self.module.own).removeprefix("torch.")
+        constants = compiled.captured.constants  # in the module's code, not in the module
+        self.buffers = {name: value for name, value in case.buffers.items() if name not in constants}
 
     def agreement(self, *notes: str) -> ModuleAgreement:
         """Return the agreement at the initial weights and at moved ones, which move less where the module fails.
@@ -222,10 +224,10 @@ class _Comparison:
             _FailedError: it fails at the initial weights, or differs and calls other operators than in its own types.
         """
         agreement = ModuleAgreement(types=self.types, notes=[*notes])
-        self._add(agreement, _AtProbe(self, Probe(self.case.parameters, self.case.buffers), 2 * self.seed))
+        self._add(agreement, _AtProbe(self, Probe(self.case.parameters, self.buffers), 2 * self.seed))
         why = ""
         for share in SHARES:
-            probe = Probe(moved(self.case.parameters, share), moved(self.case.buffers, share), share)
+            probe = Probe(moved(self.case.parameters, share), moved(self.buffers, share), share)
             try:
                 self._add(agreement, _AtProbe(self, probe, 2 * self.seed + 1))
                 agreement.share = share
@@ -256,7 +258,7 @@ class _Comparison:
 
     def _other_calls(self, at: _AtProbe) -> str:
         """Return where the module calls another operator in float64 than in its own types; "" where it does not."""
-        own, noted = ModuleRun(self.compiled, float64=False), []
+        own, noted = ModuleRun(self.compiled, self.case, float64=False), []
         for module, inputs in ((own, self.batches.batch(at.seed)), (self.module, at.inputs[0])):
             module.begin(at.probe)
             with Calls() as calls:

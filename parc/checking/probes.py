@@ -102,7 +102,7 @@ class ProbeBatches:
     """The batches of probes for one compiled plan at its sizes.
 
     Attributes:
-        guessed: why whole numbers without a known bound are 0 or 1, "" where none are.
+        guessed: what is not of the plan's data although it should be, and why, "" where nothing is.
     """
 
     def __init__(self, compiled: Compiled, case: Case) -> None:
@@ -161,7 +161,7 @@ class ProbeBatches:
         """The first samples of the plan's data by input, stacked; those of types and dims that inputs have."""
         line = self._compiled.build.manifest["data"]
         if line is None or line["form"] == "synthetic":
-            self._guess("the plan has no `data` line" if line is None else "the data are synthetic")
+            self._guess("the plan has no `data` line" if line is None else "the data are synthetic", "")
             return {}
         try:
             with _own_draws():
@@ -170,7 +170,7 @@ class ProbeBatches:
                 read = [source(number) for number in range(count)]
         except (Exception, SystemExit) as error:  # a person's code may fail in any way; a run says why
             message = str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"
-            self._guess(f"the data cannot be read here: {message}")
+            self._guess(f"the data cannot be read here: {message}", "no samples are the plan's own: ")
             return {}
         samples = {}
         for name, spec in self._specs.items():
@@ -182,10 +182,11 @@ class ProbeBatches:
                     samples[name] = stacked
         return samples
 
-    def _guess(self, why: str) -> None:
+    def _guess(self, why: str, otherwise: str) -> None:
+        """Note why numbers are guessed, or else what follows; nothing if that is ""."""
         names = [name for name, spec in self._specs.items() if self._is_unbounded(name, spec)]
-        if names:
-            self.guessed = f"numbers of {', '.join(f'`{name}`' for name in names)} are 0 or 1: {why}"
+        words = f"numbers of {', '.join(f'`{name}`' for name in names)} are 0 or 1: " if names else otherwise
+        self.guessed = words and words + why
 
 
 def _unread(spec: InputSpec, generator: torch.Generator) -> Tensor:

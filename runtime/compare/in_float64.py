@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from ...compiler.ops.own_ops import aten
 
@@ -25,7 +25,8 @@ _WIDER = {
 
 def widened(tensor: Tensor) -> Tensor:
     """Return a tensor with its floating or complex numbers in float64 or complex128."""
-    return tensor.to(_WIDER.get(tensor.dtype, tensor.dtype))
+    wider = _WIDER.get(tensor.dtype)
+    return tensor if wider is None else tensor.to(wider)
 
 
 def widen_module(module: nn.Module) -> nn.Module:
@@ -71,18 +72,22 @@ class _Widening(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         writes = func._schema.is_mutable  # what is written keeps its type, and its memory
-
-        def wide(item: Any) -> Any:
-            if isinstance(item, torch.dtype):
-                return _WIDER.get(item, item)
-            return widened(item) if isinstance(item, Tensor) and not writes else item
-
-        args, kwargs = tree_map(wide, args), tree_map(wide, kwargs or {})
+        args = tuple(_wide(item, writes) for item in args)
+        kwargs = {name: _wide(item, writes) for name, item in (kwargs or {}).items()}
         if func is aten._grouped_mm.default:  # has no kernel for float64
             return _grouped_product(*args, **kwargs)
         with float64_by_default():
             results = func(*args, **kwargs)
-        return results if writes else tree_map(wide, results)
+        return results if writes else _wide(results)
+
+
+def _wide(item: Any, written: bool = False) -> Any:
+    """Return an argument or a result with wider types; of arguments that are ``written`` dtypes alone."""
+    if isinstance(item, Tensor):
+        return item if written else widened(item)
+    if isinstance(item, torch.dtype):
+        return _WIDER.get(item, item)
+    return type(item)(_wide(one, written) for one in item) if type(item) in (list, tuple) else item
 
 
 @final
