@@ -80,12 +80,12 @@ def test_sequences_whose_parts_meet_wrongly_are_refused() -> None:
 
 
 def test_numbers_that_data_never_shows_are_refused_by_the_texts_alone() -> None:
-    rows = NUMBERS.rows(("stack tp=2, two microbatches",), 1, share=4)
+    rows = NUMBERS.rows(("stack tp=2, two microbatches",), 1, share=3)
     for name in ("gpt dp=2, tp=2, two microbatches", "padded tp=4"):
         for kind, row in NUMBERS.rows((name,), 1, share=24).items():
             rows.setdefault(kind, Row()).add(row)
     judged = sum(row.mutants for row in rows.values())
-    assert judged > 15 and sum(row.by_types for row in rows.values()) == judged, table_text(rows)
+    assert judged > 12 and sum(row.by_types for row in rows.values()) == judged, table_text(rows)
 
 
 def test_evaluations_of_another_model_are_refused_almost_all_before_anything_runs() -> None:

@@ -40,7 +40,7 @@ from .faults import MASK, CaptureError, explain_failure, fault_at
 from .functional import assigned_in_place, functional, move_updates
 from .model_output import returned_tensors
 from .node_facts import copy_facts, keep_value, noted
-from .reach import reached_by_gradient
+from .reach import GradientFlow, reached_by_gradient
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,6 +335,12 @@ def check_values(graph: fx.Graph) -> None:
                 binding: Binding | None = noted(node).binding
                 subject = f"the {binding.words} is" if binding is not None else f"{node.target} gives"
                 raise fault_at(node, f"{subject} {_dtype_text(value.dtype)}, a dtype that programs do not hold")
+        if node.target in (aten.index_put.default, aten._unsafe_index_put.default) and node.args[2] in GradientFlow():
+            indices = (noted(index).value for index in node.args[1] if index is not None)
+            if any(index.dtype in (torch.bool, torch.uint8) for index in indices):
+                message = "trained values are put at the places of a mask, and only its values tell how many these are"
+                help_ = "put them at positions, as `mask.nonzero().squeeze(1)` makes them once, in `__init__`"
+                raise fault_at(node, message, "control", help_)
         if facts(node.target).flops is not None:
             operands = node.args[:3] if "attention" in str(node.target) else node.args
             dtypes = [noted(n).value.dtype for n in operands if isinstance(n, fx.Node)]

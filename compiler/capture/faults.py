@@ -6,12 +6,15 @@ import traceback
 from pathlib import Path
 
 from torch import fx
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
 from .node_facts import noted
 
 _PACKAGE = str(Path(__file__).parents[2])
 MASK = "keep the whole dim, and hide the rest with a mask: multiply by it, or choose with `torch.where`"
 """The advice for a size that depends on data."""
+_ALIGNMENTS = "write the sum over alignments with `torch.logsumexp`, step after step, in tensors of the longest target"
+"""The advice for torch's CTC loss."""
 
 
 class CaptureError(Exception):
@@ -40,6 +43,10 @@ def explain_failure(error: Exception, in_loss: bool) -> CaptureError:
     for cause in (error, error.__cause__, error.__context__):
         if isinstance(cause, CaptureError):
             return cause
+    if isinstance(error, DynamicOutputShapeException):
+        message = f"{error.func} gives a tensor whose shape depends on the values of tensors"
+        help_ = _ALIGNMENTS if "ctc_loss" in str(error.func) else MASK
+        return CaptureError("control", message, source, in_loss, help_)
     if "specialized integer from data-dependent" in text:
         message = "a size, a slice or a count in the model depends on the values of tensors"
         return CaptureError("control", message, source, in_loss, MASK)

@@ -55,6 +55,16 @@ class RecipeError(Exception):
     """The error of building code that does something with a tensor that cannot be recorded."""
 
 
+def _check_dense(tensor: Tensor) -> None:
+    """Check that a tensor is an array in memory.
+
+    Raises:
+        RecipeError: it is sparse.
+    """
+    if tensor.layout is not torch.strided:
+        raise RecipeError(f"a tensor is made sparse ({tensor.layout}): keep it dense, as `to_dense()` gives it")
+
+
 class RecipeRecorder(TorchDispatchMode):
     """A mode that runs every operator on fake tensors, and records the node of every storage that it writes."""
 
@@ -76,7 +86,9 @@ class RecipeRecorder(TorchDispatchMode):
         leaves = [*_leaves((args, kwargs))]
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if func is torch.ops.aten.lift_fresh.default and not isinstance(args[0], FakeTensor):
-            return self.adopt(func(*args), args[0])
+            fake = self.adopt(func(*args), args[0])
+            self._forget_references()
+            return fake
         if tensors and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
             with unset_fake_temporarily():  # numbers from outside stay numbers
                 return func(*args, **kwargs)
@@ -92,10 +104,16 @@ class RecipeRecorder(TorchDispatchMode):
             out = args[0] if filled else func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
             return self._compute_now(func, args, kwargs)
-        # weak references such as these forbid modules to swap their tensors with others, as at a change of dtype
-        self._mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
+        self._forget_references()
         self._note(func, before or (args, kwargs), leaves, written, out)
         return out
+
+    def _forget_references(self) -> None:
+        """Drop torch's weak references to fake tensors: they forbid modules to swap their tensors with others, as at a
+        change of dtype."""
+        converter = self._mode.fake_tensor_converter
+        converter.meta_converter.tensor_memo.clear()
+        converter.constant_storage_mapping.clear()  # of tensors of one number
 
     def read(self, tensor: Tensor) -> Read:
         """Return the present values of a tensor, as a strided read of the node of its storage.
@@ -117,6 +135,7 @@ class RecipeRecorder(TorchDispatchMode):
 
     def adopt(self, fake: Tensor, real: Tensor) -> Tensor:
         """Record the numbers of a real tensor as those of a fake one."""
+        _check_dense(real)
         self._store(fake, self.read(real).node)
         return fake
 
@@ -147,6 +166,8 @@ class RecipeRecorder(TorchDispatchMode):
         """Set the nodes of all storages that an operator allocated or wrote. Views share their storage's node. ``call``
         has its arguments, already as reads if it wrote one."""
         results = [out] if isinstance(out, Tensor) else [x for x in pytree.tree_leaves(out) if isinstance(x, Tensor)]
+        for result in results:
+            _check_dense(result)
         fresh = [tensor for tensor in results if tensor.untyped_storage()._cdata not in self._nodes]
         targets = written or fresh
         if not targets:

@@ -12,7 +12,7 @@ those of the programs that run once a step of the checks of sums.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import lru_cache
 from math import isnan, nan
@@ -25,26 +25,31 @@ from torch.utils._pytree import tree_leaves
 
 from ..analysis.dataflow import Question, line_call, questions
 from ..layout.collectives import COLLECTIVES
-from ..ops.factors import fill_operands
+from ..ops.factors import Operand, fill_operands
 from ..ops.precision import base_name
 from ..ops.rules import facts
 from ..program.actions import BACKWARD, COUNTING, FORWARD
-from ..program.binding import BUFFERS
-from ..program.program import Fault, Function, Program, operator, references
+from ..program.binding import PARAMETERS
+from ..program.program import Fault, Function, Program, operator
 from ..torch_private import quiet
 
 Numbered = tuple[str, tuple[tuple[str, float], ...]]
 """An operator without its overload, and those of its arguments that are numbers other than its defaults, by name."""
 _VALUED = frozenset({"Tensor", "Optional[Tensor]", "number", "Optional[number]", "float", "Optional[float]"})
 """The types of arguments whose numbers are computed with; whole numbers of other types are dims and sizes."""
+_WEIGHTS = frozenset({*PARAMETERS, "weight"})
+"""The kinds of values that depend on parameters."""
 _POSITIONS = frozenset({"padding", "padding_idx", "ignore", "ignore_index"})
 """The arguments that name a row or a class by a whole number."""
+_CREATED = "full"
+"""The name of all operators that repeat a number."""
 _PADDING = "parc.fill_pad.default"
 """The operator whose number no entry of the model sees."""
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _DATA: Hashable = "data"
-"""The knowledge of a value that depends on parameters, inputs or random streams."""
+"""The knowledge of a value that depends on parameters."""
 _TABLE: Hashable = "table"
-"""The knowledge of a value that depends on constants and buffers alone."""
+"""The knowledge of a value that depends on inputs, buffers and constants alone: each stage may make it again."""
 
 
 def check_constants(programs: Mapping[str, Program], reference: Program) -> Iterator[Fault]:
@@ -64,23 +69,28 @@ def _differences(action: str, program: _CountedNumbers, model: _CountedNumbers) 
     for numbered in sorted({*program.of_data, *model.of_data}):
         times, of_model = program.of_data[numbered], model.of_data[numbered]
         if times > of_model or (times < of_model and numbered not in model.replaced):
-            message = f"{_words(numbered)} {times} times, and the captured graph {of_model} times"
+            message = f"has {_words(numbered)} {times} times, and the captured graph {of_model} times"
             yield Fault("types", f"{action} {program.places.get(numbered, 'main')}", message)
     for numbered in sorted(program.of_tables - model.of_tables - model.of_data.keys()):
-        message = f"{_words(numbered)}, which no table of the captured graph has"
+        message = f"has {_words(numbered)}, which no such operator of the captured graph has"
         yield Fault("types", f"{action} {program.places[numbered]}", message)
+    for numbered in sorted(model.of_tables - program.of_tables - model.replaced):
+        yield Fault("types", action, f"has no {_words(numbered)}, which the captured graph has")
+    for number in sorted(program.created.keys() - model.all_numbers - {0.0}):
+        message = f"makes {number!r}, which is no number of the captured graph"
+        yield Fault("types", f"{action} {program.created[number]}", message)
 
 
 def _backward_faults(backward: Program, forward: _CountedNumbers) -> Iterator[Fault]:
     """Find numbers in B that no line of F has, and that no derivative of one brings. Derivatives are asked for until
     they explain all, first those of lines with numbers."""
-    known = {*forward.of_data, *forward.of_tables}
+    known = {numbered for question in forward.questions for numbered in _line_numbers(question)}
+    known |= {_creation(number) for number in (*forward.all_numbers, 0.0)}
     lines = [
         (function.name, line, unexplained)
         for function in backward.functions
         for line, question in questions(function, backward.mesh)
         if question is not None and (unexplained := {*_line_numbers(question)} - known)
-        if not facts(line.op).makes_zeros(line.args)
     ]
     other = set[Numbered]().union(*(unexplained for _, _, unexplained in lines))
     for question in sorted(forward.questions, key=lambda question: not _line_numbers(question)):
@@ -89,28 +99,37 @@ def _backward_faults(backward: Program, forward: _CountedNumbers) -> Iterator[Fa
         other -= _derivative_numbers(question)
     for function, line, unexplained in lines:
         if wrong := unexplained & other:
-            message = f"{_words(min(wrong))}, which neither F nor the derivative of one of its operators has"
+            message = f"has {_words(min(wrong))}, which neither F nor the derivative of one of its operators has"
             yield Fault("types", f"{BACKWARD} {function}: {line.names}", message)
 
 
 def _words(numbered: Numbered) -> str:
     name, numbers = numbered
-    return f"has {name} with {', '.join(f'{argument} {number!r}' for argument, number in numbers)}"
+    return f"{name} with {', '.join(f'{argument} {number!r}' for argument, number in numbers)}"
 
 
 class _CountedNumbers:
-    """The operators of a program that have numbers: how often each computes with data, and the set of those that make
-    tables of constants and buffers, which are made wherever they are read."""
+    """The operators of a program that have numbers: how often each computes with what depends on parameters, and the
+    set of the others, whose results are made wherever they are read."""
 
     def __init__(self, program: Program, main: Function) -> None:
         self.program = program
         self.of_tables: set[Numbered] = set()
+        self.created: dict[float, str] = {}
+        """The numbers that operators repeat, and the first place of each."""
         self.places: dict[Numbered, str] = {}
         self.replaced: set[Numbered] = set()
         """Those of operators in whose place a program may have others."""
         self.questions: dict[Question, None] = {}
         self._walked: dict[tuple[str, tuple[Hashable, ...]], tuple[Counter[Numbered], list[Hashable]]] = {}
-        self.of_data, _ = self._walk(main, tuple(_TABLE if v.kind in BUFFERS else _DATA for v in main.parameters))
+        self.of_data, _ = self._walk(main, tuple(_DATA if v.kind in _WEIGHTS else _TABLE for v in main.parameters))
+
+    @property
+    def all_numbers(self) -> set[float]:
+        """All numbers of the program."""
+        return {
+            number for _, numbers in {*self.of_data, *self.of_tables} for _, number in numbers
+        } | self.created.keys()
 
     def _walk(
         self, function: Function, of_parameters: tuple[Hashable, ...]
@@ -128,11 +147,14 @@ class _CountedNumbers:
                 else:
                     self.questions[question] = None
                     results = [_known_of_result(question, read)] * len(line.made)
-                    for numbered in _with_constants(question, read):
+                    constants = tuple(known if isinstance(known, float) else None for known in read)
+                    for numbered in _line_numbers(question, constants if {*constants} - {None} else ()):
                         self.places.setdefault(numbered, f"{function.name}: {line.names}")
                         if facts(line.op).replaced:
                             self.replaced.add(numbered)
-                        if _DATA in read:
+                        if numbered[0] == _CREATED:
+                            self.created.setdefault(numbered[1][0][1], f"{function.name}: {line.names}")
+                        elif _DATA in read:
                             counts[numbered] += 1
                         else:
                             self.of_tables.add(numbered)
@@ -142,50 +164,38 @@ class _CountedNumbers:
 
 
 def _known_of_result(question: Question, read: tuple[Hashable, ...]) -> Hashable:
-    """Return the number that a line repeats, or whether its results depend on data."""
+    """Return the number that a line repeats, or whether its results depend on parameters."""
     line, row = question.line, facts(question.line.op)
     if row.creates:
         return _number(row.number_in(line.args))
     if read and (line.op in COLLECTIVES or row.keeps_values or row.casts):
         return read[0]
     if row.elementwise and read and all(isinstance(number, float) for number in read):
-        numbers = [
-            torch.tensor(number, dtype=type_.dtype) for number, type_ in zip(read, question.operands, strict=True)
-        ]
+        pairs = zip(read, question.operands, strict=True)
+        numbers = [torch.tensor(number, dtype=type_.dtype) for number, type_ in pairs]
         call = line_call(line, question.operands, question.results, lambda item: item.size)
-        return _number(
-            float(operator(line.op)(*fill_operands(call.args, numbers), **fill_operands(dict(call.kwargs), numbers)))
-        )
+        args, kwargs = fill_operands((call.args, dict(call.kwargs)), numbers)
+        return _number(float(operator(line.op)(*args, **kwargs)))
     return _DATA if _DATA in read else _TABLE
 
 
-def _with_constants(question: Question, read: tuple[Hashable, ...]) -> Sequence[Numbered]:
-    """Return the numbers of a line, with those that its operands repeat."""
-    numbered = _line_numbers(question)
-    constants = [number for number in read if isinstance(number, float)]
-    if not constants or _DATA not in read or not facts(question.line.op).elementwise or not _floating(question):
-        return numbered
-    names = {
-        name: _number(known)
-        for name, known in zip(_operand_names(question), read, strict=True)
-        if isinstance(known, float)
-    }
-    own = dict(numbered[0][1]) if numbered else {}
-    return [(base_name(question.line.op), tuple(sorted({**own, **names}.items())))]
-
-
 @lru_cache(maxsize=8192)
-def _line_numbers(question: Question) -> tuple[Numbered, ...]:
+def _line_numbers(question: Question, constants: tuple[float | None, ...] = ()) -> tuple[Numbered, ...]:
     """Return the numbers with which a line computes, other than whole ones of whole numbers: those of its parts, if it
-    is composed."""
+    is composed. ``constants`` are the numbers that operands repeat, or none of them is known."""
     line = question.line
     if line.op in (*COLLECTIVES, _PADDING) or not _floating(question):
         return ()
-    target = operator(line.op)
-    types = {str(argument.type) for argument in target._schema.arguments} - {"Tensor", "Optional[Tensor]"}
-    if not types.isdisjoint(_VALUED) and target.has_kernel_for_dispatch_key(_COMPOSITE):
-        return tuple(_run(question))
-    own = _numbers_of_call(target, line.args, dict(line.kwargs))
+    target, row = operator(line.op), facts(line.op)
+    plain = row.moves or row.precision == "product" or line.op.startswith("parc.")
+    if not plain and target.has_kernel_for_dispatch_key(_COMPOSITE):
+        return tuple(_run(question, constants))
+    call = line_call(line, question.operands, question.results, lambda item: item.size)
+
+    def constant(item: Any) -> float | None:
+        return constants[item.index] if isinstance(item, Operand) and constants else None
+
+    own = _numbers_of_call(target, call.args, dict(call.kwargs), constant)
     return (own,) if own[1] else ()
 
 
@@ -201,24 +211,29 @@ def _floating(question: Question) -> bool:
     return any(type_.dtype.is_floating_point for type_ in (*question.operands, *question.results))
 
 
-def _operand_names(question: Question) -> list[str]:
-    """Return the names of the arguments that are a line's operands, in the order in which it reads them."""
-    names = [argument.name for argument in operator(question.line.op)._schema.arguments]
-    arguments = [*zip(names, question.line.args, strict=False), *question.line.kwargs]
-    return [name for name, item in arguments for _ in references(item)]
-
-
-def _numbers_of_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Numbered:
-    """Return the numbers among the arguments of a call. A negative row or class stands for none."""
+def _numbers_of_call(
+    target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], constant: Callable[[Any], float | None]
+) -> Numbered:
+    """Return the numbers among the arguments of a call, with those that its operands repeat if it computes entry by
+    entry; of a call that makes such an operand, its number. A row -1 is none."""
+    row = facts(target)
+    if row.creates:
+        return _creation(_number(row.number_in(args)))
     numbers = []
     for at, argument in enumerate(target._schema.arguments):
         item = args[at] if at < len(args) else kwargs.get(argument.name)
+        if row.elementwise and (repeated := constant(item)) is not None:
+            numbers.append((argument.name, repeated))
         positions = argument.name in _POSITIONS
         if type(item) not in (int, float) or not (positions or str(argument.type) in _VALUED):
             continue
         if item != argument.default_value and not (positions and item == -1):
             numbers.append((argument.name, _number(item)))
-    return base_name(str(target)), tuple(sorted(numbers))
+    return base_name(str(target)).removesuffix("_"), tuple(sorted(numbers))
+
+
+def _creation(number: float) -> Numbered:
+    return _CREATED, (("fill_value", number),)
 
 
 def _number(number: float) -> float:
@@ -226,43 +241,59 @@ def _number(number: float) -> float:
     return nan if isnan(number) else float(number)
 
 
-_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
-
-
-class _Numbers(TorchDispatchMode):
-    """A mode that notes the numbers of the operators that run in it."""
+class _Recorder(TorchDispatchMode):
+    """A mode that notes the numbers of the operators that run in it. With ``constants``, the numbers that tensors
+    repeat by their ids, it follows these."""
 
     def __init__(self) -> None:
         super().__init__()
         self.numbers: list[Numbered] = []
+        self.constants: dict[int, float] | None = None
+        self._alive: list[Any] = []  # tensors that live keep their ids
+
+    def _constant(self, item: Any) -> float | None:
+        return self.constants.get(id(item)) if self.constants is not None else None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        numbered = _numbers_of_call(func, args, kwargs or {})
+        numbered = _numbers_of_call(func, args, kwargs or {}, self._constant)
         self.numbers += [numbered] if numbered[1] else []
-        return func(*args, **(kwargs or {}))
+        result, row = func(*args, **(kwargs or {})), facts(func)
+        self._alive.append(result)
+        repeated = self._constant(args[0]) if args and (row.keeps_values or row.casts) else None
+        number = _number(row.number_in(args)) if row.creates else repeated
+        if number is not None and self.constants is not None:
+            self.constants[id(result)] = number
+        return result
 
 
-def _run(question: Question, differentiate: bool = False) -> list[Numbered]:
+def _run(
+    question: Question, constants: tuple[float | None, ...] = (), differentiate: bool = False
+) -> list[Numbered]:  # fmt: skip
     """Run a line on tensors without numbers, and its derivative if it is to be differentiated. Return the numbers of
     the operators in it."""
     with quiet():
         try:
-            return _run_on("meta", nullcontext(), question, differentiate)
+            return _run_on("meta", nullcontext(), question, constants, differentiate)
         except NotImplementedError:  # there is no kernel
-            return _run_on("cpu", FakeTensorMode(), question, differentiate)
+            return _run_on("cpu", FakeTensorMode(), question, constants, differentiate)
 
 
-def _run_on(device: str, mode: Any, question: Question, differentiate: bool) -> list[Numbered]:
+def _run_on(
+    device: str, mode: Any, question: Question, constants: tuple[float | None, ...], differentiate: bool
+) -> list[Numbered]:
     call = line_call(question.line, question.operands, question.results, lambda item: item.size)
     target = operator(call.op)
-    with mode, _Numbers() as numbers:
+    with mode, _Recorder() as recorder:
         tensors = [torch.empty(type_.shape, dtype=type_.dtype, device=device) for type_ in question.operands]
+        if not differentiate:
+            pairs = zip(tensors, constants or (None,) * len(tensors), strict=True)
+            recorder.constants = {id(tensor): number for tensor, number in pairs if number is not None}
         floating = [tensor.requires_grad_() for tensor in tensors if differentiate and tensor.is_floating_point()]
-        args, kwargs = fill_operands(call.args, tensors), fill_operands(dict(call.kwargs), tensors)
+        args, kwargs = fill_operands((call.args, dict(call.kwargs)), tensors)
         if any(argument.name == "device" for argument in target._schema.arguments):
             kwargs["device"] = torch.device(device)
         results = [x for x in tree_leaves(target(*args, **kwargs)) if isinstance(x, torch.Tensor) and x.requires_grad]
         for chosen in filter(None, (results, results[:1] if len(results) > 1 else ())):
             ones = [torch.empty_like(x) for x in chosen]
             torch.autograd.grad(chosen, floating, ones, retain_graph=True, allow_unused=True)
-    return numbers.numbers
+    return recorder.numbers

@@ -327,3 +327,8 @@ def test_transformers_models(name: str) -> None:
 def test_deep_copies_stay_under_the_mode() -> None:
     recorded = record(lambda: copy.deepcopy(nn.Linear(3, 4)), 0)
     assert vars(recorded.module.get_parameter("weight"))["fake_mode"] is recorded.mode
+
+
+def test_a_parameter_of_one_number_may_change_its_type() -> None:
+    recipe = record(lambda: Holder(torch.tensor(1.5).mul_(2)).double(), 0).recipes["w"]
+    assert same(recipe.whole(), torch.tensor(3.0, dtype=torch.float64))
