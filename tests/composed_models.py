@@ -104,11 +104,13 @@ class Mixture(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.model: Any = family("Mixtral", vocab_size=13, num_local_experts=4)
-        self.model.set_experts_implementation("eager")
+        model: Any = family("Mixtral", vocab_size=13, num_local_experts=4)
+        model.set_experts_implementation("eager")
+        self.model = model
 
     def forward(self, tokens: Tensor) -> Tensor:
-        logits: Tensor = self.model(input_ids=tokens).logits
+        model: Any = self.model
+        logits: Tensor = model(input_ids=tokens).logits
         return logits
 
 

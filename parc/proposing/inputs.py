@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parc.compiler.capture.callables import ending_said
@@ -30,6 +31,8 @@ SAMPLES, LENGTH = 8, 128
 _SECONDS = 60
 _TARGETS = ("label", "target")
 """Words in the names of parameters that take targets: these are filled though they are optional."""
+_MASK = "mask"
+"""The word in the names of parameters that take masks, of ones and zeros or of booleans."""
 _LENGTHS = (64, 32, 16, 8)
 _PICTURES = (32, 64, 224, 28, 16)
 _LONGEST, _SOUND = 4096, 16000
@@ -96,7 +99,8 @@ class Caller:
     def call(self, guesses: Mapping[str, Guess], sizes: Mapping[str, int]) -> Tried:
         """Call the forward on tensors of these guesses."""
         counter = _Counter()
-        with self.mode, quiet(), with_experts(self.module), unstacked(self.module, parts=False), counter:
+        checked = sdpa_kernel(SDPBackend.MATH)  # other kernels take fake masks of any shape
+        with self.mode, quiet(), with_experts(self.module), unstacked(self.module, parts=False), checked, counter:
             shapes = {name: [dim if isinstance(dim, int) else sizes[dim] for dim in guess.dims]
                       for name, guess in guesses.items()}  # fmt: skip
             values = {name: torch.zeros(shapes[name], dtype=getattr(torch, guess.dtype))
@@ -180,12 +184,13 @@ class Caller:
         """Yield calls that differ in one thing: the length of sequences, first as a power of two, or one guess."""
         sized = self._free and any("S" in guess.dims for guess in best.guesses.values())
         lengths = [size for size in self.numbers if _LENGTHS[-1] <= size <= _LONGEST] if sized else []
-        for length in _LENGTHS if sized else ():
+        powers = _LENGTHS if sized else ()
+        for length in (length for length in powers if length != best.sizes[BATCH]):
             yield replace(best, sizes={**best.sizes, "S": length})
         for name in best.guesses:
             for guess in self._options(name):
                 yield replace(best, guesses={**best.guesses, name: guess})
-        for length in lengths:
+        for length in (*powers, *lengths):  # a length equal to B fits where a sample and a position are confused
             yield replace(best, sizes={**best.sizes, "S": length})
 
     def _options(self, name: str) -> list[Guess]:
@@ -194,7 +199,12 @@ class Caller:
             return [self.known[name]]
         words = str(self.parameters[name].annotation)
         whole, real = "Long" in words or "Int" in words, "Float" in words
-        fits = [guess for guess in self._layers.guesses(self.numbers)
+        guesses = list(self._layers.guesses(self.numbers))
+        if "Bool" in words or _MASK in name.lower():
+            dims = dict.fromkeys(((BATCH, "S"), *(guess.dims for guess in guesses), ("S", "S"), (BATCH, "S", "S")))
+            masks = [Guess("bool", each) for each in dims]
+            guesses = masks if "Bool" in words else [Guess("int64", (BATCH, "S")), *masks, *guesses]
+        fits = [guess for guess in guesses
                 if (guess.dtype == "int64" or not whole) and (guess.dtype != "int64" or not real)]  # fmt: skip
         return list(dict.fromkeys(fits)) or [Guess("float32", (BATCH,))]
 

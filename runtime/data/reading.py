@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import atexit
 import multiprocessing
+import signal
 import threading
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar, final
 
@@ -127,9 +129,22 @@ class RowReader:
             _Batches(self._source.source, self._rows), batch_size=None, sampler=firsts, num_workers=self._workers,
             prefetch_factor=_PREFETCHED, multiprocessing_context=_FORK,
         )  # fmt: skip
-        with warnings.catch_warnings():  # Python 3.12 warns of a fork beside threads, as torch's loader does it
+        with warnings.catch_warnings(), _signals_kept():
+            # Python 3.12 warns of a fork beside threads, as torch's loader does it
             warnings.simplefilter("ignore", DeprecationWarning)
             self._loaders[:] = [iter(loader)]
+
+
+@contextmanager
+def _signals_kept() -> Iterator[None]:
+    """Enter a block in which torch's loader starts workers, without the handler that it then sets: that would raise the
+    end of a worker wherever the process is, in the middle of a message to other ranks. The next read finds it too."""
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGCHLD"):
+        yield
+        return
+    before = signal.getsignal(signal.SIGCHLD)
+    yield
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL if before is None else before)
 
 
 _READERS: dict[threading.Thread, threading.Event] = {}

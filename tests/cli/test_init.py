@@ -13,9 +13,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_model
+from torch import nn
 
 import parc
 from parc.cli import main
+from parc.compiler.initial.recipes import record
+from parc.proposing.inputs import Caller
 from tests.cli.commands import Captured
 from tests.cli.commands import parc as command
 from tests.pages import ROOT, blocks_of
@@ -307,3 +310,31 @@ def test_an_input_that_is_not_found_may_be_given_and_no_file_is_written_over(
     code, _, err = command(capsys, *words)
     assert code == 1 and "--force" in err and plan.read_text() == before
     assert command(capsys, *words, "--force")[0] == 0
+
+
+class Masked(nn.Module):
+    """A model of tokens that reads its ``mask`` in one of several ways."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.words, self.head = way, nn.Embedding(24, 16), nn.Linear(16, 24)
+
+    def forward(self, tokens: torch.Tensor, mask: torch.Tensor) -> Any:
+        x = self.words(tokens)
+        if self.way == "filled":
+            x = (x @ x.mT).masked_fill(~mask[:, None], -1e9).softmax(-1) @ x
+        elif self.way == "compared":
+            x = x * (mask == 1)[..., None]
+        else:
+            mask = mask[:, None, None] if self.way == "keys" else mask
+            x = nn.functional.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], mask)[:, 0]
+        return self.head(x)
+
+
+@pytest.mark.parametrize(
+    ("way", "mask"),
+    [("filled", "bool [B, S]"), ("keys", "bool [B, S]"), ("scores", "bool [S, S]"), ("compared", "int64 [B, S]")],
+)
+def test_a_mask_is_of_booleans_where_the_model_takes_no_whole_numbers(way: str, mask: str) -> None:
+    call = Caller(record(lambda: Masked(way), 0), {}, {}).find()
+    assert call.tried.error is None and call.guesses["mask"].text() == mask

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import struct
 import sys
 import threading
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data._utils import signal_handling
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from parc.runtime.data.reading import Closing, RowReader
@@ -315,7 +317,12 @@ def test_what_is_no_dataset_is_said(folder: Path) -> None:
         opened(folder, "dataset", target="./code.py:documents", inputs=PICTURES)(0)
 
 
-def test_workers_read_what_is_read_without_them_and_name_the_sample_that_fails(folder: Path) -> None:
+def test_workers_read_what_is_read_without_them_and_name_the_sample_that_fails(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No signal of theirs interrupts what the process does, as a message to other ranks."""
+    monkeypatch.setattr(signal_handling, "_SIGCHLD_handler_set", False)
+    handler = signal.getsignal(signal.SIGCHLD)
     source = opened(folder, "dataset", target="./code.py:pairs", inputs=PICTURES, shuffle=True)
     closed = threading.Event()
     ahead = RowReader(Closing(source, closed), [0, 1], 2, 2)
@@ -335,6 +342,7 @@ def test_workers_read_what_is_read_without_them_and_name_the_sample_that_fails(f
     with pytest.raises(DataError, match="a worker process that reads data ended: DataLoader worker") as error:
         RowReader(Closing(dying, closed), [0, 1], 2, 1)(0)
     assert "read without `workers`" in error.value.help
+    assert signal_handling._SIGCHLD_handler_set and signal.getsignal(signal.SIGCHLD) == handler
 
 
 @pytest.mark.parametrize("read", [(0,), (0, 2, 4, 6)], ids=["left", "failed"])
