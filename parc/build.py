@@ -44,7 +44,7 @@ def build(
     checked = check_build(compiled, progress)
     if checked.faults:
         raise Refused(checked)
-    checked.warnings = warnings_of(compiled)  # what fails leaves no folder behind
+    checked.warnings += warnings_of(compiled)  # what fails leaves no folder behind
     progress("emit")
     write_build(compiled.to_write(checked.report, checked.first), out)
     return compiled, checked

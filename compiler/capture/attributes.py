@@ -118,26 +118,6 @@ def attribute_tensors(model: nn.Module) -> AttributeTensors:
     return tensors
 
 
-def plain_numbers(model: nn.Module) -> dict[tuple[str, str], float]:
-    """Return the numbers in plain attributes of modules and of their classes, by module and attribute:
-    ``{("blocks.0", "calls"): 3}``."""
-    return {
-        (path, name): value
-        for path, module in model.named_modules()
-        for name, value in {**vars(type(module)), **vars(module)}.items()
-        if type(value) in (int, float)
-    }
-
-
-def changed_numbers(model: nn.Module, before: Mapping[tuple[str, str], float]) -> tuple[str, ...]:
-    """Return the paths of the plain numbers that differ from those ``before``."""
-    return tuple(
-        f"{path}.{name}".removeprefix(".")
-        for (path, name), value in plain_numbers(model).items()
-        if repr(before.get((path, name), value)) != repr(value)  # two NaN are no change
-    )
-
-
 def not_kept(attribute: str) -> CaptureError:
     """Return the error of a tensor that a step leaves in a plain attribute for the next step."""
     what = f"the forward assigns a new tensor to `{attribute}`, which later steps would not see"

@@ -31,7 +31,7 @@ from ..torch_private import (
     without_code_and_layouts,
     without_validation,
 )
-from .attributes import attribute_tensors, changed_numbers, check_memory, not_kept, plain_numbers
+from .attributes import attribute_tensors, check_memory, not_kept
 from .complex.form import real_form
 from .complex.rules import as_pairs
 from .experts.forms import Capacity, with_experts
@@ -40,6 +40,7 @@ from .faults import MASK, CaptureError, explain_failure, fault_at
 from .functional import assigned_in_place, functional, move_updates
 from .model_output import returned_tensors
 from .node_facts import copy_facts, keep_value, noted
+from .observer import check_module, fault_of
 from .reach import reached_by_gradient
 
 
@@ -65,8 +66,6 @@ class Captured:
     aliases: Mapping[str, str]
     modules: frozenset[str]
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    changed: tuple[str, ...] = ()
-    """The Python numbers in attributes of modules that a forward changes, which no program has."""
     returned: tuple[str, ...] = ()
     """The names of the tensors that the model returns, if the capture has them."""
 
@@ -105,9 +104,10 @@ def capture(
     ``capacities``: those of experts, by module. ``returns``: the graph also has the tensors that the model returns.
 
     Raises:
-        CaptureError: control flow that depends on data, a returned cache, a loss that is no number, or any other fault
-            of the model, chained.
+        CaptureError: a hook on gradients, control flow that depends on data, a returned cache, a loss that is no
+            number, or any other fault of the model, chained.
     """
+    check_module(model)
     step = _ModelAndLoss(model, call, loss, tuple(inputs), ranged, returns)
     no_checkpoint = CaptureError("checkpoint", "the model recomputes activations with `torch.utils.checkpoint`")
     with mode:
@@ -162,10 +162,10 @@ class _ModelAndLoss(nn.Module):
         self._names, self._returns = names, returns
         self.attributes = attribute_tensors(model)
         # facts of a call, in an object of their own: a trace restores attributes
-        self.stage = SimpleNamespace(in_loss=False, changed=(), returned=())
+        self.stage = SimpleNamespace(in_loss=False, returned=())
 
     def forward(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        inputs, numbers = dict(zip(self._names, values, strict=True)), plain_numbers(self.model)
+        inputs = dict(zip(self._names, values, strict=True))
         # buffers are assigned last, after all that reads them
         with self._mode, assigned_in_place(self.model), unstacked(self.model, parts=False), self.attributes.pointing():
             output = self._call(self.model, inputs)
@@ -174,7 +174,6 @@ class _ModelAndLoss(nn.Module):
             self.stage.in_loss = True
             losses = () if self._loss is None else (self._loss(output, inputs),)
             self.stage.in_loss = False
-            self.stage.changed = changed_numbers(self.model, numbers)
         for loss in losses:
             if isinstance(loss, torch.Tensor) and loss.dim() == 0:
                 continue
@@ -248,7 +247,7 @@ def _from_export(exported: torch.export.ExportedProgram, step: _ModelAndLoss, na
     constants = {
         n.removeprefix("model."): real_form(value) for n, value in written.items() if not isinstance(value, FakeTensor)
     }
-    return Captured(graph, updates, aliases, modules, constants, step.stage.changed, tuple(computed))
+    return Captured(graph, updates, aliases, modules, constants, tuple(computed))
 
 
 def _bindings(signature: ExportGraphSignature, aliases: Mapping[str, str], inputs: Sequence[str]) -> dict[str, Binding]:
@@ -258,6 +257,8 @@ def _bindings(signature: ExportGraphSignature, aliases: Mapping[str, str], input
     remaining = iter(inputs)
     bindings = {}
     for spec in signature.input_specs:
+        if spec.kind is InputKind.CUSTOM_OBJ:
+            raise fault_of("seed", "the forward draws from a generator of its own")
         kind: Kind = kinds.get(spec.kind, "input")
         name = next(remaining) if kind == "input" else str(spec.target).removeprefix("model.")
         bindings[spec.arg.name] = Binding(kind, aliases.get(name, name) if kind == "parameter" else name)

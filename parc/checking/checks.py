@@ -43,6 +43,7 @@ from parc.compiler.verify.step import (
 from parc.compiler.verify.sums import check_loads, check_reduce, check_rescale
 from parc.compiling.compiled import Compiled
 from parc.compiling.driver import Progress, compile_plan
+from parc.compiling.observation import number_changed
 from parc.compiling.size_ranges import fault_diagnostic, misfit_diagnostic
 from parc.grammar.diagnostics import Diagnostic, PlanError
 from parc.report import plan_of, report_faults
@@ -238,6 +239,8 @@ def check_numbers(compiled: Compiled, checked: Checked, device: torch.device = C
             raise PlanError([near_tie(at.plan.model, agreement.margin.at, NEAR)])
         if agreement.amplified:
             raise PlanError([amplified(at.plan.model, agreement.amplified)])
+        if eager.changed and not checked.warnings:
+            checked.warnings = (number_changed(compiled.plan, eager.changed),)
         checked.agreement = checked.agreement or agreement
         errors = {
             "steps": agreement.steps,

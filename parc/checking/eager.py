@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy
 import torch
 from torch import nn
-from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from parc.compiler.capture.complex.form import real_form
 from parc.compiler.capture.experts.forms import own_forms
+from parc.compiler.capture.faults import CaptureError
 from parc.compiler.capture.model_calls import model_builder
 from parc.compiler.capture.model_output import returned_tensors
 from parc.compiler.initial.recipes import initialize
@@ -26,8 +24,9 @@ from parc.compiler.program.actions import FORWARD
 from parc.compiler.program.binding import Binding
 from parc.compiler.program.program import Line
 from parc.compiling.compiled import Compiled
-from parc.compiling.plan_capture import failure, input_specs
-from parc.grammar.codes import AMPLIFIED, NEAR_TIE, NO_FUNCTION, NOT_FINITE, OTHER_FORM, OWN_GRADIENT
+from parc.compiling.observation import Subject, check_later, observe, own_gradient
+from parc.compiling.plan_capture import capture_diagnostic, failure, input_specs
+from parc.grammar.codes import AMPLIFIED, NEAR_TIE, NOT_FINITE, OTHER_FORM
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.grammar.nearest import listed
 from parc.runtime.compare.agreement import DRAWS, Margin
@@ -42,8 +41,6 @@ CLAMP = "keep it finite for such data: clamp the argument of a logarithm, a root
 EAGER_TOLERANCE = 1e-4
 _NEAR = 1e-6
 """The margin of a top-k below which rounding of float32 may decide."""
-_COINS = 8
-"""The number of further runs of a forward that draws from Python or NumPy: enough to see both sides of a coin."""
 _MOST_ERROR = 5e-2
 """The largest error of float32 results: eager and captured run the same operators, not always the same kernels."""
 _TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 4e-3}
@@ -61,6 +58,8 @@ class EagerAgreement:
     """The largest allowed errors, in the order of ``errors``."""
     tied: str = ""
     """The place of a top-k whose choice rounding may have decided; "" if there is none."""
+    changed: tuple[str, ...] = ()
+    """The state in Python that each forward changes, which no program has."""
 
     @property
     def holds(self) -> bool:
@@ -77,9 +76,18 @@ def compare_with_eager(compiled: Compiled, case: Case) -> EagerAgreement:
     where float32 rounds too much to tell (batch statistics of few elements, many layers).
 
     Raises:
-        PlanError: the module fails, its numbers are not finite or not the same each time, or its gradients are not
-            those of its forward.
+        PlanError: the module fails, does what a graph does not have, its numbers are not finite, or its gradients are
+            not those of its forward.
     """
+    later = _random_inputs(compiled, case, DRAWS)
+    try:
+        observed = observe(_observed(compiled), _random_inputs(compiled, case, 0), later)
+    except PlanError:
+        raise
+    except CaptureError as error:
+        raise PlanError([capture_diagnostic(compiled.plan, error, compiled.overrides)]) from None
+    except Exception as error:
+        raise PlanError([failure(compiled.plan, error)]) from error
     for seed in range(DRAWS):
         inputs, margin = _random_inputs(compiled, case, seed), Margin()
         try:
@@ -91,11 +99,27 @@ def compare_with_eager(compiled: Compiled, case: Case) -> EagerAgreement:
         agreement = _closest(compiled, case, inputs, eager, margin)
         if agreement.holds or margin.apart > _NEAR:
             break
-    if eager.functions and not agreement.holds and agreement.loss <= agreement.allowed[0]:
-        raise PlanError([_own_gradient(compiled.plan.model, eager.functions)])
+    if observed.functions and not agreement.holds and agreement.loss <= agreement.allowed[0]:
+        raise PlanError([own_gradient(compiled.plan.model, observed.functions)])
     if not agreement.holds and (forms := own_forms(compiled.recorded.module)):
         raise PlanError([_other_form(compiled.plan.model, forms, agreement)])
-    return replace(agreement, tied=margin.at if margin.apart < _NEAR else "")
+    if agreement.holds and observed.later:
+        check_later(compiled.plan, observed, _captured(case, later).loss, agreement.allowed[0])
+    return replace(agreement, tied=margin.at if margin.apart < _NEAR else "", changed=observed.changed)
+
+
+def _observed(compiled: Compiled) -> Subject:
+    plan, frozen = compiled.plan, compiled.frozen
+    return Subject(
+        plan, compiled.lines, compiled.folder, compiled.overrides, compiled.recorded.recipes, frozen,
+        _capacities(compiled), compiled.request.purpose != "training",
+    )  # fmt: skip
+
+
+def _capacities(compiled: Compiled) -> dict[str, float]:
+    """Return the capacity factors of experts by the path of their module."""
+    layers = compiled.request.placing.experts.items()
+    return {path: layer.capacity for path, layer in layers if layer.capacity is not None}
 
 
 def _random_inputs(compiled: Compiled, case: Case, seed: int) -> dict[str, torch.Tensor]:
@@ -160,10 +184,6 @@ class _Result:
     """Updated buffers; in an evaluation also the tensors that the model returns."""
     output: tuple[torch.Tensor, ...] = ()
     """The output of the eager module."""
-    again: tuple[tuple[torch.Tensor, ...], ...] = ()
-    """Its outputs and losses in further runs in float32."""
-    functions: tuple[str, ...] = ()
-    """The `autograd.Function`s that it calls."""
     narrow: bool = False
     """True where a run in float64 had floating numbers narrower than that."""
 
@@ -174,8 +194,7 @@ def _eager(compiled: Compiled, inputs: Mapping[str, torch.Tensor], wide: bool = 
     module = _in_float64(module) if wide else module
     if compiled.request.purpose != "training":
         module.eval()
-    layers = compiled.request.placing.experts.items()
-    capacities = {path: layer.capacity for path, layer in layers if layer.capacity is not None}
+    capacities = _capacities(compiled)
     plain = PlainModule(module, compiled.lines, compiled.folder, compiled.plan.seed, compiled.frozen, capacities)
     buffers = {name: value.clone() for name, value in module.named_buffers(remove_duplicate=False)}
 
@@ -191,46 +210,16 @@ def _eager(compiled: Compiled, inputs: Mapping[str, torch.Tensor], wide: bool = 
         loss = sum(terms[1:], terms[0]) if terms else torch.zeros(())
         return *(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), loss
 
-    def once_more(seed: int) -> tuple[torch.Tensor, ...]:
-        """Run the forward again, with other random numbers in Python and NumPy."""
-        for name, value in buffers.items():
-            owner, _, leaf = name.rpartition(".")
-            setattr(module.get_submodule(owner), leaf, value.clone())
-        random.seed(seed)
-        numpy.random.seed(seed)
-        return forward()
-
-    before = _python_draws()
     narrow = _Narrow()
     with narrow if wide else nullcontext():
         *output, loss = forward()
-        others = _COINS if _python_draws() != before else 1
-        functions = _own_backwards(loss)
         if loss.requires_grad:
             loss.backward()
     gradients = plain.take_gradients()
     updated = {name: real_form(value.detach().clone()) for name, value in module.named_buffers(remove_duplicate=False)
                if name in buffers and buffers[name].numel() and not torch.equal(value, buffers[name])}  # fmt: skip
-    states = random.getstate(), numpy.random.get_state()
-    try:
-        again = () if wide else tuple(map(once_more, range(others)))
-    finally:
-        random.setstate(states[0])
-        numpy.random.set_state(states[1])
     updated |= {str(Binding("output", name)): returned[name].detach() for name in compiled.captured.returned}
-    return _Result(loss.detach(), gradients, updated, tuple(output), again, functions, narrow.seen)
-
-
-def _own_backwards(loss: torch.Tensor) -> tuple[str, ...]:
-    """Return the names of the `autograd.Function`s behind a loss, which define a backward of their own."""
-    seen, pending = set[Any](), [loss.grad_fn]
-    while pending:
-        node = pending.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            pending += [of for of, _ in node.next_functions]
-    nodes: Any = (node for node in seen if isinstance(node, BackwardCFunction))
-    return tuple(sorted({node._forward_cls.__qualname__ for node in nodes}))
+    return _Result(loss.detach(), gradients, updated, tuple(output), narrow.seen)
 
 
 def _in_float64(module: nn.Module) -> nn.Module:
@@ -241,14 +230,8 @@ def _in_float64(module: nn.Module) -> nn.Module:
     return module.double()
 
 
-def _python_draws() -> tuple[Any, ...]:
-    """Return the states of Python's and NumPy's random numbers, which torch's seeds do not govern."""
-    state: Any = numpy.random.get_state()
-    return random.getstate(), state[1].tobytes(), state[2:]
-
-
 def _run_fault(compiled: Compiled, case: Case, inputs: Mapping[str, torch.Tensor], eager: _Result) -> Diagnostic | None:
-    """Return the fault of an eager module that is not finite or not the same each time, or None."""
+    """Return the fault of an eager module that is not finite, or None."""
     # a model may return its tensors in a class of its own, in which they are not seen
     of_model = not eager.output or any(bool(value.isnan().any()) for value in eager.output)
     line = compiled.plan.model if of_model else compiled.plan.loss
@@ -266,28 +249,7 @@ def _run_fault(compiled: Compiled, case: Case, inputs: Mapping[str, torch.Tensor
     if lossless and any(bool(value.isnan().any()) for value in eager.output):
         return not_finite(compiled.plan.model, "the model returns NaN on a batch of random data")
 
-    def same(output: Sequence[torch.Tensor]) -> bool:
-        return bool(output) and len(output) == len(eager.output) and all(map(torch.equal, output, eager.output))
-
-    others = [other for other in eager.again if not torch.allclose(other[-1], eager.loss, rtol=1e-5, atol=0)]
-    others += [other for other in eager.again if lossless and not same(other[:-1])]
-    if not others:
-        return None
-    *output, loss = others[0]
-    line = compiled.plan.loss if same(output) else compiled.plan.model
-    other = "the model returns other numbers" if lossless else f"the loss is {eager.loss:.6g}, but {loss:.6g}"
-    message = f"{other} the next time, with the same inputs, weights and seeds of torch"
-    help_ = "draw with `torch.rand`, `torch.randn` or `torch.bernoulli`, or make the changing value an input"
-    notes = (
-        "does the code read Python's `random`, NumPy's, a counter or the clock? a build has one graph for all steps",
-    )
-    return Diagnostic(NO_FUNCTION, message, Label(line.arguments.statement.span), help=help_, notes=notes)
-
-
-def _own_gradient(model: Directive, functions: Sequence[str]) -> Diagnostic:
-    message = f"the model's gradients are not those of its forward: {listed(functions)} has its own backward"
-    help_ = "write the forward so that its derivative is the gradient that you want, as in `x + (f(x) - x).detach()`"
-    return Diagnostic(OWN_GRADIENT, message, Label(model.arguments.statement.span), help=help_)
+    return None
 
 
 def _other_form(model: Directive, forms: Sequence[str], agreement: EagerAgreement) -> Diagnostic:
