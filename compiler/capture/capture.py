@@ -26,6 +26,7 @@ from ..program.program import Origin
 from ..torch_private import (
     one_frame,
     quiet,
+    with_forwards_of_functions,
     with_unread_draws,
     without_checkpoints,
     without_code_and_layouts,
@@ -41,7 +42,7 @@ from .functional import assigned_in_place, functional, move_updates
 from .model_output import returned_tensors
 from .node_facts import copy_facts, keep_value, noted
 from .observer import check_module, fault_of
-from .reach import reached_by_gradient
+from .reach import GradientFlow, reached_by_gradient
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +120,7 @@ def capture(
             one_frame(_is_model_code),
             without_code_and_layouts(),
             with_unread_draws(),
+            with_forwards_of_functions(),
             without_checkpoints(no_checkpoint),
             without_validation(),
             with_experts(model, capacities),
@@ -138,10 +140,10 @@ def capture(
     finally:
         step.attributes.point()
     captured = _from_export(exported, step, tuple(inputs))
-    check_memory(model, frozenset(captured.updates))
-    for name, node in captured.placeholders("buffer").items():
-        if name in step.attributes.assigned and node.users:
-            raise not_kept(name)
+    read = {name for name, node in captured.placeholders("buffer").items() if node.users}
+    check_memory(model, frozenset(captured.updates), step.attributes.assigned - read)
+    for name in sorted(read & step.attributes.assigned):
+        raise not_kept(name)
     select_by_tensors(captured.graph)
     as_pairs(captured.graph)
     check_values(captured.graph)
@@ -326,6 +328,10 @@ def check_values(graph: fx.Graph) -> None:
         message = f"position {position} is looked up in a table of {rows} rows, which are 0 to {rows - 1}"
         raise fault_at(node, message, help="make the table longer, or the sequences shorter, by `sizes`")
     for node in graph.nodes:
+        if node.target in _PUTS and _puts_by_mask(node):
+            what = "rows that a mask chooses are set to numbers with a gradient, so their number depends on the mask"
+            help_ = "choose with `torch.where`, or index with the whole numbers of the rows, made in `__init__`"
+            raise fault_at(node, what, "control", help_)
         values = noted(node).value
         for value in values if isinstance(values, (tuple, list)) else [values]:
             sizes = value.shape if isinstance(value, torch.Tensor) else [value]
@@ -342,6 +348,18 @@ def check_values(graph: fx.Graph) -> None:
             if len({*dtypes} - {torch.bool}) > 1:  # a mask is no factor
                 names = " and ".join(dict.fromkeys(map(_dtype_text, dtypes)))
                 raise fault_at(node, f"{node.target} takes tensors of one dtype, not {names}")
+
+
+_PUTS = (aten.index_put.default, aten.index_put_.default)
+
+
+def _puts_by_mask(node: fx.Node) -> bool:
+    """Return whether a mask says where entries go that have a gradient and are more than one number."""
+    _, where, entries = node.args[:3]
+    masks = [index for index in where if isinstance(index, fx.Node) and noted(index).value.dtype is torch.bool]  # type: ignore[union-attr]
+    return (
+        bool(masks) and isinstance(entries, fx.Node) and noted(entries).value.numel() > 1 and entries in GradientFlow()
+    )
 
 
 def _dtype_text(dtype: torch.dtype) -> str:

@@ -257,7 +257,7 @@ def seed_draws(seed: int) -> None:
         word = 0 if seed == LEAST_DRAWS else _LARGEST
         words = [word] * _FORCED + list(random.getstate()[1][_FORCED:_WORDS])
         random.setstate((3, (*words, 0), None))
-        numpy.random.set_state(("MT19937", numpy.array(words, numpy.uint32), 0))
+        numpy.random.set_state(("MT19937", numpy.array(words, numpy.uint32), 0, 0, 0.0))
 
 
 # ---- state in Python

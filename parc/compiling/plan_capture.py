@@ -140,7 +140,8 @@ def _seen_instead(
     try:
         recipes = make_model(plan, lines, folder, overrides).recipes
         specs = input_specs(plan)
-        if sum(math.prod(of.shape) for of in (*recipes.values(), *specs.values())) > _SMALL_MODEL:
+        shapes = [*(recipe.shape for recipe in recipes.values()), *(spec.shape for spec in specs.values())]
+        if sum(map(math.prod, shapes)) > _SMALL_MODEL:
             return None
         generator = torch.Generator().manual_seed(0)
         inputs = {
