@@ -341,8 +341,8 @@ def without_checkpoints(refusal: Exception) -> Iterator[None]:
 
 @contextmanager
 def with_forwards_of_functions() -> Iterator[None]:
-    """Enter a block in which a ``torch.no_grad()`` in the forward of an ``autograd.Function`` says nothing, as in plain
-    torch, where that forward is without gradients anyway. A trace has the forward's operators, and would detach them."""
+    """Enter a block in which a ``torch.no_grad()`` in the forward of an ``autograd.Function`` says nothing, as in
+    plain torch, where that forward is without gradients anyway. A trace has its operators, and would detach them."""
     apply: Any = torch.autograd.Function.__dict__["apply"].__func__
 
     def traced(cls: Any, *args: Any, **kwargs: Any) -> Any:

@@ -169,7 +169,13 @@ class _ModelAndLoss(nn.Module):
     def forward(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         inputs = dict(zip(self._names, values, strict=True))
         # buffers are assigned last, after all that reads them
-        with self._mode, assigned_in_place(self.model), unstacked(self.model, parts=False), self.attributes.pointing():
+        with (
+            self._mode,
+            DataDetached(self.model),
+            assigned_in_place(self.model),
+            unstacked(self.model, parts=False),
+            self.attributes.pointing(),
+        ):
             output = self._call(self.model, inputs)
             if getattr(output, "past_key_values", None) is not None:
                 raise CaptureError("cache", "the model returns a key/value cache")
@@ -483,6 +489,29 @@ def _detached(graph: fx.Graph, node: fx.Node) -> fx.Node:
     detach = graph.call_function(torch.ops.aten.detach.default, (node,))
     copy_facts(node, detach)
     return detach
+
+
+# ---- `.data`, which a trace does not see
+
+
+class DataDetached(TorchFunctionMode):
+    """A mode in which ``x.data`` is ``x.detach()``, and an assignment to the ``data`` of a buffer writes into it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._model = model
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function == _GET_DATA:
+            return args[0].detach()
+        if function == _SET_DATA and args[0].shape == args[1].shape and any(b is args[0] for b in self._model.buffers()):
+            with torch.no_grad():
+                return args[0].copy_(args[1])
+        return function(*args, **(kwargs or {}))
+
+
+_DATA: Any = torch.Tensor.data
+_GET_DATA, _SET_DATA = _DATA.__get__, _DATA.__set__
 
 
 # ---- slices of whole dims, in captures that hold for several sizes
