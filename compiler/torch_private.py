@@ -339,6 +339,23 @@ def without_checkpoints(refusal: Exception) -> Iterator[None]:
             setattr(module, name, value)
 
 
+@contextmanager
+def with_forwards_of_functions() -> Iterator[None]:
+    """Enter a block in which a ``torch.no_grad()`` in the forward of an ``autograd.Function`` says nothing, as in
+    plain torch, where that forward is without gradients anyway. A trace has its operators, and would detach them."""
+    apply: Any = torch.autograd.Function.__dict__["apply"].__func__
+
+    def traced(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        with (
+            mock.patch.object(torch.no_grad, "__enter__", lambda region: None),
+            mock.patch.object(torch.no_grad, "__exit__", lambda region, *error: None),
+        ):
+            return apply(cls, *args, **kwargs)
+
+    with mock.patch.object(torch.autograd.Function, "apply", classmethod(traced)):
+        yield
+
+
 def without_validation() -> AbstractContextManager[Any]:
     """Enter a block in which ``torch.distributions`` do not check their values: a check depends on the values."""
     return mock.patch.object(Distribution, "_validate_args", False)

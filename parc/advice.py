@@ -17,7 +17,7 @@ from itertools import chain, pairwise, permutations
 from parc.compiler.analysis.communication import communication_table
 from parc.compiler.analysis.liveness import local_bytes
 from parc.compiler.analysis.samples import averaging_reason
-from parc.compiler.capture.model_calls import forward_text, passed_on
+from parc.compiler.capture.model_calls import forward_text, made_in_eval, passed_on
 from parc.compiler.initial.files import WeightsError, open_weights, shown_faults, state_tensors
 from parc.compiler.layout.collectives import RINGS
 from parc.compiler.layout.mesh import UnevenNodes, node_levels
@@ -34,10 +34,10 @@ from parc.compiling.request import ask
 from parc.compiling.size_ranges import fixed, line_span
 from parc.grammar.codes import (
     AVERAGED,
+    MADE_IN_EVAL,
     MEANT_OTHERWISE,
     NODE_ORDER,
     NOT_REACHED,
-    NUMBER_CHANGED,
     PASSED_ON,
     ROUNDED_UPDATES,
     SMALL_BUCKET,
@@ -72,7 +72,7 @@ _Order = tuple[tuple[str, int], ...]
 
 def warnings_of(compiled: Compiled) -> tuple[Diagnostic, ...]:
     """Return every warning of a compiled plan: those of its lines and of resolving, then those of each check below."""
-    checks = (_passed_on, _unread_weights, _not_reached, _changed, _whole_keys, _whole_outputs, _node_order, _reshards,
+    checks = (_passed_on, _unread_weights, _not_reached, _in_eval, _whole_keys, _whole_outputs, _node_order, _reshards,
               _rules, _averaged, _rounded_updates, _large)  # fmt: skip
     warnings = chain.from_iterable(check(compiled) for check in checks)
     return (*compiled.plan.warnings, *compiled.resolved.warnings, *compiled.resolved.axes.notes, *warnings)
@@ -277,13 +277,14 @@ def _not_reached(compiled: Compiled) -> Iterator[Diagnostic]:
         )  # fmt: skip
 
 
-def _changed(compiled: Compiled) -> Iterator[Diagnostic]:
-    """Warn of numbers in modules' attributes that a forward changes."""
-    if names := compiled.captured.changed:
-        message = f"the forward changes {listed(names)}, but programs keep the first value"
-        help_ = "register a buffer if results depend on it: programs follow buffers from step to step"
-        span = compiled.plan.model.span
-        yield _warning(NUMBER_CHANGED, message, Label(span), help=help_)
+def _in_eval(compiled: Compiled) -> Iterator[Diagnostic]:
+    """Note that a model which its callable returned in `eval()` is trained in `train()`."""
+    if compiled.plan.trains and made_in_eval(compiled.recorded.module):
+        message = "the model is made in `eval()`; it is trained in `train()`, with dropout and statistics of batches"
+        help_ = "to train without these, let the callable set the model's parts to `eval()` and the model itself to"
+        help_ += " `train()`: `for part in model.children(): part.eval()`"
+        label = Label(compiled.plan.model.span)
+        yield Diagnostic(MADE_IN_EVAL, message, label, help=help_, severity=Severity.NOTE)
 
 
 def _averaged(compiled: Compiled) -> Iterator[Diagnostic]:

@@ -45,7 +45,7 @@ def build(
     checked = check_build(compiled, progress)
     if checked.faults:
         raise Refused(checked)
-    checked.warnings = (
+    checked.warnings += (
         *warnings_of(compiled),
         *sample_warnings(compiled, samples),
     )  # what fails leaves no folder behind

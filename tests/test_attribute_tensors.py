@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from torch import nn
 
 from parc.checking.checks import check_build
-from parc.compiler.capture.attributes import changed_numbers, plain_numbers
 from parc.grammar.diagnostics import PlanError
 from tests.checked_plans import compiled_net
 from tests.draws import star
@@ -117,17 +115,3 @@ def test_what_a_program_cannot_hold_is_refused(tmp_path: Path, arguments: str, m
         compiled_net(tmp_path, _MODEL, f'Net" ({arguments})')
     (diagnostic,) = error.value.diagnostics
     assert message in diagnostic.message and help_ in diagnostic.help
-
-
-def test_a_number_that_a_forward_changes_is_named() -> None:
-    class Counting(nn.Module):
-        calls = 0
-
-    counting, other = Counting(), nn.Identity()
-    model = nn.Sequential(counting, other)
-    vars(other).update({"pad": float("nan"), "rate": 0.5, "a.b": 3})
-    before = plain_numbers(model)
-    assert changed_numbers(model, before) == ()
-    vars(counting)["calls"] = 1
-    vars(other).update(rate=0.25, length=7)  # a number that nothing had before is no count
-    assert changed_numbers(model, before) == ("0.calls", "1.rate")

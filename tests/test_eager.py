@@ -267,7 +267,6 @@ def test_a_model_that_fails_for_some_draws_leaves_pythons_as_they_were(tmp_path:
     drawn = random.random()
     assert "unlucky" in caught.value.diagnostics[0].message
     random.seed(1)
-    random.random()
     assert drawn == random.random()
 
 

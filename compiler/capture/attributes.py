@@ -5,7 +5,7 @@ Beside them the checks of what a forward leaves in attributes and in memory that
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
@@ -118,41 +118,23 @@ def attribute_tensors(model: nn.Module) -> AttributeTensors:
     return tensors
 
 
-def plain_numbers(model: nn.Module) -> dict[tuple[str, str], float]:
-    """Return the numbers in plain attributes of modules and of their classes, by module and attribute:
-    ``{("blocks.0", "calls"): 3}``."""
-    return {
-        (path, name): value
-        for path, module in model.named_modules()
-        for name, value in {**vars(type(module)), **vars(module)}.items()
-        if type(value) in (int, float)
-    }
-
-
-def changed_numbers(model: nn.Module, before: Mapping[tuple[str, str], float]) -> tuple[str, ...]:
-    """Return the paths of the plain numbers that differ from those ``before``."""
-    return tuple(
-        f"{path}.{name}".removeprefix(".")
-        for (path, name), value in plain_numbers(model).items()
-        if repr(before.get((path, name), value)) != repr(value)  # two NaN are no change
-    )
-
-
 def not_kept(attribute: str) -> CaptureError:
     """Return the error of a tensor that a step leaves in a plain attribute for the next step."""
     what = f"the forward assigns a new tensor to `{attribute}`, which later steps would not see"
     return CaptureError("other", what, help="register it as a buffer: buffers are kept from step to step")
 
 
-def check_memory(model: nn.Module, written: frozenset[str]) -> None:
-    """Check that buffers share no memory with tensors that change: a program has separate values for the two.
+def check_memory(model: nn.Module, written: frozenset[str], unread: Collection[str] = ()) -> None:
+    """Check that buffers, but for those ``unread``, share no memory with tensors that change: a program has separate
+    values for the two.
 
     Raises:
         CaptureError: a buffer shares a parameter's memory, or that of another buffer, and one of both is ``written``.
     """
     by_memory = defaultdict(list)
     for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
-        by_memory[tensor.untyped_storage()._cdata].append((name, tensor))
+        if name not in unread:
+            by_memory[tensor.untyped_storage()._cdata].append((name, tensor))
     trained = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     for tensors in by_memory.values():
         first, names = tensors[0][0], [name for name, _ in tensors]

@@ -26,12 +26,13 @@ from ..program.program import Origin
 from ..torch_private import (
     one_frame,
     quiet,
+    with_forwards_of_functions,
     with_unread_draws,
     without_checkpoints,
     without_code_and_layouts,
     without_validation,
 )
-from .attributes import attribute_tensors, changed_numbers, check_memory, not_kept, plain_numbers
+from .attributes import attribute_tensors, check_memory, not_kept
 from .complex.form import real_form
 from .complex.rules import as_pairs
 from .experts.forms import Capacity, with_experts
@@ -40,6 +41,7 @@ from .faults import MASK, CaptureError, explain_failure, fault_at
 from .functional import assigned_in_place, functional, move_updates
 from .model_output import returned_tensors
 from .node_facts import copy_facts, keep_value, noted
+from .observer import check_module, fault_of
 from .reach import GradientFlow, reached_by_gradient
 
 
@@ -65,8 +67,6 @@ class Captured:
     aliases: Mapping[str, str]
     modules: frozenset[str]
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    changed: tuple[str, ...] = ()
-    """The Python numbers in attributes of modules that a forward changes, which no program has."""
     returned: tuple[str, ...] = ()
     """The names of the tensors that the model returns, if the capture has them."""
 
@@ -105,9 +105,10 @@ def capture(
     ``capacities``: those of experts, by module. ``returns``: the graph also has the tensors that the model returns.
 
     Raises:
-        CaptureError: control flow that depends on data, a returned cache, a loss that is no number, or any other fault
-            of the model, chained.
+        CaptureError: a hook on gradients, control flow that depends on data, a returned cache, a loss that is no
+            number, or any other fault of the model, chained.
     """
+    check_module(model)
     step = _ModelAndLoss(model, call, loss, tuple(inputs), ranged, returns)
     no_checkpoint = CaptureError("checkpoint", "the model recomputes activations with `torch.utils.checkpoint`")
     with mode:
@@ -119,6 +120,7 @@ def capture(
             one_frame(_is_model_code),
             without_code_and_layouts(),
             with_unread_draws(),
+            with_forwards_of_functions(),
             without_checkpoints(no_checkpoint),
             without_validation(),
             with_experts(model, capacities),
@@ -138,10 +140,10 @@ def capture(
     finally:
         step.attributes.point()
     captured = _from_export(exported, step, tuple(inputs))
-    check_memory(model, frozenset(captured.updates))
-    for name, node in captured.placeholders("buffer").items():
-        if name in step.attributes.assigned and node.users:
-            raise not_kept(name)
+    read = {name for name, node in captured.placeholders("buffer").items() if node.users}
+    check_memory(model, frozenset(captured.updates), step.attributes.assigned - read)
+    for name in sorted(read & step.attributes.assigned):
+        raise not_kept(name)
     select_by_tensors(captured.graph)
     as_pairs(captured.graph)
     check_values(captured.graph)
@@ -162,19 +164,24 @@ class _ModelAndLoss(nn.Module):
         self._names, self._returns = names, returns
         self.attributes = attribute_tensors(model)
         # facts of a call, in an object of their own: a trace restores attributes
-        self.stage = SimpleNamespace(in_loss=False, changed=(), returned=())
+        self.stage = SimpleNamespace(in_loss=False, returned=())
 
     def forward(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        inputs, numbers = dict(zip(self._names, values, strict=True)), plain_numbers(self.model)
+        inputs = dict(zip(self._names, values, strict=True))
         # buffers are assigned last, after all that reads them
-        with self._mode, assigned_in_place(self.model), unstacked(self.model, parts=False), self.attributes.pointing():
+        with (
+            self._mode,
+            DataDetached(self.model),
+            assigned_in_place(self.model),
+            unstacked(self.model, parts=False),
+            self.attributes.pointing(),
+        ):
             output = self._call(self.model, inputs)
             if getattr(output, "past_key_values", None) is not None:
                 raise CaptureError("cache", "the model returns a key/value cache")
             self.stage.in_loss = True
             losses = () if self._loss is None else (self._loss(output, inputs),)
             self.stage.in_loss = False
-            self.stage.changed = changed_numbers(self.model, numbers)
         for loss in losses:
             if isinstance(loss, torch.Tensor) and loss.dim() == 0:
                 continue
@@ -248,7 +255,7 @@ def _from_export(exported: torch.export.ExportedProgram, step: _ModelAndLoss, na
     constants = {
         n.removeprefix("model."): real_form(value) for n, value in written.items() if not isinstance(value, FakeTensor)
     }
-    return Captured(graph, updates, aliases, modules, constants, step.stage.changed, tuple(computed))
+    return Captured(graph, updates, aliases, modules, constants, tuple(computed))
 
 
 def _bindings(signature: ExportGraphSignature, aliases: Mapping[str, str], inputs: Sequence[str]) -> dict[str, Binding]:
@@ -258,6 +265,8 @@ def _bindings(signature: ExportGraphSignature, aliases: Mapping[str, str], input
     remaining = iter(inputs)
     bindings = {}
     for spec in signature.input_specs:
+        if spec.kind is InputKind.CUSTOM_OBJ:
+            raise fault_of("seed", "the forward draws from a generator of its own")
         kind: Kind = kinds.get(spec.kind, "input")
         name = next(remaining) if kind == "input" else str(spec.target).removeprefix("model.")
         bindings[spec.arg.name] = Binding(kind, aliases.get(name, name) if kind == "parameter" else name)
@@ -325,6 +334,10 @@ def check_values(graph: fx.Graph) -> None:
         message = f"position {position} is looked up in a table of {rows} rows, which are 0 to {rows - 1}"
         raise fault_at(node, message, help="make the table longer, or the sequences shorter, by `sizes`")
     for node in graph.nodes:
+        if node.target in _PUTS and _puts_by_mask(node):
+            what = "rows that a mask chooses are set to numbers with a gradient, so their number depends on the mask"
+            help_ = "choose with `torch.where`, or index with the whole numbers of the rows, made in `__init__`"
+            raise fault_at(node, what, "control", help_)
         values = noted(node).value
         for value in values if isinstance(values, (tuple, list)) else [values]:
             sizes = value.shape if isinstance(value, torch.Tensor) else [value]
@@ -347,6 +360,18 @@ def check_values(graph: fx.Graph) -> None:
             if len({*dtypes} - {torch.bool}) > 1:  # a mask is no factor
                 names = " and ".join(dict.fromkeys(map(_dtype_text, dtypes)))
                 raise fault_at(node, f"{node.target} takes tensors of one dtype, not {names}")
+
+
+_PUTS = (aten.index_put.default, aten.index_put_.default)
+
+
+def _puts_by_mask(node: fx.Node) -> bool:
+    """Return whether a mask says where entries go that have a gradient and are more than one number."""
+    _, where, entries = node.args[:3]
+    masks = [index for index in where if isinstance(index, fx.Node) and noted(index).value.dtype is torch.bool]  # type: ignore[union-attr]
+    return (
+        bool(masks) and isinstance(entries, fx.Node) and noted(entries).value.numel() > 1 and entries in GradientFlow()
+    )
 
 
 def _dtype_text(dtype: torch.dtype) -> str:
@@ -470,6 +495,33 @@ def _detached(graph: fx.Graph, node: fx.Node) -> fx.Node:
     detach = graph.call_function(torch.ops.aten.detach.default, (node,))
     copy_facts(node, detach)
     return detach
+
+
+# ---- `.data`, which a trace does not see
+
+
+class DataDetached(TorchFunctionMode):
+    """A mode in which ``x.data`` is ``x.detach()``, and an assignment to the ``data`` of a buffer writes into it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._model = model
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function == _GET_DATA:
+            return args[0].detach()
+        if (
+            function == _SET_DATA
+            and args[0].shape == args[1].shape
+            and any(b is args[0] for b in self._model.buffers())
+        ):
+            with torch.no_grad():
+                return args[0].copy_(args[1])
+        return function(*args, **(kwargs or {}))
+
+
+_DATA: Any = torch.Tensor.data
+_GET_DATA, _SET_DATA = _DATA.__get__, _DATA.__set__
 
 
 # ---- slices of whole dims, in captures that hold for several sizes

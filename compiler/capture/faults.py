@@ -19,8 +19,8 @@ _ALIGNMENTS = "write the sum over alignments with `torch.logsumexp`, step after 
 
 class CaptureError(Exception):
     """The error of a model that cannot be captured. ``kind`` is ``control``, ``cache``, ``output``, ``field``,
-    ``checkpoint``, ``complex``, ``experts``, ``capacity`` or ``other``; ``help`` is advice beyond that of the kind;
-    ``named`` is the name in the loss that is at fault."""
+    ``checkpoint``, ``complex``, ``experts``, ``capacity``, one that the observer knows, or ``other``; ``help`` is
+    advice beyond that of the kind; ``named`` is the name in the loss that is at fault."""
 
     def __init__(
         self, kind: str, message: str, source: str = "", in_loss: bool = False, help: str = "", named: str = ""
@@ -64,9 +64,15 @@ def explain_failure(error: Exception, in_loss: bool) -> CaptureError:
 
 def user_frame(error: BaseException) -> str:
     """Return ``file:line`` of the innermost frame outside torch and this package."""
-    innermost = ""
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        path = frame.f_code.co_filename
-        if "/torch/" not in path and not path.startswith(("<", _PACKAGE)):
-            innermost = f"{path}:{line}"
-    return innermost
+    frames = [f"{frame.f_code.co_filename}:{line}" for frame, line in traceback.walk_tb(error.__traceback__)]
+    return next(filter(_is_user_code, reversed(frames)), "")
+
+
+def calling_frame() -> str:
+    """Return ``file:line`` of the innermost frame outside torch and this package that runs now."""
+    frames = (f"{frame.f_code.co_filename}:{line}" for frame, line in traceback.walk_stack(None))
+    return next(filter(_is_user_code, frames), "")
+
+
+def _is_user_code(place: str) -> bool:
+    return "/torch/" not in place and not place.startswith(("<", _PACKAGE))

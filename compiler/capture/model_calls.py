@@ -60,7 +60,8 @@ class InputsError(Exception):
 def model_builder(
     lines: TaskLines, folder: Path, overrides: Mapping[str, Any] | None = None
 ) -> Callable[[], nn.Module]:
-    """Return a function that makes the model; ``overrides`` are the ``verify`` line's arguments.
+    """Return a function that makes the model; ``overrides`` are the ``verify`` line's arguments. Parts that the
+    callable set to ``eval()`` stay so, as a frozen tower; a model in ``eval()`` as a whole is set to ``train()``.
 
     Raises:
         CallableError: there is no such callable, its module fails, or it takes other arguments.
@@ -74,9 +75,20 @@ def model_builder(
             module = make(**arguments)
         if not isinstance(module, nn.Module):
             raise TypeError(f"`{lines.model}` returned a {type(module).__name__}, not an nn.Module")
-        return module.train()
+        if not any(part.training for part in module.modules()):
+            module.train()
+            vars(module)[_MADE_IN_EVAL] = True
+        return module
 
     return build
+
+
+_MADE_IN_EVAL = "_parc_made_in_eval"
+
+
+def made_in_eval(module: nn.Module) -> bool:
+    """Return whether a model's callable returned it in ``eval()`` as a whole."""
+    return _MADE_IN_EVAL in vars(module)
 
 
 def whole_arguments(make: Callable[..., Any], module: nn.Module, arguments: Mapping[str, Any]) -> dict[str, int]:

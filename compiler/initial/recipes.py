@@ -18,7 +18,7 @@ from ..capture.complex.form import own_form
 from ..capture.experts.forms import stack_lists
 from ..torch_private import shape_environment
 from .nodes import Draw, Read, Replay, Result, in_reals, reachable
-from .recorder import RecipeError, RecipeRecorder, truncated_normals_by
+from .recorder import RecipeError, RecipeRecorder, deep_copies_by_operators, truncated_normals_by
 
 __all__ = ["Recipe", "RecipeError", "Recorded", "initialize", "record"]
 
@@ -94,7 +94,7 @@ def record(build: Callable[[], nn.Module], seed: int) -> Recorded:
     recorder = RecipeRecorder(mode, seed)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")  # by copy.deepcopy
-        with truncated_normals_by(recorder), mode, recorder:
+        with truncated_normals_by(recorder), deep_copies_by_operators(), mode, recorder:
             module = build()
             stack_lists(module)
     attributes = attribute_tensors(module)

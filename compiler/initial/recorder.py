@@ -244,6 +244,31 @@ def truncated_normals_by(recorder: RecipeRecorder) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def deep_copies_by_operators() -> Iterator[None]:
+    """Enter a block in which ``copy.deepcopy`` copies fake tensors by operators, which a recorder sees; views of one
+    memory are views of one memory afterwards. Torch's own code asks for the storage's bytes."""
+    original = Tensor.__deepcopy__
+
+    def deep_copy(tensor: Tensor, memo: dict[Any, Any]) -> Tensor:
+        if not isinstance(tensor, FakeTensor) or not tensor.is_leaf or tensor.layout is not torch.strided:
+            return original(tensor, memo)  # type: ignore[no-any-return]
+        if id(tensor) not in memo:
+            storage = tensor.untyped_storage()
+            key = "memory", storage._cdata, tensor.dtype
+            with torch.no_grad():
+                if key not in memo:
+                    memo[key] = tensor.as_strided((storage.nbytes() // tensor.element_size(),), (1,), 0).clone()
+                view = memo[key].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+            is_parameter = isinstance(tensor, torch.nn.Parameter)
+            memo[id(tensor)] = torch.nn.Parameter(view) if is_parameter else view
+            memo[id(tensor)].requires_grad_(tensor.requires_grad)
+        return memo[id(tensor)]  # type: ignore[no-any-return]
+
+    with mock.patch.object(Tensor, "__deepcopy__", deep_copy):
+        yield
+
+
 def _leaves(item: Any) -> Iterator[Any]:
     """Yield the leaves of an operator's arguments, in order."""
     if isinstance(item, (tuple, list, dict)):

@@ -45,6 +45,7 @@ from parc.compiler.verify.sums import check_loads, check_reduce, check_rescale
 from parc.compiling.compiled import Compiled
 from parc.compiling.driver import Progress, compile_plan
 from parc.compiling.microbatches import NotMeasured, StepInParts
+from parc.compiling.observation import number_changed
 from parc.compiling.size_ranges import fault_diagnostic, misfit_diagnostic
 from parc.grammar.codes import NOT_COMBINED, UNSCALED
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
@@ -250,6 +251,8 @@ def check_numbers(compiled: Compiled, checked: Checked, device: torch.device = C
             raise PlanError([near_tie(at.plan.model, agreement.margin.at, NEAR)])
         if agreement.amplified:
             raise PlanError([amplified(at.plan.model, agreement.amplified)])
+        if eager.changed and not checked.warnings:
+            checked.warnings = (number_changed(compiled.plan, eager.changed),)
         checked.agreement = checked.agreement or agreement
         errors = {
             "steps": agreement.steps,

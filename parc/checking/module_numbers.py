@@ -176,6 +176,8 @@ class ModuleAgreement:
     """The reasons why something was not compared, or guessed."""
     tied: str = ""
     """The place of a top-k whose choice rounding may have decided; "" if there is none."""
+    changed: tuple[str, ...] = ()
+    """The state in Python that each forward changes, which no program has."""
 
     @property
     def holds(self) -> bool:

@@ -3,26 +3,30 @@ it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from parc.compiler.capture.callables import CallableError, not_found, to_install
+from parc.compiler.capture.callables import CallableError, load_callable, not_found, to_install
 from parc.compiler.capture.capture import Captured, InputSpec, capture
 from parc.compiler.capture.faults import CaptureError, user_frame
 from parc.compiler.capture.model_calls import InputsError, TaskLines, caller, loss_function, model_builder
 from parc.compiler.capture.node_facts import noted
+from parc.compiler.capture.observer import SEEN, PythonState
 from parc.compiler.initial.recipes import Recorded, record
 from parc.compiler.plan.directive import Directive
 from parc.compiler.plan.directives.experts import Experts
 from parc.compiler.plan.plan import Plan
 from parc.compiler.resolve.experts import capacities_of
 from parc.compiling.callable_faults import callable_diagnostic, own_trace
+from parc.compiling.observation import Subject, observe
 from parc.grammar.codes import (
     CAPTURE_FAILED,
     CONTROL_FLOW,
+    GRADIENT_HOOK,
     LOSS_NOT_NUMBER,
     LOW_CAPACITY,
     MODEL_FAILED,
@@ -30,7 +34,11 @@ from parc.grammar.codes import (
     NO_FIELD,
     NOT_IN_REALS,
     NOT_RECOMPUTED,
+    OTHER_IN_TRACE,
+    PARAMETER_WRITTEN,
     RETURNED_CACHE,
+    SEEDED_DRAW,
+    SHARED_PARAMETERS,
     UNCOUNTED_DRAW,
     WRONG_INPUTS,
 )
@@ -92,12 +100,15 @@ def capture_plan(
         raise PlanError([callable_diagnostic(MODEL_FAILED, error, plan.loss)]) from None
     try:
         capacities = capacities_of(plan, recorded.module)
-        captured = capture(
-            recorded.module, recorded.mode, input_specs(plan), call, loss, ranged, capacities, returns=evaluates
-        )
+        functions = [load_callable(target, folder) for target in lines.sources[1:]]
+        with PythonState(recorded.module, functions, folder).undone():
+            captured = capture(
+                recorded.module, recorded.mode, input_specs(plan), call, loss, ranged, capacities, returns=evaluates
+            )
         captured, drawn = prepare(captured)
     except CaptureError as error:
-        raise PlanError([capture_diagnostic(plan, error, overrides)]) from None
+        seen = _seen_instead(plan, lines, folder, overrides, evaluates, error)
+        raise PlanError([seen or capture_diagnostic(plan, error, overrides)]) from None
     if drawn is not None:
         message = (
             f"the model draws random numbers with `{drawn.target}`, which parc cannot make the same on every layout"
@@ -108,6 +119,45 @@ def capture_plan(
             [Diagnostic(UNCOUNTED_DRAW, message, Label(plan.model.arguments.statement.span), help=help_, notes=notes)]
         )
     return recorded, captured
+
+
+_SMALL_MODEL = 1 << 24
+"""The numbers in weights and inputs of a model up to which it is run to see why its capture fails."""
+
+
+def _seen_instead(
+    plan: Plan,
+    lines: TaskLines,
+    folder: Path,
+    overrides: Mapping[str, Any] | None,
+    evaluates: bool,
+    error: CaptureError,
+) -> Diagnostic | None:
+    """Return what a run of the model shows that no graph can have, as the cause of a capture that failed; None where it
+    shows nothing, fails too, or the model is large."""
+    if error.kind not in ("other", "control"):
+        return None
+    try:
+        recipes = make_model(plan, lines, folder, overrides).recipes
+        specs = input_specs(plan)
+        shapes = [*(recipe.shape for recipe in recipes.values()), *(spec.shape for spec in specs.values())]
+        if sum(map(math.prod, shapes)) > _SMALL_MODEL:
+            return None
+        generator = torch.Generator().manual_seed(0)
+        inputs = {
+            name: torch.randn(spec.shape, generator=generator).to(spec.dtype)
+            if spec.dtype.is_floating_point
+            else torch.randint(0, 2, spec.shape, generator=generator).to(spec.dtype)
+            for name, spec in specs.items()
+        }
+        observe(Subject(plan, lines, folder, overrides or {}, recipes, evaluates=evaluates), inputs)
+    except CaptureError as seen:
+        return capture_diagnostic(plan, seen, overrides) if seen.kind in SEEN else None
+    except PlanError as seen:
+        return seen.diagnostics[0]
+    except Exception:  # the capture's error is that of a model that fails in plain torch, too
+        return None
+    return None
 
 
 _TRY = "call the model on one batch without parc; if that works, write this part with torch's own operators on tensors"
@@ -133,6 +183,12 @@ def capture_diagnostic(plan: Plan, error: CaptureError, overrides: Mapping[str, 
         "field": (NO_FIELD, error.help),
         "experts": (NO_EXPERTS, error.help),
         "capacity": (LOW_CAPACITY, error.help),
+        "hook": (GRADIENT_HOOK, error.help),
+        "written": (PARAMETER_WRITTEN, error.help),
+        "followed": (PARAMETER_WRITTEN, error.help),
+        "shared": (SHARED_PARAMETERS, error.help),
+        "seed": (SEEDED_DRAW, error.help),
+        "traced": (OTHER_IN_TRACE, error.help),
         "complex": (NOT_IN_REALS, "write it with arithmetic, powers, `exp`, `log`, products, sums, FFTs and views"),
     }.get(error.kind, (CAPTURE_FAILED, error.help or _TRY))
     line, said = _model_line(plan, overrides)

@@ -101,6 +101,11 @@ class CountedDropout(TorchDispatchMode):
         if func is aten.native_dropout.default and args[2] is not False and 0 < args[1] < 1:
             keep = self._draw(args[0], partial(keep_mask, p=args[1]))
             return args[0] * keep.to(args[0].dtype).mul_(1 / (1 - args[1])), keep
+        if func in _DECOMPOSED_DRAWS:
+            import torch._refs  # as long to import as half of torch, for few models
+
+            with self:
+                return args[0].copy_(getattr(torch._refs, func._schema.name.removeprefix("aten::")[:-1])(*args))
         result = func(*args, **(kwargs or {}))
         if func is aten.bernoulli.default:
             return result.copy_(self._draw(result, partial(random, law="uniform", dtype=result.dtype)) < args[0])
@@ -115,6 +120,10 @@ class CountedDropout(TorchDispatchMode):
             drawn = self._draw(result, partial(random, law=law, dtype=result.dtype))
             result.copy_(drawn * (high - low if law == "uniform" else high) + low)
         return result
+
+
+_DECOMPOSED_DRAWS = (aten.exponential_.default, aten.cauchy_.default, aten.geometric_.default, aten.log_normal_.default)
+"""Draws that a captured graph has as torch decomposes them, into uniform and normal ones."""
 
 
 # ---- the plain module

@@ -115,6 +115,18 @@ def in_ranges(program: Program, function: Function, steps: Sequence[Prepared]) -
     return [in_range(step) for step in steps]
 
 
+def _makes_floats(line: Line, function: Function) -> bool:
+    """Return whether an operator makes floating numbers of whole ones in torch's default dtype, as a quotient does."""
+    values = function.values()
+    read = [values[name].type.dtype for name in line.uses]
+    whole = bool(read) and not any(dtype.is_floating_point or dtype.is_complex for dtype in read)
+    return whole and line.made[0].type.dtype.is_floating_point and dict(line.kwargs).get("dtype") is None
+
+
+def _on_floats(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return call(*(arg.to(torch.float64) if isinstance(arg, torch.Tensor) else arg for arg in args), **kwargs)
+
+
 # ---- the machine
 
 _WIDER = {torch.float32: torch.float64, torch.bfloat16: torch.float64, torch.float16: torch.float64}
@@ -308,8 +320,11 @@ class Machine:
         over = in_place(line, function, spare, self.mesh)
         addable = [value.name for value in line.made if value.name in self._addable[function.name]]
         direct = adds_itself(function, line) and bool(addable)
+        call = kernel or binding(line.op)
+        if self.wide and kernel is None and _makes_floats(line, function):
+            call = partial(_on_floats, call)
         return CodedLine(
-            line, kernel or binding(line.op), [self._literal(item) for item in line.args], kwargs, contexts,
+            line, call, [self._literal(item) for item in line.args], kwargs, contexts,
             (over[0], [self._literal(item) for item in over[1]]) if over else None,
             Added(addable[0], self._adding_to(line, function)) if direct else None, () if direct else addable, dead,
         )  # fmt: skip

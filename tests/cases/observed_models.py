@@ -1,0 +1,236 @@
+"""Models that do something beside returning numbers, each by the name of what it does: see ``observed.py``."""
+
+from __future__ import annotations
+
+import functools
+import random
+
+import numpy
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, prune
+
+SEEN: list[Tensor] = []
+COUNTS = {"calls": 0}
+
+
+class Bounded(torch.autograd.Function):
+    """The identity, whose gradient is bounded."""
+
+    @staticmethod
+    def forward(context, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(context, grad):
+        return grad.clamp(-1.0, 1.0)
+
+
+class Swish(torch.autograd.Function):
+    """``x * sigmoid(x)``, with the derivative of that."""
+
+    @staticmethod
+    def forward(context, x):
+        context.save_for_backward(x)
+        return x * torch.sigmoid(x)
+
+    @staticmethod
+    def backward(context, grad):
+        (x,) = context.saved_tensors
+        gate = torch.sigmoid(x)
+        return grad * gate * (1 + x * (1 - gate))
+
+
+@functools.cache
+def scale(width):
+    """Return a number that is computed once."""
+    return 1 / width
+
+
+class Net(nn.Module):
+    """Two layers; ``mid`` is what one kind of model does between them."""
+
+    def __init__(self, kind: str, width: int = 8) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, width), nn.Linear(width, 5)
+        self.kind, self.width, self.calls = kind, width, 0
+        self.log: list[Tensor] = []
+        self.cache: dict[int, Tensor] = {}
+        if (make := getattr(self, f"make_{kind}", None)) is not None:
+            make()
+
+    def forward(self, x):
+        return self.last(getattr(self, self.kind, lambda h: h)(torch.tanh(self.first(x))))
+
+    # ---- hooks
+
+    def make_parameter_hook(self):
+        self.first.weight.register_hook(lambda grad: grad.clamp(-3.0, 3.0))
+
+    def make_accumulated_hook(self):
+        self.first.weight.register_post_accumulate_grad_hook(lambda p: p.grad.clamp_(-3.0, 3.0))
+
+    def make_backward_hook(self):
+        self.last.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 0.1,))
+
+    def make_forward_hook(self):
+        self.first.register_forward_hook(lambda module, inputs, output: output * 2.0)
+
+    def tensor_hook(self, h):
+        if h.requires_grad:
+            h.register_hook(lambda grad: grad.clamp(-3.0, 3.0))
+        return h
+
+    def own_backward(self, h):
+        return Bounded.apply(h)
+
+    def right_backward(self, h):
+        return Swish.apply(h)
+
+    # ---- parameters
+
+    def make_momentum(self):
+        self.slow = nn.Linear(self.width, self.width).requires_grad_(False)
+        self.fast = nn.Linear(self.width, self.width)
+
+    def momentum(self, h):
+        with torch.no_grad():
+            for fast, slow in zip(self.fast.parameters(), self.slow.parameters(), strict=True):
+                slow.mul_(0.9).add_(fast, alpha=0.1)
+        return self.fast(h) + self.slow(h)
+
+    make_momentum_data = make_momentum
+
+    def momentum_data(self, h):
+        for fast, slow in zip(self.fast.parameters(), self.slow.parameters(), strict=True):
+            slow.data = slow.data * 0.9 + fast.data * 0.1
+        return self.fast(h) + self.slow(h)
+
+    def make_normalized(self):
+        weight = torch.randn(self.width, self.width)
+        self.weight = nn.Parameter(weight / weight.norm(dim=1, keepdim=True))
+
+    def normalized(self, h):
+        with torch.no_grad():
+            self.weight.div_(self.weight.norm(dim=1, keepdim=True))
+        return F.linear(h, self.weight)
+
+    make_renormed = make_normalized
+
+    def renormed(self, h):
+        return F.linear(h, self.weight / self.weight.norm(dim=1, keepdim=True))
+
+    def make_momentum_buffer(self):
+        self.fast = nn.Linear(self.width, self.width)
+        self.register_buffer("moved", self.fast.weight.detach().clone())
+
+    def momentum_buffer(self, h):
+        with torch.no_grad():
+            self.moved.mul_(0.9).add_(self.fast.weight, alpha=0.1)
+        return self.fast(h) + F.linear(h, self.moved)
+
+    def make_one_memory(self):
+        self.other = nn.Linear(self.width, 6)
+        self.other.weight.data = self.first.weight.data.view(6, self.width)
+
+    def one_memory(self, h):
+        return self.first(self.other(h))
+
+    def make_two_halves(self):
+        whole = torch.randn(2, self.width)
+        self.low, self.high = nn.Parameter(whole[0]), nn.Parameter(whole[1])
+
+    def two_halves(self, h):
+        return h * self.low + self.high
+
+    def make_tied(self):
+        self.other = nn.Linear(6, self.width)
+        self.other.weight = self.first.weight
+
+    def tied(self, h):
+        return h + self.other(h[:, :6])
+
+    def make_pruned(self):
+        prune.l1_unstructured(self.first, "weight", 0.5)
+
+    def make_spectral(self):
+        self.last = parametrizations.spectral_norm(self.last)
+
+    # ---- random numbers
+
+    def layer_drop(self, h):
+        return h if random.random() < 1e-4 else torch.relu(h)
+
+    def layer_drop_numpy(self, h):
+        return h if numpy.random.uniform() < 1e-4 else torch.relu(h)
+
+    def layer_drop_off(self, h):
+        return h if random.uniform(0, 1) < 0.0 else torch.relu(h)
+
+    def seeded(self, h):
+        torch.manual_seed(0)
+        return h + torch.rand(h.shape)
+
+    def generator(self, h):
+        return h + torch.rand(h.shape, generator=torch.Generator().manual_seed(3))
+
+    # ---- state in Python
+
+    def first_of_log(self, h):
+        self.log.append(h.detach().mean(0))
+        return h - self.log[0]
+
+    def first_of_global(self, h):
+        SEEN.append(h.detach().mean(0))
+        return h - SEEN[0]
+
+    def only_logs(self, h):
+        self.log.append(h.detach().mean())
+        return h
+
+    def counter(self, h):
+        self.calls += 1
+        return h
+
+    def counter_read(self, h):
+        self.calls += 1
+        return h * self.calls
+
+    def global_counter(self, h):
+        COUNTS["calls"] += 1
+        return h
+
+    def memoised(self, h):
+        if self.width not in self.cache:
+            self.cache[self.width] = torch.arange(self.width) * scale(self.width)
+        return h * self.cache[self.width]
+
+    def side_loss(self, h):
+        self.aux = h.square().mean()
+        return h
+
+    def tracing(self, h):
+        return h if torch.compiler.is_compiling() else torch.relu(h)
+
+    # ---- training
+
+    def make_frozen_tower(self):
+        width = self.width
+        self.tower = nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.Dropout(0.5))
+        self.tower.requires_grad_(False).eval()
+
+    def frozen_tower(self, h):
+        return self.tower(h)
+
+    def make_all_eval(self):
+        self.drop = nn.Dropout(0.5)
+        self.eval()
+
+    def all_eval(self, h):
+        return self.drop(h)
+
+
+def squares(output, y):
+    """Return the mean square of the differences."""
+    return F.mse_loss(output, y)
