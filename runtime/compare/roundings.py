@@ -24,9 +24,10 @@ cannot be tested."""
 ROUNDINGS_OF_A_STEP = 32
 """The factor on the measured change of a tensor in the programs' own types: a step rounds more often than once for each
 weight and input, and libraries add up products in different orders."""
-ROUNDINGS_OF_A_NARROW_STEP = 3
+ROUNDINGS_OF_A_NARROW_STEP = 5
 """The same factor where a type of fewer bits than float32 rounds: its roundings are far larger than those of sums in
-another order, and what they do is measured in that type itself."""
+another order, and what they do is measured in that type itself. Among 204 tensors, other roundings of all weights moved
+one by 3.7 times that distance."""
 
 
 @dataclass(slots=True)
