@@ -156,7 +156,7 @@ def test_a_term_that_is_no_sum_is_not_divided(tmp_path: Path) -> None:
 
 
 def test_what_the_graph_says_is_tested_on_the_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a large model only the graph is asked, which takes one over the size of the batch for a number."""
+    """A large model is not run at first: its graph takes one over the size of the batch for a number."""
     monkeypatch.setattr(driver, "measure_of", lambda *_, **__: None)
     compilation = built(tmp_path, '"./models.py:each_scaled"(output.out)')
     assert divisors(compilation) == ["sum"]

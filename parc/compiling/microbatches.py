@@ -46,10 +46,10 @@ from parc.runtime.data.random_batch import random_batch
 from parc.runtime.machine.execute import Machine
 from parc.runtime.machine.kernels import REFERENCE_KERNELS
 
-_MOST_MICROBATCHES = 4
+_MOST_MICROBATCHES = 3
 """The most microbatches of which the whole batch is made here: their number does not matter beyond a few. Of a large
 model it is two."""
-_DRAWS = 3
+_DRAWS = 2
 """The number of batches on which a division must hold: counts of few samples may be equal by chance."""
 _MOST_WORK = 300_000_000
 """The most multiply-adds of a microbatch's forward, and numbers that are read or written, of a module that is run."""
@@ -384,13 +384,16 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Enter a block in which a person's code runs, and after which random numbers are as before."""
-    states = random.getstate(), numpy.random.get_state()
+    """Enter a block in which a person's code runs on one thread, which is faster for small tensors, and after which
+    random numbers are as before."""
+    states, threads = (random.getstate(), numpy.random.get_state()), torch.get_num_threads()
+    torch.set_num_threads(1)
     try:
         with torch.random.fork_rng(devices=()), torch.enable_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
+        torch.set_num_threads(threads)
         random.setstate(states[0])
         numpy.random.set_state(states[1])
 
