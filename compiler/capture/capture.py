@@ -504,7 +504,11 @@ class DataDetached(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function == _GET_DATA:
             return args[0].detach()
-        if function == _SET_DATA and args[0].shape == args[1].shape and any(b is args[0] for b in self._model.buffers()):
+        if (
+            function == _SET_DATA
+            and args[0].shape == args[1].shape
+            and any(b is args[0] for b in self._model.buffers())
+        ):
             with torch.no_grad():
                 return args[0].copy_(args[1])
         return function(*args, **(kwargs or {}))
