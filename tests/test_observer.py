@@ -1,4 +1,4 @@
-"""What a forward does beside returning numbers: carried by a build, or refused in words that name it."""
+"""Forwards that do something beside returning numbers: carried by a build, or refused in words that name it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from parc.compiler.capture.observer import (
     LARGEST_DRAWS,
     LEAST_DRAWS,
     PythonState,
-    changed_state,
     check_module,
     kept_draws,
     observing,
     python_draws,
     seed_draws,
+    state_changes,
 )
 from parc.compiler.plan.plan import read_plan
 from parc.compiling.driver import compile_plan
@@ -101,17 +101,17 @@ def test_state_in_python_is_compared_by_its_values(tmp_path: Path) -> None:
     box = {"calls": 0}
     state = PythonState(model, [lambda: box], tmp_path)
     first = state.take()
-    assert changed_state(first, state.take()) == ()
+    assert state_changes(first, state.take()) == ()
     holds.steps += 1
     holds.rates.append(1.0)
     box["calls"] += 1
     Holds.shared["x"] = 1
-    assert changed_state(first, state.take()) == ("0.shared", "0.steps", "0.rates", "box")
+    assert state_changes(first, state.take()) == ("0.shared", "0.steps", "0.rates", "box")
     holds.mean = torch.zeros(2)
     second = state.take()
     holds.mean = torch.zeros(2)
     third = state.take()
-    assert changed_state(second, third) == ("0.mean",) and changed_state(second, third, tensors=False) == ()
+    assert state_changes(second, third) == ("0.mean",) and state_changes(second, third, tensors=False) == ()
     with state.undone():
         holds.rates.clear()
         box["more"] = 2

@@ -24,7 +24,7 @@ from parc.compiler.program.actions import FORWARD
 from parc.compiler.program.binding import Binding
 from parc.compiler.program.program import Line
 from parc.compiling.compiled import Compiled
-from parc.compiling.observation import Subject, check_later, observe, own_gradient
+from parc.compiling.observation import ObservedModel, check_later, observe, own_gradient
 from parc.compiling.plan_capture import capture_diagnostic, failure, input_specs
 from parc.grammar.codes import AMPLIFIED, NEAR_TIE, NOT_FINITE, OTHER_FORM
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
@@ -108,9 +108,9 @@ def compare_with_eager(compiled: Compiled, case: Case) -> EagerAgreement:
     return replace(agreement, tied=margin.at if margin.apart < _NEAR else "", changed=observed.changed)
 
 
-def _observed(compiled: Compiled) -> Subject:
+def _observed(compiled: Compiled) -> ObservedModel:
     plan, frozen = compiled.plan, compiled.frozen
-    return Subject(
+    return ObservedModel(
         plan, compiled.lines, compiled.folder, compiled.overrides, compiled.recorded.recipes, frozen,
         _capacities(compiled), compiled.request.purpose != "training",
     )  # fmt: skip

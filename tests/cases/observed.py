@@ -1,4 +1,4 @@
-"""What a forward does beside returning numbers, replayed: each model is right as plain PyTorch has it, or refused in
+"""Replays of forwards that do something beside returning numbers: each model is right as plain PyTorch has it, or refused in
 words of its own.
 
 ``outcomes`` yields a row for each: its name, what a build says, and what it should say.
@@ -69,7 +69,7 @@ EXPECTED = {
     "frozen_tower": "verified",
     "all_eval": "P0236",
 }
-"""What a build of each model says: the code of its error or of its warning, or that it is verified."""
+"""The words of a build of each model: the code of its error or of its warning, or "verified"."""
 
 
 def outcomes() -> Iterator[tuple[str, str, str]]:
