@@ -1,4 +1,4 @@
-"""Replays of forwards that do something beside returning numbers: each model is right as plain PyTorch has it, or refused in
+"""Replays of forwards that do something beside returning numbers: each is right as plain PyTorch has it, or refused in
 words of its own.
 
 ``outcomes`` yields a row for each: its name, what a build says, and what it should say.
