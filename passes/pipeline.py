@@ -206,8 +206,8 @@ def _marks(graph: fx.Graph, count: fx.Graph | None, units: frozenset[str]) -> No
 
 
 PREPARING_PASSES = (
-    Pass("unread", drop_unread, "graph", changes="graph"),
     Pass("operators without a rule", expand_unruled, "graph", changes="graph"),
+    Pass("unread", drop_unread, "graph", changes="graph"),
 )
 """The passes of every captured graph: operators without a rule become their parts, before a plan's names see them."""
 

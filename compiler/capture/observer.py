@@ -275,7 +275,7 @@ _HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks")
 
 @final
 class PythonState:
-    """What a model and the functions of its loss hold in Python beside registered tensors: attributes, of classes too;
+    """The state of a model and its loss in Python, beside registered tensors: attributes, of classes too;
     containers and objects in them; closures, defaults and globals of functions whose code is under ``home``."""
 
     def __init__(self, model: nn.Module, functions: Iterable[Any], home: Path) -> None:
@@ -411,7 +411,7 @@ def _generator_state(generator: Any) -> Any:
     return generator.bit_generator.state
 
 
-def changed_state(before: Mapping[str, Any], after: Mapping[str, Any], tensors: bool = True) -> tuple[str, ...]:
+def state_changes(before: Mapping[str, Any], after: Mapping[str, Any], tensors: bool = True) -> tuple[str, ...]:
     """Return what differs between two states, each once, without the keys and indices of entries. Without ``tensors``,
     another tensor in place of one is no change."""
     names = dict[str, None]()

@@ -19,7 +19,7 @@ from parc.compiler.initial.recipes import initialize
 from parc.compiler.plan.directive import Directive
 from parc.compiler.program.actions import FORWARD
 from parc.compiling.compiled import Compiled
-from parc.compiling.observation import Subject, check_later, observe, own_gradient
+from parc.compiling.observation import ObservedModel, check_later, observe, own_gradient
 from parc.compiling.plan_capture import capture_diagnostic, failure
 from parc.grammar.codes import AMPLIFIED, NEAR_TIE, NOT_FINITE, OTHER_FORM, OTHER_NUMBERS
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
@@ -76,9 +76,9 @@ def compare_with_eager(compiled: Compiled, case: Case) -> ModuleAgreement:
     return replace(agreement, changed=observed.changed)
 
 
-def _observed(compiled: Compiled) -> Subject:
+def _observed(compiled: Compiled) -> ObservedModel:
     plan, frozen = compiled.plan, compiled.frozen
-    return Subject(
+    return ObservedModel(
         plan, compiled.lines, compiled.folder, compiled.overrides, compiled.recorded.recipes, frozen,
         _capacities(compiled), compiled.request.purpose != "training",
     )  # fmt: skip

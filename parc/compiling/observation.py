@@ -21,13 +21,13 @@ from parc.compiler.capture.observer import (
     LEAST_DRAWS,
     PythonState,
     as_if_traced,
-    changed_state,
     fault_of,
     kept_draws,
     observing,
     own_backwards,
     python_draws,
     seed_draws,
+    state_changes,
 )
 from parc.compiler.initial.recipes import Recipe, initialize
 from parc.compiler.plan.directive import Directive
@@ -47,8 +47,8 @@ _CLIPS = 1e-2
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
-    """What is observed: a plan's model with its loss, its initial values, and how it is called."""
+class ObservedModel:
+    """A plan's model with its loss, its initial values, and how it is called."""
 
     plan: Plan
     lines: TaskLines
@@ -62,7 +62,7 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What was seen of a model that may be built."""
+    """The facts that were seen of a model which may be built."""
 
     functions: tuple[str, ...]
     """The `autograd.Function`s that it calls."""
@@ -75,7 +75,9 @@ class Observation:
     """The state that they changed."""
 
 
-def observe(subject: Subject, inputs: Mapping[str, Tensor], others: Mapping[str, Tensor] | None = None) -> Observation:
+def observe(
+    subject: ObservedModel, inputs: Mapping[str, Tensor], others: Mapping[str, Tensor] | None = None
+) -> Observation:
     """Observe forwards on one batch, and one on ``others``.
 
     Raises:
@@ -91,7 +93,7 @@ def observe(subject: Subject, inputs: Mapping[str, Tensor], others: Mapping[str,
 class _Runs:
     """Runs of a subject's module. Buffers are as at first in each of them."""
 
-    def __init__(self, subject: Subject) -> None:
+    def __init__(self, subject: ObservedModel) -> None:
         self._subject = subject
         plan, lines, folder = subject.plan, subject.lines, subject.folder
         build = model_builder(lines, folder, subject.overrides)
@@ -114,9 +116,9 @@ class _Runs:
         states.append(self.state.take())
         if functions := own_backwards(first[-1]):
             self._check_scales(inputs, functions)
-        kept = changed_state(states[0], states[2])
+        kept = state_changes(states[0], states[2])
         later = self._forward(others) if others is not None and (kept or not self.state.whole) else ()
-        return Observation(functions, changed_state(states[1], states[2], tensors=False), later, kept)
+        return Observation(functions, state_changes(states[1], states[2], tensors=False), later, kept)
 
     def _forward(self, inputs: Mapping[str, Tensor], draws: int = 0) -> tuple[Tensor, ...]:
         """Return the tensors that the model returns, and last the loss. torch's own draws are the same each time;

@@ -22,7 +22,7 @@ from parc.compiler.plan.directives.experts import Experts
 from parc.compiler.plan.plan import Plan
 from parc.compiler.resolve.experts import capacities_of
 from parc.compiling.callable_faults import callable_diagnostic, own_trace
-from parc.compiling.observation import Subject, observe
+from parc.compiling.observation import ObservedModel, observe
 from parc.grammar.codes import (
     CAPTURE_FAILED,
     CONTROL_FLOW,
@@ -150,7 +150,7 @@ def _seen_instead(
             else torch.randint(0, 2, spec.shape, generator=generator).to(spec.dtype)
             for name, spec in specs.items()
         }
-        observe(Subject(plan, lines, folder, overrides or {}, recipes, evaluates=evaluates), inputs)
+        observe(ObservedModel(plan, lines, folder, overrides or {}, recipes, evaluates=evaluates), inputs)
     except CaptureError as seen:
         return capture_diagnostic(plan, seen, overrides) if seen.kind in SEEN else None
     except PlanError as seen:

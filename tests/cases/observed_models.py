@@ -1,7 +1,10 @@
+# mypy: ignore-errors
+# as people write them
 """Models that do something beside returning numbers, each by the name of what it does: see ``observed.py``."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import random
 
@@ -40,6 +43,23 @@ class Swish(torch.autograd.Function):
         (x,) = context.saved_tensors
         gate = torch.sigmoid(x)
         return grad * gate * (1 + x * (1 - gate))
+
+
+class Again(torch.autograd.Function):
+    """A checkpoint of one's own, as diffusion models have it: the backward runs the forward again."""
+
+    @staticmethod
+    def forward(context, run, h, *parameters):
+        context.run, context.h, context.parameters = run, h, parameters
+        with torch.no_grad():
+            return run(h)
+
+    @staticmethod
+    def backward(context, grad):
+        h = context.h.detach().requires_grad_()
+        with torch.enable_grad():
+            y = context.run(h.view_as(h))
+        return (None, *torch.autograd.grad(y, (h, *context.parameters), grad))
 
 
 @functools.cache
@@ -87,6 +107,12 @@ class Net(nn.Module):
 
     def right_backward(self, h):
         return Swish.apply(h)
+
+    def make_checkpointed(self):
+        self.inner = nn.Linear(self.width, self.width)
+
+    def checkpointed(self, h):
+        return Again.apply(lambda x: torch.relu(self.inner(x)), h, *self.inner.parameters())
 
     # ---- parameters
 
@@ -157,7 +183,36 @@ class Net(nn.Module):
     def make_spectral(self):
         self.last = parametrizations.spectral_norm(self.last)
 
+    def make_data_buffer(self):
+        self.register_buffer("average", torch.zeros(self.width))
+
+    def data_buffer(self, h):
+        self.average.data.mul_(0.9).add_(h.detach().mean(0), alpha=0.1)
+        return h - self.average
+
+    make_data_assigned = make_data_buffer
+
+    def data_assigned(self, h):
+        self.average.data = 0.9 * self.average.data + 0.1 * h.detach().mean(0)
+        return h - self.average
+
+    def make_spectral_hook(self):
+        self.last = nn.utils.spectral_norm(self.last)
+
+    def make_copied(self):
+        norm = nn.BatchNorm1d(self.width)
+        self.norms = nn.Sequential(norm, copy.deepcopy(norm))
+
+    def copied(self, h):
+        return self.norms(h)
+
     # ---- random numbers
+
+    def gumbel(self, h):
+        return F.gumbel_softmax(h, hard=True)
+
+    def log_normal(self, h):
+        return h + 0.1 * torch.empty_like(h).log_normal_()
 
     def layer_drop(self, h):
         return h if random.random() < 1e-4 else torch.relu(h)

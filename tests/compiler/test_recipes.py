@@ -330,19 +330,20 @@ def test_deep_copies_of_buffers_have_their_values_and_share_what_they_share() ->
             super().__init__()
             self.norm = nn.BatchNorm1d(3)
             self.register_buffer("scale", torch.tensor(2.0))
-            self.register_buffer("both", torch.arange(4.0))
-            self.register_buffer("rest", self.both[2:])
+            both = torch.arange(4.0)
+            self.register_buffer("both", both)
+            self.register_buffer("rest", both[2:])
 
     def build() -> nn.Module:
         first = Net()
         second = copy.deepcopy(first)
-        second.both.add_(1)
+        second.get_buffer("both").add_(1)
         return nn.ModuleList([first, second])
 
     module, expected = initialize(build, 0), build()
     for name, value in expected.named_buffers():
         assert torch.equal(module.get_buffer(name), value), name
-    assert module[1].rest.tolist() == [3, 4] and module[0].rest.tolist() == [2, 3]
+    assert module.get_buffer("1.rest").tolist() == [3, 4] and module.get_buffer("0.rest").tolist() == [2, 3]
 
 
 def test_deep_copies_stay_under_the_mode() -> None:
