@@ -60,6 +60,20 @@ class Steep(nn.Module):
         return x * (self.weight - 3 + 3 * self.width).sqrt()
 
 
+class Cached(nn.Module):
+    '''A buffer that the first forward makes, and later ones read.'''
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.register_buffer("slopes", None, persistent=False)
+
+    def forward(self, x):
+        if self.slopes is None:
+            self.register_buffer("slopes", torch.arange(4) / 4, persistent=False)
+        return self.fc(x) * self.slopes
+
+
 class Casting(nn.Module):
     '''Code that names types: of a norm, of a softmax, of positions, of the smallest number, without an eps.'''
 
@@ -154,7 +168,7 @@ def compared(compilation: Compiled) -> ModuleAgreement:
 # ---- right graphs
 
 
-@pytest.mark.parametrize("model", ["Rooted", "Normed", "Later", "Casting"])
+@pytest.mark.parametrize("model", ["Rooted", "Normed", "Later", "Casting", "Cached"])
 def test_a_graph_that_is_its_module_raises_no_alarm(tmp_path: Path, model: str) -> None:
     agreement = compared(compiled(tmp_path, f'{model}"()'))
     assert max(agreement.errors.values()) < 1e-12

@@ -8,7 +8,7 @@ nothing but rounding, as a sum whose terms cancel, then changes as much as it di
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
@@ -70,20 +70,26 @@ class ModuleRun:
         lines, folder, seed = compiled.lines, compiled.folder, compiled.plan.seed
         self._plain = PlainModule(module, lines, folder, seed, compiled.frozen, capacities)
         self._seed, self._float64, self._returned = seed, float64, compiled.captured.returned
-        self._first = self._state()
-        """The tensors that the module has at first: a forward may assign others, and one to several names."""
+        self._first, self._buffers = self._state(), [(each, dict(each._buffers)) for each in module.modules()]
+        """The tensors that the module has at first, and all its buffers by module: a forward may assign others."""
         self._initial = {key: real_form(value.detach().clone()) for key, value in self._first.items()}
         self.changed: frozenset[Binding] = frozenset()
+
+    @property
+    def kept(self) -> Collection[Binding]:
+        """The parameters and buffers that the module has at first; a buffer that a forward makes may be a cache, and
+        what depends on it shows in a second step."""
+        return self._first.keys()
 
     def begin(self, probe: Probe) -> None:
         """Take the weights and buffers of a probe; others are as they were at first."""
         start = {**self._initial, **{Binding("parameter", name): value for name, value in probe.parameters.items()}}
         start |= {Binding("buffer", name): value for name, value in probe.buffers.items()}
         self.changed = frozenset()
+        for module, buffers in self._buffers:
+            module._buffers.clear()
+            module._buffers.update(buffers)
         for key, tensor in self._first.items():
-            owner, _, leaf = key.name.rpartition(".")
-            if key.kind == "buffer":
-                self._module.get_submodule(owner)._buffers[leaf] = tensor
             with torch.no_grad():
                 tensor.copy_(own_form(start[key], tensor.is_complex()))
 
@@ -319,7 +325,7 @@ class _AtProbe:
             at = f"{self.probe.at}, in {self._within.types}{', in a second step' * number}"
             either = {**module, **graph}
             keys = [key for key in either if key.kind not in _STATE or (key in module and key in graph)]
-            keys += [key for key in self._changed if key not in graph]
+            keys += [key for key in self._changed if key not in graph and key in self._within.module.kept]
             sizes = {key: _apart(either[key], None) for key in keys}
             roots = {key: math.sqrt(max(1, either[key].numel())) for key in keys}
             largest: dict[str, float] = {}
