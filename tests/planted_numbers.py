@@ -18,6 +18,7 @@ from torch import fx
 
 from parc.compiler.capture.node_facts import noted
 from parc.compiler.ops.own_ops import aten
+from parc.compiler.ops.rules import facts
 from parc.compiling.compiled import Compiled
 from parc.passes.canonical.canonicalize import copied
 from parc.passes.canonical.rewriter import Canonicalizer
@@ -79,6 +80,11 @@ ADDED: dict[str, Edit] = {
 """The changes of what comes behind a node, by their words."""
 
 
+def _again(c: Canonicalizer, node: fx.Node, after: fx.Node) -> fx.Node:
+    """Compute with a number twice."""
+    return c.emit(after, node.target, node, *node.args[1:], **node.kwargs)
+
+
 def _near(number: Any) -> list[float]:
     """Return numbers in the place of one: a share more, and none where it is as small as an epsilon."""
     small = isinstance(number, float) and 0 < abs(number) < 1e-3
@@ -94,6 +100,9 @@ def _edits(node: fx.Node) -> Iterator[tuple[str, str, Edit]]:
     for kind, edit in ADDED.items():
         if kind != "a row of a table" or node.target is aten.embedding.default:
             yield kind, f"behind {node.name}", edit
+    numbered = any(type(item) in (int, float) for item in node.args) and facts(node.target).elementwise
+    if numbered and len(node.all_input_nodes) == 1:
+        yield "a number once more", f"behind {node.name}", _again
     for place, number in enumerate(node.args):
         for other in _near(number):
             kind = "an epsilon" if abs(number) < 1e-3 else "a number"

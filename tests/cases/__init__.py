@@ -1,0 +1,1 @@
+"""Small cases that failed once, replayed beside plain PyTorch: ``python -m tests.cases``."""
