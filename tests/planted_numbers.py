@@ -85,10 +85,12 @@ def _again(c: Canonicalizer, node: fx.Node, after: fx.Node) -> fx.Node:
     return c.emit(after, node.target, node, *node.args[1:], **node.kwargs)
 
 
-def _near(number: Any) -> list[float]:
-    """Return numbers in the place of one: a share more, and none where it is as small as an epsilon."""
-    small = isinstance(number, float) and 0 < abs(number) < 1e-3
-    return [0.0, 10 * number] if small else [number * 1.0005] if isinstance(number, float) and number else []
+def _near(number: Any) -> list[tuple[str, float]]:
+    """Return the class and the number of each change of a number: a share more, and none where it is an epsilon."""
+    if not isinstance(number, float) or number == 0:
+        return []
+    small = abs(number) < 1e-3
+    return [("an epsilon", 0.0), ("an epsilon", 10 * number)] if small else [("a number", number * 1.0005)]
 
 
 def _with_number(_: Canonicalizer, node: fx.Node, after: fx.Node, place: int, number: float) -> None:
@@ -104,8 +106,7 @@ def _edits(node: fx.Node) -> Iterator[tuple[str, str, Edit]]:
     if numbered and len(node.all_input_nodes) == 1:
         yield "a number once more", f"behind {node.name}", _again
     for place, number in enumerate(node.args):
-        for other in _near(number):
-            kind = "an epsilon" if abs(number) < 1e-3 else "a number"
+        for kind, other in _near(number):
             yield kind, f"{other!r} for {number!r} in {node.name}", partial(_with_number, place=place, number=other)
 
 
