@@ -18,6 +18,7 @@ from torch import fx
 
 from parc.compiler.capture.node_facts import noted
 from parc.compiler.ops.own_ops import aten
+from parc.compiler.ops.rules import facts
 from parc.compiling.compiled import Compiled
 from parc.passes.canonical.canonicalize import copied
 from parc.passes.canonical.rewriter import Canonicalizer
@@ -80,10 +81,17 @@ ADDED: dict[str, Edit] = {
 """The changes of what comes behind a node, by their words."""
 
 
-def _near(number: Any) -> list[float]:
-    """Return numbers in the place of one: a share more, and none where it is as small as an epsilon."""
-    small = isinstance(number, float) and 0 < abs(number) < 1e-3
-    return [0.0, 10 * number] if small else [number * 1.0005] if isinstance(number, float) and number else []
+def _again(c: Canonicalizer, node: fx.Node, after: fx.Node) -> fx.Node:
+    """Compute with a number twice."""
+    return c.emit(after, node.target, node, *node.args[1:], **node.kwargs)
+
+
+def _near(number: Any) -> list[tuple[str, float]]:
+    """Return the class and the number of each change of a number: a share more, and none where it is an epsilon."""
+    if not isinstance(number, float) or number == 0:
+        return []
+    small = abs(number) < 1e-3
+    return [("an epsilon", 0.0), ("an epsilon", 10 * number)] if small else [("a number", number * 1.0005)]
 
 
 def _with_number(_: Canonicalizer, node: fx.Node, after: fx.Node, place: int, number: float) -> None:
@@ -95,9 +103,11 @@ def _edits(node: fx.Node) -> Iterator[tuple[str, str, Edit]]:
     for kind, edit in ADDED.items():
         if kind != "a row of a table" or node.target is aten.embedding.default:
             yield kind, f"behind {node.name}", edit
+    numbered = any(type(item) in (int, float) for item in node.args) and facts(node.target).elementwise
+    if numbered and len(node.all_input_nodes) == 1:
+        yield "a number once more", f"behind {node.name}", _again
     for place, number in enumerate(node.args):
-        for other in _near(number):
-            kind = "an epsilon" if abs(number) < 1e-3 else "a number"
+        for kind, other in _near(number):
             yield kind, f"{other!r} for {number!r} in {node.name}", partial(_with_number, place=place, number=other)
 
 

@@ -7,14 +7,16 @@ from functools import cache
 
 import pytest
 
+from parc.compiler.program.program import Ref
 from parc.compiler.program.step_values import divisions_in
+from parc.compiler.verify.numbers import check_constants
 from parc.compiler.verify.rounding import check_recomputed
 from parc.compiler.verify.sums import check_reduce
 from parc.runtime.compare.agreement import TOLERANCE
 from parc.runtime.compare.simulate import compare
 from tests.planted_bugs import CONTEXT, EARLY, EVALUATED_STAGES, EVALUATIONS, NUMBERS, STEPS
 from tests.planted_builds import MOODY_BUILD, OFFLOADED, GoodBuild, Row, evaluated_build, good_build, judge, table_text
-from tests.planted_mutators import LINES, ROWS, Mutant, mutants
+from tests.planted_mutators import LINES, ROWS, Mutant, mutants, sites
 from tests.planted_pipelines import good, refusals
 
 QUICK = tuple(name for name in STEPS.names if name.startswith("stack"))
@@ -85,7 +87,21 @@ def test_numbers_that_data_never_shows_are_refused_by_the_texts_alone() -> None:
         for kind, row in NUMBERS.rows((name,), 1, share=24).items():
             rows.setdefault(kind, Row()).add(row)
     judged = sum(row.mutants for row in rows.values())
-    assert judged > 12 and sum(row.by_types for row in rows.values()) == judged, table_text(rows)
+    assert judged > 12 and "a number once more" in rows and sum(row.by_types for row in rows.values()) == judged, (
+        table_text(rows)
+    )
+
+
+def test_numbers_of_backward_that_no_derivative_brings_are_refused() -> None:
+    build = good_build("stack tp=2, two microbatches")
+    *_, last = sites(build.programs, lambda line: line.op.startswith("aten."), "B")
+    share = last.then("aten.mul.Tensor", Ref(last.result.name), 1.0005)
+    table = good_build("gpt dp=2, tp=2, two microbatches")
+    (row,) = (site for site in sites(table.programs, "parc.lookup_backward.default", "B"))
+    for planted, programs in ((build, share), (table, row.put(3, 23))):
+        assert [*check_constants(planted.programs, planted.build.reference)] == []
+        (fault,) = check_constants(programs, planted.build.reference)
+        assert "which neither F nor the derivative of one of its operators has" in fault.message
 
 
 def test_evaluations_of_another_model_are_refused_almost_all_before_anything_runs() -> None:

@@ -119,7 +119,7 @@ class _CountedNumbers:
         """The numbers that operators repeat, and the first place of each."""
         self.places: dict[Numbered, str] = {}
         self.replaced: set[Numbered] = set()
-        """Those of operators in whose place a program may have others."""
+        """The numbers of operators in whose place a program may have others."""
         self.questions: dict[Question, None] = {}
         self._walked: dict[tuple[str, tuple[Hashable, ...]], tuple[Counter[Numbered], list[Hashable]]] = {}
         self.of_data, _ = self._walk(main, tuple(_DATA if v.kind in _WEIGHTS else _TABLE for v in main.parameters))
@@ -225,7 +225,9 @@ def _numbers_of_call(
         if row.elementwise and (repeated := constant(item)) is not None:
             numbers.append((argument.name, repeated))
         positions = argument.name in _POSITIONS
-        if type(item) not in (int, float) or not (positions or str(argument.type) in _VALUED):
+        if not isinstance(item, (int, float)) or isinstance(item, bool):
+            continue
+        if not (positions or str(argument.type) in _VALUED):
             continue
         if item != argument.default_value and not (positions and item == -1):
             numbers.append((argument.name, _number(item)))
@@ -283,7 +285,8 @@ def _run_on(
 ) -> list[Numbered]:
     call = line_call(question.line, question.operands, question.results, lambda item: item.size)
     target = operator(call.op)
-    with mode, _Recorder() as recorder:
+    recorder = _Recorder()
+    with mode, recorder:
         tensors = [torch.empty(type_.shape, dtype=type_.dtype, device=device) for type_ in question.operands]
         if not differentiate:
             pairs = zip(tensors, constants or (None,) * len(tensors), strict=True)
