@@ -89,7 +89,7 @@ class _Region:
 
 
 @dataclass(frozen=True, slots=True)
-class _CompiledRegion:
+class CompiledRegion:
     """A compiled region; ``call`` is None where compiling gains nothing. After its values it takes the coordinates
     along ``dims``. The values at the positions ``keys`` are keys of streams, passed as two numbers each."""
 
@@ -110,7 +110,7 @@ class Regions:
         self.device = device
         self.seconds = 0.0
         self.texts: set[str] = set()
-        self._codes: dict[tuple[Any, ...], _CompiledRegion] = {}
+        self._codes: dict[tuple[Any, ...], CompiledRegion] = {}
 
     @property
     def distinct(self) -> int:
@@ -126,7 +126,7 @@ class Regions:
 
     def code(
         self, region: _Region, values: Sequence[Tensor], body: Callable[..., Any], lifted: _Lifted
-    ) -> _CompiledRegion:
+    ) -> CompiledRegion:
         """Return the code of a region for values of these strides, compiled at the first call.
 
         Raises:
@@ -284,7 +284,7 @@ def _cut_regions(function: Function) -> list[tuple[Line, ...]]:
 
 def _compile(
     values: Sequence[Tensor], body: Callable[..., Any], lifted: _Lifted, device: torch.device
-) -> _CompiledRegion:
+) -> CompiledRegion:
     """Trace a region twice on fake tensors: first to see what it asks its context for, then with that as inputs."""
     mode = fake_mode()
     fakes: list[Tensor] = [mode.from_tensor(value) for value in values]
@@ -305,7 +305,7 @@ def _compile(
         call = compile_graph(function, [*fakes, *dims.values()])
     finally:
         lifted.tracing, lifted.coordinates, lifted.keys = False, {}, []
-    return _CompiledRegion(call, tuple(dims), tuple(keys))
+    return CompiledRegion(call, tuple(dims), tuple(keys))
 
 
 @contextmanager

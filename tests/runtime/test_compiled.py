@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ from parc.checking.checks import case_of
 from parc.compiler.analysis import products as facts
 from parc.compiler.build.build import Build
 from parc.compiler.initial import counter
+from parc.compiler.program.binding import LOSS
 from parc.compiler.program.roles import SINGLE
 from parc.compiler.program.text import parse_program
 from parc.compiler.torch_private import compile_graph, fake_mode, onednn_linear, quiet
@@ -25,7 +26,7 @@ from parc.grammar.codes import NO_COMPILER
 from parc.runtime.backends.in_process import InProcess
 from parc.runtime.compare.simulate import Simulation
 from parc.runtime.machine import products
-from parc.runtime.machine.compiled import Regions, check_compiler
+from parc.runtime.machine.compiled import CompiledRegion, Regions, check_compiler
 from parc.runtime.machine.execute import Machine
 from parc.runtime.ranks.faults import RunError
 from parc.runtime.state.opening import build_mesh
@@ -193,6 +194,24 @@ def test_lines_that_differ_in_a_keyword_are_two_regions() -> None:
         return regions.distinct
 
     assert distinct("", "") == 1 and distinct("", ", approximate='tanh'") == 2
+
+
+def test_a_region_is_compiled_for_each_way_in_which_its_values_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = '"""parc program: role stage0, action F"""\n\nmesh()\n\n\ndef forward(\n    x: "f32[3, 4]",  # input x\n):\n'
+    text += '    y = aten.tanh.default(x)  # f32[3, 4] | - -\n    return {\n        "loss": y,\n    }\n'
+    seen = list[tuple[int, ...]]()
+
+    def line_by_line(values: Sequence[torch.Tensor], *_: object) -> CompiledRegion:
+        seen.extend(value.stride() for value in values)
+        return CompiledRegion(None, (), ())
+
+    monkeypatch.setattr("parc.runtime.machine.compiled._compile", line_by_line)
+    program = parse_program(text)
+    machine = Regions(CPU).machine(program, InProcess(program.mesh), CPU)
+    for x in (torch.rand(3, 4), torch.rand(4, 3).t(), torch.rand(3, 4)):
+        (results,) = machine.run([{"x": x}])
+        assert torch.equal(results[LOSS], x.tanh())
+    assert seen == [(4, 1), (1, 3)]
 
 
 def test_compiled_dropout_keeps_the_same_bits(folder: Path) -> None:
