@@ -172,7 +172,7 @@ def _known_of_result(question: Question, read: tuple[Hashable, ...]) -> Hashable
         return read[0]
     if row.elementwise and read and all(isinstance(number, float) for number in read):
         pairs = zip(read, question.operands, strict=True)
-        numbers = [torch.tensor(number, dtype=type_.dtype) for number, type_ in pairs]
+        numbers = [torch.tensor(number, dtype=_wide(type_.dtype)) for number, type_ in pairs]
         call = line_call(line, question.operands, question.results, lambda item: item.size)
         args, kwargs = fill_operands((call.args, dict(call.kwargs)), numbers)
         return _number(float(operator(line.op)(*args, **kwargs)))
@@ -205,6 +205,10 @@ def _derivative_numbers(question: Question) -> frozenset[Numbered]:
     if question.line.op in COLLECTIVES or not _floating(question):
         return frozenset()
     return frozenset(_run(question, differentiate=True))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype.is_floating_point else dtype
 
 
 def _floating(question: Question) -> bool:
@@ -287,7 +291,9 @@ def _run_on(
     target = operator(call.op)
     recorder = _Recorder()
     with mode, recorder:
-        tensors = [torch.empty(type_.shape, dtype=type_.dtype, device=device) for type_ in question.operands]
+        # composed operators may round their numbers to the type of their operands
+        types = [(type_.shape, type_.dtype if differentiate else _wide(type_.dtype)) for type_ in question.operands]
+        tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in types]
         if not differentiate:
             pairs = zip(tensors, constants or (None,) * len(tensors), strict=True)
             recorder.constants = {id(tensor): number for tensor, number in pairs if number is not None}
