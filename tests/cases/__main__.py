@@ -1,5 +1,5 @@
-"""Replay small cases that failed once, group by group: ``python -m tests.cases losses observed``, or all groups. It prints
-a line for each case, and ends with 1 if one is not as expected."""
+"""Replay small cases that failed once, group by group: ``python -m tests.cases losses observed``, or all groups. It
+prints a line for each case, and ends with 1 if one is not as expected."""
 
 from __future__ import annotations
 
