@@ -43,6 +43,10 @@ _POSITIONS = frozenset({"padding", "padding_idx", "ignore", "ignore_index"})
 """The arguments that name a row or a class by a whole number."""
 _CREATED = "full"
 """The name of all operators that repeat a number."""
+_NEUTRAL = frozenset(
+    {(name, (("other", number),)) for name, number in (("mul", 1.0), ("div", 1.0), ("add", 0.0), ("sub", 0.0))}
+)
+"""The operators with a number that change nothing, as a mask of targets that are known and all count."""
 _PADDING = "parc.fill_pad.default"
 """The operator whose number no entry of the model sees."""
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -235,7 +239,8 @@ def _numbers_of_call(
             continue
         if item != argument.default_value and not (positions and item == -1):
             numbers.append((argument.name, _number(item)))
-    return base_name(str(target)).removesuffix("_"), tuple(sorted(numbers))
+    numbered = base_name(str(target)).removesuffix("_"), tuple(sorted(numbers))
+    return (numbered[0], ()) if numbered in _NEUTRAL else numbered
 
 
 def _creation(number: float) -> Numbered:
