@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from parc.compiler.capture.model_calls import LABELS, free_parameters
+from parc.compiler.ops.rules import facts
 from parc.compiler.plan.directives.input import INPUT_DTYPES
 from parc.compiler.plan.directives.loss import CROSS_ENTROPY
 from parc.compiler.plan.plan import Plan
+from parc.compiler.program.program import Line
 from parc.compiler.program.step_values import LossTerm
 from parc.compiler.sizes.size_range import BATCH
 from parc.compiling.compiled import Compiled
@@ -26,9 +28,6 @@ _CAUSAL_CLASSES = ("ForCausalLM", "GPTLMHeadModel", "GPT2LMHeadModel")
 """The ends of the names that transformers and others give to classes of causal language models."""
 _ATTENTION, _CAUSAL = "parc.attention.default", 5
 """The operator of attention, and the position of its argument that says that later positions are hidden."""
-_ROLLS = ("aten.roll.default", "aten.flip.default")
-_MOVES = ("aten.slice.Tensor", "aten.cat.default", "aten.constant_pad_nd.default", *_ROLLS)
-"""The operators with which a forward moves its sequence by a position: those that cut or lengthen it, and others."""
 
 
 def sample_warnings(compiled: Compiled, samples: Sequence[FirstSample]) -> Iterator[Diagnostic]:
@@ -117,12 +116,17 @@ def predicts_next(compiled: Compiled, labels: str) -> bool:
     if _is_causal_class(compiled):
         return True
     attentions = [line for line in main.lines if line.op == _ATTENTION]
-    shape, values = main.bound("input")[labels].type.shape, main.values()
-    moved = (
-        values[name].type.shape[1:2] == shape[1:2] and (line.op in _ROLLS or line.made[0].type.shape[1:2] != shape[1:2])
-        for line in main.lines if line.op in _MOVES for name in line.uses if len(values[name].type.shape) in (2, 3)
-    )  # fmt: skip
-    return bool(attentions) and all(line.args[_CAUSAL] is True for line in attentions) and not any(moved)
+    length, values = main.bound("input")[labels].type.shape[1:2], main.values()
+
+    def moves(line: Line) -> bool:
+        """Return whether a line cuts, lengthens, rolls or flips sequences."""
+        row, long = facts(line.op), line.made[0].type.shape[1:2] if line.made else ()
+        shapes = [values[name].type.shape for name in line.uses]
+        of_sequences = any(len(shape) in (2, 3) and shape[1:2] == length for shape in shapes)
+        return of_sequences and row.moves in ("place", "join") and (long != length or row.storage != "view")
+
+    causal = all(line.args[_CAUSAL] is True for line in attentions)
+    return bool(attentions) and causal and not any(map(moves, main.lines))
 
 
 def _compared(term: LossTerm, places: Mapping[str, str]) -> tuple[str, int]:

@@ -17,6 +17,7 @@ from parc.compiler.initial.recipes import Recorded, record
 from parc.compiler.plan.plan import read_plan
 from parc.compiler.program.program import Program
 from parc.compiler.program.roles import SINGLE
+from parc.compiler.program.step_values import divisions_in
 from parc.compiler.program.text import parse_program
 from parc.compiling.compiled import Compiled
 from parc.compiling.driver import compile_captured
@@ -112,6 +113,7 @@ def case_of(subject: Subject, compiled: Compiled) -> Case:
         build.programs, build.reference, actions, build.mesh, build.microbatches,
         build.manifest["optimizer"], {name: subject.parameters[name].detach() for name in build.types}, subject.buffers,
         build.manifest["parameters"], build.pads, build.roles, build.manifest["state"],
+        divisions=divisions_in(build.manifest),
     )  # fmt: skip
 
 

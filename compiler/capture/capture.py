@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..layout.placement import is_supported
 from ..ops.own_ops import aten
+from ..ops.precision import base_name
 from ..ops.results import changed
 from ..ops.rules import facts
 from ..program.binding import Binding, Kind
@@ -334,10 +335,6 @@ def check_values(graph: fx.Graph) -> None:
         message = f"position {position} is looked up in a table of {rows} rows, which are 0 to {rows - 1}"
         raise fault_at(node, message, help="make the table longer, or the sequences shorter, by `sizes`")
     for node in graph.nodes:
-        if node.target in _PUTS and _puts_by_mask(node):
-            what = "rows that a mask chooses are set to numbers with a gradient, so their number depends on the mask"
-            help_ = "choose with `torch.where`, or index with the whole numbers of the rows, made in `__init__`"
-            raise fault_at(node, what, "control", help_)
         values = noted(node).value
         for value in values if isinstance(values, (tuple, list)) else [values]:
             sizes = value.shape if isinstance(value, torch.Tensor) else [value]
@@ -348,12 +345,12 @@ def check_values(graph: fx.Graph) -> None:
                 binding: Binding | None = noted(node).binding
                 subject = f"the {binding.words} is" if binding is not None else f"{node.target} gives"
                 raise fault_at(node, f"{subject} {_dtype_text(value.dtype)}, a dtype that programs do not hold")
-        if node.target in (aten.index_put.default, aten._unsafe_index_put.default) and node.args[2] in GradientFlow():
-            indices = (noted(index).value for index in node.args[1] if index is not None)
-            if any(index.dtype in (torch.bool, torch.uint8) for index in indices):
-                message = "trained values are put at the places of a mask, and only its values tell how many these are"
-                help_ = "put them at positions, as `mask.nonzero().squeeze(1)` makes them once, in `__init__`"
-                raise fault_at(node, message, "control", help_)
+        if base_name(str(node.target)).strip("_").endswith("index_put") and _puts_by_mask(node):
+            message = "trained values are put at the places of a mask, and only its values tell how many these are"
+            help_ = (
+                "choose with `torch.where`, or put them at positions that `__init__` makes: `mask.nonzero().squeeze(1)`"
+            )
+            raise fault_at(node, message, "control", help_)
         if facts(node.target).flops is not None:
             operands = node.args[:3] if "attention" in str(node.target) else node.args
             dtypes = [noted(n).value.dtype for n in operands if isinstance(n, fx.Node)]
@@ -362,16 +359,14 @@ def check_values(graph: fx.Graph) -> None:
                 raise fault_at(node, f"{node.target} takes tensors of one dtype, not {names}")
 
 
-_PUTS = (aten.index_put.default, aten.index_put_.default)
-
-
 def _puts_by_mask(node: fx.Node) -> bool:
     """Return whether a mask says where entries go that have a gradient and are more than one number."""
     _, where, entries = node.args[:3]
-    masks = [index for index in where if isinstance(index, fx.Node) and noted(index).value.dtype is torch.bool]  # type: ignore[union-attr]
-    return (
-        bool(masks) and isinstance(entries, fx.Node) and noted(entries).value.numel() > 1 and entries in GradientFlow()
-    )
+    indices = [noted(index).value for index in where if isinstance(index, fx.Node)]  # type: ignore[union-attr]
+    masked = any(index.dtype in (torch.bool, torch.uint8) for index in indices)
+    if not isinstance(entries, fx.Node):
+        return False
+    return masked and noted(entries).value.numel() > 1 and entries in GradientFlow()
 
 
 def _dtype_text(dtype: torch.dtype) -> str:

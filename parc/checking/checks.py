@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from parc.checking.eager import CLAMP, amplified, compare_with_eager, near_tie, not_finite, other_numbers
+from parc.checking.module_numbers import ModuleAgreement
 from parc.checking.reports import report_of
 from parc.checking.twins import Subject, subject_of
 from parc.compiler.build.build import Build
@@ -231,13 +232,8 @@ def check_numbers(compiled: Compiled, checked: Checked, device: torch.device = C
     for at in (*cases, *(at for at in evaluated if at is not None)):
         case = case_of(at)
         with one_thread():
-            eager = compare_with_eager(at, case)
             where = _where(at, subject)
-            if eager.tied and not eager.holds:
-                raise PlanError([near_tie(at.plan.model, eager.tied, NEAR)])
-            if not eager.holds:
-                check_template(compiled)
-                raise PlanError([other_numbers(at.plan.model, eager, where)])
+            eager = _module_agreement(at, case, compiled, where)
             start = case if at.request.trains else varied_case(case)
             agreement = compare(replace(start, device=device), 1 if checked.agreement else chosen.steps)
         if not agreement.not_finite:
@@ -272,6 +268,22 @@ def check_numbers(compiled: Compiled, checked: Checked, device: torch.device = C
                 checked.first, faults = first_check_of(compiled, chosen, replace(case, device=device))
             checked.faults += faults
     checked.report["numbers"] = numbers
+
+
+def _module_agreement(at: Compiled, case: Case, compiled: Compiled, where: str) -> ModuleAgreement:
+    """Return the agreement of a captured graph with its module. ``compiled`` is the build, of which ``at`` is one of
+    its sizes, or the twin.
+
+    Raises:
+        PlanError: they do not agree.
+    """
+    agreement = compare_with_eager(at, case)
+    if agreement.tied and not agreement.holds:
+        raise PlanError([near_tie(at.plan.model, agreement.tied, NEAR)])
+    if not agreement.holds:
+        check_template(compiled)
+        raise PlanError([other_numbers(at.plan.model, agreement, where)])
+    return agreement
 
 
 def _check_whole_batch(compiled: Compiled) -> None:

@@ -13,6 +13,7 @@ from ...compiler.capture.experts.forms import routed_layers
 from ...compiler.capture.node_facts import copy_facts, noted
 from ...compiler.capture.reach import GradientFlow, ancestors, reached_by_gradient
 from ...compiler.ops.own_ops import aten
+from ...compiler.ops.precision import base_name
 from ...compiler.ops.rules import facts
 from ...compiler.program.binding import COUNT, LOSS, Binding, Kind
 from ...compiler.program.step_values import TAKEN, Division, base_term, term_count, term_weight, terms_with_weights
@@ -210,12 +211,12 @@ def _fraction(loss: fx.Node) -> _Fraction | None:
 
 def _floor(below: fx.Node) -> tuple[fx.Node, Division]:
     """Return the count behind a denominator, and its division: a floor under the count, or a number beside it."""
-    operands = [operand for operand in below.args if operand is not None]
+    operands = below.args[:2] if below.args[2:] in ((), (None,)) else ()
     nodes = [operand for operand in operands if isinstance(operand, fx.Node)]
     numbers = [operand for operand in operands if isinstance(operand, int | float)]
-    if (len(nodes), len(numbers)) != (1, 1) or len(operands) > 2 or below.kwargs:
+    if (len(nodes), len(numbers)) != (1, 1) or below.kwargs:
         return below, Division("count")
-    if below.target in (aten.clamp.default, aten.clamp_min.default):
+    if facts(below.target).bounds and not base_name(str(below.target)).endswith("max"):
         return nodes[0], Division("count", least=float(numbers[0]))
     if below.target is aten.add.Tensor and numbers[0] > 0:
         return nodes[0], Division("count", plus=float(numbers[0]))

@@ -120,7 +120,10 @@ def _makes_floats(line: Line, function: Function) -> bool:
     values = function.values()
     read = [values[name].type.dtype for name in line.uses]
     whole = bool(read) and not any(dtype.is_floating_point or dtype.is_complex for dtype in read)
-    return whole and line.made[0].type.dtype.is_floating_point and dict(line.kwargs).get("dtype") is None
+    chooses = operator(line.op)._schema.arguments[0].name == "condition"  # between numbers, by a mask
+    return (
+        whole and not chooses and line.made[0].type.dtype.is_floating_point and dict(line.kwargs).get("dtype") is None
+    )
 
 
 def _on_floats(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
