@@ -247,17 +247,8 @@ def check_numbers(compiled: Compiled, checked: Checked, device: torch.device = C
                 raise PlanError([other_numbers(at.plan.model, eager, where)])
             start = case if at.request.trains else varied_case(case)
             agreement = compare(replace(start, device=device), 1 if checked.agreement else chosen.steps)
-        if not agreement.not_finite:
-            checked.warn(*_check_whole_batch(at))
-        if agreement.not_finite:
-            line, help_ = (
-                (at.plan.optimizer, "take a smaller learning rate") if agreement.steps else (at.plan.loss, CLAMP)
-            )
-            raise PlanError([not_finite(line, agreement.not_finite, help_)])
-        if agreement.tied:
-            raise PlanError([near_tie(at.plan.model, agreement.margin.at, NEAR)])
-        if agreement.amplified:
-            raise PlanError([amplified(at.plan.model, agreement.amplified)])
+        _check_sound(at.plan, agreement)
+        checked.warn(*_check_whole_batch(at))
         if eager.changed:
             checked.warn(number_changed(compiled.plan, eager.changed))
         checked.agreement = checked.agreement or agreement
@@ -279,6 +270,21 @@ def check_numbers(compiled: Compiled, checked: Checked, device: torch.device = C
                 checked.first, faults = first_check_of(compiled, chosen, replace(case, device=device))
             checked.faults += faults
     checked.report["numbers"] = numbers
+
+
+def _check_sound(plan: Plan, agreement: Agreement) -> None:
+    """Check that the numbers of random batches tell something.
+
+    Raises:
+        PlanError: they are not finite, hang on a tie, or on single roundings.
+    """
+    if agreement.not_finite:
+        line, help_ = (plan.optimizer, "take a smaller learning rate") if agreement.steps else (plan.loss, CLAMP)
+        raise PlanError([not_finite(line, agreement.not_finite, help_)])
+    if agreement.tied:
+        raise PlanError([near_tie(plan.model, agreement.margin.at, NEAR)])
+    if agreement.amplified:
+        raise PlanError([amplified(plan.model, agreement.amplified)])
 
 
 def _check_whole_batch(compiled: Compiled) -> tuple[Diagnostic, ...]:
