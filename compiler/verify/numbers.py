@@ -43,6 +43,10 @@ _POSITIONS = frozenset({"padding", "padding_idx", "ignore", "ignore_index"})
 """The arguments that name a row or a class by a whole number."""
 _CREATED = "full"
 """The name of all operators that repeat a number."""
+_NEUTRAL = frozenset(
+    {(name, (("other", number),)) for name, number in (("mul", 1.0), ("div", 1.0), ("add", 0.0), ("sub", 0.0))}
+)
+"""The operators with a number that change nothing, as a mask of targets that are known and all count."""
 _PADDING = "parc.fill_pad.default"
 """The operator whose number no entry of the model sees."""
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -172,7 +176,7 @@ def _known_of_result(question: Question, read: tuple[Hashable, ...]) -> Hashable
         return read[0]
     if row.elementwise and read and all(isinstance(number, float) for number in read):
         pairs = zip(read, question.operands, strict=True)
-        numbers = [torch.tensor(number, dtype=type_.dtype) for number, type_ in pairs]
+        numbers = [torch.tensor(number, dtype=_wide(type_.dtype)) for number, type_ in pairs]
         call = line_call(line, question.operands, question.results, lambda item: item.size)
         args, kwargs = fill_operands((call.args, dict(call.kwargs)), numbers)
         return _number(float(operator(line.op)(*args, **kwargs)))
@@ -207,6 +211,10 @@ def _derivative_numbers(question: Question) -> frozenset[Numbered]:
     return frozenset(_run(question, differentiate=True))
 
 
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype.is_floating_point else dtype
+
+
 def _floating(question: Question) -> bool:
     return any(type_.dtype.is_floating_point for type_ in (*question.operands, *question.results))
 
@@ -231,7 +239,8 @@ def _numbers_of_call(
             continue
         if item != argument.default_value and not (positions and item == -1):
             numbers.append((argument.name, _number(item)))
-    return base_name(str(target)).removesuffix("_"), tuple(sorted(numbers))
+    numbered = base_name(str(target)).removesuffix("_"), tuple(sorted(numbers))
+    return (numbered[0], ()) if numbered in _NEUTRAL else numbered
 
 
 def _creation(number: float) -> Numbered:
@@ -287,7 +296,9 @@ def _run_on(
     target = operator(call.op)
     recorder = _Recorder()
     with mode, recorder:
-        tensors = [torch.empty(type_.shape, dtype=type_.dtype, device=device) for type_ in question.operands]
+        # composed operators may round their numbers to the type of their operands
+        types = [(type_.shape, type_.dtype if differentiate else _wide(type_.dtype)) for type_ in question.operands]
+        tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in types]
         if not differentiate:
             pairs = zip(tensors, constants or (None,) * len(tensors), strict=True)
             recorder.constants = {id(tensor): number for tensor, number in pairs if number is not None}

@@ -1,5 +1,5 @@
-"""Replay small cases that failed once, group by group: ``python -m tests.cases losses bugs``, or all groups. It prints
-a line for each case, and ends with 1 if one is not as expected."""
+"""Replay small cases that failed once, group by group: ``python -m tests.cases losses observed``, or all groups. It
+prints a line for each case, and ends with 1 if one is not as expected."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from importlib import import_module
 
 from tests.cases.rows import Row
 
-GROUPS: Mapping[str, str] = {"losses": "tests.cases.losses"}
+GROUPS: Mapping[str, str] = {name: f"tests.cases.{name}" for name in ("losses", "observed", "operators")}
 """The module of each group, whose ``replay`` yields its rows."""
 
 

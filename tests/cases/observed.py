@@ -1,7 +1,7 @@
 """Replays of forwards that do something beside returning numbers: each is right as plain PyTorch has it, or refused in
 words of its own.
 
-``outcomes`` yields a row for each: its name, what a build says, and what it should say.
+``replay`` yields a row for each: its name, what a build says, and what it should say.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from parc.compiler.plan.plan import read_plan
 from parc.compiling.driver import compile_plan
 from parc.grammar.diagnostics import PlanError
 from parc.grammar.source import Source
+from tests.cases.rows import Row
 
 FOLDER = Path(__file__).parent
 PLAN = """\
@@ -72,10 +73,10 @@ EXPECTED = {
 """The words of a build of each model: the code of its error or of its warning, or "verified"."""
 
 
-def outcomes() -> Iterator[tuple[str, str, str]]:
+def replay() -> Iterator[Row]:
     """Yield the name of each model, what its build says, and what it should."""
     for kind, expected in EXPECTED.items():
-        yield kind, outcome(kind), expected
+        yield Row(kind, outcome(kind), expected)
 
 
 def outcome(kind: str) -> str:
