@@ -394,7 +394,7 @@ def test_every_code_is_produced_and_looks_as_it_did(place: Path) -> None:
     text = re.sub(r"rounding explains [^;]+; so does .*", "rounding explains LESS; so do OTHERS", text)
     text = re.sub(r"(?<=the )[\w. ]+ (differs|differed) by \S+ times", r"TENSOR \1 by SO MANY times", text)
     text = re.sub(r"process \d+ on \S+ since [-:\d ]+", "process NUMBER on HOST since TIME", text)
-    text = re.sub(r"the loss is [\d.]+, but [\d.]+ the", "the loss is ONE, but ANOTHER the", text)
+    text = re.sub(r"the loss is [\d.]+( in \w+)?, but [\d.]+ (on )?the", r"the loss is ONE\1, but ANOTHER \2the", text)
     text = re.sub(r"the loss is [\d.]+ then, and [\d.]+ oth", "the loss is ONE then, and ANOTHER oth", text)
     text = re.sub(r"\b(unsafe_)?view_\d+", "VIEW", text)  # values' names are torch's
     text = re.sub(r"^ +[~^]+\n", "", text, flags=re.MULTILINE)  # a traceback's marks are Python's own

@@ -68,6 +68,20 @@ def on_two(out):
     if out.shape[0] > 2:
         raise ValueError("two samples at most")
     return (out.square() * (1 / out.shape[0])).sum()
+
+
+def mean_on_two(out):
+    on_two(out)
+    return out.square().mean()
+
+
+def part_on_two(out):
+    on_two(out)
+    return (out.square() * 0.3).sum()
+
+
+def infinite(out):
+    return (out.square() * (1 / out.shape[0])).sum() * out.new_tensor(3.0 - out.shape[0]).sqrt()
 """
 PLAN = """
 model "./models.py:{model}" ({arguments})
@@ -164,8 +178,25 @@ def test_what_the_graph_says_is_tested_on_the_module(tmp_path: Path, monkeypatch
         check_build(compilation)
 
 
-def test_a_loss_that_fails_on_more_samples_is_left_to_the_graph(tmp_path: Path) -> None:
-    assert divisors(built(tmp_path, '"./models.py:on_two"(output.out)')) == ["sum"]
+@pytest.mark.parametrize(
+    ("name", "microbatches", "taken", "reason"),
+    [("on_two", 4, "a sum", "ValueError: two samples at most"), ("on_two", 8, "a sum", "ValueError"),
+     ("infinite", 4, "a sum", "it is not finite"), ("mean_on_two", 4, "", ""), ("mean_on_two", 8, "", ""),
+     ("part_on_two", 4, "", "")],
+)  # fmt: skip
+def test_a_loss_that_fails_on_more_samples_is_warned_of_where_its_graph_is_not_sure(
+    name: str, microbatches: int, taken: str, reason: str, tmp_path: Path
+) -> None:
+    """A mean is one whatever the size, and 0.3 does not come from two samples."""
+    compilation = built(tmp_path, f'"./models.py:{name}"(output.out)', microbatches=microbatches)
+    found = check_build(compilation).warnings
+    assert [warning.code.name for warning in found] == ["P0217"] * bool(taken)
+    for warning in found:
+        assert reason in warning.message and taken in warning.notes[0]
+
+
+def test_a_term_that_the_plan_divides_needs_no_measuring(tmp_path: Path) -> None:
+    assert not check_build(built(tmp_path, '"./models.py:on_two"(output.out) / 8')).warnings
 
 
 def test_sizes_of_a_range_and_an_evaluation_have_the_same_divisors(tmp_path: Path) -> None:
@@ -202,3 +233,8 @@ def test_an_input_divides_on_real_ranks(tmp_path: Path) -> None:
     assert plain.step(batch).loss == pytest.approx(whole, rel=1e-6)
     for found in run_ranks(losses_of, 2, str(tmp_path / "build"), batch):
         assert found == pytest.approx(whole, rel=1e-6)
+
+
+def test_the_cross_entropy_of_the_plan_is_not_divided(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="`cross_entropy` is a mean: a step divides it by the count of its targets"):
+        built(tmp_path, "cross_entropy(output.out, t) / 8", inputs="input t int64 [B]")

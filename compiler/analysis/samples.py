@@ -9,7 +9,7 @@ may keep samples apart, and are taken to.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
@@ -21,8 +21,9 @@ from ..ops.factors import OpCall
 from ..ops.infer import infer, place_created
 from ..ops.op_row import normal_dims
 from ..ops.rules import facts, has_rule
-from ..program.binding import COUNT, LOSS, Binding
-from ..program.program import Function, Line, Program, Ref
+from ..program.binding import COUNT, LOSS, PARAMETERS, Binding
+from ..program.program import Function, Line, Program, Ref, operator
+from ..program.step_values import Division
 from .dataflow import Question, follow, line_call
 
 Combination = Literal["sum", "mean"] | None
@@ -116,14 +117,19 @@ def dependences(reference: Program, unbatched: Collection[str] = (), strict: boo
     """Return the dependence on samples of each value that the captured graph returns. If ``strict``, whole numbers and
     operators without a rule mix samples too."""
     function = reference.functions[-1]
-    inputs = function.bound("input").items()
-    batched = {value.name for name, value in inputs if name not in unbatched and value.type.shape}
-    size = min((value.type.shape[0] for value in function.parameters if value.name in batched), default=1)
+    batched, size = _batched(function, unbatched)
     start = Dependence(Split(0) if size > 1 else _UNKNOWN_DIM)  # dims of size 1 belong to no factor
     starts = [start if value.name in batched else _WEIGHT if value.kind == "term" else _INDEPENDENT
               for value in function.parameters]  # fmt: skip
     returned = follow(reference, function, starts, lambda _, line, read: _line_dependences(line, read, size, strict))
     return dict(zip((key for key, _ in function.returns), returned, strict=True))
+
+
+def _batched(function: Function, unbatched: Collection[str]) -> tuple[set[str], int]:
+    """Return the parameters of a function that hold samples, and the number of these."""
+    inputs = function.bound("input").items()
+    batched = {value.name for name, value in inputs if name not in unbatched and value.type.shape}
+    return batched, min((value.type.shape[0] for value in function.parameters if value.name in batched), default=1)
 
 
 @lru_cache(maxsize=8192)
@@ -203,6 +209,70 @@ def _may_count(factor: object, size: int, terms: int) -> bool:
         return False
     number = round(1 / factor)
     return 1 / number == factor and number % size == 0 and terms % number == 0
+
+
+# ---- numbers that may come from the size of a batch
+
+
+@dataclass(frozen=True, slots=True)
+class _Numbers:
+    """The numbers behind a value: whether it is made of parameters alone, whether one behind it, since the last layer,
+    may come from the size of the batch, and the count of entries that it adds up, 0 where it is no sum."""
+
+    of_weights: bool = False
+    sized: bool = False
+    terms: int = 0
+
+
+def may_read_size(reference: Program, number: int, division: Division, unbatched: Collection[str] = ()) -> bool:
+    """Return whether a term of the loss (numbered from 1), taken to have a ``division``, may compute with the size of a
+    microbatch, which in a graph is a number like others: one of its multiples, their roots, or one over these. Numbers
+    in front of a layer, which reads parameters, are those of the model. A sum over one sample may be any other."""
+    main = weighted_terms(reference.main).get(str(number), reference.main)
+    main = main.returning({LOSS: dict(main.returns)[LOSS]})
+    _, size = _batched(main, unbatched)
+    starts = [_Numbers(of_weights=value.kind in PARAMETERS) for value in main.parameters]
+    term = replace(reference, functions=(main,))
+    (of_loss,) = follow(term, main, starts, lambda _, line, read: _line_sizes(line, read, size))
+    return division.by == "sum" if size == 1 else of_loss.sized
+
+
+@lru_cache(maxsize=8192)
+def _line_sizes(q: Question, read: Sequence[_Numbers], size: int) -> tuple[_Numbers, ...]:
+    if read and all(operand.of_weights for operand in read):
+        return (_Numbers(of_weights=True),) * len(q.results)
+    pairs = zip(q.operands, read, strict=True)
+    if any(operand.of_weights and type_.shape for type_, operand in pairs):
+        return (_Numbers(),) * len(q.results)
+    row, terms = facts(q.line.op), max((operand.terms for operand in read), default=0)
+    numbers = [abs(number) for number in _numbers_of(q.line) if number]
+    if row.computes in ("ratio", "multiple") and terms and {terms, 1 / terms}.intersection(numbers):
+        numbers, terms = [], 0  # a mean, whatever the size
+    sized = any(operand.sized for operand in read) or any(_is_of_size(number, size) for number in numbers)
+    if row.reduces == "sum":
+        terms = max(terms, 1) * (math.prod(q.operands[0].shape) // max(math.prod(q.results[0].shape), 1))
+    elif not (row.casts or row.moves or row.computes in ("ratio", "multiple")):
+        terms = 0
+    return (_Numbers(sized=sized, terms=terms),) * len(q.results)
+
+
+def _numbers_of(line: Line) -> Iterator[float]:
+    """Return the numbers that a line computes with; exponents are none."""
+    for at, argument in enumerate(operator(line.op)._schema.arguments):
+        item = line.args[at] if at < len(line.args) else dict(line.kwargs).get(argument.name)
+        computed = any(word in str(argument.type) for word in ("Tensor", "number", "float"))
+        if computed and argument.name != "exponent" and isinstance(item, int | float) and not isinstance(item, bool):
+            yield item
+
+
+def _is_of_size(number: float, size: int) -> bool:
+    """Return whether a number is a multiple of the size of a batch, the root of one, or one over these."""
+    multiples = (power for base in (number, 1 / number) for power in (base, base**2))
+    return any(
+        round(count) > 0 and round(count) % size == 0 and abs(count - round(count)) <= 1e-9 * count
+        for count in multiples
+        if math.isfinite(count)
+    )
 
 
 # ---- the reason why a term of a loss is averaged

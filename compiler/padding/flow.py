@@ -332,7 +332,8 @@ def point(call: OpCall, held: Sequence[Held], dtypes: Sequence[torch.dtype]) -> 
 def beyond_numbers(call: OpCall, held: Sequence[Held], dtypes: Sequence[torch.dtype]) -> bool:
     """Return whether a pointwise operator of finite numbers, some of them padding, is not finite: such as a quotient by
     padding of zeros."""
-    numbers = [_USUAL_NUMBER if value is None else value for value in held]
+    pairs = zip(held, dtypes, strict=True)
+    numbers = [(_USUAL_NUMBER if dtype.is_floating_point else 1) if value is None else value for value, dtype in pairs]
     if not facts(call.op).elementwise or len(held) < 2 or held.count(None) == len(held):
         return False
     if not all(map(math.isfinite, numbers)) or not any(dtype.is_floating_point for dtype in dtypes):

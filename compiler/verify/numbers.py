@@ -302,12 +302,33 @@ def _run_on(
         if not differentiate:
             pairs = zip(tensors, constants or (None,) * len(tensors), strict=True)
             recorder.constants = {id(tensor): number for tensor, number in pairs if number is not None}
-        floating = [tensor.requires_grad_() for tensor in tensors if differentiate and tensor.is_floating_point()]
+        floating = [tensor for tensor in tensors if differentiate and tensor.is_floating_point()]
         args, kwargs = fill_operands((call.args, dict(call.kwargs)), tensors)
         if any(argument.name == "device" for argument in target._schema.arguments):
             kwargs["device"] = torch.device(device)
-        results = [x for x in tree_leaves(target(*args, **kwargs)) if isinstance(x, torch.Tensor) and x.requires_grad]
+        returned = _differentiated(lambda: target(*args, **kwargs), floating)
+        floating = [tensor for tensor in floating if tensor.requires_grad]
+        results = [x for x in tree_leaves(returned) if isinstance(x, torch.Tensor) and x.requires_grad]
         for chosen in filter(None, (results, results[:1] if len(results) > 1 else ())):
             ones = [torch.empty_like(x) for x in chosen]
             torch.autograd.grad(chosen, floating, ones, retain_graph=True, allow_unused=True)
     return recorder.numbers
+
+
+def _differentiated(call: Callable[[], Any], tensors: Sequence[torch.Tensor]) -> Any:
+    """Return the result of a call that reads ``tensors``, with gradients for all of them that it has a derivative by:
+    torch refuses others, such as the weights of classes."""
+    try:
+        for tensor in tensors:
+            tensor.requires_grad_()
+        return call()
+    except RuntimeError:
+        for tensor in tensors:
+            tensor.requires_grad_(False)
+    for tensor in tensors:
+        try:
+            tensor.requires_grad_()
+            call()
+        except RuntimeError:
+            tensor.requires_grad_(False)
+    return call()

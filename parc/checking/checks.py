@@ -15,6 +15,7 @@ from parc.checking.eager import CLAMP, amplified, compare_with_eager, near_tie, 
 from parc.checking.module_numbers import ModuleAgreement
 from parc.checking.reports import report_of
 from parc.checking.twins import Subject, subject_of
+from parc.compiler.analysis.samples import may_read_size
 from parc.compiler.build.build import Build
 from parc.compiler.build.first_check import FirstCheck
 from parc.compiler.build.plan_facts import plan_faults
@@ -24,7 +25,7 @@ from parc.compiler.program.actions import FORWARD, Purpose
 from parc.compiler.program.binding import BUFFERS
 from parc.compiler.program.program import REFERENCE_FILE, Fault
 from parc.compiler.program.roles import SINGLE, Role, as_checked, ranks_of
-from parc.compiler.program.step_values import DYNAMIC, biases_in, divisions_in
+from parc.compiler.program.step_values import DYNAMIC, Division, biases_in, divisions_in
 from parc.compiler.sizes.template import ShapeFault, sizes_text
 from parc.compiler.verify.arithmetic import check_bounds, check_integers
 from parc.compiler.verify.communication import check_messages, check_stages, check_timelines
@@ -45,11 +46,11 @@ from parc.compiler.verify.step import (
 from parc.compiler.verify.sums import check_loads, check_reduce, check_rescale
 from parc.compiling.compiled import Compiled
 from parc.compiling.driver import Progress, compile_plan
-from parc.compiling.microbatches import NotMeasured, StepInParts
+from parc.compiling.microbatches import StepInParts
 from parc.compiling.observation import number_changed
 from parc.compiling.size_ranges import fault_diagnostic, misfit_diagnostic
-from parc.grammar.codes import NOT_COMBINED, UNSCALED
-from parc.grammar.diagnostics import Diagnostic, Label, PlanError
+from parc.grammar.codes import AVERAGED, NOT_COMBINED, UNSCALED
+from parc.grammar.diagnostics import Diagnostic, Label, PlanError, Severity
 from parc.report import plan_of, report_faults
 from parc.runtime.compare.agreement import NEAR, TOLERANCE, Agreement
 from parc.runtime.compare.model_run import Case
@@ -69,6 +70,12 @@ class Checked:
     """The step that a run repeats first."""
     warnings: tuple[Diagnostic, ...] = ()
     seconds: float = 0.0
+
+    def warn(self, *warnings: Diagnostic) -> None:
+        """Add warnings, of each code and each place in the plan the first."""
+        for warning in warnings:
+            if (warning.code, warning.primary) not in ((known.code, known.primary) for known in self.warnings):
+                self.warnings += (warning,)
 
 
 def static_faults(build: Build) -> list[Fault]:
@@ -236,19 +243,10 @@ def check_numbers(compiled: Compiled, checked: Checked, device: torch.device = C
             eager = _module_agreement(at, case, compiled, where)
             start = case if at.request.trains else varied_case(case)
             agreement = compare(replace(start, device=device), 1 if checked.agreement else chosen.steps)
-        if not agreement.not_finite:
-            _check_whole_batch(at)
-        if agreement.not_finite:
-            line, help_ = (
-                (at.plan.optimizer, "take a smaller learning rate") if agreement.steps else (at.plan.loss, CLAMP)
-            )
-            raise PlanError([not_finite(line, agreement.not_finite, help_)])
-        if agreement.tied:
-            raise PlanError([near_tie(at.plan.model, agreement.margin.at, NEAR)])
-        if agreement.amplified:
-            raise PlanError([amplified(at.plan.model, agreement.amplified)])
-        if eager.changed and not checked.warnings:
-            checked.warnings = (number_changed(compiled.plan, eager.changed),)
+        _check_sound(at.plan, agreement)
+        checked.warn(*_check_whole_batch(at))
+        if eager.changed:
+            checked.warn(number_changed(compiled.plan, eager.changed))
         checked.agreement = checked.agreement or agreement
         errors = {
             "steps": agreement.steps,
@@ -286,31 +284,62 @@ def _module_agreement(at: Compiled, case: Case, compiled: Compiled, where: str) 
     return agreement
 
 
-def _check_whole_batch(compiled: Compiled) -> None:
-    """Check that a step makes of microbatches what the module and the loss make of the whole batch.
+def _check_sound(plan: Plan, agreement: Agreement) -> None:
+    """Check that the numbers of random batches tell something.
+
+    Raises:
+        PlanError: they are not finite, hang on a tie, or on single roundings.
+    """
+    if agreement.not_finite:
+        line, help_ = (plan.optimizer, "take a smaller learning rate") if agreement.steps else (plan.loss, CLAMP)
+        raise PlanError([not_finite(line, agreement.not_finite, help_)])
+    if agreement.tied:
+        raise PlanError([near_tie(plan.model, agreement.margin.at, NEAR)])
+    if agreement.amplified:
+        raise PlanError([amplified(plan.model, agreement.amplified)])
+
+
+def _check_whole_batch(compiled: Compiled) -> tuple[Diagnostic, ...]:
+    """Check that a step makes of microbatches what the module and the loss make of the whole batch. Return a warning of
+    each term of the loss of which that is not known: neither from running it, nor for sure from its graph.
 
     Raises:
         PlanError: a term of the loss is not divided by what makes it so.
     """
-    plan, step = compiled.plan, StepInParts.of(compiled)
+    plan, step, reference = compiled.plan, StepInParts.of(compiled), compiled.build.reference
     if plan.microbatches == 1 or not plan.trains:
-        return
-    try:
-        wrong = step.wrong_terms(
-            compiled.build.reference, divisions_in(compiled.build.manifest), compiled.built.averaged
-        )
-    except NotMeasured:
-        return
+        return ()
+    divisions, averaged = divisions_in(compiled.build.manifest), compiled.built.averaged
+    whole = step.compare(reference, divisions, averaged)
     errors = []
-    for number, whole, combined in wrong:
+    for number, value, combined in whole.wrong:
         what = "the loss" if len(plan.loss.terms) == 1 else f"term {number} of the loss"
-        message = f"{what} is {combined:.6g} in microbatches, but {whole:.6g} on the whole batch"
+        message = f"{what} is {combined:.6g} in microbatches, but {value:.6g} on the whole batch"
         help_ = "say what divides it: `/ N`, or `/ INPUT`, behind a term that is a sum over the batch"
         if plan.loss.terms[number - 1].divisor is not None:
             help_ = "leave out what is behind `/`: the term is no sum over the batch"
         errors.append(Diagnostic(NOT_COMBINED, message, Label(plan.loss.term_span(number)), help=help_))
     if errors:
         raise PlanError(errors)
+    decided = {*averaged, *plan.loss.summed, *plan.loss.counted}
+    return tuple(
+        _not_measured(plan, number, divisions[number - 1], reason)
+        for number, reason in whole.unknown.items()
+        if number not in decided and may_read_size(reference, number, divisions[number - 1], plan.unbatched)
+    )
+
+
+def _not_measured(plan: Plan, number: int, division: Division, reason: str) -> Diagnostic:
+    """Return the warning of a term of the loss whose graph alone says how microbatches add up to it."""
+    what = "the loss" if len(plan.loss.terms) == 1 else f"term {number} of the loss"
+    taken = {"sum": "a sum over the batch", "mean": "a mean over the batch"}.get(division.by, "divided by its count")
+    return Diagnostic(
+        AVERAGED, f"{what} could not be compared with the whole batch's: {reason}", Label(plan.loss.term_span(number)),
+        notes=(f"by its graph it is taken to be {taken}; a number in the graph may be the size of a microbatch",),
+        help="let the model and the loss run on any number of samples; or return a sum over the samples, and say so"
+        " behind the term: `/ N`, or `/ INPUT`",
+        severity=Severity.WARNING,
+    )  # fmt: skip
 
 
 def _where(at: Compiled, subject: Compiled) -> str:

@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, final
 
 import numpy
@@ -58,6 +59,9 @@ _NOISE = 0.05
 _TOLERANCES = {8: 1e-6, 4: 1e-4, 2: 3e-2, 1: 3e-1}
 """The allowed relative errors, by the bytes of the narrowest floating numbers in a run."""
 
+_MIXED = "the model takes statistics of a microbatch, and makes the term itself"
+"""The reason why a term of a model with BatchNorm is not asked for the whole batch."""
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -87,6 +91,8 @@ class TermValues:
 
     whole: _Value | None
     parts: Sequence[_Value]
+    unknown: str = ""
+    """The reason why the value on the whole batch cannot be known."""
 
     def combined(self, division: Division, counts: Sequence[float] | None) -> _Value:
         """Return the sum of the microbatches' numerators over the divisor of the step. ``counts`` are the
@@ -114,8 +120,16 @@ class WrongTerm(NamedTuple):
     combined: float
 
 
+class WholeBatch(NamedTuple):
+    """The comparison of a step in microbatches with the whole batch: the terms of the loss that differ, and those that
+    could not be compared, by their numbers, with the reason."""
+
+    wrong: Sequence[WrongTerm] = ()
+    unknown: Mapping[int, str] = MappingProxyType({})
+
+
 class NotMeasured(Exception):
-    """The error of a module or a loss that does not run here, or whose numbers tell nothing."""
+    """The error of a module or a loss that does not run here, or whose numbers tell nothing. It says why."""
 
 
 @final
@@ -165,24 +179,22 @@ class StepInParts:
                 every[at] = words if before is None else before if words is None else before & words
         return every
 
-    def wrong_terms(
-        self, reference: Program, divisions: Sequence[Division], averaged: Collection[int]
-    ) -> list[WrongTerm]:
+    def compare(self, reference: Program, divisions: Sequence[Division], averaged: Collection[int]) -> WholeBatch:
         """Return the terms of the loss of which a step makes another number than the whole batch's, apart from those
         that are known to be ``averaged``. They are run on other batches than those that decided. Where all terms are
         cross entropies of the plan's own there is nothing to decide, and nothing is run.
-
-        Raises:
-            NotMeasured: the module or the loss fails.
         """
         if self._counted:
-            return []
+            return WholeBatch()
         counting = [function for function in reference.functions if function.name == "count"]
         programs = [replace(reference, functions=(function,)) for function in counting]
         batches, wrong = self.batches([*programs, reference], _DRAWS), []
         counts = [{key: value for program in programs for key, value in _results(program, batch).items()}
                   for batch in batches]  # fmt: skip
-        values, tolerance = self.values(batches, 0)
+        try:
+            values, tolerance = self.values(batches, 0)
+        except NotMeasured as error:
+            return WholeBatch(unknown=dict.fromkeys(range(1, len(divisions) + 1), str(error)))
         base = base_term(divisions)
         for number, (of_term, division) in enumerate(zip(values, divisions, strict=True), 1):
             key = COUNT if number == base else term_count(number)
@@ -190,7 +202,8 @@ class StepInParts:
             if of_term.whole is None or number in averaged or of_term.holds(division, counted, tolerance):
                 continue
             wrong.append(WrongTerm(number, of_term.whole.loss, of_term.combined(division, counted).loss))
-        return wrong
+        unknown = {number: of_term.unknown for number, of_term in enumerate(values, 1) if of_term.whole is None}
+        return WholeBatch(wrong, unknown)
 
     def _on_a_batch(self, terms: Sequence[TermPrograms], draw: int) -> list[set[str] | None]:
         batches = self.batches([term.term for term in terms], draw)
@@ -233,7 +246,8 @@ class StepInParts:
                     return self._values(batches, draw, wide)
             except Exception as error:  # a person's code may fail in any way
                 if not wide:
-                    raise NotMeasured from error
+                    words, kind = str(error).strip().partition("\n")[0], type(error).__name__
+                    raise NotMeasured(words if isinstance(error, NotMeasured) else f"{kind}: {words}") from error
         raise AssertionError
 
     def _values(
@@ -244,7 +258,7 @@ class StepInParts:
             model_builder(self._lines, self._folder, self._overrides), plan.seed, self._recorded.recipes
         )
         if any(tensor.is_complex() for tensor in (*module.parameters(), *module.buffers())) and wide:
-            raise NotMeasured
+            raise NotMeasured("it has complex numbers")
         module = module.double() if wide else module
         module.train(not self._evaluates)
         _add_noise(module, draw)
@@ -284,13 +298,14 @@ class StepInParts:
         with plain.drawing(whole, joined=len(inputs)):
             joined = _Joined(outputs, plain.output(whole))
             values = [_value(term, trained) for term in plain.terms(joined.output, whole)]
-        known = [
-            value.finite and not (self._mixes and joined.not_joined(term))
+        unknown = [
+            "" if value.finite and not mixed else _MIXED if mixed else "it is not finite"
             for term, value in zip(self._lines.terms, values, strict=True)
+            for mixed in [self._mixes and joined.not_joined(term)]
         ]
         return [
-            TermValues(value if is_known else None, [of_part[at] for of_part in parts])
-            for at, (value, is_known) in enumerate(zip(values, known, strict=True))
+            TermValues(None if reason else value, [of_part[at] for of_part in parts], reason)
+            for at, (value, reason) in enumerate(zip(values, unknown, strict=True))
         ]
 
 
@@ -316,7 +331,7 @@ class _Joined:
         leaves, spec = tree_flatten(whole)
         by_part = [tree_flatten(output)[0] for output in outputs]
         if any(len(part) != len(leaves) for part in by_part):
-            raise NotMeasured
+            raise NotMeasured("the model returns another number of tensors for more samples")
         self._whole = set[int]()
         columns = list(zip(*by_part, strict=True)) if leaves else []
         self.output: Any = tree_unflatten([self._leaf(*pair) for pair in zip(columns, leaves, strict=True)], spec)

@@ -241,6 +241,9 @@ def test_what_pointwise_operators_make_of_padding() -> None:
         unknown = one(call(op, shape, shape, result=shape), *held)
         assert unknown is not None and math.isnan(unknown), (op, held)
     assert one(call("aten.div.Tensor", shape, shape, result=shape), 0.0, None) == 0.0
+    counts = [torch.float32, torch.int64]  # of `amax`'s greatest entries, among which its gradient is split
+    ratio, zeros = call("aten.div.Tensor", shape, shape, result=shape), Extra(1, 1, 4, 6)
+    assert follow_padding(ratio, [(zeros,), (replace(zeros, held=None),)], counts) == [(zeros,)]
     assert one(call("aten.add.Tensor", shape, shape, result=shape), 1.0, 2.0) == 3.0
     assert one(call("aten.add.Tensor", shape, shape, result=shape), 1.0, None) is None
 

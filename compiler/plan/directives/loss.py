@@ -45,14 +45,14 @@ class Loss(Directive):
 
     `/ N` and `/ INPUT` behind a term say that it is a sum over the batch, which a step divides once: by a number, or by
     an input. The input is one number for the step, `input items float32 [1]`, as transformers' `num_items_in_batch`; or
-    one for each sample, `[B]`, whose sum over the step divides.
+    one for each sample, `[B]`, whose sum over the step divides. `cross_entropy(…)` takes neither, as it is a mean.
 
     A loss may be a sum of terms, as `cross_entropy(output.logits, targets) + 0.01 output.aux_loss`. Each term with a
     count, as a mean cross entropy, is divided by its own count of the whole step; each term that is a sum is added up.
     Other terms, such as the balance of experts over all tokens of a microbatch, are averaged over microbatches.
     """
 
-    USAGE = "loss [X] CALL | [X] PATH [/ DIVISOR] | [X] CALLABLE ARGS [/ DIVISOR] [+ ...]"
+    USAGE = "loss [X] CALL [/ DIVISOR] | [X] PATH [/ DIVISOR] | [X] CALLABLE ARGS [/ DIVISOR] [+ ...]"
 
     terms: tuple[LossTerm, ...] = argument(lambda line: tuple(map(_term, line.terms)))
 
@@ -81,19 +81,31 @@ class Loss(Directive):
         """The numbers of the terms that the plan divides, which are sums over the batch."""
         return frozenset(number for number, term in enumerate(self.terms, 1) if term.divisor is not None)
 
+    @property
+    def counted(self) -> frozenset[int]:
+        """The numbers of the plan's own cross entropies, which their counts of targets divide."""
+        return frozenset(number for number, term in enumerate(self.terms, 1) if term.kind == CROSS_ENTROPY)
+
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
         for term, arguments in zip(self.terms, self.arguments.terms, strict=True):
             yield from _check_term(term, arguments, scope)
 
 
 def _check_term(term: LossTerm, arguments: Arguments, scope: Scope) -> Iterator[Diagnostic]:
-    yield from _check_divisor(term, arguments, scope)
+    if term.target != CROSS_ENTROPY:
+        yield from _check_divisor(term, arguments, scope)
     if "path" in arguments:
         yield from _check_path(arguments)
         return
     yield from check_callable(arguments, "callable")
     if term.kind == CROSS_ENTROPY:
         yield from _check_call(term, arguments)
+    if term.target == CROSS_ENTROPY and term.divisor is not None:
+        help_ = "leave out what is behind `/`, or write a factor before it: `0.5 cross_entropy(…)`; a sum that the plan"
+        help_ += ' divides is a function of yours: `"file.py:total"(output, targets) / N`, which returns'
+        help_ += ' `F.cross_entropy(output.flatten(0, -2), targets.flatten(), reduction="sum")`'
+        message = "`cross_entropy` is a mean: a step divides it by the count of its targets already"
+        yield Diagnostic(BAD_VALUE, message, Label(arguments.span(DIVIDED)), help=help_)
     known = [line.name for line in scope.all(Input)]
     for item in _operands(arguments):
         if isinstance(item, Setting) and term.kind == CROSS_ENTROPY:
