@@ -317,6 +317,24 @@ def one_frame(of_model: Callable[[str], bool]) -> Iterator[None]:
 
 
 @contextmanager
+def loads_with_numbers() -> Iterator[None]:
+    """Enter a block in which ``torch.load`` reads the numbers of tensors also in a mode of fake ones, whatever name it
+    was imported by: into real storages, which an operator, ``set_``, then gives to tensors."""
+
+    def with_numbers(read: Any) -> Any:
+        def load(*args: Any, **options: Any) -> Any:
+            no_mode = {name: lambda *_: None for name in ("active_fake_mode", "detect_fake_mode")}
+            with mock.patch.multiple(torch._guards, **no_mode):
+                return read(*args, **options)
+
+        return load
+
+    readers = {name: with_numbers(getattr(torch.serialization, name)) for name in ("_load", "_legacy_load")}
+    with mock.patch.multiple(torch.serialization, **readers):
+        yield
+
+
+@contextmanager
 def without_checkpoints(refusal: Exception) -> Iterator[None]:
     """Enter a block in which ``torch.utils.checkpoint`` raises, whatever name it was imported by: a trace would lose
     it."""

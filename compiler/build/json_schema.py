@@ -93,6 +93,7 @@ MANIFEST_FORM: Form = {
     "init": Maybe({"folder": str, "rounded": bool, "tensors": [{
         "names": [str], "shape": [int], "dtype": str, "optional?": bool
     }]}),
+    "model_files?": str,
     "seed": int,
     "state": Each(_FLOAT),
     "experts?": Each({

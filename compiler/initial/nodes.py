@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils import _pytree as pytree
 
 from . import counter
@@ -167,9 +168,14 @@ class ComplexNode(RecipeNode):
 
 
 def seen_as(node: RecipeNode, dtype: torch.dtype) -> RecipeNode | None:
-    """Return the same storage viewed as complex numbers or as their parts; None for other dtypes."""
+    """Return the same storage viewed as complex numbers or as their parts, that of a literal as any dtype; None for
+    other dtypes."""
     if node.dtype == dtype:
         return node
+    if isinstance(node, LiteralNode) and node.flat.nbytes % dtype.itemsize == 0:
+        with unset_fake_temporarily():
+            flat = node.flat.view(dtype)
+        return LiteralNode(flat.numel(), dtype, flat)
     if node.dtype.is_complex and node.dtype.to_real() == dtype:
         return node.parts if isinstance(node, ComplexNode) else PartsNode(node.count * 2, dtype, node)
     if dtype.is_complex and dtype.to_real() == node.dtype:
@@ -241,11 +247,13 @@ class Fill(RecipeNode):
 
 @dataclass(frozen=True, eq=False)
 class LiteralNode(RecipeNode):
-    """Numbers of the module's code, or of real tensors in it."""
+    """Numbers of the module's code, of real tensors in it, or of a file that it reads."""
 
     flat: Tensor
 
     def at(self, index: Tensor, replay: Replay) -> Tensor:
+        if self.flat.numel() > index.numel():
+            return self.flat[index.cpu()].to(index.device)
         return self.flat.to(index.device)[index]
 
 

@@ -16,9 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from ..capture.attributes import attribute_tensors
 from ..capture.complex.form import own_form
 from ..capture.experts.forms import stack_lists
-from ..torch_private import shape_environment
+from ..torch_private import loads_with_numbers, shape_environment
 from .nodes import Draw, Read, Replay, Result, in_reals, reachable
-from .recorder import RecipeError, RecipeRecorder, deep_copies_by_operators, truncated_normals_by
+from .recorder import RecipeError, RecipeRecorder, arrays_and_buffers, deep_copies_by_operators, truncated_normals_by
 
 __all__ = ["Recipe", "RecipeError", "Recorded", "initialize", "record"]
 
@@ -68,6 +68,7 @@ class Recorded:
     module: nn.Module
     recipes: dict[str, Recipe]  # of parameters and buffers, by every name; tied ones share one recipe
     mode: FakeTensorMode  # of the module's tensors, for their capture
+    files: str  # a hash of the numbers that the building code read from files, "" if it read none
 
 
 class _SharedMode(FakeTensorMode):
@@ -94,7 +95,10 @@ def record(build: Callable[[], nn.Module], seed: int) -> Recorded:
     recorder = RecipeRecorder(mode, seed)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")  # by copy.deepcopy
-        with truncated_normals_by(recorder), deep_copies_by_operators(), mode, recorder:
+        with (
+            truncated_normals_by(recorder), deep_copies_by_operators(), arrays_and_buffers(recorder),
+            loads_with_numbers(), mode, recorder,
+        ):  # fmt: skip
             module = build()
             stack_lists(module)
     attributes = attribute_tensors(module)
@@ -117,7 +121,7 @@ def record(build: Callable[[], nn.Module], seed: int) -> Recorded:
 
     tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     recipes = {name: recipe_of(name, tensor) for name, tensor in tensors}
-    return Recorded(module, recipes, mode)
+    return Recorded(module, recipes, mode, recorder.hash_of_files())
 
 
 def initialize(

@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from hashlib import blake2b
 from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -22,7 +23,7 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ..ops.results import changed, example, results_of
 from ..ops.rules import facts
@@ -46,9 +47,14 @@ from .nodes import (
     seen_as,
 )
 
+aten = torch.ops.aten
+
 _MOST_OPERATORS = 200_000
 """The most operators that building a model may run, about two for each of its tensors: a mistyped number of layers
 would keep a machine busy until its memory is full."""
+
+_HASHED = 1024
+"""The most bytes of a storage's numbers that are hashed, evenly spaced."""
 
 
 class RecipeError(Exception):
@@ -73,6 +79,7 @@ class RecipeRecorder(TorchDispatchMode):
         self._mode = mode
         self._seed = seed
         self._nodes: dict[int, tuple[object, RecipeNode]] = {}  # by storage; holding it keeps its number from reuse
+        self._files: dict[int, tuple[UntypedStorage, UntypedStorage]] = {}  # by real storage: it, and the fake one
         self._draws = self._operators = 0
 
     def __torch_dispatch__(
@@ -85,10 +92,15 @@ class RecipeRecorder(TorchDispatchMode):
             raise RecipeError(f"{most}: does it have more layers than you meant?")
         leaves = [*_leaves((args, kwargs))]
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        if func is torch.ops.aten.lift_fresh.default and not isinstance(args[0], FakeTensor):
+        if func is aten.from_file.default:
+            with unset_fake_temporarily():
+                func, args, kwargs = aten.lift_fresh.default, (func(*args, **kwargs),), {}
+        if func is aten.lift_fresh.default and not isinstance(args[0], FakeTensor):
             fake = self.adopt(func(*args), args[0])
             self._forget_references()
             return fake
+        if func.overloadpacket is aten.set_ and len(args) > 1 and isinstance(args[1], UntypedStorage):
+            return func(args[0], self._of_file(args[1], args[0].dtype), *args[2:], **kwargs)
         if tensors and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
             with unset_fake_temporarily():  # numbers from outside stay numbers
                 return func(*args, **kwargs)
@@ -97,6 +109,8 @@ class RecipeRecorder(TorchDispatchMode):
         if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
             return self._compute_now(func, args, kwargs)
         written = _written_arguments(func, args, kwargs)
+        if any(not isinstance(tensor, FakeTensor) for tensor in written):
+            return self._write_outside(func, args, kwargs, written)
         # ``t_`` and the like change the strides of an operand
         before = changed((args, kwargs), self.read) if written else None
         try:
@@ -126,6 +140,10 @@ class RecipeRecorder(TorchDispatchMode):
                 flat = tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
             return dense(LiteralNode(flat.numel(), flat.dtype, flat), tensor.shape)
         _, node = self._nodes.get(tensor.untyped_storage()._cdata, (None, None))
+        if node is None and tensor.untyped_storage().device.type != "meta":  # of a real tensor, set as its ``data``
+            with unset_fake_temporarily():
+                flat = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage()).clone()
+            node = LiteralNode(flat.numel(), flat.dtype, flat)
         if node is None:
             raise RecipeError(f"a fake tensor of sizes {tuple(tensor.shape)} was made outside of the building code")
         seen = seen_as(node, tensor.dtype) if tensor.numel() else node
@@ -133,11 +151,44 @@ class RecipeRecorder(TorchDispatchMode):
             raise RecipeError(f"memory written as {node.dtype} is read as {tensor.dtype}: write it in that type")
         return Read(seen, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
+    def whole(self, tensor: Tensor) -> Tensor:
+        """Return the present numbers of a fake tensor: the building code needs them at once."""
+        read = self.read(tensor)
+        with unset_fake_temporarily(), _disable_current_modes():
+            return Replay(self._seed).whole(read)
+
+    def hash_of_files(self) -> str:
+        """Return a hash of the numbers that were read from files, "" if none were: of some of each storage, so a file
+        mapped into memory is not read as a whole. A step of training changes nearly all numbers."""
+        with unset_fake_temporarily():
+            flats = [torch.empty(0, dtype=torch.uint8).set_(real.cpu()) for real, _ in self._files.values()]
+            parts = sorted(f"{len(flat)} {flat[:: len(flat) // _HASHED + 1].tolist()}" for flat in flats)
+        return blake2b("\n".join(parts).encode(), digest_size=16).hexdigest() if parts else ""
+
     def adopt(self, fake: Tensor, real: Tensor) -> Tensor:
         """Record the numbers of a real tensor as those of a fake one."""
         _check_dense(real)
         self._store(fake, self.read(real).node)
         return fake
+
+    def _of_file(self, storage: UntypedStorage, dtype: torch.dtype) -> UntypedStorage:
+        """Return the fake storage of a real one, as readers of files fill it, with its numbers as a literal. They are
+        not copied: of a file that is mapped into memory, only what a rank asks for is read.
+
+        Raises:
+            RecipeError: it has no numbers.
+        """
+        if storage.device.type == "meta":
+            if storage._cdata in self._nodes:  # a fake tensor's
+                return storage
+            raise RecipeError('a tensor of the device "meta" has no numbers: give `torch.load` `map_location="cpu"`')
+        if storage._cdata not in self._files:
+            with unset_fake_temporarily():
+                flat = torch.empty(0, dtype=dtype, device=storage.device).set_(storage).cpu()
+            fake = torch.empty(flat.numel(), dtype=dtype, device=storage.device).untyped_storage()
+            self._nodes[fake._cdata] = (fake, LiteralNode(flat.numel(), dtype, flat))
+            self._files[storage._cdata] = (storage, fake)
+        return self._files[storage._cdata][1]
 
     def draw_truncated_normal(self, tensor: Tensor, mean: float, std: float, a: float, b: float) -> Tensor:
         """Fill a fake tensor from a normal distribution truncated to ``a`` and ``b``, by inversion."""
@@ -161,6 +212,15 @@ class RecipeRecorder(TorchDispatchMode):
         return pytree.tree_map(
             lambda leaf: self.adopt(self._mode.from_tensor(leaf), leaf) if isinstance(leaf, Tensor) else leaf, out
         )
+
+    def _write_outside(self, func: Any, args: Any, kwargs: Any, written: Sequence[Any]) -> Any:
+        """Run an operator that writes real tensors, such as globals of the model's file, with the numbers of fake
+        ones."""
+        if any(isinstance(tensor, FakeTensor) for tensor in written):
+            raise RecipeError(f"`{func}` writes tensors of the model and others together: write them one by one")
+        numbers = pytree.tree_map_only(FakeTensor, self.whole, (args, kwargs))
+        with unset_fake_temporarily():
+            return func(*numbers[0], **numbers[1])
 
     def _note(self, func: Any, call: tuple[Any, Any], leaves: Sequence[Any], written: Sequence[Any], out: Any) -> None:
         """Set the nodes of all storages that an operator allocated or wrote. Views share their storage's node. ``call``
@@ -266,6 +326,26 @@ def deep_copies_by_operators() -> Iterator[None]:
         return memo[id(tensor)]  # type: ignore[no-any-return]
 
     with mock.patch.object(Tensor, "__deepcopy__", deep_copy):
+        yield
+
+
+@contextmanager
+def arrays_and_buffers(recorder: RecipeRecorder) -> Iterator[None]:
+    """Enter a block in which ``numpy`` returns a fake tensor's numbers, in an array that cannot be written, and
+    ``torch.frombuffer`` a fake tensor."""
+    as_array, of_buffer = Tensor.numpy, torch.frombuffer
+
+    def numpy(tensor: Tensor, **options: Any) -> Any:
+        if not isinstance(tensor, FakeTensor):
+            return as_array(tensor, **options)
+        array = recorder.whole(tensor).numpy()
+        array.setflags(write=False)  # torch's would write the tensor
+        return array
+
+    def frombuffer(buffer: Any, **options: Any) -> Tensor:
+        return aten.lift_fresh.default(of_buffer(buffer, **options))  # type: ignore[no-any-return]
+
+    with mock.patch.object(Tensor, "numpy", numpy), mock.patch.object(torch, "frombuffer", frombuffer):
         yield
 
 

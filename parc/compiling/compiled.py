@@ -198,6 +198,7 @@ def manifest_of(compiled: Compiled) -> dict[str, Any]:
                       for fact, line in zip(facts["precision"], compiled.request.computing.precision, strict=True)],
         "compress": [{**fact, **_across(compiled, fact["axis"])} for fact in facts["compress"]],
         "init": init_facts(plan, compiled.recorded, compiled.captured),
+        **({"model_files": compiled.recorded.files} if compiled.recorded.files else {}),
         "aliases": dict(compiled.captured.aliases),
         "padding": facts_of(compiled.pads),
         "constants": constant_facts(compiled),

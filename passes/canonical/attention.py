@@ -3,8 +3,9 @@ streams."""
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,16 +26,14 @@ def _canonical_attention(c: Canonicalizer, node: Any) -> None:
     """Replace torch's attention by parc's own, which saves what its backward reads and draws its dropout from a
     stream."""
     arguments = arguments_of(node)
+    if not _has_four_dims(node, arguments):
+        _give_four_dims(c, node, arguments)
+        return
     q, k, v, mask = (arguments[name] for name in ("query", "key", "value", "attn_mask"))
     p = float(arguments["dropout_p"] or 0.0)
-    if noted(q).value.dim() == 3:
-        _add_head_dim(c, node, arguments)
-    if noted(q).value.dim() != 4:
-        return
     key = c.stream(node, c.rng) if p else None
     if mask is not None:
-        while noted(mask).value.dim() < 4:
-            mask = c.emit(node, aten.unsqueeze.default, mask, 0)
+        mask = _aligned(c, node, mask, 4)
         if mask in GradientFlow():
             _write_out_scores(c, node, {**arguments, "attn_mask": mask}, key)
             return
@@ -64,19 +63,77 @@ def _before_repeat(x: Any) -> fx.Node | None:
     return groups if fits and apart.args[1] in (2, -3) and noted(repeated).value.dim() == 5 else None
 
 
-def _add_head_dim(c: Canonicalizer, node: Any, arguments: Mapping[str, Any]) -> None:
-    """Give attention without heads a dim of one head: kernels disagree on the place of that dim."""
-    operands = arguments["query"], arguments["key"], arguments["value"]
-    if len({shape_of(x)[0] for x in operands}) > 1:
-        return
+def _has_four_dims(node: fx.Node, arguments: Mapping[str, Any]) -> bool:
+    """Return whether attention is that of four dims, in which nothing but heads of keys, and a mask, is broadcast."""
+    q, k, v = (shape_of(arguments[name]) for name in ("query", "key", "value"))
+    out, mask = shape_of(node), arguments["attn_mask"]
+    if not len(q) == len(k) == len(v) == len(out) == 4 or (mask is not None and len(shape_of(mask)) > 4):
+        return False
+    return q[:3] == out[:3] and k[0] == out[0] and k[:3] == v[:3] and q[1] % k[1] == 0
+
+
+def _give_four_dims(c: Canonicalizer, node: Any, arguments: Mapping[str, Any]) -> None:
+    """Give attention four dims: batch, heads, positions and sizes. Three dims are a batch and one head: kernels
+    disagree on the place of that dim. What torch broadcasts, such as queries that all samples share, or all operands
+    to a mask of more heads, is expanded."""
+    out, grouped = shape_of(node), bool(arguments["enable_gqa"])
+    apart = len(out) - (3 if len(out) > 3 or (grouped and len(out) == 3) else 2)
+    batch, heads = out[:apart], out[apart:-2]
+    q, k, v = operands = [arguments[name] for name in ("query", "key", "value")]
+    key_heads = [shape_of(x)[-3:-2] or (1,) for x in (k, v)] if heads else [(), ()]
+    read = key_heads[0] if key_heads[0] == key_heads[1] else heads
+    rows = max(shape_of(k)[-2], shape_of(v)[-2])
     mask = arguments["attn_mask"]
-    if mask is not None and len(shape_of(mask)) == 3:
-        mask = c.emit(node, aten.unsqueeze.default, mask, 1)
-    one_head = (c.emit(node, aten.unsqueeze.default, x, 1) for x in operands)
+    if mask is not None and len(shape_of(mask)) > len(heads) + 2:
+        mask = _aligned(c, node, mask, len(out))
+        if any(size > 1 for size in shape_of(mask)[:apart]):
+            mask = _expanded(c, node, mask, (*batch, *shape_of(mask)[apart:]))
+        mask = _joined_batch(c, node, mask, apart)
+    wanted = (*batch, *heads, out[-2]), (*batch, *read, rows), (*batch, *read, rows)
+    q, k, v = (
+        _joined_batch(c, node, _expanded(c, node, _aligned(c, node, x, len(out)), (*dims, shape_of(x)[-1])), apart)
+        for x, dims in zip(operands, wanted, strict=True)
+    )
     options = arguments["dropout_p"] or 0.0, arguments["is_causal"] or False
-    attention = c.emit(node, node.target, *one_head, mask, *options, scale=arguments["scale"])
-    c.replace(node, c.emit(node, aten.squeeze.dim, attention, 1))
+    attention = c.emit(
+        node,
+        node.target,
+        q,
+        k,
+        v,
+        mask,
+        *options,
+        scale=arguments["scale"],
+        enable_gqa=shape_of(q)[1] != shape_of(k)[1],
+    )
+    if len(out) == 3 and not heads:
+        c.replace(node, c.emit(node, aten.squeeze.dim, attention, 1))
+    else:
+        same = shape_of(attention) == out
+        c.replace(node, attention if same else c.emit(node, aten.reshape.default, attention, list(out)))
     _canonical_attention(c, attention)
+
+
+def _aligned(c: Canonicalizer, near: fx.Node, x: fx.Node, rank: int) -> fx.Node:
+    """Return a tensor with dims of one before its own, up to a rank."""
+    while len(shape_of(x)) < rank:
+        x = c.emit(near, aten.unsqueeze.default, x, 0)
+    return x
+
+
+def _expanded(c: Canonicalizer, near: fx.Node, x: fx.Node, sizes: Sequence[int]) -> fx.Node:
+    return x if shape_of(x) == tuple(sizes) else c.emit(near, aten.expand.default, x, list(sizes))
+
+
+def _joined_batch(c: Canonicalizer, near: fx.Node, x: fx.Node, apart: int) -> fx.Node:
+    """Return a tensor whose first ``apart`` dims are those of the batch in four dims: one of batch, one of heads."""
+    sizes = shape_of(x)
+    four = [math.prod(sizes[:apart]), *(sizes[apart:-2] or (1,)), *sizes[-2:]]
+    if list(sizes) == four:
+        return x
+    if len(sizes) == 3 and apart == 1:
+        return c.emit(near, aten.unsqueeze.default, x, 1)
+    return c.emit(near, aten.reshape.default, x, four)
 
 
 def _write_out_scores(c: Canonicalizer, node: fx.Node, arguments: Mapping[str, Any], key: fx.Node | None) -> None:

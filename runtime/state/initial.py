@@ -12,17 +12,18 @@ from typing import Any
 import torch
 
 from ...compiler.build.build import Build
+from ...compiler.build.directory import again
 from ...compiler.capture.complex.form import own_form
 from ...compiler.capture.model_calls import TaskLines, model_builder
 from ...compiler.initial.files import Expected, Weights, WeightsError, open_weights, shown_faults
-from ...compiler.initial.recipes import Recipe, record
+from ...compiler.initial.recipes import Recipe, Recorded, record
 from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.pieces import take
 from ...compiler.layout.placement import TensorType
 from ...compiler.padding.pads import Pad, pads_from
 from ...compiler.padding.tensors import grow, real_entries, spread
 from ...compiler.program.stacked import is_stacked, part_names
-from ...grammar.codes import BAD_WEIGHTS
+from ...grammar.codes import BAD_BUILD, BAD_WEIGHTS, MODEL_FAILED
 from ..ranks.faults import RunError
 from ..ranks.work import RankState
 from .step_state import first_state
@@ -63,6 +64,25 @@ def expected_of(line: Mapping[str, Any]) -> list[Expected]:
     ]
 
 
+def _record(build: Build, lines: TaskLines) -> Recorded:
+    """Return the model of a build, recorded here.
+
+    Raises:
+        RunError: making it fails here, or it reads other weights from files than at the build.
+    """
+    try:
+        recorded = record(model_builder(lines, build.folder), int(build.manifest["seed"]))
+    except Exception as error:  # of the model's code
+        message = f"making the model failed: {type(error).__name__}: {error}"
+        help_ = "a build is opened where the files that its model's code reads are"
+        raise RunError(MODEL_FAILED, message, help_) from error
+    if recorded.files != build.manifest.get("model_files", ""):
+        message = f"`{lines.model}` reads other weights from files than it did at the build"
+        help_ = f"put the files back, or {again(build.path)}; weights that change are read by an `init from` line"
+        raise RunError(BAD_BUILD, message, help_)
+    return recorded
+
+
 class Initial:
     """The initial values of one build for the rank at ``coordinates``."""
 
@@ -70,7 +90,7 @@ class Initial:
         self, build: Build, lines: TaskLines, mesh: Mesh, coordinates: Mapping[str, int], device: torch.device
     ) -> None:
         self._build, self._mesh, self._coordinates, self._device = build, mesh, coordinates, device
-        recorded = record(model_builder(lines, build.folder), int(build.manifest["seed"]))
+        recorded = _record(build, lines)
         self.module, self._recipes = recorded.module, recorded.recipes
         self._stacks = {
             part: (name, number)

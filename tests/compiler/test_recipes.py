@@ -2,15 +2,19 @@
 
 import copy
 import math
+import pickle
 import resource
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
@@ -344,6 +348,95 @@ def test_deep_copies_of_buffers_have_their_values_and_share_what_they_share() ->
     for name, value in expected.named_buffers():
         assert torch.equal(module.get_buffer(name), value), name
     assert module.get_buffer("1.rest").tolist() == [3, 4] and module.get_buffer("0.rest").tolist() == [2, 3]
+
+
+class Loaded(nn.Module):
+    """Layers whose weights are read from files."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm = nn.Linear(4, 3), nn.BatchNorm1d(3)
+
+
+def _load(module: Loaded, state: dict[str, Tensor]) -> None:
+    module.load_state_dict(state)
+
+
+def _assigned(module: Loaded) -> None:
+    state = torch.load("w.pt", map_location="cpu", mmap=True)
+    state["a.weight"][0].add_(torch.arange(4.0))
+    module.load_state_dict(state, assign=True)
+    state["a.bias"].copy_(torch.full((3,), 5.0))
+
+
+def _by_parts(module: Loaded) -> None:
+    with safe_open("w.safetensors", "pt") as file:
+        module.a.weight.data.copy_(file.get_slice("a.weight")[:])
+        module.a.bias = nn.Parameter(file.get_tensor("a.bias").to(torch.bfloat16))
+
+
+def _of_bytes(module: Loaded) -> None:
+    bytes_of = bytearray(torch.load("w.pt")["a.weight"].numpy().tobytes())
+    module.a.weight.data = torch.frombuffer(bytes_of, dtype=torch.float32).view(3, 4)
+
+
+def _outside(module: Loaded) -> None:
+    OUTSIDE.copy_(torch.load("w.pt")["a.weight"])
+    module.a.weight.data = OUTSIDE
+
+
+OUTSIDE = torch.zeros(3, 4)
+READ: dict[str, Callable[[Loaded], object]] = {
+    "torch.load": lambda module: _load(module, torch.load("w.pt")),
+    "an older file": lambda module: _load(module, torch.load("old.pt", weights_only=True)),
+    "mapped into memory, then written": _assigned,
+    "a module": lambda module: torch.load("module.pt", weights_only=False),
+    "pickle": lambda module: _load(module, pickle.loads(Path("w.pkl").read_bytes())),
+    "safetensors": lambda module: _load(module, load_file("w.safetensors")),
+    "parts of safetensors": _by_parts,
+    "numpy": lambda module: _load(module, {k: torch.from_numpy(v) for k, v in numpy.load("w.npz").items()}),
+    "a buffer": _of_bytes,
+    "a global tensor": _outside,
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_weights_that_the_building_code_reads_are_those_of_the_file(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    saved = Loaded()
+    state = saved.state_dict()
+    torch.save(state, "w.pt")
+    torch.save(state, "old.pt", _use_new_zipfile_serialization=False)
+    torch.save(saved, "module.pt")
+    Path("w.pkl").write_bytes(pickle.dumps(state))
+    save_file(state, "w.safetensors")
+    numpy.savez("w.npz", **{key: value.numpy() for key, value in state.items()})
+
+    def build() -> nn.Module:
+        module = Loaded()
+        nn.init.constant_(module.a.bias, 7.0)
+        nn.init.constant_(module.a.weight, 7.0)
+        whole = READ[name](module)
+        return whole if isinstance(whole, nn.Module) else module
+
+    plain = tensors(build())
+    OUTSIDE.zero_()
+    recorded = record(build, 0)
+    for path, value in plain.items():
+        recipe = recorded.recipes[path]
+        assert same(recipe.whole(), value.detach()), path
+        assert same(recipe.elements(torch.arange(value.numel())[::2]), value.detach().flatten()[::2])
+    torch.save({**state, "a.weight": state["a.weight"] + 1.0}, "w.pt")
+    changed = name in ("torch.load", "mapped into memory, then written", "a buffer", "a global tensor")
+    assert bool(recorded.files) == (name != "numpy") and (record(build, 0).files != recorded.files) == changed
+
+
+def test_a_file_read_without_its_numbers_is_refused(tmp_path: Path) -> None:
+    torch.save(torch.ones(3), tmp_path / "w.pt")
+    with pytest.raises(RecipeError, match=r"has no numbers: give `torch\.load` `map_location"):
+        record(lambda: Holder(torch.load(tmp_path / "w.pt", map_location="meta")), 0)
 
 
 def test_deep_copies_stay_under_the_mode() -> None:

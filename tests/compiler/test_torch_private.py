@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import sympy
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from parc.compiler.capture.capture import detach_without_gradients
@@ -22,6 +24,7 @@ from parc.compiler.torch_private import (
     compile_graph,
     fake_mode,
     is_composite,
+    loads_with_numbers,
     one_frame,
     quiet,
     trace,
@@ -186,3 +189,20 @@ def test_what_leaves_a_region_without_gradients_is_detached() -> None:
     assert detach_without_gradients(module)
     (inner,) = (child for child in module.children() if isinstance(child, torch.fx.GraphModule))
     assert targets(inner.graph)[-1] == "aten.detach.default"
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_files_are_read_into_real_storages_under_a_mode(tmp_path: Path, zipped: bool) -> None:
+    torch.save(torch.arange(3.0), tmp_path / "x.pt", _use_new_zipfile_serialization=zipped)
+    seen = []
+
+    class Reader(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.overloadpacket is aten.set_:
+                seen.append(args[1])
+                return args[0]
+            return func(*args, **(kwargs or {}))
+
+    with FakeTensorMode(), Reader(), loads_with_numbers():
+        torch.load(tmp_path / "x.pt")
+    assert [storage.tolist() for storage in seen] == [torch.arange(3.0).view(torch.uint8).tolist()]

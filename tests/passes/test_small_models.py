@@ -191,6 +191,37 @@ class Model(nn.Module):
     assert codes(compiled) == []
 
 
+ATTENTION = """
+        def more(self):
+            self.shared = nn.Parameter(torch.randn(1, 4, 8))
+            self.bias = nn.Parameter(torch.randn(4, 4))
+
+        def forward(self, x, t):
+            q, attend = self.fc(x), F.scaled_dot_product_attention
+            keep = (t[:, None] % 3 > 0) | torch.eye(4, dtype=torch.bool)
+            added = torch.zeros(keep.shape, dtype=x.dtype).masked_fill(~keep, float("-inf"))
+            heads = q.unflatten(-1, (4, 2)).transpose(1, 2)
+            return sum(y.square().mean() for y in (
+                *(attend(q[:, None], x[:, None], q[:, None], mask) for mask in (keep, added)),
+                attend(q, x, q, keep[:, None]),
+                attend(q, x, q, added + self.bias),
+                attend(self.shared, x, q, keep), attend(self.shared, x, q, is_causal=True),
+                attend(self.shared[:, None, :, :2], heads, heads, keep[:, None]),
+                attend(heads, heads[:, :1], heads, added[:, None]),
+                attend(heads, heads[:, 1:3], heads[:, :2], keep[:, None], enable_gqa=True),
+                attend(self.shared[0], self.bias.repeat(1, 2), self.bias),
+                attend(q[:, None, None], heads.repeat(1, 1, 1, 4)[:, None], q[:, None, None], keep[:, None, None]),
+            ))
+        """
+"""Attention of two to five dims whose queries, keys or mask broadcast. A mask may mix samples."""
+
+
+def test_attention_of_any_dims_is_parcs_own(tmp_path: Path) -> None:
+    compiled, _ = made(tmp_path, ATTENTION, f"{X}\n{T}\n{DATA.format('x, t')}")
+    forward = compiled.build.programs["F"].text()
+    assert forward.count("parc.attention.default") == 10 and "aten.scaled_dot_product" not in forward
+
+
 def test_an_input_that_nothing_reads_is_nothing_to_the_others(tmp_path: Path) -> None:
     body, inputs = UNREAD
     compiled, _ = made(tmp_path, body, f"{inputs}\n{DATA.format('x, y')}")

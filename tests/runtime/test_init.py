@@ -11,14 +11,18 @@ from safetensors.torch import save_file
 
 import parc
 from parc.build import build as build_checked
+from parc.checking.reports import report_of
 from parc.cli import main
-from parc.compiler.build.directory import read_build
+from parc.compiler.build.directory import read_build, write_build
 from parc.compiler.initial import files as weights_module
 from parc.compiler.initial.files import Expected, open_weights, shown_faults
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.layout.pieces import put_together
 from parc.compiler.layout.placement import Placement, Split, TensorType, parse_type
+from parc.compiler.plan.plan import read_plan
+from parc.compiling.driver import compile_plan
 from parc.grammar.diagnostics import PlanError
+from parc.grammar.source import Source
 from parc.runtime.ranks.faults import RunError
 from parc.runtime.state.initial import Initial
 from parc.runtime.state.opening import task_of
@@ -200,3 +204,47 @@ def test_a_folder_that_has_no_weights(tmp_path: Path, capsys: pytest.CaptureFixt
     save_file({"parameter.head.weight": torch.zeros(2)}, tmp_path / "weights" / "x.safetensors")
     assert main(["check", str(tmp_path / "build.parc")]) == 1
     assert "weights` is a checkpoint of a run: use `--resume`" in capsys.readouterr().err
+
+
+READS = """
+import torch
+from torch import nn
+
+def make():
+    layer = nn.Linear(8, 8, bias=False)
+    layer.load_state_dict(torch.load("w.pt"))
+    return layer
+"""
+ALONE = """
+model "./net.py:make"
+input x as input float32 [B, 8]
+input y int64 [B]
+sizes B=4
+loss cross_entropy(output, y)
+optimizer sgd lr 0.1
+mesh tp=2
+shard weight [_, _/tp]
+"""
+
+
+def test_weights_that_the_models_function_loads_are_those_of_the_build(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(READS)
+    weight = torch.arange(64.0).view(8, 8) / 64
+    torch.save({"weight": weight}, tmp_path / "w.pt")
+    compiled = compile_plan(read_plan(Source("plan.parc", ALONE)), tmp_path)
+    write_build(compiled.to_write(report_of(compiled)), tmp_path / "build")
+    opened = read_build(tmp_path / "build")
+    mesh = opened.programs["F"].mesh
+    types = {name: parse_type(text, mesh) for name, text in opened.manifest["parameters"].items()}
+
+    def piece(rank: int) -> torch.Tensor:
+        initial = Initial(opened, task_of(opened.manifest), mesh, mesh.coordinates(rank), CPU)
+        return initial.state(types, {}).parameters["weight"]
+
+    assert torch.equal(torch.cat([piece(0), piece(1)], 1), weight)
+    torch.save({"weight": weight + 1}, tmp_path / "w.pt")
+    with pytest.raises(RunError, match=r"\[P0211\] `./net.py:make` reads other weights from files than it did at the"):
+        piece(0)
+    (tmp_path / "w.pt").unlink()
+    with pytest.raises(RunError, match=r"\[P0201\] making the model failed: FileNotFoundError: .*'w.pt'"):
+        piece(1)
