@@ -323,13 +323,15 @@ def loads_with_numbers() -> Iterator[None]:
 
     def with_numbers(read: Any) -> Any:
         def load(*args: Any, **options: Any) -> Any:
-            no_mode = {name: lambda *_: None for name in ("active_fake_mode", "detect_fake_mode")}
+            no_mode: dict[str, Any] = dict.fromkeys(("active_fake_mode", "detect_fake_mode"), lambda *_: None)
             with mock.patch.multiple(torch._guards, **no_mode):
                 return read(*args, **options)
 
         return load
 
-    readers = {name: with_numbers(getattr(torch.serialization, name)) for name in ("_load", "_legacy_load")}
+    readers: dict[str, Any] = {
+        name: with_numbers(getattr(torch.serialization, name)) for name in ("_load", "_legacy_load")
+    }
     with mock.patch.multiple(torch.serialization, **readers):
         yield
 

@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from ..ops.own_ops import aten
 from ..ops.results import changed, example, results_of
 from ..ops.rules import facts
 from . import counter
@@ -46,8 +47,6 @@ from .nodes import (
     is_contiguous,
     seen_as,
 )
-
-aten = torch.ops.aten
 
 _MOST_OPERATORS = 200_000
 """The most operators that building a model may run, about two for each of its tensors: a mistyped number of layers
@@ -79,7 +78,8 @@ class RecipeRecorder(TorchDispatchMode):
         self._mode = mode
         self._seed = seed
         self._nodes: dict[int, tuple[object, RecipeNode]] = {}  # by storage; holding it keeps its number from reuse
-        self._files: dict[int, tuple[UntypedStorage, UntypedStorage]] = {}  # by real storage: it, and the fake one
+        self._fakes: dict[int, UntypedStorage] = {}  # by real storage
+        self.read_storages: dict[int, UntypedStorage] = {}  # by their numbers: real ones that readers of files fill
         self._draws = self._operators = 0
 
     def __torch_dispatch__(
@@ -161,7 +161,7 @@ class RecipeRecorder(TorchDispatchMode):
         """Return a hash of the numbers that were read from files, "" if none were: of some of each storage, so a file
         mapped into memory is not read as a whole. A step of training changes nearly all numbers."""
         with unset_fake_temporarily():
-            flats = [torch.empty(0, dtype=torch.uint8).set_(real.cpu()) for real, _ in self._files.values()]
+            flats = [torch.empty(0, dtype=torch.uint8).set_(real.cpu()) for real in self.read_storages.values()]
             parts = sorted(f"{len(flat)} {flat[:: len(flat) // _HASHED + 1].tolist()}" for flat in flats)
         return blake2b("\n".join(parts).encode(), digest_size=16).hexdigest() if parts else ""
 
@@ -182,13 +182,13 @@ class RecipeRecorder(TorchDispatchMode):
             if storage._cdata in self._nodes:  # a fake tensor's
                 return storage
             raise RecipeError('a tensor of the device "meta" has no numbers: give `torch.load` `map_location="cpu"`')
-        if storage._cdata not in self._files:
+        if storage._cdata not in self._fakes:
             with unset_fake_temporarily():
                 flat = torch.empty(0, dtype=dtype, device=storage.device).set_(storage).cpu()
             fake = torch.empty(flat.numel(), dtype=dtype, device=storage.device).untyped_storage()
             self._nodes[fake._cdata] = (fake, LiteralNode(flat.numel(), dtype, flat))
-            self._files[storage._cdata] = (storage, fake)
-        return self._files[storage._cdata][1]
+            self._fakes[storage._cdata], self.read_storages[storage._cdata] = fake, storage
+        return self._fakes[storage._cdata]
 
     def draw_truncated_normal(self, tensor: Tensor, mean: float, std: float, a: float, b: float) -> Tensor:
         """Fill a fake tensor from a normal distribution truncated to ``a`` and ``b``, by inversion."""
@@ -332,8 +332,9 @@ def deep_copies_by_operators() -> Iterator[None]:
 @contextmanager
 def arrays_and_buffers(recorder: RecipeRecorder) -> Iterator[None]:
     """Enter a block in which ``numpy`` returns a fake tensor's numbers, in an array that cannot be written, and
-    ``torch.frombuffer`` a fake tensor."""
-    as_array, of_buffer = Tensor.numpy, torch.frombuffer
+    ``torch.frombuffer`` a fake tensor. Storages that safetensors fills are noted: transformers does so in threads,
+    which are under no mode, so their tensors are real."""
+    as_array, of_buffer, as_tensor = Tensor.numpy, torch.frombuffer, torch.asarray
 
     def numpy(tensor: Tensor, **options: Any) -> Any:
         if not isinstance(tensor, FakeTensor):
@@ -345,7 +346,12 @@ def arrays_and_buffers(recorder: RecipeRecorder) -> Iterator[None]:
     def frombuffer(buffer: Any, **options: Any) -> Tensor:
         return aten.lift_fresh.default(of_buffer(buffer, **options))  # type: ignore[no-any-return]
 
-    with mock.patch.object(Tensor, "numpy", numpy), mock.patch.object(torch, "frombuffer", frombuffer):
+    def asarray(source: Any, **options: Any) -> Tensor:
+        if isinstance(source, UntypedStorage):
+            recorder.read_storages[source._cdata] = source
+        return as_tensor(source, **options)
+
+    with mock.patch.object(Tensor, "numpy", numpy), mock.patch.multiple(torch, frombuffer=frombuffer, asarray=asarray):
         yield
 
 
