@@ -12,14 +12,16 @@ import parc
 from parc.advice import warnings_of
 from parc.checking.checks import check_build
 from parc.checking.reports import report_of
+from parc.compiler.analysis.samples import may_read_size
 from parc.compiler.build.directory import write_build
 from parc.compiler.plan.plan import read_plan
+from parc.compiler.program.step_values import divisions_in
 from parc.compiling import driver
 from parc.compiling.compiled import Compiled
 from parc.compiling.driver import compile_plan
 from parc.grammar.diagnostics import PlanError
 from parc.grammar.source import Source
-from tests.cases.losses import outcome
+from tests.cases.losses import compiled_loss, outcome
 from tests.checked_plans import checked
 from tests.runtime.ranks import run_ranks
 
@@ -193,6 +195,23 @@ def test_a_loss_that_fails_on_more_samples_is_warned_of_where_its_graph_is_not_s
     assert [warning.code.name for warning in found] == ["P0217"] * bool(taken)
     for warning in found:
         assert reason in warning.message and taken in warning.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("names", "sure"),
+    [("mean ce ce_smooth masked mask_mean total ce_sum norm_rows cos_sum smooth bce by_targets", True),
+     ("each_scaled output_scaled sum_scaled weights_full dot huber_sum by_size ent square_of_each", False)],
+)  # fmt: skip
+def test_a_graph_is_sure_of_means_and_sums_without_numbers(
+    names: str, sure: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others are losses of which the graph says something wrong."""
+    monkeypatch.setattr(driver, "measure_of", lambda *_, **__: None)
+    for name in names.split():
+        compiled = compiled_loss(name, 4, tmp_path)
+        (division,), reference = divisions_in(compiled.build.manifest), compiled.build.reference
+        assert compiled.built.averaged == (), name
+        assert may_read_size(reference, 1, division) is not sure, name
 
 
 def test_a_term_that_the_plan_divides_needs_no_measuring(tmp_path: Path) -> None:

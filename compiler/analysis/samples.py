@@ -54,6 +54,8 @@ factor is the right one."""
 _UNKNOWN_DIM = Split(-1)
 """A split along an unknown dim: only sums over dim 0 are still seen."""
 _AXIS = "samples"
+_POWERS = ("exponent", "ord", "p")
+"""The arguments that name a power."""
 _MAY_KEEP_APART = ("shape", "dims", "index", "scatter")
 """The kinds of moves that may keep samples apart although the rules lose track of them."""
 
@@ -117,19 +119,21 @@ def dependences(reference: Program, unbatched: Collection[str] = (), strict: boo
     """Return the dependence on samples of each value that the captured graph returns. If ``strict``, whole numbers and
     operators without a rule mix samples too."""
     function = reference.functions[-1]
-    batched, size = _batched(function, unbatched)
-    start = Dependence(Split(0) if size > 1 else _UNKNOWN_DIM)  # dims of size 1 belong to no factor
-    starts = [start if value.name in batched else _WEIGHT if value.kind == "term" else _INDEPENDENT
-              for value in function.parameters]  # fmt: skip
+    starts, size = _starts(function, unbatched)
     returned = follow(reference, function, starts, lambda _, line, read: _line_dependences(line, read, size, strict))
     return dict(zip((key for key, _ in function.returns), returned, strict=True))
 
 
-def _batched(function: Function, unbatched: Collection[str]) -> tuple[set[str], int]:
-    """Return the parameters of a function that hold samples, and the number of these."""
+def _starts(function: Function, unbatched: Collection[str]) -> tuple[list[Dependence], int]:
+    """Return the dependence of a function's parameters on samples, and the number of these."""
     inputs = function.bound("input").items()
     batched = {value.name for name, value in inputs if name not in unbatched and value.type.shape}
-    return batched, min((value.type.shape[0] for value in function.parameters if value.name in batched), default=1)
+    size = min((value.type.shape[0] for value in function.parameters if value.name in batched), default=1)
+    start = Dependence(Split(0) if size > 1 else _UNKNOWN_DIM)  # dims of size 1 belong to no factor
+    return [
+        start if value.name in batched else _WEIGHT if value.kind == "term" else _INDEPENDENT
+        for value in function.parameters
+    ], size
 
 
 @lru_cache(maxsize=8192)
@@ -216,62 +220,73 @@ def _may_count(factor: object, size: int, terms: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Numbers:
-    """The numbers behind a value: whether it is made of parameters alone, whether one behind it, since the last layer,
-    may come from the size of the batch, and the count of entries that it adds up, 0 where it is no sum."""
+    """The numbers behind a value."""
 
+    samples: Dependence
     of_weights: bool = False
+    """True where it is made of parameters alone."""
     sized: bool = False
-    terms: int = 0
+    """True where a number since the last layer may come from the size of the batch."""
+    entries: int = 1
+    """The most entries of a value behind it, since the last layer."""
 
 
 def may_read_size(reference: Program, number: int, division: Division, unbatched: Collection[str] = ()) -> bool:
     """Return whether a term of the loss (numbered from 1), taken to have a ``division``, may compute with the size of a
-    microbatch, which in a graph is a number like others: one of its multiples, their roots, or one over these. Numbers
-    in front of a layer, which reads parameters, are those of the model. A sum over one sample may be any other."""
+    microbatch, or with a statistic of it: then the whole batch may make another number of it.
+
+    In a graph a size is a number like others: the count of some entries, its root, or one over these; or a tensor of
+    the code. What stands in front of a layer, which reads parameters, is the model's, and is not looked at. A sum over
+    one sample may be any other. Samples that meet in a microbatch of one sample are not seen.
+    """
     main = weighted_terms(reference.main).get(str(number), reference.main)
     main = main.returning({LOSS: dict(main.returns)[LOSS]})
-    _, size = _batched(main, unbatched)
-    starts = [_Numbers(of_weights=value.kind in PARAMETERS) for value in main.parameters]
+    samples, size = _starts(main, unbatched)
+    starts = [
+        _Numbers(start, value.kind in PARAMETERS, value.kind == "constant" and value.type.dtype.is_floating_point)
+        for value, start in zip(main.parameters, samples, strict=True)
+    ]
     term = replace(reference, functions=(main,))
-    (of_loss,) = follow(term, main, starts, lambda _, line, read: _line_sizes(line, read, size))
-    return division.by == "sum" if size == 1 else of_loss.sized
+    (of_loss,) = follow(term, main, starts, lambda _, line, read: _line_numbers(line, tuple(read), size))
+    return of_loss.sized or of_loss.samples.statistic or (size == 1 and division.by == "sum")
 
 
 @lru_cache(maxsize=8192)
-def _line_sizes(q: Question, read: Sequence[_Numbers], size: int) -> tuple[_Numbers, ...]:
+def _line_numbers(q: Question, read: tuple[_Numbers, ...], size: int) -> tuple[_Numbers, ...]:
+    """Return the numbers behind a line's results, from those behind the values that it reads."""
+    results = _line_dependences(q, tuple(operand.samples for operand in read), size, False)
     if read and all(operand.of_weights for operand in read):
-        return (_Numbers(of_weights=True),) * len(q.results)
-    pairs = zip(q.operands, read, strict=True)
+        return tuple(_Numbers(samples, of_weights=True) for samples in results)
+    pairs = list(zip(q.operands, read, strict=True))
     if any(operand.of_weights and type_.shape for type_, operand in pairs):
-        return (_Numbers(),) * len(q.results)
-    row, terms = facts(q.line.op), max((operand.terms for operand in read), default=0)
-    numbers = [abs(number) for number in _numbers_of(q.line) if number]
-    if row.computes in ("ratio", "multiple") and terms and {terms, 1 / terms}.intersection(numbers):
-        numbers, terms = [], 0  # a mean, whatever the size
-    sized = any(operand.sized for operand in read) or any(_is_of_size(number, size) for number in numbers)
-    if row.reduces == "sum":
-        terms = max(terms, 1) * (math.prod(q.operands[0].shape) // max(math.prod(q.results[0].shape), 1))
-    elif not (row.casts or row.moves or row.computes in ("ratio", "multiple")):
-        terms = 0
-    return (_Numbers(sized=sized, terms=terms),) * len(q.results)
+        return tuple(
+            _Numbers(replace(samples, statistic=False), entries=math.prod(type_.shape))
+            for samples, type_ in zip(results, q.results, strict=True)
+        )
+    entries = max([1, *(math.prod(type_.shape) for type_ in (*q.operands, *q.results)), *(x.entries for x in read)])
+    is_mean = any(operand.samples.adds == "sum" for operand in read) and results[0].adds == "mean"
+    counts = not is_mean and any(_may_count_some(abs(number), size, entries) for number in _numbers_of(q.line))
+    sized = counts or any(operand.sized for operand in read)
+    return tuple(_Numbers(samples, sized=sized, entries=entries) for samples in results)
 
 
 def _numbers_of(line: Line) -> Iterator[float]:
-    """Return the numbers that a line computes with; exponents are none."""
+    """Return the numbers with which a line computes in the place of tensors, but for those that name a power."""
     for at, argument in enumerate(operator(line.op)._schema.arguments):
         item = line.args[at] if at < len(line.args) else dict(line.kwargs).get(argument.name)
-        computed = any(word in str(argument.type) for word in ("Tensor", "number", "float"))
-        if computed and argument.name != "exponent" and isinstance(item, int | float) and not isinstance(item, bool):
+        computed = any(word in str(argument.type) for word in ("Tensor", "number"))
+        if computed and argument.name not in _POWERS and isinstance(item, int | float) and not isinstance(item, bool):
             yield item
 
 
-def _is_of_size(number: float, size: int) -> bool:
-    """Return whether a number is a multiple of the size of a batch, the root of one, or one over these."""
-    multiples = (power for base in (number, 1 / number) for power in (base, base**2))
+def _may_count_some(number: float, size: int, entries: int) -> bool:
+    """Return whether a number is the count of some entries of each of ``size`` samples, its root, or one over these."""
+    bases = (number, 1 / number) if number else ()
+    counts = (power for base in bases for power in (base, base**2) if 0.5 < power <= entries + 0.5)
     return any(
-        round(count) > 0 and round(count) % size == 0 and abs(count - round(count)) <= 1e-9 * count
-        for count in multiples
-        if math.isfinite(count)
+        round(count) % size == 0 and entries % round(count) == 0 and abs(count - round(count)) <= 1e-9 * count
+        for count in counts
+        if size > 1
     )
 
 
