@@ -120,6 +120,15 @@ class Table(nn.Module):
         return self.table(number)
 
 
+class Padded(Table):
+    '''A forward that fails on padding where it is not traced.'''
+
+    def forward(self, number):
+        if not torch.compiler.is_compiling() and bool((number == 0).any()):
+            raise ValueError("there is padding, and no mask")
+        return self.table(number)
+
+
 class Counted(nn.Module):
     '''Whole numbers that index after an addition, so no table's length is known to bound them.'''
 
@@ -174,6 +183,12 @@ def test_a_graph_that_is_its_module_raises_no_alarm(tmp_path: Path, model: str) 
     assert max(agreement.errors.values()) < 1e-12
     assert agreement.holds and agreement.compared.startswith("in float64, ") and agreement.share == 0.2
     assert not agreement.notes
+
+
+def test_a_module_that_fails_at_the_end_of_a_range_is_compared_without_it(tmp_path: Path) -> None:
+    agreement = compared(compiled(tmp_path, 'Padded"', ("x float32 [B, 4]", "number int64 [B]")))
+    (note,) = (note for note in agreement.notes if "there is padding" in note)
+    assert agreement.holds and note.startswith("no first and last numbers of ranges")
 
 
 @pytest.mark.parametrize(("width", "share"), [(0.02, 0.02), (0.0001, 0.0)])

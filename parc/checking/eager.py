@@ -21,7 +21,7 @@ from parc.compiler.program.actions import FORWARD
 from parc.compiling.compiled import Compiled
 from parc.compiling.observation import ObservedModel, check_later, observe, own_gradient
 from parc.compiling.plan_capture import capture_diagnostic, failure
-from parc.grammar.codes import AMPLIFIED, NEAR_TIE, NOT_FINITE, OTHER_FORM, OTHER_NUMBERS
+from parc.grammar.codes import AMPLIFIED, CAPTURE_FAILED, NEAR_TIE, NOT_FINITE, OTHER_FORM, OTHER_NUMBERS
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.grammar.nearest import listed
 from parc.runtime.compare.agreement import DRAWS
@@ -37,13 +37,28 @@ _NARROW_TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
 
 def compare_with_eager(compiled: Compiled, case: Case) -> ModuleAgreement:
-    """Compare the module as the user wrote it with the captured graph (``compare_module``).
+    """Compare the module as the user wrote it with the captured graph (``compare_module``). Where it fails on batches
+    that hold the ends of ranges, as on a row of padding, it is compared on others, and that is noted.
 
     Raises:
         PlanError: the module fails, does what a graph does not have, its numbers are not finite, or its gradients are
             not those of its forward.
     """
-    batches = ProbeBatches(compiled, case)
+    try:
+        return _compared(compiled, case, ProbeBatches(compiled, case))
+    except PlanError as error:
+        first = error.diagnostics[0]
+        if first.code not in (CAPTURE_FAILED, NOT_FINITE):
+            raise
+        try:
+            agreement = _compared(compiled, case, ProbeBatches(compiled, case, ends=False))
+        except PlanError:
+            raise error from None
+    note = f"no first and last numbers of ranges, such as tokens: with them {first.message}"
+    return replace(agreement, notes=[*agreement.notes, note])
+
+
+def _compared(compiled: Compiled, case: Case, batches: ProbeBatches) -> ModuleAgreement:
     later = batches.batch(2 * DRAWS)
     try:
         observed = observe(_observed(compiled), batches.batch(0), later)

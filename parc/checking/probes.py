@@ -102,11 +102,12 @@ class ProbeBatches:
     """The batches of probes for one compiled plan at its sizes.
 
     Attributes:
+        ends: whether the batches hold the first and the last number of each range, as tokens and classes have one.
         guessed: what is not of the plan's data although it should be, and why, "" where nothing is.
     """
 
-    def __init__(self, compiled: Compiled, case: Case) -> None:
-        self._compiled, self._case = compiled, case
+    def __init__(self, compiled: Compiled, case: Case, ends: bool = True) -> None:
+        self._compiled, self._case, self.ends = compiled, case, ends
         self._specs = input_specs(compiled.plan)
         self._bounds = class_bounds(case.reference)
         self._batched = {line.name for line in compiled.plan.inputs if line.dims[:1] == (BATCH,)}
@@ -131,7 +132,7 @@ class ProbeBatches:
 
     def _place_ends(self, name: str, value: Tensor, generator: torch.Generator) -> None:
         """Write the first and the last number of a range, each twice where there is room."""
-        if name not in self._bounds or not value.numel():
+        if not self.ends or name not in self._bounds or not value.numel():
             return
         last = self._bounds[name][0] - 1
         places = torch.randperm(value.numel(), generator=generator)[:4]
