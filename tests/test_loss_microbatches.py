@@ -147,6 +147,13 @@ def test_batch_statistics_are_not_asked_for_the_whole_batch(tmp_path: Path) -> N
     assert divisors(compilation) == ["averaged"]
 
 
+def test_a_loss_of_outputs_is_measured_behind_buffers_that_every_forward_writes(tmp_path: Path) -> None:
+    """A BatchNorm saves its running statistics for gradients, which are taken after later forwards."""
+    compilation = built(tmp_path, '"./models.py:each_scaled"(output.out)', 'way="mean", norm=true')
+    assert divisors(compilation) == ["mean"]
+    assert not check_build(compilation).warnings
+
+
 def test_each_term_has_its_own_divisor(tmp_path: Path) -> None:
     loss = '"./models.py:mean"(output.out) + 0.1 "./models.py:total"(output.out) + output.loss'
     compilation = built(tmp_path, loss)

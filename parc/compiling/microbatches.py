@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, final
 import numpy
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import allow_mutation_on_saved_tensors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
@@ -277,7 +278,9 @@ class StepInParts:
         capacities = {path: capacity.factor for path, capacity in capacities_of(plan, module).items()}
         plain = PlainModule(module, self._lines, self._folder, plan.seed, (), capacities)
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        with _default_dtype(torch.float64 if wide else torch.get_default_dtype()), _Narrowest() as narrowest:
+        dtype = torch.float64 if wide else torch.get_default_dtype()
+        # the gradients of a microbatch are taken again after later forwards have written the buffers that it saved
+        with _default_dtype(dtype), _Narrowest() as narrowest, allow_mutation_on_saved_tensors():
             values = self._run(plain, trained, inputs, whole, module)
         return values, _TOLERANCES[narrowest.bytes]
 
