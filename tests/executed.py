@@ -40,7 +40,18 @@ GPT_PLANS = {
 """Plans of the example's GPT."""
 COMPILED = "dp, tp, zero 1, bf16"
 """The plan that is run with ``--compile`` too."""
-ALL = {name: ("examples", text) for name, text in GPT_PLANS.items()} | PLANS
+ATTENTION_PLAN = """\
+model "./context_models.py:Net" (p=0.3, layers=1)
+input tokens int64 [B, S]
+input document int64 [B, S]
+input targets int64 [B, S]
+sizes B=4, S=12
+loss cross_entropy(output, targets)
+optimizer sgd lr 0.1
+"""
+"""A plan of attention with dropout, which parc computes by kernels of its own."""
+ALL = {name: ("examples", text) for name, text in GPT_PLANS.items()} | PLANS | {
+    "attention with dropout": ("tests", ATTENTION_PLAN)}  # fmt: skip
 
 
 _GPU = "a GPU's kernel: a first check on a GPU runs it; tests/runtime/test_gpu.py, test_flash.py"
@@ -59,6 +70,7 @@ NOT_EXECUTED = {
     "runtime/machine/compiled.py:Regions.distinct": _WORDS,
     "runtime/machine/compiled.py:_compile_error": _WORDS,
     "runtime/machine/execute.py:Machine._adding_to.add": _LARGE,
+    "runtime/machine/execute.py:_on_floats": "quotients of whole numbers in a simulation: tests/test_operator_cases.py",
     "runtime/machine/execute.py:in_ranges*": _WORDS,
     "runtime/machine/expert_kernels.py:_expert_sum": _FORMS,
     "runtime/machine/expert_kernels.py:_route": _FORMS,
