@@ -343,7 +343,8 @@ def check_values(graph: fx.Graph) -> None:
                 raise fault_at(node, f"{node.target} gives {what} depends on the values of tensors", "control", help_)
             if isinstance(value, torch.Tensor) and not is_supported(value.dtype):
                 binding: Binding | None = noted(node).binding
-                subject = f"the {binding.words} is" if binding is not None else f"{node.target} gives"
+                words = "" if binding is None else binding.words.strip()
+                subject = f"the {words} is" if words else f"{node.target} gives"
                 raise fault_at(node, f"{subject} {_dtype_text(value.dtype)}, a dtype that programs do not hold")
         if base_name(str(node.target)).strip("_").endswith("index_put") and _puts_by_mask(node):
             message = "trained values are put at the places of a mask, and only its values tell how many these are"
@@ -351,6 +352,9 @@ def check_values(graph: fx.Graph) -> None:
                 "choose with `torch.where`, or put them at positions that `__init__` makes: `mask.nonzero().squeeze(1)`"
             )
             raise fault_at(node, message, "control", help_)
+        if node.target is aten.view.dtype and noted(node.args[0]).value.dtype.is_floating_point:
+            message = f"the bits of {_dtype_text(noted(node.args[0]).value.dtype)} numbers are read as another type"
+            raise fault_at(node, message, help="compute with the numbers: `torch.frexp`, `floor`, comparisons")
         if facts(node.target).flops is not None:
             operands = node.args[:3] if "attention" in str(node.target) else node.args
             dtypes = [noted(n).value.dtype for n in operands if isinstance(n, fx.Node)]

@@ -44,6 +44,10 @@ SEEN: Mapping[str, Seen] = {
         "clip with `clip` of the `optimizer` line, give parameters another rate or none with its `for` lines and"
         " `freeze`, and write a scaled gradient as `0.1 * x + (0.9 * x).detach()`",
     ),
+    "packed": Seen(
+        "{} packs what backward reads into other numbers; a build's gradients are the forward's derivative",
+        "leave `saved_tensors_hooks` out; `recompute` and `offload activations` of the plan save memory exactly",
+    ),
     "shared": Seen(
         "the parameters {} are on one memory, and a build would train them as two",
         "make them one parameter, `b.weight = a.weight`, which a build keeps tied; or `clone` the memory of one",
@@ -196,6 +200,30 @@ def observing(model: nn.Module) -> Iterator[list[CaptureError]]:
         first, memory = before.get(name, (None, 0))
         if parameter is not first or parameter.untyped_storage()._cdata != memory:
             faults.append(_write_fault(name, parameter))
+
+
+@contextmanager
+def noting_packs(active: bool = True) -> Iterator[list[str]]:
+    """Enter a block in which the list gets the places that enter ``saved_tensors_hooks`` of their own; torch's own, as
+    ``save_on_cpu``, give back what they took. Unless ``active`` the hooks are not called."""
+    places, hooks = list[str](), torch.autograd.graph.saved_tensors_hooks
+    enter, leave = hooks.__enter__, hooks.__exit__
+
+    def is_own(of: Any) -> bool:
+        return type(of) is not hooks and type(of).__module__.startswith("torch.")
+
+    def entered(of: Any) -> None:
+        if not is_own(of):
+            places.append(calling_frame())
+        if active or is_own(of):
+            enter(of)
+
+    def left(of: Any, *error: Any) -> None:
+        if active or is_own(of):
+            leave(of, *error)
+
+    with mock.patch.object(hooks, "__enter__", entered), mock.patch.object(hooks, "__exit__", left):
+        yield places
 
 
 @contextmanager

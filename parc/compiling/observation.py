@@ -23,6 +23,7 @@ from parc.compiler.capture.observer import (
     as_if_traced,
     fault_of,
     kept_draws,
+    noting_packs,
     observing,
     own_backwards,
     python_draws,
@@ -106,7 +107,7 @@ class _Runs:
 
     def observe(self, inputs: Mapping[str, Tensor], others: Mapping[str, Tensor] | None) -> Observation:
         states = [self.state.take()]
-        with observing(self._module) as faults:
+        with observing(self._module) as faults, noting_packs() as packs:
             first = self._forward(inputs)
         drawn = python_draws() != self._seeded
         if faults:
@@ -116,6 +117,8 @@ class _Runs:
         states.append(self.state.take())
         if functions := own_backwards(first[-1]):
             self._check_scales(inputs, functions)
+        if packs and first[-1].requires_grad:
+            self._check_packs(inputs, packs[0])
         kept = state_changes(states[0], states[2])
         later = self._forward(others) if others is not None and (kept or not self.state.whole) else ()
         return Observation(functions, state_changes(states[1], states[2], tensors=False), later, kept)
@@ -173,6 +176,24 @@ class _Runs:
         message += " the next time, with the same inputs, weights and seeds of torch"
         return no_function(line, message, why)
 
+    def _gradients(self, inputs: Mapping[str, Tensor], scale: float = 1.0) -> dict[str, Tensor]:
+        """Return the gradients of the loss, times ``scale`` and divided by it."""
+        (self._forward(inputs)[-1] * scale).backward()
+        return {name: gradient.double() / scale for name, gradient in self._plain.take_gradients().items()}
+
+    def _check_packs(self, inputs: Mapping[str, Tensor], place: str) -> None:
+        """Check that gradients are the same without hooks on what backward reads.
+
+        Raises:
+            CaptureError: they are not.
+        """
+        usual = self._gradients(inputs)
+        with noting_packs(active=False):
+            plain = self._gradients(inputs)
+        for name, gradient in plain.items():
+            if bool((gradient - usual[name]).norm() > _ROUNDS * gradient.norm()):
+                raise fault_of("packed", "the forward", place)
+
     def _check_scales(self, inputs: Mapping[str, Tensor], functions: Sequence[str]) -> None:
         """Check that gradients are in proportion to the loss: a backward that clips is not its forward's derivative.
 
@@ -180,13 +201,9 @@ class _Runs:
             PlanError: they are not.
         """
 
-        def gradients(scale: float) -> dict[str, Tensor]:
-            (self._forward(inputs)[-1] * scale).backward()
-            return {name: gradient.double() / scale for name, gradient in self._plain.take_gradients().items()}
-
-        usual = gradients(1.0)
+        usual = self._gradients(inputs)
         for scale in _SCALES:
-            for name, gradient in gradients(scale).items():
+            for name, gradient in self._gradients(inputs, scale).items():
                 apart, size = (gradient - usual[name]).norm(), usual[name].norm()
                 if bool(apart.isfinite()) and bool(apart > _CLIPS * size + 1e-30):
                     raise PlanError([own_gradient(self._subject.plan.model, functions)])

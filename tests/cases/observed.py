@@ -67,6 +67,8 @@ EXPECTED = {
     "memoised": "verified",
     "side_loss": "verified",
     "tracing": "P0234",
+    "packed": "P0229",
+    "moved_away": "verified",
     "frozen_tower": "verified",
     "all_eval": "P0236",
 }

@@ -53,6 +53,10 @@ def _scores_of_positions(_: Net, h: Tensor, tokens: Tensor) -> Tensor:
     return h @ torch.softmax(apart.abs() * -0.5, -1)
 
 
+def _bits(_: Net, h: Tensor, tokens: Tensor) -> Tensor:
+    return h * (h.detach().view(torch.int32) >> 31).abs()
+
+
 def _odd(net: Net, h: Tensor, _: Tensor) -> Tensor:
     return torch.cat([h, net.none], 0) @ net.turned * net.number.exp()
 
@@ -67,6 +71,7 @@ KINDS: dict[str, Callable[[Net, Tensor, Tensor], Tensor]] = {
     "entries at a mask": lambda net, h, _: F.linear(h[:, net.even], net.part.t()),
     "a number of values": lambda net, h, _: h * len(torch.unique(h.argmax(1))),
     "ctc": _ctc,
+    "bits of numbers": _bits,
     "sparse": lambda net, h, _: h,
 }
 

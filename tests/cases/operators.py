@@ -34,6 +34,7 @@ REFUSED = {
     "entries at a mask": "P0202",
     "a number of values": "P0202",
     "ctc": "P0202",
+    "bits of numbers": "P0205",
     "sparse": "P0201",
     "table frequency=true, bag=true": "P0205",
 }
