@@ -199,8 +199,8 @@ def test_batch_statistics_are_a_microbatchs_in_a_mean(folder: Path, loss: str) -
     assert ("COUNT" in compilation.build.programs) == (loss == "smoothed")
 
 
-def test_batch_statistics_in_a_sum_are_warned_of(folder: Path) -> None:
-    assert warned(built(folder, "smoothed_sum", 2, norm=True))
+def test_a_sum_behind_batch_statistics_of_microbatches_adds_up(folder: Path) -> None:
+    assert not warned(built(folder, "smoothed_sum", 2, norm=True))
 
 
 def test_an_input_without_the_batch_belongs_to_all_samples(folder: Path) -> None:
