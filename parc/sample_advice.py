@@ -171,7 +171,11 @@ def _unshifted(compiled: Compiled, number: int, labels: str, known: int | None) 
         help_ = "let the data hold the tokens themselves as labels"
     else:
         message = f"{name} predicts the next token, and the loss compares its scores with `{labels}` at the same token"
-        own = f"write `loss output.loss`{with_labels}, which shifts labels by one"
-        help_ = f"{own}; or {held}, as an input `targets`" if _takes_labels(compiled) else f"{held}, as another input"
-        help_ = help_ if known is not None else f"{own}; or, if the data holds the next tokens, call them `targets`"
+        own_loss = f"write `loss output.loss`{with_labels}, which shifts labels by one"
+        help_ = (
+            f"{own_loss}; or {held}, as an input `targets`" if _takes_labels(compiled) else f"{held}, as another input"
+        )
+        help_ = (
+            help_ if known is not None else f"{own_loss}; or, if the data holds the next tokens, call them `targets`"
+        )
     return Diagnostic(UNSHIFTED, message, Label(plan.loss.term_span(number)), help=help_, severity=Severity.WARNING)

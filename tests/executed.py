@@ -23,7 +23,7 @@ from parc.compiler.build.directory import read_build
 from parc.runtime.compare.first_check import first_check
 from tests.planted_builds import PLANS, ROOT
 from tests.runtime.ranks import run_ranks
-from tests.runtime.tiny import BOTH, DATA, FLAT, PLAN
+from tests.runtime.tiny import ATTENTION, BOTH, DATA, FLAT, PLAN
 
 LOOKED_AT = ("runtime/backends", "runtime/machine", "runtime/state/optimizer.py")
 GPT_PLANS = {
@@ -40,18 +40,8 @@ GPT_PLANS = {
 """Plans of the example's GPT."""
 COMPILED = "dp, tp, zero 1, bf16"
 """The plan that is run with ``--compile`` too."""
-ATTENTION_PLAN = """\
-model "./context_models.py:Net" (p=0.3, layers=1)
-input tokens int64 [B, S]
-input document int64 [B, S]
-input targets int64 [B, S]
-sizes B=4, S=12
-loss cross_entropy(output, targets)
-optimizer sgd lr 0.1
-"""
-"""A plan of attention with dropout, which parc computes by kernels of its own."""
 ALL = {name: ("examples", text) for name, text in GPT_PLANS.items()} | PLANS | {
-    "attention with dropout": ("tests", ATTENTION_PLAN)}  # fmt: skip
+    "attention with dropout": ("tests", ATTENTION + "sizes B=4, S=12\n")}  # fmt: skip
 
 
 _GPU = "a GPU's kernel: a first check on a GPU runs it; tests/runtime/test_gpu.py, test_flash.py"

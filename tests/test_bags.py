@@ -122,34 +122,31 @@ def test_a_dlrm_trains_as_plain_pytorch_does(mode: str, entries: int, dp: int, t
     assert all(last for _, last in last_rows(module))
 
 
-def test_counts_of_a_bag_s_rows_are_refused_with_a_way_out(tmp_path: Path) -> None:
-    text = BAGS.format(chosen="", dp=1, tp=1, lines="").replace("./bag_models.py:Bags", "./counted.py:Counted")
-    (tmp_path / "counted.py").write_text(
+def own_bags(folder: Path, tables: str, output: str, dp: int = 1) -> str:
+    """Write a model of these tables, and return a plan of it."""
+    (folder / "own.py").write_text(
         "from torch import nn\n"
-        "class Counted(nn.Module):\n"
+        "class Own(nn.Module):\n"
         "    def __init__(self):\n"
         "        super().__init__()\n"
-        "        self.bag = nn.EmbeddingBag(12, 4, scale_grad_by_freq=True)\n"
+        f"        {tables}\n"
         "    def forward(self, items, starts):\n"
-        "        return self.bag(items)\n"
+        f"        return {output}\n"
     )
+    return BAGS.format(chosen="", dp=dp, tp=1, lines="").replace("./bag_models.py:Bags", "./own.py:Own")
+
+
+def test_counts_of_a_bag_s_rows_are_refused_with_a_way_out(tmp_path: Path) -> None:
+    text = own_bags(tmp_path, "self.bag = nn.EmbeddingBag(12, 4, scale_grad_by_freq=True)", "self.bag(items)")
     with pytest.raises(PlanError) as refused:
         compiled(text, tmp_path)
     (diagnostic,) = refused.value.diagnostics
     assert diagnostic.code.name == "P0205" and diagnostic.message.startswith("in `bag`: `scale_grad_by_freq` of a bag")
-    assert "nn.Embedding" in diagnostic.help and any("counted.py:7" in note for note in diagnostic.notes)
+    assert "nn.Embedding" in diagnostic.help and any("own.py:7" in note for note in diagnostic.notes)
 
 
 def test_sparse_gradients_are_trained_dense(tmp_path: Path) -> None:
-    text = BAGS.format(chosen="", dp=2, tp=1, lines="").replace("./bag_models.py:Bags", "./sparse.py:Sparse")
-    (tmp_path / "sparse.py").write_text(
-        "from torch import nn\n"
-        "class Sparse(nn.Module):\n"
-        "    def __init__(self):\n"
-        "        super().__init__()\n"
-        "        self.bag = nn.EmbeddingBag(12, 4, sparse=True)\n"
-        "        self.row = nn.Embedding(12, 4, sparse=True, padding_idx=-1)\n"
-        "    def forward(self, items, starts):\n"
-        "        return self.bag(items) + self.row(items).sum(1)\n"
-    )
+    bags = "self.bag = nn.EmbeddingBag(12, 4, sparse=True)"
+    rows = "self.row = nn.Embedding(12, 4, sparse=True, padding_idx=-1)"
+    text = own_bags(tmp_path, f"{bags}; {rows}", "self.bag(items) + self.row(items).sum(1)", dp=2)
     checked(compiled(text, tmp_path))

@@ -65,24 +65,6 @@ class NumPyCoin(Timed):
         return super().forward(tokens) * int(1 + numpy.random.randint(2))
 
 
-class Swish(torch.autograd.Function):
-    @staticmethod
-    def forward(context, x):
-        context.save_for_backward(x)
-        return x * torch.sigmoid(x)
-
-    @staticmethod
-    def backward(context, grad):
-        (x,) = context.saved_tensors
-        gate = torch.sigmoid(x)
-        return grad * gate * (1 + x * (1 - gate))
-
-
-class Saving(Timed):
-    def forward(self, tokens):
-        return Swish.apply(super().forward(tokens))
-
-
 class Unread(Timed):
     def forward(self, tokens):
         random.random()
@@ -252,10 +234,6 @@ def test_faults_of_the_users_code_are_said_at_its_line(
 
 def test_draws_of_pythons_that_nothing_follows_are_none(tmp_path: Path) -> None:
     assert not check_build(compiled(tmp_path, ("Timed", "Unread"))).faults
-
-
-def test_a_function_that_says_its_own_gradient_may(tmp_path: Path) -> None:
-    assert not check_build(compiled(tmp_path, ("Timed", "Saving"))).faults
 
 
 def test_a_model_that_fails_for_some_draws_leaves_pythons_as_they_were(tmp_path: Path) -> None:

@@ -114,15 +114,15 @@ def divisors(
     """Return the number by which a step divides the whole loss, and the weights of its terms by their numbers, from the
     ``counts`` of the whole step."""
 
-    def own(number: int) -> float:
+    def divisor_of(number: int) -> float:
         division = divisions[number - 1]
         if division.by == "count":
             return division.of(counts[COUNT if number == base else term_count(number)])
         return float(microbatches) if division.by == "mean" else 1.0
 
     base = base_term(divisions)
-    whole = own(base) if divisions else 1.0
-    return whole, {str(number): whole / own(number) for number in terms_with_weights(divisions)}
+    whole = divisor_of(base) if divisions else 1.0
+    return whole, {str(number): whole / divisor_of(number) for number in terms_with_weights(divisions)}
 
 
 def divisions_in(manifest: Mapping[str, Any]) -> tuple[Division, ...]:

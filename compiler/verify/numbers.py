@@ -199,8 +199,8 @@ def _line_numbers(question: Question, constants: tuple[float | None, ...] = ()) 
     def constant(item: Any) -> float | None:
         return constants[item.index] if isinstance(item, Operand) and constants else None
 
-    own = _numbers_of_call(target, call.args, dict(call.kwargs), constant)
-    return (own,) if own[1] else ()
+    numbered = _numbers_of_call(target, call.args, dict(call.kwargs), constant)
+    return (numbered,) if numbered[1] else ()
 
 
 @lru_cache(maxsize=8192)

@@ -64,7 +64,7 @@ class _SumMeaning:
     """The floor under a count."""
     over: Binding | float | None = None
     """The divisor of a count; of one over the count, the number that stands for it."""
-    own: Division = _PLAIN
+    floor_of_over: Division = _PLAIN
     """The floor under that divisor."""
     squares: tuple[str, ...] = ()
     """The names of the values whose squares are summed."""
@@ -113,9 +113,9 @@ def _scale_faults(
     wanted = {SCALE: _SumMeaning(whole, of_base) if one is None else _SumMeaning(whole, over=1.0 / one)}
     for text, number in weights.items():
         of_term, alone = divisions[number - 1], numbers[divisions[number - 1].by]
-        own = term_count(text) if alone is None else alone
+        divisor = term_count(text) if alone is None else alone
         wanted[term_weight(number)] = (
-            _SumMeaning(COUNT, of_base, own, of_term if alone is None else _PLAIN)
+            _SumMeaning(COUNT, of_base, divisor, of_term if alone is None else _PLAIN)
             if one is None else _SumMeaning(_COUNTED, over=one / (alone or 1.0))
         )  # fmt: skip
     for key, name in scale.main.returns:
@@ -174,7 +174,7 @@ def _sum_meaning(line: Line, operands: list[_SumMeaning | None]) -> _SumMeaning 
         if len(known) == 1:
             return replace(known[0], over=float(by)) if isinstance(by, int | float) else None
         counted = known[1] == _SumMeaning(known[1].binding, known[1].floor)
-        return replace(known[0], over=known[1].binding, own=known[1].floor) if counted else None
+        return replace(known[0], over=known[1].binding, floor_of_over=known[1].floor) if counted else None
     if len(known) == 1 and (floored := _floored(line, known[0])) is not None:
         return floored
     if line.op in _KEEPS or to_float:

@@ -53,7 +53,7 @@ class ModuleRun:
     """The user's module, in its own types or in float64, from the weights of probes.
 
     Attributes:
-        own: the floating type of its parameters.
+        dtype: the floating type of its parameters.
         changed: the parameters and buffers that its steps left with other numbers.
     """
 
@@ -61,7 +61,7 @@ class ModuleRun:
         build = model_builder(compiled.lines, compiled.folder, compiled.overrides)
         values = {**case.buffers, **case.parameters}
         module = initialize(build, compiled.plan.seed, compiled.recorded.recipes, values)
-        self.own = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
+        self.dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
         self._module: nn.Module = widen_module(module) if float64 else module
         if compiled.request.purpose != "training":
             module.eval()
@@ -99,7 +99,7 @@ class ModuleRun:
         with torch.random.fork_rng(devices=()), ExitStack() as within:
             torch.manual_seed(self._seed)
             if self._float64:
-                within.enter_context(in_float64(self.own))
+                within.enter_context(in_float64(self.dtype))
             if calls is not None:  # attention's fused kernels are no float64's
                 within.enter_context(calls)
                 within.enter_context(sdpa_kernel(SDPBackend.MATH))
@@ -211,8 +211,8 @@ def compare_module(compiled: Compiled, case: Case, batches: ProbeBatches, seed: 
     try:
         return _Comparison(compiled, case, batches, seed, float64=True).agreement()
     except _FailedError as error:
-        own = _Comparison(compiled, case, batches, seed, float64=False)
-        return own.agreement(f"not in float64: {error}")
+        in_module_types = _Comparison(compiled, case, batches, seed, float64=False)
+        return in_module_types.agreement(f"not in float64: {error}")
 
 
 class _Comparison:
@@ -221,7 +221,7 @@ class _Comparison:
     def __init__(self, compiled: Compiled, case: Case, batches: ProbeBatches, seed: int, float64: bool) -> None:
         self.compiled, self.case, self.batches, self.seed, self.float64 = compiled, case, batches, seed, float64
         self.module, self.margin = ModuleRun(compiled, case, float64), Margin()
-        self.types = "float64" if float64 else str(self.module.own).removeprefix("torch.")
+        self.types = "float64" if float64 else str(self.module.dtype).removeprefix("torch.")
         constants = compiled.captured.constants  # in the module's code, not in the module
         self.buffers = {name: value for name, value in case.buffers.items() if name not in constants}
 
@@ -266,8 +266,8 @@ class _Comparison:
 
     def _other_calls(self, at: _AtProbe) -> str:
         """Return where the module calls another operator in float64 than in its own types; "" where it does not."""
-        own, noted = ModuleRun(self.compiled, self.case, float64=False), []
-        for module, inputs in ((own, self.batches.batch(at.seed)), (self.module, at.inputs[0])):
+        in_module_types, noted = ModuleRun(self.compiled, self.case, float64=False), []
+        for module, inputs in ((in_module_types, self.batches.batch(at.seed)), (self.module, at.inputs[0])):
             module.begin(at.probe)
             with Calls() as calls:
                 module.step(inputs, 0, calls)
@@ -351,7 +351,7 @@ class _AtProbe:
 
     @property
     def _rounding(self) -> float:
-        return torch.finfo(torch.float64 if self._within.float64 else self._within.module.own).eps
+        return torch.finfo(torch.float64 if self._within.float64 else self._within.module.dtype).eps
 
     def _changed_by_rounding(self, draw: int) -> list[dict[Binding, float]]:
         """Return, for each step, how far each tensor moves where every weight and input is moved by one rounding. Own

@@ -95,17 +95,8 @@ def _give_four_dims(c: Canonicalizer, node: Any, arguments: Mapping[str, Any]) -
         for x, dims in zip(operands, wanted, strict=True)
     )
     options = arguments["dropout_p"] or 0.0, arguments["is_causal"] or False
-    attention = c.emit(
-        node,
-        node.target,
-        q,
-        k,
-        v,
-        mask,
-        *options,
-        scale=arguments["scale"],
-        enable_gqa=shape_of(q)[1] != shape_of(k)[1],
-    )
+    grouped = shape_of(q)[1] != shape_of(k)[1]
+    attention = c.emit(node, node.target, q, k, v, mask, *options, scale=arguments["scale"], enable_gqa=grouped)
     if len(out) == 3 and not heads:
         c.replace(node, c.emit(node, aten.squeeze.dim, attention, 1))
     else:

@@ -353,14 +353,14 @@ def _in_units(program: Program, units: Iterable[Sequence[Binding]], bucket: int)
     first = [key for key, name in main.returns if name not in main.makers or main.makers[name].op not in apart]
     parts, known = list[Sequence[Line]](), set[int]()
     for unit in (first, *units, names):
-        pending, own = [names[key] for key in unit if key in names], set[int]()
+        pending, of_unit = [names[key] for key in unit if key in names], set[int]()
         while pending:
             line = main.makers.get(pending.pop())
             if line is not None and (at := main.at(line)) not in known:
-                own.add(at)
+                of_unit.add(at)
                 known.add(at)
                 pending += line.uses
-        parts.append([main.lines[at] for at in sorted(own)])
+        parts.append([main.lines[at] for at in sorted(of_unit)])
     lines = tuple(_Overlap(program, main, bucket, 0, apart).in_parts(parts))
     return replace(program, functions=(replace(main, lines=lines),))
 

@@ -202,13 +202,13 @@ def scale_programs(step: StepMaterials) -> Iterator[Program]:
         scale = write.emit("aten.full.default", ([], 1.0 / below), whole, name="scale", dtype=dtype)
     returns = []
     for number in terms_with_weights(step.divisions):
-        own, name = divisors[number], f"term_{number}"
+        divisor, name = divisors[number], f"term_{number}"
         if isinstance(below, Value):
-            by = Ref(own.name) if isinstance(own, Value) else own
+            by = Ref(divisor.name) if isinstance(divisor, Value) else divisor
             weight = write.emit("aten.div.Tensor", (Ref(below.name), by), whole, name=name)
         else:  # no term has a count
-            assert not isinstance(own, Value)
-            weight = write.emit("aten.full.default", ([], below / own), whole, name=name, dtype=dtype)
+            assert not isinstance(divisor, Value)
+            weight = write.emit("aten.full.default", ([], below / divisor), whole, name=name, dtype=dtype)
         returns.append((term_weight(number), weight.name))
     if step.scaled:
         loss_scale = write.take(LOSS_SCALE.name, whole_type(step.mesh, torch.float32), LOSS_SCALE)

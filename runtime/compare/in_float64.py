@@ -37,16 +37,18 @@ def widen_module(module: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def in_float64(own: torch.dtype) -> Iterator[None]:
+def in_float64(dtype_of_model: torch.dtype) -> Iterator[None]:
     """Enter a block in which operators compute in float64, also where code asks for a narrower type. Facts of float64,
-    as its smallest number, are those of the model's ``own`` type: a captured graph has them as constants."""
+    as its smallest number, are those of ``dtype_of_model``: a captured graph has them as constants."""
     finfo, rms_norm = torch.finfo, torch.rms_norm
 
     def info(dtype: torch.dtype | None = None) -> torch.finfo:
-        return finfo(own if dtype is torch.float64 else torch.get_default_dtype() if dtype is None else dtype)
+        return finfo(
+            dtype_of_model if dtype is torch.float64 else torch.get_default_dtype() if dtype is None else dtype
+        )
 
     def norm(input: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-        return rms_norm(input, shape, weight, finfo(own).eps if eps is None else eps)
+        return rms_norm(input, shape, weight, finfo(dtype_of_model).eps if eps is None else eps)
 
     with ExitStack() as within:
         within.enter_context(patch.object(torch, "finfo", info))

@@ -110,10 +110,10 @@ class Bounds:
         largest entry is ``largest``. Whole numbers and counts are never rounded."""
         if not dtype.is_floating_point or kind in NUMBERS:
             return 0.0
-        noise, own = _FACTOR * math.sqrt(max(1, self.steps)), torch.finfo(dtype).eps
+        noise, eps = _FACTOR * math.sqrt(max(1, self.steps)), torch.finfo(dtype).eps
         if self.rate and kind in ("parameter", AVERAGE):
-            return min(noise * own, _MOST) * largest + max(_SIGNS, noise * self.eps) * self.rate
-        return min(noise * max(own, self.eps), _MOST) * largest
+            return min(noise * eps, _MOST) * largest + max(_SIGNS, noise * self.eps) * self.rate
+        return min(noise * max(eps, self.eps), _MOST) * largest
 
 
 def narrowest_eps(roles: Iterable[Role]) -> float:

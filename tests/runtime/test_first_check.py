@@ -39,7 +39,7 @@ from parc.runtime.state.optimizer import rate
 from tests.checked_plans import compiled
 from tests.planted_builds import ROOT
 from tests.runtime.ranks import run_ranks
-from tests.runtime.tiny import BOTH, DATA, EXAMPLES, FLAT
+from tests.runtime.tiny import ATTENTION, BOTH, DATA, EXAMPLES, FLAT
 
 CPU = torch.device("cpu")
 RATES = "optimizer adamw lr cosine 1e-2 warmup 2 to 1e-3 over 8 eps 1e-5 weight_decay 0.1 clip 0.1\nema 0.9\n"
@@ -319,19 +319,8 @@ def test_bounds_of_a_step_at_full_sizes_are_those_of_its_narrow_type(
 # ---- the step in the programs' own types
 
 
-ATTENTION = """\
-model "./context_models.py:Net" (p=0.3, layers=1)
-input tokens int64 [B, S]
-input document int64 [B, S]
-input targets int64 [B, S]
-sizes B=2, S=24
-loss cross_entropy(output, targets)
-optimizer sgd lr 0.1
-mesh cp=2
-context blocks.* dim S over cp using ring
-"""
-"""A plan whose attention has dropout, which parc's own kernel computes."""
-NARROW = ATTENTION + "precision bf16\n"
+IN_CONTEXT = ATTENTION + "sizes B=2, S=24\nmesh cp=2\ncontext blocks.* dim S over cp using ring\n"
+NARROW = IN_CONTEXT + "precision bf16\n"
 
 
 def simulated_step(plan: str) -> own_types.OwnStep:
@@ -339,7 +328,7 @@ def simulated_step(plan: str) -> own_types.OwnStep:
 
 
 def test_what_only_float64_computes_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert simulated_step(ATTENTION).worst[0] < 0.5
+    assert simulated_step(IN_CONTEXT).worst[0] < 0.5
     real = attention._weights
 
     def wrong(scores: Tensor, lse: Tensor) -> Tensor:
@@ -347,7 +336,7 @@ def test_what_only_float64_computes_is_noticed(monkeypatch: pytest.MonkeyPatch) 
         return weights if weights.dtype == torch.float64 else weights * 0.9
 
     monkeypatch.setattr(attention, "_weights", wrong)
-    worst, name = simulated_step(ATTENTION).worst
+    worst, name = simulated_step(IN_CONTEXT).worst
     assert worst > 10 and name.startswith("gradient")
 
 
@@ -384,7 +373,7 @@ def test_data_at_which_no_top_k_nearly_ties_are_kept(
         return own_types.OwnStep(seed, {}, worst=(worst, "loss")), tied
 
     monkeypatch.setattr(own_types, "_own_step", drawn_step)
-    assert simulated_step(ATTENTION).seed == kept and len(seeds) == drawn
+    assert simulated_step(IN_CONTEXT).seed == kept and len(seeds) == drawn
 
 
 OVERFLOWS = """\

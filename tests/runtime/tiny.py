@@ -33,6 +33,15 @@ steps     3
 schedule  microbatches 2
 """
 FLAT = PLAN.replace("layers=2", "layers=1")
+ATTENTION = """\
+model "./context_models.py:Net" (p=0.3, layers=1)
+input tokens int64 [B, S]
+input document int64 [B, S]
+input targets int64 [B, S]
+loss cross_entropy(output, targets)
+optimizer sgd lr 0.1
+"""
+"""A plan without sizes, in `tests`: its attention has dropout, which parc computes by a kernel of its own."""
 ONE = ""
 EVAL = "eval\n"
 DATA = """
