@@ -6,7 +6,10 @@ import pytest
 
 from tests.cases.operators import case
 
-QUICK = ("linear of positions", "scores of positions", "odd parameters", "values at a mask", "ctc", "sparse")
+QUICK = (
+    "linear of positions", "scores of positions", "odd parameters", "values at a mask", "ctc", "sparse",
+    "products of prefixes", "autocast softmax", "autocast layer_norm",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", QUICK)

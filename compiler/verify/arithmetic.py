@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..analysis.dataflow import Question, follow, line_call
+from ..analysis.torch_runs import run_line
 from ..layout.collectives import COLLECTIVES
 from ..ops.factors import fill_operands
 from ..ops.precision import base_name
@@ -197,40 +198,59 @@ def _whole(value: Any) -> bool:
 def check_integers(programs: Mapping[str, Program], reference: Program) -> Iterator[Fault]:
     """Find arithmetic of whole numbers in COUNT, F and B that the captured graph does not have."""
     if "integers" not in reference.main.derived:
-        reference.main.derived["integers"] = _model_arithmetic(reference)
-    express, known = reference.main.derived["integers"]
+        reference.main.derived["integers"] = _ModelArithmetic(reference)
+    model: _ModelArithmetic = reference.main.derived["integers"]
     saved: dict[str, int] = {}
     for program in [programs[row.kind] for row in step_kinds() if row.each and row.kind in programs]:
-        expressions, faults = _checked_arithmetic(program, express, known, saved)
+        expressions, faults = _checked_arithmetic(program, model, saved)
         ends = zip(program.main.returns, expressions, strict=True)
         saved.update((key.name, expression) for (key, _), expression in ends if key.kind == "saved")
         yield from faults
 
 
-def _model_arithmetic(reference: Program) -> tuple[_Expressions, set[int]]:
-    """Return the expressions of the captured graph, and those of its arithmetic."""
-    express = _Expressions()
-    known: set[int] = set()
+class _ModelArithmetic:
+    """The arithmetic of the captured graph in expressions, and that of torch's derivatives of its operators."""
 
-    def noted(_: str, question: Question, operands: tuple[int, ...]) -> list[int]:
-        computed = express.computed(question, operands)
-        known.update(computed.arithmetic, computed.tables, express.ignored(question, operands))
+    def __init__(self, reference: Program) -> None:
+        self.express = _Expressions()
+        self.known: set[int] = set()
+        self._questions: dict[Question, None] = {}
+        self._of_derivatives: set[int] | None = None
+        for function in reference.functions:
+            parameters = [self.express.source(value, {}) for value in function.parameters]
+            follow(reference, function, parameters, self._note)
+
+    def _note(self, _: str, question: Question, operands: tuple[int, ...]) -> list[int]:
+        computed = self.express.computed(question, operands)
+        self.known.update(computed.arithmetic, computed.tables, self.express.ignored(question, operands))
+        if any(type_.dtype.is_floating_point for type_ in question.operands) and question.line.op not in COLLECTIVES:
+            self._questions[question] = None
         return computed.results
 
-    for function in reference.functions:
-        follow(reference, function, [express.source(value, {}) for value in function.parameters], noted)
-    return express, known
+    def of_derivatives(self) -> set[int]:
+        """Return the arithmetic of derivatives, such as that of positions in the derivative of ``cumprod``."""
+        if self._of_derivatives is None:
+            runs = (run_line(question, self._watch, derivative=True) for question in self._questions)
+            self._of_derivatives = {expression for run in runs for expression in run.arithmetic}
+        return self._of_derivatives
+
+    def _watch(self, operands: Sequence[torch.Tensor]) -> _Decomposition:
+        whole = self.express("whole numbers under a derivative")
+        expressions = [_ACTIVATION if x.is_floating_point() else whole for x in operands]
+        return _Decomposition(self.express, operands, expressions)
 
 
 def _checked_arithmetic(
-    program: Program, express: _Expressions, known: set[int], saved: Mapping[str, int]
+    program: Program, model: _ModelArithmetic, saved: Mapping[str, int]
 ) -> tuple[list[int], list[Fault]]:
-    """Return the expressions of a program's results, and the faults of lines with arithmetic that is not ``known``."""
+    """Return the expressions of a program's results, and the faults of lines with arithmetic that is not the model's.
+    B may have that of derivatives too."""
+    express, backward = model.express, program.action == BACKWARD
 
     def checked(question: Question, operands: tuple[int, ...]) -> tuple[list[int], str]:
         computed = express.computed(question, operands)
-        tables = computed.tables if program.action != BACKWARD else ()  # B also differentiates tables
-        if known.issuperset([*computed.arithmetic, *tables]):
+        other = {*computed.arithmetic, *(() if backward else computed.tables)} - model.known
+        if not other or (backward and other <= model.of_derivatives()):
             return computed.results, ""
         what = "whole numbers" if computed.arithmetic else "tables"
         return computed.results, f"{question.line.op} makes other {what} than the model"

@@ -13,17 +13,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from functools import lru_cache
 from math import isnan, nan
 from typing import Any
 
 import torch
-from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ..analysis.dataflow import Question, line_call, questions
+from ..analysis.torch_runs import run_line
 from ..layout.collectives import COLLECTIVES
 from ..ops.factors import Operand, fill_operands
 from ..ops.precision import base_name
@@ -31,7 +29,6 @@ from ..ops.rules import facts
 from ..program.actions import BACKWARD, COUNTING, FORWARD
 from ..program.binding import PARAMETERS
 from ..program.program import Fault, Function, Program, operator
-from ..torch_private import quiet
 
 Numbered = tuple[str, tuple[tuple[str, float], ...]]
 """An operator without its overload, and those of its arguments that are numbers other than its defaults, by name."""
@@ -193,7 +190,7 @@ def _line_numbers(question: Question, constants: tuple[float | None, ...] = ()) 
     target, row = operator(line.op), facts(line.op)
     plain = row.moves or row.precision == "product" or line.op.startswith("parc.")
     if not plain and target.has_kernel_for_dispatch_key(_COMPOSITE):
-        return tuple(_run(question, constants))
+        return tuple(_numbers_of_parts(question, constants))
     call = line_call(line, question.operands, question.results, lambda item: item.size)
 
     def constant(item: Any) -> float | None:
@@ -208,7 +205,7 @@ def _derivative_numbers(question: Question) -> frozenset[Numbered]:
     """Return the numbers with which torch's derivative of a line computes."""
     if question.line.op in COLLECTIVES or not _floating(question):
         return frozenset()
-    return frozenset(_run(question, differentiate=True))
+    return frozenset(run_line(question, lambda _: _Recorder(None), derivative=True).numbers)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -253,17 +250,17 @@ def _number(number: float) -> float:
 
 
 class _Recorder(TorchDispatchMode):
-    """A mode that notes the numbers of the operators that run in it. With ``constants``, the numbers that tensors
-    repeat by their ids, it follows these."""
+    """A mode that notes the numbers of the operators that run in it. It follows ``constants``, the numbers that tensors
+    repeat by the ids of these; none where that is None."""
 
-    def __init__(self) -> None:
+    def __init__(self, constants: dict[int, float] | None) -> None:
         super().__init__()
         self.numbers: list[Numbered] = []
-        self.constants: dict[int, float] | None = None
+        self._constants = constants
         self._alive: list[Any] = []  # tensors that live keep their ids
 
     def _constant(self, item: Any) -> float | None:
-        return self.constants.get(id(item)) if self.constants is not None else None
+        return self._constants.get(id(item)) if self._constants is not None else None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         numbered = _numbers_of_call(func, args, kwargs or {}, self._constant)
@@ -272,63 +269,16 @@ class _Recorder(TorchDispatchMode):
         self._alive.append(result)
         repeated = self._constant(args[0]) if args and (row.keeps_values or row.casts) else None
         number = _number(row.number_in(args)) if row.creates else repeated
-        if number is not None and self.constants is not None:
-            self.constants[id(result)] = number
+        if number is not None and self._constants is not None:
+            self._constants[id(result)] = number
         return result
 
 
-def _run(
-    question: Question, constants: tuple[float | None, ...] = (), differentiate: bool = False
-) -> list[Numbered]:  # fmt: skip
-    """Run a line on tensors without numbers, and its derivative if it is to be differentiated. Return the numbers of
-    the operators in it."""
-    with quiet():
-        try:
-            return _run_on("meta", nullcontext(), question, constants, differentiate)
-        except NotImplementedError:  # there is no kernel
-            return _run_on("cpu", FakeTensorMode(), question, constants, differentiate)
+def _numbers_of_parts(question: Question, constants: tuple[float | None, ...]) -> list[Numbered]:
+    """Return the numbers of the operators that a line is made of; ``constants`` are those that its operands repeat."""
 
+    def watch(operands: Sequence[torch.Tensor]) -> _Recorder:
+        pairs = zip(operands, constants or (None,) * len(operands), strict=True)
+        return _Recorder({id(tensor): number for tensor, number in pairs if number is not None})
 
-def _run_on(
-    device: str, mode: Any, question: Question, constants: tuple[float | None, ...], differentiate: bool
-) -> list[Numbered]:
-    call = line_call(question.line, question.operands, question.results, lambda item: item.size)
-    target = operator(call.op)
-    recorder = _Recorder()
-    with mode, recorder:
-        # composed operators may round their numbers to the type of their operands
-        types = [(type_.shape, type_.dtype if differentiate else _wide(type_.dtype)) for type_ in question.operands]
-        tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in types]
-        if not differentiate:
-            pairs = zip(tensors, constants or (None,) * len(tensors), strict=True)
-            recorder.constants = {id(tensor): number for tensor, number in pairs if number is not None}
-        floating = [tensor for tensor in tensors if differentiate and tensor.is_floating_point()]
-        args, kwargs = fill_operands((call.args, dict(call.kwargs)), tensors)
-        if any(argument.name == "device" for argument in target._schema.arguments):
-            kwargs["device"] = torch.device(device)
-        returned = _differentiated(lambda: target(*args, **kwargs), floating)
-        floating = [tensor for tensor in floating if tensor.requires_grad]
-        results = [x for x in tree_leaves(returned) if isinstance(x, torch.Tensor) and x.requires_grad]
-        for chosen in filter(None, (results, results[:1] if len(results) > 1 else ())):
-            ones = [torch.empty_like(x) for x in chosen]
-            torch.autograd.grad(chosen, floating, ones, retain_graph=True, allow_unused=True)
-    return recorder.numbers
-
-
-def _differentiated(call: Callable[[], Any], tensors: Sequence[torch.Tensor]) -> Any:
-    """Return the result of a call that reads ``tensors``, with gradients for all of them that it has a derivative by:
-    torch refuses others, such as the weights of classes."""
-    try:
-        for tensor in tensors:
-            tensor.requires_grad_()
-        return call()
-    except RuntimeError:
-        for tensor in tensors:
-            tensor.requires_grad_(False)
-    for tensor in tensors:
-        try:
-            tensor.requires_grad_()
-            call()
-        except RuntimeError:
-            tensor.requires_grad_(False)
-    return call()
+    return run_line(question, watch, derivative=False, wide=True).numbers

@@ -24,7 +24,8 @@ from enum import Enum
 
 import torch
 
-from ..analysis.dataflow import Question, follow
+from ..analysis.dataflow import Question, follow, questions
+from ..analysis.torch_runs import operators_of
 from ..layout.collectives import COLLECTIVES, MESSAGE, WAIT
 from ..layout.mesh import Shape
 from ..ops.precision import Rounding, base_name, is_narrow, is_sensitive, may_narrow
@@ -127,7 +128,8 @@ _Widened = tuple[str, Shape, torch.dtype]
 
 
 class _ModelPrecision:
-    """The narrow parts of the captured graph itself: operators, modules that mix widths, and types of parameters."""
+    """The narrow parts of the captured graph itself: operators, with what they are made of and what their derivatives
+    are; modules that mix widths; and types of parameters."""
 
     def __init__(self, reference: Program) -> None:
         self.ops: set[str] = set()
@@ -135,10 +137,13 @@ class _ModelPrecision:
         self.types: set[torch.dtype] = set()
         for function in reference.functions:
             self.types.update(value.type.dtype for value in function.parameters)
-            for line, reads, makes in _floats(function):
+            of_lines = questions(function, reference.mesh)
+            for (line, reads, makes), (_, question) in zip(_floats(function), of_lines, strict=True):
                 self.types.update(value.type.dtype for value in makes if not value.type.shape)
                 narrow = [value for value in (*reads, *makes) if is_narrow(value.type.dtype)]
                 self.ops.update(base_name(line.op) for _ in narrow[:1])
+                if narrow and question is not None and is_sensitive(line.op):
+                    self.ops |= operators_of(question)
                 rounded = (*narrow, *_rounded_values(reads, makes))
                 self.modules.update((line.origin.module, value.type.dtype) for value in rounded)
 

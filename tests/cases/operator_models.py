@@ -61,6 +61,28 @@ def _odd(net: Net, h: Tensor, _: Tensor) -> Tensor:
     return torch.cat([h, net.none], 0) @ net.turned * net.number.exp()
 
 
+def _autocast(of: Callable[[Tensor], Tensor]) -> Callable[[Net, Tensor, Tensor], Tensor]:
+    def run(net: Net, h: Tensor, _: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return net.inner(of(net.inner(h))).float()
+
+    return run
+
+
+NARROW: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda h: F.softmax(h, -1),
+    "log_softmax": lambda h: F.log_softmax(h, -1),
+    "softplus": F.softplus,
+    "layer_norm": lambda h: F.layer_norm(h, [16]),
+    "group_norm": lambda h: F.group_norm(h, 4),
+    "rms_norm": lambda h: F.rms_norm(h, [16]),
+    "normalize": F.normalize,
+    "logsumexp": lambda h: h - h.logsumexp(-1, keepdim=True),
+    "std": lambda h: h / h.std(-1, keepdim=True),
+}
+"""Operators that are sensitive to rounding, which a model itself computes in bfloat16."""
+
+
 KINDS: dict[str, Callable[[Net, Tensor, Tensor], Tensor]] = {
     "linear of positions": lambda net, h, _: h + net.inner(torch.arange(16) / 7),
     "scores of positions": _scores_of_positions,
@@ -73,6 +95,10 @@ KINDS: dict[str, Callable[[Net, Tensor, Tensor], Tensor]] = {
     "ctc": _ctc,
     "bits of numbers": _bits,
     "sparse": lambda net, h, _: h,
+    "products of prefixes": lambda net, h, _: torch.cumprod(torch.sigmoid(h) + 0.5, 1),
+    "prefixes": lambda net, h, _: torch.cumprod(torch.logcumsumexp(h.cumsum(1) / 4, 1) / 4, 1),
+    "extremes of prefixes": lambda net, h, _: h.cummax(1).values + h.cummin(1).values,
+    **{f"autocast {name}": _autocast(of) for name, of in NARROW.items()},
 }
 
 
