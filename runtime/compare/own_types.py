@@ -157,14 +157,22 @@ class NarrowWatch(TorchDispatchMode):
     def __init__(self, known: Collection[str], noted: set[str]) -> None:
         super().__init__()
         self._known, self.noted = known, noted
+        self._names: dict[Any, str] = {}  # of the operators that were called; "" for one that is no fault
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = base_name(str(func)).removesuffix("_")
-        if name != "sum" and name not in self._known and is_sensitive(f"aten.{name}.{func._overloadname}"):
+        name = self._names.get(func)
+        if name is None:
+            name = self._names[func] = self._name_if_sensitive(func)
+        if name:
             narrow = next((x.dtype for x in args if isinstance(x, Tensor) and is_narrow(x.dtype)), None)
             if narrow is not None:
                 self.noted.add(f"{name} in {narrow}".replace("torch.", ""))
         return func(*args, **(kwargs or {}))
+
+    def _name_if_sensitive(self, func: Any) -> str:
+        name = base_name(str(func)).removesuffix("_")
+        sensitive = name != "sum" and name not in self._known and is_sensitive(f"aten.{name}.{func._overloadname}")
+        return name if sensitive else ""
 
 
 def _narrow_in_text(programs: Iterable[Program]) -> set[str]:
@@ -265,7 +273,9 @@ def _own_step(
     simulated, state, narrow = _simulated(case, batches, dims)
     step, again = OwnStep(seed, state, narrow=tuple(sorted(narrow))), simulated
     if is_narrow_step:  # what narrow roundings do to each tensor shows only in the programs' own types
-        again, _, _ = _simulated(replace(_like(moved_case, case), state=state), _as(moved_batches, batches), dims)
+        again, _, _ = _simulated(
+            replace(_like(moved_case, case), state=state), _as(moved_batches, batches), dims, watched=False
+        )
     tied = margin.apart < ROUNDINGS_OF_A_STEP * rounding
     factor = ROUNDINGS_OF_A_NARROW_STEP if is_narrow_step and not tied else ROUNDINGS_OF_A_STEP
     for key, floor in floors(exact).items():
@@ -366,13 +376,14 @@ def _exact(
 
 
 def _simulated(
-    case: Case, batches: Microbatches, dims: SampleDims
+    case: Case, batches: Microbatches, dims: SampleDims, watched: bool = True
 ) -> tuple[dict[Binding, Tensor], dict[str, float], set[str]]:
     """Return the step's results by all ranks in their own types, the first state of steps at which they are finite, or
-    the last that a run tries, and the sensitive operators that kernels computed in a narrow type."""
+    the last that a run tries, and the sensitive operators that kernels computed in a narrow type, if they are
+    ``watched``."""
     noted, known = set[str](), _narrow_in_text(_programs(case))
     # where the model itself is narrow, its kernels compute as it does
-    watched = any(map(is_narrow, _dtypes(_programs(case)))) and not any(map(is_narrow, _dtypes([case.reference])))
+    watched &= any(map(is_narrow, _dtypes(_programs(case)))) and not any(map(is_narrow, _dtypes([case.reference])))
 
     def gradients(stepper: Stepper, *args: Any) -> list[StepResult]:
         with NarrowWatch(known, noted) if watched else nullcontext():  # a mode is of one thread, as a role
