@@ -8,7 +8,7 @@ from tests.cases.operators import case
 
 QUICK = (
     "linear of positions", "scores of positions", "odd parameters", "values at a mask", "ctc", "sparse",
-    "products of prefixes", "autocast softmax", "autocast layer_norm",
+    "instances", "products of prefixes", "autocast softmax", "autocast layer_norm",
 )  # fmt: skip
 
 

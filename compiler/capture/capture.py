@@ -12,6 +12,7 @@ from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import fx, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.export.graph_signature import ExportGraphSignature, InputKind, OutputKind
@@ -172,7 +173,7 @@ class _ModelAndLoss(nn.Module):
         # buffers are assigned last, after all that reads them
         with (
             self._mode,
-            DataDetached(self.model),
+            HiddenWrites(self.model),
             assigned_in_place(self.model),
             unstacked(self.model, parts=False),
             self.attributes.pointing(),
@@ -496,11 +497,12 @@ def _detached(graph: fx.Graph, node: fx.Node) -> fx.Node:
     return detach
 
 
-# ---- `.data`, which a trace does not see
+# ---- reads and writes that a trace does not see
 
 
-class DataDetached(TorchFunctionMode):
-    """A mode in which ``x.data`` is ``x.detach()``, and an assignment to the ``data`` of a buffer writes into it."""
+class HiddenWrites(TorchFunctionMode):
+    """A mode that shows a trace what it does not see: ``x.data`` is ``x.detach()``, an assignment to the ``data`` of a
+    buffer writes into it, and so does an instance norm with running statistics."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -516,7 +518,27 @@ class DataDetached(TorchFunctionMode):
         ):
             with torch.no_grad():
                 return args[0].copy_(args[1])
+        if function is F.instance_norm:
+            return _instance_norm(*args, **(kwargs or {}))
         return function(*args, **(kwargs or {}))
+
+
+def _instance_norm(
+    input: torch.Tensor, running_mean: torch.Tensor | None = None, running_var: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None, bias: torch.Tensor | None = None, use_input_stats: bool = True,
+    momentum: float = 0.1, eps: float = 1e-5,
+) -> torch.Tensor:  # fmt: skip
+    """Return the instance norm of ``[n, c, ...]``, as torch's function of this name does. It writes running statistics
+    ``[c]`` by operators that say so; without those of the input they normalize as a batch norm's do."""
+    if running_mean is None or running_var is None:
+        return F.instance_norm(input, None, None, weight, bias, use_input_stats, momentum, eps)
+    if not use_input_stats:
+        return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+    with torch.no_grad():
+        dims = list(range(2, input.dim()))
+        running_mean.mul_(1 - momentum).add_(input.mean(dims).mean(0), alpha=momentum)
+        running_var.mul_(1 - momentum).add_(input.var(dims).mean(0), alpha=momentum)
+    return F.instance_norm(input, None, None, weight, bias, True, momentum, eps)
 
 
 _DATA: Any = torch.Tensor.data

@@ -21,6 +21,7 @@ class Net(nn.Module):
         self.places = self.even.nonzero().squeeze(1)
         self.number, self.turned = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.randn(16, 16).t())
         self.none = nn.Parameter(torch.empty(0, 16))
+        self.instances = nn.InstanceNorm1d(4, track_running_stats=kind == "instances")
         if kind == "sparse":
             self.register_buffer("heads", torch.ones(2, 3, dtype=torch.bool).to_sparse(), persistent=False)
 
@@ -95,6 +96,7 @@ KINDS: dict[str, Callable[[Net, Tensor, Tensor], Tensor]] = {
     "ctc": _ctc,
     "bits of numbers": _bits,
     "sparse": lambda net, h, _: h,
+    "instances": lambda net, h, _: net.instances(h.view(-1, 4, 4)).flatten(1),
     "products of prefixes": lambda net, h, _: torch.cumprod(torch.sigmoid(h) + 0.5, 1),
     "prefixes": lambda net, h, _: torch.cumprod(torch.logcumsumexp(h.cumsum(1) / 4, 1) / 4, 1),
     "extremes of prefixes": lambda net, h, _: h.cummax(1).values + h.cummin(1).values,
