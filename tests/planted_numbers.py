@@ -51,14 +51,20 @@ def _chosen(c: Canonicalizer, node: fx.Node, after: fx.Node) -> fx.Node:
     return c.emit(after, aten.masked_fill.Scalar, node, far, 0.0)
 
 
+def _tensor(c: Canonicalizer, node: fx.Node, after: fx.Node, number: float) -> fx.Node:
+    """Make a tensor of one number, which leaves the shape of what is computed with the node."""
+    value = noted(node).value
+    return c.emit(after, aten.full.default, [1] if value.dim() else [], number, dtype=value.dtype)
+
+
 def _made(c: Canonicalizer, node: fx.Node, after: fx.Node) -> fx.Node:
-    factor = c.emit(after, aten.full.default, [1], 1.0005, dtype=noted(node).value.dtype)
+    factor = _tensor(c, node, after, 1.0005)
     return c.emit(after, aten.mul.Tensor, node, factor)
 
 
 def _composed(c: Canonicalizer, node: fx.Node, after: fx.Node) -> fx.Node:
     """Make a number of others: 1,000 as ten to the third power."""
-    ten = c.emit(after, aten.full.default, [1], 10.0, dtype=noted(node).value.dtype)
+    ten = _tensor(c, node, after, 10.0)
     far = c.emit(after, aten.mul.Tensor, c.emit(after, aten.mul.Tensor, ten, ten), ten)
     beyond = c.emit(after, aten.relu.default, c.emit(after, aten.sub.Tensor, node, far))
     return c.emit(after, aten.add.Tensor, node, beyond)
