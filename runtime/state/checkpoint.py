@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from ...compiler.build.directory import MANIFEST
 from ...compiler.build.folders import FolderError, FolderHeld, check_place, current, hold_folder
 from ...compiler.build.json_schema import FormError
-from ...compiler.initial.files import OpenedFiles, held_type, shown_faults
+from ...compiler.initial.files import OpenedFiles, held_type, opened_tensors, shown_faults
 from ...compiler.layout.mesh import Shape
 from ...compiler.padding.tensors import EntryRanges, EntryRun, crossings, packed
 from ...compiler.program.stacked import part_name
-from ...grammar.bounded import check_regular, read_json
+from ...grammar.bounded import read_json, real_path
 from ...grammar.codes import BAD_STATE, FOLDER_HELD
 from ...grammar.nearest import path_meant
 from ...grammar.syntax import size_text
@@ -60,7 +60,7 @@ def target_held(folder: Path, size: int, run: str = "") -> Iterator[None]:
             since = time.strftime("%Y-%m-%d %H:%M:%S")
             who = f"process {os.getpid()} on {socket.gethostname()} since {since}" + f", for {run}" * bool(run)
             stack.enter_context(hold_folder(folder, who))
-            free = shutil.disk_usage(folder.resolve().parent).free
+            free = shutil.disk_usage(real_path(folder).parent).free
         except FolderHeld as held:
             if not run or not str(held).endswith(f", for {run}"):
                 help_ = "name another folder with `--save`, or wait until that run ends"
@@ -294,7 +294,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 def _of_one_file(folder: Path) -> Index:
     """Return the index of a checkpoint without one: whole tensors in one file."""
-    with safe_open(check_regular(folder / TENSORS), framework="pt") as file:
+    with opened_tensors(folder / TENSORS) as file:
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 no mapping
         types = {name: held_type(slice_.get_shape(), slice_.get_dtype()) for name, slice_ in slices.items()}
     layouts = {name: FileLayout.whole(shape) for name, (shape, _) in types.items()}

@@ -23,6 +23,7 @@ from ...compiler.padding.pads import pads_from
 from ...compiler.padding.tensors import EntryRanges, ranges_of, runs_of
 from ...compiler.program.optimizers import AVERAGE, NUMBERS
 from ...compiler.program.stacked import part_name
+from ...grammar.bounded import real_path
 from ...grammar.codes import BAD_STATE
 from ..ranks.faults import RunError
 from ..ranks.gather import everywhere, keepers_of, of_every_role, owners_of
@@ -87,7 +88,7 @@ def checkpoint_facts(build: Build, done: Mapping[str, Any], state: Mapping[str, 
     the optimizer's name, the numbers of the loss scale, and the build that wrote it."""
     return {
         **done, "optimizer": build.manifest["optimizer"]["name"], "state": dict(state),
-        "build": str(build.path.resolve()),
+        "build": str(real_path(build.path)),
     }  # fmt: skip
 
 
@@ -165,7 +166,7 @@ class StateFiles:
             def end() -> None:
                 if not self._rank:
                     with writing_folder(folder):
-                        write_index(folder.resolve().with_name(fresh), self.index(shards, slots), facts)
+                        write_index(real_path(folder).with_name(fresh), self.index(shards, slots), facts)
                         stack.close()
 
             self._together.agreed(SAVE, end)
@@ -181,7 +182,7 @@ class StateFiles:
             def probe() -> str:
                 if self._rank:
                     return ""
-                real = folder.resolve()
+                real = real_path(folder)
                 with writing_folder(folder):
                     real.parent.mkdir(parents=True, exist_ok=True)
                     return Path(stack.enter_context(TemporaryDirectory(prefix=f".{real.name}.", dir=real.parent))).name
@@ -195,7 +196,7 @@ class StateFiles:
         Raises:
             RunError: this rank does not see it.
         """
-        place = folder.resolve().with_name(name)
+        place = real_path(folder).with_name(name)
         if not place.is_dir():
             message = f"rank {self._rank} does not find the files that rank 0 makes in `{folder}`"
             raise RunError(BAD_STATE, message, "name a folder on a file system that all hosts of the run share")
