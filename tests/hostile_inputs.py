@@ -97,7 +97,7 @@ def prepare(folder: Path, names: Collection[str] = tuple(BUILDS)) -> None:
         build(folder / name, *BUILDS[name])
     opened = open_build(folder / "tensor" / "build")
     stored, mesh = stored_of(opened), build_mesh(opened)
-    save_all(folder / "shards", ranks_of(stored, mesh, [""] * mesh.world, numbers(stored, 0)), stored)
+    save_all(folder / "shards", ranks_of(stored, mesh, [*opened.roles] * mesh.world, numbers(stored, 0)), stored)
     (folder / "whole").mkdir()
     save_file(numbers(stored, 0), folder / "whole" / TENSORS)
     (folder / "whole" / FACTS).write_text('{"optimizer": "adamw", "step": 3}')

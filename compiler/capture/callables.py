@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import chdir, contextmanager
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
@@ -199,7 +200,7 @@ def _load_file(path: Path) -> Any:
     label = f"parc_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if label in sys.modules:
         return sys.modules[label]
-    spec = importlib.util.spec_from_file_location(label, path)
+    spec = importlib.util.spec_from_file_location(label, path, loader=SourceFileLoader(label, str(path)))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[label] = module
