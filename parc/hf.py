@@ -48,7 +48,7 @@ def folder(path: str, **config: Any) -> nn.Module:
     saved = read_json(Path(path) / "config.json")
     names = saved.get("architectures") if isinstance(saved, dict) else None
     name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
-    model_class = getattr(transformers, name, None)
+    model_class: Any = getattr(transformers, name, None)
     if getattr(model_class, "config_class", None) is None:
         raise ValueError(f"config.json in `{path}` names no model class of transformers under `architectures`")
     return _configured(model_class, model_class.config_class, saved, config)

@@ -38,7 +38,7 @@ from tests.hostile_inputs import Outcome, Summary, in_worker, read_input
 
 LIMITS = (10.0, 512 << 20)
 """Seconds of a processor, and bytes beside those of the good files."""
-CODE = re.compile(r"error\[P[0-9]{4}\]|would change")
+CODE = re.compile(r"error\[P[0-9]{4}\]|would change|is there and")
 MODEL = """
 from torch import nn
 
@@ -50,6 +50,12 @@ class Net(nn.Module):
 
     def forward(self, tokens):
         return self.head(self.embed(tokens))
+"""
+SAMPLES = """
+import torch
+
+def sample(number):
+    return {name: torch.arange(4) + number % 9 for name in ("tokens", "targets")}
 """
 PLAN = """
 model     "./net.py:Net"
@@ -84,9 +90,7 @@ def prepare(folder: Path) -> None:
     (folder / "texts" / "a.txt").write_text("0123456789" * 8)
     (folder / "texts" / "more" / "b.txt").write_text("0123456789" * 8)
     (folder / "net.py").write_text(MODEL)
-    (folder / "samples.py").write_text(
-        "import torch\ndef sample(number):\n    return {n: torch.arange(4) + number % 9 for n in ('tokens', 'targets')}\n"
-    )
+    (folder / "samples.py").write_text(SAMPLES)
     tokens = np.arange(64, dtype=np.uint16)
     np.save(folder / "t.npy", tokens)
     tokens.tofile(folder / "t.bin")
@@ -168,7 +172,8 @@ def run(words: str) -> int:
     if command != "load":
         return main([command, *rest])
     try:
-        with parc.load(*rest) as session:
+        (build,) = rest
+        with parc.load(build) as session:
             session.step()
     except Exception as error:
         code = show_error(error)
@@ -216,6 +221,8 @@ def readers() -> Iterator[Reader]:
             yield Reader(words, file, form, optional=some)
     for words in ("check hf.parc", "init hf -o new.parc", "init hf -o new.parc --force"):
         yield Reader(words, "hf/config.json", "config")
+    yield Reader("example small .", "small.parc", "plan", optional=True)
+    yield Reader("verify b_plan", "net.py", "python")
     for words in ("import b_plan w -o out", "import b_plan w/model.safetensors -o out"):
         yield Reader(words, "w/model.safetensors", "safetensors")
     yield Reader("import b_plan w -o out", "w", "folder")
@@ -307,15 +314,23 @@ def _some(make: Callable[[random.Random, bytes], bytes]) -> Change:
     return lambda path, draw: _written(path, make(draw, path.read_bytes()))
 
 
+def _changed_json(draw: random.Random, data: bytes) -> bytes:
+    return json.dumps(mutate_json(draw, json.loads(data))).encode()
+
+
+def _changed_text(draw: random.Random, data: bytes) -> bytes:
+    return mutate_text(draw, data.decode()).encode("utf-8", "ignore")
+
+
 def _array(make: Callable[[], np.ndarray[Any, Any]]) -> Change:
     return lambda path, draw: np.save(path, make())
 
 
-def _npy(header: str, data: bytes = b"\0" * 128, version: int = 1, length: int | None = None) -> Change:
+def _npy(header: str, version: int = 1, length: int | None = None) -> Change:
     """A file of numpy's with this header, which may lie about its length."""
     text = header.encode()
     size = (len(text) if length is None else length).to_bytes(2 if version == 1 else 4, "little")
-    return _bytes(lambda _: b"\x93NUMPY" + bytes([version, 0]) + size + text + data)
+    return _bytes(lambda _: b"\x93NUMPY" + bytes([version, 0]) + size + text + bytes(128))
 
 
 def _shape(shape: str, descr: str = "'<u2'") -> str:
@@ -408,20 +423,19 @@ KINDS = (
     *(Kind(f"each value {str(value)[:12]!r}", _each(value), _JSON) for value in (*HARD, "\ud800", "\x1b[2J", "\0")),
     Kind("keys twice", _bytes(lambda data: data.rstrip()[:-1] + b"," + data.lstrip()[1:]), _JSON),
     Kind("paths that leave", _json(lambda row: _leaving(row)), _JSON),
-    *(Kind(f"JSON changed {number}", _some(lambda draw, data: json.dumps(mutate_json(draw, json.loads(data))).encode()),
-           ("json",)) for number in range(12)),
-    *(Kind(f"text changed {number}", _some(lambda draw, data: mutate_text(draw, data.decode()).encode("utf-8", "ignore")),
-           _TEXTS) for number in range(6)),
+    *(Kind(f"JSON changed {number}", _some(_changed_json), ("json",)) for number in range(12)),
+    *(Kind(f"text changed {number}", _some(_changed_text), _TEXTS) for number in range(6)),
     *(Kind(f"bytes changed {number}", _some(mutate_bytes), _FILES) for number in range(6)),
     # numpy
     *(Kind(f"an array of {name}", _array(make), ("npy",), refused=True) for name, make in {
         "objects": lambda: np.array([{}, []], object), "no dims": lambda: np.array(3, np.uint16),
         "two dims": lambda: np.ones((8, 8), np.uint16), "no numbers": lambda: np.ones(0, np.uint16),
-        "fractions": lambda: np.ones(64), "complex": lambda: np.ones(64, complex), "texts": lambda: np.array(["a"] * 64),
-        "negative": lambda: -np.ones(64, np.int16), "dates": lambda: np.ones(64, "M8[s]"),
+        "fractions": lambda: np.ones(64), "complex": lambda: np.ones(64, complex),
+        "dates": lambda: np.ones(64, "M8[s]"), "negative": lambda: -np.ones(64, np.int16), "texts": lambda: np.array(["a"] * 64),
         "records": lambda: np.ones(64, "u2,u2"), "beyond int64": lambda: np.full(64, 2**63 + 5, np.uint64),
     }.items()),
-    *(Kind(f"numpy: {name}", _npy(_shape(shape, descr), **more), ("npy",), refused=True) for name, shape, descr, more in (
+    *(Kind(f"numpy: {name}", _npy(_shape(shape, descr), **more), ("npy",), refused=True)
+      for name, shape, descr, more in (
         ("2^62 numbers", f"({1 << 62},)", "'<u2'", {}), ("-5 numbers", "(-5,)", "'<u2'", {}),
         ("10^30 numbers", f"({10**30},)", "'<u2'", {}), ("no type", "(64,)", "'nothing'", {}),
         ("a type that is code", "(64,)", "__import__('os').abort()", {}), ("65 numbers", "(65,)", "'<u2'", {}),
@@ -450,7 +464,7 @@ KINDS = (
         "deep": _header(lambda header: b'{"a":' * _DEEP), "a list": _header(lambda header: [header]),
         "negative offsets": _tensor(data_offsets=[-8, 0]), "offsets beyond": _tensor(data_offsets=[0, 1 << 60]),
         "offsets backwards": _tensor(data_offsets=[64, 0]), "a type that is none": _tensor(dtype="F33"),
-        "2^63 rows": _tensor(shape=[2**63, 8]), "-1 rows": _tensor(shape=[-1, 8]), "10^30 rows": _tensor(shape=[10**30]),
+        "2^63 rows": _tensor(shape=[2**63, 8]), "-1 rows": _tensor(shape=[-1, 8]), "many": _tensor(shape=[10**30]),
         "shapes of nothing": _tensor(shape=[0, 2**62]), "another shape": _tensor(shape=[8, 64]),
         "a name with a 0": _header(lambda header: {f"{name}\0": fact for name, fact in header.items()}),
     }.items()),
@@ -458,9 +472,12 @@ KINDS = (
     Kind("packed", _bytes(lambda data: _packed(data)), ("rows",)),
     *(Kind(f"rows: {name}", _bytes(lambda data, text=text: text.encode() * 8), ("rows",), refused=True)  # type: ignore[misc]
       for name, text in {
-        "of other lengths": '{"tokens": [1], "targets": [2, 3]}\n', "negative": '{"tokens": [-1, 1, 2, 3], "targets": [1, 2, 3, 4]}\n',
-        "of text": '{"tokens": "abcd", "targets": "abcd"}\n', "of nothing": '{"tokens": null, "targets": null}\n',
-        "too large": f'{{"tokens": [{10**40}, 1, 2, 3], "targets": [1, 2, 3, 4]}}\n', "of lists": "[[1, 2, 3, 4]]\n",
+        "of other lengths": '{"tokens": [1], "targets": [2, 3]}\n',
+        "of text": '{"tokens": "abcd", "targets": "abcd"}\n',
+        "negative": '{"tokens": [-1, 1, 2, 3], "targets": [1, 2, 3, 4]}\n', "of lists": "[[1, 2, 3, 4]]\n",
+        "of fractions": '{"tokens": [0.5, 1, 2, 3], "targets": [1, 2, 3, 4]}\n',
+        "of nothing": '{"tokens": null, "targets": null}\n',
+        "too large": f'{{"tokens": [{10**40}, 1, 2, 3], "targets": [1, 2, 3, 4]}}\n',
         "without columns": "{}\n",
     }.items()),
     # folders

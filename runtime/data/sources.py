@@ -351,10 +351,7 @@ def line_of(build: Build, verb: str = "") -> str:
     """Return the place and the text of the first line of the build's plan that has a ``verb``, or that names its
     samples, or "" if there is none."""
     verb = verb or build.manifest.get("said", "data")
-    try:
-        lines = (build.path / "plan.parc").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return ""
+    lines = build.texts["plan.parc"].splitlines()
     matching = ((number, text) for number, text in enumerate(lines, 1) if text.split()[:1] == [verb])
     return next((f"line {number} of the build's plan.parc: {' '.join(text.split())}" for number, text in matching), "")
 

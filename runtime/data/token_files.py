@@ -132,7 +132,7 @@ def _npy_file(path: str, start: bytes) -> TokenFile:
     """Return a file of numpy's by its header, which is in the ``start`` of the file."""
     help_, header = "save an array of whole numbers with `numpy.save`", BytesIO(start)
     try:
-        version = np.lib.format.read_magic(header)  # type: ignore[no-untyped-call]
+        version = np.lib.format.read_magic(header)
         read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
         shape, _, dtype = read(header)
     except Exception as error:  # numpy evaluates a literal of Python there, with any of Python's errors

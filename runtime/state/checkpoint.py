@@ -32,6 +32,9 @@ from ..ranks.faults import RunError
 from .index import FACTS, TENSORS, FileLayout, Index, extent, in_parts, numbered, read_index, rectangle_text
 from .shards import ShardFault, check_shard
 
+CHECKPOINT_FORMAT = 1
+"""The format of checkpoints that this parc writes, and the newest one that it reads."""
+
 
 def check_target(folder: Path, mark: str = FACTS, what: str = "a checkpoint") -> None:
     """Check that a checkpoint, or another kind of folder, may be written at ``folder``. ``mark`` is the file by which
@@ -266,6 +269,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     named, folder = folder, current(folder)
     try:
         facts = read_json(folder / FACTS)
+        _check_format(named, facts)
         index = read_index(folder, facts["index"]) if "index" in facts else _of_one_file(folder)
         for name, number in (("step", facts["step"]), ("samples", facts.get("samples", 0))):
             if type(number) is not int or not 0 <= number < 2**53:
@@ -290,6 +294,22 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         raise RunError(BAD_STATE, message, "go on from another checkpoint") from None
     refuse_altered(folder, index.faults(folder))
     return Checkpoint(folder, facts, index)
+
+
+def _check_format(named: Path, facts: Mapping[str, Any]) -> None:
+    """Check that a checkpoint is of a format that this parc reads. Checkpoints without one are of format 1, too.
+
+    Raises:
+        RunError: it is of a newer format.
+        TypeError: its format is no number.
+    """
+    have = facts.get("format", CHECKPOINT_FORMAT)
+    if type(have) is not int:
+        raise TypeError(f"its {FACTS} has the format {have!r}")
+    if have > CHECKPOINT_FORMAT:
+        message = f"`{named}` is a checkpoint of format {have}, and this parc reads format {CHECKPOINT_FORMAT}"
+        by = f" {facts['parc']}" if isinstance(facts.get("parc"), str) else ""
+        raise RunError(BAD_STATE, message, f"go on with the parc{by} that wrote it, or from another checkpoint")
 
 
 def _of_one_file(folder: Path) -> Index:
