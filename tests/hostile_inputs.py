@@ -46,7 +46,7 @@ STAGED = PLAN.replace("schedule  microbatches 2", "schedule  1f1b microbatches 2
 )
 RANGED = PLAN.replace("sizes     B=8, S=8", "sizes     B=4..8 by 4, S=4..8 by 4")
 BUILDS = {"tensor": (TENSOR, PLAN), "staged": ("", STAGED), "ranged": (DATA, RANGED)}
-SAID = re.compile(r"(error|warning)\[P[0-9]{4}\]|usage:|parc \w+:|`|would change")
+SAID = re.compile(r"(error|warning)\[P[0-9]{4}\]|usage:|parc \w+:|`|would change|is there and")
 
 
 @dataclass

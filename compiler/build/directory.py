@@ -128,9 +128,18 @@ def _read_all(named: Path, altered: list[str] | None, imports: bool) -> Build:
         except (ValueError, KeyError) as error:
             raise BuildError(f"`{path / MANIFEST}`: `parameters.{name}` is no type: {error}") from None
     _hold(path / _REPORT, report, REPORT_FORM)
+    if others := sorted(_roles_of(report) - build.roles.keys()):
+        raise BuildError(f"`{path / _REPORT}` names a role `{others[0]}`, which the build has not")
     if altered is None and (faults := build.fact_faults()):
         raise misfit_error(path, faults)
     return build
+
+
+def _roles_of(report: Mapping[str, Any]) -> set[str]:
+    """Return the names of roles in a report."""
+    rows = [*report["memory"], *report["communication"], *report["stages"]]
+    rows += report["recompute"]["roles"] if "recompute" in report else []
+    return {*report["roles"], *(row["role"] for row in rows)}
 
 
 def misfit_error(path: Path, faults: Sequence[Fault]) -> BuildError:
