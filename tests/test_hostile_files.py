@@ -1,4 +1,4 @@
-"""A share of the hostile files of ``make soak``: commands on files as a stranger may give them end soon, with a code."""
+"""A share of the hostile files of ``make soak``: commands on files as a stranger gives them end soon, with a code."""
 
 from __future__ import annotations
 

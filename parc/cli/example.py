@@ -98,7 +98,7 @@ def _texts(name: str, text: str) -> Mapping[str, str]:
 def _differs(path: Path, text: str) -> bool:
     try:
         return read_bounded(path, MOST_PLAN_BYTES) != text.encode()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError:  # a folder, a pipe, something larger
         return True

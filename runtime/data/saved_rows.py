@@ -50,7 +50,7 @@ class JsonRows:
         start, end = map(int, self._starts[number : number + 2])
         with open(self._path, "rb") as file:
             file.seek(start)
-            text = file.read(end - start)
+            text = file.read(min(end - start, 2 * _MOST_LINE))  # a line may begin in one block and end in the next
         try:
             row = parse_json(text.decode("utf-8"))
         except ValueError as error:

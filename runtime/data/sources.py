@@ -19,6 +19,7 @@ from torch import Tensor
 from ...compiler.build.build import Build
 from ...compiler.capture.callables import CallableError, check_arguments, load_callable
 from ...compiler.initial.counter import normal, stream, uniform
+from ...compiler.plan.include import read_text
 from ...compiler.sizes.size_range import BATCH
 from ...grammar.codes import BAD_DATA
 from ...grammar.nearest import did_you_mean
@@ -351,7 +352,7 @@ def line_of(build: Build, verb: str = "") -> str:
     """Return the place and the text of the first line of the build's plan that has a ``verb``, or that names its
     samples, or "" if there is none."""
     verb = verb or build.manifest.get("said", "data")
-    lines = build.texts["plan.parc"].splitlines()
+    lines = (read_text(build.path / "plan.parc")[0] or "").splitlines()
     matching = ((number, text) for number, text in enumerate(lines, 1) if text.split()[:1] == [verb])
     return next((f"line {number} of the build's plan.parc: {' '.join(text.split())}" for number, text in matching), "")
 
