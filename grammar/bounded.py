@@ -1,10 +1,12 @@
-"""Bounded reads of files from others: a device and a pipe have no end, and a file may be huge."""
+"""Bounded reads of files from others: a device and a pipe have no end, a file may be huge, and links may lead in a
+circle. No other module opens a file that parc did not write in the same process."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
+import re
 import stat
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,11 @@ from typing import Any
 from .syntax import size_text
 
 MOST_JSON = 32 << 20
-"""The most bytes of a JSON file: twice what 100,000 tensors need. The parsed objects take about 20 times its length."""
+"""The most bytes of a JSON file: twice what 100,000 tensors need."""
+_MOST_PARSED = 256 << 20
+"""The most bytes of parsed objects, estimated: small ones take twenty times the length of their text."""
+_PARSED = {"{": 240, "[": 64, ",": 100}
+"""The bytes of an object, a list, and an entry of one."""
 _DEEPEST = 32
 """The deepest nesting of a JSON value. parc writes eight levels at most; code that walks over a value may recurse."""
 
@@ -44,6 +50,12 @@ def check_regular(path: Path) -> Path:
     return path
 
 
+def real_path(path: Path) -> Path:
+    """Return an absolute path with links followed. Of links that lead back to themselves it is the first such link:
+    ``Path.resolve`` raises an error of its own there, and whoever opens this path gets the usual one."""
+    return Path(os.path.realpath(path))
+
+
 def read_json(path: Path) -> Any:
     """Read the value of a JSON file.
 
@@ -58,18 +70,33 @@ def _refuse(name: str) -> None:
     raise ValueError(f"`{name}` is no number of JSON")
 
 
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def _check_unicode(value: Any) -> None:
+    """Check that all texts of a value can be written: JSON may escape half of a pair."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except (UnicodeEncodeError, RecursionError):
+        raise ValueError("a text in it is half of a character") from None
+
+
 def parse_json(text: str) -> Any:
     """Read the value of a JSON text.
 
     Raises:
-        ValueError: it is none, or nested too deeply.
+        ValueError: it is none, nested too deeply, or has too many values, or a text in it is no Unicode.
     """
     if len(text) > MOST_JSON:
         raise ValueError(f"it is larger than {size_text(MOST_JSON)}")
+    if sum(size * text.count(sign) for sign, size in _PARSED.items()) > _MOST_PARSED:
+        raise ValueError("it has too many values")
     try:
         value = json.loads(text, parse_constant=_refuse)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    if _SURROGATE.search(text):
+        _check_unicode(value)
     level = [value]
     for _ in range(_DEEPEST):
         level = [

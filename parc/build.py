@@ -13,6 +13,7 @@ from parc.compiler.plan.plan import read_plan
 from parc.compiling.compiled import Compiled, check_weights
 from parc.compiling.driver import Progress, compile_plan
 from parc.compiling.plan_data import check_data, check_sample, sample_said
+from parc.grammar.bounded import real_path
 from parc.sample_advice import sample_warnings
 
 
@@ -35,7 +36,7 @@ def build(
         Refused: a check failed.
     """
     check_out(out)
-    plan, folder = read_plan(path, defines), path.resolve().parent
+    plan, folder = read_plan(path, defines), real_path(path).parent
     check_data(plan, folder)
     with sample_said(plan, folder):
         compiled = compile_plan(plan, folder, progress=progress)

@@ -10,11 +10,12 @@ begins with those of a folder, and a build warns where the folder has some and n
 from __future__ import annotations
 
 import difflib
-import json
 from pathlib import Path
 from typing import Any
 
 from torch import nn
+
+from parc.grammar.bounded import read_json
 
 _LAYERS = "num_hidden_layers"
 
@@ -40,14 +41,15 @@ def folder(path: str, **config: Any) -> nn.Module:
     """Make the model whose configuration a folder holds, as ``save_pretrained`` writes it, with these changes.
 
     Raises:
-        ValueError: its configuration names no class, or has no such argument.
+        OSError, ValueError: its configuration cannot be read, names no class, or has no such argument.
     """
     import transformers
 
-    saved = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
-    (name,) = saved.get("architectures") or ("",)
-    model_class = getattr(transformers, name, None)
-    if model_class is None:
+    saved = read_json(Path(path) / "config.json")
+    names = saved.get("architectures") if isinstance(saved, dict) else None
+    name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
+    model_class: Any = getattr(transformers, name, None)
+    if getattr(model_class, "config_class", None) is None:
         raise ValueError(f"config.json in `{path}` names no model class of transformers under `architectures`")
     return _configured(model_class, model_class.config_class, saved, config)
 

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from multiprocessing.connection import Connection
@@ -46,19 +46,20 @@ STAGED = PLAN.replace("schedule  microbatches 2", "schedule  1f1b microbatches 2
 )
 RANGED = PLAN.replace("sizes     B=8, S=8", "sizes     B=4..8 by 4, S=4..8 by 4")
 BUILDS = {"tensor": (TENSOR, PLAN), "staged": ("", STAGED), "ranged": (DATA, RANGED)}
-SAID = re.compile(r"(error|warning)\[P[0-9]{4}\]|usage:|parc \w+:|`|would change")
+SAID = re.compile(r"(error|warning)\[P[0-9]{4}\]|usage:|parc \w+:|`|would change|is there and")
 
 
 @dataclass
 class Outcome:
     """The outcome of one input. Its ``end`` is ``accepted``, ``refused``, or a fault of parc: a crash, or a limit
-    passed."""
+    passed. ``said`` are the words of the command."""
 
     number: int
     what: str
     end: str
     seconds: float = 0.0
     bytes: int = 0
+    said: str = ""
 
 
 @dataclass
@@ -96,7 +97,7 @@ def prepare(folder: Path, names: Collection[str] = tuple(BUILDS)) -> None:
         build(folder / name, *BUILDS[name])
     opened = open_build(folder / "tensor" / "build")
     stored, mesh = stored_of(opened), build_mesh(opened)
-    save_all(folder / "shards", ranks_of(stored, mesh, [""] * mesh.world, numbers(stored, 0)), stored)
+    save_all(folder / "shards", ranks_of(stored, mesh, [*opened.roles] * mesh.world, numbers(stored, 0)), stored)
     (folder / "whole").mkdir()
     save_file(numbers(stored, 0), folder / "whole" / TENSORS)
     (folder / "whole" / FACTS).write_text('{"optimizer": "adamw", "step": 3}')
@@ -182,19 +183,23 @@ def run_input(seed: int, number: int, made: Path, builds: bool) -> Outcome:
     draw = random.Random(f"{seed} {number}")
     make = build_input if builds else KINDS[number % len(KINDS)]
     with tempfile.TemporaryDirectory(prefix="parc-hostile-") as folder:
-        what, read = make(draw, made, Path(folder))
-        said, start = io.StringIO(), time.process_time()
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
-            try:
-                code = read()
-            except BaseException as error:  # nothing may pass the command line
-                code = 3
-                print(f"Traceback: {type(error).__name__}: {error}", file=sys.stderr)
-        seconds, text = time.process_time() - start, said.getvalue()
-        end = "accepted" if code == 0 else "refused"
-        if code not in (0, 1, 5) or "Traceback" in text or "parc's own" in text or (code and not SAID.search(text)):
-            end = f"exit code {code}\n{text[-3000:]}"
-        return Outcome(number, what, end, seconds, _held())
+        return read_input(number, *make(draw, made, Path(folder)))
+
+
+def read_input(number: int, what: str, read: Callable[[], int]) -> Outcome:
+    """Read an input, and judge how that ended."""
+    said, start = io.StringIO(), time.process_time()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
+        try:
+            code = read()
+        except BaseException as error:  # nothing may pass the command line
+            code = 3
+            print(f"Traceback: {type(error).__name__}: {error}", file=sys.stderr)
+    seconds, text = time.process_time() - start, said.getvalue()
+    end = "accepted" if code == 0 else "refused"
+    if code not in (0, 1, 5) or "Traceback" in text or "parc's own" in text or (code and not SAID.search(text)):
+        end = f"exit code {code}\n{text[-3000:]}"
+    return Outcome(number, what, end, seconds, _held(), text)
 
 
 def _held() -> int:
@@ -208,34 +213,43 @@ def _writable() -> int:
     return 1024 * int(words)
 
 
-def _work(pipe: Connection, seed: int, made: Path, builds: bool) -> None:
+def _work(pipe: Connection, run: Callable[[int], Outcome], most: int) -> None:
     before = _held()
-    most = _writable() + 3 * MOST["build" if builds else "read"][1]  # torch asks for more than it ever touches
+    most = _writable() + 3 * most  # torch asks for more than it ever touches
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     while (number := pipe.recv()) is not None:
-        outcome = run_input(seed, number, made, builds)
+        outcome = run(number)
         pipe.send(replace(outcome, bytes=max(0, outcome.bytes - before)))
 
 
 def fuzz(seed: int, made: Path, numbers: Iterator[int], builds: bool = False) -> Summary:
-    """Read inputs in a process of their own, and in a new one if an input kills it or does not end."""
-    summary, context = Summary(seed), multiprocessing.get_context("fork")
-    seconds, most = MOST["build" if builds else "read"]
+    """Read inputs that follow from a seed and their numbers, within the limits of reading or of building."""
+    summary, limits = Summary(seed), MOST["build" if builds else "read"]
+    for outcome in in_worker(lambda number: run_input(seed, number, made, builds), numbers, limits):
+        summary.add(outcome)
+    return summary
+
+
+def in_worker(run: Callable[[int], Outcome], numbers: Iterable[int], limits: tuple[float, int]) -> Iterator[Outcome]:
+    """Yield the outcomes of inputs by their numbers, within limits of seconds and bytes. They are read in a process of
+    their own, and in a new one if an input kills it or does not end."""
+    context = multiprocessing.get_context("fork")
+    (seconds, most), wait = limits, 3 * limits[0]
     worker, pipe = None, None
     for number in numbers:
         if worker is None or pipe is None:
             pipe, other = context.Pipe()
-            worker = context.Process(target=_work, args=(other, seed, made, builds), daemon=True)
+            worker = context.Process(target=_work, args=(other, run, most), daemon=True)
             worker.start()
             other.close()
         pipe.send(number)
         try:
-            outcome = pipe.recv() if pipe.poll(3 * seconds) else Outcome(number, "?", f"no end in {3 * seconds:.0f} s")
+            outcome = pipe.recv() if pipe.poll(wait) else Outcome(number, "?", f"no end in {wait:.0f} s")
         except EOFError:
             outcome = Outcome(number, "?", "the process died")
         if outcome.end in ("accepted", "refused") and (outcome.seconds > seconds or outcome.bytes > most):
-            outcome.end = f"{outcome.seconds:.1f} s, {outcome.bytes / 2**20:.0f} MiB"
-        summary.add(outcome)
+            outcome.end = f"{outcome.seconds:.1f} s, {outcome.bytes / 2**20:.0f} MiB\n{outcome.said[-3000:]}"
+        yield outcome
         if outcome.end not in ("accepted", "refused"):
             worker.kill()
             worker.join()
@@ -243,7 +257,6 @@ def fuzz(seed: int, made: Path, numbers: Iterator[int], builds: bool = False) ->
     if worker is not None and pipe is not None:
         pipe.send(None)
         worker.join()
-    return summary
 
 
 def until(end: float) -> Iterator[int]:

@@ -186,3 +186,47 @@ def _texts(nodes: Sequence[ast.AST]) -> Iterator[tuple[int, str]]:
     for node in nodes:
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in inside:
             yield node.lineno, node.value
+
+
+READERS = {
+    **dict.fromkeys(("grammar/codes.py", "grammar/parse.py", "compiler/plan/include.py",
+                     "compiler/schedules/__init__.py",
+                     "parc/cli/example.py", "parc/compiling/callable_faults.py", "parc/page/page.py",
+                     "parc/proposing/proposal.py", "runtime/session/one_build.py"), "parc's own files"),
+    **dict.fromkeys(("runtime/launch/failures.py", "runtime/launch/voices.py", "compiler/build/folders.py",
+                     "parc/cli/export.py", "parc/cli/fmt.py", "parc/report.py", "parc/checking/verification.py"),
+                    "what this run has written, or has just read"),
+    **dict.fromkeys(("compiler/initial/files.py", "runtime/data/saved_rows.py", "runtime/data/token_files.py"),
+                    "files that were found to be regular when they were opened"),
+}  # fmt: skip
+"""The modules that open a file for reading without ``grammar/bounded.py``, and which files these are."""
+
+
+def test_files_of_other_people_are_read_in_one_module() -> None:
+    found = {
+        shown(file)
+        for file in python_files(*LAYERS, "parc")
+        for node in nodes(file)
+        if isinstance(node, ast.Call) and _reads(node)
+    }
+    assert found - {"grammar/bounded.py"} == READERS.keys()
+
+
+def _reads(call: ast.Call) -> bool:
+    """Return whether a call opens a file for reading, or follows links and may raise ``RuntimeError``."""
+    name, text = ast.unparse(call.func), ast.unparse(call)
+    written = any(
+        isinstance(value, ast.Constant) and re.search(r"^[wax]", str(value.value)) for value in ast.walk(call)
+    )
+    opens = name in (
+        "open",
+        "safe_open",
+        "json.load",
+        "json.loads",
+        "torch.load",
+        "np.load",
+        "np.memmap",
+        "np.fromfile",
+    )
+    reads = isinstance(call.func, ast.Attribute) and call.func.attr in ("read_text", "read_bytes", "resolve")
+    return ((opens and not written) or reads) and "check_regular(" not in text

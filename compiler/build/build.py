@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ...grammar.bounded import real_path
 from ...grammar.nearest import listed
 from ..capture.model_code import moved_files
 from ..layout.mesh import Mesh
@@ -200,7 +201,7 @@ class Build:
     @property
     def folder(self) -> Path:
         """The plan's folder, to which the names of its files are relative."""
-        return (self.path / str(self.manifest["folder"])).resolve()
+        return real_path(self.path / str(self.manifest["folder"]))
 
 
 def read_programs(

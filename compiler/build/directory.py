@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...grammar.bounded import parse_json, read_bounded, read_json
+from ...grammar.bounded import parse_json, read_bounded, read_json, real_path
 from ...grammar.nearest import listed, path_meant
 from ..capture.callables import CallableError
 from ..capture.model_code import changed_files
@@ -54,7 +54,7 @@ def write_build(build: Build, path: Path) -> None:
     """
     check_out(path)
     files = {**build.texts, _REPORT: json_text(build.report)}
-    folder = os.path.relpath(build.folder, path.resolve())
+    folder = os.path.relpath(build.folder, real_path(path))
     hashes = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in files.items()}
     everything = {**files, MANIFEST: json_text({**build.manifest, "folder": folder, "format": FORMAT, "files": hashes})}
     try:
@@ -128,9 +128,18 @@ def _read_all(named: Path, altered: list[str] | None, imports: bool) -> Build:
         except (ValueError, KeyError) as error:
             raise BuildError(f"`{path / MANIFEST}`: `parameters.{name}` is no type: {error}") from None
     _hold(path / _REPORT, report, REPORT_FORM)
+    if others := sorted(_roles_of(report) - build.roles.keys()):
+        raise BuildError(f"`{path / _REPORT}` names a role `{others[0]}`, which the build has not")
     if altered is None and (faults := build.fact_faults()):
         raise misfit_error(path, faults)
     return build
+
+
+def _roles_of(report: Mapping[str, Any]) -> set[str]:
+    """Return the names of roles in a report."""
+    rows = [*report["memory"], *report["communication"], *report["stages"]]
+    rows += report["recompute"]["roles"] if "recompute" in report else []
+    return {*report["roles"], *(row["role"] for row in rows)}
 
 
 def misfit_error(path: Path, faults: Sequence[Fault]) -> BuildError:
@@ -184,7 +193,7 @@ def _read_files(path: Path, manifest: Mapping[str, Any], altered: list[str] | No
     texts: dict[str, str] = {}
     for name, expected in manifest["files"].items():
         place = path / name
-        if not place.resolve().is_relative_to(path.resolve()) or not place.is_file():
+        if not real_path(place).is_relative_to(real_path(path)) or not place.is_file():
             raise BuildError(f"`{place}` is missing")
         try:
             data = read_bounded(place, MOST_BUILD_BYTES - sum(map(len, texts.values())))
@@ -217,7 +226,7 @@ def _import_model(path: Path, manifest: Mapping[str, Any]) -> None:
     Raises:
         BuildError: it cannot be imported, or is not the code that was built.
     """
-    target, folder = manifest["model"]["callable"], (path / manifest["folder"]).resolve()
+    target, folder = manifest["model"]["callable"], real_path(path / manifest["folder"])
     try:
         changed = changed_files(sources_of(manifest), folder, manifest["model_source"])
     except CallableError as error:

@@ -10,7 +10,7 @@ from typing import Any
 from ...grammar.bounded import parse_json
 from ..program.binding import Binding
 from .build import EVALUATION, Build, BuildError
-from .json_schema import FIRST_CHECK_FORM, FormError, hold_form
+from .json_schema import FIRST_CHECK_FORM, MANIFEST_FORM, FormError, hold_form
 
 FIRST_CHECK = "first_check.json"
 """The file with the step's start and its expected result."""
@@ -73,6 +73,7 @@ def read_first_check(build: Build) -> FirstCheck | None:
         row: dict[str, Any] = parse_json(build.texts[FIRST_CHECK])
         hold_form(row, FIRST_CHECK_FORM)
         manifest = {key: value for key, value in build.manifest.items() if key not in row["lacking"]} | row["facts"]
+        hold_form(manifest, MANIFEST_FORM)
         if row["own"]:
             small = replace(build if build.template is None else build.at(row["facts"]["sizes"]), evaluation=None)
             small = replace(small, manifest=manifest)

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ...grammar.bounded import real_path
+
 
 class FolderError(Exception):
     """The error of a path at which no folder can be put. ``help`` is advice."""
@@ -27,7 +29,7 @@ class FolderHeld(Exception):
 def current(path: Path) -> Path:
     """Return the folder that has the contents: ``path`` itself, or the one beside it where a process died between two
     renames."""
-    old = _old(path.resolve())
+    old = _old(real_path(path))
     return old if not path.exists() and old.is_dir() else path
 
 
@@ -39,9 +41,11 @@ def check_place(path: Path, mark: str = "", what: str = "") -> Path:
         FolderError: it is something else, which is left as it is; or the current folder or one above it, in which a
             person or a process still is.
     """
-    real, here = path.resolve(), Path.cwd()
+    real, here = real_path(path), Path.cwd()
     if real == here or real in here.parents:
         raise FolderError(f"`{path}` is the current folder or one above it", "name a folder to be made in it")
+    if real.is_symlink():
+        raise FolderError(f"`{path}` is a link that leads back to itself")
     if mark and path.exists() and (not path.is_dir() or (any(path.iterdir()) and not (path / mark).is_file())):
         raise FolderError(f"`{path}` exists and is not {what}; it is left as it is")
     return real

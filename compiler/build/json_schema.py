@@ -159,7 +159,8 @@ REPORT_FORM: Form = {
     "checks": Each(str),
     "numbers?": {
         "on": str, "steps": int, "loss": _FLOAT, "gradient": _FLOAT, "parameter": _FLOAT, "tolerance": _FLOAT,
-        "margin?": {"apart": _FLOAT, "at": str},
+        "eager_loss": _FLOAT, "eager_gradient": _FLOAT, "eager_buffer": _FLOAT,
+        "module?": {"compared": str, "notes": [str]}, "margin?": {"apart": _FLOAT, "at": str},
     },
 }  # fmt: skip
 

@@ -13,11 +13,16 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import chdir, contextmanager
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
+from ...grammar.bounded import read_bounded, real_path
 from ...grammar.nearest import did_you_mean, listed, nearest
 from .python_code import OPEN, bound_names, parsed
+
+MOST_PYTHON = 4 << 20
+"""The most bytes of a file of Python code. Its syntax tree takes forty times as much memory."""
 
 
 class CallableError(Exception):
@@ -98,11 +103,25 @@ def look_up(target: str, folder: Path) -> None:
     if not place.endswith(".py"):
         return
     path, first = existing(folder, place), name.partition(".")[0]
-    text = path.read_bytes()
+    text = read_python(path)
     if (tree := parsed(text)) is not None and not OPEN.search(text):
         names = set(bound_names(tree))
         if first not in names:
             raise _missing(target, first, names)
+
+
+def read_python(path: Path) -> bytes:
+    """Return the text of a file of Python code.
+
+    Raises:
+        CallableError: it cannot be read, or is too long for code.
+    """
+    try:
+        return read_bounded(path, MOST_PYTHON)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        message = f"`{path.name}` cannot be read: {reason[:1].lower()}{reason[1:]}"
+        raise CallableError(message, "name a file of Python code") from None
 
 
 def _missing(target: str, part: str, names: Iterable[str]) -> CallableError:
@@ -177,10 +196,11 @@ def _module_meant(name: str, folder: Path) -> str:
 
 def _load_file(path: Path) -> Any:
     """Load a file as a module of its own, once a process, so that its classes are the same everywhere."""
+    read_python(path)  # a longer file, or a device, is not executed
     label = f"parc_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if label in sys.modules:
         return sys.modules[label]
-    spec = importlib.util.spec_from_file_location(label, path)
+    spec = importlib.util.spec_from_file_location(label, path, loader=SourceFileLoader(label, str(path)))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[label] = module
@@ -199,7 +219,7 @@ def existing(folder: Path, place: str) -> Path:
     Raises:
         CallableError: there is no such file.
     """
-    path = (folder / place).resolve()
+    path = real_path(folder / place)
     if not path.is_file():
         meant = did_you_mean(path.name, (other.name for other in path.parent.glob("*.py")))
         said = f"`{path}`" if Path(place).is_absolute() else f"`{path.name}` beside the plan"

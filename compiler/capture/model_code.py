@@ -8,7 +8,8 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from .callables import CallableError, existing, load_callable
+from ...grammar.bounded import real_path
+from .callables import CallableError, existing, load_callable, read_python
 from .python_code import ReachedCode, read_code
 
 _PACKAGE = __name__.partition(".")[0]
@@ -24,8 +25,8 @@ def file_hashes(targets: Sequence[str], folder: Path) -> Hashes:
     Raises:
         CallableError: there is no such file.
     """
-    reached = _reached(targets, folder.resolve())
-    hashes = {os.path.relpath(path, folder.resolve()): code.hashes(kept) for path, (code, kept) in reached.items()
+    reached = _reached(targets, real_path(folder))
+    hashes = {os.path.relpath(path, real_path(folder)): code.hashes(kept) for path, (code, kept) in reached.items()
              if kept or code.as_text}  # fmt: skip
     return dict(sorted(hashes.items()))
 
@@ -42,9 +43,9 @@ def target_hashes(targets: Sequence[str], folder: Path) -> Hashes:
         path = Path(inspect.getsourcefile(function) or "")
     except TypeError:
         return hashes
-    if not path.is_file() or path.resolve() in _reached(targets, folder.resolve()):
+    if not path.is_file() or real_path(path) in _reached(targets, real_path(folder)):
         return hashes
-    code = read_code(path)
+    code = read_code(path, read_python(path))
     return {**hashes, function.__module__: code.hashes(set(range(len(code.statements))))}
 
 
@@ -97,7 +98,7 @@ class _Search:
     def run(self, path: Path) -> Path:
         """Ask for the effects of an import of the file."""
         if path not in self._reached:
-            code = read_code(path)
+            code = read_code(path, read_python(path))
             self._reached[path] = code, set()
             for at, statement in enumerate(code.statements):
                 if code.whole or not statement.inert:

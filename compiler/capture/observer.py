@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ...grammar.bounded import real_path
 from .faults import CaptureError, calling_frame
 
 # ---- what is refused
@@ -308,7 +309,7 @@ class PythonState:
 
     def __init__(self, model: nn.Module, functions: Iterable[Any], home: Path) -> None:
         self._roots = [("", model), *(("", function) for function in functions)]
-        self._home, self._kept = f"{home.resolve()}/", list[Any]()
+        self._home, self._kept = f"{real_path(home)}/", list[Any]()
         self.whole = True
         """False where some of it cannot be compared: an iterator, or too many objects."""
 

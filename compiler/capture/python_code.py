@@ -80,13 +80,9 @@ def parsed(text: bytes) -> ast.Module | None:
         return None
 
 
-def read_code(path: Path) -> ReachedCode:
-    """Return the statements of a file."""
-    return _code(path, path.read_bytes())
-
-
 @lru_cache(maxsize=_CACHE_SIZE)
-def _code(path: Path, text: bytes) -> ReachedCode:
+def read_code(path: Path, text: bytes) -> ReachedCode:
+    """Return the statements in the text of a file."""
     tree = parsed(text)
     if tree is None or _READS_TEXT.search(text):
         statements = () if tree is None else tuple(_statement(node, False) for node in tree.body)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from ...grammar.bounded import check_regular
+from ...grammar.bounded import MOST_JSON, check_regular
+from ...grammar.syntax import size_text
 from ..capture.adapters import base_names, saved_name
 from ..capture.complex.form import real_form
 from ..layout.mesh import Mesh, Shape
@@ -51,6 +52,21 @@ class _StoredTensor:
     type_name: str
 
 
+@contextmanager
+def opened_tensors(file: Path) -> Iterator[Any]:
+    """Enter a block with an open safetensors file. Its header is bounded, as every tensor in it takes memory.
+
+    Raises:
+        SafetensorError, OSError: it cannot be read.
+    """
+    with open(check_regular(file), "rb") as start:
+        size = int.from_bytes(start.read(8), "little")
+    if size > MOST_JSON:
+        raise SafetensorError(f"its header has {size:,} bytes, and at most {size_text(MOST_JSON)} are read")
+    with safe_open(file, framework="pt") as opened:
+        yield opened
+
+
 class OpenedFiles:
     """Safetensors files, each opened when it is first read."""
 
@@ -66,7 +82,7 @@ class OpenedFiles:
             SafetensorError, OSError: the file cannot be read, or has no such tensor.
         """
         if file not in self._open:
-            self._open[file] = self._stack.enter_context(safe_open(file, framework="pt"))
+            self._open[file] = self._stack.enter_context(opened_tensors(file))
         if not ranges:
             return self._open[file].get_tensor(name)  # type: ignore[no-any-return]
         part = self._open[file].get_slice(name)
@@ -200,7 +216,7 @@ def open_weights(folder: Path, rounded: bool = False) -> Weights:
     twice: list[str] = []
     for file in files:
         try:
-            with safe_open(check_regular(file), framework="pt") as opened:
+            with opened_tensors(file) as opened:
                 for name in opened.keys():  # noqa: SIM118 no mapping
                     part = opened.get_slice(name)
                     twice += [name] if name in tensors else []

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import as_file, files
 from pathlib import Path
 
-from ...grammar.bounded import read_bounded
+from ...grammar.bounded import read_bounded, real_path
 from ...grammar.codes import INCLUDE_CYCLE, NO_FILE, NO_PLAN, TOO_LONG, UNREADABLE, WRONG_KIND
 from ...grammar.diagnostics import Diagnostic, Label, PlanError
 from ...grammar.nearest import listed, nearest, path_meant
@@ -151,7 +151,7 @@ class Expanded:
         chain = [line.span, *line.span.includes]
         names = [included.source.name for included in reversed(chain)]
         for at, above in enumerate(reversed(chain)):
-            if above.source.path is not None and above.source.path.resolve() == path.resolve():
+            if above.source.path is not None and real_path(above.source.path) == real_path(path):
                 message = f"`{names[at]}` includes itself: {' → '.join([*names[at:], names[at]])}"
                 help_ = "put the lines that both need into a third file"
                 self._fail(Diagnostic(INCLUDE_CYCLE, message, Label(span), help=help_))

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ...grammar.syntax import size_text
 from ..layout.collectives import COLLECTIVES
 from ..layout.mesh import Mesh
 from ..layout.placement import TensorType, parse_type
@@ -63,6 +64,8 @@ def _first_difference(text: str, again: str) -> str:
 
 def _read_program(text: str, name: str) -> Program:
     """Read the head, then one function after the other."""
+    if text.count("\n") > _MOST_LINES:
+        raise ProgramError(f"{name}: it has more than {_MOST_LINES:,} lines")
     head, *texts = text.replace("\n\n\ndef ", "\n\0def ").split("\0")  # which is not printable
     part = _FunctionText(head, name=name)
     match part.tree().body:
@@ -93,6 +96,10 @@ def _read_program(text: str, name: str) -> Program:
     return Program(role, action, mesh, tuple(functions.values()))
 
 
+_MOST_LINES = 1_000_000
+"""The most lines of a program. They take half of a gigabyte when they are read."""
+_MOST_PARSED = 8 << 20
+"""The most characters that are parsed at once: a program's head, a function without its lines, or a line."""
 _ONLY_FUNCTIONS = "only functions stand here"
 
 
@@ -112,6 +119,8 @@ class _FunctionText:
     row: int = field(default=0, compare=False)
 
     def tree(self) -> ast.Module:
+        if len(self.text) > _MOST_PARSED:
+            raise self.fail(None, f"this is longer than {size_text(_MOST_PARSED)}")
         try:
             return _parsed(self.text)
         except SyntaxError as error:
@@ -262,6 +271,8 @@ class _Row:
             ValueError: it is none.
             SyntaxError: it is not even Python.
         """
+        if len(self.text) > _MOST_PARSED:
+            raise ValueError(f"a line is longer than {size_text(_MOST_PARSED)}")
         match ast.parse(self.text).body:
             case [ast.Assign(targets=[target], value=ast.Call(func=func, args=args, keywords=keywords)) as node]:
                 names = target.elts if isinstance(target, ast.Tuple) else [target]

@@ -10,7 +10,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from parc.cli.terminal import say, text_table
+from parc.compiler.plan.include import MOST_PLAN_BYTES
 from parc.compiler.plan.plan import read_plan
+from parc.grammar.bounded import read_bounded
 from parc.grammar.nearest import did_you_mean, listed
 from parc.grammar.source import Source
 
@@ -94,4 +96,9 @@ def _texts(name: str, text: str) -> Mapping[str, str]:
 
 
 def _differs(path: Path, text: str) -> bool:
-    return path.exists() and path.read_bytes() != text.encode()
+    try:
+        return read_bounded(path, MOST_PLAN_BYTES) != text.encode()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:  # a folder, a pipe, something larger
+        return True

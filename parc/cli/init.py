@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from parc.cli.plan_arguments import chosen_sizes, define, positive
 from parc.cli.terminal import say, show, stages
 from parc.compiler.sizes.size_range import BATCH
+from parc.grammar.bounded import real_path
 from parc.grammar.codes import UNCLEAR_MODEL
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.grammar.nearest import did_you_mean
@@ -62,7 +63,7 @@ def init_command(args: argparse.Namespace) -> int:
     if unsized:
         say(f"parc init: `{unsized[0]}` of `--input` has no size; say it, as `--sizes {unsized[0]}=16`")
         return 2
-    line = model_line(args.model, dict(args.values), args.out.resolve().parent)
+    line = model_line(args.model, dict(args.values), real_path(args.out).parent)
     with stages() as progress:
         progress("loading torch")
         from parc.advice import warnings_of
@@ -71,7 +72,7 @@ def init_command(args: argparse.Namespace) -> int:
         inputs = dict(args.inputs)
         wish = Wish(line, {"dp": args.dp, "tp": args.tp}, inputs, args.sizes, args.loss, _head(args))
         try:
-            proposal = propose(wish, args.out.resolve().parent, args.out.name, progress)
+            proposal = propose(wish, real_path(args.out).parent, args.out.name, progress)
         except PlanError as error:
             raise PlanError(_of_draft(one, args.out.name) for one in error.diagnostics) from None
     show(warnings_of(proposal.compiled))
@@ -149,7 +150,7 @@ def _unclear(word: str, path: Path) -> Diagnostic:
 
 
 def _relative(path: Path, home: Path) -> str:
-    return Path(os.path.relpath(path.resolve(), home)).as_posix()
+    return Path(os.path.relpath(real_path(path), home)).as_posix()
 
 
 def _read_argument(text: str) -> tuple[str, ArgumentValue]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from parc.cli.plan_arguments import add_defines, is_plan, plan_at
 from parc.cli.terminal import print_json, say, stages, text_table
 from parc.compiler.program.actions import FORWARD
+from parc.grammar.bounded import real_path
 from parc.grammar.syntax import size_text
 from parc.report_words import in_words
 
@@ -56,7 +57,7 @@ def show_command(args: argparse.Namespace) -> int:
 def _print_expanded(args: argparse.Namespace) -> int:
     """Print a plan, or that of a build, in primitives."""
     if is_plan(args.target):
-        path, folder = args.target, args.target.resolve().parent
+        path, folder = args.target, real_path(args.target).parent
         plan = plan_at(args, path)
     else:
         from parc.compiler.build.directory import read_build

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import sys
 import traceback
@@ -10,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from parc.grammar.codes import UNREADABLE
 from parc.grammar.diagnostics import Diagnostic, PlanError, render
 
 MOST_SHOWN = 100  # messages of one command
@@ -43,7 +45,9 @@ def show_error(error: BaseException) -> int | None:
             say(f"{count} errors")
         return 1
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
-        say(f"`{error.filename}`: {error.strerror[:1].lower()}{error.strerror[1:]}")
+        name = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else error.filename
+        message = f"`{name}` cannot be opened: {error.strerror[:1].lower()}{error.strerror[1:]}"
+        show([Diagnostic(UNREADABLE, message, help="name a file or a folder that is there, and may be used")])
         return 1
     if "torch" not in sys.modules:  # the errors below come from modules that need it
         return None

@@ -253,7 +253,10 @@ def _no_inputs(plan: Plan, caller: Caller, call: ForwardCall) -> Diagnostic:
     if where := user_frame(error):
         notes.append(f"at {where}")
     names = ", ".join(caller.parameters)
-    help_ = f'give its inputs, as `--input "{next(iter(call.guesses))} float32 [B, 3, 32, 32]"`, once for each input'
+    first = next(iter(call.guesses), None)
+    help_ = f'give its inputs, as `--input "{first} float32 [B, 3, 32, 32]"`, once for each input'
+    if first is None:
+        help_ = "write a forward that takes tensors"
     return Diagnostic(NO_INPUTS, f"no inputs were found with which forward({names}) runs",
                       Label(plan.model.span), help=help_, notes=tuple(notes))  # fmt: skip
 

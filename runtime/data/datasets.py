@@ -1,11 +1,9 @@
-"""Datasets as sources of samples: map-style ones with ``dataset[i]`` and a length, iterables, and folders that Hugging
-Face's ``datasets`` has saved."""
+"""Datasets as sources of samples: map-style ones with ``dataset[i]`` and a length, and iterables."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, final
 
@@ -14,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ...compiler.sizes.size_range import BATCH
-from ...grammar.nearest import path_meant
 from .samples import DataError, asked
 from .token_files import JoinedDocuments, WindowForm, Windows, packed_documents
 
@@ -44,7 +41,7 @@ def sample_tensors(item: Any, inputs: Inputs, what: str) -> dict[str, Tensor]:
             value = item[line["name"]]
             try:
                 tensors[line["name"]] = _tensor(value, getattr(torch, line["dtype"]))
-            except (TypeError, ValueError, RuntimeError):
+            except (TypeError, ValueError, RuntimeError, OverflowError):
                 kind = type(value).__name__
                 raise DataError(f"{what} is not a sample: `{line['name']}` is {kind}", _FORM_HELP) from None
     if not tensors:
@@ -64,7 +61,10 @@ def _tensor(value: Any, dtype: torch.dtype) -> Tensor:
         return value
     if isinstance(value, np.ndarray):
         return torch.from_numpy(value)
-    return torch.tensor(value, dtype=dtype)
+    tensor = torch.tensor(value, dtype=dtype)
+    if not dtype.is_floating_point and tensor.numel() and torch.tensor(value).is_floating_point():
+        raise TypeError("fractions would be cut off")
+    return tensor
 
 
 @final
@@ -204,9 +204,9 @@ def dataset_source(
             return source
 
         def document(number: int) -> Tensor:
-            return _document(source.entry(number), form, f"entry {number}")
+            return document_tokens(source.entry(number), form, f"entry {number}")
 
-        return _packed_windows([len(document(number)) for number in range(source.count)], document, form)
+        return packed_windows([len(document(number)) for number in range(source.count)], document, form)
     if not hasattr(dataset, "__iter__"):
         message = f"it returns {type(dataset).__name__}, which is no dataset"
         raise DataError(message, "return an object with `__getitem__` and `__len__`, or with `__iter__`")
@@ -215,18 +215,18 @@ def dataset_source(
         return IterableSource(begin, inputs, least)
 
     def windows(epoch: int) -> Iterator[Any]:
-        return packed_documents((_document(item, form, "a document") for item in begin(epoch)), form)
+        return packed_documents((document_tokens(item, form, "a document") for item in begin(epoch)), form)
 
     return IterableSource(windows, inputs, least)
 
 
-def _packed_windows(lengths: Sequence[int], document: Callable[[int], Tensor], form: WindowForm) -> Windows:
+def packed_windows(lengths: Sequence[int], document: Callable[[int], Tensor], form: WindowForm) -> Windows:
     """Return the windows of documents of these lengths, joined."""
     text = JoinedDocuments(lengths, document)
     return Windows(text, form, f"{len(lengths)} documents hold {text.size} tokens")
 
 
-def _document(item: Any, form: WindowForm, what: str) -> Tensor:
+def document_tokens(item: Any, form: WindowForm, what: str) -> Tensor:
     """Return the tokens of a document, int64 [count]: it is a row of numbers, or a dict with one under the input's
     name."""
     if isinstance(item, Mapping):
@@ -240,44 +240,3 @@ def _document(item: Any, form: WindowForm, what: str) -> Tensor:
         kind = f"{str(tokens.dtype).removeprefix('torch.')} {list(tokens.shape)}"
         raise DataError(f"{what} is {kind}, and a document is one row of whole numbers", "give a row of tokens")
     return tokens.to(torch.int64)
-
-
-def folder_source(folder: Path, inputs: Inputs, form: WindowForm | None) -> MapSource | Windows:
-    """Return the samples of a folder that ``datasets`` has saved, or of a JSON file with an object a line; with
-    ``form`` its rows are documents.
-
-    Raises:
-        DataError: there is no such folder, it holds several datasets, or ``datasets`` is not installed.
-    """
-    help_ = "name a folder that `dataset.save_to_disk` wrote, or a file of JSON with an object a line"
-    if not folder.exists():
-        meant = path_meant(folder, lambda path: path.is_dir() or path.suffix.startswith(".json"), help_)
-        raise DataError(f"there is no folder or file {folder}", meant)
-    try:
-        import datasets
-    except ImportError:
-        raise DataError("`folder` needs the package `datasets`", "install it: `pip install datasets`") from None
-    read = datasets.load_from_disk
-    if folder.is_file():
-        read, help_ = datasets.Dataset.from_json, "write an object a line: the tensors of a sample, as lists, by inputs"
-    try:
-        dataset = read(str(folder))
-    except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
-        why, _, _ = str(error.__cause__ or error).partition("\n")
-        raise DataError(f"{folder} cannot be read as a dataset: {why}", help_) from None
-    if isinstance(dataset, Mapping):
-        names = " or ".join(f'"{folder.name}/{name}"' for name in dataset)
-        raise DataError(f"{folder} holds {len(dataset)} datasets", f"name one: {names}")
-    wanted = [form.tokens] if form is not None else [line["name"] for line in inputs]
-    columns = [name for name in wanted if name in dataset.column_names]
-    if not columns:
-        have = ", ".join(f"`{name}`" for name in dataset.column_names)
-        message = f"{folder} has columns {have}, and none is an input"
-        raise DataError(message, "name its columns as the inputs: `dataset.rename_column`")
-    others = [name for name in dataset.column_names if name not in columns] if len(dataset) else []
-    first = dataset.select_columns(others)[0] if others and form is None else {}
-    entries = MapSource(dataset.with_format("numpy", columns=columns), inputs, first)
-    if form is None:
-        return entries
-    lengths = [len(row) for batch in dataset.select_columns(columns).iter(1000) for row in batch[form.tokens]]
-    return _packed_windows(lengths, lambda number: _document(entries.entry(number), form, f"row {number}"), form)

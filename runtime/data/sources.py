@@ -5,8 +5,10 @@ from __future__ import annotations
 import glob
 import math
 import os
+import re
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
@@ -17,16 +19,21 @@ from torch import Tensor
 from ...compiler.build.build import Build
 from ...compiler.capture.callables import CallableError, check_arguments, load_callable
 from ...compiler.initial.counter import normal, stream, uniform
+from ...compiler.plan.include import read_text
 from ...compiler.sizes.size_range import BATCH
 from ...grammar.codes import BAD_DATA
 from ...grammar.nearest import did_you_mean
 from ..ranks.faults import RunError
-from .datasets import dataset_source, folder_source
+from .datasets import dataset_source
 from .random_batch import class_bounds
 from .samples import DataError, Order, Ordered, SampleSource, asked, check_order, raised_at
+from .saved_rows import folder_source
 from .token_files import JoinedFiles, Packing, TokenFile, WindowForm, Windows, byte_file, token_file
 
 # ---- the files of globs
+
+_MOST_FOLDERS = 100_000
+"""The most folders below the stars of one pattern: links from folder to folder make more ways than there are atoms."""
 
 
 def matching_files(patterns: Sequence[str], root: Path) -> list[str]:
@@ -41,7 +48,7 @@ def matching_files(patterns: Sequence[str], root: Path) -> list[str]:
     matches: set[str] = set()
     for pattern in patterns:
         absolute = os.path.join(root, pattern.replace("{stdlib}", glob.escape(library)))
-        files = {os.path.normpath(name) for name in glob.iglob(absolute, recursive=True) if os.path.isfile(name)}
+        files = {os.path.normpath(name) for name in _matches(absolute) if os.path.isfile(name)}
         if "{stdlib}" in pattern:  # packages that are installed there differ from machine to machine
             files = {name for name in files if not {"site-packages", "dist-packages"} & set(Path(name).parts)}
         if not files:
@@ -51,6 +58,33 @@ def matching_files(patterns: Sequence[str], root: Path) -> list[str]:
             raise DataError(f'no file matches "{pattern}"{where}', help_, pattern)
         matches |= files
     return sorted(name for name in matches if os.path.getsize(name)) or sorted(matches)[:1]
+
+
+def _matches(pattern: str) -> Iterator[str]:
+    """Yield the paths that a pattern matches. ``**`` is any depth of folders that are not hidden, as in ``glob``; a
+    link that leads back above itself is not followed.
+
+    Raises:
+        DataError: the pattern goes into too many folders.
+    """
+    head, *tails = re.split(r"/\*\*(?=/|$)", pattern, maxsplit=1)
+    if not tails:
+        yield from glob.iglob(pattern)
+        return
+    folders = list[str]()
+    for root in glob.iglob(head or "/"):
+        waiting = [(root, frozenset[str]())] * os.path.isdir(root)
+        while waiting:
+            folder, above = waiting.pop()
+            folders.append(folder)
+            if len(folders) > _MOST_FOLDERS:
+                raise DataError(f'"{pattern}" goes into more than {_MOST_FOLDERS:,} folders', "name a folder with less")
+            above |= {os.path.realpath(folder)}
+            with suppress(OSError), os.scandir(folder) as entries:  # what may not be read is left out, as in glob
+                below = [entry.path for entry in entries if not entry.name.startswith(".") and entry.is_dir()]
+                waiting += [(path, above) for path in below if os.path.realpath(path) not in above]
+    for folder in folders:
+        yield from _matches(f"{glob.escape(folder)}{tails[0] or '/*'}")
 
 
 def _names_meant(pattern: str, root: Path, otherwise: str) -> str:
@@ -318,10 +352,7 @@ def line_of(build: Build, verb: str = "") -> str:
     """Return the place and the text of the first line of the build's plan that has a ``verb``, or that names its
     samples, or "" if there is none."""
     verb = verb or build.manifest.get("said", "data")
-    try:
-        lines = (build.path / "plan.parc").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return ""
+    lines = (read_text(build.path / "plan.parc")[0] or "").splitlines()
     matching = ((number, text) for number, text in enumerate(lines, 1) if text.split()[:1] == [verb])
     return next((f"line {number} of the build's plan.parc: {' '.join(text.split())}" for number, text in matching), "")
 

@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from io import BytesIO
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, final
@@ -18,11 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...grammar.bounded import check_regular
 from .samples import DataError
 
 _NPY = b"\x93NUMPY"
 _MEGATRON = b"MMIDIDX\x00\x00"
 _MEGATRON_TYPES = dict(enumerate(("uint8", "int8", "int16", "int32", "int64", "float64", "float32", "uint16"), 1))
+_BOTH = "one of the two is of another data set, or cut off: write both again"
+_HEADER = 16 << 10  # the most bytes of a header; numpy itself reads 10,000
 _PROBED = 4096  # numbers at the start of a file, which tell a wrong type
 
 
@@ -69,11 +73,14 @@ class TokenFile:
         """Check that the file's first numbers look like tokens.
 
         Raises:
-            DataError: there are negative ones, or every second is zero, as if they were of a type of twice the size.
+            DataError: there are none, negative ones, or every second is zero, as if they were of a type of twice the
+                size.
         """
+        if not self.count:
+            raise DataError(f"{self.path} holds no tokens", "name a file that holds some", self.path)
         first = self.read(0, min(self.count, _PROBED))
-        if bool((first < 0).any()):
-            message = f"{self.path} holds {int(first[first < 0][0])}: read as {self.dtype} its numbers are not tokens"
+        if len(odd := first[first.astype(np.int64) < 0]):  # as a text of several files is read
+            message = f"{self.path} holds {int(odd[0])}: read as {self.dtype} its numbers are not tokens"
             raise DataError(message, "name the type that it was written with, as `dtype uint16`", self.path)
         wider = {"uint8": "uint16", "uint16": "uint32", "int16": "int32", "uint32": "int64", "int32": "int64"}
         if len(first) >= 64 and self.dtype in wider and first[::2].any() and not first[1::2].any():
@@ -94,21 +101,17 @@ def token_file(path: str, dtype: str | None) -> TokenFile:
     Raises:
         DataError: its type is not known, not that of the plan, or not one of tokens; or the file is cut off.
     """
-    with open(path, "rb") as file:
-        is_npy = file.read(len(_NPY)) == _NPY
-    index = Path(path).with_suffix(".idx")
-    if is_npy:
-        opened = _npy_file(path)
-    elif index.is_file() and index.read_bytes()[: len(_MEGATRON)] == _MEGATRON:
+    start, index = _start_of(path), Path(path).with_suffix(".idx")
+    if start.startswith(_NPY):
+        opened = _npy_file(path, start)
+    elif index.is_file() and _start_of(str(index)).startswith(_MEGATRON):
         opened = _megatron_file(path, index)
     elif dtype is None:
         message = f"{path} does not say which type its tokens have"
         raise DataError(message, "add it to the plan's line, as `dtype uint16` for nanoGPT's files", path)
     else:
         opened = _bare_file(path, dtype)
-    if np.dtype(opened.dtype).kind not in "iu":
-        message = f"{path} holds {opened.dtype}, and tokens are whole numbers"
-        raise DataError(message, "write the numbers of tokens, as uint16 or int32", path)
+    _check_whole(path, np.dtype(opened.dtype))
     if dtype is not None and opened.dtype != dtype:
         message = f"{path} says that it holds {opened.dtype}, not {dtype}"
         raise DataError(message, f"remove `dtype {dtype}`, or name another file", path)
@@ -116,17 +119,38 @@ def token_file(path: str, dtype: str | None) -> TokenFile:
     return opened
 
 
-def _npy_file(path: str) -> TokenFile:
+def _start_of(path: str) -> bytes:
     try:
-        array = np.load(path, mmap_mode="r")
-    except ValueError as error:
-        raise DataError(
-            f"{path} cannot be read: {error}", "save an array of whole numbers with `numpy.save`", path
-        ) from None
-    if array.ndim != 1:
-        message = f"{path} holds an array of {array.ndim} dims, and a text is one row of tokens"
+        with open(check_regular(Path(path)), "rb") as file:
+            return file.read(_HEADER)
+    except OSError as error:
+        message = f"{path} cannot be read: {error.strerror or error}"
+        raise DataError(message, "name a file of tokens", path) from None
+
+
+def _npy_file(path: str, start: bytes) -> TokenFile:
+    """Return a file of numpy's by its header, which is in the ``start`` of the file."""
+    help_, header = "save an array of whole numbers with `numpy.save`", BytesIO(start)
+    try:
+        version = np.lib.format.read_magic(header)
+        read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
+        shape, _, dtype = read(header)
+    except Exception as error:  # numpy evaluates a literal of Python there, with any of Python's errors
+        raise DataError(f"{path} cannot be read: {error}", help_, path) from None
+    if len(shape) != 1:
+        message = f"{path} holds an array of {len(shape)} dims, and a text is one row of tokens"
         raise DataError(message, "save it flat: `numpy.save(path, array.reshape(-1))`", path)
-    return TokenFile(path, array.dtype.name, len(array), int(array.offset), order=array.dtype.byteorder)
+    _check_whole(path, dtype)
+    size, held = os.path.getsize(path), header.tell() + shape[0] * dtype.itemsize
+    if shape[0] < 0 or size < held:
+        raise DataError(f"{path} has {size} bytes, and its header counts {shape[0]} numbers of {dtype}", help_, path)
+    return TokenFile(path, dtype.name, shape[0], header.tell(), order=dtype.byteorder)
+
+
+def _check_whole(path: str, dtype: np.dtype[Any]) -> None:
+    if dtype.kind not in "iu" or dtype.shape:
+        message = f"{path} holds {dtype}, and tokens are whole numbers"
+        raise DataError(message, "write the numbers of tokens, as uint16 or int32", path)
 
 
 def _bare_file(path: str, dtype: str) -> TokenFile:
@@ -138,24 +162,37 @@ def _bare_file(path: str, dtype: str) -> TokenFile:
 
 
 def _megatron_file(path: str, index: Path) -> TokenFile:
-    """Return a file of Megatron's by its index: the type, the lengths of sequences, and those that begin documents."""
-    text = index.read_bytes()
-    try:
-        version, code, sequences, documents = struct.unpack_from("<QBQQ", text, len(_MEGATRON))
-        place = len(_MEGATRON) + struct.calcsize("<QBQQ")
-        lengths = np.frombuffer(text, "<i4", sequences, place)
-        firsts = np.frombuffer(text, "<i8", documents, place + 12 * sequences)
-    except (struct.error, ValueError):
-        raise DataError(f"{index} is cut off", "write it again with Megatron's tools", path) from None
+    """Return a file of Megatron's by its index: the type, the lengths and places of sequences, and those that begin
+    documents."""
+    head, whole = struct.Struct("<QBQQ"), os.path.getsize(index)
+    place = len(_MEGATRON) + head.size
+    start = _start_of(str(index))[len(_MEGATRON) : place]
+    if len(start) < head.size:
+        raise DataError(f"{index} is cut off", "write it again with Megatron's tools", path)
+    version, code, sequences, documents = head.unpack(start)
     if version != 1 or code not in _MEGATRON_TYPES:
         message = f"{index} has version {version} and type {code}, which parc does not know"
         raise DataError(message, "write it with Megatron's tools for version 1", path)
+    held = place + 12 * sequences + 8 * documents
+    if whole not in (held, held + sequences):  # a byte for each says of which kind it is, where there are several
+        message = f"{index} has {whole} bytes, and those that it counts take {held}: it is cut off, or of another form"
+        raise DataError(message, "write it again with Megatron's tools", path)
+    dtype, size = np.dtype(_MEGATRON_TYPES[code]), os.path.getsize(path)
+    if sequences > size:
+        raise DataError(f"{index} counts {sequences} sequences, and {path} has {size} bytes", _BOTH, path)
+    arrays = np.memmap(index, np.uint8, "r", place)
+    lengths = arrays[: 4 * sequences].view("<i4")
+    places = arrays[4 * sequences : 12 * sequences].view("<i8")
+    firsts = arrays[12 * sequences : held - place].view("<i8")
     ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    dtype, size = _MEGATRON_TYPES[code], os.path.getsize(path)
-    if ends[-1] * np.dtype(dtype).itemsize != size:
+    if ends[-1] * dtype.itemsize != size:
         message = f"{path} has {size} bytes, and {index.name} counts {ends[-1]} tokens of {dtype}"
-        raise DataError(message, "one of the two is of another data set, or cut off: write both again", path)
-    return TokenFile(path, dtype, int(ends[-1]), starts=ends[firsts[firsts < sequences]])
+        raise DataError(message, _BOTH, path)
+    if (lengths < 0).any() or (places != ends[:-1] * dtype.itemsize).any():
+        raise DataError(f"the sequences of {index} do not lie one after the other in {path}", _BOTH, path)
+    if (np.diff(firsts, prepend=0, append=sequences) < 0).any():
+        raise DataError(f"the documents of {index} do not come one after the other", _BOTH, path)
+    return TokenFile(path, dtype.name, int(ends[-1]), starts=ends[firsts[firsts < sequences]])
 
 
 @final

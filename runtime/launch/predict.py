@@ -16,6 +16,7 @@ from typing import Any, final
 import torch
 
 from ...compiler.build.folders import replacing
+from ...grammar.bounded import real_path
 from ...grammar.syntax import size_text
 from ..session.session import Session
 from ..state.checkpoint import check_target
@@ -110,7 +111,7 @@ def predict(session: Session, out: Path, resume: Path | None = None) -> int:
         session.restore(resume)
     elif session.build.manifest["init"] is None and session.rank == 0:
         print(FIRST_WEIGHTS, file=sys.stderr)
-    checkpoint = None if resume is None else str(resume.resolve())
+    checkpoint = None if resume is None else str(real_path(resume))
     try:
         with session, Stop() as stop, ExitStack() as stack:
             begin()
@@ -140,4 +141,4 @@ def _write_all(session: Session, files: _PredictionFiles, stop: Stop, facts: Map
         if session.rank == 0 and (now - shown >= _SHOWN_S or done == total):
             shown = now
             print(f"{done:,} of {total:,} samples, {done / (now - began):.4g} a second", file=sys.stderr)
-    session.exchange([], first(files.end, {"samples": total, "build": str(session.build.path.resolve()), **facts}))
+    session.exchange([], first(files.end, {"samples": total, "build": str(real_path(session.build.path)), **facts}))

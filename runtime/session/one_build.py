@@ -28,6 +28,7 @@ from ...compiler.build.directory import LINES, unlined
 from ...compiler.build.first_check import is_of_first_check
 from ...compiler.capture.callables import CallableError
 from ...compiler.capture.model_code import file_hashes
+from ...grammar.bounded import check_regular
 from ...grammar.codes import RANKS_DIFFER
 from ..data.samples import DataError
 from ..data.sources import PREDICTED, data_files
@@ -261,7 +262,7 @@ def _data_code(line: Mapping[str, Any], folder: Path) -> dict[str, str]:
 def _file_fact(path: Path) -> RunFact:
     """Return the size of a file, and the hash of its head and its tail."""
     try:
-        with open(path, "rb") as file:
+        with open(check_regular(path), "rb") as file:
             size = os.fstat(file.fileno()).st_size
             head = file.read(_PROBE)
             file.seek(max(len(head), size - _PROBE))

@@ -15,22 +15,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from ...compiler.build.directory import MANIFEST
 from ...compiler.build.folders import FolderError, FolderHeld, check_place, current, hold_folder
 from ...compiler.build.json_schema import FormError
-from ...compiler.initial.files import OpenedFiles, held_type, shown_faults
+from ...compiler.initial.files import OpenedFiles, held_type, opened_tensors, shown_faults
 from ...compiler.layout.mesh import Shape
 from ...compiler.padding.tensors import EntryRanges, EntryRun, crossings, packed
 from ...compiler.program.stacked import part_name
-from ...grammar.bounded import check_regular, read_json
+from ...grammar.bounded import read_json, real_path
 from ...grammar.codes import BAD_STATE, FOLDER_HELD
 from ...grammar.nearest import path_meant
 from ...grammar.syntax import size_text
 from ..ranks.faults import RunError
 from .index import FACTS, TENSORS, FileLayout, Index, extent, in_parts, numbered, read_index, rectangle_text
 from .shards import ShardFault, check_shard
+
+CHECKPOINT_FORMAT = 1
+"""The format of checkpoints that this parc writes, and the newest one that it reads."""
 
 
 def check_target(folder: Path, mark: str = FACTS, what: str = "a checkpoint") -> None:
@@ -60,7 +63,7 @@ def target_held(folder: Path, size: int, run: str = "") -> Iterator[None]:
             since = time.strftime("%Y-%m-%d %H:%M:%S")
             who = f"process {os.getpid()} on {socket.gethostname()} since {since}" + f", for {run}" * bool(run)
             stack.enter_context(hold_folder(folder, who))
-            free = shutil.disk_usage(folder.resolve().parent).free
+            free = shutil.disk_usage(real_path(folder).parent).free
         except FolderHeld as held:
             if not run or not str(held).endswith(f", for {run}"):
                 help_ = "name another folder with `--save`, or wait until that run ends"
@@ -266,6 +269,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     named, folder = folder, current(folder)
     try:
         facts = read_json(folder / FACTS)
+        _check_format(named, facts)
         index = read_index(folder, facts["index"]) if "index" in facts else _of_one_file(folder)
         for name, number in (("step", facts["step"]), ("samples", facts.get("samples", 0))):
             if type(number) is not int or not 0 <= number < 2**53:
@@ -292,9 +296,25 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(folder, facts, index)
 
 
+def _check_format(named: Path, facts: Mapping[str, Any]) -> None:
+    """Check that a checkpoint is of a format that this parc reads. Checkpoints without one are of format 1, too.
+
+    Raises:
+        RunError: it is of a newer format.
+        TypeError: its format is no number.
+    """
+    have = facts.get("format", CHECKPOINT_FORMAT)
+    if type(have) is not int:
+        raise TypeError(f"its {FACTS} has the format {have!r}")
+    if have > CHECKPOINT_FORMAT:
+        message = f"`{named}` is a checkpoint of format {have}, and this parc reads format {CHECKPOINT_FORMAT}"
+        by = f" {facts['parc']}" if isinstance(facts.get("parc"), str) else ""
+        raise RunError(BAD_STATE, message, f"go on with the parc{by} that wrote it, or from another checkpoint")
+
+
 def _of_one_file(folder: Path) -> Index:
     """Return the index of a checkpoint without one: whole tensors in one file."""
-    with safe_open(check_regular(folder / TENSORS), framework="pt") as file:
+    with opened_tensors(folder / TENSORS) as file:
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 no mapping
         types = {name: held_type(slice_.get_shape(), slice_.get_dtype()) for name, slice_ in slices.items()}
     layouts = {name: FileLayout.whole(shape) for name, (shape, _) in types.items()}

@@ -27,6 +27,7 @@ from ...compiler.capture.adapters import base_names, is_adapted
 from ...compiler.initial.files import Expected, Weights, WeightsError, open_weights, shown_faults, state_tensors
 from ...compiler.layout.mesh import Shape
 from ...compiler.program.optimizers import AVERAGE
+from ...grammar.bounded import real_path
 from ...grammar.codes import BAD_STATE, BAD_WEIGHTS, NO_AVERAGES
 from ..ranks.faults import RunError
 from .checkpoint import Checkpoint, CheckpointReader, check_target
@@ -89,8 +90,8 @@ def export_weights(build: Build, folder: Path, out: Path, form: ExportForm = Exp
     if out.exists() and (one_file or not out.is_dir() or any(out.iterdir())):
         raise RunError(BAD_STATE, f"`{out}` exists; it is left as it is", "name a new file or a new folder")
     try:
-        out.resolve().parent.mkdir(parents=True, exist_ok=True)
-        fresh = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.resolve().parent))
+        real_path(out).parent.mkdir(parents=True, exist_ok=True)
+        fresh = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=real_path(out).parent))
     except OSError as error:
         raise RunError(BAD_STATE, f"`{out}` cannot be written: {error.strerror}", "name another place") from None
     try:

@@ -23,6 +23,7 @@ from ...compiler.build.folders import FolderError, FolderHeld, hold_folder
 from ...compiler.program.optimizers import OPTIMIZERS, kept_slots, update_units
 from ...compiler.program.program import CARRIERS
 from ...compiler.program.roles import Role
+from ...grammar.bounded import real_path
 from ...grammar.codes import OFFLOAD_FOLDER
 from ...grammar.syntax import size_text
 from ..machine.registry import Kernel, KernelContext
@@ -164,7 +165,7 @@ class Offloaded:
         Raises:
             RunError: another run holds it, or it cannot be written.
         """
-        place, since = (plans / folder).resolve() / f"rank{rank}", time.strftime("%Y-%m-%d %H:%M:%S")
+        place, since = real_path(plans / folder) / f"rank{rank}", time.strftime("%Y-%m-%d %H:%M:%S")
         who = f"process {os.getpid()} on {socket.gethostname()} since {since}"
         other = "name another folder in the plan's `offload` line"
         try:

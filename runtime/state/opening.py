@@ -24,6 +24,7 @@ from ...compiler.program.binding import BUFFERS
 from ...compiler.program.optimizers import kept_slots
 from ...compiler.program.step_values import LossTerm
 from ...compiler.sizes.size_range import BATCH
+from ...grammar.bounded import real_path
 from ...grammar.codes import BAD_BUILD, BAD_STATE, MODEL_FAILED, OTHER_TORCH, WORLD_SIZE
 from ...grammar.nearest import listed
 from ..ranks.faults import RunError
@@ -142,7 +143,7 @@ def build_of(folder: Path) -> Build:
     place, name = read_checkpoint(folder).facts.get("build"), f"name the build too: `parc export BUILD {folder} -o OUT`"
     if not isinstance(place, str):
         raise RunError(BAD_STATE, f"`{folder}` does not say which build wrote it", name)
-    places = (Path(place), folder.resolve().parent / Path(place).name)
+    places = (Path(place), real_path(folder).parent / Path(place).name)
     path = next((path for path in places if (path / MANIFEST).is_file()), None)
     if path is None:
         raise RunError(BAD_STATE, f"`{folder}` was written by a run of the build `{place}`, which is not there", name)

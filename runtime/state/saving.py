@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from importlib import import_module
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,12 +24,13 @@ from ...compiler.padding.pads import pads_from
 from ...compiler.padding.tensors import EntryRanges, ranges_of, runs_of
 from ...compiler.program.optimizers import AVERAGE, NUMBERS
 from ...compiler.program.stacked import part_name
+from ...grammar.bounded import real_path
 from ...grammar.codes import BAD_STATE
 from ..ranks.faults import RunError
 from ..ranks.gather import everywhere, keepers_of, of_every_role, owners_of
 from ..ranks.lockstep import RESTORE, Lockstep
 from ..ranks.work import RankState
-from .checkpoint import Checkpoint, check_target
+from .checkpoint import CHECKPOINT_FORMAT, Checkpoint, check_target
 from .index import (
     KEY,
     FileLayout,
@@ -84,10 +86,11 @@ def stored_of(build: Build) -> dict[str, StoredTensor]:
 
 def checkpoint_facts(build: Build, done: Mapping[str, Any], state: Mapping[str, float]) -> dict[str, Any]:
     """Return the facts of a checkpoint beside its tensors: the progress ``done`` (steps, samples, places of loaders),
-    the optimizer's name, the numbers of the loss scale, and the build that wrote it."""
+    the optimizer's name, the numbers of the loss scale, the build that wrote it, the format and parc's version."""
+    parc = import_module(__name__.partition(".")[0])
     return {
-        **done, "optimizer": build.manifest["optimizer"]["name"], "state": dict(state),
-        "build": str(build.path.resolve()),
+        **done, "format": CHECKPOINT_FORMAT, "parc": parc.__version__,
+        "optimizer": build.manifest["optimizer"]["name"], "state": dict(state), "build": str(real_path(build.path)),
     }  # fmt: skip
 
 
@@ -165,7 +168,7 @@ class StateFiles:
             def end() -> None:
                 if not self._rank:
                     with writing_folder(folder):
-                        write_index(folder.resolve().with_name(fresh), self.index(shards, slots), facts)
+                        write_index(real_path(folder).with_name(fresh), self.index(shards, slots), facts)
                         stack.close()
 
             self._together.agreed(SAVE, end)
@@ -181,7 +184,7 @@ class StateFiles:
             def probe() -> str:
                 if self._rank:
                     return ""
-                real = folder.resolve()
+                real = real_path(folder)
                 with writing_folder(folder):
                     real.parent.mkdir(parents=True, exist_ok=True)
                     return Path(stack.enter_context(TemporaryDirectory(prefix=f".{real.name}.", dir=real.parent))).name
@@ -195,7 +198,7 @@ class StateFiles:
         Raises:
             RunError: this rank does not see it.
         """
-        place = folder.resolve().with_name(name)
+        place = real_path(folder).with_name(name)
         if not place.is_dir():
             message = f"rank {self._rank} does not find the files that rank 0 makes in `{folder}`"
             raise RunError(BAD_STATE, message, "name a folder on a file system that all hosts of the run share")

@@ -18,7 +18,7 @@ from parc.compiler.layout.mesh import Mesh
 from parc.compiler.layout.placement import Placement, Split, TensorType
 from parc.grammar.codes import BAD_STATE
 from parc.runtime.ranks.faults import RunError
-from parc.runtime.state.checkpoint import read_checkpoint
+from parc.runtime.state.checkpoint import CHECKPOINT_FORMAT, read_checkpoint
 from parc.runtime.state.index import FileLayout, StoredTensor
 from parc.runtime.state.opening import build_mesh, open_build
 from parc.runtime.state.saving import stored_of
@@ -143,15 +143,29 @@ def test_a_checkpoint_of_whole_tensors_in_one_file_is_still_read(tmp_path: Path)
     (tmp_path / "old").mkdir()
     save_file(wholes, tmp_path / "old" / "state.safetensors")
     (tmp_path / "old" / "state.json").write_text('{"optimizer": "adamw", "step": 3}')
-    ranks = ranks_of(stored, mesh, [""] * mesh.world, None)
+    roles = [*made.roles] * mesh.world
+    ranks = ranks_of(stored, mesh, roles, None)
     restore_all(tmp_path / "old", ranks, stored)
-    hold(ranks, ranks_of(stored, mesh, [""] * mesh.world, wholes))
+    hold(ranks, ranks_of(stored, mesh, roles, wholes))
     with parc.load(build(tmp_path, ONE, name="one")) as session:
         session.restore(tmp_path / "old")
         assert session.step_number == 3
         session.save(tmp_path / "new")
         assert load_file(tmp_path / "new" / "state.safetensors").keys() == wholes.keys()
         assert torch.equal(session.state_dict()["embed.weight"], wholes["parameter.embed.weight"])
+
+
+def test_a_checkpoint_of_a_newer_format_is_said(saved: Path) -> None:
+    facts = json.loads((saved / "state.json").read_text())
+    (saved / "state.json").write_text(json.dumps({**facts, "format": CHECKPOINT_FORMAT}))
+    assert read_checkpoint(saved).facts["step"] == 3
+    newer = {"format": CHECKPOINT_FORMAT + 1, "parc": "9.1", "tensors": "elsewhere"}
+    (saved / "state.json").write_text(json.dumps(newer))
+    with pytest.raises(
+        RunError, match=f"is a checkpoint of format {CHECKPOINT_FORMAT + 1}, and this parc reads format"
+    ) as caught:
+        read_checkpoint(saved)
+    assert caught.value.diagnostic().help == "go on with the parc 9.1 that wrote it, or from another checkpoint"
 
 
 _COMPLEX = """

@@ -243,10 +243,10 @@ def test_a_folder_that_is_not_there_is_said_where_the_package_is_not_there_eithe
 ) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(DataError, match="there is no folder or file"):
-        opened(tmp_path, "folder", names=["rows.json"])
-    (tmp_path / "rows.json").touch()
+        opened(tmp_path, "folder", names=["rows"])
+    (tmp_path / "rows").mkdir()
     with pytest.raises(DataError, match="`folder` needs the package `datasets`"):
-        opened(tmp_path, "folder", names=["rows.json"])
+        opened(tmp_path, "folder", names=["rows"])
 
 
 def test_folders_of_datasets_are_read(tmp_path: Path) -> None:
@@ -271,7 +271,7 @@ def test_folders_of_datasets_are_read(tmp_path: Path) -> None:
     for name, message in {
         "several": r"holds 1 datasets",
         "nothing": r"there is no folder or file .*nothing",
-        "broken.json": r"broken.json cannot be read as a dataset: JSON parse error",
+        "broken.json": r"row 0 of .*broken.json cannot be read: Expecting",
     }.items():
         with pytest.raises(DataError, match=message):
             opened(tmp_path, "folder", names=[name])
