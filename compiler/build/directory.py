@@ -19,7 +19,7 @@ from ..program.actions import ACTIONS
 from ..program.program import REFERENCE_FILE, Fault
 from ..program.text import ProgramError
 from .build import Build, BuildError, sources_of
-from .folders import FolderError, check_place, current, replacing
+from .folders import FolderError, FolderKind, check_place, current, reason_of, replacing
 from .json_schema import MANIFEST_FORM, REPORT_FORM, Form, FormError, hold_form
 
 FORMAT = 7
@@ -28,6 +28,7 @@ MOST_BUILD_BYTES = 128 << 20
 MANIFEST = "manifest.json"
 _REPORT = "report.json"
 _FILES = ("plan.parc", REFERENCE_FILE, "schedule.txt", _REPORT)
+_HASH = re.compile(r"[0-9a-f]{64}")
 LINES = re.compile(r" plan:\d+|(?<=\.py):\d+\b")
 """The line numbers of plans and of models in texts."""
 
@@ -50,31 +51,57 @@ def write_build(build: Build, path: Path) -> None:
     """Write a build; an older one at ``path`` is replaced whole, and only once the new one is complete.
 
     Raises:
-        BuildError: ``path`` holds something that is not a build, or cannot be written.
+        BuildError: parc may not replace what is at ``path``, or it cannot be written.
     """
-    check_out(path)
     files = {**build.texts, _REPORT: json_text(build.report)}
     folder = os.path.relpath(build.folder, path.resolve())
     hashes = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in files.items()}
     everything = {**files, MANIFEST: json_text({**build.manifest, "folder": folder, "format": FORMAT, "files": hashes})}
     try:
-        with replacing(path) as fresh:
+        with replacing(path, BUILD) as fresh:
             for name, text in everything.items():
                 place = fresh / name
                 place.parent.mkdir(parents=True, exist_ok=True)
                 place.write_text(text, encoding="utf-8")
+    except FolderError as error:
+        raise BuildError(str(error), error.help) from None
     except OSError as error:
-        raise BuildError(f"`{path}` cannot be written: {error}", "name another folder with `-o`") from None
+        raise BuildError(f"`{path}` cannot be written: {reason_of(error)}", "name another folder with `-o`") from None
+
+
+def _build_files(folder: Path) -> tuple[str, ...] | None:
+    """Return the names of a build's files, as its manifest tells, whatever its format; None for a folder without a
+    manifest of parc's."""
+    try:
+        manifest = read_json(folder / MANIFEST)
+    except (OSError, ValueError):
+        return None
+    files = manifest.get("files") if isinstance(manifest, dict) else None
+    if (
+        not isinstance(files, dict)
+        or type(manifest.get("format")) is not int
+        or not isinstance(manifest.get("parc"), str)
+    ):
+        return None
+    if "plan.parc" not in files or not all(
+        isinstance(hash_, str) and _HASH.fullmatch(hash_) for hash_ in files.values()
+    ):
+        return None
+    inside = (name for name in files if not Path(name).is_absolute() and ".." not in Path(name).parts)
+    return *(Path(name).as_posix() for name in inside), MANIFEST
+
+
+BUILD = FolderKind("a build", _build_files)
 
 
 def check_out(path: Path) -> None:
     """Check that a build may be written at ``path``.
 
     Raises:
-        BuildError: it holds something that is not a build, which is left as it is, or is the current folder.
+        BuildError: it holds something that is not a build, which is left as it is, or nothing can be written there.
     """
     try:
-        check_place(path, MANIFEST, "a build")
+        check_place(path, BUILD)
     except FolderError as error:
         raise BuildError(str(error), error.help) from None
 

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,18 +20,18 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ...compiler.build.build import Build
-from ...compiler.build.folders import replacing
+from ...compiler.build.folders import NEW_FOLDER, FolderError, fresh_folder, replacing
 from ...compiler.capture.adapters import base_names, is_adapted
 from ...compiler.initial.files import Expected, Weights, WeightsError, open_weights, shown_faults, state_tensors
 from ...compiler.layout.mesh import Shape
 from ...compiler.program.optimizers import AVERAGE
 from ...grammar.codes import BAD_STATE, BAD_WEIGHTS, NO_AVERAGES
 from ..ranks.faults import RunError
-from .checkpoint import Checkpoint, CheckpointReader, check_target
+from .checkpoint import CHECKPOINT, Checkpoint, CheckpointReader, check_target
 from .index import KEY, FileLayout, Index, part_shapes, shard_name, write_index
 from .initial import Initial
 from .opening import build_mesh, open_checkpoint, task_of
-from .saving import checkpoint_facts, stored_of
+from .saving import checkpoint_facts, stored_of, writing_folder
 from .shards import Piece, ShardFile, write_shard
 
 SUFFIX = ".safetensors"
@@ -86,30 +84,28 @@ def export_weights(build: Build, folder: Path, out: Path, form: ExportForm = Exp
         raise RunError(
             BAD_STATE, f"weights are written as safetensors, and the name `{out}` says something else", help_
         )
-    if out.exists() and (one_file or not out.is_dir() or any(out.iterdir())):
-        raise RunError(BAD_STATE, f"`{out}` exists; it is left as it is", "name a new file or a new folder")
     try:
-        out.resolve().parent.mkdir(parents=True, exist_ok=True)
-        fresh = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.resolve().parent))
-    except OSError as error:
-        raise RunError(BAD_STATE, f"`{out}` cannot be written: {error.strerror}", "name another place") from None
-    try:
-        with checkpoint.tensors() as files:
+        with writing_folder(out), checkpoint.tensors() as files:
+            if one_file and os.path.lexists(out):
+                raise FolderError(f"`{out}` exists; it is left as it is", "name a new file or a new folder")
             state = _State(build, checkpoint, files, form.ema)
-            written = list(_write_form(state, build, fresh, form, one_file))
-        tensors, size = sum(part.tensors for part in written), sum(part.bytes for part in written)
-        if one_file:
-            os.replace(written[0].files[0], out)
-            return Exported((out,), tensors, size)
-        fresh.chmod(0o755)
-        if out.exists():
-            out.rmdir()
-        os.replace(fresh, out)
-        return Exported(tuple(sorted(out.iterdir())), tensors, size)
-    except (OSError, SafetensorError) as error:
+            with _fresh_file(out) if one_file else replacing(out, NEW_FOLDER) as fresh:
+                written = list(_write_form(state, build, fresh, form, one_file))
+    except SafetensorError as error:
         raise RunError(BAD_STATE, f"`{out}` cannot be written: {error}", "name another place") from None
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
+    files_written = (out,) if one_file else tuple(sorted(out.iterdir()))
+    return Exported(files_written, sum(part.tensors for part in written), sum(part.bytes for part in written))
+
+
+@contextmanager
+def _fresh_file(out: Path) -> Iterator[Path]:
+    """Enter a block that writes one file into an empty folder; then the file is at ``out``, where no other may be."""
+    real = out.parent.resolve() / out.name
+    real.parent.mkdir(parents=True, exist_ok=True)
+    with fresh_folder(real) as fresh:
+        yield fresh
+        (file,) = fresh.glob(f"*{SUFFIX}")
+        file.rename(real)
 
 
 def _write_form(state: _State, build: Build, folder: Path, form: ExportForm, one_file: bool) -> Iterator[Exported]:
@@ -247,14 +243,12 @@ def import_weights(
             raise RunError(BAD_WEIGHTS, message, help_, shown_faults(faults))
         check_target(out)
         try:
-            with replacing(out) as fresh:
+            with writing_folder(out), replacing(out, CHECKPOINT) as fresh:
                 return _write_weights(fresh, build, _checkpoint_tensors(build, initial, weights, expected), shard_bytes)
         except WeightsError as error:
             raise RunError(
                 BAD_WEIGHTS, str(error), "it could be read before: see whether another process replaces it"
             ) from None
-        except OSError as error:
-            raise RunError(BAD_STATE, f"`{out}` cannot be written: {error}", "name another folder") from None
 
 
 def _checkpoint_tensors(

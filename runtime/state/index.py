@@ -166,12 +166,14 @@ def _rectangles(
 
 
 TENSORS, FACTS, INDEX_FILE = "state.safetensors", "state.json", "index.json"
+FORMAT = 1
+"""The format of checkpoints, in their facts; older ones do not say it. An unknown key of the facts needs no new one."""
 _FORM: Form = {
     "files": [{"name": str, "bytes": int, "header": str}],
     "layouts": [{"shape": [int], "parts": [[[FieldRow(int, 2)]]], "files": [int]}],
     "tensors": Each({"dtype": str, "layout": int}),
 }
-_FILE = re.compile(r"state(-\d{5,9})?\.safetensors")
+TENSOR_FILE = re.compile(r"state(-\d{5,9})?\.safetensors")
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -249,8 +251,14 @@ def write_index(folder: Path, index: Index, facts: Mapping[str, Any]) -> None:
         separators=(",", ":"),
     ).encode()
     (folder / INDEX_FILE).write_bytes(text)
-    facts = {**facts, "index": hashlib.sha256(text).hexdigest()}
+    facts = {**facts, "format": FORMAT, "index": hashlib.sha256(text).hexdigest()}
     (folder / FACTS).write_text(json.dumps(facts, sort_keys=True), encoding="utf-8")
+
+
+def newer_format(facts: Any) -> str:
+    """Return a clause on facts of a checkpoint whose format this parc does not know, "" for others."""
+    form = facts.get("format", FORMAT) if isinstance(facts, Mapping) else FORMAT
+    return "" if form == FORMAT else f"is a checkpoint of format {form}, and this parc reads format {FORMAT}"
 
 
 def read_index(folder: Path, digest: str) -> Index:
@@ -270,7 +278,7 @@ def read_index(folder: Path, digest: str) -> Index:
     hold_form(value, _FORM)
     files = value["files"]
     for file in files:
-        if not _FILE.fullmatch(file["name"]):
+        if not TENSOR_FILE.fullmatch(file["name"]):
             raise ValueError(f"its {INDEX_FILE} names `{file['name']}`, which is no file of a checkpoint")
     layouts = [_layout(row) for row in value["layouts"]]
     tensors = value["tensors"]
