@@ -62,7 +62,7 @@ def check_place(path: Path, kind: FolderKind) -> Path:
     Raises:
         FolderError: it is something else, which is left as it is; a disk is mounted there; or nothing can be written.
     """
-    real = _real_place(path)
+    real = real_place(path)
     try:
         with _locked(_swap_lock(real)):
             for place in (real, _old(real)):
@@ -78,7 +78,7 @@ def check_place(path: Path, kind: FolderKind) -> Path:
     return real
 
 
-def _real_place(path: Path) -> Path:
+def real_place(path: Path) -> Path:
     """Return the real path of a folder to be written.
 
     Raises:
@@ -111,7 +111,7 @@ def _check_folder(place: Path, named: Path, kind: FolderKind) -> None:
             f"`{named}` {said}; it is left as it is",
             "name another folder" if kind.what else "name a new file or a new folder",
         )
-    if not os.access(place, os.W_OK | os.X_OK):
+    if not place.stat().st_mode & 0o222 or not os.access(place, os.W_OK | os.X_OK):  # of root nothing is protected
         raise FolderError(f"`{named}` is write-protected; it is left as it is")
 
 
@@ -174,7 +174,7 @@ def hold_folder(path: Path, who: str) -> Iterator[None]:
         FolderError: it is no place for a folder.
         OSError: nothing can be written beside it.
     """
-    real = _real_place(path)
+    real = real_place(path)
     real.parent.mkdir(parents=True, exist_ok=True)
     with _locked(real.with_name(f".{real.name}.lock"), who):
         yield

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import re
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from parc.cli.plan_arguments import add_defines, is_plan, plan_at
 from parc.cli.terminal import print_json, say, stages, text_table
+from parc.compiler.build.output_files import FileKind, check_file, write_whole
 from parc.compiler.program.actions import FORWARD
 from parc.grammar.syntax import size_text
 from parc.report_words import in_words
 
 if TYPE_CHECKING:
     from parc.compiler.build.build import Build
+
+_PAGE = FileKind(
+    "a page of parc's", re.compile(rb'(?s)\s*<!DOCTYPE html>.{,400}<meta name="generator" content="parc">')
+)
+_PICTURE = FileKind("a picture of parc's", re.compile(rb'<svg [^>]*>\n<rect class="ground" width="100%" height="100%"'))
 
 
 def show_options(parser: argparse.ArgumentParser) -> None:
@@ -123,9 +130,11 @@ def _write_page(file: Path, build: Build) -> int:
     from parc.page.page import page_of
     from parc.runtime.ranks.faults import writing
 
+    with writing(file):
+        check_file(file, _PAGE)
     text = page_of(build)
     with writing(file):
-        file.write_text(text, encoding="utf-8")
+        write_whole(file, text)
     say(f"wrote {file} ({size_text(len(text.encode()))})")
     return 0
 
@@ -142,7 +151,8 @@ def _show_timeline(args: argparse.Namespace, build: Build) -> int:
     timeline, title = timeline_of(build), schedule_words(build.report)
     if args.svg:
         with writing(args.svg):
-            args.svg.write_text(svg(timeline, title, "%"), encoding="utf-8")
+            check_file(args.svg, _PICTURE)
+            write_whole(args.svg, svg(timeline, title, "%"))
         axis = build.report["pipeline"].get("axis", "")
         ranks = f", on {build.programs[FORWARD].mesh.size(axis)} ranks of `{axis}`" if axis else ""
         say(f"drew {args.svg}: {title}{ranks}")

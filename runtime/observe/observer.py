@@ -7,6 +7,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+import re
 import resource
 import sys
 import time
@@ -24,6 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from ...compiler.analysis.flops import product_type, step_flops
 from ...compiler.build.build import Build
+from ...compiler.build.output_files import FileKind, check_file
 from ...compiler.sizes.size_range import BATCH
 from ...compiler.torch_private import quiet
 from ..ranks.faults import RunError, writing
@@ -34,6 +36,7 @@ from .writers import FigurePlaces, FiguresWriter
 # ---- a profile of a few steps, with the lines of programs as ranges
 
 
+_PROFILE = FileKind("a profile of parc's", re.compile(rb'(?s)(?:(?!"traceEvents").)*"parc":'))
 _WARM_UP_STEPS, _PROFILED_STEPS = 2, 3
 
 
@@ -42,15 +45,17 @@ class Profile:
     """A profile of three steps after two warm-up steps, or of fewer if the run is shorter.
 
     Raises:
-        RunError: the folder cannot be written, now or after the last of the steps.
+        RunError: the folder cannot be written, now or after the last of the steps, or has another file of that name.
     """
 
     def __init__(self, folder: Path, rank: int, device: torch.device, done: int, steps: int) -> None:
-        self._folder, self._rank = folder, rank
+        self._folder, self._file = folder, folder / f"rank{rank}.json.gz"
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             if not os.access(folder, os.W_OK):
                 raise OSError(errno.EACCES, "the folder takes no files")
+        with writing(self._file):
+            check_file(self._file, _PROFILE)
         self._first = min(done + _WARM_UP_STEPS + 1, steps)
         self._last = min(self._first + _PROFILED_STEPS - 1, steps)
         self._profile: profile | None = None
@@ -64,6 +69,7 @@ class Profile:
             with quiet():
                 self._profile = profile(activities=self._activities)
                 self._profile.start()
+                self._profile.add_metadata("parc", "lines of programs as ranges")
         yield
 
     def written(self, number: int) -> str:
@@ -74,7 +80,7 @@ class Profile:
         with quiet():
             ended.stop()
             with writing(self._folder):
-                ended.export_chrome_trace(str(self._folder / f"rank{self._rank}.json.gz"))
+                ended.export_chrome_trace(str(self._file))
         steps = f"steps {self._first} to {self._last}" if self._first < self._last else f"step {self._last}"
         return (
             f"a profile of {steps} is in {self._folder}, a file for each rank: open rank0.json.gz at ui.perfetto.dev;"

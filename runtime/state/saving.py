@@ -16,7 +16,7 @@ from typing import Any, final
 import torch
 
 from ...compiler.build.build import Build
-from ...compiler.build.folders import FolderError, disk_of, reason_of, replacing
+from ...compiler.build.folders import FolderError, disk_of, real_place, reason_of, replacing
 from ...compiler.layout.mesh import Mesh, Shape
 from ...compiler.layout.placement import parse_type
 from ...compiler.padding.pads import pads_from
@@ -154,8 +154,8 @@ class StateFiles:
             def begin() -> str:
                 if self._rank:
                     return ""
-                self._check_disk(folder)
                 with writing_folder(folder):
+                    self._check_disk(folder)
                     return stack.enter_context(replacing(folder, CHECKPOINT)).name
 
             fresh = everywhere(self._together.agreed(SAVE, begin), self._world)[0]
@@ -183,9 +183,9 @@ class StateFiles:
             def probe() -> str:
                 if self._rank:
                     return ""
-                self._check_disk(folder)
-                real = folder.resolve()
                 with writing_folder(folder):
+                    self._check_disk(folder)
+                    real = real_place(folder)
                     real.parent.mkdir(parents=True, exist_ok=True)
                     return Path(stack.enter_context(TemporaryDirectory(prefix=f".{real.name}.", dir=real.parent))).name
 
@@ -197,13 +197,13 @@ class StateFiles:
         empty folder of another disk.
 
         Raises:
-            RunError: it is not.
+            FolderError: it is not.
         """
-        real = folder.resolve()
+        real = real_place(folder)
         before, now = self._disks.setdefault(real, disk_of(real)), disk_of(real)
         if now != before:
             message = f"`{folder}` cannot be written: the disk at `{before}` is no longer there"
-            raise RunError(BAD_STATE, message, "mount it again, or name another folder")
+            raise FolderError(message, "mount it again, or name another folder")
 
     def _shared_folder(self, folder: Path, name: str) -> Path:
         """Return the folder of a name that the first rank made beside ``folder``.
