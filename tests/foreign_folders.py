@@ -8,9 +8,12 @@ afterwards, at its place; the command has either written, or ended with a messag
 from __future__ import annotations
 
 import contextlib
+import gzip
 import io
 import json
 import os
+import re
+import resource
 import shutil
 import socket
 import stat
@@ -36,9 +39,9 @@ Place = Path
 
 
 @dataclass(frozen=True)
-class Folder:
-    """A folder of somebody. ``make`` makes it at a place, maybe around what the command itself wrote there (``own``).
-    ``written`` is whether parc may write there: None where that depends on the command."""
+class Foreign:
+    """A folder or a file of somebody. ``make`` makes it at a place, maybe around what the command itself wrote there
+    (``own``). ``written`` is whether parc may write there: None where that depends on the command."""
 
     make: Callable[[Place], None]
     own: bool = False
@@ -146,22 +149,22 @@ def mount(place: Path) -> None:
 
 MOUNTS = False
 FOLDERS = {
-    "a data set of datasets": Folder(dataset),
-    "a git checkout": Folder(checkout),
-    "a web app": Folder(web_app),
-    "another tool's checkpoint": Folder(other_checkpoint),
-    "another tool's predictions": Folder(other_predictions),
-    "weights of transformers": Folder(weights),
-    "a file": Folder(file),
-    "a link to a data set": Folder(link),
-    "links in a circle": Folder(circle),
-    "a mount point": Folder(mount),
-    "its own, with notes": Folder(notes, own=True, written=True),
-    "its own behind a link, with notes": Folder(linked_own, own=True, written=True),
-    "its own, write-protected": Folder(protected, own=True),
-    "its own, of a newer format": Folder(newer, own=True, written=None),
-    "its own, cut off": Folder(cut, own=True),
-    "its own, with taken names beside": Folder(taken, own=True),
+    "a data set of datasets": Foreign(dataset),
+    "a git checkout": Foreign(checkout),
+    "a web app": Foreign(web_app),
+    "another tool's checkpoint": Foreign(other_checkpoint),
+    "another tool's predictions": Foreign(other_predictions),
+    "weights of transformers": Foreign(weights),
+    "a file": Foreign(file),
+    "a link to a data set": Foreign(link),
+    "links in a circle": Foreign(circle),
+    "a mount point": Foreign(mount),
+    "its own, with notes": Foreign(notes, own=True, written=True),
+    "its own behind a link, with notes": Foreign(linked_own, own=True, written=True),
+    "its own, write-protected": Foreign(protected, own=True),
+    "its own, of a newer format": Foreign(newer, own=True, written=None),
+    "its own, cut off": Foreign(cut, own=True),
+    "its own, with taken names beside": Foreign(taken, own=True),
 }
 
 
@@ -173,6 +176,7 @@ def ready() -> Path:
     """Return a folder with a build that trains and evaluates, its plan, a checkpoint, and weights."""
     home = Path(tempfile.mkdtemp(prefix="parc-folders-"))
     build(home, EVAL, FLAT)
+    (home / "few.txt").write_text("few words, " * 10)
     with parc.load(home / "build") as session:
         session.step(batch(0))
         session.save(home / "checkpoint")
@@ -181,13 +185,14 @@ def ready() -> Path:
 
 
 def command(*words: str) -> Callable[[Place], str]:
-    """Return a writer by words of the command line: OUT is the place, and HOME the ready folder. It returns the message
-    of an exit code other than 0."""
+    """Return a writer by words of the command line: OUT is the place, FOLDER what it is in, HOME the ready folder. It
+    returns the message of an exit code other than 0."""
 
     def write(place: Place) -> str:
         said = io.StringIO()
+        names = {"HOME": ready(), "OUT": place, "FOLDER": place.parent}
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
-            code = main([word.replace("HOME", str(ready())).replace("OUT", str(place)) for word in words])
+            code = main([re.sub("HOME|OUT|FOLDER", lambda name: str(names[name[0]]), word) for word in words])
         if code not in (0, 1) or (code and "Traceback" in said.getvalue()):
             raise AssertionError(f"exit code {code}: {said.getvalue()}")
         return said.getvalue() if code else ""
@@ -212,9 +217,73 @@ WRITERS = {
     "session.save": save,
     "import": command("import", "HOME/build", "HOME/w.safetensors", "-o", "OUT"),
     "export": command("export", "HOME/build", "HOME/checkpoint", "-o", "OUT"),
-    "predict": command(*RUN, "--predict", 'bytes "HOME/gpt.py"', "--resume", "HOME/checkpoint", "-o", "OUT"),
+    "predict": command(*RUN, "--predict", 'bytes "HOME/few.txt"', "--resume", "HOME/checkpoint", "-o", "OUT"),
 }
 """The commands that replace a folder."""
+
+
+def page(place: Path) -> None:
+    place.write_text("<!DOCTYPE html>\n<title>parc</title>\n")
+
+
+def picture(place: Path) -> None:
+    place.write_text('<svg xmlns="http://www.w3.org/2000/svg">\n<rect width="100%"/></svg>\n')
+
+
+def trace(place: Path) -> None:
+    place.write_text('{"displayTimeUnit": "ms", "traceEvents": []}')
+
+
+def lines(place: Path) -> None:
+    place.write_text('{"loss": 1.0, "run": {}}\n')
+
+
+def zipped(place: Path) -> None:
+    place.write_bytes(gzip.compress(b'{"schemaVersion": 1, "traceEvents": [{"name": "a"}], "parc": 1}'))
+
+
+def link_to_file(place: Path) -> None:
+    file(place.with_name("disk"))
+    place.symlink_to(place.with_name("disk"))
+
+
+def linked_file(place: Path) -> None:
+    place.rename(place.with_name("disk"))
+    place.symlink_to(place.with_name("disk"))
+
+
+def unchanged(place: Path) -> None:
+    """What the command itself wrote."""
+
+
+FILES = {
+    "a file": Foreign(file),
+    "another tool's page": Foreign(page),
+    "another tool's picture": Foreign(picture),
+    "another tool's trace": Foreign(trace),
+    "another tool's metrics": Foreign(lines),
+    "another tool's profile": Foreign(zipped),
+    "a link to a file": Foreign(link_to_file),
+    "a folder": Foreign(dataset),
+    "its own": Foreign(unchanged, own=True, written=True),
+    "its own behind a link": Foreign(linked_file, own=True, written=True),
+}
+GO_ON = ("run --metrics", "run --profile")
+"""Commands that warn of a full disk, and train on."""
+SMALL = ("layers=1", "width=16", "heads=2", "vocab=256", "length=8", "--sizes", "B=8,S=8")
+FILE_WRITERS = {
+    "show --html": command("show", "HOME/build", "--html", "OUT"),
+    "show --svg": command("show", "HOME/build", "--svg", "OUT"),
+    "run --trace": command(*RUN, "--steps", "1", "--trace", "OUT"),
+    "run --metrics": command(*RUN, "--steps", "1", "--metrics", "OUT"),
+    "run --profile": command(*RUN, "--steps", "1", "--profile", "FOLDER"),
+    "init --force": command("init", "HOME/gpt.py:GPT", *SMALL, "--force", "-o", "OUT"),
+    "export one": command("export", "HOME/build", "HOME/checkpoint", "-o", "OUT"),
+}
+"""The commands that write a file."""
+COMMANDS = {**WRITERS, **FILE_WRITERS}
+NAMES = {"run --profile": "rank0.json.gz", "export one": "w.safetensors", "init --force": "gpt.parc"}
+"""The names of files that a command cannot write by any other name."""
 
 
 # ---- the comparison
@@ -233,65 +302,85 @@ def contents(top: Path) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def laid(top: Path, writer: str, folder: Folder) -> Iterator[Path]:
-    """Enter a block in which a folder of somebody is at a place below ``top``."""
-    place = top / "place"
-    if folder.own:
-        shutil.copytree(written_by(writer), place, symlinks=True)
+def laid(place: Path, writer: str, row: Foreign) -> Iterator[None]:
+    """Enter a block in which something of somebody is at a place."""
+    if row.own:
+        own = written_by(writer)
+        shutil.copytree(own, place, symlinks=True) if own.is_dir() else shutil.copy(own, place)
     told = folders._mount_points
     try:
-        folder.make(place)
-        if folder.make is mount and not MOUNTS:
+        row.make(place)
+        if row.make is mount and not MOUNTS:
             folders._mount_points = lambda: [*told(), place]
-        yield place
+        yield
     finally:
         folders._mount_points = told
-        if MOUNTS and folder.make is mount:
+        if MOUNTS and row.make is mount:
             subprocess.run(["umount", place], check=True)
 
 
 @cache
 def written_by(writer: str) -> Path:
     """Return what a command writes where nothing is."""
-    place = Path(tempfile.mkdtemp(prefix="parc-own-")) / "place"
-    said = WRITERS[writer](place)
+    place = Path(tempfile.mkdtemp(prefix="parc-own-")) / NAMES.get(writer, "place")
+    said = COMMANDS[writer](place)
     assert not said, said
     return place
 
 
-def faults(top: Path, writer: str, name: str) -> list[str]:
-    """Run a command over a folder, and return what is wrong behind it."""
-    folder = FOLDERS[name]
-    with laid(top, writer, folder) as place:
+def faults(top: Path, writer: str, row: Foreign) -> list[str]:
+    """Run a command over something of somebody below ``top``, and return what is wrong behind it."""
+    place = top / NAMES.get(writer, "place")
+    with laid(place, writer, row):
         before = contents(top)
-        mine = set() if folder.written is False else set(contents(written_by(writer)))
-        said = WRITERS[writer](place)
+        own = (
+            {str(path) for path in contents(written_by(writer).parent)}
+            if row.own and row.written is not False
+            else set()
+        )
+        said = COMMANDS[writer](place)
         after = contents(top)
-        inside = place.resolve().name if folder.own and place.is_symlink() else place.name
-        theirs = {path: text for path, text in before.items() if path.removeprefix(f"{inside}/") not in mine}
-        lost = [f"lost: {path}" for path, text in theirs.items() if after.get(path) != text]
-        more = [f"left: {path}" for path in after.keys() - before.keys() if path.startswith(".")]
-        if folder.written and writer != "export":  # which replaces nothing
-            return lost + more + ([f"not written: {said}"] if said else [])
-        unsaid = [] if said or folder.written is None else ["written over"]
-        wordless = ["no way out"] if said and "help:" not in said and ";" not in said else []
-        return lost + more + unsaid + wordless
+    real = "disk" if row.own and place.is_symlink() else place.name
+    mine = {path for path in before if (place.name + path.removeprefix(real)) in own and path.startswith(real)}
+    lost = [f"lost: {path}" for path, text in before.items() if path not in mine and after.get(path) != text]
+    left = [f"left: {path}" for path in after.keys() - before.keys() if path.startswith(".")]
+    if row.written and not writer.startswith("export"):  # which replaces nothing
+        return lost + left + ([f"not written: {said}"] if said else [])
+    over = [] if said or row.written is None else ["written over"]
+    wordless = ["no way out"] if said and "help:" not in said and ";" not in said else []
+    return lost + left + over + wordless
+
+
+def full(top: Path, writer: str) -> list[str]:
+    """Run a command over what it wrote before, with notes in it, on a disk that takes no more than a few bytes."""
+    place = top / NAMES.get(writer, "place")
+    with laid(place, writer, Foreign(notes if written_by(writer).is_dir() else unchanged, own=True)):
+        before, limits = contents(top), resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (600, limits[1]))
+        try:
+            said = COMMANDS[writer](place)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        after = contents(top)
+    changed = [f"changed: {path}" for path in before.keys() | after.keys() if before.get(path) != after.get(path)]
+    return changed + ([] if said else ["nothing said"])
 
 
 def table() -> int:
     """Run every command over every folder, and print the outcomes. Return the number of faults."""
-    total = 0
-    for writer in WRITERS:
-        for name in FOLDERS:
-            with tempfile.TemporaryDirectory() as top:
-                found = faults(Path(top), writer, name)
-                for place, inner, _ in os.walk(top):
-                    for one in inner:
-                        Path(place, one).chmod(0o755)
-            total += len(found)
-            print(f"{writer:14}{name:36}{'; '.join(found) or 'nothing lost'}")
-    mounts = "real mount points" if MOUNTS else "mount points as the system would tell them"
-    print(f"{len(WRITERS)} commands over {len(FOLDERS)} kinds of folders, {mounts}: {total} faults")
+    total = count = 0
+    for writers, rows in ((WRITERS, FOLDERS), (FILE_WRITERS, FILES)):
+        for writer in writers:
+            full_disk = {} if writer in GO_ON else {"a full disk": None}
+            for name, row in {**rows, **full_disk}.items():
+                with tempfile.TemporaryDirectory() as top:
+                    wrong = faults(Path(top), writer, row) if row is not None else full(Path(top), writer)
+                total, count = total + len(wrong), count + 1
+                print(f"{writer:14}{name:36}{'; '.join(wrong) or 'nothing lost'}")
+    kinds = (
+        f"{len(WRITERS)} commands over {len(FOLDERS)} kinds of folders, {len(FILE_WRITERS)} over {len(FILES)} of files"
+    )
+    print(f"{kinds}, {'real' if MOUNTS else 'simulated'} mount points: {count} cases, {total} faults")
     return total
 
 

@@ -10,7 +10,7 @@ import re
 import shutil
 import socket
 import stat
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -248,12 +248,16 @@ def _others(folder: Path, names: Collection[str], within: str = "") -> Iterator[
             yield name
 
 
-def _remove(folder: Path, names: Collection[str]) -> None:
-    """Remove the files ``names`` of a folder, in this order, and then all folders that are empty."""
-    for name in names:
+def _remove(folder: Path, names: Sequence[str]) -> None:
+    """Remove the files ``names`` of a folder, its empty folders, and the folder itself. The last file is its record,
+    which stays for as long as anything else is there."""
+    for name in names[:-1]:
         (folder / name).unlink(missing_ok=True)
     for place, _, _ in os.walk(folder, topdown=False):
-        with suppress(OSError):  # another process has put something there
+        if Path(place) == folder and set(os.listdir(place)) <= {*names[-1:]}:
+            for name in names[-1:]:
+                (folder / name).unlink(missing_ok=True)
+        with suppress(OSError):  # something is in it
             os.rmdir(place)
 
 

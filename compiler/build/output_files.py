@@ -31,8 +31,10 @@ def check_file(path: Path, kind: FileKind) -> None:
 
     Raises:
         FileExistsError: it is something else, which is left as it is.
-        OSError: it cannot be read.
+        OSError: it is a folder, or cannot be read.
     """
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not path.is_file():
         return
     with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
@@ -49,9 +51,16 @@ def write_whole(path: Path, text: str) -> None:
     folder that takes no new files it is written in place.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: it cannot be written; it names the file.
     """
-    real, data = path.resolve(), text.encode()
+    try:
+        _write(path, text.encode())
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def _write(path: Path, data: bytes) -> None:
+    real = path.resolve()
     if real.exists() and not real.is_file():  # a device, a pipe, or a folder
         real.write_bytes(data)
         return

@@ -5,16 +5,19 @@ each host shows their progress.
 from __future__ import annotations
 
 import errno
+import gzip
 import math
 import os
 import re
 import resource
+import shutil
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Any, Self, final
 
@@ -80,12 +83,28 @@ class Profile:
         with quiet():
             ended.stop()
             with writing(self._folder):
-                ended.export_chrome_trace(str(self._file))
+                _export(ended, self._file.resolve())
         steps = f"steps {self._first} to {self._last}" if self._first < self._last else f"step {self._last}"
         return (
             f"a profile of {steps} is in {self._folder}, a file for each rank: open rank0.json.gz at ui.perfetto.dev;"
             " a range is a line of a program, with its module, its line in the model, and that of the plan"
         )
+
+
+def _export(ended: profile, file: Path) -> None:
+    """Write a profile, and put it in its place once it is complete.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with TemporaryDirectory(prefix=".", dir=file.parent) as folder:
+        text, packed = Path(folder, "trace.json"), Path(folder, file.name)
+        ended.export_chrome_trace(str(text))
+        if not text.exists() or not text.read_bytes()[-64:].rstrip().endswith(b"}"):  # torch says nothing
+            raise OSError(errno.EIO, "torch's profiler wrote no whole file", str(file))
+        with open(text, "rb") as source, gzip.open(packed, "wb") as target:
+            shutil.copyfileobj(source, target)
+        os.replace(packed, file)
 
 
 # ---- the figures of a step: throughput, MFU, memory, waits

@@ -117,6 +117,17 @@ _MARK = {"otherData": {"by": "parc"}}
 _TRACE = FileKind("a trace of parc's", re.compile(re.escape(json.dumps(_MARK)[:-1].encode())))
 
 
+def check_trace(path: Path) -> None:
+    """Check that a trace can be written.
+
+    Raises:
+        OSError: it cannot, or there is another file, which is left as it is.
+    """
+    check_file(path, _TRACE)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    open(path, "ab").close()
+
+
 def write_trace(path: Path, ranks: Sequence[tuple[str, int, Iterable[TracedSpan]]]) -> None:
     """Write every rank's spans as Chrome trace events; each rank comes with its name and its clock's offset.
 
