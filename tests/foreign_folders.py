@@ -253,7 +253,7 @@ def linked_file(place: Path) -> None:
 
 
 def unchanged(place: Path) -> None:
-    """What the command itself wrote."""
+    """Leave what the command wrote."""
 
 
 FILES = {
