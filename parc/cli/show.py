@@ -37,6 +37,9 @@ def show_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--expand", action="store_true", help="the plan with every placement as `shard` or `replicate` of names"
     )
+    parser.add_argument(
+        "--import-model", action="store_true", help="with --expand of a build: import its model, which is code"
+    )
     parser.add_argument("--pipeline", action="store_true", help="the timeline of a step: who does what when")
     parser.add_argument("--svg", metavar="FILE", type=Path, help="with --pipeline: draw it into a file")
     parser.add_argument("--html", metavar="FILE", type=Path, help="everything as one page for a browser")
@@ -68,7 +71,12 @@ def _print_expanded(args: argparse.Namespace) -> int:
     else:
         from parc.compiler.build.directory import read_build
 
-        build = read_build(args.target)
+        build = read_build(args.target, custom="named")
+        if not args.import_model:
+            target = build.manifest["model"]["callable"]
+            say(f"parc show: `--expand` compiles the build's plan, which imports its model, `{target}`")
+            say(f"help: parc show {args.target} --expand --import-model")
+            return 2
         plan, folder = plan_at(args, args.target / "plan.parc"), build.folder
     with stages() as progress:
         progress("loading torch")
@@ -84,7 +92,7 @@ def _show_build(args: argparse.Namespace, path: Path) -> int:
     from parc.compiler.build.directory import read_build
     from parc.tables import group_rows, module_rows, parameter_rows, parameter_table, program_table
 
-    build = read_build(path)
+    build = read_build(path, custom="named")
     if moved := build.moved():
         say(f"note: {moved}")
     if args.html:
