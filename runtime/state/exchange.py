@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,13 @@ from torch import nn
 from ...compiler.build.build import Build
 from ...compiler.build.folders import NEW_FOLDER, FolderError, fresh_folder, replacing
 from ...compiler.capture.adapters import base_names, is_adapted
+from ...compiler.capture.callables import source_place
+from ...compiler.capture.complex.form import own_form
+from ...compiler.initial.exported import CONFIG, save_configs
 from ...compiler.initial.files import Expected, Weights, WeightsError, open_weights, shown_faults, state_tensors
 from ...compiler.layout.mesh import Shape
 from ...compiler.program.optimizers import AVERAGE
-from ...grammar.codes import BAD_STATE, BAD_WEIGHTS, NO_AVERAGES
+from ...grammar.codes import BAD_STATE, BAD_WEIGHTS, IMPORT_REFUSED, NO_AVERAGES
 from ..ranks.faults import RunError
 from .checkpoint import CHECKPOINT, Checkpoint, CheckpointReader, check_target
 from .index import KEY, FileLayout, Index, part_shapes, shard_name, write_index
@@ -62,14 +66,22 @@ class ExportForm:
     merge: bool = False
 
 
-def export_weights(build: Build, folder: Path, out: Path, form: ExportForm = ExportForm()) -> Exported:
+def export_weights(
+    build: Build, folder: Path, out: Path, form: ExportForm = ExportForm(), *,
+    import_model: bool = False, note: Callable[[str], None] = lambda _: None,
+) -> Exported:  # fmt: skip
     """Write the weights of a build's checkpoint to ``out``: to one file if its name ends in ``.safetensors``, else to a
     new folder of files, with an index if there are several, and with ``config.json`` if the model has a configuration
     of transformers. Of a model of ``peft`` a folder gets the adapters alone. Of tied tensors the first is written:
     transformers and ``safetensors.torch.load_model`` tie the others to it.
 
+    The model's code is imported only where something is not in the files: a buffer that no step changes, or the files
+    of ``peft``; ``note`` is told so. Where that code lies in the build's or the checkpoint's folder, which somebody
+    else may have written, it is imported with ``import_model`` alone.
+
     Raises:
-        RunError: the checkpoint is of another model, altered, or without averages; there are no adapters to merge; or
+        RunError: the checkpoint is of another model, altered, or without averages; there are no adapters to merge; the
+            model's code would be imported from these folders; or
             ``out`` exists, is named as a file of another form, or cannot be written.
     """
     checkpoint, _ = open_checkpoint(build, folder)
@@ -88,7 +100,9 @@ def export_weights(build: Build, folder: Path, out: Path, form: ExportForm = Exp
         with writing_folder(out), checkpoint.tensors() as files:
             if one_file and os.path.lexists(out):
                 raise FolderError(f"`{out}` exists; it is left as it is", "name a new file or a new folder")
-            state = _State(build, checkpoint, files, form.ema)
+            state = _State(build, checkpoint, files, form)
+            if reason := state.module_reason(one_file):
+                _hold_import(build, folder, reason, import_model, note)
             with _fresh_file(out) if one_file else replacing(out, NEW_FOLDER) as fresh:
                 written = list(_write_form(state, build, fresh, form, one_file))
     except SafetensorError as error:
@@ -110,18 +124,17 @@ def _fresh_file(out: Path) -> Iterator[Path]:
 
 def _write_form(state: _State, build: Build, folder: Path, form: ExportForm, one_file: bool) -> Iterator[Exported]:
     """Write weights in a form into a folder, and yield what was written: the model, or each of its adapters."""
-    module = state.module
-    if is_adapted(module) and not form.merge and not one_file:
+    if state.facts.get("configs") is None and not form.merge and not one_file and is_adapted(module := state.module):
         for adapter, tensors in _adapter_states(module, state):
             place = folder if adapter == "default" else folder / adapter
             place.mkdir(exist_ok=True)
             _write_adapter_config(module, adapter, place)
             yield _write_files(place, _narrowed(tensors.items(), form.dtype), None, "adapter_model")
         return
-    weights = _merged_weights(module, state, build.manifest["aliases"]) if form.merge else state.items()
+    weights = _merged_weights(state.module, state, build.manifest["aliases"]) if form.merge else state.items()
     yield _write_files(folder, _narrowed(weights, form.dtype), None if one_file else form.shard_bytes)
     if not one_file:
-        _write_config(module.get_base_model() if is_adapted(module) else module, folder, form.dtype)
+        _write_configs(state, folder, form.dtype)
 
 
 def _narrowed(
@@ -133,25 +146,69 @@ def _narrowed(
         yield name, (value.to(dtype) if narrow else value).contiguous()
 
 
+def _hold_import(build: Build, checkpoint: Path, reason: str, allowed: bool, note: Callable[[str], None]) -> None:
+    """Say which code is imported, and why.
+
+    Raises:
+        RunError: it lies in the folder of the build or of the checkpoint, and is not ``allowed``.
+    """
+    target = build.manifest["model"]["callable"]
+    file = source_place(target, build.folder)
+    where = f"`{target}`" if file is None else f"`{file}`"
+    for folder, what in ((build.path, "build"), (checkpoint, "checkpoint")):
+        real = folder.resolve()
+        if not allowed and any(real in (place, *place.parents) for place in (build.folder, file) if place is not None):
+            message = f"{reason}: that would import {where}, which is in the folder of the {what}"
+            raise RunError(IMPORT_REFUSED, message, "read that file; then say `--import-model`")
+    note(f"importing {where}: {reason}")
+
+
+def _in_order(name: str) -> list[tuple[bool, int, str]]:
+    return [(word.isdigit(), int(word) if word.isdigit() else 0, word) for word in name.split(".")]
+
+
 class _State(Mapping[str, torch.Tensor]):
     """The tensors of a model's state in a checkpoint by its own names, each read when it is asked for. Buffers that no
     step changes have their initial values."""
 
-    def __init__(self, build: Build, checkpoint: Checkpoint, files: CheckpointReader, ema: bool) -> None:
-        mesh = build_mesh(build)
-        self._initial = Initial(build, task_of(build.manifest), mesh, mesh.coordinates(0), torch.device("cpu"))
-        self._checkpoint, self._files, self._ema = checkpoint, files, ema
-        self._names = [name for name in self._initial.kept if name not in build.manifest["aliases"]]
+    def __init__(self, build: Build, checkpoint: Checkpoint, files: CheckpointReader, form: ExportForm) -> None:
+        self._build, self._checkpoint, self._files, self._form = build, checkpoint, files, form
+        self.facts: Mapping[str, Any] = build.manifest.get("exported", {})
+        stored = part_shapes({name: type_.shape for name, type_ in build.types.items()})
+        names = {*stored, *self.facts.get("more", ())} - {*self.facts.get("without", ())}
+        self._names = sorted(names - build.manifest["aliases"].keys(), key=_in_order)
+
+    def module_reason(self, one_file: bool) -> str:
+        """Return why the model itself is needed, "" if it is not."""
+        if "configs" not in self.facts:
+            return "the build is of an older parc, which did not note what it holds"
+        if self._form.merge:
+            return "adapters are merged by the model"
+        if self.facts["configs"] is None and not one_file:
+            return "only the model itself writes its configuration"
+        made = next((name for name in self._names if not self._keys(name)), "")
+        return f"`{made}` is in no file, and the model's code makes it" if made else ""
+
+    @cached_property
+    def _initial(self) -> Initial:
+        mesh = build_mesh(self._build)
+        return Initial(self._build, task_of(self._build.manifest), mesh, mesh.coordinates(0), torch.device("cpu"))
 
     @property
     def module(self) -> Any:
-        """The model on fake tensors."""
+        """The model on fake tensors. Its code is imported."""
         return self._initial.module
 
+    def _keys(self, name: str) -> list[str]:
+        """Return the names that a tensor has in the checkpoint, the one to be read first."""
+        places = (*([f"{_AVERAGES}{name}"] if self._form.ema else []), f"parameter.{name}", f"buffer.{name}")
+        return [key for key in places if key in self._checkpoint.shapes]
+
     def __getitem__(self, name: str) -> torch.Tensor:
-        places = (*([f"{_AVERAGES}{name}"] if self._ema else []), f"parameter.{name}", f"buffer.{name}")
-        keys = [key for key in places if key in self._checkpoint.shapes]
-        return self._initial.own(name, self._files.whole(keys[0]) if keys else None)
+        keys = self._keys(name)
+        if not keys:
+            return self._initial.own(name, None)
+        return own_form(self._files.whole(keys[0]), name in self.facts.get("complex", ()))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -200,17 +257,17 @@ def _files_of(tensors: Iterable[tuple[str, torch.Tensor]], most: int | None) -> 
     yield group
 
 
-def _write_config(module: nn.Module, folder: Path, dtype: torch.dtype | None) -> None:
+def _write_configs(state: _State, folder: Path, dtype: torch.dtype | None) -> None:
     """Write the configuration of a model of transformers, as ``save_pretrained`` writes it."""
-    config: Any = getattr(module, "config", None)
-    if not callable(getattr(config, "save_pretrained", None)):
+    configs: Mapping[str, Any] | None = state.facts.get("configs")
+    if configs is None:
+        module = state.module
+        save_configs(module.get_base_model() if is_adapted(module) else module, folder, dtype)
         return
-    config.architectures = [type(module).__name__]
-    config.dtype = dtype or next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
-    config.save_pretrained(folder)
-    generation: Any = getattr(module, "generation_config", None)
-    if callable(getattr(generation, "save_pretrained", None)):
-        generation.save_pretrained(folder)
+    for name, value in configs.items():
+        if dtype is not None and name == CONFIG:
+            value = {**value, "dtype": str(dtype).removeprefix("torch.")}
+        (folder / name).write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 # ---- import
