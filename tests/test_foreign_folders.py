@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from parc.compiler.build import output_files
 from parc.compiler.build.folders import FolderError, FolderKind, current, disk_of, replacing
 from parc.compiler.build.output_files import write_whole
 from tests.foreign_folders import FILE_WRITERS, FILES, FOLDERS, GO_ON, WRITERS, contents, faults, full, notes, put
@@ -168,11 +167,11 @@ def test_a_file_is_written_whole_or_not(tmp_path: Path, monkeypatch: pytest.Monk
         return failing
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match=r"No space left on device: '.*/a.parc'"):
-        patch.setattr(output_files.os, "fsync", fails(errno.ENOSPC))
+        patch.setattr(os, "fsync", fails(errno.ENOSPC))
         write_whole(file, "third")
     assert file.read_text() == "second"
     with monkeypatch.context() as patch:  # a file that is mounted from elsewhere cannot be replaced
-        patch.setattr(output_files.os, "replace", fails(errno.EBUSY))
+        patch.setattr(os, "replace", fails(errno.EBUSY))
         write_whole(file, "third")
     assert file.read_text() == "third" and sorted(path.name for path in tmp_path.iterdir()) == ["a.parc", "link"]
     write_whole(Path(os.devnull), "nobody reads it")
