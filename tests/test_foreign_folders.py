@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import subprocess
@@ -13,9 +14,24 @@ from typing import Any
 
 import pytest
 
+import parc
 from parc.compiler.build.folders import FolderError, FolderKind, current, disk_of, replacing
 from parc.compiler.build.output_files import write_whole
-from tests.foreign_folders import FILE_WRITERS, FILES, FOLDERS, GO_ON, WRITERS, contents, faults, full, notes, put
+from parc.runtime.ranks.faults import RunError
+from parc.runtime.state import saving
+from tests.foreign_folders import (
+    FILE_WRITERS,
+    FILES,
+    FOLDERS,
+    GO_ON,
+    WRITERS,
+    contents,
+    faults,
+    full,
+    notes,
+    put,
+    ready,
+)
 
 KIND = FolderKind("a text", lambda folder: ("in/b.txt", "a.txt") if (folder / "a.txt").is_file() else None)
 
@@ -175,3 +191,28 @@ def test_a_file_is_written_whole_or_not(tmp_path: Path, monkeypatch: pytest.Monk
         write_whole(file, "third")
     assert file.read_text() == "third" and sorted(path.name for path in tmp_path.iterdir()) == ["a.parc", "link"]
     write_whole(Path(os.devnull), "nobody reads it")
+
+
+def test_a_disk_that_is_gone_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder below the mount point of a disk that is gone is of another disk, whose space is not meant."""
+    with parc.load(ready() / "build") as session:
+        with monkeypatch.context() as patch:
+            patch.setattr(saving, "disk_of", lambda _: tmp_path / "disk")
+            session.save(tmp_path / "disk" / "saved")
+        before = contents(tmp_path)
+        session.save(tmp_path / "other")  # was never on that disk
+        with pytest.raises(RunError, match=r"the disk at `.*` is no longer there") as fault:
+            session.save(tmp_path / "disk" / "saved")
+        assert fault.value.help == "mount it again, or name another folder"
+    assert {path: text for path, text in contents(tmp_path).items() if not path.startswith("other")} == before
+
+
+def test_a_checkpoint_of_a_newer_format_is_said(tmp_path: Path) -> None:
+    with parc.load(ready() / "build") as session:
+        session.save(tmp_path / "saved")
+        facts = json.loads((tmp_path / "saved" / "state.json").read_text())
+        (tmp_path / "saved" / "state.json").write_text(json.dumps({**facts, "format": 9}))
+        with pytest.raises(RunError, match=r"is a checkpoint of format 9, and this parc reads format 1; install"):
+            session.restore(tmp_path / "saved")
+        with pytest.raises(RunError, match=r"format 9, and this parc reads format 1; it is left as it is"):
+            session.save(tmp_path / "saved")

@@ -112,7 +112,7 @@ def again(path: Path) -> str:
 
 
 Custom = Literal["imported", "refused", "named"]
-"""What is done about a person's own operators in the programs of a build, which the model's module registers: it is
+"""The treatment of a person's own operators in the programs of a build, which the model's module registers: it is
 imported, if it is the one that was built; or they are a fault; or programs are only looked at, and they are names."""
 
 

@@ -17,7 +17,7 @@ from ..program.stacked import is_stacked, part_names
 from ..torch_private import quiet
 from .recipes import Recorded
 
-CONFIG = "config.json"
+CONFIG, VERSION = "config.json", "transformers_version"
 _CONFIGS = (CONFIG, "generation_config.json")
 
 
@@ -56,6 +56,8 @@ def _configs(module: nn.Module) -> dict[str, Any] | None:
                 save_configs(module, Path(folder), None)
             files = sorted(Path(folder).iterdir())
             values = {file.name: json.loads(file.read_text(encoding="utf-8")) for file in files}
+            for value in values.values():
+                value.pop(VERSION, None)  # that of the export counts
         except Exception:  # of a configuration that cannot be saved: an export says so
             return None
     return values if set(values) <= {*_CONFIGS} else None

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from ...compiler.build.folders import NEW_FOLDER, FolderError, fresh_folder, rep
 from ...compiler.capture.adapters import base_names, is_adapted
 from ...compiler.capture.callables import source_place
 from ...compiler.capture.complex.form import own_form
-from ...compiler.initial.exported import CONFIG, save_configs
+from ...compiler.initial.exported import CONFIG, VERSION, save_configs
 from ...compiler.initial.files import Expected, Weights, WeightsError, open_weights, shown_faults, state_tensors
 from ...compiler.layout.mesh import Shape
 from ...compiler.program.optimizers import AVERAGE
@@ -264,10 +265,18 @@ def _write_configs(state: _State, folder: Path, dtype: torch.dtype | None) -> No
         module = state.module
         save_configs(module.get_base_model() if is_adapted(module) else module, folder, dtype)
         return
-    for name, value in configs.items():
+    for name, saved in configs.items():
+        value = {**saved, **_transformers_version()}
         if dtype is not None and name == CONFIG:
-            value = {**value, "dtype": str(dtype).removeprefix("torch.")}
+            value["dtype"] = str(dtype).removeprefix("torch.")
         (folder / name).write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _transformers_version() -> dict[str, str]:
+    try:
+        return {VERSION: version("transformers")}
+    except PackageNotFoundError:
+        return {}
 
 
 # ---- import
