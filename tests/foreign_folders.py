@@ -100,7 +100,7 @@ def circle(place: Path) -> None:
 
 
 def linked_own(place: Path) -> None:
-    """What the command wrote, on another disk, with notes in it."""
+    """Put what the command wrote on another disk, with notes in it."""
     place.rename(place.with_name("disk"))
     place.symlink_to(place.with_name("disk"))
     notes(place)

@@ -1,4 +1,4 @@
-"""What people keep where parc writes: nothing of it is lost, whatever the command, the place, the moment of a kill."""
+"""Folders and files of people where parc writes: nothing is lost, whatever the command, the place, the moment of a kill."""
 
 from __future__ import annotations
 
@@ -212,7 +212,9 @@ def test_a_checkpoint_of_a_newer_format_is_said(tmp_path: Path) -> None:
         session.save(tmp_path / "saved")
         facts = json.loads((tmp_path / "saved" / "state.json").read_text())
         (tmp_path / "saved" / "state.json").write_text(json.dumps({**facts, "format": 9}))
-        with pytest.raises(RunError, match=r"is a checkpoint of format 9, and this parc reads format 1; install"):
+        with pytest.raises(
+            RunError, match=r"is a checkpoint of format 9, and this parc reads format 1; go on with the parc"
+        ):
             session.restore(tmp_path / "saved")
         with pytest.raises(RunError, match=r"format 9, and this parc reads format 1; it is left as it is"):
             session.save(tmp_path / "saved")

@@ -39,12 +39,14 @@ from .index import (
     Index,
     extent,
     in_parts,
-    newer_format,
     numbered,
     read_index,
     rectangle_text,
 )
 from .shards import ShardFault, check_shard
+
+CHECKPOINT_FORMAT = 1
+"""The format of checkpoints that this parc writes, and the newest one that it reads."""
 
 
 def _checkpoint_files(folder: Path) -> tuple[str, ...] | None:
@@ -59,8 +61,11 @@ def _checkpoint_files(folder: Path) -> tuple[str, ...] | None:
         return None
     if not isinstance(facts, dict) or type(facts.get("step")) is not int or not isinstance(facts.get("optimizer"), str):
         return None
-    if newer := newer_format(facts):
-        raise FolderError(f"`{folder}` {newer}; it is left as it is", _KEEP)
+    try:
+        _check_format(folder, facts)
+    except (RunError, TypeError) as newer:
+        said = newer.message if isinstance(newer, RunError) else f"`{folder}`: {newer}"
+        raise FolderError(f"{said}; it is left as it is", _KEEP) from None
     names: tuple[str, ...] = (TENSORS, FACTS)
     if "index" in facts:
         try:
@@ -322,9 +327,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     named, folder = folder, current(folder)
     try:
         facts = read_json(folder / FACTS)
-        if newer := newer_format(facts):
-            help_ = "install the parc that wrote it, or go on from another checkpoint"
-            raise RunError(BAD_STATE, f"`{named}` {newer}", help_)
+        _check_format(named, facts)
         index = read_index(folder, facts["index"]) if "index" in facts else _of_one_file(folder)
         for name, number in (("step", facts["step"]), ("samples", facts.get("samples", 0))):
             if type(number) is not int or not 0 <= number < 2**53:
@@ -349,6 +352,22 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         raise RunError(BAD_STATE, message, "go on from another checkpoint") from None
     refuse_altered(folder, index.faults(folder))
     return Checkpoint(folder, facts, index)
+
+
+def _check_format(named: Path, facts: Mapping[str, Any]) -> None:
+    """Check that a checkpoint is of a format that this parc reads. Checkpoints without one are of format 1, too.
+
+    Raises:
+        RunError: it is of a newer format.
+        TypeError: its format is no number.
+    """
+    have = facts.get("format", CHECKPOINT_FORMAT)
+    if type(have) is not int:
+        raise TypeError(f"its {FACTS} has the format {have!r}")
+    if have > CHECKPOINT_FORMAT:
+        message = f"`{named}` is a checkpoint of format {have}, and this parc reads format {CHECKPOINT_FORMAT}"
+        by = f" {facts['parc']}" if isinstance(facts.get("parc"), str) else ""
+        raise RunError(BAD_STATE, message, f"go on with the parc{by} that wrote it, or from another checkpoint")
 
 
 def _of_one_file(folder: Path) -> Index:

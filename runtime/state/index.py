@@ -166,8 +166,6 @@ def _rectangles(
 
 
 TENSORS, FACTS, INDEX_FILE = "state.safetensors", "state.json", "index.json"
-CHECKPOINT_FORMAT = 1
-"""The format of checkpoints, in their facts; older ones do not say it. An unknown key of the facts needs no new one."""
 _FORM: Form = {
     "files": [{"name": str, "bytes": int, "header": str}],
     "layouts": [{"shape": [int], "parts": [[[FieldRow(int, 2)]]], "files": [int]}],
@@ -251,15 +249,8 @@ def write_index(folder: Path, index: Index, facts: Mapping[str, Any]) -> None:
         separators=(",", ":"),
     ).encode()
     (folder / INDEX_FILE).write_bytes(text)
-    facts = {**facts, "format": CHECKPOINT_FORMAT, "index": hashlib.sha256(text).hexdigest()}
+    facts = {**facts, "index": hashlib.sha256(text).hexdigest()}
     (folder / FACTS).write_text(json.dumps(facts, sort_keys=True), encoding="utf-8")
-
-
-def newer_format(facts: Any) -> str:
-    """Return a clause on facts of a checkpoint whose format this parc does not know, "" for others."""
-    known = CHECKPOINT_FORMAT
-    form = facts.get("format", known) if isinstance(facts, Mapping) else known
-    return "" if form == known else f"is a checkpoint of format {form}, and this parc reads format {known}"
 
 
 def read_index(folder: Path, digest: str) -> Index:

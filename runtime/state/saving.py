@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from importlib import import_module
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,7 +29,7 @@ from ..ranks.faults import RunError
 from ..ranks.gather import everywhere, keepers_of, of_every_role, owners_of
 from ..ranks.lockstep import RESTORE, Lockstep
 from ..ranks.work import RankState
-from .checkpoint import CHECKPOINT, Checkpoint
+from .checkpoint import CHECKPOINT, CHECKPOINT_FORMAT, Checkpoint
 from .index import (
     KEY,
     FileLayout,
@@ -84,10 +85,11 @@ def stored_of(build: Build) -> dict[str, StoredTensor]:
 
 def checkpoint_facts(build: Build, done: Mapping[str, Any], state: Mapping[str, float]) -> dict[str, Any]:
     """Return the facts of a checkpoint beside its tensors: the progress ``done`` (steps, samples, places of loaders),
-    the optimizer's name, the numbers of the loss scale, and the build that wrote it."""
+    the optimizer's name, the numbers of the loss scale, the build that wrote it, the format and parc's version."""
+    parc = import_module(__name__.partition(".")[0])
     return {
-        **done, "optimizer": build.manifest["optimizer"]["name"], "state": dict(state),
-        "build": str(build.path.resolve()),
+        **done, "format": CHECKPOINT_FORMAT, "parc": parc.__version__,
+        "optimizer": build.manifest["optimizer"]["name"], "state": dict(state), "build": str(build.path.resolve()),
     }  # fmt: skip
 
 
