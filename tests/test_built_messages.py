@@ -3,6 +3,7 @@ language."""
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import sys
@@ -330,10 +331,22 @@ def checks_first(folder: Path) -> list[str]:
         return [command("run", "checked", "--steps", "1", "--device", "cpu")]
 
 
+def exports(folder: Path) -> list[str]:
+    """Return the message of an export from a build that has its model's code in it."""
+    made = build(folder, ONE, name="foreign")
+    with parc.load(made) as session:
+        session.save("foreign-checkpoint")
+    shutil.copy(folder / "gpt.py", made)
+    facts = json.loads((made / "manifest.json").read_text())
+    (made / "manifest.json").write_text(json.dumps({**facts, "folder": "."}))
+    return [command("export", "foreign", "foreign-checkpoint", "-o", "words", "--merge")]
+
+
 SCENES: dict[str, Callable[[Path], list[str]]] = {
     "P0210 P0211 P0212": altered,
     "P0301 P0304 P0307 P0412 P0222 P0414 P0411 P0413 P0302 P0303 P0416 P0420 P0421 P0419 P0423 P0418 P0410 P0230"
     " P0415": runs,
+    "P0308": exports,
     "P0417": unlike,
     "P0124": unread,
     "P0305 P0306": compiles,

@@ -86,5 +86,7 @@ def test_show_expand_of_a_plan_and_of_its_build(tmp_path: Path, capsys: pytest.C
     shown = capsys.readouterr().out
     assert main(["build", str(plan), "-o", str(tmp_path / "build"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["mesh"] == {"dp": 2, "tp": 2}
-    assert main(["show", str(tmp_path / "build"), "--expand"]) == 0
+    assert main(["show", str(tmp_path / "build"), "--expand"]) == 2
+    assert "which imports its model, `./net.py:net`" in capsys.readouterr().err
+    assert main(["show", str(tmp_path / "build"), "--expand", "--import-model"]) == 0
     assert capsys.readouterr().out == shown

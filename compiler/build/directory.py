@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ...grammar.bounded import parse_json, read_bounded, read_json, real_path
 from ...grammar.nearest import listed, path_meant
@@ -16,10 +16,10 @@ from ..capture.callables import CallableError
 from ..capture.model_code import changed_files
 from ..layout.placement import parse_type
 from ..program.actions import ACTIONS
-from ..program.program import REFERENCE_FILE, Fault
+from ..program.program import REFERENCE_FILE, Fault, is_registered
 from ..program.text import ProgramError
-from .build import Build, BuildError, sources_of
-from .folders import FolderError, check_place, current, replacing
+from .build import EVALUATION, Build, BuildError, sources_of
+from .folders import FolderError, FolderKind, check_place, current, reason_of, replacing
 from .json_schema import MANIFEST_FORM, REPORT_FORM, Form, FormError, hold_form
 
 FORMAT = 7
@@ -28,6 +28,7 @@ MOST_BUILD_BYTES = 128 << 20
 MANIFEST = "manifest.json"
 _REPORT = "report.json"
 _FILES = ("plan.parc", REFERENCE_FILE, "schedule.txt", _REPORT)
+_HASH = re.compile(r"[0-9a-f]{64}")
 LINES = re.compile(r" plan:\d+|(?<=\.py):\d+\b")
 """The line numbers of plans and of models in texts."""
 
@@ -50,31 +51,57 @@ def write_build(build: Build, path: Path) -> None:
     """Write a build; an older one at ``path`` is replaced whole, and only once the new one is complete.
 
     Raises:
-        BuildError: ``path`` holds something that is not a build, or cannot be written.
+        BuildError: parc may not replace what is at ``path``, or it cannot be written.
     """
-    check_out(path)
     files = {**build.texts, _REPORT: json_text(build.report)}
     folder = os.path.relpath(build.folder, real_path(path))
     hashes = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in files.items()}
     everything = {**files, MANIFEST: json_text({**build.manifest, "folder": folder, "format": FORMAT, "files": hashes})}
     try:
-        with replacing(path) as fresh:
+        with replacing(path, BUILD) as fresh:
             for name, text in everything.items():
                 place = fresh / name
                 place.parent.mkdir(parents=True, exist_ok=True)
                 place.write_text(text, encoding="utf-8")
+    except FolderError as error:
+        raise BuildError(str(error), error.help) from None
     except OSError as error:
-        raise BuildError(f"`{path}` cannot be written: {error}", "name another folder with `-o`") from None
+        raise BuildError(f"`{path}` cannot be written: {reason_of(error)}", "name another folder with `-o`") from None
+
+
+def _build_files(folder: Path) -> tuple[str, ...] | None:
+    """Return the names of a build's files, as its manifest tells, whatever its format; None for a folder without a
+    manifest of parc's."""
+    try:
+        manifest = read_json(folder / MANIFEST)
+    except (OSError, ValueError):
+        return None
+    files = manifest.get("files") if isinstance(manifest, dict) else None
+    if (
+        not isinstance(files, dict)
+        or type(manifest.get("format")) is not int
+        or not isinstance(manifest.get("parc"), str)
+    ):
+        return None
+    if "plan.parc" not in files or not all(
+        isinstance(hash_, str) and _HASH.fullmatch(hash_) for hash_ in files.values()
+    ):
+        return None
+    inside = (name for name in files if not Path(name).is_absolute() and ".." not in Path(name).parts)
+    return *(Path(name).as_posix() for name in inside), MANIFEST
+
+
+BUILD = FolderKind("a build", _build_files)
 
 
 def check_out(path: Path) -> None:
     """Check that a build may be written at ``path``.
 
     Raises:
-        BuildError: it holds something that is not a build, which is left as it is, or is the current folder.
+        BuildError: it holds something that is not a build, which is left as it is, or nothing can be written there.
     """
     try:
-        check_place(path, MANIFEST, "a build")
+        check_place(path, BUILD)
     except FolderError as error:
         raise BuildError(str(error), error.help) from None
 
@@ -84,31 +111,36 @@ def again(path: Path) -> str:
     return f"build the plan again: `parc build PLAN.parc -o {path}`"
 
 
-def read_build(path: Path, *, altered: list[str] | None = None, imports: bool = True) -> Build:
-    """Read a build; compare every file with its hash, and the manifest with programs and schedule. Programs are parsed,
-    not executed. For custom operators in them the model's module, which registers these, is imported, if it is the one
-    that was built.
+Custom = Literal["imported", "refused", "named"]
+"""The treatment of a person's own operators in the programs of a build, which the model's module registers: it is
+imported, if it is the one that was built; or they are a fault; or programs are only looked at, and they are names."""
 
-    With ``imports`` false custom operators are a fault. With a list ``altered``, names of altered files, and of files
-    that the build does not have, go there; their contents are read all the same, and the manifest is left to
-    ``Build.fact_faults``.
+
+def read_build(path: Path, *, altered: list[str] | None = None, custom: Custom = "imported") -> Build:
+    """Read a build; compare every file with its hash, and the manifest with programs and schedule. Programs are parsed,
+    not executed. ``custom`` says what is done about custom operators in them.
+
+    With a list ``altered``, names of altered files, and of files that the build does not have, go there; their contents
+    are read all the same, and the manifest is left to ``Build.fact_faults``.
 
     Raises:
         BuildError: no manifest, another format, a file that is missing or altered, a program that cannot be read.
     """
     try:
-        return _read_all(path, altered, imports)
+        return _read_all(path, altered, custom)
     except BuildError as error:
         error.help = error.help or again(path)
         raise
 
 
-def _read_all(named: Path, altered: list[str] | None, imports: bool) -> Build:
+def _read_all(named: Path, altered: list[str] | None, custom: Custom) -> Build:
     path = current(named)
     manifest = _read_manifest(path, named)
     texts = _read_files(path, manifest, altered)
-    if any("\noperators(" in text for name, text in texts.items() if name.startswith("programs/")):
-        if not imports:
+    if custom != "named" and any(
+        "\noperators(" in text for name, text in texts.items() if name.startswith(("programs/", EVALUATION))
+    ):
+        if custom == "refused":
             message = f"`{path}` uses custom operators, which only the model's own module declares"
             raise BuildError(message, f"`parc verify {path}` imports that module")
         _import_model(path, manifest)
@@ -117,6 +149,11 @@ def _read_all(named: Path, altered: list[str] | None, imports: bool) -> Build:
         build = Build.of(path, texts, manifest, report)
     except (ProgramError, KeyError, ValueError, TypeError) as error:
         raise BuildError(f"`{path}`{' was altered since it was built' if altered else ''}: {error}") from None
+    unregistered = {op for program in build.every_program() for op in program.operators if not is_registered(op)}
+    if unregistered and custom == "imported":
+        raise BuildError(
+            f"`{path}` uses the operator `{min(unregistered)}`, which the model's module does not register"
+        )
     kinds = {action.kind for role in build.roles.values() for action in role.actions}
     needed = {row.kind for row in ACTIONS.values() if row.program and (row.kind in kinds or not row.optional)}
     lacking = sorted(needed - build.programs.keys())

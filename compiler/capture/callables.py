@@ -124,6 +124,22 @@ def read_python(path: Path) -> bytes:
         raise CallableError(message, "name a file of Python code") from None
 
 
+def source_place(target: str, folder: Path) -> Path | None:
+    """Return the file of a callable, or the folder of the package that it is in, so far as that is known without an
+    import; None for what has no file."""
+    place = target.rpartition(":")[0]
+    if place.endswith(".py"):
+        return real_path(folder / place)
+    try:
+        spec = importlib.util.find_spec(place.partition(".")[0])
+    except (ImportError, ValueError):
+        return None
+    if spec is None or spec.origin is None:
+        return None
+    file = real_path(Path(spec.origin))
+    return file.parent if spec.submodule_search_locations else file
+
+
 def _missing(target: str, part: str, names: Iterable[str]) -> CallableError:
     place, _, name = target.rpartition(":")
     meant = did_you_mean(part, (known for known in names if not known.startswith("_")))

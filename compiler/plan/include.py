@@ -72,6 +72,12 @@ def read_text(path: Path) -> tuple[str | None, str]:
         return None, reason[:1].lower() + reason[1:]
 
 
+def reads_as_plan(path: Path) -> bool:
+    """Return whether a file is a plan, maybe with mistakes: at least half of its lines are statements of one."""
+    text, _ = read_text(path)
+    return text is not None and _is_statements(*parse(Source(path.name, text, path=path)))
+
+
 def _is_statements(statements: Sequence[Statement], malformed: Sequence[Diagnostic]) -> bool:
     """Return whether at least half of a file's lines, comments aside, are statements of a plan."""
     known = sum(statement.verb.text in verbs() for statement in statements)

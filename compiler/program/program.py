@@ -399,7 +399,8 @@ _FOREIGN = frozenset({
 
 def allowed(op: str, custom: Collection[str] = ()) -> bool:
     """Return whether a program may use an operator: a collective, one with a rule, or a functional one of aten or that
-    the program declares as ``custom``; but never one that reaches outside its operands."""
+    the program declares as ``custom``; but never one that reaches outside its operands. A custom operator that nobody
+    has registered is read by its name: ``is_registered`` asks for it before anything is computed."""
     namespace, _, rest = op.partition(".")
     name, _, overload = rest.rpartition(".")
     if facts(op).reaches_outside:
@@ -412,8 +413,16 @@ def allowed(op: str, custom: Collection[str] = ()) -> bool:
     try:
         target = operator(op)
     except AttributeError:
-        return False
+        return op in custom
     return isinstance(target, torch._ops.OpOverload) and not target._schema.is_mutable
+
+
+def is_registered(op: str) -> bool:
+    """Return whether torch has an operator of this name."""
+    try:
+        return isinstance(operator(op), torch._ops.OpOverload)
+    except AttributeError:
+        return False
 
 
 # ---- faults

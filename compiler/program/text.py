@@ -280,8 +280,7 @@ class _Row:
                 raise ValueError("a line is `results = operator(arguments)`")
         op = self.text.encode()[func.col_offset : func.end_col_offset].decode()
         if op not in self.before and not allowed(op, self.custom):
-            unknown = "; is the module that registers it imported?" if op in self.custom else ""
-            raise ValueError(f"`{op}` is not an operator that a program may use{unknown}")
+            raise ValueError(f"`{op}` is not an operator that a program may use")
         arguments = tuple(self._argument(item) for item in args)
         if op in COLLECTIVES and len(arguments) > 1 and isinstance(arguments[1], str):
             arguments = (arguments[0], ",".join(self.mesh.spread(arguments[1].split(","))), *arguments[2:])

@@ -144,7 +144,7 @@ def verify_static(path: Path) -> Verified:
         BuildError: files are missing or cannot be read as a build.
     """
     altered: list[str] = []
-    build = read_build(path, altered=altered, imports=False)
+    build = read_build(path, altered=altered, custom="refused")
     verified = Verified(build, check_files(build), altered)
     if not verified.faults:
         verified.checks = dict.fromkeys(proved(build), "proved")

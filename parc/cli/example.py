@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from parc.cli.terminal import say, text_table
+from parc.compiler.build.output_files import write_whole
 from parc.compiler.plan.include import MOST_PLAN_BYTES
 from parc.compiler.plan.plan import read_plan
 from parc.grammar.bounded import read_bounded
@@ -42,7 +43,7 @@ def example_command(args: argparse.Namespace) -> int:
         return 1
     args.folder.mkdir(parents=True, exist_ok=True)
     for file, text in texts.items():
-        (args.folder / file).write_text(text, encoding="utf-8")
+        write_whole(args.folder / file, text)
         say(f"written {args.folder / file}")
     for text in _commands(args.folder, name, texts):
         say(text)

@@ -14,7 +14,9 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 def export_options(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "parc export [BUILD] CHECKPOINT -o OUT [--dtype TYPE] [--shard-size SIZE] [--ema] [--merge]"
+    parser.usage = (
+        "parc export [BUILD] CHECKPOINT -o OUT [--dtype TYPE] [--shard-size SIZE] [--ema] [--merge] [--import-model]"
+    )
     parser.add_argument(
         "places", metavar="CHECKPOINT", nargs="+", type=Path,
         help="a folder that `parc run --save` wrote; before it the build, if it is no longer where it was",
@@ -27,6 +29,10 @@ def export_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shard-size", metavar="SIZE", type=_size, default=5 * 10**9, help="bytes of a file at most; default: 5GB"
     )
+    parser.add_argument(
+        "--import-model", action="store_true",
+        help="import the model's code also where it lies in the folder of the build or of the checkpoint",
+    )  # fmt: skip
     parser.add_argument("--merge", action="store_true", help="the model without adapters, which are merged into it")
     parser.add_argument("--ema", action="store_true", help="the averages of the plan's `ema` line, not the weights")
 
@@ -49,7 +55,8 @@ def export_command(args: argparse.Namespace) -> int:
         return 2
     dtype = getattr(torch, _TYPES[args.dtype]) if args.dtype is not None else None
     form = ExportForm(dtype=dtype, shard_bytes=args.shard_size, ema=args.ema, merge=args.merge)
-    done = export_weights(open_build(builds[0]) if builds else build_of(checkpoint), checkpoint, args.out, form)
+    build = open_build(builds[0], "named") if builds else build_of(checkpoint, "named")
+    done = export_weights(build, checkpoint, args.out, form, import_model=args.import_model, note=say)
     names = ", ".join(file.name for file in done.files[:3]) + (", …" if len(done.files) > 3 else "")
     say(f"written {args.out}: {done.tensors} tensors, {size_text(done.bytes)} ({names})")
     if args.out.suffix == ".safetensors":

@@ -15,16 +15,17 @@ def fmt_options(parser: argparse.ArgumentParser) -> None:
 
 def fmt_command(args: argparse.Namespace) -> int:
     """Rewrite and name files that are not canonical. A malformed file is left as it is."""
+    from parc.compiler.build.output_files import write_whole
     from parc.compiler.plan.include import read_source
     from parc.grammar.format import format_source
 
-    texts = [format_source(read_source(path)).encode() for path in args.plans]
+    texts = [format_source(read_source(path)) for path in args.plans]
     changed = 0
     for path, text in zip(args.plans, texts, strict=True):
-        if text == path.read_bytes():  # a source's text has lost a byte order mark and other ends of lines
+        if text.encode() == path.read_bytes():  # a source's text has lost a byte order mark and other ends of lines
             continue
         changed += 1
         if not args.check:
-            path.write_bytes(text)
+            write_whole(path, text)
         say(f"{path} {'would change' if args.check else 'rewritten'}")
     return int(args.check and changed > 0)

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from parc.cli.plan_arguments import chosen_sizes, define, positive
 from parc.cli.terminal import say, show, stages
+from parc.compiler.build.output_files import write_whole
+from parc.compiler.plan.include import reads_as_plan
 from parc.compiler.sizes.size_range import BATCH
 from parc.grammar.bounded import real_path
 from parc.grammar.codes import UNCLEAR_MODEL
@@ -40,7 +42,7 @@ def init_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", dest="out", metavar="PLAN", type=Path, default=Path("plan.parc"), help="default: plan.parc"
     )
-    parser.add_argument("--force", action="store_true", help="write over a file that is there")
+    parser.add_argument("--force", action="store_true", help="write over a plan that is there")
     parser.add_argument(
         "--input", dest="inputs", metavar="INPUT", type=_read_input, action="append", default=[],
         help='an input of forward that is not found, as "x float32 [B, 3, 32, 32]"; may be given many times',
@@ -57,6 +59,9 @@ def init_command(args: argparse.Namespace) -> int:
     """Write a plan, and say what it does and what comes next."""
     if args.out.exists() and not args.force:
         say(f"{args.out} is there, and stays as it is; name another file with -o, or write over it with --force")
+        return 1
+    if args.out.exists() and not reads_as_plan(args.out):
+        say(f"{args.out} is there, is no plan, and stays as it is; name another file with -o")
         return 1
     sized = {BATCH, "S", *args.sizes}
     unsized = [dim for _, guess in args.inputs for dim in guess.dims if isinstance(dim, str) and dim not in sized]
@@ -77,7 +82,7 @@ def init_command(args: argparse.Namespace) -> int:
             raise PlanError(_of_draft(one, args.out.name) for one in error.diagnostics) from None
     show(warnings_of(proposal.compiled))
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(proposal.text, encoding="utf-8")
+    write_whole(args.out, proposal.text)
     for text in _report(proposal, args.out):
         say(text)
     return 0

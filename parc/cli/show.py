@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import re
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from parc.cli.plan_arguments import add_defines, is_plan, plan_at
 from parc.cli.terminal import print_json, say, stages, text_table
+from parc.compiler.build.output_files import FileKind, check_file, write_whole
 from parc.compiler.program.actions import FORWARD
 from parc.grammar.bounded import real_path
 from parc.grammar.syntax import size_text
@@ -16,6 +18,11 @@ from parc.report_words import in_words
 
 if TYPE_CHECKING:
     from parc.compiler.build.build import Build
+
+_PAGE = FileKind(
+    "a page of parc's", re.compile(rb'(?s)\s*<!DOCTYPE html>.{,400}<meta name="generator" content="parc">')
+)
+_PICTURE = FileKind("a picture of parc's", re.compile(rb'<svg [^>]*>\n<rect class="ground" width="100%" height="100%"'))
 
 
 def show_options(parser: argparse.ArgumentParser) -> None:
@@ -30,6 +37,9 @@ def show_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--expand", action="store_true", help="the plan with every placement as `shard` or `replicate` of names"
+    )
+    parser.add_argument(
+        "--import-model", action="store_true", help="with --expand of a build: import its model, which is code"
     )
     parser.add_argument("--pipeline", action="store_true", help="the timeline of a step: who does what when")
     parser.add_argument("--svg", metavar="FILE", type=Path, help="with --pipeline: draw it into a file")
@@ -62,7 +72,12 @@ def _print_expanded(args: argparse.Namespace) -> int:
     else:
         from parc.compiler.build.directory import read_build
 
-        build = read_build(args.target)
+        build = read_build(args.target, custom="named")
+        if not args.import_model:
+            target = build.manifest["model"]["callable"]
+            say(f"parc show: `--expand` compiles the build's plan, which imports its model, `{target}`")
+            say(f"help: parc show {args.target} --expand --import-model")
+            return 2
         plan, folder = plan_at(args, args.target / "plan.parc"), build.folder
     with stages() as progress:
         progress("loading torch")
@@ -78,7 +93,7 @@ def _show_build(args: argparse.Namespace, path: Path) -> int:
     from parc.compiler.build.directory import read_build
     from parc.tables import group_rows, module_rows, parameter_rows, parameter_table, program_table
 
-    build = read_build(path)
+    build = read_build(path, custom="named")
     if moved := build.moved():
         say(f"note: {moved}")
     if args.html:
@@ -124,9 +139,11 @@ def _write_page(file: Path, build: Build) -> int:
     from parc.page.page import page_of
     from parc.runtime.ranks.faults import writing
 
+    with writing(file):
+        check_file(file, _PAGE)
     text = page_of(build)
     with writing(file):
-        file.write_text(text, encoding="utf-8")
+        write_whole(file, text)
     say(f"wrote {file} ({size_text(len(text.encode()))})")
     return 0
 
@@ -143,7 +160,8 @@ def _show_timeline(args: argparse.Namespace, build: Build) -> int:
     timeline, title = timeline_of(build), schedule_words(build.report)
     if args.svg:
         with writing(args.svg):
-            args.svg.write_text(svg(timeline, title, "%"), encoding="utf-8")
+            check_file(args.svg, _PICTURE)
+            write_whole(args.svg, svg(timeline, title, "%"))
         axis = build.report["pipeline"].get("axis", "")
         ranks = f", on {build.programs[FORWARD].mesh.size(axis)} ranks of `{axis}`" if axis else ""
         say(f"drew {args.svg}: {title}{ranks}")

@@ -12,12 +12,13 @@ import torch
 
 import parc
 from parc.compiler.build.build import EVALUATION, Build, program_file
-from parc.compiler.build.facts import program_facts
+from parc.compiler.build.facts import program_facts, stored_in
 from parc.compiler.build.first_check import FirstCheck, first_check_texts
 from parc.compiler.build.plan_facts import plan_facts
 from parc.compiler.capture.capture import Captured
 from parc.compiler.capture.model_calls import TaskLines
 from parc.compiler.capture.model_code import target_hashes
+from parc.compiler.initial.exported import state_facts
 from parc.compiler.initial.files import WeightsError, open_weights, shown_faults, state_tensors
 from parc.compiler.initial.recipes import Recorded
 from parc.compiler.layout.mesh import Mesh
@@ -200,6 +201,7 @@ def manifest_of(compiled: Compiled) -> dict[str, Any]:
         "init": init_facts(plan, compiled.recorded, compiled.captured),
         **({"model_files": compiled.recorded.files} if compiled.recorded.files else {}),
         "aliases": dict(compiled.captured.aliases),
+        "exported": state_facts(compiled.recorded, stored_in(built.programs), compiled.captured.aliases),
         "padding": facts_of(compiled.pads),
         "constants": constant_facts(compiled),
         "divisions": division_facts(compiled),

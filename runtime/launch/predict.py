@@ -4,6 +4,7 @@ a folder of safetensors files."""
 from __future__ import annotations
 
 import json
+import re
 import signal
 import sys
 import time
@@ -15,8 +16,8 @@ from typing import Any, final
 
 import torch
 
-from ...compiler.build.folders import replacing
-from ...grammar.bounded import real_path
+from ...compiler.build.folders import FolderKind, replacing
+from ...grammar.bounded import read_json, real_path
 from ...grammar.syntax import size_text
 from ..session.session import Session
 from ..state.checkpoint import check_target
@@ -43,7 +44,22 @@ def check_predictions(folder: Path) -> None:
     Raises:
         RunError: it holds something else, which is left as it is, or is the current folder.
     """
-    check_target(folder, PREDICTIONS, "a folder of predictions")
+    check_target(folder, _PREDICTED)
+
+
+def _prediction_files(folder: Path) -> tuple[str, ...] | None:
+    """Return the names of a folder's files, as the index of predictions tells; None without such an index."""
+    try:
+        index = read_json(folder / PREDICTIONS)
+        names = [part["file"] for part in index["parts"]] if {"samples", "dims", "build"} <= index.keys() else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    known = names is not None and all(isinstance(name, str) and _PART.fullmatch(name) for name in names)
+    return (*names, PREDICTIONS) if names is not None and known else None
+
+
+_PART = re.compile(r"part-\d{5,9}\.safetensors")
+_PREDICTED = FolderKind("a folder of predictions", _prediction_files)
 
 
 @final
@@ -63,7 +79,7 @@ class _PredictionFiles:
         """Make the folder."""
         check_predictions(self._out)
         with writing_folder(self._out):
-            self._folder = self._stack.enter_context(replacing(self._out))
+            self._folder = self._stack.enter_context(replacing(self._out, _PREDICTED))
 
     def add(self, samples: int, returned: Mapping[str, torch.Tensor]) -> None:
         """Add a batch; write a file once there are bytes enough."""

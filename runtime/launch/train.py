@@ -20,7 +20,7 @@ from ..compare.first_check import CheckOutcome
 from ..observe.observer import Observe, Observer
 from ..ranks.faults import RunError, writing
 from ..ranks.processes import launched
-from ..ranks.waits import write_trace
+from ..ranks.waits import check_trace
 from ..ranks.work import StepReport
 from ..session.session import Session
 from ..state.optimizer import rate
@@ -132,7 +132,7 @@ def _check_places(session: Session, options: Options) -> None:
         session.check_save(options.save)
     if session.rank == 0 and options.trace is not None:
         with writing(options.trace):
-            write_trace(options.trace, [])
+            check_trace(options.trace)
 
 
 def _step_notes(session: Session, report: StepReport, watch: LoadWatch, is_first: bool) -> Iterator[str]:

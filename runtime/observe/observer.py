@@ -5,15 +5,19 @@ each host shows their progress.
 from __future__ import annotations
 
 import errno
+import gzip
 import math
 import os
+import re
 import resource
+import shutil
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Any, Self, final
 
@@ -24,8 +28,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from ...compiler.analysis.flops import product_type, step_flops
 from ...compiler.build.build import Build
+from ...compiler.build.output_files import FileKind, check_file
 from ...compiler.sizes.size_range import BATCH
 from ...compiler.torch_private import quiet
+from ...grammar.bounded import real_path
 from ..ranks.faults import RunError, writing
 from ..ranks.work import StepReport
 from ..session.session import Session
@@ -34,6 +40,7 @@ from .writers import FigurePlaces, FiguresWriter
 # ---- a profile of a few steps, with the lines of programs as ranges
 
 
+_PROFILE = FileKind("a profile of parc's", re.compile(rb'(?s)(?:(?!"traceEvents").)*"parc":'))
 _WARM_UP_STEPS, _PROFILED_STEPS = 2, 3
 
 
@@ -42,15 +49,17 @@ class Profile:
     """A profile of three steps after two warm-up steps, or of fewer if the run is shorter.
 
     Raises:
-        RunError: the folder cannot be written, now or after the last of the steps.
+        RunError: the folder cannot be written, now or after the last of the steps, or has another file of that name.
     """
 
     def __init__(self, folder: Path, rank: int, device: torch.device, done: int, steps: int) -> None:
-        self._folder, self._rank = folder, rank
+        self._folder, self._file = folder, folder / f"rank{rank}.json.gz"
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             if not os.access(folder, os.W_OK):
                 raise OSError(errno.EACCES, "the folder takes no files")
+        with writing(self._file):
+            check_file(self._file, _PROFILE)
         self._first = min(done + _WARM_UP_STEPS + 1, steps)
         self._last = min(self._first + _PROFILED_STEPS - 1, steps)
         self._profile: profile | None = None
@@ -64,6 +73,7 @@ class Profile:
             with quiet():
                 self._profile = profile(activities=self._activities)
                 self._profile.start()
+                self._profile.add_metadata("parc", "lines of programs as ranges")
         yield
 
     def written(self, number: int) -> str:
@@ -74,12 +84,28 @@ class Profile:
         with quiet():
             ended.stop()
             with writing(self._folder):
-                ended.export_chrome_trace(str(self._folder / f"rank{self._rank}.json.gz"))
+                _export(ended, real_path(self._file))
         steps = f"steps {self._first} to {self._last}" if self._first < self._last else f"step {self._last}"
         return (
             f"a profile of {steps} is in {self._folder}, a file for each rank: open rank0.json.gz at ui.perfetto.dev;"
             " a range is a line of a program, with its module, its line in the model, and that of the plan"
         )
+
+
+def _export(ended: profile, file: Path) -> None:
+    """Write a profile, and put it in its place once it is complete.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with TemporaryDirectory(prefix=".", dir=file.parent) as folder:
+        text, packed = Path(folder, "trace.json"), Path(folder, file.name)
+        ended.export_chrome_trace(str(text))
+        if not text.exists() or not text.read_bytes()[-64:].rstrip().endswith(b"}"):  # torch says nothing
+            raise OSError(errno.EIO, "torch's profiler wrote no whole file", str(file))
+        with open(text, "rb") as source, gzip.open(packed, "wb") as target:
+            shutil.copyfileobj(source, target)
+        os.replace(packed, file)
 
 
 # ---- the figures of a step: throughput, MFU, memory, waits

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any, Protocol, final
 
+from ...compiler.build.output_files import FileKind, check_file
 from ...compiler.torch_private import quiet
 from ...grammar.codes import NO_PACKAGE, UNWRITTEN
 from ..ranks.faults import RunError, writing
@@ -38,6 +40,9 @@ class FiguresWriter(Protocol):
         """
 
 
+_METRICS = FileKind("a file of metrics", re.compile(rb'\{"run": \{'))
+
+
 @dataclass(frozen=True, slots=True)
 class FigurePlaces:
     """The places for a run's figures that a person named."""
@@ -47,11 +52,14 @@ class FigurePlaces:
     wandb: str = ""
 
     def check(self) -> None:
-        """Check that the packages of the named places are installed.
+        """Check that the packages of the named places are installed, and that a file of metrics is parc's to write.
 
         Raises:
             RunError: one is not.
         """
+        if self.metrics is not None:
+            with writing(self.metrics):
+                check_file(self.metrics, _METRICS)
         for option, package, named in (("tensorboard", TensorBoard.package, self.tensorboard),
                                        ("wandb", WandB.package, self.wandb)):  # fmt: skip
             if named and find_spec(package) is None:
@@ -77,16 +85,17 @@ class FigurePlaces:
 class MetricsFile:
     """A file of JSON lines: first ``{"run": …}``, then one object a step; a line is written whole, and at once.
 
-    An existing file is replaced, or continued with ``append=True`` (a resumed run writes another ``run`` line).
+    An older one is replaced, or continued with ``append=True`` (a resumed run writes another ``run`` line).
     A number that JSON does not have (NaN, infinity) becomes ``null``.
 
     Raises:
-        RunError: the file cannot be written, now or later.
+        RunError: the file cannot be written, now or later, or is there and is no file of metrics.
     """
 
     def __init__(self, path: Path, run: Mapping[str, Any], append: bool = False) -> None:
         self._path, self.note = path, ""
         with writing(path):
+            check_file(path, _METRICS)
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file: IO[bytes] = open(path, "ab" if append else "wb", buffering=0)  # noqa: SIM115 closed by close()
         self._write({"run": dict(run)})

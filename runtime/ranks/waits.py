@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import threading
 import time
@@ -16,6 +17,7 @@ from typing import Any, final
 
 import torch
 
+from ...compiler.build.output_files import FileKind, check_file, write_whole
 from ...compiler.torch_private import profiling
 
 
@@ -111,12 +113,28 @@ def clock_offset(exchange: Callable[[Sequence[int]], list[list[int]]], rank: int
     return 0 if hosts[rank] == hosts[0] else (low + high) // 2
 
 
+_MARK = {"otherData": {"by": "parc"}}
+_TRACE = FileKind("a trace of parc's", re.compile(re.escape(json.dumps(_MARK)[:-1].encode())))
+
+
+def check_trace(path: Path) -> None:
+    """Check that a trace can be written.
+
+    Raises:
+        OSError: it cannot, or there is another file, which is left as it is.
+    """
+    check_file(path, _TRACE)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    open(path, "ab").close()
+
+
 def write_trace(path: Path, ranks: Sequence[tuple[str, int, Iterable[TracedSpan]]]) -> None:
     """Write every rank's spans as Chrome trace events; each rank comes with its name and its clock's offset.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: the file cannot be written, or is there and is no trace of parc's.
     """
+    check_file(path, _TRACE)
     start = min((span[3] - offset for _, offset, spans in ranks for span in spans), default=0)
     events: list[dict[str, Any]] = []
     for rank, (label, offset, spans) in enumerate(ranks):
@@ -129,4 +147,4 @@ def write_trace(path: Path, ranks: Sequence[tuple[str, int, Iterable[TracedSpan]
             for name, category, step, begin, end in spans
         ]  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": events}), encoding="utf-8")
+    write_whole(path, json.dumps({**_MARK, "displayTimeUnit": "ms", "traceEvents": events}))

@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError
 
 from ...compiler.build.directory import MANIFEST
-from ...compiler.build.folders import FolderError, FolderHeld, check_place, current, hold_folder
+from ...compiler.build.folders import FolderError, FolderHeld, FolderKind, check_place, current, hold_folder, reason_of
 from ...compiler.build.json_schema import FormError
 from ...compiler.initial.files import OpenedFiles, held_type, opened_tensors, shown_faults
 from ...compiler.layout.mesh import Shape
@@ -29,22 +29,77 @@ from ...grammar.codes import BAD_STATE, FOLDER_HELD
 from ...grammar.nearest import path_meant
 from ...grammar.syntax import size_text
 from ..ranks.faults import RunError
-from .index import FACTS, TENSORS, FileLayout, Index, extent, in_parts, numbered, read_index, rectangle_text
+from .index import (
+    FACTS,
+    INDEX_FILE,
+    KEY,
+    TENSOR_FILE,
+    TENSORS,
+    FileLayout,
+    Index,
+    extent,
+    in_parts,
+    numbered,
+    read_index,
+    rectangle_text,
+)
 from .shards import ShardFault, check_shard
 
 CHECKPOINT_FORMAT = 1
 """The format of checkpoints that this parc writes, and the newest one that it reads."""
 
 
-def check_target(folder: Path, mark: str = FACTS, what: str = "a checkpoint") -> None:
-    """Check that a checkpoint, or another kind of folder, may be written at ``folder``. ``mark`` is the file by which
-    such a folder is known, ``what`` its name in messages.
+def _checkpoint_files(folder: Path) -> tuple[str, ...] | None:
+    """Return the names of a checkpoint's files, as its index tells; None for a folder without facts of a checkpoint.
 
     Raises:
-        RunError: it holds something else, which is left as it is, or is the current folder.
+        FolderError: a newer parc wrote it; or it has files of tensors that its index does not name, or no index.
     """
     try:
-        check_place(folder, mark, what)
+        facts = read_json(folder / FACTS)
+    except (OSError, ValueError):
+        return None
+    if not isinstance(facts, dict) or type(facts.get("step")) is not int or not isinstance(facts.get("optimizer"), str):
+        return None
+    try:
+        _check_format(folder, facts)
+    except (RunError, TypeError) as newer:
+        said = newer.message if isinstance(newer, RunError) else f"`{folder}`: {newer}"
+        raise FolderError(f"{said}; it is left as it is", _KEEP) from None
+    names: tuple[str, ...] = (TENSORS, FACTS)
+    if "index" in facts:
+        try:
+            names = (*read_index(folder, facts["index"]).files, INDEX_FILE, FACTS)
+        except (OSError, ValueError, FormError) as fault:
+            raise FolderError(f"`{folder}` is a checkpoint whose files parc does not know: {fault}", _KEEP) from None
+    elif not _has_one_file(folder):
+        return None
+    if others := [name for name in sorted(os.listdir(folder)) if TENSOR_FILE.fullmatch(name) and name not in names]:
+        raise FolderError(f"`{folder}` is a checkpoint, and its index does not name `{others[0]}` in it", _KEEP)
+    return names
+
+
+def _has_one_file(folder: Path) -> bool:
+    """Return whether a folder has the one file of a checkpoint without index, whose tensors are named as a state's."""
+    try:
+        names = _of_one_file(folder).layouts
+    except (SafetensorError, OSError):
+        return False
+    return all(name.startswith(("parameter.", "buffer.", "optimizer.", KEY)) for name in names)
+
+
+_KEEP = "name another folder; or remove this one, if nobody needs it"
+CHECKPOINT = FolderKind("a checkpoint", _checkpoint_files)
+
+
+def check_target(folder: Path, kind: FolderKind = CHECKPOINT) -> None:
+    """Check that a checkpoint, or another kind of folder, may be written at ``folder``.
+
+    Raises:
+        RunError: it holds something else, which is left as it is, or nothing can be written there.
+    """
+    try:
+        check_place(folder, kind)
     except FolderError as error:
         raise RunError(BAD_STATE, str(error), error.help) from None
 
@@ -68,8 +123,11 @@ def target_held(folder: Path, size: int, run: str = "") -> Iterator[None]:
             if not run or not str(held).endswith(f", for {run}"):
                 help_ = "name another folder with `--save`, or wait until that run ends"
                 raise RunError(FOLDER_HELD, f"another run saves to `{folder}`: {held}", help_) from None
+        except FolderError as error:
+            raise RunError(BAD_STATE, str(error), error.help) from None
         except OSError as error:
-            raise RunError(BAD_STATE, f"`{folder}` cannot be written: {error}", "name another folder") from None
+            message = f"`{folder}` cannot be written: {reason_of(error)}"
+            raise RunError(BAD_STATE, message, "name another folder") from None
         else:
             if free < size:
                 lacking = f"a checkpoint is {size_text(size)}, and {size_text(free)} are free there"

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import tempfile
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +22,22 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ...compiler.build.build import Build
-from ...compiler.build.folders import replacing
+from ...compiler.build.folders import NEW_FOLDER, FolderError, fresh_folder, replacing
 from ...compiler.capture.adapters import base_names, is_adapted
+from ...compiler.capture.callables import source_place
+from ...compiler.capture.complex.form import own_form
+from ...compiler.initial.exported import CONFIG, VERSION, save_configs
 from ...compiler.initial.files import Expected, Weights, WeightsError, open_weights, shown_faults, state_tensors
 from ...compiler.layout.mesh import Shape
 from ...compiler.program.optimizers import AVERAGE
 from ...grammar.bounded import real_path
-from ...grammar.codes import BAD_STATE, BAD_WEIGHTS, NO_AVERAGES
+from ...grammar.codes import BAD_STATE, BAD_WEIGHTS, IMPORT_REFUSED, NO_AVERAGES
 from ..ranks.faults import RunError
-from .checkpoint import Checkpoint, CheckpointReader, check_target
+from .checkpoint import CHECKPOINT, Checkpoint, CheckpointReader, check_target
 from .index import KEY, FileLayout, Index, part_shapes, shard_name, write_index
 from .initial import Initial
 from .opening import build_mesh, open_checkpoint, task_of
-from .saving import checkpoint_facts, stored_of
+from .saving import checkpoint_facts, stored_of, writing_folder
 from .shards import Piece, ShardFile, write_shard
 
 SUFFIX = ".safetensors"
@@ -65,14 +68,22 @@ class ExportForm:
     merge: bool = False
 
 
-def export_weights(build: Build, folder: Path, out: Path, form: ExportForm = ExportForm()) -> Exported:
+def export_weights(
+    build: Build, folder: Path, out: Path, form: ExportForm = ExportForm(), *,
+    import_model: bool = False, note: Callable[[str], None] = lambda _: None,
+) -> Exported:  # fmt: skip
     """Write the weights of a build's checkpoint to ``out``: to one file if its name ends in ``.safetensors``, else to a
     new folder of files, with an index if there are several, and with ``config.json`` if the model has a configuration
     of transformers. Of a model of ``peft`` a folder gets the adapters alone. Of tied tensors the first is written:
     transformers and ``safetensors.torch.load_model`` tie the others to it.
 
+    The model's code is imported only where something is not in the files: a buffer that no step changes, or the files
+    of ``peft``; ``note`` is told so. Where that code lies in the build's or the checkpoint's folder, which somebody
+    else may have written, it is imported with ``import_model`` alone.
+
     Raises:
-        RunError: the checkpoint is of another model, altered, or without averages; there are no adapters to merge; or
+        RunError: the checkpoint is of another model, altered, or without averages; there are no adapters to merge; the
+            model's code would be imported from these folders; or
             ``out`` exists, is named as a file of another form, or cannot be written.
     """
     checkpoint, _ = open_checkpoint(build, folder)
@@ -87,46 +98,45 @@ def export_weights(build: Build, folder: Path, out: Path, form: ExportForm = Exp
         raise RunError(
             BAD_STATE, f"weights are written as safetensors, and the name `{out}` says something else", help_
         )
-    if out.exists() and (one_file or not out.is_dir() or any(out.iterdir())):
-        raise RunError(BAD_STATE, f"`{out}` exists; it is left as it is", "name a new file or a new folder")
     try:
-        real_path(out).parent.mkdir(parents=True, exist_ok=True)
-        fresh = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=real_path(out).parent))
-    except OSError as error:
-        raise RunError(BAD_STATE, f"`{out}` cannot be written: {error.strerror}", "name another place") from None
-    try:
-        with checkpoint.tensors() as files:
-            state = _State(build, checkpoint, files, form.ema)
-            written = list(_write_form(state, build, fresh, form, one_file))
-        tensors, size = sum(part.tensors for part in written), sum(part.bytes for part in written)
-        if one_file:
-            os.replace(written[0].files[0], out)
-            return Exported((out,), tensors, size)
-        fresh.chmod(0o755)
-        if out.exists():
-            out.rmdir()
-        os.replace(fresh, out)
-        return Exported(tuple(sorted(out.iterdir())), tensors, size)
-    except (OSError, SafetensorError) as error:
+        with writing_folder(out), checkpoint.tensors() as files:
+            if one_file and os.path.lexists(out):
+                raise FolderError(f"`{out}` exists; it is left as it is", "name a new file or a new folder")
+            state = _State(build, checkpoint, files, form)
+            if reason := state.module_reason(one_file):
+                _hold_import(build, folder, reason, import_model, note)
+            with _fresh_file(out) if one_file else replacing(out, NEW_FOLDER) as fresh:
+                written = list(_write_form(state, build, fresh, form, one_file))
+    except SafetensorError as error:
         raise RunError(BAD_STATE, f"`{out}` cannot be written: {error}", "name another place") from None
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
+    files_written = (out,) if one_file else tuple(sorted(out.iterdir()))
+    return Exported(files_written, sum(part.tensors for part in written), sum(part.bytes for part in written))
+
+
+@contextmanager
+def _fresh_file(out: Path) -> Iterator[Path]:
+    """Enter a block that writes one file into an empty folder; then the file is at ``out``, where no other may be."""
+    real = real_path(out.parent) / out.name
+    real.parent.mkdir(parents=True, exist_ok=True)
+    with fresh_folder(real) as fresh:
+        yield fresh
+        (file,) = fresh.glob(f"*{SUFFIX}")
+        file.rename(real)
 
 
 def _write_form(state: _State, build: Build, folder: Path, form: ExportForm, one_file: bool) -> Iterator[Exported]:
     """Write weights in a form into a folder, and yield what was written: the model, or each of its adapters."""
-    module = state.module
-    if is_adapted(module) and not form.merge and not one_file:
+    if state.facts.get("configs") is None and not form.merge and not one_file and is_adapted(module := state.module):
         for adapter, tensors in _adapter_states(module, state):
             place = folder if adapter == "default" else folder / adapter
             place.mkdir(exist_ok=True)
             _write_adapter_config(module, adapter, place)
             yield _write_files(place, _narrowed(tensors.items(), form.dtype), None, "adapter_model")
         return
-    weights = _merged_weights(module, state, build.manifest["aliases"]) if form.merge else state.items()
+    weights = _merged_weights(state.module, state, build.manifest["aliases"]) if form.merge else state.items()
     yield _write_files(folder, _narrowed(weights, form.dtype), None if one_file else form.shard_bytes)
     if not one_file:
-        _write_config(module.get_base_model() if is_adapted(module) else module, folder, form.dtype)
+        _write_configs(state, folder, form.dtype)
 
 
 def _narrowed(
@@ -138,25 +148,69 @@ def _narrowed(
         yield name, (value.to(dtype) if narrow else value).contiguous()
 
 
+def _hold_import(build: Build, checkpoint: Path, reason: str, allowed: bool, note: Callable[[str], None]) -> None:
+    """Say which code is imported, and why.
+
+    Raises:
+        RunError: it lies in the folder of the build or of the checkpoint, and is not ``allowed``.
+    """
+    target = build.manifest["model"]["callable"]
+    file = source_place(target, build.folder)
+    where = f"`{target}`" if file is None else f"`{file}`"
+    for folder, what in ((build.path, "build"), (checkpoint, "checkpoint")):
+        real = real_path(folder)
+        if not allowed and any(real in (place, *place.parents) for place in (build.folder, file) if place is not None):
+            message = f"{reason}: that would import {where}, which is in the folder of the {what}"
+            raise RunError(IMPORT_REFUSED, message, "read that file; then say `--import-model`")
+    note(f"importing {where}: {reason}")
+
+
+def _in_order(name: str) -> list[tuple[bool, int, str]]:
+    return [(word.isdigit(), int(word) if word.isdigit() else 0, word) for word in name.split(".")]
+
+
 class _State(Mapping[str, torch.Tensor]):
     """The tensors of a model's state in a checkpoint by its own names, each read when it is asked for. Buffers that no
     step changes have their initial values."""
 
-    def __init__(self, build: Build, checkpoint: Checkpoint, files: CheckpointReader, ema: bool) -> None:
-        mesh = build_mesh(build)
-        self._initial = Initial(build, task_of(build.manifest), mesh, mesh.coordinates(0), torch.device("cpu"))
-        self._checkpoint, self._files, self._ema = checkpoint, files, ema
-        self._names = [name for name in self._initial.kept if name not in build.manifest["aliases"]]
+    def __init__(self, build: Build, checkpoint: Checkpoint, files: CheckpointReader, form: ExportForm) -> None:
+        self._build, self._checkpoint, self._files, self._form = build, checkpoint, files, form
+        self.facts: Mapping[str, Any] = build.manifest.get("exported", {})
+        stored = part_shapes({name: type_.shape for name, type_ in build.types.items()})
+        names = {*stored, *self.facts.get("more", ())} - {*self.facts.get("without", ())}
+        self._names = sorted(names - build.manifest["aliases"].keys(), key=_in_order)
+
+    def module_reason(self, one_file: bool) -> str:
+        """Return why the model itself is needed, "" if it is not."""
+        if "configs" not in self.facts:
+            return "the build is of an older parc, which did not note what it holds"
+        if self._form.merge:
+            return "adapters are merged by the model"
+        if self.facts["configs"] is None and not one_file:
+            return "only the model itself writes its configuration"
+        made = next((name for name in self._names if not self._keys(name)), "")
+        return f"`{made}` is in no file, and the model's code makes it" if made else ""
+
+    @cached_property
+    def _initial(self) -> Initial:
+        mesh = build_mesh(self._build)
+        return Initial(self._build, task_of(self._build.manifest), mesh, mesh.coordinates(0), torch.device("cpu"))
 
     @property
     def module(self) -> Any:
-        """The model on fake tensors."""
+        """The model on fake tensors. Its code is imported."""
         return self._initial.module
 
+    def _keys(self, name: str) -> list[str]:
+        """Return the names that a tensor has in the checkpoint, the one to be read first."""
+        places = (*([f"{_AVERAGES}{name}"] if self._form.ema else []), f"parameter.{name}", f"buffer.{name}")
+        return [key for key in places if key in self._checkpoint.shapes]
+
     def __getitem__(self, name: str) -> torch.Tensor:
-        places = (*([f"{_AVERAGES}{name}"] if self._ema else []), f"parameter.{name}", f"buffer.{name}")
-        keys = [key for key in places if key in self._checkpoint.shapes]
-        return self._initial.own(name, self._files.whole(keys[0]) if keys else None)
+        keys = self._keys(name)
+        if not keys:
+            return self._initial.own(name, None)
+        return own_form(self._files.whole(keys[0]), name in self.facts.get("complex", ()))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -205,17 +259,25 @@ def _files_of(tensors: Iterable[tuple[str, torch.Tensor]], most: int | None) -> 
     yield group
 
 
-def _write_config(module: nn.Module, folder: Path, dtype: torch.dtype | None) -> None:
+def _write_configs(state: _State, folder: Path, dtype: torch.dtype | None) -> None:
     """Write the configuration of a model of transformers, as ``save_pretrained`` writes it."""
-    config: Any = getattr(module, "config", None)
-    if not callable(getattr(config, "save_pretrained", None)):
+    configs: Mapping[str, Any] | None = state.facts.get("configs")
+    if configs is None:
+        module = state.module
+        save_configs(module.get_base_model() if is_adapted(module) else module, folder, dtype)
         return
-    config.architectures = [type(module).__name__]
-    config.dtype = dtype or next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
-    config.save_pretrained(folder)
-    generation: Any = getattr(module, "generation_config", None)
-    if callable(getattr(generation, "save_pretrained", None)):
-        generation.save_pretrained(folder)
+    for name, saved in configs.items():
+        value = {**saved, **_transformers_version()}
+        if dtype is not None and name == CONFIG:
+            value["dtype"] = str(dtype).removeprefix("torch.")
+        (folder / name).write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _transformers_version() -> dict[str, str]:
+    try:
+        return {VERSION: version("transformers")}
+    except PackageNotFoundError:
+        return {}
 
 
 # ---- import
@@ -248,14 +310,12 @@ def import_weights(
             raise RunError(BAD_WEIGHTS, message, help_, shown_faults(faults))
         check_target(out)
         try:
-            with replacing(out) as fresh:
+            with writing_folder(out), replacing(out, CHECKPOINT) as fresh:
                 return _write_weights(fresh, build, _checkpoint_tensors(build, initial, weights, expected), shard_bytes)
         except WeightsError as error:
             raise RunError(
                 BAD_WEIGHTS, str(error), "it could be read before: see whether another process replaces it"
             ) from None
-        except OSError as error:
-            raise RunError(BAD_STATE, f"`{out}` cannot be written: {error}", "name another folder") from None
 
 
 def _checkpoint_tensors(

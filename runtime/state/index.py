@@ -171,7 +171,7 @@ _FORM: Form = {
     "layouts": [{"shape": [int], "parts": [[[FieldRow(int, 2)]]], "files": [int]}],
     "tensors": Each({"dtype": str, "layout": int}),
 }
-_FILE = re.compile(r"state(-\d{5,9})?\.safetensors")
+TENSOR_FILE = re.compile(r"state(-\d{5,9})?\.safetensors")
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -270,7 +270,7 @@ def read_index(folder: Path, digest: str) -> Index:
     hold_form(value, _FORM)
     files = value["files"]
     for file in files:
-        if not _FILE.fullmatch(file["name"]):
+        if not TENSOR_FILE.fullmatch(file["name"]):
             raise ValueError(f"its {INDEX_FILE} names `{file['name']}`, which is no file of a checkpoint")
     layouts = [_layout(row) for row in value["layouts"]]
     tensors = value["tensors"]

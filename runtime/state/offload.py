@@ -11,8 +11,9 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import final
 
 import torch
@@ -52,8 +53,8 @@ class HostMemory:
 
 @final
 class MappedFiles:
-    """Files of one rank in a folder, mapped into memory. A file is unlinked as soon as it is open, so it ends with the
-    process, however that ends. Its blocks are allocated at once: a disk that fills up later takes nothing from it."""
+    """Files of one rank in a folder, mapped into memory. They have no names, so they end with the process,
+    however that ends. Their blocks are allocated at once: a disk that fills up later takes nothing from them."""
 
     def __init__(self, folder: Path, word: str, named: str) -> None:
         """Use ``folder``, which the plan's line names ``named``, for the values of a word such as ``optimizer``."""
@@ -74,7 +75,7 @@ class MappedFiles:
         if not total:
             return
         try:
-            mapped = _mapped(self._folder / self._word, total)
+            mapped = _mapped(self._folder, total)
         except OSError as error:
             free = shutil.disk_usage(self._folder).free
             needs = f"{size_text(total)} for {self._word}, and {size_text(free)} are free there"
@@ -120,10 +121,14 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def _mapped(path: Path, size: int) -> mmap.mmap:
-    """Return a new file of a size, mapped into memory and unlinked."""
-    with open(path, "w+b") as file:
-        path.unlink()
+def _remove_if_empty(folder: Path) -> None:
+    with suppress(OSError):  # others have put something there, or removed it
+        folder.rmdir()
+
+
+def _mapped(folder: Path, size: int) -> mmap.mmap:
+    """Return a new file of a size in a folder, mapped into memory, without a name."""
+    with TemporaryFile(dir=folder) as file:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file.fileno(), 0, size)
         else:  # macOS: blocks are allocated when they are written
@@ -160,7 +165,8 @@ class Offloaded:
             raise
 
     def _lock(self, plans: Path, folder: str, rank: int) -> Path:
-        """Lock the rank's folder inside that of an ``offload`` line for this run, empty it, and return it.
+        """Lock the rank's folder inside that of an ``offload`` line for this run, and return it. What others have put
+        there stays.
 
         Raises:
             RunError: another run holds it, or it cannot be written.
@@ -170,16 +176,14 @@ class Offloaded:
         other = "name another folder in the plan's `offload` line"
         try:
             self._folders.enter_context(hold_folder(place, who))
-            if place.exists():
-                shutil.rmtree(place)
-            place.mkdir()
+            place.mkdir(exist_ok=True)
         except FolderHeld as held:
             message = f"`{folder}` has the state of another run's rank {rank}: {held}"
             raise RunError(OFFLOAD_FOLDER, message, f"{other}, or wait until that run ends") from None
         except (OSError, FolderError) as error:
             message = f"`{folder}` cannot be written: {getattr(error, 'strerror', None) or error}"
             raise RunError(OFFLOAD_FOLDER, message, other) from None
-        self._folders.callback(shutil.rmtree, place, ignore_errors=True)
+        self._folders.callback(_remove_if_empty, place)
         return place
 
     def reserve(self, build: Build) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ...compiler.build.build import Build, BuildError
-from ...compiler.build.directory import MANIFEST, again, read_build
+from ...compiler.build.directory import MANIFEST, Custom, again, read_build
 from ...compiler.capture.callables import CallableError
 from ...compiler.capture.model_calls import TaskLines
 from ...compiler.capture.model_code import changed_files
@@ -94,14 +94,15 @@ def task_of(manifest: Mapping[str, Any]) -> TaskLines:
     return TaskLines(model["callable"], arguments, inputs, tuple(terms), places, batched)
 
 
-def open_build(path: Path | str) -> Build:
-    """Open a build, with every file checked against its hash.
+def open_build(path: Path | str, custom: Custom = "imported") -> Build:
+    """Open a build, with every file checked against its hash; ``custom`` is what ``read_build`` does about a person's
+    own operators.
 
     Raises:
         RunError: it is no build, or was altered.
     """
     try:
-        return read_build(Path(path))
+        return read_build(Path(path), custom=custom)
     except BuildError as error:
         if is_checkpoint(Path(path)):
             help_ = f"name the build; `parc run BUILD --resume {path}` goes on from the checkpoint"
@@ -134,7 +135,7 @@ def checkpoint_bytes(build: Build) -> int:
     return sum(math.prod(type_.shape) * type_.dtype.itemsize for type_ in everything)
 
 
-def build_of(folder: Path) -> Build:
+def build_of(folder: Path, custom: Custom = "imported") -> Build:
     """Open the build whose run wrote a checkpoint: where it was, or beside the checkpoint.
 
     Raises:
@@ -147,7 +148,7 @@ def build_of(folder: Path) -> Build:
     path = next((path for path in places if (path / MANIFEST).is_file()), None)
     if path is None:
         raise RunError(BAD_STATE, f"`{folder}` was written by a run of the build `{place}`, which is not there", name)
-    return open_build(path)
+    return open_build(path, custom)
 
 
 def open_checkpoint(build: Build, path: Path) -> tuple[Checkpoint, dict[str, list[str]]]:

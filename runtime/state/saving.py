@@ -17,7 +17,7 @@ from typing import Any, final
 import torch
 
 from ...compiler.build.build import Build
-from ...compiler.build.folders import FolderError, replacing
+from ...compiler.build.folders import FolderError, disk_of, real_place, reason_of, replacing
 from ...compiler.layout.mesh import Mesh, Shape
 from ...compiler.layout.placement import parse_type
 from ...compiler.padding.pads import pads_from
@@ -30,7 +30,7 @@ from ..ranks.faults import RunError
 from ..ranks.gather import everywhere, keepers_of, of_every_role, owners_of
 from ..ranks.lockstep import RESTORE, Lockstep
 from ..ranks.work import RankState
-from .checkpoint import CHECKPOINT_FORMAT, Checkpoint, check_target
+from .checkpoint import CHECKPOINT, CHECKPOINT_FORMAT, Checkpoint
 from .index import (
     KEY,
     FileLayout,
@@ -106,6 +106,8 @@ class StateFiles:
         self._stored, self._mesh, self._together, self._roles = stored, mesh, together, roles
         self._rank, self._world = together.rank, together.world
         self._at = mesh.coordinates(self._rank)
+        self._disks: dict[Path, Path] = {}
+        """The mount point of the disk that each folder was on when it was first checked or written."""
 
     @cached_property
     def _layouts(self) -> dict[str, FileLayout]:
@@ -155,9 +157,9 @@ class StateFiles:
             def begin() -> str:
                 if self._rank:
                     return ""
-                check_target(folder)
                 with writing_folder(folder):
-                    return stack.enter_context(replacing(folder)).name
+                    self._check_disk(folder)
+                    return stack.enter_context(replacing(folder, CHECKPOINT)).name
 
             fresh = everywhere(self._together.agreed(SAVE, begin), self._world)[0]
             shard = self._together.agreed(
@@ -184,13 +186,27 @@ class StateFiles:
             def probe() -> str:
                 if self._rank:
                     return ""
-                real = real_path(folder)
                 with writing_folder(folder):
+                    self._check_disk(folder)
+                    real = real_place(folder)
                     real.parent.mkdir(parents=True, exist_ok=True)
                     return Path(stack.enter_context(TemporaryDirectory(prefix=f".{real.name}.", dir=real.parent))).name
 
             name = everywhere(self._together.agreed(CHECK_SAVE, probe), self._world)[0]
             self._together.agreed(CHECK_SAVE, lambda: self._shared_folder(folder, name))
+
+    def _check_disk(self, folder: Path) -> None:
+        """Check that a folder is on the disk on which it was first: of a disk that is gone the mount point is left, an
+        empty folder of another disk.
+
+        Raises:
+            FolderError: it is not.
+        """
+        real = real_place(folder)
+        before, now = self._disks.setdefault(real, disk_of(real)), disk_of(real)
+        if now != before:
+            message = f"`{folder}` cannot be written: the disk at `{before}` is no longer there"
+            raise FolderError(message, "mount it again, or name another folder")
 
     def _shared_folder(self, folder: Path, name: str) -> Path:
         """Return the folder of a name that the first rank made beside ``folder``.
@@ -348,7 +364,7 @@ def writing_folder(folder: Path, file: str = "") -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        message = f"{f'`{file}` of ' * bool(file)}`{folder}` cannot be written: {error}"
+        message = f"{f'`{file}` of ' * bool(file)}`{folder}` cannot be written: {reason_of(error)}"
         raise RunError(BAD_STATE, message, "name another folder, or free some space") from None
     except FolderError as error:
         raise RunError(BAD_STATE, str(error), error.help) from None

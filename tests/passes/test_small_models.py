@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import textwrap
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
 import torch
 
+from parc.cli import main
 from parc.compiler.build.directory import read_build, write_build
 from parc.grammar.diagnostics import PlanError
 from parc.runtime.compare.plain import reference
@@ -348,6 +351,27 @@ def test_a_build_with_custom_operators_opens_in_another_process(tmp_path: Path) 
     with pytest.raises(AssertionError, match="changed since the build") as caught:
         run_ranks(opens, 1, folder)
     assert "imported" not in str(caught.value)
+
+
+def test_a_build_with_custom_operators_is_shown_without_an_import(tmp_path: Path) -> None:
+    folder = written(tmp_path, OPERATORS, f"{X}\n{DATA.format('x')}")
+    code = tmp_path / "models.py"
+    code.write_text(f"open({str(tmp_path / 'canary')!r}, 'w').close()\n{code.read_text()}")
+    texts = run_ranks(shows, 1, folder)[0]
+    assert all("reviewed.scale.default" in text for text in texts), [len(text) for text in texts]
+    assert not (tmp_path / "canary").exists()
+
+
+def shows(folder: Path) -> list[str]:
+    """Show a build in a process that knows no model, in every way; return what names operators."""
+    page = folder.parent / "page.html"
+    outputs = {}
+    for words in ("", "--json", "--list", "--pipeline", "--action F", f"--html {page}", f"--svg {page}.svg"):
+        with redirect_stdout(StringIO()) as out:
+            assert main(["show", str(folder), *words.split()]) == 0, words
+        outputs[words] = out.getvalue()
+    assert main(["show", str(folder), "--expand"]) == 2
+    return [outputs["--action F"], page.read_text()]
 
 
 def opens(folder: Path) -> bool:

@@ -167,7 +167,7 @@ def _read_builds(arguments: tuple[Any, ...]) -> None:
         if path.is_dir():
             for folder in [path] if (path / MANIFEST).is_file() else sorted(path.iterdir()):
                 with suppress(BuildError):
-                    build = read_build(folder, imports=False)
+                    build = read_build(folder, custom="refused")
                     make = builder_once(task_of(build.manifest), build.folder)
                     record_once(make, int(build.manifest["seed"]))
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import parc
 from parc.checking.reports import report_of
 from parc.cli import main
 from parc.compiler.build.directory import write_build
+from parc.compiler.initial.exported import save_configs
 from parc.compiler.plan.plan import read_plan
 from parc.grammar.source import Source
 from parc.runtime.state import exchange as importing
@@ -45,6 +48,31 @@ class Own(nn.Module):
 
     def forward(self, input_ids):
         return self.head(self.norm((self.table(input_ids) * self.scale).flatten(0, 1)).unflatten(0, input_ids.shape))
+
+
+class Phases(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(32, 6), nn.Linear(6, 32, bias=False)
+        self.turn = nn.Parameter(torch.randn(6, dtype=torch.complex64))
+        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(11))
+        self.router = nn.Linear(6, 11)
+        self.register_buffer("by", torch.full((6,), 0.5), persistent=False)
+
+    def forward(self, input_ids):
+        x = (self.table(input_ids) * self.by * self.turn).real.flatten(0, 1)
+        weights, chosen = self.router(x).softmax(-1).topk(2)
+        y = torch.zeros_like(x)
+        for at, expert in enumerate(self.experts):
+            row, place = torch.where(chosen == at)
+            y.index_add_(0, row, expert(x[row]) * weights[row, place, None])
+        return self.head(y.unflatten(0, input_ids.shape))
+
+
+class Unread(Own):
+    def __init__(self):
+        super().__init__()
+        self.above = nn.Parameter(torch.ones(3), requires_grad=False)
 """
 PLAN = """\
 model "./models.py:{model}" ({arguments})
@@ -148,6 +176,71 @@ def test_weights_that_can_no_longer_be_read_are_told_from_a_checkpoint_that_cann
     err = " ".join(capsys.readouterr().err.split())
     assert "error[P0215]" in err and "cannot be read" in err and "cannot be written" not in err, err
     assert not (tmp_path / "imported").exists()
+
+
+def planted(file: Path) -> Path:
+    """Make a model's file tell, by another file, that it was imported."""
+    canary = file.with_name("canary")
+    file.write_text(f"open({str(canary)!r}, 'w').close()\n{file.read_text()}")
+    return canary
+
+
+def elsewhere(folder: Path, out: str, *words: str) -> tuple[int, str]:
+    """Export in a process that knows no model; return the exit code and what was said."""
+    with redirect_stderr(StringIO()) as said:
+        return export(folder, out, *words), said.getvalue()
+
+
+@pytest.mark.parametrize("model", ["llama", "Phases"])
+def test_no_code_is_imported_where_files_have_every_tensor(tmp_path: Path, model: str) -> None:
+    build = built(tmp_path, model=model, logits="output.logits" if model == "llama" else "output")
+    wanted = trained(str(build), str(tmp_path / "saved"))
+    canary = planted(tmp_path / "models.py")
+    for words in ([], ["--dtype", "bf16"]):
+        assert run_ranks(elsewhere, 1, tmp_path, f"out{len(words)}", *words)[0][0] == 0
+        have = load_file(tmp_path / f"out{len(words)}" / "model.safetensors")
+        narrow = torch.bfloat16 if words else torch.float32
+        dtypes = {name: narrow if value.is_floating_point() else value.dtype for name, value in wanted.items()}
+        assert {name: value.dtype for name, value in have.items()} == dtypes
+        if not words:
+            assert all(torch.equal(have[name], value) for name, value in wanted.items())
+    assert not canary.exists()
+    if model == "llama":
+        scope: dict[str, Any] = {"__name__": "models"}
+        exec(MODELS, scope)
+        for number, dtype in ((0, None), (2, torch.bfloat16)):
+            (as_module := tmp_path / f"as-module{number}").mkdir()
+            save_configs(scope["llama"](), as_module, dtype)
+            for file in as_module.iterdir():
+                assert (tmp_path / f"out{number}" / file.name).read_text() == file.read_text()
+
+
+@pytest.mark.parametrize(("model", "made"), [("Own", "scale"), ("Unread", "above")])
+def test_code_is_imported_for_what_no_file_has_and_that_is_said(tmp_path: Path, model: str, made: str) -> None:
+    trained(str(built(tmp_path, model=model, logits="output")), str(tmp_path / "saved"))
+    canary = planted(tmp_path / "models.py")
+    ((code, said),) = run_ranks(elsewhere, 1, tmp_path, "out")
+    assert code == 0 and canary.exists()
+    assert f"importing `{tmp_path / 'models.py'}`: `{made}` is in no file, and the model's code makes it" in said
+    assert made in load_file(tmp_path / "out" / "model.safetensors")
+
+
+@pytest.mark.parametrize("place", ["build", "saved"])
+def test_code_in_a_folder_that_somebody_else_may_have_written_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], place: str
+) -> None:
+    trained(str(built(tmp_path, model="Own", logits="output")), str(tmp_path / "saved"))
+    canary = planted(tmp_path / "models.py")
+    (tmp_path / "models.py").rename(tmp_path / place / "models.py")
+    manifest = tmp_path / "build" / "manifest.json"
+    facts = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps({**facts, "folder": "." if place == "build" else "../saved"}))
+    assert export(tmp_path, "out") == 1
+    said = " ".join(capsys.readouterr().err.split())
+    what = "build" if place == "build" else "checkpoint"
+    assert "error[P0308]" in said and f"which is in the folder of the {what}" in said and "--import-model" in said
+    assert not canary.exists() and not (tmp_path / "out").exists()
+    assert export(tmp_path, "out", "--import-model") == 0 and canary.exists()
 
 
 def test_what_cannot_be_exported_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

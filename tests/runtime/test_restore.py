@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import parc
-from parc.compiler.build.folders import FolderError, current, replacing
+from parc.compiler.build.folders import FolderError, FolderKind, current, replacing
 from parc.grammar.codes import BAD_STATE, FOLDER_HELD
 from parc.runtime.ranks.faults import RunError
 from parc.runtime.state.checkpoint import target_held
@@ -124,8 +124,11 @@ def test_a_state_that_does_not_fit_changes_nothing(
         assert all(torch.equal(value, before[name]) for name, value in session.state_dict().items())
 
 
+TEXTS = FolderKind("a text", lambda folder: ("a.txt",) if (folder / "a.txt").is_file() else None)
+
+
 def replace(place: Path, text: str) -> None:
-    with replacing(place) as fresh:
+    with replacing(place, TEXTS) as fresh:
         (fresh / "a.txt").write_text(text)
 
 
@@ -134,7 +137,7 @@ def test_a_kill_between_two_renames_loses_nothing(tmp_path: Path) -> None:
     replace(place, "first")
     place.rename(tmp_path / ".saved.old")
     assert (current(place) / "a.txt").read_text() == "first"
-    with pytest.raises(ZeroDivisionError), replacing(place):
+    with pytest.raises(ZeroDivisionError), replacing(place, TEXTS):
         raise ZeroDivisionError
     assert (place / "a.txt").read_text() == "first"
     replace(place, "second")
