@@ -34,6 +34,7 @@ from ..data.sources import PREDICTED, data_files
 from ..ranks.faults import RunError
 from ..ranks.gather import of_every_role
 from ..ranks.lockstep import Lockstep, ranks_text
+from ..ranks.wire import sendable
 from ..state.opening import check_source_of
 
 _PROBE = 64 << 10
@@ -64,6 +65,7 @@ _PROSE = frozenset({"plan.parc", "report.json"})
 """The files of a build that no rank computes with; all that matters of them is in the others."""
 
 
+@sendable
 @dataclass(frozen=True, slots=True)
 class RunFact:
     """A fact that all ranks must have alike: ``shown`` is what a message says of it, ``hash`` is that of the rest."""
@@ -85,6 +87,7 @@ _MAY_LACK = frozenset({"data", "eval"})
 """The lines whose files a rank may lack: a loop may bring its own batches. Where they are read, they are asked for."""
 
 
+@sendable
 @dataclass(frozen=True)
 class RankFacts:
     """The facts of what a rank runs. ``facts`` are compared, by subject and name. Where they differ, ``plan``, the
@@ -122,7 +125,7 @@ def hold_one_build(together: Lockstep, build: Build, device: torch.device, optio
     for rank, (digest,) in enumerate(rows):
         groups.setdefault(digest, []).append(rank)
     if len(groups) > 1:
-        every = of_every_role(mine, [str(digest) for (digest,) in rows], together.rank)
+        every = of_every_role(mine, [str(digest) for (digest,) in rows])
         if error := difference(list(zip(groups.values(), every, strict=True))):
             raise error
 
