@@ -138,7 +138,7 @@ def rank_facts(build: Build, device: torch.device, options: Mapping[str, object]
     alike."""
     facts = {
         "software": _software(build),
-        "build": {**_code(build), **_manifest_facts(build.manifest), **_programs(build)},
+        "build": _build_facts(build),
         "option": {
             "the device": RunFact(device.type),
             **{f"`{name}`": _option(value) for name, value in options.items()},
@@ -154,6 +154,15 @@ def rank_facts(build: Build, device: torch.device, options: Mapping[str, object]
     except RunError as error:
         fault = error
     return RankFacts(facts, plan, str(build.path), fault=fault)
+
+
+def build_hash(build: Build) -> str:
+    """Return a hash of what a run computes: equal for all copies of a build, and for a plan that is built again."""
+    return f"{RankFacts({'build': _build_facts(build)}).digest() % 2**64:016x}"
+
+
+def _build_facts(build: Build) -> dict[str, RunFact]:
+    return {**_code(build), **_manifest_facts(build.manifest), **_programs(build)}
 
 
 def _hash(data: bytes) -> str:
