@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, Self, final
 
@@ -190,9 +190,10 @@ class Hanging:
 
     def _late_here(self) -> Failure | None:
         for place in self._folder.rglob("error.json"):
-            _, rank = self._process(place.parent.name)
-            if (failure := read_failure(rank, 1, place)).late:
-                return failure
+            if (failure := read_failure(0, 1, place)).late:
+                process = self._folder / f"process{place.parent.name}"
+                rank = self._process(process)[1] if process.exists() else None
+                return replace(failure, rank=rank)
         return None
 
     def _look(self) -> None:
@@ -223,13 +224,14 @@ class Hanging:
         said = {place.parent.name for place in self._folder.rglob("error.json")}
         for place in sorted(self._folder.glob("process*")):
             local = place.name.removeprefix("process")
-            process, rank = self._process(local)
+            process, rank = self._process(place)
             if local not in said and _state(process) not in ("Z", ""):
                 yield local, process, rank
 
-    def _process(self, local: str) -> tuple[int, int]:
-        """Return the process and the rank of a local number."""
-        process, rank = (self._folder / f"process{local}").read_text(encoding="utf-8").split()
+    @staticmethod
+    def _process(place: Path) -> tuple[int, int]:
+        """Return the number of a process and its rank, from the file that it left."""
+        process, rank = place.read_text(encoding="utf-8").split()
         return int(process), int(rank)
 
     def _where(self, local: str, process: int) -> str:

@@ -23,6 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
+    RendezvousParameters,
     RendezvousStoreInfo,
     rendezvous_handler_registry,
 )
@@ -67,7 +68,7 @@ def launch(command: Sequence[str], processes: Processes) -> Outcome:
     for name in logging.root.manager.loggerDict:  # torch gives each of them a level of its own
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-    hosts, codes, failures = processes.hosts, list[int](), list[Failure]()
+    hosts = processes.hosts
     with tempfile.TemporaryDirectory(prefix="parc-run-") as name:
         folder = Path(name)
         with (
@@ -76,11 +77,8 @@ def launch(command: Sequence[str], processes: Processes) -> Outcome:
             Hanging(folder, hosts, processes.timeout_s) as hanging,
         ):
             code, failures = _run(command, processes, folder)
-        late = hanging.late()
-        # Ranks that ended after the agent gave up are not in `failures`: all files are read for what ranks waited for.
-        waited = {read_failure(0, 1, place).waited for place in folder.rglob("error.json")} - {""}
-    failures = [_hung(failure) if late else failure for failure in failures]
-    notes, codes = [*sorted(waited), *hanging.reports], [code]
+        failures, notes = _explained(failures, folder, hanging.late())
+    codes, notes = [code], [*notes, *hanging.reports]
     if hosts is not None:
         hosts.end(code, failures, notes)
         failures, notes = [*failures, *hosts.failures], [*notes, *hosts.reports]
@@ -90,11 +88,12 @@ def launch(command: Sequence[str], processes: Processes) -> Outcome:
 
 def _run(command: Sequence[str], processes: Processes, folder: Path) -> tuple[int, list[Failure]]:
     """Run the processes of this host. Return their exit code and their failures."""
-    rendezvous_handler_registry.register(_MET, lambda _: _Met(processes.hosts))
+    rendezvous_handler_registry.register(_MET, _Met)
     count = 1 if processes.hosts is None else processes.hosts.count
     config = LaunchConfig(
         min_nodes=count, max_nodes=count, nproc_per_node=processes.nproc, run_id=uuid.uuid4().hex, role="parc",
         max_restarts=0, monitor_interval=0.1, logs_specs=DefaultLogsSpecs(log_dir=str(folder)), rdzv_backend=_MET,
+        rdzv_configs={"hosts": processes.hosts},
     )  # fmt: skip
     try:
         elastic_launch(config, sys.executable)(*command)
@@ -112,10 +111,13 @@ def _run(command: Sequence[str], processes: Processes, folder: Path) -> tuple[in
     return 0, []
 
 
-def _hung(failure: Failure) -> Failure:
-    """Return the failure of a rank, as one that follows if the rank was killed because others waited too long for it:
-    it does not end on SIGTERM."""
-    return replace(failure, follows=failure.follows or failure.killed)
+def _explained(failures: Sequence[Failure], folder: Path, late: bool) -> tuple[list[Failure], list[str]]:
+    """Return the failures of this host's ranks, and what ranks waited for. If ranks of any host waited too long, a rank
+    that was killed is one for which they waited, as it does not end on SIGTERM: its failure follows theirs."""
+    # Ranks that ended after the agent gave up are not in `failures`: all files are read for what ranks waited for.
+    waited = {read_failure(0, 1, place).waited for place in folder.rglob("error.json")} - {""}
+    marked = [replace(each, follows=each.follows or (late and each.killed)) for each in failures]
+    return marked, sorted(waited)
 
 
 def _outcome(codes: Collection[int], failures: Sequence[Failure], notes: Sequence[str]) -> Outcome:
@@ -142,8 +144,8 @@ class _Met(RendezvousHandler):
     """The rendezvous of an agent whose hosts have met already, or are one. torch's own starts a TCPStore, which listens
     on all interfaces, and unpickles what it finds there."""
 
-    def __init__(self, hosts: Hosts | None) -> None:
-        self._hosts = hosts
+    def __init__(self, parameters: RendezvousParameters) -> None:
+        self._hosts: Hosts | None = parameters.config["hosts"]
         self._store = _Alone()
 
     def get_backend(self) -> str:
