@@ -167,7 +167,7 @@ class Hosts:
     def _leave(self) -> None:
         """End the thread, once what was told has arrived."""
         with suppress(RuntimeError):  # it has ended
-            asyncio.run_coroutine_threadsafe(self._close(), self._loop)
+            self._loop.call_soon_threadsafe(lambda: self._loop.create_task(self._close()))
         self._thread.join(2 * _LEAVE_S)
 
     # ---- the thread
@@ -276,8 +276,8 @@ class Hosts:
                 self._table.mine = writer.get_extra_info("sockname")
             async with asyncio.timeout(GREETING_S):
                 channel = await Channel.open(reader, writer, self._secret, serves=False)
+                channel.send(self._mine)  # before it is known who listens, who then says that the secret is another
                 expected(await channel.receive(), Beat)
-            channel.send(self._mine)
             self._channel = channel
             met = await self._admitted(channel, address)
             return met
