@@ -27,8 +27,9 @@ from tests.runtime.tiny import DATA, build
 
 ROOT = Path(__file__).resolve().parent.parent
 SECRET = "known to the hosts of this run alone"
-ALIKE = {"OMP_NUM_THREADS": "1"}
-"""Variables of all runs: ranks that share a host have fewer threads, and so add in another order."""
+ALIKE = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+"""Variables of all runs: ranks that share a host have fewer threads, and so add in another order; and torch warns where
+no names of addresses are known."""
 _HANG_S = 240
 """The seconds after which a run hangs, on a computer that does much else."""
 _TIMEOUT_S = 60

@@ -18,6 +18,7 @@ HOSTS = {"host0": "10.209.0.1", "host1": "10.209.0.2"}
 _MAKE = """
 set -e
 mount --bind "$1" /etc/hosts
+test ! -f /etc/resolv.conf || mount --bind /dev/null /etc/resolv.conf
 hostname host0
 exec 3<&0
 unshare --net --uts sh -c 'hostname host1; echo there; exec cat' <&3 > "$2" &
