@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, final
 
+from parc.runtime.launch.meeting import Join
+from parc.runtime.ranks.wire import to_bytes
 from tests.network import HOSTS, Network, NoNetwork, network, send_all, sniffed
 from tests.runtime.tiny import DATA, build
 
@@ -162,15 +164,20 @@ class Canary:
 
 
 def messages(draw: random.Random, count: int, heard: Sequence[bytes], canary: Path) -> list[bytes]:
-    """Return what a stranger sends: random bytes, what was heard of others, as it was, cut or changed, and pickles."""
+    """Return what a stranger sends: random bytes, what was heard of others, as it was, cut or changed, pickles, and
+    what a launcher says that has another secret."""
     pickles = [pickle.dumps(Canary(canary), protocol) for protocol in (0, 2, 4, 5)]
     sent = []
     for _ in range(count):
-        kind = draw.choice(("random", "heard", "changed", "pickle"))
+        kind = draw.choice(("random", "heard", "changed", "pickle", "launcher"))
         if kind == "random" or not heard:
             data = draw.randbytes(draw.choice((1, 8, 64, 1000)))
         elif kind == "pickle":
             data = draw.choice((b"", len(pickles[2]).to_bytes(8, "little"))) + draw.choice(pickles)
+        elif kind == "launcher":
+            greeting = b"parc meeting 1 %b\n" % draw.randbytes(16).hex().encode()
+            body = draw.choice((*pickles, to_bytes(Join("", "", 2, 1, None, "host2"))))
+            data = greeting + draw.randbytes(32).hex().encode() + b" " + body + b"\n"
         else:
             data = draw.choice(heard)
             if kind == "changed":

@@ -123,16 +123,17 @@ def sniffed(seconds: float, most: int) -> list[bytes]:
 
 
 def send_all(place: tuple[str, int], messages: Sequence[bytes], at_once: int = 20) -> int:
-    """Send messages to a port, some over each connection, and return how many were sent before it was closed."""
+    """Send messages to a port, some over each connection, and the next over a new one where the other side ends it.
+    Return how many were sent before nobody listened there any more."""
     sent = 0
-    for begin in range(0, len(messages), at_once):
+    while sent < len(messages):
         try:
             with socket.create_connection(place, timeout=2) as connection:
-                for message in messages[begin : begin + at_once]:
+                for message in messages[sent : sent + at_once]:
+                    sent += 1  # also one that the other side did not take
                     connection.sendall(message)
-                    sent += 1
         except ConnectionRefusedError:
-            return sent
-        except OSError:  # the other side has ended the connection, and so refused the rest of what came over it
-            sent += 1
+            break
+        except OSError:
+            continue
     return sent

@@ -34,7 +34,7 @@ _BEAT_S = 5.0
 """The most seconds between two signs of life."""
 _AGAIN_S, _QUIET_S, _LEAVE_S = 0.3, 2.0, 5.0
 """The seconds before another try to join, before a word of who is missing, and for which the last messages travel."""
-_OPTION = "`--rdzv-endpoint` is an address of the first host, and a port that is free there"
+_OPTION = "give `--rdzv-endpoint` an address of the first host that all reach, and a port that is free there"
 _MOST_TEXT = 30_000
 """The most characters of a failure that are told."""
 
@@ -283,7 +283,7 @@ class Hosts:
             return met
         except Stranger as error:
             what = f"at `{self._endpoint}` listens something else than a launcher of parc; it says {error}"
-            raise RunError(NOT_MET, what, f"name a free port of the first host: {_OPTION}") from None
+            raise RunError(NOT_MET, what, _OPTION) from None
         except OtherSecret:
             what = f"the launcher at `{self._endpoint}` has another secret than this one"
             help_ = "give every host the same, by `PARC_RUN_SECRET` or `--secret-file`"
@@ -313,11 +313,11 @@ class Hosts:
         """Return the error of hosts that did not meet in time."""
         within = f"within {self._timeout_s:g} seconds"
         if self._table is not None:
-            more = f"start the same command on every host; {_OPTION}, which the others reach; `--timeout` waits longer"
+            more = f"start the same command on every host; {_OPTION}; `--timeout` waits longer"
             return RunError(NOT_MET, f"the hosts did not meet {within}: {self._news or self._table.here()}", more)
         held = f", and port {self._endpoint.port} of this host is in use" if self._held else ""
         what = f"no launcher of this run was found at `{self._endpoint}` {within}: {self._why}{held}"
-        return RunError(NOT_MET, what, f"{_OPTION}; start parc there, too")
+        return RunError(NOT_MET, what, f"{_OPTION}, and start parc there, too")
 
     async def _note(self) -> None:
         """Say who is missing, when that takes a while, and again when it changes."""
