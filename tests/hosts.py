@@ -40,7 +40,7 @@ _TIMEOUT_S = 60
 def documented() -> tuple[list[str], list[str]]:
     """Return the command that docs/nodes.md gives for each host, and the options with which its next run goes on."""
     text = (ROOT / "docs" / "nodes.md").read_text()
-    (command,) = re.findall(r"^parc (run build/big --nnodes 4 .*)$", text, re.MULTILINE)
+    (command,) = re.findall(r"^parc (run build/big --nnodes 4 .* --save .*)$", text, re.MULTILINE)
     (resume,) = re.findall(r"resume=\((--resume checkpoint)\)", text)
     return shlex.split(command.replace("--nnodes 4", "--nnodes 2").replace("--save-every 500", "--save-every 50")), [
         *shlex.split(resume)
@@ -75,7 +75,7 @@ class Lab:
     """A folder with a build, in which runs of two hosts are started."""
 
     def __init__(self, folder: Path, hosts: Network) -> None:
-        self.folder, self._hosts, self._runs = folder, hosts, 0
+        self.folder, self.hosts, self._runs = folder, hosts, 0
         build(folder / "build", DATA, name="big")
         self._reference: list[float] = []
 
@@ -93,7 +93,7 @@ class Lab:
                 command = [sys.executable, "-m", "parc", *words, "--device", "cpu", *map(str, more)]
                 run.said[host] = self.folder / f"run{self._runs}.{host}"
                 variables = {**plain, "PYTHONPATH": str(ROOT), **ALIKE, "PARC_RUN_SECRET": SECRET, **env}
-                run.processes[host] = self._hosts.start(host, command, run.said[host], variables)
+                run.processes[host] = self.hosts.start(host, command, run.said[host], variables)
         finally:
             os.chdir(before)
         return run
@@ -111,7 +111,7 @@ class Lab:
         if len(self._reference) < steps:
             metrics = self.folder / "reference.jsonl"
             command = [sys.executable, "-m", "parc", "run", "build/big", "--device", "cpu", "--metrics", str(metrics)]
-            command += ["--steps", str(2 * steps), "--no-first-check"]
+            command += ["--steps", str(steps + 20), "--no-first-check"]
             env = {**os.environ, "PYTHONPATH": str(ROOT), **ALIKE}
             subprocess.run(command, check=True, cwd=self.folder, env=env, capture_output=True)
             self._reference = [loss for _, loss in sorted(self.losses(metrics).items())]
@@ -130,20 +130,27 @@ def wait_for(run: Run, ready: Any, seconds: float = _HANG_S) -> bool:
 
 def cycle(lab: Lab, number: int, steps: int, stopped: Sequence[str]) -> list[str]:
     """Train on two hosts, stop the launchers of some by SIGTERM after a few steps, and go on. Return what was wrong."""
-    metrics = [lab.folder / f"{number}.{part}.jsonl" for part in ("first", "second")]
-    run = lab.start("--steps", 10**6, "--metrics", metrics[0], "--timeout", _TIMEOUT_S, "--no-first-check")
-    if not wait_for(run, lambda: len(lab.losses(metrics[0])) >= steps):
+    metrics = lab.folder / f"{number}.jsonl"
+    run = lab.start("--steps", 10**6, "--metrics", metrics, "--timeout", _TIMEOUT_S, "--no-first-check")
+    if not wait_for(run, lambda: len(lab.losses(metrics)) >= steps):
         return [f"{host} of the first run: {code}, {run.text(host)[-800:]}" for host, code in run.ended(1).items()]
     for host in stopped:
         run.processes[host].send_signal(signal.SIGTERM)
     if (codes := run.ended()) != dict.fromkeys(HOSTS, 143):
         return [f"{host} ended with {code} when stopped: {run.text(host)[-800:]}" for host, code in codes.items()]
-    done = max(lab.losses(metrics[0]))
-    more = "--steps", done + steps, "--metrics", metrics[1], "--timeout", _TIMEOUT_S, "--no-first-check"
-    again = lab.start(*documented()[1], *more)
+    return go_on(lab, metrics, steps)
+
+
+def go_on(lab: Lab, metrics: Path, steps: int) -> list[str]:
+    """Go on from the checkpoint of a run that was stopped, for some steps. Return what was wrong: the losses of both
+    runs are those of one launcher."""
+    done = max(lab.losses(metrics))
+    more = metrics.with_suffix(".more.jsonl")
+    options = "--steps", done + steps, "--metrics", more, "--timeout", _TIMEOUT_S, "--no-first-check"
+    again = lab.start(*documented()[1], *options)
     if (codes := again.ended()) != dict.fromkeys(HOSTS, 0):
         return [f"{host} ended with {code} when resumed: {again.text(host)[-800:]}" for host, code in codes.items()]
-    losses = {**lab.losses(metrics[0]), **lab.losses(metrics[1])}
+    losses = {**lab.losses(metrics), **lab.losses(more)}
     expected = lab.reference(done + steps)
     wrong = [step for step, loss in enumerate(expected, 1) if losses.get(step) != loss]
     return [f"step {step} has {losses.get(step)}, and {expected[step - 1]} by one launcher" for step in wrong[:1]]
@@ -201,35 +208,37 @@ def be_stranger(folder: Path, count: int, seed: int) -> int:
 
 @dataclass
 class Attack:
-    """What came of a stranger's messages: how many each port took, how the run ended, and what was wrong."""
+    """What came of a stranger's messages to a run whose figures are in ``metrics``: how many each port took, how the
+    run ended, and what was wrong."""
 
+    metrics: Path
     heard: int = 0
     sent: dict[str, int] = field(default_factory=dict)
     codes: dict[str, int | Literal["hung"]] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
 
 
-def attack(lab: Lab, hosts: Network, number: int, count: int, only: int | None = None) -> Attack:
-    """Let a stranger at host1 send so many messages to each port of a run that trains, or to that one ``only``, then
-    stop it."""
-    folder, outcome = lab.folder / f"stranger{number}", Attack()
+def attack(lab: Lab, number: int, count: int) -> Attack:
+    """Let a stranger at host1 send so many messages to each port of a run that trains, then stop the run."""
+    folder = lab.folder / f"stranger{number}"
     folder.mkdir()
     metrics = folder / "metrics.jsonl"
+    outcome = Attack(metrics)
     command = [sys.executable, "-m", "tests.hosts", "--stranger", str(folder), "--messages", str(count)]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    stranger = hosts.start("host1", [*command, "--seed", str(number)], folder / "said", env)
+    stranger = lab.hosts.start("host1", [*command, "--seed", str(number)], folder / "said", env)
     run = lab.start("--steps", 10**6, "--metrics", metrics, "--timeout", _TIMEOUT_S, "--no-first-check")
     begun = wait_for(run, lambda: len(lab.losses(metrics)) >= 2)
     ports = {
         (HOSTS[host] if address in ("::", "0.0.0.0") else address, port)
-        for host in HOSTS for address, port in hosts.listening(host) if not address.startswith("127.")
+        for host in HOSTS for address, port in lab.hosts.listening(host) if not address.startswith("127.")
     }  # fmt: skip
-    (folder / "ports.json.part").write_text(json.dumps(sorted(port for port in ports if only in (None, port[1]))))
+    (folder / "ports.json.part").write_text(json.dumps(sorted(ports)))
     (folder / "ports.json.part").rename(folder / "ports.json")
     if stranger.wait(_HANG_S) or not begun:
         outcome.wrong.append(f"it did not begin: {(folder / 'said').read_text()[-800:]} {run.text('host0')[-800:]}")
     else:
-        outcome = Attack(**json.loads((folder / "said").read_text()))
+        outcome = Attack(metrics, **json.loads((folder / "said").read_text()))
     run.processes["host0"].send_signal(signal.SIGTERM)
     outcome.codes = run.ended()
     for host, code in outcome.codes.items():
@@ -239,7 +248,7 @@ def attack(lab: Lab, hosts: Network, number: int, count: int, only: int | None =
     if (folder / "canary").exists():
         outcome.wrong.append("what a stranger sent was executed")
     losses = lab.losses(metrics)
-    expected = lab.reference(len(losses))
+    expected = lab.reference(len(losses) + 2)
     outcome.wrong += [f"the loss of step {step} is another" for step in losses if losses[step] != expected[step - 1]][
         :1
     ]
@@ -269,7 +278,7 @@ def main(words: Sequence[str] | None = None) -> int:
                     said = "; ".join(wrong) or f"losses are those of one launcher, {time.monotonic() - begun:.0f} s"
                     print(f"run {number + 1} of {args.cycles}, {' and '.join(stopped)} stopped: {said}", flush=True)
                 if args.messages:
-                    outcome = attack(lab, hosts, 0, args.messages)
+                    outcome = attack(lab, 0, args.messages)
                     faults += len(outcome.wrong)
                     print(f"a stranger who heard {outcome.heard} messages sent {outcome.sent}")
                     print(f"the run ended with {outcome.codes}; {'; '.join(outcome.wrong) or 'nothing was executed'}")

@@ -87,19 +87,18 @@ def network(folder: Path) -> Iterator[Network]:
     names.write_text("127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for name, address in HOSTS.items()))
     if sys.platform != "linux" or any(shutil.which(tool, path=_PATH) is None for tool in ("unshare", "nsenter", "ip")):
         raise NoNetwork("it needs Linux, util-linux and iproute2")
-    holder = subprocess.Popen(
+    with subprocess.Popen(
         ["unshare", "--map-root-user", "--net", "--mount", "--uts", "sh", "-c", _MAKE, "sh", names, folder / "there"],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={"PATH": _PATH},
-    )  # fmt: skip
-    assert holder.stdin is not None and holder.stdout is not None and holder.stderr is not None
-    other = holder.stdout.readline().strip()
-    try:
-        if not other:
-            raise NoNetwork(holder.stderr.read().strip())
-        yield Network({"host0": holder.pid, "host1": int(other)})
-    finally:
-        holder.stdin.close()  # both hosts end with this process, however it ends
-        holder.wait()
+    ) as holder:  # fmt: skip
+        assert holder.stdin is not None and holder.stdout is not None and holder.stderr is not None
+        try:
+            other = holder.stdout.readline().strip()
+            if not other:
+                raise NoNetwork(holder.stderr.read().strip())
+            yield Network({"host0": holder.pid, "host1": int(other)})
+        finally:
+            holder.stdin.close()  # both hosts end with this process, however it ends
 
 
 # ---- a stranger

@@ -69,15 +69,6 @@ def run_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     place.add_argument("--full-step", action="store_true", help=argparse.SUPPRESS)  # `parc verify --run`
     place.add_argument("--nproc", metavar="N", type=positive, help="processes on this host (default: mesh / nodes)")
-    place.add_argument("--nnodes", metavar="N", type=positive, default=1, help="hosts of the run; start parc on each")
-    place.add_argument("--node-rank", metavar="R", type=int, help="this host's number, from 0 (default: by arrival)")
-    place.add_argument(
-        "--rdzv-endpoint", metavar="HOST:PORT", default="", help="where the hosts meet: the first of them"
-    )
-    place.add_argument(
-        "--secret-file", metavar="FILE", type=Path,
-        help="what all hosts of this run know and others do not (default: the variable PARC_RUN_SECRET, or nothing)",
-    )  # fmt: skip
     place.add_argument(
         "--logs", metavar="DIR", type=Path,
         help="a file for each rank but the first, of what it prints (default: its lines that differ are shown)",
@@ -89,6 +80,19 @@ def run_options(parser: argparse.ArgumentParser) -> None:
         default=300,
         help="the most seconds to wait for another rank (default: 300)",
     )
+    _host_options(parser.add_argument_group("several hosts"))
+
+
+def _host_options(hosts: argparse._ArgumentGroup) -> None:
+    hosts.add_argument("--nnodes", metavar="N", type=positive, default=1, help="hosts of the run; start parc on each")
+    hosts.add_argument("--node-rank", metavar="R", type=int, help="this host's number, from 0 (default: by arrival)")
+    hosts.add_argument(
+        "--rdzv-endpoint", metavar="HOST:PORT", default="", help="where the hosts meet: the first of them"
+    )
+    hosts.add_argument(
+        "--secret-file", metavar="FILE", type=Path,
+        help="what all hosts of this run know and others do not (default: the variable PARC_RUN_SECRET, or nothing)",
+    )  # fmt: skip
 
 
 def _observe_options(observe: argparse._ArgumentGroup) -> None:

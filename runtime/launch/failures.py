@@ -154,7 +154,7 @@ class Others(Protocol):
     failures: list[Failure]
     """The failures there."""
     trouble_s: float | None
-    """When the first of their ranks or launchers stopped going on, by the monotonic clock."""
+    """The time when the first of their ranks or launchers stopped going on, by the monotonic clock."""
 
     def tell(self, failure: Failure) -> None:
         """Tell them of a failure here."""

@@ -26,7 +26,7 @@ from ..ranks.lockstep import ranks_text
 from .channel import MOST_LINE, Channel, OtherSecret, Stranger
 from .endpoint import Endpoint, interface_of, is_of_this_host_alone
 from .failures import Failure
-from .meeting import GREETING_S, Beat, Ended, Join, Lost, Met, Refused, Table, Told, Waiting, expected
+from .meeting import GREETING_S, Beat, HostEnd, Join, Lost, Met, Refusal, Table, Told, Waiting, expected
 
 SECRET = "PARC_RUN_SECRET"
 """The environment variable with what all hosts of a run know, and others do not."""
@@ -47,14 +47,16 @@ def read_secret(file: Path | None) -> bytes:
     """
     if file is None:
         return os.environ.get(SECRET, "").encode()
+    secret = b""
     try:
         secret = file.read_bytes().strip() if file.is_file() else b""
     except OSError as error:
-        raise RunError(NOT_MET, f"`{file}` cannot be read: {(error.strerror or str(error)).lower()}") from None
-    if not secret:
+        what = f"`{file}` cannot be read: {(error.strerror or str(error)).lower()}"
+    else:
         what = f"`{file}` has no secret: it is {'empty' if file.is_file() else 'no file'}"
-        raise RunError(NOT_MET, what, "`openssl rand -hex 32` prints one; every host needs the same")
-    return secret
+    if secret:
+        return secret
+    raise RunError(NOT_MET, what, "`openssl rand -hex 32` prints a secret; every host of the run needs the same")
 
 
 @final
@@ -77,12 +79,12 @@ class Hosts:
         self._channel: Channel | None = None
         self._address, self._news, self._why = "", "", ""
         self._held = self._deaf = False
-        """Whether the endpoint's port of this host is in use, and whether nothing more is heard of others."""
+        """Marks that the endpoint's port is in use on this host, and that nothing more is heard of others."""
         self.failures: list[Failure] = []
         self.codes: dict[int, int] = {}
         self.reports: list[str] = []
         self.trouble_s: float | None = None
-        """When the first news came that ranks of another host do not go on, by the monotonic clock."""
+        """The time of the first news that ranks of another host do not go on, by the monotonic clock."""
 
     # ---- for the launcher's main thread
 
@@ -157,7 +159,7 @@ class Hosts:
     def _tell_end(self, code: int, failures: Sequence[Failure], reports: Sequence[str]) -> None:
         for failure in failures:
             self.tell(failure)
-        self._send(Ended(-1, code, "\n".join(reports)[:_MOST_TEXT]))
+        self._send(HostEnd(-1, code, "\n".join(reports)[:_MOST_TEXT]))
         self.codes[self.number] = code
 
     def _send(self, message: object) -> None:
@@ -200,7 +202,7 @@ class Hosts:
         except TimeoutError:
             error = self._not_met()
             if self._table is not None:
-                self._table.give_up(Refused(error.message, error.help))
+                self._table.give_up(Refusal(error.message, error.help))
             raise error from None
         finally:
             noting.cancel()
@@ -297,13 +299,13 @@ class Hosts:
         """Wait until all hosts are there. Return None if this one is to try again."""
         while True:
             async with asyncio.timeout(self._timeout_s):
-                message = expected(await channel.receive(), Beat, Waiting, Refused, Met)
+                message = expected(await channel.receive(), Beat, Waiting, Refusal, Met)
             if isinstance(message, Met):
                 return message
             if isinstance(message, Waiting):
                 alone = f"; no other host reaches {address}" if is_of_this_host_alone(address) else ""
                 self._news = message.text + alone
-            if isinstance(message, Refused):
+            if isinstance(message, Refusal):
                 self._why = message.message
                 if not message.again:
                     raise RunError(NOT_MET, message.message, message.help)
@@ -343,10 +345,10 @@ class Hosts:
         try:
             while True:
                 async with asyncio.timeout(self._timeout_s):
-                    message = expected(await channel.receive(), Beat, Told, Ended, Lost)
+                    message = expected(await channel.receive(), Beat, Told, HostEnd, Lost)
                 if isinstance(message, Told):
                     self._hear(message)
-                elif isinstance(message, Ended):
+                elif isinstance(message, HostEnd):
                     self.codes[message.host] = message.code
                     self.reports += message.reports.split("\n") if message.reports else []
                     self._trouble(message.code != 0)

@@ -40,7 +40,7 @@ class Join:
 
 @sendable
 @dataclass(frozen=True, slots=True)
-class Refused:
+class Refusal:
     """The answer that a launcher does not take part; ``again`` if it may soon."""
 
     message: str
@@ -94,7 +94,7 @@ class Told:
 
 @sendable
 @dataclass(frozen=True, slots=True)
-class Ended:
+class HostEnd:
     """The end of a host's ranks: the exit code, and where ranks were that did not answer, a line for each."""
 
     host: int
@@ -160,7 +160,7 @@ class Table:
         self._said: set[str] = set()
         self._store: object = None
         self.over = False
-        """Whether the run ends: another one may soon meet here."""
+        """Mark of a run that ends: another one may soon meet here."""
         self.mine: object = None
         """The address and port of this launcher's own connection."""
 
@@ -206,29 +206,29 @@ class Table:
             self._said.add(text)
             self._say(text)
 
-    def _refusal(self, join: Join, serves: bool) -> Refused | None:
+    def _refusal(self, join: Join, serves: bool) -> Refusal | None:
         """Return why a launcher cannot join, None if it can."""
         mine, at = self._mine, f"`{self._endpoint}`"
         port = "give each run a port of its own in `--rdzv-endpoint`"
         if self.over or not (serves or any(member.serves for member in self._members)):
-            return Refused(f"the run at {at} is about to end, or to begin", port, again=True)
+            return Refusal(f"the run at {at} is about to end, or to begin", port, again=True)
         if join.nnodes != mine.nnodes:
             what = f"`--nnodes` is {join.nnodes} on {join.host}, and {mine.nnodes} on {mine.host}"
-            return Refused(what, f"start every host with the same options; of another run, {port}")
+            return Refusal(what, f"start every host with the same options; of another run, {port}")
         if join.hash != mine.hash and join.build != mine.build:
-            return Refused(f"`{join.build}` is to run on {join.host}, and at {at} meets a run of `{mine.build}`", port)
+            return Refusal(f"`{join.build}` is to run on {join.host}, and at {at} meets a run of `{mine.build}`", port)
         if self._store is not None:
             hosts = ", ".join(member.join.host for member in self._members)
             what = f"all {mine.nnodes} hosts of the run that meets at {at} are there: {hosts}"
-            return Refused(what, f"start one `parc run` on each of `--nnodes` hosts; of another run, {port}")
+            return Refusal(what, f"start one `parc run` on each of `--nnodes` hosts; of another run, {port}")
         if join.nproc != mine.nproc:
             what = f"`--nproc` is {join.nproc} on {join.host}, and {mine.nproc} on {mine.host}"
-            return Refused(what, "every host runs the same number of ranks")
+            return Refusal(what, "every host runs the same number of ranks")
         if join.number is not None and not 0 <= join.number < mine.nnodes:
-            return Refused(f"`--node-rank` is {join.number} on {join.host}", f"there are {mine.nnodes} hosts, from 0")
+            return Refusal(f"`--node-rank` is {join.number} on {join.host}", f"there are {mine.nnodes} hosts, from 0")
         if twin := next((each for each in self._members if None is not join.number == each.join.number), None):
             what = f"`--node-rank` is {join.number} on two hosts: {twin.join.host} and {join.host}"
-            return Refused(what, "give each host a number of its own, or none")
+            return Refusal(what, "give each host a number of its own, or none")
         return None
 
     async def _keep(self, member: _Member) -> None:
@@ -239,9 +239,9 @@ class Table:
         try:
             while True:
                 async with asyncio.timeout(self._timeout_s):
-                    message = expected(await member.channel.receive(), Beat, Told, Ended)
-                if isinstance(message, Told | Ended) and member.number >= 0:
-                    member.ended |= isinstance(message, Ended)
+                    message = expected(await member.channel.receive(), Beat, Told, HostEnd)
+                if isinstance(message, Told | HostEnd) and member.number >= 0:
+                    member.ended |= isinstance(message, HostEnd)
                     self._pass_on(member, replace(message, host=member.number))
         except TimeoutError:
             silent = True
@@ -252,7 +252,7 @@ class Table:
             elif member.number < 0:
                 self._arrived()
 
-    def _pass_on(self, member: _Member, message: Told | Ended | Lost) -> None:
+    def _pass_on(self, member: _Member, message: Told | HostEnd | Lost) -> None:
         for other in self._members:
             if other is not member:
                 other.channel.send(message)
@@ -288,7 +288,7 @@ class Table:
         lacking = f"waiting for {count - len(here)} more at `{self._endpoint}`{which}"
         return f"{len(here)} of {count} hosts {are} here ({names}), {lacking}"
 
-    def give_up(self, refused: Refused) -> None:
+    def give_up(self, refused: Refusal) -> None:
         """Tell those that wait that nobody comes any more."""
         for member in self._members:
             if not member.serves:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from torch.distributed import TCPStore
+import torch.distributed as dist
 
 from parc.grammar.codes import NOT_MET
 from parc.runtime.launch import hosts as module
@@ -86,7 +86,8 @@ def test_hosts_are_numbered_and_hear_of_failures_and_of_the_end_of_all(at: Endpo
         assert (first.number, second.number, first.count) == (0, 1, 2)
         assert first.store == second.store and first.interface == interface_of("127.0.0.1") != ""
         address, port = first.address, first.port
-        store = TCPStore(address, port, None, False)
+        stores: Any = dist
+        store = stores.TCPStore(address, port, None, False)
         store.set("key", "value")
         assert store.get("key") == b"value"
         ago = time.time() - 3
@@ -111,8 +112,7 @@ def test_times_of_hosts_whose_clocks_differ_by_hours_are_not_compared(at: Endpoi
     with ExitStack() as stack:
         first, second = meet(stack, hosts(at), hosts(at, "b"))
         there = time.time() + 5 * 3600  # the clock of the other host
-        values = {"rank": 2, "exit_code": 4, "message": "", "follows": False, "late": False, "expected": False}
-        first._hear(Told(host=1, ago_s=there - (there - 7), waited="", killed=False, **values))
+        first._hear(Told(1, there - (there - 7), 2, 4, "", False, False, False, "", False))
         assert abs(time.time() - first.failures[0].time_s - 7) < 1
         ended(lambda: first.end(0, [], []), lambda: second.end(0, [], []))
 
@@ -200,6 +200,7 @@ def test_a_launcher_that_is_gone_or_silent_is_named_by_all_others(
 ) -> None:
     with ExitStack() as stack:
         first, second, third = meet(stack, *(hosts(at, name, nnodes=3) for name in "abc"))
+        assert second._channel is not None
         second._loop.call_soon_threadsafe(second._channel._writer.transport.abort)
         ended(lambda: first.end(0, [], []), lambda: third.end(0, [], []))
         gone = "the launcher of ranks 2 and 3 on `b` is gone"
@@ -218,6 +219,7 @@ def test_a_launcher_that_is_gone_or_silent_is_named_by_all_others(
 def test_a_launcher_that_serves_and_is_gone_is_named(at: Endpoint) -> None:
     with ExitStack() as stack:
         first, second = meet(stack, hosts(at), hosts(at, "b"))
+        assert first._table is not None
         for member in first._table._members:
             first._loop.call_soon_threadsafe(member.channel._writer.transport.abort)
         until(lambda: second.failures)
