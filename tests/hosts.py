@@ -208,7 +208,7 @@ def be_stranger(folder: Path, count: int, seed: int) -> int:
 
 @dataclass
 class Attack:
-    """What came of a stranger's messages to a run whose figures are in ``metrics``: how many each port took, how the
+    """The outcome of a stranger's messages to a run whose figures are in ``metrics``: how many each port took, how the
     run ended, and what was wrong."""
 
     metrics: Path

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from ...grammar.diagnostics import render
 from ..ranks.communication import PeerLost
 from ..ranks.faults import RunError
+from ..ranks.wire import ForeignMessage
 from .voices import VOICES
 
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -71,7 +72,7 @@ def failure_of(rank: int, error: BaseException) -> Failure:
         message = f"it waited too long for another rank\n{text}"
         return Failure(rank, time.time(), 4, message, follows=True, late=True, waited=waited)
     follows = bool(waited) or (lost and any(word in text for word in _LOST))
-    if not follows:
+    if not follows and not isinstance(error, ForeignMessage):
         text = "".join(traceback.format_exception(error)).rstrip()
     return Failure(rank, time.time(), 4, text, follows=follows, waited=waited)
 

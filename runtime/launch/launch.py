@@ -80,7 +80,12 @@ def launch(command: Sequence[str], processes: Processes) -> Outcome:
         failures, notes = _explained(failures, folder, hanging.late())
     codes, notes = [code], [*notes, *hanging.reports]
     if hosts is not None:
-        hosts.end(code, failures, notes)
+        try:
+            hosts.end(code, failures, notes)
+        except SignalException as stopped:  # nobody waits for other hosts then
+            return Outcome(128 + int(stopped.sigval))
+        except KeyboardInterrupt:
+            return Outcome(128 + signal.SIGINT)
         failures, notes = [*failures, *hosts.failures], [*notes, *hosts.reports]
         codes += [each for _, each in sorted(hosts.codes.items())]
     return _outcome(codes, failures, notes)
@@ -104,7 +109,7 @@ def _run(command: Sequence[str], processes: Processes, folder: Path) -> tuple[in
         return min(failures, key=lambda failure: (failure.follows, failure.time_s)).exit_code, failures
     except SignalException as stopped:
         number = int(stopped.sigval)
-        early = [] if began(folder) else [Failure(None, time.time(), 128 + number, unbegun(number), expected=True)]
+        early = [] if began(folder) else [Failure(None, time.time(), 128 + number, unbegun(number))]
         return 128 + number, early
     except KeyboardInterrupt:
         return 128 + signal.SIGINT, []
