@@ -148,10 +148,13 @@ class Hosts:
         self._send(Told(host=-1, ago_s=time.time() - failure.time_s, **values))
 
     def end(self, code: int, failures: Sequence[Failure], reports: Sequence[str]) -> None:
-        """Tell the others how the ranks of this host ended, and wait until theirs have, within the timeout."""
+        """Tell the others how the ranks of this host ended, and wait until theirs have. If ranks failed anywhere, that
+        is within the timeout; else it is for as long as the others show that they are there."""
         self._tell_end(code, failures, reports)
-        until = time.monotonic() + self._timeout_s
-        while not self._deaf and len(self.codes) < self.count and time.monotonic() < until:
+        self._trouble(code != 0)
+        while not self._deaf and len(self.codes) < self.count:
+            if self.trouble_s is not None and time.monotonic() > self.trouble_s + self._timeout_s:
+                break
             time.sleep(0.02)
         for host in sorted({*range(self.count)} - self.codes.keys()):
             self._lose(host, f"did not end within {self._timeout_s:g} seconds" if not self._deaf else "is not heard of")

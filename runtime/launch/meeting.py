@@ -197,7 +197,10 @@ class Table:
             async with asyncio.timeout(GREETING_S):
                 channel = await Channel.open(reader, writer, self._secret, serves=True)
                 channel.send(Beat())
-                return channel, expected(await channel.receive(), Join)
+                join = expected(await channel.receive(), Join)
+            if not all(text.isprintable() and len(text) < 256 for text in (join.host, join.build)):
+                raise OtherSecret("a name that no host has")
+            return channel, join
         finally:
             del self._unknown[task]
 
