@@ -212,8 +212,8 @@ def _hosts(args: argparse.Namespace, build: Build, nproc: int) -> Hosts:
     from parc.runtime.launch.meeting import Join
     from parc.runtime.session.one_build import build_hash
 
-    name = socket.gethostname().replace("\n", " ")
-    mine = Join(build_hash(build), build.path.resolve().name, args.nnodes, nproc, args.node_rank, name)
+    name, job = socket.gethostname(), next(filter(None, map(os.environ.get, _JOBS)), "")
+    mine = Join(build_hash(build), build.path.resolve().name, args.nnodes, nproc, args.node_rank, name, job)
     endpoint = Endpoint.parse(args.rdzv_endpoint)
     return Hosts(mine, endpoint, read_secret(args.secret_file), float(args.timeout), say)
 
@@ -380,6 +380,10 @@ def _train(args: argparse.Namespace, build: Build, options: Options, device: tor
     if checked is not None and session.rank == 0:
         say(checked.text())
     return predict(session, args.out, args.resume)
+
+
+_JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
+"""The environment variables in which schedulers name their jobs."""
 
 
 def _launch(args: argparse.Namespace, target: Path, nproc: int, hosts: Hosts | None = None) -> int:

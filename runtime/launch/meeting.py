@@ -28,7 +28,8 @@ _MOST_UNKNOWN = 64
 @dataclass(frozen=True, slots=True)
 class Join:
     """A launcher's wish to take part: the build that it runs, by hash and by name; of how many hosts this is one, with
-    how many processes; its number, if it was given; and its name."""
+    how many processes; its number, if it was given; its name; and the job of a scheduler that started it, if one
+    did."""
 
     hash: str
     build: str
@@ -36,6 +37,7 @@ class Join:
     nproc: int
     number: int | None
     host: str
+    job: str = ""
 
 
 @sendable
@@ -198,7 +200,7 @@ class Table:
                 channel = await Channel.open(reader, writer, self._secret, serves=True)
                 channel.send(Beat())
                 join = expected(await channel.receive(), Join)
-            if not all(text.isprintable() and len(text) < 256 for text in (join.host, join.build)):
+            if not all(text.isprintable() and len(text) < 256 for text in (join.host, join.build, join.job)):
                 raise OtherSecret("a name that no host has")
             return channel, join
         finally:
@@ -220,6 +222,11 @@ class Table:
             return Refusal(what, f"start every host with the same options; of another run, {port}")
         if join.hash != mine.hash and join.build != mine.build:
             return Refusal(f"`{join.build}` is to run on {join.host}, and at {at} meets a run of `{mine.build}`", port)
+        if join.job != mine.job:
+            what = (
+                f"job {join.job or 'none'} started this launcher, and at {at} meets a run of job {mine.job or 'none'}"
+            )
+            return Refusal(what, f"start all hosts in one job; of another run, {port}")
         if self._store is not None:
             hosts = ", ".join(member.join.host for member in self._members)
             what = f"all {mine.nnodes} hosts of the run that meets at {at} are there: {hosts}"
