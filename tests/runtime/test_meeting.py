@@ -125,6 +125,7 @@ def test_a_launcher_that_does_not_fit_is_refused_at_once_and_the_others_meet(at:
     words = {
         "`--nnodes` is 3 on b, and 2 on a": hosts(at, "b", nnodes=3),
         f"`small` is to run on b, and at `{at}` meets a run of `big`": hosts(at, "b", hash="1", build="small"),
+        f"job 7 started this launcher, and at `{at}` meets a run of job none": hosts(at, "b", job="7"),
         "`--nproc` is 1 on b, and 2 on a": hosts(at, "b", nproc=1),
         f"the launcher at `{at}` has another secret than this one": hosts(at, "b", secret=b"other"),
     }
@@ -140,7 +141,7 @@ def test_a_launcher_that_does_not_fit_is_refused_at_once_and_the_others_meet(at:
         assert "a port of its own" in third.help
         ended(lambda: waiting.end(0, [], []), lambda: copied.end(0, [], []))
     waiting._leave()
-    assert sum("was refused" in line for line in SAID) == 4 and sum("was not read" in line for line in SAID) == 1
+    assert sum("was refused" in line for line in SAID) == 5 and sum("was not read" in line for line in SAID) == 1
 
 
 def test_two_hosts_of_one_number_are_told_so(at: Endpoint) -> None:
