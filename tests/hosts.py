@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import pickle
 import random
 import re
 import shlex
@@ -22,9 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, final
 
-from parc.runtime.launch.meeting import Join
-from parc.runtime.ranks.wire import to_bytes
-from tests.network import HOSTS, Network, NoNetwork, network, send_all, sniffed
+from tests.network import HOSTS, Network, NoNetwork, network
 from tests.runtime.tiny import DATA, build
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -159,53 +156,6 @@ def go_on(lab: Lab, metrics: Path, steps: int) -> list[str]:
 # ---- a stranger at the cable
 
 
-@final
-class Canary:
-    """An object that leaves a file where it is unpickled."""
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self._file,)
-
-
-def messages(draw: random.Random, count: int, heard: Sequence[bytes], canary: Path) -> list[bytes]:
-    """Return what a stranger sends: random bytes, what was heard of others, as it was, cut or changed, pickles, and
-    what a launcher says that has another secret."""
-    pickles = [pickle.dumps(Canary(canary), protocol) for protocol in (0, 2, 4, 5)]
-    sent = []
-    for _ in range(count):
-        kind = draw.choice(("random", "heard", "changed", "pickle", "launcher"))
-        if kind == "random" or not heard:
-            data = draw.randbytes(draw.choice((1, 8, 64, 1000)))
-        elif kind == "pickle":
-            data = draw.choice((b"", len(pickles[2]).to_bytes(8, "little"))) + draw.choice(pickles)
-        elif kind == "launcher":
-            greeting = b"parc meeting 1 %b\n" % draw.randbytes(16).hex().encode()
-            body = draw.choice((*pickles, to_bytes(Join("", "", 2, 1, None, "host2"))))
-            data = greeting + draw.randbytes(32).hex().encode() + b" " + body + b"\n"
-        else:
-            data = draw.choice(heard)
-            if kind == "changed":
-                at = draw.randrange(len(data))
-                data = data[:at] + draw.choice((b"", draw.randbytes(4), draw.choice(pickles))) + data[at + 1 :]
-        sent.append(data)
-    return sent
-
-
-def be_stranger(folder: Path, count: int, seed: int) -> int:
-    """Listen at this host's cable until a file says which ports there are, and send so many messages to each."""
-    places, heard = folder / "ports.json", list[bytes]()
-    while not places.exists():
-        heard += sniffed(0.5, 2000 - len(heard))
-    draw, sent = random.Random(seed), dict[str, int]()
-    for address, port in json.loads(places.read_text()):
-        sent[f"{address}:{port}"] = send_all((address, port), messages(draw, count, heard, folder / "canary"))
-    print(json.dumps({"heard": len(heard), "sent": sent}))
-    return 0
-
-
 @dataclass
 class Attack:
     """The outcome of a stranger's messages to a run whose figures are in ``metrics``: how many each port took, how the
@@ -224,9 +174,8 @@ def attack(lab: Lab, number: int, count: int) -> Attack:
     folder.mkdir()
     metrics = folder / "metrics.jsonl"
     outcome = Attack(metrics)
-    command = [sys.executable, "-m", "tests.hosts", "--stranger", str(folder), "--messages", str(count)]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    stranger = lab.hosts.start("host1", [*command, "--seed", str(number)], folder / "said", env)
+    command = [sys.executable, "-m", "tests.stranger", str(folder), str(count), str(number)]
+    stranger = lab.hosts.start("host1", command, folder / "said", {**os.environ, "PYTHONPATH": str(ROOT)})
     run = lab.start("--steps", 10**6, "--metrics", metrics, "--timeout", _TIMEOUT_S, "--no-first-check")
     begun = wait_for(run, lambda: len(lab.losses(metrics)) >= 2)
     ports = {
@@ -261,10 +210,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--cycles", metavar="N", type=int, default=20)
     parser.add_argument("--messages", metavar="N", type=int, default=10_000, help="to each port of a run")
     parser.add_argument("--seed", metavar="N", type=int, default=0)
-    parser.add_argument("--stranger", metavar="DIR", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(words)
-    if args.stranger is not None:
-        return be_stranger(args.stranger, args.messages, args.seed)
     draw, faults = random.Random(args.seed), 0
     with tempfile.TemporaryDirectory(prefix="parc-hosts-") as name:
         try:

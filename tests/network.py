@@ -1,5 +1,5 @@
-"""Two hosts on one computer: network namespaces that a cable joins, with names and addresses of their own, and a
-stranger who sits at one of them. Needs no rights but those to make namespaces."""
+"""Two hosts on one computer: network namespaces that a cable joins, with names and addresses of their own. It takes no
+rights but those to make namespaces."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -99,40 +98,3 @@ def network(folder: Path) -> Iterator[Network]:
             yield Network({"host0": holder.pid, "host1": int(other)})
         finally:
             holder.stdin.close()  # both hosts end with this process, however it ends
-
-
-# ---- a stranger
-
-
-def sniffed(seconds: float, most: int) -> list[bytes]:
-    """Return what TCP carries over this host's cable for some seconds: at most so many payloads."""
-    payloads: list[bytes] = []
-    until = time.monotonic() + seconds
-    with socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, socket.htons(0x0800)) as tap:
-        tap.settimeout(0.2)
-        while time.monotonic() < until and len(payloads) < most:
-            try:
-                packet = tap.recv(1 << 16)
-            except TimeoutError:
-                continue
-            header = (packet[0] & 15) * 4
-            data = packet[header + (packet[header + 12] >> 4) * 4 :] if packet[9] == socket.IPPROTO_TCP else b""
-            payloads += [data] if data else []
-    return payloads
-
-
-def send_all(place: tuple[str, int], messages: Sequence[bytes], at_once: int = 20) -> int:
-    """Send messages to a port, some over each connection, and the next over a new one where the other side ends it.
-    Return how many were sent before nobody listened there any more."""
-    sent = 0
-    while sent < len(messages):
-        try:
-            with socket.create_connection(place, timeout=2) as connection:
-                for message in messages[sent : sent + at_once]:
-                    sent += 1  # also one that the other side did not take
-                    connection.sendall(message)
-        except ConnectionRefusedError:
-            break
-        except OSError:
-            continue
-    return sent
