@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, final
 
+from parc.runtime.launch.endpoint import is_of_this_host_alone
 from tests.network import HOSTS, Network, NoNetwork, network
 from tests.runtime.tiny import DATA, build
 
@@ -178,16 +179,16 @@ def attack(lab: Lab, number: int, count: int) -> Attack:
     stranger = lab.hosts.start("host1", command, folder / "said", {**os.environ, "PYTHONPATH": str(ROOT)})
     run = lab.start("--steps", 10**6, "--metrics", metrics, "--timeout", _TIMEOUT_S, "--no-first-check")
     begun = wait_for(run, lambda: len(lab.losses(metrics)) >= 2)
-    ports = {
-        (HOSTS[host] if address in ("::", "0.0.0.0") else address, port)
-        for host in HOSTS for address, port in lab.hosts.listening(host) if not address.startswith("127.")
-    }  # fmt: skip
+    places = {place for host in HOSTS for place in lab.hosts.listening(host) if not is_of_this_host_alone(place[0])}
+    outcome.wrong += [f"{place} is open at all addresses" for place in places if place[0] not in HOSTS.values()]
+    ports = [place for place in places if place[0] in HOSTS.values()]
     (folder / "ports.json.part").write_text(json.dumps(sorted(ports)))
     (folder / "ports.json.part").rename(folder / "ports.json")
     if stranger.wait(_HANG_S) or not begun:
         outcome.wrong.append(f"it did not begin: {(folder / 'said').read_text()[-800:]} {run.text('host0')[-800:]}")
     else:
-        outcome = Attack(metrics, **json.loads((folder / "said").read_text()))
+        told = json.loads((folder / "said").read_text())
+        outcome.heard, outcome.sent = told["heard"], told["sent"]
     run.processes["host0"].send_signal(signal.SIGTERM)
     outcome.codes = run.ended()
     for host, code in outcome.codes.items():

@@ -23,11 +23,7 @@ def test_two_hosts_train_under_attack_and_go_on_as_one_launcher_does(tmp_path: P
             lab = Lab(tmp_path, hosts)
             outcome = attack(lab, 0, 100)
             assert not outcome.wrong and outcome.codes.keys() == HOSTS.keys(), outcome
-            listening = sorted(outcome.sent)
-            assert f"{HOSTS['host0']}:29500" in listening and outcome.heard, outcome
-            assert all(place.split(":")[0] in HOSTS.values() for place in listening), (
-                "each listens at its address alone"
-            )
+            assert f"{HOSTS['host0']}:29500" in outcome.sent and outcome.heard, outcome
             if set(outcome.codes.values()) == {143}:
                 assert not (wrong := go_on(lab, outcome.metrics, 2)), wrong
     except NoNetwork as reason:
