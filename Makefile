@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-torch check fuzz bench bench-pipelines bench-batches bench-replicas bench-data bench-checkpoints bench-memory bench-peaks bench-experts bench-context bench-kept bench-fit bench-sequence bench-gpu build-time figures families goldens goldens-update outside docs wheel planted-bugs planted-faults executed cases soak clean
+.PHONY: help demo test test-torch check fuzz bench bench-pipelines bench-batches bench-replicas bench-data bench-checkpoints bench-memory bench-peaks bench-experts bench-context bench-kept bench-fit bench-sequence bench-gpu build-time figures families goldens goldens-update outside docs wheel planted-bugs planted-faults executed cases hosts soak clean
 
 # The first Python of at least 3.11; choose another with `make test PYTHON=…`.
 PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13 python3.14; do \
@@ -46,6 +46,7 @@ help:
 	@echo "make outside-init   plans that parc init proposes for the same models: built, and what they gather"
 	@echo "make wheel   dist/: source distribution and wheel, installed beside torch alone, used and measured"
 	@echo "make cases   replay small models and losses that once trained as something else, and say what comes of each"
+	@echo "make hosts   two hosts in two network namespaces: 20 runs that stop and go on, and a stranger at every port"
 	@echo "make planted-bugs   break good builds in every way, and say which check refuses each"
 	@echo "make executed       the functions of a run's machine that no check of a build or a run executes, with reasons"
 	@echo "make planted-faults break parc's own source in a copy, one fault at a time, and say which check or test notices each"
@@ -200,6 +201,9 @@ planted-bugs: $(READY)
 
 planted-faults: $(READY)
 	$(PY) -m tests.planted_faults
+
+hosts: $(READY)
+	$(PY) -m tests.hosts
 
 soak: $(READY)
 	$(PY) -m tests.hostile_files

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import socket
 import statistics
 import subprocess
 import sys
@@ -73,7 +74,7 @@ def run(side: Side, timeout_s: float | None = None) -> list[Any]:
         CalledProcessError: a rank failed; ``stderr`` says why.
         TimeoutExpired: they took longer than ``timeout_s`` seconds.
     """
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = _store()
     command = side.command("side", store)
     try:
         subprocess.run(**command, check=True, capture_output=True, text=True, timeout=timeout_s)
@@ -90,7 +91,7 @@ def in_turn(sides: Mapping[str, Side], times: int) -> dict[str, list[Any]]:
     Raises:
         RuntimeError: a process ended before its time, or badly.
     """
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = _store()
     running = {name: subprocess.Popen(**side.command(name, store, times)) for name, side in sides.items()}
     try:
         for turn in range(WARM_UP + times):
@@ -115,6 +116,13 @@ def beside(seconds: Sequence[float], base: Sequence[float]) -> tuple[str, str, s
     """Return the least and the median of seconds as cells of a table, and their ratios to those of another side."""
     (least, median), (base_least, base_median) = map(least_and_median, (seconds, base))
     return f"{least:.3f}", f"{median:.3f}", f"{least / base_least:.2f} ({median / base_median:.2f})"
+
+
+def _store() -> TCPStore:
+    """Start a store that no other computer reaches: what is in it is unpickled."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    address, port = listener.getsockname()
+    return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def _put(store: TCPStore, key: str, value: object) -> None:

@@ -216,6 +216,7 @@ OTHER_RATE = Code("P0423")
 NO_EVALUATION = Code("P0416")
 NO_AVERAGES = Code("P0415")
 FIRST_CHECK_DIFFERS = Code("P0430")
+NOT_MET = Code("P0440")
 
 
 if __name__ == "__main__":

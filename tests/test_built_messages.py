@@ -6,8 +6,11 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import socket
 import sys
+import threading
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
@@ -342,6 +345,21 @@ def exports(folder: Path) -> list[str]:
     return [command("export", "foreign", "foreign-checkpoint", "-o", "words", "--merge")]
 
 
+def meets_nobody(folder: Path) -> list[str]:
+    """Return the message of a run whose hosts are to meet where another program listens."""
+    build(folder, DATA)
+    with closing(socket.create_server(("127.0.0.1", 0))) as server:
+        port = server.getsockname()[1]
+
+        def answer() -> None:
+            with server.accept()[0] as connection:
+                connection.sendall(b"220 mail\r\n")
+
+        threading.Thread(target=answer).start()
+        words = "--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{port}", "--device", "cpu"
+        return [command("run", "build", *words).replace(str(port), "25")]
+
+
 SCENES: dict[str, Callable[[Path], list[str]]] = {
     "P0210 P0211 P0212": altered,
     "P0301 P0304 P0307 P0412 P0222 P0414 P0411 P0413 P0302 P0303 P0416 P0420 P0421 P0419 P0423 P0418 P0410 P0230"
@@ -351,6 +369,7 @@ SCENES: dict[str, Callable[[Path], list[str]]] = {
     "P0124": unread,
     "P0305 P0306": compiles,
     "P0430": checks_first,
+    "P0440": meets_nobody,
     "P0422": drifts,
 }  # fmt: skip
 OTHER = "`session.step`"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from parc.compiler.build.build import Build
+    from parc.runtime.launch.hosts import Hosts
     from parc.runtime.launch.train import Options
 
 
@@ -67,11 +69,6 @@ def run_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     place.add_argument("--full-step", action="store_true", help=argparse.SUPPRESS)  # `parc verify --run`
     place.add_argument("--nproc", metavar="N", type=positive, help="processes on this host (default: mesh / nodes)")
-    place.add_argument("--nnodes", metavar="N", type=positive, default=1, help="hosts of the run; start parc on each")
-    place.add_argument("--node-rank", metavar="R", type=int, help="this host's number, from 0 (default: by arrival)")
-    place.add_argument(
-        "--rdzv-endpoint", metavar="HOST:PORT", default="", help="where the hosts meet: the first of them"
-    )
     place.add_argument(
         "--logs", metavar="DIR", type=Path,
         help="a file for each rank but the first, of what it prints (default: its lines that differ are shown)",
@@ -83,6 +80,19 @@ def run_options(parser: argparse.ArgumentParser) -> None:
         default=300,
         help="the most seconds to wait for another rank (default: 300)",
     )
+    _host_options(parser.add_argument_group("several hosts"))
+
+
+def _host_options(hosts: argparse._ArgumentGroup) -> None:
+    hosts.add_argument("--nnodes", metavar="N", type=positive, default=1, help="hosts of the run; start parc on each")
+    hosts.add_argument("--node-rank", metavar="R", type=int, help="this host's number, from 0 (default: by arrival)")
+    hosts.add_argument(
+        "--rdzv-endpoint", metavar="HOST:PORT", default="", help="where the hosts meet: the first of them"
+    )
+    hosts.add_argument(
+        "--secret-file", metavar="FILE", type=Path,
+        help="what all hosts of this run know and others do not (default: the variable PARC_RUN_SECRET, or nothing)",
+    )  # fmt: skip
 
 
 def _observe_options(observe: argparse._ArgumentGroup) -> None:
@@ -181,14 +191,35 @@ def _start(args: argparse.Namespace) -> int:
     if options is None:
         return 2
     nproc = _before_launch(args, build, options)
+    if args.nnodes > 1:
+        # The first host holds the folder, in which rank 0 writes.
+        with _hosts(args, build, nproc) as hosts, _target(args, build) if hosts.number == 0 else nullcontext():
+            return _launch(args, target, nproc, hosts)
     with _target(args, build):
-        if nproc * args.nnodes == 1:  # one rank needs no other process
+        if nproc == 1:  # one rank needs no other process
             return _train(args, build, options, torch_device(args))
         return _launch(args, target, nproc)
 
 
+def _hosts(args: argparse.Namespace, build: Build, nproc: int) -> Hosts:
+    """Return the hosts of the run, which meet when they are entered.
+
+    Raises:
+        RunError: the file with the secret cannot be read.
+    """
+    from parc.runtime.launch.endpoint import Endpoint
+    from parc.runtime.launch.hosts import Hosts, read_secret
+    from parc.runtime.launch.meeting import Join
+    from parc.runtime.session.one_build import build_hash
+
+    name, job = socket.gethostname(), next(filter(None, map(os.environ.get, _JOBS)), "")
+    mine = Join(build_hash(build), build.path.resolve().name, args.nnodes, nproc, args.node_rank, name, job)
+    endpoint = Endpoint.parse(args.rdzv_endpoint)
+    return Hosts(mine, endpoint, read_secret(args.secret_file), float(args.timeout), say)
+
+
 def _target(args: argparse.Namespace, build: Build) -> AbstractContextManager[None]:
-    """Lock the folder of `--save` for this run. The hosts of one run, which have one meeting place, share it.
+    """Lock the folder of `--save` for this run.
 
     Raises:
         RunError: another run saves there, or it cannot be written.
@@ -198,15 +229,23 @@ def _target(args: argparse.Namespace, build: Build) -> AbstractContextManager[No
     from parc.runtime.state.checkpoint import target_held
     from parc.runtime.state.opening import checkpoint_bytes
 
-    run = f"the run that meets at {args.rdzv_endpoint}" if args.nnodes > 1 else ""
-    return target_held(args.save, checkpoint_bytes(build), run)
+    return target_held(args.save, checkpoint_bytes(build))
 
 
 def _wrong_usage(args: argparse.Namespace) -> str:
     if args.save_every and args.save is None:
         return "--save-every needs --save DIR"
-    if args.nnodes > 1 and not args.rdzv_endpoint:
-        return "--nnodes needs --rdzv-endpoint HOST:PORT"
+    if args.nnodes > 1:
+        if not args.rdzv_endpoint:
+            return "--nnodes needs --rdzv-endpoint HOST:PORT"
+        from parc.runtime.launch.endpoint import Endpoint
+
+        try:
+            Endpoint.parse(args.rdzv_endpoint)
+        except ValueError as error:
+            return f"--rdzv-endpoint: {error}"
+        if args.node_rank is not None and not 0 <= args.node_rank < args.nnodes:
+            return f"--node-rank is {args.node_rank}, and of {args.nnodes} hosts the last is {args.nnodes - 1}"
     if (args.predict is None) != (args.out is None):
         return "--predict WORDS needs -o DIR, and -o DIR needs --predict WORDS"
     if args.predict is not None and (wrong := next((name for name in _OF_TRAINING if getattr(args, name)), "")):
@@ -343,7 +382,11 @@ def _train(args: argparse.Namespace, build: Build, options: Options, device: tor
     return predict(session, args.out, args.resume)
 
 
-def _launch(args: argparse.Namespace, target: Path, nproc: int) -> int:
+_JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
+"""The environment variables in which schedulers name their jobs."""
+
+
+def _launch(args: argparse.Namespace, target: Path, nproc: int, hosts: Hosts | None = None) -> int:
     from parc.runtime.launch.launch import Processes, launch
     from parc.runtime.ranks.faults import writing
 
@@ -359,7 +402,7 @@ def _launch(args: argparse.Namespace, target: Path, nproc: int) -> int:
     if args.logs is not None:
         with writing(args.logs):
             args.logs.mkdir(parents=True, exist_ok=True)
-    processes = Processes(nproc, args.nnodes, args.node_rank, args.rdzv_endpoint, args.device, args.logs)
+    processes = Processes(nproc, hosts, args.device, args.logs, float(args.timeout))
     outcome = launch(words, processes)
     if outcome.failure is not None:
         say(outcome.failure.text())

@@ -26,6 +26,7 @@ from ..ranks.faults import RunError
 from ..ranks.gather import everywhere, piece_place
 from ..ranks.lockstep import ranks_text
 from ..ranks.processes import first_ranks, place
+from ..ranks.wire import sendable
 from ..session.session import Session
 from ..state.opening import check_fits, check_source_of, constants_of
 from .formula import FormulaUpdates
@@ -44,6 +45,10 @@ from .own_types import (
 _UPDATE_TOLERANCE, _ROUNDINGS_OF_AN_UPDATE = 1e-4, 16
 """The largest error of an update beside its formula in float64, relative to its size; and the number of roundings to
 the type of a parameter that explain a larger one: a model's own parameters may be bfloat16."""
+
+
+sendable(Binding)
+sendable(Signature)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import math
 import os
 import re
 import signal
@@ -14,15 +15,16 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self, final
+from typing import Protocol, Self, final
 
 import torch.distributed as dist
 
 from ...grammar.diagnostics import render
 from ..ranks.communication import PeerLost
 from ..ranks.faults import RunError
+from ..ranks.wire import ForeignMessage
 from .voices import VOICES
 
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -38,7 +40,7 @@ _LOST = (
 class Failure:
     """The failure of a rank; ``rank`` is None where no rank is to blame. It ``follows`` another where that rank failed
     first or, if ``late``, did not come in time; ``waited`` names the wait in which it ended. An ``expected`` one is a
-    person's mistake, with a message of its own."""
+    person's mistake, with a message of its own. A rank that was ``killed`` left no word."""
 
     rank: int | None
     time_s: float
@@ -48,6 +50,7 @@ class Failure:
     late: bool = False
     expected: bool = False
     waited: str = ""
+    killed: bool = False
 
     def text(self) -> str:
         """Return the failure in words."""
@@ -69,7 +72,7 @@ def failure_of(rank: int, error: BaseException) -> Failure:
         message = f"it waited too long for another rank\n{text}"
         return Failure(rank, time.time(), 4, message, follows=True, late=True, waited=waited)
     follows = bool(waited) or (lost and any(word in text for word in _LOST))
-    if not follows:
+    if not follows and not isinstance(error, ForeignMessage):
         text = "".join(traceback.format_exception(error)).rstrip()
     return Failure(rank, time.time(), 4, text, follows=follows, waited=waited)
 
@@ -120,7 +123,9 @@ def read_failure(rank: int, exit_code: int, path: Path) -> Failure:
         name = signal.Signals(-exit_code).name
         hint = ", often because memory ran out" if name == "SIGKILL" else ""
         # A rank that the launcher ended, because another had failed, explains nothing.
-        return Failure(rank, time.time(), 4, f"it was killed by {name}{hint}", follows=name == "SIGTERM")
+        return Failure(
+            rank, time.time(), 4, f"it was killed by {name}{hint}", follows=name == "SIGTERM", killed=name == "SIGKILL"
+        )
     return Failure(rank, time.time(), 4, f"it ended with exit code {exit_code}")
 
 
@@ -144,16 +149,29 @@ def answer() -> None:
     (folder / f"process{local}").write_text(f"{os.getpid()} {rank}", encoding="utf-8")
 
 
+class Others(Protocol):
+    """The other hosts of a run."""
+
+    failures: list[Failure]
+    """The failures there."""
+    trouble_s: float | None
+    """The time when the first of their ranks or launchers stopped going on, by the monotonic clock."""
+
+    def tell(self, failure: Failure) -> None:
+        """Tell them of a failure here."""
+
+
 @final
 class Hanging:
     """A search, beside the launcher, for ranks of this host for which others waited too long; ``reports`` says where
-    they are. It ends these ranks.
+    they are. It ends these ranks. If other hosts do not go on, it stops the ranks of this one, and ends those that have
+    not stopped within the timeout.
 
     A context: it looks until it is left.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, others: Others | None = None, timeout_s: float = math.inf) -> None:
+        self._folder, self._others, self._timeout_s = folder, others, timeout_s
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._look, name="parc-hanging", daemon=True)
         self.reports: list[str] = []
@@ -166,10 +184,35 @@ class Hanging:
         self._over.set()
         self._thread.join()
 
+    def late(self) -> bool:
+        """Return whether a rank of any host waited too long for another."""
+        elsewhere = self._others.failures if self._others is not None else ()
+        return self._late_here() is not None or any(failure.late for failure in elsewhere)
+
+    def _late_here(self) -> Failure | None:
+        for place in self._folder.rglob("error.json"):
+            if (failure := read_failure(0, 1, place)).late:
+                process = self._folder / f"process{place.parent.name}"
+                rank = self._process(process)[1] if process.exists() else None
+                return replace(failure, rank=rank)
+        return None
+
     def _look(self) -> None:
-        while not any(read_failure(0, 1, place).late for place in self._folder.rglob("error.json")):
+        stopped = set[int]()
+        while not self.late():
+            trouble_s = self._others.trouble_s if self._others is not None else None
+            since_s = 0.0 if trouble_s is None else time.monotonic() - trouble_s
+            for _, process, _ in self._silent() if since_s > _FAILING_S else ():
+                if process not in stopped:
+                    stopped.add(process)
+                    with suppress(ProcessLookupError):  # it has just ended by itself
+                        os.kill(process, signal.SIGTERM)
             if self._over.wait(0.2):
                 return
+            if since_s > self._timeout_s:
+                break
+        if (late := self._late_here()) is not None and self._others is not None:
+            self._others.tell(late)
         self._over.wait(_FAILING_S)
         for local, process, rank in self._silent():
             with suppress(ProcessLookupError):  # it has just ended by itself
@@ -182,9 +225,15 @@ class Hanging:
         said = {place.parent.name for place in self._folder.rglob("error.json")}
         for place in sorted(self._folder.glob("process*")):
             local = place.name.removeprefix("process")
-            process, rank = map(int, place.read_text(encoding="utf-8").split())
+            process, rank = self._process(place)
             if local not in said and _state(process) not in ("Z", ""):
                 yield local, process, rank
+
+    @staticmethod
+    def _process(place: Path) -> tuple[int, int]:
+        """Return the number of a process and its rank, from the file that it left."""
+        process, rank = place.read_text(encoding="utf-8").split()
+        return int(process), int(rank)
 
     def _where(self, local: str, process: int) -> str:
         """Return the end of a sentence on where a rank is, "" for one that only waits for others."""

@@ -1,4 +1,5 @@
-"""The launch of a run's processes: a thin layer over torch's elastic agent, on one host without an open port."""
+"""The launch of a run's processes on this host: a thin layer over torch's elastic agent. A run of one host has no open
+port; the hosts of others have met before."""
 
 from __future__ import annotations
 
@@ -10,15 +11,15 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
@@ -26,28 +27,29 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
     rendezvous_handler_registry,
 )
-from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from ..ranks.processes import DEVICE, STORE
+from ..ranks.processes import DEVICE, STORE, TIMEOUT_S
 from .failures import Failure, Hanging, began, read_failure, unbegun
+from .hosts import Hosts
 from .voices import VOICES, Voices
 
-_ONE_HOST = "parc-one-host"
+_MET = "parc"
+"""The name of parc's rendezvous in torch's registry."""
 _STOP_S = 300  # seconds that ranks may take to save after SIGTERM, before they are killed
 
 
 @dataclass(frozen=True, slots=True)
 class Processes:
-    """The processes of a run: ``nproc`` on this host, which is one of ``nnodes``."""
+    """The processes of a run: ``nproc`` on this host, and as many on each of the other ``hosts``, if there are any."""
 
     nproc: int
-    nnodes: int = 1
-    node_rank: int | None = None
-    endpoint: str = ""
+    hosts: Hosts | None = None
     device: str | None = None
     logs: Path | None = None
     """The folder for the output of all ranks but each host's first; without it they print where the first does."""
+    timeout_s: float = TIMEOUT_S
+    """The seconds that ranks wait for each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,70 +63,107 @@ class Outcome:
 def launch(command: Sequence[str], processes: Processes) -> Outcome:
     """Run ``command`` (arguments of this Python) in every process until all end, or one fails and the rest are stopped.
 
-    SIGTERM and SIGINT are passed on to the processes, which then have time to save.
+    SIGTERM and SIGINT are passed on to the processes, which then have time to save. The outcome is that of all hosts.
     """
     for name in logging.root.manager.loggerDict:  # torch gives each of them a level of its own
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-    with tempfile.TemporaryDirectory(prefix="parc-run-") as folder:
-        config = LaunchConfig(
-            min_nodes=processes.nnodes, max_nodes=processes.nnodes, nproc_per_node=processes.nproc,
-            run_id=_run_id(processes), role="parc", max_restarts=0, monitor_interval=0.1,
-            logs_specs=DefaultLogsSpecs(log_dir=folder), **_rendezvous(processes),
-        )  # fmt: skip
+    hosts = processes.hosts
+    with tempfile.TemporaryDirectory(prefix="parc-run-") as name:
+        folder = Path(name)
         with (
-            _environment(_variables(processes, Path(folder))),
-            Voices(Path(folder), processes.logs),
-            Hanging(Path(folder)) as hanging,
+            _environment(_variables(processes, folder)),
+            Voices(folder, processes.logs),
+            Hanging(folder, hosts, processes.timeout_s) as hanging,
         ):
-            try:
-                elastic_launch(config, sys.executable)(*command)
-            except ChildFailedError as error:
-                return _outcome(error.failures, Path(folder), hanging.reports)
-            except SignalException as stopped:
-                number = int(stopped.sigval)
-                early = None if began(Path(folder)) else Failure(None, time.time(), 128 + number, unbegun(number))
-                return Outcome(128 + number, early)
-            except KeyboardInterrupt:
-                return Outcome(128 + signal.SIGINT)
-            except (RendezvousError, dist.DistError) as error:
-                message = f"the hosts of the run did not meet at `{processes.endpoint}`: {error}"
-                message += "\nhelp: `--rdzv-endpoint` is where the first host is, at a port that the others reach"
-                return Outcome(4, Failure(None, time.time(), 4, message))
-    return Outcome(0)
+            code, failures = _run(command, processes, folder)
+        failures, notes = _explained(failures, folder, hanging.late())
+    codes, notes = [code], [*notes, *hanging.reports]
+    if hosts is not None:
+        try:
+            hosts.end(code, failures, notes)
+        except SignalException as stopped:  # nobody waits for other hosts then
+            return Outcome(128 + int(stopped.sigval))
+        except KeyboardInterrupt:
+            return Outcome(128 + signal.SIGINT)
+        failures, notes = [*failures, *hosts.failures], [*notes, *hosts.reports]
+        codes += [each for _, each in sorted(hosts.codes.items())]
+    return _outcome(codes, failures, notes)
 
 
-def _rendezvous(processes: Processes) -> dict[str, Any]:
-    if processes.nnodes == 1:
-        rendezvous_handler_registry.register(_ONE_HOST, _OneHost)
-        return {"rdzv_backend": _ONE_HOST}
-    if processes.node_rank is None:
-        return {"rdzv_backend": "c10d", "rdzv_endpoint": processes.endpoint}
-    configs = {"rank": processes.node_rank, "timeout": 900}
-    return {"rdzv_backend": "static", "rdzv_endpoint": processes.endpoint, "rdzv_configs": configs}
+def _run(command: Sequence[str], processes: Processes, folder: Path) -> tuple[int, list[Failure]]:
+    """Run the processes of this host. Return their exit code and their failures."""
+    rendezvous_handler_registry.register(_MET, _Met)
+    count = 1 if processes.hosts is None else processes.hosts.count
+    config = LaunchConfig(
+        min_nodes=count, max_nodes=count, nproc_per_node=processes.nproc, run_id=uuid.uuid4().hex, role="parc",
+        max_restarts=0, monitor_interval=0.1, logs_specs=DefaultLogsSpecs(log_dir=str(folder)), rdzv_backend=_MET,
+        rdzv_configs={"hosts": processes.hosts},
+    )  # fmt: skip
+    try:
+        elastic_launch(config, sys.executable)(*command)
+    except ChildFailedError as error:
+        failures = [
+            read_failure(rank, failure.exitcode, Path(failure.error_file)) for rank, failure in error.failures.items()
+        ]
+        return min(failures, key=lambda failure: (failure.follows, failure.time_s)).exit_code, failures
+    except SignalException as stopped:
+        number = int(stopped.sigval)
+        early = [] if began(folder) else [Failure(None, time.time(), 128 + number, unbegun(number))]
+        return 128 + number, early
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT, []
+    return 0, []
 
 
-def _run_id(processes: Processes) -> str:
-    """Return the name of a run, which all of its hosts know: the place where they meet."""
-    return uuid.uuid4().hex if processes.nnodes == 1 else f"parc-{processes.endpoint}"
+def _explained(failures: Sequence[Failure], folder: Path, late: bool) -> tuple[list[Failure], list[str]]:
+    """Return the failures of this host's ranks, and what ranks waited for. If ranks of any host waited too long, a rank
+    that was killed is one for which they waited, as it does not end on SIGTERM: its failure follows theirs."""
+    # Ranks that ended after the agent gave up are not in `failures`: all files are read for what ranks waited for.
+    waited = {read_failure(0, 1, place).waited for place in folder.rglob("error.json")} - {""}
+    marked = [replace(each, follows=each.follows or (late and each.killed)) for each in failures]
+    return marked, sorted(waited)
+
+
+def _outcome(codes: Collection[int], failures: Sequence[Failure], notes: Sequence[str]) -> Outcome:
+    """Return the outcome of a run that ended with these exit codes, this host's first. The earliest failure that does
+    not follow another explains the others."""
+    if not failures:
+        return Outcome(next(filter(None, codes), 0))
+    first = min(failures, key=lambda failure: (failure.follows, failure.time_s))
+    more = [note for note in dict.fromkeys(notes) if note != first.waited]
+    silent = first.exit_code > 128 and first.rank is not None  # the rank has said what it saved
+    return Outcome(first.exit_code, None if silent else replace(first, message="\n".join([first.message, *more])))
 
 
 @final
-class _OneHost(RendezvousHandler):
-    """The rendezvous of one agent with itself: torch's own would start a TCPStore, which listens on all interfaces."""
+class _Alone(dist.HashStore):  # type: ignore[name-defined] # torch does not declare what it exports there
+    """A store that torch's agent keeps to itself. It would wait there, at its end, for the agents of other hosts."""
+
+    def wait(self, *_: object) -> None:
+        """Return at once: the launchers wait for each other, with deadlines."""
+
+
+@final
+class _Met(RendezvousHandler):
+    """The rendezvous of an agent whose hosts have met already, or are one. torch's own starts a TCPStore, which listens
+    on all interfaces, and unpickles what it finds there."""
 
     def __init__(self, parameters: RendezvousParameters) -> None:
-        self._run_id = parameters.run_id
-        stores: Any = dist  # torch does not declare what it exports there
-        self._store = stores.HashStore()
+        self._hosts: Hosts | None = parameters.config["hosts"]
+        self._store = _Alone()
 
     def get_backend(self) -> str:
         """Return the name under which this rendezvous is registered."""
-        return _ONE_HOST
+        return _MET
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return the rank and world of nodes: one. Processes meet through a file, so address and port are not used."""
-        return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo("127.0.0.1", 0))
+        """Return the number of this host and of how many it is. Processes meet through a file or a store of their own,
+        so address and port are not used."""
+        hosts = self._hosts
+        if hosts is None:
+            return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo("127.0.0.1", 0))
+        return RendezvousInfo(self._store, hosts.number, hosts.count, RendezvousStoreInfo(hosts.address, hosts.port))
 
     def is_closed(self) -> bool:
         """Return False: it ends with its process."""
@@ -138,11 +177,11 @@ class _OneHost(RendezvousHandler):
         return 0
 
     def get_run_id(self) -> str:
-        """Return the run's name."""
-        return self._run_id
+        """Return a name of the run, which nobody asks for."""
+        return _MET
 
     def shutdown(self) -> bool:
-        """Do nothing: nothing is open."""
+        """Do nothing: the launcher leaves the other hosts."""
         return True
 
 
@@ -158,18 +197,19 @@ def _variables(processes: Processes, folder: Path) -> dict[str, str]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     variables = {
         "OMP_NUM_THREADS": str(max(1, cores // processes.nproc)),
-        # In the agent's store, a group that is started again would find the entries of the group that failed.
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(_STOP_S),
         **KEEP_MEMORY,
     }
+    hosts = processes.hosts
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
-    if processes.nnodes == 1 and loopback is not None:
+    if hosts is None and loopback is not None:
         variables.update(dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), loopback))
+    if hosts is not None and hosts.interface:  # gloo's own choice is where the host's name leads, often to itself
+        variables["GLOO_SOCKET_IFNAME"] = hosts.interface
     variables = {name: value for name, value in variables.items() if name not in os.environ}
     variables[VOICES] = str(folder)
-    if processes.nnodes == 1:
-        variables[STORE] = str(folder / "store")
+    variables[STORE] = str(folder / "store") if hosts is None else hosts.store
+    variables["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"  # agents number the ranks without asking each other
     if processes.device is not None:
         variables[DEVICE] = processes.device
     return variables
@@ -188,18 +228,3 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-
-
-def _outcome(failures: Mapping[int, ProcessFailure], folder: Path, hanging: Sequence[str] = ()) -> Outcome:
-    """Return the outcome of failed processes. The earliest failure that does not follow another explains the others. A
-    rank for which others waited too long does not end on SIGTERM, and is killed."""
-    reports = {
-        rank: read_failure(rank, failure.exitcode, Path(failure.error_file)) for rank, failure in failures.items()
-    }
-    late = any(failure.late for failure in reports.values())
-    hung = {rank for rank, failure in failures.items() if late and failure.exitcode == -signal.SIGKILL}
-    first = min(reports.items(), key=lambda item: (item[1].follows or item[0] in hung, item[1].time_s))[1]
-    # Ranks that ended after the agent gave up are not in `failures`: all files are read for what ranks waited for.
-    waited = sorted({read_failure(0, 1, place).waited for place in folder.rglob("error.json")} - {"", first.waited})
-    first = replace(first, message="\n".join([first.message, *waited, *hanging]))
-    return Outcome(first.exit_code, None if first.exit_code > 128 else first)

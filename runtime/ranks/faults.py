@@ -15,7 +15,7 @@ from ...compiler.program.actions import ACTIONS, SCALING, Action, work_kinds
 from ...compiler.program.blocks import complete
 from ...compiler.program.program import Line
 from ...compiler.program.step_values import SKIPPED_STEPS
-from ...grammar.codes import BAD_NUMBER, REPLICAS_DIFFER, UNWRITTEN, WORLD_SIZE
+from ...grammar.codes import BAD_NUMBER, NOT_MET, REPLICAS_DIFFER, UNWRITTEN, WORLD_SIZE
 from ...grammar.diagnostics import Code, Diagnostic
 from .communication import Environment
 
@@ -44,7 +44,7 @@ class RunError(Exception):
     @property
     def exit_code(self) -> int:
         """The exit code of a command that ends with this error."""
-        return {BAD_NUMBER: 4, REPLICAS_DIFFER: 4, WORLD_SIZE: 2}.get(self.code, 1)
+        return {BAD_NUMBER: 4, REPLICAS_DIFFER: 4, NOT_MET: 4, WORLD_SIZE: 2}.get(self.code, 1)
 
     def diagnostic(self) -> Diagnostic:
         """Return the error in the form in which messages are printed."""

@@ -17,6 +17,7 @@ from ...compiler.program.binding import BUFFERS, PARAMETERS, Binding, Kind
 from ...compiler.program.roles import Role
 from .processes import all_ranks
 from .waits import WAITS
+from .wire import broadcast, gathered
 
 # ---- the owners of tensors
 
@@ -63,22 +64,13 @@ _Gathered = TypeVar("_Gathered")
 
 def everywhere(value: _Gathered, world: int) -> list[_Gathered]:
     """Return every rank's value, in rank order, on every rank."""
-    values = [value] * world
-    if world > 1:
-        dist.all_gather_object(values, value, group=all_ranks())
-    return values
+    return gathered(value, world) if world > 1 else [value]
 
 
-def of_every_role(value: _Gathered, roles: Sequence[str], rank: int) -> list[_Gathered]:
+def of_every_role(value: _Gathered, roles: Sequence[str]) -> list[_Gathered]:
     """Return the value of the first rank of each role, on every rank. ``roles`` are the names of all ranks' roles."""
     firsts = {role: first for first, role in reversed([*enumerate(roles)])}
-    values = []
-    for first in sorted(firsts.values()):
-        box = [value if rank == first else None]
-        if len(firsts) > 1:
-            dist.broadcast_object_list(box, first, group=all_ranks())
-        values.append(cast(_Gathered, box[0] if len(firsts) > 1 else value))
-    return values
+    return [broadcast(value, first) if len(firsts) > 1 else value for first in sorted(firsts.values())]
 
 
 def exchange(row: Sequence[int | torch.Tensor], world: int, device: torch.device) -> list[list[int]]:

@@ -11,12 +11,16 @@ from typing import Protocol, TypeVar, cast, final
 import torch
 
 from ...grammar.codes import CALLS_DIFFER, LEFT_STEP
+from ...grammar.diagnostics import Code
 from .communication import PeerLost
 from .faults import RunError
 from .gather import everywhere, exchange
 from .processes import place
+from .wire import sendable
 from .work import RankState
 
+sendable(RunError, ("code", "message", "help", "notes"))
+sendable(Code)
 _CallResult = TypeVar("_CallResult")
 Row = Sequence[int | torch.Tensor]
 """The numbers that a rank tells the others; some may be int64 scalar tensors."""

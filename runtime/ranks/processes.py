@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 from weakref import WeakSet
 
 import torch
@@ -20,7 +21,8 @@ from ...grammar.codes import NO_DEVICE
 from .faults import RunError
 
 STORE = "PARC_STORE"
-"""The environment variable with a file through which the processes of one host meet, if ``parc run`` started them."""
+"""The environment variable with the store through which processes meet, if ``parc run`` started them: a file of their
+one host, or `tcp://ADDRESS:PORT/PREFIX`."""
 DEVICE = "PARC_DEVICE"
 """The environment variable with ``cpu`` or ``cuda``, if the user chose one."""
 TIMEOUT_S = 300.0
@@ -98,8 +100,13 @@ def join_processes(device: torch.device | None = None, timeout_s: float = TIMEOU
     global _timeout
     _timeout = wait = timedelta(seconds=timeout_s)
     stores: Any = dist  # torch does not declare what it exports here
-    if STORE in os.environ:
-        store = stores.FileStore(os.environ[STORE], world)
+    place = os.environ.get(STORE, "")
+    if place.startswith("tcp://"):
+        at = urlsplit(place)
+        server = stores.TCPStore(at.hostname, at.port, None, False, wait, wait_for_workers=False)
+        store = stores.PrefixStore(at.path, server)
+    elif place:
+        store = stores.FileStore(place, world)
     else:
         store = next(iter(stores.rendezvous("env://", rank, world, timeout=wait)))[0]
     store.set_timeout(wait)

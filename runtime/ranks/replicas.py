@@ -30,6 +30,7 @@ from .communication import PeerLost
 from .faults import RunError
 from .gather import everywhere, keepers_of, owners_of
 from .lockstep import Lockstep, ranks_text
+from .wire import receive, send, sendable
 from .work import RankState
 
 # ---- the ranks that hold the same pieces
@@ -134,6 +135,7 @@ _PIECE = 1 << 20
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+@sendable
 @dataclass(slots=True)
 class ReplicaDifference:
     """The difference of a tensor's piece on two ``ranks``: how many of its ``entries`` differ in a bit, the largest
@@ -351,14 +353,14 @@ class Replicas:
             key: (tuple(tensor.shape), tensor.dtype, int(self._digests[spread][key])) for key, tensor in tensors.items()
         }
         if self._together.rank == first:
-            dist.send_object_list([forms], second)
-            for piece in (piece for key in _received(second) for piece in tensors[key].reshape(-1).split(_PIECE)):
+            send(forms, second)
+            for piece in (piece for key in receive(second) for piece in tensors[key].reshape(-1).split(_PIECE)):
                 dist.send(piece.to(self._together.device).view(torch.uint8), second)
             return []
-        theirs: dict[Key, Any] = _received(first)
+        theirs: dict[Key, Any] = receive(first)
         unlike = [key for key in sorted({*forms, *theirs}) if forms.get(key) != theirs.get(key)]
         comparable = [key for key in unlike if forms.get(key, ())[:2] == theirs.get(key, ())[:2]]
-        dist.send_object_list([comparable], first)
+        send(comparable, first)
         return [self._difference(key, pair, tensors[key] if key in comparable else None) for key in unlike]
 
     def _difference(self, key: Key, pair: tuple[int, int], tensor: torch.Tensor | None) -> ReplicaDifference:
@@ -423,13 +425,6 @@ class Replicas:
             " that adds in another order each time may do this; `torch.use_deterministic_algorithms(True)` before the"
             " run avoids such kernels, or names them. The run goes on"
         )
-
-
-def _received(rank: int) -> Any:
-    """Return an object that another rank sends."""
-    box = [None]
-    dist.recv_object_list(box, rank)
-    return box[0]
 
 
 def _worst(differences: Iterable[ReplicaDifference]) -> list[ReplicaDifference]:

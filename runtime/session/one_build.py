@@ -35,6 +35,7 @@ from ..data.sources import PREDICTED, data_files
 from ..ranks.faults import RunError
 from ..ranks.gather import of_every_role
 from ..ranks.lockstep import Lockstep, ranks_text
+from ..ranks.wire import sendable
 from ..state.opening import check_source_of
 
 _PROBE = 64 << 10
@@ -65,6 +66,7 @@ _PROSE = frozenset({"plan.parc", "report.json"})
 """The files of a build that no rank computes with; all that matters of them is in the others."""
 
 
+@sendable
 @dataclass(frozen=True, slots=True)
 class RunFact:
     """A fact that all ranks must have alike: ``shown`` is what a message says of it, ``hash`` is that of the rest."""
@@ -86,6 +88,7 @@ _MAY_LACK = frozenset({"data", "eval"})
 """The lines whose files a rank may lack: a loop may bring its own batches. Where they are read, they are asked for."""
 
 
+@sendable
 @dataclass(frozen=True)
 class RankFacts:
     """The facts of what a rank runs. ``facts`` are compared, by subject and name. Where they differ, ``plan``, the
@@ -123,7 +126,7 @@ def hold_one_build(together: Lockstep, build: Build, device: torch.device, optio
     for rank, (digest,) in enumerate(rows):
         groups.setdefault(digest, []).append(rank)
     if len(groups) > 1:
-        every = of_every_role(mine, [str(digest) for (digest,) in rows], together.rank)
+        every = of_every_role(mine, [str(digest) for (digest,) in rows])
         if error := difference(list(zip(groups.values(), every, strict=True))):
             raise error
 
@@ -136,7 +139,7 @@ def rank_facts(build: Build, device: torch.device, options: Mapping[str, object]
     alike."""
     facts = {
         "software": _software(build),
-        "build": {**_code(build), **_manifest_facts(build.manifest), **_programs(build)},
+        "build": _build_facts(build),
         "option": {
             "the device": RunFact(device.type),
             **{f"`{name}`": _option(value) for name, value in options.items()},
@@ -152,6 +155,15 @@ def rank_facts(build: Build, device: torch.device, options: Mapping[str, object]
     except RunError as error:
         fault = error
     return RankFacts(facts, plan, str(build.path), fault=fault)
+
+
+def build_hash(build: Build) -> str:
+    """Return a hash of what a run computes: equal for all copies of a build, and for a plan that is built again."""
+    return f"{RankFacts({'build': _build_facts(build)}).digest() % 2**64:016x}"
+
+
+def _build_facts(build: Build) -> dict[str, RunFact]:
+    return {**_code(build), **_manifest_facts(build.manifest), **_programs(build)}
 
 
 def _hash(data: bytes) -> str:

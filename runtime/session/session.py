@@ -42,6 +42,7 @@ from ..ranks.lockstep import Lockstep
 from ..ranks.processes import default_device, place
 from ..ranks.replicas import Replicas
 from ..ranks.waits import Recorder, clock, clock_offset, write_trace
+from ..ranks.wire import sendable
 from ..ranks.work import Batch, RankState, StepReport, StepResult, consume
 from ..state.initial import Initial
 from ..state.offload import Offloaded
@@ -51,6 +52,8 @@ from ..state.saving import LocalPart, StateFiles, checkpoint_facts, stored_of
 from ..state.step_state import changed_state, layers_of, load_figures, loads_in, scale_figures, skips, state_after
 from ..step import Stepper
 from .evaluation import Evaluation, check_trains, evaluation_of
+
+sendable(Bad)
 
 # ---- the full state dict
 
@@ -386,7 +389,7 @@ class Session:
         """
         assert self.recorder is not None, "the session keeps no trace"
         offset = clock_offset(partial(self._together.meet, "session.write_trace"), self.rank)
-        ranks = everywhere((f"rank {self.rank} ({self.role.name})", offset, self.recorder.spans), self.world)
+        ranks = everywhere((f"rank {self.rank} ({self.role.name})", offset, [*self.recorder.spans]), self.world)
         if self.rank == 0:
             with writing(Path(path)):
                 write_trace(Path(path), ranks)

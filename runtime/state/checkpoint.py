@@ -105,9 +105,8 @@ def check_target(folder: Path, kind: FolderKind = CHECKPOINT) -> None:
 
 
 @contextmanager
-def target_held(folder: Path, size: int, run: str = "") -> Iterator[None]:
-    """Lock ``folder``, where this run will save ``size`` bytes at a time, against other runs. All hosts of one run pass
-    the same ``run``.
+def target_held(folder: Path, size: int) -> Iterator[None]:
+    """Lock ``folder``, where this run will save ``size`` bytes at a time, against other runs.
 
     Raises:
         RunError: another run saves there, it holds something else, or it cannot be written; nothing was trained yet.
@@ -116,25 +115,21 @@ def target_held(folder: Path, size: int, run: str = "") -> Iterator[None]:
     with ExitStack() as stack:
         try:
             since = time.strftime("%Y-%m-%d %H:%M:%S")
-            who = f"process {os.getpid()} on {socket.gethostname()} since {since}" + f", for {run}" * bool(run)
+            who = f"process {os.getpid()} on {socket.gethostname()} since {since}"
             stack.enter_context(hold_folder(folder, who))
             free = shutil.disk_usage(real_path(folder).parent).free
         except FolderHeld as held:
-            if not run or not str(held).endswith(f", for {run}"):
-                help_ = "name another folder with `--save`, or wait until that run ends"
-                raise RunError(FOLDER_HELD, f"another run saves to `{folder}`: {held}", help_) from None
+            help_ = "name another folder with `--save`, or wait until that run ends"
+            raise RunError(FOLDER_HELD, f"another run saves to `{folder}`: {held}", help_) from None
         except FolderError as error:
             raise RunError(BAD_STATE, str(error), error.help) from None
         except OSError as error:
             message = f"`{folder}` cannot be written: {reason_of(error)}"
             raise RunError(BAD_STATE, message, "name another folder") from None
-        else:
-            if free < size:
-                lacking = f"a checkpoint is {size_text(size)}, and {size_text(free)} are free there"
-                help_ = (
-                    "free some space, or name a folder on another disk: an old one stays until the new one is complete"
-                )
-                raise RunError(BAD_STATE, f"`{folder}` cannot be written: {lacking}", help_)
+        if free < size:
+            lacking = f"a checkpoint is {size_text(size)}, and {size_text(free)} are free there"
+            help_ = "free some space, or name a folder on another disk: an old one stays until the new one is complete"
+            raise RunError(BAD_STATE, f"`{folder}` cannot be written: {lacking}", help_)
         yield
 
 

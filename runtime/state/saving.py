@@ -29,6 +29,7 @@ from ...grammar.codes import BAD_STATE
 from ..ranks.faults import RunError
 from ..ranks.gather import everywhere, keepers_of, of_every_role, owners_of
 from ..ranks.lockstep import RESTORE, Lockstep
+from ..ranks.wire import sendable
 from ..ranks.work import RankState
 from .checkpoint import CHECKPOINT, CHECKPOINT_FORMAT, Checkpoint
 from .index import (
@@ -48,6 +49,7 @@ from .optimizer import average_notes
 from .shards import Piece, ShardFile, write_shard
 from .step_state import check_residuals, read_residual, read_state, stored_residuals
 
+sendable(ShardFile)
 SAVE, CHECK_SAVE = "session.save", "session.check_save"
 Slots = Mapping[str, Mapping[str, torch.Tensor | None]]
 """The slots of the optimizer's state of each parameter: its value if that is a number, None if it is a tensor like the
@@ -149,7 +151,7 @@ class StateFiles:
         with self._together.doing("a checkpoint", state):
             slots = {
                 name: numbers
-                for role in of_every_role(_slot_numbers(state.parameters, optimizer), self._roles, self._rank)
+                for role in of_every_role(_slot_numbers(state.parameters, optimizer), self._roles)
                 for name, numbers in role.items()
             }
         with ExitStack() as stack:

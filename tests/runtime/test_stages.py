@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from parc.checking.checks import case_of
 from parc.checking.reports import report_of
@@ -30,8 +29,8 @@ from parc.runtime.compare.model_run import Case
 from parc.runtime.compare.plain import reference
 from parc.runtime.compare.simulate import Simulation, compare
 from parc.runtime.launch import failures
-from parc.runtime.launch.failures import failure_of, leave_failure
-from parc.runtime.launch.launch import _outcome
+from parc.runtime.launch.failures import failure_of, leave_failure, read_failure
+from parc.runtime.launch.launch import _explained, _outcome
 from parc.runtime.ranks.communication import PeerLost
 from parc.runtime.ranks.faults import RunError
 from parc.runtime.session.session import Session
@@ -275,8 +274,8 @@ def test_the_launcher_tells_who_waited_for_a_rank_that_was_killed(
     leave_failure(
         failure_of(0, PeerLost("rank 0 waited for 1SEND_B2 of stage 1 (rank 1)", "Connection closed by peer"))
     )
-    killed = ProcessFailure(local_rank=1, pid=1, exitcode=-9, error_file="<N/A>")
-    failure = _outcome({1: killed}, tmp_path).failure
+    killed = read_failure(1, -9, Path("<N/A>"))
+    failure = _outcome([4], *_explained([killed], tmp_path, late=False)).failure
     assert failure is not None
     assert failure.text().splitlines() == [
         "rank 1 failed: it was killed by SIGKILL, often because memory ran out",
@@ -290,9 +289,8 @@ def test_a_rank_that_hung_and_was_killed_in_the_end_is_not_said_to_lack_memory(
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     lost = PeerLost("rank 0 waited for 1SEND_B2 of stage 1 (rank 1)", "Application timeout caused pair closure")
     leave_failure(failure_of(0, lost.during("action 0RECV_B2 of step 3")))
-    late = ProcessFailure(local_rank=0, pid=1, exitcode=4, error_file=str(tmp_path / "error.json"))
-    hung = ProcessFailure(local_rank=1, pid=2, exitcode=-9, error_file="<N/A>")
-    failure = _outcome({0: late, 1: hung}, tmp_path).failure
+    late, hung = read_failure(0, 4, tmp_path / "error.json"), read_failure(1, -9, Path("<N/A>"))
+    failure = _outcome([4], *_explained([hung, late], tmp_path, late=late.late)).failure
     assert failure is not None
     assert failure.text().splitlines() == [
         "rank 0 failed: it waited too long for another rank",
