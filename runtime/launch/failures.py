@@ -105,8 +105,15 @@ def leave_failure(failure: Failure) -> bool:
             "follows": failure.follows, "late": failure.late, "expected": failure.expected, "waited": failure.waited,
         },
     }  # fmt: skip
-    Path(path).write_text(json.dumps(content), encoding="utf-8")
+    _write_whole(Path(path), json.dumps(content))
     return True
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Write a file that others read at any time: they find all of it or none, also if a signal ends this process."""
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    fresh.write_text(text, encoding="utf-8")
+    fresh.replace(path)
 
 
 def read_failure(rank: int, exit_code: int, path: Path) -> Failure:
@@ -141,7 +148,7 @@ def answer() -> None:
     folder, local, rank = Path(os.environ[VOICES]), os.environ["LOCAL_RANK"], os.environ["RANK"]
     stack = open(folder / f"stack{local}", "w", encoding="utf-8")  # noqa: SIM115 open until the process ends
     faulthandler.register(signal.SIGUSR1, file=stack)
-    (folder / f"process{local}").write_text(f"{os.getpid()} {rank}", encoding="utf-8")
+    _write_whole(folder / f"process{local}", f"{os.getpid()} {rank}")
 
 
 @final

@@ -24,12 +24,12 @@ from ...compiler.initial.files import OpenedFiles, held_type, shown_faults
 from ...compiler.layout.mesh import Shape
 from ...compiler.padding.tensors import EntryRanges, EntryRun, crossings, packed
 from ...compiler.program.stacked import part_name
-from ...grammar.bounded import check_regular, read_json
+from ...grammar.bounded import check_regular
 from ...grammar.codes import BAD_STATE, FOLDER_HELD
 from ...grammar.nearest import path_meant
 from ...grammar.syntax import size_text
 from ..ranks.faults import RunError
-from .index import FACTS, TENSORS, FileLayout, Index, extent, in_parts, numbered, read_index, rectangle_text
+from .index import FACTS, TENSORS, FileLayout, Index, extent, in_parts, numbered, read_facts, read_index, rectangle_text
 from .shards import ShardFault, check_shard
 
 
@@ -265,7 +265,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     """
     named, folder = folder, current(folder)
     try:
-        facts = read_json(folder / FACTS)
+        facts = read_facts(folder)
         index = read_index(folder, facts["index"]) if "index" in facts else _of_one_file(folder)
         for name, number in (("step", facts["step"]), ("samples", facts.get("samples", 0))):
             if type(number) is not int or not 0 <= number < 2**53:
