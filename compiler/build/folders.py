@@ -81,8 +81,7 @@ def replacing(path: Path) -> Iterator[Path]:
                 if old.exists() and not real.exists():
                     old.rename(real)
     finally:
-        if fresh.exists():
-            shutil.rmtree(fresh)
+        shutil.rmtree(fresh, ignore_errors=True)  # an error says why; the next process that writes here cleans up
 
 
 @contextmanager

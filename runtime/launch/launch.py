@@ -30,8 +30,9 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from ..ranks.processes import DEVICE, STORE
-from .failures import Failure, Hanging, began, read_failure, unbegun
-from .voices import VOICES, Voices
+from .failures import Failure, Hanging, read_failure, stop_of
+from .lifeline import line_held
+from .voices import VOICES, Voices, stop_signals
 
 _ONE_HOST = "parc-one-host"
 _STOP_S = 300  # seconds that ranks may take to save after SIGTERM, before they are killed
@@ -74,6 +75,7 @@ def launch(command: Sequence[str], processes: Processes) -> Outcome:
         )  # fmt: skip
         with (
             _environment(_variables(processes, Path(folder))),
+            line_held(Path(folder)),
             Voices(Path(folder), processes.logs),
             Hanging(Path(folder)) as hanging,
         ):
@@ -83,8 +85,7 @@ def launch(command: Sequence[str], processes: Processes) -> Outcome:
                 return _outcome(error.failures, Path(folder), hanging.reports)
             except SignalException as stopped:
                 number = int(stopped.sigval)
-                early = None if began(Path(folder)) else Failure(None, time.time(), 128 + number, unbegun(number))
-                return Outcome(128 + number, early)
+                return Outcome(128 + number, stop_of(number, Path(folder)))
             except KeyboardInterrupt:
                 return Outcome(128 + signal.SIGINT)
             except (RendezvousError, dist.DistError) as error:
@@ -161,6 +162,7 @@ def _variables(processes: Processes, folder: Path) -> dict[str, str]:
         # In the agent's store, a group that is started again would find the entries of the group that failed.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(_STOP_S),
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(signal.Signals(number).name for number in stop_signals()),
         **KEEP_MEMORY,
     }
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)

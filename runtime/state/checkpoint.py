@@ -7,6 +7,7 @@ import itertools
 import os
 import shutil
 import socket
+import sys
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -46,10 +47,15 @@ def check_target(folder: Path, mark: str = FACTS, what: str = "a checkpoint") ->
         raise RunError(BAD_STATE, str(error), error.help) from None
 
 
+HELD_S = 10.0
+"""The seconds to wait for the end of another run that saves to the same folder: one whose launcher was killed ends by
+itself."""
+
+
 @contextmanager
-def target_held(folder: Path, size: int, run: str = "") -> Iterator[None]:
-    """Lock ``folder``, where this run will save ``size`` bytes at a time, against other runs. All hosts of one run pass
-    the same ``run``.
+def target_held(folder: Path, size: int) -> Iterator[None]:
+    """Lock ``folder``, where this run will save ``size`` bytes at a time, against other runs. The process that gives
+    checkpoints their names holds it, so a run that has lost its launcher does, too, for as long as it may save.
 
     Raises:
         RunError: another run saves there, it holds something else, or it cannot be written; nothing was trained yet.
@@ -57,24 +63,40 @@ def target_held(folder: Path, size: int, run: str = "") -> Iterator[None]:
     check_target(folder)
     with ExitStack() as stack:
         try:
-            since = time.strftime("%Y-%m-%d %H:%M:%S")
-            who = f"process {os.getpid()} on {socket.gethostname()} since {since}" + f", for {run}" * bool(run)
-            stack.enter_context(hold_folder(folder, who))
+            _hold(folder, stack)
             free = shutil.disk_usage(folder.resolve().parent).free
         except FolderHeld as held:
-            if not run or not str(held).endswith(f", for {run}"):
-                help_ = "name another folder with `--save`, or wait until that run ends"
-                raise RunError(FOLDER_HELD, f"another run saves to `{folder}`: {held}", help_) from None
+            help_ = "name another folder with `--save`, or wait until that run ends"
+            raise RunError(FOLDER_HELD, f"another run saves to `{folder}`: {held}", help_) from None
         except OSError as error:
             raise RunError(BAD_STATE, f"`{folder}` cannot be written: {error}", "name another folder") from None
-        else:
-            if free < size:
-                lacking = f"a checkpoint is {size_text(size)}, and {size_text(free)} are free there"
-                help_ = (
-                    "free some space, or name a folder on another disk: an old one stays until the new one is complete"
-                )
-                raise RunError(BAD_STATE, f"`{folder}` cannot be written: {lacking}", help_)
+        if free < size:
+            lacking = f"a checkpoint is {size_text(size)}, and {size_text(free)} are free there"
+            help_ = "free some space, or name a folder on another disk: an old one stays until the new one is complete"
+            raise RunError(BAD_STATE, f"`{folder}` cannot be written: {lacking}", help_)
         yield
+
+
+def _hold(folder: Path, stack: ExitStack) -> None:
+    """Lock a folder until the stack ends.
+
+    Raises:
+        FolderHeld: another process holds it, also after a while.
+        OSError: nothing can be written beside it.
+    """
+    who = f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}"
+    until, waits = time.monotonic() + HELD_S, False
+    while True:
+        try:
+            stack.enter_context(hold_folder(folder, who))
+            return
+        except FolderHeld as held:
+            if time.monotonic() >= until:
+                raise
+            if not waits:
+                print(f"another run saves to `{folder}`: {held}; waiting {HELD_S:g} s for its end", file=sys.stderr)
+        waits = True
+        time.sleep(0.1)
 
 
 @dataclass(frozen=True)
