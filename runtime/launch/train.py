@@ -183,7 +183,7 @@ class Checkpoints:
         """Save the last complete step, and return the error of the next one, or of an evaluation, with a note on that.
         ``started`` is the step of the run's start. A state in which ranks differ is not saved."""
         step = self._session.step_number
-        if step == max(self._saved, started) or error.code is REPLICAS_DIFFER:
+        if step == max(self._saved, started) or error.code == REPLICAS_DIFFER:
             return error
         if self._folder is None:
             note = f"the state after step {step} was not saved: there is no `--save`"
@@ -208,9 +208,11 @@ class Checkpoints:
             self._session.exchange([], self._check_disk if self._session.rank == 0 else None)
             self._session.save(self._folder)
         except RunError as error:
-            if error.code is not BAD_STATE:
+            if error.code != BAD_STATE:  # another rank may have sent it
                 raise
             return error
+        if self._failed:
+            self._say(f"step {self._session.step_number} was saved to {self._folder}")
         self._saved, self._failed, self._again = self._session.step_number, 0, -1
         return None
 

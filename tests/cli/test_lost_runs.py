@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import pty
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,9 +23,12 @@ from parc.runtime.launch.failures import begin, stop_of, stop_said
 from parc.runtime.launch.lifeline import line_held
 from parc.runtime.launch.voices import VOICES
 from parc.runtime.ranks.processes import STORE
+from parc.runtime.session.session import Session
 from parc.runtime.state import saving, shards
+from parc.runtime.state.opening import open_build
 from tests.cli.test_run import environment, steps_of
 from tests.runtime.forked import Forked
+from tests.runtime.ranks import run_ranks
 from tests.runtime.tiny import DATA, ONE, build
 
 
@@ -141,6 +146,23 @@ def test_a_checkpoint_that_cannot_be_written_is_said_and_tried_again(
     assert all(text in err for text in said), err
     assert json.loads((tmp_path / "checkpoint" / "state.json").read_text())["step"] == steps
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def saves_beside_a_full_disk(made: str, folder: str) -> list[int]:
+    """Train beside another rank, of which one finds the disk full at first. Return the steps that were saved."""
+    steps: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stderr", io.StringIO())
+        session = Session(open_build(made))
+        failing(patch, 2 * (session.rank == 1))
+        patch.setattr(session.replicas, "saved", lambda _, step: steps.append(step))
+        options = train.Options(4, save=Path(folder), save_every=1, first_check=False)
+        assert train.train(session, options) == 0
+    return steps
+
+
+def test_a_disk_that_is_full_for_one_rank_is_tried_again_by_all(folder: Path, tmp_path: Path) -> None:
+    assert run_ranks(saves_beside_a_full_disk, 2, str(folder / "dp"), str(tmp_path / "saved")) == [[3, 4]] * 2
 
 
 def test_the_last_checkpoint_is_an_error_after_some_tries_and_the_old_one_stays(
