@@ -71,7 +71,8 @@ def launch(command: Sequence[str], processes: Processes) -> Outcome:
         config = LaunchConfig(
             min_nodes=processes.nnodes, max_nodes=processes.nnodes, nproc_per_node=processes.nproc,
             run_id=_run_id(processes), role="parc", max_restarts=0, monitor_interval=0.1,
-            logs_specs=DefaultLogsSpecs(log_dir=folder), **_rendezvous(processes),
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
+            signals_to_handle=",".join(number.name for number in stop_signals()), **_rendezvous(processes),
         )  # fmt: skip
         with (
             _environment(_variables(processes, Path(folder))),
@@ -162,7 +163,6 @@ def _variables(processes: Processes, folder: Path) -> dict[str, str]:
         # In the agent's store, a group that is started again would find the entries of the group that failed.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(_STOP_S),
-        "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(signal.Signals(number).name for number in stop_signals()),
         **KEEP_MEMORY,
     }
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)

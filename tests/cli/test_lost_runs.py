@@ -21,7 +21,7 @@ from parc.cli import main
 from parc.runtime.launch import train
 from parc.runtime.launch.failures import begin, stop_of, stop_said
 from parc.runtime.launch.lifeline import line_held
-from parc.runtime.launch.voices import VOICES
+from parc.runtime.launch.voices import VOICES, stop_signals
 from parc.runtime.ranks.processes import STORE
 from parc.runtime.session.session import Session
 from parc.runtime.state import saving, shards
@@ -202,3 +202,13 @@ def test_a_launcher_says_what_its_ranks_have_not_said(tmp_path: Path, monkeypatc
     assert late and not late.expected and late.text() == "stopped by SIGTERM; its ranks did not end by themselves"
     stop_said()
     assert stop_of(signal.SIGTERM, tmp_path) is None
+
+
+def test_nohup_keeps_a_run_from_sighup_alone() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        assert stop_signals() == (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        assert stop_signals() == (signal.SIGTERM, signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGHUP, before)
