@@ -30,7 +30,7 @@ from safetensors.torch import save_file
 
 from parc.cli import main
 from parc.runtime.ranks.faults import RunError
-from parc.runtime.state.index import FACTS, INDEX_FILE, TENSORS
+from parc.runtime.state.index import FACTS, INDEX_FILE, TENSORS, write_facts
 from parc.runtime.state.opening import build_mesh, open_build, open_checkpoint
 from parc.runtime.state.saving import stored_of
 from tests.hostile_changes import mutate_bytes, mutate_json, mutate_text, rehash
@@ -151,7 +151,7 @@ def read_checkpoint_input(draw: random.Random, made: Path, folder: Path) -> tupl
         place.write_bytes(mutate_bytes(draw, place.read_bytes()))
     if file == INDEX_FILE and draw.random() < 0.9:
         facts = {**json.loads((copy / FACTS).read_text("utf-8")), "index": sha256(place.read_bytes()).hexdigest()}
-        (copy / FACTS).write_text(json.dumps(facts), "utf-8")
+        write_facts(copy, facts)
     build = open_build(made / "tensor" / "build")
 
     def read() -> int:

@@ -207,7 +207,7 @@ def runs(folder: Path) -> list[str]:
         said.append(command("run", "build", "--device", "cuda"))
     with patch.dict(sys.modules, {"tensorboard": None}):
         said.append(command("run", "build", "--tensorboard", "runs"))
-    with target_held(folder / "kept", 0):
+    with target_held(folder / "kept", 0), patch("parc.runtime.state.checkpoint.HELD_S", 0.0):
         said.append(command("run", "build", "--save", "kept"))
     kept = build(folder, 'offload optimizer to "gpt.py"\n', name="kept-build")
     with pytest.raises(RunError) as stopped:

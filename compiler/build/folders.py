@@ -160,8 +160,7 @@ def fresh_folder(real: Path, kind: FolderKind = NEW_FOLDER) -> Iterator[Path]:
         with _locked(fresh / _UNFINISHED, f"{_HOLDER}{os.getpid()}"):
             yield fresh
     finally:
-        if fresh.exists():
-            shutil.rmtree(fresh)
+        shutil.rmtree(fresh, ignore_errors=True)  # an error says why; the next process that writes here cleans up
 
 
 @contextmanager

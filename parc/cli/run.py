@@ -9,7 +9,8 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -117,30 +118,33 @@ def _observe_options(observe: argparse._ArgumentGroup) -> None:
 
 def run_command(args: argparse.Namespace) -> int:
     """Launch the processes, or, in a process that parc or torchrun launched, be one of them."""
-    from parc.runtime.launch.voices import begin_to_speak
+    from parc.runtime.launch.lifeline import LIFELINE
+    from parc.runtime.launch.voices import speaking
 
-    begin_to_speak()
-    with _stops_said():
+    LIFELINE.watch()
+    with speaking(), _stops_said():
         return _start(args)
 
 
 @contextmanager
 def _stops_said() -> Iterator[None]:
-    """Enter the block before training, which handles signals itself. In it SIGTERM and SIGINT end the process at once,
-    with a message if the launcher prints none."""
-    from parc.runtime.launch.voices import VOICES
+    """Enter the block before training, which handles signals itself. In it a signal that stops runs ends the process at
+    once, with a message if the launcher prints none: a rank of parc's own launcher ends even while it waits in C++, as
+    for a rank that died before they met."""
+    from parc.runtime.launch.voices import VOICES, stop_signals
 
     before = {}
 
     def end(number: int, _: object) -> None:
-        if VOICES not in os.environ and os.environ.get("LOCAL_RANK", "0") == "0":
+        if os.environ.get("LOCAL_RANK", "0") == "0":
             say(f"stopped by {signal.Signals(number).name} before the first step; nothing was saved")
             sys.stderr.flush()
         os._exit(128 + number)
 
     try:
         if threading.current_thread() is threading.main_thread():
-            before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
+            handler = signal.SIG_DFL if VOICES in os.environ else end
+            before = {number: signal.signal(number, handler) for number in stop_signals()}
         yield
     finally:
         for number, handler in before.items():
@@ -192,13 +196,14 @@ def _start(args: argparse.Namespace) -> int:
         return 2
     nproc = _before_launch(args, build, options)
     if args.nnodes > 1:
-        # The first host holds the folder, in which rank 0 writes.
-        with _hosts(args, build, nproc) as hosts, _target(args, build) if hosts.number == 0 else nullcontext():
+        with _hosts(args, build, nproc) as hosts:
+            with _target(args, build) if hosts.number == 0 else nullcontext():
+                pass  # rank 0, which writes there, is of the first host
             return _launch(args, target, nproc, hosts)
     with _target(args, build):
         if nproc == 1:  # one rank needs no other process
             return _train(args, build, options, torch_device(args))
-        return _launch(args, target, nproc)
+    return _launch(args, target, nproc)
 
 
 def _hosts(args: argparse.Namespace, build: Build, nproc: int) -> Hosts:
@@ -219,7 +224,7 @@ def _hosts(args: argparse.Namespace, build: Build, nproc: int) -> Hosts:
 
 
 def _target(args: argparse.Namespace, build: Build) -> AbstractContextManager[None]:
-    """Lock the folder of `--save` for this run.
+    """Lock the folder of `--save` for this process. A launcher does so only to say what is wrong; then rank 0 does.
 
     Raises:
         RunError: another run saves there, or it cannot be written.
@@ -431,6 +436,7 @@ def _rank(args: argparse.Namespace) -> int:
     """Run one rank. Its failure is left in a file for parc's launcher; torchrun would not print it, so under torchrun
     it is printed here."""
     from parc.runtime.launch.failures import answer, failure_of, leave_failure
+    from parc.runtime.launch.lifeline import LIFELINE
     from parc.runtime.launch.voices import VOICES
 
     if VOICES in os.environ:
@@ -443,6 +449,7 @@ def _rank(args: argparse.Namespace) -> int:
         if VOICES not in os.environ and (not failure.expected or os.environ["LOCAL_RANK"] == "0"):
             say(failure.text())
         code = failure.exit_code
+    LIFELINE.remove_traces()
     # A normal exit of the interpreter destroys torch's groups under their own threads, which sometimes aborts it.
     sys.stdout.flush()
     sys.stderr.flush()
@@ -459,7 +466,6 @@ def _alike(args: argparse.Namespace, options: Options) -> dict[str, object]:
 
 
 def _train_rank(args: argparse.Namespace) -> int:
-    from parc.runtime.launch.voices import VOICES
     from parc.runtime.ranks.lockstep import Lockstep
     from parc.runtime.ranks.processes import join_processes, leave
     from parc.runtime.session.one_build import hold_one_build
@@ -472,7 +478,9 @@ def _train_rank(args: argparse.Namespace) -> int:
     if options is None:
         return 2
     hold_one_build(together, build, device, _alike(args, options))
-    with _target(args, build) if VOICES not in os.environ and os.environ["RANK"] == "0" else nullcontext():
+    with ExitStack() as stack:
+        hold = partial(stack.enter_context, _target(args, build))
+        together.agreed("parc run", lambda: None if together.rank else hold())
         code = _train(args, build, options, device)
     leave()
     return code

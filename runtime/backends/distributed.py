@@ -37,7 +37,8 @@ class _Waiter:
 
     def __init__(self) -> None:
         self._waits: SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = SimpleQueue()
-        threading.Thread(target=self._run, name="parc-sends", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="parc-sends", daemon=True)
+        self._thread.start()
 
     def submit(self, wait: Callable[[], None]) -> Future[None]:
         """Return a future that is done once ``wait`` has returned."""
@@ -46,8 +47,9 @@ class _Waiter:
         return future
 
     def close(self) -> None:
-        """End the thread after the waits submitted so far."""
+        """End the thread after the waits submitted so far: inside torch it must not see the interpreter's end."""
         self._waits.put(None)
+        self._thread.join()
 
     def _run(self) -> None:
         while (pair := self._waits.get()) is not None:
@@ -126,10 +128,10 @@ class Distributed:
 
     def release(self) -> None:
         """Release the groups, so that they can end."""
-        self._groups.clear()
-        self._channels.clear()
         if self._waiter is not None:
             self._waiter.close()
+        self._groups.clear()
+        self._channels.clear()
 
     @property
     def native_reduce_scatter(self) -> bool:

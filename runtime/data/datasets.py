@@ -67,6 +67,12 @@ def _tensor(value: Any, dtype: torch.dtype) -> Tensor:
     return tensor
 
 
+def _code_of(dataset: Any, method: str) -> str:
+    """Return where a dataset's own code is, "" if that is not Python."""
+    code = getattr(getattr(type(dataset), method, None), "__code__", None)
+    return "" if code is None else f"{code.co_filename}:{code.co_firstlineno} in {type(dataset).__name__}.{method}"
+
+
 @final
 class MapSource:
     """The entries of a map-style dataset, by their index.
@@ -76,7 +82,7 @@ class MapSource:
     """
 
     def __init__(self, dataset: Any, inputs: Inputs, others: Mapping[str, Any] = MappingProxyType({})) -> None:
-        self._dataset, self._inputs = dataset, inputs
+        self._dataset, self._inputs, self._code = dataset, inputs, _code_of(dataset, "__getitem__")
         self.others: Mapping[str, Any] | None = others or None
         """The entries of the first sample that no input takes, once it was read."""
         self.count = asked(lambda: len(dataset), "the length of the dataset", "ask the dataset for it: `len(dataset)`")
@@ -88,7 +94,7 @@ class MapSource:
             DataError: it failed (chained).
         """
         help_ = f"ask the dataset for it: `dataset[{number}]`"
-        return asked(lambda: self._dataset[number], f"entry {number} of the dataset", help_)
+        return asked(lambda: self._dataset[number], f"entry {number} of the dataset", help_, self._code)
 
     def __call__(self, number: int) -> dict[str, Tensor]:
         """Return sample ``number``, from 0 to ``count - 1``.
@@ -108,13 +114,13 @@ class IterableSource:
     iterable is started again, and samples are skipped.
 
     ``begin`` returns the iterator of an epoch, over samples or batches of them. An epoch has at least ``least``
-    samples.
+    samples. ``code`` says where the iterable's own code is.
     """
 
     count: int | None = None
 
-    def __init__(self, begin: Callable[[int], Iterator[Any]], inputs: Inputs, least: int) -> None:
-        self._begin, self._inputs, self._least = begin, inputs, least
+    def __init__(self, begin: Callable[[int], Iterator[Any]], inputs: Inputs, least: int, code: str = "") -> None:
+        self._begin, self._inputs, self._least, self._code = begin, inputs, least, code
         self.others: Mapping[str, Any] | None = None
         """The entries of the first sample, or batch, that no input takes, once it was read."""
         self._restart()
@@ -141,7 +147,8 @@ class IterableSource:
     def _next(self) -> dict[str, Tensor]:
         while not self._waiting:
             what = f"sample {self._number + 1} of the iterable"
-            item = asked(lambda: next(self._items, _END), what, "iterate over it without parc, up to this sample")
+            help_ = "iterate over it without parc, up to this sample"
+            item = asked(lambda: next(self._items, _END), what, help_, self._code)
             if item is _END:
                 self._end_epoch()
                 continue
@@ -212,12 +219,12 @@ def dataset_source(
         raise DataError(message, "return an object with `__getitem__` and `__len__`, or with `__iter__`")
     begin = _epochs_of(dataset, again)
     if form is None:
-        return IterableSource(begin, inputs, least)
+        return IterableSource(begin, inputs, least, _code_of(dataset, "__iter__"))
 
     def windows(epoch: int) -> Iterator[Any]:
         return packed_documents((document_tokens(item, form, "a document") for item in begin(epoch)), form)
 
-    return IterableSource(windows, inputs, least)
+    return IterableSource(windows, inputs, least, _code_of(dataset, "__iter__"))
 
 
 def packed_windows(lengths: Sequence[int], document: Callable[[int], Tensor], form: WindowForm) -> Windows:

@@ -3,26 +3,37 @@
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import multiprocessing
+import os
 import signal
+import sys
+import tempfile
 import threading
 import time
+import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TypeVar, final
+from functools import partial
+from multiprocessing.process import BaseProcess
+from typing import IO, TypeVar, final
 
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from ..ranks.faults import stack_frames
+from ..ranks.processes import data_limit_s
 from .datasets import IterableSource
-from .samples import DataError, SampleSource, raised_at, read_rows
+from .samples import ASKED, DataError, SampleSource, raised_at, read_rows
 
 _Read = TypeVar("_Read")
 _PREFETCHED = 2  # batches that a worker has ready
+_LOOK_S = 1.0
+"""The seconds between two looks whether the workers live, and in a worker whether its rank does."""
 _FORK = (
     "fork" if "fork" in multiprocessing.get_all_start_methods() else None
 )  # a plan's callables need not be picklable
@@ -110,29 +121,127 @@ class RowReader:
             return read_rows(self._source, first, self._rows)
         if first != self._next:
             self._start(first, end)
-        try:
-            rows = next(self._loaders[0])
-        except RuntimeError as error:  # of DataLoader, for a worker that was killed
-            message = f"a worker process that reads data ended: {str(error).splitlines()[0]}"
-            rows = Failed(message, "read without `workers` to see why; often the memory is too small", "")
+        rows = self._next_rows()
         if isinstance(rows, Failed):
             self._next = -1
+            self._crew.end()
             self._loaders.clear()
             raise DataError(rows.message, rows.help, place=rows.place)
         self._next = first + self._batch if first + self._batch < self._end else -1
         return rows
 
+    def _next_rows(self) -> dict[str, Tensor] | Failed:
+        """Return what the workers read next, or which of them died, or takes too long."""
+        limit = data_limit_s()
+        until = time.monotonic() + limit
+        while True:
+            try:
+                return next(self._loaders[0])
+            except RuntimeError:  # of DataLoader: nothing came for a while, or a worker has ended
+                if fault := self._crew.dead() or (time.monotonic() >= until and self._crew.slow(limit)):
+                    return fault
+
     def _start(self, first: int, end: int | None) -> None:
         self._end = 1 << 62 if end is None else max(end, first + 1)
         firsts = range(first, self._end, self._batch)
+        self._loaders.clear()
+        self._crew = Crew(self._workers)
         loader = DataLoader(
             _Batches(self._source.source, self._rows), batch_size=None, sampler=firsts, num_workers=self._workers,
-            prefetch_factor=_PREFETCHED, multiprocessing_context=_FORK,
+            prefetch_factor=_PREFETCHED, multiprocessing_context=_FORK, worker_init_fn=self._crew.join, timeout=_LOOK_S,
         )  # fmt: skip
-        with warnings.catch_warnings(), _signals_kept():
+        with warnings.catch_warnings(), _signals_kept(), self._crew.starting():
             # Python 3.12 warns of a fork beside threads, as torch's loader does it
             warnings.simplefilter("ignore", DeprecationWarning)
             self._loaders[:] = [iter(loader)]
+
+
+SLOW_HELP = "make the dataset faster, or let ranks wait longer with `--timeout S`"
+
+
+def too_slow(what: str, limit: float) -> str:
+    """Return the message of data that does not come for ``limit`` seconds."""
+    return f"{what} was not read within {limit:.0f} s"
+
+
+@final
+class Crew:
+    """The worker processes of a loader. Each leaves in a file which process it is and what it asks the dataset for,
+    and, on a signal, where it is: so it can be told why no batch comes."""
+
+    def __init__(self, workers: int) -> None:
+        self._rank, self._processes = os.getpid(), set[BaseProcess]()
+        with ExitStack() as files:
+            self._files = [files.enter_context(tempfile.TemporaryFile()) for _ in range(workers)]
+            weakref.finalize(self, files.pop_all().close)
+
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """Enter the block that starts the workers."""
+        before = set(multiprocessing.active_children())
+        yield
+        self._processes = set(multiprocessing.active_children()) - before
+
+    def join(self, number: int) -> None:
+        """Be one of the workers, by its number. It ends when its rank has, whatever the dataset does then."""
+        file = self._files[number]
+        file.seek(_NOTE)
+        faulthandler.register(signal.SIGUSR1, file)
+        faulthandler.enable(file)
+        self._note(file, "", "")
+        ASKED[:] = [partial(self._note, file)]
+        threading.Thread(target=self._follow, name="parc-follow", daemon=True).start()
+
+    @staticmethod
+    def _note(file: IO[bytes], what: str, code: str) -> None:
+        os.pwrite(file.fileno(), f"{os.getpid()}\n{what}\n{code}".encode()[:_NOTE].ljust(_NOTE), 0)
+
+    def _follow(self) -> None:
+        while os.getppid() == self._rank:
+            time.sleep(_LOOK_S)
+        os._exit(1)
+
+    def _noted(self) -> dict[int, tuple[str, str, str]]:
+        """Return of each worker, by its process, what it asked for last, where the code of that is, and where the
+        worker wrote that it is: "" where it waits for work."""
+        noted = {}
+        for file in self._files:
+            data = os.pread(file.fileno(), _NOTE + _STACK, 0).decode("utf-8", "replace")
+            process, what, code = data[:_NOTE].strip(" \0").split("\n")
+            _, frames = stack_frames(data[_NOTE:].partition("/_utils/worker.py")[0])  # beyond it are the rank's own
+            at = f"{frames[0][0]}:{frames[0][1]} in {frames[0][2]}" if frames else ""
+            noted[int(process)] = what, code, at
+        return noted
+
+    def dead(self) -> Failed | None:
+        """Return the fault of a worker that has ended, None if all live."""
+        ended = next((process for process in self._processes if process.exitcode), None)
+        if ended is None:
+            return None
+        exit_code = ended.exitcode or 0
+        how = f"was killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"ended with code {exit_code}"
+        what, code, at = self._noted().get(ended.pid or 0, ("", "", ""))
+        hint = "; often the memory is too small" if exit_code == -signal.SIGKILL else ""
+        message = f"{what or 'the data'} was not read: its worker process {how}"
+        return Failed(message, f"read without `workers` to see why{hint}", (at or code) and f"it was at {at or code}")
+
+    def slow(self, limit: float) -> Failed:
+        """Return the fault of workers from which nothing came for ``limit`` seconds."""
+        for process in self._processes:
+            if process.pid and process.is_alive():
+                os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(_LOOK_S)
+        what, code, at = max(self._noted().values(), key=lambda noted: bool(noted[2]))
+        return Failed(too_slow(what or "the data", limit), SLOW_HELP, (at or code) and f"it is at {at or code}")
+
+    def end(self) -> None:
+        """End all workers at once: one that hangs would be waited for."""
+        for process in self._processes:
+            process.kill()
+
+
+_NOTE, _STACK = 1024, 1 << 16
+"""The bytes of a worker's note, and the most bytes of its stack, which stands behind it."""
 
 
 @contextmanager
@@ -168,6 +277,19 @@ def in_thread(read: Callable[[], _Read], closed: threading.Event) -> Future[_Rea
     for other in [other for other in _READERS if not other.is_alive()]:
         del _READERS[other]
     return future
+
+
+def reading_at() -> str:
+    """Return where in a person's file a thread reads, "" where none does."""
+    frames = sys._current_frames()
+    for thread in _READERS:
+        if thread.is_alive() and (frame := frames.get(thread.ident or 0)):
+            stack = traceback.extract_stack(frame)
+            text = "\n".join(f'File "{at.filename}", line {at.lineno} in {at.name}' for at in reversed(stack))
+            if of_person := stack_frames(text)[1]:
+                file, line, function = of_person[0]
+                return f"it is at {file}:{line} in {function}"
+    return ""
 
 
 @atexit.register

@@ -38,12 +38,18 @@ def raised_at(error: Exception) -> str:
     return f"raised at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
 
 
-def asked(call: Callable[[], _Got], what: str, help: str) -> _Got:
-    """Return the result of a person's own code. ``what`` names it in the message.
+ASKED: list[Callable[[str, str], object]] = []
+"""In a worker process the function that notes what a person's own code is asked for, and where that code is."""
+
+
+def asked(call: Callable[[], _Got], what: str, help: str, code: str = "") -> _Got:
+    """Return the result of a person's own code. ``what`` names it in the message, ``code`` says where it is.
 
     Raises:
         DataError: it failed (chained), or raised such an error itself.
     """
+    for note in ASKED:
+        note(what, code)
     try:
         return call()
     except DataError:

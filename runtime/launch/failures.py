@@ -7,9 +7,7 @@ import faulthandler
 import json
 import math
 import os
-import re
 import signal
-import sysconfig
 import threading
 import time
 import traceback
@@ -23,12 +21,13 @@ import torch.distributed as dist
 
 from ...grammar.diagnostics import render
 from ..ranks.communication import PeerLost
-from ..ranks.faults import RunError
+from ..ranks.faults import RunError, stack_frames
 from ..ranks.wire import ForeignMessage
 from .voices import VOICES
 
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-_BEGAN = "began"
+_BEGAN, _STOPPED = "began", "stopped"
+"""Files in the folder of a run's processes: a rank has begun to train; a rank has said that a signal stopped it."""
 _LOST = (
     "Connection closed by peer", "Connection reset by peer", "Broken pipe", "connection was closed",
     "NCCL communicator",
@@ -83,14 +82,20 @@ def begin() -> None:
         Path(os.environ[VOICES], _BEGAN).touch()
 
 
-def began(folder: Path) -> bool:
-    """Return whether a rank has begun to train; ``folder`` has the files of a run's processes."""
-    return (folder / _BEGAN).exists()
+def stop_said() -> None:
+    """Tell the launcher that this rank has said what a signal stopped, and what was saved."""
+    if VOICES in os.environ:
+        Path(os.environ[VOICES], _STOPPED).touch()
 
 
-def unbegun(number: int) -> str:
-    """Return the message of a run that a signal stopped before it trained."""
-    return f"stopped by {signal.Signals(number).name} before the first step; nothing was saved"
+def stop_of(number: int, folder: Path) -> Failure | None:
+    """Return the end of a run that a signal stopped, None where a rank has said it; ``folder`` has the files of the
+    run's processes."""
+    name, began = signal.Signals(number).name, (folder / _BEGAN).exists()
+    if (folder / _STOPPED).exists():
+        return None
+    said = "; its ranks did not end by themselves" if began else " before the first step; nothing was saved"
+    return Failure(None, time.time(), 128 + number, f"stopped by {name}{said}", expected=not began)
 
 
 def leave_failure(failure: Failure) -> bool:
@@ -108,8 +113,15 @@ def leave_failure(failure: Failure) -> bool:
             "follows": failure.follows, "late": failure.late, "expected": failure.expected, "waited": failure.waited,
         },
     }  # fmt: skip
-    Path(path).write_text(json.dumps(content), encoding="utf-8")
+    _write_whole(Path(path), json.dumps(content))
     return True
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Write a file that others read at any time: they find all of it or none, also if a signal ends this process."""
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    fresh.write_text(text, encoding="utf-8")
+    fresh.replace(path)
 
 
 def read_failure(rank: int, exit_code: int, path: Path) -> Failure:
@@ -117,8 +129,8 @@ def read_failure(rank: int, exit_code: int, path: Path) -> Failure:
     try:
         return Failure(rank, **json.loads(path.read_text(encoding="utf-8"))["parc"])
     except (OSError, ValueError, KeyError, TypeError):
-        if exit_code in (128 + signal.SIGTERM, 128 + signal.SIGINT, 128 + signal.SIGHUP):
-            return Failure(rank, time.time(), exit_code, "it was stopped")
+        if exit_code - 128 in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
+            return Failure(rank, time.time(), exit_code, "it was stopped", follows=True)  # or another ended it
     if exit_code < 0:
         name = signal.Signals(-exit_code).name
         hint = ", often because memory ran out" if name == "SIGKILL" else ""
@@ -136,8 +148,6 @@ _FAILING_S = 2.0
 """The seconds that the other ranks have to notice that one is gone, and to leave their failures."""
 _ANSWER_S = 1.0
 """The seconds that a rank has to write its stack."""
-_FRAME = re.compile(r'File "(.*)", line (\d+) in (\S+)')
-_PARC = str(Path(__file__).resolve().parents[2])
 
 
 def answer() -> None:
@@ -146,7 +156,7 @@ def answer() -> None:
     folder, local, rank = Path(os.environ[VOICES]), os.environ["LOCAL_RANK"], os.environ["RANK"]
     stack = open(folder / f"stack{local}", "w", encoding="utf-8")  # noqa: SIM115 open until the process ends
     faulthandler.register(signal.SIGUSR1, file=stack)
-    (folder / f"process{local}").write_text(f"{os.getpid()} {rank}", encoding="utf-8")
+    _write_whole(folder / f"process{local}", f"{os.getpid()} {rank}")
 
 
 class Others(Protocol):
@@ -243,17 +253,11 @@ class Hanging:
         until, place = time.monotonic() + _ANSWER_S, self._folder / f"stack{local}"
         while not place.stat().st_size and time.monotonic() < until:
             time.sleep(0.05)
-        frames = _FRAME.findall(place.read_text(encoding="utf-8"))
-        of_model = [frame for frame in frames if not _foreign(frame[0])]
+        frames, of_model = stack_frames(place.read_text(encoding="utf-8"))
         if not of_model and any("distributed" in Path(file).name for file, _, _ in frames[:2]):
             return ""
         at = ", ".join(f"{file}:{line} in {name}" for file, line, name in (of_model or frames)[:1])
         return f"is at {at}" if at else "did not say where it is"
-
-
-def _foreign(file: str) -> bool:
-    """Return whether a file belongs to Python, torch or parc itself."""
-    return file.startswith((sysconfig.get_path("stdlib"), _PARC, "<")) or "/parc/" in file or "/torch/" in file
 
 
 def _state(process: int) -> str:

@@ -9,7 +9,6 @@ import signal
 import socket
 import sys
 import tempfile
-import time
 import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,9 +29,10 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from ..ranks.processes import DEVICE, STORE, TIMEOUT_S
-from .failures import Failure, Hanging, began, read_failure, unbegun
+from .failures import Failure, Hanging, read_failure, stop_of
 from .hosts import Hosts
-from .voices import VOICES, Voices
+from .lifeline import line_held
+from .voices import VOICES, Voices, stop_signals
 
 _MET = "parc"
 """The name of parc's rendezvous in torch's registry."""
@@ -73,6 +73,7 @@ def launch(command: Sequence[str], processes: Processes) -> Outcome:
         folder = Path(name)
         with (
             _environment(_variables(processes, folder)),
+            line_held(folder),
             Voices(folder, processes.logs),
             Hanging(folder, hosts, processes.timeout_s) as hanging,
         ):
@@ -99,6 +100,7 @@ def _run(command: Sequence[str], processes: Processes, folder: Path) -> tuple[in
         min_nodes=count, max_nodes=count, nproc_per_node=processes.nproc, run_id=uuid.uuid4().hex, role="parc",
         max_restarts=0, monitor_interval=0.1, logs_specs=DefaultLogsSpecs(log_dir=str(folder)), rdzv_backend=_MET,
         rdzv_configs={"hosts": processes.hosts},
+        signals_to_handle=",".join(number.name for number in stop_signals()),
     )  # fmt: skip
     try:
         elastic_launch(config, sys.executable)(*command)
@@ -109,8 +111,7 @@ def _run(command: Sequence[str], processes: Processes, folder: Path) -> tuple[in
         return min(failures, key=lambda failure: (failure.follows, failure.time_s)).exit_code, failures
     except SignalException as stopped:
         number = int(stopped.sigval)
-        early = [] if began(folder) else [Failure(None, time.time(), 128 + number, unbegun(number))]
-        return 128 + number, early
+        return 128 + number, [*filter(None, [stop_of(number, folder)])]
     except KeyboardInterrupt:
         return 128 + signal.SIGINT, []
     return 0, []

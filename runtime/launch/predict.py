@@ -23,7 +23,7 @@ from ..session.session import Session
 from ..state.checkpoint import check_target
 from ..state.saving import writing_folder
 from ..state.shards import Piece, write_shard
-from .failures import begin
+from .failures import begin, stop_said
 from .train import Stop
 
 FIRST_WEIGHTS = (
@@ -138,6 +138,7 @@ def predict(session: Session, out: Path, resume: Path | None = None) -> int:
         (number,) = stopped.args
         if session.rank == 0:
             print(f"stopped by {signal.Signals(number).name}; nothing was written", file=sys.stderr)
+        stop_said()
         return int(128 + number)
     return 0
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,17 +16,18 @@ from typing import Any, Self, final
 import torch
 
 from ...compiler.build.build import Build
-from ...grammar.codes import REPLICAS_DIFFER
+from ...grammar.codes import BAD_STATE, REPLICAS_DIFFER
 from ..compare.first_check import CheckOutcome
 from ..observe.observer import Observe, Observer
 from ..ranks.faults import RunError, writing
-from ..ranks.processes import launched
 from ..ranks.waits import check_trace
 from ..ranks.work import StepReport
 from ..session.session import Session
 from ..state.optimizer import rate
 from ..state.step_state import LoadWatch, planned_load
-from .failures import begin
+from .failures import begin, stop_said
+from .lifeline import LIFELINE
+from .voices import stop_signals, unheard
 
 EVAL_LOSS = "eval_loss"
 """The name of an evaluation's loss among a step's metrics."""
@@ -47,12 +49,11 @@ class Options:
 
 @final
 class Stop:
-    """A handler of SIGTERM and SIGINT that notes them, so that a run ends between two steps. It does so too when the
-    launcher is gone."""
+    """A handler of the signals that stop a run, which notes them, so that it ends between two steps. It does so too
+    when the launcher is gone, or nobody reads what it prints."""
 
     def __init__(self) -> None:
         self._signal = 0
-        self._parent = os.getppid() if launched() else None
         self._before: dict[int, Any] = {}
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -61,11 +62,10 @@ class Stop:
     @property
     def signal(self) -> int:
         """The signal that asked for a stop, 0 for none."""
-        orphan = self._parent is not None and os.getppid() != self._parent
-        return self._signal or (int(signal.SIGHUP) if orphan else 0)
+        return self._signal or LIFELINE.signal or unheard()
 
     def __enter__(self) -> Self:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in stop_signals():
             self._before[number] = signal.signal(number, self._note)
         return self
 
@@ -84,9 +84,22 @@ def train(session: Session, options: Options, checked: CheckOutcome | None = Non
     session.last_step = options.steps
     if options.resume is not None:
         session.restore(options.resume)
+    with ExitStack() as ending:
+        asked, unbegun = _train(session, options, checked, ending)
+        if asked:
+            step = session.step_number
+            what = "nothing was saved" if options.save is None or unbegun else f"saved to {options.save}"
+            _say_stopped(asked, f"before step {step + 1}" if unbegun else f"after step {step}", what)
+    return 128 + asked if asked else 0
+
+
+def _train(session: Session, options: Options, checked: CheckOutcome | None, ending: ExitStack) -> tuple[int, bool]:
+    """Train, and save the last step. Return the number of the signal that stopped every rank, or 0, and whether it did
+    so before the first step. The watch over the launcher lets this rank come to the end of ``ending``."""
     with ExitStack() as stack:
         stack.enter_context(session)
         stop = stack.enter_context(Stop())
+        stack.enter_context(LIFELINE.training())
         begin()
         _check_places(session, options)
         resumed = options.resume is not None
@@ -96,7 +109,7 @@ def train(session: Session, options: Options, checked: CheckOutcome | None = Non
         session.replicas.warn = lambda text: observer.say(f"warning: {text}")
         observer.say(*([] if checked is None else [checked.text()]), *_start_notes(session, options))
         started, watch = session.step_number, LoadWatch(planned_load(session.build))
-        saved = session.step_number if options.resume == options.save else -1
+        checkpoints = Checkpoints(session, options, observer.say)
         asked = max(row[0] for row in session.exchange([stop.signal]))
         while session.step_number < options.steps and not asked:
             try:
@@ -106,24 +119,124 @@ def train(session: Session, options: Options, checked: CheckOutcome | None = Non
                     report = replace(report, metrics={**report.metrics, **evaluated})
                 rows = session.exchange([stop.signal, *observer.row(report)])
             except RunError as error:
-                raise _with_save(session, options.save, error, max(saved, started)) from error
+                raise checkpoints.noted(error, started) from error
             asked = max(row[0] for row in rows)
             observer.note(
                 report, [row[1:] for row in rows], _step_notes(session, report, watch, report.step == started + 1)
             )
-            if options.save is not None and options.save_every and report.step % options.save_every == 0:
-                session.save(options.save)
-                saved = report.step
-        unbegun = asked and session.step_number == started
-        if options.save is not None and saved != session.step_number and not unbegun:
-            session.save(options.save)
+            checkpoints.stepped()
+        ending.enter_context(LIFELINE.saving())
+        unbegun = bool(asked) and session.step_number == started
+        if not unbegun:
+            checkpoints.end()
         if options.trace is not None:
             session.write_trace(options.trace)
-    if asked and session.rank == 0:
-        where = "nothing was saved" if options.save is None or unbegun else f"saved to {options.save}"
-        when = f"before step {started + 1}" if unbegun else f"after step {session.step_number}"
-        print(f"stopped by {signal.Signals(asked).name} {when}; {where}", file=sys.stderr)
-    return 128 + asked if asked else 0
+    return asked, unbegun
+
+
+_WAITS_S = (1.0, 2.0, 4.0, 8.0)
+"""The seconds to wait before the last checkpoint of a run is tried again."""
+
+
+@final
+class Checkpoints:
+    """The checkpoints of a run: after every ``save_every`` steps, and at its end. One that cannot be written is said
+    and tried again, 1, 2, 4, … steps later; the run goes on. Every method is collective."""
+
+    def __init__(self, session: Session, options: Options, say: Callable[[str], None]) -> None:
+        self._session, self._folder, self._every, self._say = session, options.save, options.save_every, say
+        self._saved = session.step_number if options.resume == options.save else -1
+        self._failed, self._again = 0, -1
+        """The count of failures in a row, and the step of the next try."""
+        self._mount = None if options.save is None else _mount(options.save.resolve())
+
+    def stepped(self) -> None:
+        """Save the step that was just done, if it is due."""
+        step = self._session.step_number
+        if self._folder is None or not self._every or (step % self._every and step != self._again):
+            return
+        with LIFELINE.saving():
+            error = self._try()
+        if error:
+            self._again = step + min(2**self._failed, self._every)
+            self._failed += 1
+            self._say(f"warning: step {step} was not saved: {error.message}; tried again after step {self._again}")
+
+    def end(self) -> None:
+        """Save the last step, if that was not done.
+
+        Raises:
+            RunError: it cannot be written, also not after some seconds.
+        """
+        if self._folder is None or self._saved == self._session.step_number:
+            return
+        for wait in (*_WAITS_S, 0.0):
+            if (error := self._try()) is None:
+                return
+            if not wait:
+                raise error
+            step = self._session.step_number
+            self._say(f"warning: step {step} was not saved: {error.message}; tried again in {wait:g} s")
+            time.sleep(wait)
+
+    def noted(self, error: RunError, started: int) -> RunError:
+        """Save the last complete step, and return the error of the next one, or of an evaluation, with a note on that.
+        ``started`` is the step of the run's start. A state in which ranks differ is not saved."""
+        step = self._session.step_number
+        if step == max(self._saved, started) or error.code == REPLICAS_DIFFER:
+            return error
+        if self._folder is None:
+            note = f"the state after step {step} was not saved: there is no `--save`"
+        else:
+            try:
+                with LIFELINE.saving():
+                    failed = self._try()
+            except RunError as other:
+                failed = other
+            said = f"was saved to {self._folder}" if failed is None else f"could not be saved: {failed.message}"
+            note = f"the state after step {step} {said}"
+        return RunError(error.code, error.message, error.help, (*error.notes, note))
+
+    def _try(self) -> RunError | None:
+        """Save the last step. Return the error of a folder that cannot be written.
+
+        Raises:
+            RunError: it must not be saved: ranks differ.
+        """
+        assert self._folder is not None
+        try:
+            self._session.exchange([], self._check_disk if self._session.rank == 0 else None)
+            self._session.save(self._folder)
+        except RunError as error:
+            if error.code != BAD_STATE:  # another rank may have sent it
+                raise
+            return error
+        if self._failed:
+            self._say(f"step {self._session.step_number} was saved to {self._folder}")
+        self._saved, self._failed, self._again = self._session.step_number, 0, -1
+        return None
+
+    def _check_disk(self) -> None:
+        """Check that the disk of the run's start is there: without it a folder of its name lies on another disk.
+
+        Raises:
+            RunError: it is not.
+        """
+        if self._mount is not None and not self._mount.is_mount():
+            message = f"`{self._folder}` cannot be written: nothing is mounted at `{self._mount}` any longer"
+            raise RunError(BAD_STATE, message, "mount it again")
+
+
+def _mount(place: Path) -> Path:
+    """Return the folder above a place at which its disk is mounted."""
+    return next(folder for folder in place.parents if folder.is_mount())
+
+
+def _say_stopped(number: int, when: str, what: str) -> None:
+    """Say, once on each host, that a signal stopped the run. The launcher says so if no rank does."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"stopped by {signal.Signals(number).name} {when}; {what}", file=sys.stderr)
+    stop_said()
 
 
 def _check_places(session: Session, options: Options) -> None:
@@ -173,23 +286,6 @@ def _start_notes(session: Session, options: Options) -> Iterator[str]:
         yield f"`offload {', '.join(idle)} to cpu` changes nothing here: programs compute in the host's memory"
     if session.regions is not None:
         yield f"compiling {session.regions.distinct} distinct regions in the first step…"
-
-
-def _with_save(session: Session, folder: Path | None, error: RunError, saved: int) -> RunError:
-    """Save the state after the last complete step, and return the error of a step or its evaluation with a note on
-    that. ``saved`` is the step of the last checkpoint, or of the run's start. A state in which ranks differ is not
-    saved."""
-    if session.step_number == saved or error.code is REPLICAS_DIFFER:
-        return error
-    if folder is None:
-        note = f"the state after step {session.step_number} was not saved: there is no `--save`"
-    else:
-        note = f"the state after step {session.step_number} was saved to {folder}"
-        try:
-            session.save(folder)
-        except RunError as other:
-            note = f"the state after step {session.step_number} could not be saved: {other.message}"
-    return RunError(error.code, error.message, error.help, (*error.notes, note))
 
 
 def rate_ends(build: Build, steps: int) -> str:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import re
+import signal
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Self, final
@@ -31,46 +34,92 @@ _FIRST = ""
 """The key of a host's first rank in the counts of a line."""
 
 
-def begin_to_speak() -> None:
-    """Redirect this rank's output to a file that the launcher reads, if one does. The first rank of a host prints on,
-    and its lines are copied there."""
-    folder, local = os.environ.get(VOICES), os.environ.get("LOCAL_RANK")
-    if folder is None or local is None:
-        return
-    name = _FIRST_LOG if local == "0" else f"rank{os.environ['RANK']}.log"
-    file = open(Path(folder, name), "a", encoding="utf-8")  # noqa: SIM115 open until the process ends
-    if local == "0":
-        sys.stdout, sys.stderr = _Copied(sys.stdout, file), _Copied(sys.stderr, file)
-        return
-    for number, stream in ((1, sys.stdout), (2, sys.stderr)):
-        stream.flush()
-        os.dup2(file.fileno(), number)
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(line_buffering=True)  # the lines of both in their order
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """Return the signals on which a run saves and ends; SIGHUP is none under ``nohup``, which ignores it."""
+    kept = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return (signal.SIGTERM, signal.SIGINT) if kept else (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+@contextmanager
+def speaking() -> Iterator[None]:
+    """Enter a block in which this process prints as one of a run. A rank's output goes to a file that the launcher
+    reads, if there is one; the first rank of a host prints on, and its lines are copied there. Output that nobody takes
+    is no error: see ``unheard``."""
+    before, folder, local = (sys.stdout, sys.stderr), os.environ.get(VOICES), os.environ.get("LOCAL_RANK")
+    file = None
+    if folder is not None and local is not None:
+        name = _FIRST_LOG if local == "0" else f"rank{os.environ['RANK']}.log"
+        try:
+            file = open(Path(folder, name), "a", encoding="utf-8")  # noqa: SIM115 open until the process ends
+        except FileNotFoundError:  # the launcher has ended, and its folder is gone
+            os._exit(128 + signal.SIGHUP)
+    if file is not None and local != "0":
+        for number, stream in ((1, sys.stdout), (2, sys.stderr)):
+            stream.flush()
+            os.dup2(file.fileno(), number)
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(line_buffering=True)  # the lines of both in their order
+    else:
+        # A process that is started without a stream has None there.
+        sys.stdout, sys.stderr = (stream and _Heard(stream, file) for stream in before)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+
+
+_unheard = 0
+
+
+def unheard() -> int:
+    """Return SIGPIPE once nobody reads the pipe that this process prints to, else 0. A terminal that was closed is no
+    reason to end: it sends SIGHUP to those that are to end with it."""
+    return _unheard
 
 
 @final
-class _Copied:
-    """A stream whose complete lines are copied to a file, as a terminal would show them in the end."""
+class _Heard:
+    """A stream whose complete lines are copied to a file, if there is one, as a terminal would show them in the end.
+    What it cannot write is lost."""
 
-    def __init__(self, stream: IO[str], copy: IO[str]) -> None:
+    def __init__(self, stream: IO[str], copy: IO[str] | None) -> None:
         self._stream, self._copy, self._line = stream, copy, ""
 
     def write(self, text: str) -> int:
         """Write text, and copy the lines that it ends."""
         *lines, line = (self._line + text).split("\n")
         self._line = line.rpartition(_BACK)[2]  # a progress bar overwrites its line
-        if lines:
-            self._copy.write("".join(f"{line.rpartition(_BACK)[2]}\n" for line in lines))
-            self._copy.flush()
-        return self._stream.write(text)
+        with self._lost():
+            if lines and self._copy is not None:
+                self._copy.write("".join(f"{line.rpartition(_BACK)[2]}\n" for line in lines))
+                self._copy.flush()
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Write what waits."""
+        with self._lost():
+            self._stream.flush()
+
+    @contextmanager
+    def _lost(self) -> Iterator[None]:
+        """Enter a block that writes. Where nobody will ever read, all later output goes nowhere, also that of C."""
+        global _unheard
+        try:
+            yield
+        except OSError as error:
+            if error.errno in (errno.EPIPE, errno.EIO):
+                _unheard = int(signal.SIGPIPE) if error.errno == errno.EPIPE else _unheard
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, self._stream.fileno())
+                os.close(nowhere)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
 
 @dataclass(slots=True)
-class _Spoken:
+class _Line:
     """A line that ranks printed lately: how often each did, and when the last of them did."""
 
     at: float
@@ -94,7 +143,7 @@ class Voices:
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._read, name="parc-voices", daemon=True)
         self._places: dict[Path, int] = {}
-        self._spoken: dict[str, _Spoken] = {}
+        self._spoken: dict[str, _Line] = {}
         """The recent lines, as a terminal shows them in the end, ordered by the time when they were last printed."""
         self._waiting: dict[tuple[str, int], tuple[float, list[str]]] = {}
         """The lines that other ranks printed more often than the first, by line and count: the time when that was read,
@@ -135,7 +184,7 @@ class Voices:
     def _count(self, rank: str, line: str) -> int:
         """Note that a rank printed a line. Return how often it did so recently."""
         plain = _shown_text(line)
-        spoken = self._spoken.pop(plain, None) or _Spoken(0.0)
+        spoken = self._spoken.pop(plain, None) or _Line(0.0)
         self._spoken[plain] = spoken
         spoken.at = time.monotonic()
         spoken.times[rank] += 1

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -187,3 +189,23 @@ def _any(values: Sequence[Any], test: Callable[[torch.Tensor], torch.Tensor]) ->
 def _writes_infinity(line: Line) -> bool:
     values = [*line.args, *(value for _, value in line.kwargs)]
     return any(isinstance(value, float) and math.isinf(value) for value in values)
+
+
+# ---- where a process is
+
+StackFrame = tuple[str, str, str]
+"""A frame of a stack: file, line, function."""
+_FRAME = re.compile(r'File "(.*)", line (\d+) in (\S+)')
+_PARC = str(Path(__file__).resolve().parents[2])
+
+
+def stack_frames(text: str) -> tuple[list[StackFrame], list[StackFrame]]:
+    """Return the frames of a stack that Python's faulthandler wrote, the innermost first, and those of them that are in
+    a person's own files."""
+    frames = _FRAME.findall(text)
+    return frames, [frame for frame in frames if not _foreign(frame[0])]
+
+
+def _foreign(file: str) -> bool:
+    """Return whether a file belongs to Python, torch or parc itself."""
+    return file.startswith((sysconfig.get_path("stdlib"), _PARC, "<")) or "/parc/" in file or "/torch/" in file

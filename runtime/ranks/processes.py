@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import re
 import sys
@@ -28,6 +29,12 @@ DEVICE = "PARC_DEVICE"
 TIMEOUT_S = 300.0
 
 _timeout: timedelta | None = None
+
+
+def data_limit_s() -> float:
+    """Return the most seconds to wait for a batch of this rank's data: other ranks wait for this rank, and it is to say
+    why before they give up. Without other ranks there is no limit."""
+    return 0.8 * _timeout.total_seconds() if _timeout is not None else math.inf
 
 
 class Holder(Protocol):
@@ -113,7 +120,6 @@ def join_processes(device: torch.device | None = None, timeout_s: float = TIMEOU
     # after an elastic restart the launcher's store still has the keys of the group before
     store = stores.PrefixStore(f"parc{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    atexit.register(_leave_at_exit)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=wait)
     return device
 
@@ -166,18 +172,33 @@ def first_ranks(count: int) -> Iterator[bool]:
 
 
 def leave() -> None:
-    """End the process group, if there is one, and those made beside it."""
+    """End the process group, if there is one, and those made beside it, with their threads. A group ends when nothing
+    refers to it, also after ``destroy_process_group``."""
     for holder in list(HOLDERS):
         holder.release()
     if dist.is_initialized():
         dist.destroy_process_group()
+    _unbind()
 
 
+def _unbind() -> None:
+    """Let a module of torch release the group of all: imported while there is one, its functions have it as a default,
+    and None says the same."""
+    module = sys.modules.get("torch.distributed.nn.functional")
+    for function in () if module is None else vars(module).values():
+        defaults = getattr(function, "__defaults__", None) or ()
+        if any(isinstance(value, dist.ProcessGroup) for value in defaults):
+            function.__defaults__ = tuple(None if isinstance(value, dist.ProcessGroup) else value for value in defaults)
+
+
+@atexit.register
 def _leave_at_exit() -> None:
-    """End groups at exit of a script that does not, because groups that the interpreter frees abort the process.
+    """End groups, also those that a script has destroyed and parc still holds, while there is an interpreter. Gloo's
+    threads may still have to free tensors, for which they take Python's lock; after the interpreter's end Python ends
+    a thread that asks for it, and C++ aborts the process.
 
     Not after an error under NCCL, which would wait for ranks that are still inside a collective.
     """
     failed = getattr(sys, "last_value", None) is not None
-    if dist.is_initialized() and not (failed and dist.get_backend() == "nccl"):
+    if not (failed and dist.is_initialized() and dist.get_backend() == "nccl"):
         leave()

@@ -7,6 +7,7 @@ import itertools
 import os
 import shutil
 import socket
+import sys
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -40,6 +41,7 @@ from .index import (
     extent,
     in_parts,
     numbered,
+    read_facts,
     read_index,
     rectangle_text,
 )
@@ -104,9 +106,15 @@ def check_target(folder: Path, kind: FolderKind = CHECKPOINT) -> None:
         raise RunError(BAD_STATE, str(error), error.help) from None
 
 
+HELD_S = 10.0
+"""The seconds to wait for the end of another run that saves to the same folder: one whose launcher was killed ends by
+itself."""
+
+
 @contextmanager
 def target_held(folder: Path, size: int) -> Iterator[None]:
-    """Lock ``folder``, where this run will save ``size`` bytes at a time, against other runs.
+    """Lock ``folder``, where this run will save ``size`` bytes at a time, against other runs. The process that gives
+    checkpoints their names holds it, so a run that has lost its launcher does, too, for as long as it may save.
 
     Raises:
         RunError: another run saves there, it holds something else, or it cannot be written; nothing was trained yet.
@@ -114,9 +122,7 @@ def target_held(folder: Path, size: int) -> Iterator[None]:
     check_target(folder)
     with ExitStack() as stack:
         try:
-            since = time.strftime("%Y-%m-%d %H:%M:%S")
-            who = f"process {os.getpid()} on {socket.gethostname()} since {since}"
-            stack.enter_context(hold_folder(folder, who))
+            _hold(folder, stack)
             free = shutil.disk_usage(real_path(folder).parent).free
         except FolderHeld as held:
             help_ = "name another folder with `--save`, or wait until that run ends"
@@ -131,6 +137,28 @@ def target_held(folder: Path, size: int) -> Iterator[None]:
             help_ = "free some space, or name a folder on another disk: an old one stays until the new one is complete"
             raise RunError(BAD_STATE, f"`{folder}` cannot be written: {lacking}", help_)
         yield
+
+
+def _hold(folder: Path, stack: ExitStack) -> None:
+    """Lock a folder until the stack ends.
+
+    Raises:
+        FolderHeld: another process holds it, also after a while.
+        OSError: nothing can be written beside it.
+    """
+    who = f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}"
+    until, waits = time.monotonic() + HELD_S, False
+    while True:
+        try:
+            stack.enter_context(hold_folder(folder, who))
+            return
+        except FolderHeld as held:
+            if time.monotonic() >= until:
+                raise
+            if not waits:
+                print(f"another run saves to `{folder}`: {held}; waiting {HELD_S:g} s for its end", file=sys.stderr)
+        waits = True
+        time.sleep(0.1)
 
 
 @dataclass(frozen=True)
@@ -321,7 +349,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     """
     named, folder = folder, current(folder)
     try:
-        facts = read_json(folder / FACTS)
+        facts = read_facts(folder)
         _check_format(named, facts)
         index = read_index(folder, facts["index"]) if "index" in facts else _of_one_file(folder)
         for name, number in (("step", facts["step"]), ("samples", facts.get("samples", 0))):

@@ -26,7 +26,7 @@ from ...compiler.layout.placement import DTYPES, TensorType
 from ...compiler.padding.pads import Pad, real_shape
 from ...compiler.padding.tensors import EntryRanges, EntryRun, ranges_of, runs_of
 from ...compiler.program.stacked import is_stacked, part_name, part_names
-from ...grammar.bounded import MOST_JSON, parse_json, read_bounded
+from ...grammar.bounded import MOST_JSON, parse_json, read_bounded, read_json
 from ..ranks.gather import piece_place
 from .shards import Piece, ShardFile
 
@@ -249,8 +249,39 @@ def write_index(folder: Path, index: Index, facts: Mapping[str, Any]) -> None:
         separators=(",", ":"),
     ).encode()
     (folder / INDEX_FILE).write_bytes(text)
-    facts = {**facts, "index": hashlib.sha256(text).hexdigest()}
-    (folder / FACTS).write_text(json.dumps(facts, sort_keys=True), encoding="utf-8")
+    write_facts(folder, {**facts, "index": hashlib.sha256(text).hexdigest()})
+
+
+_CHECKSUM = "checksum"
+"""The fact that is the hash of all others."""
+
+
+def write_facts(folder: Path, facts: Mapping[str, Any]) -> None:
+    """Write the facts of a checkpoint, with their hash among them.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    text = json.dumps({**facts, _CHECKSUM: _hash_of(facts)}, sort_keys=True)
+    (folder / FACTS).write_text(text, encoding="utf-8")
+
+
+def read_facts(folder: Path) -> Any:
+    """Read the facts of a checkpoint. Those that an older parc wrote have no hash.
+
+    Raises:
+        OSError: they cannot be read.
+        ValueError: they are no JSON, or not those that were written.
+    """
+    facts = read_json(folder / FACTS)
+    if isinstance(facts, dict) and _CHECKSUM in facts and facts[_CHECKSUM] != _hash_of(facts):
+        raise ValueError(f"its {FACTS} is not the one that was written")
+    return facts
+
+
+def _hash_of(facts: Mapping[str, Any]) -> str:
+    others = {name: value for name, value in facts.items() if name != _CHECKSUM}
+    return hashlib.sha256(json.dumps(others, sort_keys=True).encode()).hexdigest()
 
 
 def read_index(folder: Path, digest: str) -> Index:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import pytest
 
 from parc.cli import main
+from parc.runtime.state import checkpoint
 from tests.cli.test_run import environment, run, steps_of
 from tests.runtime.forked import Forked
 from tests.runtime.tiny import DATA, ONE, build
@@ -71,8 +72,10 @@ def stopping(tmp_path: Path) -> Stopping:
 
 
 def test_a_signal_saves_between_two_steps(
-    folder: Path, tmp_path: Path, stopping: Stopping, capsys: pytest.CaptureFixture[str]
-) -> None:
+    folder: Path, tmp_path: Path, stopping: Stopping, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(checkpoint, "HELD_S", 0.0)
     command = [sys.executable, "-m", "parc", "run", str(folder / "one"), *map(str, stopping.words)]
     with open(tmp_path / "said", "w+") as said:
         process = Forked(command, environment(), stderr=said.fileno())

@@ -107,7 +107,7 @@ def forked_ranks() -> Iterator[None]:
         return Forked(command, env)
 
     start_server()
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(SubprocessHandler, "_popen", start)

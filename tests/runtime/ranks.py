@@ -62,7 +62,8 @@ def _fork(python: str, words: list[str], files: list[int]) -> int:
         faulthandler.disable()  # it would write to a file that is closed now
         for first, last in pairwise([2, *sorted(files), os.sysconf("SC_OPEN_MAX")]):
             os.closerange(first + 1, last)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         torch.set_num_threads(1)  # a forked process has none of the threads of the pool
         gc.freeze()

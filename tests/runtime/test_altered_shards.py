@@ -19,7 +19,7 @@ from parc.compiler.layout.placement import Placement, Split, TensorType
 from parc.grammar.codes import BAD_STATE
 from parc.runtime.ranks.faults import RunError
 from parc.runtime.state.checkpoint import CHECKPOINT_FORMAT, read_checkpoint
-from parc.runtime.state.index import FileLayout, StoredTensor
+from parc.runtime.state.index import FileLayout, StoredTensor, write_facts
 from parc.runtime.state.opening import build_mesh, open_build
 from parc.runtime.state.saving import stored_of
 from tests.runtime.shard_ranks import hold, numbers, ranks_of, restore_all, save_all
@@ -68,9 +68,14 @@ def _changed(change: Callable[[Any], None], sealed: bool = True) -> Callable[[Pa
         (folder / "index.json").write_bytes(text)
         if sealed:
             facts["index"] = hashlib.sha256(text).hexdigest()
-        (folder / "state.json").write_text(json.dumps(facts))
+        write_facts(folder, facts)
 
     return changed
+
+
+def _facts_flipped(folder: Path) -> None:
+    text = (folder / "state.json").read_text()
+    (folder / "state.json").write_text(re.sub(r'"step": \d+', '"step": 77', text))
 
 
 def _one_row_more(index: Any) -> None:
@@ -101,6 +106,7 @@ def _one_file_twice(index: Any) -> None:
         (lambda folder: (folder / "state-00000.safetensors").unlink(), r"`state-00000.safetensors` is missing; it"),
         (lambda folder: (folder / "index.json").unlink(), "its index.json is missing"),
         (_changed(lambda index: None, sealed=False), "its index.json is not the one that was written"),
+        (_facts_flipped, "its state.json is not the one that was written"),
         (_changed(_one_row_more), "`parameter.w` has entry 3 of dim 0 in two parts"),
         (_changed(_one_row_less), "`optimizer.exp_avg.w` lacks entries 3 to 3 of dim 0"),
         (_changed(_the_other_way_round), "`parameter.w` is cut into 4 parts, in 2 files"),

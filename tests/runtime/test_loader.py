@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import re
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,7 +17,10 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import parc
 from parc.grammar.codes import BAD_DATA
+from parc.runtime.data import reading
 from parc.runtime.launch.load import dataloader
+from parc.runtime.ranks.faults import RunError
+from parc.runtime.state.checkpoint import read_checkpoint
 from tests.runtime.ranks import run_ranks
 from tests.runtime.tiny import DATA, ONE, PLAN, build
 
@@ -278,3 +285,50 @@ def test_what_a_loader_cannot_do_is_said(tmp_path: Path) -> None:
             next(iter(stream))
         with pytest.raises(TypeError, match="an iterable has no length"):
             len(stream)
+
+
+class Failing:
+    """Rows whose 29th ends or hangs the worker that reads it."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
+        if number == 29 and self.how == "hangs":
+            time.sleep(3600)
+        if number == 29:
+            os._exit(9)
+        return torch.full((8,), number), torch.arange(8)
+
+
+def lost_worker(made: str, how: str, folder: str) -> tuple[str, int]:
+    """Return the error of a loop whose data fails on one rank, and the step that can be saved then."""
+    with pytest.MonkeyPatch.context() as patch, parc.load(made) as session:
+        patch.setattr(reading, "data_limit_s", lambda: 2.0)
+        patch.setitem(multiprocessing.current_process()._config, "daemon", False)  # type: ignore # may have children
+        with pytest.raises(RunError) as error:
+            for batch in dataloader(session, Failing(how), shuffle=True, workers=1):
+                session.step(local=batch)
+        session.save(folder)
+        return str(error.value), read_checkpoint(Path(folder)).step
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("ends", r"entry 29 of the dataset was not read: its worker process ended with code 9; read without `workers`"
+                 r" to see why\n  it was at \S+test_loader.py:\d+ in Failing.__getitem__"),
+        ("hangs", r"entry 29 of the dataset was not read within 2 s; .*\n"
+                  r"  it is at \S+test_loader.py:\d+ in (Failing\.)?__getitem__"),
+    ],
+)  # fmt: skip
+def test_a_worker_that_is_lost_is_one_error_on_all_ranks_and_the_session_can_be_saved(
+    how: str, said: str, tmp_path: Path
+) -> None:
+    made = build(tmp_path, DATA)
+    (first, step), (second, _) = run_ranks(lost_worker, 2, str(made), how, str(tmp_path / "saved"))
+    assert first == second and re.search(rf"\[P0303\] epoch 0: {said}\n  so it is on rank [01]$", first), first
+    assert step >= 0

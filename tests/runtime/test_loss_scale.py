@@ -21,6 +21,7 @@ from parc.compiler.program.step_values import BACKOFF, GROWTH, INITIAL, INTERVAL
 from parc.runtime.launch.train import skip_text
 from parc.runtime.machine.kernels import KERNELS
 from parc.runtime.ranks.faults import RunError
+from parc.runtime.state.index import write_facts
 from parc.runtime.state.step_state import LEAST, state_after
 from tests.checked_plans import compiled, simulated
 from tests.draws import share
@@ -198,7 +199,7 @@ def test_a_checkpoint_holds_the_scale_and_other_plans_go_on_with_it(tmp_path: Pa
         facts = json.loads((kept / "state.json").read_text())
         for name, value in (("loss_scale", -1.0), ("loss_scale", 0.0), ("good_steps", -1), ("skipped_steps", None)):
             wrong = {**facts, "state": {**facts["state"], name: value}}
-            (kept / "state.json").write_text(json.dumps(wrong))
+            write_facts(kept, wrong)
             with pytest.raises(RunError, match="holds a loss scale that no step can have made"):
                 session.restore(kept)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ import parc
 from parc.compiler.build.folders import FolderError, FolderKind, current, replacing
 from parc.grammar.codes import BAD_STATE, FOLDER_HELD
 from parc.runtime.ranks.faults import RunError
+from parc.runtime.state import checkpoint
 from parc.runtime.state.checkpoint import target_held
 from parc.runtime.state.opening import checkpoint_bytes, open_build
 from parc.runtime.state.optimizer import make_optimizer, update
@@ -184,7 +187,10 @@ def test_many_processes_replace_one_folder_at_once(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["saved"] and (place / "a.txt").read_text() in "0123"
 
 
-def test_a_folder_is_kept_to_one_holder_until_it_ends(made: Path, tmp_path: Path) -> None:
+def test_a_folder_is_kept_to_one_holder_until_it_ends(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(checkpoint, "HELD_S", 0.0)
     place, size = tmp_path / "below" / "saved", checkpoint_bytes(open_build(made))
     with target_held(place, size):
         with pytest.raises(RunError, match=rf"another run saves to `.*`: process {os.getpid()} on \S+ since 2") as held:
@@ -192,6 +198,13 @@ def test_a_folder_is_kept_to_one_holder_until_it_ends(made: Path, tmp_path: Path
         assert held.value.code is FOLDER_HELD
         replace(place, "by the holder")
     assert [path.name for path in place.parent.iterdir()] == ["saved"]
+    monkeypatch.setattr(checkpoint, "HELD_S", 20.0)
+    with ExitStack() as other:
+        other.enter_context(target_held(tmp_path / "other", size))
+        monkeypatch.setattr(time, "sleep", lambda _: other.close())  # the holder ends while the next one waits
+        with target_held(tmp_path / "other", size):
+            assert "; waiting 20 s for its end\n" in capsys.readouterr().err
+        monkeypatch.undo()
     child = os.fork()
     if child == 0:
         target_held(tmp_path / "left", size).__enter__()

@@ -339,7 +339,7 @@ def test_workers_read_what_is_read_without_them_and_name_the_sample_that_fails(
     for first, end in ((one, one + 2), (two, 9)):  # its end moves, as when a run is to train on
         assert torch.equal(bounded(first, end)["label"], here(first)["label"])
     dying = opened(folder, "dataset", target="./code.py:dying", inputs=PICTURES)
-    with pytest.raises(DataError, match="a worker process that reads data ended: DataLoader worker") as error:
+    with pytest.raises(DataError, match="entry 0 of the dataset was not read: its worker process ") as error:
         RowReader(Closing(dying, closed), [0, 1], 2, 1)(0)
     assert "read without `workers`" in error.value.help
     assert signal_handling._SIGCHLD_handler_set and signal.getsignal(signal.SIGCHLD) == handler

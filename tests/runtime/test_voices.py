@@ -10,7 +10,7 @@ import pytest
 
 from parc.cli import main
 from parc.runtime.launch import voices
-from parc.runtime.launch.voices import Voices, _Copied
+from parc.runtime.launch.voices import Voices, _Heard
 from tests.runtime.forked import forked_ranks
 from tests.runtime.tiny import DATA, PLAN, build
 
@@ -64,7 +64,7 @@ def test_a_line_is_compared_as_it_is_left_on_a_terminal(tmp_path: Path, capsys: 
         for rank, text in (("5", "slow\nonly 5 and 6\n"), ("6", "only 5 and 6\nslow\nno end")):
             (tmp_path / f"rank{rank}.log").write_text(text)
         time.sleep(0.3)
-        bar = _Copied(stream, copy)
+        bar = _Heard(stream, copy)
         for text in ("10 %", "\r\x1b[2K20 %", "\r\x1b[2K\x1b[1mslow\x1b[0m\n30 %"):
             bar.write(text)
     assert stream.getvalue().endswith("slow\x1b[0m\n30 %") and "%" not in said.read_text()
