@@ -1,4 +1,4 @@
-"""Folders and files of people where parc writes: nothing is lost, whatever command, place or moment of a kill."""
+"""Folders and files of people where parc writes: nothing is lost, whatever the command, the place, the moment."""
 
 from __future__ import annotations
 
