@@ -1,11 +1,12 @@
 """Runs of two hosts, over and over: ``python -m tests.hosts`` trains on two hosts of a network of its own by the
 commands of docs/nodes.md, stops them by a signal, goes on from the checkpoint, and compares the losses with those of
-one launcher. Then a stranger sends messages to every port of such runs. It ends with 1 if a run hangs, a loss differs,
-or anything that was sent is executed."""
+one launcher. Then a rank, a launcher and a host fail, which all others are to name, and a stranger sends messages to
+every port of a run. It ends with 1 if a run hangs, a loss differs, or anything that was sent is executed."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, final
@@ -33,6 +34,8 @@ no names of addresses are known."""
 _HANG_S = 240
 """The seconds after which a run hangs, on a computer that does much else."""
 _TIMEOUT_S = 60
+_ENDING_S = 20
+"""The seconds beyond a timeout that launchers have to say what happened, and to end their ranks."""
 
 
 def documented() -> tuple[list[str], list[str]]:
@@ -52,10 +55,11 @@ class Run:
     processes: dict[str, subprocess.Popen[bytes]]
     said: dict[str, Path]
 
-    def ended(self, seconds: float = _HANG_S) -> dict[str, int | Literal["hung"]]:
-        """Return the exit codes of the launchers; one that hangs is killed."""
+    def ended(self, seconds: float = _HANG_S, hosts: Iterable[str] = tuple(HOSTS)) -> dict[str, int | Literal["hung"]]:
+        """Return the exit codes of the launchers of some hosts; one that hangs is killed."""
         until, codes = time.monotonic() + seconds, dict[str, int | Literal["hung"]]()
-        for host, process in self.processes.items():
+        for host in hosts:
+            process = self.processes[host]
             try:
                 codes[host] = process.wait(max(0.1, until - time.monotonic()))
             except subprocess.TimeoutExpired:
@@ -154,6 +158,46 @@ def go_on(lab: Lab, metrics: Path, steps: int) -> list[str]:
     return [f"step {step} has {losses.get(step)}, and {expected[step - 1]} by one launcher" for step in wrong[:1]]
 
 
+# ---- faults of one host, which all launchers are to name
+
+
+FAULTS = {
+    "a rank of host1 is stopped": (signal.SIGSTOP, "rank", "rank 1 does not answer: process"),
+    "a rank of host1 is killed": (signal.SIGKILL, "rank", "rank 1 failed: it was killed by SIGKILL"),
+    "the launcher of host1 is killed": (signal.SIGKILL, "launcher", "the launcher of rank 1 on `host1` is gone"),
+    "host1 is stopped": (signal.SIGSTOP, "launcher and rank", "the launcher of rank 1 on `host1` has not answered"),
+}
+"""The signal of each fault, the processes of host1 that get it, and what all launchers say that are left."""
+
+
+def fault(lab: Lab, number: int, name: str, timeout_s: int) -> list[str]:
+    """Let a fault happen in a run of two hosts. Return what was wrong: each launcher that is left ends within the
+    timeout and some seconds, and names what happened."""
+    sent, who, words = FAULTS[name]
+    metrics = lab.folder / f"fault{number}.jsonl"
+    run = lab.start("--steps", 10**6, "--metrics", metrics, "--timeout", timeout_s, "--no-first-check")
+    if not wait_for(run, lambda: len(lab.losses(metrics)) >= 2):
+        return [f"{host} of the run: {code}, {run.text(host)[-800:]}" for host, code in run.ended(1).items()]
+    launcher = run.processes["host1"].pid
+    ranks = subprocess.run(["ps", "--ppid", str(launcher), "-o", "pid="], capture_output=True, text=True, check=True)
+    (rank,) = map(int, ranks.stdout.split())
+    begun = time.monotonic()
+    for process, kind in ((rank, "rank"), (launcher, "launcher")):
+        if kind in who:
+            os.kill(process, sent)
+    left = ["host0"] if "launcher" in who else [*HOSTS]
+    codes = run.ended(timeout_s + _ENDING_S, left)
+    for process in (launcher, rank):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+    run.ended(_ENDING_S)
+    seconds = time.monotonic() - begun
+    return [
+        f"{host} ended with {codes[host]} after {seconds:.0f} s, and does not say `{words}`: {run.text(host)[-800:]}"
+        for host in left if codes[host] != 4 or words not in run.text(host)
+    ]  # fmt: skip
+
+
 # ---- a stranger at the cable
 
 
@@ -209,6 +253,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run cycles and attacks, and print what came of them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cycles", metavar="N", type=int, default=20)
+    parser.add_argument("--no-faults", dest="faults", action="store_false")
     parser.add_argument("--messages", metavar="N", type=int, default=10_000, help="to each port of a run")
     parser.add_argument("--seed", metavar="N", type=int, default=0)
     args = parser.parse_args(words)
@@ -224,6 +269,10 @@ def main(words: Sequence[str] | None = None) -> int:
                     faults += len(wrong)
                     said = "; ".join(wrong) or f"losses are those of one launcher, {time.monotonic() - begun:.0f} s"
                     print(f"run {number + 1} of {args.cycles}, {' and '.join(stopped)} stopped: {said}", flush=True)
+                for number, name in enumerate(FAULTS if args.faults else ()):
+                    begun, wrong = time.monotonic(), fault(lab, number, name, 12)
+                    faults += len(wrong)
+                    print(f"{name}: {'; '.join(wrong) or 'all launchers name it'}, {time.monotonic() - begun:.0f} s")
                 if args.messages:
                     outcome = attack(lab, 0, args.messages)
                     faults += len(outcome.wrong)

@@ -3,19 +3,23 @@ each hears of the others. No rank runs here."""
 
 from __future__ import annotations
 
+import signal
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from parc.grammar.codes import NOT_MET
+from parc.runtime.launch import failures
 from parc.runtime.launch import hosts as module
 from parc.runtime.launch.endpoint import Endpoint, interface_of
 from parc.runtime.launch.failures import Failure
@@ -237,3 +241,33 @@ def test_a_host_that_fails_before_its_ranks_begin_tells_why(at: Endpoint, monkey
         until(lambda: second.failures)
         assert "another run saves there" in second.failures[0].message and second.failures[0].expected
         second.end(0, [], [])
+
+
+class Elsewhere:
+    """Another host of a run, on which a rank has failed."""
+
+    def __init__(self, *failures: Failure) -> None:
+        self.failures = list(failures)
+        self.trouble_s: float | None = time.monotonic()
+        self.told: list[Failure] = []
+
+    def tell(self, failure: Failure) -> None:
+        self.told.append(failure)
+
+
+def test_ranks_are_stopped_when_another_host_fails_and_ended_when_it_waited_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failures, "_FAILING_S", 0.1)
+    for elsewhere, timeout_s, number in (
+        (Elsewhere(Failure(0, time.time(), 4, "it fell")), 60.0, signal.SIGTERM),
+        (Elsewhere(Failure(0, time.time(), 4, "it waited", late=True)), 60.0, signal.SIGKILL),
+        (Elsewhere(), 1.0, signal.SIGKILL),  # it did not stop in time
+    ):
+        with subprocess.Popen(["sleep", "60"]) as rank, failures.Hanging(tmp_path, elsewhere, timeout_s) as hanging:
+            if number == signal.SIGKILL:
+                rank.send_signal(signal.SIGSTOP)
+            (tmp_path / "process0").write_text(f"{rank.pid} 3")
+            assert rank.wait(10) == -number
+        said = [f"rank 3 does not answer: process {rank.pid} is stopped (SIGSTOP)"]
+        assert hanging.reports == said * (number == signal.SIGKILL)
