@@ -143,8 +143,8 @@ def _stops_said() -> Iterator[None]:
 
     try:
         if threading.current_thread() is threading.main_thread():
-            handler = signal.SIG_DFL if VOICES in os.environ else end
-            before = {number: signal.signal(number, handler) for number in stop_signals()}
+            here = signal.SIG_DFL if VOICES in os.environ else end
+            before = {number: signal.signal(number, here) for number in stop_signals()}
         yield
     finally:
         for number, handler in before.items():

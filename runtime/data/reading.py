@@ -137,9 +137,11 @@ class RowReader:
         while True:
             try:
                 return next(self._loaders[0])
-            except RuntimeError:  # of DataLoader: nothing came for a while, or a worker has ended
-                if fault := self._crew.dead() or (time.monotonic() >= until and self._crew.slow(limit)):
-                    return fault
+            except RuntimeError as error:  # of DataLoader
+                if "timed out" not in str(error):
+                    return self._crew.dead(str(error))
+                if time.monotonic() >= until:
+                    return self._crew.slow(limit)
 
     def _start(self, first: int, end: int | None) -> None:
         self._end = 1 << 62 if end is None else max(end, first + 1)
@@ -213,11 +215,13 @@ class Crew:
             noted[int(process)] = what, code, at
         return noted
 
-    def dead(self) -> Failed | None:
-        """Return the fault of a worker that has ended, None if all live."""
-        ended = next((process for process in self._processes if process.exitcode), None)
+    def dead(self, error: str) -> Failed:
+        """Return the fault of a worker that has ended; if none has, that of a loader with this error."""
+        all_ended = [process for process in self._processes if process.exitcode is not None]
+        ended = max(all_ended, key=lambda process: process.exitcode != 0, default=None)
         if ended is None:
-            return None
+            message = f"the workers' data did not arrive: {error.splitlines()[0]}"
+            return Failed(message, "read without `workers` to see why", "")
         exit_code = ended.exitcode or 0
         how = f"was killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"ended with code {exit_code}"
         what, code, at = self._noted().get(ended.pid or 0, ("", "", ""))
