@@ -17,6 +17,7 @@ from unittest.mock import patch
 import torch
 
 from parc.compiler.layout.collectives import COLLECTIVES, MESSAGE, RINGS, SUMS, WAIT
+from parc.compiler.ops.rules import facts
 from parc.compiler.program.program import Function, Line, Ref, map_references
 from parc.runtime.backends.in_process import InProcess
 from parc.runtime.compare.agreement import TOLERANCE
@@ -93,7 +94,7 @@ def _liveness(sent: list[Sent], late: Sent | None, function: Function, *options:
     for at, (line, life) in enumerate(zip(function.lines, lives, strict=True)):
         if coming.intersection(line.uses):
             lives[at] = life._replace(awaited=tuple(name for name in life.awaited if name not in coming))
-            if line.op != WAIT:
+            if line.op != WAIT and facts(line.op).storage != "view":  # a view reads no numbers
                 break
             coming.update(value.name for value in line.made)
     return lives

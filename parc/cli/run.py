@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from parc.cli.plan_arguments import add_defines, chosen_sizes, default_out, is_plan, plan_at, positive, positive_number
 from parc.cli.terminal import say
@@ -133,7 +133,7 @@ def _stops_said() -> Iterator[None]:
     for a rank that died before they met."""
     from parc.runtime.launch.voices import VOICES, stop_signals
 
-    before = {}
+    before: dict[signal.Signals, Any] = {}
 
     def end(number: int, _: object) -> None:
         if os.environ.get("LOCAL_RANK", "0") == "0":
