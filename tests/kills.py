@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import faulthandler
 import json
 import os
 import random
@@ -90,6 +91,7 @@ def be_parc(words: tuple[str, ...] | list[str], env: dict[str, str]) -> NoReturn
     try:
         os.setsid()
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+        faulthandler.register(signal.SIGUSR2, os.dup(2))
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
         os.environ.clear()
@@ -146,7 +148,11 @@ def ended(seconds: float) -> bool:
     while left := descendants(os.getpid()):
         reap()
         if time.monotonic() > until:
-            print(f"left: {[Path(f'/proc/{process}/stat').read_text()[:60] for process in left if lives(process)]}")
+            for process in left:
+                with suppress(OSError):
+                    print("left:", Path(f"/proc/{process}/stat").read_text()[:60])
+                    os.kill(process, signal.SIGUSR2)  # its stack goes to the log
+            time.sleep(1)
             return False
         time.sleep(0.05)
     reap()
