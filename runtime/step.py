@@ -248,7 +248,7 @@ class Stepper:
                         self._finish_later()
             except PeerLost as error:
                 raise error.during(f"action {action} of step {step + 1}") from error
-            except RuntimeError as error:
+            except (RuntimeError, IndexError) as error:
                 error.add_note(f"in action {action} of step {step + 1}")
                 raise
 

@@ -8,12 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
+import parc
+from parc.build import build
 from parc.checking.checks import case_of
 from parc.compiler.capture.model_calls import model_builder
 from parc.compiler.initial.recipes import initialize
 from parc.compiling.compiled import Compiled
 from parc.grammar.diagnostics import PlanError
 from parc.runtime.compare.model_run import ReferenceRun
+from parc.runtime.ranks.faults import RunError
 from tests.bag_models import KINDS, RAGGED, clicked
 from tests.checked_plans import checked, compiled, held
 
@@ -150,3 +153,13 @@ def test_sparse_gradients_are_trained_dense(tmp_path: Path) -> None:
     rows = "self.row = nn.Embedding(12, 4, sparse=True, padding_idx=-1)"
     text = own_bags(tmp_path, f"{bags}; {rows}", "self.bag(items) + self.row(items).sum(1)", dp=2)
     checked(compiled(text, tmp_path))
+
+
+def test_a_bag_that_begins_in_another_microbatch_is_an_error_in_words(tmp_path: Path) -> None:
+    text = own_bags(tmp_path, "self.bag = nn.EmbeddingBag(12, 4)", "self.bag(items, starts)")
+    text = text.replace("[B, 6]", "[N]").replace("B=8", "B=8, N=16").replace("shard items [B/dp, _]\n", "")
+    (tmp_path / "plan.parc").write_text(f"{text}schedule microbatches 2\n")
+    build(tmp_path / "plan.parc", tmp_path / "build", {})
+    batch = {"items": torch.arange(16) % 12, "starts": torch.arange(0, 16, 2), "labels": torch.arange(8) % 4}
+    with parc.load(tmp_path / "build") as session, pytest.raises(RunError, match="a place that a tensor does not have"):
+        session.step(batch)

@@ -187,6 +187,9 @@ class _ModelAndLoss(nn.Module):
         for loss in losses:
             if isinstance(loss, torch.Tensor) and loss.dim() == 0:
                 continue
+            if isinstance(loss, int | float | torch.SymInt | torch.SymFloat):
+                message = "the loss is a number of Python, which has no gradient"
+                raise CaptureError("output", message, help="return the tensor: leave out `.item()` or `float()`")
             what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise CaptureError("output", f"the loss is {what}, not a single number")
         returned = returned_tensors(output) if self._returns else {}

@@ -42,8 +42,8 @@ class Seen(NamedTuple):
 SEEN: Mapping[str, Seen] = {
     "hook": Seen(
         "{} has a hook on gradients, which a build does not call",
-        "clip with `clip` of the `optimizer` line, give parameters another rate or none with its `for` lines and"
-        " `freeze`, and write a scaled gradient as `0.1 * x + (0.9 * x).detach()`",
+        "clip with `clip` of the `optimizer` line, give parameters another rate by a line `optimizer on WHERE lr …` or"
+        " none by `freeze`, and write a scaled gradient as `0.1 * x + (0.9 * x).detach()`",
     ),
     "packed": Seen(
         "{} packs what backward reads into other numbers; a build's gradients are the forward's derivative",
@@ -298,6 +298,9 @@ _MOST_ENTRIES = 1000
 _MOST_OBJECTS = 200_000
 _OPAQUE = ("torch", "builtins", "numpy", __name__.partition(".")[0])
 """The packages whose objects are not looked into."""
+_SAME_NAME = "'"
+_GENERATOR = "generator"
+"""The first word of what tells one state of a generator of random numbers from another."""
 _OF_MODULES = frozenset(vars(nn.Module()))
 _HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks")
 
@@ -320,6 +323,8 @@ class PythonState:
         seen, pending = set[int](), deque(self._roots)
         while pending and len(seen) < _MOST_OBJECTS:
             path, value = pending.popleft()
+            while path in state:  # an attribute and a global of one name
+                path += _SAME_NAME
             if isinstance(value, _PLAIN):
                 state[path] = (type(value).__name__, repr(value))
                 continue
@@ -355,7 +360,7 @@ class PythonState:
         if isinstance(value, numpy.ndarray):
             return ("array", hash(value.tobytes())) if value.nbytes < 1 << 20 else id(value), ()
         if isinstance(value, (random.Random, numpy.random.Generator, torch.Generator)):
-            return repr(_generator_state(value)), ()
+            return (_GENERATOR, hash(repr(_generator_state(value)))), ()
         if isinstance(value, nn.Module):
             return id(value), self._of_module(path, value)
         if isinstance(value, dict):
@@ -447,9 +452,19 @@ def state_changes(before: Mapping[str, Any], after: Mapping[str, Any], tensors: 
     for path in (*before, *(path for path in after if path not in before)):
         old, new = before.get(path), after.get(path)
         if old != new and (tensors or not (_is_tensor(old) and _is_tensor(new))):
-            names[path.partition("[")[0]] = None
+            names[path.partition("[")[0].rstrip(_SAME_NAME)] = None
     return tuple(names)
 
 
+def drawn_generators(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of the generators of random numbers that have drawn between two states."""
+    drawn = {path: token for path, token in after.items() if _starts_with(token, _GENERATOR)}
+    return state_changes({path: before[path] for path in drawn if path in before}, drawn)
+
+
 def _is_tensor(token: Any) -> bool:
-    return isinstance(token, tuple) and token[:1] == ("tensor",)
+    return _starts_with(token, "tensor")
+
+
+def _starts_with(token: Any, word: str) -> bool:
+    return isinstance(token, tuple) and token[:1] == (word,)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.utils._pytree import tree_leaves
 
-from parc.checking.module_numbers import ModuleAgreement, compare_module
+from parc.checking.module_numbers import ModuleAgreement, OtherAgainError, compare_module
 from parc.checking.probes import ProbeBatches
 from parc.compiler.capture.experts.forms import own_forms
 from parc.compiler.capture.faults import CaptureError
@@ -19,7 +19,7 @@ from parc.compiler.initial.recipes import initialize
 from parc.compiler.plan.directive import Directive
 from parc.compiler.program.actions import FORWARD
 from parc.compiling.compiled import Compiled
-from parc.compiling.observation import ObservedModel, check_later, observe, own_gradient
+from parc.compiling.observation import ObservedModel, check_later, no_function, observe, own_gradient
 from parc.compiling.plan_capture import capture_diagnostic, failure
 from parc.grammar.codes import AMPLIFIED, CAPTURE_FAILED, NEAR_TIE, NOT_FINITE, OTHER_FORM, OTHER_NUMBERS
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
@@ -76,7 +76,10 @@ def _compared(compiled: Compiled, case: Case, batches: ProbeBatches) -> ModuleAg
             raise PlanError([failure(compiled.plan, error)]) from error
         if fault := _run_fault(compiled, case, inputs, eager):
             raise PlanError([fault])
-        agreement = compare_module(compiled, case, batches, seed)
+        try:
+            agreement = compare_module(compiled, case, batches, seed, observed.keeps)
+        except OtherAgainError as other:
+            raise PlanError([_other_again(compiled.plan.model, other, observed.kept or observed.changed)]) from None
         if agreement.holds or not agreement.tied:
             break
     if observed.functions and agreement.differences and {d.key.kind for d in agreement.differences} == {"gradient"}:
@@ -153,6 +156,14 @@ def _run_fault(compiled: Compiled, case: Case, inputs: Mapping[str, torch.Tensor
     if lossless and any(bool(value.isnan().any()) for value in eager.output):
         return not_finite(compiled.plan.model, "the model returns NaN on a batch of random data")
     return None
+
+
+def _other_again(model: Directive, other: OtherAgainError, names: Sequence[str]) -> Diagnostic:
+    """Return the error of a module whose numbers follow from what earlier forwards left in Python."""
+    message = (
+        f"the {other.what} differs by {other.error:.1e} of its size the next time, with the same inputs and weights"
+    )
+    return no_function(model, message, f"the forward changes {listed(names) if names else 'an iterator'}")
 
 
 def _other_form(model: Directive, forms: Sequence[str], agreement: ModuleAgreement) -> Diagnostic:

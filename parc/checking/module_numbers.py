@@ -38,6 +38,8 @@ _EQUAL = 1e-14
 _LEAST = 1e-3
 """The share of the largest tensor of its kind that a tensor is at least taken for: what adds up to nothing is rounded
 beside its terms."""
+_AGAIN = 1e3
+"""The roundings by which the same step may differ, taken again: kernels of several threads add in any order."""
 _DRAWS = 4
 """The most roundings that are drawn for a tensor that differs: a single number may change little by chance."""
 _STATE = ("buffer", "parameter")
@@ -200,26 +202,45 @@ class ModuleAgreement:
         return self.errors.get(kind, 0.0)
 
 
+class OtherAgainError(Exception):
+    """The error of a module that gives other numbers in the same step, taken again: ``what`` differs by ``error`` of
+    its size."""
+
+    def __init__(self, what: str, error: float) -> None:
+        super().__init__(what, error)
+        self.what, self.error = what, error
+
+
 class _FailedError(Exception):
     """The error of a module that fails at some weights or in some types, or is not finite there, or calls other
     operators."""
 
 
-def compare_module(compiled: Compiled, case: Case, batches: ProbeBatches, seed: int) -> ModuleAgreement:
+def compare_module(
+    compiled: Compiled, case: Case, batches: ProbeBatches, seed: int, keeps: bool = False
+) -> ModuleAgreement:
     """Compare the module with the captured graph at its initial weights and at moved ones: in float64, or in its own
-    types where it does not run so, or calls other operators. ``seed`` is that of random data."""
+    types where it does not run so, or calls other operators. ``seed`` is that of random data. A module that ``keeps``
+    something in Python takes each step twice.
+
+    Raises:
+        OtherAgainError: the second time it gives other numbers.
+    """
     try:
-        return _Comparison(compiled, case, batches, seed, float64=True).agreement()
+        return _Comparison(compiled, case, batches, seed, True, keeps).agreement()
     except _FailedError as error:
-        in_module_types = _Comparison(compiled, case, batches, seed, float64=False)
+        in_module_types = _Comparison(compiled, case, batches, seed, False, keeps)
         return in_module_types.agreement(f"not in float64: {error}")
 
 
 class _Comparison:
     """The comparison at all probes, in float64 or in the module's own types."""
 
-    def __init__(self, compiled: Compiled, case: Case, batches: ProbeBatches, seed: int, float64: bool) -> None:
+    def __init__(
+        self, compiled: Compiled, case: Case, batches: ProbeBatches, seed: int, float64: bool, keeps: bool
+    ) -> None:  # fmt: skip
         self.compiled, self.case, self.batches, self.seed, self.float64 = compiled, case, batches, seed, float64
+        self.keeps = keeps
         self.module, self.margin = ModuleRun(compiled, case, float64), Margin()
         self.types = "float64" if float64 else str(self.module.dtype).removeprefix("torch.")
         constants = compiled.captured.constants  # in the module's code, not in the module
@@ -297,8 +318,24 @@ class _AtProbe:
         for key, value in self._module[0].items():
             if key.kind in ("loss", "gradient") and not bool(value.isfinite().all()):
                 raise _FailedError(f"the {key.kind} is not finite")
+        if within.keeps:
+            self._check_again()
         self._graph = self._graph_steps(probe, self.inputs, within.float64, within.margin)
         self._changes: list[list[dict[Binding, float]]] = []
+
+    def _check_again(self) -> None:
+        """Check that the module gives the same numbers in the same steps: what it keeps in Python would otherwise pass
+        for rounding, which is measured by further steps.
+
+        Raises:
+            OtherAgainError: it does not.
+        """
+        for first, again in zip(self._module, self._module_steps(self.probe, self.inputs), strict=False):
+            for key in first.keys() & again.keys():
+                apart, size = _apart(first[key], again[key]), _apart(first[key], None)
+                if apart > _AGAIN * self._rounding * max(size, _TINY):
+                    what = TensorDifference(key, apart / max(size, _TINY), math.inf, "").what
+                    raise OtherAgainError(what, apart / max(size, _TINY))
 
     def _inputs(self, seed: int) -> dict[str, Tensor]:
         inputs = self._within.batches.batch(seed)

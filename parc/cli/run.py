@@ -212,13 +212,14 @@ def _hosts(args: argparse.Namespace, build: Build, nproc: int) -> Hosts:
     Raises:
         RunError: the file with the secret cannot be read.
     """
+    from parc.grammar.bounded import real_path
     from parc.runtime.launch.endpoint import Endpoint
     from parc.runtime.launch.hosts import Hosts, read_secret
     from parc.runtime.launch.meeting import Join
     from parc.runtime.session.one_build import build_hash
 
     name, job = socket.gethostname(), next(filter(None, map(os.environ.get, _JOBS)), "")
-    mine = Join(build_hash(build), build.path.resolve().name, args.nnodes, nproc, args.node_rank, name, job)
+    mine = Join(build_hash(build), real_path(build.path).name, args.nnodes, nproc, args.node_rank, name, job)
     endpoint = Endpoint.parse(args.rdzv_endpoint)
     return Hosts(mine, endpoint, read_secret(args.secret_file), float(args.timeout), say)
 

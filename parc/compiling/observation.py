@@ -21,6 +21,7 @@ from parc.compiler.capture.observer import (
     LEAST_DRAWS,
     PythonState,
     as_if_traced,
+    drawn_generators,
     fault_of,
     kept_draws,
     noting_packs,
@@ -74,6 +75,13 @@ class Observation:
     state in Python."""
     kept: tuple[str, ...] = ()
     """The state that they changed."""
+    whole: bool = True
+    """False where some state in Python cannot be compared."""
+
+    @property
+    def keeps(self) -> bool:
+        """True where a forward may leave something in Python for the next one."""
+        return bool(self.changed or self.kept) or not self.whole
 
 
 def observe(
@@ -113,6 +121,9 @@ class _Runs:
         if faults:
             raise faults[0]
         states.append(self.state.take())
+        if generators := drawn_generators(*states):
+            message = f"the forward draws from {listed(generators)}, which the next step finds in another state"
+            raise PlanError([no_function(self._subject.plan.model, message, "")])
         self._check_again(inputs, first, drawn)
         states.append(self.state.take())
         if functions := own_backwards(first[-1]):
@@ -121,7 +132,8 @@ class _Runs:
             self._check_packs(inputs, packs[0])
         kept = state_changes(states[0], states[2])
         later = self._forward(others) if others is not None and (kept or not self.state.whole) else ()
-        return Observation(functions, state_changes(states[1], states[2], tensors=False), later, kept)
+        changed = state_changes(states[1], states[2], tensors=False)
+        return Observation(functions, changed, later, kept, self.state.whole)
 
     def _forward(self, inputs: Mapping[str, Tensor], draws: int = 0) -> tuple[Tensor, ...]:
         """Return the tensors that the model returns, and last the loss. torch's own draws are the same each time;

@@ -16,6 +16,7 @@ from typing import Any, Self, final
 import torch
 
 from ...compiler.build.build import Build
+from ...grammar.bounded import real_path
 from ...grammar.codes import BAD_STATE, REPLICAS_DIFFER
 from ..compare.first_check import CheckOutcome
 from ..observe.observer import Observe, Observer
@@ -148,7 +149,7 @@ class Checkpoints:
         self._saved = session.step_number if options.resume == options.save else -1
         self._failed, self._again = 0, -1
         """The count of failures in a row, and the step of the next try."""
-        self._mount = None if options.save is None else _mount(options.save.resolve())
+        self._mount = None if options.save is None else _mount(real_path(options.save))
 
     def stepped(self) -> None:
         """Save the step that was just done, if it is due."""

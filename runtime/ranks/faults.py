@@ -17,7 +17,7 @@ from ...compiler.program.actions import ACTIONS, SCALING, Action, work_kinds
 from ...compiler.program.blocks import complete
 from ...compiler.program.program import Line
 from ...compiler.program.step_values import SKIPPED_STEPS
-from ...grammar.codes import BAD_NUMBER, NOT_MET, REPLICAS_DIFFER, UNWRITTEN, WORLD_SIZE
+from ...grammar.codes import BAD_DATA, BAD_NUMBER, NOT_MET, REPLICAS_DIFFER, UNWRITTEN, WORLD_SIZE
 from ...grammar.diagnostics import Code, Diagnostic
 from .communication import Environment
 
@@ -65,6 +65,28 @@ def writing(path: Path) -> Iterator[None]:
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise RunError(UNWRITTEN, f"`{path}` cannot be written: {reason}", "name a file in another place") from None
+
+
+_BEYOND = re.compile(r"\bout of (?:bounds|range)\b", re.IGNORECASE)
+"""The words of torch for a number that names a place which a tensor does not have."""
+
+
+@contextmanager
+def places_explained() -> Iterator[None]:
+    """Enter a step, in which numbers of the data may name places that tensors do not have.
+
+    Raises:
+        RunError: they do.
+    """
+    try:
+        yield
+    except (RuntimeError, IndexError) as error:
+        if not _BEYOND.search(str(error)):
+            raise
+        message = f"a number names a place that a tensor does not have: {str(error).partition(chr(10))[0]}"
+        help_ = "compare the numbers of the data with the rows of tables and the lengths of tensors; an input without B"
+        help_ += " is the same in each microbatch, and offsets of bags begin at 0 in each"
+        raise RunError(BAD_DATA, message, help_, getattr(error, "__notes__", ())) from error
 
 
 _NOTHING_COUNTS = "every target of the batch is ignored or masked, so the loss would divide by zero"

@@ -36,7 +36,7 @@ from ..machine.execute import Machine
 from ..machine.products import agreed_kernels
 from ..machine.registry import library_of
 from ..ranks.communication import Backend, Environment
-from ..ranks.faults import Bad, RunError, Watcher, bad_number, bad_tensor, writing
+from ..ranks.faults import Bad, RunError, Watcher, bad_number, bad_tensor, places_explained, writing
 from ..ranks.gather import Gatherer, everywhere, held, keepers_of, owners_of
 from ..ranks.lockstep import Lockstep
 from ..ranks.processes import default_device, place
@@ -240,7 +240,7 @@ class Session:
         return self._finished(begun)
 
     def _finished(self, begun: Begun) -> StepResult:
-        with self._together.doing(f"step {self.step_number + 1}", self.state):
+        with self._together.doing(f"step {self.step_number + 1}", self.state), places_explained():
             self._last_batch = begun.at, begun.parts, dict(self.state.buffers)
             (result,) = begun.at.stepper.finish(begun.work, self.step_number)
         result.weights = self.weights_mark

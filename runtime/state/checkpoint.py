@@ -349,8 +349,8 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     """
     named, folder = folder, current(folder)
     try:
+        _check_format(named, read_json(folder / FACTS))  # a newer one may have another checksum
         facts = read_facts(folder)
-        _check_format(named, facts)
         index = read_index(folder, facts["index"]) if "index" in facts else _of_one_file(folder)
         for name, number in (("step", facts["step"]), ("samples", facts.get("samples", 0))):
             if type(number) is not int or not 0 <= number < 2**53:

@@ -63,6 +63,8 @@ EXPECTED = {
     "only_logs": "P0228",
     "counter": "P0228",
     "counter_read": "P0227",
+    "counter_ramp": "P0227",
+    "own_random": "P0227",
     "global_counter": "P0228",
     "memoised": "verified",
     "side_loss": "verified",
