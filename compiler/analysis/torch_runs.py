@@ -29,8 +29,7 @@ def run_line(
     """Run a line in a mode that ``watch`` returns for its operands, and torch's ``derivative`` of it. Return the mode.
     Operands that are ``wide`` are in float64: composed operators may round their numbers to the type of operands.
 
-    >>> question = ...  # aten.softmax.int(x, -1)
-    >>> run_line(question, watch, derivative=True)  # sees _softmax and _softmax_backward_data
+    Of ``aten.softmax.int(x, -1)`` with its derivative the mode sees ``_softmax`` and ``_softmax_backward_data``.
     """
     with quiet():
         try:
@@ -88,11 +87,8 @@ def _differentiated(call: Callable[[], Any], tensors: Sequence[Tensor]) -> Any:
 
 @lru_cache(maxsize=1024)
 def operators_of(question: Question) -> frozenset[str]:
-    """Return the names of the operators that a line is made of, and of those of its derivative.
-
-    >>> sorted(operators_of(question))  # of aten.softmax.int
-    ['_softmax', '_softmax_backward_data', …]
-    """
+    """Return the names of the operators that a line is made of, and of those of its derivative: ``_softmax`` and
+    ``_softmax_backward_data`` of ``aten.softmax.int``."""
     return frozenset(run_line(question, lambda _: _Names(), derivative=True).names)
 
 

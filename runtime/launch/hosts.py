@@ -19,6 +19,7 @@ from typing import Any, Self, final
 
 import torch.distributed as dist
 
+from ...grammar.bounded import read_bounded
 from ...grammar.codes import NOT_MET
 from ...grammar.diagnostics import render
 from ..ranks.faults import RunError
@@ -35,6 +36,8 @@ _BEAT_S = 5.0
 _AGAIN_S, _QUIET_S, _LEAVE_S = 0.3, 2.0, 5.0
 """The seconds before another try to join, before a word of who is missing, and for which the last messages travel."""
 _OPTION = "give `--rdzv-endpoint` an address of the first host that all reach, and a port that is free there"
+_MOST_SECRET = 1 << 16
+"""The most bytes of a file with a secret."""
 _MOST_TEXT = 30_000
 """The most characters of a failure that are told."""
 
@@ -49,11 +52,11 @@ def read_secret(file: Path | None) -> bytes:
         return os.environ.get(SECRET, "").encode()
     secret = b""
     try:
-        secret = file.read_bytes().strip() if file.is_file() else b""
+        secret = read_bounded(file, _MOST_SECRET).strip()
     except OSError as error:
         what = f"`{file}` cannot be read: {(error.strerror or str(error)).lower()}"
     else:
-        what = f"`{file}` has no secret: it is {'empty' if file.is_file() else 'no file'}"
+        what = f"`{file}` has no secret: it is empty"
     if secret:
         return secret
     raise RunError(NOT_MET, what, "`openssl rand -hex 32` prints a secret; every host of the run needs the same")
@@ -191,10 +194,10 @@ class Hosts:
             self._deaf = True
             if self._server is not None:
                 self._server.close()
-            left = asyncio.all_tasks(self._loop)
-            for task in left:
-                task.cancel()
-            self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+            while left := asyncio.all_tasks(self._loop):  # one may begin while others end
+                for task in left:
+                    task.cancel()
+                self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
             self._loop.close()
 
     async def _live(self) -> None:

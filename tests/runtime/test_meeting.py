@@ -267,7 +267,8 @@ def test_ranks_are_stopped_when_another_host_fails_and_ended_when_it_waited_for_
         with subprocess.Popen(["sleep", "60"]) as rank, failures.Hanging(tmp_path, elsewhere, timeout_s) as hanging:
             if number == signal.SIGKILL:
                 rank.send_signal(signal.SIGSTOP)
-            (tmp_path / "process0").write_text(f"{rank.pid} 3")
+            (tmp_path / "whole").write_text(f"{rank.pid} 3")
+            (tmp_path / "whole").rename(tmp_path / "process0")
             assert rank.wait(10) == -number
         said = [f"rank 3 does not answer: process {rank.pid} is stopped (SIGSTOP)"]
         assert hanging.reports == said * (number == signal.SIGKILL)
