@@ -16,7 +16,6 @@ from typing import Any, Self, final
 import torch
 
 from ...compiler.build.build import Build
-from ...grammar.bounded import real_path
 from ...grammar.codes import BAD_STATE, REPLICAS_DIFFER
 from ..compare.first_check import CheckOutcome
 from ..observe.observer import Observe, Observer
@@ -149,7 +148,6 @@ class Checkpoints:
         self._saved = session.step_number if options.resume == options.save else -1
         self._failed, self._again = 0, -1
         """The count of failures in a row, and the step of the next try."""
-        self._mount = None if options.save is None else _mount(real_path(options.save))
 
     def stepped(self) -> None:
         """Save the step that was just done, if it is due."""
@@ -206,7 +204,6 @@ class Checkpoints:
         """
         assert self._folder is not None
         try:
-            self._session.exchange([], self._check_disk if self._session.rank == 0 else None)
             self._session.save(self._folder)
         except RunError as error:
             if error.code != BAD_STATE:  # another rank may have sent it
@@ -216,21 +213,6 @@ class Checkpoints:
             self._say(f"step {self._session.step_number} was saved to {self._folder}")
         self._saved, self._failed, self._again = self._session.step_number, 0, -1
         return None
-
-    def _check_disk(self) -> None:
-        """Check that the disk of the run's start is there: without it a folder of its name lies on another disk.
-
-        Raises:
-            RunError: it is not.
-        """
-        if self._mount is not None and not self._mount.is_mount():
-            message = f"`{self._folder}` cannot be written: nothing is mounted at `{self._mount}` any longer"
-            raise RunError(BAD_STATE, message, "mount it again")
-
-
-def _mount(place: Path) -> Path:
-    """Return the folder above a place at which its disk is mounted."""
-    return next(folder for folder in place.parents if folder.is_mount())
 
 
 def _say_stopped(number: int, when: str, what: str) -> None:

@@ -182,14 +182,12 @@ def test_the_last_checkpoint_is_an_error_after_some_tries_and_the_old_one_stays(
 def test_a_checkpoint_goes_to_no_other_disk_than_that_of_the_runs_start(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mounted, is_mount = [True] * 2, Path.is_mount  # at the run's start, and at the first save
-    monkeypatch.setattr(
-        Path, "is_mount", lambda path: bool(mounted and mounted.pop()) if path == tmp_path else is_mount(path)
-    )
+    disks = [tmp_path] * 4  # at the run's start, and at the first save
+    monkeypatch.setattr(saving, "disk_of", lambda _: disks.pop() if disks else tmp_path.parent)
     monkeypatch.setattr(train, "_WAITS_S", ())
     words = ["run", str(folder / "one"), "--steps", "2", "--save-every", "1", "--save", str(tmp_path / "checkpoint")]
     assert main(words) == 1
-    assert f"nothing is mounted at `{tmp_path}` any longer\nhelp: mount it again" in capsys.readouterr().err
+    assert f"the disk at `{tmp_path}` is no longer there\nhelp: mount it again" in capsys.readouterr().err
     assert json.loads((tmp_path / "checkpoint" / "state.json").read_text())["step"] == 1
 
 
