@@ -19,6 +19,7 @@ from typing import Protocol, Self, final
 
 import torch.distributed as dist
 
+from ...compiler.build.output_files import write_whole
 from ...grammar.diagnostics import render
 from ..ranks.communication import PeerLost
 from ..ranks.faults import RunError, stack_frames
@@ -113,15 +114,8 @@ def leave_failure(failure: Failure) -> bool:
             "follows": failure.follows, "late": failure.late, "expected": failure.expected, "waited": failure.waited,
         },
     }  # fmt: skip
-    _write_whole(Path(path), json.dumps(content))
+    write_whole(Path(path), json.dumps(content))
     return True
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """Write a file that others read at any time: they find all of it or none, also if a signal ends this process."""
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")
-    fresh.write_text(text, encoding="utf-8")
-    fresh.replace(path)
 
 
 def read_failure(rank: int, exit_code: int, path: Path) -> Failure:
@@ -156,7 +150,7 @@ def answer() -> None:
     folder, local, rank = Path(os.environ[VOICES]), os.environ["LOCAL_RANK"], os.environ["RANK"]
     stack = open(folder / f"stack{local}", "w", encoding="utf-8")  # noqa: SIM115 open until the process ends
     faulthandler.register(signal.SIGUSR1, file=stack)
-    _write_whole(folder / f"process{local}", f"{os.getpid()} {rank}")
+    write_whole(folder / f"process{local}", f"{os.getpid()} {rank}")
 
 
 class Others(Protocol):
