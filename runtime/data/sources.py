@@ -19,8 +19,8 @@ from torch import Tensor
 from ...compiler.build.build import Build
 from ...compiler.capture.callables import CallableError, check_arguments, load_callable
 from ...compiler.initial.counter import normal, stream, uniform
-from ...compiler.plan.include import read_text
 from ...compiler.sizes.size_range import BATCH
+from ...grammar.bounded import MOST_JSON, read_bounded
 from ...grammar.codes import BAD_DATA
 from ...grammar.nearest import did_you_mean
 from ..ranks.faults import RunError
@@ -352,7 +352,10 @@ def line_of(build: Build, verb: str = "") -> str:
     """Return the place and the text of the first line of the build's plan that has a ``verb``, or that names its
     samples, or "" if there is none."""
     verb = verb or build.manifest.get("said", "data")
-    lines = (read_text(build.path / "plan.parc")[0] or "").splitlines()
+    try:
+        lines = read_bounded(build.path / "plan.parc", MOST_JSON).decode().splitlines()
+    except (OSError, UnicodeDecodeError):
+        return ""
     matching = ((number, text) for number, text in enumerate(lines, 1) if text.split()[:1] == [verb])
     return next((f"line {number} of the build's plan.parc: {' '.join(text.split())}" for number, text in matching), "")
 
