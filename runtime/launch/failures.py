@@ -91,10 +91,14 @@ def stop_said() -> None:
 
 def stop_of(number: int, folder: Path) -> Failure | None:
     """Return the end of a run that a signal stopped, None where a rank has said it; ``folder`` has the files of the
-    run's processes."""
+    run's processes. A rank that failed then, as at its last checkpoint, explains it."""
     name, began = signal.Signals(number).name, (folder / _BEGAN).exists()
     if (folder / _STOPPED).exists():
         return None
+    if reports := [read_failure(0, 1, place) for place in folder.rglob("error.json")]:
+        first = min(reports, key=lambda failure: (failure.follows, failure.time_s))
+        message = f"stopped by {name}\n{first.message}"
+        return replace(first, rank=None, exit_code=128 + number, message=message, follows=False)
     said = "; its ranks did not end by themselves" if began else " before the first step; nothing was saved"
     return Failure(None, time.time(), 128 + number, f"stopped by {name}{said}", expected=not began)
 

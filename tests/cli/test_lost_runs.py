@@ -19,7 +19,7 @@ import pytest
 
 from parc.cli import main
 from parc.runtime.launch import train
-from parc.runtime.launch.failures import begin, stop_of, stop_said
+from parc.runtime.launch.failures import Failure, begin, leave_failure, stop_of, stop_said
 from parc.runtime.launch.lifeline import line_held
 from parc.runtime.launch.voices import VOICES, stop_signals
 from parc.runtime.ranks.processes import STORE
@@ -198,6 +198,10 @@ def test_a_launcher_says_what_its_ranks_have_not_said(tmp_path: Path, monkeypatc
     begin()
     late = stop_of(signal.SIGTERM, tmp_path)
     assert late and not late.expected and late.text() == "stopped by SIGTERM; its ranks did not end by themselves"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "1" / "error.json"))
+    leave_failure(Failure(1, 1.0, 1, "the disk is full", expected=True))
+    failed = stop_of(signal.SIGTERM, tmp_path)
+    assert failed and (failed.exit_code, failed.text()) == (143, "stopped by SIGTERM\nthe disk is full")
     stop_said()
     assert stop_of(signal.SIGTERM, tmp_path) is None
 
