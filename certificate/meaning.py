@@ -1,0 +1,788 @@
+"""Meanings: every value of every program as one node of a table, in a normal form.
+
+A *node* is an operator over loops. It reads other nodes, and each read says by which of the node's letters every loop
+of the other node is indexed, as an affine map. ``y = x @ w.t()`` is
+
+    product[m, n; k]  x[m, k] * w[n, k]
+
+where ``m`` and ``n`` are *entry* letters, one for each of the node's own loops, and ``k`` is summed. A *value* is a
+view of a node: its dims are lists of letters, and a map from these to the node's loops. So a reshape, a transpose or an
+expand changes the view alone, and equal numbers in another shape are one node.
+
+What differs from rank to rank has an axis of the mesh among the letters of its map: the piece ``f32[256/tp, 8]`` of a
+parameter reads its first loop at ``128 * tp + i``. A local product over ``i`` of such a piece sums it over ``i`` alone;
+an all-reduce over ``tp`` sums the letter ``tp`` as well; the two letters, always read together, then become one, and
+the node is the one of the unsharded model. Types need no rules: what does not commute with being split is another node.
+
+The normal form (`Table`) is made where a node is made:
+
+- letters that are always read together are one letter, and letters are numbered in the order of reading;
+- products are flat, a letter is summed as far inside as it is read, and what does not depend on it stands outside;
+- sums are flat, with equal terms joined, and the first term's coefficient stands in front;
+- coefficients are exact fractions, and the only numbers outside of nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from fractions import Fraction
+from itertools import permutations
+from math import isfinite, isnan
+from typing import Any, NamedTuple
+
+from .text import Refused
+
+Letter = Any
+"""The index of a loop: a number in a node, an axis' name or any key elsewhere."""
+Affine = tuple[int, tuple[tuple[Letter, int], ...]]
+"""An index: an offset, and letters with their strides, the largest first."""
+Maps = tuple[Affine, ...]
+"""An index for each loop of a node."""
+Number = int | Fraction
+
+
+class Read(NamedTuple):
+    """A multiple of a node, at some index of each of its loops."""
+
+    coefficient: Number
+    node: int
+    maps: Maps
+
+
+class Node(NamedTuple):
+    """A node: operator, other arguments, sizes of its loops and of its inner letters, and what it reads. Letters count
+    loops first and inner letters behind them."""
+
+    op: str
+    args: Hashable
+    sizes: tuple[int, ...]
+    inner: tuple[int, ...]
+    reads: tuple[Read, ...]
+
+
+class Value(NamedTuple):
+    """A view of a multiple of a node. ``dims`` has the sizes of each dim's letters, major first, which maps number from
+    0 on; a dim of size 1 has none."""
+
+    coefficient: Number
+    node: int
+    maps: Maps
+    dims: tuple[tuple[int, ...], ...]
+    chosen: Value | None = None
+    """Of packed rows of tokens: which tokens each expert has, [experts, tokens]. Other rows are absent."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The sizes of the dims."""
+        return tuple(_product(dim) for dim in self.dims)
+
+    @property
+    def letters(self) -> set[str]:
+        """The letters of ranks among those that the value depends on."""
+        return {letter for _, terms in self.maps for letter, _ in terms if isinstance(letter, str)}
+
+    @property
+    def axes(self) -> set[str]:
+        """The axes along which the value differs from rank to rank."""
+        return {letter.removeprefix("~").split(".")[0] for letter in self.letters}
+
+
+def _product(sizes: Iterable[int]) -> int:
+    result = 1
+    for size in sizes:
+        result *= size
+    return result
+
+
+def number(value: int | float) -> Any:
+    """Return a number of a text as an exact one: ``0.3333333333333333`` is a third, and 0.1 a tenth. Infinity stays."""
+    if isinstance(value, float) and not isfinite(value):
+        return value
+    if isinstance(value, int) or value.is_integer():
+        return int(value)
+    near = Fraction(value).limit_denominator(1 << 20)
+    return near if float(near) == value else Fraction(repr(value))
+
+
+def reduced(value: Number) -> Number:
+    """Return an exact number as an int where it is whole."""
+    return value.numerator if isinstance(value, Fraction) and value.denominator == 1 else value
+
+
+def substitute(maps: Maps, letters: Mapping[Letter, Affine]) -> Maps:
+    """Return maps with an index in the place of each letter. Axes that are not among ``letters`` stay."""
+    result = []
+    for offset, terms in maps:
+        strides: dict[Letter, int] = {}
+        for letter, stride in terms:
+            at = letters.get(letter) if isinstance(letter, str) else letters[letter]
+            if at is None:
+                strides[letter] = strides.get(letter, 0) + stride
+                continue
+            offset += stride * at[0]
+            for key, inner in at[1]:
+                strides[key] = strides.get(key, 0) + stride * inner
+        result.append((offset, _ordered(strides)))
+    return tuple(result)
+
+
+def _ordered(strides: Mapping[Letter, int]) -> tuple[tuple[Letter, int], ...]:
+    if len(strides) < 2:
+        return tuple(strides.items())
+    return tuple(sorted((item for item in strides.items() if item[1]), key=lambda item: (-abs(item[1]), str(item[0]))))
+
+
+class Divide(Exception):
+    """The request to divide a letter of a value's dims into several, as its entries come from different places."""
+
+    def __init__(self, letter: Letter, sizes: tuple[int, int]) -> None:
+        super().__init__(letter, sizes)
+        self.letter, self.sizes = letter, sizes
+
+
+class _NothingPickedError(Exception):
+    """The error of an identity matrix of which no entry that is read is 1."""
+
+
+class DivideAxis(Exception):
+    """The request to count the ranks of an axis by several digits: its parts are split over different letters."""
+
+    def __init__(self, axis: str, sizes: tuple[int, ...]) -> None:
+        super().__init__(axis, sizes)
+        self.axis, self.sizes = axis, sizes
+
+
+class Table:
+    """The one table of nodes. Equal meanings have equal numbers. ``digits`` are the factors by which the ranks of an
+    axis are counted, one letter each, where a single letter does not do."""
+
+    def __init__(self, mesh: Mapping[str, int], digits: Mapping[str, tuple[int, ...]]) -> None:
+        self.axes: dict[str, list[tuple[int, str]]] = {}
+        for axis, size in mesh.items():
+            parts = digits.get(axis, (size,))
+            names = [axis] if len(parts) == 1 else [f"{axis}.{at}" for at in range(len(parts))]
+            self.axes[axis] = [(part, name) for part, name in zip(parts, names, strict=True) if part > 1]
+        self.mesh = {**mesh, **{name: size for letters in self.axes.values() for size, name in letters}}
+        self.nodes: list[Node] = []
+        self._index: dict[Node, int] = {}
+        self._fresh = 0
+        self._places: dict[int, bool] = {}
+        self._compared: dict[int, frozenset[int]] = {}
+        self.one = self._add(Node("one", (), (), (), ()))
+        self.zero = Value(0, self.one, (), ())
+        self.tops: dict[int, int] = {}
+        """The number of experts that each token has, by the node that marks them."""
+        self.delta = self.leaf("delta", (0, 0))
+
+    def _add(self, node: Node) -> int:
+        at = self._index.get(node)
+        if at is None:
+            at = self._index[node] = len(self.nodes)
+            self.nodes.append(node)
+        return at
+
+    def leaf(self, name: str, sizes: Sequence[int], args: Hashable = ()) -> int:
+        """Return the node of a tensor that is read from outside, with a loop for each of its dims."""
+        return self._add(Node(name, args, tuple(sizes), (), ()))
+
+    def fresh(self) -> Letter:
+        """Return a letter that nothing else has."""
+        self._fresh += 1
+        return ("fresh", self._fresh)
+
+    # ---- nodes
+
+    def make(
+        self,
+        op: str,
+        args: Hashable,
+        reads: Sequence[Read],
+        sizes: Mapping[Letter, int],
+        inner: Iterable[Letter] = (),
+        own: Sequence[Letter] = (),
+        commutes: bool = False,
+        keep: Sequence[Letter] = (),
+    ) -> tuple[int, Maps, Number]:
+        """Return the node of an operator, the index of each of its loops, and a coefficient in front. ``own`` are
+        letters of the result that no operand is read by; ``keep`` inner letters that matter even where nothing is read
+        by them. Other letters that nothing is read by are no part of the node."""
+        inside = frozenset(inner)
+        groups, terms = _joined(reads, inside, sizes, self.mesh)
+        best: tuple[tuple[Read, ...], list[Letter], list[Letter]] | None = None
+        for order in _orders(reads, terms, groups, inside) if commutes and len(reads) > 1 else (range(len(reads)),):
+            candidate = _numbered(reads, terms, order, inside, own, keep)
+            if best is None or candidate[0] < best[0]:
+                best = candidate
+        assert best is not None
+        encoded, entry, within = best
+        lead = encoded[0].coefficient if op == "sum" else 1
+        if lead != 1:
+            encoded = tuple(r._replace(coefficient=reduced(Fraction(r.coefficient) / lead)) for r in encoded)
+        lengths = {letter: size for letter, (_, size) in groups.items()}
+        loops = tuple(lengths[letter] if letter in lengths else _length(letter, sizes, self.mesh) for letter in entry)
+        depths = tuple(lengths[letter] if letter in lengths else _length(letter, sizes, self.mesh) for letter in within)
+        node = self._add(Node(op, args, loops, depths, encoded))
+        index = ((0, _ordered(dict(groups[letter][0])) if letter in groups else ((letter, 1),)) for letter in entry)
+        return node, tuple(index), lead
+
+    def product(
+        self, coefficient: Number, reads: Sequence[Read], sizes: Mapping[Letter, int], summed: Iterable[Letter] = ()
+    ) -> Read:
+        """Return a product of reads, summed over some letters, in normal form."""
+        factors: list[Read] = []
+        stack = list(reads)
+        while stack:
+            read = stack.pop()
+            coefficient *= read.coefficient
+            node = self.nodes[read.node]
+            if node.op == "product" and not node.inner:
+                index = dict(enumerate(read.maps))
+                stack.extend(Read(r.coefficient, r.node, substitute(r.maps, index)) for r in node.reads)
+            elif read.node != self.one:
+                factors.append(read if read.coefficient == 1 else read._replace(coefficient=1))
+        if not coefficient:
+            return Read(0, self.one, ())
+        for at, read in enumerate(factors):
+            node = self.nodes[read.node]
+            if node.op in ("sum", "product") and self.touches(read, summed, sizes):
+                rest, index = factors[:at] + factors[at + 1 :], dict(enumerate(read.maps))
+                if node.op == "sum":
+                    terms = [Read(r.coefficient, r.node, substitute(r.maps, index)) for r in node.reads]
+                    return self.sum([self.product(coefficient, [*rest, term], sizes, summed) for term in terms], sizes)
+                reads, inside, more = self._opened(node, index, sizes, set(summed))
+                return self.product(coefficient, rest + reads, inside, more)
+        left = set(summed)
+        if any(read.node == self.delta for read in factors):
+            simpler = self._placed(factors, left, sizes)
+            if simpler is None:
+                return Read(0, self.one, ())
+            factors, left, sizes = simpler
+        letters = [{letter for _, terms in read.maps for letter, _ in terms} for read in factors]
+        for letter in list(left):
+            if not any(letter in used for used in letters):
+                coefficient *= _length(letter, sizes, self.mesh)
+                left.discard(letter)
+        if not left:
+            return self._pure(coefficient, factors, sizes)
+        outside = [read for read, used in zip(factors, letters, strict=True) if used.isdisjoint(left)]
+        results = list(outside)
+        for members, over in _components(letters, left):
+            part = self._contract([factors[at] for at in members], [letters[at] & over for at in members], over, sizes)
+            coefficient *= part.coefficient
+            results.append(part._replace(coefficient=1))
+        return self._pure(reduced(coefficient), results, sizes)
+
+    def _pure(self, coefficient: Number, reads: Sequence[Read], sizes: Mapping[Letter, int]) -> Read:
+        """Return a product without a sum."""
+        factors: list[Read] = []
+        for read in reads:
+            node = self.nodes[read.node]
+            coefficient *= read.coefficient
+            if node.op == "product" and not node.inner:
+                index = dict(enumerate(read.maps))
+                factors.extend(Read(1, r.node, substitute(r.maps, index)) for r in node.reads)
+            elif read.node != self.one:
+                factors.append(read._replace(coefficient=1))
+        coefficient = reduced(coefficient)
+        factors = self._cancelled(factors)
+        if not coefficient or not factors:
+            return Read(coefficient, self.one, ())
+        if len(factors) == 1:
+            return factors[0]._replace(coefficient=coefficient)
+        at, maps, _ = self.make("product", (), factors, sizes, commutes=True)
+        return Read(coefficient, at, maps)
+
+    def _cancelled(self, factors: list[Read]) -> list[Read]:
+        """Return factors without those that stand beside their own inverse."""
+        for read in factors:
+            if self.nodes[read.node].op == "inverse":
+                (inner,) = self.nodes[read.node].reads
+                other = Read(1, inner.node, substitute(inner.maps, dict(enumerate(read.maps))))
+                if other in factors:
+                    rest = list(factors)
+                    rest.remove(other)
+                    rest.remove(read)
+                    return self._cancelled(rest)
+        return factors
+
+    def _contract(
+        self, factors: list[Read], letters: list[set[Letter]], over: set[Letter], sizes: Mapping[Letter, int]
+    ) -> Read:
+        """Return the sum, over letters, of a product of factors that these letters connect."""
+        if len(factors) == 1:
+            (read,) = factors
+            node, index = self.nodes[read.node], dict(enumerate(read.maps))
+            if node.op == "sum":
+                terms = [Read(r.coefficient, r.node, substitute(r.maps, index)) for r in node.reads]
+                return self.sum([self.product(1, [term], sizes, over) for term in terms], sizes)
+            if node.op == "product":
+                return self.product(1, *self._opened(node, index, sizes, over))
+            if node.op == "squares":
+                squared, sizes_inside, squared_over = self._opened(node, index, sizes, over)
+                return self.squares(squared[0], sizes_inside, squared_over)
+        else:
+            counts: dict[Letter, int] = {}
+            for used in letters:
+                for letter in used:
+                    counts[letter] = counts.get(letter, 0) + 1
+            alone = {letter for letter, count in counts.items() if count == 1}
+            if alone:
+                summed = [
+                    self.product(1, [factor], sizes, used & alone) if used & alone else factor
+                    for factor, used in zip(factors, letters, strict=True)
+                ]
+                return self.product(1, summed, sizes, over - alone)
+            nest = _nested(letters, over)
+            if nest is not None:
+                members, inside = nest
+                first = self.product(1, [factors[at] for at in members], sizes, inside)
+                rest = [factor for at, factor in enumerate(factors) if at not in members]
+                return self.product(1, [first, *rest], sizes, over - inside)
+        at, maps, _ = self.make("product", (), factors, sizes, over, commutes=True)
+        return Read(1, at, maps)
+
+    def _opened(
+        self, node: Node, index: Mapping[Letter, Affine], sizes: Mapping[Letter, int], over: set[Letter]
+    ) -> tuple[list[Read], dict[Letter, int], set[Letter]]:
+        """Return what a product with summed letters reads, with fresh letters for these."""
+        letters, inside = dict(index), dict(sizes)
+        more = set(over)
+        for at, size in enumerate(node.inner, len(node.sizes)):
+            letter = self.fresh()
+            letters[at] = (0, ((letter, 1),))
+            inside[letter] = size
+            more.add(letter)
+        reads = [Read(r.coefficient, r.node, substitute(r.maps, letters)) for r in node.reads]
+        return reads, inside, more
+
+    def squares(self, read: Read, sizes: Mapping[Letter, int], over: Iterable[Letter]) -> Read:
+        """Return the sum of the squares of a read over some letters."""
+        used = {letter for _, terms in read.maps for letter, _ in terms}
+        times = reduced(read.coefficient * read.coefficient)
+        inner = []
+        for letter in over:
+            if letter in used:
+                inner.append(letter)
+            else:
+                times *= _length(letter, sizes, self.mesh)
+        node, maps, _ = self.make("squares", (), [read._replace(coefficient=1)], sizes, inner)
+        return Read(times, node, maps)
+
+    def sum(self, terms: Iterable[Read], sizes: Mapping[Letter, int]) -> Read:
+        """Return a sum of reads in normal form."""
+        total: dict[tuple[int, Maps], Number] = {}
+        stack = list(terms)
+        while stack:
+            read = stack.pop()
+            node = self.nodes[read.node]
+            if node.op == "sum":
+                index = dict(enumerate(read.maps))
+                stack.extend(
+                    Read(read.coefficient * r.coefficient, r.node, substitute(r.maps, index)) for r in node.reads
+                )
+            elif read.coefficient:
+                key = read.node, read.maps
+                total[key] = total.get(key, 0) + read.coefficient
+        reads = [Read(reduced(c), at, maps) for (at, maps), c in total.items() if c]
+        if not reads:
+            return Read(0, self.one, ())
+        if len(reads) == 1:
+            return reads[0]
+        common = set.intersection(*(set(self.scalars(read)) for read in reads))
+        if common:
+            rest = self.sum([self.without(read, common, sizes) for read in reads], sizes)
+            return self._pure(1, [*(Read(1, scalar, ()) for scalar in sorted(common)), rest], sizes)
+        at, maps, lead = self.make("sum", (), reads, sizes, commutes=True)
+        return Read(lead, at, maps)
+
+    def scalars(self, read: Read) -> tuple[int, ...]:
+        """Return the factors of a read that are single numbers."""
+        node = self.nodes[read.node]
+        if node.op != "product" or node.inner:
+            return () if node.sizes or node.op in ("one", "sum") else (read.node,)
+        return tuple(r.node for r in node.reads if not r.maps)
+
+    def without(self, read: Read, scalars: Collection[int], sizes: Mapping[Letter, int]) -> Read:
+        """Return a read without one factor of each of these."""
+        if not scalars:
+            return read
+        node, index = self.nodes[read.node], dict(enumerate(read.maps))
+        if node.op != "product" or node.inner:
+            return Read(read.coefficient, self.one, ())
+        rest = [Read(1, r.node, substitute(r.maps, index)) for r in node.reads]
+        for scalar in scalars:
+            rest.remove(Read(1, scalar, ()))
+        return self._pure(read.coefficient, rest, sizes)
+
+    # ---- places: ``delta[i, j]`` is 1 where i is j
+
+    def _placed(
+        self, factors: list[Read], summed: set[Letter], sizes: Mapping[Letter, int]
+    ) -> tuple[list[Read], set[Letter], Mapping[Letter, int]] | None:
+        """Simplify a product with identity matrices: sum over letters that one of them picks, divide those that compare
+        several digits, and read the other factors at the place that is picked. None where nothing is picked."""
+        while True:
+            joined = self._joined_first(factors, summed, sizes)
+            if joined is not None:
+                factors, sizes, summed = joined
+            for at, read in enumerate(factors):
+                if read.node != self.delta:
+                    continue
+                try:
+                    step = self._step(read.maps, [*factors[:at], *factors[at + 1 :]], summed, sizes)
+                except _NothingPickedError:
+                    return None
+                if step is not None:
+                    factors, summed = step
+                    break
+            else:
+                return factors, summed, sizes
+
+    def _step(
+        self, maps: Maps, others: list[Read], summed: set[Letter], sizes: Mapping[Letter, int]
+    ) -> tuple[list[Read], set[Letter]] | None:
+        """Do one step for an identity matrix: return all factors after it, and the letters that are still summed; None
+        where there is nothing to do.
+
+        Raises:
+            _NothingPickedError: its two indices are never equal.
+        """
+        apart = self._apart(maps, sizes)
+        if apart:
+            raise _NothingPickedError
+        if apart is False:
+            return others, summed
+        if (digits := self._digits(maps, sizes)) is not None:
+            return [*(Read(1, self.delta, each) for each in digits), *others], summed
+        for here, there in (maps, maps[::-1]):
+            if len(here[1]) != 1 or abs(here[1][0][1]) != 1 or any(here[1][0][0] == key for key, _ in there[1]):
+                continue
+            # here = offset + stride * letter = there, so letter = stride * (there - offset)
+            ((letter, stride),) = here[1]
+            index = (stride * (there[0] - here[0]), tuple((k, stride * s) for k, s in there[1]))
+            low, high = self._range(index, sizes)
+            size = _length(letter, sizes, self.mesh)
+            if high < 0 or low >= size:
+                raise _NothingPickedError
+            if low < 0 or high >= size:
+                continue
+            moved = [r._replace(maps=substitute(r.maps, Instead(letter, index))) for r in others]
+            if letter in summed:
+                return moved, summed - {letter}
+            if here[0] == 0 and stride == 1 and moved != others:
+                return [Read(1, self.delta, (here, there)), *moved], summed
+        for here, there in (maps, maps[::-1]):
+            if any(letter in summed for letter, _ in there[1]):
+                self._divide(here, [stride for _, stride in there[1]], summed, sizes)
+        return None
+
+    def _divide(self, index: Affine, strides: list[int], summed: set[Letter], sizes: Mapping[Letter, int]) -> None:
+        """Ask for a letter of an index to be divided where another index has a digit."""
+        for letter, stride in index[1]:
+            if letter in summed or isinstance(letter, str):
+                continue
+            size = _length(letter, sizes, self.mesh)
+            for other in strides:
+                inner, rest = divmod(other, stride)
+                if not rest and 1 < inner < size and not size % inner:
+                    raise Divide(letter, (size // inner, inner))
+
+    def _apart(self, maps: Maps, sizes: Mapping[Letter, int]) -> bool | None:
+        """Return whether two indices are never equal, or (False) always; None where it depends on letters."""
+        (one, first), (other, second) = maps
+        strides = dict(first)
+        for letter, stride in second:
+            strides[letter] = strides.get(letter, 0) - stride
+        low, high = self._range((one - other, tuple(strides.items())), sizes)
+        return False if low == high == 0 else True if low > 0 or high < 0 else None
+
+    def _digits(self, maps: Maps, sizes: Mapping[Letter, int]) -> tuple[Maps, Maps] | None:
+        """Return two indices as their higher and their lower digits, where these compare separately."""
+        for base in sorted({stride for _, terms in maps for _, stride in terms if stride > 1}):
+            high: list[Affine] = []
+            low: list[Affine] = []
+            for offset, terms in maps:
+                high.append((offset // base, tuple((k, s // base) for k, s in terms if s % base == 0)))
+                low.append((offset % base, tuple((k, s) for k, s in terms if s % base)))
+            ends = [self._range(index, sizes) for index in low]
+            separate = all(least >= 0 and most < base for least, most in ends)
+            if separate and all(any(index[1] or index[0] for index in part) for part in (high, low)):
+                return tuple(high), tuple(low)
+        return None
+
+    def _joined_first(
+        self, factors: list[Read], summed: set[Letter], sizes: Mapping[Letter, int]
+    ) -> tuple[list[Read], dict[Letter, int], set[Letter]] | None:
+        """Join summed letters that are always read together; None where there are none."""
+        groups, _terms = _joined(factors, frozenset(summed), sizes, self.mesh)
+        groups = {letter: group for letter, group in groups.items() if len(group[0]) > 1 and letter in summed}
+        if not groups:
+            return None
+        gone = {letter for members, _ in groups.values() for letter, _ in members} - groups.keys()
+        names = {letter: self.fresh() for letter in groups}
+
+        def renamed(index: Affine) -> Affine:
+            return index[0], tuple((names.get(key, key), stride) for key, stride in index[1] if key not in gone)
+
+        reads = [read._replace(maps=tuple(map(renamed, read.maps))) for read in factors]
+        lengths = {names[key]: size for key, (_, size) in groups.items()}
+        return reads, {**sizes, **lengths}, (summed - gone - groups.keys()) | lengths.keys()
+
+    def has_places(self, at: int) -> bool:
+        """Return whether a node places entries by an identity matrix, so that a part of it may be simpler."""
+        known = self._places.get(at)
+        if known is None:
+            node = self.nodes[at]
+            if node.op == "sum":
+                known = any(self.has_places(read.node) for read in node.reads)
+            else:
+                known = node.op == "product" and any(
+                    read.node == self.delta or self.has_places(read.node) for read in node.reads
+                )
+            self._places[at] = known
+        return known
+
+    def touches(self, read: Read, summed: Iterable[Letter], sizes: Mapping[Letter, int]) -> bool:
+        """Return whether an identity matrix in a node may be simpler where the node is read so: its rows are summed, or
+        not all of them are read one by one."""
+        if not self.has_places(read.node):
+            return False
+        node = self.nodes[read.node]
+        plain = {
+            at for at, (offset, terms) in enumerate(read.maps)
+            if offset == 0 and len(terms) == 1 and terms[0][1] == 1 and terms[0][0] not in summed
+            and _length(terms[0][0], sizes, self.mesh) == node.sizes[at]
+        }  # fmt: skip
+        return len(plain) < len(node.sizes) and any(loop not in plain for loop in self._rows(read.node))
+
+    def _rows(self, at: int) -> frozenset[int]:
+        """Return the loops of a node that its identity matrices compare."""
+        known = self._compared.get(at)
+        if known is None:
+            node, loops = self.nodes[at], set[int]()
+            for read in node.reads:
+                if read.node == self.delta:
+                    indices: Iterable[Affine] = read.maps
+                elif self.has_places(read.node):
+                    indices = [read.maps[loop] for loop in self._rows(read.node)]
+                else:
+                    continue
+                loops.update(letter for _, terms in indices for letter, _ in terms if letter < len(node.sizes))
+            known = self._compared[at] = frozenset(loops)
+        return known
+
+    def part(self, read: Read, sizes: Mapping[Letter, int]) -> Read:
+        """Return the read of a part of a node in normal form: what lies outside of a place is zero."""
+        if not self.touches(read, (), sizes):
+            return read
+        node, index = self.nodes[read.node], dict(enumerate(read.maps))
+        if node.op == "sum":
+            terms = (Read(read.coefficient * r.coefficient, r.node, substitute(r.maps, index)) for r in node.reads)
+            return self.sum([self.part(term, sizes) for term in terms], sizes)
+        reads, inside, over = self._opened(node, index, sizes, set())
+        return self.product(read.coefficient, [self.part(r, inside) for r in reads], inside, over)
+
+    def _range(self, index: Affine, sizes: Mapping[Letter, int]) -> tuple[int, int]:
+        """Return the least and the largest number of an index."""
+        low = high = index[0]
+        for letter, stride in index[1]:
+            reach = stride * (_length(letter, sizes, self.mesh) - 1)
+            low, high = low + min(reach, 0), high + max(reach, 0)
+        return low, high
+
+    # ---- values
+
+    def value(self, read: Read, dims: Sequence[Sequence[Letter]], sizes: Mapping[Letter, int]) -> Value:
+        """Return a view of a read whose dims have these letters, with letters joined that are read together."""
+        used: dict[Letter, list[tuple[int, int]]] = {}
+        for loop, (_, terms) in enumerate(read.maps):
+            for letter, stride in terms:
+                used.setdefault(letter, []).append((loop, stride))
+        index: dict[Letter, Affine] = {}
+        result, at = [], 0
+        for dim in dims:
+            lengths: list[int] = []
+            groups: list[list[Letter]] = []
+            for letter in dim:
+                size = sizes[letter]
+                if size == 1:
+                    index[letter] = (0, ())
+                    continue
+                if groups:
+                    last = groups[-1][-1]
+                    if [(loop, stride * size) for loop, stride in used.get(letter, ())] == used.get(last, []):
+                        groups[-1].append(letter)
+                        lengths[-1] *= size
+                        continue
+                groups.append([letter])
+                lengths.append(size)
+            for group in groups:
+                index.update(dict.fromkeys(group, (0, ())))
+                index[group[-1]] = (0, ((at, 1),))
+                at += 1
+            result.append(tuple(lengths))
+        return Value(read.coefficient, read.node, substitute(read.maps, index), tuple(result))
+
+    def constant(self, coefficient: Number | float, shape: Sequence[int] = ()) -> Value:
+        """Return a value whose entries are all one number. Infinity is a node of its own.
+
+        Raises:
+            Refused: it is no number.
+        """
+        if isinstance(coefficient, float):
+            if isnan(coefficient):
+                raise Refused("a constant is no number")
+            dims = tuple((size,) if size != 1 else () for size in shape)
+            return Value(1 if coefficient > 0 else -1, self.leaf("infinity", ()), (), dims)
+        return Value(reduced(coefficient), self.one, (), tuple((size,) if size != 1 else () for size in shape))
+
+    def letters(self, value: Value) -> tuple[Read, list[list[Letter]], dict[Letter, int]]:
+        """Return a value as a read, with the letters of its dims and their sizes."""
+        sizes: dict[Letter, int] = {}
+        dims, at = [], 0
+        for dim in value.dims:
+            dims.append(list(range(at, at + len(dim))))
+            sizes.update(zip(dims[-1], dim, strict=True))
+            at += len(dim)
+        return Read(value.coefficient, value.node, value.maps), dims, sizes
+
+
+class Instead(dict[Letter, Affine]):
+    """A substitution of one letter, which leaves all others as they are."""
+
+    def __init__(self, letter: Letter, index: Affine) -> None:
+        super().__init__({letter: index})
+
+    def __missing__(self, key: Letter) -> Affine:
+        return (0, ((key, 1),))
+
+
+def _length(letter: Letter, sizes: Mapping[Letter, int], mesh: Mapping[str, int]) -> int:
+    size = sizes.get(letter)
+    return mesh[letter.removeprefix("~")] if size is None else size
+
+
+Groups = dict[Letter, tuple[list[tuple[Letter, int]], int]]
+"""Joined letters by the most minor of them: each with its stride in the joined letter, and the size of that."""
+
+
+def _joined(
+    reads: Sequence[Read], inside: frozenset[Letter], sizes: Mapping[Letter, int], mesh: Mapping[str, int]
+) -> tuple[Groups, list[list[list[tuple[Letter, int]]]]]:
+    """Join the letters that are always read one behind the other. Return the joined letters, and the terms of each
+    read's loops with these alone."""
+    rows: dict[Letter, list[tuple[int, int, int]]] = {}
+    for at, read in enumerate(reads):
+        for loop, (_, terms) in enumerate(read.maps):
+            for letter, stride in terms:
+                rows.setdefault(letter, []).append((at, loop, stride))
+    groups: Groups = {letter: ([(letter, 1)], _length(letter, sizes, mesh)) for letter in rows}
+    if len(rows) > 1:
+        by_rows = {(letter in inside, tuple(row)): letter for letter, row in rows.items()}
+        changed = True
+        while changed:
+            changed = False
+            for letter, (members, size) in groups.items():
+                above = tuple((at, loop, stride * size) for at, loop, stride in rows[letter])
+                major = by_rows.get((letter in inside, above))
+                if major is not None and major in groups and major != letter:
+                    before, count = groups.pop(major)
+                    groups[letter] = ([(key, inner * size) for key, inner in before] + members, size * count)
+                    changed = True
+                    break
+    left = [[[term for term in terms if term[0] in groups] for _, terms in read.maps] for read in reads]
+    return groups, left
+
+
+_MOST_ORDERS = 720
+"""The most orders of equal reads that are tried; more of them keep the order in which they came."""
+
+
+def _orders(
+    reads: Sequence[Read],
+    terms: Sequence[Sequence[Sequence[tuple[Letter, int]]]],
+    groups: Groups,
+    inside: frozenset[Letter],
+) -> Iterable[Sequence[int]]:
+    """Return the orders of the reads of an operator that commutes: by what they read, and all orders of those that
+    this does not tell apart."""
+    keys = [
+        (
+            read.node,
+            tuple(
+                (offset, tuple(sorted((stride, groups[key][1], key in inside) for key, stride in row)))
+                for (offset, _), row in zip(read.maps, rows, strict=True)
+            ),
+        )
+        for read, rows in zip(reads, terms, strict=True)
+    ]
+    order = sorted(range(len(reads)), key=keys.__getitem__)
+    ties: list[list[int]] = []
+    for at in order:
+        if ties and keys[ties[-1][0]] == keys[at]:
+            ties[-1].append(at)
+        else:
+            ties.append([at])
+    orders: list[list[int]] = [[]]
+    for tie in ties:
+        same = all(reads[at].maps == reads[tie[0]].maps for at in tie)
+        choices = [tie] if same else list(map(list, permutations(tie))) if len(tie) < 7 else [tie]
+        if len(orders) * len(choices) > _MOST_ORDERS:
+            choices = choices[:1]
+        orders = [[*before, *choice] for before in orders for choice in choices]
+    return orders
+
+
+def _numbered(
+    reads: Sequence[Read],
+    terms: Sequence[Sequence[Sequence[tuple[Letter, int]]]],
+    order: Sequence[int],
+    inside: frozenset[Letter],
+    own: Sequence[Letter],
+    keep: Sequence[Letter],
+) -> tuple[tuple[Read, ...], list[Letter], list[Letter]]:
+    """Return the reads in an order, with letters numbered as they are first read, and these letters."""
+    entry, within = dict.fromkeys(own), dict.fromkeys(keep)
+    for at in order:
+        for row in terms[at]:
+            for letter, _ in row:
+                (within if letter in inside else entry).setdefault(letter)
+    numbers = {letter: index for index, letter in enumerate((*entry, *within))}
+    encoded = tuple(
+        Read(reads[at].coefficient, reads[at].node, tuple(
+            (offset, tuple((numbers[letter], stride) for letter, stride in row))
+            for (offset, _), row in zip(reads[at].maps, terms[at], strict=True)
+        ))
+        for at in order
+    )  # fmt: skip
+    return encoded, list(entry), list(within)
+
+
+def _nested(letters: Sequence[set[Letter]], over: set[Letter]) -> tuple[frozenset[int], set[Letter]] | None:
+    """Return some factors and letters that are summed first, as no other letter is read by some of these factors and
+    others: every letter is read by all of them, or by none; None where all letters are summed at once."""
+    readers: dict[frozenset[int], set[Letter]] = {}
+    for letter in over:
+        readers.setdefault(frozenset(at for at, used in enumerate(letters) if letter in used), set()).add(letter)
+    for members in sorted(readers, key=lambda members: (len(members), sorted(members))):
+        if len(members) < len(letters) and all(members <= o or members.isdisjoint(o) for o in readers):
+            return members, readers[members]
+    return None
+
+
+def _components(letters: Sequence[set[Letter]], summed: set[Letter]) -> list[tuple[list[int], set[Letter]]]:
+    """Return the groups of factors that summed letters connect, each with these letters."""
+    groups: list[tuple[list[int], set[Letter]]] = []
+    for at, used in enumerate(letters):
+        over = used & summed
+        if not over:
+            continue
+        members = [at]
+        rest = []
+        for group in groups:
+            if group[1].isdisjoint(over):
+                rest.append(group)
+            else:
+                members, over = group[0] + members, over | group[1]
+        groups = [*rest, (members, over)]
+    return groups

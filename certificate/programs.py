@@ -1,0 +1,207 @@
+"""The meaning of programs: their functions, line by line, and the gradients of the model's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any
+
+from .meaning import Table, Value
+from .operators import OPERATORS
+from .rows import CONSTANT, SLOPES, Call
+from .tensors import Tensors
+from .text import NO_TYPE, Function, Line, Local, Mesh, Name, Program, Refused, Type
+
+Values = dict[str, Value]
+Settle = Callable[[str, Value], Value]
+
+
+class Reader:
+    """The reading of programs into one table."""
+
+    def __init__(self, table: Table, mesh: Mesh) -> None:
+        self.table, self.tensors = table, Tensors(table, mesh)
+
+    def call(self, line: Line, values: Values, types: Mapping[str, Type]) -> Call:
+        """Return a line with the values of what it reads."""
+        operands: dict[int, Type] = {}
+
+        def resolved(item: Any) -> Any:
+            if type(item) is Name:
+                if (value := values.get(item.name)) is None:
+                    raise Refused(f"`{item.name}` is read before it is made")
+                return value
+            if type(item) is Local:
+                size = item.size
+                for axis in item.axes:
+                    for part in self.tensors.mesh.parts(axis):
+                        size //= self.table.mesh[part]
+                return size
+            return [resolved(each) for each in item] if type(item) is list else item
+
+        for at, item in enumerate(line.args):
+            if type(item) is Name and item.name in types:
+                operands[at] = types[item.name]
+        args = tuple(map(resolved, line.args))
+        kwargs = {key: resolved(item) for key, item in line.kwargs.items() if key != "message"}
+        return Call(self.tensors, line, args, operands, kwargs)
+
+    def line(self, line: Line, values: Values, types: Mapping[str, Type]) -> tuple[Call, tuple[Value, ...]]:
+        """Return a line with its operands, and what its operator makes.
+
+        Raises:
+            Refused: it has no row, or its results have other shapes than the line says.
+        """
+        function = OPERATORS.get(line.op)
+        if function is None:
+            raise Refused(f"no row for `{line.op}`")
+        call = self.call(line, values, types)
+        meant = function(call)
+        results = (meant,) if isinstance(meant, Value) else meant
+        if call.kwargs:
+            raise Refused(f"{line.op} with `{next(iter(call.kwargs))}` has no rule")
+        if any(type_.packed for type_ in line.types):
+            results = tuple(self._packed(call, type_, value) for type_, value in zip(line.types, results, strict=True))
+        return call, results
+
+    def _packed(self, call: Call, type_: Type, value: Value) -> Value:
+        """Return a result with the mark of which rows are present, which those of its operands have too."""
+        if not type_.packed or value.chosen is not None:
+            return value
+        marks = [item.chosen for item in _values(call.args) if item.chosen is not None]
+        if not marks or any(not self.tensors.canonical(mark, marks[0]) for mark in marks[1:]):
+            raise Refused(f"{call.line.op} makes packed rows of values that have not the same rows")
+        return value._replace(chosen=marks[0])
+
+    def run(self, program: Program, function: Function, operands: Sequence[Value]) -> dict[str, Value]:
+        """Return what a function returns, by key."""
+        steps = self.steps(program, function, operands)
+        try:
+            (axis, _), _ = next(steps)
+        except StopIteration as end:
+            returned: dict[str, Value] = end.value
+            return returned
+        raise Refused(f"{program.file}: {function.name} sums over the roles of `{axis}`, which only LOSS and REDUCE do")
+
+    def steps(
+        self,
+        program: Program,
+        function: Function,
+        operands: Sequence[Value],
+        settle: Settle = lambda name, value: value,
+    ) -> Generator[tuple[tuple[str, tuple[int, ...]], Value], Value, dict[str, Value]]:
+        """Run a function, which stops at sums among roles: what it yields there is to be answered by the sum.
+        ``settle`` may put another value in the place of one that it has checked."""
+        if len(operands) != len(function.parameters):
+            raise Refused(f"{program.file}:{function.row}: `{function.name}` takes {len(function.parameters)} values")
+        values: Values = {}
+        types: dict[str, Type] = {}
+        for parameter, value in zip(function.parameters, operands, strict=True):
+            self._check(parameter.type, value, f"{program.file}:{parameter.row}", parameter.name)
+            values[parameter.name], types[parameter.name] = settle(parameter.name, value), parameter.type
+        for line in function.lines:
+            where = f"{program.file}:{line.row}"
+            try:
+                called = program.functions.get(line.op)
+                if called is not None:
+                    results = tuple(self.run(program, called, [values[item.name] for item in line.args]).values())
+                elif line.op == "parc.all_reduce_among":
+                    operand, axis, ranks = line.args
+                    results = ((yield (axis, tuple(ranks)), values[operand.name]),)
+                else:
+                    _, results = self.line(line, values, types)
+            except Refused as error:
+                raise error if ".py:" in str(error) else Refused(f"{where}: {error} ({line.origin})") from None
+            if len(results) != len(line.results):
+                raise Refused(f"{where}: `{line.op}` makes {len(results)} values, not {len(line.results)}")
+            for name, type_, value in zip(line.results, line.types, results, strict=True):
+                if name != "_":
+                    self._check(type_, value, where, name)
+                    values[name], types[name] = settle(name, value), type_
+        return {key: values[name] for key, name in function.returns}
+
+    def _check(self, type_: Type, value: Value, where: str, name: str) -> None:
+        if type_ is NO_TYPE:
+            return
+        if value.shape != type_.local:
+            if value is self.table.zero:
+                return
+            raise Refused(f"{where}: `{name}` has the shape {list(value.shape)}, and its type says {list(type_.local)}")
+        if not value.axes <= {*type_.axes, *(f"~{axis}" for axis in type_.axes), "#"}:
+            other = sorted(value.axes - type_.axes - {"#"})
+            raise Refused(f"{where}: `{name}` differs along `{other[0]}`, which its type does not say")
+
+    # ---- gradients
+
+    def forward(self, function: Function, values: Values) -> list[tuple[Call, tuple[Value, ...]]]:
+        """Run a model's function; return its calls with their results. ``values`` gets every value by name."""
+        types = {parameter.name: parameter.type for parameter in function.parameters}
+        calls = []
+        for line in function.lines:
+            try:
+                call, results = self.line(line, values, types)
+                calls.append((call, results))
+            except Refused as error:
+                raise Refused(f"model.py:{line.row}: {error} ({line.origin})") from None
+            for name, type_, value in zip(line.results, line.types, results, strict=True):
+                if name != "_":
+                    self._check(type_, value, f"model.py:{line.row}", name)
+                    values[name], types[name] = value, type_
+        return calls
+
+    def gradients(
+        self, calls: Sequence[tuple[Call, tuple[Value, ...]]], start: Mapping[str, Value], wanted: Sequence[str]
+    ) -> dict[str, Value]:
+        """Return the gradients of ``wanted`` parameters, for those in ``start`` of results."""
+        needs = set(wanted)
+        active = []
+        for call, _ in calls:
+            reads = _names(call.line.args)
+            used = call.line.op not in CONSTANT and not needs.isdisjoint(reads)
+            floats = [name for name, type_ in zip(call.line.results, call.line.types, strict=True)
+                      if type_.dtype.startswith(("f", "bf"))]  # fmt: skip
+            active.append(used and bool(floats))
+            if active[-1]:
+                needs.update(floats)
+        total: dict[str, list[Value]] = {name: [value] for name, value in start.items()}
+        for (call, results), used in zip(reversed(calls), reversed(active), strict=True):
+            if not used:
+                continue
+            grads = [self._sum(total.pop(name, [])) for name in call.line.results]
+            if all(g is None for g in grads):
+                continue
+            slope = SLOPES.get(call.line.op)
+            if slope is None:
+                raise Refused(f"model.py:{call.line.row}: no derivative for `{call.line.op}` ({call.line.origin})")
+            try:
+                call.results, call.grads = results, grads
+                first = self.table.constant(0, results[0].shape) if grads[0] is None else grads[0]
+                parts = slope(call, first, results[0])
+            except Refused as error:
+                raise Refused(f"model.py:{call.line.row}: {error} ({call.line.origin})") from None
+            for name, part in zip(_names(call.line.args), parts, strict=True):
+                if part is not None and name in needs:
+                    total.setdefault(name, []).append(part)
+        return {name: value for name in wanted if (value := self._sum(total.get(name, []))) is not None}
+
+    def _sum(self, parts: list[Value]) -> Value | None:
+        if len(parts) < 2:
+            return parts[0] if parts else None
+        return self.tensors.plus(*parts)
+
+
+def _values(args: Sequence[Any]) -> list[Value]:
+    """Return the values among arguments."""
+    return [
+        value for item in args for value in (_values(item) if type(item) is list else [item]) if type(value) is Value
+    ]
+
+
+def _names(args: Sequence[Any]) -> list[str]:
+    """Return the names among arguments, in their order."""
+    names: list[str] = []
+    for item in args:
+        if type(item) is Name:
+            names.append(item.name)
+        elif type(item) is list:
+            names += _names(item)
+    return names

@@ -1,0 +1,528 @@
+"""Tensors: values with the arithmetic and the views of torch, in local sizes. Rows are written in these."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+
+from .meaning import Affine, Divide, DivideAxis, Instead, Letter, Number, Read, Table, Value, reduced, substitute
+from .text import Atom, Dim, Mesh, Refused, Type
+
+MICROBATCH = "#"
+"""The letter of the number of a microbatch, as if it were an axis of the mesh."""
+Dims = Sequence[Sequence[Letter]]
+
+
+def refined(chains: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """Return the factors of a size into which several lists of its factors all divide, major first.
+
+    >>> refined([(8, 128), (4, 256), (1024,)])
+    (4, 2, 128)
+
+    Raises:
+        Refused: they have no common factors in this order.
+    """
+    ends = {1}
+    for chain in chains:
+        end = 1
+        for size in reversed(chain):
+            end *= size
+            ends.add(end)
+    ordered = sorted(ends)
+    factors = []
+    for small, large in itertools.pairwise(ordered):
+        if large % small:
+            raise Refused(f"dims of {' and '.join(map(str, chains))} have no common parts")
+        factors.append(large // small)
+    return tuple(reversed(factors))
+
+
+class Tensors:
+    """The operations on values of one table."""
+
+    def __init__(self, table: Table, mesh: Mesh) -> None:
+        self.table, self.mesh = table, mesh
+        self.constant = table.constant
+
+    # ---- operators over labels
+
+    def bind(
+        self, values: Sequence[Value], labels: Sequence[Sequence[Hashable]]
+    ) -> tuple[list[Read], dict[Hashable, list[Letter]], dict[Letter, int]]:
+        """Give every label of the values' dims letters that suit all of them. A dim of size 1 fits every label.
+
+        Raises:
+            Refused: two dims of one label have different sizes.
+        """
+        chains: dict[Hashable, list[tuple[int, ...]]] = {}
+        for value, names in zip(values, labels, strict=True):
+            if len(value.dims) != len(names):
+                raise Refused(f"an operand has {len(value.dims)} dims, and {len(names)} were to be read")
+            for dim, name in zip(value.dims, names, strict=True):
+                known = chains.setdefault(name, [])
+                if dim and dim not in known:
+                    known.append(dim)
+        letters: dict[Hashable, list[Letter]] = {}
+        sizes: dict[Letter, int] = {}
+        for name, known in chains.items():
+            if len({math.prod(dim) for dim in known}) > 1:
+                raise Refused(f"dims of {' and '.join(map(str, known))} do not fit each other")
+            parts = known[0] if len(known) == 1 else refined(known) if known else ()
+            letters[name] = [(name, at) for at in range(len(parts))]
+            sizes.update(zip(letters[name], parts, strict=True))
+        reads = []
+        for value, names in zip(values, labels, strict=True):
+            rows = (
+                row for dim, name in zip(value.dims, names, strict=True) for row in _spread(dim, letters[name], sizes)
+            )
+            reads.append(Read(value.coefficient, value.node, substitute(value.maps, dict(enumerate(rows)))))
+        return reads, letters, sizes
+
+    def settled(
+        self,
+        reads: Sequence[Read],
+        dims: Dims,
+        sizes: dict[Letter, int],
+        compute: Callable[[Sequence[Read], Mapping[Letter, int]], Read],
+    ) -> Value:
+        """Return what is computed of reads as a value with these dims, after dividing letters as it asks."""
+        while True:
+            try:
+                return self.table.value(compute(reads, sizes), dims, sizes)
+            except Divide as request:
+                reads, dims, sizes = self.divided(request, reads, dims, sizes)
+
+    def divided(
+        self, request: Divide, reads: Sequence[Read], dims: Dims, sizes: Mapping[Letter, int]
+    ) -> tuple[list[Read], Dims, dict[Letter, int]]:
+        """Divide a letter into two."""
+        letter, (outer, inner) = request.letter, request.sizes
+        major, minor = (letter, "major"), (letter, "minor")
+        index = Instead(letter, (0, ((major, inner), (minor, 1))))
+        reads = [read._replace(maps=substitute(read.maps, index)) for read in reads]
+        dims = [[part for at in dim for part in ((major, minor) if at == letter else (at,))] for dim in dims]
+        return reads, dims, {**sizes, major: outer, minor: inner}
+
+    def product(
+        self,
+        values: Sequence[Value],
+        labels: Sequence[Sequence[Hashable]],
+        result: Sequence[Hashable],
+        coefficient: Number = 1,
+    ) -> Value:
+        """Return the product of values, summed over the labels that the result lacks. ``None`` in the result is a dim
+        of size 1."""
+        reads, letters, sizes = self.bind(values, labels)
+        kept = {name for name in result if name is not None}
+        summed = [letter for name, own in letters.items() if name not in kept for letter in own]
+        dims = [letters.get(name, ()) if name is not None else () for name in result]
+        return self.settled(
+            reads, dims, sizes, lambda reads, sizes: self.table.product(coefficient, reads, sizes, summed)
+        )
+
+    def pointwise(self, op: str, values: Sequence[Value], args: Hashable = ()) -> Value:
+        """Return an opaque function of the values' entries at each place, after broadcasting."""
+        reads, dims, sizes = self._broadcast(values)
+        node, maps, _ = self.table.make(op, args, reads, sizes)
+        return self.table.value(Read(1, node, maps), dims, sizes)
+
+    def times(self, *values: Value, by: Number = 1) -> Value:
+        """Return the product of values after broadcasting."""
+        reads, dims, sizes = self._broadcast(values)
+        return self.settled(reads, dims, sizes, lambda reads, sizes: self.table.product(by, reads, sizes))
+
+    def plus(self, *values: Value, by: Sequence[Number] = ()) -> Value:
+        """Return the sum of values, each ``by`` a number, after broadcasting."""
+        reads, dims, sizes = self._broadcast(values)
+        if by:
+            reads = [r._replace(coefficient=reduced(r.coefficient * c)) for r, c in zip(reads, by, strict=True)]
+        return self.settled(reads, dims, sizes, self.table.sum)
+
+    def factored(self, value: Value) -> tuple[Value, Value]:
+        """Return a value as a single number times the rest, for what is linear in it."""
+        read, dims, sizes = self.table.letters(value)
+        scalars = self.table.scalars(read)
+        number = self.table.product(read.coefficient, [Read(1, scalar, ()) for scalar in scalars], {})
+        rest = self.table.without(read._replace(coefficient=1), scalars, sizes)
+        return self.table.value(number, [], {}), self.table.value(rest, dims, sizes)
+
+    def scaled(self, value: Value, by: Number) -> Value:
+        """Return a multiple of a value."""
+        coefficient = reduced(value.coefficient * by)
+        return value._replace(coefficient=coefficient) if coefficient else self.table.constant(0, value.shape)
+
+    def _broadcast(self, values: Sequence[Value]) -> tuple[list[Read], list[list[Letter]], dict[Letter, int]]:
+        rank = max((len(value.dims) for value in values), default=0)
+        labels = [list(range(rank - len(value.dims), rank)) for value in values]
+        reads, letters, sizes = self.bind(values, labels)
+        return reads, [letters.get(name, []) for name in range(rank)], sizes
+
+    def total(self, value: Value, dims: Sequence[int], keep: bool = False) -> Value:
+        """Return the sum over some dims."""
+        gone = {dim % len(value.dims) for dim in dims} if value.dims else set()
+        names = list(range(len(value.dims)))
+        result = [None if name in gone else name for name in names if keep or name not in gone]
+        return self.product([value], [names], result)
+
+    def squares(self, value: Value) -> Value:
+        """Return the sum of the squares of all entries. It is a node of its own, as nothing else is known of the square
+        of a gradient's parts."""
+        read, dims, sizes = self.table.letters(value)
+        return self.table.value(self.table.squares(read, sizes, [letter for dim in dims for letter in dim]), [], {})
+
+    def largest(self, value: Value, dims: Sequence[int], keep: bool, axes: Sequence[str] = ()) -> Value:
+        """Return the maximum over some dims, and over ranks."""
+        gone = {dim % len(value.dims) for dim in dims}
+        read, letters, sizes = self.table.letters(value)
+        inner = [letter for dim in gone for letter in letters[dim]]
+        used = {letter for _, terms in read.maps for letter, _ in terms}
+        inner = [letter for letter in (*inner, *(name for _, name in self.ranks(axes))) if letter in used]
+        if inner:
+            node, maps, _ = self.table.make("largest", (), [read], sizes, inner)
+            read = Read(1, node, maps)
+        kept = [[] if at in gone else dim for at, dim in enumerate(letters) if keep or at not in gone]
+        return self.table.value(read, kept, sizes)
+
+    # ---- views
+
+    def view(self, value: Value, dims: Dims, index: Mapping[Letter, Affine], sizes: Mapping[Letter, int]) -> Value:
+        """Return a value whose letters are other indices now."""
+        read = Read(value.coefficient, value.node, substitute(value.maps, index))
+        return self.table.value(read, dims, sizes)
+
+    def reshape(self, value: Value, shape: Sequence[int]) -> Value:
+        """Return a value with the same entries, in their order, in another shape.
+
+        Raises:
+            Refused: the shapes have different numbers of entries, or split each other's dims unevenly.
+        """
+        if value.shape == tuple(shape):
+            return value
+        flat = [size for dim in value.dims for size in dim]
+        if math.prod(flat) != math.prod(shape):
+            raise Refused(f"{list(value.shape)} is reshaped to {list(shape)}")
+        parts = refined([tuple(flat), tuple(size for size in shape if size != 1)])
+        sizes = dict(enumerate(parts))
+        index = dict(enumerate(_spread(flat, range(len(parts)), sizes)))
+        dims, at = [], 0
+        for size in shape:
+            dim, end = [], 1
+            while end < size:
+                dim.append(at)
+                end *= parts[at]
+                at += 1
+            dims.append(dim)
+        return self.view(value, dims, index, sizes)
+
+    def permute(self, value: Value, order: Sequence[int]) -> Value:
+        """Return a value with its dims in another order."""
+        read, dims, sizes = self.table.letters(value)
+        return self.table.value(read, [dims[at] for at in order], sizes)
+
+    def transpose(self, value: Value, one: int, other: int) -> Value:
+        """Return a value with two dims exchanged."""
+        order = list(range(len(value.dims)))
+        one, other = one % len(order), other % len(order)
+        order[one], order[other] = order[other], order[one]
+        return self.permute(value, order)
+
+    def expand(self, value: Value, shape: Sequence[int]) -> Value:
+        """Return a value whose dims of size 1, and new first ones, are repeated."""
+        read, dims, sizes = self.table.letters(value)
+        new: list[list[Letter]] = [[] for _ in range(len(shape) - len(dims))] + dims
+        if len(shape) < len(dims):
+            raise Refused(f"{list(value.shape)} is expanded to {list(shape)}")
+        for at, size in enumerate(shape):
+            have = math.prod(sizes[letter] for letter in new[at])
+            if size not in (have, -1):
+                if have != 1:
+                    raise Refused(f"{list(value.shape)} is expanded to {list(shape)}")
+                new[at] = [("repeat", at)]
+                sizes[new[at][0]] = size
+        return self.table.value(read, new, sizes)
+
+    def unsqueeze(self, value: Value, dim: int) -> Value:
+        """Return a value with one more dim, of size 1."""
+        dim %= len(value.dims) + 1
+        return value._replace(dims=(*value.dims[:dim], (), *value.dims[dim:]))
+
+    def squeeze(self, value: Value, dims: Sequence[int]) -> Value:
+        """Return a value without some dims of size 1; others stay."""
+        gone = {dim % len(value.dims) for dim in dims if not value.dims[dim % len(value.dims)]}
+        return value._replace(dims=tuple(dim for at, dim in enumerate(value.dims) if at not in gone))
+
+    def part(self, value: Value, dim: int, start: int, size: int, step: int = 1) -> Value:
+        """Return some entries of a dim: ``size`` of them from ``start`` on, every ``step``-th.
+
+        Raises:
+            Refused: they are no such entries, or cut a dim of several parts across these.
+        """
+        dim %= len(value.dims)
+        whole = math.prod(value.dims[dim])
+        if start < 0 or start + (size - 1) * step >= whole:
+            raise Refused(f"entries {start} to {start + (size - 1) * step} of a dim of {whole}")
+        if (size, step) == (whole, 1):
+            return value
+        read, dims, sizes = self.table.letters(value)
+        letters = dims[dim]
+        index: dict[Letter, Affine] = {letter: (0, ((letter, 1),)) for row in dims for letter in row}
+        inner = whole
+        kept: list[Letter] = []
+        for at, letter in enumerate(letters):
+            inner //= sizes[letter]
+            first, last = start // inner, (start + (size - 1) * step) // inner
+            if first == last:  # all entries have one number of this factor
+                index[letter] = (first, ())
+                start -= first * inner
+                continue
+            if inner == 1 or (step == 1 and start % inner == 0 and size % inner == 0):
+                kept = [("part", letter), *letters[at + 1 :]]
+                count = size // inner
+                sizes[kept[0]] = count
+                index[letter] = (start // inner, ((kept[0], step if inner == 1 else 1),))
+                break
+            raise Refused(f"{size} entries from {start} on cut a dim of {value.dims[dim]} across its parts")
+        dims[dim] = kept
+        read = Read(read.coefficient, read.node, substitute(read.maps, index))
+        return self.settled([read], dims, sizes, lambda reads, sizes: self.table.part(reads[0], sizes))
+
+    def select(self, value: Value, dim: int, at: int) -> Value:
+        """Return one entry of a dim, without the dim."""
+        dim %= len(value.dims)
+        return self.squeeze(self.part(value, dim, at % math.prod(value.dims[dim]), 1), [dim])
+
+    def place(self, value: Value, dim: int, start: int, whole: int, step: int = 1) -> Value:
+        """Return a value whose dim is longer: its entries stand from ``start`` on, among zeros."""
+        dim %= len(value.dims)
+        read, dims, sizes = self.table.letters(value)
+        size = math.prod(value.dims[dim])
+        if (size, step) == (whole, 1):
+            return value
+        terms, inner = [], step
+        for letter in reversed(dims[dim]):
+            terms.append((letter, inner))
+            inner *= sizes[letter]
+        row = ("row", 0)
+        sizes[row] = whole
+        mark = Read(1, self.table.delta, ((0, ((row, 1),)), (start, tuple(reversed(terms)))))
+        summed, dims[dim] = dims[dim], [row]
+        return self.settled([mark, read], dims, sizes, lambda reads, sizes: self.table.product(1, reads, sizes, summed))
+
+    def cat(self, values: Sequence[Value], dim: int) -> Value:
+        """Return the entries of all values, one behind the other along a dim."""
+        dim %= len(values[0].dims)
+        whole, start, placed = sum(value.shape[dim] for value in values), 0, []
+        for value in values:
+            placed.append(self.place(value, dim, start, whole))
+            start += value.shape[dim]
+        return self.plus(*placed)
+
+    def opaque(
+        self,
+        op: str,
+        args: Hashable,
+        values: Sequence[Value],
+        labels: Sequence[Sequence[Hashable]],
+        result: Sequence[Hashable],
+        looked: Sequence[Hashable],
+        more: Mapping[Hashable, int] = {},
+    ) -> Value:
+        """Return a function that the checker knows nothing of, but that it looks along some labels, and does the same
+        along the others. A label of the result that it looks along is a loop of the node's own, as are labels that only
+        the result has, with sizes in ``more``."""
+        reads, letters, sizes = self.bind(values, labels)
+        lengths = tuple(math.prod(sizes[letter] for letter in letters[name]) for name in looked)
+        inner = [letter for name in looked for letter in letters[name]]
+        own: list[Letter] = []
+        dims: list[Sequence[Letter]] = []
+        for name in result:
+            if name in looked or name in more:
+                letter = ("own", name)
+                sizes[letter] = more[name] if name in more else lengths[list(looked).index(name)]
+                own.append(letter)
+                dims.append([letter])
+            else:
+                dims.append(letters.get(name, ()))
+        node, maps, _ = self.table.make(op, (args, lengths), reads, sizes, inner, own, keep=inner)
+        return self.table.value(Read(1, node, maps), dims, sizes)
+
+    def canonical(self, one: Value, other: Value) -> bool:
+        """Return whether two values are the same, however their dims are divided into letters."""
+        if one.shape != other.shape:
+            return False
+        names = [list(range(len(one.dims)))] * 2
+        reads, letters, sizes = self.bind([one, other], names)
+        dims: Dims = [letters[name] for name in names[0]]
+        while reads[0] != reads[1]:
+            try:
+                return self.table.part(reads[0], sizes) == self.table.part(reads[1], sizes)
+            except Divide as request:
+                reads, dims, sizes = self.divided(request, reads, dims, sizes)
+        return True
+
+    # ---- ranks
+
+    def ranks(self, axes: Sequence[str]) -> list[tuple[int, str]]:
+        """Return the sizes and letters of the ranks of some axes, major first. Those of ``~cp`` count in reverse within
+        every second part."""
+        return [
+            (size, "~" * axis.startswith("~") + name)
+            for axis in axes
+            for size, name in self.table.axes[axis.lstrip("~")]
+        ]
+
+    def _atoms(self, stretch: Sequence[Atom]) -> list[tuple[int, str]]:
+        atoms: list[tuple[int, str]] = []
+        for atom in stretch:
+            if atom.axis:
+                atoms += self.ranks([atom.axis])
+            elif atom.size > 1:
+                atoms.append((atom.size, ""))
+        return atoms
+
+    def piece(self, node: int, type_: Type, microbatches: int = 1) -> Value:
+        """Return one rank's piece of a node, as a type splits it. Of a dim of several stretches, each is split."""
+        loops: list[Affine] = [(0, ((MICROBATCH, 1),))] if microbatches > 1 else []
+        return self._stretched(node, loops, [], {}, type_.dims)
+
+    def _stretched(
+        self, node: int, loops: list[Affine], dims: list[list[Letter]], sizes: dict[Letter, int], left: Sequence[Dim]
+    ) -> Value:
+        if not left:
+            return self.table.value(Read(1, node, tuple(loops)), dims, sizes)
+        parts, start = [], 0
+        for stretch in left[0]:
+            atoms = self._atoms(stretch)
+            whole = inner = math.prod(size for size, _ in atoms)
+            terms, dim, lengths = [], [], dict(sizes)
+            for at, (size, axis) in enumerate(atoms):
+                inner //= size
+                letter = axis or ("dim", len(dims), at)
+                terms.append((letter, inner))
+                if not axis:
+                    dim.append(letter)
+                    lengths[letter] = size
+            index = (start, tuple(terms))
+            parts.append(self._stretched(node, [*loops, index], [*dims, dim], lengths, left[1:]))
+            start += whole
+        return parts[0] if len(parts) == 1 else self.cat(parts, len(dims))
+
+    def cut(self, value: Value, type_: Type) -> Value:
+        """Return one rank's piece of a whole value, as a type splits it."""
+        for dim, stretches in enumerate(type_.dims):
+            parts, start = [], 0
+            for stretch in stretches:
+                atoms = self._atoms(stretch)
+                whole = math.prod(size for size, _ in atoms)
+                parts.append(self._at_ranks(self.part(value, dim, start, whole), dim, atoms))
+                start += whole
+            value = parts[0] if len(parts) == 1 else self.cat(parts, dim)
+        return value
+
+    def _at_ranks(self, value: Value, dim: int, atoms: Sequence[tuple[int, str]]) -> Value:
+        """Return the part of a dim that a rank has: the dim's factors are entries of the part, or (named) coordinates.
+
+        Raises:
+            DivideAxis: a coordinate is more than one letter of the dim.
+        """
+        if not any(name for _, name in atoms):
+            return value
+        read, dims, sizes = self.table.letters(value)
+        parts = refined([value.dims[dim], tuple(size for size, _ in atoms)])
+        letters = [("part", at) for at in range(len(parts))]
+        sizes.update(zip(letters, parts, strict=True))
+        index: dict[Letter, Affine] = {letter: (0, ((letter, 1),)) for row in dims for letter in row}
+        index.update(zip(dims[dim], _spread(value.dims[dim], letters, sizes), strict=True))
+        ranks: dict[Letter, Affine] = {letter: (0, ((letter, 1),)) for letter in letters}
+        at, dims[dim] = 0, []
+        for size, name in atoms:
+            first, inner = at, 1
+            while inner < size:
+                inner *= parts[at]
+                at += 1
+            if not name:
+                dims[dim] += letters[first:at]
+            elif at - first > 1:
+                axis = name.lstrip("~").split(".")[0]
+                known = [part for part, other in self.table.axes[axis]]
+                where = [other for _, other in self.table.axes[axis]].index(name.lstrip("~"))
+                raise DivideAxis(axis, (*known[:where], *parts[first:at], *known[where + 1 :]))
+            else:
+                ranks[letters[first]] = (0, ((name, 1),))
+        maps = substitute(substitute(read.maps, index), {**index, **ranks})
+        return self.settled(
+            [read._replace(maps=maps)], dims, sizes, lambda reads, sizes: self.table.part(reads[0], sizes)
+        )
+
+    def _by_stretch(self, value: Value, dim: int, outer: Sequence[int], change: Callable[[Value], Value]) -> Value:
+        """Return a value whose parts along a dim, of these proportions, are changed each."""
+        pieces, start, size = [], 0, value.shape[dim]
+        for share in outer:
+            length = size * share // sum(outer)
+            pieces.append(change(self.part(value, dim, start, length)))
+            start += length
+        return self.cat(pieces, dim)
+
+    def gathered(self, value: Value, axes: Sequence[str], dim: int, outer: int | Sequence[int]) -> Value:
+        """Return a value whose dim has the entries of all ranks of some axes, in the place of one rank's: of every one
+        of ``outer`` parts."""
+        if not isinstance(outer, int):
+            return self._by_stretch(value, dim, outer, lambda part: self.gathered(part, axes, dim, 1))
+        ranks = self.ranks([f"~{axis}" if outer < 0 else axis for axis in axes])
+        outer = abs(outer)
+        value = self.reshape(value, (*value.shape[:dim], outer, value.shape[dim] // outer, *value.shape[dim + 1 :]))
+        read, dims, sizes = self.table.letters(value)
+        index: dict[Letter, Affine] = {letter: (0, ((letter, 1),)) for row in dims for letter in row}
+        for size, name in ranks:
+            sizes["rank", name] = size
+            index[name] = (0, ((("rank", name), 1),))
+        dims[dim : dim + 2] = [[*dims[dim], *(("rank", name) for _, name in ranks), *dims[dim + 1]]]
+        return self.table.value(read._replace(maps=substitute(read.maps, index)), dims, sizes)
+
+    def own(self, value: Value, axes: Sequence[str], dim: int, outer: int | Sequence[int]) -> Value:
+        """Return the part of a dim that a rank of some axes has: of every one of ``outer`` parts its share."""
+        if not isinstance(outer, int):
+            return self._by_stretch(value, dim, outer, lambda part: self.own(part, axes, dim, 1))
+        ranks = self.ranks([f"~{axis}" if outer < 0 else axis for axis in axes])
+        outer, size = abs(outer), value.shape[dim]
+        parts = outer * math.prod(size for size, _ in ranks)
+        if size % parts:
+            raise Refused(f"a dim of {size} is split in {parts} parts")
+        atoms = [(outer, ""), *ranks, (size // parts, "")]
+        return self._at_ranks(value, dim, [atom for atom in atoms if atom[0] > 1])
+
+    def padded(self, value: Value, axes: Sequence[str], dim: int, outer: int | Sequence[int]) -> Value:
+        """Return a value with the entries of this rank in their place among those of all, and zeros elsewhere."""
+        if not isinstance(outer, int):
+            return self._by_stretch(value, dim, outer, lambda part: self.padded(part, axes, dim, 1))
+        ranks = self.ranks([f"~{axis}" if outer < 0 else axis for axis in axes])
+        outer = abs(outer)
+        value = self.reshape(value, (*value.shape[:dim], outer, value.shape[dim] // outer, *value.shape[dim + 1 :]))
+        read, dims, sizes = self.table.letters(value)
+        marks = []
+        for size, name in ranks:
+            sizes["rank", name] = size
+            marks.append(Read(1, self.table.delta, ((0, ((("rank", name), 1),)), (0, ((name, 1),)))))
+        dims[dim : dim + 2] = [[*dims[dim], *(("rank", name) for _, name in ranks), *dims[dim + 1]]]
+        return self.settled([*marks, read], dims, sizes, lambda reads, sizes: self.table.product(1, reads, sizes))
+
+    def over(self, value: Value, axes: Sequence[str]) -> Value:
+        """Return the sum of a value over the ranks of some axes."""
+        read, dims, sizes = self.table.letters(value)
+        used = value.letters
+        summed = [f"~{name}" if f"~{name}" in used else name for _, name in self.ranks(axes)]
+        return self.settled([read], dims, sizes, lambda reads, sizes: self.table.product(1, reads, sizes, summed))
+
+
+def _spread(dim: Sequence[int], parts: Sequence[Letter], sizes: Mapping[Letter, int]) -> list[Affine]:
+    """Return the index of each letter of a dim in finer parts of it."""
+    rows, left = [], len(parts)
+    for size in reversed(dim):
+        inner, terms = 1, []
+        while inner < size:
+            left -= 1
+            terms.append((parts[left], inner))
+            inner *= sizes[parts[left]]
+        rows.append((0, tuple(reversed(terms))))
+    return rows[::-1]
