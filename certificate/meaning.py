@@ -153,26 +153,38 @@ class DivideAxis(Exception):
 
 
 class Table:
-    """The one table of nodes. Equal meanings have equal numbers. ``digits`` are the factors by which the ranks of an
-    axis are counted, one letter each, where a single letter does not do."""
+    """The one table of nodes. Equal meanings have equal numbers."""
 
-    def __init__(self, mesh: Mapping[str, int], digits: Mapping[str, tuple[int, ...]]) -> None:
-        self.axes: dict[str, list[tuple[int, str]]] = {}
-        for axis, size in mesh.items():
-            parts = digits.get(axis, (size,))
-            names = [axis] if len(parts) == 1 else [f"{axis}.{at}" for at in range(len(parts))]
-            self.axes[axis] = [(part, name) for part, name in zip(parts, names, strict=True) if part > 1]
-        self.mesh = {**mesh, **{name: size for letters in self.axes.values() for size, name in letters}}
+    def __init__(self, mesh: Mapping[str, int]) -> None:
+        self.mesh = dict(mesh)
+        self.axes = {axis: [(size, axis)] if size > 1 else [] for axis, size in mesh.items()}
+        """The letters that count the ranks of each axis, major first, with their sizes."""
         self.nodes: list[Node] = []
         self._index: dict[Node, int] = {}
         self._fresh = 0
         self._places: dict[int, bool] = {}
+        self.naming = False
+        """True while the model is read: its long sums get names, by which they are known from there on. A sum of one and
+        others then has few terms. What is equal gets the name too, if all its terms are there together."""
+        self.names: dict[int, int] = {}
         self._compared: dict[int, frozenset[int]] = {}
         self.one = self._add(Node("one", (), (), (), ()))
         self.zero = Value(0, self.one, (), ())
         self.tops: dict[int, int] = {}
         """The number of experts that each token has, by the node that marks them."""
         self.delta = self.leaf("delta", (0, 0))
+
+    def divide(self, axis: str, sizes: tuple[int, ...]) -> None:
+        """Count the ranks of an axis by several letters, of these sizes.
+
+        Raises:
+            Refused: they are counted so already.
+        """
+        letters = [(size, f"{axis}.{at}") for at, size in enumerate(sizes)]
+        if self.axes[axis] == letters:
+            raise Refused(f"`{axis}` is split over parts of a dim")
+        self.axes[axis] = letters
+        self.mesh.update((name, size) for size, name in letters)
 
     def _add(self, node: Node) -> int:
         at = self._index.get(node)
@@ -393,7 +405,9 @@ class Table:
             rest = self.sum([self.without(read, common, sizes) for read in reads], sizes)
             return self._pure(1, [*(Read(1, scalar, ()) for scalar in sorted(common)), rest], sizes)
         at, maps, lead = self.make("sum", (), reads, sizes, commutes=True)
-        return Read(lead, at, maps)
+        if self.naming and len(reads) >= MOST_TERMS and at not in self.names:
+            self.names[at] = self.leaf("named sum", self.nodes[at].sizes, at)
+        return Read(lead, self.names.get(at, at), maps)
 
     def scalars(self, read: Read) -> tuple[int, ...]:
         """Return the factors of a read that are single numbers."""
@@ -694,6 +708,8 @@ def _joined(
     return groups, left
 
 
+MOST_TERMS = 6
+"""The number of terms from which sums of a model get names."""
 _MOST_ORDERS = 720
 """The most orders of equal reads that are tried; more of them keep the order in which they came."""
 

@@ -7,6 +7,7 @@ letter like an axis of the mesh, so the sum over all of them is a sum over this 
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 from collections.abc import Generator, Mapping
@@ -107,29 +108,38 @@ def certify(folder: Path) -> Proof:
     Raises:
         Refused: it does not, or the checker has no rule for a part of it.
     """
-    build, digits = read_build(folder), dict[str, tuple[int, ...]]()
+    collected = gc.isenabled()
+    gc.disable()  # a table only grows, and a collection would visit all of it
+    try:
+        return _certify(Step(read_build(folder)))
+    finally:
+        if collected:
+            gc.enable()
+
+
+def _certify(step: Step) -> Proof:
+    step.table.naming = True
+    step.run_model()
+    step.table.naming = False
     while True:
         try:
-            step = Step(build, digits)
-            step.run_model()
             return step.run_programs()
         except DivideAxis as request:
-            if digits.get(request.axis) == request.sizes:
-                raise Refused(f"`{request.axis}` is split over parts of a dim") from None
-            digits[request.axis] = request.sizes
+            # the model's values know no ranks, so they stay
+            step.reader.divide(request.axis, request.sizes)
 
 
 class Step:
     """The values of one step, by their bindings."""
 
-    def __init__(self, build: Build, digits: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(self, build: Build) -> None:
         self.build = build
         self.microbatches = int(build.manifest["microbatches"])
         self.mesh = next(iter(build.programs.values())).mesh
         for program in build.programs.values():
             if program.mesh != self.mesh:
                 raise Refused(f"{program.file}: has another mesh than other programs")
-        self.table = Table({**dict(self.mesh.sizes), MICROBATCH: self.microbatches}, digits)
+        self.table = Table({**dict(self.mesh.sizes), MICROBATCH: self.microbatches})
         self.reader = Reader(self.table, self.mesh)
         self.tensors = self.reader.tensors
 
