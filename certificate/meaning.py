@@ -164,8 +164,8 @@ class Table:
         self._fresh = 0
         self._places: dict[int, bool] = {}
         self.naming = False
-        """True while the model is read: its long sums get names, by which they are known from there on. A sum of one and
-        others then has few terms. What is equal gets the name too, if all its terms are there together."""
+        """True while the model is read: its long sums get names, by which they are known from there on. A sum of one
+        and others then has few terms. What is equal gets the name too, if all its terms are there together."""
         self.names: dict[int, int] = {}
         self._compared: dict[int, frozenset[int]] = {}
         self.one = self._add(Node("one", (), (), (), ()))

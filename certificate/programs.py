@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from .meaning import Table, Value
 from .operators import OPERATORS
@@ -12,7 +12,66 @@ from .tensors import Tensors
 from .text import NO_TYPE, Function, Line, Local, Mesh, Name, Program, Refused, Type
 
 Values = dict[str, Value]
+MESSAGES = (
+    "parc.all_reduce", "parc.all_gather", "parc.reduce_scatter", "parc.all_to_all", "parc.exchange",
+    "parc.reduce_scatter_int8", "parc.all_gather_int8",
+)  # fmt: skip
+"""The collectives that may run while other lines do."""
 Settle = Callable[[str, Value], Value]
+
+
+class Returned(NamedTuple):
+    """What a function returns, by key, and the keys of values that are on their way."""
+
+    values: dict[str, Value]
+    coming: frozenset[str] = frozenset()
+
+
+class Messages:
+    """The collectives of a function that run while other lines do: a message is some lines with one number, each begun
+    in its turn, and its results are read by ``parc.wait`` alone."""
+
+    def __init__(self, coming: Iterable[str]) -> None:
+        self.coming, self.awaited = set(coming), set[str]()
+        self._last: tuple[int, Any] = (0, None)
+        self._begun = set[str]()
+
+    def read(self, line: Line) -> None:
+        """Take the next line.
+
+        Raises:
+            Refused: it reads what is on its way, awaits what is not, or begins a message out of turn.
+        """
+        wait = line.op == "parc.wait"
+        for name in names_in(line.args):
+            if wait and name not in self.coming:
+                raise Refused(f"`{name}` is awaited, and is not on its way")
+            if not wait and name in self.coming:
+                raise Refused(f"`{name}` is read while it is on its way")
+            self.awaited.update([name] if wait else [])
+        number = line.kwargs.get("message")
+        if number is None:
+            self._last = self._last[0], None
+            return
+        same = line.op, line.args[1:2], line.types[0].dtype
+        if line.op not in MESSAGES or number not in (self._last[0], self._last[0] + 1):
+            raise Refused(f"is in message {number} behind message {self._last[0]}")
+        if number == self._last[0] and self._last[1] != same:
+            raise Refused(f"does not travel like the rest of message {number}")
+        self._last = number, same
+        self.coming.update(line.results)
+        self._begun.update(line.results)
+
+    def left(self, returns: Sequence[tuple[str, str]]) -> Iterator[str]:
+        """Yield the keys of results that are on their way at the end.
+
+        Raises:
+            Refused: what a line began is neither awaited nor returned.
+        """
+        yield from (key for key, name in returns if name in self.coming)
+        returned = {name for _, name in returns}
+        if lost := sorted(self._begun - self.awaited - returned):
+            raise Refused(f"`{lost[0]}` is never awaited")
 
 
 class Reader:
@@ -84,38 +143,43 @@ class Reader:
             raise Refused(f"{call.line.op} makes packed rows of values that have not the same rows")
         return value._replace(chosen=marks[0])
 
-    def run(self, program: Program, function: Function, operands: Sequence[Value]) -> dict[str, Value]:
-        """Return what a function returns, by key."""
-        steps = self.steps(program, function, operands)
+    def run(
+        self, program: Program, function: Function, operands: Sequence[Value], coming: Collection[str] = ()
+    ) -> Returned:
+        """Return what a function returns. The parameters bound to ``coming`` are on their way when it begins."""
+        steps = self.steps(program, function, operands, coming)
         try:
             (axis, _), _ = next(steps)
         except StopIteration as end:
-            returned: dict[str, Value] = end.value
+            returned: Returned = end.value
             return returned
-        raise Refused(f"{program.file}: {function.name} sums over the roles of `{axis}`, which only LOSS and REDUCE do")
+        raise Refused(f"{program.file}: {function.name} sums over the roles of `{axis}`, which programs of work do not")
 
     def steps(
         self,
         program: Program,
         function: Function,
         operands: Sequence[Value],
+        coming: Collection[str] = (),
         settle: Settle = lambda name, value: value,
-    ) -> Generator[tuple[tuple[str, tuple[int, ...]], Value], Value, dict[str, Value]]:
+    ) -> Generator[tuple[tuple[str, tuple[int, ...]], Value], Value, Returned]:
         """Run a function, which stops at sums among roles: what it yields there is to be answered by the sum.
         ``settle`` may put another value in the place of one that it has checked."""
         if len(operands) != len(function.parameters):
             raise Refused(f"{program.file}:{function.row}: `{function.name}` takes {len(function.parameters)} values")
         values: Values = {}
         types: dict[str, Type] = {}
+        messages = Messages(parameter.name for parameter in function.parameters if parameter.binding in coming)
         for parameter, value in zip(function.parameters, operands, strict=True):
             self._check(parameter.type, value, f"{program.file}:{parameter.row}", parameter.name)
             values[parameter.name], types[parameter.name] = settle(parameter.name, value), parameter.type
         for line in function.lines:
             where = f"{program.file}:{line.row}"
             try:
+                messages.read(line)
                 called = program.functions.get(line.op)
                 if called is not None:
-                    results = tuple(self.run(program, called, [values[item.name] for item in line.args]).values())
+                    results = tuple(self.run(program, called, self.call(line, values, types).args).values.values())
                 elif line.op == "parc.all_reduce_among":
                     operand, axis, ranks = line.args
                     results = ((yield (axis, tuple(ranks)), values[operand.name]),)
@@ -129,7 +193,11 @@ class Reader:
                 if name != "_":
                     self._check(type_, value, where, name)
                     values[name], types[name] = settle(name, value), type_
-        return {key: values[name] for key, name in function.returns}
+        returned = {key: values[name] for key, name in function.returns}
+        try:
+            return Returned(returned, frozenset(messages.left(function.returns)))
+        except Refused as error:
+            raise Refused(f"{program.file}: {error}") from None
 
     def _check(self, type_: Type, value: Value, where: str, name: str) -> None:
         if type_ is NO_TYPE:
@@ -167,7 +235,7 @@ class Reader:
         needs = set(wanted)
         active = []
         for call, _ in calls:
-            reads = _names(call.line.args)
+            reads = names_in(call.line.args)
             used = call.line.op not in CONSTANT and not needs.isdisjoint(reads)
             floats = [name for name, type_ in zip(call.line.results, call.line.types, strict=True)
                       if type_.dtype.startswith(("f", "bf"))]  # fmt: skip
@@ -190,7 +258,7 @@ class Reader:
                 parts = slope(call, first, results[0])
             except Refused as error:
                 raise Refused(f"model.py:{call.line.row}: {error} ({call.line.origin})") from None
-            for name, part in zip(_names(call.line.args), parts, strict=True):
+            for name, part in zip(names_in(call.line.args), parts, strict=True):
                 if part is not None and name in needs:
                     total.setdefault(name, []).append(part)
         return {name: value for name in wanted if (value := self._sum(total.get(name, []))) is not None}
@@ -212,12 +280,12 @@ def _values(args: Sequence[Any]) -> list[Value]:
     ]
 
 
-def _names(args: Sequence[Any]) -> list[str]:
+def names_in(args: Sequence[Any]) -> list[str]:
     """Return the names among arguments, in their order."""
     names: list[str] = []
     for item in args:
         if type(item) is Name:
             names.append(item.name)
         elif type(item) is list:
-            names += _names(item)
+            names += names_in(item)
     return names

@@ -9,58 +9,58 @@ from __future__ import annotations
 
 import gc
 import json
-import re
-from collections.abc import Generator, Mapping
+from collections.abc import Collection, Generator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .meaning import DivideAxis, Read, Table, Value
-from .programs import Reader, Settle
+from .describe import describe
+from .meaning import DivideAxis, Table, Value
+from .programs import Reader, Returned, Settle
 from .rows import inverse
+from .schedule import Action, check_schedule, read_schedule, stages_of
 from .tensors import MICROBATCH
 from .text import Function, Parameter, Program, Refused, Type, read_program, read_type
 
-_MOST_FILES = 4096
-_ACTION = re.compile(r"(\d+)([A-Z_]+?)(\d*)")
-_LEAVES = ("parameter", "frozen", "buffer", "constant", "state")
-"""The kinds of values that live from step to step."""
+_MOST_FILES, _MOST_BYTES = 4096, 64 << 20
+_STORED = ("parameter", "frozen", "buffer", "constant")
+"""The kinds of the model's own tensors, which no program of a step makes."""
 _OF_BATCH = ("input", "rng")
+"""The kinds that every microbatch has its own of."""
 
 
 @dataclass
 class Build:
-    """The texts of a build."""
+    """The texts of a build: of its training, or of its evaluation."""
 
-    folder: Path
     manifest: Mapping[str, Any]
     model: Program
     programs: dict[tuple[str, str], Program]
     """By role or stage, and action."""
-    roles: dict[str, list[tuple[int, str, int]]]
-    """The timeline of each role: stage, action and microbatch."""
+    roles: dict[str, list[Action]]
+    """The timeline of each role."""
 
-    @property
-    def stages(self) -> dict[int, str]:
-        """The role of each stage."""
-        return {stage: role for role, actions in self.roles.items() for stage, kind, _ in actions if kind == "F"}
+    def program(self, role: str, action: str) -> Program | None:
+        """Return a role's program, or the one that all roles share."""
+        return self.programs.get((role, action)) or self.programs.get(("stage0", action))
 
-    def program(self, role: str, stage: int, action: str) -> Program | None:
-        """Return the program of an action: the stage's, the role's, or the one that all share."""
-        names = (f"stage{stage}", role, "stage0")
-        return next((self.programs[name, action] for name in names if (name, action) in self.programs), None)
+    def kinds(self, role: str) -> set[str]:
+        """Return the kinds of programs that a role runs, and the update."""
+        shared = {action for name, action in self.programs if name == role or action in ("COUNT", "SCALE", "RESCALE")}
+        work = {action for _, action in self.programs if action in ("F", "B")}
+        return shared | work | ({"STEP"} if "B" in work else set())
 
 
-def read_build(folder: Path) -> Build:
-    """Read a build's texts.
+def read_build(folder: Path, part: str = "") -> Build:
+    """Read a build's texts, or those of its ``evaluation``.
 
     Raises:
         Refused: a file is missing, or holds what no build has.
     """
     try:
-        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-        schedule = (folder / "schedule.txt").read_text(encoding="ascii")
-        files = sorted((folder / "programs").iterdir())
+        manifest = json.loads(_text(folder / "manifest.json"))
+        schedule = _text(folder / part / "schedule.txt")
+        files = sorted((folder / part / "programs").iterdir())
     except (OSError, ValueError, RecursionError) as error:
         raise Refused(f"{folder} is no build: {error}") from None
     if len(files) > _MOST_FILES or not isinstance(manifest, dict):
@@ -75,35 +75,27 @@ def read_build(folder: Path) -> Build:
             raise Refused(f"{file.name}: says that it is {program.role}.{program.action}")
         else:
             programs[program.role, program.action] = program
-    if model is None or (model.role, model.action) != ("model", "reference"):
-        raise Refused(f"{folder} has no programs/model.py")
-    return Build(folder, manifest, model, programs, _read_schedule(schedule))
+    if model is None or (model.role, model.action) != ("model", "reference") or not programs:
+        raise Refused(f"{folder} has no programs/model.py, or nothing beside it")
+    return Build(manifest, model, programs, read_schedule(schedule))
 
 
-def _read_schedule(text: str) -> dict[str, list[tuple[int, str, int]]]:
-    roles: dict[str, list[tuple[int, str, int]]] = {}
-    for at, line in enumerate(text.splitlines(), 1):
-        role, colon, actions = line.partition(": ")
-        if not colon or role in roles:
-            raise Refused(f"schedule.txt:{at}: is not `role: actions`")
-        roles[role] = []
-        for word in actions.split():
-            if (match := _ACTION.fullmatch(word)) is None:
-                raise Refused(f"schedule.txt:{at}: `{word}` is no action")
-            roles[role].append((int(match[1]), match[2], int(match[3] or 0)))
-    return roles
+def _text(path: Path) -> str:
+    if path.stat().st_size > _MOST_BYTES:
+        raise Refused(f"{path.name} has {path.stat().st_size:,} bytes")
+    return path.read_text(encoding="utf-8")
 
 
 @dataclass
 class Proof:
-    """What was proved: sentences by role."""
+    """What was proved: a sentence for each role."""
 
     lines: list[str] = field(default_factory=list)
     nodes: int = 0
 
 
 def certify(folder: Path) -> Proof:
-    """Prove that a build computes what its model says.
+    """Prove that a build computes what its model says, and its evaluation too.
 
     Raises:
         Refused: it does not, or the checker has no rule for a part of it.
@@ -111,7 +103,12 @@ def certify(folder: Path) -> Proof:
     collected = gc.isenabled()
     gc.disable()  # a table only grows, and a collection would visit all of it
     try:
-        return _certify(Step(read_build(folder)))
+        proof = _certify(Step(read_build(folder)))
+        if (folder / "evaluation").exists():
+            evaluated = _certify(Step(read_build(folder, "evaluation")))
+            proof.lines += [f"evaluation, {line}" for line in evaluated.lines]
+            proof.nodes += evaluated.nodes
+        return proof
     finally:
         if collected:
             gc.enable()
@@ -139,21 +136,34 @@ class Step:
         for program in build.programs.values():
             if program.mesh != self.mesh:
                 raise Refused(f"{program.file}: has another mesh than other programs")
+        check_schedule(build.roles, self.microbatches, {role: build.kinds(role) for role in build.roles})
+        self.stages = stages_of(build.roles)
         self.table = Table({**dict(self.mesh.sizes), MICROBATCH: self.microbatches})
         self.reader = Reader(self.table, self.mesh)
         self.tensors = self.reader.tensors
+        self.stored = {
+            name: read_type(str(text), self.mesh) for name, text in build.manifest.get("parameters", {}).items()
+        }
 
     # ---- the model
 
-    def outside(self, parameter: Parameter, whole: Mapping[str, tuple[int, ...]]) -> Value:
-        """Return a rank's piece of what no program makes: weights, buffers, inputs."""
-        kind = parameter.binding.split(" ")[0]
-        if parameter.binding not in whole:
+    def outside(self, parameter: Parameter) -> Value:
+        """Return a rank's piece of what no program makes: weights, buffers, inputs, the state of steps.
+
+        Raises:
+            Refused: the model reads no such value, or in another shape, or it is stored otherwise.
+        """
+        kind, _, name = parameter.binding.partition(" ")
+        if kind == "state":
+            if name.startswith("residual"):
+                return self.table.constant(0, parameter.type.local)
+            return self.tensors.piece(self.table.leaf(parameter.binding, parameter.type.shape), parameter.type)
+        shape = self.whole.get(parameter.binding)
+        if shape is None:
             raise Refused(f"the model reads no `{parameter.binding}`")
-        shape = whole[parameter.binding]
         if parameter.type.shape != shape:
             raise Refused(
-                f"`{parameter.binding}` has the shape {list(parameter.type.shape)}, and {list(shape)} in the model"
+                f"`{parameter.binding}` is of {list(parameter.type.shape)}, and of {list(shape)} in the model"
             )
         each = self.microbatches if kind in _OF_BATCH else 1
         node = self.table.leaf(parameter.binding, (each, *shape) if each > 1 else shape)
@@ -162,24 +172,29 @@ class Step:
     def run_model(self) -> None:
         """Give every result and gradient of the model a meaning."""
         functions = self.build.model.functions
-        forward = functions["forward"]
+        forward = functions.get("forward")
+        if forward is None:
+            raise Refused("model.py has no function `forward`")
         self.whole = {p.binding: p.type.shape for function in functions.values() for p in function.parameters}
-        values = {p.name: self.outside(p, self.whole) for p in forward.parameters}
+        values = {p.name: self.outside(p) for p in forward.parameters}
         calls = self.reader.forward(forward, values)
         self.expected = {key: values[name] for key, name in forward.returns}
-        if "loss" not in self.expected:
-            raise Refused("model.py returns no loss")
-        self.counts = {}
-        if "count" in functions:
-            count = functions["count"]
-            inside = {p.name: self.outside(p, self.whole) for p in count.parameters}
+        counts: dict[str, Value] = {}
+        if (count := functions.get("count")) is not None:
+            inside = {p.name: self.outside(p) for p in count.parameters}
             self.reader.forward(count, inside)
-            self.counts = {key: self.over_microbatches(inside[name]) for key, name in count.returns}
-        self.scale = inverse(self.tensors, self.counts["count"]) if self.counts else self.table.constant(1)
-        names = {p.name: p.binding.partition(" ")[2] for p in forward.parameters if p.binding.startswith("parameter ")}
-        floats = [p.name for p in forward.parameters if p.name in names and p.type.dtype.startswith(("f", "bf"))]
-        start = {dict(forward.returns)["loss"]: self.scale}
-        self.gradients = {names[name]: value for name, value in self.reader.gradients(calls, start, floats).items()}
+            counts = {key: self.over_microbatches(inside[name]) for key, name in count.returns}
+        self.scale = inverse(self.tensors, counts["count"]) if counts else self.table.constant(1)
+        trained = {
+            p.name: p.binding.partition(" ")[2]
+            for p in forward.parameters
+            if p.binding.startswith("parameter ") and p.type.dtype.startswith(("f", "bf"))
+        }
+        self.gradients: dict[str, Value] = {}
+        if any(action == "B" for _, action in self.build.programs):
+            start = {dict(forward.returns)["loss"]: self.scale}
+            found = self.reader.gradients(calls, start, list(trained))
+            self.gradients = {trained[name]: self.over_microbatches(value) for name, value in found.items()}
 
     def over_microbatches(self, value: Value) -> Value:
         """Return the sum of a value over all microbatches."""
@@ -187,83 +202,154 @@ class Step:
 
     # ---- the programs
 
+    def run(
+        self, program: Program, known: Mapping[str, Value], coming: Collection[str] = (), function: str = ""
+    ) -> Returned:
+        """Return what a program's main function returns, or another one."""
+        main = program.functions[function] if function else _main(program)
+        returned = self.reader.run(program, main, self.arguments(program, main, known), coming)
+        if returned.coming and program.action != "UNSHARD" and not function:
+            raise Refused(f"{program.file}: returns `{min(returned.coming)}` while it is on its way")
+        return returned
+
     def arguments(self, program: Program, function: Function, known: Mapping[str, Value]) -> list[Value]:
         """Return what a main function's parameters are bound to."""
         result = []
         for parameter in function.parameters:
-            binding = parameter.binding
-            where = f"{program.file}:{parameter.row}"
+            kind, _, name = parameter.binding.partition(" ")
             try:
-                if binding.startswith("state residual"):
-                    result.append(self.table.constant(0, parameter.type.local))
-                elif binding.startswith("state "):
-                    result.append(self.tensors.piece(self.table.leaf(binding, parameter.type.shape), parameter.type))
-                elif binding.split(" ")[0] in (*_LEAVES, *_OF_BATCH):
-                    self.check_stored(parameter)
-                    result.append(self.outside(parameter, self.whole))
-                elif binding in known:
-                    result.append(known[binding])
-                else:
-                    raise Refused(f"nothing makes `{binding}` before it")
+                if kind == "parameter" and self.stored.get(name) != parameter.type:
+                    raise Refused(f"`{name}` is not stored so")
+                if kind not in (*_STORED, *_OF_BATCH, "state") and parameter.binding not in known:
+                    raise Refused(f"nothing makes `{parameter.binding}` before it")
+                result.append(known[parameter.binding] if parameter.binding in known else self.outside(parameter))
             except Refused as error:
-                raise Refused(f"{where}: {error}") from None
+                raise Refused(f"{program.file}:{parameter.row}: {error}") from None
         return result
-
-    def check_stored(self, parameter: Parameter) -> None:
-        """Refuse a parameter that is read in another placement than it is stored in."""
-        kind, _, name = parameter.binding.partition(" ")
-        stored = self.build.manifest.get("parameters", {}) if kind in ("parameter", "frozen") else {}
-        if kind == "parameter" and name not in stored:
-            raise Refused(f"the manifest stores no `{name}`")
-        if name in stored and read_type(stored[name], self.mesh) != parameter.type:
-            raise Refused(f"`{name}` is stored as {stored[name]}")
-
-    def run(self, program: Program, function: Function, known: Mapping[str, Value]) -> dict[str, Value]:
-        """Return what a main function returns, by key."""
-        return self.reader.run(program, function, self.arguments(program, function, known))
 
     def run_programs(self) -> Proof:
         """Follow all programs of a step, and compare what leaves it with the model."""
-        build, proof = self.build, Proof()
-        shared: dict[str, Value] = {}
-        first = next(iter(build.roles))
-        if (program := build.program(first, 0, "COUNT")) is not None:
-            for key, value in self.run(program, _main(program), {}).items():
-                shared[key] = self.over_microbatches(value)
-        if (program := build.program(first, 0, "SCALE")) is not None:
-            results = self.run(program, _main(program), shared)
-            shared.update(results)
-            if "unscale" in results:
-                scale = self.tensors.times(results["scale"], results["unscale"])
-                self.same("SCALE", program, "scale", scale, self.scale)
-                self.loss_scale = inverse(self.tensors, results["unscale"])
-            else:
-                self.same("SCALE", program, "scale", results["scale"], self.scale)
-        weights = {
-            role: self.run(program, _main(program), shared)
-            for role in build.roles
-            if (program := build.programs.get((role, "UNSHARD"))) is not None
-        }
-        order = sorted(build.stages)
-        saved: dict[int, dict[str, Value]] = {}
-        losses: dict[str, list[Value]] = {role: [] for role in build.roles}
-        sent: dict[str, Value] = {}
-        for stage in order:
-            role, program = build.stages[stage], self._needed(stage, "F")
-            results = self.run(program, _main(program), {**shared, **weights.get(role, {}), **_received(sent)})
-            sent = {key: value for key, value in results.items() if key.startswith("sent ")}
-            saved[stage] = {key: value for key, value in results.items() if key.startswith("saved ")}
-            if "loss" in results:
-                losses[role].append(results["loss"])
-        gradients: dict[str, dict[str, Value]] = {role: {} for role in build.roles}
-        sent = {}
-        for stage in reversed(order):
-            role, program = build.stages[stage], self._needed(stage, "B")
-            known = {**shared, **weights.get(role, {}), **saved[stage], **_received(sent)}
-            sent = self._backward(program, known, gradients[role])
-        self._after(gradients, losses, shared, proof)
+        self.shared: dict[str, Value] = {}
+        self.losses: dict[str, list[Value]] = {role: [] for role in self.build.roles}
+        self.loads: dict[str, dict[str, Value]] = {role: {} for role in self.build.roles}
+        self.partial: dict[str, dict[str, Value]] = {role: {} for role in self.build.roles}
+        self.coming: dict[str, set[str]] = {role: set() for role in self.build.roles}
+        self._ahead()
+        trains = any(action == "B" for _, action in self.build.programs)
+        saved = self._forwards()
+        if trains:
+            self._backwards(saved)
+        proof = Proof()
+        if "loss" in self.expected:
+            self._loss()
+        told = ["the loss"] * ("loss" in self.expected)
+        told += [key for key in self.expected if key.startswith(("output ", "buffer "))]
+        for role in self.build.roles:
+            proof.lines.append(f"{role}: {', '.join(told[:4])}{', …' if len(told) > 4 else ''}")
+        if trains:
+            for at, (role, count) in enumerate(self._gradients().items()):
+                proof.lines[at] = f"{role}: the loss, {count} gradients, the norm"
+        if any(action == "LOADS" for _, action in self.build.programs):
+            self._loads()
         proof.nodes = len(self.table.nodes)
         return proof
+
+    def _ahead(self) -> None:
+        """Run what comes before the work of a step."""
+        first = next(iter(self.build.roles))
+        if (program := self.build.program(first, "COUNT")) is not None:
+            counts = self.run(program, {}).values
+            self.shared |= {key: self.over_microbatches(value) for key, value in counts.items()}
+        if (program := self.build.program(first, "SCALE")) is not None:
+            results = self.run(program, self.shared).values
+            self.shared |= results
+            scale = results["scale"]
+            if "unscale" in results:
+                scale = self.tensors.times(scale, results["unscale"])
+            self.same(program, "scale", scale, self.scale)
+        self.weights: dict[str, Returned] = {}
+        for role in self.build.roles:
+            program = self.build.programs.get((role, "UNSHARD"))
+            self.weights[role] = Returned({}) if program is None else self.run(program, self.shared)
+
+    def _forwards(self) -> dict[int, dict[str, Value]]:
+        """Run F of every stage. Return what each saves for its backward."""
+        saved: dict[int, dict[str, Value]] = {}
+        sent: dict[str, Value] = {}
+        returned: set[str] = set()
+        for stage, role in sorted(self.stages.items()):
+            program, weights = self._needed(stage, "F"), self.weights[role]
+            known = {**self.shared, **weights.values, **_received(sent)}
+            results = self.run(program, known, weights.coming).values
+            saved[stage], sent = {}, {}
+            types = dict(_main(program).returns)
+            for key, value in results.items():
+                kind, _, name = key.partition(" ")
+                if kind in ("saved", "sent"):
+                    (saved[stage] if kind == "saved" else sent)[key] = value
+                elif key == "loss":
+                    self.losses[role].append(value)
+                elif kind == "load":
+                    self.loads[role][name] = self.over_microbatches(value)
+                elif key in self.expected and kind in ("output", "buffer"):
+                    type_ = _type_of(_main(program), types[key])
+                    self.same(program, key, value, self.tensors.cut(self.expected[key], type_))
+                else:
+                    raise Refused(f"{program.file}: returns `{key}`, which the model does not")
+                returned.add(key)
+        for key in self.expected:
+            if key not in returned:
+                raise Refused(f"no program returns `{key}`, which the model does")
+        if sent:
+            raise Refused(f"the last stage sends `{min(sent)}`")
+        return saved
+
+    def _backwards(self, saved: Mapping[int, Mapping[str, Value]]) -> None:
+        """Run B of every stage, and add its gradients to those of the role."""
+        sent: dict[str, Value] = {}
+        for stage, role in sorted(self.stages.items(), reverse=True):
+            program = self._needed(stage, "B")
+            known = {**self.shared, **self.weights[role].values, **saved[stage], **_received(sent)}
+            each = self.run(program, known).values
+            sent = {key: value for key, value in each.items() if key.startswith("sent ")}
+            own = {key: value for key, value in each.items() if not key.startswith(("sent ", "state "))}
+            sums = {key: self.over_microbatches(value) for key, value in own.items()}
+            last = f"{_main(program).name}_last"
+            if last in program.functions:
+                # what earlier microbatches added up to is all of them, less the last one's own
+                before = {
+                    f"gradient {key}": self.tensors.plus(total, own[key], by=(1, -1)) for key, total in sums.items()
+                }
+                at_end = self.run(program, {**known, **before}, function=last)
+                begun = self._last(program, at_end, each)
+                sums |= begun
+                self.coming[role] |= {f"gradient {key}" for key in at_end.coming}
+            gradients = self.partial[role]
+            for key, value in sums.items():
+                gradients[key] = self.tensors.plus(gradients[key], value) if key in gradients else value
+        if sent:
+            raise Refused(f"the first stage sends `{min(sent)}`")
+
+    def _last(self, program: Program, at_end: Returned, each: Mapping[str, Value]) -> dict[str, Value]:
+        """Return the gradients that the last backward adds to those of earlier microbatches, and begins to reduce.
+
+        Raises:
+            Refused: it sends or returns otherwise than the backwards before it.
+        """
+        read = {p.binding for p in program.functions[f"{_main(program).name}_last"].parameters}
+        sums = {}
+        for key, value in at_end.values.items():
+            if key.startswith("state residual"):
+                self.same(program, key, value, self.table.constant(0, value.shape))
+            elif f"gradient {key}" in read:
+                sums[key] = value
+            elif key in each and self._equal(value, each[key]):
+                continue
+            elif self.microbatches > 1 or key not in each or key.startswith("sent "):
+                raise Refused(f"{program.file}: the last backward makes another `{key}`")
+            else:
+                sums[key] = value
+        return sums
 
     def _needed(self, stage: int, action: str) -> Program:
         program = self.build.programs.get((f"stage{stage}", action))
@@ -271,96 +357,94 @@ class Step:
             raise Refused(f"there is no program stage{stage}.{action}")
         return program
 
-    def _backward(self, program: Program, known: Mapping[str, Value], gradients: dict[str, Value]) -> dict[str, Value]:
-        """Run a stage's backward, and add its gradients to those of the role. Return what it sends."""
-        main = _main(program)
-        each = self.run(program, main, known)
-        sums = {
-            key: self.over_microbatches(value) for key, value in each.items() if not key.startswith(("sent ", "state "))
-        }
-        last = program.functions.get(f"{main.name}_last")
-        if last is not None:
-            # what earlier microbatches added up to is all of them, less the last one's own
-            before = {f"gradient {key}": self.tensors.plus(total, each[key], by=(1, -1)) for key, total in sums.items()}
-            at_end = self.run(program, last, {**known, **before})
-            for key, value in at_end.items():
-                if key.startswith("sent ") and not self._equal(value, each[key]):
-                    raise Refused(f"{program.file}: the last backward sends another `{key}`")
-                if not key.startswith(("sent ", "state ")):
-                    sums[key] = value if key in sums and not self._equal(value, each[key]) else sums[key]
-        for key, value in sums.items():
-            gradients[key] = self.tensors.plus(gradients[key], value) if key in gradients else value
-        return {key: value for key, value in each.items() if key.startswith("sent ")}
+    # ---- what leaves a step
 
-    def _after(
-        self,
-        gradients: Mapping[str, Mapping[str, Value]],
-        losses: Mapping[str, list[Value]],
-        shared: Mapping[str, Value],
-        proof: Proof,
-    ) -> None:
-        build = self.build
-        results = self._together("LOSS", {
-            role: {**shared, **({"loss": self.over_microbatches(self.tensors.plus(*parts))} if parts else {})}
-            for role, parts in losses.items()
-        })  # fmt: skip
-        loss = self.tensors.times(self.over_microbatches(self.expected["loss"]), self.scale)
-        for role, values in results.items():
-            self.same(role, build.program(role, 0, "LOSS"), "loss", values["loss"], loss)
+    def _loss(self) -> None:
+        known = {}
+        for role, parts in self.losses.items():
+            total = {"loss": self.over_microbatches(self.tensors.plus(*parts))} if parts else {}
+            known[role] = {**self.shared, **total}
+        expected = self.tensors.times(self.over_microbatches(self.expected["loss"]), self.scale)
+        for role, returned in self._together("LOSS", known).items():
+            self.same(self.build.programs[role, "LOSS"], "loss", returned.values["loss"], expected)
+
+    def _gradients(self) -> dict[str, int]:
+        """Prove the gradients that REDUCE of every role returns, and their norm. Return the number of each role's."""
         known = {
-            role: {**shared, **{f"gradient {key}": value for key, value in parts.items()}}
-            for role, parts in gradients.items()
+            role: {**self.shared, **{f"gradient {key}": value for key, value in parts.items()}}
+            for role, parts in self.partial.items()
         }
-        wanted = {name: self.over_microbatches(value) for name, value in self.gradients.items()}
-        stored = {name: read_type(text, self.mesh) for name, text in build.manifest["parameters"].items()}
+        if unknown := sorted(self.gradients.keys() - self.stored.keys()):
+            raise Refused(f"the manifest stores no `{unknown[0]}`")
         symbols = {
-            name: self.tensors.piece(self.table.leaf(f"gradient {name}", stored[name].shape), stored[name])
-            for name in wanted
+            name: self.tensors.piece(self.table.leaf(f"gradient {name}", self.stored[name].shape), self.stored[name])
+            for name in self.gradients
         }
-        settle = {role: self._settled(role, wanted, symbols, stored) for role in build.roles}
-        results = self._together("REDUCE", known, settle)
+        results = self._together("REDUCE", known, {role: self._settled(role, symbols) for role in self.build.roles})
         squares = [self.tensors.over(self.tensors.squares(symbol), sorted(symbol.axes)) for symbol in symbols.values()]
         norm = self.tensors.pointwise("sqrt", [self.tensors.plus(*squares)]) if squares else None
-        seen: set[str] = set()
-        for role, values in results.items():
-            program = build.program(role, 0, "REDUCE")
-            names = {key.partition(" ")[2] for key in values if key.startswith("gradient ")}
-            for name in sorted(names - wanted.keys()):
-                raise Refused(f"{role}.REDUCE.py: returns a gradient of `{name}`, on which the loss does not depend")
+        counts, seen = {}, set[str]()
+        for role, returned in results.items():
+            program = self.build.programs[role, "REDUCE"]
+            names = {key.partition(" ")[2] for key in returned.values if key.startswith("gradient ")}
+            for key, value in returned.values.items():
+                if key.startswith("state residual"):
+                    self.same(program, key, value, self.table.constant(0, value.shape))
+                elif key.partition(" ")[0] not in ("gradient", "grad_norm"):
+                    raise Refused(f"{program.file}: returns `{key}`, which nothing takes")
+            for name in sorted(names - self.gradients.keys()):
+                raise Refused(f"{program.file}: returns a gradient of `{name}`, on which the loss does not depend")
             if norm is not None:
-                self.same(role, program, "grad_norm", values["grad_norm"], norm)
+                if "grad_norm" not in returned.values:
+                    raise Refused(f"{program.file}: returns no norm")
+                self.same(program, "grad_norm", returned.values["grad_norm"], norm)
+            for name in sorted(self.partial[role].keys() - names):
+                raise Refused(f"{program.file}: does not return the gradient of `{name}`")
             seen |= names
-            proof.lines.append(f"{role}: the loss, {len(names)} gradients, the norm")
-        if missing := sorted(wanted.keys() - seen):
+            counts[role] = len(names)
+        if missing := sorted(self.gradients.keys() - seen):
             raise Refused(f"no role returns the gradient of `{missing[0]}`, on which the loss depends")
+        return counts
 
-    def _settled(
-        self, role: str, wanted: Mapping[str, Value], symbols: Mapping[str, Value], stored: Mapping[str, Type]
-    ) -> Settle:
+    def _settled(self, role: str, symbols: Mapping[str, Value]) -> Settle:
         """Return a function that proves each gradient that REDUCE returns, and lets all lines read a symbol of it."""
         program = self.build.programs[role, "REDUCE"]
         names = {
-            name: key.partition(" ")[2] for key, name in _main(program).returns
-            if key.startswith("gradient ") and key.partition(" ")[2] in wanted
-        }  # fmt: skip
+            name: key.partition(" ")[2]
+            for key, name in _main(program).returns
+            if key.startswith("gradient ") and key.partition(" ")[2] in symbols
+        }
 
         def settle(name: str, value: Value) -> Value:
             gradient = names.get(name)
             if gradient is None:
                 return value
-            self.same(
-                role, program, f"gradient {gradient}", value, self.tensors.cut(wanted[gradient], stored[gradient])
-            )
+            expected = self.tensors.cut(self.gradients[gradient], self.stored[gradient])
+            self.same(program, f"gradient {gradient}", value, expected)
             return symbols[gradient]
 
         return settle
 
+    def _loads(self) -> None:
+        """Prove the tokens of each expert over the step, which LOADS of every role returns."""
+        known = {
+            role: {**self.shared, **{f"load {key}": value for key, value in parts.items()}}
+            for role, parts in self.loads.items()
+        }
+        loads = [self.over_microbatches(value) for key, value in self.expected.items() if key.startswith("load ")]
+        for role, returned in self._together("LOADS", known).items():
+            program = self.build.programs[role, "LOADS"]
+            for key, value in returned.values.items():
+                if key != "metric load":
+                    raise Refused(f"{program.file}: `{key}` is not in model.py")
+                self.same(program, key, value, self.tensors.cat(loads, 0))
+
     def _together(
         self, action: str, known: Mapping[str, Mapping[str, Value]], settle: Mapping[str, Settle] = {}
-    ) -> dict[str, dict[str, Value]]:
+    ) -> dict[str, Returned]:
         """Run a program of every role, all of them together: sums among roles add what each of them has there."""
-        running: dict[str, Generator[Any, Value, dict[str, Value]]] = {}
-        results: dict[str, dict[str, Value]] = {}
+        running: dict[str, Generator[Any, Value, Returned]] = {}
+        results: dict[str, Returned] = {}
         waiting: dict[str, tuple[Any, Value]] = {}
         roles = list(self.build.roles)
         answers: dict[str, Any] = {}
@@ -368,10 +452,9 @@ class Step:
             program = self.build.programs.get((role, action))
             if program is None:
                 raise Refused(f"there is no program {role}.{action}")
-            main = _main(program)
-            running[role] = self.reader.steps(
-                program, main, self.arguments(program, main, known[role]), *([settle[role]] if role in settle else [])
-            )
+            main, keep = _main(program), settle.get(role, lambda name, value: value)
+            operands, coming = self.arguments(program, main, known[role]), self.coming[role]
+            running[role] = self.reader.steps(program, main, operands, coming if action == "REDUCE" else (), keep)
             answers[role] = None
         while running:
             for role in list(running):
@@ -385,9 +468,9 @@ class Step:
             if not running:
                 break
             place = next(iter(waiting.values()))[0]
-            members = [roles[at] for at in place[1]]
-            if any(member not in waiting or waiting[member][0] != place for member in members):
-                raise Refused(f"the roles {', '.join(members)} do not meet at a sum over `{place[0]}` in {action}")
+            members = [roles[at] for at in place[1] if 0 <= at < len(roles)]
+            if any(member not in waiting or waiting[member][0] != place for member in members) or not members:
+                raise Refused(f"roles do not meet at a sum over {list(place[1])} of `{place[0]}` in {action}")
             total = self.tensors.plus(*(waiting[member][1] for member in members))
             for member in members:
                 answers[member] = total
@@ -399,11 +482,11 @@ class Step:
     def _equal(self, one: Value, other: Value) -> bool:
         return one == other or self.tensors.canonical(one, other)
 
-    def same(self, role: str, program: Program | None, key: str, value: Value, expected: Value) -> None:
+    def same(self, program: Program, key: str, value: Value, expected: Value) -> None:
         """Refuse a result that is not what the model says."""
         if not self._equal(value, expected):
-            where = "" if program is None else f"{program.file}: "
-            raise Refused(f"{where}`{key}` is not what model.py says\n{describe(self.table, value, expected)}")
+            found = describe(self.table, value, expected)
+            raise Refused(f"{program.file}: `{key}` is not what model.py says\n{found}")
 
 
 def _main(program: Program) -> Function:
@@ -411,24 +494,13 @@ def _main(program: Program) -> Function:
     return list(program.functions.values())[-1]
 
 
+def _type_of(function: Function, name: str) -> Type:
+    """Return the type of a value of a function."""
+    types = {parameter.name: parameter.type for parameter in function.parameters}
+    for line in function.lines:
+        types.update(zip(line.results, line.types, strict=True))
+    return types[name]
+
+
 def _received(sent: Mapping[str, Value]) -> dict[str, Value]:
     return {f"received {key.partition(' ')[2]}": value for key, value in sent.items()}
-
-
-def describe(table: Table, value: Value, expected: Value) -> str:
-    """Return the first difference of two values in words: node below node, until what they read is another."""
-    lines = []
-    one: Value | Read = value
-    other: Value | Read = expected
-    for depth in range(40):
-        a, b = table.nodes[one.node], table.nodes[other.node]
-        pad = "  " * depth
-        if one.node == other.node:
-            lines.append(f"{pad}{a.op}: {one.coefficient} at {one.maps} beside {other.coefficient} at {other.maps}")
-            break
-        lines.append(f"{pad}{a.op} {a.args or ''} {a.sizes} {a.inner} beside {b.op} {b.args or ''} {b.sizes} {b.inner}")
-        left, right = ([r for r in x.reads if r not in y.reads] for x, y in ((a, b), (b, a)))
-        if a.op != b.op or not left or len(left) != len(right):
-            break
-        one, other = left[0], right[0]
-    return "\n".join(lines)

@@ -428,8 +428,18 @@ class Tensors:
         """
         if not any(name for _, name in atoms):
             return value
+        try:
+            parts = refined([value.dims[dim], tuple(size for size, _ in atoms)])
+        except Refused:
+            named = [at for at, (_, name) in enumerate(atoms) if name]
+            if len(named) == 1:
+                return self._at_ranks(self.flat(value, dim), dim, atoms)
+            # one axis after the other, as ranks of the next one split what the first one's have
+            before, (_, *rest) = atoms[: named[0]], atoms[named[0] :]
+            inner = math.prod(size for size, _ in rest)
+            value = self._at_ranks(value, dim, [*before, atoms[named[0]], (inner, "")])
+            return self._at_ranks(value, dim, [*before, *rest])
         read, dims, sizes = self.table.letters(value)
-        parts = refined([value.dims[dim], tuple(size for size, _ in atoms)])
         letters = [("part", at) for at in range(len(parts))]
         sizes.update(zip(letters, parts, strict=True))
         index: dict[Letter, Affine] = {letter: (0, ((letter, 1),)) for row in dims for letter in row}
@@ -454,6 +464,11 @@ class Tensors:
         return self.settled(
             [read._replace(maps=maps)], dims, sizes, lambda reads, sizes: self.table.part(reads[0], sizes)
         )
+
+    def flat(self, value: Value, dim: int) -> Value:
+        """Return a value whose dim is one loop of a node: ranks split it across its parts."""
+        names = list(range(len(value.dims)))
+        return self.opaque("flat", (), [value], [names], names, [dim])
 
     def _by_stretch(self, value: Value, dim: int, outer: Sequence[int], change: Callable[[Value], Value]) -> Value:
         """Return a value whose parts along a dim, of these proportions, are changed each."""

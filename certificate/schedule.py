@@ -1,0 +1,163 @@
+"""The schedule: every role's timeline does each piece of work once, after what it needs, and no role waits for ever."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from .text import Refused
+
+BEFORE, WORK, AFTER = ("COUNT", "SCALE", "UNSHARD"), ("F", "B"), ("LOSS", "REDUCE", "LOADS", "RESCALE", "STEP")
+"""The kinds of actions ahead of the work of a step, of the work, and behind it, in their order."""
+_EACH = ("COUNT", *WORK)
+"""The kinds that are done for every microbatch."""
+_ACTION = re.compile(r"(\d{1,6})([A-Z_]+?)(\d{0,6})")
+
+
+class Action(NamedTuple):
+    """An action of a stage, and its microbatch: ``0F2``, ``1RECV_F2``, ``0REDUCE``."""
+
+    stage: int
+    kind: str
+    microbatch: int = 0
+
+    def __str__(self) -> str:
+        work = self.kind in _EACH or self.kind.startswith(("SEND_", "RECV_"))
+        return f"{self.stage}{self.kind}{self.microbatch if work else ''}"
+
+
+Roles = Mapping[str, Sequence[Action]]
+
+
+def read_schedule(text: str) -> dict[str, list[Action]]:
+    """Read ``schedule.txt``: a line for each role.
+
+    Raises:
+        Refused: a line is not ``role: actions``.
+    """
+    roles: dict[str, list[Action]] = {}
+    for at, line in enumerate(text.splitlines(), 1):
+        role, colon, actions = line.partition(": ")
+        if not colon or role in roles:
+            raise Refused(f"schedule.txt:{at}: is not `role: actions`")
+        roles[role] = []
+        for word in actions.split(" "):
+            if (match := _ACTION.fullmatch(word)) is None:
+                raise Refused(f"schedule.txt:{at}: `{word[:40]}` is no action")
+            roles[role].append(Action(int(match[1]), match[2], int(match[3] or 0)))
+    return roles
+
+
+def stages_of(roles: Roles) -> dict[int, str]:
+    """Return the role of each stage: the one that does its forward.
+
+    Raises:
+        Refused: two roles do, or none.
+    """
+    stages: dict[int, str] = {}
+    for role, actions in roles.items():
+        for action in actions:
+            if action.kind == "F" and stages.setdefault(action.stage, role) != role:
+                raise Refused(
+                    f"schedule.txt: {role} and {stages[action.stage]} both do the forward of stage {action.stage}"
+                )
+    if not stages or sorted(stages) != list(range(len(stages))):
+        raise Refused("schedule.txt: the stages that do a forward are not numbered from 0 on")
+    return stages
+
+
+def check_schedule(roles: Roles, microbatches: int, kinds: Mapping[str, set[str]]) -> None:
+    """Refuse timelines that leave out a piece of work, do one twice or too early, or stand still. ``kinds`` has the
+    kinds of programs that each role runs.
+
+    Raises:
+        Refused: with the role and the action.
+    """
+    stages = stages_of(roles)
+    for role, actions in roles.items():
+        expected = set(_expected(role, stages, microbatches, kinds[role]))
+        ahead = [action for action in expected if action.kind in BEFORE]
+        done: set[Action] = set()
+        for action in actions:
+            if action in done or action not in expected:
+                raise Refused(
+                    f"schedule.txt: {role} does `{action}` {'twice' if action in done else 'that no role does'}"
+                )
+            for needed in _needs(action, expected, ahead, stages):
+                if needed not in done:
+                    raise Refused(f"schedule.txt: {role} does `{action}` before `{needed}`")
+            done.add(action)
+        if missing := sorted(expected - done):
+            raise Refused(f"schedule.txt: {role} does not do `{missing[0]}`")
+    _run(roles, stages)
+
+
+def _expected(role: str, stages: Mapping[int, str], microbatches: int, kinds: set[str]) -> Iterator[Action]:
+    """Yield all that a role does in a step. What one stage makes for another is sent where that is on another role."""
+    own = [stage for stage, owner in stages.items() if owner == role]
+    for kind in (*BEFORE, *AFTER):
+        if kind in kinds:
+            yield from (Action(min(own), kind, at) for at in range(microbatches if kind in _EACH else 1))
+    for kind, way in (("F", 1), ("B", -1)):
+        for stage in own if kind in kinds else ():
+            for at in range(microbatches):
+                yield Action(stage, kind, at)
+                if stages.get(stage + way, role) != role:
+                    yield Action(stage, f"SEND_{kind}", at)
+                if stages.get(stage - way, role) != role:
+                    yield Action(stage, f"RECV_{kind}", at)
+
+
+def _needs(action: Action, expected: set[Action], ahead: list[Action], stages: Mapping[int, str]) -> Iterator[Action]:
+    """Yield what a role does before an action, among all that it does; ``ahead`` is what comes before all work."""
+    stage, kind, at = action
+    before: list[Action] = []
+    if kind in WORK:
+        way = 1 if kind == "F" else -1
+        before = [*ahead, Action(stage, f"RECV_{kind}", at), Action(stage - way, kind, at)]
+        before += [Action(stage, "F", at)] if kind == "B" else []
+    elif kind.startswith("SEND_"):
+        before = [Action(stage, kind[5:], at)]
+    elif kind in BEFORE:
+        before = [each for each in ahead if each.kind in BEFORE[: BEFORE.index(kind)]]
+    elif kind in AFTER:
+        before = [each for each in expected if each.kind in (*WORK, *AFTER[: AFTER.index(kind)])]
+    yield from (each for each in before if each in expected)
+
+
+def _run(roles: Roles, stages: Mapping[int, str]) -> None:
+    """Run all roles together. A message between two roles waits until the one before it is received.
+
+    Raises:
+        Refused: no role can go on.
+    """
+    todo = {role: deque(actions) for role, actions in roles.items()}
+    wires: dict[tuple[str, str], Action | None] = defaultdict(lambda: None)
+
+    def moves(role: str, action: Action) -> bool:
+        way, _, work = action.kind.partition("_")
+        if way not in ("SEND", "RECV"):
+            return True
+        to = 1 if (work == "F") == (way == "SEND") else -1
+        peer = stages[action.stage + to]
+        if way == "SEND":
+            if wires[role, peer] is not None:
+                return False
+            wires[role, peer] = Action(action.stage + to, f"RECV_{work}", action.microbatch)
+            return True
+        if wires[peer, role] != action:
+            return False
+        wires[peer, role] = None
+        return True
+
+    moved = True
+    while moved:
+        moved = False
+        for role, actions in todo.items():
+            while actions and moves(role, actions[0]):
+                actions.popleft()
+                moved = True
+    if stuck := [f"{role} at `{actions[0]}`" for role, actions in todo.items() if actions]:
+        raise Refused(f"schedule.txt: no role can go on: {', '.join(stuck)}")
